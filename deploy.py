@@ -7,14 +7,14 @@ it is right, so a second run changes nothing and a killed run is finished by the
 from pyinfra.context import host, state
 
 from roles import base, cuda, docker, preflight, service, tools, work
+from spark_deploy.hosts.operations import lease
+from spark_deploy.hosts.operations.commands import each
+from spark_deploy.hosts.operations.uninstall import asked_of
+from spark_deploy.hosts.payload.content import read_payload
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import plan_for, waves_for
-from spark_deploy.operations import lease
-from spark_deploy.operations.commands import each
-from spark_deploy.operations.uninstall import asked_of
-from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.jobs import discard_jobs_of, ready_jobs_of, served_jobs_of
-from spark_deploy.planning.release import release_files_of, unit_files_of
+from spark_deploy.plan.jobs import discard_jobs_of, ready_jobs_of, served_jobs_of
+from spark_deploy.plan.release import release_files_of, unit_files_of
 
 lease.hold(state, host)
 plan, payload = plan_for(host), read_payload()

@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: a wheel carries the parts of the checkout that a deploy needs.
 
-They lie in ``spark_deploy/_checkout``, laid out as here: ``spark_deploy/checkout.py`` finds them.
+``spark_deploy/config/checkout.py`` finds them in ``spark_deploy/_checkout``, laid out as here.
 """
 
 from __future__ import annotations

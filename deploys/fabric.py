@@ -10,15 +10,15 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host, state
 
 from roles import base, fabric, tools
+from spark_deploy.hosts.operations import lease
+from spark_deploy.hosts.operations.uninstall import asked_of
+from spark_deploy.hosts.payload.content import read_payload
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.login import endpoint_of, prove_way
 from spark_deploy.inventory.plans import payload_identity, ports_of
-from spark_deploy.operations import lease
-from spark_deploy.operations.uninstall import asked_of
-from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.fabric import rails
-from spark_deploy.planning.host import base_plan, tools_plan
-from spark_deploy.planning.release import unit_files_of
+from spark_deploy.plan.fabric import rails
+from spark_deploy.plan.host import base_plan, tools_plan
+from spark_deploy.plan.release import unit_files_of
 
 lease.hold(state, host)
 settings, payload = known_of(host).found.settings, read_payload()

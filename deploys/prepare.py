@@ -6,10 +6,10 @@ For a first look at new hosts, and before a download that takes the night.
 from pyinfra.context import host, state
 
 from roles import base, cuda, docker, preflight
+from spark_deploy.hosts.operations import lease
+from spark_deploy.hosts.operations.uninstall import asked_of
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import plan_for
-from spark_deploy.operations import lease
-from spark_deploy.operations.uninstall import asked_of
 
 lease.hold(state, host)
 plan = plan_for(host)

@@ -7,9 +7,9 @@ everything that this project did not make.
 from pyinfra.context import host, state
 
 from roles import service
+from spark_deploy.hosts.operations import lease
 from spark_deploy.inventory.plans import plan_for
-from spark_deploy.operations import lease
-from spark_deploy.planning.jobs import keep_of
+from spark_deploy.plan.jobs import keep_of
 
 lease.hold(state, host)
 plan = plan_for(host)

@@ -8,14 +8,14 @@ rebooted, it goes on with the block it was at. What is made is the base of what
 from pyinfra.context import host, state
 
 from roles import base, cuda, docker, tools, work
-from spark_deploy.errors import PlanError
+from spark_deploy.config.errors import PlanError
+from spark_deploy.hosts.operations import lease
+from spark_deploy.hosts.operations.uninstall import asked_of
+from spark_deploy.hosts.payload.content import read_payload
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import plan_for
-from spark_deploy.operations import lease
-from spark_deploy.operations.uninstall import asked_of
-from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.jobs import jobs_of
-from spark_deploy.planning.release import unit_files_of
+from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.release import unit_files_of
 
 lease.hold(state, host)
 plan, payload = plan_for(host), read_payload()

@@ -7,13 +7,13 @@ The change is the same as in a deploy: prepared, proven, and undone when its che
 """
 
 from pyinfra.context import host, state
-from spark_contract.host.units import MAIN_SERVICE
-from spark_contract.serving.release import service_of
+from spark_contract.release import service_of
+from spark_contract.units import MAIN_SERVICE
 
 from roles import service
+from spark_deploy.hosts.operations import lease
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import waves_for
-from spark_deploy.operations import lease
 
 lease.hold(state, host)
 settings = known_of(host).found.settings

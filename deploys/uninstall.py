@@ -7,9 +7,9 @@ them and `--data uninstall.engine=true`. What others made or installed is left a
 from pyinfra.context import host, state
 
 from roles import uninstall
+from spark_deploy.hosts.operations import lease
+from spark_deploy.hosts.operations.uninstall import asked_of
 from spark_deploy.inventory.host_names import known_of
-from spark_deploy.operations import lease
-from spark_deploy.operations.uninstall import asked_of
 
 lease.hold(state, host)
 

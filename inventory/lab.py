@@ -13,7 +13,7 @@ import sys as _sys
 
 _sys.path.insert(0, str(_pathlib.Path(__file__).resolve().parent.parent))
 
-from spark_deploy.errors import SettingsError as _SettingsError
+from spark_deploy.config.errors import SettingsError as _SettingsError
 from spark_deploy.inventory import group_from as _group_from
 
 _state = _pathlib.Path(_os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab")) / "lab.json"

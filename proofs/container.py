@@ -29,9 +29,9 @@ from unittest import mock
 
 from spark_contract import files
 from spark_contract.documents import text_of
-from spark_contract.host.paths import Paths
-from spark_contract.serving.records import GpuProof
-from spark_contract.serving.release import Mount, Release
+from spark_contract.paths import Paths
+from spark_contract.records import GpuProof
+from spark_contract.release import Mount, Release
 from spark_host.engine import serve
 from spark_host.engine.container import account, environment
 

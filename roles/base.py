@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.facts.packages import BaseState
-from spark_deploy.operations import base
-from spark_deploy.operations.prefetch import expect
-from spark_deploy.operations.uninstall import noted
-from spark_deploy.planning.machine import BasePlan
+from spark_deploy.hosts.facts.packages import BaseState
+from spark_deploy.hosts.operations import base
+from spark_deploy.hosts.operations.prefetch import expect
+from spark_deploy.hosts.operations.uninstall import noted
+from spark_deploy.plan.machine import BasePlan
 
 
 @deploy("Base")

@@ -6,8 +6,8 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.deploy import deploy
 from pyinfra.api.hiddenvalue import HiddenValue
 
-from spark_deploy.operations import access
-from spark_deploy.planning.machine import BootstrapPlan
+from spark_deploy.hosts.operations import access
+from spark_deploy.plan.machine import BootstrapPlan
 
 
 @deploy("Bootstrap")

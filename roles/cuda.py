@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.facts.gpu import CudaState
-from spark_deploy.operations import cuda
-from spark_deploy.operations.prefetch import expect
-from spark_deploy.planning.machine import CudaPlan
+from spark_deploy.hosts.facts.gpu import CudaState
+from spark_deploy.hosts.operations import cuda
+from spark_deploy.hosts.operations.prefetch import expect
+from spark_deploy.plan.machine import CudaPlan
 
 
 @deploy("CUDA")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.facts.docker import DockerState
-from spark_deploy.operations import docker
-from spark_deploy.operations.files import look_at
-from spark_deploy.operations.prefetch import expect
-from spark_deploy.operations.proxy import DROP_IN, proxied_docker, proxied_jobs
-from spark_deploy.planning.machine import DockerPlan
-from spark_deploy.settings.sources import ProxySettings
+from spark_deploy.config.settings.sources import ProxySettings
+from spark_deploy.hosts.facts.docker import DockerState
+from spark_deploy.hosts.operations import docker
+from spark_deploy.hosts.operations.files import look_at
+from spark_deploy.hosts.operations.prefetch import expect
+from spark_deploy.hosts.operations.proxy import DROP_IN, proxied_docker, proxied_jobs
+from spark_deploy.plan.machine import DockerPlan
 
 
 @deploy("Docker")

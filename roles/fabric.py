@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations import fabric, fabric_speed
-from spark_deploy.planning.machine import Way
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.hosts.operations import fabric, fabric_speed
+from spark_deploy.plan.machine import Way
 
 
 @deploy("Fabric")

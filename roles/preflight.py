@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations import preflight
-from spark_deploy.planning.machine import NeedsPlan
+from spark_deploy.hosts.operations import preflight
+from spark_deploy.plan.machine import NeedsPlan
 
 
 @deploy("Preflight")

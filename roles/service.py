@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
-from spark_contract.host.paths import ENGINE_USER, GATEWAY_USER
-from spark_contract.host.units import MAIN_SERVICE
-from spark_contract.serving.release import Release
-from spark_contract.work.keep import Keep
+from spark_contract.keep import Keep
+from spark_contract.paths import ENGINE_USER, GATEWAY_USER
+from spark_contract.release import Release
+from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.facts.jobs import Timers
-from spark_deploy.facts.releases import Status, UsersKnown
-from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.commands import in_waves, one_by_one
-from spark_deploy.operations.files import look_at
-from spark_deploy.operations.gateway import configured, gateway_paths, new_key, scheduled
-from spark_deploy.operations.jobs import prepared
-from spark_deploy.operations.prefetch import expect
-from spark_deploy.operations.releases import pruned, rolled_back, still_proven
-from spark_deploy.operations.serve import (
+from spark_deploy.hosts.facts.jobs import Timers
+from spark_deploy.hosts.facts.releases import Status, UsersKnown
+from spark_deploy.hosts.operations.commands import in_waves, one_by_one
+from spark_deploy.hosts.operations.files import look_at
+from spark_deploy.hosts.operations.gateway import configured, gateway_paths, new_key, scheduled
+from spark_deploy.hosts.operations.jobs import prepared
+from spark_deploy.hosts.operations.prefetch import expect
+from spark_deploy.hosts.operations.releases import pruned, rolled_back, still_proven
+from spark_deploy.hosts.operations.serve import (
     proven,
     rebooted,
     release_files,
@@ -27,11 +26,12 @@ from spark_deploy.operations.serve import (
     rolled_out,
     started,
 )
-from spark_deploy.planning.cluster import Wave
-from spark_deploy.planning.jobs import Work
-from spark_deploy.planning.machine import NeedsPlan
-from spark_deploy.planning.release import timer_files
-from spark_deploy.planning.types import GatewayPlan, ScheduledPlan
+from spark_deploy.plan.cluster import Wave
+from spark_deploy.plan.jobs import Work
+from spark_deploy.plan.machine import NeedsPlan
+from spark_deploy.plan.managed_files import ManagedFile
+from spark_deploy.plan.release import timer_files
+from spark_deploy.plan.types import GatewayPlan, ScheduledPlan
 
 
 @deploy("Reboots")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.facts.jobs import PythonSite
-from spark_deploy.managed import ManagedFile
-from spark_deploy.operations.files import look_at
-from spark_deploy.operations.jobs import home_of, host_tools, python_site
-from spark_deploy.operations.prefetch import expect
-from spark_deploy.payload.content import ToolFiles
-from spark_deploy.planning.machine import ToolsPlan
+from spark_deploy.hosts.facts.jobs import PythonSite
+from spark_deploy.hosts.operations.files import look_at
+from spark_deploy.hosts.operations.jobs import home_of, host_tools, python_site
+from spark_deploy.hosts.operations.prefetch import expect
+from spark_deploy.hosts.payload.content import ToolFiles
+from spark_deploy.plan.machine import ToolsPlan
+from spark_deploy.plan.managed_files import ManagedFile
 
 
 @deploy("Tools")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations import access
-from spark_deploy.planning.machine import BootstrapPlan
+from spark_deploy.hosts.operations import access
+from spark_deploy.plan.machine import BootstrapPlan
 
 
 @deploy("Unbootstrap")

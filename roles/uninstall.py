@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.operations.uninstall import uninstalled
+from spark_deploy.hosts.operations.uninstall import uninstalled
 
 
 @deploy("Uninstall")

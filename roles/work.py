@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pyinfra.api.deploy import deploy
-from spark_contract.host.paths import PROXY
-from spark_contract.host.units import PREPARE
-from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, REQUANTIZE_JOB
+from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, REQUANTIZE_JOB
+from spark_contract.paths import PROXY
+from spark_contract.units import PREPARE
 
-from spark_deploy.facts.jobs import JobStates
-from spark_deploy.operations.commands import each
-from spark_deploy.operations.files import look_at
-from spark_deploy.operations.jobs import job, prepared, quantiser
-from spark_deploy.operations.peer_download import closed, lent, surveyed
-from spark_deploy.operations.prefetch import expect
-from spark_deploy.operations.proxy import proxied_jobs
-from spark_deploy.planning.jobs import Work, ready_name
-from spark_deploy.settings.sources import FleetSettings, ProxySettings
+from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
+from spark_deploy.hosts.facts.jobs import JobStates
+from spark_deploy.hosts.operations.commands import each
+from spark_deploy.hosts.operations.files import look_at
+from spark_deploy.hosts.operations.jobs import job, prepared, quantiser
+from spark_deploy.hosts.operations.peer_download import closed, lent, surveyed
+from spark_deploy.hosts.operations.prefetch import expect
+from spark_deploy.hosts.operations.proxy import proxied_jobs
+from spark_deploy.plan.jobs import Work, ready_name
 
 _REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before
 _QUANTISING_TIMEOUT_S = 4 * 86400  # 40 hours are foreseen for 122B

@@ -24,9 +24,9 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.lockfile import verify_names
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.lock import verify_names
 from tests.judged_once import remember
 
 PYINFRA = ("pyinfra_cli.cli", "spark_deploy.inventory.groups")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.catalog import load
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.catalog import load
+from spark_deploy.config.checkout import CHECKOUT
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.payload.content import SITE_REQUIREMENTS, read_payload
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.hosts.payload.content import SITE_REQUIREMENTS, read_payload
 from tools.requirements import pins
 
 CHECKOUT = Path(__file__).resolve().parent.parent

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 from spark_contract.documents import plain
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import COMPLETIONS, LOG_LINES, Release
+from spark_contract.paths import Paths
+from spark_contract.release import COMPLETIONS, LOG_LINES, Release
 from spark_host.check import comparing
 from spark_host.check.probe import CheckError, Probe
 from spark_host.check.table import CHECKS

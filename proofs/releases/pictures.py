@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from spark_contract.serving.release import CHAT
+from spark_contract.release import CHAT
 from spark_host.check.media_questions import png
 from spark_host.engine.client import Engine
 

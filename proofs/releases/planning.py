@@ -19,13 +19,13 @@ from lab.hub.faults import FaultSwitch
 from lab.hub.server import Hub, make_servers
 from lab.hub.store import Store
 from proofs.releases import trees
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.catalog.model import PlainModel
-from spark_deploy.lockfile import hub as hubs
-from spark_deploy.lockfile.anatomy import read_anatomy
-from spark_deploy.lockfile.file import write_lock
-from spark_deploy.lockfile.types import Lock
-from spark_deploy.settings.sources import HubSettings
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.catalog.model import PlainModel
+from spark_deploy.config.settings.sources import HubSettings
+from spark_deploy.lock import hub as hubs
+from spark_deploy.lock.anatomy import read_anatomy
+from spark_deploy.lock.file import write_lock
+from spark_deploy.lock.types import Lock
 
 HERE = Path(__file__).parent / "inventory"
 PAIR = 'cluster.hosts=["spark-1","spark-2"]'

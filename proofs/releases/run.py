@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 
 from proofs import failed
 from proofs.engine.run import devices_shown

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spark_contract.serving.release import Member, Release
+from spark_contract.release import Member, Release
 from spark_host.engine.client import Engine, EngineError
 
 from proofs.engine import quick

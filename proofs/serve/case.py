@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import documents
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 
 from proofs import stages
 from proofs.engine import quick

@@ -128,7 +128,7 @@ def _longest_flat_s(seen: list[dict[str, float]], keys: tuple[str, ...]) -> floa
 
 def _stalled(seen: list[dict[str, float]], limit_s: float, *, cache: bool) -> bool:
     """Return whether the watch would have ended this engine at a limit of ``limit_s``."""
-    from spark_contract.serving.release import Watch
+    from spark_contract.release import Watch
     from spark_host.engine.metrics import Metrics, Sample
     from spark_host.watch.loop import Judge
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from spark_deploy.bench.load import Endpoint
 from spark_deploy.bench.result import Cell
-from spark_deploy.errors import SparkError
+from spark_deploy.config.errors import SparkError
 
 GRID_NAME = "spark-arena-v2"
 DEPTHS = (0, 4096, 8192, 16384, 32768, 65535, 100000)

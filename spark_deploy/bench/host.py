@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from spark_contract import tool
 from spark_contract.documents import parse
-from spark_contract.host import tool
-from spark_contract.host.paths import Paths, release_file
-from spark_contract.serving.release import Release
-from spark_contract.serving.status import Status
+from spark_contract.paths import Paths, release_file
+from spark_contract.release import Release
+from spark_contract.status import Status
 
 from spark_deploy.bench.result import Sample, Served
-from spark_deploy.errors import SparkError
+from spark_deploy.config.errors import SparkError
 
 _LIMIT_S = 60.0
 _WAIT_S = 15.0

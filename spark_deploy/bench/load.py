@@ -10,7 +10,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from spark_deploy.errors import SparkError
+from spark_deploy.config.errors import SparkError
 
 _LIMIT_S = 1800.0
 

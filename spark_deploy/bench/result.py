@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spark_contract.host.tool import STAND_IN
+from spark_contract.tool import STAND_IN
 
-from spark_deploy.documents.declare import later, needed
+from spark_deploy.config.documents.declare import later, needed
 
 
 @dataclass(frozen=True, slots=True)

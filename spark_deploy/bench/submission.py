@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 
 from spark_deploy.bench import vllm_bench
 from spark_deploy.bench.benchy import GRID_NAME

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.serving.release import CHAT, Release
+from spark_contract.release import CHAT, Release
 
 from spark_deploy.bench.host import Login
 from spark_deploy.bench.result import Load
-from spark_deploy.errors import SparkError
+from spark_deploy.config.errors import SparkError
 from spark_deploy.ticking import ticking
 
 PROMPT_TOKENS, ANSWER_TOKENS = 8192, 256

@@ -23,7 +23,7 @@ from spark_deploy.cli.options import (
     json_option,
     plan_options,
 )
-from spark_deploy.documents.shown import shown
+from spark_deploy.config.documents.shown import shown
 
 _ABOUT = "Turn NVIDIA DGX Sparks into proven model servers: from an SSH login to answers."
 _OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EIO)
@@ -102,7 +102,7 @@ def _run(options: Options) -> int:
 
         monkey.patch_all()
         hub.Hub.NOT_ERROR += (KeyboardInterrupt,)  # told below, in our own words
-    from spark_deploy.errors import SparkError
+    from spark_deploy.config.errors import SparkError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # Answers carry the reasons of failed connections; pyinfra would say them a second time.

@@ -8,12 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_contract.work.orders import CONFIG, GENERATION, TOKENIZER, Described
+from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described
 
-from spark_deploy.catalog.anatomy import Anatomy
-from spark_deploy.catalog.companions import is_repository
-from spark_deploy.catalog.load import read_families
-from spark_deploy.catalog.types import Engine, Engines, Families
 from spark_deploy.cli import use
 from spark_deploy.cli.draft import Draft
 from spark_deploy.cli.hosts import Listed, again, answer, listed, planned, say
@@ -22,13 +18,17 @@ from spark_deploy.cli.options import Options
 from spark_deploy.cli.plan_text import lines
 from spark_deploy.cli.recipes import draft_of_recipe
 from spark_deploy.cli.share import read
-from spark_deploy.documents.shown import one_line
-from spark_deploy.documents.yaml_files import read_mapping
-from spark_deploy.errors import CatalogError, SparkError
-from spark_deploy.lockfile.anatomy import anatomy_of, ask_hub
-from spark_deploy.lockfile.hub import card_of
-from spark_deploy.lockfile.hub_token import read_hub_token
-from spark_deploy.planning.resolve import pair_of
+from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.companions import is_repository
+from spark_deploy.config.catalog.load import read_families
+from spark_deploy.config.catalog.types import Engine, Engines, Families
+from spark_deploy.config.documents.shown import one_line
+from spark_deploy.config.documents.yaml_files import read_mapping
+from spark_deploy.config.errors import CatalogError, SparkError
+from spark_deploy.lock.anatomy import anatomy_of, ask_hub
+from spark_deploy.lock.hub import card_of
+from spark_deploy.lock.hub_token import read_hub_token
+from spark_deploy.plan.resolve import pair_of
 
 # Other formats of the same weights, which the engine does not read.
 _OTHER_FORMATS = ("original/*", "metal/*", "onnx/*", "openvino/*", "*.gguf", "consolidated*")

@@ -10,8 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from spark_contract.documents import DocumentError, parse, plain, text_of
-from spark_contract.host.units import MAIN_SERVICE
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench import benchy, host, markdown, page, submission, vllm_bench
 from spark_deploy.bench.load import Endpoint
@@ -21,7 +21,7 @@ from spark_deploy.cli import ladder
 from spark_deploy.cli.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, chosen_services, listed, planned, say
 from spark_deploy.cli.options import Options
-from spark_deploy.errors import SparkError
+from spark_deploy.config.errors import SparkError
 from spark_deploy.ticking import ticking
 
 _HOURS_TICK_S = 30.0  # of what may take hours

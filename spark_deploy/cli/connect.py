@@ -15,22 +15,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from pyinfra.api.host import Host
-from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
-from spark_deploy.catalog.model import HybridModel, Model
-from spark_deploy.catalog.profile import Profile
 from spark_deploy.cli.clients import CLIENTS, QUESTION, Connection
 from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, every_name, listed, say
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import look
-from spark_deploy.errors import SparkError
-from spark_deploy.facts.jobs import TailnetAddress
-from spark_deploy.payload.certificates import ca_path
-from spark_deploy.planning.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
-from spark_deploy.planning.memory import context_tokens
-from spark_deploy.planning.resolve import pair_of
-from spark_deploy.planning.types import GatewayPlan
+from spark_deploy.config.catalog.model import HybridModel, Model
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.errors import SparkError
+from spark_deploy.hosts.facts.jobs import TailnetAddress
+from spark_deploy.hosts.payload.certificates import ca_path
+from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
+from spark_deploy.plan.memory import context_tokens
+from spark_deploy.plan.resolve import pair_of
+from spark_deploy.plan.types import GatewayPlan
 
 _LOOK_EVERY_S = 0.5
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from spark_deploy.catalog.anatomy import Anatomy, CountedCache
-from spark_deploy.catalog.model import PlainModel
 from spark_deploy.cli.hosts import Listed, planned, say
 from spark_deploy.cli.query_hosts import look, status_of
-from spark_deploy.facts.releases import HostStatus
-from spark_deploy.lockfile.types import Lock
+from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
+from spark_deploy.config.catalog.model import PlainModel
+from spark_deploy.hosts.facts.releases import HostStatus
+from spark_deploy.lock.types import Lock
 
 
 def with_counts(lock: Lock, hosts: Sequence[Listed]) -> Lock:

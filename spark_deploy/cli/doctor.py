@@ -13,15 +13,15 @@ from spark_deploy.cli import plan_summary
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
-from spark_deploy.errors import LockError, Problem
-from spark_deploy.facts.releases import stopped_text
-from spark_deploy.facts.survey import HostSurvey, Survey
-from spark_deploy.operations.preflight import question
-from spark_deploy.planning.machine import NeedsPlan
-from spark_deploy.planning.memory import gib
-from spark_deploy.preflight import judge
-from spark_deploy.preflight.fabric import same_host_key
-from spark_deploy.preflight.workloads import in_the_way
+from spark_deploy.config.errors import LockError, Problem
+from spark_deploy.hosts.facts.releases import stopped_text
+from spark_deploy.hosts.facts.survey import HostSurvey, Survey
+from spark_deploy.hosts.operations.preflight import question
+from spark_deploy.hosts.preflight import judge
+from spark_deploy.hosts.preflight.fabric import same_host_key
+from spark_deploy.hosts.preflight.workloads import in_the_way
+from spark_deploy.plan.machine import NeedsPlan
+from spark_deploy.plan.memory import gib
 
 
 def run(options: Options) -> int:

@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.documents import plain
-from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.catalog.anatomy import Anatomy
-from spark_deploy.catalog.model import PlainModel
-from spark_deploy.catalog.types import Catalog
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.options import Options
-from spark_deploy.documents.schema_check import closest
-from spark_deploy.documents.shown import shown
-from spark_deploy.errors import SettingsError, SparkError
+from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.model import PlainModel
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents.schema_check import closest
+from spark_deploy.config.documents.shown import shown
+from spark_deploy.config.errors import SettingsError, SparkError
+from spark_deploy.config.settings.load import HostSettings
+from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.host_names import KEY, read_repositories
 from spark_deploy.inventory.plans import payload_identity, read_inventory
-from spark_deploy.lockfile.file import read_lock
-from spark_deploy.lockfile.resolve import beside_of, resolve, wanted_by
-from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
-from spark_deploy.planning.checkpoint import original_bytes
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.resolve import Request
-from spark_deploy.planning.types import HostPlan
-from spark_deploy.planning.weights import weights_of
-from spark_deploy.settings.load import HostSettings
-from spark_deploy.settings.types import Settings
+from spark_deploy.lock.file import read_lock
+from spark_deploy.lock.resolve import beside_of, resolve, wanted_by
+from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
+from spark_deploy.plan.checkpoint import original_bytes
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.resolve import Request
+from spark_deploy.plan.types import HostPlan
+from spark_deploy.plan.weights import weights_of
 
 OPEN_COMMIT = "0" * 40
 _OPEN_SHA256 = "0" * 64

@@ -13,19 +13,19 @@ from typing import Any
 
 import click
 
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.catalog.types import Catalog
-from spark_deploy.checkout import CHECKOUT, page
 from spark_deploy.cli import lock
 from spark_deploy.cli.editors import SCHEMAS
 from spark_deploy.cli.hosts import answer, say, typed
 from spark_deploy.cli.options import Options
-from spark_deploy.errors import SparkError
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.checkout import CHECKOUT, page
+from spark_deploy.config.errors import SparkError
+from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.host_names import KEY, LOCAL
 from spark_deploy.inventory.hosts_file import HOSTS_FILE, read_hosts
 from spark_deploy.inventory.plans import read_inventory
-from spark_deploy.planning.resolve import resolve
-from spark_deploy.settings.types import Settings
+from spark_deploy.plan.resolve import resolve
 
 PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
 INVENTORY = Path("inventory/spark.py")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spark_contract.documents import text_of
-from spark_contract.work.orders import (
+from spark_contract.orders import (
     AGAINST,
     INSPECT,
     JSON,
@@ -18,14 +18,14 @@ from spark_contract.work.orders import (
     Scheme,
 )
 
-from spark_deploy.catalog.companions import HUB_REPOSITORY
-from spark_deploy.catalog.model import HybridModel
 from spark_deploy.cli.hosts import listed
 from spark_deploy.cli.options import Options
-from spark_deploy.documents.shown import shown
-from spark_deploy.errors import CatalogError
-from spark_deploy.lockfile.verify_names import workplace
-from spark_deploy.planning.checkpoint import exact_sets
+from spark_deploy.config.catalog.companions import HUB_REPOSITORY
+from spark_deploy.config.catalog.model import HybridModel
+from spark_deploy.config.documents.shown import shown
+from spark_deploy.config.errors import CatalogError
+from spark_deploy.lock.verify_names import workplace
+from spark_deploy.plan.checkpoint import exact_sets
 
 
 def run(options: Options) -> int:

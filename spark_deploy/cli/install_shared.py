@@ -10,16 +10,16 @@ from pathlib import Path
 import yaml
 from spark_contract import files
 
-from spark_deploy.catalog.load import read_catalog, read_file
-from spark_deploy.checkout import catalog_files, catalog_names
 from spark_deploy.cli.editors import schema_line
 from spark_deploy.cli.hosts import Listed, say
 from spark_deploy.cli.share import Identity, Shared
-from spark_deploy.errors import CatalogError, LockError
-from spark_deploy.lockfile import hub
-from spark_deploy.lockfile.file import checked, read_lock, write_lock
-from spark_deploy.lockfile.hub_token import read_hub_token
-from spark_deploy.lockfile.types import LockedSource, without_tag
+from spark_deploy.config.catalog.load import read_catalog, read_file
+from spark_deploy.config.checkout import catalog_files, catalog_names
+from spark_deploy.config.errors import CatalogError, LockError
+from spark_deploy.lock import hub
+from spark_deploy.lock.file import checked, read_lock, write_lock
+from spark_deploy.lock.hub_token import read_hub_token
+from spark_deploy.lock.types import LockedSource, without_tag
 
 
 def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> list[Path]:

@@ -8,7 +8,7 @@ from spark_deploy.bench.result import BenchResult
 from spark_deploy.cli import run_pyinfra
 from spark_deploy.cli.hosts import Listed, listed, planned, say
 from spark_deploy.cli.options import Options
-from spark_deploy.errors import SparkError
+from spark_deploy.config.errors import SparkError
 
 
 def stages_of(host: Listed) -> list[str]:

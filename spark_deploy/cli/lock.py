@@ -7,13 +7,13 @@ from pathlib import Path
 
 from spark_deploy.cli.hosts import Listed, listed, say
 from spark_deploy.cli.options import Options
-from spark_deploy.documents.declare import typed
-from spark_deploy.documents.schema_check import closest
-from spark_deploy.errors import LockError
+from spark_deploy.config.documents.declare import typed
+from spark_deploy.config.documents.schema_check import closest
+from spark_deploy.config.errors import LockError
 from spark_deploy.inventory.host_names import hold_if_told, open_questions, unread
-from spark_deploy.lockfile.file import read_lock, write_lock
-from spark_deploy.lockfile.resolve import Names, refuse_two_revisions, resolve, wanted_by
-from spark_deploy.lockfile.types import Lock
+from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock.resolve import Names, refuse_two_revisions, resolve, wanted_by
+from spark_deploy.lock.types import Lock
 
 # What nobody asked for who locks on the way to something else.
 UNASKED = {"update": [], "check": False, "counted": False, "json": False}

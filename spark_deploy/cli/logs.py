@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
-from spark_contract.host.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
+from spark_contract.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
 
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.hosts import listed, say
 from spark_deploy.cli.options import Options
-from spark_deploy.documents.shown import shown
+from spark_deploy.config.documents.shown import shown
 
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
-from spark_contract.work.keep import Ours
+from spark_contract.keep import Ours
 
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
-from spark_deploy.operations.releases import gigabytes
-from spark_deploy.operations.uninstall import asked_of, manifest_of, ours_on_host
-from spark_deploy.payload.content import read_payload
+from spark_deploy.hosts.operations.releases import gigabytes
+from spark_deploy.hosts.operations.uninstall import asked_of, manifest_of, ours_on_host
+from spark_deploy.hosts.payload.content import read_payload
 
 
 def run(options: Options) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import yaml
 
-from spark_deploy.checkout import catalog_names
+from spark_deploy.config.checkout import catalog_names
 
 
 class Options(SimpleNamespace):

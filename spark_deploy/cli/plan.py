@@ -7,10 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spark_deploy.catalog.model import HybridModel, Model
-from spark_deploy.catalog.profile import Profile
-from spark_deploy.catalog.types import Catalog
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import plan_summary
 from spark_deploy.cli.doctor import surveyed
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
@@ -20,13 +16,17 @@ from spark_deploy.cli.plan_summary import row as _row
 from spark_deploy.cli.plan_text import UNMEASURED, lines, speed
 from spark_deploy.cli.query_hosts import look
 from spark_deploy.cli.report_document import HostReport, read_report
-from spark_deploy.errors import LockError, SparkError
+from spark_deploy.config.catalog.model import HybridModel, Model
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.inventory.host_names import hold_if_told
-from spark_deploy.lockfile.file import read_lock
-from spark_deploy.planning.release import document
-from spark_deploy.planning.resolve import pair_of
-from spark_deploy.planning.speed import Calibration, calibrated, speed_of
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.lock.file import read_lock
+from spark_deploy.plan.release import document
+from spark_deploy.plan.resolve import pair_of
+from spark_deploy.plan.speed import Calibration, calibrated, speed_of
+from spark_deploy.plan.types import HostPlan
 
 ONE_STREAM = "one_stream_tokens_per_s"
 

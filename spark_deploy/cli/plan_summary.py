@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spark_contract.host.tool import COMPILING
+from spark_contract.tool import COMPILING
 
-from spark_deploy.catalog.profile import Profile
-from spark_deploy.facts.disk import Stored
-from spark_deploy.lockfile.resolve import size
-from spark_deploy.planning.disk import disk_total
-from spark_deploy.planning.gateway import base_urls
-from spark_deploy.planning.machine import NeedsPlan
-from spark_deploy.planning.memory import gib
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.hosts.facts.disk import Stored
+from spark_deploy.lock.resolve import size
+from spark_deploy.plan.disk import disk_total
+from spark_deploy.plan.gateway import base_urls
+from spark_deploy.plan.machine import NeedsPlan
+from spark_deploy.plan.memory import gib
+from spark_deploy.plan.types import HostPlan
 
 RATES_MB_PER_S = (25, 100)  # of a line of 200 Mbit/s, and of one of a gigabit
 

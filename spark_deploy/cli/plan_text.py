@@ -6,21 +6,21 @@ import hashlib
 import shlex
 from collections.abc import Iterator
 
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 
-from spark_deploy.catalog.model import HybridModel, Model
-from spark_deploy.catalog.profile import Profile
-from spark_deploy.checkout import page
 from spark_deploy.cli.hosts import OPEN_COMMIT
 from spark_deploy.cli.plan_summary import row as _row
-from spark_deploy.lockfile.resolve import size
-from spark_deploy.lockfile.types import LockedSource
-from spark_deploy.planning.disk import disk_total
-from spark_deploy.planning.gateway import base_urls
-from spark_deploy.planning.memory import gib
-from spark_deploy.planning.release import document
-from spark_deploy.planning.speed import TOLERANCE, Calibration, Speed, next_lever, speed_of
-from spark_deploy.planning.types import (
+from spark_deploy.config.catalog.model import HybridModel, Model
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.checkout import page
+from spark_deploy.lock.resolve import size
+from spark_deploy.lock.types import LockedSource
+from spark_deploy.plan.disk import disk_total
+from spark_deploy.plan.gateway import base_urls
+from spark_deploy.plan.memory import gib
+from spark_deploy.plan.release import document
+from spark_deploy.plan.speed import TOLERANCE, Calibration, Speed, next_lever, speed_of
+from spark_deploy.plan.types import (
     CheckpointPlan,
     GatewayPlan,
     HostPlan,

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from spark_deploy.cli.hosts import Listed, few, say
-from spark_deploy.errors import Problem
+from spark_deploy.config.errors import Problem
 from spark_deploy.inventory.host_keys import Endpoint, Seen, look
 from spark_deploy.inventory.login import endpoint, try_key
 from spark_deploy.ticking import ticking

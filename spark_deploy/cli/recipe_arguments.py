@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_deploy.catalog.companions import OF_A_REPOSITORY, Speculation
-from spark_deploy.catalog.profile import Profile
-from spark_deploy.documents.declare import convert, schema_of
-from spark_deploy.documents.schema_check import problems_of
-from spark_deploy.settings.engine.arguments import DECIDING
-from spark_deploy.settings.engine.options import DEVICE_OPTIONS, option_problems
+from spark_deploy.config.catalog.companions import OF_A_REPOSITORY, Speculation
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.documents.declare import convert, schema_of
+from spark_deploy.config.documents.schema_check import problems_of
+from spark_deploy.config.settings.engine.arguments import DECIDING
+from spark_deploy.config.settings.engine.options import DEVICE_OPTIONS, option_problems
 
 _SHORT = {
     "-tp": "tensor-parallel-size",

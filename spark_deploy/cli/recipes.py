@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_deploy.catalog.companions import is_repository
-from spark_deploy.catalog.types import Engine
 from spark_deploy.cli.draft import Draft
 from spark_deploy.cli.recipe_arguments import Arguments, arguments_of
-from spark_deploy.errors import CatalogError
-from spark_deploy.settings.engine.options import environment_problems
+from spark_deploy.config.catalog.companions import is_repository
+from spark_deploy.config.catalog.types import Engine
+from spark_deploy.config.errors import CatalogError
+from spark_deploy.config.settings.engine.options import environment_problems
 
 _SPARK = "dgx_spark_gb10"
 _OURS = "the gateway and serve.names decide it"

@@ -9,20 +9,20 @@ from pathlib import Path
 
 from pyinfra.api.host import Host
 from spark_contract import files
-from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.catalog.load import read_questions
-from spark_deploy.checkout import page
 from spark_deploy.cli.hosts import listed, planned, say
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import look
 from spark_deploy.cli.report_document import HostReport, Report, file_of
 from spark_deploy.cli.report_gather import Said, host_report
-from spark_deploy.documents.declare import typed
-from spark_deploy.facts.releases import Evidence, Status
-from spark_deploy.facts.survey import HostSurvey
-from spark_deploy.operations.preflight import question
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.config.catalog.load import read_questions
+from spark_deploy.config.checkout import page
+from spark_deploy.config.documents.declare import typed
+from spark_deploy.hosts.facts.releases import Evidence, Status
+from spark_deploy.hosts.facts.survey import HostSurvey
+from spark_deploy.hosts.operations.preflight import question
+from spark_deploy.plan.types import HostPlan
 
 
 def run(options: Options) -> int:

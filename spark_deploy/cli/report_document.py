@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from spark_deploy.catalog.guard_rails import OpenQuestions
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.declare import convert, later, needed, typed
-from spark_deploy.documents.schema_check import problems_of
-from spark_deploy.documents.yaml_files import load_schema
-from spark_deploy.errors import Problem, SparkError
+from spark_deploy.config.catalog.guard_rails import OpenQuestions
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents.declare import convert, later, needed, typed
+from spark_deploy.config.documents.schema_check import problems_of
+from spark_deploy.config.documents.yaml_files import load_schema
+from spark_deploy.config.errors import Problem, SparkError
 
 SPARK = "NVIDIA GB10"
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.serving.records import Event, Finding, Proof
-from spark_contract.serving.release import (
+from spark_contract.records import Event, Finding, Proof
+from spark_contract.release import (
     ACCEPTANCE,
     CONTEXT_LENGTH,
     COOLED,
@@ -23,16 +23,16 @@ from spark_contract.serving.release import (
     STALLED,
     STARVING,
 )
-from spark_contract.serving.status import EngineEvidence, Evidence, ReleaseState
+from spark_contract.status import EngineEvidence, Evidence, ReleaseState
 
 from spark_deploy.cli.report_document import Checked, HostReport, Judged, Serving, Told, Work
 from spark_deploy.cli.report_questions import answered
-from spark_deploy.documents.declare import convert, typed
-from spark_deploy.errors import Problem
-from spark_deploy.facts.releases import HostStatus
-from spark_deploy.facts.survey import Survey
-from spark_deploy.planning.types import HostPlan
-from spark_deploy.preflight import judge
+from spark_deploy.config.documents.declare import convert, typed
+from spark_deploy.config.errors import Problem
+from spark_deploy.hosts.facts.releases import HostStatus
+from spark_deploy.hosts.facts.survey import Survey
+from spark_deploy.hosts.preflight import judge
+from spark_deploy.plan.types import HostPlan
 
 # The report's fields are chosen so that nothing of the kind should come this far; this is the
 # second lock, for words that a program or a vendor put where nobody expects them.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from spark_contract.serving import release
-from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB
+from spark_contract import release
+from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB
 
 from spark_deploy.cli.report_document import SPARK, Answered, Checked, HostReport, Serving
 

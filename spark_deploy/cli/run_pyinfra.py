@@ -16,19 +16,19 @@ import click
 from pyinfra.api.host import Host
 from rich.console import Console
 from spark_contract.errors import Problem
-from spark_contract.host.units import MAIN_SERVICE
-from spark_contract.serving.release import service_of
-from spark_contract.serving.status import Rollback
+from spark_contract.release import service_of
+from spark_contract.status import Rollback
+from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.hosts import Listed, inventory_of, listed, program, say, typed
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.progress_screen import watch
 from spark_deploy.cli.query_hosts import Answer, look
 from spark_deploy.cli.reach import reach
 from spark_deploy.cli.terminal import tell_problem
-from spark_deploy.errors import SettingsError, SparkError
-from spark_deploy.facts.releases import WayBack
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SettingsError, SparkError
+from spark_deploy.hosts.facts.releases import WayBack
 from spark_deploy.inventory.command_line import plans
 
 

@@ -6,8 +6,8 @@ import json
 
 import yaml
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.options import Options
+from spark_deploy.config.checkout import CHECKOUT
 
 
 def run(options: Options) -> int:

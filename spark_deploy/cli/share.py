@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 import yaml
 from spark_contract import files
-from spark_contract.host.units import COMMIT
-from spark_contract.serving.records import Proof
+from spark_contract.records import Proof
+from spark_contract.units import COMMIT
 
-from spark_deploy.catalog.load import read_file
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import look, status_of
-from spark_deploy.documents.declare import convert, needed, schema_of, setting, typed
-from spark_deploy.documents.schema_check import dotted, problems_of
-from spark_deploy.errors import CatalogError, Problem
-from spark_deploy.planning.types import HostPlan
-from spark_deploy.settings.service import CATALOG_NAME
+from spark_deploy.config.catalog.load import read_file
+from spark_deploy.config.documents.declare import convert, needed, schema_of, setting, typed
+from spark_deploy.config.documents.schema_check import dotted, problems_of
+from spark_deploy.config.errors import CatalogError, Problem
+from spark_deploy.config.settings.service import CATALOG_NAME
+from spark_deploy.plan.types import HostPlan
 
 # ``spark-deploy share`` writes it and ``spark-deploy add`` takes it. It holds what catalog files
 # say and nothing of hosts or settings, so no secret has a way into it; what looks like one is

@@ -8,23 +8,23 @@ from typing import Any
 
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
-from spark_contract.host.tool import SPEED
-from spark_contract.host.units import MAIN_SERVICE
-from spark_contract.serving.records import WayBack
-from spark_contract.serving.release import PREFIX_REUSE
+from spark_contract.records import WayBack
+from spark_contract.release import PREFIX_REUSE
+from spark_contract.tool import SPEED
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer, status_of
 from spark_deploy.cli.up import rollout_text
-from spark_deploy.errors import SparkError
-from spark_deploy.facts.releases import Count, HostStatus, Requests
-from spark_deploy.lockfile.file import read_lock
-from spark_deploy.lockfile.resolve import wanted_by
-from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.jobs import jobs_of
-from spark_deploy.planning.memory import gib
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.config.errors import SparkError
+from spark_deploy.hosts.facts.releases import Count, HostStatus, Requests
+from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.lock.file import read_lock
+from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.memory import gib
+from spark_deploy.plan.types import HostPlan
 
 
 def run(options: Options) -> int:

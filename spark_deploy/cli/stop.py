@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyinfra.api.host import Host
-from spark_contract.host import tool
-from spark_contract.host.units import MAIN_SERVICE
+from spark_contract import tool
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, listed
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
-from spark_deploy.errors import SparkError
-from spark_deploy.operations.commands import shell
+from spark_deploy.config.errors import SparkError
+from spark_deploy.hosts.operations.commands import shell
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 

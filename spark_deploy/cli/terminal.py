@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from spark_deploy.documents.shown import shown
-from spark_deploy.errors import Problem
+from spark_deploy.config.documents.shown import shown
+from spark_deploy.config.errors import Problem
 
 _TITLE = re.compile(r"^(?:\S+: | *\S+(?: \S+)? {2,}| {2,})")
 # What people copy into a shell.

@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from spark_contract.host.paths import engine_dir
-from spark_contract.host.units import MAIN_SERVICE
+from spark_contract.paths import engine_dir
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import HEAT, Login, heat
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.hosts import chosen_services, listed, say
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.progress_screen import shortened
-from spark_deploy.planning.memory import GIB
+from spark_deploy.plan.memory import GIB
 
 EVERY_S = 2
 _METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$")

@@ -15,14 +15,14 @@ from pyinfra.api.host import Host
 from pyinfra.connectors.sshuserclient.client import get_host_keys
 from rich.console import Console
 from rich.text import Text
+from spark_contract import tool
 from spark_contract.documents import DocumentError, parse
-from spark_contract.host import tool
-from spark_contract.host.tool import COMPILING
-from spark_contract.host.units import MAIN_SERVICE, PREPARE
-from spark_contract.serving.records import Rollout
-from spark_contract.serving.release import service_of
-from spark_contract.serving.status import UnderWay
-from spark_contract.work.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, Job
+from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, Job
+from spark_contract.records import Rollout
+from spark_contract.release import service_of
+from spark_contract.status import UnderWay
+from spark_contract.tool import COMPILING
+from spark_contract.units import MAIN_SERVICE, PREPARE
 
 from spark_deploy.cli import lock, run_pyinfra
 from spark_deploy.cli.hosts import Listed, listed, planned, say
@@ -30,15 +30,15 @@ from spark_deploy.cli.options import Options
 from spark_deploy.cli.progress_screen import lay, minutes, phase_said
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
 from spark_deploy.cli.reach import reach
-from spark_deploy.errors import SparkError
-from spark_deploy.facts.jobs import Jobs, JobStates
-from spark_deploy.facts.releases import HostStatus, Status
+from spark_deploy.config.errors import SparkError
+from spark_deploy.hosts.facts.jobs import Jobs, JobStates
+from spark_deploy.hosts.facts.releases import HostStatus, Status
+from spark_deploy.hosts.payload.content import read_payload
 from spark_deploy.inventory.login import public_key
-from spark_deploy.lockfile.file import read_lock
-from spark_deploy.lockfile.resolve import size, wanted_by
-from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.jobs import jobs_of
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.lock.file import read_lock
+from spark_deploy.lock.resolve import size, wanted_by
+from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.types import HostPlan
 
 
 def rollout_text(status: HostStatus, there: UnderWay) -> str:

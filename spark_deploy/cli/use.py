@@ -15,15 +15,15 @@ import yaml
 from spark_contract import files
 from spark_contract.documents import plain
 
-from spark_deploy.catalog.types import Catalog
 from spark_deploy.cli.editors import schema_line
 from spark_deploy.cli.hosts import Listed, again, answer, listed, say
 from spark_deploy.cli.options import Options
-from spark_deploy.documents.schema_check import closest, dotted
-from spark_deploy.errors import Problem, SettingsError, SparkError
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.documents.schema_check import closest, dotted
+from spark_deploy.config.errors import Problem, SettingsError, SparkError
+from spark_deploy.config.settings.cross_checks import broken
+from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.inventory.groups import refuse_together
-from spark_deploy.settings.cross_checks import broken
-from spark_deploy.settings.load import HostSettings
 
 _KEYS = ("model", "profile")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from spark_contract.documents import plain
 
-from spark_deploy.errors import Problem
-from spark_deploy.planning.gateway import address_of
-from spark_deploy.settings.load import HostSettings
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.errors import Problem
+from spark_deploy.config.settings.load import HostSettings
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.gateway import address_of
 
 # What a release is made of: members that differ in it would be members of different clusters.
 _ALIKE = (

@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 
 import click
 
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.catalog.types import Catalog
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.settings.load import HostSettings, load_hosts
+from spark_deploy.hosts.payload.content import supported_engines
 from spark_deploy.inventory.clusters import (
     cluster_problems,
     knowing_addresses,
@@ -32,10 +34,8 @@ from spark_deploy.inventory.command_line import check_patterns, command_line, ju
 from spark_deploy.inventory.host_keys import transport
 from spark_deploy.inventory.host_names import KEY, Known, host_problems, stray_files
 from spark_deploy.inventory.output_limits import listen_carefully
-from spark_deploy.payload.content import supported_engines
-from spark_deploy.planning.gateway import gateway_plan
-from spark_deploy.planning.resolve import problems_of
-from spark_deploy.settings.load import HostSettings, load_hosts
+from spark_deploy.plan.gateway import gateway_plan
+from spark_deploy.plan.resolve import problems_of
 
 T = TypeVar("T")
 Group = tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]
@@ -253,7 +253,7 @@ def refuse_together(
         gateway = gateway_plan(host.settings, host.host)
         if gateway.tls is not None:
             # Only this needs X.509.
-            from spark_deploy.payload.certificates import check_gateway
+            from spark_deploy.hosts.payload.certificates import check_gateway
 
             problems += check_gateway(gateway)
     if problems:

@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyinfra.api.host import Host
-from spark_contract.work.orders import BuildPlan
+from spark_contract.orders import BuildPlan
 
-from spark_deploy.catalog.model import PlainModel
-from spark_deploy.catalog.types import Catalog
-from spark_deploy.documents.schema_check import closest
-from spark_deploy.errors import LockError, Problem, SettingsError
-from spark_deploy.lockfile import verify_names
-from spark_deploy.lockfile.anatomy import read_anatomy
-from spark_deploy.lockfile.file import checked, write_lock
-from spark_deploy.lockfile.resolve import beside_of, size
-from spark_deploy.lockfile.types import HeldNames, Lock
-from spark_deploy.payload.certificates import is_address
-from spark_deploy.planning.checkpoint import checkpoint_plan
-from spark_deploy.planning.resolve import pair_of
-from spark_deploy.planning.types import SourcePlan
-from spark_deploy.settings.load import HostSettings
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.catalog.model import PlainModel
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.documents.schema_check import closest
+from spark_deploy.config.errors import LockError, Problem, SettingsError
+from spark_deploy.config.settings.load import HostSettings
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.hosts.payload.certificates import is_address
+from spark_deploy.lock import verify_names
+from spark_deploy.lock.anatomy import read_anatomy
+from spark_deploy.lock.file import checked, write_lock
+from spark_deploy.lock.resolve import beside_of, size
+from spark_deploy.lock.types import HeldNames, Lock
+from spark_deploy.plan.checkpoint import checkpoint_plan
+from spark_deploy.plan.resolve import pair_of
+from spark_deploy.plan.types import SourcePlan
 
 # A host that is none, two names that a missing comma joined, a file of settings that nobody
 # reads: pyinfra would take the first for a name and pass over the others.

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.documents.declare import Text, convert, needed, setting
-from spark_deploy.documents.schema_check import problems_of
-from spark_deploy.documents.yaml_files import load_schema, read_mapping
-from spark_deploy.errors import Problem, SettingsError
+from spark_deploy.config.documents.declare import Text, convert, needed, setting
+from spark_deploy.config.documents.schema_check import problems_of
+from spark_deploy.config.documents.yaml_files import load_schema, read_mapping
+from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.settings.rules import ADDRESS, LOGIN
 from spark_deploy.inventory.groups import Group, group_from, vars_root
-from spark_deploy.settings.rules import ADDRESS, LOGIN
 
 HOSTS_FILE = "hosts.yml"
 

@@ -15,18 +15,18 @@ from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.context import inventory
 
-from spark_deploy.errors import PlanError, SettingsError
-from spark_deploy.facts.network import Fabric, Ports
+from spark_deploy.config.errors import PlanError, SettingsError
+from spark_deploy.hosts.facts.network import Fabric
+from spark_deploy.hosts.payload.content import SITE_REQUIREMENTS, quantiser_digest, read_payload
 from spark_deploy.inventory.command_line import named_inventory, no_inventory
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.host_names import KEY, held_for, host_problems, known_of
-from spark_deploy.lockfile.resolve import locked_for
-from spark_deploy.payload.content import SITE_REQUIREMENTS, quantiser_digest, read_payload
-from spark_deploy.planning.cluster import Wave, waves_of
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.machine import PayloadIdentity
-from spark_deploy.planning.resolve import Request
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.lock.resolve import locked_for
+from spark_deploy.plan.cluster import Wave, waves_of
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.machine import PayloadIdentity, Ports
+from spark_deploy.plan.resolve import Request
+from spark_deploy.plan.types import HostPlan
 
 # Hosts run at the same time; the first one asks the hub, the others wait for its answer.
 _locking = threading.Lock()

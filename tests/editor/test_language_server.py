@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.editors import schema_line
+from spark_deploy.config.checkout import CHECKOUT
 
 VERSION = "1.25.0"
 ABLE = {"textDocument": {"completion": {"completionItem": {"snippetSupport": True}}}}

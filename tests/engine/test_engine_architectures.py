@@ -14,8 +14,8 @@ import pytest
 from spark_vllm import SUPPORTED_ENGINES
 from wheel_sources import RELEASES, fetch
 
-from spark_deploy.catalog.load import read_catalog, read_families
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.catalog.load import read_catalog, read_families
+from spark_deploy.config.checkout import CHECKOUT
 
 REGISTRY = "vllm/model_executor/models/registry.py"
 FILE = CHECKOUT / "catalog/engines.yml"

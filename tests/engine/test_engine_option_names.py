@@ -10,8 +10,12 @@ import pytest
 from spark_vllm import SUPPORTED_ENGINES
 from wheel_sources import fetch
 
-from spark_deploy.planning.engine_arguments import PREFILL_LINES
-from spark_deploy.settings.engine.options import JUDGED_OPTIONS, OWNED_OPTIONS, option_problems
+from spark_deploy.config.settings.engine.options import (
+    JUDGED_OPTIONS,
+    OWNED_OPTIONS,
+    option_problems,
+)
+from spark_deploy.plan.engine_arguments import PREFILL_LINES
 
 LINEAR = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
 ARGUMENTS = "vllm/engine/arg_utils.py"

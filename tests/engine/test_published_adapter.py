@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.plan.types import HostPlan
 from tests.engine.test_published_models import CAPITAL, case_of, engine, plan_of, published, sited
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]

@@ -23,12 +23,12 @@ import yaml
 from lab.hub.faults import FaultSwitch
 from lab.hub.server import Hub, make_servers
 from lab.hub.store import Store
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.cli.hosts import listed, planned
 from spark_deploy.cli.options import Options
-from spark_deploy.planning.types import HostPlan
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.types import HostPlan
 from tests.published import DECODERS, DRAFTS, PROFILE, WORDS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]

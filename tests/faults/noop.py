@@ -29,15 +29,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from spark_contract.host.paths import CURRENT_TOOLS, GATEWAY_DIR, RELEASES_DIR, SITE, SYSUSERS
-from spark_contract.host.tool import COMMANDS_DIR
-from spark_contract.host.units import DAILY_LINK, UNITS_DIR
+from spark_contract.paths import CURRENT_TOOLS, GATEWAY_DIR, RELEASES_DIR, SITE, SYSUSERS
+from spark_contract.tool import COMMANDS_DIR
+from spark_contract.units import DAILY_LINK, UNITS_DIR
 
 from lab import cgroup
 from spark_deploy.bench import page
-from spark_deploy.operations.base import HOLD_PATH
-from spark_deploy.payload import content
-from spark_deploy.planning.jobs import DAEMON_JSON
+from spark_deploy.hosts.operations.base import HOLD_PATH
+from spark_deploy.hosts.payload import content
+from spark_deploy.plan.jobs import DAEMON_JSON
 from tests.labkit import Guest, guest_named
 
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 
 from proofs import container, in_container, recorded
 from proofs.releases import asking, judge, server

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 from spark_contract.documents import text_of
-from spark_contract.host.fabric import FabricPlan, FabricPort
+from spark_contract.fabric import FabricPlan, FabricPort
 
-from spark_deploy.planning.fabric import netplan_of
+from spark_deploy.plan.fabric import netplan_of
 from tests.labkit import Guest, Run, Site, guest_named, lab
 
 NAMES = os.environ.get("SPARK_FABRIC_GUESTS", "lab-39 lab-40").split()

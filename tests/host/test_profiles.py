@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from spark_deploy.catalog.load import read_catalog
+from spark_deploy.config.catalog.load import read_catalog
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, lab
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.catalog.load import read_catalog
+from spark_deploy.config.catalog.load import read_catalog
 from tests.clients import clients, outages_s
 from tests.labkit import SPARE, Guest, Site, guest_named, lab
 

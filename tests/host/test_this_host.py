@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from lab.paths import USER
+from spark_deploy.hosts.payload.content import site_archive
 from spark_deploy.inventory.login import PASSWORD_FILE_VARIABLE
-from spark_deploy.payload.content import site_archive
 from tests.host.conftest import NAME
 from tests.labkit import CHECKOUT, STATE, Guest, Site, guest_named, lab
 from tests.runs import Run, Silence

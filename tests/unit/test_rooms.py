@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 
 # A room (a file or folder) and what it may import that is not ours; the ground comes first, and
 # no room imports one that stands below it in this list. The longest matching room counts.
@@ -18,13 +18,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (room, frozenset(outside.split()))
     for room, outside in (
         # Both sides.
-        ("files/contract/spark_contract/__init__.py", ""),
-        ("files/contract/spark_contract/errors.py", ""),
-        ("files/contract/spark_contract/documents.py", ""),
-        ("files/contract/spark_contract/files.py", ""),
-        ("files/contract/spark_contract/host", ""),
-        ("files/contract/spark_contract/work", ""),
-        ("files/contract/spark_contract/serving", ""),
+        ("files/contract/spark_contract", ""),
         # The host's tools.
         ("files/host/spark_host/__init__.py", ""),
         ("files/host/spark_host/system", ""),
@@ -67,23 +61,12 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/image/spark_vllm/check", "torch triton vllm yaml"),
         # The controller.
         ("spark_deploy/__init__.py", ""),
-        ("spark_deploy/errors.py", "pyinfra"),
-        ("spark_deploy/checkout.py", ""),
-        ("spark_deploy/managed.py", ""),
         ("spark_deploy/ticking.py", ""),
-        ("spark_deploy/facts", "pyinfra"),
-        ("spark_deploy/documents", "yaml jsonschema pydantic pydantic_core"),
-        ("spark_deploy/settings", "pydantic"),
-        ("spark_deploy/catalog", "pydantic"),
-        # Names become commits and digests: the network beyond the hosts is seen from here alone.
-        ("spark_deploy/lockfile/types.py", "pydantic"),
-        ("spark_deploy/lockfile", "yaml httpx2 huggingface_hub"),
-        ("spark_deploy/planning/machine.py", ""),
-        ("spark_deploy/planning/types.py", ""),
-        ("spark_deploy/planning", ""),
-        ("spark_deploy/payload", "cryptography"),
-        ("spark_deploy/preflight", ""),
-        ("spark_deploy/operations", "pyinfra gevent paramiko"),
+        ("spark_deploy/config", "yaml jsonschema pydantic pydantic_core pyinfra"),
+        # Names become commits and digests: only this room queries hubs and registries.
+        ("spark_deploy/lock", "yaml pydantic httpx2 huggingface_hub"),
+        ("spark_deploy/plan", ""),
+        ("spark_deploy/hosts", "pyinfra gevent paramiko cryptography"),
         ("spark_deploy/inventory", "pyinfra gevent paramiko click"),
         ("spark_deploy/bench", "yaml"),
         ("spark_deploy/cli/draft.py", "yaml"),
@@ -247,7 +230,7 @@ def reached_from(start: str) -> list[str]:
 def test_a_plan_reads_nothing_and_imports_nothing_of_ours_that_does() -> None:
     """Catalog, lock and payload are loaded before: same request, same plan."""
     # The package's own face looks for the contract of its checkout, before anything is planned.
-    reached = set(reached_from("spark_deploy/planning/")) - {"spark_deploy/__init__.py"}
+    reached = set(reached_from("spark_deploy/plan/")) - {"spark_deploy/__init__.py"}
     reading = [
         f"{name} line {node.lineno} reads"
         for name in reached

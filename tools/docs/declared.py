@@ -11,15 +11,15 @@ from typing import Any
 import yaml
 
 from spark_deploy.bench.result import BenchResult
-from spark_deploy.catalog.guard_rails import GuardRails, OpenQuestions
-from spark_deploy.catalog.model import HybridModel, PlainModel
-from spark_deploy.catalog.profile import Profile
-from spark_deploy.catalog.types import Engines, Families
 from spark_deploy.cli.report_document import Report
-from spark_deploy.documents.declare import schema_of, typed
+from spark_deploy.config.catalog.guard_rails import GuardRails, OpenQuestions
+from spark_deploy.config.catalog.model import HybridModel, PlainModel
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.catalog.types import Engines, Families
+from spark_deploy.config.documents.declare import schema_of, typed
+from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.hosts_file import HostList
-from spark_deploy.lockfile.types import Lock
-from spark_deploy.settings.types import Settings
+from spark_deploy.lock.types import Lock
 
 DOCUMENTS = {
     "settings": Settings,
@@ -94,7 +94,7 @@ def _comment(text: str) -> list[str]:
 def settings_page() -> Iterator[str]:
     """Yield the lines of the page of every setting."""
     schema, defaults = schema_of(Settings, "settings"), typed(Settings())
-    yield "<!-- generated from spark_deploy/settings by `make docs` -->"
+    yield "<!-- generated from spark_deploy/config/settings by `make docs` -->"
     yield from ("# Settings", "", SETTINGS_INTRODUCTION)
     plain = {key: part for key, part in schema["properties"].items() if "properties" not in part}
     yield from _table("General", "", plain, defaults)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from proofs.result_files import CHECKOUT, find_kind
-from spark_deploy.catalog.guard_rails import Part, Question
-from spark_deploy.catalog.load import read_questions
 from spark_deploy.cli.report_document import Report, read_report
+from spark_deploy.config.catalog.guard_rails import Part, Question
+from spark_deploy.config.catalog.load import read_questions
 from tools.docs.declared import row
 
 RESULTS = CHECKOUT / "proofs/results"

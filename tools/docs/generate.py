@@ -16,25 +16,25 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
-from spark_contract.work.patterns import count  # noqa: E402
+from spark_contract.patterns import count  # noqa: E402
 from spark_host.check.table import AROUND, CHECKS  # noqa: E402
 
-from spark_deploy.catalog.load import read_catalog  # noqa: E402
-from spark_deploy.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
-from spark_deploy.catalog.profile import Profile  # noqa: E402
-from spark_deploy.catalog.types import Catalog  # noqa: E402
-from spark_deploy.lockfile.resolve import size  # noqa: E402
-from spark_deploy.planning.memory import (  # noqa: E402
+from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
+from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
+from spark_deploy.config.catalog.profile import Profile  # noqa: E402
+from spark_deploy.config.catalog.types import Catalog  # noqa: E402
+from spark_deploy.config.settings.cluster import ClusterSettings  # noqa: E402
+from spark_deploy.config.settings.types import Settings  # noqa: E402
+from spark_deploy.lock.resolve import size  # noqa: E402
+from spark_deploy.plan.memory import (  # noqa: E402
     context_tokens,
     gib,
     loaded_bytes,
     missing_bytes,
     plan_memory,
 )
-from spark_deploy.planning.resolve import problems_of  # noqa: E402
-from spark_deploy.planning.weights import weights_of  # noqa: E402
-from spark_deploy.settings.cluster import ClusterSettings  # noqa: E402
-from spark_deploy.settings.types import Settings  # noqa: E402
+from spark_deploy.plan.resolve import problems_of  # noqa: E402
+from spark_deploy.plan.weights import weights_of  # noqa: E402
 from tools.docs import evidence, speed  # noqa: E402
 from tools.docs.declared import DOCUMENTS, all_yml, row, schema_file, settings_page  # noqa: E402
 

@@ -23,16 +23,16 @@ from rich._export_format import CONSOLE_SVG_FORMAT  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 
-from spark_deploy.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.cli import progress_screen, terminal, top  # noqa: E402
 from spark_deploy.cli.hosts import Listed, planned  # noqa: E402
 from spark_deploy.cli.plan import text  # noqa: E402
 from spark_deploy.cli.progress_screen import HostView, Transcript  # noqa: E402
 from spark_deploy.cli.status import lines as status_lines  # noqa: E402
 from spark_deploy.cli.status import told_by  # noqa: E402
-from spark_deploy.facts.releases import HostStatus  # noqa: E402
-from spark_deploy.planning.resolve import pair_of  # noqa: E402
-from spark_deploy.settings.load import load_hosts  # noqa: E402
+from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
+from spark_deploy.config.settings.load import load_hosts  # noqa: E402
+from spark_deploy.hosts.facts.releases import HostStatus  # noqa: E402
+from spark_deploy.plan.resolve import pair_of  # noqa: E402
 
 OUT = CHECKOUT / "docs/screens"
 RECORDED = OUT / "recorded"

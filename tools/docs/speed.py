@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spark_deploy.catalog.model import Architecture, HybridModel
-from spark_deploy.catalog.profile import Figure
-from spark_deploy.catalog.types import Catalog
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.plan import calibration, files_of, measured
-from spark_deploy.planning.speed import (
+from spark_deploy.config.catalog.model import Architecture, HybridModel
+from spark_deploy.config.catalog.profile import Figure
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.speed import (
     BANDWIDTH_BYTES_PER_S,
     FIRST_ACCEPTED,
     HEADS,
@@ -20,7 +21,6 @@ from spark_deploy.planning.speed import (
     TOLERANCE,
     speed_of,
 )
-from spark_deploy.settings.types import Settings
 from tools.docs.declared import row
 
 ON_H200 = (

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from spark_contract import files
+from spark_contract import files, orders
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
-from spark_contract.work import orders
-from spark_contract.work.fetching import FetchPlan, Wire
-from spark_contract.work.images import LayersPlan
-from spark_contract.work.orders import (
+from spark_contract.fetching import FetchPlan, Wire
+from spark_contract.images import LayersPlan
+from spark_contract.orders import (
     CONFIG,
     GENERATION,
     RECIPE_VERSION,
@@ -26,7 +25,7 @@ from spark_contract.work.orders import (
     BuildPlan,
     RequantizePlan,
 )
-from spark_contract.work.sharing import CopyPlan
+from spark_contract.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputRefused, TransferFailed

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from spark_contract.work import job
+from spark_contract import job
 
 INTERVAL_S = 2.0
 

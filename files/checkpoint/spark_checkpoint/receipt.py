@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from spark_contract import documents
-from spark_contract.host.paths import RECEIPT_NAME
-from spark_contract.work.receipts import AnyReceipt, Receipt, ReceiptFile, parse
+from spark_contract.paths import RECEIPT_NAME
+from spark_contract.receipts import AnyReceipt, Receipt, ReceiptFile, parse
 
 from spark_checkpoint.errors import TreeDiffers
 from spark_checkpoint.format.pieces import pieces_of

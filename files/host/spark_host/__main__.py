@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from spark_contract import tool
 from spark_contract.errors import ERROR, HostToolError, Problem
-from spark_contract.host import tool
-from spark_contract.host.paths import Paths
+from spark_contract.paths import Paths
 
 from spark_host.system.ports import Host
 from spark_host.system.programs import answer

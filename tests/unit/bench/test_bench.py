@@ -17,19 +17,19 @@ from typing import Any, cast
 
 import jsonschema
 import pytest
+from spark_contract import tool
 from spark_contract.documents import parse, plain, text_of
-from spark_contract.host import tool
 
 from spark_deploy import ticking
 from spark_deploy.bench import benchy, host, markdown, page
 from spark_deploy.bench import page as seeds
 from spark_deploy.bench.load import Endpoint, ask
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Published, Sample, Served
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import bench, main
 from spark_deploy.cli.hosts import Listed
-from spark_deploy.errors import SparkError
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SparkError
 from tests.unit.planning.plans import plan_of
 from tests.unit.statuses import told
 

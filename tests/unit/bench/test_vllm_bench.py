@@ -15,8 +15,8 @@ from spark_deploy import ticking
 from spark_deploy.bench import host, markdown, page, vllm_bench
 from spark_deploy.bench.result import Load
 from spark_deploy.bench.vllm_bench import Case
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.errors import SparkError
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SparkError
 from tests.unit.bench.test_bench import KEY, result
 from tests.unit.planning.plans import plan_of
 

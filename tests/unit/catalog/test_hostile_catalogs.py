@@ -13,14 +13,14 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.share import read as read_shared
-from spark_deploy.documents.declare import typed
-from spark_deploy.errors import SparkError
-from spark_deploy.lockfile.file import read_lock, write_lock
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.resolve import Request
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents.declare import typed
+from spark_deploy.config.errors import SparkError
+from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.resolve import Request
 from tests.unit.examples import examples
 from tests.unit.hostile import changed_in_one_place
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of

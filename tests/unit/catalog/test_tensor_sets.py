@@ -5,11 +5,11 @@ import copy
 import pytest
 import yaml
 
-from spark_deploy.catalog.model import HybridModel
-from spark_deploy.catalog.tensor_sets import Tensors
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.declare import convert
-from spark_deploy.documents.schema_check import dotted
+from spark_deploy.config.catalog.model import HybridModel
+from spark_deploy.config.catalog.tensor_sets import Tensors
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents.declare import convert
+from spark_deploy.config.documents.schema_check import dotted
 from tests.unit.planning.plans import shipped_catalog
 
 SHOWN = "catalog/models/qwen3.5-122b.yml"

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 
 
 def test_a_checkout_uses_its_own_contract_in_an_environment_that_knows_none() -> None:

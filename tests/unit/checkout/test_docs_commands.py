@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import _GROUP
 from spark_deploy.cli.commands import COMMANDS
+from spark_deploy.config.checkout import CHECKOUT
 
 _DOCS = CHECKOUT.glob("docs/**/*.md")
 PAGES = sorted([CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *_DOCS])

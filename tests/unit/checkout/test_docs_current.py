@@ -3,7 +3,7 @@ import re
 import subprocess
 import sys
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 
 
 def test_the_generated_pages_are_current():

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.yaml_files import load_schema
-from spark_deploy.settings.load import load_hosts
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents.yaml_files import load_schema
+from spark_deploy.config.settings.load import load_hosts
 from tests.unit.planning.plans import shipped_catalog
 
 PAGES = sorted(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 
 PAGE = (CHECKOUT / "SECURITY.md").read_text("utf-8")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]

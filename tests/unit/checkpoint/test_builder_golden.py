@@ -6,7 +6,7 @@ import os
 import pytest
 from builder_shards import write_shard_by_hand
 from builder_trees import Workshop, file_entries
-from spark_contract.work.orders import RECIPE_VERSION
+from spark_contract.orders import RECIPE_VERSION
 
 CASES = {
     "overlay": {"layout": "overlay"},

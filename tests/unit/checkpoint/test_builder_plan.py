@@ -11,9 +11,9 @@ from spark_checkpoint.cli import read_build_plan
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.errors import HostToolError
-from spark_contract.work.fetching import FetchPlan
-from spark_contract.work.orders import BuildPlan
-from spark_contract.work.patterns import expand_all
+from spark_contract.fetching import FetchPlan
+from spark_contract.orders import BuildPlan
+from spark_contract.patterns import expand_all
 
 # --- the catalog -------------------------------------------------------------------------------
 

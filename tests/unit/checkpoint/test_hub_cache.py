@@ -13,7 +13,7 @@ from builder_trees import run_tool, tool_environment
 from huggingface_hub import file_download, scan_cache_dir, snapshot_download
 
 from lab.hub import responses
-from spark_deploy.facts import disk, reading
+from spark_deploy.hosts.facts import disk, reading
 from tests.unit.lab.test_hub import RunningHub
 
 COMMIT = "c" * 40

@@ -12,7 +12,7 @@ from spark_checkpoint.requantize.requantize import check_packable, left_by_name,
 from lab.model import original, repository, rounding, vocabulary
 from lab.model.safetensors import write_file
 from lab.model.shape import TINY
-from spark_deploy.catalog.model import HybridModel
+from spark_deploy.config.catalog.model import HybridModel
 from tests.unit.planning.plans import shipped_catalog
 
 EXPERTS = "mtp.layers.0.mlp.experts"

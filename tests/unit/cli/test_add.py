@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import CHECKOUT
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import write_repository
@@ -77,7 +77,7 @@ def make_site(root: Path, hub: Hub) -> Path:
 
 
 def _images(inventory: Path) -> list[str]:
-    from spark_deploy.settings.types import Settings
+    from spark_deploy.config.settings.types import Settings
 
     return list(Settings().images.values())
 

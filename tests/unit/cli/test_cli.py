@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
-from spark_deploy.lockfile.file import write_lock
-from spark_deploy.settings.load import HostSettings, load_hosts
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings.load import HostSettings, load_hosts
+from spark_deploy.lock.file import write_lock
 from tests.unit.planning.plans import made_up_lock, shipped_catalog
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import stop
 from spark_deploy.cli.options import Options
-from spark_deploy.errors import SparkError
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SparkError
 
 SERVE = SimpleNamespace(start_timeout_s=1, stop_timeout_s=1)
 LISTED = SimpleNamespace(

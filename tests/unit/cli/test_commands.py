@@ -11,10 +11,10 @@ import click
 import pytest
 
 from spark_deploy import cli
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import init, main, top
 from spark_deploy.cli.commands import COMMANDS
 from spark_deploy.cli.options import host_names, names_of
+from spark_deploy.config.checkout import CHECKOUT
 
 
 def run(*words, **environment):

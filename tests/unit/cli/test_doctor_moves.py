@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import doctor, main, plan, plan_summary
 from spark_deploy.cli.query_hosts import Answer
-from spark_deploy.errors import LockError
-from spark_deploy.facts import survey as survey_fact
-from spark_deploy.facts.disk import Stored
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import LockError
+from spark_deploy.hosts.facts import survey as survey_fact
+from spark_deploy.hosts.facts.disk import Stored
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.surveyed import OLLAMA, survey
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spark_contract import files
 
-from spark_deploy.catalog.load import read_families
 from spark_deploy.cli import install_shared
 from spark_deploy.cli.add import Card, draft_of
-from spark_deploy.documents.yaml_files import read_mapping
-from spark_deploy.errors import SparkError
-from spark_deploy.lockfile.anatomy import anatomy_of, ask_hub
-from spark_deploy.settings.sources import HubSettings
+from spark_deploy.config.catalog.load import read_families
+from spark_deploy.config.documents.yaml_files import read_mapping
+from spark_deploy.config.errors import SparkError
+from spark_deploy.config.settings.sources import HubSettings
+from spark_deploy.lock.anatomy import anatomy_of, ask_hub
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.cli.test_add import COMMIT, CONFIG, ENTRIES, add, make_site

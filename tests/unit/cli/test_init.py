@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import init, main
-from spark_deploy.errors import LockError
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import LockError
 from tests import forked
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 
 INVENTORY = """
 from spark_deploy.inventory import hosts_of as _hosts_of

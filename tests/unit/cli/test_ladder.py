@@ -10,7 +10,7 @@ import pytest
 
 from spark_deploy.cli import ladder, run_pyinfra
 from spark_deploy.cli.options import Options
-from spark_deploy.errors import SparkError
+from spark_deploy.config.errors import SparkError
 from tests.unit.planning.plans import shipped_catalog
 
 OPTIONS = Options(

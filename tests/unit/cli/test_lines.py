@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import click
 import pytest
 from rich.console import Console
-from spark_contract.serving.status import NamedRelease, Rollback
+from spark_contract.status import NamedRelease, Rollback
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main, run_pyinfra
 from spark_deploy.cli.progress_screen import watch
 from spark_deploy.cli.query_hosts import Answer
-from spark_deploy.errors import Problem
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import Problem
 
 INVENTORY = str(CHECKOUT / "inventory/spark.py")
 AWAY = [Problem("spark-1", "cannot be reached", "see that it is on")]

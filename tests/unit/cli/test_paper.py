@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
 from spark_deploy.cli.terminal import show, styled, wrapped
+from spark_deploy.config.checkout import CHECKOUT
 
 WORDS = st.lists(st.text("abcdef.,-/", min_size=1, max_size=12), min_size=1, max_size=40)
 

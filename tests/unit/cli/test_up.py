@@ -11,16 +11,16 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import lock, progress_screen, reach, up
 from spark_deploy.cli.commands import COMMANDS
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.progress_screen import HostView, Transcript, minutes
 from spark_deploy.cli.run_pyinfra import agreed
-from spark_deploy.errors import SparkError
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SparkError
 from spark_deploy.inventory.host_keys import Seen
 from spark_deploy.inventory.login import Access
-from spark_deploy.lockfile.resolve import Names
+from spark_deploy.lock.resolve import Names
 
 RUN = """\
 --> Connecting to hosts...

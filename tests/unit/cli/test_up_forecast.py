@@ -4,17 +4,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from spark_contract.host.tool import COMPILING
-from spark_contract.serving.records import Rollout
-from spark_contract.work.job import JobState, Progress
+from spark_contract.job import JobState, Progress
+from spark_contract.records import Rollout
+from spark_contract.tool import COMPILING
 
 from spark_deploy.cli import up
 from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.cli.up import Found, sentence
-from spark_deploy.facts.jobs import Jobs, JobStates
-from spark_deploy.facts.releases import HostStatus, Status
-from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.jobs import jobs_of
+from spark_deploy.hosts.facts.jobs import Jobs, JobStates
+from spark_deploy.hosts.facts.releases import HostStatus, Status
+from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.plan.jobs import jobs_of
 from tests.unit.planning.plans import plan_of
 from tests.unit.statuses import told
 

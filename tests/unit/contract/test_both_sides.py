@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spark_contract import units
 from spark_contract.documents import DocumentError, parse, read, text_of
 from spark_contract.errors import ERROR, HostToolError, problem_in
-from spark_contract.host import units
-from spark_contract.host.paths import ENGINE_SOCKET, Paths
-from spark_contract.host.tool import HOST_TOOL
-from spark_contract.host.units import mount_unit
-from spark_contract.serving.release import Release
-from spark_contract.work.job import Progress, read_progress
-from spark_contract.work.keep import Keep
+from spark_contract.job import Progress, read_progress
+from spark_contract.keep import Keep
+from spark_contract.paths import ENGINE_SOCKET, Paths
+from spark_contract.release import Release
+from spark_contract.tool import HOST_TOOL
+from spark_contract.units import mount_unit
 from spark_host.jobs import jobs
 from spark_host.prune.prune import read_keep
 from spark_host.system import stored
 from spark_host.system import stored as releases
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.digest import digest_of
-from spark_deploy.planning.gateway import gateway_file
-from spark_deploy.planning.jobs import discard_jobs_of, jobs_of, keep_of
-from spark_deploy.planning.release import limits, release_files_of
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents.digest import digest_of
+from spark_deploy.plan.gateway import gateway_file
+from spark_deploy.plan.jobs import discard_jobs_of, jobs_of, keep_of
+from spark_deploy.plan.release import limits, release_files_of
+from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import plan_of, shipped
 
 PLANS = [

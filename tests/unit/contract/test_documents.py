@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import pytest
-from spark_contract import documents
+from spark_contract import documents, units
 from spark_contract.documents import OPTIONAL, DocumentError, key
-from spark_contract.host import units
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from spark_host.records import upgrades
 
-from spark_deploy.facts import gpu, system
-from spark_deploy.facts.reading import split
+from spark_deploy.hosts.facts import gpu, system
+from spark_deploy.hosts.facts.reading import split
 
 RUNNING = "6.17.0-1014-nvidia"
 MODULE = "proc/driver/nvidia/version"

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from spark_contract import documents
+from spark_contract import documents, receipts
 from spark_contract.documents import DocumentError
-from spark_contract.work import receipts
 
 from tests.receipts import checkpoint_receipt, source_receipt
 

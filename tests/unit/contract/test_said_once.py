@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from spark_contract.serving import release
-from spark_contract.work import job
+from spark_contract import job, release
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 
 SIDES = ("spark_deploy", "roles", "deploys", "files/host", "files/checkpoint")
 # What nobody writes by chance; a name of one plain word may mean something else elsewhere.

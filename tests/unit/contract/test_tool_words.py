@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import spark_host.__main__ as host
-from spark_contract.host import tool
+from spark_contract import tool
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.payload.content import read_payload
-from spark_deploy.planning.release import unit_files_of
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.plan.release import unit_files_of
 
 # Words behind the tool's name, wherever somebody is told to say them.
 SAID = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.facts import docker
+from spark_deploy.hosts.facts import docker
 
 ANSWER = {
     "docker": '{"ServerVersion": "29.2.1"}',

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.facts import disk
-from spark_deploy.facts.reading import split
+from spark_deploy.hosts.facts import disk
+from spark_deploy.hosts.facts.reading import split
 
 EXPECTED = "/var/lib/docker"
 # Another filesystem than that of /, on every machine.

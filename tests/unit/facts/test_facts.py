@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import yaml
 from pyinfra.api.exceptions import FactProcessError
-from spark_contract.host.machine import LIBCUDA
+from spark_contract.machine import LIBCUDA
 
-from spark_deploy.facts.docker import DockerState
-from spark_deploy.facts.gpu import CudaState
-from spark_deploy.facts.network import Fabric, NetplanFiles, Reach
-from spark_deploy.facts.packages import BaseState
-from spark_deploy.facts.survey import HostSurvey
-from spark_deploy.facts.system import LoginAccess
+from spark_deploy.hosts.facts.docker import DockerState
+from spark_deploy.hosts.facts.gpu import CudaState
+from spark_deploy.hosts.facts.network import Fabric, NetplanFiles, Reach
+from spark_deploy.hosts.facts.packages import BaseState
+from spark_deploy.hosts.facts.survey import HostSurvey
+from spark_deploy.hosts.facts.system import LoginAccess
 
 FACTS = {
     fact.__name__: fact

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.facts.survey import audit_script, audited
+from spark_deploy.hosts.facts.survey import audit_script, audited
 
 HOLD = (
     "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(); input()"

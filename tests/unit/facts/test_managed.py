@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.facts.reading import FileStates
-from spark_deploy.managed import FileState, ManagedFile, differing
-from spark_deploy.operations.files import archive, unpack_script
-from spark_deploy.payload.content import tree
+from spark_deploy.hosts.facts.reading import FileStates
+from spark_deploy.hosts.operations.files import archive, unpack_script
+from spark_deploy.hosts.payload.content import tree
+from spark_deploy.plan.managed_files import FileState, ManagedFile, differing
 
 
 def states_of(paths: list[Path]) -> dict[str, FileState]:

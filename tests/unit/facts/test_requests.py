@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.facts import releases
-from spark_deploy.facts.releases import Count, Requests
+from spark_deploy.hosts.facts import releases
+from spark_deploy.hosts.facts.releases import Count, Requests
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pyinfra.api.exceptions import FactProcessError
 
-from spark_deploy.facts import reading
+from spark_deploy.hosts.facts import reading
 
 
 def said(script: str, path: str = os.defpath) -> list[str]:

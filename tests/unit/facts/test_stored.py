@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from spark_deploy.facts import disk as stored
-from spark_deploy.facts import reading
+from spark_deploy.hosts.facts import disk as stored
+from spark_deploy.hosts.facts import reading
 from tests.receipts import source_receipt
 
 MIB = 1 << 20

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.facts import gpu
-from spark_deploy.facts.reading import split
+from spark_deploy.hosts.facts import gpu
+from spark_deploy.hosts.facts.reading import split
 
 
 @pytest.mark.parametrize("complaint", ["", "W: /etc/apt/sources.list.d/dgx.sources: no Release"])

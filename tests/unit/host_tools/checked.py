@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spark_contract.serving.records import Proof
-from spark_contract.serving.release import Release
+from spark_contract.records import Proof
+from spark_contract.release import Release
 from spark_host.check import runner
 from stub_host import Host
 

@@ -22,8 +22,8 @@ from memory_ports import (
     MemoryUnits,
 )
 from memory_systemd import A, B, Machine, release_of
-from spark_contract.host.units import GATEWAY, SERVE, SWITCH
-from spark_contract.serving.records import Rollout
+from spark_contract.records import Rollout
+from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host.records import boot
 from spark_host.rollout import ports, recover, request, rollout
 from spark_host.rollout.steps import FAILURES

@@ -11,10 +11,10 @@ from typing import Any
 
 from memory_systemd import release_of
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.host.units import GATEWAY, SERVE, SWITCH
-from spark_contract.serving.records import Proof
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.records import Proof
+from spark_contract.release import Release
+from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host.engine.client import SilentError
 from spark_host.rollout import ports
 

@@ -13,10 +13,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from spark_contract.host.paths import Paths
-from spark_contract.host.units import SERVE
-from spark_contract.serving.records import Finding, Proof
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.records import Finding, Proof
+from spark_contract.release import Release
+from spark_contract.units import SERVE
 from spark_host.check import runner
 from spark_host.records import boot
 from spark_host.rollout import ports

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from spark_contract.serving.gateway import Gateway
+from spark_contract.gateway import Gateway
 from spark_host.gateway import api_key, gateway, traffic
 from spark_host.system import stored
 from stub_host import REPOSITORY, Host

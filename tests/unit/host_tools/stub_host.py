@@ -17,10 +17,10 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(REPOSITORY / "files" / "contract"), str(REPOSITORY / "files" / "host")]
 
 from spark_contract.documents import text_of  # noqa: E402
-from spark_contract.host.paths import Paths  # noqa: E402
-from spark_contract.serving.gateway import Gateway  # noqa: E402
-from spark_contract.serving.records import GpuProof  # noqa: E402
-from spark_contract.serving.release import Release  # noqa: E402
+from spark_contract.gateway import Gateway  # noqa: E402
+from spark_contract.paths import Paths  # noqa: E402
+from spark_contract.records import GpuProof  # noqa: E402
+from spark_contract.release import Release  # noqa: E402
 from spark_host.engine.client import Engine, EngineError  # noqa: E402
 from spark_host.system import ports, stored  # noqa: E402
 from spark_host.system import stored as releases  # noqa: E402

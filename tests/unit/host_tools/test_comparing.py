@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 from spark_host.check import comparing, runner
 from spark_host.check.comparing import Answer, Answers, Step
 from spark_host.system import systemd

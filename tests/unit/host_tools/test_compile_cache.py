@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_contract.host.tool import COMPILING
-from spark_contract.serving.records import CompileCache, Finding, Proof
-from spark_contract.serving.release import READY, Release, service_of
+from spark_contract.records import CompileCache, Finding, Proof
+from spark_contract.release import READY, Release, service_of
+from spark_contract.tool import COMPILING
 from spark_host.engine import compile_cache
 from spark_host.engine.container import account
 from spark_host.records import boot, proof

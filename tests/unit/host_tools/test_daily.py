@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.serving.records import DailyLook
+from spark_contract.records import DailyLook
 from spark_host.records import boot, proof
 from spark_host.system import ports, programs
 from spark_host.told import status

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 from spark_contract.documents import text_of
 from spark_contract.errors import HostToolError
-from spark_contract.host.fabric import SpeedOrder
+from spark_contract.fabric import SpeedOrder
 from spark_host.system.fabric import speed
 from stub_host import Paths
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from spark_contract.documents import text_of
 from spark_contract.errors import HostToolError
-from spark_contract.host.fabric import NETPLAN_FILE, NETPLAN_TRIAL, FabricPlan, FabricPort
+from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL, FabricPlan, FabricPort
 from spark_host.system.fabric import addresses as fabric
 from stub_host import Paths
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 from spark_host.system.fabric import fence
 from stub_host import Paths
 from test_members import HEAD, PORT, WORKER, clustered

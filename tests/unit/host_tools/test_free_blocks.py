@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.host.free_blocks import GIB, FreeBlocks, parse_buddyinfo
-from spark_contract.serving.records import Proof
-from spark_contract.serving.release import Release
+from spark_contract.free_blocks import GIB, FreeBlocks, parse_buddyinfo
+from spark_contract.records import Proof
+from spark_contract.release import Release
 from spark_host.check import runner
 from spark_host.engine import kernel_log, memory
 from spark_host.watch import guard, loop, sensors

@@ -16,7 +16,7 @@ from recorder import Recorder, recording
 from stub_gateway import Door, free_port, running
 from stub_host import Host
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 from tests.unit.prerequisites import missing
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 from spark_host.engine import serve
 from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import traffic

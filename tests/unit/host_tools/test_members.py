@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from spark_contract.documents import read
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.release import Release
 from spark_host.engine import serve
 from spark_host.engine.container import environment
 from spark_host.system import docker, members

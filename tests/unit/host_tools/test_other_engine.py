@@ -7,15 +7,15 @@ import re
 
 import pytest
 from spark_contract import documents
-from spark_contract.serving.records import Proof
-from spark_contract.serving.release import Release
+from spark_contract.records import Proof
+from spark_contract.release import Release
 from spark_host.check import runner
 from spark_host.engine import serve
 from spark_host.engine.client import Engine
 from spark_host.engine.metrics import ENGINES
 from stub_host import REPOSITORY, Host, release_data
 
-from spark_deploy.settings.engine.arguments import DECIDING
+from spark_deploy.config.settings.engine.arguments import DECIDING
 
 OTHER = dataclasses.replace(
     ENGINES["vllm"],
@@ -91,7 +91,7 @@ def test_nothing_on_hosts_outside_one_room_knows_an_engine_by_its_names() -> Non
 
 
 def test_nothing_in_plans_outside_one_room_knows_an_engine_by_its_options() -> None:
-    folder = REPOSITORY / "spark_deploy/planning"
+    folder = REPOSITORY / "spark_deploy/plan"
     room = {folder / f"engine_{part}.py" for part in ("arguments", "facts", "options")}
     written = re.compile(r"[\"'](?:--)?([a-z]+(?:-[a-z]+)+)[\"']")
     options = {name for path in room for name in written.findall(path.read_text())}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from docker_daemon import Answer, Daemon, listening
 from spark_contract.errors import HostToolError
-from spark_contract.work.job import read_progress
+from spark_contract.job import read_progress
 from spark_host.jobs import image as pulls
 from spark_host.jobs.image import Layers
 from spark_host.system import docker

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_contract.serving.release import Release
-from spark_contract.work.job import ReceiptProof
+from spark_contract.job import ReceiptProof
+from spark_contract.release import Release
 from spark_host.engine import serve
 from spark_host.engine import tree as tree_of_engine
 from spark_host.engine.container import account

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 from spark_host.check import measure, runner
 from spark_host.records import boot, proof, upgrades
 from spark_host.rollout import ports, steps

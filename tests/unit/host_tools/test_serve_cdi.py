@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from spark_contract.host.paths import Paths
+from spark_contract.paths import Paths
 from spark_host.engine.container import cdi
 from spark_host.records import proof
 

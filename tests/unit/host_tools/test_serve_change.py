@@ -11,9 +11,9 @@ from memory_host import Model
 from memory_systemd import A, B, release_of
 from spark_contract import documents
 from spark_contract.errors import HostToolError
-from spark_contract.host.units import RETURN_TIMER, SWITCH
-from spark_contract.serving.records import Rollout, Stopped
-from spark_contract.serving.status import Begun, NamedRelease, Rollback, UnderWay
+from spark_contract.records import Rollout, Stopped
+from spark_contract.status import Begun, NamedRelease, Rollback, UnderWay
+from spark_contract.units import RETURN_TIMER, SWITCH
 from spark_host.records import boot
 from spark_host.rollout import recover, request, rollback
 from spark_host.rollout.record import Record

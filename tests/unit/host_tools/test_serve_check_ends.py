@@ -6,8 +6,8 @@ import json
 
 import pytest
 from checked import check, failed
-from spark_contract.host.tool import COMPILING
-from spark_contract.serving.records import CompileCache
+from spark_contract.records import CompileCache
+from spark_contract.tool import COMPILING
 from spark_host.check import runner
 from spark_host.records import proof
 from stub_host import Host

@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from spark_contract.serving.records import Rollout
-from spark_contract.serving.status import Evidence
+from spark_contract.records import Rollout
+from spark_contract.status import Evidence
 from spark_host.engine import kernel_log, start_log
 from spark_host.engine.container import libraries
 from spark_host.system import docker, systemd
 from spark_host.told import evidence
 from stub_host import RELEASE, Host
 
-from spark_deploy.facts.releases import Evidence as Fact
+from spark_deploy.hosts.facts.releases import Evidence as Fact
 
 # Messages as vLLM 0.33 prints them; the prefixes are of captured logs.
 LOG = (Path(__file__).parents[2] / "fixtures/engine-start.log").read_text()

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from spark_contract.serving.records import Proof
-from spark_contract.serving.release import Release
+from spark_contract.records import Proof
+from spark_contract.release import Release
 from spark_host.check import runner
 from spark_host.engine.container import process
 from spark_host.engine.memory import GIB

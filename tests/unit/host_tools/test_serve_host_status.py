@@ -3,16 +3,16 @@
 import json
 
 import pytest
-from spark_contract.host.units import GATEWAY, SERVE, SWITCH
-from spark_contract.serving.records import Good, Rollout, WayBack
-from spark_contract.serving.status import UnderWay
+from spark_contract.records import Good, Rollout, WayBack
+from spark_contract.status import UnderWay
+from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host.check import runner
 from spark_host.system import stored, systemd
 from spark_host.told import status
 from spark_host.watch import loop
 from stub_host import RELEASE, Host
 
-from spark_deploy.facts.releases import HostStatus, Status
+from spark_deploy.hosts.facts.releases import HostStatus, Status
 
 OTHER = "main-ffffffffffff"
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from spark_contract import files
 from spark_contract.documents import plain
-from spark_contract.host.units import JOB
-from spark_contract.serving.records import DailyLook
-from spark_contract.work.job import JobRun
+from spark_contract.job import JobRun
+from spark_contract.records import DailyLook
+from spark_contract.units import JOB
 from spark_host.__main__ import VERBS
 from spark_host.jobs import jobs
 from spark_host.system import disk, systemd

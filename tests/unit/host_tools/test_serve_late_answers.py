@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from spark_contract import files
-from spark_contract.serving.records import FullCheck, Proof
+from spark_contract.records import FullCheck, Proof
 from spark_host.engine import serve
 from spark_host.jobs import jobs
 from spark_host.records import proof, upgrades

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from spark_contract.documents import parse
 from spark_contract.errors import HostToolError
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 from spark_host.engine.memory import GIB, available_bytes, wait_for_memory
 
 from tests.unit.host_tools.stub_host import release_data

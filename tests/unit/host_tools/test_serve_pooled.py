@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from spark_contract.serving.records import Proof
-from spark_contract.serving.release import Release
+from spark_contract.records import Proof
+from spark_contract.release import Release
 from spark_host.check import runner
 from spark_host.told import status
 from stub_host import Host

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
+from spark_contract.paths import Paths
 from spark_host.engine import serve
 from spark_host.gateway import gateway, traffic
 from spark_host.system import docker

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from spark_contract.documents import parse
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.release import Release
 from spark_host.engine.serve import take_turn
 from spark_host.system import ports
 

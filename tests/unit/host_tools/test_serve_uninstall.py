@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.host.paths import Paths, kept_aside
-from spark_contract.work.keep import Before, Footprint
+from spark_contract.keep import Before, Footprint
+from spark_contract.paths import Paths, kept_aside
 from spark_host.system import docker, systemd
 from spark_host.uninstall import baseline as past
 from spark_host.uninstall import ours, packages, uninstall

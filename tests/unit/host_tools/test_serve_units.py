@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from stub_host import REPOSITORY
 
-from spark_deploy.planning.release import limits, start_limits
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.plan.release import limits, start_limits
+from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import shipped
 
 UNITS = REPOSITORY / "files" / "units"

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.release import Release
 from spark_host.engine.metrics import Metrics
 from spark_host.system import stored as releases
 from spark_host.watch import loop, sensors

@@ -12,9 +12,9 @@ from memory_host import Model
 from memory_ports import MemoryEngines
 from memory_systemd import A, B, release_of
 from spark_contract.errors import HostToolError
-from spark_contract.host.units import SERVE
-from spark_contract.serving.records import Good, Rollout
-from spark_contract.serving.release import Bench
+from spark_contract.records import Good, Rollout
+from spark_contract.release import Bench
+from spark_contract.units import SERVE
 from spark_host.engine.client import SilentError
 from spark_host.records import boot, proof
 from spark_host.rollout import rollout, steps

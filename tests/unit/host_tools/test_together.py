@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.release import Release
 from spark_host.check import runner
 from spark_host.check.questions import together as joining
 from spark_host.system import systemd

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.errors import SparkError
+from spark_deploy.config.errors import SparkError
+from spark_deploy.config.settings.load import HostSettings
+from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.clusters import cluster_problems
-from spark_deploy.settings.load import HostSettings
-from spark_deploy.settings.types import Settings
 from tests.unit.planning.test_clusters import FABRIC, PAIR, clustered, plan_on
 
 HERE = clustered()

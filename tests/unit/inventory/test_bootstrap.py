@@ -11,12 +11,12 @@ from paramiko import ECDSAKey, Ed25519Key
 from paramiko.hostkeys import HostKeyEntry, HostKeys
 from pyinfra.api.inventory import Inventory
 
-from spark_deploy.errors import SettingsError
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.hosts.operations.access import explained, sudoers
 from spark_deploy.inventory import bootstrap, host_keys
 from spark_deploy.inventory import groups as inventory
 from spark_deploy.inventory.host_keys import Endpoint, Seen
 from spark_deploy.inventory.login import PASSWORD_FILE_VARIABLE, Access, Asked, public_key
-from spark_deploy.operations.access import explained, sudoers
 
 
 def new_key() -> Any:

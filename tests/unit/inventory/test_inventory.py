@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from spark_contract.serving.gateway import Replicas
+from spark_contract.gateway import Replicas
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.errors import SettingsError
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SettingsError
 from spark_deploy.inventory.host_names import KEY
 from spark_deploy.inventory.plans import read_inventory
-from spark_deploy.planning.gateway import base_urls, gateway_plan
+from spark_deploy.plan.gateway import base_urls, gateway_plan
 from tests import forked
 
 INVENTORY = """

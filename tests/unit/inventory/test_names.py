@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.errors import SettingsError
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SettingsError
 from spark_deploy.inventory import groups
 from spark_deploy.inventory.groups import groups_from
 from spark_deploy.inventory.plans import read_inventory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.errors import SettingsError
+from spark_deploy.config.errors import SettingsError
 from spark_deploy.inventory.host_keys import Endpoint, look
 from spark_deploy.inventory.login import try_key
 

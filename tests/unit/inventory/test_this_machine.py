@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.inventory.login import PASSWORD_FILE_VARIABLE
 from tests import forked
 

@@ -17,9 +17,9 @@ from lab.engine.patch import _unloaded
 from lab.errors import LabError
 from lab.images import PublishedImage, write_published
 from lab.paths import LabPaths
-from spark_deploy.catalog.load import read_catalog
 from spark_deploy.cli.hosts import Listed, planned
-from spark_deploy.settings.load import load_hosts
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.settings.load import load_hosts
 from tests.labkit import CHECKOUT
 
 

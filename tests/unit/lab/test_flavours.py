@@ -13,7 +13,7 @@ import yaml
 from lab import archive, flavour, packages
 from lab.errors import LabError
 from lab.flavour import Flavour, Release
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 
 
 @pytest.mark.parametrize("name", flavour.names())

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from spark_contract.work.job import JobKind
+from spark_contract.job import JobKind
 
 import tests.faults.test_killed_controller as killed
 import tests.faults.test_killed_controller_long as killed_long
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 from tests.faults import hold
 from tests.faults.hold import JOBS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 from tests.faults.plants import BESIDE_THE_ENGINE, DEPLOYED, PLANTS
 from tests.faults.stub_faults import stub_faults
 

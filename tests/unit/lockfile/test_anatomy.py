@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
-from spark_contract.work.orders import Described
+from spark_contract.orders import Described
 
-from spark_deploy.catalog.anatomy import Anatomy
-from spark_deploy.catalog.model import PlainModel
-from spark_deploy.errors import LockError
+from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.model import PlainModel
+from spark_deploy.config.errors import LockError
+from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.inventory.host_names import held_for, hold_names, unread
-from spark_deploy.lockfile import hub as lookup
-from spark_deploy.lockfile.anatomy import anatomy_of
-from spark_deploy.lockfile.file import checked, read_lock, write_lock
-from spark_deploy.lockfile.types import Lock
-from spark_deploy.settings.load import load_hosts
+from spark_deploy.lock import hub as lookup
+from spark_deploy.lock.anatomy import anatomy_of
+from spark_deploy.lock.file import checked, read_lock, write_lock
+from spark_deploy.lock.types import Lock
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.examples import examples
 from tests.unit.hostile import hostile

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.work.patterns import expand_all
+from spark_contract.patterns import expand_all
 
 from spark_deploy.cli import main
-from spark_deploy.errors import LockError
+from spark_deploy.config.errors import LockError
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.host_names import held_for, hold_names
-from spark_deploy.lockfile import hub as lookup
-from spark_deploy.lockfile import verify_names
-from spark_deploy.lockfile.file import read_lock, write_lock
-from spark_deploy.lockfile.types import Lock, LockedImage
-from spark_deploy.settings.load import load_hosts
-from spark_deploy.settings.secrets import SecretRef
-from spark_deploy.settings.types import Settings
+from spark_deploy.lock import hub as lookup
+from spark_deploy.lock import verify_names
+from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock.types import Lock, LockedImage
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (
@@ -136,8 +136,8 @@ def test_what_is_not_as_the_catalog_says_is_refused_and_nothing_is_written(
 
 def inventory(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write an inventory of one host that builds lab-tiny, and go there."""
-    from spark_deploy.checkout import CHECKOUT
-    from spark_deploy.lockfile import resolve
+    from spark_deploy.config.checkout import CHECKOUT
+    from spark_deploy.lock import resolve
 
     here = folder / "here"
     (here / "group_vars").mkdir(parents=True)

@@ -16,10 +16,10 @@ import pytest
 from huggingface_hub.utils._http import default_client_factory
 from hypothesis import example, given, settings
 
-from spark_deploy.errors import LockError
-from spark_deploy.lockfile import hub as lookup
-from spark_deploy.lockfile.file import read_lock, write_lock
-from spark_deploy.lockfile.types import Lock
+from spark_deploy.config.errors import LockError
+from spark_deploy.lock import hub as lookup
+from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock.types import Lock
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.hostile import hostile
 

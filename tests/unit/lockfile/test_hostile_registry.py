@@ -16,8 +16,8 @@ from http.client import HTTPMessage
 
 import pytest
 
-from spark_deploy.errors import LockError
-from spark_deploy.lockfile import hub, resolve
+from spark_deploy.config.errors import LockError
+from spark_deploy.lock import hub, resolve
 
 OK = b"HTTP/1.1 200 OK\r\n"
 REFUSED = b"HTTP/1.1 401 no\r\nContent-Length: 0\r\nWWW-Authenticate: "

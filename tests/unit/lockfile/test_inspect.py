@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.catalog.model import HybridModel
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli import main
+from spark_deploy.config.catalog.model import HybridModel
+from spark_deploy.config.checkout import CHECKOUT
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (

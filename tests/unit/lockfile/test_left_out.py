@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.host.units import TREE_NAME
+from spark_contract.units import TREE_NAME
 
-from spark_deploy.errors import LockError, PlanError
-from spark_deploy.lockfile import hub as lookup
-from spark_deploy.lockfile.file import read_lock, write_lock
-from spark_deploy.lockfile.left_out import why_left_out
-from spark_deploy.lockfile.types import Lock, LockedSource, SourceFile
-from spark_deploy.planning.checkpoint import locked_source, source_plan
-from spark_deploy.planning.jobs import fetch_job
+from spark_deploy.config.errors import LockError, PlanError
+from spark_deploy.lock import hub as lookup
+from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock.left_out import why_left_out
+from spark_deploy.lock.types import Lock, LockedSource, SourceFile
+from spark_deploy.plan.checkpoint import locked_source, source_plan
+from spark_deploy.plan.jobs import fetch_job
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.planning.plans import settings_of
 

@@ -10,16 +10,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
-from spark_contract.work.images import parse_reference
+from spark_contract.images import parse_reference
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.errors import LockError
-from spark_deploy.lockfile import hub, resolve
-from spark_deploy.lockfile.file import read_lock, write_lock
-from spark_deploy.lockfile.resolve import locked_for, wanted_by
-from spark_deploy.lockfile.types import Lock
-from spark_deploy.settings.load import load_hosts
-from spark_deploy.settings.service import PairSettings
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import LockError
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.config.settings.service import PairSettings
+from spark_deploy.lock import hub, resolve
+from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock.resolve import locked_for, wanted_by
+from spark_deploy.lock.types import Lock
 from tests import forked
 from tests.unit.planning.plans import shipped_catalog
 

@@ -10,10 +10,10 @@ from typing import Any
 import gevent
 import pytest
 
-from spark_deploy.facts import fact_cache
-from spark_deploy.facts.fact_cache import read
-from spark_deploy.facts.reading import HostFact
-from spark_deploy.operations.prefetch import ask, expect
+from spark_deploy.hosts.facts import fact_cache
+from spark_deploy.hosts.facts.fact_cache import read
+from spark_deploy.hosts.facts.reading import HostFact
+from spark_deploy.hosts.operations.prefetch import ask, expect
 from tests.unit.operations.test_operations import FakeHost, on
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.operations import apt, docker_engine
-from spark_deploy.operations.commands import CommandFailed
-from spark_deploy.operations.host_errors import Refused
-from spark_deploy.settings.sources import RepositorySettings
+from spark_deploy.config.settings.sources import RepositorySettings
+from spark_deploy.hosts.operations import apt, docker_engine
+from spark_deploy.hosts.operations.commands import CommandFailed
+from spark_deploy.hosts.operations.host_errors import Refused
 from tests.unit.facts.test_facts import lines_of
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from spark_contract.serving.records import Rollout
+from spark_contract.records import Rollout
 
-from spark_deploy.operations import releases
+from spark_deploy.hosts.operations import releases
 from tests.unit.operations.test_operations import FakeHost
 
 NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"

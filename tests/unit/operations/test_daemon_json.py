@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_deploy.operations import docker_engine
+from spark_deploy.hosts.operations import docker_engine
 
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "captures"
 

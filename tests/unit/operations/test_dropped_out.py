@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pyinfra.api.exceptions import ConnectError
 
-from spark_deploy.operations import reconnect, releases
-from spark_deploy.operations.host_errors import Refused
+from spark_deploy.hosts.operations import reconnect, releases
+from spark_deploy.hosts.operations.host_errors import Refused
 from tests.unit.operations.test_operations import FakeHost, on
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from spark_contract.errors import ERROR
 
-from spark_deploy.operations import fabric_speed
-from spark_deploy.planning.machine import Way
+from spark_deploy.hosts.operations import fabric_speed
+from spark_deploy.plan.machine import Way
 from tests.unit.operations.test_releases import Answering, on, shown
 
 WAY = Way("fab0", "roce0", 9000, 200000, "spark-2", "192.168.100.12", 9000)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spark_deploy.facts.reading import FileStates
-from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations.files import look_at, place, states_of
+from spark_deploy.hosts.facts.reading import FileStates
+from spark_deploy.hosts.operations.files import look_at, place, states_of
+from spark_deploy.plan.managed_files import FileState, ManagedFile
 from tests.unit.operations.test_operations import FakeHost, on
 
 ONE, TWO = ManagedFile("/etc/one", b"1"), ManagedFile("/etc/two", b"2", 0o600)

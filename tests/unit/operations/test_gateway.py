@@ -13,24 +13,24 @@ from typing import Any
 
 import pytest
 from pyinfra.api.command import FunctionCommand, StringCommand
-from spark_contract.serving.gateway import Gateway, tls_of
+from spark_contract.gateway import Gateway, tls_of
 
-from spark_deploy.errors import SettingsError
-from spark_deploy.facts.jobs import (
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.config.settings.secrets import GENERATED, SecretRef
+from spark_deploy.hosts.facts.jobs import (
     GatewayCertificate,
     HostCertificate,
     SymlinkTarget,
     TailnetAddress,
     WatchTools,
 )
-from spark_deploy.facts.reading import FileStates
-from spark_deploy.facts.releases import HostStatus, Status
-from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations import gateway
-from spark_deploy.payload.certificates import issue
-from spark_deploy.planning.gateway import gateway_file
-from spark_deploy.planning.types import GatewayPlan, TlsPlan
-from spark_deploy.settings.secrets import GENERATED, SecretRef
+from spark_deploy.hosts.facts.reading import FileStates
+from spark_deploy.hosts.facts.releases import HostStatus, Status
+from spark_deploy.hosts.operations import gateway
+from spark_deploy.hosts.payload.certificates import issue
+from spark_deploy.plan.gateway import gateway_file
+from spark_deploy.plan.managed_files import FileState, ManagedFile
+from spark_deploy.plan.types import GatewayPlan, TlsPlan
 from tests.unit.operations.test_operations import FakeHost, on
 from tests.unit.payload.test_certificates import openssl, pair, public
 from tests.unit.statuses import told

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts import docker
-from spark_deploy.operations import docker as operations
-from spark_deploy.operations import gpu_access
+from spark_deploy.hosts.facts import docker
+from spark_deploy.hosts.operations import docker as operations
+from spark_deploy.hosts.operations import gpu_access
 from tests.unit.facts.test_facts import output_of
 from tests.unit.operations.test_operations import PLANS, sections_of
 

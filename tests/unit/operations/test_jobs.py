@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.host.units import BOOT_LINKS
-from spark_contract.work.job import ImageProof, Job, JobState, State
+from spark_contract.job import ImageProof, Job, JobState, State
+from spark_contract.units import BOOT_LINKS
 
-from spark_deploy.facts.jobs import Jobs, JobStates
-from spark_deploy.managed import ManagedFile
-from spark_deploy.operations import jobs
-from spark_deploy.planning.jobs import Work
-from spark_deploy.settings.secrets import SecretRef
-from spark_deploy.settings.sources import HubSettings
+from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.sources import HubSettings
+from spark_deploy.hosts.facts.jobs import Jobs, JobStates
+from spark_deploy.hosts.operations import jobs
+from spark_deploy.plan.jobs import Work
+from spark_deploy.plan.managed_files import ManagedFile
 from tests.unit.operations.test_operations import on, shown
 from tests.unit.operations.test_releases import Answering, outcome
 

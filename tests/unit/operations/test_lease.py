@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from pyinfra.api.command import FunctionCommand
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.operations import lease
-from spark_deploy.operations.host_errors import host_errors
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.hosts.operations import lease
+from spark_deploy.hosts.operations.host_errors import host_errors
 from tests.unit.operations.test_operations import FakeHost, on
 
 # Of this machine, and no process has that number.
@@ -193,8 +193,8 @@ def test_what_a_host_says_of_a_holder_is_a_plain_word(path: Path) -> None:
 SLOW = """
 from pyinfra.context import host, state
 from pyinfra.api import operation
-from spark_deploy.operations import lease
-from spark_deploy.operations.host_errors import host_errors
+from spark_deploy.hosts.operations import lease
+from spark_deploy.hosts.operations.host_errors import host_errors
 lease.LEASE = "{0}/lease"
 lease.hold(state, host)
 @operation()

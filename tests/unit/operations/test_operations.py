@@ -22,9 +22,13 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.state import StateStage
 from pyinfra.context import ctx_host, ctx_state
 
-from spark_deploy.facts import fact_cache
-from spark_deploy.operations import access, base, cuda, docker, fabric, preflight
-from spark_deploy.planning.machine import (
+from spark_deploy.config.settings.cluster import ClusterSettings
+from spark_deploy.config.settings.host import PathSettings
+from spark_deploy.config.settings.sources import RepositorySettings
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.hosts.facts import fact_cache
+from spark_deploy.hosts.operations import access, base, cuda, docker, fabric, preflight
+from spark_deploy.plan.machine import (
     BasePlan,
     BootstrapPlan,
     CudaPlan,
@@ -32,10 +36,6 @@ from spark_deploy.planning.machine import (
     NeedsPlan,
     Way,
 )
-from spark_deploy.settings.cluster import ClusterSettings
-from spark_deploy.settings.host import PathSettings
-from spark_deploy.settings.sources import RepositorySettings
-from spark_deploy.settings.types import Settings
 
 HERE = Path(__file__).parent
 CASES = sorted(HERE.glob("*/*.yml"))

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from pyinfra.api.command import StringCommand
 
-from spark_deploy.errors import SettingsError
-from spark_deploy.facts.network import DaemonProxy
-from spark_deploy.facts.reading import FileStates
-from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations import proxy
-from spark_deploy.settings.secrets import SecretRef
-from spark_deploy.settings.sources import ProxySettings
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.sources import ProxySettings
+from spark_deploy.hosts.facts.network import DaemonProxy
+from spark_deploy.hosts.facts.reading import FileStates
+from spark_deploy.hosts.operations import proxy
+from spark_deploy.plan.managed_files import FileState, ManagedFile
 from tests.unit.operations.test_operations import FakeHost, on
 
 FILE = "/etc/spark/proxy.env"

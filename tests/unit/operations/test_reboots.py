@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from pyinfra.api.exceptions import ConnectError
-from spark_contract.host.machine import BOOT_ID
+from spark_contract.machine import BOOT_ID
 
-from spark_deploy.facts.releases import HostStatus, Status
-from spark_deploy.facts.system import RebootedFor
-from spark_deploy.operations import preflight, serve
+from spark_deploy.hosts.facts.releases import HostStatus, Status
+from spark_deploy.hosts.facts.system import RebootedFor
+from spark_deploy.hosts.operations import preflight, serve
 from tests.unit.operations.test_operations import NEEDS, FakeHost, on, sections_of, shown
 
 KERNEL = {"kernels": ["6.17.0-1021-nvidia", "6.17.0-1029-nvidia"]}

@@ -7,7 +7,7 @@ import pytest
 from paramiko import SSHException
 from pyinfra.api.exceptions import ConnectError
 
-from spark_deploy.operations import reconnect
+from spark_deploy.hosts.operations import reconnect
 
 
 class RebootingHost:

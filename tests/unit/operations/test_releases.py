@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from spark_contract.documents import read, text_of
-from spark_contract.host.tool import HOST_TOOL
-from spark_contract.serving.records import Rollout
-from spark_contract.work.keep import Keep, Pruning
+from spark_contract.keep import Keep, Pruning
+from spark_contract.records import Rollout
+from spark_contract.tool import HOST_TOOL
 
-from spark_deploy.facts.releases import Prunable, WayBack
-from spark_deploy.operations import releases, serve
-from spark_deploy.operations import releases as rollout
+from spark_deploy.hosts.facts.releases import Prunable, WayBack
+from spark_deploy.hosts.operations import releases, serve
+from spark_deploy.hosts.operations import releases as rollout
 from tests.unit.facts.test_serve_status import RELEASE, RIGHT
 from tests.unit.operations.test_operations import FakeHost, on, shown
 from tests.unit.statuses import told

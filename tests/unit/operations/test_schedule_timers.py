@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts.jobs import Calendars, Timers
-from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations import gateway, serve
+from spark_deploy.hosts.facts.jobs import Calendars, Timers
+from spark_deploy.hosts.operations import gateway, serve
+from spark_deploy.plan.managed_files import FileState, ManagedFile
 from tests.unit.facts.test_serve_status import RELEASE, RIGHT
 from tests.unit.operations.test_releases import Answering, outcome
 from tests.unit.statuses import told

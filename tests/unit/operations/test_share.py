@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from spark_contract.work.job import JobState, ReceiptProof
-from spark_contract.work.sharing import SHARE_KEY
+from spark_contract.job import JobState, ReceiptProof
+from spark_contract.sharing import SHARE_KEY
 
-from spark_deploy.facts.jobs import Jobs, LoginAddress
-from spark_deploy.managed import FileState, ManagedFile
-from spark_deploy.operations import peer_download
-from spark_deploy.planning.jobs import Work, jobs_of
-from spark_deploy.settings.sources import FleetSettings
+from spark_deploy.config.settings.sources import FleetSettings
+from spark_deploy.hosts.facts.jobs import Jobs, LoginAddress
+from spark_deploy.hosts.operations import peer_download
+from spark_deploy.plan.jobs import Work, jobs_of
+from spark_deploy.plan.managed_files import FileState, ManagedFile
 from tests.unit.operations.test_releases import Answering, on, shown
 from tests.unit.planning.plans import plan_of
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from roles import tools
-from spark_deploy.payload.content import ToolFiles
-from spark_deploy.planning.machine import ToolsPlan
+from spark_deploy.hosts.payload.content import ToolFiles
+from spark_deploy.plan.machine import ToolsPlan
 
 PLAN = ToolsPlan(digest="1" * 64, python_requirements="requirements.txt")
 

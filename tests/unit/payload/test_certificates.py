@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.errors import SettingsError
-from spark_deploy.payload import certificates
-from spark_deploy.payload import certificates as authority
-from spark_deploy.payload.certificates import check_gateway, given_problems, issue, why_not
-from spark_deploy.planning.gateway import gateway_plan
-from spark_deploy.settings.load import load_hosts
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.hosts.payload import certificates
+from spark_deploy.hosts.payload import certificates as authority
+from spark_deploy.hosts.payload.certificates import check_gateway, given_problems, issue, why_not
+from spark_deploy.plan.gateway import gateway_plan
 
 NAMES = ("spark.example.org", "10.0.0.9")
 

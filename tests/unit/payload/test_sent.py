@@ -2,7 +2,7 @@
 
 import subprocess
 
-from spark_deploy.payload.content import sent_command, sent_tools
+from spark_deploy.hosts.payload.content import sent_command, sent_tools
 
 
 def run(*words, cwd):

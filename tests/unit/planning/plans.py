@@ -10,21 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.catalog.anatomy import Anatomy
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.catalog.model import HybridModel, PlainModel
-from spark_deploy.catalog.types import Catalog
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.errors import PlanError, Problem
-from spark_deploy.lockfile.resolve import wanted_by
-from spark_deploy.lockfile.types import Lock, LockedImage, LockedSource, SourceFile
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.machine import PayloadIdentity
-from spark_deploy.planning.resolve import Request, problems_of
-from spark_deploy.planning.types import HostPlan
-from spark_deploy.planning.weights import weights_of
-from spark_deploy.settings.load import load_hosts
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.catalog.model import HybridModel, PlainModel
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import PlanError, Problem
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.machine import PayloadIdentity
+from spark_deploy.plan.resolve import Request, problems_of
+from spark_deploy.plan.types import HostPlan
+from spark_deploy.plan.weights import weights_of
 
 FIXTURE = CHECKOUT / "tests" / "fixtures" / "checkout"
 CATALOG = read_catalog(FIXTURE)

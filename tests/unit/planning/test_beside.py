@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 from spark_contract.documents import parse, text_of
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 
-from spark_deploy.catalog.anatomy import Anatomy, CacheLayers
-from spark_deploy.catalog.companions import Adapter, Speculation
-from spark_deploy.catalog.model import PlainModel
-from spark_deploy.catalog.types import Catalog
-from spark_deploy.errors import PlanError
-from spark_deploy.lockfile.resolve import wanted_by
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.jobs import jobs_of, keep_of
-from spark_deploy.planning.memory import GIB, shape_of
-from spark_deploy.planning.resolve import Request
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
+from spark_deploy.config.catalog.companions import Adapter, Speculation
+from spark_deploy.config.catalog.model import PlainModel
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.errors import PlanError
+from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.jobs import jobs_of, keep_of
+from spark_deploy.plan.memory import GIB, shape_of
+from spark_deploy.plan.resolve import Request
+from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
 from tests.unit.planning.test_plain import ANATOMY, MODEL, REPO, catalog_of
 

@@ -5,15 +5,15 @@ import re
 
 import pytest
 
-from spark_deploy.errors import PlanError
-from spark_deploy.facts.network import Port, Ports
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.memory import GIB
-from spark_deploy.planning.release import release_files_of
-from spark_deploy.planning.resolve import Request, problems_of
-from spark_deploy.planning.types import HostPlan
-from spark_deploy.settings.cluster import ClusterSettings
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.errors import PlanError
+from spark_deploy.config.settings.cluster import ClusterSettings
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.machine import Port, Ports
+from spark_deploy.plan.memory import GIB
+from spark_deploy.plan.release import release_files_of
+from spark_deploy.plan.resolve import Request, problems_of
+from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import (
     CATALOG,
     PAYLOAD,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from spark_contract.host.fabric import FabricPlan
+from spark_contract.fabric import FabricPlan
 
-from spark_deploy.errors import PlanError
-from spark_deploy.facts.network import Port, Ports
-from spark_deploy.planning.fabric import fabric_plan, there_already
-from spark_deploy.settings.cluster import ClusterSettings, FabricSettings
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.errors import PlanError
+from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.fabric import fabric_plan, there_already
+from spark_deploy.plan.machine import Port, Ports
 from tests.unit.planning.plans import settings_of
 from tests.unit.planning.test_clusters import LAN, PAIR, of_cable
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.errors import PlanError
-from spark_deploy.planning.release import document
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.errors import PlanError
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.release import document
 from tests.unit.planning.plans import shipped
 
 GOLDEN = Path(__file__).parent / "golden"

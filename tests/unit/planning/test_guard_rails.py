@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.errors import PlanError
-from spark_deploy.planning.engine_arguments import engine_options
-from spark_deploy.planning.engine_facts import facts_of
-from spark_deploy.planning.guard_rails import apply_rails
-from spark_deploy.planning.memory import plan_memory
-from spark_deploy.settings.engine.options import OWNED_OPTIONS
+from spark_deploy.config.errors import PlanError
+from spark_deploy.config.settings.engine.options import OWNED_OPTIONS
+from spark_deploy.plan.engine_arguments import engine_options
+from spark_deploy.plan.engine_facts import facts_of
+from spark_deploy.plan.guard_rails import apply_rails
+from spark_deploy.plan.memory import plan_memory
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of, settings_of, shipped_catalog, whats
 
 RAILS = shipped_catalog().rails

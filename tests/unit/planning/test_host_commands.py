@@ -4,10 +4,10 @@ import re
 import subprocess
 
 import pytest
-from spark_contract.host.paths import TOOLS_DIR
+from spark_contract.paths import TOOLS_DIR
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.planning.release import unit_files_of
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.plan.release import unit_files_of
 
 COMMANDS = {file.path: file.content.decode() for file in unit_files_of(())}
 

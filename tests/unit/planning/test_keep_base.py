@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 from spark_contract.documents import plain
-from spark_contract.work.job import AbsentProof, ReceiptProof
+from spark_contract.job import AbsentProof, ReceiptProof
 
 from spark_deploy.cli.plan_text import lines
-from spark_deploy.errors import PlanError
-from spark_deploy.facts.disk import Place
-from spark_deploy.lockfile.resolve import size
-from spark_deploy.planning.jobs import discard_jobs_of, jobs_of
-from spark_deploy.planning.resolve import pair_of
-from spark_deploy.preflight.host import demands
+from spark_deploy.config.errors import PlanError
+from spark_deploy.hosts.facts.disk import Place
+from spark_deploy.hosts.preflight.host import demands
+from spark_deploy.lock.resolve import size
+from spark_deploy.plan.jobs import discard_jobs_of, jobs_of
+from spark_deploy.plan.resolve import pair_of
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 from tests.unit.preflight.surveyed import survey
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.lockfile.resolve import wanted_by
-from spark_deploy.planning.jobs import jobs_of, keep_of, ready_jobs_of
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.plan.jobs import jobs_of, keep_of, ready_jobs_of
+from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 
 BASE = {"model": "large", "profile": "base"}

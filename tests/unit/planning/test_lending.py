@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 from spark_contract.documents import parse
-from spark_contract.work.fetching import FetchPlan
-from spark_contract.work.images import LayersPlan
-from spark_contract.work.sharing import CopyPlan, FinishedTree, Peers
+from spark_contract.fetching import FetchPlan
+from spark_contract.images import LayersPlan
+from spark_contract.sharing import CopyPlan, FinishedTree, Peers
 
-from spark_deploy.planning.jobs import Work, jobs_of
-from spark_deploy.planning.peer_download import (
+from spark_deploy.plan.jobs import Work, jobs_of
+from spark_deploy.plan.peer_download import (
     Member,
     State,
     peers_of,

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from spark_deploy.payload.content import supported_engines
-from spark_deploy.planning.resolve import limit_problems, problems_of
+from spark_deploy.hosts.payload.content import supported_engines
+from spark_deploy.plan.resolve import limit_problems, problems_of
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of, whats
 
 NATIVE = CATALOG.model("large").architecture.max_context_tokens

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from spark_contract.host.tool import COMPILING
+from spark_contract.tool import COMPILING
 
-from spark_deploy.catalog.companions import Speculation
-from spark_deploy.catalog.model import HybridModel, LinearAttention
 from spark_deploy.cli.plan_summary import brief
 from spark_deploy.cli.plan_text import lines
-from spark_deploy.planning.memory import GIB, cache_shape, plan_memory
-from spark_deploy.planning.resolve import effective_profile, pair_of, problems_of
-from spark_deploy.planning.weights import weights_of
-from spark_deploy.settings.engine.arguments import KvCache
-from spark_deploy.settings.load import load_hosts
+from spark_deploy.config.catalog.companions import Speculation
+from spark_deploy.config.catalog.model import HybridModel, LinearAttention
+from spark_deploy.config.settings.engine.arguments import KvCache
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.plan.memory import GIB, cache_shape, plan_memory
+from spark_deploy.plan.resolve import effective_profile, pair_of, problems_of
+from spark_deploy.plan.weights import weights_of
 from tests.unit.planning.plans import (
     CATALOG,
     FIXTURE,

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings.types import Settings
 
 DEFAULT = Settings()
 PROFILE = """\
@@ -37,7 +37,7 @@ check: {acceptance_floor: 0.4}
 """
 # Whatever can read the catalog can find a new file wrong: by importing its reader, however far
 # away, or by its path.
-READER = "spark_deploy/catalog/load.py"
+READER = "spark_deploy/config/catalog/load.py"
 BY_PATH = re.compile(r"catalog_names\(|\"catalog[/\"]|catalog/(models|profiles)")
 BESIDE = ("test_open_catalog.py",)
 

@@ -6,12 +6,12 @@ import shutil
 import pytest
 import yaml
 
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.errors import CatalogError, PlanError, SettingsError
-from spark_deploy.planning.engine_arguments import engine_arguments
-from spark_deploy.planning.engine_facts import facts_of
-from spark_deploy.planning.guard_rails import apply_rails
-from spark_deploy.planning.memory import plan_memory
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.errors import CatalogError, PlanError, SettingsError
+from spark_deploy.plan.engine_arguments import engine_arguments
+from spark_deploy.plan.engine_facts import facts_of
+from spark_deploy.plan.guard_rails import apply_rails
+from spark_deploy.plan.memory import plan_memory
 from tests.unit.planning.plans import CATALOG, FIXTURE, LARGE, settings_of, whats
 
 FLASHINFER = "flashinfer-decode"

@@ -5,8 +5,8 @@ import json
 
 from spark_vllm.head.choice import IMAGE_VARIABLE
 
-from spark_deploy.planning.engine_arguments import HEAD_TIMES, engine_arguments, engine_environment
-from spark_deploy.planning.memory import loaded_bytes, plan_memory
+from spark_deploy.plan.engine_arguments import HEAD_TIMES, engine_arguments, engine_environment
+from spark_deploy.plan.memory import loaded_bytes, plan_memory
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of, plan_with, settings_of
 
 BAKED = CATALOG.profile("v2", "large")

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.catalog.anatomy import Anatomy, CacheLayers, CountedCache
-from spark_deploy.catalog.model import Parsers, PlainModel
-from spark_deploy.catalog.types import Catalog
 from spark_deploy.cli.plan import text
-from spark_deploy.errors import PlanError
-from spark_deploy.lockfile.types import SourceFile
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.jobs import jobs_of
-from spark_deploy.planning.memory import GIB, shape_of
-from spark_deploy.planning.resolve import Request, problems_of
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers, CountedCache
+from spark_deploy.config.catalog.model import Parsers, PlainModel
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.errors import PlanError
+from spark_deploy.lock.types import SourceFile
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.jobs import jobs_of
+from spark_deploy.plan.memory import GIB, shape_of
+from spark_deploy.plan.resolve import Request, problems_of
+from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
 
 REPO = "org/dense"

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from spark_deploy.errors import PlanError
-from spark_deploy.planning.engine_arguments import (
+from spark_deploy.config.errors import PlanError
+from spark_deploy.plan.engine_arguments import (
     engine_arguments,
     engine_environment,
     option_arguments,
 )
-from spark_deploy.planning.memory import plan_memory
+from spark_deploy.plan.memory import plan_memory
 from tests.unit.planning.plans import CATALOG, LARGE, settings_of
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from spark_deploy.errors import PlanError
-from spark_deploy.lockfile.resolve import wanted_by
+from spark_deploy.config.errors import PlanError
+from spark_deploy.lock.resolve import wanted_by
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
 
 HYBRID, DONOR = "other/large-hybrid", "org/large-fp8"

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from spark_deploy.planning.engine_arguments import prefill_line
-from spark_deploy.planning.resolve import effective_profile
+from spark_deploy.plan.engine_arguments import prefill_line
+from spark_deploy.plan.resolve import effective_profile
 from tests.unit.planning.plans import settings_of, shipped_catalog
 
 CATALOG, MODEL = shipped_catalog(), "qwen3.5-122b"

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings.types import Settings
 from tests.unit.planning.plans import shipped_catalog
 
 RESULTS = CHECKOUT / "proofs/results/gpu"

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from spark_deploy.cli.plan import text
-from spark_deploy.errors import PlanError, SettingsError
-from spark_deploy.lockfile.resolve import wanted_by
-from spark_deploy.planning.jobs import jobs_of, keep_of
-from spark_deploy.planning.peer_download import Member, with_peers
-from spark_deploy.planning.resolve import pair_of
+from spark_deploy.config.errors import PlanError, SettingsError
+from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.plan.jobs import jobs_of, keep_of
+from spark_deploy.plan.peer_download import Member, with_peers
+from spark_deploy.plan.resolve import pair_of
 from tests.unit.planning.plans import CATALOG, plan_of, settings_of
 
 ORIGINAL = "org/large"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.errors import SettingsError
-from spark_deploy.planning.jobs import keep_of
-from spark_deploy.planning.release import document, release_files_of, timer_files
-from spark_deploy.planning.types import HostPlan
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.plan.jobs import keep_of
+from spark_deploy.plan.release import document, release_files_of, timer_files
+from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import plan_of
 
 NIGHT = {"model": "large", "profile": "v2-tq"}

@@ -7,12 +7,12 @@ import re
 
 import pytest
 from spark_contract.documents import parse, text_of
-from spark_contract.serving.release import Release, service_of
+from spark_contract.release import Release, service_of
 
-from spark_deploy.errors import SparkError
-from spark_deploy.planning.jobs import keep_of, served_jobs_of
-from spark_deploy.planning.memory import GIB
-from spark_deploy.planning.release import release_files_of
+from spark_deploy.config.errors import SparkError
+from spark_deploy.plan.jobs import keep_of, served_jobs_of
+from spark_deploy.plan.memory import GIB
+from spark_deploy.plan.release import release_files_of
 from tests.unit.planning.plans import plan_of, problems
 
 SMALL = {
@@ -160,6 +160,6 @@ def test_two_services_answer_to_no_common_name():
 
 
 def test_the_whole_plan_is_plain_data():
-    from spark_deploy.planning.release import document
+    from spark_deploy.plan.release import document
 
     assert json.loads(json.dumps(document(with_services(embed=SMALL))))["services"]

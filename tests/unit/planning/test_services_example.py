@@ -8,12 +8,12 @@ from pathlib import Path
 
 import yaml
 
-from spark_deploy.catalog.anatomy import Anatomy, CacheLayers
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.resolve import Request
-from spark_deploy.settings.load import load_hosts
+from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.resolve import Request
 from tests.unit.planning.plans import PAYLOAD, made_up_lock
 
 RERANKER = {

@@ -6,11 +6,11 @@ import types
 
 import pytest
 
-from spark_deploy.catalog.companions import Speculation
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.plan_text import lines, speed
-from spark_deploy.planning.resolve import pair_of
-from spark_deploy.planning.speed import (
+from spark_deploy.config.catalog.companions import Speculation
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.plan.resolve import pair_of
+from spark_deploy.plan.speed import (
     HEADS,
     TOLERANCE,
     experts_touched,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.errors import CatalogError
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.errors import CatalogError
 from tests.unit.planning.plans import FIXTURE, plan_of, problems, shipped_catalog
 
 STAGES = shipped_catalog()

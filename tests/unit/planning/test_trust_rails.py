@@ -2,8 +2,8 @@
 
 import pytest
 
-from spark_deploy.errors import SettingsError
-from spark_deploy.planning.resolve import resolve
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.plan.resolve import resolve
 from tests.unit.planning.plans import CATALOG, problems, settings_of, whats
 
 WHY = "reviewed by us in November"

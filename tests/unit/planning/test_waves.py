@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.planning.cluster import waves_of
-from spark_deploy.settings.service import RolloutSettings
+from spark_deploy.config.settings.service import RolloutSettings
+from spark_deploy.plan.cluster import waves_of
 
 
 def waves(hosts: str, **chosen: Any) -> str:

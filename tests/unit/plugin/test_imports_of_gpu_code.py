@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 
 ROOTS = {"spark_vllm": CHECKOUT / "files/image", "proofs": CHECKOUT, "lab": CHECKOUT}
 FILES = [

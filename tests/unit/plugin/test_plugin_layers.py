@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from plugin_hybrids import Hybrid
 from plugin_sources import EXPERTS, LAYERS, write_sources
-from spark_contract.work.patterns import expand_all
+from spark_contract.patterns import expand_all
 from spark_vllm.checkpoint.gate import missing_modules
 from test_plugin_checkpoint import LAYOUTS, TEXT, Damaged, check
 
-from spark_deploy.catalog.model import HybridModel
+from spark_deploy.config.catalog.model import HybridModel
 from tests.unit.planning.plans import shipped_catalog
 
 CATALOG = shipped_catalog()

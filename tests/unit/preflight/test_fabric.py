@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from spark_contract.host.fabric import SpeedFound
+from spark_contract.fabric import SpeedFound
 
-from spark_deploy.planning.cluster import ways
-from spark_deploy.planning.machine import Way
-from spark_deploy.preflight.fabric import judge_speed, judge_ways, told_of, unlike
+from spark_deploy.hosts.preflight.fabric import judge_speed, judge_ways, told_of, unlike
+from spark_deploy.plan.cluster import ways
+from spark_deploy.plan.machine import Way
 from tests.unit.planning.test_clusters import FABRIC, clustered
 from tests.unit.preflight.surveyed import survey
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.facts.survey import Survey
-from spark_deploy.planning.machine import NeedsPlan
-from spark_deploy.planning.types import HostPlan
-from spark_deploy.preflight import judge
+from spark_deploy.hosts.facts.survey import Survey
+from spark_deploy.hosts.preflight import judge
+from spark_deploy.plan.machine import NeedsPlan
+from spark_deploy.plan.types import HostPlan
 from tests.unit.facts.test_facts import CAPTURES
 from tests.unit.planning.plans import shipped
 from tests.unit.preflight.surveyed import survey

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from proofs.engine.backends import pins_of, without_pins
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.resolve import Request
-from spark_deploy.planning.types import HostPlan
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.resolve import Request
+from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, shipped, shipped_catalog
 
 TABLE = json.loads((CHECKOUT / "proofs/results/cpu/backends.json").read_text("utf-8"))

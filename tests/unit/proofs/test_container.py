@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 
 from proofs import container, in_container
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.resolve import Request
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.resolve import Request
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
 
 

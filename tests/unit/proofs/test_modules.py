@@ -8,7 +8,7 @@ import pytest
 
 import proofs
 from proofs.serve import long
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 
 ELSEWHERE = ("torch", "transformers", "vllm")
 """Packages of a CUDA machine."""

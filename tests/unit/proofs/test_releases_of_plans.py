@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 
 from proofs.releases import judge, trees
 from proofs.releases.server import servers_of
-from spark_deploy.planning.host import plan_host
-from spark_deploy.planning.resolve import Request
-from spark_deploy.settings.cluster import ClusterSettings
+from spark_deploy.config.settings.cluster import ClusterSettings
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.resolve import Request
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from proofs.result_files import describe_run, find_kind
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import CHECKOUT
 
 FOLDER = CHECKOUT / "proofs/results"
 RESULTS = sorted(FOLDER.glob("[gc]pu/*.json"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract import documents
-from spark_contract.work.orders import BuildPlan
+from spark_contract.orders import BuildPlan
 
 build = pytest.importorskip("proofs.trees.build", reason="needs numpy")
 

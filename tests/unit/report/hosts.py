@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 from spark_contract.documents import read
-from spark_contract.serving.status import Evidence
+from spark_contract.status import Evidence
 
 from spark_deploy.cli.report_document import HostReport
 from spark_deploy.cli.report_gather import Said, host_report
-from spark_deploy.facts.survey import HostSurvey, Survey
+from spark_deploy.hosts.facts.survey import HostSurvey, Survey
 from tests.unit.facts.test_facts import output_of
 from tests.unit.planning.plans import plan_of
 from tests.unit.statuses import told

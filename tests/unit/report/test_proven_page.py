@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hosts import report_of, said_of
 
-from spark_deploy.catalog.load import read_questions
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.report_document import HostReport, Report, file_of
-from spark_deploy.errors import SparkError
+from spark_deploy.config.catalog.load import read_questions
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SparkError
 from tools.docs.evidence import proven_rows, question_rows
 
 Page = Callable[..., str]

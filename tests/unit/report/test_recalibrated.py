@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from hosts import report_of
 
-from spark_deploy.catalog.load import read_questions
 from spark_deploy.cli import plan
 from spark_deploy.cli.plan_text import speed
 from spark_deploy.cli.report_document import HostReport, Report, file_of
 from spark_deploy.cli.report_questions import answered
-from spark_deploy.planning.speed import Calibration, calibrated, speed_of
+from spark_deploy.config.catalog.load import read_questions
+from spark_deploy.plan.speed import Calibration, calibrated, speed_of
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of
 
 V2 = CATALOG.profile("v2", "large")

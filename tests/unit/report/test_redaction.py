@@ -11,9 +11,9 @@ from hosts import CHECKS, EVIDENCE, PROOF, report_of, said_of, status_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from spark_deploy.catalog.load import read_questions
 from spark_deploy.cli.report_document import Report, file_of
 from spark_deploy.cli.report_gather import redacted
+from spark_deploy.config.catalog.load import read_questions
 
 HEX = st.text("0123456789abcdef", min_size=2, max_size=2)
 MACS = st.lists(HEX, min_size=6, max_size=6).flatmap(

@@ -19,14 +19,14 @@ from hosts import (
     survey_of,
 )
 
-from spark_deploy.catalog.load import read_questions
 from spark_deploy.cli import report as command
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.cli.report_document import HostReport, Report, file_of, read_report
 from spark_deploy.cli.report_gather import Said
 from spark_deploy.cli.report_questions import ANSWERS, answered
-from spark_deploy.errors import SparkError
+from spark_deploy.config.catalog.load import read_questions
+from spark_deploy.config.errors import SparkError
 from tests.unit.statuses import told
 
 QUESTIONS = read_questions()

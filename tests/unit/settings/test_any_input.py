@@ -16,16 +16,16 @@ from huggingface_hub.hf_api import ModelInfo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spark_deploy.catalog.load import read_catalog
-from spark_deploy.checkout import CHECKOUT
 from spark_deploy.cli.report_document import read_report
-from spark_deploy.errors import LockError, SparkError
-from spark_deploy.facts.releases import Evidence
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import LockError, SparkError
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.hosts.facts.releases import Evidence
 from spark_deploy.inventory.plans import read_inventory
-from spark_deploy.lockfile import hub, resolve
-from spark_deploy.lockfile.file import read_lock
-from spark_deploy.planning.resolve import problems_of
-from spark_deploy.settings.load import load_hosts
+from spark_deploy.lock import hub, resolve
+from spark_deploy.lock.file import read_lock
+from spark_deploy.plan.resolve import problems_of
 from tests.unit.examples import examples
 from tests.unit.planning.plans import shipped_catalog
 

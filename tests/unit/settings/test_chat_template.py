@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.cli.plan_text import lines
-from spark_deploy.errors import SettingsError
-from spark_deploy.planning.resolve import pair_of
-from spark_deploy.settings.load import load_hosts
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.plan.resolve import pair_of
 from tests.unit.planning.plans import CATALOG, FIXTURE, plan_with
 
 TEMPLATE = """{%- for message in messages %}

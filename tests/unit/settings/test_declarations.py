@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spark_deploy.catalog.model import HybridModel, PlainModel
-from spark_deploy.catalog.profile import Profile
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.declare import GIB, convert, notes_of, schema_of, typed
-from spark_deploy.settings.engine.arguments import KvCache, Limits
-from spark_deploy.settings.engine.engine import EngineSettings
-from spark_deploy.settings.types import Settings
+from spark_deploy.config.catalog.model import HybridModel, PlainModel
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents.declare import GIB, convert, notes_of, schema_of, typed
+from spark_deploy.config.settings.engine.arguments import KvCache, Limits
+from spark_deploy.config.settings.engine.engine import EngineSettings
+from spark_deploy.config.settings.types import Settings
 
-DECLARATION = "spark_deploy/settings/service.py"
+DECLARATION = "spark_deploy/config/settings/service.py"
 WRITTEN = {"docs/reference/settings.md", "group_vars/all.yml", "schema/settings.schema.json"}
 PARTS = (
     "spark_deploy", "files/contract", "files/host", "files/image", "files/checkpoint",
@@ -27,8 +27,8 @@ PARTS = (
 MADE_UP = '    nap_s: int = setting(7, "Seconds of a nap.", minimum=1)\n'
 USE = """
 import pathlib, sys
-from spark_deploy.errors import SettingsError
-from spark_deploy.settings.load import load_hosts
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.config.settings.load import load_hosts
 root = pathlib.Path(sys.argv[1])
 def nap():
     return load_hosts({"a": ["x"]}, root=root)["x"].settings.watch.nap_s
@@ -42,17 +42,17 @@ except SettingsError as error:
     print(error)
 """
 # The same of an argument of the engine; the second place is the profile that says a value.
-ARGUMENTS = "spark_deploy/settings/engine/arguments.py"
+ARGUMENTS = "spark_deploy/config/settings/engine/arguments.py"
 MADE_UP_ARGUMENT = (
     '    naps: int | None = setting(None, "Naps.", minimum=1, note=Option("max-naps"))\n'
 )
 USE_ARGUMENT = """
-from spark_deploy.catalog.load import read_catalog
+from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.cli.recipe_arguments import arguments_of
-from spark_deploy.planning.memory import plan_memory
-from spark_deploy.planning.engine_arguments import engine_arguments
-from spark_deploy.settings.engine.options import option_problems
-from spark_deploy.settings.types import Settings
+from spark_deploy.plan.memory import plan_memory
+from spark_deploy.plan.engine_arguments import engine_arguments
+from spark_deploy.config.settings.engine.options import option_problems
+from spark_deploy.config.settings.types import Settings
 catalog = read_catalog()
 model, settings = catalog.model("qwen3.5-122b"), Settings()
 for name in ("v2", "agent"):

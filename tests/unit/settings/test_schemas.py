@@ -7,9 +7,9 @@ import jsonschema
 import pytest
 import yaml
 
-from spark_deploy.checkout import CHECKOUT
-from spark_deploy.documents.schema_check import dotted
-from spark_deploy.settings.load import merge
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents.schema_check import dotted
+from spark_deploy.config.settings.load import merge
 
 SCHEMAS = sorted((CHECKOUT / "schema").glob("*.schema.json"))
 

@@ -1,8 +1,8 @@
 import pytest
 
-from spark_deploy.errors import SettingsError
-from spark_deploy.settings.read_secret import read_secret
-from spark_deploy.settings.secrets import SecretRef
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.config.settings.read_secret import read_secret
+from spark_deploy.config.settings.secrets import SecretRef
 
 
 def test_a_secret_comes_from_the_environment_a_file_or_a_command(tmp_path, monkeypatch):

@@ -5,11 +5,11 @@ from typing import get_args
 
 import pytest
 import yaml
-from spark_contract.serving.gateway import Expose
+from spark_contract.gateway import Expose
 
-from spark_deploy.checkout import CHECKOUT, catalog_names
-from spark_deploy.errors import SettingsError
-from spark_deploy.settings.load import load_hosts, merge, undot
+from spark_deploy.config.checkout import CHECKOUT, catalog_names
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.config.settings.load import load_hosts, merge, undot
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 
 
 def write_python(path: Path, exit_status: int) -> Path:

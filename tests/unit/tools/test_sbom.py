@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.checkout import CHECKOUT
+from spark_deploy.config.checkout import CHECKOUT
 from tools import sbom
 
 IMAGE = CHECKOUT / "files/image"

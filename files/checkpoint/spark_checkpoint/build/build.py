@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.files import now
-from spark_contract.work.orders import RECIPE_VERSION, BuildPlan, DonorUrl
-from spark_contract.work.receipts import (
+from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
+from spark_contract.receipts import (
     AnyReceipt,
     CheckpointReceipt,
     ReceiptFile,
     RequantizedReceipt,
     SourceReceipt,
 )
-from spark_contract.work.sharing import CopyPlan
+from spark_contract.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.build.config import result_config, usable

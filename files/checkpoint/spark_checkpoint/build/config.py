@@ -6,7 +6,7 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from spark_contract.work.orders import RECIPE_VERSION, BuildPlan
+from spark_contract.orders import RECIPE_VERSION, BuildPlan
 
 from spark_checkpoint.errors import GateRefused
 

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from spark_contract import receipts
 from spark_contract.documents import DocumentError
+from spark_contract.fetching import Wire
 from spark_contract.files import sync, write_all
-from spark_contract.host.paths import RECEIPT_NAME
-from spark_contract.work import receipts
-from spark_contract.work.fetching import Wire
-from spark_contract.work.orders import BuildPlan, RequantizePlan
-from spark_contract.work.receipts import (
+from spark_contract.orders import BuildPlan, RequantizePlan
+from spark_contract.paths import RECEIPT_NAME
+from spark_contract.receipts import (
     CheckpointReceipt,
     ReceiptFile,
     RequantizedReceipt,
     SourceReceipt,
 )
-from spark_contract.work.sharing import CopyPlan, FinishedTree, of_tree
+from spark_contract.sharing import CopyPlan, FinishedTree, of_tree
 
 from spark_checkpoint.errors import BuilderError, GateRefused
 from spark_checkpoint.progress import Progress, note

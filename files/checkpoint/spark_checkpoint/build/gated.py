@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.work.orders import BuildPlan, DonorUrl
-from spark_contract.work.patterns import expand_all, uses_up
+from spark_contract.orders import BuildPlan, DonorUrl
+from spark_contract.patterns import expand_all, uses_up
 
 from spark_checkpoint.build.tensors.mtp_shapes import graftable, model_sizes
 from spark_checkpoint.errors import GateRefused

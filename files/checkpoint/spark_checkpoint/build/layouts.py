@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from spark_contract.work.receipts import ReceiptFile
+from spark_contract.receipts import ReceiptFile
 
 from spark_checkpoint.build.staging import Changes, NewTensor
 from spark_checkpoint.build.write import (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from spark_contract.work.receipts import ReceiptFile
+from spark_contract.receipts import ReceiptFile
 
 from spark_checkpoint.storage import file_bytes, hash_file
 

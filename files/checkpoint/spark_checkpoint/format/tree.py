@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spark_contract.host.paths import RECEIPT_NAME
+from spark_contract.paths import RECEIPT_NAME
 
 from spark_checkpoint.errors import GateRefused, InputRefused
 from spark_checkpoint.format.index import Header, Tensor, read_header, weight_map

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.files import sync_directory
-from spark_contract.host.paths import RECEIPT_NAME
-from spark_contract.work.orders import BuildPlan, Described, Held
-from spark_contract.work.patterns import count, expand, expand_all
-from spark_contract.work.receipts import CheckpointReceipt, Receipt
+from spark_contract.orders import BuildPlan, Described, Held
+from spark_contract.paths import RECEIPT_NAME
+from spark_contract.patterns import count, expand, expand_all
+from spark_contract.receipts import CheckpointReceipt, Receipt
 
 from spark_checkpoint.build.config import usable
 from spark_checkpoint.build.gated import donor_tensors, gate

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spark_contract.host.units import COMMIT
-from spark_contract.work.fetching import Wire
-from spark_contract.work.orders import BuildPlan
-from spark_contract.work.patterns import expand_all
+from spark_contract.fetching import Wire
+from spark_contract.orders import BuildPlan
+from spark_contract.patterns import expand_all
+from spark_contract.units import COMMIT
 
 from spark_checkpoint.errors import GateRefused, InputRefused
 from spark_checkpoint.format.groups import groups

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from spark_contract.work.orders import RequantizePlan
+from spark_contract.orders import RequantizePlan
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.numbers import Floats, floats

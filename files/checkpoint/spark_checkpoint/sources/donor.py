@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from spark_contract.fetching import Wire
 from spark_contract.files import sync, write_all
-from spark_contract.work.fetching import Wire
-from spark_contract.work.orders import DonorDir, DonorUrl
+from spark_contract.orders import DonorDir, DonorUrl
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.format.index import (

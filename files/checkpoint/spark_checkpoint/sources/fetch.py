@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
+from spark_contract.fetching import FetchFile, FetchPlan
 from spark_contract.files import now, sync, write_all
-from spark_contract.work.fetching import FetchFile, FetchPlan
-from spark_contract.work.receipts import ReceiptFile, SourceReceipt, why_not_ours
+from spark_contract.receipts import ReceiptFile, SourceReceipt, why_not_ours
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed

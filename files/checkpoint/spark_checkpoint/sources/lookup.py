@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from spark_contract.fetching import FetchFile
 from spark_contract.files import sync, write_all
-from spark_contract.work.fetching import FetchFile
 
 from spark_checkpoint.format.pieces import PieceHasher, Proof
 from spark_checkpoint.progress import note

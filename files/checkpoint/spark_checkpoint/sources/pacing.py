@@ -6,7 +6,7 @@ import random
 import threading
 import time
 
-from spark_contract.work.fetching import Wire
+from spark_contract.fetching import Wire
 from urllib3.exceptions import (
     ConnectTimeoutError,
     NewConnectionError,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urljoin
 
-from spark_contract.host.units import COMMIT
-from spark_contract.work.fetching import FetchFile, Wire
+from spark_contract.fetching import FetchFile, Wire
+from spark_contract.units import COMMIT
 from urllib3 import BaseHTTPResponse, Retry
 from urllib3.exceptions import HTTPError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from spark_contract.work.orders import BuildPlan, RequantizePlan
-from spark_contract.work.patterns import expand, expand_all, uses_up
+from spark_contract.orders import BuildPlan, RequantizePlan
+from spark_contract.patterns import expand, expand_all, uses_up
 
 from spark_checkpoint.verify.gates import SCALE, WEIGHT, same_names
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
-from spark_contract.work.orders import DonorShape
-from spark_contract.work.patterns import expand
+from spark_contract.orders import DonorShape
+from spark_contract.patterns import expand
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.groups import groups, listed

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from spark_contract.work.fetching import FetchPlan
-from spark_contract.work.orders import BuildPlan, RequantizePlan
-from spark_contract.work.sharing import growing_dir, growing_tree
+from spark_contract.fetching import FetchPlan
+from spark_contract.orders import BuildPlan, RequantizePlan
+from spark_contract.sharing import growing_dir, growing_tree
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.progress import Progress, note

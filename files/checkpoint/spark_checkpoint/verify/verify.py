@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import RECEIPT_NAME
-from spark_contract.work.orders import BuildPlan, RequantizePlan
-from spark_contract.work.receipts import AnyReceipt, Receipt, ReceiptFile, SourceReceipt
+from spark_contract.orders import BuildPlan, RequantizePlan
+from spark_contract.paths import RECEIPT_NAME
+from spark_contract.receipts import AnyReceipt, Receipt, ReceiptFile, SourceReceipt
 
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
 from spark_checkpoint.format.index import read_header

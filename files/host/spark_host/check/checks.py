@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_contract.host.paths import Paths
-from spark_contract.serving.records import Proof
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.records import Proof
+from spark_contract.release import Release
 
 from spark_host.check import measure, runner
 from spark_host.records import upgrades

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from spark_contract import files
 from spark_contract.documents import plain, text_of
 from spark_contract.errors import HostToolError
-from spark_contract.serving.release import CHAT, Release
+from spark_contract.release import CHAT, Release
 
 from spark_host.check.probe import CheckError, Probe, short, user
 from spark_host.engine.client import Engine, EngineError

@@ -6,7 +6,7 @@ import re
 import time
 from typing import Any
 
-from spark_contract.serving.release import MODELS
+from spark_contract.release import MODELS
 
 from spark_host.check.probe import CheckError, Probe, short
 from spark_host.engine.client import EngineError

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark_contract import files
-from spark_contract.host.paths import Paths
-from spark_contract.host.tool import PHASE, SPEED
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+from spark_contract.tool import PHASE, SPEED
 
 from spark_host.engine.client import Engine, EngineError
 from spark_host.records import upgrades

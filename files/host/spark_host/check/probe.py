@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spark_contract.serving.release import CHAT, COMPLETIONS, CheckPlan, Release
+from spark_contract.release import CHAT, COMPLETIONS, CheckPlan, Release
 
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.metrics import Metrics

@@ -14,10 +14,10 @@ from typing import Any
 
 from spark_contract import documents
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.host.tool import PHASE, STAND_IN, WAITED
-from spark_contract.serving.records import CacheCount, Finding, Proof
-from spark_contract.serving.release import MEMORY, READY, Release
+from spark_contract.paths import Paths
+from spark_contract.records import CacheCount, Finding, Proof
+from spark_contract.release import MEMORY, READY, Release
+from spark_contract.tool import PHASE, STAND_IN, WAITED
 
 from spark_host.check import comparing
 from spark_host.check.probe import CheckError, Probe

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spark_contract.serving import release
+from spark_contract import release
 
 from spark_host.check import evidence, media_questions
 from spark_host.check.probe import Probe, Weight

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import CHAT, Release
+from spark_contract.paths import Paths
+from spark_contract.release import CHAT, Release
 
 from spark_host.engine import metrics
 from spark_host.engine.metrics import USUAL, Dialect, Metrics

@@ -17,9 +17,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from spark_contract.host.tool import COMPILING, PHASE
-from spark_contract.serving.records import CompileCache
-from spark_contract.serving.release import READY, Release
+from spark_contract.records import CompileCache
+from spark_contract.release import READY, Release
+from spark_contract.tool import COMPILING, PHASE
 
 from spark_host.engine.container import account
 from spark_host.records import boot, proof, upgrades

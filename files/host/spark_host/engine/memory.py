@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.free_blocks import FreeBlocks, parse_buddyinfo
-from spark_contract.host.tool import PHASE, WAITED
-from spark_contract.serving.release import Release
+from spark_contract.free_blocks import FreeBlocks, parse_buddyinfo
+from spark_contract.release import Release
+from spark_contract.tool import PHASE, WAITED
 
 from spark_host.system import docker, programs
 from spark_host.system.programs import Report

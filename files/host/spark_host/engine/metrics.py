@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from io import StringIO
 
 from spark_contract.errors import HostToolError
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
 
 # A release names its row. Releases, proofs and watch speak of what is counted in the words of
 # ``Dialect`` alone; docs/decisions/0024 says what else another engine needs.

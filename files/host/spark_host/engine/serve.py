@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import ENGINE_SOCKET, Paths
-from spark_contract.host.tool import PHASE
-from spark_contract.host.units import DIGEST_LABEL, RELEASE_LABEL, SERVE, SERVICE_LABEL, SWITCH
-from spark_contract.serving.release import Release
+from spark_contract.paths import ENGINE_SOCKET, Paths
+from spark_contract.release import Release
+from spark_contract.tool import PHASE
+from spark_contract.units import DIGEST_LABEL, RELEASE_LABEL, SERVE, SERVICE_LABEL, SWITCH
 
 from spark_host.engine import compile_cache, memory, metrics, tree
 from spark_host.engine.client import Engine

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from spark_contract import receipts
 from spark_contract.errors import HostToolError, problem_in
-from spark_contract.host.tool import PHASE
-from spark_contract.serving.release import Release, Tree
-from spark_contract.work import receipts
-from spark_contract.work.orders import BUILDER, VERIFY
+from spark_contract.orders import BUILDER, VERIFY
+from spark_contract.release import Release, Tree
+from spark_contract.tool import PHASE
 
 from spark_host.system.programs import Report
 

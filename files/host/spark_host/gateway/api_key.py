@@ -9,8 +9,8 @@ from pathlib import Path
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.gateway import Gateway
+from spark_contract.gateway import Gateway
+from spark_contract.paths import Paths
 
 _USABLE = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 

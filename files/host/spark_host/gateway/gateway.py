@@ -12,12 +12,12 @@ import signal
 import time
 from collections.abc import Callable
 
+from spark_contract import units
 from spark_contract.errors import HostToolError
-from spark_contract.host import units
-from spark_contract.host.paths import Paths
-from spark_contract.host.tool import MAKE_USERS
-from spark_contract.serving.gateway import EXPOSURES, Gateway
-from spark_contract.serving.release import Release
+from spark_contract.gateway import EXPOSURES, Gateway
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+from spark_contract.tool import MAKE_USERS
 
 from spark_host.gateway import api_key, listeners, nginx
 from spark_host.system import stored, systemd

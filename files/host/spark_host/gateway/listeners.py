@@ -13,7 +13,7 @@ import struct
 import subprocess
 from dataclasses import dataclass
 
-from spark_contract.serving.gateway import Gateway
+from spark_contract.gateway import Gateway
 
 _BRIDGE = "docker0"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h

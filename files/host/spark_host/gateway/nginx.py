@@ -15,8 +15,8 @@ from pathlib import Path
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.gateway import Gateway
+from spark_contract.gateway import Gateway
+from spark_contract.paths import Paths
 
 from spark_host.gateway import api_key, listeners, routes
 from spark_host.gateway.listeners import Listener

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from spark_contract.serving import release
+from spark_contract import release
 
 _ANSWER = "(?<id>resp_[A-Za-z0-9_-]+)"
 _MODEL = "(?<id>[A-Za-z0-9][A-Za-z0-9._:-]*)"

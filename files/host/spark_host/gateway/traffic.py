@@ -10,9 +10,9 @@ import os
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.host.tool import MAKE_USERS
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.release import Release
+from spark_contract.tool import MAKE_USERS
 
 from spark_host.system import folders, stored
 

@@ -27,17 +27,17 @@ from urllib.parse import urlencode
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.host.tool import LAYERS_OPTION
-from spark_contract.work.images import (
+from spark_contract.images import (
     MANIFEST_TYPES,
     PULL_LEAST_BYTES_PER_S,
     PULL_STALL_S,
     LayersPlan,
     parse_reference,
 )
-from spark_contract.work.job import Progress
-from spark_contract.work.orders import BUILDER, LAYERS
+from spark_contract.job import Progress
+from spark_contract.orders import BUILDER, LAYERS
+from spark_contract.paths import Paths
+from spark_contract.tool import LAYERS_OPTION
 
 from spark_host.gateway import nginx
 from spark_host.jobs.login import registry_auth

@@ -15,15 +15,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from spark_contract import files
+from spark_contract import files, receipts, units
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError, Problem
-from spark_contract.host import units
-from spark_contract.host.paths import JOBS_DIR, Paths, hub_token_file
-from spark_contract.host.tool import PHASE
-from spark_contract.host.units import TREE_NAME
-from spark_contract.work import receipts
-from spark_contract.work.job import (
+from spark_contract.job import (
     AbsentProof,
     Job,
     JobMemory,
@@ -33,6 +28,9 @@ from spark_contract.work.job import (
     State,
     read_progress,
 )
+from spark_contract.paths import JOBS_DIR, Paths, hub_token_file
+from spark_contract.tool import PHASE
+from spark_contract.units import TREE_NAME
 
 from spark_host.engine.memory import GIB, meminfo
 from spark_host.system import disk, docker, systemd

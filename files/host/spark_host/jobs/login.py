@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from spark_contract.work.images import DOCKER_HUB, parse_reference
+from spark_contract.images import DOCKER_HUB, parse_reference
 
 from spark_host.system import docker
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from spark_contract import files
+from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.host.units import CACHE_NAME, DIGEST12, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
-from spark_contract.work import receipts
-from spark_contract.work.job import IMAGE_PULL_JOB, ImageProof, Job, JobRun
+from spark_contract.job import IMAGE_PULL_JOB, ImageProof, Job, JobRun
+from spark_contract.paths import Paths
+from spark_contract.units import CACHE_NAME, DIGEST12, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
 
 from spark_host.jobs import jobs
 from spark_host.system import disk, docker

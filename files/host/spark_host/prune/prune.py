@@ -12,16 +12,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spark_contract import files
+from spark_contract import files, receipts, units
 from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import HostToolError
-from spark_contract.host import units
-from spark_contract.host.paths import Paths
-from spark_contract.serving.records import Stopped
-from spark_contract.serving.release import service_of
-from spark_contract.work import receipts
-from spark_contract.work.job import Job, ReceiptProof
-from spark_contract.work.keep import Keep, Prunable, Pruning
+from spark_contract.job import Job, ReceiptProof
+from spark_contract.keep import Keep, Prunable, Pruning
+from spark_contract.paths import Paths
+from spark_contract.records import Stopped
+from spark_contract.release import service_of
 
 from spark_host.prune import holdings
 from spark_host.prune.holdings import Folder, Image

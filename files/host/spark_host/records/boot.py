@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.units import GATEWAY, RETURN_TIMER, SERVE
-from spark_contract.serving.records import Good, Stopped, WayBack
-from spark_contract.serving.release import Release, service_of
+from spark_contract.records import Good, Stopped, WayBack
+from spark_contract.release import Release, service_of
+from spark_contract.units import GATEWAY, RETURN_TIMER, SERVE
 
 from spark_host.system.ports import Host
 

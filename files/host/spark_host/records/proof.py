@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spark_contract.serving.records import FullCheck, Proof
-from spark_contract.serving.release import Release
+from spark_contract.records import FullCheck, Proof
+from spark_contract.release import Release
 
 from spark_host.records import boot, upgrades
 from spark_host.system import docker

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from spark_contract.host.machine import (
+from spark_contract.machine import (
     DRIVER_LIBRARIES,
     DRIVER_MODULE,
     REBOOT_MARKER,

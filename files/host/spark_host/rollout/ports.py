@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.machine import BOOT_ID
-from spark_contract.host.paths import Paths
-from spark_contract.serving.records import Proof
-from spark_contract.serving.release import Release
+from spark_contract.machine import BOOT_ID
+from spark_contract.paths import Paths
+from spark_contract.records import Proof
+from spark_contract.release import Release
 
 from spark_host.check import checks
 from spark_host.engine import serve as engines

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from spark_contract.host.tool import PHASE
-from spark_contract.serving.records import Rollout
-from spark_contract.serving.release import Release
+from spark_contract.records import Rollout
+from spark_contract.release import Release
+from spark_contract.tool import PHASE
 
 from spark_host.rollout.ports import Host
 from spark_host.rollout.request import request_of

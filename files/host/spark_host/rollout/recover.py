@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spark_contract.serving.records import Rollout
-from spark_contract.serving.release import Release
+from spark_contract.records import Rollout
+from spark_contract.release import Release
 
 from spark_host.records import boot
 from spark_host.rollout import rollout, steps

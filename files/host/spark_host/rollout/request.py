@@ -9,9 +9,9 @@ import uuid
 from dataclasses import replace
 
 from spark_contract.errors import ERROR
-from spark_contract.host.units import SWITCH
-from spark_contract.serving.records import Request, Rollout
-from spark_contract.serving.status import Begun, UnderWay
+from spark_contract.records import Request, Rollout
+from spark_contract.status import Begun, UnderWay
+from spark_contract.units import SWITCH
 
 from spark_host.system.ports import Host
 from spark_host.system.systemd import UnitState

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_contract.errors import HostToolError, Problem
-from spark_contract.serving.release import Release
-from spark_contract.serving.status import NamedRelease, Rollback
+from spark_contract.release import Release
+from spark_contract.status import NamedRelease, Rollback
 
 from spark_host.records import boot
 from spark_host.rollout.ports import Host

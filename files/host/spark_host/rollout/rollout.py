@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.units import SWITCH
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
+from spark_contract.units import SWITCH
 
 from spark_host.records import boot, proof
 from spark_host.rollout import steps

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.tool import PHASE, WAITED
-from spark_contract.host.units import SERVE
-from spark_contract.serving.records import Proof
-from spark_contract.serving.release import Release, service_of
+from spark_contract.records import Proof
+from spark_contract.release import Release, service_of
+from spark_contract.tool import PHASE, WAITED
+from spark_contract.units import SERVE
 
 from spark_host.check import measure
 from spark_host.engine import compile_cache

@@ -11,8 +11,8 @@ import ipaddress
 import re
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import Member, Release
+from spark_contract.paths import Paths
+from spark_contract.release import Member, Release
 
 _ESTABLISHED = "01"
 _LOCAL = re.compile(r"\|-- ([0-9.]+)\n\s+/32 host LOCAL")

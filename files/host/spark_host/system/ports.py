@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import Release, service_of
+from spark_contract.paths import Paths
+from spark_contract.release import Release, service_of
 
 from spark_host.system import clock, disk, systemd
 from spark_host.system.systemd import UnitState

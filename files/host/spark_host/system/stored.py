@@ -7,10 +7,10 @@ from pathlib import Path
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.host.units import RELEASE_NAME
-from spark_contract.serving.gateway import Gateway
-from spark_contract.serving.release import Release, service_of
+from spark_contract.gateway import Gateway
+from spark_contract.paths import Paths
+from spark_contract.release import Release, service_of
+from spark_contract.units import RELEASE_NAME
 
 
 def default_paths() -> Paths:

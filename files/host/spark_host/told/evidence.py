@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from spark_contract.host.paths import Paths
-from spark_contract.serving.records import Rollout
-from spark_contract.serving.release import Release
-from spark_contract.serving.status import EngineEvidence, Evidence
+from spark_contract.paths import Paths
+from spark_contract.records import Rollout
+from spark_contract.release import Release
+from spark_contract.status import EngineEvidence, Evidence
 
 from spark_host.check.runner import read_log
 from spark_host.engine import kernel_log, start_log

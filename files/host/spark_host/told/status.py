@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.host.units import GATEWAY, MAIN_SERVICE, SERVE, SWITCH
-from spark_contract.serving.records import DailyLook, Stopped
-from spark_contract.serving.release import Release
-from spark_contract.serving.status import (
+from spark_contract.paths import Paths
+from spark_contract.records import DailyLook, Stopped
+from spark_contract.release import Release
+from spark_contract.status import (
     GatewayState,
     HostMemory,
     Live,
@@ -20,6 +19,7 @@ from spark_contract.serving.status import (
     Status,
     UnderWay,
 )
+from spark_contract.units import GATEWAY, MAIN_SERVICE, SERVE, SWITCH
 
 from spark_host.check import measure
 from spark_host.check.probe import CheckError, Probe

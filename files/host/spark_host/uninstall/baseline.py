@@ -9,8 +9,8 @@ from pathlib import Path
 
 from spark_contract import files
 from spark_contract.documents import DocumentError, parse, text_of
-from spark_contract.host.paths import Paths
-from spark_contract.work.keep import Before, Footprint
+from spark_contract.keep import Before, Footprint
+from spark_contract.paths import Paths
 
 from spark_host.system import docker, systemd
 from spark_host.system.programs import finished

@@ -8,9 +8,9 @@ from typing import Any
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.records import GpuProof
-from spark_contract.work.keep import Before, Footprint, Thing
+from spark_contract.keep import Before, Footprint, Thing
+from spark_contract.paths import Paths
+from spark_contract.records import GpuProof
 
 from spark_host.prune import holdings
 from spark_host.system import docker

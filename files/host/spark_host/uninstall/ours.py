@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from spark_contract.host import units
-from spark_contract.host.fabric import NETPLAN_FILE
-from spark_contract.host.paths import (
+from spark_contract import units
+from spark_contract.fabric import NETPLAN_FILE
+from spark_contract.keep import Before, Footprint, Ours, Thing
+from spark_contract.paths import (
     API_KEY,
     CONFIG_DIR,
     ENGINE_USER,
@@ -19,10 +20,9 @@ from spark_contract.host.paths import (
     SYSUSERS,
     Paths,
 )
-from spark_contract.host.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
-from spark_contract.host.units import DIGEST12
-from spark_contract.work.keep import Before, Footprint, Ours, Thing
-from spark_contract.work.sharing import SHARE_KEY, SHARE_SETTINGS
+from spark_contract.sharing import SHARE_KEY, SHARE_SETTINGS
+from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
+from spark_contract.units import DIGEST12
 
 from spark_host.prune import holdings
 from spark_host.system import docker, systemd

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spark_contract import files
-from spark_contract.host.paths import Paths, kept_aside
-from spark_contract.work.keep import Before, Footprint, Thing
+from spark_contract.keep import Before, Footprint, Thing
+from spark_contract.paths import Paths, kept_aside
 
 from spark_host.system import docker, systemd
 from spark_host.uninstall.baseline import content_of, installed, told

@@ -11,9 +11,9 @@ from pathlib import Path
 from spark_contract import files
 from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import service_of
-from spark_contract.work.keep import Footprint, Ours, Thing
+from spark_contract.keep import Footprint, Ours, Thing
+from spark_contract.paths import Paths
+from spark_contract.release import service_of
 
 from spark_host.prune import holdings
 from spark_host.rollout.rollout import one_at_a_time

@@ -12,8 +12,8 @@ import threading
 import time
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import Member, Release
+from spark_contract.paths import Paths
+from spark_contract.release import Member, Release
 
 from spark_host.records import boot
 from spark_host.system import members

@@ -12,10 +12,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from spark_contract.errors import HostToolError, Problem
-from spark_contract.host.paths import Paths
-from spark_contract.host.units import GATEWAY, WATCH
-from spark_contract.serving.records import DailyLook, Proof
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.records import DailyLook, Proof
+from spark_contract.release import Release
+from spark_contract.units import GATEWAY, WATCH
 
 from spark_host.records import boot, proof
 from spark_host.system import folders, programs, stored

@@ -13,9 +13,9 @@ import threading
 import time
 from types import TracebackType
 
-from spark_contract.host.paths import Paths
-from spark_contract.serving.records import StartMemory
-from spark_contract.serving.release import FRAGMENTED, STARVING, Release
+from spark_contract.paths import Paths
+from spark_contract.records import StartMemory
+from spark_contract.release import FRAGMENTED, STARVING, Release
 
 from spark_host.engine import kernel_log
 from spark_host.engine.container import process

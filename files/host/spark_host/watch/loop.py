@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from spark_contract import documents, files
 from spark_contract.errors import HostToolError
-from spark_contract.host.free_blocks import FreeBlocks
-from spark_contract.host.paths import Paths
-from spark_contract.serving.records import Event
-from spark_contract.serving.release import FRAGMENTED, KILLED, STALLED, STARVING, Release, Watch
+from spark_contract.free_blocks import FreeBlocks
+from spark_contract.paths import Paths
+from spark_contract.records import Event
+from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Release, Watch
 
 from spark_host.engine.client import Engine, EngineError, SilentError
 from spark_host.engine.container import process

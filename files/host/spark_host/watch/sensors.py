@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_contract.serving import release
-from spark_contract.serving.release import Watch
+from spark_contract import release
+from spark_contract.release import Watch
 
 from spark_host.system.programs import output_of
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
-from spark_contract.serving.release import Question
+from spark_contract.release import Question
 
 from spark_host.check.probe import CheckError, Message, Probe, Streamed, content, short, user
 

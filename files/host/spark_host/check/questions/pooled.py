@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from spark_contract.serving.release import EMBEDDINGS, RERANK
+from spark_contract.release import EMBEDDINGS, RERANK
 
 from spark_host.check.probe import CheckError, Probe, short
 from spark_host.engine.client import EngineError

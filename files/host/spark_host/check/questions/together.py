@@ -6,10 +6,10 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from spark_contract.host.paths import Paths
-from spark_contract.host.tool import PHASE, WAITED
-from spark_contract.serving.records import Finding
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.records import Finding
+from spark_contract.release import Release
+from spark_contract.tool import PHASE, WAITED
 
 from spark_host.system import members
 from spark_host.system.programs import Report

@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.tool import MAKE_USERS
-from spark_contract.serving.release import Release
+from spark_contract.release import Release
+from spark_contract.tool import MAKE_USERS
 
 from spark_host.system import folders
 

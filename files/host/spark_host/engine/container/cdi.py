@@ -6,8 +6,8 @@ container that gets the GPU through one. Where none of another driver lies, noth
 
 from __future__ import annotations
 
-from spark_contract.host.machine import libcuda_version
-from spark_contract.host.paths import Paths
+from spark_contract.machine import libcuda_version
+from spark_contract.paths import Paths
 
 from spark_host.records import proof
 from spark_host.system.programs import ProgramSilent, Report, output_of

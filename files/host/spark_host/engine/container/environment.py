@@ -11,8 +11,8 @@ from pathlib import Path
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import Release
+from spark_contract.paths import Paths
+from spark_contract.release import Release
 
 from spark_host.system import members
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from spark_contract import documents, files
 from spark_contract.errors import HostToolError
-from spark_contract.host.fabric import (
+from spark_contract.fabric import (
     APPLY_UNIT,
     KEPT_NETPLAN,
     NETPLAN_FILE,
@@ -28,8 +28,8 @@ from spark_contract.host.fabric import (
     FabricPort,
     FabricRecord,
 )
-from spark_contract.host.paths import RUN_DIR, STATE_DIR, Paths
-from spark_contract.host.tool import FABRIC, HOST_TOOL
+from spark_contract.paths import RUN_DIR, STATE_DIR, Paths
+from spark_contract.tool import FABRIC, HOST_TOOL
 
 from spark_host.system import systemd
 from spark_host.system.programs import finished

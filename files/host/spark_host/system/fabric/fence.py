@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from spark_contract.errors import HostToolError
-from spark_contract.host.paths import Paths
-from spark_contract.serving.release import Cluster, Release
+from spark_contract.paths import Paths
+from spark_contract.release import Cluster, Release
 
 from spark_host.system.programs import finished
 from spark_host.system.stored import load

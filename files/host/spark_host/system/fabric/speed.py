@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 
 from spark_contract import documents
 from spark_contract.errors import HostToolError
-from spark_contract.host.fabric import SpeedFound, SpeedOrder
-from spark_contract.host.paths import Paths
+from spark_contract.fabric import SpeedFound, SpeedOrder
+from spark_contract.paths import Paths
 
 from spark_host.system.programs import answer
 

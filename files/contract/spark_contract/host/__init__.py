@@ -1,1 +1,0 @@
-"""What there is on a host, and what it is called."""

@@ -1,1 +1,0 @@
-"""What is served: releases, their gateway, what a host writes down and tells of them."""

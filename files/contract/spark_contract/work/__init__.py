@@ -1,1 +1,0 @@
-"""Slow work: orders for trees and images, and what vouches for them."""

@@ -1,0 +1,1 @@
+"""What owners write: settings, catalog, documents, and the errors found in them."""

@@ -1,0 +1,111 @@
+"""What is proven and what only a Spark can tell: ``catalog/open_questions.yml``, declared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spark_deploy.config.documents.declare import Schema, needed, setting
+from spark_deploy.config.settings.rules import RAIL_NAME
+
+_COMPARISONS = {
+    "is": {"description": "Equal to this value."},
+    "starts_with": {"description": "Text beginning.", "type": "string"},
+    "above": {"description": "Greater than this number.", "type": "number"},
+    "below": {"description": "Less than this number.", "type": "number"},
+    "below_fact": {"description": "Less than another fact.", "type": "string"},
+    "one_of": {"description": "Equal to one of these values.", "type": "array", "minItems": 1},
+    "contains": {"description": "Text inside, in small letters.", "type": "string"},
+}
+# Schema of a condition on one fact.
+COMPARISON: Schema = {
+    "description": "One comparison.",
+    "type": "object",
+    "additionalProperties": False,
+    "minProperties": 1,
+    "maxProperties": 1,
+    "properties": _COMPARISONS,
+}
+
+
+def all_hold(conditions: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> bool:
+    """Return whether every named fact is as its comparison says; no condition always holds."""
+    return all(_holds(facts[fact], one, facts) for fact, one in conditions.items())
+
+
+def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    how, other = next(iter(comparison.items()))
+    if how == "is":
+        return bool(value == other)
+    if how == "one_of":
+        return value in other
+    if how == "starts_with":
+        return str(value).startswith(str(other))
+    if how == "contains":
+        return str(other) in str(value)
+    if how == "above":
+        return bool(value > other)
+    if how == "below":
+        return bool(value < other)
+    return bool(value < facts[other])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardRail:
+    """A combination known to end badly."""
+
+    rule: str = needed("Short name.", **RAIL_NAME)
+    applies: dict[str, dict[str, Any]] = needed(
+        "Facts of the planned release and what each must be; all must hold.",
+        minProperties=1,
+        additionalProperties=COMPARISON,
+    )
+    effect: Literal["refuse", "warn"] = needed("refuse the plan or warn in it.")
+    reason: str = needed("What would happen, in a sentence.")
+    fix: str = needed("What to do instead.")
+    evidence: Literal["measured", "read", "reported"] = needed(
+        "measured: a result file of ours shows it; read: in source; reported: by others only."
+    )
+    source: str = needed("Where this is known from.")
+    may_be_overridden: bool = setting(
+        False, "Whether `override_rails` of a host may name a refusing rail; it warns then."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardRails:
+    """Combinations that are known to end badly."""
+
+    rails: tuple[GuardRail, ...] = needed("The rules.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Something that only a DGX Spark can tell."""
+
+    id: str = needed("Its name; the function of this name answers it.", pattern="^[a-z-]+$")
+    question: str = needed("The question, in a sentence.", minLength=1)
+    how: str = needed("How the host answers it.", minLength=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of the project, and what showed that it works."""
+
+    part: str = needed("What it is.", minLength=1)
+    lab: str = needed("What the virtual lab showed.")
+    gpu: str = needed("What GPUs that are not a Spark's showed.")
+    questions: tuple[Question, ...] = needed("What is open.", minItems=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenQuestions:
+    """What is proven, where, and what is open."""
+
+    parts: tuple[Part, ...] = needed("In the order of the page.", minItems=1)
+
+    @property
+    def all(self) -> tuple[Question, ...]:
+        """Every question, in the order of the page."""
+        return tuple(one for part in self.parts for one in part.questions)

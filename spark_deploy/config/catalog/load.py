@@ -1,0 +1,191 @@
+"""Read ``catalog/``, each part once: models, profiles as each model wants them, guard rails."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spark_deploy.config.catalog.guard_rails import GuardRails, OpenQuestions, all_hold
+from spark_deploy.config.catalog.model import RENAMED, AnyModel, HybridModel, Model, PlainModel
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.catalog.types import Catalog, Engines, Families, Lazily
+from spark_deploy.config.checkout import CHECKOUT, catalog_files, catalog_names
+from spark_deploy.config.documents.declare import Schema, convert
+from spark_deploy.config.documents.schema_check import dotted, problems_of
+from spark_deploy.config.documents.yaml_files import load_schema, read_mapping
+from spark_deploy.config.errors import CatalogError, Problem
+from spark_deploy.config.settings.load import merge
+
+_Data = dict[str, Any]
+_Document = TypeVar(
+    "_Document", HybridModel, PlainModel, Profile, GuardRails, Engines, Families, OpenQuestions
+)
+# What is said of one profile is not true of those that differ from it.
+_OWN_OF_PROFILES = ("summary", "choose_when", "published", "stage", "proven")
+
+
+def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catalog:
+    """Return ``catalog/``, read as it is asked for; a file with mistakes stops only who names it.
+
+    Args:
+        checkout: where ours lies.
+        own: a folder whose ``catalog/`` has models and profiles of its owner; they win by name.
+    """
+    files = _Files(checkout, own)
+    named = {kind: tuple(files.of(kind)) for kind in ("models", "profiles")}
+    profile_schema = load_schema("profile", checkout=checkout)
+    broken: dict[tuple[str, ...], tuple[Problem, ...]] = {}
+
+    def model(name: str) -> Model | None:
+        if name not in named["models"]:
+            return None
+        with _noting(broken, f"models/{name}"):
+            return _model(name, files)
+
+    def plain(name: str) -> tuple[Profile, _Data] | None:
+        if name not in named["profiles"]:
+            return None
+        with _noting(broken, f"profiles/{name}"):
+            data = files.joined("profiles", name, own=_OWN_OF_PROFILES)
+            shown = f"catalog/profiles/{name}.yml"
+            return _checked(Profile, data, profile_schema, shown, name=name), data
+
+    def wanted(pair: tuple[str, str]) -> Profile | None:
+        name, model = pair
+        if name not in profiles or model not in models:
+            return None
+        with _noting(broken, *pair):
+            return _as_wanted(models[model], *profiles[name], profile_schema)
+
+    models: Mapping[str, Model] = Lazily(named["models"], model)
+    profiles = Lazily(named["profiles"], plain)
+    pairs = Lazily([(one, of) for one in named["profiles"] for of in named["models"]], wanted)
+    shown = "catalog/guard_rails.yml"
+    schema = load_schema("guard_rails", checkout=checkout)
+    rails = _checked(GuardRails, _read(shown, checkout), schema, shown).rails
+    shown = "catalog/engines.yml"
+    engines = _checked(
+        Engines, _read(shown, checkout), load_schema("engines", checkout=checkout), shown
+    )
+    return Catalog(models, pairs, rails, engines, broken, files.replaced)
+
+
+@contextmanager
+def _noting(broken: dict[tuple[str, ...], tuple[Problem, ...]], *place: str) -> Iterator[None]:
+    """Note what is wrong with a document; it is then none."""
+    try:
+        yield
+    except CatalogError as error:
+        broken[place] = error.problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Ours, and those of somebody who deploys."""
+
+    checkout: Path
+    own: Path | None
+
+    def of(self, kind: str) -> dict[str, Path]:
+        return catalog_files(kind, checkout=self.checkout, own=self.own)
+
+    @property
+    def replaced(self) -> frozenset[str]:
+        """Names of ours that stand for files of somebody else's."""
+        return frozenset(
+            f"{kind}/{name}"
+            for kind in ("models", "profiles")
+            for name in catalog_names(kind, checkout=self.checkout)
+            if not self.of(kind)[name].is_relative_to(self.checkout / "catalog")
+        )
+
+    def joined(self, kind: str, name: str, own: tuple[str, ...] = ()) -> _Data:
+        """Return a file merged into the one it is based on, whose keys ``own`` are left there."""
+        shown = f"catalog/{kind}/{name}.yml"
+        data = self._read(kind, name)
+        parent = data.pop("based_on", None)
+        if parent is None:
+            return data
+        below = self._read(kind, parent, ours=parent == name)
+        if "based_on" in below:
+            what = f"is based on {parent}, which is itself based on another"
+            raise CatalogError.one(shown, what, f"base it on {below['based_on']} directly")
+        inherited = {key: value for key, value in below.items() if key not in own}
+        return merge(inherited, data, null_keeps=False)
+
+    def _read(self, kind: str, name: object, *, ours: bool = False) -> _Data:
+        """Read a file; one that is based on its own name means ours."""
+        shown = f"catalog/{kind}/{name}.yml"
+        found = self.of(kind).get(str(name), self.checkout / shown)
+        data, problems = read_mapping(self.checkout / shown if ours else found, shown=shown)
+        if problems:
+            raise CatalogError(problems)
+        return data
+
+
+def read_file(kind: str, name: str, *, own: Path) -> _Data:
+    """Return the keys of a file of ``models`` or ``profiles``, and of what it is based on."""
+    left = _OWN_OF_PROFILES if kind == "profiles" else ()
+    return _Files(CHECKOUT, own).joined(kind, name, own=left)
+
+
+def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
+    """Return ``catalog/open_questions.yml``."""
+    shown = "catalog/open_questions.yml"
+    schema = load_schema("open_questions", checkout=checkout)
+    return _checked(OpenQuestions, _read(shown, checkout), schema, shown)
+
+
+def read_families() -> Families:
+    """Return ``catalog/families.yml``."""
+    shown = "catalog/families.yml"
+    return _checked(Families, _read(shown, CHECKOUT), load_schema("families"), shown)
+
+
+def _model(name: str, files: _Files) -> Model:
+    shown = f"catalog/models/{name}.yml"
+    data = files.joined("models", name)
+    # Whatever else it says: only one word chooses the form that the file is checked against.
+    if data.get("kind") == "plain":
+        schema = load_schema("plain_model", checkout=files.checkout)
+        return _checked(PlainModel, data, schema, shown, name=name)
+    schema = load_schema("model", checkout=files.checkout)
+    return _checked(HybridModel, data, schema, shown, name=name)
+
+
+def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:
+    """Return a profile with what the model changes of it: rules in order, each sees the file's."""
+    changes = [one.set for one in model.changes if all_hold(one.when, plain.traits)]
+    changed = data
+    for change in changes:
+        changed = merge(changed, change, null_keeps=False)
+    if changes:
+        shown = f"catalog/models/{model.name}.yml: changes of profile {plain.name}"
+        plain = _checked(Profile, changed, schema, shown, name=plain.name)
+    return dataclasses.replace(plain, engine_mode=model.image.engine_mode)
+
+
+def _read(shown: str, checkout: Path) -> _Data:
+    data, problems = read_mapping(checkout / shown, shown=shown)
+    if problems:
+        raise CatalogError(problems)
+    return data
+
+
+def _checked(
+    kind: type[_Document], data: _Data, schema: Schema, shown: str, **of_file: str
+) -> _Document:
+    """Return a document that follows its schema and its own rules."""
+    if problems := list(problems_of(data, schema, lambda path: shown, RENAMED)):
+        raise CatalogError(problems)
+    document = convert(kind, {**data, **of_file})
+    broken = tuple(document.broken()) if isinstance(document, (AnyModel, Profile)) else ()
+    if broken:
+        raise CatalogError(
+            [Problem(f"{shown}: {dotted(one.key)}", one.what, one.fix) for one in broken]
+        )
+    return document

@@ -1,0 +1,190 @@
+"""The catalog as frozen data: read once, then passed along."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.guard_rails import GuardRail
+from spark_deploy.config.catalog.model import Model, PlainModel
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.documents.declare import needed, setting
+from spark_deploy.config.errors import CatalogError, Problem
+
+CALLED = "vLLM"
+_VERSION = re.compile(r"v?(0\.\d+\.\d+)(?![\d.])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One version of the engine."""
+
+    source: str = needed("Wheel and file that the names are from.")
+    generates: tuple[str, ...] = needed("Architectures that answer with text.")
+    pools: tuple[str, ...] = needed("Architectures that answer with numbers.")
+    tool_call: tuple[str, ...] = needed("Its parsers of tool calls.")
+    reasoning: tuple[str, ...] = needed("Its parsers of reasoning.")
+
+    def lists(self, architecture: str) -> bool:
+        """Whether the engine has a class for an architecture."""
+        return architecture in self.generates or architecture in self.pools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """Architectures and parsers of each supported engine; written from its sources by a test."""
+
+    engines: dict[str, Engine] = needed("By version.")
+
+    def of_image(self, reference: str) -> tuple[str, Engine | None]:
+        """Return the version that an image's tag tells, and what is known of it."""
+        version = version_of(reference)
+        return version, self.engines.get(version)
+
+
+def version_of(reference: str) -> str:
+    """Return N of an image called ``...:vN``; empty when its tag tells no version of vLLM."""
+    tag = reference.partition("@")[0].rpartition("/")[2].partition(":")[2]
+    found = _VERSION.match(tag)
+    return found[1] if found else ""
+
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class Lazily(Mapping[_K, _V]):
+    """Documents that are read when somebody asks for them; those with mistakes are left out.
+
+    A deploy is about one model in one profile, and reading all pairs takes longer than the rest of
+    its planning.
+    """
+
+    def __init__(self, names: Iterable[_K], read: Callable[[_K], _V | None]):
+        self._names = names
+        self._read = read
+        self._known: dict[_K, _V | None] = {}
+
+    def __getitem__(self, name: _K) -> _V:
+        if name not in self._known:
+            self._known[name] = self._read(name)
+        found = self._known[name]
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[_K]:
+        return (name for name in self._names if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Everything there is to choose from, and the rules between it."""
+
+    models: Mapping[str, Model]
+    profiles: Mapping[tuple[str, str], Profile]  # (profile, model): as this model wants it
+    rails: tuple[GuardRail, ...]
+    engines: Engines
+    # What cannot be used stops who names it, nobody else: by file, or by profile and model; known
+    # of what was asked for.
+    broken: Mapping[tuple[str, ...], tuple[Problem, ...]] = field(default_factory=dict)
+    # Files of ours, as models/NAME, that files beside the inventory stand for.
+    replaced: frozenset[str] = frozenset()
+
+    def model(self, name: str) -> Model:
+        """Return a model by name, or raise ``CatalogError``."""
+        if name not in self.models:
+            self._refuse("models", name, tuple(self.models), (f"models/{name}",))
+        return self.models[name]
+
+    def notes(self, model: str, profile: str) -> tuple[str, ...]:
+        """Return what somebody should know who reads the plan of a pair."""
+        named = (f"models/{model}", f"profiles/{profile}")
+        return tuple(
+            f"catalog/{one}.yml beside the inventory is used instead of ours"
+            for one in named
+            if one in self.replaced
+        )
+
+    def profile(self, name: str, model: str) -> Profile:
+        """Return a profile as one model wants it, or raise ``CatalogError``."""
+        wanted = (name, self.model(model).name)
+        if wanted not in self.profiles:
+            self._refuse("profiles", name, self.profile_names, (f"profiles/{name}",), wanted)
+        return self.profiles[wanted]
+
+    def knowing(self, anatomies: Mapping[str, Anatomy]) -> Catalog:
+        """Return the catalog with what was read of models, drafters and adapters."""
+
+        def model(name: str) -> Model | None:
+            found = self.models.get(name)
+            return _known(found, anatomies) if found else None
+
+        def profile(pair: tuple[str, str]) -> Profile | None:
+            found = self.profiles.get(pair)
+            drafter = found and found.speculation
+            if not found or not drafter or not drafter.repository:
+                return found
+            read = replace(drafter, anatomy=anatomies.get(drafter.repository))
+            return replace(found, speculation=read)
+
+        models: Mapping[str, Model] = Lazily(self.models, model)
+        return replace(self, models=models, profiles=Lazily(self.profiles, profile))
+
+    @property
+    def profile_names(self) -> tuple[str, ...]:
+        """Names of the profiles that some model can be served with, sorted."""
+        return tuple(sorted({profile for profile, _ in self.profiles}))
+
+    def _refuse(
+        self, kind: str, name: str, known: tuple[str, ...], *reasons: tuple[str, ...]
+    ) -> None:
+        said = [problem for reason in reasons for problem in self.broken.get(reason, ())]
+        fix = f"known here: {', '.join(known)}"
+        raise CatalogError(said or [Problem(f"catalog/{kind}/{name}.yml", "does not exist", fix)])
+
+
+def _known(model: Model, anatomies: Mapping[str, Anatomy]) -> Model:
+    adapters = {
+        name: replace(one, anatomy=anatomies.get(one.repository))
+        for name, one in model.adapters.items()
+    }
+    model = replace(model, adapters=adapters)
+    if isinstance(model, PlainModel):
+        return replace(model, anatomy=anatomies.get(model.repository))
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Names of parsers that no file of a repository says."""
+
+    model_types: tuple[str, ...] = needed("model_type of config.json.", minItems=1)
+    name: str = setting("", "Regular expression found in the repository's name; empty fits all.")
+    reasoning: str | None = setting(None, "Reasoning parser of the engine; null for none.")
+    tool_call: str | None = setting(None, "Tool call parser of the engine; null for none.")
+    source: str = needed("Where this is known from.", minLength=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Families:
+    """Families in the order in which they are tried."""
+
+    families: tuple[Family, ...] = needed("The first that fits counts.")
+
+    def of(self, model_type: str, repository: str) -> Family | None:
+        """Return the family of a repository; ``None``: it is not known."""
+        return next(
+            (
+                one
+                for one in self.families
+                if model_type in one.model_types and re.search(one.name, repository)
+            ),
+            None,
+        )

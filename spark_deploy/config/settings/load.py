@@ -1,0 +1,225 @@
+"""Settings: YAML files and ``--data`` to one frozen ``Settings`` for each host.
+
+Later wins: the checkout's ``group_vars/all.yml`` (every default), then beside the inventory
+``group_vars/all.yml``, ``group_vars/<group>.yml`` and ``host_vars/<host>.yml``, then ``--data``.
+Mappings merge key by key, lists are replaced. All mistakes of all hosts are reported at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spark_deploy.config.checkout import CHECKOUT, catalog_names
+from spark_deploy.config.documents.declare import convert
+from spark_deploy.config.documents.plain_data import KeyPath
+from spark_deploy.config.documents.schema_check import dotted, problems_of
+from spark_deploy.config.documents.yaml_files import load_schema, read_mapping
+from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.settings.cross_checks import broken, unknown_names
+from spark_deploy.config.settings.engine.calibration import with_calibration
+from spark_deploy.config.settings.engine.chat_template import with_template
+from spark_deploy.config.settings.rules import Broken, control_characters
+from spark_deploy.config.settings.types import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """Settings of one host and where they come from; ``root`` holds the inventory's group_vars."""
+
+    host: str
+    group: str
+    root: Path
+    settings: Settings
+    data: dict[str, Any]  # the same, as merged from the files: shown by `debug-inventory`
+
+    @property
+    def lock_path(self) -> Path:
+        """The lock file of this inventory."""
+        return self.root / self.settings.lock_file
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One source of settings: the name people know it by, and its content."""
+
+    shown: str
+    data: dict[str, Any]
+
+
+def load_hosts(
+    groups: Mapping[str, Sequence[str]],
+    *,
+    root: Path,
+    overrides: Mapping[str, Any] | None = None,
+    generated: Mapping[str, Any] | None = None,
+    checkout: Path = CHECKOUT,
+    judged: bool = True,
+) -> dict[str, HostSettings]:
+    """Return the settings of every host, or raise one error with all mistakes.
+
+    Args:
+        groups: host names by group; a host belongs to one group.
+        root: folder holding the ``group_vars`` and ``host_vars`` of the inventory.
+        overrides: ``--data`` of the command line, dotted keys allowed.
+        generated: what an inventory works out itself; ranks between group and host files.
+        checkout: where the defaults, the schema and the catalog lie.
+        judged: whether models and profiles must be in a catalog.
+    """
+    problems: list[Problem] = []
+    common = _common_layers(root, checkout, problems)
+    last = [Layer("--data", undot(overrides))] if overrides else []
+    found: dict[str, HostSettings] = {}
+    for group, hosts in groups.items():
+        middle = _file_layer(root / "group_vars" / f"{group}.yml", root, checkout, problems)
+        own = [Layer("inventory", undot(generated))] if generated else []
+        usual: HostSettings | None = None  # of a host without a file of its own: all are alike
+        for host in hosts:
+            if host in found:
+                fix = "list every host in one group only"
+                problems.append(Problem(host, "is in two groups of the inventory", fix))
+                continue
+            name = host.removeprefix("@")
+            host_file = root / "host_vars" / f"{name}.yml"
+            one = _file_layer(host_file, root, checkout, problems)
+            layers = [*common, *middle, *own, *one, *last]
+            made = None if one else usual
+            if made is None:
+                made = _host_settings(host, group, root, layers, checkout, problems, judged)
+            usual = usual if one else made
+            found[host] = _as_host(made, host)
+    if problems:
+        raise SettingsError(list(dict.fromkeys(problems)))
+    return found
+
+
+def merge(
+    base: dict[str, Any], new: Mapping[str, Any], *, null_keeps: bool = True
+) -> dict[str, Any]:
+    """Return ``base`` with ``new`` merged in: mappings by key, everything else replaced.
+
+    With ``null_keeps`` a mapping set to nothing (``serve:`` with all its keys commented out)
+    changes nothing; without, null takes the mapping away.
+    """
+    merged = dict(base)
+    for key, value in new.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and value is None and null_keeps:
+            continue
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            merged[key] = merge(old, value, null_keeps=null_keeps)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def undot(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn ``{"serve.port": 1}`` into ``{"serve": {"port": 1}}``."""
+    result: dict[str, Any] = {}
+    for key, value in data.items():
+        for part in reversed(key.split(".")[1:]):
+            value = {part: value}
+        result = merge(result, {key.split(".")[0]: value})
+    return result
+
+
+def _common_layers(root: Path, checkout: Path, problems: list[Problem]) -> list[Layer]:
+    paths = [checkout / "group_vars" / "all.yml"]
+    if root.resolve() != checkout.resolve():
+        paths.append(root / "group_vars" / "all.yml")
+    return [layer for path in paths for layer in _file_layer(path, root, checkout, problems)]
+
+
+def _file_layer(path: Path, root: Path, checkout: Path, problems: list[Problem]) -> list[Layer]:
+    if not path.exists():
+        return []
+    base = root if path.is_relative_to(root) else checkout
+    shown = path.relative_to(base).as_posix()
+    data, found = read_mapping(path, shown=shown)
+    problems.extend(found)
+    return [Layer(shown, data)]
+
+
+def _host_settings(
+    host: str,
+    group: str,
+    root: Path,
+    layers: Sequence[Layer],
+    checkout: Path,
+    problems: list[Problem],
+    judged: bool,
+) -> HostSettings:
+    data: dict[str, Any] = {}
+    for layer in layers:
+        data = merge(data, layer.data)
+
+    def where(path: KeyPath) -> str:
+        return _origin(layers, path)
+
+    schema = load_schema("settings", checkout=checkout)
+    found = [
+        Problem(
+            f"{where(place)}: {dotted(place)}",
+            "holds a line break or another control character",
+            "write it in one line",
+        )
+        for place in control_characters(data)
+        if place[:2] != ("engine", "options")  # JSON text, and an argument of its own
+    ]
+    found += problems_of(data, schema, where)
+    settings = typing.cast(Settings, None if found else convert(Settings, data))
+    if not found:
+        catalog = functools.partial(catalog_names, checkout=checkout, own=root)
+        found = [
+            Problem(f"{where(one.set_by or one.key)}: {dotted(one.key)}", one.what, one.fix)
+            for one in (*(unknown_names(settings, catalog) if judged else ()), *broken(settings))
+        ]
+    if not found:
+        # Files of this machine that settings name: their content takes part from here on.
+        engine = with_template(settings.engine, root)
+        texts = with_calibration(settings.requantize, root)
+        for section, read in (("engine", engine), ("requantize", texts)):
+            if isinstance(read, Broken):
+                place = (section, *read.key)
+                found.append(Problem(f"{where(place)}: {dotted(place)}", read.what, read.fix))
+        if not (isinstance(engine, Broken) or isinstance(texts, Broken)):
+            settings = dataclasses.replace(settings, engine=engine, requantize=texts)
+    problems.extend(found)
+    return HostSettings(host, group, root, settings, data)
+
+
+def _as_host(made: HostSettings, host: str) -> HostSettings:
+    """Return settings as those of a host, which serves by itself unless its group names it."""
+    settings = made.settings
+    if not settings:  # there are mistakes, which are told soon
+        return made
+    cluster, replicas = settings.cluster, settings.replicas
+    if host not in cluster.hosts:
+        settings = dataclasses.replace(settings, cluster=dataclasses.replace(cluster, hosts=()))
+    if host not in replicas.hosts:
+        settings = dataclasses.replace(settings, replicas=type(replicas)())
+    return dataclasses.replace(made, host=host, settings=settings)
+
+
+def _origin(layers: Sequence[Layer], path: KeyPath) -> str:
+    """Name the last layer that says something about ``path``."""
+    for layer in reversed(layers):
+        data: Any = layer.data
+        for part in path:
+            if isinstance(data, dict) and part in data:
+                data = data[str(part)]
+            elif isinstance(part, int) and isinstance(data, list):
+                break
+            else:
+                break
+        else:
+            return layer.shown
+        if isinstance(data, list):
+            return layer.shown
+    return layers[0].shown if layers else "settings"

@@ -1,0 +1,237 @@
+"""Ask a model hub which commit a branch stands at and which files it holds, with their hashes."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.client import HTTPMessage
+from queue import Empty, Queue
+from typing import IO, TypeVar
+from urllib.parse import urlsplit
+
+import httpx2
+from huggingface_hub import HfApi, get_session
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import ModelInfo
+from spark_contract import documents
+from spark_contract.documents import DocumentError
+from spark_contract.fetching import FetchFile
+from spark_contract.units import COMMIT
+
+from spark_deploy.config.documents.shown import in_words, one_line
+from spark_deploy.config.errors import LockError
+from spark_deploy.lock.left_out import parted
+from spark_deploy.lock.types import LockedSource, SourceFile
+
+# A look-up reads a few megabytes at most: a line of 15 KB/s brings them by then.
+LIMIT_S = 300.0
+
+T = TypeVar("T")
+
+
+def within(limit_s: float, ask: Callable[[], T]) -> T:
+    """Return what is answered in time.
+
+    Raises:
+        TimeoutError: nothing whole was; nobody waits for it any more.
+    """
+    told: Queue[tuple[T | None, BaseException | None]] = Queue()
+
+    def run() -> None:
+        try:
+            told.put((ask(), None))
+        except BaseException as error:  # whatever it is, it is raised where it was asked for
+            told.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer, error = told.get(timeout=limit_s)
+    except Empty:
+        raise TimeoutError(f"no whole answer within {limit_s:.0f} s") from None
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]
+
+
+class _PlainRedirects(urllib.request.HTTPRedirectHandler):
+    """Leads from http to http or https, and from https to https; to no other protocol."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str,
+        headers: HTTPMessage, newurl: str,
+    ) -> urllib.request.Request | None:  # fmt: skip
+        before, after = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
+        if after not in ("https", before):
+            raise urllib.error.URLError(f"it redirects from {before} to {after}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+opened = urllib.request.build_opener(_PlainRedirects).open
+
+
+_TIMEOUT_S = 30
+_LONGEST_S = 300  # of one answer, however steadily it comes
+_LONGEST_BYTES = 64 << 20  # each file takes some 300 of them
+_COMMIT = re.compile(COMMIT)
+_ODD_ANSWERS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_MOST_BYTES = 1 << 50  # no file is larger
+
+
+class _Bounded(httpx2.SyncByteStream):
+    """The body of an answer, up to a size and a time."""
+
+    def __init__(self, body: httpx2.SyncByteStream) -> None:
+        self._body = body
+
+    def __iter__(self) -> Iterator[bytes]:
+        seen, began = 0, time.monotonic()
+        for part in self._body:
+            seen += len(part)
+            if seen > _LONGEST_BYTES or time.monotonic() - began > _LONGEST_S:
+                raise httpx2.ReadError(f"its answer does not end ({seen} bytes)")
+            yield part
+
+    def close(self) -> None:
+        self._body.close()
+
+
+def _bound(response: httpx2.Response) -> None:
+    if isinstance(response.stream, httpx2.SyncByteStream):
+        response.stream = _Bounded(response.stream)
+
+
+def _have_bounded_answers() -> None:
+    """Have the hub's own client read no answer without end, and ask for none that is packed."""
+    client = get_session()
+    client.headers["Accept-Encoding"] = "identity"
+    hooks = client.event_hooks
+    if _bound not in hooks["response"]:
+        client.event_hooks = {**hooks, "response": [*hooks["response"], _bound]}
+
+
+def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
+    """Return the commit of ``revision`` and its files.
+
+    Large files carry the sha256 of their content; small ones have nothing but the sha1 of their
+    git blob (``lfs`` and ``blobId`` of the hub's ``?blobs=true`` answer).
+    """
+    where = f"{endpoint}/{repo}"
+    _have_bounded_answers()
+    try:
+        info = _asked(endpoint, repo, revision, token, files_metadata=True)
+    except GatedRepoError as error:
+        fix = f"accept its terms at {where}, then run `hf auth login` or set hub.token"
+        raise LockError.one(where, "the repository is gated", fix) from error
+    except RevisionNotFoundError as error:
+        fix = "correct sources.revision of the model"
+        raise LockError.one(where, f"has no branch, tag or commit {revision}", fix) from error
+    except RepositoryNotFoundError as error:
+        fix = "correct the name; if it is private, run `hf auth login` or set hub.token"
+        raise LockError.one(where, "no such repository", fix) from error
+    except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+        why = f"{type(error).__name__}: {in_words(one_line(error))}"
+        what = f"the hub cannot be asked: {why}"
+        fix = "check hub.endpoint and the network of this machine, then run again"
+        raise LockError.one(where, what, fix) from error
+    except _ODD_ANSWERS as error:
+        raise _no_hub(where, f"{type(error).__name__}: {error}") from error
+    return _locked(where, repo, revision, info)
+
+
+def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple[str, bool, str]:
+    """Return licence, whether it is gated, and the hub's word for what it is for; words of others.
+
+    What the hub does not say, or not in a form of its own, is empty.
+    """
+    _have_bounded_answers()
+    try:
+        info = _asked(endpoint, repo, revision, token)
+        data = getattr(info, "card_data", None)
+        said = data.get("license") if data is not None else None
+        named = [tag for tag in info.tags or () if str(tag).startswith("license:")]
+    except (HfHubHTTPError, httpx2.HTTPError, OSError, *_ODD_ANSWERS):
+        return "", False, ""
+    license_ = said if isinstance(said, str) else str(named[0])[8:] if named else ""
+    task = info.pipeline_tag if isinstance(info.pipeline_tag, str) else ""
+    return one_line(license_ or "no reason given")[:60] if license_ else "", bool(info.gated), task
+
+
+def _asked(
+    endpoint: str, repo: str, revision: str, token: str | None, *, files_metadata: bool = False
+) -> ModelInfo:
+    api, session = HfApi(endpoint=endpoint, token=token or False), get_session()
+    hooks = session.event_hooks
+    if _stays_with_tls not in hooks["response"]:
+        session.event_hooks = {**hooks, "response": [*hooks["response"], _stays_with_tls]}
+    try:
+        return within(
+            LIMIT_S,
+            lambda: api.model_info(
+                repo, revision=revision, files_metadata=files_metadata, timeout=_TIMEOUT_S
+            ),
+        )
+    except HfHubHTTPError as error:
+        # The hub refuses even public repositories to a token that expired.
+        if not token or error.response.status_code != 401 or type(error) is not HfHubHTTPError:
+            raise
+        return _asked(endpoint, repo, revision, None, files_metadata=files_metadata)
+
+
+def _stays_with_tls(answer: httpx2.Response) -> None:
+    if answer.has_redirect_location and answer.url.scheme == "https":
+        target = answer.url.join(answer.headers["location"])
+        if target.scheme != "https":
+            what = f"it redirects from https to {one_line(target.scheme)}"
+            raise httpx2.UnsupportedProtocol(what, request=answer.request)
+
+
+def _no_hub(where: str, why: str) -> LockError:
+    fix = "correct hub.endpoint; a proxy may have answered in the hub's place"
+    return LockError.one(where, f"the answer is not that of a hub ({one_line(why)})", fix)
+
+
+def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSource:
+    files = []
+    for sibling in info.siblings or ():
+        # Hub bookkeeping, no part of the model.
+        if sibling.rfilename == ".gitattributes":
+            continue
+        sha256 = sibling.lfs.sha256 if sibling.lfs else None
+        if sibling.size is None or (sha256 is None and sibling.blob_id is None):
+            what = f"says neither size nor hash of {one_line(sibling.rfilename)}"
+            raise LockError.one(where, what, "set hub.endpoint to a hub that does")
+        files.append(_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
+    if not info.sha or not files:
+        raise LockError.one(where, "the hub names no commit or no files", "check the repository")
+    if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
+        raise _no_hub(where, f"it names the commit {info.sha}")
+    if len({file.path for file in files}) != len(files):
+        raise _no_hub(where, "it names a file twice")
+    files.sort(key=lambda file: file.path)
+    kept, left_out = parted(where, files)
+    if not kept:
+        raise LockError.one(where, "it holds nothing that is fetched", "check the repository")
+    return LockedSource(repo, revision, info.sha, kept, left_out)
+
+
+def _file(
+    where: str, path: object, size_bytes: object, sha256: object, git_sha1: object
+) -> SourceFile:
+    """Return a file that a host can be told to fetch: the order's own rules decide."""
+    named = {"sha256": sha256} if sha256 else {"git_sha1": git_sha1}
+    try:
+        one = documents.read(FetchFile, {"path": path, "size_bytes": size_bytes, **named})
+    except DocumentError as error:
+        raise _no_hub(where, str(error)) from error
+    if one.size_bytes > _MOST_BYTES or not one.path.isprintable():
+        raise _no_hub(where, f"it names {one.path!r} of {one.size_bytes} bytes")
+    return SourceFile(one.path, one.size_bytes, one.sha256, one.git_sha1)

@@ -1,0 +1,220 @@
+"""What the layers of a model keep of a request, from ``config.json``; for kinds known by name.
+
+Nothing is guessed: a configuration that names its layers in no known way makes the cache unknown,
+and so does one with a detail that changes the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spark_contract.documents import shown
+
+from spark_deploy.config.catalog.anatomy import CacheLayers
+from spark_deploy.config.errors import LockError
+
+_LARGEST = 1 << 32
+# Where configurations of models that take more than text keep those of the language model.
+_INNER = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+class Missing(Exception):  # noqa: N818 - nothing is wrong: a number is not there
+    """A number that the cache depends on is not in the configuration."""
+
+
+class Numbers:
+    """A configuration, the language model's part first."""
+
+    def __init__(self, where: str, config: Mapping[str, Any]) -> None:
+        self.where = where
+        inner: Mapping[str, Any] = next(
+            (config[key] for key in _INNER if isinstance(config.get(key), dict)), {}
+        )
+        self._parts = (inner, config)
+
+    def get(self, name: str) -> Any:
+        """Return what is said under a name, whatever it is; null is not there."""
+        return next((part[name] for part in self._parts if part.get(name) is not None), None)
+
+    def outer(self, name: str) -> Any:
+        """Return what the whole configuration says, past the language model's part."""
+        return self._parts[1].get(name)
+
+    def count(self, *names: str) -> int | None:
+        """Return the first of the numbers that is there.
+
+        Raises:
+            LockError: It is no number that a model could have.
+        """
+        for name in names:
+            value = self.get(name)
+            if value is None:
+                continue
+            if type(value) is not int or not 0 <= value < _LARGEST:
+                what = f"{name} is {shown(value)}, which no model has"
+                raise LockError.one(self.where, what, "choose another commit of the repository")
+            return value
+        return None
+
+    def needed(self, *names: str) -> int:
+        """Return the first of the numbers that is there; ``Missing`` when none is."""
+        value = self.count(*names)
+        if not value:
+            raise Missing(f"config.json says no {names[0]}")
+        return value
+
+    def text(self, name: str) -> str:
+        """Return a short word; empty when it is not there, or none."""
+        value = self.get(name)
+        fits = isinstance(value, str) and len(value) <= 100 and value.isprintable()
+        return str(value) if fits else ""
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """Return a list of words; empty when it is not there, or none."""
+        value = self.get(name)
+        return tuple(map(str, value)) if isinstance(value, list) and len(value) < 4096 else ()
+
+
+_SIXTEEN_BIT_BYTES = 2
+_MOST_LAYERS = 1024
+_STATE_BYTES = 4  # recurrences are kept in 32 bit
+# Every layer of these keeps keys and values of the whole context, unless `layer_types` says more.
+_ALL_FULL = frozenset((
+    "apertus", "arcee", "cohere", "ernie4_5", "ernie4_5_moe", "exaone", "gemma", "glm", "glm4",
+    "glm4_moe", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2",
+    "internlm3", "llama", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron", "olmo",
+    "olmo2", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe",
+    "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "seed_oss",
+    "smollm3", "solar", "stablelm", "starcoder2",
+))  # fmt: skip
+_ENCODERS = frozenset((
+    "bert", "deberta-v2", "distilbert", "electra", "gte", "jina_bert", "modernbert", "mpnet",
+    "new", "nomic_bert", "roberta", "snowflake_arctic_embed", "xlm-roberta",
+))  # fmt: skip
+# Details that change what a layer keeps in ways nobody worked out here.
+_UNTOLD = (
+    "attention_k_eq_v", "compress_ratios", "cross_attention_layers", "index_head_dim",
+    "index_topk", "num_kv_shared_layers", "num_global_key_value_heads", "global_head_dim",
+    "per_layer_config", "block_configs",
+)  # fmt: skip
+
+
+def cache_layers(config: Numbers) -> tuple[CacheLayers, ...]:
+    """Return what the layers keep; nothing for an encoder.
+
+    Raises:
+        Missing: it cannot be said, and why.
+    """
+    kind = config.text("model_type")
+    if kind in _ENCODERS:
+        return ()
+    for name in _UNTOLD:
+        if config.get(name):
+            raise Missing(f"config.json has {name}, whose bytes nobody worked out here")
+    names = Counter(_layer_names(config, kind))
+    return tuple(_LAYERS[name](config, number) for name, number in sorted(names.items()))
+
+
+def _layer_names(config: Numbers, kind: str) -> list[str]:
+    """Return the name of each layer that keeps something."""
+    layers = config.needed("num_hidden_layers", "n_layer", "num_layers")
+    if layers > _MOST_LAYERS:
+        raise Missing(f"config.json says {layers} layers")
+    if config.get("kv_lora_rank") is not None:
+        return ["latent"] * layers
+    if said := config.words("layer_types"):
+        return _as_said(said, layers)
+    if config.count("full_attention_interval") and config.get("linear_num_key_heads"):
+        full = layers // config.needed("full_attention_interval")
+        return ["full_attention"] * full + ["linear_attention"] * (layers - full)
+    if pattern := config.text("hybrid_override_pattern"):
+        return _of_pattern(pattern, layers)
+    if kind not in _ALL_FULL:
+        raise Missing(f"layers of {kind or 'a model without model_type'} are not known here")
+    window = config.count("sliding_window")
+    sliding = window is not None and config.get("use_sliding_window") is not False
+    return ["sliding_attention" if sliding else "full_attention"] * layers
+
+
+def _as_said(said: tuple[str, ...], layers: int) -> list[str]:
+    if len(said) != layers:
+        raise Missing(f"layer_types names {len(said)} layers of {layers}")
+    odd = next((name for name in said if name not in _LAYERS), None)
+    if odd is not None:
+        raise Missing(f"layers of type {odd[:40]!r} are of no kind known here")
+    return list(said)
+
+
+def _of_pattern(pattern: str, layers: int) -> list[str]:
+    """Nemotron-H: M is a Mamba-2 layer, * is attention, - and E keep nothing."""
+    if len(pattern) != layers or set(pattern) - set("M*-E"):
+        raise Missing("hybrid_override_pattern is of no form known here")
+    return [{"M": "mamba", "*": "full_attention"}[sign] for sign in pattern if sign in "M*"]
+
+
+def _keys_and_values(config: Numbers) -> int:
+    heads = config.needed("num_attention_heads", "n_head")
+    width = config.count("head_dim") or config.needed("hidden_size", "n_embd") // heads
+    kept = config.count("num_key_value_heads") or heads
+    return 2 * kept * width * _SIXTEEN_BIT_BYTES
+
+
+def _full(config: Numbers, layers: int) -> CacheLayers:
+    return CacheLayers(kind="full", layers=layers, token_bytes=_keys_and_values(config))
+
+
+def _sliding(config: Numbers, layers: int) -> CacheLayers:
+    window = config.needed("sliding_window")
+    return CacheLayers(
+        kind="sliding", layers=layers, token_bytes=_keys_and_values(config), window_tokens=window
+    )
+
+
+def _latent(config: Numbers, layers: int) -> CacheLayers:
+    width = config.needed("kv_lora_rank") + config.needed("qk_rope_head_dim")
+    return CacheLayers(kind="latent", layers=layers, token_bytes=width * _SIXTEEN_BIT_BYTES)
+
+
+def _delta_net(config: Numbers, layers: int) -> CacheLayers:
+    keys, values = (config.needed(f"linear_num_{part}_heads") for part in ("key", "value"))
+    wide, deep = (config.needed(f"linear_{part}_head_dim") for part in ("key", "value"))
+    tail = (2 * keys * wide + values * deep) * _SIXTEEN_BIT_BYTES
+    kernel = config.needed("linear_conv_kernel_dim")
+    recurrence = values * wide * deep * _STATE_BYTES
+    return CacheLayers(
+        kind="state",
+        layers=layers,
+        state_bytes=recurrence + (kernel - 1) * tail,
+        draft_state_bytes=tail,
+    )
+
+
+def _mamba(config: Numbers, layers: int) -> CacheLayers:
+    heads = config.needed("mamba_num_heads", "mamba_n_heads", "num_heads")
+    width = config.needed("mamba_head_dim", "mamba_d_head", "head_dim")
+    state = config.needed("ssm_state_size", "mamba_d_state", "state_size")
+    groups = config.needed("n_groups", "mamba_n_groups")
+    kernel = config.needed("conv_kernel", "mamba_d_conv")
+    # The engine keeps the recurrence in the type that the configuration names, else in 16 bit.
+    wide = config.text("mamba_ssm_cache_dtype") == "float32"
+    recurrence = heads * width * state * (_STATE_BYTES if wide else _SIXTEEN_BIT_BYTES)
+    tail = (heads * width + 2 * groups * state) * _SIXTEEN_BIT_BYTES
+    return CacheLayers(
+        kind="state",
+        layers=layers,
+        state_bytes=recurrence + (kernel - 1) * tail,
+        draft_state_bytes=tail,
+    )
+
+
+# By the words of `layer_types`.
+_LAYERS: dict[str, Callable[[Numbers, int], CacheLayers]] = {
+    "full_attention": _full,
+    "attention": _full,
+    "sliding_attention": _sliding,
+    "latent": _latent,
+    "linear_attention": _delta_net,
+    "mamba": _mamba,
+}

@@ -1,0 +1,258 @@
+"""Suggest the cheapest changes of settings with which a pair fits into memory.
+
+Each suggestion was judged the way a plan is, guard rails included: applied as printed, it fits.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spark_deploy.config.catalog.model import HybridModel, Model
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.errors import PlanError
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.memory import (
+    GIB,
+    context_tokens,
+    gib,
+    loaded_bytes,
+    missing_bytes,
+    runtime_bytes,
+)
+from spark_deploy.plan.weights import weights_of
+
+_WAYS = 3
+_MOST_HOSTS = 8
+_LEAST_RESERVE_GIB = 8
+_LEAST_CONTEXT_TOKENS = 8192
+_USUAL_FRACTION = 0.8
+
+Change = Callable[[Settings, Any], Settings]
+Fits = Callable[[Settings], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lever:
+    """One setting a user can change; each further value leaves the engine more memory."""
+
+    setting: str  # two changes of one setting are no way
+    advice: str  # with {} for the value
+    values: Sequence[Any]
+    change: Change
+
+
+def refusal(
+    model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
+) -> PlanError:
+    """Return the error that says what is missing and the three cheapest ways to fit.
+
+    ``fits`` judges settings the way a plan does.
+    """
+    weights, drafter = loaded_bytes(model, profile, settings.ranks)
+    where = "one host" if settings.ranks == 1 else f"{settings.ranks} hosts, on each"
+    memory = settings.memory
+    what = (
+        f"does not fit on {where}: weights {gib(weights)}, drafter {gib(drafter)}, runtime "
+        f"{gib(runtime_bytes(model, profile))} and the KV cache of one request of "
+        f"{context_tokens(model, profile):,} tokens are "
+        f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
+        f"{gib(memory.total_bytes)} ({gib(settings.kept_bytes)} stay reserved)"
+    )
+    usual = ways_to_fit(
+        _levers(model, profile, settings, catalog, [_USUAL_FRACTION]), settings, fits
+    )
+    ways = usual or ways_to_fit(
+        _levers(model, profile, settings, catalog, _all_fractions(catalog)), settings, fits
+    )
+    fix = "; or ".join([*ways, *_smaller_model(model, profile, settings, catalog, fits)][:_WAYS])
+    if not ways:
+        fix = (
+            f"no setting makes it fit, its weights alone are {gib(weights)}: "
+            f"{fix or 'choose a smaller model'}"
+        )
+    if not usual and (together := _hosts_needed(settings, fits)):
+        fix += f", or {together} hosts that serve it together (cluster.hosts)"
+    return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
+
+
+def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
+    """Return the fewest hosts that can serve the model together as it is."""
+    for count in range(settings.ranks + 1, _MOST_HOSTS + 1):
+        hosts = tuple(f"host-{number}" for number in range(count))
+        cluster = replace(settings.cluster, hosts=hosts)
+        if fits(replace(settings, cluster=cluster)):
+            return count
+    return None
+
+
+def ways_to_fit(levers: Sequence[Lever], settings: Settings, fits: Fits) -> list[str]:
+    """Return up to three ways, the least intrusive first: single changes, then pairs and so on."""
+    ways: dict[tuple[Lever, ...], str] = {}
+    sizes = range(1, len({lever.setting for lever in levers}) + 1)
+    for chosen in (one for size in sizes for one in itertools.combinations(levers, size)):
+        if len(ways) == _WAYS:
+            break
+        once = len({lever.setting for lever in chosen}) == len(chosen)
+        if not once or any(set(way) <= set(chosen) for way in ways):
+            continue
+        if values := _least_values(chosen, settings, fits):
+            advice = (lever.advice.format(one) for lever, one in zip(chosen, values, strict=True))
+            ways[chosen] = " and ".join(advice)
+    return list(ways.values())
+
+
+def _least_values(chosen: Sequence[Lever], settings: Settings, fits: Fits) -> list[Any]:
+    """Return the least change of each setting with which they fit together; empty if none do."""
+    values = [lever.values[-1] for lever in chosen]
+
+    def fits_with(place: int, value: Any) -> bool:
+        changed = settings
+        for number, lever in enumerate(chosen):
+            changed = lever.change(changed, value if number == place else values[number])
+        return fits(changed)
+
+    if not fits_with(0, values[0]):
+        return []
+    for place, lever in enumerate(chosen):
+        values[place] = lever.values[
+            bisect.bisect_left(
+                lever.values,
+                True,
+                hi=len(lever.values) - 1,
+                key=functools.partial(fits_with, place),
+            )
+        ]
+    return values
+
+
+def _smaller_model(
+    model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
+) -> list[str]:
+    """Name the largest model that fits as it is and takes requests as long; it answers otherwise.
+
+    Empty when there is none.
+    """
+    if not isinstance(model, HybridModel):
+        return []  # for what somebody chose a repository, another one may be no answer at all
+    wanted = context_tokens(model, profile)
+    fitting = [
+        other
+        for other in catalog.models.values()
+        if isinstance(other, HybridModel)
+        and other.name != model.name
+        and other.architecture.max_context_tokens >= wanted
+        and fits(replace(settings, model=other.name))
+    ]
+    largest = max(fitting, key=lambda one: weights_of(one.architecture).tree_bytes, default=None)
+    return [f"choose model {largest.name}"] if largest else []
+
+
+def _levers(
+    model: Model,
+    profile: Profile,
+    settings: Settings,
+    catalog: Catalog,
+    fractions: Sequence[float],
+) -> list[Lever]:
+    """Return the changes that apply here, in the order of what they cost a user."""
+    higher = [one for one in fractions if one > profile.limits.memory_fraction]
+    reserve_gib = math.ceil(settings.memory.reserve_bytes / GIB)
+    share_gib = min(_share_gib(settings), settings.memory.total_bytes // GIB + 1)
+    names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
+    pinned = settings.engine.kv_cache_bytes is not None
+    levers = [
+        Lever("vision", "set engine.vision to false", [False] * profile.vision, _engine("vision")),
+        Lever("cache", "drop engine.kv_cache_gib", [None] * pinned, _engine("kv_cache_bytes")),
+        Lever("fraction", "raise engine.memory_fraction to {}", higher, _engine("memory_fraction")),
+        Lever(
+            "reserve",
+            "lower memory.reserve_gib to {}",
+            range(reserve_gib - 1, _LEAST_RESERVE_GIB - 1, -1),
+            _reserve,
+        ),
+        Lever(
+            "services",
+            f"lower {names} to {{}} together",
+            range(share_gib - 1, len(settings.services) - 1, -1) if settings.services else (),
+            _share,
+        ),
+        Lever(
+            "context",
+            "set engine.max_context_tokens to {}",
+            _halves(context_tokens(model, profile)),
+            _engine("max_context_tokens"),
+        ),
+        Lever(
+            "drafts", "set engine.drafts to {}", [0] * bool(profile.speculation), _engine("drafts")
+        ),
+        *(
+            Lever("profile", "choose profile {}", [name], _profile)
+            for name in _others_like(profile, model, catalog)
+        ),
+    ]
+    return [lever for lever in levers if lever.values]
+
+
+def _all_fractions(catalog: Catalog) -> list[float]:
+    """Return every memory fraction, in hundredths, that no guard rail on it alone refuses."""
+    refused = (
+        rail.applies["memory_fraction"].get("above", 1.0)
+        for rail in catalog.rails
+        if rail.effect == "refuse" and [*rail.applies] == ["memory_fraction"]
+    )
+    highest = min(refused, default=_USUAL_FRACTION)
+    return [number / 100 for number in range(1, 101) if number / 100 <= highest]
+
+
+def _halves(tokens: int) -> list[int]:
+    """Return half of a context, half of that and so on, as long as they are of use."""
+    halves = (tokens >> number for number in range(1, tokens.bit_length()))
+    return [one for one in halves if one >= _LEAST_CONTEXT_TOKENS]
+
+
+def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
+    """Return the other profiles, those first that are most like this one."""
+    others = [one for (_, served), one in sorted(catalog.profiles.items()) if served == model.name]
+    others.sort(
+        key=lambda one: (
+            (one.speculation is None) != (profile.speculation is None),
+            one.plugin != profile.plugin,
+        )
+    )
+    return [other.name for other in others if other.name != profile.name]
+
+
+def _engine(field: str) -> Change:
+    return lambda settings, value: replace(
+        settings, engine=replace(settings.engine, **{field: value})
+    )
+
+
+def _profile(settings: Settings, name: str) -> Settings:
+    return replace(settings, profile=name)
+
+
+def _reserve(settings: Settings, size_gib: int) -> Settings:
+    return replace(settings, memory=replace(settings.memory, reserve_bytes=size_gib * GIB))
+
+
+def _share_gib(settings: Settings) -> int:
+    """Return what the services beside the main one may take together."""
+    return sum(one.memory_bytes for one in settings.services.values()) // GIB
+
+
+def _share(settings: Settings, size_gib: int) -> Settings:
+    """Lower what services may take to this size together, each by the same part."""
+    part = size_gib / max(1, _share_gib(settings))
+    services = {
+        name: replace(one, memory_bytes=int(one.memory_bytes * part))
+        for name, one in settings.services.items()
+    }
+    return replace(settings, services=services)

@@ -1,0 +1,127 @@
+"""Who may reach a service, and how: from the settings alone, apart from any release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spark_contract.documents import text_of
+from spark_contract.gateway import EXPOSURES, Gateway, Replicas, tls_of
+from spark_contract.paths import API_KEY
+from spark_contract.release import service_of
+from spark_contract.units import MAIN_SERVICE
+
+from spark_deploy.config.errors import PlanError
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.managed_files import ManagedFile
+from spark_deploy.plan.types import GatewayPlan, ServicePlan, TlsPlan
+
+CONTAINER_NAME = "host.docker.internal"
+LOOPBACK = "127.0.0.1"
+
+
+def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> GatewayPlan:
+    """Return the gateway of a service.
+
+    Args:
+        settings: of the host, as they are for the service.
+        host: its name in the inventory; ``@local`` is this machine.
+        service: its name.
+    """
+    serve = settings.serve
+    return GatewayPlan(
+        settings=Gateway(
+            service=service,
+            expose=serve.expose,
+            port=serve.port,
+            max_body_bytes=serve.max_body_bytes,
+            max_requests_per_s=serve.max_requests_per_s,
+            max_connections=serve.max_connections,
+            key_path=API_KEY,
+            routes={path: name for name, one in settings.services.items() for path in one.paths},
+            tls=None if serve.tls == "off" else tls_of(service),
+            replicas=_replicas(settings, host) if service == MAIN_SERVICE else None,
+        ),
+        address=address_of(settings, host),
+        key=serve.api_key,
+        tls=_tls(settings, host),
+    )
+
+
+def named(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPlan:
+    """Return the gateway of the main service, which sends a request where its model is served.
+
+    Raises:
+        PlanError: Two services would answer to the same name.
+    """
+    if not others:
+        return main.gateway
+    names = {service_of(one.serve.name): one.serve.names for one in (main, *others)}
+    first: dict[str, str] = {}
+    for service, own in names.items():
+        for name in own:
+            if first.setdefault(name, service) != service:
+                what = f"{name} is what clients call the model of {first[name]}, too"
+                raise PlanError.one(f"services.{service}.names", what, "give it a name of its own")
+    return replace(main.gateway, settings=replace(main.gateway.settings, names=names))
+
+
+def _replicas(settings: Settings, host: str) -> Replicas | None:
+    replicas = settings.replicas
+    others = (name for name in replicas.hosts if name != host)
+    at = (_shown(replicas.addresses[name]) for name in others if name in replicas.addresses)
+    found = tuple(f"{address}:{settings.serve.port}" for address in at)
+    return Replicas(replicas.port, found) if replicas.hosts else None
+
+
+def address_of(settings: Settings, host: str) -> str | None:
+    """Return what clients of the network call a host; ``None`` when nobody said so."""
+    if settings.serve.expose == "tailscale":
+        # The name SSH uses need not be one of the tailnet.
+        return settings.serve.address
+    known = settings.serve.address or settings.ssh.hostname
+    return known or (None if host.startswith("@") else host)
+
+
+def _tls(settings: Settings, host: str) -> TlsPlan | None:
+    serve, address = settings.serve, address_of(settings, host)
+    if serve.tls == "off":
+        return None
+    names = [address, None if host.startswith("@") else host, *serve.tls_names]
+    return TlsPlan(
+        mode=serve.tls,
+        certificate=serve.tls_certificate or "",
+        key=serve.tls_key or "",
+        ca_dir=serve.ca_dir,
+        names=tuple(dict.fromkeys(name for name in names if name)),
+    )
+
+
+def gateway_file(plan: GatewayPlan) -> ManagedFile:
+    """Return the gateway's settings as the host tools read them."""
+    return ManagedFile(plan.settings.path, text_of(plan.settings).encode())
+
+
+def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
+    """Return each base URL with who uses it; the host's own comes first."""
+    here = (url(plan, LOOPBACK), "the host itself")
+    audience = EXPOSURES[plan.settings.expose].audience
+    if audience is None:
+        return (here,)
+    unknown = "TAILSCALE-ADDRESS" if plan.settings.expose == "tailscale" else "ADDRESS"
+    address = CONTAINER_NAME if plan.settings.expose == "docker" else plan.address or unknown
+    there = (url(plan, address), audience)
+    if plan.settings.replicas is None:
+        return (here, there)
+    together = replace(plan, settings=replace(plan.settings, port=plan.settings.replicas.port))
+    return (here, there, (url(together, address), f"{audience}, all replicas"))
+
+
+def url(plan: GatewayPlan, address: str) -> str:
+    """Return the base URL of an address; TLS ends at everything but this host."""
+    scheme = "https" if plan.tls and address != LOOPBACK else "http"
+    return f"{scheme}://{_shown(address)}:{plan.settings.port}/v1"
+
+
+def _shown(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
