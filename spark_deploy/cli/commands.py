@@ -83,17 +83,13 @@ COMMANDS: dict[str, Entry] = {
     ),
     "doctor": Entry(
         LOOK,
-        "Look at hosts without changing them and say what speaks against a deploy.",
+        "Check what a deploy would refuse; change nothing.",
+        (
+            flag("--report", "Write a redacted JSON report for others instead."),
+            file_option("--out", "The report's file; else spark-report-TIME.json here."),
+        ),
         asks=always,
         module="doctor",
-        plans=True,
-    ),
-    "report": Entry(
-        LOOK,
-        "Write what hosts show into one redacted file that may be sent to others.",
-        (file_option("--out", "The file; else spark-report-TIME.md here."),),
-        module="report",
-        asks=always,
         plans=True,
     ),
     "connect": Entry(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pyinfra.api.host import Host
+from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli import plan_summary
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
+from spark_deploy.cli.report import HostReport, plain_data, write_report
+from spark_deploy.cli.report_contents import HostData, host_report, read_host
+from spark_deploy.config.checkout import page
 from spark_deploy.config.errors import LockError, Problem
 from spark_deploy.hosts.facts.releases import stopped_text
 from spark_deploy.hosts.facts.survey import HostSurvey, Survey
@@ -27,6 +32,8 @@ from spark_deploy.plan.memory import gib
 def run(options: Options) -> int:
     """Print the verdict on the chosen hosts; 1 when a deploy would refuse one of them."""
     hosts = listed(options)
+    if options.report:
+        return report(options, hosts)
     needs = _needs(hosts)
     answers = look(hosts, lambda host, one: surveyed(host, needs[one.name]))
     surveys = {one.host.name: one.value for one in answers if one.value is not None}
@@ -34,6 +41,40 @@ def run(options: Options) -> int:
     found = [verdict_of(one, needs[one.host.name], twins) for one in answers]
     answer(options, found, map(lines, found))
     return 0 if all(one["reachable"] and not one["problems"] for one in found) else 1
+
+
+def report(options: Options, hosts: Sequence[Listed]) -> int:
+    """Write a redacted report of the hosts; 1 when one of them did not answer."""
+    plans = {host.name: planned(host, estimate=True) for host in hosts}
+
+    def read(host: Host, listed_host: Listed) -> HostData | None:
+        survey = surveyed(host, plans[listed_host.name].needs)
+        return read_host(host, survey) if survey else None
+
+    reports: list[HostReport] = []
+    for found in look(hosts, read):
+        name, number = found.host.name, len(reports) + 1
+        if found.value is None:
+            say(f"{name}: {found.problem}")
+            continue
+        local = name == "@local"
+        reports.append(host_report(number, found.value, plans[name], MAIN_SERVICE, local=local))
+        say(f"{name} is {reports[-1].name} in the report")
+    if not reports:
+        return 1
+    document, path = write_report(tuple(reports), Path(options.out) if options.out else None)
+    summary = map(_report_summary, reports)
+    answer(options, {"file": str(path), **plain_data(document)}, [[line] for line in summary],
+           between="\n")  # fmt: skip
+    say(f"{path}: read it before you send it ({page('reports')})")
+    return 0 if len(reports) == len(hosts) else 1
+
+
+def _report_summary(host: HostReport) -> str:
+    states = [answer.state for answer in host.answers]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in ("yes", "no", "open"))
+    stubs = "; stand-ins of the virtual lab, not a Spark" if host.stand_ins else ""
+    return f"{host.name}: {counts} of {len(states)} questions{stubs}"
 
 
 def _needs(hosts: Sequence[Listed]) -> dict[str, NeedsPlan]:

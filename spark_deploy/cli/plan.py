@@ -15,7 +15,7 @@ from spark_deploy.cli.plan_summary import brief
 from spark_deploy.cli.plan_summary import row as _row
 from spark_deploy.cli.plan_text import UNMEASURED, lines, speed
 from spark_deploy.cli.query_hosts import look
-from spark_deploy.cli.report_document import HostReport, read_report
+from spark_deploy.cli.report import HostReport, read_report
 from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog
@@ -50,9 +50,9 @@ def calibration(root: Path, catalog: Catalog) -> Calibration:
 
 def files_of(root: Path) -> list[Path]:
     """Return the reports of the checkout, and those that lie in a folder or its ``reports``."""
-    found = [*(CHECKOUT / "reports").glob("*.md"), *(root / "reports").glob("*.md")]
-    found += root.glob("spark-report-*.md")
-    return sorted({path.resolve() for path in found if path.name != "README.md"})
+    folders = (CHECKOUT / "reports", root / "reports")
+    reports = [*root.glob("spark-report-*.json"), *(p for f in folders for p in f.glob("*.json"))]
+    return sorted({path.resolve() for path in reports})
 
 
 def measured(paths: Iterable[Path], catalog: Catalog) -> Iterator[Measured]:

@@ -1,75 +1,174 @@
-"""``spark-deploy report``: what hosts show, in one redacted file that may be sent to others."""
+"""``doctor --report``: one redacted JSON file about hosts, made to be sent to others."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pyinfra.api.host import Host
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from spark_contract import files
-from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.cli.hosts import listed, planned, say
-from spark_deploy.cli.options import Options
-from spark_deploy.cli.query_hosts import look
-from spark_deploy.cli.report_document import HostReport, Report, file_of
-from spark_deploy.cli.report_gather import Said, host_report
-from spark_deploy.config.catalog.load import read_questions
-from spark_deploy.config.checkout import page
-from spark_deploy.config.documents.declare import typed
-from spark_deploy.hosts.facts.releases import Evidence, Status
-from spark_deploy.hosts.facts.survey import HostSurvey
-from spark_deploy.hosts.operations.preflight import question
-from spark_deploy.plan.types import HostPlan
+from spark_deploy.config.errors import Problem, SparkError
+
+GB10 = "NVIDIA GB10"
+Count = Annotated[int, Field(ge=0)]
 
 
-def run(options: Options) -> int:
-    """Write the report of the chosen hosts; 1 when one of them could not be asked."""
-    hosts = listed(options)
-    plans = {one.name: planned(one, estimate=True) for one in hosts}
-    answers = look(hosts, lambda host, one: _ask(host, plans[one.name]))
-    told: list[HostReport] = []
-    for one in answers:
-        if one.value is None:
-            say(f"{one.host.name}: {one.problem}")
-            continue
-        local = one.host.name == "@local"
-        number = len(told) + 1
-        told.append(host_report(number, one.value, plans[one.host.name], MAIN_SERVICE, local=local))
-        say(f"{one.host.name} is {told[-1].name} in the report")
-    if not told:
-        return 1
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """A check of the server."""
+
+    name: str
+    ok: bool
+    weight: str  # must, or warn
+    seconds: Annotated[float, Field(ge=0)]
+    detail: str  # empty for checks that quote prompts or answers
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogEvent:
+    """An event that the watchdog recorded."""
+
+    at: str  # UTC
+    kind: str
+    text: str  # empty for kinds that may name addresses
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """A job of the host, and how the kernel's memory changed while it ran."""
+
+    kind: str
+    state: str
+    elapsed_s: int | None
+    free_lost_bytes: int | None = None  # MemFree
+    cached_grown_bytes: int | None = None  # Cached
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The release that runs, and its engine."""
+
+    model: str
+    profile: str
+    release: str
+    proven: bool
+    level: str  # of the last check; empty: never checked
+    checked_at: str  # UTC
+    restarted_since_full_check: bool
+    portable: bool
+    restarts: Count
+    checks: tuple[CheckResult, ...]
+    kernels: tuple[str, ...]  # the engine's log lines that name kernels and backends
+    start_times_s: dict[str, float]
+    sizes_bytes: dict[str, int]
+    kv_cache_tokens: int | None
+    planned_kv_cache_tokens: int | None
+    planned_kv_cache_bytes: int | None
+    start_lowest_bytes: int | None  # least memory available during the start
+    start_floor_bytes: int | None  # the start would have been stopped below it
+    drafted_tokens: int | None
+    accepted_tokens: int | None
+    generated_tokens: int | None
+    speed: dict[str, float]  # medians of the benchmark stored with the proof
+    rollout_state: str | None
+    rollout_times_s: dict[str, float]
+    events: tuple[WatchdogEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The host's answer to an open question."""
+
+    id: str
+    state: Literal["yes", "no", "open"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """The report of one host."""
+
+    name: Annotated[str, Field(pattern="^host-[0-9]+$")]  # never the host's own name
+    local: bool
+    machine: dict[str, str]
+    versions: dict[str, str]
+    stand_ins: tuple[str, ...]  # packages of the virtual lab
+    memory_total_bytes: Count
+    memory_available_bytes: Count
+    gpu: dict[str, float]
+    gpu_container: tuple[str, ...]  # the options with which a container saw the GPU
+    kernel_log: dict[str, int]  # lines since the boot, by kind
+    unmanaged_containers: Count
+    refusals: tuple[str, ...]  # subjects of preflight's refusals
+    warnings: tuple[str, ...]
+    jobs: tuple[JobState, ...]
+    notes: tuple[str, ...]
+    serving: Serving | None
+    answers: tuple[Answer, ...]
+
+    @property
+    def is_spark(self) -> bool:
+        """Whether its figures count for DGX Sparks."""
+        return self.versions.get("gpu") == GB10 and not self.stand_ins
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The file."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    schema_version: Literal[1]
+    at: str  # UTC
+    version: str
+    hosts: Annotated[tuple[HostReport, ...], Field(min_length=1)]
+
+
+_REPORT = TypeAdapter(Report)
+
+
+def read_report(path: Path) -> Report:
+    """Return the report in a file.
+
+    Raises:
+        SparkError: the file is not a report.
+    """
+    fix = "take the file as `spark-deploy doctor --report` wrote it"
+    try:
+        return _REPORT.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise SparkError([
+            Problem(f"{path.name}: {'.'.join(map(str, problem['loc']))}", problem["msg"], fix)
+            for problem in error.errors(include_url=False, include_input=False)
+        ]) from error  # fmt: skip
+
+
+def plain_data(report: Report) -> dict[str, Any]:
+    """Return a report as its file holds it."""
+    return dict(_REPORT.dump_python(report, mode="json"))
+
+
+def file_text(report: Report) -> str:
+    """Return the content of a report's file."""
+    return json.dumps(plain_data(report), indent=1, ensure_ascii=False) + "\n"
+
+
+def write_report(hosts: tuple[HostReport, ...], path: Path | None) -> tuple[Report, Path]:
+    """Write the file; without a path into the working directory, named after the time."""
     at = datetime.now(timezone.utc)
-    report = Report(1, at.strftime("%Y-%m-%dT%H:%M:%SZ"), _version(), tuple(told))
-    path = Path(options.out or f"spark-report-{at:%Y%m%d-%H%M%S}.md")
-    files.write_text(path, file_of(report, read_questions()))
-    _tell(options, report, path)
-    return 0 if len(told) == len(hosts) else 1
-
-
-def _ask(host: Host, plan: HostPlan) -> Said | None:
-    survey = host.get_fact(HostSurvey, _sudo=False, **question(plan.needs))
-    if survey is None:
-        return None
-    return Said(survey, host.get_fact(Status), host.get_fact(Evidence))
-
-
-def _tell(options: Options, report: Report, path: Path) -> None:
-    if options.json:
-        print(json.dumps({"file": str(path), **typed(report)}))
-        return
-    for host in report.hosts:
-        states = [answer.state for answer in host.answers]
-        counts = ", ".join(f"{states.count(word)} {word}" for word in ("yes", "no", "open"))
-        stubs = "; stand-ins, this says nothing of a Spark" if host.stand_ins else ""
-        print(f"{host.name}: {counts} of {len(states)} questions{stubs}")
-    print(f"{path}: read it, then send it ({page('reports')})")
+    report = Report(1, at.strftime("%Y-%m-%dT%H:%M:%SZ"), _version(), hosts)
+    path = path or Path(f"spark-report-{at:%Y%m%d-%H%M%S}.json")
+    files.write_text(path, file_text(report))
+    return report, path
 
 
 def _version() -> str:
     try:
         return version("dgx-spark-deploy")
     except PackageNotFoundError:
-        return "of a checkout"
+        return "unknown (not installed)"

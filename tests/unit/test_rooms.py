@@ -70,7 +70,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("spark_deploy/inventory", "pyinfra gevent paramiko click"),
         ("spark_deploy/bench", "yaml"),
         ("spark_deploy/cli/draft.py", "yaml"),
-        ("spark_deploy/cli", "pyinfra gevent click rich yaml"),
+        ("spark_deploy/cli", "pyinfra gevent click rich yaml pydantic"),
         ("spark_deploy/__main__.py", ""),
         ("roles", "pyinfra"),
         ("deploys", "pyinfra"),

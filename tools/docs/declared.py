@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from spark_deploy.bench.result import BenchResult
-from spark_deploy.cli.report_document import Report
 from spark_deploy.config.catalog.guard_rails import GuardRails, OpenQuestions
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.profile import Profile
@@ -33,7 +32,6 @@ DOCUMENTS = {
     "lock": Lock,
     "bench": BenchResult,
     "open_questions": OpenQuestions,
-    "report": Report,
 }
 WIDTH = 100
 TYPES = {"string": "text", "object": "mapping", "array": "list", "boolean": "true/false"}

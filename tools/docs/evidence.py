@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from proofs.result_files import CHECKOUT, find_kind
-from spark_deploy.cli.report_document import Report, read_report
+from spark_deploy.cli.report import Report, read_report
 from spark_deploy.config.catalog.guard_rails import Part, Question
 from spark_deploy.config.catalog.load import read_questions
 from tools.docs.declared import row
@@ -109,12 +109,7 @@ def question_rows(checkout: Path) -> Iterator[str]:
 
 
 def _reports(checkout: Path) -> dict[str, Report]:
-    paths = sorted((checkout / "reports").glob("*.md"))
-    return {
-        path.name: read_report(path, checkout=checkout)
-        for path in paths
-        if path.name != "README.md"
-    }
+    return {path.name: read_report(path) for path in sorted((checkout / "reports").glob("*.json"))}
 
 
 def _on_sparks(part: Part, reports: dict[str, Report]) -> str:

@@ -9,8 +9,8 @@ import yaml
 from spark_contract.documents import read
 from spark_contract.status import Evidence
 
-from spark_deploy.cli.report_document import HostReport
-from spark_deploy.cli.report_gather import Said, host_report
+from spark_deploy.cli.report import HostReport
+from spark_deploy.cli.report_contents import HostData, host_report
 from spark_deploy.hosts.facts.survey import HostSurvey, Survey
 from tests.unit.facts.test_facts import output_of
 from tests.unit.planning.plans import plan_of
@@ -80,12 +80,12 @@ def status_of(**changes: Any) -> dict[str, Any]:
 
 def said_of(
     status: dict[str, Any] | None = None, evidence: dict[str, Any] | None = None, **survey: Any
-) -> Said:
+) -> HostData:
     """Return everything that a serving Spark says."""
     shown = read(Evidence, EVIDENCE if evidence is None else evidence)
-    return Said(survey_of(**survey), told(status_of() if status is None else status), shown)
+    return HostData(survey_of(**survey), told(status_of() if status is None else status), shown)
 
 
-def report_of(said: Said | None = None) -> HostReport:
+def report_of(said: HostData | None = None) -> HostReport:
     """Return the report of one host."""
     return host_report(1, said or said_of(), PLAN, "main")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hosts import report_of, said_of
 
-from spark_deploy.cli.report_document import HostReport, Report, file_of
+from spark_deploy.cli.report import HostReport, Report, file_text
 from spark_deploy.config.catalog.load import read_questions
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SparkError
@@ -28,8 +28,8 @@ def page(tmp_path: Path) -> Page:
     def made(*hosts: HostReport) -> str:
         for number, host in enumerate(hosts):
             report = Report(1, "2026-11-22T12:00:00Z", "1.0", (host,))
-            path = tmp_path / f"reports/{number}.md"
-            path.write_text(file_of(report, read_questions()))
+            path = tmp_path / f"reports/{number}.json"
+            path.write_text(file_text(report))
         return "\n".join([*proven_rows(tmp_path), *question_rows(tmp_path)])
 
     return made
@@ -51,7 +51,7 @@ def test_the_report_of_a_spark_fills_the_column_and_is_linked(page: Page) -> Non
     assert row(text, "| speed, memory").endswith("| 6 of 6 questions answered |")
     assert row(text, "| `@local`").endswith("| not yet |")
     told = row(text, "| Does the memory hold")
-    assert "| yes: least 17.0 GiB, floor 4.0 GiB ([2026-11-22](../../reports/0.md)) |" in told
+    assert "| yes: least 17.0 GiB, floor 4.0 GiB ([2026-11-22](../../reports/0.json)) |" in told
 
 
 def test_a_lab_host_fills_nothing(page: Page) -> None:
@@ -66,7 +66,7 @@ def test_answers_of_several_hosts_stand_beside_each_other(page: Page) -> None:
 
 def test_a_file_that_was_changed_by_hand_is_refused(page: Page, tmp_path: Path) -> None:
     page(report_of())
-    path = tmp_path / "reports/0.md"
+    path = tmp_path / "reports/0.json"
     path.write_text(path.read_text().replace('"state": "yes"', '"state": "surely"'))
-    with pytest.raises(SparkError, match=r"0\.md"):
+    with pytest.raises(SparkError, match=r"0\.json"):
         page()

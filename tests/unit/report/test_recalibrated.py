@@ -10,9 +10,8 @@ from hosts import report_of
 
 from spark_deploy.cli import plan
 from spark_deploy.cli.plan_text import speed
-from spark_deploy.cli.report_document import HostReport, Report, file_of
-from spark_deploy.cli.report_questions import answered
-from spark_deploy.config.catalog.load import read_questions
+from spark_deploy.cli.report import HostReport, Report, file_text
+from spark_deploy.cli.report_answers import with_answers
 from spark_deploy.plan.speed import Calibration, calibrated, speed_of
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of
 
@@ -30,18 +29,18 @@ def host_that_measured(tokens_per_s: float | None, **changes: object) -> HostRep
     assert host.serving
     measured = {} if tokens_per_s is None else {plan.ONE_STREAM: tokens_per_s}
     serving = replace(host.serving, **{"speed": measured, **changes})
-    return answered(replace(host, serving=serving))
+    return with_answers(replace(host, serving=serving))
 
 
 def write(folder: Path, name: str, *hosts: HostReport) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     numbered = tuple(replace(one, name=f"host-{place + 1}") for place, one in enumerate(hosts))
     report = Report(1, "2026-11-22T00:00:00Z", "0", numbered)
-    (folder / name).write_text(file_of(report, read_questions()))
+    (folder / name).write_text(file_text(report))
 
 
 def test_what_a_spark_measured_moves_the_range_of_the_plan_and_is_named(tmp_path):
-    write(tmp_path, "spark-report-1.md", host_that_measured(COMPUTED * 0.8))
+    write(tmp_path, "spark-report-1.json", host_that_measured(COMPUTED * 0.8))
     found = plan.calibration(tmp_path, CATALOG)
     assert found.reports == 1
     assert found.factor == pytest.approx(0.8)
@@ -55,9 +54,9 @@ def test_what_a_spark_measured_moves_the_range_of_the_plan_and_is_named(tmp_path
 
 
 def test_of_several_it_takes_the_median_wherever_they_lie(tmp_path):
-    write(tmp_path, "spark-report-1.md", host_that_measured(COMPUTED * 0.5))
-    write(tmp_path / "reports", "any.md", host_that_measured(COMPUTED * 0.9))
-    write(tmp_path / "checkout/reports", "one.md", host_that_measured(COMPUTED * 1.1))
+    write(tmp_path, "spark-report-1.json", host_that_measured(COMPUTED * 0.5))
+    write(tmp_path / "reports", "any.json", host_that_measured(COMPUTED * 0.9))
+    write(tmp_path / "checkout/reports", "one.json", host_that_measured(COMPUTED * 1.1))
     found = plan.calibration(tmp_path, CATALOG)
     assert (found.reports, round(found.factor, 6)) == (3, 0.9)
     assert calibrated([]) == Calibration(1.0, 0)
@@ -75,12 +74,12 @@ def test_of_several_it_takes_the_median_wherever_they_lie(tmp_path):
     ],
 )
 def test_hosts_of_the_lab_and_what_nobody_can_compute_move_nothing(tmp_path, host):
-    write(tmp_path, "spark-report-1.md", host)
+    write(tmp_path, "spark-report-1.json", host)
     assert plan.calibration(tmp_path, CATALOG) == Calibration()
 
 
 def test_a_file_that_is_no_report_is_told_and_left_out(tmp_path, capsys):
-    (tmp_path / "spark-report-1.md").write_text("# nothing\n")
-    write(tmp_path, "spark-report-2.md", host_that_measured(COMPUTED))
+    (tmp_path / "spark-report-1.json").write_text("# nothing\n")
+    write(tmp_path, "spark-report-2.json", host_that_measured(COMPUTED))
     assert plan.calibration(tmp_path, CATALOG).reports == 1
-    assert "spark-report-1.md: the speed is computed without it" in capsys.readouterr().err
+    assert "spark-report-1.json: the speed is computed without it" in capsys.readouterr().err

@@ -11,9 +11,8 @@ from hosts import CHECKS, EVIDENCE, PROOF, report_of, said_of, status_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from spark_deploy.cli.report_document import Report, file_of
-from spark_deploy.cli.report_gather import redacted
-from spark_deploy.config.catalog.load import read_questions
+from spark_deploy.cli.report import Report, file_text
+from spark_deploy.cli.report_contents import redacted
 
 HEX = st.text("0123456789abcdef", min_size=2, max_size=2)
 MACS = st.lists(HEX, min_size=6, max_size=6).flatmap(
@@ -42,7 +41,7 @@ PROMPTS = st.text("abcdefghijklmnop ", min_size=12, max_size=40).map("CANARY {}"
 
 
 def whole(said: Any) -> str:
-    return file_of(Report(1, "now", "1.0", (report_of(said),)), read_questions())
+    return file_text(Report(1, "now", "1.0", (report_of(said),)))
 
 
 @given(canary=CANARIES, before=st.sampled_from(["", "it said ", "at="]), after=st.just(" there"))

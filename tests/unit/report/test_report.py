@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,12 @@ from hosts import (
     survey_of,
 )
 
-from spark_deploy.cli import report as command
+from spark_deploy.cli import doctor
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer
-from spark_deploy.cli.report_document import HostReport, Report, file_of, read_report
-from spark_deploy.cli.report_gather import Said
-from spark_deploy.cli.report_questions import ANSWERS, answered
+from spark_deploy.cli.report import HostReport, Report, file_text, read_report
+from spark_deploy.cli.report_answers import ANSWERS, with_answers
+from spark_deploy.cli.report_contents import HostData
 from spark_deploy.config.catalog.load import read_questions
 from spark_deploy.config.errors import SparkError
 from tests.unit.statuses import told
@@ -37,7 +38,7 @@ def answers_of(host: HostReport) -> dict[str, str]:
     return {one.id: one.state for one in host.answers}
 
 
-def without(**proof: object) -> Said:
+def without(**proof: object) -> HostData:
     release = {**status_of()["releases"][0], "proof": {**PROOF, **proof}}
     return said_of(status_of(releases=[release]))
 
@@ -89,17 +90,17 @@ def test_an_answer_says_what_it_was_taken_from() -> None:
     ],
 )
 def test_what_a_host_does_not_show_stays_open_and_what_went_wrong_is_a_no(
-    said: Said, question: str, state: str
+    said: HostData, question: str, state: str
 ) -> None:
     assert answers_of(report_of(said))[question] == state
 
 
 def test_a_host_with_nothing_of_ours_is_reported_too() -> None:
-    found = report_of(Said(survey_of(), told({}), None))
-    assert found.notes == ("nothing of ours is installed yet",)
+    found = report_of(HostData(survey_of(), told({}), None))
+    assert len(found.notes) == 1
     assert (found.serving, found.is_spark) == (None, True)
-    older = report_of(Said(survey_of(), told(status_of()), None))
-    assert "older than this report" in older.notes[0]
+    older = report_of(HostData(survey_of(), told(status_of()), None))
+    assert "another version" in older.notes[0]
     assert older.serving is not None
     assert older.serving.kernels == ()
 
@@ -115,9 +116,9 @@ def test_what_a_stand_in_shows_counts_for_no_spark() -> None:
 
 
 def test_a_machine_with_another_gpu_answers_nothing_for_sparks() -> None:
-    found = answered(replace(report_of(), versions={"gpu": "NVIDIA H200"}))
+    found = with_answers(replace(report_of(), versions={"gpu": "NVIDIA H200"}))
     assert set(answers_of(found).values()) == {"open"}
-    assert found.answers[0].text.startswith("no Spark, NVIDIA H200; ")
+    assert found.answers[0].text.startswith("not a Spark: NVIDIA H200; ")
 
 
 @pytest.mark.parametrize(("tokens", "state"), [(0.995, "yes"), (0.98, "no")])
@@ -131,16 +132,14 @@ def test_a_cache_is_as_planned_where_the_engine_counts_as_much_as_the_plan_does(
 
 def test_a_report_is_read_again_from_its_file(tmp_path: Path) -> None:
     report = Report(1, "2026-11-22T12:00:00Z", "1.0", (report_of(),))
-    path = tmp_path / "a.md"
-    path.write_text(file_of(report, QUESTIONS))
+    path = tmp_path / "a.json"
+    path.write_text(file_text(report))
     assert read_report(path) == report
     text = path.read_text()
-    assert "| KV cache, counted |" in text
-    assert "| acceptance | ok |" in text
-    assert f"- `{ENGINE['lines'][0]}`" in text
-    for wrong in (text.replace('"at"', '"when"'), text.replace("```json", "```"), "# nothing\n"):
+    assert json.loads(text)["hosts"][0]["serving"]["kernels"] == ENGINE["lines"]
+    for wrong in (text.replace('"at"', '"when"'), text[:-9], "# nothing\n"):
         path.write_text(wrong)
-        with pytest.raises(SparkError, match=r"a\.md"):
+        with pytest.raises(SparkError, match=r"a\.json"):
             read_report(path)
 
 
@@ -158,7 +157,7 @@ def test_of_several_services_the_main_one_is_told_and_the_others_are_counted() -
     found = report_of(said_of(status_of(services=services)))
     assert found.serving is not None
     assert found.serving.kv_cache_tokens == ENGINE["kv_cache_tokens"]
-    assert found.notes == ("1 more of its services run, which are not told here",)
+    assert [note[:15] for note in found.notes] == ["1 more services"]
 
 
 def test_a_host_that_cannot_be_asked_is_named_here_and_left_out_of_the_file(
@@ -166,11 +165,10 @@ def test_a_host_that_cannot_be_asked_is_named_here_and_left_out_of_the_file(
 ) -> None:
     hosts = [SimpleNamespace(name=name) for name in ("spark-a3f2", "spark-b7c1")]
     answers = [Answer(hosts[0], said_of()), Answer(hosts[1], None, "cannot be reached: no")]
-    monkeypatch.setattr(command, "listed", lambda _: hosts)
-    monkeypatch.setattr(command, "planned", lambda one, estimate: PLAN)
-    monkeypatch.setattr(command, "look", lambda *_: answers)
-    out = tmp_path / "sent.md"
-    assert command.run(Options(out=str(out), json=False)) == 1
+    for name, result in {"listed": hosts, "planned": PLAN, "look": answers}.items():
+        monkeypatch.setattr(doctor, name, lambda *_, result=result, **__: result)
+    out = tmp_path / "sent.json"
+    assert doctor.run(Options(out=str(out), json=False, report=True)) == 1
     told = capsys.readouterr()
     assert "spark-b7c1: cannot be reached: no" in told.err
     assert "spark-a3f2 is host-1 in the report" in told.err

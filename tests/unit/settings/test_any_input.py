@@ -16,7 +16,7 @@ from huggingface_hub.hf_api import ModelInfo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spark_deploy.cli.report_document import read_report
+from spark_deploy.cli.report import read_report
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SparkError
@@ -322,15 +322,13 @@ def test_any_configuration_of_an_engines_image(registry_says, answer):
 @given(
     st.one_of(
         st.binary(),
-        json_values.map(lambda value: f"# A report\n```json\n{json.dumps(value)}\n```\n"),
+        json_values.map(json.dumps),
         st.fixed_dictionaries({"schema_version": st.just(1), "at": json_values,
-                               "version": st.text(), "hosts": json_values}).map(
-            lambda value: f"# A report\n```json\n{json.dumps(value)}\n```\n"
-        ),
+                               "version": st.text(), "hosts": json_values}).map(json.dumps),
     )
 )  # fmt: skip
 def test_any_file_that_is_sent_as_a_report(root, text):
-    path = root / "report.md"
+    path = root / "report.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SparkError) as caught:
         read_report(path)
