@@ -39,12 +39,11 @@ test: venv kernels ## unit tests and the lab tests of the whole path, from nothi
 	  wait $$prepared && exit $$unit
 	$(PY) -m pytest --durations=12 -m gate tests/host tests/faults
 
-check: venv ## format, lint, types, unit tests, current documentation (two minutes on two cores)
+check: venv ## format, lint, types, quick unit tests
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	$(PY) -m pytest $(PARALLEL) -m "not slow" tests/unit
-	@$(PY) -m tools.advisories
 
 fmt: venv ## format and fix what can be fixed
 	.venv/bin/ruff format .
@@ -229,14 +228,26 @@ lock-requirements: venv ## pin the Python dependencies anew, with hashes and wit
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/docs.txt
 	.venv/bin/uv pip compile requirements/record.in --universal --python-version 3.10 \
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/record.txt
+	.venv/bin/uv pip compile requirements/audit.in --universal --python-version 3.10 \
+	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/audit.txt
 	.venv/bin/uv pip compile requirements/backends.in --python-platform x86_64-manylinux_2_28 --python-version 3.11 \
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/backends.txt
 
-advisories: venv ## ask osv.dev about holes in pinned packages; says when nobody could be asked
-	@$(PY) -m tools.advisories
+build/audit-venv/installed: requirements/audit.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	@touch $@
 
-sbom: venv ## list what we add to the engine's image and send to hosts, into dist (CycloneDX)
-	@$(PY) -m tools.sbom
+# Add `--ignore-vuln ID` below a comment with the reason when an advisory does not apply.
+advisories: build/audit-venv/installed ## check the pinned packages for known vulnerabilities (network)
+	build/audit-venv/bin/pip-audit --strict --disable-pip --require-hashes --vulnerability-service osv \
+	  -r requirements/run.txt -r requirements/dev.txt -r files/checkpoint/requirements.txt
+
+sbom: build/audit-venv/installed ## list the packages sent to hosts and the files of the image in dist
+	@mkdir -p dist
+	build/audit-venv/bin/cyclonedx-py requirements files/checkpoint/requirements.txt \
+	  --spec-version 1.6 --output-reproducible --output-file dist/host-packages.cdx.json
+	cd files/image && git ls-files -z | xargs -0 sha256sum > $(CURDIR)/dist/image-files.sha256
 
 release: venv ## make release VERSION=1.2.3: changelog, wheel, commit and tag, from a green tree
 	@$(PY) -m tools.release "$(VERSION)"

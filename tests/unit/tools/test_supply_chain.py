@@ -1,0 +1,53 @@
+"""What goes into the engine's image: only the plugin, built reproducibly."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from spark_deploy.config.checkout import CHECKOUT
+
+IMAGE = CHECKOUT / "files/image"
+
+
+def test_dockerfile_installs_nothing_but_the_plugin() -> None:
+    joined = re.sub(r"\\\n", " ", (IMAGE / "Dockerfile").read_text())
+    lines = [line.strip() for line in joined.splitlines() if not line.strip().startswith("#")]
+    words = {line.split()[0] for line in lines if line}
+    assert words == {"ARG", "FROM", "LABEL", "COPY", "RUN", "ENV"}
+    assert [line for line in lines if line.startswith("FROM")] == ["FROM ${BASE}"]
+    assert not re.search(r"\b(apt|apk|curl|wget|git|npm|conda)\b", joined)
+    installs = re.findall(r"pip (?:--\S+ )*install ([^;]*)", joined)
+    assert len(installs) == 2
+    for options in installs:
+        assert "--no-deps" in options
+        assert "--no-index" in options or "--offline" in options
+
+
+@pytest.mark.slow
+def test_plugin_wheel_builds_reproducibly(tmp_path: Path) -> None:
+    wheels = [built(tmp_path / name, when) for name, when in (("a", 1), ("deep/b", 1_700_000_000))]
+    assert wheels[0] == wheels[1]
+    assert len(wheels[0]) > 10_000
+
+
+def built(folder: Path, when: int) -> bytes:
+    """Build the plugin as the Dockerfile does, from files of that age."""
+    [said] = re.findall(r"SOURCE_DATE_EPOCH=(\d+)", (IMAGE / "Dockerfile").read_text())
+    source, out = folder / "source", folder / "out"
+    source.parent.mkdir(parents=True)
+    subprocess.run(["cp", "-r", str(IMAGE), str(source)], check=True)
+    subprocess.run(["rm", "-rf", str(source / "build"), *map(str, source.glob("*.egg-info"))])
+    for path in source.rglob("*"):
+        subprocess.run(["touch", "--date", f"@{when}", str(path)], check=True)
+    subprocess.run(
+        [CHECKOUT / ".venv/bin/python", "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps",
+         "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", str(out), "."],
+        cwd=source, check=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": str(when % 9), "SOURCE_DATE_EPOCH": said},
+    )  # fmt: skip
+    [wheel] = out.glob("*.whl")
+    return wheel.read_bytes()
