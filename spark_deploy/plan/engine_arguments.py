@@ -39,7 +39,7 @@ HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
 KERNEL_CONFIG = {"enable_flashinfer_autotune": False, "enable_jit_warmup": False}
 
 # Of `docker run` for every release; the GPU's follow from the host. What the engine keeps of a
-# container's usual rights, and why: docs/decisions/0015.
+# container's usual rights, and why: docs/decisions/0004.
 CONTAINER_ARGUMENTS = (
     "--pull=never",  # what is proven to be on the host, or nothing
     "--network=none",

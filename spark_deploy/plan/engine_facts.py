@@ -39,7 +39,7 @@ _READ_BY_NOBODY = (
     "VLLM_USE_V1",
 )
 _LOCAL_SOCKETS = ("unix://", "fd://")
-# The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0013.
+# The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0005.
 _COUNTED_CACHE_AS_USED = 24
 # The first vLLM whose cached prefixes were asked with drafts: recall-prefixes.json.
 _PREFIXES_WITH_DRAFTS = 33

@@ -1,7 +1,7 @@
 """Free memory by the size of its contiguous blocks, as ``/proc/buddyinfo`` lists it.
 
 The GPU driver of a GB10 allocates system memory in blocks of 64 KiB and more. A host can have much
-free memory in smaller pieces only. Limits and their sources: docs/decisions/0013.
+free memory in smaller pieces only. Limits and their sources: docs/decisions/0005.
 """
 
 from __future__ import annotations

@@ -21,25 +21,6 @@ def test_every_setting_model_and_profile_has_its_page():
             assert f"## {path.stem}" in pages[kind] or f"| `{path.stem}` |" in pages[kind]
 
 
-def test_the_page_about_the_gate_names_every_file_once_on_the_right_side():
-    marks = {
-        path.name: (path.parent.name, re.findall(r"^pytestmark = .*$", path.read_text(), re.M))
-        for folder in ("host", "faults", "engine")
-        for path in (CHECKOUT / "tests" / folder).glob("test_*.py")
-    }
-    gate = {name for name, (_, mark) in marks.items() if "pytest.mark.gate" in str(mark)}
-    beside = {
-        name
-        for name, (folder, mark) in marks.items()
-        if folder == "engine" and "pytest.mark.engine" not in str(mark)
-    }
-    page = (CHECKOUT / "docs/decisions/0014-what-the-gate-runs.md").read_text("utf-8")
-    goes_in, goes_out = page.split("When the gate grows too long")
-    for text, expected in ((goes_in, set(marks) - gate - beside), (goes_out, gate)):
-        named = re.findall(r"`(test_\w+\.py)`", text)
-        assert sorted(named) == sorted(expected)
-
-
 def test_the_way_through_the_house_leads_past_files_that_are_there():
     page = (CHECKOUT / "docs/architecture.md").read_text("utf-8")
     contributing = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8")

@@ -9,7 +9,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.release import Release
 
 # A release names its row. Releases, proofs and watch speak of what is counted in the words of
-# ``Dialect`` alone; docs/decisions/0024 says what else another engine needs.
+# ``Dialect`` alone.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
