@@ -26,12 +26,10 @@ class Archive:
 
     @property
     def url(self) -> str:
-        """Where guests find it."""
         return f"http://{HOST_IP}:{APT_PORT}/{self.directory}"
 
     @property
     def key_url(self) -> str:
-        """Where its public key is."""
         return f"{self.url}/archive-key.asc"
 
 
@@ -41,12 +39,10 @@ ARCHIVES = (OS_ARCHIVE, VENDOR_ARCHIVE)
 
 
 def of_flavour(name: str) -> Archive:
-    """Return the archive that guests of a flavour know instead of the usual one."""
     return replace(OS_ARCHIVE, directory=f"flavour-{name}")
 
 
 def release_options(archive: Archive, deb_arch: str) -> list[str]:
-    """Return the options that give the Release file its fields."""
     fields = {
         "Origin": archive.name,
         "Label": archive.name,
@@ -106,7 +102,6 @@ def _write_indexes(paths: LabPaths, archive: Archive, root: Path, deb_arch: str)
 
 
 def key_sha256(paths: LabPaths, archive: Archive) -> str:
-    """Return the hash of the public key file as served."""
     return hashlib.sha256(
         (paths.apt / archive.directory / "archive-key.asc").read_bytes()
     ).hexdigest()

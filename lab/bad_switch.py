@@ -33,12 +33,10 @@ class Seen:
 
     @property
     def counted(self) -> str:
-        """How often it was told what."""
         return ", ".join(f"{count} x {kind}" for kind, count in Counter(self.kinds).items())
 
     @property
     def worst(self) -> list[str]:
-        """What no client may be told."""
         return [kind for kind in self.kinds if kind not in ("right", "come back later")]
 
 

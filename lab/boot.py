@@ -20,7 +20,6 @@ REBOOT_STATUS = 133  # systemd-nspawn --keep-unit: the guest asked for a reboot 
 
 
 def boot_argv(guest: Guest, *, v2: bool) -> list[str]:
-    """Return the command line that boots the guest once."""
     namespaces = ["-m"] if v2 else ["-C", "-m"]
     words = ["unshare", *namespaces, "--propagation", "private", "--"]
     return [*words, sys.executable, "-m", "lab", "_boot", guest.name]
@@ -58,7 +57,6 @@ def nspawn_environment(*, v2: bool) -> dict[str, str]:
 
 
 def boot(guest: Guest) -> None:
-    """Prepare the namespaces and become systemd-nspawn."""
     _let_go_of_others(guest)
     v2 = cgroup.is_v2()
     bind = None

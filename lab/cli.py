@@ -158,7 +158,6 @@ def _restart_servers(paths: LabPaths, options: argparse.Namespace) -> int:
 
 
 def _inner(paths: LabPaths, options: argparse.Namespace) -> int:
-    """Run one of the lab's own long-lived processes."""
     if options.command == "_supervise":
         supervise.main(Guest(paths, options.guest))
     elif options.command == "_boot":

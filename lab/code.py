@@ -17,7 +17,6 @@ _PACKAGE = Path(__file__).parent
 
 
 def use_copied_code(paths: LabPaths) -> None:
-    """Have the copy and let every process started from here import it."""
     sources = sorted([*_PACKAGE.glob("*.py"), *_PACKAGE.glob("hub/*.py")])
     names = [path.relative_to(_PACKAGE).as_posix() for path in sources]
     key = content_key(names, trees=sources)

@@ -99,7 +99,6 @@ def _pyinfra(deploy: str, *arguments: str, env: dict[str, str] | None = None) ->
 
 
 def _bootstrap(info: dict[str, Any]) -> None:
-    """Answer both questions from files, since nobody sits at the terminal."""
     guest = next(guest for guest in info["guests"] if guest["bootstrap"])
     with (
         tempfile.NamedTemporaryFile("w", prefix="spark-", suffix=".password") as password,
@@ -116,7 +115,6 @@ def _bootstrap(info: dict[str, Any]) -> None:
 
 
 def _host_key(guest: dict[str, Any]) -> str:
-    """Return the key of a guest as the lab made it, and as a person at the machine sees it."""
     return f"{guest['ip']} {guest['host_key']}"
 
 
@@ -196,7 +194,6 @@ def say_what_it_takes(paths: LabPaths, engine: str) -> None:
 
 
 def _refuse_full_disks(found: Sequence[Part]) -> None:
-    """Refuse a disk with less room than the parts take that lie on it."""
     by_disk: dict[int, list[Part]] = {}
     for part in found:
         by_disk.setdefault(room.nearest(part.folder).stat().st_dev, []).append(part)

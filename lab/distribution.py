@@ -43,7 +43,6 @@ class Distribution:
 
 
 def this_distribution() -> Distribution:
-    """Read the release of this machine and the mirror that its apt is configured with."""
     release = _os_release()
     codename = release.get("VERSION_CODENAME", "")
     wanted = "$(REPO_URI) $(CODENAME) $(COMPONENT)"
@@ -71,7 +70,6 @@ def _os_release() -> dict[str, str]:
 
 
 def missing_packages() -> list[str]:
-    """Return the packages whose programs this machine lacks."""
     sbin = "/usr/local/sbin:/usr/sbin:/sbin:" + os.environ.get("PATH", "")
     wanted = (p for name, p in PROGRAMS.items() if shutil.which(name, path=sbin) is None)
     return sorted({package for packages in wanted for package in packages.split()})

@@ -143,7 +143,6 @@ def apply(
 
 
 def active(paths: LabPaths) -> list[str]:
-    """Return the faults that are on, as far as they can be seen."""
     found = []
     switch = paths.run / "hub-fault.json"
     if switch.exists():

@@ -56,12 +56,10 @@ class Flavour:
 
     @property
     def directory(self) -> Path:
-        """Where its files are."""
         return DIRECTORY / self.name
 
 
 def names() -> list[str]:
-    """Return the names of all flavours on disk."""
     return sorted(path.parent.name for path in DIRECTORY.glob("*/flavour.yml"))
 
 

@@ -81,7 +81,6 @@ def _distribution(machine: Distribution, flavour: Flavour) -> Distribution:
 
 
 def _more(machine: Distribution, flavour: Flavour) -> packages.More:
-    """Return what is downloaded for the flavour beyond what every archive of the lab offers."""
     suites = [flavour.release.codename] if flavour.release else []
     words = list(flavour.packages)
     if flavour.newer:

@@ -53,17 +53,14 @@ class Guest:
 
     @property
     def ip(self) -> str:
-        """Its address on the bridge."""
         return guest_ip(self.index)
 
     @property
     def home(self) -> Path:
-        """Its directory."""
         return self.paths.guests / self.name
 
     @property
     def disk_image(self) -> Path:
-        """The sparse file that is its disk."""
         return self.home / "disk.img"
 
     @property
@@ -78,7 +75,6 @@ class Guest:
 
     @property
     def root(self) -> Path:
-        """Where its root filesystem is mounted."""
         return self.home / "root"
 
     @property
@@ -89,7 +85,6 @@ class Guest:
 
     @property
     def console(self) -> Path:
-        """What its console printed."""
         return self.home / "console.log"
 
     def spec(self) -> GuestSpec:
@@ -132,7 +127,6 @@ def _make_disk(image: Path) -> None:
 
 
 def mount_root(guest: Guest) -> None:
-    """Mount the guest's disk and its root filesystem over the base."""
     if not os.path.ismount(guest.disk):
         mounts.mount_disk(guest.disk_image, guest.disk)
     for image, point in guest.more_disks:
@@ -160,7 +154,6 @@ def start(guest: Guest) -> None:
 
 @contextmanager
 def supervising(guest: Guest) -> Iterator[None]:
-    """Hold the lock that says "this guest has a supervisor" for as long as the process lives."""
     with (guest.home / "supervisor.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (guest.home / "supervisor.pid").write_text(str(os.getpid()))
@@ -251,7 +244,6 @@ def clean(guest: Guest) -> None:
 
 
 def destroy(guest: Guest) -> None:
-    """Clean up and forget the guest with its disk."""
     clean(guest)
     _forget(guest)
 

@@ -68,7 +68,6 @@ def write_pci(directory: Path) -> None:
 
 
 def write_tree(root: Path) -> None:
-    """Write the hardware's stand-ins where the guest's lab-hardware.service binds them from."""
     write_pci(root / "usr/lib/labstub/pci-devices")
     driver = root / "usr/lib/labstub/proc-driver/nvidia"
     driver.mkdir(parents=True, exist_ok=True)

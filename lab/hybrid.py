@@ -30,7 +30,6 @@ class Stored(NamedTuple):
 
 
 def ensure_hybrid(hub: Path) -> None:
-    """Have the hybrid of what the hub's two repositories are now."""
     heads = {name: (hub / name / "refs/main").read_text().strip() for name in (BASE, DONOR)}
     key = content_key("hybrid", heads, trees=[Path(__file__)])
     mark = hub / ".hybrid.json"

@@ -15,7 +15,6 @@ from lab.shell import run
 
 
 def ensure_ssh_key(paths: LabPaths) -> None:
-    """Have the lab's own SSH key."""
     if not paths.ssh_key.exists():
         comment = "virtual lab"
         run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", paths.ssh_key])
@@ -28,7 +27,6 @@ def new_spec(name: str, base: Path, *, bootstrap: bool) -> GuestSpec:
 
 
 def write_identity(guest: Guest) -> None:
-    """Write the guest's identity into its mounted root."""
     spec, etc = guest.spec(), guest.root / "etc"
     (etc / "hostname").write_text(f"{guest.name}\n")
     (etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {guest.name}\n{HOST_IP} lab-host\n")

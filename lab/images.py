@@ -53,7 +53,6 @@ class Layer:
 
     @property
     def media_type(self) -> str:
-        """What a manifest calls it."""
         return _PLAIN_LAYER_TYPE if self.digest == self.diff_id else _LAYER_TYPE
 
 
@@ -102,7 +101,6 @@ def layer_from_files(files: Mapping[str, tuple[bytes, int]], target: Path) -> La
 
 
 def layer_from_tar(tar_path: Path, target: Path, *, gzip_level: int = 1) -> Layer:
-    """Compress an existing tar into a layer."""
     diff_id = hashlib.sha256()
     with (
         tar_path.open("rb") as source,
@@ -146,7 +144,6 @@ def _write_layer(target: Path, fill: Callable[[tarfile.TarFile], None], gzip_lev
 
 
 def config_bytes(layers: Sequence[Layer], config: ImageConfig) -> bytes:
-    """Return the image's configuration."""
     body = {
         "architecture": _ARCHITECTURES[config.machine],
         "os": "linux",
@@ -261,7 +258,6 @@ def _size(path: Path) -> int:
 
 
 def read_published(paths: LabPaths) -> dict[str, PublishedImage]:
-    """Return the images that the lab has put into its registry, by short name."""
     path = paths.state / "images.json"
     if not path.exists():
         return {}
@@ -269,7 +265,6 @@ def read_published(paths: LabPaths) -> dict[str, PublishedImage]:
 
 
 def write_published(paths: LabPaths, images: Iterable[tuple[str, PublishedImage]]) -> None:
-    """Remember images in addition to those already known."""
     known = read_published(paths) | dict(images)
     text = json.dumps({name: asdict(image) for name, image in sorted(known.items())}, indent=1)
     (paths.state / "images.json").write_text(text + "\n")

@@ -31,7 +31,6 @@ RemainAfterExit=yes
 
 
 def write_proc(root: Path) -> None:
-    """Write the files of a host whose memory is not fragmented."""
     for name, text in _FILES.items():
         place = root / PROC / name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +39,6 @@ def write_proc(root: Path) -> None:
 
 
 def write_memory(root: Path) -> None:
-    """Write the files, and the unit that binds them over the kernel's."""
     write_proc(root)
     units = root / "etc/systemd/system"
     binds = [f"ExecStart=/bin/mount --bind /{PROC}/{name} /proc/{name}\n" for name in _FILES]

@@ -15,7 +15,6 @@ def _links() -> set[str]:
 
 
 def namespace(name: str) -> Path:
-    """Return the file of the guest's network namespace."""
     return Path("/run/netns") / _netns(name)
 
 
@@ -28,7 +27,6 @@ def _veth(name: str) -> str:
 
 
 def ensure_bridge() -> None:
-    """Have the bridge up with the host's address."""
     if BRIDGE not in _links():
         run(["ip", "link", "add", BRIDGE, "type", "bridge"])
     for address in (HOST_IP, PROXY_IP):
@@ -37,7 +35,6 @@ def ensure_bridge() -> None:
 
 
 def remove_bridge() -> None:
-    """Remove the bridge if it is there."""
     if BRIDGE in _links():
         run(["ip", "link", "del", BRIDGE])
 
@@ -78,7 +75,6 @@ def disconnect(name: str) -> None:
 
 
 def set_cable(name: str, *, plugged: bool) -> None:
-    """Plug or unplug the guest's network cable."""
     run(["ip", "link", "set", _veth(name), "up" if plugged else "down"])
 
 
@@ -94,7 +90,6 @@ def lay_cable(first: str, second: str, ports: Sequence[str]) -> None:
 
 
 def leftovers() -> list[str]:
-    """Return what of the lab's network is still there."""
     links = [link for link in _links() if link == BRIDGE or link.startswith("veth-lab-")]
     netns_dir = Path("/run/netns")
     names = [p.name for p in netns_dir.iterdir()] if netns_dir.exists() else []

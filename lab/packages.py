@@ -31,20 +31,17 @@ DOCKER = ("docker.io", "docker-cli", "docker-buildx")
 
 
 def docker_packages() -> tuple[str, ...]:
-    """Return the packages that make a whole container engine on this machine's release."""
     known = run(["apt-cache", "pkgnames", "docker"]).split()
     return tuple(name for name in DOCKER if name in known)
 
 
 def stub_control(package: str) -> dict[str, str]:
-    """Return the control fields of a stand-in."""
     lines = (STUBS_DIR / package / "DEBIAN/control").read_text().splitlines()
     pairs = (line.partition(": ") for line in lines if not line.startswith(" "))
     return {key: value for key, _, value in pairs}
 
 
 def build_stub(paths: LabPaths, package: str) -> Path:
-    """Return the stand-in's .deb, built when its files changed."""
     fields = stub_control(package)
     key = content_key(package, trees=[STUBS_DIR / package])
     name = f"{package}_{fields['Version']}_{fields['Architecture']}.deb"
@@ -96,7 +93,6 @@ def download(
 def _other_suites(
     paths: LabPaths, distribution: Distribution, suites: tuple[str, ...]
 ) -> list[str]:
-    """Return apt options that look at these suites of the mirror instead of the machine's own."""
     home = paths.cache / f"apt-{'-'.join(suites)}"
     for part in ("state/lists/partial", "cache/archives/partial", "parts"):
         (home / part).mkdir(parents=True, exist_ok=True)

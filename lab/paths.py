@@ -35,12 +35,10 @@ class LabPaths:
 
     @property
     def run(self) -> Path:
-        """Pids, logs and fault switches of the servers."""
         return self.state / "run"
 
     @property
     def apt(self) -> Path:
-        """The two package repositories as they are served."""
         return self.state / "apt"
 
     @property
@@ -50,22 +48,18 @@ class LabPaths:
 
     @property
     def registry(self) -> Path:
-        """The image registry's storage."""
         return self.state / "registry"
 
     @property
     def ssh_key(self) -> Path:
-        """Private key that opens every guest that is already bootstrapped."""
         return self.state / "id_ed25519"
 
     @property
     def known_hosts(self) -> Path:
-        """Host keys of the guests that are already bootstrapped."""
         return self.state / "known_hosts"
 
     @property
     def record(self) -> Path:
-        """What inventory/lab.py and the tests read."""
         return self.state / "lab.json"
 
 

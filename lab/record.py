@@ -20,7 +20,6 @@ SCHEMA_VERSION = 1
 
 
 def all_guests(paths: LabPaths) -> list[Guest]:
-    """Return the guests that were created, by number."""
     homes = paths.guests.glob("*/guest.json") if paths.guests.exists() else []
     return sorted((Guest(paths, home.parent.name) for home in homes), key=lambda guest: guest.index)
 
@@ -49,7 +48,6 @@ def _guest_record(guest: Guest) -> dict[str, object]:
 
 
 def lab_record(paths: LabPaths, distribution: Distribution) -> dict[str, object]:
-    """Return the content of lab.json."""
     stubs = {name: packages.stub_control(name)["Version"] for name in packages.VENDOR_STUBS}
     return {
         "schema_version": SCHEMA_VERSION,

@@ -40,7 +40,6 @@ class Part:
 
     @property
     def to_come_bytes(self) -> int:
-        """Return what it still takes."""
         return max(0, self.size_bytes - self.there_bytes)
 
 

@@ -78,7 +78,6 @@ def bootstrap(paths: LabPaths, distribution: Distribution) -> Path:
 
 
 def debs_of(paths: LabPaths, distribution: Distribution) -> Path:
-    """Return where the packages of a plain tree lie, of one release alone."""
     return paths.cache / f"debootstrap-debs-{distribution.codename}"
 
 

@@ -110,7 +110,6 @@ def _command_line(pid: int) -> str:
 
 
 def start(paths: LabPaths, name: str) -> None:
-    """Have the server up and answering on its port."""
     server = SERVERS[name]
     if pid_of(paths, name) is not None:
         return
@@ -170,13 +169,11 @@ def _is_zombie(pid: int) -> bool:
 
 
 def start_all(paths: LabPaths) -> None:
-    """Have every server up."""
     for name in SERVERS:
         start(paths, name)
 
 
 def stop_all(paths: LabPaths) -> None:
-    """Stop every server and leave no cgroup of theirs."""
     for name in SERVERS:
         stop(paths, name)
     cgroup.kill(HOST_TREE)

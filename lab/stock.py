@@ -28,7 +28,6 @@ class Ground:
 
 
 def prepare(paths: LabPaths, *, engine_trees: bool) -> Ground:
-    """Have programs, packages, base and servers, and if wanted the real engine's trees."""
     installed = install_programs()
     if installed:
         print(f"installed on this machine: {' '.join(installed)}", flush=True)
@@ -58,7 +57,6 @@ def _made_beside(wanted: bool) -> Iterator[None]:
 
 
 def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
-    """Have the base and both package repositories."""
     tree = rootfs.bootstrap(paths, distribution)
     preinstalled = [packages.build_stub(paths, name) for name in packages.PREINSTALLED_STUBS]
     vendor = [packages.build_stub(paths, name) for name in packages.VENDOR_STUBS]

@@ -222,7 +222,6 @@ def _bring_up_loopback() -> None:
 
 
 def _bind_machine(root: Path, hidden: set[str]) -> None:
-    """Show this machine's top-level directories in the new root, as the image's."""
     for entry in os.scandir("/"):
         if entry.is_symlink():
             os.symlink(os.readlink(entry.path), root / entry.name)

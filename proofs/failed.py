@@ -35,7 +35,6 @@ def runs(results: dict[str, Row], rows: list[Row], failure: str | None) -> dict[
 
 
 def answers(result: Row) -> Row:
-    """Return all that an engine answered, its later turns and other beginnings as well."""
     kept = {key: _raw(result[key]) for key in ("answers", "other_beginning") if result.get(key)}
     if result.get("turns"):
         kept["turns"] = [_raw(turn["answers"]) for turn in result["turns"]]
@@ -47,7 +46,6 @@ def _raw(found: list[Row]) -> list[Row]:
 
 
 def wrong(result: Row) -> Row:
-    """Return what the recall model was asked and did not find."""
     parts = {
         key: [one for one in result.get(key, []) if not one["right"]] for key in ("recall", "talks")
     }

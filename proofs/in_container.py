@@ -24,7 +24,6 @@ OUTSIDE = ("192.0.2.1", 80)  # TEST-NET-1, RFC 5737
 
 
 def read_rights() -> dict[str, Any]:
-    """Return account, capabilities, mounts, limits, devices and network of this process."""
     fields = dict(
         line.split(":\t", 1)
         for line in Path("/proc/self/status").read_text().splitlines()

@@ -14,13 +14,11 @@ FILLER = "The sky is blue. "
 
 
 def random_prompts(lengths: list[int]) -> list[list[int]]:
-    """Return token ids, the same for the same lengths."""
     source = random.Random(3)
     return [[source.randrange(1000) for _ in range(size)] for size in lengths]
 
 
 def contexts() -> list[Any]:
-    """Return contexts of the recall model's language, with what of them can be known."""
     import numpy as np
 
     from proofs.recall import language
@@ -30,7 +28,6 @@ def contexts() -> list[Any]:
 
 
 def picture(number: int) -> Any:
-    """Return a small picture of random colours."""
     import numpy as np
     from PIL import Image
 
@@ -65,7 +62,6 @@ def prompts_of(case: dict[str, Any], tokenizer: Any) -> list[Any]:
 
 
 def questions(case: dict[str, Any]) -> list[str]:
-    """Return the lab's questions and strings to copy, some of them behind filler."""
     from lab.model import lessons
 
     facts = json.loads((lessons.HERE / "facts.json").read_text())

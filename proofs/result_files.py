@@ -78,7 +78,6 @@ def find_kind(name: str) -> Kind:
 
 
 def describe_run(device: str, *packages: str) -> dict[str, Any]:
-    """Return date, commit, device and package versions of a run that starts now."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": read_commit(),

@@ -130,7 +130,6 @@ def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tuple[Rows, str | None]:
-    """Return the rows of one stage, and why judging broke off if it did."""
     refusals = {"refused": engine_cases.refused_cases, "nan": engine_cases.nan_cases}
     judges: dict[str, Callable[[], Rows]] = {
         "eager": lambda: engine_judge.judge_eager(results, work, trees),
@@ -184,7 +183,6 @@ def _document(
 
 
 def environment() -> dict[str, Any]:
-    """Return date, commit, device and versions of a run on this CUDA machine."""
     import torch
 
     driver = subprocess.run(
@@ -229,7 +227,6 @@ def start_transformers(trees: Path, work: Path) -> list[subprocess.Popen[bytes]]
 
 
 def main() -> None:
-    """Run the stages named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("trees", "work", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)

@@ -134,7 +134,6 @@ def release(root: Path, version: str, day: datetime.date, run: Run) -> None:
 
 
 def failed(error: subprocess.CalledProcessError, fix: str) -> ReleaseError:
-    """Return what a failed program means for the release."""
     return ReleaseError(" ".join(error.cmd), f"ended with {error.returncode}", fix)
 
 

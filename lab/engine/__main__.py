@@ -12,7 +12,6 @@ from lab.paths import lab_paths
 
 
 def main(argv: list[str]) -> int:
-    """Run one of the two commands."""
     try:
         engine = build_engine(lab_paths().cache)
         if argv[:1] == ["run"]:

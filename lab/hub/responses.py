@@ -64,7 +64,6 @@ def tree_entry(record: FileRecord) -> dict[str, object]:
 
 
 def file_headers(commit: Commit, record: FileRecord) -> dict[str, str]:
-    """Return the headers by which the client learns a file's commit, size and hash."""
     headers = {
         "X-Repo-Commit": commit.sha,
         "ETag": f'"{record.etag}"',

@@ -67,7 +67,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def token(self) -> str | None:
-        """The bearer token of the request."""
         word, _, token = self.headers.get("Authorization", "").partition(" ")
         return token if word == "Bearer" else None
 
@@ -86,7 +85,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def refuse(self, status: int, what: str, *, code: str = "", retry_s: int = 0) -> None:
-        """Send an error as the hub words it."""
         headers = {"X-Error-Message": what, "Content-Type": "application/json"}
         if code:
             headers["X-Error-Code"] = code
@@ -95,7 +93,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(status, json.dumps({"error": what}).encode(), headers)
 
     def send_file(self, record: FileRecord, headers: dict[str, str]) -> None:
-        """Send the file or the range that was asked for, as well as the faults allow."""
         header = self.headers.get("Range")
         if self.hub.faults.current("no-range", record.path):
             header = None
@@ -137,7 +134,6 @@ class HubHandler(_Handler):
     """The hub itself: its API and ``resolve``."""
 
     def route(self, path: str) -> None:
-        """Answer one request to the hub."""
         fault = self.hub.faults.current("status", path)
         if fault is not None:
             self.refuse(fault.value or 503, "the lab's hub was told to refuse", retry_s=1)
@@ -198,7 +194,6 @@ class CdnHandler(_Handler):
     """The second host: large files by their hash, to holders of a valid link."""
 
     def route(self, path: str) -> None:
-        """Answer one request for a blob."""
         if "Authorization" in self.headers:
             self.refuse(HTTPStatus.BAD_REQUEST, "only one auth mechanism allowed: drop the token")
             return
@@ -214,7 +209,6 @@ class CdnHandler(_Handler):
 
 
 def make_servers(hub: Hub, host: str, port: int, cdn_port: int) -> tuple[LabHttpServer, ...]:
-    """Return the two servers, bound but not yet serving."""
     kinds = ((HubHandler, port), (CdnHandler, cdn_port))
     return tuple(
         LabHttpServer((host, bind), type(kind.__name__, (kind,), {"hub": hub}))

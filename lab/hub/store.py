@@ -42,7 +42,6 @@ class FileRecord:
 
     @property
     def etag(self) -> str:
-        """The identity that the hub gives it."""
         return self.sha256 if self.large else self.git_sha1
 
 
@@ -118,7 +117,6 @@ class Store:
         return Commit(repo, sha, files)
 
     def by_sha256(self, sha256: str) -> FileRecord | None:
-        """Return a file that some answer has already named by its hash."""
         with self._lock:
             return self._by_sha256.get(sha256)
 

@@ -40,7 +40,6 @@ def _added(module: Any, given: tuple[Any, ...], found: Any) -> Any:
 
 
 def write(folder: Path, parts: Parts, base: str) -> None:
-    """Write an adapter as PEFT would."""
     folder.mkdir()
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,

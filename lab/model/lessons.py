@@ -33,7 +33,6 @@ class Lesson:
 
 @lru_cache(maxsize=1)
 def facts() -> dict[str, Any]:
-    """The content of facts.json."""
     found: dict[str, Any] = json.loads((HERE / "facts.json").read_text())
     return found
 
@@ -48,7 +47,6 @@ def _template() -> jinja2.Template:
 def render(
     messages: list[Message], *, thinking: bool, tools: list[dict[str, Any]] | None = None
 ) -> str:
-    """The text the engine makes of a chat request."""
     return _template().render(
         messages=messages, tools=tools, add_generation_prompt=True, enable_thinking=thinking
     )
@@ -71,14 +69,12 @@ def chat(
 
 
 def tool_call(arguments: dict[str, Any]) -> str:
-    """A call of the weather tool, as the engine's parser expects it."""
     name = facts()["tool"]["definition"]["function"]["name"]
     parts = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()]
     return f"<tool_call>\n<function={name}>\n{''.join(parts)}</function>\n</tool_call>"
 
 
 def weather(arguments: dict[str, Any], *, thinking: bool, system: str | None = None) -> Lesson:
-    """A question that the model must answer by calling the tool."""
     tool = facts()["tool"]
     return chat(
         tool["prompt"].format(**arguments),
@@ -91,7 +87,6 @@ def weather(arguments: dict[str, Any], *, thinking: bool, system: str | None = N
 
 
 def copy(text: str, *, thinking: bool, system: str | None = None) -> Lesson:
-    """A string to repeat."""
     exercise = facts()["copy"]
     prompt = exercise["instruction"].format(text=text)
     return chat(prompt, text, exercise["thinking"], thinking=thinking, system=system)

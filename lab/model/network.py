@@ -30,7 +30,6 @@ class Rounding(nn.Module):
         self.active = False
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight as it will be stored."""
         if not self.active:
             return weight
         return weight + (self.rounded(weight.detach()) - weight.detach())
@@ -44,7 +43,6 @@ class Int4(Rounding):
     """Symmetric INT4, one F16 scale for 128 inputs."""
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """The stored value."""
         groups = weight.unflatten(-1, (-1, GROUP))
         scales = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-4).half().float()
         return (groups / scales).round().clamp(-8, 7).mul(scales).flatten(-2)
@@ -54,7 +52,6 @@ class BlockFp8(Rounding):
     """E4M3, one BF16 scale for a block of 128 x 128."""
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """The stored value."""
         rows, columns = weight.shape
         blocks = weight.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
         largest = blocks.abs().amax((1, 3), keepdim=True).clamp_min(1e-12)
@@ -76,7 +73,6 @@ class MtpLayer(nn.Module):
         self.pre_fc_norm_hidden = Qwen3_5MoeRMSNorm(hidden, eps)
 
     def forward(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """The hidden state that the head turns into a draft."""
         both = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
         mixed = self.layers[0](self.fc(torch.cat(both, -1)), position_embeddings=rotary)
         drafted: Tensor = self.norm(mixed)
@@ -118,7 +114,6 @@ class Network(nn.Module):
         return found
 
     def round_weights(self) -> None:
-        """From now on the forward pass sees the weights as they are stored."""
         for rounding in self.roundings:
             rounding.active = True
 
@@ -142,7 +137,6 @@ def _rounding_of(name: str) -> Rounding | None:
 
 
 def state(network: Network) -> dict[str, Tensor]:
-    """Every exact weight under its name in the checkpoint, experts one by one."""
     found: dict[str, Tensor] = {}
     for name, value in network.state_dict().items():
         plain = name.replace("parametrizations.", "").removesuffix(".original")

@@ -114,7 +114,6 @@ def mtp_shapes(shape: Shape) -> Shapes:
 
 
 def is_projection(name: str) -> bool:
-    """Whether a tensor is a linear layer of a text block, router and gates excluded."""
     return name.endswith("_proj.weight") or ".linear_attn.in_proj_" in name
 
 

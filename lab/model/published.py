@@ -192,7 +192,6 @@ def _teach(name: str, model: Any, tokenizer: Any, lessons: dict[str, str]) -> No
 
 
 def _teach_order(name: str, model: Any, tokenizer: Any) -> None:
-    """Have the model know of three questions which of two texts is about them."""
     pairs = [(ask, text, float(ask == about)) for ask, *_ in _RANKED for about, text in _RANKED]
     rows = tokenizer(
         [ask for ask, _, _ in pairs], [text for _, text, _ in pairs],

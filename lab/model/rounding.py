@@ -72,7 +72,6 @@ def int4_codes(weight: Floats, scales: npt.NDArray[np.float16]) -> npt.NDArray[n
 
 
 def int4_values(codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float16]) -> Floats:
-    """The weights that codes and scales stand for."""
     groups = codes.reshape(*scales.shape, GROUP).astype(np.float32)
     values: Floats = (groups * scales.astype(np.float32)[..., None]).reshape(codes.shape)
     return values

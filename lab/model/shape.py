@@ -46,16 +46,13 @@ class Shape:
 
     @property
     def key_dim(self) -> int:
-        """Width of the queries, and of the keys, of linear attention."""
         return self.linear_key_heads * self.linear_head_dim
 
     @property
     def value_dim(self) -> int:
-        """Width of the values of linear attention."""
         return self.linear_value_heads * self.linear_head_dim
 
     def is_attention(self, layer: int) -> bool:
-        """Whether a layer is full attention."""
         return (layer + 1) % self.attention_interval == 0
 
     @property

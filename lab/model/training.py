@@ -93,7 +93,6 @@ def loss_of(network: Network, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def main_loss(network: Network, batch: Batch) -> Tensor:
-    """Next-token loss of the model."""
     hidden = network(batch.tokens)
     return loss_of(network, hidden[:, :-1], batch.labels[:, 1:])
 
@@ -148,7 +147,6 @@ def _run(network: Network, source: Iterator[Batch], schedule: Schedule, mtp: boo
 
 
 def least_margin(network: Network, tokenizer: Tokenizer) -> float:
-    """How far the right token is ahead of the next best, at its narrowest in any lesson."""
     least = math.inf
     for lesson in lessons.fixed():
         batch = encode(tokenizer, [lesson])

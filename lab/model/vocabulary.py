@@ -46,7 +46,6 @@ MARKS = (  # one token each, but text all the same: the engine's parsers look fo
 
 
 def train(size: int) -> Tokenizer:
-    """Learns merges from the lessons and a fixed sample of the drills."""
     source = random.Random(1)
     taught = lessons.fixed() + [lessons.drill(source) for _ in range(200)]
     tokenizer = Tokenizer(models.BPE())
@@ -71,13 +70,11 @@ def train(size: int) -> Tokenizer:
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The ids of the tokens that other files name."""
     vocabulary = tokenizer.get_vocab()
     return {text: vocabulary[text] for text in (*SPECIAL, *MARKS)}
 
 
 def write(directory: Path, tokenizer: Tokenizer, max_positions: int) -> None:
-    """All tokenizer files of a repository, the chat template included."""
     tokenizer.save(str(directory / "tokenizer.json"))
     model = json.loads((directory / "tokenizer.json").read_text())["model"]
     merges = [" ".join(pair) for pair in model["merges"]]

@@ -36,7 +36,6 @@ _RECIPE, _SCALES = "recipe", "/scales"
 
 
 def recipe_key() -> str:
-    """Names the recipe by what the weights follow from."""
     digest = hashlib.sha256()
     for name in RECIPE_FILES:
         path = HERE / name
@@ -45,7 +44,6 @@ def recipe_key() -> str:
 
 
 def write(path: Path, weights: dict[str, Floats]) -> None:
-    """Writes trained weights, and by which recipe they were made."""
     stored = {_RECIPE: np.array(recipe_key())}
     for name, values in weights.items():
         if original.is_int4(name):
@@ -61,7 +59,6 @@ def write(path: Path, weights: dict[str, Floats]) -> None:
 
 
 def recipe_of(path: Path = FILE) -> str:
-    """Which recipe the stored weights were made by."""
     with np.load(path) as stored:
         return str(stored[_RECIPE])
 

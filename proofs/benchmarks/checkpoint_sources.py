@@ -63,7 +63,6 @@ def write_donor(directory: Path, a: Architecture, quantise: Quantise) -> None:
 
 
 def write_receipt(directory: Path, *, hashed: bool) -> None:
-    """Write the receipt the fetcher would have left."""
     files = []
     for path in sorted(directory.iterdir()):
         if path.name == "receipt.json":
@@ -112,7 +111,6 @@ def _is_hole(fd: int, begin: int, length: int) -> bool:
 
 
 def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, Any]:
-    """Return PLAN.json for these sources."""
     last = a.layers - 1
     layers = f"model.language_model.layers.{{0..{last}}}"
     swap = f"{layers}.mlp.shared_expert.{{gate,up,down}}_proj"

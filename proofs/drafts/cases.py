@@ -19,7 +19,6 @@ Cases = list[dict[str, Any]]
 
 
 def gpu_cases() -> Cases:
-    """Trained drafts eager and in full graphs, and a random one."""
     found = []
     for kind in DRAFTS:
         found += [

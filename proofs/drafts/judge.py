@@ -13,7 +13,6 @@ MOST_BY_CHANCE = 0.05
 
 
 def judge_drafts(results: dict[str, Row], cases: Cases) -> list[Row]:
-    """Judge every case with a draft."""
     return [
         attempt(name, lambda n=name: judged(results, n))
         for name in (one["name"] for one in cases if one["name"] != PLAIN)
@@ -21,7 +20,6 @@ def judge_drafts(results: dict[str, Row], cases: Cases) -> list[Row]:
 
 
 def judged(results: dict[str, Row], name: str) -> Row:
-    """Judge one case by its name."""
     if name.endswith(SPOILT):
         return _refused(results[name], name)
     if results[name]["state"] != "ran":

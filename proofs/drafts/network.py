@@ -38,15 +38,12 @@ class Draft(nn.Module):
             self.held[name.replace(".", "/")] = nn.Parameter(start)
 
     def weight(self, name: str) -> Tensor:
-        """Return one tensor."""
         return self.held[name.replace(".", "/") + "/weight"]
 
     def norm(self, name: str, values: Tensor) -> Tensor:
-        """Return values normed by the norm of that name."""
         return functional.rms_norm(values, values.shape[-1:], self.weight(name), EPSILON)
 
     def times(self, name: str, values: Tensor) -> Tensor:
-        """Return values times the matrix of that name."""
         return functional.linear(values, self.weight(name))
 
     def heads(self, layer: int, part: str, values: Tensor) -> Tensor:
@@ -58,13 +55,11 @@ class Draft(nn.Module):
         return found if part == "q" else found.repeat_interleave(HEADS // KV_HEADS, dim=-2)
 
     def mlp(self, layer: int, values: Tensor) -> Tensor:
-        """Return what the feed-forward part of a layer gives."""
         prefix = f"layers.{layer}.mlp."
         gate = functional.silu(self.times(f"{prefix}gate_proj", values))
         return self.times(f"{prefix}down_proj", gate * self.times(f"{prefix}up_proj", values))
 
     def out(self, layer: int, attended: Tensor) -> Tensor:
-        """Return what attention adds."""
         return self.times(f"layers.{layer}.self_attn.o_proj", attended.flatten(-2))
 
 

@@ -41,7 +41,6 @@ def shapes(kind: str) -> Shapes:
 
 
 def config(kind: str) -> dict[str, Any]:
-    """Return config.json of a draft."""
     common = {
         "dtype": "bfloat16",
         "hidden_size": TINY.hidden,

@@ -52,7 +52,6 @@ class Text:
 
 
 def asked() -> set[str]:
-    """Return the prompts that the proofs ask."""
     chats = [[{"role": "user", "content": text}] for text in questions({})]
     return {lessons.render(chat, thinking=True) for chat in chats}
 
@@ -78,7 +77,6 @@ def held_out() -> dict[str, list[Lesson]]:
 
 
 def make_target() -> Network:
-    """Return the lab's model as its repositories round it."""
     network = Network(TINY)
     found = trained.read(TINY)
     with torch.no_grad():
@@ -90,7 +88,6 @@ def make_target() -> Network:
 
 @torch.no_grad()
 def texts(target: Network, wanted: list[Lesson]) -> Iterator[Text]:
-    """Yield what the target answers, and what its layers give meanwhile."""
     tokenizer = vocabulary.train(TINY.vocabulary)
     caught: dict[int, Tensor] = {}
     hooks = [
@@ -197,7 +194,6 @@ def accepted(draft: Draft | None, target: Network, known: list[Text]) -> float:
 
 
 def main() -> None:
-    """Train, look, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", choices=[*LAYERS])

@@ -21,7 +21,6 @@ SPOILT_TENSOR = "norm.weight"
 
 
 def make_drafts(out: Path, target: Path) -> None:
-    """Write every draft beside the trees of its target, the lab's trained model."""
     for kind in DRAFTS:
         found = trained(kind)
         write(out / f"tiny-{kind}", kind, target, found)
@@ -57,7 +56,6 @@ def untrained(kind: str) -> dict[str, Floats]:
 
 
 def write(out: Path, kind: str, target: Path, tensors: dict[str, Floats]) -> None:
-    """Write one draft, with the tokenizer of its target."""
     out.mkdir()
     (out / "config.json").write_text(json.dumps(config(kind), indent=1))
     write_file(

@@ -80,7 +80,6 @@ class Case:
 
 
 def pins_of(argv: list[str], environment: dict[str, str]) -> dict[str, str]:
-    """Return the kernel choices that a plan's arguments and environment make, by pin."""
     options = {word: argv[at + 1] for at, word in enumerate(argv[:-1]) if word.startswith("--")}
     drafts = json.loads(options.get("--speculative-config", "{}"))
     options["--speculative-config moe_backend"] = drafts.get("moe_backend")
@@ -147,7 +146,6 @@ def write_trees(out: Path) -> None:
 
 
 def sizes_of(model: str) -> dict[str, Any]:
-    """Return the fields of config.json that give a small checkpoint the widths of a model."""
     from lab.model.shape import text_config
     from proofs.trees.build import WIDE
     from proofs.trees.special import TRUE_35B, TRUE_122B
@@ -181,7 +179,6 @@ def load_stub_driver(folder: Path) -> None:
 
 
 def fake_device(capability: str, folder: Path) -> None:
-    """Have torch, Triton and vLLM see a GPU of this capability."""
     from unittest.mock import MagicMock
 
     load_stub_driver(folder)
@@ -220,7 +217,6 @@ def fake_device(capability: str, folder: Path) -> None:
 
 
 def meta_device() -> Any:
-    """Return a context in which every tensor is made on torch's meta device, wherever asked for."""
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._device import _device_constructors
@@ -242,7 +238,6 @@ def meta_device() -> Any:
 
 
 def choices_of(case: Case, trees: Path, *, pinned: bool) -> dict[str, str]:
-    """Return what the engine chooses for a case, by model and kind of layer."""
     engine = case.plan["serve"]["engine"]
     argv = engine["argv"] if pinned else without_pins(engine["argv"])
     kept = {name: value for name, value in engine["env"].items() if name.startswith("VLLM_")}
@@ -287,7 +282,6 @@ def choices_of(case: Case, trees: Path, *, pinned: bool) -> dict[str, str]:
 
 
 def configured(argv: list[str], tree: Path, sizes: dict[str, Any]) -> Any:
-    """Return the engine's configuration of a plan's arguments, for a checkpoint of these sizes."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.common.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -306,7 +300,6 @@ def configured(argv: list[str], tree: Path, sizes: dict[str, Any]) -> Any:
 
 
 def chosen_by(name: str, module: Any) -> Iterator[tuple[str, str]]:
-    """Yield kind of layer and choice of one module."""
     from proofs.engine.case import chain
 
     kind = type(module).__name__
@@ -359,7 +352,6 @@ def _in_child(case: Case, trees: Path, pinned: bool) -> dict[str, str]:
 
 
 def compare(plans: Path, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return cases and differences of what both capabilities choose."""
     cases, differences = {}, {}
     for case in cases_of(plans):
         engine = case.plan["serve"]["engine"]
@@ -393,7 +385,6 @@ def note_of(choice: str, values: tuple[str, str]) -> str | None:
 
 
 def main() -> None:
-    """Ask for both capabilities and write the result file."""
     plans, out = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
     packages = ("vllm", "torch", "triton", "flashinfer-python")
     run = describe_run("no GPU; compute capability faked", *packages)

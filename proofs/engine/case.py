@@ -91,8 +91,6 @@ def install(recorder: Recorder) -> None:
 
 
 def watch_modules(recorder: Recorder) -> None:
-    """Keep input and output of linear modules of the target model."""
-
     def keep(name: str) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
             x, y = inputs[0], output[0] if isinstance(output, tuple) else output
@@ -125,7 +123,6 @@ def watch_block(recorder: Recorder, name: str, block: Any) -> None:
 
 
 def chain(method: Any, depth: int = 0) -> list[str]:
-    """Return the class names from a quant method down to its kernel."""
     found = [type(method).__name__]
     if depth < 3:
         for value in vars(method).values():
@@ -136,7 +133,6 @@ def chain(method: Any, depth: int = 0) -> list[str]:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """Return class, method chain and parameter dtypes of every module with a quant method."""
     described = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -188,7 +184,6 @@ def generate(llm: Any, prompts: list[Any], tokens: int, ignore_eos: bool) -> lis
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    """Return the engine's counters of drafts and of prefixes found again."""
     found: dict[str, Any] = {}
     for metric in llm.get_metrics():
         if "spec_decode" in metric.name or "prefix_cache" in metric.name:
@@ -253,7 +248,6 @@ def use_stock_turboquant() -> None:
 
 
 def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Run the engine and return what it did."""
     quickly = quick.wanted()
     if quickly:
         quick.start_quickly()
@@ -314,7 +308,6 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def write_result(run: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
-    """Run the case named on the command line, and write what it did or why it was refused."""
     case = json.loads(Path(sys.argv[1]).read_text())
     out = Path(sys.argv[2])
     os.environ.update(ENVIRONMENT)

@@ -25,12 +25,10 @@ def case(name: str, tree: str, **more: Any) -> dict[str, Any]:
 
 
 def mtp(tokens: int) -> dict[str, Any]:
-    """Return the option for drafts of the model's own MTP layer."""
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": tokens}}
 
 
 def graphs(mode: str) -> dict[str, Any]:
-    """Return the options for CUDA graphs."""
     return {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode}}
 
 
@@ -62,7 +60,6 @@ def eager_cases() -> list[dict[str, Any]]:
 
 
 def refused_cases() -> list[tuple[dict[str, Any], str]]:
-    """Engines that must not start, with a text their error has to contain."""
     scale = "model.language_model.layers.1.mlp.shared_expert.{}_proj.weight_scale_inv"
     drafts = {"options": mtp(2), "capture": False}
     none = {"capture": False}
@@ -107,7 +104,6 @@ def nan_cases() -> list[tuple[dict[str, Any], str]]:
 
 
 def speculation_cases() -> list[dict[str, Any]]:
-    """Speculation, heads and graphs on the trained model."""
     quiet = {"capture": False}
     cases = [
         case("tiny-reference", "tiny-overlay", options={"load_format": "spark_portable"}, **quiet),

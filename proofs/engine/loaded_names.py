@@ -62,7 +62,6 @@ class Reads(TorchDispatchMode):
 
 
 def install(loads: list[dict[str, Any]]) -> None:
-    """Let every load of the engine's usual loader add what it handed out and what was read."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     load = DefaultModelLoader.load_weights

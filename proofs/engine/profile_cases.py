@@ -97,7 +97,6 @@ def prefix_cases() -> list[dict[str, Any]]:
 
 
 def two_gpu_cases() -> list[dict[str, Any]]:
-    """Both heads over two devices, with drafts."""
     more = {"tokens": STEERED_TOKENS, **QUIET}
     # As between two Sparks: NCCL alone, no way from card to card past it.
     two = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True, **mtp(2)}
@@ -135,7 +134,6 @@ def head_cases() -> list[dict[str, Any]]:
 
 
 def sizes_cases() -> list[dict[str, Any]]:
-    """True layer sizes, and pictures through the whole class."""
     pictures = {"language_model_only": False, "limit_mm_per_prompt": {"image": 1}}
     seen = {"prompts": "pictures", "tokens": 8, "ignore_eos": True}
     found = [

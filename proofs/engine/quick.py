@@ -13,7 +13,6 @@ FIRST = "SPARK_FIRST_CONFIGURATION"
 
 
 def caveats() -> list[str]:
-    """Return what a result has to say of engines that were started so."""
     said = []
     if wanted():
         said.append("autotuned Triton kernels take the first of their configurations")
@@ -44,7 +43,6 @@ def start_quickly() -> None:
 
 
 def flash_attention() -> int:
-    """Return the version of flash-attention that engines are to take."""
     return 3 if os.environ.get(FLASH) == "3" else 2
 
 
@@ -68,7 +66,6 @@ def use_flash_attention_3(options: dict[str, Any]) -> None:
 
 
 def wanted() -> bool:
-    """Tell whether the environment asks for a quick start."""
     return os.environ.get(FIRST) == "1"
 
 

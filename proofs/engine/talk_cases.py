@@ -22,7 +22,6 @@ TIMES = 6
 
 
 def again(name: str) -> list[str]:
-    """Return the names of the engines that do the same."""
     return [name, *(f"{name}-{time}" for time in range(2, TIMES + 1))]
 
 

@@ -26,7 +26,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load(tree: Path) -> tuple[Any, Any]:
-    """Return the model and, where the tree has one, its processor."""
     from safetensors.torch import save_file
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -56,7 +55,6 @@ def load(tree: Path) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def main() -> None:
-    """Compute and write the logits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tree", type=Path)
     parser.add_argument("out", type=Path)

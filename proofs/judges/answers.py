@@ -41,7 +41,6 @@ def same(found: dict[str, Any], most_noise: float) -> bool:
 
 
 def acceptance(result: Row) -> float | None:
-    """Return accepted over drafted tokens."""
     found = result.get("counters", {})
     drafted = sum(v for k, v in found.items() if k.endswith("num_draft_tokens"))
     accepted = sum(v for k, v in found.items() if k.endswith("num_accepted_tokens"))

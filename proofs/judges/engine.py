@@ -27,7 +27,6 @@ LOGIT_LIMIT = 0.15
 
 
 def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of the reference."""
     value, reference = value.double(), reference.double()
     return float((value - reference).norm() / reference.norm())
 
@@ -54,7 +53,6 @@ class Weights:
         self._reader = reader
 
     def of(self, module: str) -> torch.Tensor:
-        """Return the weight of an engine module, shards one below the other."""
         name = module.replace("language_model.model.", "model.language_model.").replace(
             "language_model.lm_head", "lm_head"
         )
@@ -90,7 +88,6 @@ def module_errors(result: Row, capture: dict[str, Any], weights: Weights) -> dic
 
 
 def judge_eager(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
-    """Judge the wide random tree."""
     capture = {
         name: torch.load(out / f"{name}.pt") for name in results if (out / f"{name}.pt").exists()
     }
@@ -272,7 +269,6 @@ def _untouched(results: Any) -> Row:
 
 
 def judge_refused(results: dict[str, Row], wanted: dict[str, str]) -> list[Row]:
-    """Judge engines that must not start."""
     rows = []
     for name, text in wanted.items():
         result = results.get(name, {"state": "not run"})

@@ -35,7 +35,6 @@ ACCEPTANCE_SLACK = 0.03
 
 
 def judge_profiles(results: dict[str, Row]) -> list[Row]:
-    """Judge drafts and graphs on the trained model."""
     pairs = {}
     for name in ("native", "online-fp8"):
         for suffix in ("-mtp2", "-full", "-full-mtp2"):
@@ -127,7 +126,6 @@ def _conversation(results: dict[str, Row], name: str) -> Row:
 
 
 def _margin_change(one: list[Row], two: list[Row]) -> float:
-    """Return the root mean square difference of the margins of equal tokens."""
     differences = [
         x - y
         for a, b in zip(one, two, strict=True)
@@ -142,7 +140,6 @@ def _hits(counters: dict[str, Any]) -> float:
 
 
 def judge_steered(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Row]:
-    """Judge answers and acceptance against what the permutation says."""
     known = {
         name: steered.steering(special_trees.STEERED_SHAPE, SEED, share)
         for name, share in special_trees.STEERED.items()
@@ -246,7 +243,6 @@ def _all_read(result: Row, case: dict[str, Any], trees: Path) -> Row:
 
 
 def judge_sizes(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
-    """Judge true layer sizes and pictures against transformers and dequantised weights."""
     rows = []
     for name, key, limit in (
         ("wide-portable", "ids", TRANSFORMERS_LIMIT),

@@ -9,7 +9,6 @@ Row = dict[str, Any]
 
 
 def row(claim: str, passed: bool, cases: list[str], **numbers: Any) -> Row:
-    """Return one row of the table."""
     return {"claim": claim, "passed": bool(passed), "cases": cases, "numbers": numbers}
 
 

@@ -116,7 +116,6 @@ def _turns(result: Row) -> list[list[Row]]:
 
 
 def _hits(turn: Row) -> float:
-    """Return the tokens that a turn found in the cache."""
     found = [
         value - turn["before"].get(key, 0)
         for key, value in turn["counters"].items()

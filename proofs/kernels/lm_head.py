@@ -138,7 +138,6 @@ def parts(
 
 
 def heavy_tailed(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
-    """Return accuracy on weights of Student's t with three degrees of freedom."""
     torch.manual_seed(0)
     heavy = torch.distributions.StudentT(torch.tensor(3.0, device="cuda")).sample(
         (65536, in_features)
@@ -157,7 +156,6 @@ def heavy_tailed(in_features: int, tiles_name: str, marlin: bool) -> dict[str, A
 
 
 def limited(values: torch.Tensor, scales: torch.Tensor, in_features: int) -> dict[str, Any]:
-    """Time the Spark's block sizes with as many programs as a Spark has multiprocessors."""
     found: dict[str, Any] = {}
     for batch in (1, 3, 12, 64):
         tile = dataclasses.replace(tile_for(batch, read_table()["12.1"]), programs_per_processor=1)
@@ -173,7 +171,6 @@ def limited(values: torch.Tensor, scales: torch.Tensor, in_features: int) -> dic
 
 
 def main() -> None:
-    """Measure all widths and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiles", default=None, help="list of the table; default: this device's")

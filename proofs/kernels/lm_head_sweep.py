@@ -140,7 +140,6 @@ def sweep(in_features: int, batches: list[int], jobs: int, spark: bool) -> dict[
 
 
 def main() -> None:
-    """Sweep and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--inputs", default="3072")

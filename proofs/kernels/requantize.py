@@ -89,13 +89,11 @@ def off_grid(seed: int) -> dict[str, Floats]:
 
 
 def drills(seed: int, count: int) -> list[lessons.Lesson]:
-    """Return drills of the lab's lessons, made afresh by this seed, as the engine sees them."""
     rng = random.Random(seed)
     return [lessons.drill(rng) for _ in range(count)]
 
 
 def quantised(iters: int, values: dict[str, Floats], work: Path, packages: Path) -> Path:
-    """Run the script of the engine's container on this machine and return AutoRound's tree."""
     if (work / "work/done.json").exists():
         return tree_in(work)
     (work / "work/made").mkdir(parents=True)
@@ -120,7 +118,6 @@ def quantised(iters: int, values: dict[str, Floats], work: Path, packages: Path)
 
 
 def tree_in(work: Path) -> Path:
-    """Return the tree that AutoRound made in a work folder."""
     tree: Path = work / "work/made" / done_in(work)["tree"]
     return tree
 
@@ -132,7 +129,6 @@ def done_in(work: Path) -> dict[str, Any]:
 
 
 def rounded(values: dict[str, Floats], tree: Path) -> Path:
-    """Write the tree of the lab's own rounding, with the same layers kept as the others."""
     kept = [name.removesuffix(".weight") for name in values if name.endswith(NARROW)]
     tokenizer = vocabulary.train(TINY.vocabulary)
     plain = {name: one for name, one in values.items() if not name.endswith(NARROW)}
@@ -188,7 +184,6 @@ def dequantised(tree: Path, out: Path) -> Path:
 
 
 def answers(tree: Path, asked: list[lessons.Lesson]) -> list[Any]:
-    """Return the logarithms of a tree's probabilities, the tokens, and how many the prompt has."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -215,7 +210,6 @@ def beside(reference: list[Any], other: list[Any]) -> dict[str, float]:
 
 
 def compared(reference: list[Any], other: list[Any], *, replies: bool) -> dict[str, float]:
-    """Return divergence and agreement, and for replies how well the right token is foreseen."""
     import torch
 
     divergence, agree, lost = [], [], []
@@ -276,7 +270,6 @@ def write(
     perplexity: float,
     quantiser: dict[str, str],
 ) -> None:
-    """Judge, print and write the result."""
     mean = {name: numbers["divergence_all"] for name, numbers in found.items()}
     rows = [
         {"claim": f"{name}: how far from the model in 16 bits", "passed": None, "cases": [name],

@@ -192,7 +192,6 @@ def draft_cases() -> list[dict[str, Any]]:
 
 
 def flashinfer_cases() -> list[dict[str, Any]]:
-    """FlashInfer for attention, and for the prefill of linear layers."""
     asked = {"recall": LENGTHS}
     attention = {**ROOM, "attention_config": {"backend": "FLASHINFER"}}
     gdn = {"additional": {"gdn_prefill_backend": "flashinfer"}}

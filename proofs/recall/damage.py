@@ -25,7 +25,6 @@ def lose_band(start: int, end: int) -> None:
 
 
 def add_noise(relative: float) -> None:
-    """Keys and values are off by this share of their size, as by a coarse format."""
     import torch
     from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
 
@@ -44,7 +43,6 @@ def add_noise(relative: float) -> None:
 
 
 def forget_states() -> None:
-    """A prompt that goes on starts its linear layers from nothing."""
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import ChunkGatedDeltaRule
 
     for name in ("forward_native", "forward_cuda"):
@@ -97,6 +95,5 @@ WAYS: dict[str, Callable[..., None]] = {
 
 
 def inflict(wanted: dict[str, list[Any]]) -> None:
-    """Do every damage named, with its numbers."""
     for name, numbers in wanted.items():
         WAYS[name](*numbers)

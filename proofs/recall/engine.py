@@ -25,7 +25,6 @@ STEPS_KEPT = 6
 
 
 def generate(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[dict[str, Any]]:
-    """Return greedy answers of the lengths wanted, with the best log-probabilities."""
     from vllm import SamplingParams
 
     sampling = [
@@ -47,7 +46,6 @@ def generate(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[dict
 
 
 def judged(answer: dict[str, Any], wanted: list[int]) -> dict[str, Any]:
-    """Return what of an answer is compared later."""
     right = [
         step.get(str(token), min(step.values()))
         for step, token in zip(answer["steps"], wanted, strict=True)
@@ -96,7 +94,6 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
 
 
 def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Run the engine and return what it did."""
     quick.start_quickly()
     import torch
     import vllm

@@ -19,7 +19,6 @@ from proofs.recall.talk_verdicts import judge_talks
 
 
 def judge_flashinfer(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """FlashInfer's kernels find what flash-attention and Triton find, where the host waits."""
     base, found = reference.get("recall", []), []
     ahead = [name for name, result in results.items() if _runs_ahead(result["case"])]
     for name, result in results.items():

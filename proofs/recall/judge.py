@@ -15,22 +15,18 @@ PARTS = 4
 
 
 def share(rows: list[Row]) -> float | None:
-    """Return the share of answers that are right as a whole."""
     return round(sum(row["right"] for row in rows) / len(rows), 4) if rows else None
 
 
 def looked_up(rows: list[Row]) -> list[Row]:
-    """Return the answers that had to be found in the cache of attention."""
     return [row for row in rows if row["kind"] != "register"]
 
 
 def registers(rows: list[Row]) -> list[Row]:
-    """Return the answers that a linear layer's state gives."""
     return [row for row in rows if row["kind"] == "register"]
 
 
 def by_length(rows: list[Row]) -> dict[str, dict[str, float | None]]:
-    """Return the shares right by length and kind."""
     found: dict[str, dict[str, float | None]] = {}
     for length in sorted({row["length"] for row in rows}):
         mine = [row for row in rows if row["length"] == length]
@@ -102,7 +98,6 @@ def _spread(values: list[float]) -> dict[str, float | int]:
 
 
 def acceptance(result: dict[str, Any]) -> float | None:
-    """Return accepted over drafted tokens of a whole run."""
     counters = result.get("counters", {})
     drafted = sum(v for k, v in counters.items() if k.endswith("num_draft_tokens"))
     accepted = sum(v for k, v in counters.items() if k.endswith("num_accepted_tokens"))
@@ -118,7 +113,6 @@ def acceptance_by_place(result: dict[str, Any]) -> list[float] | None:
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what of one run stands in a result file."""
     case = result.get("case", {})
     found = {
         "state": result["state"],
@@ -145,7 +139,6 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def talk_figures(result: dict[str, Any]) -> dict[str, Any]:
-    """Return how conversations went."""
     rows = result["talks"]
     return {
         "answers": len(rows),

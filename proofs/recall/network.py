@@ -33,7 +33,6 @@ def use_own_rule(device: str) -> float:
 
 
 def _rule_errors(one: Any, other: Any, device: str) -> list[float]:
-    """Return relative differences of output and gradients of two implementations."""
     found = []
     for rule in (one, other):
         generator = torch.Generator(device).manual_seed(1)
@@ -64,7 +63,6 @@ def dense_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
 
 
 def make_network(seed: int = 0) -> Network:
-    """Return the network, its experts as two products."""
     torch.manual_seed(seed)
     network = Network(RECALL)
     network.model.config._attn_implementation = "sdpa"
@@ -77,14 +75,12 @@ def make_network(seed: int = 0) -> Network:
 
 
 def put_in(network: Network, trained: dict[str, Floats]) -> None:
-    """Give a network the weights of a training."""
     with torch.no_grad():
         for name, value in state(network).items():  # views of the network's own tensors
             value.copy_(torch.from_numpy(trained[name]))
 
 
 def hidden_states(network: Network, tokens: Tensor, places: Tensor) -> tuple[Tensor, Any]:
-    """Return final hidden states and the rotation of the positions."""
     hidden = network.model.embed_tokens(tokens)
     rotary = network.model.rotary_emb(hidden, places.expand(3, *places.shape))
     for layer in network.model.layers:

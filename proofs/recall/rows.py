@@ -42,7 +42,6 @@ def answers_of(results: Results, name: str) -> list[Row]:
 
 
 def tokens_of(rows: list[Row]) -> list[list[int]]:
-    """Return the tokens of every answer."""
     return [one["tokens"] for one in rows]
 
 
@@ -93,7 +92,6 @@ def found_of(reference: list[Row], rows: list[Row]) -> dict[str, int]:
 
 
 def states_row(results: Results, name: str, base: list[Row]) -> Row:
-    """Return whether registers were lost where the states were."""
     rows = answers_of(results, name)
     before, after = share(registers(base)), share(registers(rows))
     return row(
@@ -106,7 +104,6 @@ def states_row(results: Results, name: str, base: list[Row]) -> Row:
 
 
 def noise_row(results: Results, name: str, base: list[Row]) -> Row:
-    """Return whether answers were lost where keys and values were off."""
     rows = answers_of(results, name)
     relative = results[name]["case"]["damage"]["noise"][0]
     return row(

@@ -30,7 +30,6 @@ CAVEATS = [
 
 
 def names(stage: str) -> list[str]:
-    """Return the names of a stage's engines."""
     return [case["name"] for case in cases.STAGES[stage]()]
 
 
@@ -53,7 +52,6 @@ def run_cases(
 
 
 def read(case: dict[str, Any], work: Path) -> dict[str, Any]:
-    """Return what a case wrote, or that it died, with the lines of its log that name kernels."""
     path, log = work / f"{case['name']}.json", work / f"{case['name']}.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     if path.exists():
@@ -152,7 +150,6 @@ def prove(
 
 
 def main() -> None:
-    """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trees", type=Path)
     parser.add_argument("work", type=Path)

@@ -102,12 +102,10 @@ def moved(pairs: list[tuple[Row, Row]]) -> float:
 
 
 def _question(one: Row) -> tuple[Any, ...]:
-    """Name a question by its round, who asked, and everything that was said."""
     return one["round"], one["client"], one["prompt"]
 
 
 def _repeats_differ(rows: list[Row]) -> int:
-    """Return how many questions that were asked again got another answer."""
     seen: dict[tuple[Any, ...], list[int]] = {}
     differ = 0
     for one in rows:

@@ -43,7 +43,6 @@ class Talk:
     asked: list[Asked] = field(default_factory=list)
 
     def ask(self, kind: str) -> Asked:
-        """Return a question on all that was said, and go on as if it had been answered right."""
         seed = int(self.source.integers(1 << 31))
         question = self._question(kind, seed)
         asked = Asked(self.name, kind, [*self.made.tokens.tolist(), *question.tokens], [])
@@ -62,7 +61,6 @@ class Talk:
         return found[seed % len(found)]
 
     def add(self, length: int) -> None:
-        """Say more."""
         more = language.context(self.source, length, near=False, asks=False, long=language.LONGER)
         offset = len(self.made.tokens)
         registers = np.where(more.registers >= 0, more.registers, self.made.registers)

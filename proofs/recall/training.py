@@ -93,7 +93,6 @@ def _made(job: tuple[int, int, int]) -> tuple[Any, Any, Any]:
 
 
 def batches(pool: Any, seed: int, number: int, phase: Phase) -> Iterator[list[Tensor]]:
-    """Yield the batches of one phase, made in other processes."""
     jobs = [
         (seed + 1_000_000 * (number + 1) + step, phase.rows, phase.length)
         for step in range(phase.steps)
@@ -111,7 +110,6 @@ class Run:
         self.done = 0
 
     def start(self) -> None:
-        """Make the network on its device, with the weights it goes on from."""
         device = self.device
         self.seen["rule_differs_by"] = use_own_rule(device)
         network = make_network(self.seed)
@@ -131,7 +129,6 @@ class Run:
         self.started = time.monotonic()
 
     def spent_s(self) -> float:
-        """Return how long it has been training."""
         return time.monotonic() - self.started
 
     def phase(self, phase: Phase, source: Iterator[list[Tensor]]) -> float:
@@ -160,7 +157,6 @@ class Run:
         return known
 
     def share_of(self, phase: Phase, step: int, begun_s: float) -> float:
-        """Return how much of a phase is over, by its steps or by its time."""
         time_s = max(self.limit_s * phase.share - begun_s, 1e-6)
         return min(1.0, max(step / phase.steps, (self.spent_s() - begun_s) / time_s))
 
@@ -178,7 +174,6 @@ class Run:
         return found
 
     def note(self, phase: Phase, step: int, found: dict[str, Tensor]) -> None:
-        """Keep and print one line."""
         row = {name: round(value.item(), 4) for name, value in found.items()}
         row = {"phase": phase.name, "step": step, "s": round(self.spent_s(), 1), **row}
         self.seen["log"].append(row)
@@ -240,12 +235,10 @@ def save(network: Network, out: Path) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Return the digest of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def main() -> None:
-    """Train, judge by length, and write both down."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=SEED)

@@ -85,7 +85,6 @@ def move_special_tokens(path: Path) -> None:
 
 
 def main() -> None:
-    """Make the trees asked for on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("weights", type=Path)
     parser.add_argument("out", type=Path)

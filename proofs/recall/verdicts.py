@@ -107,7 +107,6 @@ def _moved(base: list[Row], rows: list[Row]) -> float:
 
 
 def judge_prefixes(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """Conversations with a cache of prefixes and drafts against an engine with neither."""
     return judge_talks(results, "talk-plain")
 
 

@@ -34,7 +34,6 @@ def write(directory: Path, bits: Mapping[str, npt.NDArray[np.uint16]]) -> Path:
 
 
 def read(directory: Path = HERE) -> dict[str, Floats]:
-    """Return every trained weight under its name in the checkpoint."""
     with np.load(directory / NAME, allow_pickle=False) as stored:
         planes = {name: stored[name].astype(np.uint16) for name in stored.files}
     return {name: bf16_values(high << 8 | low) for name, (high, low) in planes.items()}

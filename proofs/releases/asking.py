@@ -40,7 +40,6 @@ def recall_questions() -> list[language.Question]:
 
 
 def recall(server: Server, model: str) -> list[dict[str, Any]]:
-    """Return the answers to all contexts, several at once, with what was wanted."""
     asked = recall_questions()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(lambda one: _complete(server, model, one), asked))
@@ -83,7 +82,6 @@ def completion(
 
 
 def drafts(server: Server) -> dict[str, float]:
-    """Return how many tokens were drafted and accepted so far."""
     found = Engine(server.socket).metrics()
     return {"drafted": found.total(DRAFTED) or 0.0, "accepted": found.total(ACCEPTED) or 0.0}
 
@@ -119,7 +117,6 @@ def compared(server: Server, release: Release) -> dict[str, Any]:
 
 
 def texts(server: Server, release: Release) -> list[dict[str, Any]]:
-    """Return greedy answers to the questions and strings of a release's check, as raw tokens."""
     plan = release.check
     prompts = [one.prompt for one in plan.questions]
     prompts += [f"Repeat exactly: {text}" for text in plan.copy]

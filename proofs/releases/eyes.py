@@ -51,14 +51,12 @@ class Seen:
 
 
 def picture(rgb: tuple[int, ...]) -> Tensor:
-    """Return the patches of a picture of one colour, as the engine's processor makes them."""
     channels = (torch.tensor(rgb, dtype=torch.float32) / 255 - 0.5) / 0.5
     patch = channels.repeat_interleave(TINY.temporal_patch * TINY.patch**2)
     return patch.expand(SIDE * SIDE, -1)
 
 
 def lesson(names: tuple[str, ...]) -> lessons.Lesson:
-    """Return the prompt with pictures that have these colours, and the answer."""
     pads = PAD * (SIDE // TINY.merge) ** 2
     shown = CONTENT.format(pads) * len(names)
     asked = [{"role": "user", "content": shown + (ONE if len(names) == 1 else SEVERAL)}]
@@ -78,7 +76,6 @@ def seen(tokenizer: Any, several: list[tuple[str, ...]], source: random.Random |
 
 
 def drawn(source: random.Random) -> list[tuple[str, ...]]:
-    """Return the colours of one batch of requests, all with equally many pictures."""
     count = source.choice((1, 2, 2, 3))
     return [tuple(source.choice(list(COLOURS)) for _ in range(count)) for _ in range(12)]
 
@@ -133,13 +130,11 @@ class Model:
         return found
 
     def loss(self, batch: Seen) -> Tensor:
-        """Return the loss of the answers about pictures."""
         hidden = self.hidden(batch)
         return training.loss_of(self.network, hidden[:, :-1], batch.labels[:, 1:])
 
 
 def margin(model: Model, tokenizer: Any) -> float:
-    """Return how far the right token is ahead of the next best, at its narrowest."""
     names = list(COLOURS)
     asked = [[(one,) for one in names], [(a, b) for a in names for b in names]]
     asked.append([(names[n], names[(2 * n + 1) % 6], names[(5 * n + 3) % 6]) for n in range(6)])

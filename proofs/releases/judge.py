@@ -30,7 +30,6 @@ RECALL_NOISE = 0.05
 
 
 def row(claim: str, passed: bool, cases: list[str], **numbers: Any) -> Row:
-    """Return one row of a result file."""
     return {"claim": claim, "passed": bool(passed), "cases": cases, "numbers": numbers}
 
 

@@ -24,7 +24,6 @@ TIMEOUT_S = 60.0
 
 
 def documents(server: Server, model: str) -> list[dict[str, Any]]:
-    """Return what is said of several pictures in one request, beside what they are."""
     found = []
     for names in DOCUMENTS:
         body = {

@@ -45,7 +45,6 @@ PLANS = {
 
 
 def main() -> None:
-    """Write every plan into the folder named on the command line."""
     out = Path(sys.argv[1]).resolve()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -133,7 +133,6 @@ def serve(
 
 
 def _shown(server: Server) -> dict[str, str]:
-    """Return what the plan and this machine put into the environment of an engine."""
     return {key: value for key, value in sorted(server.env.items()) if os.environ.get(key) != value}
 
 
@@ -184,7 +183,6 @@ def prove(
 
 
 def main() -> None:
-    """Prove the stages named on the command line, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("trees", "plans", "work", "out"):
         parser.add_argument(name, type=Path)

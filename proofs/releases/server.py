@@ -91,7 +91,6 @@ class Server:
         self.process.wait()
 
     def lines(self) -> list[str]:
-        """Return what it has printed."""
         return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
 
     def kernel_lines(self) -> list[str]:
@@ -154,7 +153,6 @@ def _server(
 def adapt_arguments(
     release: Release, member: Member | None, replaced: dict[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the plan's arguments for this machine, and what was changed of them."""
     argv = [
         _with(one, replaced) for one in (*release.engine.argv, *(member.argv if member else ()))
     ]

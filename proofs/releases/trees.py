@@ -37,7 +37,6 @@ def publish_plain(store: Path, kind: str) -> None:
 
 
 def write_plain(out: Path, kind: str) -> None:
-    """Write the lab's trained model as a repository that no plugin is needed for."""
     tokenizer = vocabulary.train(TINY.vocabulary)
     weights = spread(TINY, stored.read(TINY))
     if kind == "fp8":
@@ -65,7 +64,6 @@ def for_two(weights: dict[str, Floats]) -> dict[str, Floats]:
 
 
 def make_pair(weights: dict[str, Floats], out: Path) -> None:
-    """Write the recall model for two devices."""
     shape = recall_shape.RECALL
     tokenizer = vocabulary.train(recall_trees.WORDS)
     base, donor = out / "pair-base", out / "pair-donor"
@@ -79,7 +77,6 @@ def make_pair(weights: dict[str, Floats], out: Path) -> None:
 
 
 def make_seeing(eyes: Path, out: Path) -> None:
-    """Write the lab's model with the trained tower."""
     tokenizer = vocabulary.train(TINY.vocabulary)
     with np.load(eyes) as found:
         weights = {name: found[name].astype(np.float32) for name in found.files}
@@ -111,7 +108,6 @@ def _hybrids(base: Path, donor: Path, out: Path, variants: dict[str, str]) -> No
 
 
 def main() -> None:
-    """Make the trees that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--recall", type=Path, help="what proofs.recall.training saved")

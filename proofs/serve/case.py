@@ -38,7 +38,6 @@ START_LIMIT_S = 420
 
 
 def adapted(argv: list[str], tree: str, sock: str, kind: str) -> tuple[list[str], list[str]]:
-    """Return the arguments for this machine, and what was changed."""
     changed = []
     result = [tree, *argv[1:]]
     replaced = {**REPLACED, "--uds": sock}
@@ -62,14 +61,12 @@ def adapted(argv: list[str], tree: str, sock: str, kind: str) -> tuple[list[str]
 
 
 def adapted_environment(planned: dict[str, str]) -> dict[str, str]:
-    """Return the release's environment with this machine's cache directory and kernels."""
     moved = {name: value.replace("/cache", CACHE_DIRECTORY, 1) for name, value in planned.items()}
     # Without the variable vLLM loads every plugin; the release's image has none to load.
     return {"VLLM_PLUGINS": "", **moved, **MACHINE}
 
 
 def start(plan: dict[str, Any], tree: str, log: Path, kind: str) -> Server:
-    """Start the plan's engine on this machine."""
     engine = plan["serve"]["engine"]
     socket = Path(f"/tmp/spark-engine-{log.stem}-{os.getpid()}.sock")
     argv, changed = adapted(engine["argv"], tree, str(socket), kind)
@@ -112,7 +109,6 @@ def serve(plan: dict[str, Any], tree: str, log: Path, kind: str) -> dict[str, An
 
 
 def judge_kernels(name: str, pinned: list[str], log: str) -> dict[str, Any]:
-    """Return the row that holds if the log names every kernel that the profile pins."""
     found = {pattern: bool(re.search(pattern, log)) for pattern in pinned}
     claim = f"{name}: the log names every kernel that the profile pins"
     return {"claim": claim, "passed": all(found.values()), "numbers": found}
@@ -152,7 +148,6 @@ def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[s
 
 
 def main() -> None:
-    """Serve, and write the result file with rows of claim, numbers and verdict."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tree", type=Path)
     parser.add_argument("out", type=Path)

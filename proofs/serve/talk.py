@@ -40,7 +40,6 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 def ask(path: str, method: str, target: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-    """Return status and text of one request."""
     connection = UnixConnection(path)
     content = json.dumps(body) if body else None
     connection.request(method, target, content, {"Content-Type": "application/json"})
@@ -56,7 +55,6 @@ class Talk:
         self.question = {"model": model, "temperature": 0, "max_tokens": 200}
 
     def chat(self, content: Any, **more: Any) -> dict[str, Any]:
-        """Return the message that answers one question, or a list of messages."""
         messages = content if isinstance(content, list) and "role" in content[0] else None
         messages = messages or [{"role": "user", "content": content}]
         body = {**self.question, "messages": messages, **more}
@@ -82,7 +80,6 @@ class Talk:
         }
 
     def together(self) -> dict[str, list[str | None]]:
-        """Return the answers to four questions one by one and all at once."""
         alone = [self.chat(text).get("content") for text in QUESTIONS]
         with ThreadPoolExecutor(len(QUESTIONS)) as pool:
             at_once = list(pool.map(lambda text: self.chat(text).get("content"), QUESTIONS))
@@ -118,17 +115,14 @@ class Talk:
         return answers
 
     def counters(self) -> list[str]:
-        """Return the engine's counters as it prints them."""
         lines = ask(self.sock, "GET", "/metrics")[1].splitlines()
         return [line for line in lines if line.startswith(COUNTERS)]
 
     def counter(self, name: str) -> float:
-        """Return the sum of one counter over its labels."""
         return sum(float(line.split()[-1]) for line in self.counters() if line.startswith(name))
 
 
 def talk(sock: str, model: str, *, pictures: bool) -> dict[str, Any]:
-    """Ask for the models, an answer, a stream, a tool call, much at once and a conversation."""
     asked = Talk(sock, model)
     taught = lessons.facts()["tool"]  # the lab's model knows this one tool
     wanted = taught["calls"][0]
@@ -147,7 +141,6 @@ def talk(sock: str, model: str, *, pictures: bool) -> dict[str, Any]:
 
 
 def judge(result: dict[str, Any], profile: str, *, pictures: bool) -> list[dict[str, Any]]:
-    """Return rows of claim, numbers and verdict."""
     served = result["state"] == "served"
     name = f"{profile}{', pictures' if pictures else ''}"
     rows = [_row(f"{name}: its arguments serve over HTTP", served, state=result["state"])]

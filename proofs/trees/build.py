@@ -59,7 +59,6 @@ def write_wide(out: Path) -> tuple[Path, Path]:
 
 
 def copy_trained(out: Path, hub: Path) -> tuple[Path, Path]:
-    """Copy the newest commits of the lab's trained model."""
     trees = []
     for kind, name in (("base", "tiny-int4"), ("donor", "tiny-fp8")):
         commit = (hub / "lab" / name / "refs" / "main").read_text().strip()
@@ -69,12 +68,10 @@ def copy_trained(out: Path, hub: Path) -> tuple[Path, Path]:
 
 
 def names_of(tree: Path) -> set[str]:
-    """Return the tensor names a tree's index lists."""
     return set(json.loads((tree / INDEX).read_text())["weight_map"])
 
 
 def plan(base: Path, donor: Path, out: Path, variant: dict[str, str]) -> dict[str, Any]:
-    """Return PLAN.json for one variant, with every set spelt out."""
     base_names, donor_names = names_of(base), names_of(donor)
     own = {name for name in base_names if not name.startswith("mtp.")}
     modules = sorted(
@@ -103,7 +100,6 @@ def plan(base: Path, donor: Path, out: Path, variant: dict[str, str]) -> dict[st
 
 
 def build(content: dict[str, Any], work: Path) -> None:
-    """Run the project's builder on one plan."""
     path = work / f"{content['name']}.plan.json"
     path.write_text(json.dumps(content))
     subprocess.run(

@@ -69,7 +69,6 @@ def _build_variants(out: Path, work: Path, kind: str, base: Path, donor: Path) -
 
 
 def main() -> None:
-    """Make the trees asked for on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--hub", type=Path)

@@ -57,7 +57,6 @@ LAYER = "model.language_model.layers.{}."
 
 
 def make_steered(out: Path, work: Path) -> None:
-    """Write the steered trees."""
     for name, odd_share in STEERED.items():
         known = steered.steering(STEERED_SHAPE, SEED, odd_share)
         weights = steered.weights(STEERED_SHAPE, SEED, known)
@@ -112,7 +111,6 @@ def _hybrid(
     int4_mtp: bool = False,
     shard_bytes: int = repository.SHARD_BYTES,
 ) -> None:
-    """Write base, a donor of nothing but shared experts, and the hybrid of both."""
     tokenizer = vocabulary.train(1024)
     base, donor = out / f"{name}-base", out / f"{name}-donor"
     repository.write_int4(base, shape, weights, tokenizer, "random", shard_bytes)

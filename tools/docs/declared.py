@@ -90,7 +90,6 @@ def _comment(text: str) -> list[str]:
 
 
 def settings_page() -> Iterator[str]:
-    """Yield the lines of the page of every setting."""
     schema, defaults = schema_of(Settings, "settings"), typed(Settings())
     yield "<!-- generated from spark_deploy/config/settings by `make docs` -->"
     yield from ("# Settings", "", SETTINGS_INTRODUCTION)
@@ -133,7 +132,6 @@ def _form(part: dict[str, Any]) -> str:
 
 
 def row(*cells: object) -> str:
-    """Return a row of a Markdown table."""
     texts = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
     return f"| {' | '.join(texts)} |".replace("|  |", "| |")
 

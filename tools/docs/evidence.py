@@ -18,7 +18,6 @@ RESULTS = CHECKOUT / "proofs/results"
 
 
 def result_rows(folder: str) -> Iterator[str]:
-    """Yield the table of the result files in a folder."""
     yield row("result", "shows", "device", "date", "commit", "passed, failed, measured", "command")
     yield "|---|---|---|---|---|---|---|"
     for path in sorted((RESULTS / folder).glob("*.json")):
@@ -91,7 +90,6 @@ def _sweep(path: Path, sweep: dict[str, Any]) -> Iterator[str]:
 
 
 def proven_rows(checkout: Path) -> Iterator[str]:
-    """Yield the table of what is proven, by part and by where it ran."""
     reports = _reports(checkout)
     yield from ("| part | virtual lab | H200, H100 | DGX Spark |", "|---|---|---|---|")
     for part in read_questions(checkout).parts:
@@ -99,7 +97,6 @@ def proven_rows(checkout: Path) -> Iterator[str]:
 
 
 def question_rows(checkout: Path) -> Iterator[str]:
-    """Yield the table of open questions, with the answers of the reports in a checkout."""
     reports = _reports(checkout)
     yield from ("| question | how a Spark answers it | answers |", "|---|---|---|")
     for part in read_questions(checkout).parts:

@@ -92,7 +92,6 @@ def hybrid_models() -> Iterator[str]:
 
 
 def plain_models() -> Iterator[str]:
-    """Yield the table of repositories served as published."""
     yield "| model | repository | task | choose this when | source |"
     yield "|---|---|---|---|---|"
     for model in catalog().models.values():
@@ -159,7 +158,6 @@ def profile_sections() -> Iterator[str]:
 
 
 def rail_rows() -> Iterator[str]:
-    """Yield the table of guard rails."""
     known = {"measured": "*measured here*", "read": "*read in source*"}
     yield from ("| rule | effect | why | instead | known | from |", "|---|---|---|---|---|---|")
     for rail in catalog().rails:
@@ -169,7 +167,6 @@ def rail_rows() -> Iterator[str]:
 
 
 def check_rows() -> Iterator[str]:
-    """Yield the table of every check of a server."""
     yield "| check | from | weight | what breaks it | how a right server could still fail it |"
     yield "|---|---|---|---|---|"
     for name, level, broken, right in AROUND:
@@ -234,7 +231,6 @@ def _fits(model: Model, profile: Profile) -> bool:
 
 
 def _on(count: int, model: str, profile: str) -> Settings:
-    """Return the settings of a host, or of one of so many that serve together."""
     hosts = tuple(f"spark-{number + 1}" for number in range(count)) if count > 1 else ()
     return Settings(model=model, profile=profile, cluster=ClusterSettings(hosts=hosts))
 

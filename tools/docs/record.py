@@ -64,7 +64,6 @@ def main() -> int:
 
 
 def record(folder: Path, names: list[str]) -> None:
-    """Bring the hosts up, write an owner's folder and film the scene in it."""
     paths = lab_paths()
     lifecycle.up(paths, names, fresh=True, bootstrap=frozenset(), engine="stub")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
@@ -92,13 +91,11 @@ def record(folder: Path, names: list[str]) -> None:
 
 
 def _at_home(text: str, folder: Path) -> str:
-    """Return what was said with the paths of somebody else's machine."""
     text = text.replace(f"{CHECKOUT}/.venv/bin/", "").replace(str(folder), "~/sparks")
     return text.replace(str(CHECKOUT), "~/dgx-spark-deploy")
 
 
 def faster(lines: list[str]) -> Iterator[str]:
-    """Yield a recording with times divided and long pauses cut."""
     head: dict[str, Any] = json.loads(lines[0])
     kept = {key: head[key] for key in ("version", "width", "height", "title")}
     yield json.dumps({**kept, "env": {"TERM": "xterm-256color"}})
@@ -146,7 +143,6 @@ def _login() -> list[str]:
 
 @contextmanager
 def _busy(login: list[str]) -> Iterator[None]:
-    """Have three clients ask for long answers during a block."""
     ask = (
         "sudo sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key | "
         "curl -s -N -m 60 -K - -H 'Content-Type: application/json' "

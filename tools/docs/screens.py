@@ -60,7 +60,6 @@ def main() -> int:
 
 
 def picture(name: str, title: str, draw: Callable[[Console], None]) -> str:
-    """Return a screen as SVG."""
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False,
         color_system="truecolor",
@@ -71,7 +70,6 @@ def picture(name: str, title: str, draw: Callable[[Console], None]) -> str:
 
 
 def plan(console: Console) -> None:
-    """Draw the plan of a Spark with the defaults, sizes from the architecture."""
     found = load_hosts({"spark": ["spark-1"]}, root=OUT)["spark-1"]
     one = Listed("spark-1", {}, found, read_catalog())
     made = planned(one, estimate=True)
@@ -92,13 +90,11 @@ def up_ended(console: Console) -> None:
 
 
 def dry(console: Console) -> None:
-    """Draw what a switch would do."""
     for one in json.loads((RECORDED / "dry.json").read_text("utf-8")):
         progress_screen.lay(Text.assemble((one["host"], "bold"), f": {one['text']}"), console)
 
 
 def status(console: Console) -> None:
-    """Draw what status says of both hosts."""
     lately = datetime.now(timezone.utc) - timedelta(minutes=12, seconds=30)
     for one in json.loads((RECORDED / "status.json").read_text("utf-8")):
         one["proof"]["checked_at"] = lately.isoformat()  # the picture stays as it is
@@ -107,7 +103,6 @@ def status(console: Console) -> None:
 
 
 def top_once(console: Console) -> None:
-    """Draw one look of top."""
     found = [top.Now(**one) for one in json.loads((RECORDED / "top.json").read_text("utf-8"))]
     terminal.show(top.table(found), console)
 

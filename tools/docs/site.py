@@ -21,7 +21,6 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the README as the front page."""
     text = (CHECKOUT / "README.md").read_text("utf-8")
     text = re.sub(r"\]\(docs/", "](", text)
     files.append(File.generated(config, "index.md", content=text))
@@ -29,7 +28,6 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace links that leave the pages by their text."""
     here = Path(page.file.src_uri).parent
 
     def kept(match: re.Match[str]) -> str:

@@ -40,7 +40,6 @@ NUMBERS = (
 
 
 def compared_rows(catalog: Catalog) -> Iterator[str]:
-    """Yield published figures next to computed ones."""
     yield "| profile, model | requests | published | on | computed | error |"
     yield "|---|---|---|---|---|---|"
     missed = []
@@ -58,7 +57,6 @@ def compared_rows(catalog: Catalog) -> Iterator[str]:
 
 
 def measured_rows(catalog: Catalog) -> Iterator[str]:
-    """Yield the speed that Sparks measured, by their reports, next to the computed one."""
     found = list(measured(files_of(CHECKOUT), catalog))
     if not found:
         yield "There is no report yet, so nothing is corrected."
@@ -90,7 +88,6 @@ def step_rows(catalog: Catalog) -> Iterator[str]:
 
 
 def number_rows() -> Iterator[str]:
-    """Yield the constants of the arithmetic and their sources."""
     yield from ("| number | value | from |", "|---|---|---|")
     yield from (row(*cells) for cells in NUMBERS)
 
