@@ -7,7 +7,6 @@ The vision tower is not trained and not stored.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,30 +20,12 @@ from lab.model.shape import Shape
 
 HERE = Path(__file__).parent
 FILE = HERE / "weights.npz"
-RECIPE_FILES = (  # whatever of ours decides the trained weights
-    "chat_template.jinja",
-    "facts.json",
-    "lessons.py",
-    "original.py",
-    "shape.py",
-    "training.py",
-    "network.py",
-    "vocabulary.py",
-)
 VISION, VISION_SEED = "model.visual.", 7  # as training fills it
-_RECIPE, _SCALES = "recipe", "/scales"
-
-
-def recipe_key() -> str:
-    digest = hashlib.sha256()
-    for name in RECIPE_FILES:
-        path = HERE / name
-        digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()[:16]
+_SCALES = "/scales"
 
 
 def write(path: Path, weights: dict[str, Floats]) -> None:
-    stored = {_RECIPE: np.array(recipe_key())}
+    stored: dict[str, Any] = {}
     for name, values in weights.items():
         if original.is_int4(name):
             scales = rounding.int4_scales(values)
@@ -58,11 +39,6 @@ def write(path: Path, weights: dict[str, Floats]) -> None:
     part.rename(path)
 
 
-def recipe_of(path: Path = FILE) -> str:
-    with np.load(path) as stored:
-        return str(stored[_RECIPE])
-
-
 def read(shape: Shape, path: Path = FILE) -> dict[str, Floats]:
     """Every weight of the trained model.
 
@@ -71,7 +47,7 @@ def read(shape: Shape, path: Path = FILE) -> dict[str, Floats]:
     """
     weights = original.random_weights(shape, VISION_SEED)
     with np.load(path) as stored:
-        names = {name for name in stored.files if not name.endswith(_SCALES)} - {_RECIPE}
+        names = {name for name in stored.files if not name.endswith(_SCALES)} - {"recipe"}
         found = {name: _values(stored, name) for name in names}
     wanted = {name: values.shape for name, values in weights.items() if not name.startswith(VISION)}
     if {name: values.shape for name, values in found.items()} != wanted:
