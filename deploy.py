@@ -7,22 +7,22 @@ it is right, so a second run changes nothing and a killed run is finished by the
 from pyinfra.context import host, state
 
 from roles import base, cuda, docker, preflight, service, tools, work
-from spark_deploy.hosts.operations import lease
-from spark_deploy.hosts.operations.commands import each
-from spark_deploy.hosts.operations.uninstall import asked_of
-from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.hosts.commands import each
+from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.payload import read_payload
+from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import plan_for, waves_for
 from spark_deploy.plan.jobs import discard_jobs_of, ready_jobs_of, served_jobs_of
 from spark_deploy.plan.release import release_files_of, unit_files_of
 
-lease.hold(state, host)
+hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 jobs, release = served_jobs_of(plan, payload.image_context), plan.serve.name
 
 service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
-base.apply(plan=plan.base, asked=asked_of(known_of(host).found.settings))
+base.apply(plan=plan.base, asked=uninstall_request(known_of(host).found.settings))
 tools.apply(
     plan=plan.tools,
     files=payload.tools,

@@ -10,9 +10,9 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host, state
 
 from roles import base, fabric, tools
-from spark_deploy.hosts.operations import lease
-from spark_deploy.hosts.operations.uninstall import asked_of
-from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.payload import read_payload
+from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.login import endpoint_of, prove_way
 from spark_deploy.inventory.plans import payload_identity, ports_of
@@ -20,14 +20,14 @@ from spark_deploy.plan.fabric import rails
 from spark_deploy.plan.host import base_plan, tools_plan
 from spark_deploy.plan.release import unit_files_of
 
-lease.hold(state, host)
+hold_lease(state, host)
 settings, payload = known_of(host).found.settings, read_payload()
 
 if settings.fabric.restore:
     fabric.restore()
 else:
     # Not the plan of what is served: that of a cluster needs the very addresses.
-    base.apply(plan=base_plan(settings), asked=asked_of(settings))
+    base.apply(plan=base_plan(settings), asked=uninstall_request(settings))
     tools.apply(
         plan=tools_plan(payload_identity()),
         files=payload.tools,

@@ -6,15 +6,15 @@ For a first look at new hosts, and before a download that takes the night.
 from pyinfra.context import host, state
 
 from roles import base, cuda, docker, preflight
-from spark_deploy.hosts.operations import lease
-from spark_deploy.hosts.operations.uninstall import asked_of
+from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import plan_for
 
-lease.hold(state, host)
+hold_lease(state, host)
 plan = plan_for(host)
 
 preflight.apply(plan=plan.needs)
-base.apply(plan=plan.base, asked=asked_of(known_of(host).found.settings))
+base.apply(plan=plan.base, asked=uninstall_request(known_of(host).found.settings))
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)

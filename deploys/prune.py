@@ -7,11 +7,11 @@ everything that this project did not make.
 from pyinfra.context import host, state
 
 from roles import service
-from spark_deploy.hosts.operations import lease
+from spark_deploy.hosts.lease import hold_lease
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.plan.jobs import keep_of
 
-lease.hold(state, host)
+hold_lease(state, host)
 plan = plan_for(host)
 
 service.prune(keep=keep_of(plan))

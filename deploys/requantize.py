@@ -9,15 +9,15 @@ from pyinfra.context import host, state
 
 from roles import base, cuda, docker, tools, work
 from spark_deploy.config.errors import PlanError
-from spark_deploy.hosts.operations import lease
-from spark_deploy.hosts.operations.uninstall import asked_of
-from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.payload import read_payload
+from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.release import unit_files_of
 
-lease.hold(state, host)
+hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 if plan.requantized is None:
     fix = "run `spark-deploy requantize`, or set checkpoint.requantized: true"
@@ -25,7 +25,7 @@ if plan.requantized is None:
 jobs = tuple(one for one in jobs_of(plan, payload.image_context) if one.job.kind != "checkpoint")
 release = f"{plan.serve.service}-requantize"
 
-base.apply(plan=plan.base, asked=asked_of(known_of(host).found.settings))
+base.apply(plan=plan.base, asked=uninstall_request(known_of(host).found.settings))
 tools.apply(plan=plan.tools, files=payload.tools, units=unit_files_of(payload.units))
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 cuda.apply(plan=plan.cuda)

@@ -11,11 +11,11 @@ from spark_contract.release import service_of
 from spark_contract.units import MAIN_SERVICE
 
 from roles import service
-from spark_deploy.hosts.operations import lease
+from spark_deploy.hosts.lease import hold_lease
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import waves_for
 
-lease.hold(state, host)
+hold_lease(state, host)
 settings = known_of(host).found.settings
 to = settings.releases.rollback_to
 goes = service_of(to) if to else MAIN_SERVICE

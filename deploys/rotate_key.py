@@ -7,11 +7,11 @@ machine is changed where ``serve.api_key`` reads it, and ``deploy.py`` sends it.
 from pyinfra.context import host, state
 
 from roles import service
-from spark_deploy.hosts.operations import lease
+from spark_deploy.hosts.lease import hold_lease
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.plan.gateway import gateway_plan
 
-lease.hold(state, host)
+hold_lease(state, host)
 settings = known_of(host).found.settings
 
 service.rotate_key(plan=gateway_plan(settings, host.name))

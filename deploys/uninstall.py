@@ -7,10 +7,10 @@ them and `--data uninstall.engine=true`. What others made or installed is left a
 from pyinfra.context import host, state
 
 from roles import uninstall
-from spark_deploy.hosts.operations import lease
-from spark_deploy.hosts.operations.uninstall import asked_of
+from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of
 
-lease.hold(state, host)
+hold_lease(state, host)
 
-uninstall.apply(asked=asked_of(known_of(host).found.settings))
+uninstall.apply(asked=uninstall_request(known_of(host).found.settings))

@@ -6,7 +6,7 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.deploy import deploy
 from pyinfra.api.hiddenvalue import HiddenValue
 
-from spark_deploy.hosts.operations import access
+from spark_deploy.hosts import access
 from spark_deploy.plan.machine import BootstrapPlan
 
 
@@ -16,9 +16,9 @@ def apply(
 ) -> None:
     """Install key and sudo rule, then prove them with a new login."""
     if plan.account:
-        access.deploy_account(name="Have an account for deploys", plan=plan, password=password)
+        access.create_account(name="Have an account for deploys", plan=plan, password=password)
     else:
         if plan.public_key:
-            access.authorized_key(name="Install our key", plan=plan)
-        access.free_sudo(name="Let sudo work without a password", plan=plan, password=password)
-    access.proven_access(name="Prove key and sudo", ready=ready, check=check)
+            access.install_key(name="Install our key", plan=plan)
+        access.allow_sudo(name="Let sudo work without a password", plan=plan, password=password)
+    access.verify_access(name="Prove key and sudo", ready=ready, check=check)

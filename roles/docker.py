@@ -5,25 +5,25 @@ from __future__ import annotations
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.config.settings.sources import ProxySettings
-from spark_deploy.hosts.facts.docker import DockerState
-from spark_deploy.hosts.operations import docker
-from spark_deploy.hosts.operations.files import look_at
-from spark_deploy.hosts.operations.prefetch import expect
-from spark_deploy.hosts.operations.proxy import DROP_IN, proxied_docker, proxied_jobs
+from spark_deploy.hosts import docker
+from spark_deploy.hosts.docker_facts import DockerState
+from spark_deploy.hosts.facts import expect_fact
+from spark_deploy.hosts.files import expect_files
+from spark_deploy.hosts.proxy import DROP_IN_PATH, configure_docker_proxy, configure_job_proxy
 from spark_deploy.plan.machine import DockerPlan
 
 
 @deploy("Docker")
 def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
     """Have containers that see the GPU; the factory's engine and its settings are kept."""
-    look_at((DROP_IN,))
-    expect(DockerState, lambda: docker.question(plan), long=True)
-    docker.repositories(name="Add package repositories", plan=plan)
-    docker.engine(name="Install engine and NVIDIA toolkit", plan=plan)
-    docker.daemon_config(name="Merge daemon.json", plan=plan)
-    docker.running(name="Run the engine with our keys", plan=plan)
-    proxied_jobs(name="Have the proxy where docker finds it", proxy=proxy)
-    proxied_docker(name="Pull images through the proxy", proxy=proxy)
-    docker.users(name="Let users use docker", plan=plan)
-    docker.cdi_specification(name="Keep CDI with the driver", plan=plan)
-    docker.gpu_container(name="Prove the GPU in a container", plan=plan)
+    expect_files((DROP_IN_PATH,))
+    expect_fact(DockerState, lambda: docker.fact_arguments(plan), long=True)
+    docker.add_docker_repositories(name="Add package repositories", plan=plan)
+    docker.install_engine(name="Install engine and NVIDIA toolkit", plan=plan)
+    docker.merge_daemon_json(name="Merge daemon.json", plan=plan)
+    docker.run_engine(name="Run the engine with our keys", plan=plan)
+    configure_job_proxy(name="Have the proxy where docker finds it", proxy=proxy)
+    configure_docker_proxy(name="Pull images through the proxy", proxy=proxy)
+    docker.add_users(name="Let users use docker", plan=plan)
+    docker.generate_cdi(name="Keep CDI with the driver", plan=plan)
+    docker.check_gpu_container(name="Prove the GPU in a container", plan=plan)

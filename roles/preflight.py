@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.hosts.operations import preflight
+from spark_deploy.hosts import preflight
 from spark_deploy.plan.machine import NeedsPlan
 
 
 @deploy("Preflight")
 def apply(*, plan: NeedsPlan) -> None:
     """Check identity, health, other workloads and room; take over only what settings name."""
-    preflight.fit_host(name="Check that the host fits", needs=plan)
-    preflight.fit_fabric(name="Check that its cluster fits", needs=plan)
-    preflight.taken_over(name="Take over containers", needs=plan)
+    preflight.check_host(name="Check that the host fits", needs=plan)
+    preflight.check_cluster(name="Check that its cluster fits", needs=plan)
+    preflight.take_over(name="Take over containers", needs=plan)

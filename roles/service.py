@@ -10,22 +10,28 @@ from spark_contract.paths import ENGINE_USER, GATEWAY_USER
 from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.hosts.facts.jobs import Timers
-from spark_deploy.hosts.facts.releases import Status, UsersKnown
-from spark_deploy.hosts.operations.commands import in_waves, one_by_one
-from spark_deploy.hosts.operations.files import look_at
-from spark_deploy.hosts.operations.gateway import configured, gateway_paths, new_key, scheduled
-from spark_deploy.hosts.operations.jobs import prepared
-from spark_deploy.hosts.operations.prefetch import expect
-from spark_deploy.hosts.operations.releases import pruned, rolled_back, still_proven
-from spark_deploy.hosts.operations.serve import (
-    proven,
-    rebooted,
-    release_files,
-    retired,
-    rolled_out,
-    started,
+from spark_deploy.hosts.commands import in_waves, one_by_one
+from spark_deploy.hosts.facts import expect_fact
+from spark_deploy.hosts.files import expect_files
+from spark_deploy.hosts.gateway import (
+    Timers,
+    configure_gateway,
+    gateway_paths,
+    replace_key,
+    set_timers,
 )
+from spark_deploy.hosts.jobs import wait_for_jobs
+from spark_deploy.hosts.releases import roll_back, verify_rollback
+from spark_deploy.hosts.serve import (
+    install_release,
+    reboot_host,
+    roll_out,
+    start_service,
+    stop_unlisted,
+    verify_service,
+)
+from spark_deploy.hosts.status import Status, UsersKnown
+from spark_deploy.hosts.uninstall import prune_host
 from spark_deploy.plan.cluster import Wave
 from spark_deploy.plan.jobs import Work
 from spark_deploy.plan.machine import NeedsPlan
@@ -43,13 +49,13 @@ def reboot(*, plan: NeedsPlan, serve: Release) -> None:
     if plan.reboot != "allow":
         return
     for name in one_by_one():
-        rebooted(name=f"Reboot {name} where it is due", needs=plan, serve=serve)
+        reboot_host(name=f"Reboot {name} where it is due", needs=plan, serve=serve)
 
 
 @deploy("Prepare")
 def prepare(*, jobs: Sequence[Work], release: str) -> None:
     """Have everything ready while the old releases answer."""
-    prepared(
+    wait_for_jobs(
         name="Wait until everything is prepared",
         jobs=tuple(work.job for work in jobs),
         release=release,
@@ -67,17 +73,17 @@ def serve(
     schedule: Sequence[ScheduledPlan],
 ) -> None:
     """Change a service over to its release, wave by wave."""
-    look_at((*(file.path for file in files), *gateway_paths(gateway)))
+    expect_files((*(file.path for file in files), *gateway_paths(gateway)))
     users = (GATEWAY_USER, ENGINE_USER)
-    expect(UsersKnown, lambda: {"users": users})
+    expect_fact(UsersKnown, lambda: {"users": users})
     scheduled = tuple(one.release for one in schedule)
-    release_files(name="Install units and release", plan=plan, files=tuple(files), users=users)
-    configured(name="Configure the gateway", plan=gateway)
+    install_release(name="Install units and release", plan=plan, files=tuple(files), users=users)
+    configure_gateway(name="Configure the gateway", plan=gateway)
     timeout_s = int(plan.timeouts.start_s) * 2 + 600
-    started(name="Serve where nothing is served yet", plan=plan, timeout_s=timeout_s)
+    start_service(name="Serve where nothing is served yet", plan=plan, timeout_s=timeout_s)
     for wave in in_waves(waves):
         what = "the release" if plan.service == MAIN_SERVICE else plan.service
-        rolled_out(
+        roll_out(
             name=f"Serve {what} on {', '.join(wave)}",
             plan=plan,
             timeout_s=timeout_s,
@@ -88,23 +94,23 @@ def serve(
 @deploy("Retire")
 def retire(*, services: Sequence[str]) -> None:
     """Stop services that the settings no longer list."""
-    expect(Status, long=True)
-    retired(name="Stop services that are not listed any more", services=services)
+    expect_fact(Status, long=True)
+    stop_unlisted(name="Stop services that are not listed any more", services=services)
 
 
 @deploy("Verify")
 def verify(*, plan: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledPlan]) -> None:
     """Close the run: red unless the host provably serves what was planned."""
     scheduled = tuple(one.release for one in schedule)
-    proven(name="Prove what is served", plan=plan, gateway=gateway, scheduled=scheduled)
+    verify_service(name="Prove what is served", plan=plan, gateway=gateway, scheduled=scheduled)
 
 
 @deploy("Schedule")
 def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
     """Have the host change between its pairs at their times."""
-    look_at(file.path for file in timer_files(schedule))
-    expect(Timers)
-    scheduled(
+    expect_files(file.path for file in timer_files(schedule))
+    expect_fact(Timers)
+    set_timers(
         name="Have the timers of the schedule",
         times=tuple(one.at for one in schedule),
         timers=timer_files(schedule),
@@ -117,19 +123,17 @@ def rollback(
 ) -> None:
     """Go back to the release before the current one, or to ``to``, proven as in a deploy."""
     for wave in in_waves(waves):
-        rolled_back(
-            name=f"Go back on {', '.join(wave)}", service=service, to=to, timeout_s=timeout_s
-        )
-    still_proven(name="Prove what is served", service=service, chosen=chosen)
+        roll_back(name=f"Go back on {', '.join(wave)}", service=service, to=to, timeout_s=timeout_s)
+    verify_rollback(name="Prove what is served", service=service, chosen=chosen)
 
 
 @deploy("Prune")
 def prune(*, keep: Keep) -> None:
     """Remove what ``keep`` and the releases it counts do not need."""
-    pruned(name="Remove what nothing kept needs", keep=keep)
+    prune_host(name="Remove what nothing kept needs", keep=keep)
 
 
 @deploy("Rotate key")
 def rotate_key(*, plan: GatewayPlan) -> None:
     """Have a new key in use; clients get it with `spark-deploy connect`."""
-    new_key(name="Replace the API key", plan=plan)
+    replace_key(name="Replace the API key", plan=plan)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pyinfra.api.deploy import deploy
 
-from spark_deploy.hosts.operations.uninstall import uninstalled
+from spark_deploy.hosts.uninstall import uninstall
 
 
 @deploy("Uninstall")
 def apply(*, asked: str) -> None:
     """Remove what is ours, and say what stays."""
-    uninstalled(name="Remove what is ours", asked=asked)
+    uninstall(name="Remove what is ours", asked=asked)

@@ -13,13 +13,14 @@ from spark_contract.paths import PROXY
 from spark_contract.units import PREPARE
 
 from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
-from spark_deploy.hosts.facts.jobs import JobStates
-from spark_deploy.hosts.operations.commands import each
-from spark_deploy.hosts.operations.files import look_at
-from spark_deploy.hosts.operations.jobs import job, prepared, quantiser
-from spark_deploy.hosts.operations.peer_download import closed, lent, surveyed
-from spark_deploy.hosts.operations.prefetch import expect
-from spark_deploy.hosts.operations.proxy import proxied_jobs
+from spark_deploy.hosts.commands import each
+from spark_deploy.hosts.facts import expect_fact
+from spark_deploy.hosts.files import expect_files
+from spark_deploy.hosts.jobs import start_job, wait_for_jobs
+from spark_deploy.hosts.peer_download import note_files, start_sharing, stop_sharing
+from spark_deploy.hosts.proxy import configure_job_proxy
+from spark_deploy.hosts.status import JobStates
+from spark_deploy.hosts.tools import install_quantiser
 from spark_deploy.plan.jobs import Work, ready_name
 
 _REMOVAL_TIMEOUT_S = 3600  # every byte of the tree is read once before
@@ -30,7 +31,7 @@ def _start(jobs: Sequence[Work], release: str, named: Callable[[Work], str], *ki
     # All of them in each question, so that one answer serves every operation.
     names = tuple(work.job.digest12 for work in jobs)
     for work in each(work for work in jobs if not kinds or work.job.kind in kinds):
-        job(name=named(work), work=work, release=release, names=names)
+        start_job(name=named(work), work=work, release=release, names=names)
 
 
 @deploy("Sources")
@@ -42,12 +43,14 @@ def fetch(
     fleet: FleetSettings,
 ) -> None:
     """Fetch the model's repositories, each file checked against the lock; hosts lend them."""
-    look_at((PROXY,))
+    expect_files((PROXY,))
     names = tuple(work.job.digest12 for work in jobs)
-    expect(JobStates, lambda: {"jobs": names, "target": PREPARE.of(release)}, long=True)
-    proxied_jobs(name="Have the proxy where jobs find it", proxy=proxy)
-    surveyed(name="See which files the hosts have", jobs=tuple(jobs), release=release, fleet=fleet)
-    lent(name="Lend the other hosts what they lack", jobs=tuple(jobs), fleet=fleet)
+    expect_fact(JobStates, lambda: {"jobs": names, "target": PREPARE.of(release)}, long=True)
+    configure_job_proxy(name="Have the proxy where jobs find it", proxy=proxy)
+    note_files(
+        name="See which files the hosts have", jobs=tuple(jobs), release=release, fleet=fleet
+    )
+    start_sharing(name="Lend the other hosts what they lack", jobs=tuple(jobs), fleet=fleet)
     _start(jobs, release, lambda one: f"Fetch {one.job.title.removeprefix('fetch ')}", FETCH_JOB)
 
 
@@ -76,14 +79,14 @@ def _quantised(jobs: Sequence[Work]) -> bool:
 def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
     """Have AutoRound make the INT4 tree; its receipt is the proof."""
     wanted = tuple(work for work in jobs if work.job.kind in IMAGE_JOBS)
-    prepared(
+    wait_for_jobs(
         name="Wait until the engine image is there",
         jobs=tuple(work.job for work in wanted),
         release=release,
     )
-    quantiser(name="Have AutoRound beside the engine image", image=image)
+    install_quantiser(name="Have AutoRound beside the engine image", image=image)
     _start(jobs, release, lambda one: f"Begin to {one.job.title}", REQUANTIZE_JOB)
-    prepared(
+    wait_for_jobs(
         name="Wait until the tree is quantised",
         jobs=tuple(work.job for work in jobs),
         release=release,
@@ -97,7 +100,7 @@ def ready(*, jobs: Sequence[Work], service: str) -> None:
     # A prepare target of their own: the release's is retired as soon as the release is whole.
     target = f"{service}-ready"
     _start(jobs, target, lambda one: ready_name(one.job))
-    prepared(
+    wait_for_jobs(
         name="Wait until the other pairs are ready",
         jobs=tuple(work.job for work in jobs),
         release=target,
@@ -107,20 +110,20 @@ def ready(*, jobs: Sequence[Work], service: str) -> None:
 @deploy("Sources")
 def close() -> None:
     """Lend the other hosts nothing any more."""
-    closed(name="Lend nothing any more")
+    stop_sharing(name="Lend nothing any more")
 
 
 @deploy("Sources")
 def discard(*, jobs: Sequence[Work], release: str) -> None:
     """Remove a base that is not kept, once the tree made from it is proven byte by byte."""
     for work in each(jobs):
-        job(
+        start_job(
             name=f"Remove {work.job.title.removeprefix('remove ')}",
             work=work,
             release=release,
             names=(work.job.digest12,),
         )
-        prepared(
+        wait_for_jobs(
             name="Wait until the base is removed",
             jobs=(work.job,),
             release=release,

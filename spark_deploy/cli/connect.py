@@ -25,8 +25,8 @@ from spark_deploy.cli.query_hosts import look
 from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.errors import SparkError
-from spark_deploy.hosts.facts.jobs import TailnetAddress
-from spark_deploy.hosts.payload.certificates import ca_path
+from spark_deploy.hosts.certificates import ca_path
+from spark_deploy.hosts.gateway import TailnetAddress
 from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
 from spark_deploy.plan.memory import context_tokens
 from spark_deploy.plan.resolve import pair_of

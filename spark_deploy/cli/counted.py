@@ -9,7 +9,7 @@ from spark_deploy.cli.hosts import Listed, planned, say
 from spark_deploy.cli.query_hosts import look, status_of
 from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
 from spark_deploy.config.catalog.model import PlainModel
-from spark_deploy.hosts.facts.releases import HostStatus
+from spark_deploy.hosts.status import HostStatus
 from spark_deploy.lock.types import Lock
 
 

@@ -19,12 +19,10 @@ from spark_deploy.cli.report import HostReport, plain_data, write_report
 from spark_deploy.cli.report_contents import HostData, host_report, read_host
 from spark_deploy.config.checkout import page
 from spark_deploy.config.errors import LockError, Problem
-from spark_deploy.hosts.facts.releases import stopped_text
-from spark_deploy.hosts.facts.survey import HostSurvey, Survey
-from spark_deploy.hosts.operations.preflight import question
-from spark_deploy.hosts.preflight import judge
-from spark_deploy.hosts.preflight.fabric import same_host_key
-from spark_deploy.hosts.preflight.workloads import in_the_way
+from spark_deploy.hosts.capacity import competing_containers
+from spark_deploy.hosts.preflight import fact_arguments, judge, same_host_key
+from spark_deploy.hosts.status import stopped_text
+from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.plan.machine import NeedsPlan
 from spark_deploy.plan.memory import gib
 
@@ -96,7 +94,7 @@ def surveyed(host: Host, needs: NeedsPlan) -> Survey | None:
         HostSurvey,
         # The survey finds its own way to root, so a host that still wants a password is seen too.
         _sudo=False,
-        **question(needs),
+        **fact_arguments(needs),
     )
     return found
 
@@ -126,7 +124,7 @@ def verdict_of(
 
 def moving(host: str, survey: Survey, needs: NeedsPlan) -> list[str]:
     """Return the commands that put this project in the place of other engines; none without."""
-    others = in_the_way(survey.containers, [*needs.takeover, *needs.allow_containers])
+    others = competing_containers(survey.containers, [*needs.takeover, *needs.allow_containers])
     if not others:
         return []
     names = json.dumps([one.name for one in others])
@@ -181,7 +179,7 @@ def _looks(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
             "(NV_ERR_NO_MEMORY); reboot the host if a start fails",
         )
     yield "serving", ", ".join(survey.serving) or "nothing of ours"
-    if others := in_the_way(survey.containers):
+    if others := competing_containers(survey.containers):
         yield "others", ", ".join(f"{one.name} ({one.image}, {one.state})" for one in others)
     if reused := plan_summary.told(plan_summary.reused(survey.stored, needs)):
         yield "reuse", reused

@@ -11,9 +11,13 @@ from spark_contract.keep import Ours
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
-from spark_deploy.hosts.operations.releases import gigabytes
-from spark_deploy.hosts.operations.uninstall import asked_of, manifest_of, ours_on_host
-from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.hosts.payload import read_payload
+from spark_deploy.hosts.uninstall import (
+    gigabytes,
+    list_resources,
+    read_resources,
+    uninstall_request,
+)
 
 
 def run(options: Options) -> int:
@@ -27,7 +31,7 @@ def run(options: Options) -> int:
 
 
 def _ask(host: Host, one: Listed) -> Ours:
-    return ours_on_host(asked_of(one.settings.settings))
+    return read_resources(uninstall_request(one.settings.settings))
 
 
 def _shown(one: Answer[Ours]) -> Iterator[str]:
@@ -46,7 +50,7 @@ def _shown(one: Answer[Ours]) -> Iterator[str]:
 
 
 def _planned(options: Options) -> int:
-    found = {host.name: manifest_of(planned(host), read_payload()) for host in listed(options)}
+    found = {host.name: list_resources(planned(host), read_payload()) for host in listed(options)}
     texts = (
         [name, *(f"  {entry.kind:<10} {entry.name}" for entry in owned)]
         for name, owned in found.items()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from spark_contract.tool import COMPILING
 
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.hosts.facts.disk import Stored
+from spark_deploy.hosts.disk import Stored
 from spark_deploy.lock.resolve import size
 from spark_deploy.plan.disk import disk_total
 from spark_deploy.plan.gateway import base_urls

@@ -19,7 +19,7 @@ from spark_deploy.cli.hosts import Listed, few, say
 from spark_deploy.cli.reach import QUIET_S, with_fix
 from spark_deploy.config.documents.shown import in_words
 from spark_deploy.config.errors import SparkError
-from spark_deploy.hosts.facts.releases import HostStatus, Status
+from spark_deploy.hosts.status import HostStatus, Status
 from spark_deploy.inventory.host_keys import readable_ssh_files
 from spark_deploy.inventory.output_limits import listen_carefully
 from spark_deploy.ticking import ticking

@@ -30,10 +30,10 @@ from spark_contract.status import EngineEvidence, Evidence, ReleaseState
 from spark_deploy.cli.report import CheckResult, HostReport, JobState, Serving, WatchdogEvent
 from spark_deploy.cli.report_answers import with_answers
 from spark_deploy.config.errors import Problem
-from spark_deploy.hosts.facts.releases import Evidence as EvidenceFact
-from spark_deploy.hosts.facts.releases import HostStatus, Status
-from spark_deploy.hosts.facts.survey import Survey
 from spark_deploy.hosts.preflight import judge
+from spark_deploy.hosts.status import Evidence as EvidenceFact
+from spark_deploy.hosts.status import HostStatus, Status
+from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.types import HostPlan
 
 # ``_host_report`` selects fields that should hold nothing private; these patterns remove what a

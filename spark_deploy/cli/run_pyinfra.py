@@ -28,7 +28,7 @@ from spark_deploy.cli.reach import reach
 from spark_deploy.cli.terminal import tell_problem
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError, SparkError
-from spark_deploy.hosts.facts.releases import WayBack
+from spark_deploy.hosts.status import WayBack
 from spark_deploy.inventory.command_line import plans
 
 

@@ -18,8 +18,8 @@ from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer, status_of
 from spark_deploy.cli.up import rollout_text
 from spark_deploy.config.errors import SparkError
-from spark_deploy.hosts.facts.releases import Count, HostStatus, Requests
-from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.hosts.payload import read_payload
+from spark_deploy.hosts.status import Count, HostStatus, Requests
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import wanted_by
 from spark_deploy.plan.jobs import jobs_of

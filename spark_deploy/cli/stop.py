@@ -15,7 +15,7 @@ from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, liste
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
 from spark_deploy.config.errors import SparkError
-from spark_deploy.hosts.operations.commands import shell
+from spark_deploy.hosts.commands import shell
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 

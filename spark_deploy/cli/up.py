@@ -31,9 +31,8 @@ from spark_deploy.cli.progress_screen import lay, minutes, phase_said
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
 from spark_deploy.cli.reach import reach
 from spark_deploy.config.errors import SparkError
-from spark_deploy.hosts.facts.jobs import Jobs, JobStates
-from spark_deploy.hosts.facts.releases import HostStatus, Status
-from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.hosts.payload import read_payload
+from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.inventory.login import public_key
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import size, wanted_by

@@ -21,7 +21,7 @@ from pyinfra.api.hiddenvalue import HiddenValue
 from pyinfra.api.host import Host
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.hosts.facts.system import ACCOUNT
+from spark_deploy.hosts.access import ACCOUNT
 from spark_deploy.inventory.host_keys import Endpoint, Seen, is_named, look, problems_of, record
 from spark_deploy.inventory.host_names import KEY, Known
 from spark_deploy.inventory.login import (

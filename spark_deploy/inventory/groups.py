@@ -23,7 +23,7 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.settings.load import HostSettings, load_hosts
-from spark_deploy.hosts.payload.content import supported_engines
+from spark_deploy.hosts.payload import supported_engines
 from spark_deploy.inventory.clusters import (
     cluster_problems,
     knowing_addresses,
@@ -253,7 +253,7 @@ def refuse_together(
         gateway = gateway_plan(host.settings, host.host)
         if gateway.tls is not None:
             # Only this needs X.509.
-            from spark_deploy.hosts.payload.certificates import check_gateway
+            from spark_deploy.hosts.certificates import check_gateway
 
             problems += check_gateway(gateway)
     if problems:

@@ -22,7 +22,7 @@ from spark_deploy.config.documents.schema_check import closest
 from spark_deploy.config.errors import LockError, Problem, SettingsError
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.hosts.payload.certificates import is_address
+from spark_deploy.hosts.certificates import is_address
 from spark_deploy.lock import verify_names
 from spark_deploy.lock.anatomy import read_anatomy
 from spark_deploy.lock.file import checked, write_lock

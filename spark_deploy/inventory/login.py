@@ -19,7 +19,7 @@ from pyinfra.connectors.ssh_util import load_key_with_certificate
 from pyinfra.connectors.sshuserclient.client import SSHClient
 
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.hosts.facts.system import ACCOUNT
+from spark_deploy.hosts.access import ACCOUNT
 from spark_deploy.inventory.host_keys import CONNECT_TIMEOUT_S, Endpoint, readable_ssh_files
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.plan.machine import BootstrapPlan

@@ -16,8 +16,8 @@ from pyinfra.api.state import State
 from pyinfra.context import inventory
 
 from spark_deploy.config.errors import PlanError, SettingsError
-from spark_deploy.hosts.facts.network import Fabric
-from spark_deploy.hosts.payload.content import SITE_REQUIREMENTS, quantiser_digest, read_payload
+from spark_deploy.hosts.network import Fabric
+from spark_deploy.hosts.payload import SITE_REQUIREMENTS, quantiser_digest, read_payload
 from spark_deploy.inventory.command_line import named_inventory, no_inventory
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.host_names import KEY, held_for, host_problems, known_of

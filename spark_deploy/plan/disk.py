@@ -11,7 +11,7 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.plan.types import CheckpointPlan, DiskUse, ImagePlan, PairPlan
 
 # Which of them share a filesystem, and what is free or there already, only the host knows:
-# preflight and ``doctor`` compare (``spark_deploy/hosts/preflight/host.py``).
+# preflight and ``doctor`` compare (``spark_deploy/hosts/capacity.py``).
 
 
 _GIB = 1024**3

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.hosts.payload.content import LAUNCHER
+from spark_deploy.hosts.payload import LAUNCHER
 from tests.labkit import CHECKOUT, Guest, info, lab
 from tests.receipts import source_receipt
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lab.paths import USER
-from spark_deploy.hosts.payload.content import site_archive
+from spark_deploy.hosts.payload import site_archive
 from spark_deploy.inventory.login import PASSWORD_FILE_VARIABLE
 from tests.host.conftest import NAME
 from tests.labkit import CHECKOUT, STATE, Guest, Site, guest_named, lab

@@ -7,7 +7,7 @@ from typing import Any
 from spark_contract.documents import read
 from spark_contract.status import Status
 
-from spark_deploy.hosts.facts.releases import HostStatus
+from spark_deploy.hosts.status import HostStatus
 
 STATUS: dict[str, Any] = {
     "schema_version": 2, "releases": [], "services": {}, "jobs": [],

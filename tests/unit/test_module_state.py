@@ -12,7 +12,7 @@ from tests.unit.test_rooms import MODULES, none, tree_of
 # every host of a run gets the same bytes, whatever becomes of the checkout meanwhile.
 REMEMBER = {
     "spark_deploy/config/documents/declare.py",
-    "spark_deploy/hosts/payload/content.py",
+    "spark_deploy/hosts/payload.py",
     "files/checkpoint/spark_checkpoint/format/index.py",
     "files/checkpoint/spark_checkpoint/format/numbers.py",
     "files/checkpoint/spark_checkpoint/sources/connections.py",

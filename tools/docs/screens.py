@@ -31,7 +31,7 @@ from spark_deploy.cli.status import lines as status_lines  # noqa: E402
 from spark_deploy.cli.status import told_by  # noqa: E402
 from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.settings.load import load_hosts  # noqa: E402
-from spark_deploy.hosts.facts.releases import HostStatus  # noqa: E402
+from spark_deploy.hosts.status import HostStatus  # noqa: E402
 from spark_deploy.plan.resolve import pair_of  # noqa: E402
 
 OUT = CHECKOUT / "docs/screens"

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.hosts.payload import read_payload
 
 pytestmark = pytest.mark.slow
 DIGESTS = (
-    "from spark_deploy.hosts.payload.content import read_payload as r; import spark_deploy; "
+    "from spark_deploy.hosts.payload import read_payload as r; import spark_deploy; "
     "print(r().tools_digest, r().image_context_digest, spark_deploy.__file__)"
 )
 

@@ -16,7 +16,7 @@ from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.cli.status import lines as status_lines
 from spark_deploy.cli.status import summary_of
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.hosts.facts.releases import Count, HostStatus
+from spark_deploy.hosts.status import Count, HostStatus
 from tests.unit.planning.plans import shipped_catalog
 from tests.unit.statuses import told
 

@@ -17,8 +17,8 @@ from spark_deploy.cli import doctor, main, plan, plan_summary
 from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError
-from spark_deploy.hosts.facts import survey as survey_fact
-from spark_deploy.hosts.facts.disk import Stored
+from spark_deploy.hosts.disk import Stored
+from spark_deploy.hosts.survey import stopped_script
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.surveyed import OLLAMA, survey
 
@@ -78,7 +78,7 @@ def test_who_stopped_a_service_is_told_and_that_a_deploy_leaves_it_so() -> None:
 
 def test_a_host_tells_each_stop_on_one_line_and_none_where_none_is(tmp_path: Path) -> None:
     def told() -> list[str]:
-        script = ["sh", "-ec", survey_fact.stopped_script(str(tmp_path)) + "exit 0"]
+        script = ["sh", "-ec", stopped_script(str(tmp_path)) + "exit 0"]
         return subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n")
 
     assert told() == ["== stopped", ""]

@@ -11,9 +11,8 @@ from spark_contract.tool import COMPILING
 from spark_deploy.cli import up
 from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.cli.up import Found, sentence
-from spark_deploy.hosts.facts.jobs import Jobs, JobStates
-from spark_deploy.hosts.facts.releases import HostStatus, Status
-from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.hosts.payload import read_payload
+from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.plan.jobs import jobs_of
 from tests.unit.planning.plans import plan_of
 from tests.unit.statuses import told

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from spark_host.records import upgrades
 
-from spark_deploy.hosts.facts import gpu, system
-from spark_deploy.hosts.facts.reading import split
+from spark_deploy.hosts import gpu, survey
+from spark_deploy.hosts.facts import split_sections
 
 RUNNING = "6.17.0-1014-nvidia"
 MODULE = "proc/driver/nvidia/version"
@@ -45,13 +45,13 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
 
 def asked_by_a_deploy(root: Path) -> str:
     """Run the deploy's own questions in a real shell, on a host below ``root``."""
-    script = (gpu.SCRIPT + system.SCRIPT).replace("uname -r", f"echo {RUNNING}")
+    script = (gpu.GPU_SCRIPT + survey.IDENTITY_SCRIPT).replace("uname -r", f"echo {RUNNING}")
     for place in ("/run/", "/boot/", "/proc/driver", "/usr/lib/"):
         script = script.replace(place, f"{root}{place}")
     told = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
-    sections = split(told.stdout.replace(f"{root}/", "/").splitlines())
+    sections = split_sections(told.stdout.replace(f"{root}/", "/").splitlines())
     sections.pop("smi")  # this machine's, where it has one
-    return system.parse(sections, gpu.parse(sections)).boot.pending
+    return survey.parse_identity(sections, gpu.parse_gpu(sections)).boot.pending
 
 
 @pytest.mark.parametrize("case", CASES)

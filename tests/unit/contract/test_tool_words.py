@@ -13,7 +13,7 @@ import spark_host.__main__ as host
 from spark_contract import tool
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.hosts.payload import read_payload
 from spark_deploy.plan.release import unit_files_of
 
 # Words behind the tool's name, wherever somebody is told to say them.

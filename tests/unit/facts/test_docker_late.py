@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.hosts.facts import docker
+from spark_deploy.hosts import docker_facts
 
 ANSWER = {
     "docker": '{"ServerVersion": "29.2.1"}',
@@ -16,9 +16,9 @@ ANSWER = {
 }
 
 
-def look(folder: Path, monkeypatch: pytest.MonkeyPatch, **delays_s: float) -> docker.Docker:
+def look(folder: Path, monkeypatch: pytest.MonkeyPatch, **delays_s: float) -> docker_facts.Docker:
     """Look at a host on which each program sleeps at its first call, and ``docker`` at all."""
-    monkeypatch.setattr(docker, "_LIMITS_S", (0.4, 0.9))
+    monkeypatch.setattr(docker_facts, "_LIMITS_S", (0.4, 0.9))
     for name, answer in ANSWER.items():
         delay_s = delays_s.get(name.replace("-", "_"), 0)
         asked = folder / f"{name}.asked"
@@ -28,12 +28,12 @@ def look(folder: Path, monkeypatch: pytest.MonkeyPatch, **delays_s: float) -> do
             f"#!/bin/sh\n{once}sleep {delay_s}\ntouch {asked}\ncat <<'END'\n{answer}\nEND\n"
         )
         program.chmod(0o755)
-    script = docker.DockerState().command((), str(folder / "receipt.json"))
+    script = docker_facts.DockerState().command((), str(folder / "receipt.json"))
     said = subprocess.run(
         ["sh", "-c", script], capture_output=True, text=True, check=True,
         env={"PATH": f"{folder}:/usr/bin:/bin"},
     )  # fmt: skip
-    return docker.DockerState().process(said.stdout.splitlines())
+    return docker_facts.DockerState().process(said.stdout.splitlines())
 
 
 @pytest.mark.slow
@@ -55,9 +55,9 @@ def test_what_fails_at_once_is_not_silent(tmp_path: Path) -> None:
     for name in ANSWER:
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / name).chmod(0o755)
-    script = docker.DockerState().command((), str(tmp_path / "receipt.json"))
+    script = docker_facts.DockerState().command((), str(tmp_path / "receipt.json"))
     said = subprocess.run(
         ["sh", "-c", script], capture_output=True, text=True, check=True, timeout=20,
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
     )  # fmt: skip
-    assert docker.DockerState().process(said.stdout.splitlines()).silent == ()
+    assert docker_facts.DockerState().process(said.stdout.splitlines()).silent == ()

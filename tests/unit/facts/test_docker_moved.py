@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.hosts.facts import disk
-from spark_deploy.hosts.facts.reading import split
+from spark_deploy.hosts import disk
+from spark_deploy.hosts.facts import split_sections
 
 EXPECTED = "/var/lib/docker"
 # Another filesystem than that of /, on every machine.
@@ -24,7 +24,7 @@ def place(tmp_path: Path, **tools: str) -> disk.Place:
         ["sh", "-c", disk.disk_script([EXPECTED], [EXPECTED])],
         capture_output=True, text=True, check=False, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
     )  # fmt: skip
-    [one] = disk.parse_places(split(found.stdout.splitlines())["places"])
+    [one] = disk.parse_places(split_sections(found.stdout.splitlines())["places"])
     return one
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from spark_deploy.hosts.facts.survey import engine_memory_script
+from spark_deploy.hosts.survey import engine_memory_script
 
 
 def test_each_running_engine_is_printed_with_the_need_of_its_release(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ import yaml
 from pyinfra.api.exceptions import FactProcessError
 from spark_contract.machine import LIBCUDA
 
-from spark_deploy.hosts.facts.docker import DockerState
-from spark_deploy.hosts.facts.gpu import CudaState
-from spark_deploy.hosts.facts.network import Fabric, NetplanFiles, Reach
-from spark_deploy.hosts.facts.packages import BaseState
-from spark_deploy.hosts.facts.survey import HostSurvey
-from spark_deploy.hosts.facts.system import LoginAccess
+from spark_deploy.hosts.access import LoginAccess
+from spark_deploy.hosts.base import BaseState
+from spark_deploy.hosts.docker_facts import DockerState
+from spark_deploy.hosts.gpu import CudaState
+from spark_deploy.hosts.network import Fabric, NetplanFiles, Reach
+from spark_deploy.hosts.survey import HostSurvey
 
 FACTS = {
     fact.__name__: fact

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.hosts.facts.survey import audit_script, audited
+from spark_deploy.hosts.survey import audit_script, parse_audit
 
 HOLD = (
     "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(); input()"
@@ -37,7 +37,7 @@ def half_installed(folder: Path) -> tuple[str, ...]:
         ["sh", "-c", audit_script(str(folder))], capture_output=True, text=True, check=False
     )
     assert said.stderr == ""
-    return audited(said.stdout.splitlines())
+    return parse_audit(said.stdout.splitlines())
 
 
 def test_what_nobody_installs_is_half_installed(folder: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pyinfra.api.exceptions import FactProcessError
 from pyinfra.api.facts import FactBase
 
-import spark_deploy.hosts.facts
+import spark_deploy.hosts
 from tests.unit.facts.test_facts import output_of
 from tests.unit.hostile import BOMBS
 from tests.unit.statuses import SERVICE, STATUS
@@ -28,9 +28,7 @@ HERE = Path(__file__).parent
 
 
 def all_facts() -> Iterator[type[FactBase[Any]]]:
-    for found in pkgutil.walk_packages(
-        spark_deploy.hosts.facts.__path__, "spark_deploy.hosts.facts."
-    ):
+    for found in pkgutil.walk_packages(spark_deploy.hosts.__path__, "spark_deploy.hosts."):
         for _, one in inspect.getmembers(importlib.import_module(found.name), inspect.isclass):
             if issubclass(one, FactBase) and one.__module__ == found.name:
                 yield one

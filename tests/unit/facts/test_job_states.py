@@ -1,6 +1,6 @@
 """States of jobs as the host tools report them."""
 
-from spark_deploy.hosts.facts.jobs import JobStates
+from spark_deploy.hosts.status import JobStates
 
 
 def test_links_of_the_boot_pulled_jobs_and_a_lending_host_are_told_apart() -> None:

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from spark_deploy.hosts.facts.jobs import LoginAddress
+from spark_deploy.hosts.peer_download import LoginAddress
 
 
 @pytest.mark.parametrize(

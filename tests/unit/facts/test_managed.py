@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.hosts.facts.reading import FileStates
-from spark_deploy.hosts.operations.files import archive, unpack_script
-from spark_deploy.hosts.payload.content import tree
+from spark_deploy.hosts.facts import FileStates
+from spark_deploy.hosts.files import pack_files, unpack_script
+from spark_deploy.hosts.payload import read_tree
 from spark_deploy.plan.managed_files import FileState, ManagedFile, differing
 
 
@@ -63,7 +63,7 @@ def test_any_drift_of_a_file_makes_it_differ(drift: FileState | None) -> None:
 def test_the_archive_holds_contents_by_position_so_no_path_can_steer_tar() -> None:
     files = [ManagedFile("../../etc/shadow", b"one"), ManagedFile("/b", b"two")]
 
-    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive(files)))) as tar:
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(pack_files(files)))) as tar:
         members = {name: tar.extractfile(name).read() for name in tar.getnames()}
 
     assert members == {"0": b"one", "1": b"two"}
@@ -77,7 +77,7 @@ def test_a_file_is_written_beside_its_target_and_renamed_over_it(tmp_path: Path)
     script = script.replace("-o root -g root ", "")
     subprocess.run(
         ["sh", "-c", script],
-        input=archive([ManagedFile(str(target), b"new\n")]).encode(),
+        input=pack_files([ManagedFile(str(target), b"new\n")]).encode(),
         check=True,
     )
 
@@ -94,7 +94,7 @@ def test_a_tree_leaves_bytecode_out(tmp_path: Path) -> None:
     (tmp_path / "__pycache__/x.pyc").write_bytes(b"")
     (tmp_path / "a.py").write_text("")
 
-    files = tree(tmp_path, "/opt/x")
+    files = read_tree(tmp_path, "/opt/x")
 
     assert [file.path for file in files] == ["/opt/x/a.py", "/opt/x/bin/run"]
     assert "content" not in repr(files[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_deploy.hosts.facts.jobs import PythonSite, Quantiser, QuantiserSite, Site
+from spark_deploy.hosts.tools import PythonSite, Quantiser, QuantiserSite, Site
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.hosts.facts import releases
-from spark_deploy.hosts.facts.releases import Count, Requests
+from spark_deploy.hosts import status
+from spark_deploy.hosts.status import Count, Requests
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -39,7 +39,7 @@ class Engine(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(releases, "engine_dir", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(status, "engine_dir", lambda name: str(tmp_path / name))
     (tmp_path / "main").mkdir()
     with socketserver.ThreadingUnixStreamServer(str(tmp_path / "main/engine.sock"), Engine) as one:
         threading.Thread(target=one.serve_forever, daemon=True).start()

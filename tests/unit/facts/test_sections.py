@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pyinfra.api.exceptions import FactProcessError
 
-from spark_deploy.hosts.facts import reading
+from spark_deploy.hosts import facts
 
 
 def said(script: str, path: str = os.defpath) -> list[str]:
@@ -22,7 +22,9 @@ def said(script: str, path: str = os.defpath) -> list[str]:
 def test_two_sides_of_a_script_run_at_once_and_are_told_one_after_the_other() -> None:
     began = time.monotonic()
     lines = said(
-        reading.script("echo '== a'; sleep 0.5; echo 1", beside=("echo '== b'; sleep 0.5; echo 2",))
+        facts.build_script(
+            "echo '== a'; sleep 0.5; echo 1", beside=("echo '== b'; sleep 0.5; echo 2",)
+        )
     )
     assert lines == ["== a", "1", "== b", "2", "== end"]
     assert time.monotonic() - began < 0.9
@@ -32,9 +34,9 @@ def test_two_sides_of_a_script_run_at_once_and_are_told_one_after_the_other() ->
 def test_a_side_that_does_not_come_to_its_end_makes_the_answer_one_that_was_cut_off(
     one: str, other: str
 ) -> None:
-    script = reading.script(f"sh -c '{one}' || exit 1", beside=(other,))
+    script = facts.build_script(f"sh -c '{one}' || exit 1", beside=(other,))
     with pytest.raises(FactProcessError, match="cut off"):
-        reading.whole(said(script))
+        facts.parse_sections(said(script))
 
 
 @pytest.mark.parametrize(
@@ -52,4 +54,4 @@ def test_a_script_says_whether_sudo_works_and_never_runs_twice(
     for name, text in (("sudo", sudo), ("id", user)):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    assert said(reading.as_root("echo asked"), f"{tmp_path}:{os.defpath}") == ["== sudo", *told]
+    assert said(facts.as_root("echo asked"), f"{tmp_path}:{os.defpath}") == ["== sudo", *told]

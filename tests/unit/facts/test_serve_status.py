@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.hosts.facts.releases import Status
+from spark_deploy.hosts.status import Status
 from tests.unit.statuses import told
 
 RELEASE = "main-0123456789ab"

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from spark_deploy.hosts.facts import disk as stored
-from spark_deploy.hosts.facts import reading
+from spark_deploy.hosts.disk import Stored, parse_stored, stored_script
+from spark_deploy.hosts.facts import split_sections
 from tests.receipts import source_receipt
 
 MIB = 1 << 20
@@ -35,9 +35,9 @@ def disk(tmp_path):
 
 def look(root, wanted, look_in=("sources", "home/*/.cache/huggingface/hub")):
     target = str(root / "sources/org--name-4567")
-    script = stored.stored_script([target], [f"{root}/{folder}" for folder in look_in])
+    script = stored_script([target], [f"{root}/{folder}" for folder in look_in])
     out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
-    found = stored.parse(reading.split(out.splitlines()))
+    found = parse_stored(split_sections(out.splitlines()))
     return found, found.linkable_bytes(target, wanted)
 
 
@@ -68,7 +68,7 @@ def test_a_file_cut_short_does_not_count(disk):
 def test_what_is_on_another_filesystem_has_to_be_copied_and_needs_room(disk):
     root, sha256 = disk
     found, _ = look(root, [])
-    elsewhere = stored.Stored({"/data/x": "other"}, found.files)
+    elsewhere = Stored({"/data/x": "other"}, found.files)
     assert elsewhere.linkable_bytes("/data/x", [(sha256["a"], MIB)]) == 0
 
 
@@ -82,7 +82,7 @@ def test_folders_with_spaces_and_damaged_receipts_are_survived(disk):
 
 
 def test_nothing_is_asked_where_there_is_nothing_to_look_in():
-    assert stored.stored_script(["/srv/x"], []) == ""
+    assert stored_script(["/srv/x"], []) == ""
 
 
 @pytest.mark.parametrize("spoil", ["chown 1000", "chmod 666", "chmod 600"])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.hosts.facts import gpu
-from spark_deploy.hosts.facts.reading import split
+from spark_deploy.hosts import gpu
+from spark_deploy.hosts.facts import split_sections
 
 
 @pytest.mark.parametrize("complaint", ["", "W: /etc/apt/sources.list.d/dgx.sources: no Release"])
@@ -21,7 +21,7 @@ def test_a_complaint_on_the_other_stream_does_not_hide_the_score(
     )
     tool.chmod(0o755)
     found = subprocess.run(
-        ["sh", "-c", gpu.SCRIPT],
+        ["sh", "-c", gpu.GPU_SCRIPT],
         capture_output=True, text=True, check=False, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
     )  # fmt: skip
-    assert gpu.parse(split(found.stdout.splitlines())).torn_score == 2.6
+    assert gpu.parse_gpu(split_sections(found.stdout.splitlines())).torn_score == 2.6

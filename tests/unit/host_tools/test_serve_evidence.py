@@ -15,7 +15,7 @@ from spark_host.system import docker, systemd
 from spark_host.told import evidence
 from stub_host import RELEASE, Host
 
-from spark_deploy.hosts.facts.releases import Evidence as Fact
+from spark_deploy.hosts.status import Evidence as Fact
 
 # Messages as vLLM 0.33 prints them; the prefixes are of captured logs.
 LOG = (Path(__file__).parents[2] / "fixtures/engine-start.log").read_text()

@@ -12,7 +12,7 @@ from spark_host.told import status
 from spark_host.watch import loop
 from stub_host import RELEASE, Host
 
-from spark_deploy.hosts.facts.releases import HostStatus, Status
+from spark_deploy.hosts.status import HostStatus, Status
 
 OTHER = "main-ffffffffffff"
 

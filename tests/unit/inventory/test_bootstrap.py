@@ -12,7 +12,7 @@ from paramiko.hostkeys import HostKeyEntry, HostKeys
 from pyinfra.api.inventory import Inventory
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.hosts.operations.access import explained, sudoers
+from spark_deploy.hosts.access import explain_sudo_error, sudoers
 from spark_deploy.inventory import bootstrap, host_keys
 from spark_deploy.inventory import groups as inventory
 from spark_deploy.inventory.host_keys import Endpoint, Seen
@@ -312,7 +312,7 @@ def test_the_sudo_rule_is_one_line_for_one_user() -> None:
     ],
 )
 def test_what_sudo_says_is_told_apart(output: str, words: str) -> None:
-    assert words in explained(output).what
+    assert words in explain_sudo_error(output).what
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ from typing import Any
 import gevent
 import pytest
 
-from spark_deploy.hosts.facts import fact_cache
-from spark_deploy.hosts.facts.fact_cache import read
-from spark_deploy.hosts.facts.reading import HostFact
-from spark_deploy.hosts.operations.prefetch import ask, expect
+from spark_deploy.hosts import facts
+from spark_deploy.hosts.facts import HostFact, expect_fact, prefetch, read_fact
 from tests.unit.operations.test_operations import FakeHost, on
 
 
@@ -68,39 +66,39 @@ QUESTIONS = {
 
 
 def answer(kind: type[Said]) -> list[str]:
-    return read(kind, script=QUESTIONS[kind][0])
+    return read_fact(kind, script=QUESTIONS[kind][0])
 
 
 @pytest.fixture
 def host() -> Iterator[Answering]:
     host = Answering()
     with on(host):
-        expect(Long, lambda: {"script": QUESTIONS[Long][0]}, long=True)
-        expect(Failing, lambda: {"script": "echo half; exit 1"})
-        expect(Said, lambda: {"script": QUESTIONS[Said][0]})
-        expect(Unended, lambda: {"script": QUESTIONS[Unended][0]})
+        expect_fact(Long, lambda: {"script": QUESTIONS[Long][0]}, long=True)
+        expect_fact(Failing, lambda: {"script": "echo half; exit 1"})
+        expect_fact(Said, lambda: {"script": QUESTIONS[Said][0]})
+        expect_fact(Unended, lambda: {"script": QUESTIONS[Unended][0]})
         yield host
 
 
 def test_all_that_is_expected_is_asked_at_once_and_then_known(host: Answering) -> None:
-    ask()
+    prefetch()
     assert (host.ran, host.most_at_once) == (2, 2)
     assert {kind: answer(kind) for kind in QUESTIONS} == {
         kind: said for kind, (_, said) in QUESTIONS.items()
     }
-    ask()
+    prefetch()
     assert (host.ran, host.asked) == (2, 0)
 
 
 def test_another_question_of_the_same_kind_is_asked(host: Answering) -> None:
-    ask()
-    read(Said, script="echo another")
+    prefetch()
+    read_fact(Said, script="echo another")
     assert host.asked == 1
 
 
 def test_what_failed_is_asked_by_who_needs_it(host: Answering) -> None:
-    ask()
-    read(Failing, script="echo half; exit 1")
+    prefetch()
+    read_fact(Failing, script="echo half; exit 1")
     assert host.asked == 1
 
 
@@ -111,7 +109,7 @@ def test_a_host_that_is_gone_is_asked_by_who_needs_it(
         raise EOFError
 
     monkeypatch.setattr(host, "run_shell_command", gone)
-    ask()
+    prefetch()
     answer(Said)
     assert host.asked == 1
 
@@ -119,12 +117,12 @@ def test_a_host_that_is_gone_is_asked_by_who_needs_it(
 def test_an_answer_is_forgotten_after_some_seconds_and_after_a_command(
     host: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask()
-    monkeypatch.setattr(fact_cache, "CROSSES_S", -1)
+    prefetch()
+    monkeypatch.setattr(facts, "MAX_AGE_S", -1)
     answer(Said)
     assert host.asked == 1
     monkeypatch.undo()
-    monkeypatch.setattr(fact_cache, "commands_executed", lambda on: 1)
+    monkeypatch.setattr(facts, "commands_executed", lambda on: 1)
     answer(Long)
     assert host.asked == 2
 
@@ -132,6 +130,6 @@ def test_an_answer_is_forgotten_after_some_seconds_and_after_a_command(
 def test_a_prediction_asks_nothing_ahead() -> None:
     host = Answering()
     with on(host, executing=False):
-        expect(Said, lambda: {"script": "echo a"})
-        ask()
+        expect_fact(Said, lambda: {"script": "echo a"})
+        prefetch()
     assert host.ran == 0

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.config.settings.sources import RepositorySettings
-from spark_deploy.hosts.operations import apt, docker_engine
-from spark_deploy.hosts.operations.commands import CommandFailed
-from spark_deploy.hosts.operations.host_errors import Refused
+from spark_deploy.hosts import docker_engine, packages
+from spark_deploy.hosts.commands import CommandFailed
+from spark_deploy.hosts.host_errors import Refused
 from tests.unit.facts.test_facts import lines_of
 
 
@@ -39,8 +39,8 @@ def test_an_installation_that_would_change_the_driver_set_is_seen(package: str) 
         f"Inst {package} [1.0] (1.1 repo [arm64])",
         f"Conf {package} (1.1 repo [arm64])",
     ]
-    assert apt.forbidden(simulation) == (package,)
-    assert apt.forbidden([f"Remv {package} [1.0]"]) == (package,)
+    assert packages.forbidden_changes(simulation) == (package,)
+    assert packages.forbidden_changes([f"Remv {package} [1.0]"]) == (package,)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_an_installation_that_would_change_the_driver_set_is_seen(package: str) 
     ],
 )
 def test_toolkits_may_be_installed(package: str) -> None:
-    assert apt.forbidden([f"Inst {package} (1.0 repo [arm64])"]) == ()
+    assert packages.forbidden_changes([f"Inst {package} (1.0 repo [arm64])"]) == ()
 
 
 def repository(**changes) -> RepositorySettings:
@@ -73,17 +73,17 @@ def repository(**changes) -> RepositorySettings:
 
 
 def test_a_source_is_bound_to_its_own_key() -> None:
-    lines = apt.sources_file(repository()).content.decode().splitlines()
+    lines = packages.sources_file(repository()).content.decode().splitlines()
     assert "Signed-By: /etc/apt/keyrings/spark-vendor.asc" in lines
     assert "Components: main extra" in lines
 
 
 def test_a_flat_repository_has_no_components() -> None:
-    assert b"Components" not in apt.sources_file(repository(suite="./", components=())).content
+    assert b"Components" not in packages.sources_file(repository(suite="./", components=())).content
 
 
 def test_a_binary_key_gets_the_suffix_apt_reads_it_by() -> None:
-    assert apt.key_path(repository(key_url="https://x.example.test/a.gpg")).endswith(".gpg")
+    assert packages.key_path(repository(key_url="https://x.example.test/a.gpg")).endswith(".gpg")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_binary_key_gets_the_suffix_apt_reads_it_by() -> None:
 )
 def test_each_way_a_container_misses_the_gpu_has_its_own_words(capture: str, words: str) -> None:
     output = "\n".join(lines_of({"capture": capture}))
-    problem = docker_engine.explained(output, "image@sha256:00")
+    problem = docker_engine.explain_gpu_error(output, "image@sha256:00")
     assert words in problem.what
     assert problem.fix
 
@@ -130,7 +130,7 @@ def test_a_service_of_the_owner_is_neither_masked_nor_disabled(tmp_path, unit: s
         (tools / name).chmod(0o755)
     if not ours:
         (units / "nginx.service").write_text("[Service]\n")
-    script = apt._install_script("nginx-light", ["nginx.service"])
+    script = packages._install_script("nginx-light", ["nginx.service"])
     subprocess.run(
         ["sh", "-c", script.replace("/etc/systemd/system", str(units))],
         env={"PATH": f"{tools}:/usr/bin:/bin"}, check=True,
@@ -155,7 +155,8 @@ def test_keys_come_through_the_proxy_that_apt_was_told(tmp_path, said, http, htt
     (tmp_path / "apt-config").chmod(0o755)
     show = "env | grep -E '^https?_proxy=' | sort || :"
     done = subprocess.run(
-        ["sh", "-euc", f"{apt._APTS_PROXY}\n{show}"], capture_output=True, text=True, check=True,
+        ["sh", "-euc", f"{packages._APT_PROXY}\n{show}"],
+        capture_output=True, text=True, check=True,
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
     found = dict(line.split("=", 1) for line in done.stdout.splitlines())
@@ -182,7 +183,7 @@ def test_lists_that_cannot_be_had_hold_no_run_up_for_ever(
 
 
 def refreshed(lists: Path) -> subprocess.CompletedProcess[str]:
-    script = apt.update_script(1, str(lists))
+    script = packages.update_script(1, str(lists))
     return subprocess.run(
         ["sh", "-c", script], capture_output=True, text=True, timeout=30, check=False
     )
@@ -205,7 +206,7 @@ def test_lists_that_a_power_cut_left_empty_are_fetched_anew(
 
 def test_a_repository_that_answers_503_is_asked_again_at_once() -> None:
     # apt 2.6 counts the pause before it asks again, and then never asks.
-    assert " -o Acquire::Retries=1 -o Acquire::Retries::Delay=false " in apt.update_script()
+    assert " -o Acquire::Retries=1 -o Acquire::Retries::Delay=false " in packages.update_script()
 
 
 def test_a_package_that_is_nowhere_is_told_with_what_could_not_be_fetched(monkeypatch) -> None:
@@ -220,11 +221,11 @@ def test_a_package_that_is_nowhere_is_told_with_what_could_not_be_fetched(monkey
             return ["Hit:1 http://ours", "Err:2 http://vendor ./ InRelease", "W: 403  Forbidden"]
         raise CommandFailed(command, "E: Unable to locate package toolkit")
 
-    monkeypatch.setattr(apt, "run", run)
-    monkeypatch.setattr(apt, "wait_for_lock", lambda *_: None)
-    monkeypatch.setattr(apt, "heartbeat", lambda *_: nullcontext())
+    monkeypatch.setattr(packages, "run", run)
+    monkeypatch.setattr(packages, "wait_for_lock", lambda *_: None)
+    monkeypatch.setattr(packages, "heartbeat", lambda *_: nullcontext())
     with pytest.raises(Refused) as caught:
-        inspect.unwrap(apt._install)(None, Said(), ("toolkit",), 1, ())
+        inspect.unwrap(packages._install)(None, Said(), ("toolkit",), 1, ())
     *_, located, source, status, fix = str(caught.value).splitlines()
     assert "Unable to locate package toolkit" in located
     assert source.strip() == "apt-get update: Err:2 http://vendor ./ InRelease"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from spark_contract.records import Rollout
 
-from spark_deploy.hosts.operations import releases
+from spark_deploy.hosts import releases
 from tests.unit.operations.test_operations import FakeHost
 
 NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
@@ -15,7 +15,7 @@ NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
 
 def said(**result: Any) -> tuple[bool, list[str]]:
     host = FakeHost({})
-    well = releases.report(host, NEW, Rollout(NEW, **result))  # type: ignore[arg-type]
+    well = releases.report_change(host, NEW, Rollout(NEW, **result))  # type: ignore[arg-type]
     return well, "\n".join(host.logs).splitlines()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pyinfra.api.exceptions import ConnectError
 
-from spark_deploy.hosts.operations import reconnect, releases
-from spark_deploy.hosts.operations.host_errors import Refused
+from spark_deploy.hosts import commands, releases
+from spark_deploy.hosts.host_errors import Refused
 from tests.unit.operations.test_operations import FakeHost, on
 
 
@@ -48,8 +48,8 @@ class Wired:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(reconnect.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(reconnect.gevent, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(commands.gevent, "sleep", lambda s: now.__setitem__(0, now[0] + s))
     return now
 
 
@@ -58,7 +58,7 @@ def test_a_lost_connection_is_made_again_and_the_question_asked_again(
     clock: list[float], loss: Any
 ) -> None:
     host = Wired(loss, "here")
-    assert reconnect.run_reconnecting(host, "true") == (True, "here", "")
+    assert commands.run_reconnecting(host, "true") == (True, "here", "")
     assert host.connects == 1
 
 
@@ -69,14 +69,14 @@ def test_a_command_that_fails_on_a_host_that_is_there_is_not_repeated(
     monkeypatch.setattr(
         host, "run_shell_command", lambda *_, **__: (False, SimpleNamespace(stdout="", stderr="x"))
     )
-    assert reconnect.run_reconnecting(host, "false") == (False, "", "x")
+    assert commands.run_reconnecting(host, "false") == (False, "", "x")
     assert host.connects == 0
 
 
 def test_a_host_that_stays_away_is_given_up_after_minutes(clock: list[float]) -> None:
     with pytest.raises(ConnectError, match="stayed unreachable"):
-        reconnect.run_reconnecting(Wired(), "true")
-    assert reconnect.AWAY_S <= clock[0] < reconnect.AWAY_S + 30
+        commands.run_reconnecting(Wired(), "true")
+    assert commands.AWAY_S <= clock[0] < commands.AWAY_S + 30
 
 
 def test_a_change_on_a_host_that_is_lost_fails_and_says_that_the_host_goes_on(

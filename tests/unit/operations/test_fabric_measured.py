@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from spark_contract.errors import ERROR
 
-from spark_deploy.hosts.operations import fabric_speed
+from spark_deploy.hosts import fabric
 from spark_deploy.plan.machine import Way
 from tests.unit.operations.test_releases import Answering, on, shown
 
@@ -45,10 +45,10 @@ def measured(
     reached: str = "yes",
 ) -> list[str]:
     answers, ends = {WAY.address: reached}, {"spark-1": sender, "spark-2": listener}
-    monkeypatch.setattr(fabric_speed, "read", lambda fact, **_: answers)
+    monkeypatch.setattr(fabric, "read_fact", lambda fact, **_: answers)
     with on(sender, executing) as state:
         state.inventory.get_host = ends.__getitem__
-        return [shown(command) for command in fabric_speed.measured._inner([WAY])]
+        return [shown(command) for command in fabric.measure_links._inner([WAY])]
 
 
 def test_both_ends_get_one_word_that_no_process_list_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spark_deploy.hosts.facts.reading import FileStates
-from spark_deploy.hosts.operations.files import look_at, place, states_of
+from spark_deploy.hosts.facts import FileStates
+from spark_deploy.hosts.files import expect_files, file_states, place_files
 from spark_deploy.plan.managed_files import FileState, ManagedFile
 from tests.unit.operations.test_operations import FakeHost, on
 
@@ -28,23 +28,23 @@ class Disk(FakeHost):
 
 
 def placed(*files: ManagedFile) -> list[Any]:
-    return list(place(files))
+    return list(place_files(files))
 
 
 def test_one_question_asks_for_all_that_a_run_will_look_at() -> None:
     host = Disk(ONE, TWO)
     with on(host):
-        look_at([ONE.path])
-        look_at([TWO.path, "/etc/none"])
+        expect_files([ONE.path])
+        expect_files([TWO.path, "/etc/none"])
         assert (placed(TWO), placed(ONE)) == ([], [])
-        assert states_of(["/etc/none"]) == {}
+        assert file_states(["/etc/none"]) == {}
     assert host.questions == [(ONE.path, TWO.path, "/etc/none")]
 
 
 def test_after_a_command_it_is_asked_again() -> None:
     host = Disk(ONE)
     with on(host) as state:
-        look_at([ONE.path, TWO.path])
+        expect_files([ONE.path, TWO.path])
         assert len(placed(TWO)) == 1
         done = type("Done", (), {"operation_meta": type("Meta", (), {"executed": True})})
         state.ops[host]["an operation"] = done

@@ -17,17 +17,17 @@ from spark_contract.gateway import Gateway, tls_of
 
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import GENERATED, SecretRef
-from spark_deploy.hosts.facts.jobs import (
+from spark_deploy.hosts import gateway
+from spark_deploy.hosts.certificates import issue
+from spark_deploy.hosts.facts import FileStates
+from spark_deploy.hosts.gateway import (
     GatewayCertificate,
     HostCertificate,
     SymlinkTarget,
     TailnetAddress,
     WatchTools,
 )
-from spark_deploy.hosts.facts.reading import FileStates
-from spark_deploy.hosts.facts.releases import HostStatus, Status
-from spark_deploy.hosts.operations import gateway
-from spark_deploy.hosts.payload.certificates import issue
+from spark_deploy.hosts.status import HostStatus, Status
 from spark_deploy.plan.gateway import gateway_file
 from spark_deploy.plan.managed_files import FileState, ManagedFile
 from spark_deploy.plan.types import GatewayPlan, TlsPlan
@@ -90,7 +90,7 @@ class Host(FakeHost):
 def run(host: Host, plan: GatewayPlan, executing: bool = True) -> list[Any]:
     with on(host, executing) as state:
         host.state = state
-        return list(gateway.configured._inner(plan))
+        return list(gateway.configure_gateway._inner(plan))
 
 
 def sent(command: StringCommand) -> list[bytes]:
@@ -265,11 +265,11 @@ def test_a_certificate_that_ends_soon_is_renewed(private: GatewayPlan) -> None:
 
 def test_a_new_key_is_made_on_the_host_or_refused_with_the_place_to_change_it() -> None:
     with on(Host()):
-        made = list(gateway.new_key._inner(PLAN))
+        made = list(gateway.replace_key._inner(PLAN))
     assert [str(c) for c in made] == [RELOAD.replace("gateway-reload", "gateway-new-key")]
     given = dataclasses.replace(PLAN, key=SecretRef(env="SPARK_KEY"))
     with on(Host()):
-        refused = list(gateway.new_key._inner(given))
+        refused = list(gateway.replace_key._inner(given))
     assert isinstance(refused[0], FunctionCommand)
     assert "env SPARK_KEY" in refused[0].args[0]
 
@@ -278,7 +278,7 @@ def test_a_host_without_anything_of_ours_is_told_to_deploy_first() -> None:
     host = Host()
     host.status = HostStatus(None)
     with on(host):
-        [refused] = gateway.new_key._inner(PLAN)
+        [refused] = gateway.replace_key._inner(PLAN)
     assert isinstance(refused, FunctionCommand)
     assert "nothing was deployed here yet" in refused.args[0]
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.hosts.facts import docker
-from spark_deploy.hosts.operations import docker as operations
-from spark_deploy.hosts.operations import gpu_access
+from spark_deploy.hosts import docker, docker_facts, gpu
 from tests.unit.facts.test_facts import output_of
 from tests.unit.operations.test_operations import PLANS, sections_of
 
@@ -22,8 +20,8 @@ RUNTIME = ("--runtime=nvidia",)
 DEVICE = ("--runtime=runc", "--device=nvidia.com/gpu=all")
 
 
-def state(like: str, **changes: Any) -> docker.Docker:
-    return docker.DockerState().process(output_of(sections_of({"like": like, **changes})))
+def state(like: str, **changes: Any) -> docker_facts.Docker:
+    return docker_facts.DockerState().process(output_of(sections_of({"like": like, **changes})))
 
 
 @pytest.mark.parametrize(
@@ -46,12 +44,12 @@ def test_the_way_to_the_gpu_follows_from_the_host(
     like: str, changes: dict[str, Any], wanted: tuple[str, ...]
 ) -> None:
     seen = state(like, **changes)
-    assert gpu_access.arguments(seen) == wanted
-    assert gpu_access.problem(seen) is None
+    assert gpu.gpu_arguments(seen) == wanted
+    assert gpu.gpu_problem(seen) is None
 
 
 def test_no_runtime_and_no_cdi_is_told_with_both_ways_out() -> None:
-    problem = gpu_access.problem(state(OLD, runtime=[]))
+    problem = gpu.gpu_problem(state(OLD, runtime=[]))
     assert problem is not None
     assert "docker 28.0.0-rc.1 does not read CDI" in str(problem)
     assert "install nvidia-container-runtime, or set docker.daemon" in str(problem)
@@ -59,5 +57,5 @@ def test_no_runtime_and_no_cdi_is_told_with_both_ways_out() -> None:
 
 def test_a_runtime_that_is_not_there_is_not_registered() -> None:
     plan = PLANS["docker"]
-    assert "runtimes" not in operations.wanted_keys(plan, state(FACTORY, runtime=[]))
-    assert "nvidia" in operations.wanted_keys(plan, state(FACTORY))["runtimes"]
+    assert "runtimes" not in docker.planned_keys(plan, state(FACTORY, runtime=[]))
+    assert "nvidia" in docker.planned_keys(plan, state(FACTORY))["runtimes"]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from spark_contract import tool
 
-from spark_deploy.hosts.operations import docker_engine
-from spark_deploy.hosts.operations.commands import CommandFailed
-from spark_deploy.hosts.operations.host_errors import Refused
+from spark_deploy.hosts import docker_engine
+from spark_deploy.hosts.commands import CommandFailed
+from spark_deploy.hosts.host_errors import Refused
 
 IMAGE = f"nvidia/cuda@sha256:{'5' * 64}"
 

@@ -9,8 +9,8 @@ import pytest
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.exceptions import PyinfraError
 
-from spark_deploy.hosts.facts.fact_cache import FactUnavailable
-from spark_deploy.hosts.operations.host_errors import host_errors
+from spark_deploy.hosts.facts import FactUnavailable
+from spark_deploy.hosts.host_errors import host_errors
 from tests.unit.operations.test_operations import FakeHost, on
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.hosts.operations import base
-from spark_deploy.hosts.payload.content import guarantee_files
+from spark_deploy.hosts import base
+from spark_deploy.hosts.payload import guarantee_files
 
 HELD = (
     "nvidia-driver-580-open", "nvidia-firmware-580-580.142", "nvidia-dkms-580-open",

@@ -15,8 +15,8 @@ from spark_contract.units import BOOT_LINKS
 
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import HubSettings
-from spark_deploy.hosts.facts.jobs import Jobs, JobStates
-from spark_deploy.hosts.operations import jobs
+from spark_deploy.hosts import jobs
+from spark_deploy.hosts.status import Jobs, JobStates
 from spark_deploy.plan.jobs import Work
 from spark_deploy.plan.managed_files import ManagedFile
 from tests.unit.operations.test_operations import on, shown
@@ -41,11 +41,11 @@ def host(state: State, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) ->
 
 
 def prepared(seen: Answering, *, retire_others: bool = True) -> list[str]:
-    return outcome(seen, jobs.prepared, (JOB,), NOW, 60, retire_others)
+    return outcome(seen, jobs.wait_for_jobs, (JOB,), NOW, 60, retire_others)
 
 
 def job(seen: Answering) -> list[str]:
-    return outcome(seen, jobs.job, WORK, NOW, (JOB.digest12,))
+    return outcome(seen, jobs.start_job, WORK, NOW, (JOB.digest12,))
 
 
 def test_work_of_a_choice_that_was_given_up_is_taken_from_the_boot() -> None:
@@ -70,8 +70,8 @@ def test_without_jobs_what_boots_is_known_from_an_answer_that_is_still_true() ->
     seen.get_fact = lambda fact, **words: asked.append(words) or answer(fact, **words)  # type: ignore[method-assign]
     with on(seen) as state:
         state.failed_hosts = set()
-        assert list(jobs.prepared._inner((JOB,), NOW, 60, False)) == []
-        *_, command = map(shown, jobs.prepared._inner((), "main-ready", 60, False))
+        assert list(jobs.wait_for_jobs._inner((JOB,), NOW, 60, False)) == []
+        *_, command = map(shown, jobs.wait_for_jobs._inner((), "main-ready", 60, False))
     assert len(asked) == 1
     assert "spark-prepare@main-ready.target" in command
 
@@ -128,7 +128,7 @@ def test_a_token_travels_on_standard_input_when_work_begins_and_at_no_other_time
     seen = host(state, (TARGET,), (JOB.digest12,))
     with on(seen) as running:
         seen.state = running
-        begun = list(jobs.job._inner(replace(WORK, hub=hub), NOW, (JOB.digest12,)))
+        begun = list(jobs.start_job._inner(replace(WORK, hub=hub), NOW, (JOB.digest12,)))
     text = "".join(map(str, begun)) + "".join(map(repr, begun))
     assert CANARY not in text
     assert (f"600 /var/lib/spark/jobs/{JOB.digest12}/hub-token" in text) == sent

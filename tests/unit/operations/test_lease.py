@@ -17,8 +17,8 @@ import pytest
 from pyinfra.api.command import FunctionCommand
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.hosts.operations import lease
-from spark_deploy.hosts.operations.host_errors import host_errors
+from spark_deploy.hosts import lease
+from spark_deploy.hosts.host_errors import host_errors
 from tests.unit.operations.test_operations import FakeHost, on
 
 # Of this machine, and no process has that number.
@@ -66,7 +66,7 @@ def changed(host: RealShell, executing: bool = True) -> list[str]:
 
     with on(host, executing) as state:
         state.callback_handlers = [lease.Releases()]
-        lease.hold(state, host)  # type: ignore[arg-type]
+        lease.hold_lease(state, host)  # type: ignore[arg-type]
         commands = [
             f"refused: {one.args[0]}" if isinstance(one, FunctionCommand) else str(one)
             for one in body()
@@ -128,7 +128,7 @@ def test_a_host_that_another_run_changes_is_not_even_looked_at(path: Path) -> No
     host = RealShell({})
     with on(host) as state:
         state.callback_handlers = [lease.Releases()]
-        lease.hold(state, host)  # type: ignore[arg-type]
+        lease.hold_lease(state, host)  # type: ignore[arg-type]
         [said] = body()
     assert "ben@laptop has been changing" in said.args[0]
 
@@ -142,7 +142,7 @@ def test_an_operation_that_finds_everything_right_takes_none(path: Path) -> None
 
     with on(host) as state:
         state.callback_handlers = [lease.Releases()]
-        lease.hold(state, host)  # type: ignore[arg-type]
+        lease.hold_lease(state, host)  # type: ignore[arg-type]
         assert list(body()) == []
     assert not path.exists()
 
@@ -193,10 +193,10 @@ def test_what_a_host_says_of_a_holder_is_a_plain_word(path: Path) -> None:
 SLOW = """
 from pyinfra.context import host, state
 from pyinfra.api import operation
-from spark_deploy.hosts.operations import lease
-from spark_deploy.hosts.operations.host_errors import host_errors
+from spark_deploy.hosts import lease
+from spark_deploy.hosts.host_errors import host_errors
 lease.LEASE = "{0}/lease"
-lease.hold(state, host)
+lease.hold_lease(state, host)
 @operation()
 @host_errors
 def slow():

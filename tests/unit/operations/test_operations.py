@@ -26,8 +26,7 @@ from spark_deploy.config.settings.cluster import ClusterSettings
 from spark_deploy.config.settings.host import PathSettings
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.hosts.facts import fact_cache
-from spark_deploy.hosts.operations import access, base, cuda, docker, fabric, preflight
+from spark_deploy.hosts import access, base, docker, fabric, facts, gpu, preflight
 from spark_deploy.plan.machine import (
     BasePlan,
     BootstrapPlan,
@@ -40,7 +39,7 @@ from spark_deploy.plan.machine import (
 HERE = Path(__file__).parent
 CASES = sorted(HERE.glob("*/*.yml"))
 MODULES = {
-    "access": access, "base": base, "cuda": cuda, "docker": docker, "fabric": fabric,
+    "access": access, "base": base, "gpu": gpu, "docker": docker, "fabric": fabric,
     "preflight": preflight,
 }  # fmt: skip
 
@@ -78,7 +77,7 @@ PLANS: dict[str, Any] = {
         disable_sleep=True,
         paths=PathSettings(),
     ),
-    "cuda": CudaPlan(
+    "gpu": CudaPlan(
         version="13.0",
         package="cuda-toolkit-13-0",
         repositories=(VENDOR,),
@@ -193,6 +192,7 @@ def test_every_operation_has_a_case_that_does_nothing_and_one_that_acts() -> Non
         for attribute, value in vars(module).items()
         if hasattr(value, "_inner") and value.__module__ == module.__name__
     }
+    operations.remove("fabric.measure_links")  # changes nothing: test_fabric_measured.py
     assert {name: seen[name] for name in operations} == {
         name: {"noop", "acts"} for name in operations
     }
@@ -201,7 +201,7 @@ def test_every_operation_has_a_case_that_does_nothing_and_one_that_acts() -> Non
 def test_operations_of_a_role_share_one_look_at_the_host() -> None:
     host = FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
     with on(host):
-        for operation in (docker.engine, docker.daemon_config, docker.running):
+        for operation in (docker.install_engine, docker.merge_daemon_json, docker.run_engine):
             list(operation._inner(PLANS["docker"]))
     assert host.asked == 1
 
@@ -209,9 +209,9 @@ def test_operations_of_a_role_share_one_look_at_the_host() -> None:
 def test_a_look_at_the_host_is_forgotten_once_a_command_ran() -> None:
     host = FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
     with on(host) as state:
-        list(docker.engine._inner(PLANS["docker"]))
+        list(docker.install_engine._inner(PLANS["docker"]))
         state.ops[host]["hash"] = SimpleNamespace(operation_meta=SimpleNamespace(executed=True))
-        list(docker.daemon_config._inner(PLANS["docker"]))
+        list(docker.merge_daemon_json._inner(PLANS["docker"]))
     assert host.asked == 2
 
 
@@ -219,7 +219,7 @@ def asked_in_both_stages() -> int:
     host = FakeHost(sections_of({"like": "DockerState/factory_without_runtime"}))
     for executing in (False, True, True):
         with on(host, executing=executing):
-            list(docker.engine._inner(PLANS["docker"]))
+            list(docker.install_engine._inner(PLANS["docker"]))
     return host.asked
 
 
@@ -230,7 +230,7 @@ def test_a_prediction_of_seconds_ago_is_taken_for_the_state_at_execution() -> No
 def test_an_older_prediction_is_not_taken_for_the_state_at_execution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fact_cache, "CROSSES_S", -1.0)
+    monkeypatch.setattr(facts, "MAX_AGE_S", -1.0)
     assert asked_in_both_stages() == 2
 
 
@@ -238,7 +238,7 @@ def test_a_host_that_cannot_be_read_is_refused_and_not_taken_for_empty() -> None
     host = FakeHost({})
     host.get_fact = lambda *_, **__: None  # what pyinfra gives after a failed fact
     with on(host):
-        commands = [shown(command) for command in docker.engine._inner(PLANS["docker"])]
+        commands = [shown(command) for command in docker.install_engine._inner(PLANS["docker"])]
     assert len(commands) == 1
     assert commands[0].startswith("_refuse(")
     assert "could not read the state" in commands[0]

@@ -16,9 +16,9 @@ from pyinfra.api.command import StringCommand
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import ProxySettings
-from spark_deploy.hosts.facts.network import DaemonProxy
-from spark_deploy.hosts.facts.reading import FileStates
-from spark_deploy.hosts.operations import proxy
+from spark_deploy.hosts import proxy
+from spark_deploy.hosts.facts import FileStates
+from spark_deploy.hosts.proxy import DaemonProxy
 from spark_deploy.plan.managed_files import FileState, ManagedFile
 from tests.unit.operations.test_operations import FakeHost, on
 
@@ -26,7 +26,7 @@ FILE = "/etc/spark/proxy.env"
 PASSWORD = "canary-5d1f"
 OPEN = ProxySettings(http="http://proxy:3128")
 NONE = ProxySettings()
-DROP_IN = proxy.PULLS_THROUGH
+DROP_IN = proxy.DOCKER_DROP_IN
 
 
 class Host(FakeHost):
@@ -56,7 +56,7 @@ def secret(tmp_path: Path) -> ProxySettings:
 
 
 def test_a_password_travels_on_standard_input_into_a_file_of_root_alone(secret):
-    [command] = commands(Host(), proxy.proxied_jobs, secret)
+    [command] = commands(Host(), proxy.configure_job_proxy, secret)
     assert PASSWORD not in repr(command) + str(command)
     sent = base64.b64decode(command.connector_arguments["_stdin"])
     with tarfile.open(fileobj=io.BytesIO(sent)) as tar:
@@ -71,36 +71,36 @@ def test_a_password_travels_on_standard_input_into_a_file_of_root_alone(secret):
 
 def test_a_second_run_changes_nothing_and_no_proxy_takes_the_file_away(secret):
     there = Host(proxy.proxy_file(secret))
-    assert commands(there, proxy.proxied_jobs, secret) == []
-    [command] = commands(there, proxy.proxied_jobs, NONE)
+    assert commands(there, proxy.configure_job_proxy, secret) == []
+    [command] = commands(there, proxy.configure_job_proxy, NONE)
     assert str(command) == f"rm -f -- {FILE}"
-    assert commands(Host(), proxy.proxied_jobs, NONE) == []
+    assert commands(Host(), proxy.configure_job_proxy, NONE) == []
 
 
 def test_docker_is_restarted_where_it_runs_with_another_proxy_and_only_there():
-    placed, restarted = commands(Host(daemon="differs"), proxy.proxied_docker, OPEN)
-    assert proxy.DROP_IN in str(placed)
+    placed, restarted = commands(Host(daemon="differs"), proxy.configure_docker_proxy, OPEN)
+    assert proxy.DROP_IN_PATH in str(placed)
     assert "systemctl restart docker.service" in str(restarted)
-    [restarted] = commands(Host(DROP_IN, daemon="differs"), proxy.proxied_docker, OPEN)
+    [restarted] = commands(Host(DROP_IN, daemon="differs"), proxy.configure_docker_proxy, OPEN)
     assert "systemctl restart docker.service" in str(restarted)
-    assert commands(Host(DROP_IN), proxy.proxied_docker, OPEN) == []
+    assert commands(Host(DROP_IN), proxy.configure_docker_proxy, OPEN) == []
 
 
 @pytest.mark.parametrize("daemon", ["same", "same-proxy"])
 def test_docker_that_has_this_proxy_by_its_owners_hand_is_left_alone(daemon):
     """Its restart would restart every container of the owner's."""
-    assert commands(Host(daemon=daemon), proxy.proxied_docker, OPEN) == []
+    assert commands(Host(daemon=daemon), proxy.configure_docker_proxy, OPEN) == []
 
 
 def test_names_that_need_no_proxy_are_kept_as_set_where_the_proxy_is_ours():
-    [restarted] = commands(Host(DROP_IN, daemon="same-proxy"), proxy.proxied_docker, OPEN)
+    [restarted] = commands(Host(DROP_IN, daemon="same-proxy"), proxy.configure_docker_proxy, OPEN)
     assert "systemctl restart docker.service" in str(restarted)
 
 
 def test_a_proxy_that_the_owner_gave_docker_stays_unless_ours_was_there():
-    assert commands(Host(daemon="differs"), proxy.proxied_docker, NONE) == []
-    removed, restarted = commands(Host(DROP_IN), proxy.proxied_docker, NONE)
-    assert str(removed) == f"rm -f -- {proxy.DROP_IN}"
+    assert commands(Host(daemon="differs"), proxy.configure_docker_proxy, NONE) == []
+    removed, restarted = commands(Host(DROP_IN), proxy.configure_docker_proxy, NONE)
+    assert str(removed) == f"rm -f -- {proxy.DROP_IN_PATH}"
     assert "systemctl restart docker.service" in str(restarted)
 
 
@@ -111,7 +111,7 @@ def test_what_systemd_would_read_otherwise_is_refused_without_being_shown(tmp_pa
     (tmp_path / "proxy").write_text(address)
     settings = ProxySettings(http=SecretRef(file=str(tmp_path / "proxy")))
     with pytest.raises(SettingsError) as caught:
-        commands(Host(), proxy.proxied_jobs, settings)
+        commands(Host(), proxy.configure_job_proxy, settings)
     assert "proxy.http" in str(caught.value)
     assert address not in str(caught.value)
 

@@ -12,9 +12,9 @@ import pytest
 from pyinfra.api.exceptions import ConnectError
 from spark_contract.machine import BOOT_ID
 
-from spark_deploy.hosts.facts.releases import HostStatus, Status
-from spark_deploy.hosts.facts.system import RebootedFor
-from spark_deploy.hosts.operations import preflight, serve
+from spark_deploy.hosts import preflight, serve
+from spark_deploy.hosts.status import HostStatus, Status
+from spark_deploy.hosts.survey import RebootedFor
 from tests.unit.operations.test_operations import NEEDS, FakeHost, on, sections_of, shown
 
 KERNEL = {"kernels": ["6.17.0-1021-nvidia", "6.17.0-1029-nvidia"]}
@@ -48,7 +48,7 @@ def asked(host: Host, failed: tuple[str, ...] = (), executing: bool = True) -> l
     results = {other: SimpleNamespace(error_ops={"op"}) for other in others}
     with on(host, executing):
         host.state = SimpleNamespace(inventory=others, results=results)
-        return [shown(c) for c in serve.rebooted._inner(ALLOWED, SERVE)]
+        return [shown(c) for c in serve.reboot_host._inner(ALLOWED, SERVE)]
 
 
 def test_a_host_without_a_cause_is_left_up() -> None:
@@ -142,9 +142,9 @@ def test_a_host_whose_tools_cannot_be_understood_is_not_rebooted() -> None:
 def test_preflight_does_not_judge_what_a_reboot_will_change() -> None:
     host = Host(smi=["Failed to initialize NVML: Driver/library version mismatch", "rc=18"])
     with on(host, executing=False):
-        commands = [shown(c) for c in preflight.fit_host._inner(ALLOWED)]
+        commands = [shown(c) for c in preflight.check_host._inner(ALLOWED)]
     assert commands[0].startswith("_refuse(")
     asked(host, executing=False)
     with on(host, executing=False):
-        assert list(preflight.fit_host._inner(ALLOWED)) == []
+        assert list(preflight.check_host._inner(ALLOWED)) == []
     assert host.noops[-1] == "judged after the reboot"

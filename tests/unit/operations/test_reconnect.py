@@ -7,7 +7,7 @@ import pytest
 from paramiko import SSHException
 from pyinfra.api.exceptions import ConnectError
 
-from spark_deploy.hosts.operations import reconnect
+from spark_deploy.hosts import commands
 
 
 class RebootingHost:
@@ -45,25 +45,25 @@ class RebootingHost:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     slept = []
-    monkeypatch.setattr(reconnect.gevent, "sleep", slept.append)
-    monkeypatch.setattr(reconnect.time, "monotonic", lambda: float(sum(slept)))
+    monkeypatch.setattr(commands.gevent, "sleep", slept.append)
+    monkeypatch.setattr(commands.time, "monotonic", lambda: float(sum(slept)))
     return slept
 
 
 def test_a_host_that_reboots_is_asked_until_it_is_back(quick):
     host = RebootingHost(failing_connects=5)
-    assert reconnect.run_reconnecting(host, "cat boot_id") == (True, "42", "")
+    assert commands.run_reconnecting(host, "cat boot_id") == (True, "42", "")
     assert host.said == ["connection lost (SSHException), trying again"]
     assert quick[-6:] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_host_that_stays_away_ends_the_waiting():
     with pytest.raises(ConnectError, match="spark-1 stayed unreachable"):
-        reconnect.run_reconnecting(RebootingHost(failing_connects=10**6), "true")
+        commands.run_reconnecting(RebootingHost(failing_connects=10**6), "true")
 
 
 @pytest.mark.parametrize("sudo", [True, False])
 def test_waiting_asks_for_sudo_only_where_the_host_wants_it(sudo):
     host = RebootingHost(failing_connects=2, sudo=sudo)
-    assert reconnect.run_reconnecting(host, "true")[0]
+    assert commands.run_reconnecting(host, "true")[0]
     assert host.with_sudo == [sudo, sudo]

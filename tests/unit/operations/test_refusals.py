@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pyinfra.api.command import FunctionCommand
 
-from spark_deploy.hosts.operations.host_errors import host_command, host_errors, refuse
+from spark_deploy.hosts.host_errors import host_command, host_errors, refuse
 from tests.unit.operations.test_operations import FakeHost, on
 
 WHY = ["disk: is full", "  fix: free some"]

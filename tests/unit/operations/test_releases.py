@@ -12,9 +12,9 @@ from spark_contract.keep import Keep, Pruning
 from spark_contract.records import Rollout
 from spark_contract.tool import HOST_TOOL
 
-from spark_deploy.hosts.facts.releases import Prunable, WayBack
-from spark_deploy.hosts.operations import releases, serve
-from spark_deploy.hosts.operations import releases as rollout
+from spark_deploy.hosts import releases, serve
+from spark_deploy.hosts.status import Prunable, WayBack
+from spark_deploy.hosts.uninstall import prune_host
 from tests.unit.facts.test_serve_status import RELEASE, RIGHT
 from tests.unit.operations.test_operations import FakeHost, on, shown
 from tests.unit.statuses import told
@@ -51,7 +51,7 @@ def back(answer: dict[str, Any], **more: Any) -> tuple[Answering, list[str]]:
     host = Answering(WayBack=way(answer))
     for name, value in more.items():
         setattr(host.state, name, value)
-    return host, outcome(host, releases.rolled_back, "main", None, 60)
+    return host, outcome(host, releases.roll_back, "main", None, 60)
 
 
 def test_a_rollback_is_one_command_to_the_named_release() -> None:
@@ -61,7 +61,7 @@ def test_a_rollback_is_one_command_to_the_named_release() -> None:
 
 def test_a_dry_rollback_says_from_where_to_where() -> None:
     host = Answering(WayBack=way({"from": B, "to": A}))
-    commands = outcome(host, releases.rolled_back, "main", None, 60, executing=False)
+    commands = outcome(host, releases.roll_back, "main", None, 60, executing=False)
     assert len(commands) == 1
     assert host.logs == [
         "goes back from main-bbbbbbbbbbbb (m with v2-tq) to main-aaaaaaaaaaaa (m with v2)"
@@ -82,15 +82,13 @@ def test_a_rollback_that_cannot_be_done_fails_with_the_hosts_words() -> None:
 def test_a_dry_rollback_that_will_be_refused_says_why_and_predicts_no_change() -> None:
     problem = {"where": "main", "what": "was stopped on purpose", "fix": "start it first"}
     host = Answering(WayBack=way({"from": A, "to": None, "problem": problem}))
-    assert outcome(host, releases.rolled_back, "main", None, 60, executing=False) == []
+    assert outcome(host, releases.roll_back, "main", None, 60, executing=False) == []
     assert host.logs == ["main: was stopped on purpose", "  fix: start it first"]
     assert host.noops == ["refused"]
 
 
 def test_a_host_with_older_tools_is_told_to_deploy_first() -> None:
-    [command] = outcome(
-        Answering(WayBack=WayBack.default()), releases.rolled_back, "main", None, 60
-    )
+    [command] = outcome(Answering(WayBack=WayBack.default()), releases.roll_back, "main", None, 60)
     assert command.startswith("_refuse(")
     assert "run deploy.py for this host first" in command
 
@@ -104,8 +102,8 @@ MALFORMED = (
 @pytest.mark.parametrize(
     ("fact", "operation", "arguments"),
     [
-        (WayBack, releases.rolled_back, ("main", None, 60)),
-        (Prunable, releases.pruned, (KEEP,)),
+        (WayBack, releases.roll_back, ("main", None, 60)),
+        (Prunable, prune_host, (KEEP,)),
     ],
 )
 def test_what_the_host_tools_refuse_is_told_in_their_words(
@@ -134,11 +132,11 @@ def test_a_failure_elsewhere_leaves_this_host_alone() -> None:
 
 def test_after_a_rollback_the_run_is_red_unless_what_serves_is_proven() -> None:
     good = Answering(Status=told(RIGHT))
-    assert outcome(good, releases.still_proven, "main", "m/v2-tq") == []
+    assert outcome(good, releases.verify_rollback, "main", "m/v2-tq") == []
 
     closed = {**RIGHT["services"]["main"], "traffic_open": False}
     bad = Answering(Status=told({**RIGHT, "services": {"main": closed}}))
-    [command] = outcome(bad, releases.still_proven, "main", "m/v2-tq")
+    [command] = outcome(bad, releases.verify_rollback, "main", "m/v2-tq")
     assert "gateway is closed" in command
 
 
@@ -158,10 +156,10 @@ FOUND = {
 @pytest.mark.parametrize("executing", [False, True])
 def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
     host = Answering(Prunable=read(Pruning, FOUND))
-    commands = outcome(host, releases.pruned, KEEP, executing=executing)
+    commands = outcome(host, prune_host, KEEP, executing=executing)
     text = "\n".join(host.logs)
     assert len(commands) == 1
-    outcome(host, releases.pruned, KEEP)
+    outcome(host, prune_host, KEEP)
     assert "\n".join(host.logs) == text
     assert "7.25 GB  tree /srv/spark/models/x" in text
     assert "release main-aaaaaaaaaaaa: serves" in text
@@ -171,7 +169,7 @@ def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
 
 def test_a_prune_with_nothing_to_do_does_nothing() -> None:
     host = Answering(Prunable=read(Pruning, {**FOUND, "items": [], "bytes": 0}))
-    assert outcome(host, releases.pruned, KEEP) == []
+    assert outcome(host, prune_host, KEEP) == []
     assert host.noops == ["nothing can go"]
 
 
@@ -185,7 +183,7 @@ def test_a_prune_with_nothing_to_do_does_nothing() -> None:
 def test_a_rollback_says_where_the_next_up_goes_and_how_to_stay(chosen: str, then: str) -> None:
     release = {**RIGHT["releases"][0], "model": "m", "profile": "v2"}
     host = Answering(Status=told({**RIGHT, "releases": [release]}))
-    assert outcome(host, releases.still_proven, "main", chosen) == []
+    assert outcome(host, releases.verify_rollback, "main", chosen) == []
     assert host.logs == [f"serves m/v2 ({RELEASE}), proven; the next `spark-deploy up` {then}"]
 
 
@@ -206,10 +204,10 @@ def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
         "release": RELEASE,
     }
     host = status(stopped_by_hand=stopped, active=None)
-    assert outcome(host, serve.rolled_out, plan(), 60) == []
+    assert outcome(host, serve.roll_out, plan(), 60) == []
     assert "stopped on purpose by ann@desk and is down since 2026-11-21T10" in host.logs[0]
     assert "`spark-deploy start` brings it back" in host.logs[0]
-    assert outcome(host, serve.proven, plan(), SimpleNamespace()) == []
+    assert outcome(host, serve.verify_service, plan(), SimpleNamespace()) == []
 
 
 def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() -> None:
@@ -218,7 +216,7 @@ def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() ->
         "at": "then",
     }  # fmt: skip
     host = status(active="main-aaaaaaaaaaaa", good="main-aaaaaaaaaaaa", rolled_back=gone_back)
-    assert len(outcome(host, serve.rolled_out, plan(), 60)) == 1
+    assert len(outcome(host, serve.roll_out, plan(), 60)) == 1
     assert f"was rolled back from {RELEASE}" in host.logs[0]
     assert f"group_vars say {RELEASE}" in host.logs[0]
 
@@ -226,7 +224,7 @@ def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() ->
 def test_a_change_ended_by_force_after_its_proof_leaves_no_failed_unit() -> None:
     [release] = RIGHT["releases"]
     host = Answering(Status=told({**RIGHT, "releases": [{**release, "change_failed": True}]}))
-    assert outcome(host, serve.rolled_out, plan(), 60) == [
+    assert outcome(host, serve.roll_out, plan(), 60) == [
         f"systemctl reset-failed spark-switch@{RELEASE}.service"
     ]
     down = {**RIGHT["services"]["main"], "active": None}
@@ -235,7 +233,7 @@ def test_a_change_ended_by_force_after_its_proof_leaves_no_failed_unit() -> None
             {**RIGHT, "releases": [{**release, "change_failed": True}], "services": {"main": down}}
         )
     )
-    assert outcome(host, serve.rolled_out, plan(), 60) == [f"change_now({RELEASE}, 60)"]
+    assert outcome(host, serve.roll_out, plan(), 60) == [f"change_now({RELEASE}, 60)"]
 
 
 OTHER = "main-aaaaaaaaaaaa"
@@ -262,13 +260,13 @@ FAILED = Failed()
 def test_only_a_host_with_nothing_to_lose_starts_beside_the_others(
     service: dict[str, Any], starts: bool
 ) -> None:
-    assert len(outcome(status(**service), serve.started, plan(), 60)) == starts
+    assert len(outcome(status(**service), serve.start_service, plan(), 60)) == starts
 
 
 def test_a_first_start_waits_for_no_other_host_and_a_replacement_does() -> None:
     for service, operation, refused in (
-        ({"active": None, "good": None}, serve.started, False),
-        ({"active": OTHER, "good": OTHER}, serve.rolled_out, True),
+        ({"active": None, "good": None}, serve.start_service, False),
+        ({"active": OTHER, "good": OTHER}, serve.roll_out, True),
     ):
         host = status(**service)
         host.state.inventory = [FAILED]
@@ -282,8 +280,8 @@ def test_a_dry_run_foretells_the_first_start_of_a_host_once() -> None:
     host.state.is_executing = False
     with on(host, executing=False) as state:
         state.inventory.get_host = lambda name: host
-        first = list(serve.started._inner(plan(), 60))
-        second = list(serve.rolled_out._inner(plan(), 60))
+        first = list(serve.start_service._inner(plan(), 60))
+        second = list(serve.roll_out._inner(plan(), 60))
     assert (len(first), second, host.noops) == (1, [], ["is served by then"])
 
 
@@ -319,14 +317,14 @@ def poll(**known: Any) -> str:
 
 def watched(*answers: str) -> tuple[bool, Polled]:
     host = Polled(*answers)
-    done = rollout._begin_and_watch(None, host, "switch-begin r", 60)  # type: ignore[arg-type]
+    done = releases._begin_and_watch(None, host, "switch-begin r", 60)  # type: ignore[arg-type]
     return done, host
 
 
 def test_a_change_is_followed_under_the_id_it_was_begun_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rollout, "POLL_EVERY_S", 0)
+    monkeypatch.setattr(releases, "POLL_EVERY_S", 0)
     done, host = watched(
         '{"release": "r", "request": "id1", "joined": false}',
         poll(),
@@ -340,7 +338,7 @@ def test_a_change_is_followed_under_the_id_it_was_begun_with(
 def test_a_host_that_cannot_say_how_a_change_goes_is_asked_on_and_quoted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rollout, "POLL_EVERY_S", 0)
+    monkeypatch.setattr(releases, "POLL_EVERY_S", 0)
     done, host = watched(
         '{"release": "r", "request": "id1", "joined": false}',
         "error: systemctl show: no answer within 60 s; fix: run again",

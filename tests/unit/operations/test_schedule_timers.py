@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.hosts.facts.jobs import Calendars, Timers
-from spark_deploy.hosts.operations import gateway, serve
+from spark_deploy.hosts import gateway, serve
+from spark_deploy.hosts.gateway import Calendars, Timers
 from spark_deploy.plan.managed_files import FileState, ManagedFile
 from tests.unit.facts.test_serve_status import RELEASE, RIGHT
 from tests.unit.operations.test_releases import Answering, outcome
@@ -26,7 +26,7 @@ def changed(
     timers: dict[str, bool], files: dict[str, FileState], wanted: list[ManagedFile], bad: str = ""
 ) -> tuple[Answering, list[str]]:
     host = Answering(Timers=timers, FileStates=files, Calendars=bad)
-    return host, outcome(host, gateway.scheduled, ["20:00"] if wanted else [], wanted)
+    return host, outcome(host, gateway.set_timers, ["20:00"] if wanted else [], wanted)
 
 
 def test_a_new_timer_is_placed_enabled_and_started() -> None:
@@ -71,13 +71,13 @@ def test_what_a_time_changed_to_is_left_alone_and_judged_instead(judged: str) ->
     assert status.due(PLAN, [NIGHT]) is NIGHT
     if judged == "rolled_out":
         host = Answering(Status=status)
-        assert outcome(host, serve.rolled_out, PLAN, 60, [NIGHT]) == []
+        assert outcome(host, serve.roll_out, PLAN, 60, [NIGHT]) == []
         assert host.noops == [f"{RELEASE} is served by its schedule"]
 
 
 def test_without_a_schedule_the_plan_is_what_is_served() -> None:
     host = Answering(Status=told(RIGHT))
-    assert outcome(host, serve.rolled_out, PLAN, 60) == [f"change_now({PLAN.name}, 60)"]
+    assert outcome(host, serve.roll_out, PLAN, 60) == [f"change_now({PLAN.name}, 60)"]
 
 
 def test_what_its_time_changed_to_but_fails_its_proof_gives_way_to_the_plan() -> None:

@@ -12,8 +12,9 @@ from spark_contract.job import JobState, ReceiptProof
 from spark_contract.sharing import SHARE_KEY
 
 from spark_deploy.config.settings.sources import FleetSettings
-from spark_deploy.hosts.facts.jobs import Jobs, LoginAddress
-from spark_deploy.hosts.operations import peer_download
+from spark_deploy.hosts import peer_download
+from spark_deploy.hosts.peer_download import LoginAddress
+from spark_deploy.hosts.status import Jobs
 from spark_deploy.plan.jobs import Work, jobs_of
 from spark_deploy.plan.managed_files import FileState, ManagedFile
 from tests.unit.operations.test_releases import Answering, on, shown
@@ -34,9 +35,11 @@ class Lab:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **states: str):
         self.hosts = {name: self._host(name, state) for name, state in states.items()}
         self.placed: dict[str, list[ManagedFile]] = {}
-        monkeypatch.setattr(peer_download, "_this", lambda: self.current)
-        monkeypatch.setattr(peer_download, "place", self._place)
-        monkeypatch.setattr(peer_download, "read", lambda fact, **words: self._read(fact, words))
+        monkeypatch.setattr(peer_download, "_current", lambda: self.current)
+        monkeypatch.setattr(peer_download, "place_files", self._place)
+        monkeypatch.setattr(
+            peer_download, "read_fact", lambda fact, **words: self._read(fact, words)
+        )
         self.current: Any = None
 
     def _host(self, name: str, state: str) -> Answering:
@@ -76,14 +79,14 @@ class Lab:
 
     def lend(self, **settings: Any) -> dict[str, list[str]]:
         fleet = FleetSettings(**settings)
-        assert not any(self.each(peer_download.surveyed, WORKS, NAME, fleet).values())
-        return self.each(peer_download.lent, WORKS, fleet)
+        assert not any(self.each(peer_download.note_files, WORKS, NAME, fleet).values())
+        return self.each(peer_download.start_sharing, WORKS, fleet)
 
     def asked(self, name: str) -> list[str]:
         """Return whom the fetch of a host asks before the hub."""
         self.current = self.hosts[name]
         with on(self.current):
-            work: Work = peer_download.knowing_peers(WORKS[0])
+            work: Work = peer_download.with_known_peers(WORKS[0])
         order = json.loads(work.inputs[0].content)
         urls: list[str] = order.get("peers", {"urls": []})["urls"]
         return urls
@@ -94,7 +97,7 @@ def test_a_run_in_which_no_host_lacks_anything_opens_nothing(
 ) -> None:
     lab = Lab(monkeypatch, a="done", b="done")
     assert lab.lend() == {"a": [], "b": []}
-    assert lab.each(peer_download.closed) == {"a": [], "b": []}
+    assert lab.each(peer_download.stop_sharing) == {"a": [], "b": []}
 
 
 def test_of_hosts_that_have_nothing_the_first_fetches_and_the_others_take_from_it(
@@ -124,7 +127,7 @@ def test_a_finished_tree_is_copied_by_the_hash_of_its_receipt_that_the_login_tol
     lab.lend()
     lab.current = lab.hosts["b"]
     with on(lab.current):
-        _, build, _ = map(peer_download.knowing_peers, WORKS)
+        _, build, _ = map(peer_download.with_known_peers, WORKS)
     copy = json.loads(build.inputs[1].content)
     assert copy["trees"] == [{"url": "http://10.0.0.a:8010", "receipt_sha256": "a" * 64}]
 
@@ -143,11 +146,11 @@ def test_the_key_is_one_for_all_and_nobody_else_s_to_read(monkeypatch: pytest.Mo
 def test_at_the_end_what_was_opened_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(monkeypatch, a="done", b="")
     lab.lend()
-    closing = lab.each(peer_download.closed)
+    closing = lab.each(peer_download.stop_sharing)
     for [command] in closing.values():
         assert "systemctl stop spark-share@trees.service" in command
         assert f"rm -f {SHARE_KEY}" in command
-    assert lab.each(peer_download.closed) == {"a": [], "b": []}
+    assert lab.each(peer_download.stop_sharing) == {"a": [], "b": []}
 
 
 def test_what_an_earlier_run_left_open_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +158,7 @@ def test_what_an_earlier_run_left_open_is_closed(monkeypatch: pytest.MonkeyPatch
     found = lab.hosts["a"].facts["JobStates"]
     lab.hosts["a"].facts["JobStates"] = dataclasses.replace(found, lends=True)
     assert lab.lend(share=False) == {"a": [], "b": []}
-    closing = lab.each(peer_download.closed)
+    closing = lab.each(peer_download.stop_sharing)
     assert ["systemctl stop" in str(closing[name]) for name in "ab"] == [True, False]
 
 
@@ -199,7 +202,7 @@ def test_an_image_that_is_there_is_lent_only_with_its_blobs(
         lab.lend()
         lab.current = lab.hosts["b"]
         with on(lab.current):
-            image = peer_download.knowing_peers(WORKS[-1])
+            image = peer_download.with_known_peers(WORKS[-1])
         return [str(file.content) for file in image.inputs if file.path.endswith("layers.json")]
 
     assert asked_of(RECEIPTS) == []

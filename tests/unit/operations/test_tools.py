@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roles import tools
-from spark_deploy.hosts.payload.content import ToolFiles
+from spark_deploy.hosts.payload import ToolFiles
 from spark_deploy.plan.machine import ToolsPlan
 
 PLAN = ToolsPlan(digest="1" * 64, python_requirements="requirements.txt")
@@ -18,9 +18,9 @@ def test_no_job_can_start_with_tools_whose_python_packages_are_missing(
 ) -> None:
     """A run may end between the two steps, and a boot goes on with jobs by itself."""
     done: list[str] = []
-    for step in ("host_tools", "python_site"):
+    for step in ("install_tools", "install_site"):
         monkeypatch.setattr(tools, step, lambda step=step, **_: done.append(step))
     role: Any = tools.apply
-    monkeypatch.setattr(tools, "look_at", list)
+    monkeypatch.setattr(tools, "expect_files", list)
     role._inner(plan=PLAN, files=ToolFiles(()), units=())
-    assert done == ["python_site", "host_tools"]
+    assert done == ["install_site", "install_tools"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.hosts.operations.files import in_lines, unzip_script
+from spark_deploy.hosts.files import encode_lines, unzip_script
 
 # What of pyinfra uploads through ``/tmp/pyinfra-HASH`` when it works with sudo.
 _UPLOADS = {"FileUploadCommand", "put_file", "put", "template", "rsync", "sync", "script"}
@@ -31,7 +31,7 @@ def packed() -> bytes:
 def received(home: Path, content: bytes, sha256: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["sh", "-c", unzip_script(str(home), sha256, "made of this")],
-        input=in_lines(content), capture_output=True, text=True, check=False,
+        input=encode_lines(content), capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_other_bytes_than_those_sent_are_never_opened(tmp_path: Path, kept: int)
 
 
 def test_no_operation_of_ours_uploads_by_pyinfra_s_names() -> None:
-    for room in ("spark_deploy/hosts/operations", "roles", "deploys"):
+    for room in ("spark_deploy/hosts", "roles", "deploys"):
         for path in sorted((CHECKOUT / room).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pyinfra"):

@@ -12,9 +12,8 @@ import pytest
 
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.hosts.payload import certificates
-from spark_deploy.hosts.payload import certificates as authority
-from spark_deploy.hosts.payload.certificates import check_gateway, given_problems, issue, why_not
+from spark_deploy.hosts import certificates
+from spark_deploy.hosts.certificates import check_gateway, check_pair, issue, why_renew
 from spark_deploy.plan.gateway import gateway_plan
 
 NAMES = ("spark.example.org", "10.0.0.9")
@@ -46,8 +45,8 @@ def said(found: list, *words: str) -> None:
 
 
 def test_a_pair_that_covers_the_host_is_taken(tmp_path):
-    assert given_problems(*pair(tmp_path, "DNS:spark.example.org"), "Spark.example.org") == []
-    assert given_problems(*pair(tmp_path, "IP:10.0.0.9"), "10.0.0.9") == []
+    assert check_pair(*pair(tmp_path, "DNS:spark.example.org"), "Spark.example.org") == []
+    assert check_pair(*pair(tmp_path, "IP:10.0.0.9"), "10.0.0.9") == []
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_a_pair_that_covers_the_host_is_taken(tmp_path):
     ],
 )
 def test_names_are_covered_as_clients_judge_it(tmp_path, names, host, good):
-    found = given_problems(*pair(tmp_path, names), host)
+    found = check_pair(*pair(tmp_path, names), host)
     if good:
         assert found == []
     else:
@@ -71,34 +70,34 @@ def test_names_are_covered_as_clients_judge_it(tmp_path, names, host, good):
 def test_a_key_of_another_certificate_is_refused(tmp_path):
     one = pair(tmp_path, "DNS:spark.example.org")
     other = pair(tmp_path, "DNS:spark.example.org", stem="other")
-    said(given_problems(one[0], other[1], NAMES[0]), "is not the key of", "other-key.pem")
+    said(check_pair(one[0], other[1], NAMES[0]), "is not the key of", "other-key.pem")
 
 
 def test_a_certificate_that_ended_is_refused(tmp_path, monkeypatch):
     files = pair(tmp_path, "DNS:spark.example.org", "-days", "3")
-    assert given_problems(*files, NAMES[0]) == []
+    assert check_pair(*files, NAMES[0]) == []
     later = certificates.now() + timedelta(days=4)
     monkeypatch.setattr(certificates, "now", lambda: later)
-    said(given_problems(*files, NAMES[0]), "not now", "new certificate")
+    said(check_pair(*files, NAMES[0]), "not now", "new certificate")
 
 
 def test_a_key_for_everybody_a_locked_key_and_missing_files_are_refused(tmp_path):
     certificate, key = pair(tmp_path, "DNS:spark.example.org")
     Path(key).chmod(0o644)
-    said(given_problems(certificate, key, NAMES[0]), "read by everybody", "chmod 600")
+    said(check_pair(certificate, key, NAMES[0]), "read by everybody", "chmod 600")
     locked = tmp_path / "locked.pem"
     openssl("pkey", "-in", key, "-aes256", "-passout", "pass:x", "-out", locked)
-    said(given_problems(certificate, str(locked), NAMES[0]), "not what it should be", "unencrypted")
-    said(given_problems(certificate, "/nowhere.pem", NAMES[0]), "cannot be read")
-    said(given_problems(key, key, NAMES[0])[:1], "not what it should be")
+    said(check_pair(certificate, str(locked), NAMES[0]), "not what it should be", "unencrypted")
+    said(check_pair(certificate, "/nowhere.pem", NAMES[0]), "cannot be read")
+    said(check_pair(key, key, NAMES[0])[:1], "not what it should be")
 
 
 def test_no_message_holds_a_line_of_a_key(tmp_path):
     certificate, key = pair(tmp_path, "DNS:other.example.org")
     Path(key).chmod(0o644)
     secret = Path(key).read_text().splitlines()[1]
-    assert secret not in str(given_problems(certificate, key, NAMES[0]))
-    assert secret not in str(given_problems(key, key, NAMES[0]))
+    assert secret not in str(check_pair(certificate, key, NAMES[0]))
+    assert secret not in str(check_pair(key, key, NAMES[0]))
 
 
 def test_a_leaf_of_the_private_ca_is_accepted_by_openssl_for_its_names(tmp_path):
@@ -123,24 +122,24 @@ def public(key: bytes) -> bytes:
 
 def test_the_ca_is_made_once_and_its_leaves_are_left_alone_until_they_are_due(tmp_path):
     ca = str(tmp_path / "ca")
-    assert "no CA" in why_not(b"", b"", NAMES, ca)
+    assert "no CA" in why_renew(b"", b"", NAMES, ca)
     assert not (tmp_path / "ca").exists()
     one = issue(NAMES, ca)
     first = (tmp_path / "ca/ca.pem").read_bytes()
     other = issue(NAMES, ca)
     assert (tmp_path / "ca/ca.pem").read_bytes() == first
 
-    assert why_not(one.certificate, public(one.key), NAMES, ca) == ""
-    assert "no certificate" in why_not(b"", public(one.key), NAMES, ca)
-    assert "not that of" in why_not(one.certificate, public(other.key), NAMES, ca)
-    assert "does not cover new.example.org" in why_not(
+    assert why_renew(one.certificate, public(one.key), NAMES, ca) == ""
+    assert "no certificate" in why_renew(b"", public(one.key), NAMES, ca)
+    assert "not that of" in why_renew(one.certificate, public(other.key), NAMES, ca)
+    assert "does not cover new.example.org" in why_renew(
         one.certificate, public(one.key), (*NAMES, "new.example.org"), ca
     )
-    due = issue(NAMES, ca, days=authority.RENEW_DAYS - 1)
-    assert "it ends on" in why_not(due.certificate, public(due.key), NAMES, ca)
+    due = issue(NAMES, ca, days=certificates.RENEW_DAYS - 1)
+    assert "it ends on" in why_renew(due.certificate, public(due.key), NAMES, ca)
     foreign = issue(NAMES, str(tmp_path / "other"))
-    assert "not issued by" in why_not(foreign.certificate, public(foreign.key), NAMES, ca)
-    assert "not issued by" in why_not(b"rubbish", public(one.key), NAMES, ca)
+    assert "not issued by" in why_renew(foreign.certificate, public(foreign.key), NAMES, ca)
+    assert "not issued by" in why_renew(b"rubbish", public(one.key), NAMES, ca)
 
 
 def test_half_a_ca_is_never_replaced_silently(tmp_path):
@@ -154,8 +153,8 @@ def test_half_a_ca_is_never_replaced_silently(tmp_path):
 def test_a_ca_that_ends_is_said_before_clients_notice(tmp_path, monkeypatch):
     ca = str(tmp_path / "ca")
     issue(NAMES, ca)
-    later = certificates.now() + timedelta(days=authority.CA_DAYS - 10)
-    monkeypatch.setattr(authority, "now", lambda: later)
+    later = certificates.now() + timedelta(days=certificates.CA_DAYS - 10)
+    monkeypatch.setattr(certificates, "now", lambda: later)
     with pytest.raises(SettingsError, match="clients must be given"):
         issue(NAMES, ca)
 
@@ -228,7 +227,7 @@ def test_another_host_widens_the_same_ca_and_the_hosts_before_stay_trusted(tmp_p
     assert (ca / "ca-key.pem").read_bytes() == key
     for leaf in (first, second):
         assert verified(ca, leaf).endswith(": OK\n")
-    assert why_not(made.certificate, public(made.key), NAMES, str(ca)) == ""
+    assert why_renew(made.certificate, public(made.key), NAMES, str(ca)) == ""
     # Clients that have the earlier file go on with the hosts that it was made for.
     (ca / "ca.pem").write_bytes(before)
     assert verified(ca, first).endswith(": OK\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.hosts.payload.content import read_payload
+from spark_deploy.hosts.payload import read_payload
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 import subprocess
 
-from spark_deploy.hosts.payload.content import sent_command, sent_tools
+from spark_deploy.hosts.payload import memory_command, packed_tools
 
 
 def run(*words, cwd):
     return subprocess.run(
-        ["sh", "-c", sent_command(*words)],
-        input=sent_tools(), capture_output=True, text=True, cwd=cwd,
+        ["sh", "-c", memory_command(*words)],
+        input=packed_tools(), capture_output=True, text=True, cwd=cwd,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "/nowhere", "SPARK_ROOT": str(cwd)},
     )  # fmt: skip
 

@@ -9,8 +9,8 @@ from spark_contract.job import AbsentProof, ReceiptProof
 
 from spark_deploy.cli.plan_text import lines
 from spark_deploy.config.errors import PlanError
-from spark_deploy.hosts.facts.disk import Place
-from spark_deploy.hosts.preflight.host import demands
+from spark_deploy.hosts.capacity import demands
+from spark_deploy.hosts.disk import Place
 from spark_deploy.lock.resolve import size
 from spark_deploy.plan.jobs import discard_jobs_of, jobs_of
 from spark_deploy.plan.resolve import pair_of

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from spark_deploy.hosts.payload.content import supported_engines
+from spark_deploy.hosts.payload import supported_engines
 from spark_deploy.plan.resolve import limit_problems, problems_of
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of, whats
 

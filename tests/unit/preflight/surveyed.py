@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from spark_deploy.hosts.facts.survey import HostSurvey, Survey
 from spark_deploy.hosts.preflight import judge
+from spark_deploy.hosts.survey import HostSurvey, Survey
 from tests.unit.facts.test_facts import output_of
 from tests.unit.operations.test_operations import NEEDS
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from spark_host.engine import kernel_log, start_log
 
-from spark_deploy.hosts.facts.gpu import CudaState, Toolkit
+from spark_deploy.hosts.gpu import CudaState, Toolkit
 from tests.unit.facts.test_facts import CAPTURES
 from tests.unit.preflight.surveyed import problems, survey, warnings
 

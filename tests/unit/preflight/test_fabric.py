@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from spark_contract.fabric import SpeedFound
 
-from spark_deploy.hosts.preflight.fabric import judge_speed, judge_ways, told_of, unlike
+from spark_deploy.hosts.fabric import describe_speed, find_differences, judge_links, judge_speed
 from spark_deploy.plan.cluster import ways
 from spark_deploy.plan.machine import Way
 from tests.unit.planning.test_clusters import FABRIC, clustered
@@ -27,19 +27,19 @@ def test_both_rails_of_a_cable_are_ways_to_the_other_member() -> None:
 
 
 def test_a_sound_fabric_is_passed_without_a_word() -> None:
-    verdict = judge_ways("spark-1", (ONE, TWIN), BOTH)
+    verdict = judge_links("spark-1", (ONE, TWIN), BOTH)
     assert (verdict.problems, verdict.warnings) == ((), ())
 
 
 def test_a_rail_that_large_packets_do_not_pass_is_refused() -> None:
-    verdict = judge_ways("spark-1", (ONE, TWIN), {**BOTH, TWIN.address: "no"})
+    verdict = judge_links("spark-1", (ONE, TWIN), {**BOTH, TWIN.address: "no"})
     [problem] = verdict.problems
     assert problem.where == "spark-1: enP2p1s0f1np1"
     assert "no packet of 9000 bytes comes back from spark-2" in problem.what
 
 
 def test_two_mtus_on_one_cable_are_refused() -> None:
-    [problem] = judge_ways("a", (dataclasses.replace(ONE, other_mtu=1500), TWIN), BOTH).problems
+    [problem] = judge_links("a", (dataclasses.replace(ONE, other_mtu=1500), TWIN), BOTH).problems
     assert "MTU 9000, but 1500 on spark-2" in problem.what
 
 
@@ -51,13 +51,13 @@ def test_two_mtus_on_one_cable_are_refused() -> None:
     ],
 )
 def test_what_only_costs_speed_is_a_warning(way: Way, words: str) -> None:
-    verdict = judge_ways("a", (way, TWIN), BOTH)
+    verdict = judge_links("a", (way, TWIN), BOTH)
     assert not verdict.problems
     assert [words in warning.what for warning in verdict.warnings] == [True]
 
 
 def test_half_of_a_cable_and_a_host_without_ping_are_warned_of() -> None:
-    verdict = judge_ways("a", (ONE,), {})
+    verdict = judge_links("a", (ONE,), {})
     assert not verdict.problems
     assert "there is no ping here" in verdict.warnings[0].what
     assert "half of the cable's speed" in verdict.warnings[1].what
@@ -68,16 +68,18 @@ def test_members_of_one_driver_branch_are_alike() -> None:
         survey(smi=[f"NVIDIA GB10, {version}", "rc=0"])
         for version in ("580.142", "580.95", "590.44")
     )
-    assert list(unlike(("a", "b"), {"a": one, "b": other})) == []
-    [problem] = unlike(("a", "b"), {"a": one, "b": third, "c": other})
+    assert list(find_differences(("a", "b"), {"a": one, "b": other})) == []
+    [problem] = find_differences(("a", "b"), {"a": one, "b": third, "c": other})
     assert problem.what == "of different branches: a 580, b 590"
-    assert list(unlike(("a",), {"a": one, "b": third})) == []
+    assert list(find_differences(("a",), {"a": one, "b": third})) == []
 
 
 def test_a_kernel_that_keeps_memory_for_its_handover_is_refused_in_a_cluster() -> None:
     one = survey()
     memory = dataclasses.replace(one.memory, cma_total_bytes=0, cma_free_bytes=9 << 30)
-    [problem] = unlike(("a", "b"), {"a": dataclasses.replace(one, memory=memory), "b": one})
+    [problem] = find_differences(
+        ("a", "b"), {"a": dataclasses.replace(one, memory=memory), "b": one}
+    )
     assert problem.where == "a: kernel"
     assert "kho=off" in problem.fix
 
@@ -110,7 +112,7 @@ def test_a_short_test_finds_slow_ways_and_does_not_say_what_it_cannot_know(
 
 
 def test_the_figure_stands_beside_what_the_link_says() -> None:
-    told = told_of(ONE, SpeedFound(10**9, 0.1))
+    told = describe_speed(ONE, SpeedFound(10**9, 0.1))
     assert told.endswith("80.0 Gb/s over TCP (1000 MB in 0.10 s; link 200 Gb/s)")
     unknown = dataclasses.replace(ONE, speed_mbit_per_s=None)
-    assert "link of unknown speed" in told_of(unknown, SpeedFound(10**9, 0.1))
+    assert "link of unknown speed" in describe_speed(unknown, SpeedFound(10**9, 0.1))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.hosts.facts.survey import Survey
 from spark_deploy.hosts.preflight import judge
+from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.machine import NeedsPlan
 from spark_deploy.plan.types import HostPlan
 from tests.unit.facts.test_facts import CAPTURES

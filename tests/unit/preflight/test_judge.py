@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from lab.memory import BUDDYINFO
-from spark_deploy.hosts.facts import disk
-from spark_deploy.hosts.preflight import judge
-from spark_deploy.hosts.preflight.fabric import same_host_key
+from spark_deploy.hosts import disk
+from spark_deploy.hosts.preflight import judge, same_host_key
 from tests.unit.operations.test_operations import NEEDS
 from tests.unit.preflight.surveyed import OLLAMA, one, problems, survey, warnings
 

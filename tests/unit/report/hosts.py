@@ -11,7 +11,7 @@ from spark_contract.status import Evidence
 
 from spark_deploy.cli.report import HostReport
 from spark_deploy.cli.report_contents import HostData, host_report
-from spark_deploy.hosts.facts.survey import HostSurvey, Survey
+from spark_deploy.hosts.survey import HostSurvey, Survey
 from tests.unit.facts.test_facts import output_of
 from tests.unit.planning.plans import plan_of
 from tests.unit.statuses import told

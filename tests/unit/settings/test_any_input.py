@@ -21,7 +21,7 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.hosts.facts.releases import Evidence
+from spark_deploy.hosts.status import Evidence
 from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.lock import hub, resolve
 from spark_deploy.lock.file import read_lock

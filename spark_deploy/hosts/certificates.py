@@ -1,0 +1,377 @@
+"""Certificates of gateways, read, checked and issued on the controller."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import TypeVar
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from spark_contract.files import write_pieces
+
+from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.plan.types import GatewayPlan
+
+_Loaded = TypeVar("_Loaded")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A certificate with its chain and the key that belongs to it, both PEM."""
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+
+
+def now() -> datetime:
+    """Return the time certificates are judged at."""
+    return datetime.now(timezone.utc)
+
+
+def read_pair(certificate: str, key: str) -> Pair:
+    """Read a pair of files of the controller."""
+    return Pair(Path(certificate).expanduser().read_bytes(), Path(key).expanduser().read_bytes())
+
+
+def check_gateway(plan: GatewayPlan) -> list[Problem]:
+    """Return why a gateway cannot have the certificate its settings ask for."""
+    if plan.tls is None:
+        return []
+    if plan.address is None:
+        what = "nobody said what clients of the network call this host"
+        return [Problem("serve.address", what, "set it: the certificate must cover it")]
+    if plan.tls.mode == "own-cert":
+        return check_pair(plan.tls.certificate, plan.tls.key, plan.address)
+    return []
+
+
+def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
+    """Return why a certificate and key of the user's own cannot serve a host.
+
+    Args:
+        certificate: path of a PEM file with the certificate first.
+        key: path of its key.
+        name: what clients call the host.
+    """
+    found: list[Problem] = []
+    chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, found)
+    private = _read(key, "serve.tls_key", load_key, found)
+    if private is not None and Path(key).expanduser().stat().st_mode & 0o007:
+        what = f"{key} can be read by everybody on this machine"
+        found.append(Problem("serve.tls_key", what, f"chmod 600 {key}; if others had access, "
+                             "ask for a new certificate with a new key"))  # fmt: skip
+    if chain is None:
+        return found
+    leaf = chain[0]
+    if private is not None and public_key_pem(leaf) != public_key_pem(private):
+        what = f"{key} is not the key of {certificate}"
+        fix = "name the two files that were made together, the host's own certificate first"
+        found.append(Problem("serve.tls_key", what, fix))
+    if not leaf.not_valid_before_utc <= now() < leaf.not_valid_after_utc:
+        what = (
+            f"{certificate} is valid from {leaf.not_valid_before_utc:%Y-%m-%d} to "
+            f"{leaf.not_valid_after_utc:%Y-%m-%d}, not now"
+        )
+        found.append(Problem("serve.tls_certificate", what, "get a new certificate"))
+    if not covers(leaf, name):
+        what = f"{certificate} is for {', '.join(names_in(leaf)) or 'no name at all'}, not {name}"
+        fix = "get one that covers it, or set serve.address to a name it covers"
+        found.append(Problem("serve.tls_certificate", what, fix))
+    return found
+
+
+def covers(certificate: x509.Certificate, name: str) -> bool:
+    """Return whether clients that call a host ``name`` accept the certificate for it."""
+    names = list(map(str.lower, names_in(certificate)))
+    wanted = name.lower()
+    # A star stands for exactly one label, and addresses have none.
+    star = f"*.{wanted.partition('.')[2]}"
+    return wanted in names or ("." in wanted and not is_address(wanted) and star in names)
+
+
+def is_address(name: str) -> bool:
+    """Return whether clients call a host by an address, not by a name."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def names_in(certificate: x509.Certificate) -> list[str]:
+    """Return the names and addresses that a certificate covers."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [
+        *found.get_values_for_type(x509.DNSName),
+        *map(str, found.get_values_for_type(x509.IPAddress)),
+    ]
+
+
+def load_key(text: bytes) -> PrivateKeyTypes:
+    """Return a private key, which must not be encrypted."""
+    return load_pem_private_key(text, password=None)
+
+
+def public_key_pem(of: x509.Certificate | PrivateKeyTypes) -> bytes:
+    """Return the public key of a certificate or of a private key, PEM."""
+    public = of.public_key()
+    return public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).strip()
+
+
+def _read(
+    path: str, setting: str, load: Callable[[bytes], _Loaded], found: list[Problem]
+) -> _Loaded | None:
+    try:
+        return load(Path(path).expanduser().read_bytes())
+    except OSError as error:
+        what = f"{path} cannot be read ({error.strerror})"
+    except (ValueError, TypeError) as error:
+        what = f"{path} is not what it should be ({str(error).splitlines()[0][:80]})"
+    found.append(Problem(setting, what, "name a PEM file of this machine, its key unencrypted"))
+    return None
+
+
+# RFC 5280, 4.2.1.10: a kind of name of which nothing is permitted would be free: each kind has
+# one.
+
+
+# Names that no host has (RFC 6761, RFC 5737).
+_NO_NAME, _NO_ADDRESS = "invalid", "192.0.2.1/32"
+
+
+def name_constraints(names: Sequence[str]) -> x509.NameConstraints:
+    """Return the extension that permits these names and addresses, and what lies below names."""
+    subtrees = {_subtree(name) for name in names}
+    found = (
+        [one for one in sorted(subtrees) if "/" not in one] or [_NO_NAME],
+        [one for one in sorted(subtrees) if "/" in one] or [_NO_ADDRESS],
+    )
+    permitted: list[x509.GeneralName] = [x509.DNSName(name) for name in found[0]]
+    permitted += [x509.IPAddress(ipaddress.ip_network(address)) for address in found[1]]
+    return x509.NameConstraints(permitted_subtrees=permitted, excluded_subtrees=None)
+
+
+def permitted_names(certificate: x509.Certificate) -> list[str] | None:
+    """Return what a CA may sign for; ``None`` when it has no limits, as the first ones had."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.NameConstraints).value
+    except x509.ExtensionNotFound:
+        return None
+    return [str(one.value) for one in found.permitted_subtrees or ()]
+
+
+def names_not_permitted(certificate: x509.Certificate, names: Sequence[str]) -> list[str]:
+    """Return the names that a CA may not sign for."""
+    allowed = permitted_names(certificate)
+    return [] if allowed is None else [name for name in names if _subtree(name) not in allowed]
+
+
+def _subtree(name: str) -> str:
+    try:
+        return str(ipaddress.ip_network(name.removesuffix("/32").removesuffix("/128")))
+    except ValueError:
+        return name.lower().removeprefix("*.")
+
+
+# Only elliptic curve keys are made (P-256: every client of today takes it). Private keys leave
+# this module as bytes and are written by whoever sends them, never printed.
+CA_DAYS = 3650
+
+
+LEAF_DAYS = 365
+
+
+RENEW_DAYS = 30  # a certificate that ends sooner is made anew by the next run
+
+
+CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
+
+
+@dataclass(frozen=True, slots=True)
+class _Authority:
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def why_renew(
+    certificate: bytes | None, public_key: bytes | None, names: Sequence[str], ca_dir: str
+) -> str:
+    """Say why a host's certificate of the private CA has to be made anew; "" when it is right.
+
+    Args:
+        certificate: what the host has, PEM.
+        public_key: the public half of the key the host has, PEM.
+        names: what it shall cover.
+        ca_dir: where the CA is.
+    """
+    authority = _authority(ca_dir)
+    if authority is None:
+        return f"there is no CA in {ca_dir} yet; one is made"
+    if not certificate or not public_key:
+        return "the host has no certificate or no key"
+    try:
+        leaf = x509.load_pem_x509_certificates(certificate)[0]
+        leaf.verify_directly_issued_by(authority.certificate)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        return f"not issued by the CA in {ca_dir} ({type(error).__name__})"
+    if public_key_pem(leaf) != public_key.strip():
+        return "the host's key is not that of its certificate"
+    missing = [name for name in names if name.lower() not in map(str.lower, names_in(leaf))]
+    if missing:
+        return f"it does not cover {', '.join(missing)}"
+    if leaf.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
+        return f"it ends on {leaf.not_valid_after_utc:%Y-%m-%d}"
+    return ""
+
+
+def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
+    """Return a new key with a certificate of the private CA, which is made when there is none."""
+    authority = _extend(_authority(ca_dir) or _make_authority(ca_dir, names), names, ca_dir)
+    key = ec.generate_private_key(ec.SECP256R1())
+    end = min(now() + timedelta(days=days), authority.certificate.not_valid_after_utc)
+    builder = (
+        # Not the name itself: without a DNS name beside it, clients would take it for one.
+        _builder(_name(f"gateway of {names[0]}"), end)
+        .issuer_name(authority.certificate.subject)
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False
+        )
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()),
+            critical=False,
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    leaf = builder.sign(authority.key, hashes.SHA256())
+    return Pair(leaf.public_bytes(Encoding.PEM), _pem(key))
+
+
+def ca_path(ca_dir: str) -> Path:
+    """Return the file that clients need to trust the CA."""
+    return Path(ca_dir).expanduser() / CA_FILE
+
+
+def _authority(ca_dir: str) -> _Authority | None:
+    folder = Path(ca_dir).expanduser()
+    if not folder.exists():
+        return None
+    fix = f"put the CA's two files back from a copy, or remove {folder} for a new CA"
+    try:
+        certificate = x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())[0]
+        key = load_key((folder / CA_KEY_FILE).read_bytes())
+    except (OSError, ValueError, TypeError) as error:
+        what = f"{folder} does not hold a CA ({type(error).__name__})"
+        raise SettingsError.one("serve.ca_dir", what, fix) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or public_key_pem(
+        certificate
+    ) != public_key_pem(key):
+        raise SettingsError.one("serve.ca_dir", f"the files in {folder} are no pair", fix)
+    if certificate.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
+        what = f"the CA in {folder} ends on {certificate.not_valid_after_utc:%Y-%m-%d}"
+        fix = f"move {folder} away: the next run makes a new one, which clients must be given"
+        raise SettingsError.one("serve.ca_dir", what, fix)
+    return _Authority(certificate, key)
+
+
+def _make_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
+    """Make the CA's folder in one step, so that there is a whole one or none."""
+    folder = Path(ca_dir).expanduser()
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")
+    certificate = _self_signed(key, subject, now() + timedelta(days=CA_DAYS), names)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    (made / CA_FILE).write_bytes(certificate.public_bytes(Encoding.PEM))
+    with open(os.open(made / CA_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as to:
+        to.write(_pem(key))
+    made.rename(folder)
+    return _Authority(certificate, key)
+
+
+def _extend(authority: _Authority, names: Sequence[str], ca_dir: str) -> _Authority:
+    """Return the CA with leave to sign for these names, too: same key, same name, same end.
+
+    Clients with the earlier file still trust the hosts that it was made for.
+    """
+    before = authority.certificate
+    if not names_not_permitted(before, names):
+        return authority
+    certificate = _self_signed(
+        authority.key,
+        before.subject,
+        before.not_valid_after_utc,
+        [*(permitted_names(before) or ()), *names],
+    )
+    path = ca_path(ca_dir)
+    write_pieces(path, [certificate.public_bytes(Encoding.PEM)])
+    return _Authority(certificate, authority.key)
+
+
+def _self_signed(
+    key: ec.EllipticCurvePrivateKey, subject: x509.Name, end: datetime, names: Sequence[str]
+) -> x509.Certificate:
+    return (
+        _builder(subject, end)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .add_extension(name_constraints(names), critical=True)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(
+            x509.KeyUsage(
+                digital_signature=False, content_commitment=False, key_encipherment=False,
+                data_encipherment=False, key_agreement=False, key_cert_sign=True, crl_sign=True,
+                encipher_only=False, decipher_only=False,
+            ),
+            critical=True,
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )  # fmt: skip
+
+
+def _builder(subject: x509.Name, end: datetime) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .serial_number(x509.random_serial_number())
+        # Clocks of hosts and clients differ a little.
+        .not_valid_before(now() - timedelta(hours=1))
+        .not_valid_after(end)
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    if is_address(name):
+        return x509.IPAddress(ipaddress.ip_address(name))
+    return x509.DNSName(name)
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

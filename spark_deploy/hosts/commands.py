@@ -1,0 +1,208 @@
+"""Run commands on a host, with progress and reconnects."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import gevent
+from paramiko import SSHException
+from pyinfra.api.command import StringCommand
+from pyinfra.api.exceptions import ConnectError
+from pyinfra.api.host import Host
+from pyinfra.context import host, inventory, state
+from pyinfra.context import host as current_host
+
+from spark_deploy.plan.cluster import Wave
+
+HEARTBEAT_S = 7.0  # people are never left without a line for 10 s, on a busy host too
+
+
+def log(text: str) -> None:
+    """Tell the reader something about the current host; only while executing, so only once."""
+    if state.is_executing:
+        current_host.log(text)
+
+
+_told: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
+
+
+_predicted: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
+
+
+def _of_current_host(noted: WeakKeyDictionary[Host, set[str]]) -> set[str]:
+    # `host` is a proxy, the same for all.
+    return noted.setdefault(state.inventory.get_host(current_host.name), set())
+
+
+def predict(thing: str) -> None:
+    """Note that this operation would bring ``thing`` about.
+
+    A dry run executes nothing: two roles that need the same repository would both predict to add
+    it, while in the run only the first one does. Has no effect while executing.
+    """
+    if not state.is_executing:
+        _of_current_host(_predicted).add(thing)
+
+
+def is_predicted(thing: str) -> bool:
+    """Whether an earlier operation of this prediction would bring ``thing`` about."""
+    return not state.is_executing and thing in _of_current_host(_predicted)
+
+
+def log_once(text: str, colour: str | None = None) -> None:
+    """Tell the reader something once in a run: in its prediction where there is one, else later.
+
+    A dry run only predicts, and a run with ``-y`` predicts nothing.
+    """
+    said = _of_current_host(_told)
+    if text not in said:
+        said.add(text)
+        current_host.log_styled(text, fg=colour) if colour else current_host.log(text)
+
+
+def shell(script: str, *, stdin: str | None = None) -> StringCommand:
+    """Return the command that runs a script of several lines."""
+    more: Any = {} if stdin is None else {"_stdin": stdin}
+    return StringCommand("sh", "-c", shlex.quote(script), **more)
+
+
+class CommandFailed(Exception):  # noqa: N818 - the shell's word
+    """A command on the host failed; carries what it printed."""
+
+    def __init__(self, command: str, output: str):
+        self.output = output
+        super().__init__(f"{command.splitlines()[0][:120]}\n{output}")
+
+
+def run(
+    host: Host, command: str | StringCommand, *, timeout_s: int = 600, stdin: str | None = None
+) -> list[str]:
+    """Run a command inside a ``FunctionCommand`` with the operation's own sudo settings.
+
+    Returns:
+        The lines of standard output.
+
+    Raises:
+        CommandFailed: exit status other than 0, a time-out, or a lost connection.
+    """
+    given: dict[str, Any] = dict(host.current_op_global_arguments or {})
+    keep = ("_sudo", "_sudo_user", "_sudo_password", "_use_sudo_login", "_env", "_shell_executable")
+    arguments: dict[str, Any] = {key: given[key] for key in keep if given.get(key)}
+    if stdin is not None:
+        arguments["_stdin"] = stdin
+    wrapped = command if isinstance(command, StringCommand) else StringCommand(command)
+    try:
+        ok, output = host.run_shell_command(wrapped, _timeout=timeout_s, **arguments)
+    except (TimeoutError, OSError, SSHException) as error:
+        raise CommandFailed(str(wrapped), f"{type(error).__name__} {error}".strip()) from error
+    if not ok:
+        raise CommandFailed(str(wrapped), output.output)
+    return output.stdout_lines
+
+
+@contextmanager
+def heartbeat(host: Host, what: str) -> Iterator[None]:
+    """Say every few seconds that ``what`` is still going on, so that a run is never silent."""
+    started = monotonic()
+
+    def beat() -> None:
+        while True:
+            gevent.sleep(HEARTBEAT_S)
+            host.log(f"{what}: {monotonic() - started:.0f} s")
+
+    greenlet = gevent.spawn(beat)
+    try:
+        yield
+    finally:
+        greenlet.kill()
+
+
+T = TypeVar("T")
+
+
+def each(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items; pyinfra tells their operations apart by position, not by line alone.
+
+    A plain ``for`` would pair unrelated operations of different hosts (pyinfra 3.10 identifies
+    an operation by the line numbers of the call stack).
+    """
+    yield from host.loop(list(items))  # type: ignore[no-untyped-call]  # untyped in pyinfra
+
+
+def one_by_one() -> Iterator[str]:
+    """Yield this host's name when its turn comes: one operation per host, in inventory order.
+
+    So a fault stops at the first host that it meets.
+    """
+    yield from (name for (name,) in in_waves((member.name,) for member in inventory))
+
+
+def in_waves(waves: Iterable[Wave]) -> Iterator[Wave]:
+    """Yield the wave of this host when its turn comes: one operation per wave, in their order."""
+    yield from (wave for wave in each(waves) if host.name in wave)
+
+
+# A reboot takes minutes; a host that is away for longer must not hold up the others.
+AWAY_S = 420
+
+
+COMMAND_TIMEOUT_S = 60
+
+
+_LONGEST_PAUSE_S = 15
+
+
+def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
+    """Run ``script`` as root; return whether it exited with 0, its output and its errors.
+
+    With or without sudo, as the host's settings say: a root login may have none installed.
+    Reconnects with growing pauses when the connection is gone.
+
+    Raises:
+        ConnectError: the host stayed away for ``AWAY_S``.
+    """
+    lost_at, pause_s = None, 1
+    with heartbeat(host, "waiting for an answer of the host"):
+        while lost_at is None or time.monotonic() - lost_at < AWAY_S:
+            try:
+                answer = _run_once(host, script)
+                # A connection that ends in the middle of a command looks like a failed command.
+                if answer[0] or not is_disconnected(host):
+                    return answer
+                lost = "closed"
+            except (TimeoutError, OSError, EOFError, SSHException, ConnectError) as error:
+                lost = type(error).__name__
+            if lost_at is None:
+                host.log(f"connection lost ({lost}), trying again")
+                lost_at = time.monotonic()
+            host.disconnect()
+            gevent.sleep(pause_s)
+            pause_s = min(pause_s + 1, _LONGEST_PAUSE_S)
+    raise ConnectError(f"{host.name} stayed unreachable for {AWAY_S} s")
+
+
+def _run_once(host: Host, script: str) -> tuple[bool, str, str]:
+    if not host.connected:
+        # Without raising, the next command would meet a client that has no connection.
+        host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
+    ok, output = host.run_shell_command(
+        shell(script),
+        _sudo=host.data.get("_sudo", False),
+        _timeout=COMMAND_TIMEOUT_S,
+    )
+    return ok, output.stdout, output.stderr
+
+
+def is_disconnected(host: Host) -> bool:
+    """Return whether the connection to a host we had reached is gone."""
+    client = getattr(getattr(host, "connector", None), "client", None)
+    if client is None:  # not over SSH: this machine itself
+        return False
+    transport = client.get_transport()
+    return transport is None or not transport.is_active()

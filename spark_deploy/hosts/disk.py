@@ -1,0 +1,264 @@
+"""Filesystems of a host, and weights on it that need no room again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from spark_contract import receipts
+from spark_contract.documents import DocumentError
+from spark_contract.paths import RECEIPT_NAME
+from spark_contract.units import SHA256
+
+from spark_deploy.hosts.facts import Sections
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A path we will write to and the filesystem it is (or will be) on."""
+
+    path: str
+    present_bytes: int  # already under this very path
+    mount: str
+    device: str
+    available_bytes: int
+    folder: str = ""  # where that is in truth; docker's data may have been moved
+
+
+@dataclass(frozen=True, slots=True)
+class Above:
+    """A folder above a place; who may write in it may put something else in the place's place."""
+
+    path: str
+    owner: str
+    group: str
+    mode: int
+
+    @property
+    def why_not_roots(self) -> str:
+        """Say who else may write in it; "" when only root may."""
+        if self.owner != "root":
+            return f"belongs to {self.owner}"
+        if self.mode & stat.S_ISVTX:  # in it, what is root's stays root's
+            return ""
+        if self.mode & stat.S_IWOTH:
+            return "can be written to by everybody"
+        if self.mode & stat.S_IWGRP and self.group != "root":
+            return f"can be written to by group {self.group}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaimable:
+    """One line of ``docker system df``."""
+
+    what: str
+    bytes: int
+
+
+# Where docker keeps images: below its data root, or in the store of the system's containerd.
+_IMAGES_IN = r"""
+images_in=
+command -v docker >/dev/null 2>&1 && images_in=$(
+  timeout 20 docker info --format '{{.DockerRootDir}}|{{range .DriverStatus}}{{.}}{{end}}')
+case $images_in in
+  *io.containerd.snapshotter*)
+    images_in=$(timeout 20 containerd config dump | sed -n "s/^root *= *[\"']\(.*\)[\"']/\1/p")
+    images_in=${images_in:-/var/lib/containerd} ;;
+esac
+images_in=${images_in%%|*}
+"""
+
+
+def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
+    """Ask for the filesystem of each path; one that does not exist yet counts as its parent.
+
+    Args:
+        paths: what we will write to.
+        docker_dirs: those among them where docker is expected to keep images. Docker is asked for
+            the place itself, and as it holds more than ours, its content is not added up.
+    """
+    words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
+    skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
+    return rf"""
+{_IMAGES_IN}
+echo '== places'
+for path in {words}; do
+  folder=$path
+  case $path in {skip}) folder=${{images_in:-$path}} ;; esac
+  there=$folder
+  while [ ! -d "$there" ]; do there=$(dirname "$there"); done
+  used=0
+  case $path in
+    {skip}) ;;
+    *) [ -d "$path" ] && used=$(du -sk --apparent-size "$path" | cut -f1) ;;
+  esac
+  df -Pk "$there" | awk -v path="$path" -v used="$used" -v folder="$folder" \
+    'NR == 2 {{ mount = $6; for (i = 7; i <= NF; i++) mount = mount " " $i
+      print path "\t" used "\t" $1 "\t" $4 "\t" mount "\t" folder }}'
+done
+echo '== above'
+for path in {words}; do
+  for there in "$path" "$(realpath -m -- "$path")"; do
+    while [ -n "$there" ]; do there=${{there%/*}}; echo "${{there:-/}}"; done
+  done
+done | sort -u | xargs -rd '\n' stat -L -c '%U/%G/%a/%n' -- 2>/dev/null
+echo '== docker-df'
+command -v docker >/dev/null 2>&1 && timeout 20 docker system df --format '{{{{json .}}}}'
+"""
+
+
+def parse_places(lines: Iterable[str]) -> tuple[Place, ...]:
+    """Read the ``places`` section; df and du speak KiB."""
+    places = []
+    for line in lines:
+        fields = line.split("\t")
+        if len(fields) in (5, 6) and fields[1].isdigit() and fields[3].isdigit():
+            path, used_kib, device, available_kib, mount, *folder = fields
+            used_bytes, available_bytes = int(used_kib) * 1024, int(available_kib) * 1024
+            places.append(Place(path, used_bytes, mount, device, available_bytes, *folder))
+    return tuple(places)
+
+
+def parse_above(lines: Iterable[str]) -> tuple[Above, ...]:
+    """Read the ``above`` section; a path may hold anything but the end of a line."""
+    found = []
+    for line in lines:
+        owner, _, rest = line.partition("/")
+        group, _, rest = rest.partition("/")
+        mode, _, path = rest.partition("/")
+        if path.startswith("/") and re.fullmatch("[0-7]{1,5}", mode):
+            found.append(Above(path, owner, group, int(mode, 8)))
+    return tuple(found)
+
+
+def parse_reclaimable(sections: Sections) -> tuple[Reclaimable, ...]:
+    """Read ``docker system df --format '{{json .}}'``, one object a line."""
+    found = []
+    for line in sections.get("docker-df", ()):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        size = size_bytes(str(row.get("Reclaimable", "")).split(" ")[0])
+        if size:
+            found.append(Reclaimable(str(row.get("Type", "")).lower(), size))
+    return tuple(found)
+
+
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def size_bytes(text: str) -> int:
+    """Read docker's decimal sizes: ``12.3GB`` is 12 300 000 000; unreadable text is 0."""
+    match = re.fullmatch(r"([\d.]+)([kKMGT]?B)", text)
+    return int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
+
+
+_HASH = re.compile(SHA256)
+
+
+# In place of a device: somebody else could change the file, so the fetcher takes a copy of it.
+COPIED = "-"
+
+
+_GLOB = re.compile(r"([*?\[\]])")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Files of known content, and the filesystem each path of the plan is (or will be) on."""
+
+    devices: dict[str, str] = field(default_factory=dict)  # path -> device number
+    files: frozenset[tuple[str, str, int]] = frozenset()  # device number, sha256, bytes
+    folders: dict[str, str] = field(default_factory=dict)  # sha256 -> cache or tree it lies in
+
+    def linkable_bytes(self, path: str, wanted: Iterable[tuple[str, int]]) -> int:
+        """Add up the ``wanted`` (sha256, bytes) that a hard link can bring to ``path``."""
+        device = self.devices.get(path, "")
+        return sum(size for sha256, size in set(wanted) if (device, sha256, size) in self.files)
+
+
+def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
+    """List large files and receipts below ``look_in``, and the devices of ``paths``.
+
+    Args:
+        paths: folders that are to be filled; one that does not exist yet counts as its parent.
+        look_in: folders on the host, as shell globs.
+    """
+    if not look_in:
+        return ""
+    words = " ".join(shlex.quote(path) for path in paths)
+    roots = " ".join(_globbed(pattern) for pattern in look_in)
+    return rf"""
+echo '== stored'
+for path in {words}; do
+  there=$path
+  while [ ! -d "$there" ]; do there=$(dirname "$there"); done
+  printf 'device\t%s\t%s\n' "$path" "$(stat -c %d "$there")"
+done
+for root in {roots}; do
+  [ -d "$root" ] || continue
+  list() {{
+    timeout 20 find "$@" -type f -size +1023k \
+      \( -user root -perm -004 ! -perm /022 -printf 'file\t%D\t%s\t%p\n' \
+      -o -printf 'file\t{COPIED}\t%s\t%p\n' \)
+  }}
+  list "$root" ! -path '*/blobs/??/*'
+  # Blobs that repositories of a cache share have another name; the links to them are named right.
+  list -L "$root" -maxdepth 3 -path '*/blobs/*' -xtype l
+  for receipt in "$root"/{RECEIPT_NAME} "$root"/*/{RECEIPT_NAME}; do
+    [ -f "$receipt" ] || continue
+    printf 'receipt\t%s\t' "${{receipt%/{RECEIPT_NAME}}}"
+    tr -d '\n' < "$receipt"
+    echo
+  done
+done
+"""
+
+
+def _globbed(pattern: str) -> str:
+    """Quote everything of a pattern but what the shell shall expand."""
+    parts = _GLOB.split(pattern)
+    return "".join(part if _GLOB.fullmatch(part) else shlex.quote(part) for part in parts if part)
+
+
+def parse_stored(sections: Sections) -> Stored:
+    """Read the ``stored`` section."""
+    devices, files, receipts = {}, [], []
+    for line in sections.get("stored", ()):
+        kind, *fields = line.split("\t", 3)
+        if kind == "device" and len(fields) == 2:
+            devices[fields[0]] = fields[1]
+        elif kind == "file" and len(fields) == 3 and fields[1].isdigit():
+            files.append((fields[0], int(fields[1]), fields[2]))
+        elif kind == "receipt" and len(fields) == 2:
+            receipts.append((fields[0], fields[1]))
+    listed = {path: sha256 for home, text in receipts for path, sha256 in _listed(home, text)}
+    known, folders = [], {}
+    for device, size, path in files:
+        name = path.rpartition("/")[2]
+        sha256 = name if _HASH.fullmatch(name) else listed.get((path, size))
+        if sha256:
+            known.append((device, sha256, size))
+            folders[sha256] = _folder(path)
+    return Stored(devices, frozenset(known), folders)
+
+
+def _folder(path: str) -> str:
+    """Return the hub's cache that a file lies in, or the folder of its tree."""
+    cache, mark, _ = path.partition("/models--")
+    return cache if mark else path.rpartition("/")[0]
+
+
+def _listed(home: str, text: str) -> Iterator[tuple[tuple[str, int], str]]:
+    """Yield path and size → sha256 of what a receipt lists; a damaged one lists nothing."""
+    with suppress(DocumentError):
+        for file in receipts.parse(text).files:
+            if file.sha256 is not None:
+                yield (f"{home}/{file.path}", file.size_bytes), file.sha256

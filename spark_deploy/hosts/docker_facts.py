@@ -1,0 +1,375 @@
+"""State of the container engine and of the containers on a host."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from spark_contract import documents
+from spark_contract.machine import DRIVER_MODULE, LIBCUDA, libcuda_version, module_version
+from spark_contract.records import GpuProof
+from spark_contract.units import DIGEST12, RELEASE_LABEL, SERVICE_LABEL
+
+from spark_deploy.hosts.facts import (
+    SERVING_SCRIPT,
+    HostFact,
+    build_script,
+    first_line,
+    parse_key_values,
+    parse_sections,
+)
+from spark_deploy.hosts.packages import (
+    Repositories,
+    packages_script,
+    parse_packages,
+    parse_repositories,
+    repositories_script,
+)
+
+# Sources: docker info (20.10 to 29), NVIDIA Container Toolkit 1.19, CDI specification files.
+DAEMON_JSON = "/etc/docker/daemon.json"
+
+
+# Only what is compared: the whole of `docker info` names containers and proxies with passwords.
+_INFO = (
+    "Runtimes",
+    "DefaultRuntime",
+    "LiveRestoreEnabled",
+    "Debug",
+    "LoggingDriver",
+    "DockerRootDir",
+    "Driver",
+    "RegistryConfig",
+    "ServerVersion",
+)
+
+
+# Last, because a client that does not know CDI ends there; what it printed before counts.
+_INFO_FORMAT = (
+    "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) + "}\n{{json .CDISpecDirs}}"
+)
+
+
+# On a busy host an answer may come late; one that does not come is unknown, not absent.
+_LIMITS_S = (30, 90)
+
+
+_SCRIPT = rf"""
+silent=
+ask() {{
+  name=$1; shift
+  timeout $limit_s "$@" && return
+  [ $? = 124 ] || return
+  timeout $patient_s "$@" && return
+  [ $? = 124 ] && silent="$silent$name "
+}}
+echo '== engine'; command -v dockerd; readlink -f "$(command -v docker)"
+[ -e /snap/bin/docker ] && echo /snap/bin/docker
+echo '== unit'
+systemctl show -p LoadState -p ActiveState -p UnitFileState -p ExecMainStartTimestamp \
+  --timestamp=us+utc docker.service
+echo '== daemon-json'
+[ -e {DAEMON_JSON} ] && {{ stat -c 'mtime=%.Y' {DAEMON_JSON}; cat {DAEMON_JSON}; }}
+echo '== info'
+command -v docker >/dev/null 2>&1 && ask docker docker info --format '{_INFO_FORMAT}'
+echo '== toolkit'; ask toolkit nvidia-ctk --version
+echo '== runtime'; command -v nvidia-container-runtime
+echo '== toolkit-mode'
+sed -n 's/^ *mode *= *"\([a-z]*\)".*/\1/p' /etc/nvidia-container-runtime/config.toml
+echo '== cdi'
+for spec in /etc/cdi/*.yaml /etc/cdi/*.json /var/run/cdi/*.yaml /var/run/cdi/*.json; do
+  [ -e "$spec" ] && grep -q nvidia.com/gpu "$spec" &&
+    echo "$spec $(grep -oE '{LIBCUDA}' "$spec" | sort -u | head -n 1)"
+done
+echo '== module'; cat {DRIVER_MODULE}
+echo '== driver'; ask driver nvidia-smi --query-gpu=driver_version --format=csv,noheader
+echo '== silent'; echo $silent
+echo '== kernel'; uname -r
+{SERVING_SCRIPT}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CdiSpec:
+    """A CDI specification of NVIDIA devices and the driver version its files belong to."""
+
+    path: str
+    driver_version: str  # "" where the file names no libcuda
+
+
+@dataclass(frozen=True, slots=True)
+class Docker:
+    """State of the docker role."""
+
+    dockerd: str  # path; "" when there is no engine
+    snap: bool
+    unit: dict[str, str]  # LoadState ActiveState UnitFileState ExecMainStartTimestamp
+    daemon_json: str | None  # text of the file; None: no such file
+    daemon_json_mtime_s: float
+    info: dict[str, Any]  # {} when the daemon does not answer
+    toolkit_version: str
+    toolkit_mode: str  # "auto" | "legacy" | "cdi" | ""
+    runtime: str  # path of NVIDIA's runtime; "" when the toolkit came without
+    cdi: tuple[CdiSpec, ...]
+    cdi_directories: tuple[str, ...]  # that the daemon reads; empty when it has no CDI
+    driver_version: str
+    kernel: str
+    serving: tuple[str, ...]
+    packages: dict[str, str]
+    repositories: Repositories
+    receipt: GpuProof | None  # of the last proof with a container
+    groups: dict[str, tuple[str, ...]]  # of each user asked about; without those unknown here
+    silent: tuple[str, ...] = ()  # of docker, toolkit, driver: what did not answer in time
+
+    @property
+    def active(self) -> bool:
+        """Whether the unit is up and the daemon answers."""
+        return self.unit.get("ActiveState") == "active" and bool(self.info)
+
+    @property
+    def started_at_s(self) -> float:
+        """When the daemon was started, seconds since 1970; 0 when it does not run."""
+        return timestamp_s(self.unit.get("ExecMainStartTimestamp", ""))
+
+
+class DockerState(HostFact[Docker]):
+    """Everything the docker role compares with its plan, in one command."""
+
+    def command(
+        self,
+        packages: Sequence[str],
+        receipt_path: str,
+        urls: Sequence[str] = (),
+        repository_files: Sequence[str] = (),
+        users: Sequence[str] = (),
+    ) -> str:
+        return build_script(
+            "exec 2>/dev/null",
+            f"limit_s={_LIMITS_S[0]} patient_s={_LIMITS_S[1]}",
+            _SCRIPT,
+            packages_script(packages),
+            repositories_script(urls, repository_files),
+            f"echo '== receipt'; cat {shlex.quote(receipt_path)}",
+            "echo; echo '== groups'",
+            *(f"id -nG -- {shlex.quote(user)} | sed s/^/{shlex.quote(user)}' '/" for user in users),
+        )
+
+    def process(self, output: list[str]) -> Docker:
+        found = parse_sections(output)
+        engine = list(found.get("engine", ()))
+        info, daemon_json = found.get("info", []), list(found.get("daemon-json", ()))
+        # A client whose daemon is down prints what it knows itself.
+        answer = json_object(info[:1])
+        mtime = daemon_json.pop(0).removeprefix("mtime=") if daemon_json else ""
+        driver = [line.strip() for line in found.get("driver", ()) if re.match(r"\s*\d", line)]
+        return Docker(
+            dockerd=next((line for line in engine if line.endswith("/dockerd")), ""),
+            snap=any("/snap/" in line or line == "/usr/bin/snap" for line in engine),
+            unit=parse_key_values(found.get("unit", ())),
+            daemon_json="\n".join(daemon_json) if mtime else None,
+            daemon_json_mtime_s=float(mtime or 0),
+            info=answer if answer.get("ServerVersion") else {},
+            toolkit_version=toolkit_version(found.get("toolkit", ())),
+            toolkit_mode=first_line(found, "toolkit-mode"),
+            runtime=first_line(found, "runtime"),
+            cdi=tuple(_cdi(line) for line in found.get("cdi", ())),
+            cdi_directories=_json_list(info[1:]),
+            driver_version=driver[0]
+            if driver
+            else module_version("\n".join(found.get("module", ()))),
+            kernel=first_line(found, "kernel"),
+            serving=tuple(line for line in found.get("serving", ()) if line),
+            packages=parse_packages(found.get("packages", ())),
+            repositories=parse_repositories(found),
+            receipt=_proof(found.get("receipt", ())),
+            silent=tuple(word for line in found.get("silent", ()) for word in line.split()),
+            groups={
+                user: tuple(names)
+                for user, *names in map(str.split, found.get("groups", ()))
+                if names
+            },
+        )
+
+
+def json_object(lines: Iterable[str]) -> dict[str, Any]:
+    """Read one JSON object; anything else, a daemon's error text among it, is an empty one."""
+    try:
+        value = json.loads("\n".join(lines))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _proof(lines: Iterable[str]) -> GpuProof | None:
+    try:
+        return documents.parse(GpuProof, "\n".join(lines))
+    except documents.DocumentError:  # damaged or absent: it proves nothing
+        return None
+
+
+def toolkit_version(lines: Iterable[str]) -> str:
+    """Read `nvidia-ctk --version`."""
+    found = re.search(r"CLI version (\S+)", "\n".join(lines))
+    return found.group(1) if found else ""
+
+
+def _json_list(lines: Iterable[str]) -> tuple[str, ...]:
+    """Read a JSON list of texts; anything else is an empty one."""
+    try:
+        value = json.loads("\n".join(lines))
+    except ValueError:
+        return ()
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
+def _cdi(line: str) -> CdiSpec:
+    path, _, library = line.partition(" ")
+    return CdiSpec(path, libcuda_version(library))
+
+
+def timestamp_s(text: str) -> float:
+    """Read systemd's `Mon 2026-01-05 10:00:00.123456 UTC`; an empty text is 0."""
+    match = re.search(r"(\d{4}-\d\d-\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)", text)
+    if not match:
+        return 0.0
+    day, time_of_day = match.groups()
+    moment = datetime.fromisoformat(f"{day}T{time_of_day}" + ("" if "." in time_of_day else ".0"))
+    return moment.replace(tzinfo=timezone.utc).timestamp()
+
+
+# No environment but one word, and no command line: both carry other people's keys.
+_FIELDS = {
+    "id": ".Id",
+    "name": ".Name",
+    "image": ".Config.Image",
+    "state": ".State.Status",
+    "restart": ".HostConfig.RestartPolicy.Name",
+    "runtime": ".HostConfig.Runtime",
+    "requests": ".HostConfig.DeviceRequests",
+    "labels": ".Config.Labels",
+}
+
+
+# A list that ends in null, because a variable that is not set prints nothing.
+_VISIBLE = (
+    '{{range .Config.Env}}{{$words := split . "="}}'
+    '{{if eq (index $words 0) "NVIDIA_VISIBLE_DEVICES"}}{{json (index $words 1)}},{{end}}{{end}}'
+)
+
+
+_INSPECT_FORMAT = (
+    "{"
+    + ",".join(f'"{key}":{{{{json {path}}}}}' for key, path in _FIELDS.items())
+    + f',"visible":[{_VISIBLE}null]}}'
+)
+
+
+CONTAINERS_SCRIPT = rf"""
+echo '== containers'
+if command -v docker >/dev/null 2>&1; then
+  ids=$(timeout 20 docker ps -aq --no-trunc) ||
+    echo "unreachable $(systemctl show -p ActiveState --value docker.service)"
+  [ -n "$ids" ] && timeout 30 docker inspect --format '{_INSPECT_FORMAT}' $ids
+fi
+"""
+
+
+def images_script(references: Sequence[str]) -> str:
+    """Print those of ``references`` (tags or name@digest) that the host has."""
+    names = " ".join(shlex.quote(reference) for reference in references)
+    return rf"""
+echo '== images'
+has() {{ timeout 20 docker image inspect "$@" >/dev/null 2>&1 && printf '%s\n' "$@"; }}
+set -- {names}
+command -v docker >/dev/null 2>&1 && [ $# != 0 ] && {{ has "$@" || for one; do has "$one"; done; }}
+"""
+
+
+# Names of servers that load models; matched against the image's repository name.
+_ENGINES = re.compile(
+    r"vllm|sglang|ollama|llama[._-]?cpp|llama-server|text-generation|tritonserver|trtllm|"
+    r"tensorrt|lmdeploy|exllama|tabbyapi|lmstudio|comfyui|nim/|aphrodite|localai"
+)
+
+
+# Of a release or a job. Others name containers after this machine, too.
+_OURS = re.compile(rf"spark-[a-z0-9-]+-{DIGEST12}")
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One container as ``docker inspect`` shows it."""
+
+    id: str
+    name: str
+    image: str
+    state: str  # created running paused restarting removing exited dead
+    restart: str  # no always unless-stopped on-failure
+    uses_gpu: bool
+    labels: dict[str, str]
+
+    @property
+    def ours(self) -> bool:
+        """Whether our own units run it."""
+        labelled = {RELEASE_LABEL, SERVICE_LABEL} & set(self.labels)
+        return bool(labelled) or _OURS.fullmatch(self.name) is not None
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether it serves models or holds the GPU, as far as can be told from outside."""
+        return self.uses_gpu or bool(_ENGINES.search(self.image.lower()))
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs now or is about to."""
+        return self.state in ("running", "restarting", "paused")
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether docker may start it again without being asked."""
+        return self.restart == "always" or (self.restart == "unless-stopped" and self.alive)
+
+
+def parse_containers(lines: Iterable[str]) -> tuple[Container, ...]:
+    """Read one JSON object a line, as ``SCRIPT`` prints them."""
+    found = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        found.append(
+            Container(
+                id=row["id"],
+                name=row["name"].lstrip("/"),
+                image=row["image"],
+                state=row["state"],
+                restart=row["restart"] or "no",
+                uses_gpu=_asks_for_gpu(row["requests"])
+                or (row["runtime"] == "nvidia" and _is_given_gpu(row.get("visible") or [None])),
+                labels=row["labels"] or {},
+            )
+        )
+    return tuple(found)
+
+
+def parse_silent(lines: Iterable[str]) -> str:
+    """Return the state of the unit whose daemon did not answer; "" when it did."""
+    return next((line.split(" ")[1] for line in lines if line.startswith("unreachable ")), "")
+
+
+def _is_given_gpu(visible: Sequence[str | None]) -> bool:
+    """Whether NVIDIA's runtime, often the default one, has anything to do for this container."""
+    return visible[0] not in (None, "", "void", "none")
+
+
+def _asks_for_gpu(requests: object) -> bool:
+    if not isinstance(requests, list):
+        return False
+    words = json.dumps(requests).lower()
+    return '"gpu"' in words or "nvidia" in words

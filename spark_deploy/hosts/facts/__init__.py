@@ -1,1 +1,0 @@
-"""What hosts say: one command each, parsed by pure functions."""

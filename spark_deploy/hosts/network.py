@@ -1,0 +1,275 @@
+"""Ports, addresses and listeners of a host."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL
+
+from spark_deploy.hosts.facts import (
+    HostFact,
+    Sections,
+    build_script,
+    first_line,
+    is_managed,
+    parse_sections,
+)
+from spark_deploy.plan.machine import Port, Ports
+
+_PORTS_SCRIPT = r"""
+echo '== addresses'; ip addr show
+echo '== speeds'
+for n in /sys/class/net/*; do
+  speed=$(cat "$n/speed" 2>/dev/null) && echo "${n##*/} Speed: ${speed}Mb/s"
+done
+echo '== rdma'
+for d in /sys/class/infiniband/*; do
+  for n in "$d"/device/net/*; do
+    [ -e "$n" ] || continue
+    up=Down; grep -q ACTIVE "$d/ports/1/state" 2>/dev/null && up=Up
+    echo "${d##*/} port 1 ==> ${n##*/} ($up)"
+  done
+done
+echo '== gids'
+for t in /sys/class/infiniband/*/ports/1/gid_attrs/types/*; do
+  grep -q 'RoCE v2' "$t" 2>/dev/null || continue
+  d=${t%/gid_attrs/*}
+  echo "$(basename "${d%/ports/1}") ${t##*/} $(cat "$d/gids/${t##*/}")"
+done
+"""
+
+
+_INTERFACE = re.compile(r"\d+: ([^:@]+)(?:@\S+)?: <([^>]*)> mtu (\d+)")
+
+
+_ADDRESS = re.compile(r"\s+inet ([0-9.]+/\d+) ")
+
+
+_RDMA = re.compile(r"(\S+) port \d+ ==> (\S+) \((\w+)\)")
+
+
+_SPEED = re.compile(r"(\S+) Speed: (\d+)Mb/s")
+
+
+_MAPPED = "0000:0000:0000:0000:0000:ffff:"  # how a GID holds an IPv4 address
+
+
+class Fabric(HostFact[Ports]):
+    """Every interface of a host but its loopback."""
+
+    def command(self) -> str:
+        """Return the script."""
+        return build_script(_PORTS_SCRIPT)
+
+    def process(self, output: Iterable[str]) -> Ports:
+        """Read the sections."""
+        sections = parse_sections(output)
+        devices = _devices(sections)
+        speeds = {m[1]: int(m[2]) for m in map(_SPEED.match, sections.get("speeds", ())) if m}
+        gids = [line.split() for line in sections.get("gids", ())]
+        found = []
+        for name, up, mtu, addresses in _interfaces(sections):
+            device = devices.get(name)
+            found.append(
+                Port(
+                    interface=name,
+                    up=up,
+                    mtu=mtu,
+                    speed_mbit_per_s=speeds.get(name),
+                    addresses=addresses,
+                    device=device,
+                    gid_index=_gid_index(gids, device, addresses),
+                )
+            )
+        return Ports(tuple(found))
+
+
+def _interfaces(sections: Sections) -> Iterator[tuple[str, bool, int, tuple[str, ...]]]:
+    """Yield name, link, MTU and addresses of each interface in the words of `ip addr`."""
+    found: list[tuple[re.Match[str], list[str]]] = []
+    for line in sections.get("addresses", ()):
+        if start := _INTERFACE.match(line):
+            found.append((start, []))
+        elif (address := _ADDRESS.match(line)) and found:
+            found[-1][1].append(address[1])
+    for start, addresses in found:
+        if "LOOPBACK" not in start[2]:
+            yield start[1], "LOWER_UP" in start[2], int(start[3]), tuple(addresses)
+
+
+def _devices(sections: Sections) -> dict[str, str]:
+    """Return the RDMA device of each interface whose port is up."""
+    lines = map(_RDMA.match, sections.get("rdma", ()))
+    return {line[2]: line[1] for line in lines if line and line[3] == "Up"}
+
+
+def _gid_index(gids: list[list[str]], device: str | None, addresses: tuple[str, ...]) -> int | None:
+    for own, index, gid in (words for words in gids if len(words) == 3):
+        if own == device and addresses and gid == _gid_of(addresses[0]):
+            return int(index)
+    return None
+
+
+def _gid_of(address: str) -> str:
+    a, b, c, d = map(int, address.partition("/")[0].split("."))
+    return f"{_MAPPED}{a:02x}{b:02x}:{c:02x}{d:02x}"
+
+
+_MOST_BYTES = 8192
+
+
+_PROFILES = "/etc/NetworkManager/system-connections/*.nmconnection"
+
+
+_NETPLAN_SCRIPT = rf"""
+echo '== there'; command -v netplan
+echo '== tried'; ls {NETPLAN_TRIAL} 2>/dev/null
+echo '== ours'; head -c {_MOST_BYTES} {NETPLAN_FILE} 2>/dev/null
+echo; echo '== named'
+# A profile that NetworkManager used before wins over netplan's new one.
+for f in /lib/netplan/*.yaml /etc/netplan/*.yaml /run/netplan/*.yaml {_PROFILES}; do
+  [ -f "$f" ] && [ "${{f##*/}}" != '{NETPLAN_FILE.rpartition("/")[2]}' ] || continue
+  for n in /sys/class/net/*; do
+    grep -qwF -- "${{n##*/}}" "$f" && echo "${{n##*/}} $f"
+  done
+done
+echo '== below'
+for n in /sys/class/net/*; do
+  [ -e "$n/master" ] && echo "${{n##*/}} $(basename "$(readlink "$n/master")")"
+done
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Netplan:
+    """What has to be known before an interface gets an address."""
+
+    there: bool
+    tried: bool  # a try of ours is under way
+    ours: str  # the file we wrote; "" when there is none
+    named: dict[str, str]  # interface: another file that configures it
+    below: dict[str, str]  # interface: the bridge or bond it is part of
+
+
+class NetplanFiles(HostFact[Netplan]):
+    """Read as root: netplan's files are root's alone."""
+
+    def command(self) -> str:
+        """Return the script."""
+        return build_script(_NETPLAN_SCRIPT)
+
+    def process(self, output: Iterable[str]) -> Netplan:
+        """Read the sections."""
+        found = parse_sections(output)
+        ours = "\n".join(found.get("ours", ())).rstrip("\n")
+        return Netplan(
+            there=bool(first_line(found, "there")),
+            tried=bool(first_line(found, "tried")),
+            ours=f"{ours}\n" if ours else "",
+            named=_pairs(found.get("named", ())),
+            below=_pairs(found.get("below", ())),
+        )
+
+
+def _pairs(lines: Iterable[str]) -> dict[str, str]:
+    words = (line.split(maxsplit=1) for line in lines)
+    return {one[0]: one[1] for one in words if len(one) == 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A listening TCP socket; process fields are empty where the kernel holds it."""
+
+    address: str
+    port: int
+    process: str
+    pid: int
+    cgroup: str
+
+    @property
+    def ours(self) -> bool:
+        """Whether one of our own units holds the socket."""
+        return is_managed(self.cgroup)
+
+    @property
+    def service(self) -> str:
+        """The service whose gateway holds the socket; empty when none of ours does."""
+        found = re.search(r"/spark-gateway(?:@|\\x40)([^/]+)\.service", self.cgroup)
+        return found[1] if found else ""
+
+
+def ports_script(ports: Sequence[int]) -> str:
+    """List the listeners of some ports, then the cgroup of each process behind them.
+
+    The longest path of /proc/PID/cgroup counts: with v1 controllers the v2 line says only "/".
+    """
+    wanted = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
+    return rf"""
+echo '== listeners'; listeners=$(ss -Hltnp {shlex.quote(f"( {wanted} )")}); echo "$listeners"
+echo '== listener-cgroups'
+for pid in $(echo "$listeners" | grep -o 'pid=[0-9]*' | cut -d= -f2 | sort -u); do
+  echo "$pid $(awk -F: 'length($3) > length(p) {{p = $3}} END {{print p}}' "/proc/$pid/cgroup")"
+done
+"""
+
+
+def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[Listener, ...]:
+    """Read ``ss -ltnp`` with or without its heading; the same socket is listed once."""
+    where = dict(line.split(maxsplit=1) for line in cgroups if len(line.split()) == 2)
+    found: dict[tuple[str, int], Listener] = {}
+    for line in lines:
+        fields = line.split()
+        if len(fields) < 5 or fields[0] != "LISTEN":
+            continue
+        address, _, port = fields[3].rpartition(":")
+        if not port.isdigit():
+            continue
+        owner = re.search(r'"([^"]*)",pid=(\d+)', line)
+        pid = owner.group(2) if owner else ""
+        found[address, int(port)] = Listener(
+            address=address,
+            port=int(port),
+            process=owner.group(1) if owner else "",
+            pid=int(pid or 0),
+            cgroup=where.get(pid, ""),
+        )
+    return tuple(found.values())
+
+
+_HEADERS_BYTES = 28  # of IP and ICMP, which count towards the MTU
+
+
+# Three packets, five seconds at most, all ways at once.
+_PING = "ping -q -n -M do -c 3 -i 0.2 -W 1 -w 5"
+
+
+class Reach(HostFact[dict[str, str]]):
+    """For each address "yes", "no", or "unknown" where the host has no ping."""
+
+    def command(self, ways: Sequence[tuple[str, str, int]]) -> str:
+        """Return the script.
+
+        Args:
+            ways: interface, address of another member, and MTU of the interface.
+        """
+        asked = []
+        for interface, address, mtu in ways:
+            words = f"-I {shlex.quote(interface)} -s {mtu - _HEADERS_BYTES} {shlex.quote(address)}"
+            ping = f"{_PING} {words} >/dev/null 2>&1"
+            asked.append(f"{{ if {ping}; then echo {address} yes; else echo {address} no; fi; }} &")
+        unknown = [f"echo {address} unknown" for _, address, _ in ways]
+        return build_script(
+            "echo '== reach'\nif command -v ping >/dev/null; then\n"
+            + "\n".join([*asked, "wait"])
+            + "\nelse\n"
+            + "\n".join([*unknown, ":"])
+            + "\nfi"
+        )
+
+    def process(self, output: Iterable[str]) -> dict[str, str]:
+        """Read the section."""
+        lines = (line.split() for line in parse_sections(output).get("reach", ()))
+        return {words[0]: words[1] for words in lines if len(words) == 2}

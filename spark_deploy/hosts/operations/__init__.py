@@ -1,1 +1,0 @@
-"""What changes hosts: reads state, yields only what is needed."""

@@ -1,1 +1,0 @@
-"""What travels to hosts: tools, wheels, certificates, files that keep a host reachable."""

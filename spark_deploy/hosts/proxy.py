@@ -1,0 +1,137 @@
+"""The proxy of a host: a file only root reads, used by jobs and by docker's daemon."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Generator, Iterable, Iterator
+
+from pyinfra.api.command import StringCommand
+from pyinfra.api.operation import operation
+from pyinfra.context import host
+from spark_contract.paths import PROXY
+
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.config.settings.read_secret import read_secret
+from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.sources import ProxySettings
+from spark_deploy.hosts.commands import log, shell
+from spark_deploy.hosts.facts import HostFact
+from spark_deploy.hosts.files import file_states, place_files
+from spark_deploy.hosts.host_errors import Commands, host_errors
+from spark_deploy.plan.managed_files import ManagedFile
+
+
+class DaemonProxy(HostFact[str]):
+    """``same``, ``same-proxy`` (another no_proxy) or ``differs``; empty when it does not run.
+
+    Names count in small or in large letters, as programs take them.
+    """
+
+    default = str
+
+    def command(self, path: str) -> str:
+        lines = (
+            "grep -aiE '^(http|https|no)_proxy=' | sed 's/^[^=]*/\\L&/; s,/$,,' | LC_ALL=C sort -u"
+        )
+        return (
+            "pid=$(systemctl show -p MainPID --value docker.service 2>/dev/null); "
+            '[ "${pid:-0}" -gt 0 ] || exit 0; '
+            f"a=$(tr '\\0' '\\n' < /proc/$pid/environ | {lines}); "
+            f"b=$(cat {shlex.quote(path)} 2>/dev/null | {lines}); "
+            'if [ "$a" = "$b" ]; then echo same; exit; fi; '
+            "without() { printf '%s\\n' \"$1\" | grep -v ^no_; }; "
+            '[ "$(without "$a")" = "$(without "$b")" ] && echo same-proxy || echo differs'
+        )
+
+    def process(self, output: Iterable[str]) -> str:
+        return next((line.strip() for line in output if line.strip()), "")
+
+
+DROP_IN_PATH = "/etc/systemd/system/docker.service.d/spark-proxy.conf"
+
+
+DOCKER_DROP_IN = ManagedFile(DROP_IN_PATH, f"[Service]\nEnvironmentFile=-{PROXY}\n".encode())
+
+
+# What systemd takes from an environment file as it stands, without quotes.
+_USABLE = re.compile(r"https?://[!-~]{1,500}")
+
+
+_QUOTES = re.compile(r"[\"'\\\\]")
+
+
+_RESTART = (
+    "systemctl daemon-reload; ! systemctl is-active --quiet docker.service || "
+    "{ systemctl restart docker.service && "
+    "timeout 90 sh -c 'until docker version >/dev/null 2>&1; do sleep 1; done'; }"
+)
+
+
+@operation()
+@host_errors
+def configure_job_proxy(proxy: ProxySettings) -> Commands:
+    """Have the file that jobs take their proxy from, or none."""
+    if not proxy.used:
+        if (yield from _remove(PROXY)):
+            return
+        host.noop("no proxy is wanted and none is there")
+    elif not (yield from place_files((proxy_file(proxy),))):
+        host.noop("the proxy is as planned")
+
+
+@operation()
+@host_errors
+def configure_docker_proxy(proxy: ProxySettings) -> Commands:
+    """Have docker's daemon pull through the proxy; it is restarted where it runs with another.
+
+    A proxy that the owner gave it stays, unless the settings name another one: a restart would
+    restart every container of the host.
+    """
+    if not proxy.used:
+        if (yield from _remove(DROP_IN_PATH)):
+            yield shell(_RESTART)
+            return
+        host.noop("docker's proxy is not ours")
+        return
+    daemon = host.get_fact(DaemonProxy, path=PROXY)
+    ours = DROP_IN_PATH in file_states([DROP_IN_PATH])
+    if not ours and daemon in ("same", "same-proxy"):
+        host.noop("docker pulls through this proxy by its owner's own settings")
+        return
+    changed = yield from place_files((DOCKER_DROP_IN,))
+    if changed or daemon in ("same-proxy", "differs"):
+        if daemon:
+            log("docker is restarted for its proxy; engines on it start again by themselves")
+        yield shell(_RESTART)
+    else:
+        host.noop("docker pulls through the proxy")
+
+
+def _remove(path: str) -> Generator[StringCommand, None, bool]:
+    there = path in file_states([path])
+    if there:
+        yield StringCommand("rm", "-f", "--", shlex.quote(path))
+    return there
+
+
+def proxy_file(proxy: ProxySettings) -> ManagedFile:
+    """Return the environment file; tools look for the names in small or in large letters."""
+    pairs = [*_addresses(proxy), ("no_proxy", ",".join(proxy.direct))]
+    lines = [f"{name}={value}\n" for key, value in pairs for name in (key, key.upper())]
+    return ManagedFile(PROXY, "".join(lines).encode(), 0o600)
+
+
+def _addresses(proxy: ProxySettings) -> Iterator[tuple[str, str]]:
+    for key, given in (("http", proxy.http), ("https", proxy.https)):
+        if given is None:
+            continue
+        setting = f"proxy.{key}"
+        secret = isinstance(given, SecretRef)
+        address = read_secret(given, setting=setting) if isinstance(given, SecretRef) else given
+        if not _USABLE.fullmatch(address) or _QUOTES.search(address):
+            what = "is not an address such as http://user:password@proxy.example.org:3128"
+            what = f"what the controller reads {what}" if secret else what
+            fix = "write quotes, backslashes and blanks in it as %22, %27, %5C and %20"
+            raise SettingsError.one(setting, what, fix)
+        yield f"{key}_proxy", address
