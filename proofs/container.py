@@ -32,8 +32,7 @@ from spark_contract.documents import text_of
 from spark_contract.paths import Paths
 from spark_contract.records import GpuProof
 from spark_contract.release import Mount, Release
-from spark_host.engine import serve
-from spark_host.engine.container import account, environment
+from spark_host.engine import container as engine_container
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PYTHONPATH = [str(REPOSITORY / folder) for folder in ("", "files/contract", "files/host")]
@@ -82,10 +81,10 @@ def of_release(release: Release, checkpoint: Path, root: Path) -> tuple[Containe
         folder.mkdir(parents=True)
         os.chown(folder, user, user)
     files.write_text(paths.gpu_receipt, text_of(GpuProof({}, ("--gpus=all",), "")))
-    environment.write(release, paths)
+    engine_container.write_environment(release, paths)
     owner = mock.Mock(pw_uid=user, pw_gid=user)
-    with mock.patch.object(account.pwd, "getpwnam", return_value=owner):
-        argv = serve.docker_argv(release, paths)
+    with mock.patch.object(engine_container.pwd, "getpwnam", return_value=owner):
+        argv = engine_container.docker_argv(release, paths)
     return parse_docker_run(argv), paths.engine_socket(release.service)
 
 

@@ -70,7 +70,7 @@ def test_a_boot_with_another_driver_brings_the_server_back_before_any_deploy(
         assert guest.ask(QUESTION)[0] == 200
         assert f"libcuda.so.{NEW}" in guest.run("cat /etc/cdi/nvidia.yaml")
         log = guest.run(f"journalctl -b -u {unit} -o cat")
-        assert f"is of driver {OLD}, {NEW} is loaded; it is made anew" in log
+        assert f"is of driver {OLD}, {NEW} is loaded: regenerating it" in log
         # The container check and the full proof are the next deploy's.
         only(forced.site.deploy(), GPU_PROOF, SERVE)
     finally:

@@ -31,7 +31,8 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/host/spark_host/rollout", ""),
         ("files/host/spark_host/prune", ""),
         ("files/host/spark_host/uninstall", ""),
-        ("files/host/spark_host/told", ""),
+        ("files/host/spark_host/evidence.py", ""),
+        ("files/host/spark_host/status.py", ""),
         ("files/host/spark_host/__main__.py", ""),
         # The builder of checkpoints.
         ("files/checkpoint/spark_checkpoint/__init__.py", ""),

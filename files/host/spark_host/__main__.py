@@ -79,9 +79,9 @@ def _leaving(verb: str) -> Verb:
 
 
 VERBS: dict[str, tuple[Verb, str]] = {
-    tool.STATUS: (_in("told.status"), "[--live]: everything about this host as JSON"),
+    tool.STATUS: (_in("status"), "[--live]: everything about this host as JSON"),
     tool.EVIDENCE: (
-        _in("told.evidence"),
+        _in("evidence"),
         "what the running engine shows, fit to be sent to others, as JSON",
     ),
     tool.CHECK: (

@@ -17,8 +17,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.records import CompileCache, Finding, Proof
 from spark_contract.release import READY, Release, service_of
 from spark_contract.tool import COMPILING
-from spark_host.engine import compile_cache
-from spark_host.engine.container import account
+from spark_host.engine import compile_cache, container
 from spark_host.records import boot, proof
 from spark_host.rollout import steps
 from spark_host.system import folders
@@ -348,6 +347,6 @@ def test_an_account_that_is_gone_is_named(caches: Caches, monkeypatch: pytest.Mo
     def gone(name: str) -> None:
         raise KeyError(name)
 
-    monkeypatch.setattr(account.pwd, "getpwnam", gone)
+    monkeypatch.setattr(container.pwd, "getpwnam", gone)
     with pytest.raises(HostToolError, match="nobody"):
         caches.start(PROVEN)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from spark_contract.records import DailyLook
+from spark_host import status
 from spark_host.records import boot, proof
 from spark_host.system import ports, programs
-from spark_host.told import status
 from spark_host.watch import daily
 from stub_host import RELEASE, Host, release_data
 

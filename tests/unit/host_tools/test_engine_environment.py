@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_host.engine import serve
-from spark_host.engine.container import environment
+from spark_host.engine import container, serve
 from spark_host.system import docker
 from stub_host import RELEASE, REPOSITORY, Host, release_data
 
@@ -112,7 +111,7 @@ def test_what_a_file_of_lines_cannot_say_is_refused_by_name(
 ) -> None:
     release = host.release(engine={**release_data()["engine"], "env": {name: value}})
     with pytest.raises(HostToolError, match="environment"):
-        environment.write(release, host.paths)
+        container.write_environment(release, host.paths)
     assert not host.paths.engine_environment(RELEASE).exists()
 
 

@@ -13,7 +13,7 @@ from spark_contract.free_blocks import GIB, FreeBlocks, parse_buddyinfo
 from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import runner
-from spark_host.engine import kernel_log, memory
+from spark_host.engine import logs, memory
 from spark_host.watch import guard, loop, sensors
 from stub_host import Host
 
@@ -90,7 +90,7 @@ def test_a_start_goes_on_where_the_kernel_refuses(host: Host) -> None:
 def loading(host: Host, monkeypatch: pytest.MonkeyPatch, lines: int, **changes: Any) -> Release:
     monkeypatch.setattr(guard, "_BLOCKS_EVERY_S", 0.05)
     log = (CAPTURES / "journalctl--nvrm-no-memory--01.txt").read_text() * lines
-    monkeypatch.setattr(kernel_log.programs, "beginning_of", lambda *_: log)
+    monkeypatch.setattr(logs.programs, "beginning_of", lambda *_: log)
     return host.release(memory=NEEDED, **changes)
 
 

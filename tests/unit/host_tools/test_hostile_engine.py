@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
-from spark_host.engine import serve
+from spark_host import status
+from spark_host.engine import artifacts, container, serve
 from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import traffic
 from spark_host.system import docker, systemd
-from spark_host.told import status
 from spark_host.watch import loop
 from stub_host import RELEASE, Host, release_data
 
@@ -30,7 +30,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 
 def mounted_for(host: Host, release: Release) -> list[Path]:
     """Return the folders of the host that docker is told to put into the container, writable."""
-    argv = serve.docker_argv(release, host.paths)
+    argv = container.docker_argv(release, host.paths)
     mounts = [argv[at + 1] for at, word in enumerate(argv) if word == "--mount"]
     fields = [dict(part.partition("=")[::2] for part in text.split(",")) for text in mounts]
     return [Path(field["source"]) for field in fields if "readonly" not in field]
@@ -49,7 +49,7 @@ def victim(tmp_path: Path) -> Path:
 def prepared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Release:
     """A release whose start was prepared; its engine runs as nobody."""
     monkeypatch.setattr(docker, "is_up", lambda: True)
-    monkeypatch.setattr(serve, "_prove_parts", lambda _: None)
+    monkeypatch.setattr(artifacts, "check", lambda _: None)
     release = host.release(engine={**release_data()["engine"], "user": "nobody"})
     assert serve.prepare(RELEASE, host.paths) == 0
     return release

@@ -10,8 +10,7 @@ from spark_contract.documents import read
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_host.engine import serve
-from spark_host.engine.container import environment
+from spark_host.engine import container
 from spark_host.system import docker, members
 from stub_host import release_data
 
@@ -114,8 +113,9 @@ def test_a_rank_is_started_with_what_its_member_is_told(
 ) -> None:
     monkeypatch.setattr(docker, "gpu_arguments", lambda paths: [])
     paths = with_tables(tmp_path, WORKER, [])
-    argv = serve.docker_argv(clustered(), paths)
+    argv = container.docker_argv(clustered(), paths)
     image = argv.index("spark-vllm:stub")
     assert "--device=/dev/infiniband" in argv[:image]
     assert argv[-5:] == ["--nnodes", "2", "--node-rank", "1", "--headless"]
-    assert f"VLLM_HOST_IP={WORKER}\n" in environment.write(clustered(), paths).read_text()
+    container.write_environment(clustered(), paths)
+    assert f"VLLM_HOST_IP={WORKER}\n" in paths.engine_environment(clustered().name).read_text()

@@ -10,9 +10,7 @@ import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.job import ReceiptProof
 from spark_contract.release import Release
-from spark_host.engine import serve
-from spark_host.engine import tree as tree_of_engine
-from spark_host.engine.container import account
+from spark_host.engine import artifacts, container
 from spark_host.jobs import jobs
 from stub_host import Host, release_data
 
@@ -25,8 +23,14 @@ def of(host: Host, user: str, **more: object) -> Release:
     return host.release(engine={**release_data()["engine"], "user": user, **more})
 
 
+def refusal(release: Release) -> HostToolError:
+    with pytest.raises(HostToolError) as refused:
+        artifacts.check_checkpoints(release)
+    return refused.value
+
+
 def test_docker_starts_the_engine_as_its_account_by_number(host: Host) -> None:
-    argv = serve.docker_argv(of(host, "nobody"), host.paths)
+    argv = container.docker_argv(of(host, "nobody"), host.paths)
     place = argv.index("--user")
     assert argv[place + 1] == f"{NOBODY.pw_uid}:{NOBODY.pw_gid}"
     assert place < argv.index("spark-vllm:stub")
@@ -34,7 +38,7 @@ def test_docker_starts_the_engine_as_its_account_by_number(host: Host) -> None:
 
 def test_a_missing_account_is_named_with_the_way_to_make_it(host: Host) -> None:
     with pytest.raises(HostToolError, match=r"spark-nobody-knows[\s\S]*systemd-sysusers"):
-        serve.docker_argv(of(host, "spark-nobody-knows"), host.paths)
+        container.docker_argv(of(host, "spark-nobody-knows"), host.paths)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
@@ -55,16 +59,15 @@ def test_a_tree_that_somebody_else_could_write_to_starts_no_engine_and_is_made_a
         engine={**release_data()["engine"], "user": "nobody"},
     )
     held = ReceiptProof(str(tree / "receipt.json"), "d")
-    assert tree_of_engine.problem(release) is None
+    artifacts.check_checkpoints(release)
     assert jobs._receipt_holds(held)
 
     os.chown(tree / what, owner, 0)
     (tree / what).chmod(mode)
 
-    problem = tree_of_engine.problem(release)
-    assert problem is not None
-    assert str(tree / what).rstrip("/") in str(problem)
-    assert "run the deploy again" in str(problem)
+    problem = refusal(release)
+    assert str(tree / what).rstrip("/") in problem.what
+    assert "run the deploy again" in problem.fix
     # The job that makes the tree is done only while nobody else can change what it proved.
     assert not jobs._receipt_holds(held)
 
@@ -75,7 +78,7 @@ def test_a_link_in_a_tree_is_refused(host: Host, tmp_path: Path) -> None:
     (tree / "receipt.json").write_text(source_receipt("d"))
     (tree / "model.safetensors").symlink_to("/etc/hostname")
     release = host.release(tree={"path": str(tree), "digest": "d"})
-    assert "is a link" in str(tree_of_engine.problem(release))
+    assert "is a link" in refusal(release).what
 
 
 @pytest.mark.parametrize(("what", "mode"), [("model.safetensors", 0o600), ("", 0o700)])
@@ -90,11 +93,10 @@ def test_a_tree_the_engine_could_not_read_is_refused_by_name_before_anything_is_
         tree={"path": str(tree), "digest": "d"},
         engine={**release_data()["engine"], "user": "nobody"},
     )
-    assert account.tree_problem(release) is None
+    artifacts.check_checkpoints(release)
 
     (tree / what).chmod(mode)
 
-    problem = account.tree_problem(release)
-    assert problem is not None
-    assert str(tree / what).rstrip("/") in str(problem)
-    assert "chmod o+rX" in str(problem)
+    problem = refusal(release)
+    assert problem.where == str(tree / what).rstrip("/")
+    assert "chmod o+rX" in problem.fix

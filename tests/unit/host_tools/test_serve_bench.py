@@ -77,7 +77,7 @@ def test_an_engine_that_works_for_others_is_not_measured(host: Host) -> None:
 
 
 def test_an_engine_that_does_not_answer_is_not_measured(host: Host) -> None:
-    with pytest.raises(measure.NotMeasuredError, match="nobody listens"):
+    with pytest.raises(measure.NotMeasuredError, match="nothing listens"):
         measure.measure(released(host), host.paths, 0.5, print)
 
 

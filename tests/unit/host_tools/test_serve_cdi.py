@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.paths import Paths
-from spark_host.engine.container import cdi
+from spark_host.engine import container
 from spark_host.records import proof
 
 # As `nvidia-ctk cdi generate` writes it, shortened; the link without a version comes first here.
@@ -53,10 +53,10 @@ def specification(tmp_path: Path, text: str, name: str = "nvidia.yaml") -> Path:
 def test_one_of_an_older_driver_is_made_anew_in_its_place(tmp_path: Path, nvidia_ctk: Path) -> None:
     spec = specification(tmp_path, SPECIFICATION.format(driver=OLD))
     said: list[str] = []
-    cdi.refresh(said.append, Paths(tmp_path))
+    container.refresh_cdi(said.append, Paths(tmp_path))
     assert asked(nvidia_ctk) == f"cdi generate --output={spec}\n"
-    assert said == [f"{spec} is of driver {OLD}, {NEW} is loaded; it is made anew"]
-    cdi.refresh(said.append, Paths(tmp_path))
+    assert said == [f"{spec} is of driver {OLD}, {NEW} is loaded: regenerating it"]
+    container.refresh_cdi(said.append, Paths(tmp_path))
     assert len(said) == 1
 
 
@@ -73,7 +73,7 @@ def test_every_other_file_is_left_as_it_is(
     tmp_path: Path, nvidia_ctk: Path, text: str, name: str
 ) -> None:
     spec = specification(tmp_path, text, name)
-    cdi.refresh(pytest.fail, Paths(tmp_path))
+    container.refresh_cdi(pytest.fail, Paths(tmp_path))
     assert (asked(nvidia_ctk), spec.read_text()) == ("", text)
 
 
@@ -81,16 +81,16 @@ def test_every_other_file_is_left_as_it_is(
 def test_without_a_driver_or_a_folder_nothing_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cdi.refresh(pytest.fail, Paths(tmp_path))
+    container.refresh_cdi(pytest.fail, Paths(tmp_path))
     specification(tmp_path, SPECIFICATION.format(driver=OLD))
     monkeypatch.setattr(proof, "driver", lambda: "")
-    cdi.refresh(pytest.fail, Paths(tmp_path))
+    container.refresh_cdi(pytest.fail, Paths(tmp_path))
 
 
 def test_a_failure_is_told_and_does_not_end_the_start(tmp_path: Path, nvidia_ctk: Path) -> None:
     nvidia_ctk.with_name("nvidia-ctk.broken").touch()
     spec = specification(tmp_path, SPECIFICATION.format(driver=OLD))
     said: list[str] = []
-    cdi.refresh(said.append, Paths(tmp_path))
+    container.refresh_cdi(said.append, Paths(tmp_path))
     assert "run it by hand to see why" in said[-1]
     assert OLD in spec.read_text()

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from spark_contract.records import Rollout
 from spark_contract.status import Evidence
-from spark_host.engine import kernel_log, start_log
-from spark_host.engine.container import libraries
+from spark_host import evidence
+from spark_host.engine import logs
 from spark_host.system import docker, systemd
-from spark_host.told import evidence
 from stub_host import RELEASE, Host
 
 from spark_deploy.hosts.status import Evidence as Fact
@@ -23,25 +22,25 @@ GIB = 1 << 30
 
 
 def test_a_start_is_read_for_kernels_times_and_sizes() -> None:
-    said = list(start_log.messages(LOG.splitlines()))
-    lines = start_log.kernel_lines(said)
+    said = list(logs.start_messages(LOG.splitlines()))
+    lines = logs.kernel_lines(said)
     assert [line.split()[1] for line in lines] == [
         "Triton/FLA", "CutlassFp8BlockScaledMMKernel", "FlashInferCutlassNvFp4LinearKernel",
         "all", "is",
     ]  # fmt: skip
     assert lines[-1].endswith("setting cudagraph_mode=PIECEWISE")
-    assert start_log.times_s(said) == {
+    assert logs.times_s(said) == {
         "weights": 410.0, "load": 420.5, "graphs": 22.0, "init": 55.5,
     }  # fmt: skip
-    assert start_log.sizes_bytes(said) == {
+    assert logs.sizes_bytes(said) == {
         "model": int(75.5 * GIB), "kv_cache": int(18.5 * GIB), "graphs": GIB // 2,
     }  # fmt: skip
-    assert start_log.kv_cache_tokens(said) == 652_465
+    assert logs.kv_cache_tokens(said) == 652_465
 
 
 def test_of_the_log_only_whole_messages_of_the_start_are_taken() -> None:
-    said = list(start_log.messages(LOG.splitlines()))
-    assert not [line for line in start_log.kernel_lines(said) if "CANARY" in line]
+    said = list(logs.start_messages(LOG.splitlines()))
+    assert not [line for line in logs.kernel_lines(said) if "CANARY" in line]
 
 
 def test_libraries_are_those_that_a_process_has_mapped(tmp_path: Path) -> None:
@@ -65,8 +64,8 @@ def test_libraries_are_those_that_a_process_has_mapped(tmp_path: Path) -> None:
             (process / "cgroup").write_text(f"{group}\n")
             (process / "maps").symlink_to(f"/proc/{child.pid}/maps")
             (process / "root").symlink_to("/")
-        found = libraries.of_container("c0ffee", tmp_path / "proc")
-        other = libraries.of_container("c1c1c1", tmp_path / "proc")
+        found = evidence.container_libraries("c0ffee", tmp_path / "proc")
+        other = evidence.container_libraries("c1c1c1", tmp_path / "proc")
         child.stdin.close()
     assert (found["nccl"], found["flashinfer"], found["torch"]) == (
         "2.29.3", "0.7.2.post1", "2.14.0+cu130",
@@ -133,7 +132,7 @@ def test_the_kernels_trouble_is_counted_not_quoted() -> None:
         "NVRM: nvAssertOkFailedNoLog: Assertion failed: Out of memory [NV_ERR_NO_MEMORY]\n"
         "oom-kill:constraint=CONSTRAINT_NONE\nOut of memory: Killed process 9 (CANARY)\n"
     )
-    assert kernel_log.parse_troubles(text) == {"xid": 1, "no_memory": 2, "oom_kills": 1}
+    assert logs.parse_kernel_faults(text) == {"xid": 1, "no_memory": 2, "oom_kills": 1}
 
 
 def test_tools_that_know_no_such_verb_are_told_as_older() -> None:

@@ -13,7 +13,7 @@ import pytest
 from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import runner
-from spark_host.engine.container import process
+from spark_host.engine import container
 from spark_host.engine.memory import GIB
 from spark_host.records import proof
 from spark_host.system import docker, systemd
@@ -56,7 +56,7 @@ def leave(meminfo: Path, gib: float) -> None:
 @pytest.fixture
 def held(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the stub stand for the first process of its container."""
-    monkeypatch.setattr(process, "hold", lambda _: os.pidfd_open(host.engines[-1].pid))
+    monkeypatch.setattr(container, "open_process", lambda _: os.pidfd_open(host.engines[-1].pid))
 
 
 def loading(host: Host, load_s: str = "60") -> Release:
@@ -159,7 +159,7 @@ def test_without_a_handle_docker_is_asked_and_the_memory_is_looked_at_meanwhile(
         host.engines[-1].kill()
         return subprocess.CompletedProcess(words, 0, "", "")
 
-    monkeypatch.setattr(process, "hold", hangs)
+    monkeypatch.setattr(container, "open_process", hangs)
     monkeypatch.setattr(docker, "client", client)
     release = loading(host)
     later(0.5, meminfo, 1)
@@ -194,7 +194,7 @@ def test_an_engine_that_may_not_be_killed_directly_is_ended_by_docker(
 def test_a_unit_that_goes_on_without_its_engine_is_killed(
     host: Host, meminfo: Path, asked: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "hold", lambda _: None)
+    monkeypatch.setattr(container, "open_process", lambda _: None)
     monkeypatch.setattr(
         docker, "client", lambda *_, timeout_s: subprocess.CompletedProcess((), 1, "", "it hangs")
     )

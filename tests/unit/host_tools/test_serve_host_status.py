@@ -6,9 +6,9 @@ import pytest
 from spark_contract.records import Good, Rollout, WayBack
 from spark_contract.status import UnderWay
 from spark_contract.units import GATEWAY, SERVE, SWITCH
+from spark_host import status
 from spark_host.check import runner
 from spark_host.system import stored, systemd
-from spark_host.told import status
 from spark_host.watch import loop
 from stub_host import RELEASE, Host
 

@@ -129,7 +129,7 @@ def test_the_memory_is_waited_for_after_its_container_has_gone(world: World) -> 
 @pytest.mark.parametrize(
     ("containers", "obstacle", "fix"),
     [
-        ([], "20.0 GiB available, 80.0 GiB needed", "stop what holds it: "),
+        ([], "20.0 GiB available, 80.0 GiB needed", "stop the largest processes: "),
         (["spark-old"], "spark-old is still there", "docker rm -f spark-old"),
     ],
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from spark_contract.records import Proof
 from spark_contract.release import Release
+from spark_host import status
 from spark_host.check import runner
-from spark_host.told import status
 from stub_host import Host
 
 PLAIN = {

@@ -9,7 +9,7 @@ import pytest
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
-from spark_host.engine import serve
+from spark_host.engine import container, serve
 from spark_host.gateway import gateway, traffic
 from spark_host.system import docker
 from stub_host import RELEASE, Host
@@ -23,7 +23,7 @@ def test_the_engine_gets_the_gpu_as_the_container_check_did(
 ) -> None:
     host.proven_gpu(*arguments)
     release = host.release()
-    argv = serve.docker_argv(release, host.paths)
+    argv = container.docker_argv(release, host.paths)
     given = argv[: argv.index(release.image.tag)]  # what comes later is the engine's
     assert [word for word in given if word.startswith(("--runtime", "--device"))] == [*arguments]
 
@@ -31,7 +31,7 @@ def test_the_engine_gets_the_gpu_as_the_container_check_did(
 def test_a_template_of_many_lines_reaches_the_engine_as_one_argument(host: Host) -> None:
     template = "{% for message in messages %}\n\t'{{ message }}' \"$x\" ü\n{% endfor %}\n"
     release = host.release(engine__argv=["/model", "--chat-template", template])
-    assert serve.docker_argv(release, host.paths)[-1] == template
+    assert container.docker_argv(release, host.paths)[-1] == template
 
 
 def test_without_that_proof_nothing_is_started_and_the_way_out_is_named(

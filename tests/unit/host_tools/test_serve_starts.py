@@ -9,7 +9,7 @@ import pytest
 from spark_contract.documents import parse
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_host.engine.serve import take_turn
+from spark_host.engine.serve import wait_for_turn
 from spark_host.system import ports
 
 from tests.unit.host_tools.stub_host import release_data
@@ -58,11 +58,11 @@ def release(name: str) -> Release:
 
 def test_who_comes_second_waits_until_the_first_has_started(machine):
     said: list[str] = []
-    take_turn(release(CHAT), machine, said.append)
+    wait_for_turn(release(CHAT), machine, said.append)
     chat = f"spark-serve@{CHAT}.service"
     machine.units.states[chat] = ("activating", "start-post")
     machine.units.then[3] = {chat: ("active", "running")}
-    take_turn(release(EMBED), machine, said.append)
+    wait_for_turn(release(EMBED), machine, said.append)
     assert said == [f"phase=turn waiting for the start of {CHAT}"] * 2
 
 
@@ -71,25 +71,25 @@ def test_who_comes_second_waits_until_the_first_has_started(machine):
 )
 def test_a_start_that_failed_or_rests_holds_nobody_up(machine, state):
     said: list[str] = []
-    take_turn(release(CHAT), machine, said.append)
+    wait_for_turn(release(CHAT), machine, said.append)
     machine.units.states[f"spark-serve@{CHAT}.service"] = state
-    take_turn(release(EMBED), machine, said.append)
+    wait_for_turn(release(EMBED), machine, said.append)
     assert said == []
 
 
 def test_a_start_that_never_ends_is_not_waited_for_longer_than_a_start_may_take(machine):
     said: list[str] = []
-    take_turn(release(CHAT), machine, said.append)
+    wait_for_turn(release(CHAT), machine, said.append)
     machine.units.states[f"spark-serve@{CHAT}.service"] = ("activating", "start")
     mine = release(EMBED)
-    take_turn(mine, machine, said.append)
-    assert said[-1] == f"phase=turn does not wait any longer for the start of {CHAT}"
+    wait_for_turn(mine, machine, said.append)
+    assert said[-1] == f"phase=turn no longer waiting for the start of {CHAT}"
     assert mine.timeouts.start_s < machine.clock.seconds < mine.timeouts.start_s + 5
 
 
 def test_the_same_release_takes_its_own_turn_again(machine):
     said: list[str] = []
-    take_turn(release(CHAT), machine, said.append)
+    wait_for_turn(release(CHAT), machine, said.append)
     machine.units.states[f"spark-serve@{CHAT}.service"] = ("activating", "start-pre")
-    take_turn(release(CHAT), machine, said.append)
+    wait_for_turn(release(CHAT), machine, said.append)
     assert said == []

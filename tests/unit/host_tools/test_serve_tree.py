@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_host.engine import serve, tree
-from spark_host.engine import serve as engines
+from spark_host.engine import artifacts, serve
 from stub_host import REPOSITORY, Host
 
 from tests.receipts import source_receipt
@@ -71,7 +70,9 @@ def forget_stats(made: Path, *keys: str) -> None:
 def proven(host: Host, made: Path) -> list[str]:
     """Prove the tree as a start does; return what was said."""
     said: list[str] = []
-    tree.prove(host.release(tree={"path": str(made), "digest": "d" * 64}), said.append)
+    artifacts.verify_checkpoints(
+        host.release(tree={"path": str(made), "digest": "d" * 64}), said.append
+    )
     return said
 
 
@@ -132,11 +133,11 @@ def test_a_receipt_from_before_stats_is_completed_by_one_hash(
 def test_a_change_to_it_is_refused_while_the_old_engine_still_serves(
     host: Host, served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "part_problem", lambda _: None)
+    monkeypatch.setattr(artifacts, "check", lambda _: None)
     release = host.release(tree={"path": str(served), "digest": "d" * 64})
-    assert engines.problem(release, host.paths) is None
+    assert serve.problem(release, host.paths) is None
     flip(served / SHARD)
-    problem = engines.problem(release, host.paths)
+    problem = serve.problem(release, host.paths)
     assert problem is not None
     assert "has sha256" in problem.what
 
@@ -147,7 +148,7 @@ def test_a_start_proves_the_tree_after_the_old_engine_is_gone(
     order: list[str] = []
     monkeypatch.setattr(serve.docker, "is_up", lambda: True)
     monkeypatch.setattr(serve.docker, "remove_container", lambda _: order.append("removed"))
-    monkeypatch.setattr(serve, "part_problem", lambda _: order.append("parts"))
+    monkeypatch.setattr(artifacts, "check", lambda _: order.append("parts"))
     flip(served / SHARD)
     release = host.release(tree={"path": str(served), "digest": "d" * 64})
     with pytest.raises(HostToolError, match="has sha256"):
@@ -164,9 +165,11 @@ def test_a_drafter_or_an_adapter_is_held_to_its_receipt_as_the_tree_is(
     write_receipt(drafter, [entry(drafter / SHARD)])
     both = [{"path": str(path), "digest": "d" * 64} for path in (served, drafter)]
     release = host.release(tree=both[0], beside=both[1:])
-    assert tree.problem(release) is None
+    artifacts.check_checkpoints(release)
     other = host.release(tree=both[0], beside=[{**both[1], "digest": "e" * 64}])
-    assert str(drafter) in str(tree.problem(other))
+    with pytest.raises(HostToolError) as refused:
+        artifacts.check_checkpoints(other)
+    assert str(drafter) in refused.value.where
     replace(drafter / SHARD, damaged=True)
     with pytest.raises(HostToolError, match="drafter"):
-        tree.prove(release, print)
+        artifacts.verify_checkpoints(release, print)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from spark_contract import files
+from spark_host.engine import container
 from spark_host.engine.client import Engine, EngineError
-from spark_host.engine.container import process
 from spark_host.gateway import gateway
 from spark_host.system import docker, systemd
 from spark_host.watch import loop, sensors
@@ -71,7 +71,7 @@ def test_an_engine_that_ended_by_itself_meanwhile_is_no_error() -> None:
     child = subprocess.Popen(["true"])
     handle = os.pidfd_open(child.pid)
     child.wait()
-    process.kill(handle)
+    assert container.kill_container("spark-x", handle) == ""
 
 
 def test_a_docker_that_hangs_does_not_end_the_watch(
@@ -193,12 +193,12 @@ def test_only_the_process_of_this_container_is_held(
     group = Path(f"/proc/{engine.pid}/cgroup").read_text().splitlines()[-1]
     known = {"Id": group, "State": {"Pid": engine.pid}}
     monkeypatch.setattr(docker, "container", lambda name, limit_s: known)
-    handle = process.hold("spark-x")
+    handle = container.open_process("spark-x")
     assert handle is not None
     os.close(handle)
     known["Id"] = "f" * 64
-    assert process.hold("spark-x") is None
+    assert container.open_process("spark-x") is None
     known["State"] = {"Pid": 0}  # created, not running
-    assert process.hold("spark-x") is None
+    assert container.open_process("spark-x") is None
     monkeypatch.setattr(docker, "container", lambda name, limit_s: None)
-    assert process.hold("spark-x") is None
+    assert container.open_process("spark-x") is None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_host.engine import kernel_log, start_log
+from spark_host.engine import logs
 
 from spark_deploy.hosts.gpu import CudaState, Toolkit
 from tests.unit.facts.test_facts import CAPTURES
@@ -135,27 +135,25 @@ TROUBLES = {
 @pytest.mark.parametrize("name", TROUBLES)
 def test_what_the_kernel_told_on_real_hosts_is_counted(name: str) -> None:
     nothing = {"xid": 0, "no_memory": 0, "oom_kills": 0}
-    assert kernel_log.parse_troubles((CAPTURES / name).read_text()) == {**nothing, **TROUBLES[name]}
+    assert logs.parse_kernel_faults((CAPTURES / name).read_text()) == {**nothing, **TROUBLES[name]}
 
 
 def test_starts_of_real_engines_are_read() -> None:
-    one_spark = list(start_log.messages(lines("vllm-log--kv-cache-one-spark-qwen3.6-35b--03.txt")))
-    assert start_log.kv_cache_tokens(one_spark) == 1_253_392
-    assert start_log.sizes_bytes(one_spark)["kv_cache"] == int(52.66 * (1 << 30))
-    assert start_log.times_s(one_spark)["profile"] == 2.55
-    assert [
-        line for line in start_log.kernel_lines(one_spark) if "cudagraph_mode=PIECEWISE" in line
-    ]
-    two = list(start_log.messages(lines("vllm-log--kv-cache-fixed-bytes-two-sparks--01.txt")))
-    assert start_log.kv_cache_tokens(two) == 652_465
-    assert start_log.kernel_lines(two) == ()  # arguments are no kernels
-    named = start_log.kernel_lines(
-        start_log.messages(lines("vllm-log--kernel-selection-nvfp4--01.txt"))
+    one_spark = list(logs.start_messages(lines("vllm-log--kv-cache-one-spark-qwen3.6-35b--03.txt")))
+    assert logs.kv_cache_tokens(one_spark) == 1_253_392
+    assert logs.sizes_bytes(one_spark)["kv_cache"] == int(52.66 * (1 << 30))
+    assert logs.times_s(one_spark)["profile"] == 2.55
+    assert [line for line in logs.kernel_lines(one_spark) if "cudagraph_mode=PIECEWISE" in line]
+    two = list(logs.start_messages(lines("vllm-log--kv-cache-fixed-bytes-two-sparks--01.txt")))
+    assert logs.kv_cache_tokens(two) == 652_465
+    assert logs.kernel_lines(two) == ()  # arguments are no kernels
+    named = logs.kernel_lines(
+        logs.start_messages(lines("vllm-log--kernel-selection-nvfp4--01.txt"))
     )
     assert [line.split()[1] for line in named] == [
         "FlashInferCutlassNvFp4LinearKernel", "CutlassFP8ScaledMMLinearKernel",
     ]  # fmt: skip
-    ended = list(start_log.messages(lines("vllm-log--startup-complete--01.txt")))
+    ended = list(logs.start_messages(lines("vllm-log--startup-complete--01.txt")))
     assert not [line for line in ended if "127.0.0.1" in line]
 
 

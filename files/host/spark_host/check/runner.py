@@ -23,7 +23,7 @@ from spark_host.check import comparing
 from spark_host.check.probe import CheckError, Probe
 from spark_host.check.questions import together
 from spark_host.check.table import CHECKS, Check
-from spark_host.engine import compile_cache, start_log
+from spark_host.engine import compile_cache, logs
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
 from spark_host.gateway import traffic
@@ -121,10 +121,10 @@ def _earlier(release: Release, invocation_id: str, host: Host) -> Proof | None:
 
 def _counted_cache(probe: Probe) -> CacheCount | None:
     """Return what the engine's log says of its cache, where it says both."""
-    said = list(start_log.messages(probe.read_log()))
-    tokens = start_log.kv_cache_tokens(said)
+    said = list(logs.start_messages(probe.read_log()))
+    tokens = logs.kv_cache_tokens(said)
     told = probe.release.engine.kv_cache_bytes
-    size_bytes = told or start_log.sizes_bytes(said).get("kv_cache")
+    size_bytes = told or logs.sizes_bytes(said).get("kv_cache")
     return CacheCount(tokens, size_bytes) if tokens and size_bytes else None
 
 

@@ -1,1 +1,1 @@
-"""One engine: steps of its unit, container, memory, answers; for check, watch and rollout."""
+"""The engine: its container, memory, caches, start and stop, and the client that talks to it."""

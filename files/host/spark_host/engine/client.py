@@ -1,7 +1,7 @@
-"""Talking to the engine: HTTP over its unix socket, each answer bounded in bytes and in time.
+"""The client of the engine: HTTP over its unix socket, limited in bytes and in time.
 
-The engine runs what strangers sent it, so whatever it says may be without end, in the head of an
-answer as in its body: every read counts against the same two limits.
+The engine processes untrusted input, so its answers may be endless, header included: every read
+counts against both limits.
 """
 
 from __future__ import annotations
@@ -21,37 +21,31 @@ from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import CHAT, Release
 
-from spark_host.engine import metrics
-from spark_host.engine.metrics import USUAL, Dialect, Metrics
+from spark_host.engine.metrics import DEFAULT, Dialect, Metrics, dialect_of
 from spark_host.system import folders
 
-# Far above what a long answer, a list of models or a page of counters takes.
+# Far above the size of a long answer, a list of models or a page of metrics.
 _ANSWER_BYTES = 16 << 20
 _METRICS_BYTES = 4 << 20
-_PIECE_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 16
 
 
 class EngineError(Exception):
-    """The engine did not answer, answered with an error status, or answered nonsense."""
-
-
-class NotListeningError(EngineError):
-    """Nobody accepts connections: vLLM listens only once the model is loaded."""
+    """The engine did not answer, or its answer is an error or malformed."""
 
 
 class SilentError(EngineError):
-    """The engine took the request, or has room for none, and said nothing until the time was up."""
+    """The engine accepted the request, or its queue is full, and the time is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One HTTP answer."""
+    """A complete HTTP answer."""
 
     status: int
     body: bytes
 
     def json(self) -> dict[str, Any]:
-        """Return the body as a JSON object."""
         try:
             value = json.loads(self.body)
         except (ValueError, RecursionError) as error:
@@ -62,7 +56,7 @@ class Reply:
 
 
 class _Reader(io.RawIOBase):
-    """Reads of a socket until so many bytes came or the time is up, whichever is first."""
+    """Reads from a socket up to a limit of bytes and a deadline."""
 
     def __init__(self, source: socket.socket, limit_bytes: int, deadline: float):
         self._source, self._limit_bytes, self._deadline = source, limit_bytes, deadline
@@ -72,8 +66,8 @@ class _Reader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        # The time-out is set anew before each read: a trickle of bytes must not outlive it.
-        self._source.settimeout(_left(self._deadline))
+        # Before each read: a trickle of bytes must not outlive the deadline.
+        self._source.settimeout(_seconds_left(self._deadline))
         count = self._source.recv_into(buffer)
         self._left_bytes -= count
         if self._left_bytes < 0:
@@ -82,17 +76,16 @@ class _Reader(io.RawIOBase):
 
 
 class _Response(HTTPResponse):
-    """An answer that is read through a :class:`_Reader`."""
+    """An HTTP response that is read through a :class:`_Reader`."""
 
     def __init__(self, source: socket.socket, limit_bytes: int, deadline: float, method: str):
         super().__init__(source, method=method)
         self.fp.close()
-        reader = _Reader(source, limit_bytes, deadline)
-        self.fp = io.BufferedReader(reader, _PIECE_BYTES)
+        self.fp = io.BufferedReader(_Reader(source, limit_bytes, deadline), _CHUNK_BYTES)
 
 
 class _Connection(HTTPConnection):
-    """HTTP over a unix socket; what lies in its place and is no socket is not connected to."""
+    """HTTP over a unix socket; refuses anything that is not a socket."""
 
     def __init__(self, path: Path, timeout_s: float):
         super().__init__("localhost", timeout=timeout_s)
@@ -108,26 +101,20 @@ class _Connection(HTTPConnection):
 class Engine:
     """A client of the engine behind one unix socket."""
 
-    def __init__(self, socket_path: Path, words: Dialect = USUAL):
+    def __init__(self, socket_path: Path, dialect: Dialect = DEFAULT):
         self._path = socket_path
-        self._words = words
+        self._dialect = dialect
 
     @classmethod
     def of(cls, release: Release, paths: Paths) -> Engine:
-        """Return the client for a release's engine."""
-        return cls(paths.engine_socket(release.service), metrics.of(release))
+        return cls(paths.engine_socket(release.service), dialect_of(release))
 
-    def get(self, path: str, timeout_s: float = 10) -> Reply:
-        """Send ``GET path``."""
-        return self._request("GET", path, None, timeout_s)
-
-    def post(self, path: str, body: dict[str, Any], timeout_s: float) -> Reply:
-        """Send ``POST path`` with a JSON body."""
-        return self._request("POST", path, body, timeout_s)
+    def get(self, path: str, timeout_s: float = 10, limit_bytes: int = _ANSWER_BYTES) -> Reply:
+        return self._request("GET", path, None, timeout_s, limit_bytes)
 
     def ask(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a request; anything but 200 is an error."""
-        reply = self.post(path, body, timeout_s)
+        """Send ``POST path`` with a JSON body and return the JSON answer; expects status 200."""
+        reply = self._request("POST", path, body, timeout_s, _ANSWER_BYTES)
         if reply.status != 200:
             raise EngineError(f"HTTP {reply.status}: {reply.body[:200].decode(errors='replace')}")
         return reply.json()
@@ -135,9 +122,9 @@ class Engine:
     def stream_chat(
         self, body: dict[str, Any], timeout_s: float, path: str = CHAT
     ) -> Iterator[dict[str, Any]]:
-        """Yield the events of a streamed answer; fail unless it ends with ``[DONE]``."""
+        """Yield the events of a streamed answer, which must end with ``[DONE]``."""
         deadline = time.monotonic() + timeout_s
-        connection, response = self._open("POST", path, body, deadline)
+        connection, response = self._open("POST", path, body, deadline, _ANSWER_BYTES)
         try:
             if response.status != 200:
                 raise EngineError(f"HTTP {response.status}")
@@ -151,48 +138,38 @@ class Engine:
             connection.close()
 
     def metrics(self, timeout_s: float = 10) -> Metrics:
-        """Return the engine's counters and gauges."""
-        reply = self._request("GET", "/metrics", None, timeout_s, _METRICS_BYTES)
+        reply = self.get("/metrics", timeout_s, _METRICS_BYTES)
         if reply.status != 200:
             raise EngineError(f"/metrics: HTTP {reply.status}")
-        return Metrics.parse(reply.body.decode(errors="replace"), self._words)
+        return Metrics.parse(reply.body.decode(errors="replace"), self._dialect)
 
     def _request(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        timeout_s: float,
-        limit_bytes: int = _ANSWER_BYTES,
+        self, method: str, path: str, body: object, timeout_s: float, limit_bytes: int
     ) -> Reply:
         deadline = time.monotonic() + timeout_s
         connection, response = self._open(method, path, body, deadline, limit_bytes)
         try:
-            return Reply(response.status, b"".join(_pieces(response)))
+            return Reply(response.status, b"".join(_chunks(response)))
         finally:
             connection.close()
 
     def _open(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        deadline: float,
-        limit_bytes: int = _ANSWER_BYTES,
+        self, method: str, path: str, body: object, deadline: float, limit_bytes: int
     ) -> tuple[_Connection, _Response]:
-        connection = _Connection(self._path, _left(deadline))
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        connection = _Connection(self._path, _seconds_left(deadline))
+        text, headers = None, {}
+        if body is not None:
+            text, headers = json.dumps(body), {"Content-Type": "application/json"}
         try:
-            with ExitStack() as closing:
-                closing.callback(connection.close)
-                connection.request(
-                    method, path, json.dumps(body) if body is not None else None, headers
-                )
+            with ExitStack() as on_error:
+                on_error.callback(connection.close)
+                connection.request(method, path, text, headers)
                 response = _Response(connection.sock, limit_bytes, deadline, method)
                 response.begin()
-                closing.pop_all()
+                on_error.pop_all()
         except (ConnectionRefusedError, FileNotFoundError) as error:
-            raise NotListeningError("nobody listens on the engine's socket") from error
+            # vLLM listens only after it has loaded the model.
+            raise EngineError("nothing listens on the engine's socket") from error
         except (TimeoutError, BlockingIOError) as error:  # the latter: its queue is full
             raise SilentError(f"{method} {path}: no answer in time") from error
         except (OSError, HTTPException, HostToolError, ValueError) as error:
@@ -200,17 +177,17 @@ class Engine:
         return connection, response
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+def _seconds_left(deadline: float) -> float:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
         raise SilentError("no complete answer in time")
-    return left
+    return seconds
 
 
-def _pieces(response: _Response) -> Iterator[bytes]:
+def _chunks(response: _Response) -> Iterator[bytes]:
     try:
-        while piece := response.read1(_PIECE_BYTES):
-            yield piece
+        while chunk := response.read1(_CHUNK_BYTES):
+            yield chunk
     except TimeoutError as error:
         raise SilentError("no complete answer in time") from error
     except (OSError, HTTPException, ValueError) as error:
@@ -221,8 +198,8 @@ def _pieces(response: _Response) -> Iterator[bytes]:
 
 def _lines(response: _Response) -> Iterator[bytes]:
     rest = b""
-    for piece in _pieces(response):
-        *lines, rest = (rest + piece).split(b"\n")
+    for chunk in _chunks(response):
+        *lines, rest = (rest + chunk).split(b"\n")
         yield from (line.rstrip(b"\r") for line in lines)
     if rest:
         yield rest

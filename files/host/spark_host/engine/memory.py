@@ -1,4 +1,4 @@
-"""The memory gate: on a Spark the pool comes back long after the process is gone."""
+"""The host's memory: what is available, contiguous and required before an engine starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from spark_host.system import docker, programs
 from spark_host.system.programs import Report
 
 GIB = 1 << 30
-_LOW_SAMPLES = 2  # in a row: one may be a moment
+_POLL_S = 2.0
+_LOW_SAMPLES = 2  # in a row: a single low sample may be a spike
 
 
 def meminfo() -> dict[str, int]:
@@ -32,14 +33,14 @@ def meminfo() -> dict[str, int]:
 
 
 def available_bytes() -> int:
-    """Return what a new process could get.
+    """Return the memory that a new process could get.
 
-    MemAvailable less what a kernel with kexec handover counts as free and keeps: CmaFree is above
-    CmaTotal by that much.
+    A kernel with kexec handover counts its reserve as free: then CmaFree exceeds CmaTotal by the
+    reserve, which is subtracted here from MemAvailable.
     """
     values = meminfo()
-    kept = values.get("CmaFree", 0) - values.get("CmaTotal", 0)
-    return values["MemAvailable"] - max(0, kept)
+    reserve = values.get("CmaFree", 0) - values.get("CmaTotal", 0)
+    return values["MemAvailable"] - max(0, reserve)
 
 
 def _proc(name: str) -> Path:
@@ -55,7 +56,7 @@ def read_free_blocks() -> FreeBlocks | None:
 
 
 def defragment() -> str:
-    """Drop clean caches and compact memory; return why that failed, or "".
+    """Drop clean caches and compact memory; return the failure, or "".
 
     Compaction cannot move the kernel's own objects, so directory entries and inodes are dropped
     too. Pages that a program has mapped stay.
@@ -81,14 +82,14 @@ def prepare_blocks(release: Release, report: Report) -> None:
 
 @dataclass(slots=True)
 class Floor:
-    """The memory that has to stay available beside an engine, and the least that was."""
+    """The memory that must stay available while an engine runs, and the least measured."""
 
     bytes: int
     lowest_bytes: int | None = None
     low_samples: int = 0
 
     def broken(self, available: int) -> str | None:
-        """Take note of a sample; return why the host counts as starving, or ``None``."""
+        """Record a sample; return a message if the host runs out of memory."""
         if self.lowest_bytes is None or available < self.lowest_bytes:
             self.lowest_bytes = available
         self.low_samples = self.low_samples + 1 if available < self.bytes else 0
@@ -100,58 +101,57 @@ class Floor:
         )
 
 
-def problem(needed_bytes: int) -> HostToolError | None:
-    """Return why waiting could never help; ``None`` when the host is large enough."""
+def check_total(needed_bytes: int) -> None:
+    """Raise ``HostToolError`` if the host has less memory in total than needed."""
     total = meminfo()["MemTotal"]
-    if needed_bytes <= total:
-        return None
-    return HostToolError(
-        "memory",
-        f"{needed_bytes / GIB:.1f} GiB needed, the host has {total / GIB:.1f} GiB in all",
-        "choose a smaller model, context or profile",
-    )
+    if needed_bytes > total:
+        raise HostToolError(
+            "memory",
+            f"{needed_bytes / GIB:.1f} GiB needed, the host has {total / GIB:.1f} GiB in all",
+            "choose a smaller model, context or profile",
+        )
 
 
-def wait_for_memory(release: Release, report: Report, poll_s: float = 2.0) -> None:
-    """Return once no engine of the service is left and what this release needs is available.
+def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_S) -> None:
+    """Return once the service has no container and the release's memory is available.
+
+    On a Spark memory becomes available again long after the process that held it ended.
 
     Raises:
-        HostToolError: The time for that passed first; names what stands in the way.
+        HostToolError: The release's time limit for this is over; names the obstacle.
     """
     needed_bytes, wait_s = release.memory.needed_bytes, release.memory.wait_s
     start = time.monotonic()
     while True:
-        left = docker.engine_containers(release.service)
+        containers = docker.engine_containers(release.service)
         available = available_bytes()
-        if not left and available >= needed_bytes:
+        if not containers and available >= needed_bytes:
             return
         waited = time.monotonic() - start
-        obstacle = (
-            f"container {', '.join(left)} is still there"
-            if left
-            else f"{available / GIB:.1f} GiB available, {needed_bytes / GIB:.1f} GiB needed"
-        )
+        if containers:
+            obstacle = f"container {', '.join(containers)} is still there"
+        else:
+            obstacle = f"{available / GIB:.1f} GiB available, {needed_bytes / GIB:.1f} GiB needed"
         if waited >= wait_s:
             fix = (
-                f"docker rm -f {' '.join(left)}; when that hangs or fails: reboot"
-                if left
-                else f"stop what holds it: {_holders()}"
+                f"docker rm -f {' '.join(containers)}; when that hangs or fails: reboot"
+                if containers
+                else f"stop the largest processes: {_largest_processes()}"
             )
             raise HostToolError("memory", f"{obstacle} after {waited:.0f} s", fix)
         report(f"{PHASE}memory {WAITED}{waited:.0f} limit_s={wait_s:.0f} {obstacle}")
         time.sleep(min(poll_s, max(0.0, wait_s - waited)))
 
 
-def _holders(count: int = 3) -> str:
-    found = []
+def _largest_processes(count: int = 3) -> str:
+    processes = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
-            fields = dict(
-                line.split(":", 1) for line in status.read_text().splitlines() if ":" in line
-            )
+            lines = status.read_text().splitlines()
         except OSError:
             continue
+        fields = dict(line.split(":", 1) for line in lines if ":" in line)
         resident_kb = int(fields.get("VmRSS", "0 kB").split()[0])
-        found.append((resident_kb, fields["Name"].strip(), status.parent.name))
-    biggest = sorted(found, reverse=True)[:count]
-    return ", ".join(f"{name} (pid {pid}, {kb / (1 << 20):.1f} GiB)" for kb, name, pid in biggest)
+        processes.append((resident_kb, fields["Name"].strip(), status.parent.name))
+    largest = sorted(processes, reverse=True)[:count]
+    return ", ".join(f"{name} (pid {pid}, {kb / (1 << 20):.1f} GiB)" for kb, name, pid in largest)

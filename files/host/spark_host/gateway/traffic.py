@@ -34,7 +34,7 @@ def open_for(release: Release, paths: Paths) -> None:
     make_folder(service, paths)
     # vLLM makes the socket with the umask of its container: only root may connect.
     with folders.held_socket(paths.engine_socket(service)) as socket:
-        os.chown(socket, 0, group_of(service, paths))
+        os.chown(socket, 0, group_id(service, paths))
         os.chmod(socket, 0o660)
     # The gateway reads the names there: an older release may answer to other ones.
     told = "".join(f"{line}\n" for line in (release.name, *release.names))
@@ -47,10 +47,10 @@ def make_folder(service: str, paths: Paths) -> None:
     The engine that runs may have owned it until now.
     """
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
-    folders.give(paths.service_run(service), 0, group_of(service, paths), 0o710)
+    folders.give(paths.service_run(service), 0, group_id(service, paths), 0o710)
 
 
-def group_of(service: str, paths: Paths) -> int:
+def group_id(service: str, paths: Paths) -> int:
     """Return the number of the gateway's group.
 
     Raises:

@@ -17,8 +17,7 @@ from spark_contract.paths import Paths
 from spark_contract.records import StartMemory
 from spark_contract.release import FRAGMENTED, STARVING, Release
 
-from spark_host.engine import kernel_log
-from spark_host.engine.container import process
+from spark_host.engine import container, logs
 from spark_host.engine.memory import Floor, available_bytes, defragment, read_free_blocks
 from spark_host.watch import loop
 
@@ -81,7 +80,7 @@ class StartGuard:
         Healthy starts log such lines, too: the driver tries again with smaller blocks. So two
         things of three have to come together: a line, a fragmented host, an engine not ready.
         """
-        lines = kernel_log.count_troubles(time.monotonic() - self._began)[kernel_log.NO_MEMORY]
+        lines = logs.count_kernel_faults(time.monotonic() - self._began)[logs.NO_MEMORY]
         texts = []
         if lines:
             texts.append(
@@ -124,13 +123,13 @@ class StartGuard:
     def _hold(self) -> None:
         """Get hold of the container's first process, once docker has made it."""
         while self._held is None and not self._over.is_set():
-            self._held = process.hold(self._release.container)
+            self._held = container.open_process(self._release.container)
             self._over.wait(_EVERY_S)
 
     def _end(self, reason: str) -> None:
         stopped = f"{reason} (memory.floor_gib): the engine was stopped while it started"
         # Before anything is written: at the speed at which weights load a disk is too slow.
-        problem = process.end(self._release.container, self._held)
+        problem = container.kill_container(self._release.container, self._held)
         self.starved = f"{stopped}; fix: {_FIX}"
         loop.event(self._release, STARVING, stopped, self._paths)
         self._told.set()

@@ -19,8 +19,8 @@ from spark_contract.paths import Paths
 from spark_contract.records import Event
 from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Release, Watch
 
+from spark_host.engine import container
 from spark_host.engine.client import Engine, EngineError, SilentError
-from spark_host.engine.container import process
 from spark_host.engine.memory import Floor, available_bytes, read_free_blocks
 from spark_host.engine.metrics import Metrics
 from spark_host.gateway import gateway
@@ -106,7 +106,7 @@ def run(name: str, paths: Paths) -> int:
     try:
         while True:
             if held is None:
-                held = process.hold(release.container)
+                held = container.open_process(release.container)
             reason = floor.broken(available_bytes())
             if reason is not None:
                 act(release, STARVING, reason, held, paths)
@@ -186,7 +186,7 @@ def act(release: Release, kind: str, reason: str, held: int | None, paths: Paths
     note = threading.Thread(target=event, args=(release, kind, text, paths), daemon=True)
     note.start()
     note.join(_NOTE_S)
-    kill_unit_after(process.end(release.container, held), release, paths)
+    kill_unit_after(container.kill_container(release.container, held), release, paths)
 
 
 def kill_unit_after(problem: str, release: Release, paths: Paths) -> None:

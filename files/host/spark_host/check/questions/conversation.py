@@ -287,7 +287,7 @@ def _found(probe: Probe, before: float, turn: int) -> float:
 
 
 def _hits(probe: Probe) -> float:
-    hits = probe.metrics().found_again
+    hits = probe.metrics().prefix_hits
     if hits is None:
         raise CheckError("the engine has no counter of prefix hits: prefix caching is off")
     return hits

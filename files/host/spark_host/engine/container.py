@@ -1,0 +1,167 @@
+"""The engine's container: its ``docker run`` command, account, environment, GPU and processes."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import signal
+from pathlib import Path
+
+from spark_contract import files
+from spark_contract.errors import HostToolError
+from spark_contract.machine import libcuda_version
+from spark_contract.paths import ENGINE_SOCKET, Paths
+from spark_contract.release import Release
+from spark_contract.tool import MAKE_USERS
+from spark_contract.units import RELEASE_LABEL, SERVICE_LABEL
+
+from spark_host.records import proof
+from spark_host.system import docker, folders, members
+from spark_host.system.programs import ProgramSilent, Report, log, output_of
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MAX_LINE_BYTES = 60_000  # the docker client refuses lines above 64 KiB
+_ANSWER_S = 5.0
+_KILL_S = 20.0
+
+
+def docker_argv(release: Release, paths: Paths) -> list[str]:
+    """Return the ``docker run`` command; the engine's variables never appear in it."""
+    run_folder, socket_folder = paths.engine_run(release.service), Path(ENGINE_SOCKET).parent
+    user = account(release)
+    argv = ["docker", "run", "--rm", "--restart", "no", "--name", release.container]
+    argv += ["--label", f"{RELEASE_LABEL}={release.name}"]
+    argv += ["--label", f"{SERVICE_LABEL}={release.service}"]
+    # The journal stores the log; the client still streams it with this driver.
+    argv += ["--log-driver", "none"]
+    argv += ["--mount", f"type=bind,source={run_folder},target={socket_folder}"]
+    for mount in release.mounts:
+        text = f"type=bind,source={mount.source},target={mount.target}"
+        argv += ["--mount", text + (",readonly" if mount.read_only else "")]
+    argv += ["--env-file", str(paths.engine_environment(release.name))]
+    # By number: the image does not know the name, and may give the number to another account.
+    argv += ["--user", f"{user.pw_uid}:{user.pw_gid}"]
+    argv += docker.gpu_arguments(paths)
+    argv += release.engine.docker_args
+    member = members.own(release, paths)
+    if member is None:
+        return [*argv, release.image.tag, *release.engine.argv]
+    return [*argv, *member.docker_args, release.image.tag, *release.engine.argv, *member.argv]
+
+
+def account(release: Release) -> pwd.struct_passwd:
+    """Return the account of the engine: root neither in its container nor here.
+
+    Raises:
+        HostToolError: It is missing.
+    """
+    try:
+        return pwd.getpwnam(release.engine.user)
+    except KeyError as error:
+        raise HostToolError(
+            f"account {release.engine.user}",
+            "does not exist on this host",
+            f"{MAKE_USERS}, or run the deploy again",
+        ) from error
+
+
+def make_engine_folder(folder: Path, release: Release) -> None:
+    """Create a folder that the engine owns; root must own its parent."""
+    owner = account(release)
+    folders.give(folder, owner.pw_uid, owner.pw_gid, 0o755)
+
+
+def write_environment(release: Release, paths: Paths) -> None:
+    """Write the file for ``docker run --env-file``, readable only by root.
+
+    Settings and profiles choose these variables, so no program that runs as root may get them: the
+    docker client, like any program, obeys LD_PRELOAD and DOCKER_HOST.
+
+    Raises:
+        HostToolError: A variable does not fit into one line.
+    """
+    member = members.own(release, paths)
+    variables = {**release.engine.env, **(member.env if member else {})}
+    lines = [_line(name, value) for name, value in sorted(variables.items())]
+    files.write_text(paths.engine_environment(release.name), "".join(lines), 0o600)
+
+
+def _line(name: str, value: str) -> str:
+    line = f"{name}={value}\n"
+    if not _VARIABLE.fullmatch(name):
+        problem = f"{name!r} is not a variable name"
+    elif any(letter in value for letter in "\n\r\0"):
+        problem = f"the value of {name} has more than one line"
+    elif len(line.encode()) > _MAX_LINE_BYTES:
+        problem = f"the value of {name} is longer than {_MAX_LINE_BYTES} bytes"
+    else:
+        return line
+    raise HostToolError("environment of the engine", problem, "change it, then deploy again", 2)
+
+
+def refresh_cdi(report: Report, paths: Paths) -> None:
+    """Regenerate CDI specifications of another driver than the loaded one.
+
+    They name the driver's files by version, so after a driver update and a reboot no container
+    that gets the GPU through CDI would start.
+    """
+    suffixes = (".yaml", ".json")
+    specs = [path for path in (paths.root / "etc/cdi").glob("*") if path.suffix in suffixes]
+    try:
+        driver = proof.driver() if specs else ""
+    except ProgramSilent as error:
+        report(f"{error}: cannot compare the CDI specifications with the driver")
+        return
+    for spec in sorted(specs) if driver else []:
+        text = spec.read_text(errors="replace")
+        version = libcuda_version(text)
+        if "nvidia.com/gpu" not in text or version in ("", driver):
+            continue
+        report(f"{spec} is of driver {version}, {driver} is loaded: regenerating it")
+        if output_of("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
+            # The start continues: containers may get the GPU in another way.
+            report(f"nvidia-ctk cdi generate --output={spec} failed; run it by hand to see why")
+
+
+def open_process(container: str) -> int | None:
+    """Return a pidfd of a running container's first process; ``None`` if not available now.
+
+    A host that runs out of memory loses the docker daemon first, and killing the docker client
+    leaves the container running. Killing this process ends the container without docker; unlike a
+    process id, a pidfd never refers to another process later.
+    """
+    state = docker.container(container, _ANSWER_S) or {}
+    pid = int((state.get("State") or {}).get("Pid") or 0)
+    if pid <= 0:
+        return None
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    if _is_in_container(pid, str(state["Id"])):
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
+def _is_in_container(pid: int, container_id: str) -> bool:
+    try:
+        return container_id in Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return False
+
+
+def kill_container(container: str, pidfd: int | None) -> str:
+    """Kill a container through its first process, or else through docker; return the failure."""
+    if pidfd is not None:
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return ""
+        except PermissionError as error:
+            log(f"cannot kill the first process of {container}: {error}")
+        else:
+            return ""
+    done = docker.client("kill", container, timeout_s=_KILL_S)
+    return f"docker kill: {done.stderr.strip()}" if done.returncode != 0 else ""

@@ -1,1 +1,0 @@
-"""The engine's container: its account, variables, devices and processes."""

@@ -1,0 +1,178 @@
+"""``spark-host status``: the state of the host as one JSON object."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.records import DailyLook, Stopped
+from spark_contract.release import Release
+from spark_contract.status import (
+    GatewayState,
+    HostMemory,
+    Live,
+    ReleaseState,
+    Service,
+    Status,
+    UnderWay,
+)
+from spark_contract.units import GATEWAY, MAIN_SERVICE, SERVE, SWITCH
+
+from spark_host.check import measure
+from spark_host.check.probe import CheckError, Probe
+from spark_host.check.questions import pooled
+from spark_host.engine import compile_cache, memory
+from spark_host.engine.client import Engine
+from spark_host.gateway import gateway, traffic
+from spark_host.jobs import jobs
+from spark_host.records import boot, proof, upgrades
+from spark_host.rollout import request
+from spark_host.system import members, stored, systemd
+from spark_host.system.ports import Host
+from spark_host.system.programs import answer
+from spark_host.watch import loop
+
+_DETAIL_LENGTH = 300
+_Units = dict[str, systemd.UnitState]
+
+
+def status(paths: Paths, live: bool) -> Status:
+    """Return the host's state; ``live`` also sends each running engine one question."""
+    host = Host(paths)
+    known = [release for name in stored.names(paths) if (release := host.release(name))]
+    stopped_marks = (paths.state / "stopped").glob("*.json")
+    services = sorted({release.service for release in known} | {m.stem for m in stopped_marks})
+    # One query for all units: a call of systemctl for each would take longer than all the rest.
+    patterns = [template.of("*") for template in (SERVE, SWITCH, GATEWAY)]
+    units = systemd.loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
+    with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
+        running = [release for release in known if live and _is_active(release, units)]
+        lives = pool.submit(_ask_all, running, paths)
+        versioning = pool.submit(proof.versions)
+        digests = jobs.all_digests(paths)
+        job_states = jobs.poll(digests, paths) if digests else []
+        versions, answers, meminfo = versioning.result(), lives.result(), memory.meminfo()
+    return Status(
+        releases=tuple(_release(release, units, versions, host) for release in known),
+        services={name: _service(name, known, units, host) for name in services},
+        jobs=tuple(job_states),
+        memory=HostMemory(meminfo["MemTotal"], meminfo["MemAvailable"]),
+        versions=versions,
+        versions_unknown=tuple(upgrades.unknown(versions)),
+        reboot_pending=upgrades.reboot_pending(),
+        live=answers[0] if answers else None,
+        more_live=tuple(answers[1:]),
+        events={name: loop.events(name, paths) for name in services},
+        daily=host.disk.read(DailyLook, paths.daily),
+    )
+
+
+def _active_state(unit: str, units: _Units) -> str:
+    return units.get(unit, {}).get("ActiveState", "inactive")
+
+
+def _is_active(release: Release, units: _Units) -> bool:
+    return _active_state(release.serve_unit, units) == "active"
+
+
+def _release(release: Release, units: _Units, versions: dict[str, str], host: Host) -> ReleaseState:
+    unit, last = units.get(release.serve_unit, {}), proof.read(release.name, host)
+    unproven: str | None = "not running"
+    if _is_active(release, units):
+        unproven = proof.why_not(last, release.digest, unit.get("InvocationID"), versions)
+    return ReleaseState(
+        name=release.name,
+        model=release.model,
+        profile=release.profile,
+        names=release.names,
+        active=_active_state(release.serve_unit, units),
+        restarts=int(unit.get("NRestarts") or 0),
+        proof=last,
+        unproven=unproven,
+        speed=tuple(measure.sentences(last.bench)) if last and last.bench else (),
+        cache=_cache_folder(release, versions, host),
+        change_failed=_active_state(SWITCH.of(release.name), units) == "failed",
+    )
+
+
+def _cache_folder(release: Release, versions: dict[str, str], host: Host) -> str | None:
+    """Return the parent of a compile cache that a candidate can copy."""
+    whole = compile_cache.is_whole(release, versions.get("driver", ""), host)
+    proven = release.name in boot.good(release.service, host).all
+    return str(Path(release.cache).parent) if release.cache and whole and proven else None
+
+
+def _service(name: str, known: list[Release], units: _Units, host: Host) -> Service:
+    paths, good = host.paths, boot.good(name, host).release
+    releases = [release for release in known if release.service == name]
+    active = next((release.name for release in releases if _is_active(release, units)), None)
+    serving = host.release(active or good)
+    return Service(
+        good=good,
+        enabled=tuple(boot.enabled(name, host)),
+        active=active,
+        stopped_by_hand=host.disk.read(Stopped, paths.stopped(name)),
+        rolled_back=boot.rolled_back(name, host),
+        traffic_open=traffic.is_open(name, paths),
+        gateway=GatewayState(
+            active=_active_state(GATEWAY.of(name), units),
+            enabled=gateway.boots(name, paths),
+            key_problem=gateway.key_problem(name, paths) if active else None,
+            difference=gateway.difference(name, paths),
+        ),
+        head=_head(serving, paths) if serving else None,
+        rollout=_rollout([release.name for release in releases], units, host),
+    )
+
+
+def _rollout(names: list[str], units: _Units, host: Host) -> UnderWay | None:
+    """Return the rollout that runs, or else one that waits."""
+    changes = (request.under_way(name, units.get(SWITCH.of(name), {}), host) for name in names)
+    pending = [change for change in changes if change]
+    return next((change for change in pending if change.phase), pending[0] if pending else None)
+
+
+def _head(release: Release, paths: Paths) -> str | None:
+    """Return the head of the cluster if this host is one of its workers."""
+    try:
+        worker = members.is_worker(release, paths)
+    except HostToolError:  # it lost its address; the engine's start reports that
+        return None
+    return release.cluster.head.host if release.cluster and worker else None
+
+
+def _ask_all(running: list[Release], paths: Paths) -> list[Live]:
+    """Ask every running engine, the main service's first."""
+    ordered = sorted(running, key=lambda release: release.service != MAIN_SERVICE)
+    return [ask(release, paths) for release in ordered]
+
+
+def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
+    """Send one short request of the model's kind through the engine's socket."""
+    start = time.monotonic()
+    if members.is_worker(release, paths):
+        missing = ", ".join(member.host for member in members.missing(release, paths))
+        detail = f"{missing} has not joined" if missing else "joined its head, which answers"
+        return Live(not missing, release.name, 0.0, detail)
+    probe = Probe(release, Engine.of(release, paths), list, until_s=start + timeout_s)
+    try:
+        detail = _answer(probe)
+    except CheckError as error:
+        detail = str(error)
+    seconds = round(time.monotonic() - start, 3)
+    return Live(probe.tokens_seen > 0, release.name, seconds, detail[:_DETAIL_LENGTH])
+
+
+def _answer(probe: Probe) -> str:
+    if probe.plan.task in pooled.ASKED:
+        return pooled.ASKED[probe.plan.task](probe)
+    questions = probe.plan.questions
+    return probe.say(questions[0].prompt if questions else "Hello", 8)
+
+
+def main(words: list[str], paths: Paths) -> int:
+    answer(status(paths, "--live" in words))
+    return 0

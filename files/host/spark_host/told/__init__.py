@@ -1,1 +1,0 @@
-"""What a host tells a controller that asks."""
