@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from spark_contract.gateway import Gateway
-from spark_host.gateway import api_key, gateway, traffic
+from spark_host.gateway import gateway, traffic
 from spark_host.system import stored
 from stub_host import REPOSITORY, Host
 
@@ -39,7 +39,7 @@ class Door:
 
     @property
     def key(self) -> str:
-        return api_key.read(self.settings, self.host.paths)
+        return gateway.read_key(self.settings, self.host.paths)
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.settings.port, timeout=10)
@@ -131,7 +131,7 @@ def running(
     release = host.release()
     if engine:
         host.started(release, STUB_PIECE_S="0.05")
-    api_key.make(settings, host.paths)
+    gateway.make_key(settings, host.paths)
     traffic.open_for(release, host.paths)
     process = subprocess.Popen(command or becomes(lambda: gateway.run("main", host.paths)))
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from recorder import Recorder, recording
 from spark_contract.documents import text_of
-from spark_host.gateway import api_key, nginx, traffic
+from spark_host.gateway import gateway, traffic
 from stub_gateway import Door, running
 from stub_host import Host
 
@@ -74,8 +74,8 @@ def test_those_who_write_its_configuration_at_once_do_so_one_after_the_other(
     (host.paths.root / "usr/sbin").mkdir(parents=True)
     (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
     settings = host.gateway()
-    api_key.make(settings, host.paths)
+    gateway.make_key(settings, host.paths)
     with ThreadPoolExecutor(8) as together:
-        made = [together.submit(nginx.render, settings, host.paths) for _ in range(24)]
+        made = [together.submit(gateway._install_config, settings, host.paths) for _ in range(24)]
     assert {one.result() for one in made} == {host.paths.gateway_run("main")}
-    assert nginx.is_current(settings, host.paths)
+    assert gateway.is_current(settings, host.paths)

@@ -14,8 +14,8 @@ import pytest
 from docker_daemon import Answer, Daemon, listening
 from spark_contract.errors import HostToolError
 from spark_contract.job import read_progress
-from spark_host.jobs import image as pulls
-from spark_host.jobs.image import Layers
+from spark_host.jobs import pull as pulls
+from spark_host.jobs.pull import Layers
 from spark_host.system import docker
 
 DIGEST = f"sha256:{'5' * 64}"
@@ -34,8 +34,8 @@ def layer(name: str, status: str, current: int = 0, total: int = 0) -> dict[str,
 def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     path = tmp_path / "docker.sock"
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(path))
-    monkeypatch.setattr(pulls, "_LOOK_S", 0.02)
-    monkeypatch.setattr(pulls, "_SHOW_S", 0.05)
+    monkeypatch.setattr(pulls, "_POLL_S", 0.02)
+    monkeypatch.setattr(pulls, "_REPORT_S", 0.05)
     home = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
     monkeypatch.setattr(docker, "client_environment", lambda: home)
     with listening(path) as made:
@@ -200,7 +200,7 @@ def test_a_line_of_any_length_takes_no_memory_and_what_follows_is_read(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longest = 0
-    object_of = pulls._object
+    object_of = pulls._parse_event
 
     def measured(line: bytes) -> Iterator[dict[str, Any]]:
         nonlocal longest
@@ -214,7 +214,7 @@ def test_a_line_of_any_length_takes_no_memory_and_what_follows_is_read(
         answer.sends(b'"}\r\n')
         answer.says({"error": "no space left on device"})
 
-    monkeypatch.setattr(pulls, "_object", measured)
+    monkeypatch.setattr(pulls, "_parse_event", measured)
     daemon.script = floods
     assert "no space left on device" in refused(stall_s=10)
     assert longest < 2 << 20

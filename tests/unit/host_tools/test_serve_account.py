@@ -60,7 +60,7 @@ def test_a_tree_that_somebody_else_could_write_to_starts_no_engine_and_is_made_a
     )
     held = ReceiptProof(str(tree / "receipt.json"), "d")
     artifacts.check_checkpoints(release)
-    assert jobs._receipt_holds(held)
+    assert jobs.receipt_holds(held)
 
     os.chown(tree / what, owner, 0)
     (tree / what).chmod(mode)
@@ -69,7 +69,7 @@ def test_a_tree_that_somebody_else_could_write_to_starts_no_engine_and_is_made_a
     assert str(tree / what).rstrip("/") in problem.what
     assert "run the deploy again" in problem.fix
     # The job that makes the tree is done only while nobody else can change what it proved.
-    assert not jobs._receipt_holds(held)
+    assert not jobs.receipt_holds(held)
 
 
 def test_a_link_in_a_tree_is_refused(host: Host, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def addresses(port: int) -> set[str]:
     return {address for address, _, number in found if number == str(port)}
 
 
-HERE = {"127.0.0.1", "[::1]"} if socket.has_ipv6 and listeners._is_ours("::1") else {"127.0.0.1"}
+HERE = {"127.0.0.1", "[::1]"} if socket.has_ipv6 and listeners._is_local("::1") else {"127.0.0.1"}
 
 
 def outside() -> str:
@@ -128,7 +128,7 @@ def test_a_certificate_that_nginx_refuses_leaves_the_gateway_as_it_was(gate: Doo
     tls = certificate(gate.host)
     tls["key"] = certificate(gate.host, "other")["key"]
     gate.host.gateway(port=gate.settings.port, expose="lan", tls=tls)
-    with pytest.raises(HostToolError, match="nginx refuses it"):
+    with pytest.raises(HostToolError, match="nginx rejects"):
         gateway.reload("main", gate.host.paths)
     assert addresses(gate.settings.port) == HERE
     assert gate.chat(Authorization=f"Bearer {gate.key}") == 200

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_host.gateway import api_key, gateway, traffic
-from spark_host.gateway import routes as ways
+from spark_host.gateway import gateway, traffic
 from stub_gateway import QUESTION, Door, as_a_unit_does, long_answer, running
 from stub_host import REPOSITORY, Host
 
@@ -57,9 +56,12 @@ def test_allowed_paths_reach_the_engine(gate: Door) -> None:
 
 def test_of_the_engine_s_own_paths_exactly_those_of_both_styles_are_let_through() -> None:
     # What vLLM 0.32.0 printed at a start in the lab, as "path method".
-    routes = (REPOSITORY / "tests/fixtures/engine-routes-0.32.0.txt").read_text().splitlines()
-    paths = {line.split()[0].replace("{response_id}", "resp_0a-1_b") for line in routes}
-    allowed = [re.escape(way.path) + way.named.replace("?<", "?P<") + way.end for way in ways.WAYS]
+    lines = (REPOSITORY / "tests/fixtures/engine-routes-0.32.0.txt").read_text().splitlines()
+    paths = {line.split()[0].replace("{response_id}", "resp_0a-1_b") for line in lines}
+    allowed = [
+        re.escape(route.path) + route.pattern.replace("?<", "?P<") + route.end
+        for route in routes.ROUTES
+    ]
     assert {path for path in paths if any(re.fullmatch(one, path) for one in allowed)} == {
         "/v1/chat/completions",
         "/v1/completions",
@@ -178,21 +180,21 @@ def test_an_answer_under_way_survives_a_change_of_the_key(gate: Door) -> None:
 
 def test_a_key_is_made_once_and_only_for_root(host: Host) -> None:
     settings = host.gateway()
-    api_key.make(settings, host.paths)
-    first = api_key.read(settings, host.paths)
-    api_key.make(settings, host.paths)
-    assert api_key.read(settings, host.paths) == first
+    gateway.make_key(settings, host.paths)
+    first = gateway.read_key(settings, host.paths)
+    gateway.make_key(settings, host.paths)
+    assert gateway.read_key(settings, host.paths) == first
     path = host.paths.root / "etc/spark/api-key"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o644)
     with pytest.raises(HostToolError, match="readable by others"):
-        api_key.read(settings, host.paths)
+        gateway.read_key(settings, host.paths)
 
 
 @pytest.mark.parametrize("key", ["short", 'quote"1234567890123456', "brace{}1234567890123456"])
 def test_a_key_that_could_break_the_configuration_is_refused(host: Host, key: str) -> None:
     settings = host.gateway()
-    api_key.make(settings, host.paths)
+    gateway.make_key(settings, host.paths)
     (host.paths.root / "etc/spark/api-key").write_text(key)
     with pytest.raises(HostToolError, match="not a usable key"):
-        api_key.read(settings, host.paths)
+        gateway.read_key(settings, host.paths)

@@ -130,7 +130,7 @@ def test_blobs_are_kept_where_hosts_that_come_later_shall_find_them(
 def test_without_blobs_docker_is_asked_for_the_registrys(place: Path, daemon: Daemon) -> None:
     code, seen, said = run(place, keep=False, fetches=False)
     assert (code, seen, daemon.pulled) == (7, [["build", "."]], [REFERENCE])
-    assert "not by way of other hosts" in said
+    assert "not pulled from other hosts" in said
     assert (place / "tree").exists()
 
 

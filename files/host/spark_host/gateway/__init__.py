@@ -1,1 +1,1 @@
-"""The gateway of a service: nginx, key, addresses, traffic; for engine, rollout, status."""
+"""The gateway of a service: nginx with an API key and a list of allowed routes."""

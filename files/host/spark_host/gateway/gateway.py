@@ -1,183 +1,177 @@
-"""The gateway of a service: an nginx of its own with a key and a list of allowed paths.
+"""The gateway's process: started by its unit, configured, reloaded, and compared with its settings.
 
-nginx.py says what it is configured like, here is how it runs: started by its unit, reloaded when
-something about it changed, and compared with what the settings want.
+Also its API key, which the host generates unless the controller sends one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
+import re
+import secrets
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from spark_contract import units
+from spark_contract import files, units
 from spark_contract.errors import HostToolError
 from spark_contract.gateway import EXPOSURES, Gateway
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 from spark_contract.tool import MAKE_USERS
 
-from spark_host.gateway import api_key, listeners, nginx
+from spark_host.gateway import listeners, nginx
 from spark_host.system import stored, systemd
+from spark_host.system.programs import finished
 
 _WAIT_S = 10
+_TEST_S = 60.0
+_USABLE_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 
 
 def run(service: str, paths: Paths) -> int:
     """Render the configuration of a service and become its nginx."""
     settings = stored.gateway_of(service, paths)
-    directory = nginx.render(settings, paths)
-    # Bodies with a name of their own outlive an nginx that was killed.
-    for left in nginx.bodies(settings, paths).glob("*"):
-        left.unlink()
-    program, config = nginx.program(paths), str(directory / "nginx.conf")
-    os.execv(program, [program, "-p", str(directory), "-c", config, "-e", "stderr"])
+    folder = _install_config(settings, paths)
+    # nginx leaves bodies with a file name behind when it is killed.
+    for body in nginx.bodies(settings, paths).glob("*"):
+        body.unlink()
+    program, config = nginx.program(paths), str(folder / "nginx.conf")
+    os.execv(program, [program, "-p", str(folder), "-c", config, "-e", "stderr"])
 
 
 def reload(service: str, paths: Paths) -> int:
-    """Have nginx take over key, settings and addresses as they are now.
+    """Apply key, settings and addresses; return once no old worker accepts connections.
 
-    Answers under way are finished by the old workers; this returns once no old worker accepts
-    anything new.
+    Old workers finish their running answers.
     """
     settings = stored.gateway_of(service, paths)
     master = _master(service, paths)
     if master is None:
-        raise HostToolError(
-            f"gateway of {service}", "does not run", f"systemctl start {settings.unit}"
-        )
-    nginx.render(settings, paths)
-    before = _workers(master)
+        fix = f"systemctl start {settings.unit}"
+        raise HostToolError(f"gateway of {service}", "does not run", fix)
+    _install_config(settings, paths)
+    old_workers = _workers(master)
     os.kill(master, signal.SIGHUP)
 
-    def handed_over() -> bool:
+    def still_old() -> str | None:
         now = _workers(master)
-        return bool(now) and not before & now
+        return None if now and not old_workers & now else "its old workers still accept connections"
 
-    _wait(handed_over, settings, lambda: "its old workers go on")
+    _wait(still_old, settings)
     wait_until_listening(service, paths)
     return 0
 
 
 def new_key(service: str, paths: Paths) -> int:
-    """Replace the API key by a new random one; the old one is refused from then on."""
+    """Replace the API key with a random one; the old one is refused from then on."""
     settings = stored.gateway_of(service, paths)
-    api_key.replace(settings, paths)
+    _write_key(settings, paths)
     if _master(service, paths) is not None:
         reload(service, paths)
     return 0
 
 
 def bring_up(release: Release, paths: Paths) -> None:
-    """Have the gateway run before this release's engine."""
+    """Make sure that the gateway runs and is current before this release's engine starts."""
     settings = stored.gateway_of(release.service, paths)
-    api_key.make(settings, paths)
+    make_key(settings, paths)
     if not systemd.is_active(settings.unit) or not boots(release.service, paths):
         systemd.systemctl("reset-failed", settings.unit)
-        said = systemd.systemctl("enable", "--now", settings.unit)
-        if said.returncode != 0:
-            raise HostToolError(
-                settings.unit, said.stderr.strip(), f"journalctl -u {settings.unit}"
-            )
-    elif not nginx.is_current(settings, paths):
+        done = systemd.systemctl("enable", "--now", settings.unit)
+        if done.returncode != 0:
+            fix = f"journalctl -u {settings.unit}"
+            raise HostToolError(settings.unit, done.stderr.strip(), fix)
+    elif not is_current(settings, paths):
         reload(release.service, paths)
 
 
 def follow(service: str, paths: Paths) -> str | None:
-    """Take over an address that came or went; return what changed, if anything."""
+    """Apply an address that appeared or changed; return a message if so."""
     settings = stored.gateway_of(service, paths)
     if not EXPOSURES[settings.expose].late or _master(service, paths) is None:
         return None
-    if nginx.is_current(settings, paths):
+    if is_current(settings, paths):
         return None
     reload(service, paths)
     return "listens on " + ", ".join(map(str, listeners.wanted(settings).listeners))
 
 
 def boots(service: str, paths: Paths) -> bool:
-    """Return whether the gateway starts with the host."""
+    """Return whether the gateway starts at boot."""
     return (paths.boot_links / units.GATEWAY.of(service)).is_symlink()
 
 
 def difference(service: str, paths: Paths) -> str | None:
-    """Return how the running gateway differs from what its settings want; ``None`` if it does not.
-
-    What is wrong with the key is said by :func:`key_problem`.
-    """
+    """Return how the running gateway differs from its settings, the key's own problems aside."""
     try:
         settings = stored.gateway_of(service, paths)
         master = _master(service, paths)
         if master is None or key_problem(service, paths) is not None:
             return None
-        wanted = listeners.wanted(settings)
-        if wanted.missing is not None:
-            return wanted.missing
-        if not nginx.is_current(settings, paths):
-            return "its settings or its key changed since it took them over"
+        missing = listeners.wanted(settings).missing
+        if missing is not None:
+            return missing
+        if not is_current(settings, paths):
+            return "its settings or its key changed since its last reload"
     except HostToolError as error:
         return str(error)
-    return _listening_wrong(settings, master)
+    return _wrong_addresses(settings, master)
 
 
 def key_problem(service: str, paths: Paths) -> str | None:
-    """Return what is wrong with the key clients must bring; the key itself stays where it is."""
+    """Return what is wrong with the API key; the message never contains the key."""
     if not paths.gateway_settings(service).exists():
         return None
     try:
-        api_key.read(stored.gateway_of(service, paths), paths)
+        read_key(stored.gateway_of(service, paths), paths)
     except HostToolError as error:
         return str(error)
     return None
 
 
 def problem(release: Release, paths: Paths) -> HostToolError | None:
-    """Return why this release's gateway could not run here; ``None`` when it could."""
+    """Return why this release's gateway cannot run here."""
     try:
         nginx.program(paths)
-        settings = stored.gateway_of(release.service, paths)
+        user = stored.gateway_of(release.service, paths).user
     except HostToolError as error:
         return error
     try:
-        pwd.getpwnam(settings.user)
+        pwd.getpwnam(user)
     except KeyError:
-        return HostToolError(
-            f"account {settings.user}",
-            "does not exist on this host",
-            f"{MAKE_USERS}, or run the deploy again",
-        )
+        fix = f"{MAKE_USERS}, or run the deploy again"
+        return HostToolError(f"account {user}", "does not exist on this host", fix)
     return None
 
 
 def wait_until_listening(service: str, paths: Paths) -> None:
-    """Return once the gateway listens on exactly its addresses."""
+    """Wait until the gateway listens on exactly its addresses."""
     settings = stored.gateway_of(service, paths)
 
     def wrong() -> str | None:
         master = _master(service, paths)
-        return "does not run" if master is None else _listening_wrong(settings, master)
+        return "does not run" if master is None else _wrong_addresses(settings, master)
 
-    _wait(lambda: wrong() is None, settings, lambda: str(wrong()))
+    _wait(wrong, settings)
 
 
-def _listening_wrong(settings: Gateway, master: int) -> str | None:
-    shall = {one.address for one in listeners.wanted(settings).listeners}
-    does = listeners.listening(master, settings.port)
-    if shall == does:
+def _wrong_addresses(settings: Gateway, master: int) -> str | None:
+    wanted = {listener.address for listener in listeners.wanted(settings).listeners}
+    actual = listeners.listening(master, settings.port)
+    if wanted == actual:
         return None
-    return f"listens on {_named(does)} instead of {_named(shall)}, port {settings.port}"
+    named = [", ".join(sorted(addresses)) or "nothing" for addresses in (actual, wanted)]
+    return f"listens on {named[0]} instead of {named[1]}, port {settings.port}"
 
 
-def _named(addresses: set[str] | frozenset[str]) -> str:
-    return ", ".join(sorted(addresses)) or "nothing"
-
-
-def _wait(done: Callable[[], bool], settings: Gateway, why: Callable[[], str]) -> None:
+def _wait(problem_now: Callable[[], str | None], settings: Gateway) -> None:
     deadline = time.monotonic() + _WAIT_S
-    while not done():
+    while (message := problem_now()) is not None:
         if time.monotonic() > deadline:
-            raise HostToolError(settings.unit, why(), f"journalctl -u {settings.unit}")
+            raise HostToolError(settings.unit, message, f"journalctl -u {settings.unit}")
         time.sleep(0.05)
 
 
@@ -193,14 +187,96 @@ def _master(service: str, paths: Paths) -> int | None:
 
 def _workers(master: int) -> frozenset[int]:
     """Return the workers that accept connections."""
-    with open(f"/proc/{master}/task/{master}/children") as source:
-        children = [int(word) for word in source.read().split()]
-    return frozenset(pid for pid in children if b"shutting down" not in _title(pid))
+    children = Path(f"/proc/{master}/task/{master}/children").read_text().split()
+    return frozenset(int(pid) for pid in children if b"shutting down" not in _title(pid))
 
 
-def _title(pid: int) -> bytes:
+def _title(pid: str) -> bytes:
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as source:
-            return source.read()
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return b"shutting down"
+
+
+def _install_config(settings: Gateway, paths: Paths) -> Path:
+    """Write a tested configuration below /run; return its folder.
+
+    Raises:
+        HostToolError: nginx rejects the configuration; the previous one stays.
+    """
+    folder = paths.gateway_run(settings.service)
+    body_folder = paths.gateway_bodies(settings.service)
+    for path in (folder, body_folder.parent, body_folder):
+        path.mkdir(parents=True, exist_ok=True)
+        # Workers must traverse it to their temporary folders; nobody may list or read it.
+        os.chmod(path, 0o711)
+    # A deploy and the watchdog may write at the same time.
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        config, new = folder / "nginx.conf", folder / "nginx.conf.new"
+        for path, text in _rendered(settings, paths).items():
+            files.write_text(new if path == config else path, text, 0o600)
+        _test_config(new, settings, paths)
+        os.replace(new, config)
+    finally:
+        os.close(lock)
+    return folder
+
+
+def _test_config(config: Path, settings: Gateway, paths: Paths) -> None:
+    words = ["-t", "-q", "-p", str(config.parent), "-c", str(config), "-e", "stderr"]
+    done = finished([nginx.program(paths), *words], _TEST_S)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
+        message = f"nginx rejects the configuration: {reason}"
+        raise HostToolError(f"gateway of {settings.service}", message, "run the deploy again")
+
+
+def is_current(settings: Gateway, paths: Paths) -> bool:
+    """Return whether the rendered files match the settings, key and addresses of now."""
+    wanted = _rendered(settings, paths)
+    return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
+
+
+def _rendered(settings: Gateway, paths: Paths) -> dict[Path, str]:
+    folder = paths.gateway_run(settings.service)
+    texts = {folder / "keys.conf": nginx.keys_text(read_key(settings, paths))}
+    if settings.names:
+        texts[folder / nginx.SCRIPT] = nginx.script_text(settings, paths)
+    return texts | {folder / "nginx.conf": nginx.config_text(settings, paths)}
+
+
+def make_key(settings: Gateway, paths: Paths) -> None:
+    """Create a random API key if there is none."""
+    path = paths.below(settings.key_path)
+    if path.exists():
+        os.chmod(path, 0o600)
+    else:
+        _write_key(settings, paths)
+
+
+def _write_key(settings: Gateway, paths: Paths) -> None:
+    files.write_text(paths.below(settings.key_path), secrets.token_urlsafe(32) + "\n", 0o600)
+
+
+def read_key(settings: Gateway, paths: Paths) -> str:
+    """Return the API key.
+
+    Raises:
+        HostToolError: It is missing, readable by others, or not usable in a header.
+    """
+    path = paths.below(settings.key_path)
+    try:
+        mode, key = path.stat().st_mode, path.read_text().strip()
+    except FileNotFoundError as error:
+        raise HostToolError(str(path), "no API key", "run the deploy again") from error
+    if mode & 0o077:
+        raise HostToolError(str(path), "is readable by others", f"chmod 600 {path}")
+    if not _USABLE_KEY.match(key):
+        raise HostToolError(
+            str(path),
+            "not a usable key (16 to 512 letters, digits or . _ ~ + / = -)",
+            f"remove {path} and run the deploy: it makes a new one",
+        )
+    return key

@@ -1,7 +1,7 @@
-"""The addresses a gateway shall listen on, and those it does listen on.
+"""The addresses on which a gateway should listen, and those on which it does.
 
-Addresses of a bridge or a tunnel come late and may change, so they are asked for on the host each
-time, and one that is not there is left out: nginx refuses to start for an address it cannot bind.
+Addresses of a bridge or a tunnel appear late and may change, so they are read each time, and a
+missing one is left out: nginx does not start if it cannot bind an address.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import fcntl
 import os
 import socket
 import struct
-import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from spark_contract.gateway import Gateway
+
+from spark_host.system.programs import finished
 
 _BRIDGE = "docker0"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _LISTEN = "0A"  # TCP_LISTEN of linux/tcp_states.h
+_TAILSCALE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,96 +32,85 @@ class Listener:
     tls: bool
 
     def __str__(self) -> str:
-        return f"[{self.address}]:{self.port}" if ":" in self.address else (
-            f"{self.address}:{self.port}"
-        )  # fmt: skip
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """What the settings ask for: the listeners possible now, and why some are missing."""
+    """The listeners that are possible now, and why one is missing."""
 
     listeners: tuple[Listener, ...]
     missing: str | None
 
 
 def wanted(settings: Gateway) -> Listeners:
-    """Work out the listeners of a gateway; this host itself always gets plain HTTP.
+    """Return the listeners of a gateway; the host itself always gets plain HTTP.
 
-    The loopback addresses are listeners of their own in every exposure, so that they stay open
-    while others come and go, and none is left to a user of the host who would be sent keys: what
-    asks for localhost often asks ::1 first.
+    Both loopback addresses have their own listeners in every exposure: they stay open while others
+    change, and no local user can bind ::1 and receive keys from clients that connect to localhost.
     """
-    port = settings.port
-    six = _is_ours("::1")
-    found = [Listener("127.0.0.1", port, False)] + [Listener("::1", port, False)] * six
-    missing = None
+    port, tls, missing = settings.port, False, None
+    has_ipv6 = _is_local("::1")
+    addresses: list[str | None] = []
     if settings.expose == "docker":
-        address = _bridge_address()
-        missing = None if address else f"{_BRIDGE} has no address; is docker running?"
-        found += [Listener(address, port, False)] if address else []
+        addresses.append(_bridge_address())
+        missing = None if addresses[0] else f"{_BRIDGE} has no address; is docker running?"
     elif settings.expose == "tailscale":
         address, missing = tailscale_address()
-        found += [Listener(address, port, False)] if address else []
+        addresses.append(address)
     elif settings.expose == "lan":
         tls = settings.tls is not None
-        found.append(Listener("0.0.0.0", port, tls))
-        found += [Listener("::", port, tls)] if six else []
-    return Listeners(tuple(found), missing)
+        addresses += ["0.0.0.0", "::"] if has_ipv6 else ["0.0.0.0"]
+    loopback = ["127.0.0.1", "::1"] if has_ipv6 else ["127.0.0.1"]
+    listeners = [Listener(address, port, tls=False) for address in loopback]
+    listeners += [Listener(address, port, tls) for address in addresses if address]
+    return Listeners(tuple(listeners), missing)
 
 
 def listening(pid: int, port: int) -> frozenset[str]:
     """Return the addresses on which a process listens on ``port``."""
-    mine = set()
+    inodes = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
         try:
             target = os.readlink(entry.path)
         except FileNotFoundError:
             continue
         if target.startswith("socket:["):
-            mine.add(target[8:-1])
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table) as source:
-                lines = source.read().splitlines()[1:]
-        except FileNotFoundError:  # a kernel without IPv6
-            continue
-        for line in lines:
-            words = line.split()
-            address, _, number = words[1].partition(":")
-            if words[3] == _LISTEN and int(number, 16) == port and words[9] in mine:
-                found.add(_address(address))
-    return frozenset(found)
+            inodes.add(target[8:-1])
+    addresses = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        # A kernel without IPv6 has no second table.
+        for line in table.read_text().splitlines()[1:] if table.exists() else []:
+            fields = line.split()
+            address, _, number = fields[1].partition(":")
+            if fields[3] == _LISTEN and int(number, 16) == port and fields[9] in inodes:
+                addresses.add(_parse_address(address))
+    return frozenset(addresses)
 
 
 def tailscale_address() -> tuple[str | None, str | None]:
-    """Return this host's address in its tailnet, else why there is none."""
-    try:
-        said = subprocess.run(
-            ["tailscale", "ip", "-4"], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"tailscale cannot be asked ({type(error).__name__})"
-    lines = said.stdout.split()
-    if said.returncode != 0 or not lines:
-        why = (said.stderr.strip().splitlines() or ["it has no address"])[-1]
-        return None, f"tailscale is not up: {why}"
-    if not _is_ours(lines[0]):
+    """Return this host's address in its tailnet, and why there is none."""
+    done = finished(["tailscale", "ip", "-4"], _TAILSCALE_S)
+    lines = done.stdout.split()
+    if done.returncode != 0 or not lines:
+        reason = (done.stderr.strip().splitlines() or ["it has no address"])[-1]
+        return None, f"tailscale is not up: {reason}"
+    if not _is_local(lines[0]):
         return None, f"tailscale's address {lines[0]} is on no interface of this host"
     return lines[0], None
 
 
 def _bridge_address() -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         try:
-            answer = fcntl.ioctl(asker, _GET_ADDRESS, struct.pack("256s", _BRIDGE.encode()))
+            answer = fcntl.ioctl(query, _GET_ADDRESS, struct.pack("256s", _BRIDGE.encode()))
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])
 
 
-def _is_ours(address: str) -> bool:
+def _is_local(address: str) -> bool:
     """Return whether an interface of this host has the address now."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -129,8 +121,8 @@ def _is_ours(address: str) -> bool:
     return True
 
 
-def _address(text: str) -> str:
-    """Read an address of /proc/net/tcp*: words of 32 bits in the machine's byte order."""
+def _parse_address(text: str) -> str:
+    """Parse an address of /proc/net/tcp*: words of 32 bits in the machine's byte order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
     return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))

@@ -1,126 +1,30 @@
-"""The configuration of a gateway's nginx, made from the service's settings."""
+"""The nginx configuration of a gateway, rendered from the service's settings."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import socket
-import subprocess
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.gateway import Gateway
 from spark_contract.paths import Paths
 
-from spark_host.gateway import api_key, listeners, routes
+from spark_host.gateway import listeners, routes, traffic
 from spark_host.gateway.listeners import Listener
 
-# nginx chooses. It knows nothing of proofs, and need not: each host's own gateway is open only
-# while what stands behind it is proven, and says 503 otherwise, before any engine has the
-# request. So it is asked of the next host, and that one is left alone for a moment.
-
-
-# What has just refused is asked again after so long.
-_REST = "max_fails=1 fail_timeout=2s"
-
-
-@dataclass(frozen=True, slots=True)
-class Together:
-    """What stands in the configuration for the replicas; nothing where there are none."""
-
-    http: str = ""  # beside the servers
-    client: str = "$binary_remote_addr"  # whom limits count
-    listen: str = ""  # where the gateway of this host is asked by the balancer of this host
-    listeners: tuple[Listener, ...] = ()  # of the balancer
-
-
-def together(settings: Gateway, listeners: tuple[Listener, ...], paths: Paths) -> Together:
-    """Return the balancer of a gateway; replicas whose names nobody knows are left out for now."""
-    if settings.replicas is None:
-        return Together()
-    own = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
-    others = [found for one in settings.replicas.others if (found := _resolved(one))]
-    servers = [own, *(f"{address}:{port}" for address, port in others)]
-    # Each client was counted where it came in, at the balancer.
-    near = ("unix:", *(address.strip("[]") for address, _ in others))
-    port = settings.replicas.port
-    heard = tuple(replace(one, port=port) for one in listeners)
-    values = {
-        "NEAR": " ".join(f'"{one}" "";' for one in near),
-        "SERVERS": "\n    ".join(f"server {one} {_REST};" for one in servers),
-        "LISTEN": "\n    ".join(f"listen {one} reuseport;" for one in heard),
-        "TRIES": str(len(servers)),
-    }
-    template = resources.files("spark_host.gateway").joinpath("templates/replicas.conf").read_text()
-    text = re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], template)
-    return Together("\n\n" + text.rstrip(), "$spark_client", f"listen {own};", heard)
-
-
-def _resolved(place: str) -> tuple[str, str] | None:
-    host, _, port = place.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    family, *_, address = found[0]
-    shown = f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
-    return shown, port
-
-
-# nginx reads no bodies, so a script of nginx's own JavaScript does; it says what it reads and
-# why.
-
-
 SCRIPT = "names.js"
-# Where the packages of the distributions and of nginx.org put it.
+LARGE_BODIES = 32  # bodies on disk at once, from all clients together
+# The path in the packages of the distributions and of nginx.org.
 _MODULE = "usr/lib/nginx/modules/ngx_http_js_module.so"
-
-
-def module(settings: Gateway, paths: Paths) -> str:
-    """Return what has nginx load its JavaScript; nothing for a host with one service.
-
-    Raises:
-        HostToolError: It is not installed.
-    """
-    if not settings.names:
-        return ""
-    place = paths.root / _MODULE
-    if not place.is_file():
-        fix = "run the deploy again, or apt-get install libnginx-mod-http-js"
-        raise HostToolError("nginx's JavaScript", f"{place} is not there", fix)
-    return f"load_module {place};"
-
-
-def imported(settings: Gateway, paths: Paths) -> str:
-    """Return what has nginx read the script, which must lie beside its configuration."""
-    if not settings.names:
-        return ""
-    return f"js_import names from {paths.gateway_run(settings.service) / SCRIPT};"
-
-
-def script_text(settings: Gateway, paths: Paths) -> str:
-    """Return the script with this host's services; that of the gateway itself is the first."""
-    named = settings.names or {}
-    first = {settings.service: named[settings.service]}
-    services = [
-        {"service": one, "traffic": str(paths.traffic(one)), "names": list(names)}
-        for one, names in (first | named).items()
-    ]
-    script = resources.files("spark_host.gateway").joinpath(f"templates/{SCRIPT}").read_text()
-    known = (("SERVICES", services), ("ROUTES", settings.routes))
-    return "".join(f"const {name} = {json.dumps(value)};\n" for name, value in known) + script
-
-
-# What stands between quotes in a configuration and means itself.
+# Paths that need no escaping between quotes.
 _PLAIN = re.compile(r"/[A-Za-z0-9._/ +@,:=-]*\Z")
-LARGE_BODIES = 32
-"""Bodies too large for memory that are on disk at once, from all clients together."""
 
 
 def program(paths: Paths) -> str:
@@ -135,75 +39,21 @@ def program(paths: Paths) -> str:
     raise HostToolError("nginx", "not installed", "run the deploy again")
 
 
-def render(settings: Gateway, paths: Paths) -> Path:
-    """Write keys.conf and a tested nginx.conf below /run; return their directory.
+def fill(template: str, values: Mapping[str, str]) -> str:
+    """Return a template of this package with its ``@NAMES@`` replaced."""
+    text = resources.files("spark_host.gateway").joinpath(f"templates/{template}").read_text()
+    return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], text)
+
+
+def quoted(path: Path, suffix: str = "") -> str:
+    """Return a path for a configuration, followed by an nginx expression.
 
     Raises:
-        HostToolError: nginx refuses the configuration; the one before stays.
-    """
-    directory = paths.gateway_run(settings.service)
-    folder = paths.gateway_bodies(settings.service)
-    for place in (directory, folder.parent, folder):
-        place.mkdir(parents=True, exist_ok=True)
-        # Workers must pass through to their temporary directories, nobody may list or read.
-        os.chmod(place, 0o711)
-    # A deploy and the watch may want it at once, and both write beside the one that is used.
-    alone = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(alone, fcntl.LOCK_EX)
-        _write(directory, settings, paths)
-    finally:
-        os.close(alone)
-    return directory
-
-
-def _write(directory: Path, settings: Gateway, paths: Paths) -> None:
-    for path, text in _beside(settings, paths).items():
-        files.write_text(path, text, 0o600)
-    new = directory / "nginx.conf.new"
-    files.write_text(new, config_text(settings, paths), 0o600)
-    tested = subprocess.run(
-        [program(paths), "-t", "-q", "-p", str(directory), "-c", str(new), "-e", "stderr"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    if tested.returncode != 0:
-        said = (tested.stderr.strip().splitlines() or ["it says nothing"])[0]
-        raise HostToolError(
-            f"gateway of {settings.service}", f"nginx refuses it: {said}", "run the deploy again"
-        )
-    os.replace(new, directory / "nginx.conf")
-
-
-def is_current(settings: Gateway, paths: Paths) -> bool:
-    """Return whether what is rendered follows from the settings, key and addresses of now."""
-    directory = paths.gateway_run(settings.service)
-    wanted = _beside(settings, paths) | {directory / "nginx.conf": config_text(settings, paths)}
-    return all(path.is_file() and path.read_text() == text for path, text in wanted.items())
-
-
-def _beside(settings: Gateway, paths: Paths) -> dict[Path, str]:
-    """Return what the configuration includes."""
-    directory = paths.gateway_run(settings.service)
-    found = {directory / "keys.conf": keys_text(api_key.read(settings, paths))}
-    if settings.names:
-        found[directory / SCRIPT] = script_text(settings, paths)
-    return found
-
-
-def quoted(path: Path, more: str = "") -> str:
-    """Return a path as a configuration holds it, with what nginx shall put behind it.
-
-    Raises:
-        HostToolError: nginx would read something else.
+        HostToolError: nginx would read another path.
     """
     if not _PLAIN.match(str(path)):
-        raise HostToolError("share", f"cannot lend {path}", "choose a plainer path for it")
-    return f'"{path}{more}"'
-
-
-def bodies(settings: Gateway, paths: Paths) -> Path:
-    """Return where the bodies lie that do not fit into memory."""
-    return paths.gateway_bodies(settings.service) / "body"
+        raise HostToolError("share", f"cannot share {path}", "choose a plainer path for it")
+    return f'"{path}{suffix}"'
 
 
 def keys_text(key: str) -> str:
@@ -219,61 +69,89 @@ def keys_text(key: str) -> str:
     )
 
 
+def bodies(settings: Gateway, paths: Paths) -> Path:
+    """Return the folder of request bodies that do not fit into memory."""
+    return paths.gateway_bodies(settings.service) / "body"
+
+
 def config_text(settings: Gateway, paths: Paths) -> str:
     """Return the nginx configuration of a service's gateway."""
-    own = _target(settings.service, settings, paths)
+    run = paths.gateway_run(settings.service)
     named = settings.names or {}
-    listening = listeners.wanted(settings).listeners
-    shared = together(settings, listening, paths)
-    routed = {path: _target(to, settings, paths) for path, to in settings.routes.items()}
-    values = {
-        "USER": settings.user,
-        "GROUP": "nogroup" if settings.user == "nobody" else settings.user,
-        "RUN": str(paths.gateway_run(settings.service)),
-        "BODIES": str(bodies(settings, paths)),
-        "LARGE_BODIES": str(LARGE_BODIES),
-        "MAX_BODY_BYTES": str(settings.max_body_bytes),
-        "UPSTREAMS": "\n    ".join(
-            _upstream(one, settings, paths)
-            for one in dict.fromkeys((settings.service, *settings.routes.values(), *named))
-        ),
-        "JOURNAL": str(paths.below("/run/systemd/journal/dev-log")),
-        "LISTEN": "\n        ".join(
-            [*map(_listen, listening), *([shared.listen] if shared.listen else [])]
-        ),
-        "TLS": _tls(settings, paths),
-        "OPEN_ONLY": own.when_open,
-        "MODULE": module(settings, paths),
-        "BY_NAME": imported(settings, paths),
-        "WAYS": routes.locations(
-            lambda path: routed.get(path, own),
-            {one: _target(one, settings, paths) for one in named},
-        ),
-        "LIMITS": _limits(settings, shared.client),
-        "REPLICAS": shared.http,
+    targets = {
+        service: _target(service, settings, paths)
+        for service in (settings.service, *settings.routes.values(), *named)
     }
-    template = resources.files("spark_host.gateway").joinpath("templates/gateway.conf").read_text()
-    return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
+    listening = listeners.wanted(settings).listeners
+    replicas = _replicas(settings, listening, paths)
+    listen_lines = [*map(_listen, listening), *([replicas.listen] if replicas.listen else [])]
+    return fill(
+        "gateway.conf",
+        {
+            "USER": settings.user,
+            "GROUP": traffic.group_of(settings.user),
+            "RUN": str(run),
+            "BODIES": str(bodies(settings, paths)),
+            "LARGE_BODIES": str(LARGE_BODIES),
+            "MAX_BODY_BYTES": str(settings.max_body_bytes),
+            "UPSTREAMS": "\n    ".join(_upstream(target, paths) for target in targets.values()),
+            "JOURNAL": str(paths.below("/run/systemd/journal/dev-log")),
+            "LISTEN": "\n        ".join(listen_lines),
+            "TLS": _tls(settings, paths),
+            "OPEN_ONLY": targets[settings.service].when_open,
+            "MODULE": _load_module(paths) if named else "",
+            "BY_NAME": f"js_import names from {run / SCRIPT};" if named else "",
+            "ROUTES": routes.locations(
+                lambda path: targets[settings.routes.get(path, settings.service)],
+                {service: targets[service] for service in named},
+            ),
+            "LIMITS": _limits(settings, replicas.client),
+            "REPLICAS": replicas.http,
+        },
+    )
+
+
+def _load_module(paths: Paths) -> str:
+    module = paths.root / _MODULE
+    if not module.is_file():
+        fix = "run the deploy again, or apt-get install libnginx-mod-http-js"
+        raise HostToolError("nginx's JavaScript", f"{module} is missing", fix)
+    return f"load_module {module};"
+
+
+def script_text(settings: Gateway, paths: Paths) -> str:
+    """Return names.js, which chooses the engine by the model name in the request's body.
+
+    nginx itself cannot read bodies. The service of the gateway comes first in the script.
+    """
+    named = settings.names or {}
+    first = {settings.service: named[settings.service]}
+    services = [
+        {"service": service, "traffic": str(paths.traffic(service)), "names": list(names)}
+        for service, names in (first | named).items()
+    ]
+    constants = {"SERVICES": services, "ROUTES": settings.routes}
+    lines = [f"const {name} = {json.dumps(value)};\n" for name, value in constants.items()]
+    return "".join(lines) + fill(SCRIPT, {})
 
 
 def _target(service: str, settings: Gateway, paths: Paths) -> routes.Target:
-    """Return the engine of a service; each service opens and closes its own traffic."""
     name = "engine" if service == settings.service else f"engine-{service}"
     closed = f"if (!-f {paths.traffic(service)}) {{ rewrite ^ /refused/closed last; }}"
-    return routes.Target(name, closed)
+    return routes.Target(service, name, closed)
 
 
-def _upstream(service: str, settings: Gateway, paths: Paths) -> str:
+def _upstream(target: routes.Target, paths: Paths) -> str:
     return (
-        f"upstream {_target(service, settings, paths).upstream} {{\n"
-        f"        server unix:{paths.engine_socket(service)} max_fails=0;\n"
+        f"upstream {target.upstream} {{\n"
+        f"        server unix:{paths.engine_socket(target.service)} max_fails=0;\n"
         "        keepalive 16;\n"
         "    }"
     )
 
 
 def _limits(settings: Gateway, client: str) -> str:
-    """Return the limits of one client address."""
+    """Return the limits per client address."""
     lines = []
     if rate := settings.max_requests_per_s:
         lines += [f"limit_req_zone {client} zone=clients:1m rate={rate}r/s;"]
@@ -284,12 +162,12 @@ def _limits(settings: Gateway, client: str) -> str:
     return "\n    ".join(lines)
 
 
-def _listen(one: listeners.Listener) -> str:
-    # With `reuseport` each address is a socket of its own: a reload that goes from every address
-    # to one of them would fail without it, because the old socket is still open then.
-    words = ["listen", str(one), "reuseport"]
-    words += ["ipv6only=on"] if ":" in one.address else []
-    return " ".join(words + (["ssl"] if one.tls else [])) + ";"
+def _listen(listener: Listener) -> str:
+    # With `reuseport` each address has its own socket: without it, a reload that narrows from all
+    # addresses to one fails, because the old socket is still open.
+    words = ["listen", str(listener), "reuseport"]
+    words += ["ipv6only=on"] if ":" in listener.address else []
+    return " ".join(words + (["ssl"] if listener.tls else [])) + ";"
 
 
 def _tls(settings: Gateway, paths: Paths) -> str:
@@ -305,7 +183,50 @@ def _tls(settings: Gateway, paths: Paths) -> str:
     return (
         f"# sha256 {digest}\n        ssl_certificate {certificate};\n"
         f"        ssl_certificate_key {key};\n        ssl_protocols TLSv1.2 TLSv1.3;\n"
-        # What is encrypted is authenticated with it, and a key that leaks opens no old records.
+        # Authenticated encryption with forward secrecy only.
         "        ssl_ciphers ECDHE+AESGCM:ECDHE+CHACHA20;\n"
         "        ssl_session_cache shared:tls:1m;\n        ssl_session_tickets off;"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Replicas:
+    """The parts of a configuration that balance requests over replicas; empty without them."""
+
+    http: str = ""  # the balancer's server
+    client: str = "$binary_remote_addr"  # the key of the limits per client
+    listen: str = ""  # the socket on which this gateway serves its own balancer
+
+
+def _replicas(settings: Gateway, listening: tuple[Listener, ...], paths: Paths) -> _Replicas:
+    """Return the balancer; replicas whose names cannot be resolved now are left out.
+
+    It needs no health checks: a host's own gateway answers 503 before its engine gets the request
+    unless the engine is proven. Then nginx tries the next host and leaves that one out for 2 s.
+    """
+    if settings.replicas is None:
+        return _Replicas()
+    own = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
+    others = [resolved for name in settings.replicas.others if (resolved := _resolve(name))]
+    servers = [own, *(f"{address}:{port}" for address, port in others)]
+    # A replica does not limit requests of another's balancer, which has counted their client.
+    balancers = ("unix:", *(address.strip("[]") for address, _ in others))
+    ports = [Listener(item.address, settings.replicas.port, item.tls) for item in listening]
+    values = {
+        "NEAR": " ".join(f'"{address}" "";' for address in balancers),
+        "SERVERS": "\n    ".join(f"server {it} max_fails=1 fail_timeout=2s;" for it in servers),
+        "LISTEN": "\n    ".join(f"listen {listener} reuseport;" for listener in ports),
+        "TRIES": str(len(servers)),
+    }
+    text = fill("replicas.conf", values)
+    return _Replicas("\n\n" + text.rstrip(), "$spark_client", f"listen {own};")
+
+
+def _resolve(name: str) -> tuple[str, str] | None:
+    host, _, port = name.rpartition(":")
+    try:
+        results = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    family, *_, address = results[0]
+    return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0]), port

@@ -1,7 +1,7 @@
-"""What a gateway lets through: each way by method and path, and what the engine gets of it.
+"""The allow-list of the gateway: methods and paths that reach the engine.
 
-The engine never sees the path as a client wrote it. nginx chooses a way by the path in its plain
-form and would forward the one that was sent; so each way names what is forwarded.
+The engine never gets the path that a client sent: nginx matches the normalised path but would
+forward the original, so each route names the path to forward.
 """
 
 from __future__ import annotations
@@ -11,125 +11,119 @@ from dataclasses import dataclass, replace
 
 from spark_contract import release
 
-_ANSWER = "(?<id>resp_[A-Za-z0-9_-]+)"
+_RESPONSE = "(?<id>resp_[A-Za-z0-9_-]+)"
 _MODEL = "(?<id>[A-Za-z0-9][A-Za-z0-9._:-]*)"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Which engine answers."""
+    """The engine that answers."""
 
-    upstream: str  # as the configuration calls it
-    when_open: str  # what sends a request away while traffic to it is closed
+    service: str
+    upstream: str
+    when_open: str  # the directive that refuses requests while traffic is closed
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """Paths that are let through: one, or with ``named`` all that begin and end like it."""
+class Route:
+    """One allowed method and path, or with ``pattern`` all paths ``path`` + match + ``end``."""
 
-    methods: str
+    method: str
     path: str
-    named: str = ""  # a regular expression between path and end, its match called `id`
+    pattern: str = ""  # its match is called `id`
     end: str = ""
-    engine: str = ""  # the engine's own path, where it is another one
+    engine: str = ""  # the engine's path, if it differs
 
     @property
     def takes_name(self) -> bool:
-        """Return whether the body of such a request names a model."""
-        return self.methods == "POST" and not self.named
+        """Whether the body of a request names a model."""
+        return self.method == "POST" and not self.pattern
 
     @property
     def location(self) -> str:
-        """Return how nginx finds it."""
-        if not self.named:
+        if not self.pattern:
             return f"= {self.path}"
-        return f'~ "^{self.path}{self.named}{self.end}$"'
+        return f'~ "^{self.path}{self.pattern}{self.end}$"'
 
     @property
     def forwarded(self) -> str:
-        """Return the path that the engine gets."""
         if self.engine:
             return self.engine
-        return f"{self.path}$id{self.end}" if self.named else self.path
+        return f"{self.path}$id{self.end}" if self.pattern else self.path
 
 
-WAYS = (
-    Way("POST", release.CHAT),
-    Way("POST", release.COMPLETIONS),
-    Way("POST", release.RESPONSES),
-    Way("GET", f"{release.RESPONSES}/", _ANSWER),
-    Way("POST", f"{release.RESPONSES}/", _ANSWER, "/cancel"),
-    Way("POST", release.MESSAGES),
-    Way("POST", release.COUNT_TOKENS),
-    Way("POST", release.EMBEDDINGS),
-    Way("POST", release.RERANK),
-    Way("POST", release.SCORE),
-    # The engine has these two without the version in front.
-    Way("POST", release.CLASSIFY, engine="/classify"),
-    Way("POST", release.POOLING, engine="/pooling"),
-    Way("GET", release.MODELS),
-    Way("GET", f"{release.MODELS}/", _MODEL),
+ROUTES = (
+    Route("POST", release.CHAT),
+    Route("POST", release.COMPLETIONS),
+    Route("POST", release.RESPONSES),
+    Route("GET", f"{release.RESPONSES}/", _RESPONSE),
+    Route("POST", f"{release.RESPONSES}/", _RESPONSE, "/cancel"),
+    Route("POST", release.MESSAGES),
+    Route("POST", release.COUNT_TOKENS),
+    Route("POST", release.EMBEDDINGS),
+    Route("POST", release.RERANK),
+    Route("POST", release.SCORE),
+    # The engine serves these two without the version prefix.
+    Route("POST", release.CLASSIFY, engine="/classify"),
+    Route("POST", release.POOLING, engine="/pooling"),
+    Route("GET", release.MODELS),
+    Route("GET", f"{release.MODELS}/", _MODEL),
 )
 
-
-def locations(target_of: Callable[[str], Target], named: Mapping[str, Target]) -> str:
-    """Return the part of the configuration that lets requests with a key through.
-
-    Args:
-        target_of: which engine answers a path.
-        named: the engines among which the name of a model chooses, by service; none: the path does.
-    """
-    if not named:
-        found = [_outside(way, *_passed(way, target_of(way.path))) for way in WAYS]
-    else:
-        found = [_outside(way, *_chosen(way, target_of(way.path))) for way in WAYS]
-        found += _CHOOSING
-        found += [
-            _location(
-                replace(way, path=f"/engine/{service}{way.path}").location, "internal;", *passed
-            )
-            for service, target in named.items()
-            for way in WAYS
-            if way.takes_name or way.path.startswith(release.MODELS)
-            for passed in (_passed(way, target),)
-        ]
-    return "\n\n        ".join(found)
-
-
-# What names.js is asked for. It reads a body that does not fit into memory by the name of its file,
-# which only such a one has: others are gone from the disk when their last reader is.
-_CHOOSING = (
+# names.js reads a body that does not fit into memory from its file, which only the second keeps.
+_CHOOSERS = (
     "location /by-name/ { internal; js_content names.choose; }",
     "location /by-name-large/ "
     "{ internal; client_body_in_file_only clean; js_content names.choose; }",
 )
 
 
-def _chosen(way: Way, own: Target) -> tuple[str, ...]:
-    if way.takes_name:
-        large = f"if ($spark_large) {{ rewrite ^ /by-name-large{way.path} last; }}"
-        return large, f"rewrite ^ /by-name{way.path} last;"
-    if way.path.startswith(release.MODELS):
-        if way.named:
+def locations(target_of: Callable[[str], Target], named: Mapping[str, Target]) -> str:
+    """Return the nginx locations for requests with a key.
+
+    Args:
+        target_of: returns the engine that answers a path.
+        named: engines by service, if the model name in a request chooses one; else empty.
+    """
+    blocks = []
+    for route in ROUTES:
+        target = target_of(route.path)
+        lines = _choose_by_name(route, target) if named else _forward(route, target)
+        blocks.append(_public_location(route, lines))
+    if named:
+        blocks += _CHOOSERS
+    for service, target in named.items():
+        for route in ROUTES:
+            if route.takes_name or route.path.startswith(release.MODELS):
+                inner = replace(route, path=f"/engine/{service}{route.path}")
+                blocks.append(_location(inner.location, "internal;", *_forward(route, target)))
+    return "\n\n        ".join(blocks)
+
+
+def _choose_by_name(route: Route, own: Target) -> tuple[str, ...]:
+    if route.takes_name:
+        large = f"if ($spark_large) {{ rewrite ^ /by-name-large{route.path} last; }}"
+        return large, f"rewrite ^ /by-name{route.path} last;"
+    if route.path.startswith(release.MODELS):
+        if route.pattern:
             return ("js_content names.one;",)
         return "subrequest_output_buffer_size 256k;", "js_content names.all;"
-    return _passed(way, own)
+    return _forward(route, own)
 
 
-def _passed(way: Way, target: Target) -> tuple[str, ...]:
-    passed = f"proxy_pass http://{target.upstream}{way.forwarded}$is_args$args;"
-    return target.when_open, passed
+def _forward(route: Route, target: Target) -> tuple[str, ...]:
+    return target.when_open, f"proxy_pass http://{target.upstream}{route.forwarded}$is_args$args;"
 
 
-def _outside(way: Way, *lines: str) -> str:
+def _public_location(route: Route, lines: tuple[str, ...]) -> str:
     return _location(
-        way.location,
-        f"if ($request_method !~ ^({way.methods})$) {{ rewrite ^ /refused/method last; }}",
+        route.location,
+        f"if ($request_method !~ ^({route.method})$) {{ rewrite ^ /refused/method last; }}",
         "if ($spark_key = 0) { rewrite ^ /refused/key last; }",
         *lines,
     )
 
 
-def _location(place: str, *lines: str) -> str:
-    inside = "".join(f"            {line}\n" for line in lines)
-    return f"location {place} {{\n{inside}        }}"
+def _location(match: str, *lines: str) -> str:
+    body = "".join(f"            {line}\n" for line in lines)
+    return f"location {match} {{\n{body}        }}"

@@ -1,13 +1,11 @@
-"""Lends files of trees to other hosts: an nginx of its own, read-only, with a key.
+"""Peer downloads: a read-only nginx with a key that serves checkpoint files to other hosts.
 
-Runs as an account of its unit's making, which can read what everybody can.
+Its unit runs it under a dynamic account, which can read only what everybody can.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from importlib import resources
 from pathlib import Path
 
 from spark_contract import files
@@ -20,40 +18,38 @@ from spark_host.gateway import nginx
 
 def run(paths: Paths) -> int:
     """Render the configuration and become its nginx."""
-    share = files.load(Share, paths.below(SHARE_SETTINGS), "nothing is lent")
+    share = files.load(Share, paths.below(SHARE_SETTINGS), "nothing is shared")
     try:
-        # systemd.exec(5): where the unit may write, and what it was given to read.
-        directory = Path(os.environ["RUNTIME_DIRECTORY"])
+        # systemd.exec(5): the folder the unit may write to, and its credentials.
+        folder = Path(os.environ["RUNTIME_DIRECTORY"])
         key = (Path(os.environ["CREDENTIALS_DIRECTORY"]) / "key").read_text().strip()
     except (KeyError, FileNotFoundError) as error:
         fix = "start spark-share@trees instead"
         raise HostToolError("share", f"only its unit runs it ({error})", fix) from error
-    files.write_text(directory / "keys.conf", nginx.keys_text(key), 0o600)
-    files.write_text(directory / "nginx.conf", config_text(share, directory, paths), 0o600)
+    config = folder / "nginx.conf"
+    files.write_text(folder / "keys.conf", nginx.keys_text(key), 0o600)
+    files.write_text(config, config_text(share, folder, paths), 0o600)
     program = nginx.program(paths)
-    words = [program, "-p", str(directory), "-c", str(directory / "nginx.conf"), "-e", "stderr"]
-    os.execv(program, words)
+    os.execv(program, [program, "-p", str(folder), "-c", str(config), "-e", "stderr"])
 
 
-def config_text(share: Share, directory: Path, paths: Paths) -> str:
-    """Return the configuration of nginx."""
+def config_text(share: Share, folder: Path, paths: Paths) -> str:
     address = f"[{share.address}]" if ":" in share.address else share.address
     values = {
-        "RUN": str(directory),
+        "RUN": str(folder),
         "LISTEN": f"{address}:{share.port}",
         "TREES": "\n        ".join(_locations(tree, paths) for tree in share.trees),
     }
-    template = resources.files("spark_host.gateway").joinpath("templates/share.conf").read_text()
-    return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], template)
+    return nginx.fill("share.conf", values)
 
 
 def _locations(tree: SharedTree, paths: Paths) -> str:
-    """Return what one tree answers: its files as far as they are proven, and how far it is."""
+    """Return the locations of one checkpoint: its verified files and its progress."""
     out = paths.below(tree.dir)
-    places = [out, growing_tree(out)] if tree.unfinished else [out]
+    folders = [out, growing_tree(out)] if tree.unfinished else [out]
     progress = paths.below(job_dir(tree.job)) / "progress"
-    files_of = " ".join(nginx.quoted(place, "/$1") for place in places)
+    candidates = " ".join(nginx.quoted(folder, "/$1") for folder in folders)
     return (
-        f"location ~ ^/{tree.digest}/files/(.+)$ {{ try_files {files_of} =404; }}\n"
+        f"location ~ ^/{tree.digest}/files/(.+)$ {{ try_files {candidates} =404; }}\n"
         f"        location = /{tree.digest}/progress {{ try_files {nginx.quoted(progress)} =404; }}"
     )

@@ -1,1 +1,1 @@
-"""Slow work run by systemd; finished only when its proof is there."""
+"""Jobs: slow work that systemd runs; done only when its result is verified."""

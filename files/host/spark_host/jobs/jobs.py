@@ -1,4 +1,4 @@
-"""Jobs: anything slow, run by systemd, finished only when their proof is there."""
+"""Runs a job in its unit, and reports the state of jobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +29,6 @@ from spark_contract.job import (
 )
 from spark_contract.paths import JOBS_DIR, Paths, hub_token_file
 from spark_contract.tool import PHASE
-from spark_contract.units import TREE_NAME
 
 from spark_host.engine.memory import GIB, meminfo
 from spark_host.system import disk, docker, systemd
@@ -41,86 +39,157 @@ from spark_host.system.stored import names
 STATUS = "status.json"
 _TAIL_LINES = 20
 _TAIL_PERIOD_S = 2.0
-_TOKEN_UNUSED_S = 60.0  # the command that writes a token starts its job next
+_TOKEN_UNUSED_S = 60.0  # the command that writes a token starts its job right after
 
 
 def load(digest12: str, paths: Paths) -> Job:
-    """Return the job, or raise ``HostToolError`` when it is absent or malformed."""
+    """Return the job, or raise ``HostToolError`` if it is absent or malformed."""
     return files.load(Job, paths.job(digest12) / "job.json", "no such job")
 
 
-def proven(job: Job, paths: Paths) -> bool:
-    """Return whether the job's proof is there, or the tree that makes the job needless."""
-    if job.unless and _receipt_holds(job.unless):
+def all_digests(paths: Paths) -> list[str]:
+    return sorted(path.parent.name for path in paths.below(JOBS_DIR).glob("*/job.json"))
+
+
+def is_done(job: Job, paths: Paths) -> bool:
+    """Return whether the job's result is there, or a checkpoint that makes the job needless."""
+    if job.unless and receipt_holds(job.unless):
         return True
     proof = job.proof
     if isinstance(proof, ReceiptProof):
-        return _receipt_holds(proof)
+        return receipt_holds(proof)
     if isinstance(proof, AbsentProof):
-        tree = Path(proof.absent)
-        return not tree.exists() or bool(_users_of(tree, paths))
+        return not Path(proof.absent).exists() or bool(_users_of(proof, paths))
     if proof.label is not None:
         return docker.image_label(proof.image) == proof.label
     return docker.image(proof.image) is not None
 
 
-def _users_of(tree: Path, paths: Paths) -> list[str]:
-    """Return the releases that load a tree: it must outlive them."""
-    found = (Host(paths).release(name) for name in names(paths))
-    return [one.name for one in found if one and any(Path(each.path) == tree for each in one.trees)]
+def _users_of(proof: AbsentProof, paths: Paths) -> list[str]:
+    """Return the releases that load a checkpoint, which must not be removed before them."""
+    path = Path(proof.absent)
+    releases = (Host(paths).release(name) for name in names(paths))
+    return [
+        release.name
+        for release in releases
+        if release and any(Path(tree.path) == path for tree in release.trees)
+    ]
 
 
-def _receipt_holds(proof: ReceiptProof) -> bool:
-    tree = Path(proof.tree)
-    receipt = receipts.found(tree)
+def receipt_holds(proof: ReceiptProof) -> bool:
+    """Return whether a checkpoint is complete and only root can write to it."""
+    path = Path(proof.tree)
+    receipt = receipts.found(path)
     return (
         receipt is not None
         and receipt.digest == proof.digest
-        and receipt.is_whole(tree)
-        # Proven once says nothing of what others can change since.
-        and receipts.exposed(tree) is None
+        and receipt.is_whole(path)
+        and receipts.exposed(path) is None
     )
 
 
 def run(digest12: str, paths: Paths) -> int:
-    """Run a job in the foreground; 0 only when its proof is valid afterwards."""
+    """Run a job in the foreground; return 0 only if its result is valid afterwards."""
     job = load(digest12, paths)
-    directory = paths.job(digest12)
-    if proven(job, paths):
-        print(f"{job.title}: {_why_done(job, paths)}", flush=True)
-        last = disk.read(JobRun, directory / STATUS)
-        disk.write(directory / STATUS, JobRun("done", 0, memory=last.memory if last else None))
+    folder = paths.job(digest12)
+    if is_done(job, paths):
+        users = _users_of(job.proof, paths) if isinstance(job.proof, AbsentProof) else []
+        reason = f"kept, {', '.join(users)} can serve it" if users else "already done"
+        print(f"{job.title}: {reason}", flush=True)
+        last = disk.read(JobRun, folder / STATUS)
+        disk.write(folder / STATUS, JobRun("done", 0, memory=last.memory if last else None))
         return 0
     started = files.now()
-    # With what was half written of them when an earlier run was killed.
-    for left in (".progress.*", "progress", ".tail.*", "tail"):
-        for path in directory.glob(left):
+    # Including temporary files of a run that was killed.
+    for pattern in (".progress.*", "progress", ".tail.*", "tail"):
+        for path in folder.glob(pattern):
             files.remove(path)
-    disk.write(directory / STATUS, JobRun("running", None, started))
+    disk.write(folder / STATUS, JobRun("running", None, started))
     aside = _set_aside(job)
     before = meminfo()
-    code, tail = _execute(job, directory)
-    memory = _memory(before, meminfo())
-    print(_in_words(memory), flush=True)
-    if code == 0 and proven(job, paths) and aside is not None:
+    code, tail = _execute(job, folder)
+    after = meminfo()
+    memory = JobMemory(before["MemFree"], after["MemFree"], before["Cached"], after["Cached"])
+    gib = [f"{before[key] / GIB:.2f} GiB before, {after[key] / GIB:.2f} GiB after"
+           for key in ("MemFree", "Cached")]  # fmt: skip
+    print(f"memory: MemFree {gib[0]}, Cached {gib[1]}", flush=True)
+    done = code == 0 and is_done(job, paths)
+    if done and aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
-    if code == 0 and not proven(job, paths):
+    if code == 0 and not done:
         tail.append(f"{ERROR}{job.title}: ended without its proof {plain(job.proof)}")
         print(tail[-1], flush=True)
         code = 5
     try:
         ended = JobRun("failed" if code else "done", code, started, tuple(tail), memory)
-        disk.write(directory / STATUS, ended)
+        disk.write(folder / STATUS, ended)
     except OSError as error:
-        # Where the disk is full the exit code and the journal tell it; see _entry.
-        print(f"{directory / STATUS}: not written, errno {error.errno}", flush=True)
+        # On a full disk the exit code and the journal carry the result; see _state.
+        print(f"{folder / STATUS}: not written, errno {error.errno}", flush=True)
     return code
 
 
+def _set_aside(job: Job) -> Path | None:
+    """Rename an incomplete checkpoint; return its new path.
+
+    Only a folder whose name ends in twelve digits of a digest is ours to move. It stays next to
+    its old place until the job succeeded: the fetcher reuses intact files from there, and a
+    running engine keeps the files it has open.
+    """
+    if not isinstance(job.proof, ReceiptProof):
+        return None
+    path = Path(job.proof.tree)
+    aside = path.with_name(f"{path.name}.damaged")
+    if path.is_dir() and units.TREE_NAME.match(path.name):
+        print(f"{job.title}: {path} is incomplete; building it again", flush=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    return aside if aside.exists() else None
+
+
+def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    try:
+        child = subprocess.Popen(
+            job.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **job.env},
+            cwd=folder,
+            text=True,
+            errors="replace",
+            bufsize=1,
+        )
+    except OSError as error:
+        line = ERROR + Problem(job.argv[0], str(error.strerror), "run the deploy again").line
+        print(line, flush=True)
+        return 4, [line]
+    # When the unit stops, the child gets the signal first, so that it can leave a resumable state.
+    signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
+    _follow(child.stdout, folder, tail)
+    return child.wait(), list(tail)
+
+
+def _follow(output: IO[str] | None, folder: Path, tail: deque[str]) -> None:
+    written = 0.0
+    for line in output or ():
+        text = line.rstrip("\n")
+        print(text, flush=True)
+        tail.append(text)
+        # On a full disk the job must still end with its own error.
+        with contextlib.suppress(OSError):
+            if text.startswith(PHASE):
+                files.write_text(folder / "progress", text + "\n")
+            elif time.monotonic() - written > _TAIL_PERIOD_S:
+                files.write_text(folder / "tail", "\n".join(tail) + "\n")
+                written = time.monotonic()
+
+
 def end(digest12: str, paths: Paths, *, success: bool) -> None:
-    """Remove the hub's token of a job that ended, and of those that will not start without it."""
+    """Remove the hub token of an ended job, and of those that cannot start without it."""
     if systemd.is_stopping():
-        return  # the next boot goes on with the job
+        return  # the next boot continues the job
     for path in _token_files(digest12, paths):
         files.remove(path)
     for other in () if success else all_digests(paths):
@@ -131,151 +200,80 @@ def end(digest12: str, paths: Paths, *, success: bool) -> None:
 
 def _token_files(digest12: str, paths: Paths) -> list[Path]:
     token = paths.below(hub_token_file(digest12))
-    return [*token.parent.glob(token.name), *token.parent.glob(f"{token.name}.*")]  # half written
+    return [*token.parent.glob(token.name), *token.parent.glob(f"{token.name}.*")]  # temporary
 
 
 def remove_unused_tokens(paths: Paths) -> None:
-    """Remove the hub's token of each job that neither runs nor waits for its start.
+    """Remove the hub token of each job that neither runs nor waits for its start.
 
-    No end of a job removes it after a power cut, or where a mount that the job requires fails.
+    ``end`` does not run after a power cut, nor when a mount that the job requires fails.
     """
-    folders = sorted(path for path in paths.below(JOBS_DIR).glob("*") if path.is_dir())
-    if systemd.is_stopping() or not any(_token_files(one.name, paths) for one in folders):
+    digests = [path.name for path in paths.below(JOBS_DIR).glob("*") if path.is_dir()]
+    if systemd.is_stopping() or not any(_token_files(digest, paths) for digest in digests):
         return
-    asked = systemd.loaded([units.JOB.of("*")], ("ActiveState", "Job"))
-    for folder in folders:
-        unit = asked.get(units.JOB.of(folder.name), {})
+    states = systemd.loaded([units.JOB.of("*")], ("ActiveState", "Job"))
+    for digest in digests:
+        unit = states.get(units.JOB.of(digest), {})
         is_active = unit.get("ActiveState", "inactive") not in ("inactive", "failed")
-        if is_active or unit.get("Job", "0") not in ("", "0"):
+        if is_active or _is_queued(unit):
             continue
-        for path in _token_files(folder.name, paths):
+        for path in _token_files(digest, paths):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_ctime > _TOKEN_UNUSED_S:
                     files.remove(path)
 
 
-def _memory(before: Mapping[str, int], after: Mapping[str, int]) -> JobMemory:
-    return JobMemory(before["MemFree"], after["MemFree"], before["Cached"], after["Cached"])
-
-
-def _in_words(memory: JobMemory) -> str:
-    numbers = (memory.free_before_bytes, memory.free_after_bytes, memory.cached_before_bytes,
-               memory.cached_after_bytes)  # fmt: skip
-    return "memory: MemFree {} before, {} after, Cached {} before, {} after".format(
-        *(f"{one / GIB:.2f} GiB" for one in numbers)
-    )
-
-
-def _why_done(job: Job, paths: Paths) -> str:
-    proof = job.proof
-    users = _users_of(Path(proof.absent), paths) if isinstance(proof, AbsentProof) else []
-    return f"kept, {', '.join(users)} can serve it" if users else "already done"
-
-
-def _set_aside(job: Job) -> Path | None:
-    """Move a tree without a valid proof out of the way; return where it is.
-
-    Only a place whose name ends in twelve digits of an identity is ours to move. What is moved
-    stays beside its old place until the work succeeded: the fetcher finds intact files there,
-    and a running engine keeps the ones it has open.
-    """
-    if not isinstance(job.proof, ReceiptProof):
-        return None
-    tree = Path(job.proof.tree)
-    aside = tree.with_name(f"{tree.name}.damaged")
-    if tree.is_dir() and TREE_NAME.match(tree.name):
-        print(f"{job.title}: {tree} is not whole; made anew", flush=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        tree.rename(aside)
-    return aside if aside.exists() else None
-
-
-def _execute(job: Job, directory: Path) -> tuple[int, list[str]]:
-    tail: deque[str] = deque(maxlen=_TAIL_LINES)
-    try:
-        child = subprocess.Popen(
-            job.argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **job.env},
-            cwd=directory,
-            text=True,
-            errors="replace",
-            bufsize=1,
-        )
-    except OSError as error:
-        line = ERROR + Problem(job.argv[0], str(error.strerror), "run the deploy again").line
-        print(line, flush=True)
-        return 4, [line]
-    # A stop of the unit reaches the child first, so that it can leave a resumable state.
-    signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
-    _follow(child.stdout, directory, tail)
-    return child.wait(), list(tail)
-
-
-def _follow(output: IO[str] | None, directory: Path, tail: deque[str]) -> None:
-    written = 0.0
-    for line in output or ():
-        text = line.rstrip("\n")
-        print(text, flush=True)
-        tail.append(text)
-        # For people who look; a disk too full for it must not end the work without its own words.
-        with contextlib.suppress(OSError):
-            if text.startswith(PHASE):
-                files.write_text(directory / "progress", text + "\n")
-            elif time.monotonic() - written > _TAIL_PERIOD_S:
-                files.write_text(directory / "tail", "\n".join(tail) + "\n")
-                written = time.monotonic()
+def _is_queued(unit: systemd.UnitState) -> bool:
+    return unit.get("Job", "0") not in ("", "0")
 
 
 def poll(digests: list[str], paths: Paths) -> list[JobState]:
-    """Return one state per job: what it is, where it stands, what it last said."""
+    """Return the state of each job."""
     fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
-    asked = systemd.loaded([units.JOB.of("*")], fields)
-    states = {one: _state(one, asked.get(units.JOB.of(one), {}), paths) for one in digests}
-    return _with_dependencies(states, paths)
+    loaded = systemd.loaded([units.JOB.of("*")], fields)
+    states = {
+        digest: _state(digest, loaded.get(units.JOB.of(digest), {}), paths) for digest in digests
+    }
+    return _fail_dependents(states, paths)
 
 
-def _with_dependencies(states: dict[str, JobState], paths: Paths) -> list[JobState]:
+def _fail_dependents(states: dict[str, JobState], paths: Paths) -> list[JobState]:
     # systemd drops the start of a job whose dependency failed and leaves the unit inactive,
     # which looks like "not started yet".
     changed = True
     while changed:
         changed = False
-        for digest12, one in states.items():
-            if one.state != "waiting":
+        for digest12, state in states.items():
+            if state.state != "waiting":
                 continue
-            after = [dep for dep in load(digest12, paths).after if dep in states]
-            broken = [dep for dep in after if states[dep].state == "failed"]
-            if broken:
-                why = f"needs the failed job {broken[0]}"
-                states[digest12] = replace(one, state="failed", result=why, exit_code=None)
+            after = load(digest12, paths).after
+            failed = [
+                other for other in after if other in states and states[other].state == "failed"
+            ]
+            if failed:
+                result = f"needs the failed job {failed[0]}"
+                states[digest12] = replace(state, state="failed", result=result, exit_code=None)
                 changed = True
     return list(states.values())
 
 
-def all_digests(paths: Paths) -> list[str]:
-    """Return the digests of all jobs this host knows."""
-    return sorted(path.parent.name for path in paths.below(JOBS_DIR).glob("*/job.json"))
-
-
 def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
-    directory = paths.job(digest12)
+    folder = paths.job(digest12)
     try:
         job = load(digest12, paths)
     except HostToolError as error:
         return JobState(digest12, digest12, "", "failed", str(error), None, None, None, None, ())
-    last = disk.read(JobRun, directory / STATUS)
+    last = disk.read(JobRun, folder / STATUS)
     state: State
     try:
         state, result = _judge(job, unit, last, paths)
     except docker.DaemonSilent as error:
         state, result = "unknown", str(error)
-    tail = list(last.last_lines if last else ()) or _lines_of(directory / "tail")
+    tail = list(last.last_lines if last else ()) or _read_lines(folder / "tail")
     if state == "failed" and last and last.state == "running":
         tail = systemd.journal(unit.get("InvocationID", ""), job.unit, _TAIL_LINES) or tail
-    told = _lines_of(directory / "progress") if state == "running" else []
+    running = state == "running"
+    progress = _read_lines(folder / "progress") if running else []
     return JobState(
         digest=job.digest,
         title=job.title,
@@ -283,8 +281,8 @@ def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
         state=state,
         result=result,
         exit_code=last.exit_code if last else None,
-        elapsed_s=_elapsed_s(last) if state == "running" else None,
-        progress=read_progress(told[-1], job.total_bytes) if told else None,
+        elapsed_s=_elapsed_s(last) if running else None,
+        progress=read_progress(progress[-1], job.total_bytes) if progress else None,
         last_line=tail[-1] if tail else None,
         log_tail=tuple(tail) if state == "failed" else (),
         memory=last.memory if last else None,
@@ -297,9 +295,9 @@ def _judge(
     active = unit.get("ActiveState", "inactive")
     if active in ("activating", "active", "reloading", "deactivating"):
         return "running", ""
-    if unit.get("Job", "0") not in ("", "0"):
+    if _is_queued(unit):
         return "waiting", "waits for the jobs before it"
-    if proven(job, paths):
+    if is_done(job, paths):
         return "done", "success"
     if active == "failed":
         return "failed", unit.get("Result", "failed")
@@ -310,7 +308,7 @@ def _judge(
     return "waiting", "not started"
 
 
-def _lines_of(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").splitlines()
     except FileNotFoundError:
@@ -326,15 +324,15 @@ def _elapsed_s(last: JobRun | None) -> int | None:
 
 def main(words: list[str], paths: Paths) -> int:
     """Run ``job run D12``, ``job end D12`` or ``job poll D12...``."""
-    if len(words) == 2 and words[0] == "run":
-        return run(words[1], paths)
-    if len(words) == 2 and words[0] == "end":
-        end(words[1], paths, success=os.environ.get("SERVICE_RESULT") == "success")
-        remove_unused_tokens(paths)
-        return 0
-    if words[:1] == ["poll"]:
-        answer(poll(words[1:] or all_digests(paths), paths))
-        return 0
-    raise HostToolError(
-        "job", f"unknown words {words}", "job run D12 | job end D12 | job poll D12...", 2
-    )
+    match words:
+        case ["run", digest12]:
+            return run(digest12, paths)
+        case ["end", digest12]:
+            end(digest12, paths, success=os.environ.get("SERVICE_RESULT") == "success")
+            remove_unused_tokens(paths)
+        case ["poll", *digests]:
+            answer(poll(digests or all_digests(paths), paths))
+        case _:
+            usage = "job run D12 | job end D12 | job poll D12..."
+            raise HostToolError("job", f"unknown words {words}", usage, 2)
+    return 0
