@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_host.gateway import gateway, traffic
+from spark_host.gateway import gateway, routes, traffic
 from stub_gateway import QUESTION, Door, as_a_unit_does, long_answer, running
 from stub_host import REPOSITORY, Host
 
