@@ -17,7 +17,7 @@ from spark_deploy.plan.machine import DockerPlan
 def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
     """Have containers that see the GPU; the factory's engine and its settings are kept."""
     expect_files((DROP_IN_PATH,))
-    expect_fact(DockerState, lambda: docker.fact_arguments(plan), long=True)
+    expect_fact(DockerState, lambda: docker.fact_arguments(plan), slow=True)
     docker.add_docker_repositories(name="Add package repositories", plan=plan)
     docker.install_engine(name="Install engine and NVIDIA toolkit", plan=plan)
     docker.merge_daemon_json(name="Merge daemon.json", plan=plan)

@@ -94,7 +94,7 @@ def serve(
 @deploy("Retire")
 def retire(*, services: Sequence[str]) -> None:
     """Stop services that the settings no longer list."""
-    expect_fact(Status, long=True)
+    expect_fact(Status, slow=True)
     stop_unlisted(name="Stop services that are not listed any more", services=services)
 
 

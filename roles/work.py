@@ -45,7 +45,7 @@ def fetch(
     """Fetch the model's repositories, each file checked against the lock; hosts lend them."""
     expect_files((PROXY,))
     names = tuple(work.job.digest12 for work in jobs)
-    expect_fact(JobStates, lambda: {"jobs": names, "target": PREPARE.of(release)}, long=True)
+    expect_fact(JobStates, lambda: {"jobs": names, "target": PREPARE.of(release)}, slow=True)
     configure_job_proxy(name="Have the proxy where jobs find it", proxy=proxy)
     note_files(
         name="See which files the hosts have", jobs=tuple(jobs), release=release, fleet=fleet

@@ -42,3 +42,10 @@ class LockError(SparkError):
 
 class PlanError(SparkError):
     """Valid settings that cannot work together (397B on one host, memory that does not fit)."""
+
+
+def unreachable(
+    where: str, reason: str, fix: str = "run again; finished steps stay done"
+) -> Problem:
+    """Describe a host that cannot be reached: the one wording for it."""
+    return Problem(where, f"unreachable: {reason}", fix)

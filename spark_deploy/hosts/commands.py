@@ -6,7 +6,6 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from time import monotonic
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,54 +15,48 @@ from pyinfra.api.command import StringCommand
 from pyinfra.api.exceptions import ConnectError
 from pyinfra.api.host import Host
 from pyinfra.context import host, inventory, state
-from pyinfra.context import host as current_host
 
 from spark_deploy.plan.cluster import Wave
 
-HEARTBEAT_S = 7.0  # people are never left without a line for 10 s, on a busy host too
+T = TypeVar("T")
+HEARTBEAT_S = 7.0  # progress at least every 10 s, on a busy host too
 
-
-def log(text: str) -> None:
-    """Tell the reader something about the current host; only while executing, so only once."""
-    if state.is_executing:
-        current_host.log(text)
-
-
-_told: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
-
-
+_logged: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
 _predicted: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
 
 
-def _of_current_host(noted: WeakKeyDictionary[Host, set[str]]) -> set[str]:
-    # `host` is a proxy, the same for all.
-    return noted.setdefault(state.inventory.get_host(current_host.name), set())
+def current_host() -> Host:
+    """Return the current host itself; ``host`` is one proxy for all of them."""
+    return state.inventory.get_host(host.name)
 
 
-def predict(thing: str) -> None:
-    """Note that this operation would bring ``thing`` about.
-
-    A dry run executes nothing: two roles that need the same repository would both predict to add
-    it, while in the run only the first one does. Has no effect while executing.
-    """
-    if not state.is_executing:
-        _of_current_host(_predicted).add(thing)
-
-
-def is_predicted(thing: str) -> bool:
-    """Whether an earlier operation of this prediction would bring ``thing`` about."""
-    return not state.is_executing and thing in _of_current_host(_predicted)
+def log(text: str) -> None:
+    """Log for the current host while executing, so that it appears once."""
+    if state.is_executing:
+        host.log(text)
 
 
 def log_once(text: str, colour: str | None = None) -> None:
-    """Tell the reader something once in a run: in its prediction where there is one, else later.
+    """Log once in a run: while predicting if the run predicts (``-y`` does not), else later."""
+    logged = _logged.setdefault(current_host(), set())
+    if text not in logged:
+        logged.add(text)
+        host.log_styled(text, fg=colour) if colour else host.log(text)
 
-    A dry run only predicts, and a run with ``-y`` predicts nothing.
+
+def predict(change: str) -> None:
+    """Note in a prediction that this operation would make ``change``.
+
+    A prediction executes nothing: two roles that need the same repository would both predict to
+    add it, although in the run only the first one does.
     """
-    said = _of_current_host(_told)
-    if text not in said:
-        said.add(text)
-        current_host.log_styled(text, fg=colour) if colour else current_host.log(text)
+    if not state.is_executing:
+        _predicted.setdefault(current_host(), set()).add(change)
+
+
+def is_predicted(change: str) -> bool:
+    """Whether an earlier operation of this prediction would make ``change``."""
+    return not state.is_executing and change in _predicted.get(current_host(), ())
 
 
 def shell(script: str, *, stdin: str | None = None) -> StringCommand:
@@ -73,7 +66,7 @@ def shell(script: str, *, stdin: str | None = None) -> StringCommand:
 
 
 class CommandFailed(Exception):  # noqa: N818 - the shell's word
-    """A command on the host failed; carries what it printed."""
+    """A command on the host failed; carries its output."""
 
     def __init__(self, command: str, output: str):
         self.output = output
@@ -107,14 +100,14 @@ def run(
 
 
 @contextmanager
-def heartbeat(host: Host, what: str) -> Iterator[None]:
-    """Say every few seconds that ``what`` is still going on, so that a run is never silent."""
-    started = monotonic()
+def heartbeat(host: Host, activity: str) -> Iterator[None]:
+    """Log every few seconds that ``activity`` still runs."""
+    started = time.monotonic()
 
     def beat() -> None:
         while True:
             gevent.sleep(HEARTBEAT_S)
-            host.log(f"{what}: {monotonic() - started:.0f} s")
+            host.log(f"{activity}: {time.monotonic() - started:.0f} s")
 
     greenlet = gevent.spawn(beat)
     try:
@@ -123,11 +116,8 @@ def heartbeat(host: Host, what: str) -> Iterator[None]:
         greenlet.kill()
 
 
-T = TypeVar("T")
-
-
 def each(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items; pyinfra tells their operations apart by position, not by line alone.
+    """Yield the items so that pyinfra tells their operations apart by position.
 
     A plain ``for`` would pair unrelated operations of different hosts (pyinfra 3.10 identifies
     an operation by the line numbers of the call stack).
@@ -136,7 +126,7 @@ def each(items: Iterable[T]) -> Iterator[T]:
 
 
 def one_by_one() -> Iterator[str]:
-    """Yield this host's name when its turn comes: one operation per host, in inventory order.
+    """Yield this host's name in its turn: one operation per host, in inventory order.
 
     So a fault stops at the first host that it meets.
     """
@@ -144,47 +134,41 @@ def one_by_one() -> Iterator[str]:
 
 
 def in_waves(waves: Iterable[Wave]) -> Iterator[Wave]:
-    """Yield the wave of this host when its turn comes: one operation per wave, in their order."""
+    """Yield the wave of this host in its turn: one operation per wave, in order."""
     yield from (wave for wave in each(waves) if host.name in wave)
 
 
-# A reboot takes minutes; a host that is away for longer must not hold up the others.
-AWAY_S = 420
-
-
-COMMAND_TIMEOUT_S = 60
-
-
+AWAY_S = 420  # a reboot takes minutes; longer must not hold up the other hosts
+_COMMAND_TIMEOUT_S = 60
 _LONGEST_PAUSE_S = 15
 
 
 def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
-    """Run ``script`` as root; return whether it exited with 0, its output and its errors.
+    """Run ``script``, reconnecting with growing pauses; return success, output and errors.
 
-    With or without sudo, as the host's settings say: a root login may have none installed.
-    Reconnects with growing pauses when the connection is gone.
+    Uses sudo as the host's settings say: a root login may have no sudo installed.
 
     Raises:
         ConnectError: the host stayed away for ``AWAY_S``.
     """
     lost_at, pause_s = None, 1
-    with heartbeat(host, "waiting for an answer of the host"):
+    with heartbeat(host, "waiting for the host to answer"):
         while lost_at is None or time.monotonic() - lost_at < AWAY_S:
             try:
                 answer = _run_once(host, script)
                 # A connection that ends in the middle of a command looks like a failed command.
                 if answer[0] or not is_disconnected(host):
                     return answer
-                lost = "closed"
+                reason = "closed"
             except (TimeoutError, OSError, EOFError, SSHException, ConnectError) as error:
-                lost = type(error).__name__
+                reason = type(error).__name__
             if lost_at is None:
-                host.log(f"connection lost ({lost}), trying again")
+                host.log(f"connection lost ({reason}); reconnecting")
                 lost_at = time.monotonic()
             host.disconnect()
             gevent.sleep(pause_s)
             pause_s = min(pause_s + 1, _LONGEST_PAUSE_S)
-    raise ConnectError(f"{host.name} stayed unreachable for {AWAY_S} s")
+    raise ConnectError(f"unreachable for {AWAY_S} s")
 
 
 def _run_once(host: Host, script: str) -> tuple[bool, str, str]:
@@ -192,15 +176,13 @@ def _run_once(host: Host, script: str) -> tuple[bool, str, str]:
         # Without raising, the next command would meet a client that has no connection.
         host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
     ok, output = host.run_shell_command(
-        shell(script),
-        _sudo=host.data.get("_sudo", False),
-        _timeout=COMMAND_TIMEOUT_S,
+        shell(script), _sudo=host.data.get("_sudo", False), _timeout=_COMMAND_TIMEOUT_S
     )
     return ok, output.stdout, output.stderr
 
 
 def is_disconnected(host: Host) -> bool:
-    """Return whether the connection to a host we had reached is gone."""
+    """Whether the connection to a host that we had reached is gone."""
     client = getattr(getattr(host, "connector", None), "client", None)
     if client is None:  # not over SSH: this machine itself
         return False

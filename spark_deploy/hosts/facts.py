@@ -1,4 +1,4 @@
-"""Base class of our facts, the cache of answers, and the prefetch of facts over one connection."""
+"""Base classes of our facts, the cache of their values, and their prefetch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,14 +19,12 @@ from pyinfra.api.state import StateStage
 from pyinfra.context import host, state
 from spark_contract.units import SERVE, SHA256
 
-from spark_deploy.hosts.commands import run
+from spark_deploy.hosts.commands import current_host, run
 from spark_deploy.plan.managed_files import FileState
 
 T = TypeVar("T")
 
-
-# Of text, JSON and numbers that are not what was asked for; defects of ours look the same, and are
-# told with their type.
+# Raised by parsers on malformed text; our own defects look the same, so the type is printed too.
 _PARSE_ERRORS = (
     *(ArithmeticError, AttributeError, LookupError),
     *(RecursionError, TypeError, ValueError),
@@ -35,10 +32,9 @@ _PARSE_ERRORS = (
 
 
 class HostFact(FactBase[T]):
-    """A fact whose parser may trust nothing."""
+    """A fact whose parser may meet any output: malformed output fails this host, never the run."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Have what the parser stumbles over told as an error of the host."""
         super().__init_subclass__(**keywords)
         parse = cls.__dict__.get("process")
         if parse is None:
@@ -47,31 +43,35 @@ class HostFact(FactBase[T]):
         @functools.wraps(parse)
         def process(self: HostFact[T], output: Iterable[str]) -> T:
             try:
-                found: T = parse(self, output)
+                value: T = parse(self, output)
             except _PARSE_ERRORS as error:
-                what = f"{type(error).__name__}: {str(error)[:200]!r}"
-                text = f"{cls.__name__}: the answer of the host cannot be read ({what}); run again"
-                raise FactProcessError(text) from error
-            return found
+                detail = f"{type(error).__name__}: {str(error)[:200]!r}"
+                message = f"{cls.__name__}: cannot read the host's output ({detail}); run again"
+                raise FactProcessError(message) from error
+            return value
 
         cls.process = process  # type: ignore[method-assign,assignment]
 
 
-# Every fact command costs one SSH round trip, so a role asks everything in one script. Scripts
-# are POSIX sh, print sections and always exit 0: a tool that is missing or fails is an answer
-# too.
+class LineFact(HostFact[str]):
+    """The first line that is not blank, stripped; "" if there is none."""
+
+    default = str
+
+    def process(self, output: Iterable[str]) -> str:
+        return next((line.strip() for line in output if line.strip()), "")
+
+
+# Every fact costs one SSH round trip, so a role reads everything with one script. Scripts are
+# POSIX sh, print sections and exit 0: a missing or failing tool is a result too.
 Sections = Mapping[str, Sequence[str]]
+MARKER = "== "
 
-
-# Which of our engines are up, as a section of a script.
 SERVING_SCRIPT = (
     "echo '== serving'\n"
     "systemctl list-units --plain --no-legend --state=active,activating "
     f"'{SERVE.of('*')}' | cut -d' ' -f1"
 )
-
-
-MARKER = "== "
 
 
 def split_sections(output: Iterable[str]) -> dict[str, list[str]]:
@@ -87,52 +87,50 @@ def split_sections(output: Iterable[str]) -> dict[str, list[str]]:
 
 
 def parse_sections(output: Iterable[str]) -> dict[str, list[str]]:
-    """Split the output of a ``script``.
+    """Split the output of ``build_script``.
 
     Raises:
-        FactProcessError: it did not reach its end, so nothing here can be trusted.
+        FactProcessError: the end marker is missing, so the output is incomplete.
     """
     sections = split_sections(output)
     if "end" not in sections:
-        raise FactProcessError("the answer of the host was cut off; run again")
+        raise FactProcessError("the host's output was cut off; run again")
     return sections
 
 
 def first_line(sections: Sections, name: str) -> str:
-    """Return the first line of a section, without blanks around it; "" when there is none."""
     return next(iter(sections.get(name, ())), "").strip()
 
 
-def build_script(*parts: str, beside: Sequence[str] = ()) -> str:
+def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
     """Join snippets into one script that prints English, never fails and marks its end.
 
     Args:
-        parts: snippets, one after the other.
-        beside: others, that run at the same time; their answers come last.
+        parts: snippets, run in order.
+        parallel: snippets that run in order at the same time; their output comes last.
     """
     lines = ["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts)]
     end = f"echo '{MARKER}end'"
-    if beside:
-        # The end is marked by the side that is read last: it comes only when both have come to it.
-        others = (part.strip() for part in beside)
+    if parallel:
+        # The side that is read last marks the end: it comes only when both have finished.
+        others = (part.strip() for part in parallel)
         lines = [lines[0], "{", *others, end, "} | {", *lines[1:], "cat", "}"]
         end = ":"
     return "\n".join([*lines, f"{end}; exit 0"])
 
 
-def as_root(text: str) -> str:
-    """Wrap a script so that it runs as root when sudo needs no password, and says which it was.
+def as_root(script: str) -> str:
+    """Wrap a script: run as root if sudo needs no password; section ``sudo`` holds the outcome.
 
-    The command must be run without pyinfra's own sudo: where sudo asks for a password, pyinfra
-    would stop and prompt, and we want to report that host and go on.
+    Run it without pyinfra's sudo, which stops at a password prompt; here such a host is reported.
     """
-    # sudo itself says whether it works: asking it before would be one more session of PAM.
-    # -k: at this machine a password typed minutes ago would pass for a rule.
-    quoted, as_sudo = shlex.quote(text), shlex.quote(f"echo yes\n{text}")
+    # Trying sudo separately would cost one more PAM session.
+    # -k: on this machine a password typed minutes ago would hide a missing rule.
+    quoted, with_sudo = shlex.quote(script), shlex.quote(f"echo yes\n{script}")
     return (
         "exec 2>/dev/null; echo '== sudo'; "
         f'if [ "$(id -u)" = 0 ]; then echo root; sh -c {quoted}; '
-        f"elif sudo -k -n sh -c {as_sudo} || sudo -k -n true; then :; "
+        f"elif sudo -k -n sh -c {with_sudo} || sudo -k -n true; then :; "
         f"else echo no; id -un; sh -c {quoted}; fi; exit 0"
     )
 
@@ -141,8 +139,8 @@ def parse_key_values(lines: Iterable[str]) -> dict[str, str]:
     """Read `KEY=value` lines with optional double quotes; the last of equal keys counts."""
     values: dict[str, str] = {}
     for line in lines:
-        key, found, value = line.partition("=")
-        if found and not key.startswith("#"):
+        key, equals, value = line.partition("=")
+        if equals and not key.startswith("#"):
             values[key.strip()] = value.strip().strip('"')
     return values
 
@@ -180,7 +178,7 @@ class FileStates(HostFact[dict[str, FileState]]):
         }
 
 
-# Others name units and containers after this machine, too: "spark-vllm.service" is not ours.
+# Other projects also name units after this machine: "spark-vllm.service" is not ours.
 _MANAGED_UNITS = re.compile(
     r"/spark-(serve|switch|watch|gateway|return|job|share)(@|\\x40)|/spark-daily\.service"
 )
@@ -188,122 +186,106 @@ _MANAGED_UNITS = re.compile(
 
 def container_id(cgroup: str) -> str:
     """Find a container's id in a cgroup path (docker, cgroup v1 or v2, both drivers)."""
-    found = re.search(SHA256, cgroup)
-    return found.group(0) if found else ""
+    match = re.search(SHA256, cgroup)
+    return match.group(0) if match else ""
 
 
 def is_managed(cgroup: str) -> bool:
-    """Tell whether a cgroup path belongs to a unit of ours, by its template."""
+    """Whether a cgroup path belongs to one of our units."""
     return bool(_MANAGED_UNITS.search(cgroup))
 
 
+# pyinfra runs one SSH command for every ``get_fact``, but operations of a role read the same fact.
+# A cached value is dropped once any operation has run a command on the host. From the prepare
+# stage to the execute stage it stays valid for some seconds: a plan may wait for confirmation.
 MAX_AGE_S = 10.0
-
-
-_PREFETCHED = "ahead"  # in place of a stage
-
-
+_PREFETCHED = "prefetched"  # in place of a stage
 _Key = tuple[Any, ...]
-
-
-# Of each question of a stage: after how many commands it was asked, when, and the answer.
+# (stage, fact, arguments) -> commands run before, time, value
 _answers: WeakKeyDictionary[Host, dict[_Key, tuple[int, float, Any]]] = WeakKeyDictionary()
 
 
 class FactUnavailable(Exception):  # noqa: N818 - reads better at the call site
-    """A fact could not be read; "could not tell" must never be taken for "absent"."""
+    """A fact could not be read, which must never count as "absent"."""
+
+
+def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
+    return tuple(sorted(arguments.items()))
 
 
 def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return ``fact`` of the current host, from memory when nothing happened since.
+    """Return ``fact`` of the current host, from the cache while it is valid.
 
     Raises:
         FactUnavailable: the command failed, so there is no state to decide from.
     """
-    current = state.inventory.get_host(host.name)  # `host` itself is a proxy, the same for all
-    question = (fact, tuple(sorted(arguments.items())))
-    done = commands_executed(current)
-    answers = _answers.setdefault(current, {})
-    key = (state.current_stage, *question)
-    known = answers.get(key) or _recent_answer(answers, question)
-    if known is not None and known[0] == done:
-        answers[key] = known
-        remembered: T = known[2]
-        return remembered
+    this = current_host()
+    answers = _answers.setdefault(this, {})
+    key = (fact, _arguments_key(arguments))
+    now = (state.current_stage, *key)
+    cached = answers.get(now) or _recent_answer(answers, key)
+    if cached is not None and cached[0] == commands_executed(this):
+        answers[now] = cached
+        value: T = cached[2]
+        return value
     return read_fact_now(fact, **arguments)
 
 
 def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return ``fact`` of the current host, asked now: where an older answer would prove nothing.
+    """Return ``fact`` of the current host without the cache, where an older value proves nothing.
 
     Raises:
         FactUnavailable: the command failed, so there is no state to decide from.
     """
-    current = state.inventory.get_host(host.name)
-    done = commands_executed(current)
+    this = current_host()
+    executed = commands_executed(this)
     value = host.get_fact(fact, **arguments)
     if value is None:
         raise FactUnavailable(f"could not read the state of the host ({fact.__name__})")
-    key = (state.current_stage, fact, tuple(sorted(arguments.items())))
-    _answers.setdefault(current, {})[key] = (done, time.monotonic(), value)
+    key = (state.current_stage, fact, _arguments_key(arguments))
+    _answers.setdefault(this, {})[key] = (executed, time.monotonic(), value)
     return value
 
 
-def remember_fact(
-    current: Host, fact: type[FactBase[T]], arguments: Mapping[str, Any], value: T
-) -> None:
-    """Remember what a host was asked before anybody needed it."""
-    key = (_PREFETCHED, fact, tuple(sorted(arguments.items())))
-    known = (commands_executed(current), time.monotonic(), value)
-    _answers.setdefault(current, {})[key] = known
-
-
 def _recent_answer(
-    answers: dict[_Key, tuple[int, float, Any]], question: _Key
+    answers: dict[_Key, tuple[int, float, Any]], key: _Key
 ) -> tuple[int, float, Any] | None:
-    """Return an answer of the stage before, or one asked for ahead, that is young enough."""
+    """Return a prefetched value, or one of the prepare stage, that is not too old."""
     oldest = time.monotonic() - MAX_AGE_S
-    before = (answers.get((stage, *question)) for stage in (_PREFETCHED, StateStage.Prepare))
-    return next((known for known in before if known and known[1] >= oldest), None)
+    candidates = (answers.get((stage, *key)) for stage in (_PREFETCHED, StateStage.Prepare))
+    return next((answer for answer in candidates if answer and answer[1] >= oldest), None)
 
 
 def find_answer(fact: type[FactBase[T]]) -> T | None:
-    """Return an answer to any question of this fact that is still true; ``None``: ask for one."""
-    current = state.inventory.get_host(host.name)
-    done = commands_executed(current)
-    for (stage, asked, _), (when, _at, value) in _answers.get(current, {}).items():
-        if asked is fact and stage == state.current_stage and when == done:
-            found: T = value
-            return found
+    """Return a valid cached value of ``fact`` with any arguments."""
+    this = current_host()
+    executed = commands_executed(this)
+    for (stage, cached_fact, _), (before, _at, answer) in _answers.get(this, {}).items():
+        if (cached_fact, stage, before) == (fact, state.current_stage, executed):
+            value: T = answer
+            return value
     return None
 
 
 def answers_by_host(fact: type[FactBase[T]]) -> dict[str, T]:
-    """Return what the hosts of this run have said so far in this stage, by name."""
+    """Return the values of ``fact`` read so far in this stage, by host name."""
     return {
-        one.name: value
-        for one, answers in _answers.items()
-        for (stage, asked, _), (*_, value) in answers.items()
-        if asked is fact and stage == state.current_stage
+        this.name: value
+        for this, answers in _answers.items()
+        for (stage, cached_fact, _), (*_, value) in answers.items()
+        if cached_fact is fact and stage == state.current_stage
     }
 
 
 def commands_executed(on: Host) -> int:
     """Count the operations that ran a command on this host so far."""
-    operations = state.ops[on].values()
-    return sum(1 for data in operations if data.operation_meta.executed)
+    return sum(1 for data in state.ops[on].values() if data.operation_meta.executed)
 
 
-_AT_ONCE = 8  # sshd lets a connection have ten sessions, unless it is told otherwise
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    fact: type[FactBase[Any]]
-    arguments: Callable[[], Mapping[str, Any]]
-    long: bool
-
-
+# Roles declare at the top of a deploy which facts they will read. `prefetch` reads all of them at
+# once over one connection instead of one by one.
+_PARALLEL = 8  # sshd's default allows ten sessions per connection
+_Expected = tuple[Callable[[], Mapping[str, Any]], bool]
 _expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], _Expected]] = WeakKeyDictionary()
 
 
@@ -311,60 +293,62 @@ def expect_fact(
     fact: type[FactBase[Any]],
     arguments: Callable[[], Mapping[str, Any]] = dict,
     *,
-    long: bool = False,
+    slow: bool = False,
 ) -> None:
-    """Note a question that operations of this run will ask the current host.
+    """Declare a fact that operations of this run will read of the current host.
 
     Args:
-        fact: the question.
-        arguments: says what exactly is asked, once all roles have said theirs.
-        long: the answer takes its time, so it gets a command of its own; others share one.
+        fact: the fact.
+        arguments: called at prefetch, when all roles have declared theirs.
+        slow: run in a command of its own; the others share one.
     """
-    this = state.inventory.get_host(host.name)
-    _expected.setdefault(this, {})[fact] = _Expected(fact, arguments, long)
+    _expected.setdefault(current_host(), {})[fact] = (arguments, slow)
 
 
 def prefetch() -> None:
-    """Ask the current host what was expected, where this is a run and no prediction.
+    """Read the declared facts of the current host, while executing.
 
-    What cannot be answered now is left to who needs it: that one asks again, and says what is
-    wrong.
+    A fact that cannot be read is left to the operation that needs it, which reports the reason.
     """
     if not state.is_executing:
         return
-    this = state.inventory.get_host(host.name)
-    asked = _expected.pop(this, {}).values()
-    short = [one for one in asked if not one.long]
-    pool = Pool(_AT_ONCE)
-    for together in (*([one] for one in asked if one.long), *([short] if short else ())):
-        pool.spawn(_fetch, this, together)
+    this = current_host()
+    expected = _expected.pop(this, {})
+    shared = [(fact, arguments) for fact, (arguments, slow) in expected.items() if not slow]
+    groups = [[(fact, arguments)] for fact, (arguments, slow) in expected.items() if slow]
+    pool = Pool(_PARALLEL)
+    for group in (*groups, *([shared] if shared else ())):
+        pool.spawn(_fetch, this, group)
     try:
         pool.join()
     finally:
         pool.kill(block=False)
 
 
-def _fetch(this: Host, questions: Sequence[_Expected]) -> None:
-    """Ask several questions in one command; an answer ends with a line that nobody foresees."""
+def _fetch(
+    this: Host, group: Sequence[tuple[type[FactBase[Any]], Callable[[], Mapping[str, Any]]]]
+) -> None:
+    """Read several facts with one command; a random line ends the output of each."""
     mark = secrets.token_hex()
-    given = [(one.fact, one.arguments()) for one in questions]
+    pending = [(fact, arguments()) for fact, arguments in group]
     script = "\n".join(
         f"(\n{fact().command(**arguments)}\n); printf '\\n{mark} %s\\n' $?"
-        for fact, arguments in given
+        for fact, arguments in pending
     )
-    answer: list[str] = []
+    output: list[str] = []
     try:
         for line in run(this, script):
             if not line.startswith(mark):
-                answer.append(line)
+                output.append(line)
                 continue
-            fact, arguments = given.pop(0)
-            if answer[-1:] == [""]:  # ours, which ends a last line that was not ended
-                answer.pop()
+            fact, arguments = pending.pop(0)
+            if output[-1:] == [""]:  # added above, to end a last line without newline
+                output.pop()
             if line == f"{mark} 0":
-                remember_fact(
-                    this, fact, arguments, fact().process(answer) if answer else fact.default()
-                )
-            answer = []
-    except Exception:  # whatever it is, the host did not answer
+                value = fact().process(output) if output else fact.default()
+                answer = (commands_executed(this), time.monotonic(), value)
+                key = (_PREFETCHED, fact, _arguments_key(arguments))
+                _answers.setdefault(this, {})[key] = answer
+            output = []
+    except Exception:  # any failure: the operation reads the fact again and reports it
         return

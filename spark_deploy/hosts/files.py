@@ -1,4 +1,4 @@
-"""Put managed files in place, all of them in one command."""
+"""Put managed files in place, all of them with one command."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from weakref import WeakKeyDictionary
 
 from pyinfra.api.command import StringCommand
 from pyinfra.api.host import Host
-from pyinfra.context import host, state
+from pyinfra.context import host
 
-from spark_deploy.hosts.commands import shell
+from spark_deploy.hosts.commands import current_host, shell
 from spark_deploy.hosts.facts import FileStates, expect_fact, read_fact
 from spark_deploy.plan.managed_files import FileState, ManagedFile, differing
 
-SHOWN = 2  # names of differing files; a first run would fill screens
-
+_SHOWN = 2  # names of differing files; a first run would fill screens
 
 _expected_paths: WeakKeyDictionary[Host, dict[str, None]] = WeakKeyDictionary()
 
 
 def expect_files(paths: Iterable[str]) -> None:
-    """Note what operations of this run will look at: one question then asks for all of it."""
-    this = state.inventory.get_host(host.name)
+    """Declare paths that operations of this run will compare: one fact then reads them all."""
+    this = current_host()
     _expected_paths.setdefault(this, {}).update(dict.fromkeys(paths))
     expect_fact(FileStates, lambda: {"paths": tuple(_expected_paths[this])})
 
 
 def file_states(paths: Sequence[str]) -> dict[str, FileState]:
-    """Return what the host has at ``paths``; what is not there is left out."""
+    """Return the state of the files at ``paths``, without those that do not exist."""
     expect_files(paths)
-    found = read_fact(FileStates, paths=tuple(_expected_paths[state.inventory.get_host(host.name)]))
-    return {path: found[path] for path in paths if path in found}
+    states = read_fact(FileStates, paths=tuple(_expected_paths[current_host()]))
+    return {path: states[path] for path in paths if path in states}
 
 
 def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
-    """Yield the one command that repairs what differs; return whether anything did.
+    """Yield the one command that repairs differing files; return whether there were any.
 
     For use inside operations (``yield from``), because an operation cannot call another.
     """
@@ -52,30 +51,38 @@ def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, 
     return True
 
 
-def describe_changes(paths: Sequence[str], there: Container[str]) -> str:
-    """Say in one line which files are new, and which are there and differ."""
+def remove_files(paths: Sequence[str]) -> Generator[StringCommand, None, bool]:
+    """Yield the command that removes those of ``paths`` that exist; return whether any does."""
+    present = list(file_states(paths))
+    if present:
+        yield StringCommand("rm", "-f", "--", *map(shlex.quote, present))
+    return bool(present)
+
+
+def describe_changes(paths: Sequence[str], present: Container[str]) -> str:
+    """Describe in one line which files are new and which are changed."""
     parts = []
-    for word, found in (
-        ("new", [path for path in paths if path not in there]),
-        ("changed", [path for path in paths if path in there]),
+    for word, names in (
+        ("new", [path for path in paths if path not in present]),
+        ("changed", [path for path in paths if path in present]),
     ):
-        if found:
-            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-            files = "file" if len(found) == 1 else "files"
-            parts.append(f"{len(found)} {files} {word}: {', '.join(found[:SHOWN])}{more}")
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            files = "file" if len(names) == 1 else "files"
+            parts.append(f"{len(names)} {files} {word}: {', '.join(names[:_SHOWN])}{more}")
     return "; ".join(parts)
 
 
 def put_files(files: Sequence[ManagedFile]) -> StringCommand:
-    """Return the command that puts files in place, whatever is there."""
+    """Return the command that puts files in place, whatever exists there."""
     return shell(unpack_script(files), stdin=pack_files(files))
 
 
 def pack_files(files: Iterable[ManagedFile]) -> str:
     """Pack file contents as base64 of a tar whose members are named by position.
 
-    Text, because it travels on a command's standard input; positions, because no path of ours
-    may steer what ``tar`` writes.
+    Text, because it is sent on a command's standard input; positions, so that no path can steer
+    what ``tar`` writes.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
@@ -87,17 +94,17 @@ def pack_files(files: Iterable[ManagedFile]) -> str:
 
 
 def unpack_script(files: Iterable[ManagedFile]) -> str:
-    """Return the shell script that puts ``archive(files)`` from standard input in place.
+    """Return the shell script that puts ``pack_files(files)`` from standard input in place.
 
-    Each file is written beside its target, flushed, and renamed over it, so that a reader
-    sees the old or the new content and never half of either.
+    Each file is written under a temporary name, flushed, and renamed, so that a reader sees the
+    old or the new content and never half of either.
     """
     lines = [
         "set -e; umask 077; d=$(mktemp -d); trap 'rm -rf \"$d\"' EXIT",
         'base64 -d | tar -xzf - -C "$d"',
         'put() { install -D -o root -g root -m "$2" "$d/$1" "$3.spark-new"'
         ' && sync "$3.spark-new" && mv -fT "$3.spark-new" "$3"; }',
-        # `install -D` creates parents with the umask; ours are for everyone to look into.
+        # `install -D` creates parents with the umask; ours are world-readable.
         "umask 022",
     ]
     lines += [
@@ -107,20 +114,19 @@ def unpack_script(files: Iterable[ManagedFile]) -> str:
 
 
 def encode_lines(content: bytes) -> str:
-    """Return bytes as text for a command's standard input, in lines of 60 kB."""
+    """Return bytes as base64 for a command's standard input, in lines of 60 kB."""
     lines = (content[at : at + 45_000] for at in range(0, len(content), 45_000))
     return "\n".join(base64.b64encode(line).decode() for line in lines) + "\n"
 
 
 def unzip_script(home: str, sha256: str, receipt: str) -> str:
-    """Return the shell script that unpacks a zip of ``in_lines`` from standard input as ``home``.
+    """Return the shell script that unpacks a zip of ``encode_lines`` from standard input.
 
-    It is received beside its place, in a folder of root alone, and opened only when the host finds
-    the hash that was sent for. pyinfra's own upload goes through a name in ``/tmp`` that any user
-    of the host can foresee.
+    It is received in a directory that only root can read and unpacked only if its hash matches.
+    pyinfra's own upload uses a name in ``/tmp`` that any user of the host can predict.
     """
     target, parent = shlex.quote(home), shlex.quote(str(PurePosixPath(home).parent))
-    other = shlex.quote(f"{home}: the bytes that arrived are not those sent")
+    mismatch = shlex.quote(f"{home}: the received bytes do not match the hash of those sent")
     return "\n".join(
         (
             f"set -e; cd /; umask 077; mkdir -p -m 0755 {parent}",
@@ -128,7 +134,7 @@ def unzip_script(home: str, sha256: str, receipt: str) -> str:
             "trap 'rm -rf \"$d\"' EXIT",
             'base64 -d > "$d/zip"',
             f'if ! echo "{sha256}  $d/zip" | sha256sum --check --status; then',
-            f"  echo {other} >&2; exit 1",
+            f"  echo {mismatch} >&2; exit 1",
             "fi",
             'umask 022; mkdir "$d/home"; python3 -I -m zipfile -e "$d/zip" "$d/home"',
             f'printf \'%s\\n\' {shlex.quote(receipt)} > "$d/home/.receipt"; sync -f "$d/home"',

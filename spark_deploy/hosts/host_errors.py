@@ -13,14 +13,12 @@ from pyinfra.api.state import State
 from pyinfra.context import host as current_host
 from pyinfra.context import state as current_state
 
-from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.errors import Problem, SettingsError, unreachable
+from spark_deploy.hosts import lease
 from spark_deploy.hosts.commands import is_disconnected
 from spark_deploy.hosts.facts import FactUnavailable
-from spark_deploy.hosts.lease import acquire, find_other_run
 
 P = ParamSpec("P")
-
-
 Commands = Generator[str | PyinfraCommand, None, None]
 
 
@@ -35,8 +33,13 @@ def show(host: Host, text: str, colour: str = "red") -> None:
         host.log_styled(line, fg=colour)
 
 
+def warn(host: Host, *problems: Problem) -> None:
+    for problem in problems:
+        show(host, f"warning: {problem}", colour="yellow")
+
+
 class Refused(Exception):  # noqa: N818 - reads better at the call site
-    """What ends the work on one host, and on no other."""
+    """Ends the work on one host and on no other."""
 
     def __init__(self, *problems: Problem):
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -60,25 +63,24 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
     return guarded
 
 
-def _unforeseen(where: str, error: Exception) -> Problem:
-    """Put into words what no operation expected: a host that is gone, or a defect of ours."""
+def _describe(operation: str, error: Exception) -> Problem:
+    """Describe an error that no operation handled: a lost host, or a defect of this project."""
     if not isinstance(error, PyinfraError | FactUnavailable):
-        fix = "this is a defect of dgx-spark-deploy; report it with this message"
-        return Problem(where, f"{type(error).__name__}: {error}", fix)
-    lost = is_disconnected(current_host)
-    what = "the connection was lost while the host was asked" if lost else str(error)
-    return Problem(f"{current_host.name}: {where}", what, "run again; what is done stays done")
+        fix = "report this message: it is a defect of dgx-spark-deploy"
+        return Problem(operation, f"{type(error).__name__}: {error}", fix)
+    where = f"{current_host.name}: {operation}"
+    if is_disconnected(current_host):
+        return unreachable(where, "the connection was lost")
+    return Problem(where, str(error), "run again; finished steps stay done")
 
 
-def host_errors(
-    body: Callable[P, Commands | None],
-) -> Callable[P, Commands]:
+def host_errors(body: Callable[P, Commands | None]) -> Callable[P, Commands]:
     """Turn an exception in an operation body into a failure of its host alone.
 
-    Before the first command of a run the host's lease is taken: nothing changes without it.
+    Takes the host's lease before the first command: nothing changes without it.
 
-    Without this pyinfra 3.10 ends the whole run with a traceback (its ``run_host_op`` only
-    contains errors of commands), as it does when its last host is lost while it is asked. A dry run
+    Without this, pyinfra 3.10 ends the whole run with a traceback (its ``run_host_op`` contains
+    only errors of commands), also when its last host is lost while a fact is read. A dry run
     executes no command, so the text is printed while predicting as well. Stands below
     ``@operation()``.
     """
@@ -86,19 +88,19 @@ def host_errors(
     @functools.wraps(body)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> Commands:
         try:
-            if held := find_other_run():
-                raise Refused(held)
+            if other_run := lease.find_other_run():
+                raise Refused(other_run)
             for number, command in enumerate(body(*args, **kwargs) or ()):
-                if number == 0 and (held := acquire()):
-                    raise Refused(held)
+                if number == 0 and (other_run := lease.acquire()):
+                    raise Refused(other_run)
                 yield command
         except Exception as error:
-            # Wrong settings are wrong for every host, and told in their own words.
+            # Wrong settings are wrong for every host and end the run.
             if isinstance(error, SettingsError):
                 raise
             if isinstance(error, PyinfraError) and not current_state.is_executing:
                 raise
-            text = str(error if isinstance(error, Refused) else _unforeseen(body.__name__, error))
+            text = str(error if isinstance(error, Refused) else _describe(body.__name__, error))
             if not current_state.is_executing:
                 show(current_host, text)
             yield FunctionCommand(_refuse, [text], {})

@@ -1,4 +1,10 @@
-"""One run at a time changes a host: a lease there, from the first change to the end of the run."""
+"""One run at a time changes a host: a lease on it, from the first change to the end of the run.
+
+A file in ``/run``: holder, since when, until when (in seconds of the host's own uptime, so that no
+clock matters). A run renews it, returns it at its end or when interrupted, and it expires soon
+after a killed run. Dry runs and runs that change nothing take none. Written by the shell alone, for
+hosts without our tools. Only root can open the lock: whoever may read a file may hold its lock.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +28,18 @@ from paramiko import SSHException
 from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.host import Host
 from pyinfra.api.state import BaseStateCallback, State
-from pyinfra.context import host as current_host
 from pyinfra.context import state as current_state
 
-from spark_deploy.config.errors import Problem, SparkError
-from spark_deploy.hosts.commands import shell
+from spark_deploy.config.errors import Problem, SparkError, unreachable
+from spark_deploy.hosts.commands import current_host, shell
 
 LEASE = "/run/spark-deploy.lease"
-
-
 TTL_S = 180
-
-
 RENEW_S = 45
-
-
-_TRIES_S = 60
-
-
+_TIMEOUT_S = 60
 _SAME_INTERRUPT_S = 3
-
-
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-_SILENT = (TimeoutError, OSError, EOFError, SSHException, PyinfraError)
+_CONNECTION_ERRORS = (TimeoutError, OSError, EOFError, SSHException, PyinfraError)
 
 
 def _word(text: str) -> str:
@@ -54,7 +47,7 @@ def _word(text: str) -> str:
 
 
 def this_run() -> str:
-    """Return which run this is: a machine and a process there."""
+    """Return the token of this run: machine and process."""
     return f"{_this_machine()}-{os.getpid()}"
 
 
@@ -63,24 +56,24 @@ def _this_machine() -> str:
 
 
 def holder() -> str:
-    """Return who runs this, as others are told: ``ann@desk``."""
+    """Return who runs this, for the messages of other runs: ``ann@desk``."""
     return _word(f"{getpass.getuser()}@{platform.node()}")
 
 
 def take_script(
     path: str, token: str, who: str, over: str | None = None, *, only_look: bool = False
 ) -> str:
-    """Return the script that takes or renews a lease, or says who has it.
+    """Return the script that takes or renews a lease, or prints who holds it.
 
     Args:
         path: the lease's file.
         token: of this run.
         who: runs it.
         over: token of a run that is known to be dead.
-        only_look: leave a free host as it is.
+        only_look: do not take a free lease.
     """
     lease = shlex.quote(path)
-    found = "echo free; exit 0" if only_look else ":"
+    when_free = "echo free; exit 0" if only_look else ":"
     return f"""set -e; umask 077
 exec 9>>{lease}.lock; flock -w 20 9
 now=$(cut -d. -f1 /proc/uptime)
@@ -90,7 +83,7 @@ case $until in ''|*[!0-9]*) until=0;; esac
 if [ "$until" -gt "$now" ] && [ "$have" != {token} ] && [ "$have" != {over or token} ]; then
   echo "held $have $((until - now)) $since $who"; exit 0
 fi
-{found}
+{when_free}
 if [ "$have" != {token} ]; then since=$(date -u +%Y-%m-%dT%H:%M:%SZ); fi
 printf '%s %s %s %s\\n' {token} $((now + {TTL_S})) "$since" {who} > {lease}.new
 mv -fT {lease}.new {lease}
@@ -98,7 +91,7 @@ echo taken"""
 
 
 def release_script(path: str, token: str) -> str:
-    """Return the script that gives a lease back, when it is still this run's."""
+    """Return the script that returns a lease, if it is still this run's."""
     lease = shlex.quote(path)
     return f"""[ -f {lease} ] || exit 0
 umask 077; exec 9>>{lease}.lock; flock -w 20 9
@@ -108,12 +101,11 @@ if [ "$have" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
 
 @dataclass(slots=True)
 class _Held:
-    """What this run knows of its lease on a host."""
+    """State of this run's lease on a host."""
 
     looked: bool = False
-    asked: bool = False
+    requested: bool = False
     taken: bool = False
-    lost_to: str = ""
     renewing: gevent.Greenlet[..., None] | None = field(default=None)
 
 
@@ -121,28 +113,30 @@ _leases: WeakKeyDictionary[Host, _Held] = WeakKeyDictionary()
 
 
 class Releases(BaseStateCallback):
-    """Gives leases back when a run ends, however it does."""
+    """Returns leases when a run ends, however it does."""
 
     @staticmethod
     def when_interrupted(state: State) -> None:
-        """Have an interrupted run end at once, and by its usual end, which gives leases back.
+        """End an interrupted run at once and in the usual way, which returns leases.
 
-        By itself pyinfra finishes the operation that it is in, however long, and exits with 0; or
-        goes on, where the exception of its handler falls into code that drops it.
+        By itself pyinfra finishes the current operation, however long, and exits with 0; or
+        continues, where the exception of its handler reaches code that drops it.
         """
         main = gevent.get_hub().parent
         ended_s: list[float] = []
 
         def end(number: int, _: FrameType | None) -> None:
-            # A terminal tells every process of its group, and then a parent tells it again: that
-            # must not come between a host and its lease.
+            # A terminal signals every process of its group, and then a parent signals again: that
+            # must not prevent the return of a lease.
             if ended_s and time.monotonic() - ended_s[0] < _SAME_INTERRUPT_S:
                 return
             ended_s.append(time.monotonic())
-            # Python lets go of its handlers as it ends: the second signal would be its exit code.
+            # Python drops its handlers at exit: the second signal would become its exit code.
             atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, _INTERRUPTS)
-            told = "what runs on a host goes on there, and the next run finishes it"
-            sys.stderr.write(f"interrupted: hosts are given back; {told}\n")
+            sys.stderr.write(
+                "interrupted: leases are returned; work started on hosts continues, and the next "
+                "run finishes it\n"
+            )
             state.pool.kill(block=False)
             gevent.kill(main, SystemExit(128 + number))  # type: ignore[arg-type]  # never None
 
@@ -152,16 +146,16 @@ class Releases(BaseStateCallback):
 
     @staticmethod
     def host_disconnect(state: State, host: Host) -> None:
-        """Give the lease of a host back; the connection is open still."""
+        """Return the lease of a host, over the connection that is still open."""
         held = _leases.pop(host, None)
-        if held is None or not held.asked:
+        if held is None or not held.requested:
             return
         if held.renewing is not None:
             held.renewing.kill()
         try:
             _run_script(host, release_script(LEASE, this_run()))
-        except _SILENT as error:
-            host.log(f"its lease was not given back ({type(error).__name__}), it ends by itself")
+        except _CONNECTION_ERRORS as error:
+            host.log(f"its lease was not returned ({type(error).__name__}) and will expire")
 
 
 def hold_lease(state: State, host: Host) -> None:
@@ -174,37 +168,34 @@ def hold_lease(state: State, host: Host) -> None:
 
 
 def find_other_run() -> Problem | None:
-    """Return who changes the current host, once in a run: what one sees meanwhile is half done."""
-    if (found := _current()) is None:
+    """Return who changes the current host, checked once per run: its state is half done."""
+    current = _current()
+    if current is None or current[1].looked or current[1].taken:
         return None
-    host, held = found
-    if held.looked or held.taken:
-        return None
-    held.looked = True
-    return _request(host, only_look=True)
+    current[1].looked = True
+    return _request(current[0], only_look=True)
 
 
 def acquire() -> Problem | None:
-    """Have the current host's lease before something changes; or return who has it."""
-    if (found := _current()) is None:
+    """Take the current host's lease before a change, or return who holds it."""
+    current = _current()
+    if current is None or current[1].taken:
         return None
-    host, held = found
-    if held.taken and not held.lost_to:
-        return None
-    held.asked = True  # an interrupt may come before the answer
-    if said := _request(host, only_look=False):
-        return said
-    held.taken, held.lost_to = True, ""
+    host, held = current
+    held.requested = True  # an interrupt may come before the answer
+    if problem := _request(host, only_look=False):
+        return problem
+    held.taken = True
     if held.renewing is None:
         held.renewing = gevent.spawn(_renew, host, held)
     return None
 
 
 def _current() -> tuple[Host, _Held] | None:
-    """Return the current host and what is known of its lease; ``None`` where none is needed."""
+    """Return the current host and its lease; ``None`` where none is needed."""
     if not current_state.is_executing:
         return None
-    host = current_state.inventory.get_host(current_host.name)
+    host = current_host()
     held = _leases.get(host)
     return None if held is None else (host, held)
 
@@ -215,29 +206,27 @@ def _request(host: Host, *, only_look: bool) -> Problem | None:
     except SparkError as error:
         problem = error.problems[0]
         return replace(problem, where=f"{host.name}: {problem.where}")
-    except _SILENT as error:
-        what, fix = f"the host does not answer ({type(error).__name__})", "run again"
-        return Problem(f"{host.name}: lease", what, fix)
+    except _CONNECTION_ERRORS as error:
+        return unreachable(f"{host.name}: lease", type(error).__name__)
 
 
 def _try_lease(host: Host, *, only_look: bool) -> Problem | None:
     answer = _run_script(host, take_script(LEASE, this_run(), holder(), only_look=only_look))
     token, *rest = answer.removeprefix("held ").split(" ")
     if answer.startswith("held ") and _is_dead(token):
-        # A run of this machine that was killed cannot give its lease back.
-        answer = _run_script(
-            host, take_script(LEASE, this_run(), holder(), over=token, only_look=only_look)
-        )
+        # A killed run of this machine cannot return its lease.
+        script = take_script(LEASE, this_run(), holder(), over=token, only_look=only_look)
+        answer = _run_script(host, script)
     if answer in ("taken", "free"):
         return None
     if not answer.startswith("held ") or len(rest) != 3:
-        fix = "look whether /run is full, and run again"
+        fix = "check whether /run is full, and run again"
         return Problem(f"{host.name}: lease", f"could not be taken: {answer[:200]!r}", fix)
     left_s, since, who = map(_word, rest)
     return Problem(
         f"{host.name}: lease",
-        f"{who} has been changing this host since {since}, and holds it for {left_s} s more",
-        "wait until that run has ended, and run again; this one goes no further here",
+        f"{who} has been changing this host since {since} (lease expires in {left_s} s)",
+        "wait until that run has ended, and run again",
     )
 
 
@@ -259,15 +248,15 @@ def _renew(host: Host, held: _Held) -> None:
         gevent.sleep(RENEW_S)
         try:
             answer = _run_script(host, take_script(LEASE, this_run(), holder()))
-        except _SILENT:
-            continue  # a host that reboots, or a line that is down; the next one tries again
-        held.lost_to = "" if answer == "taken" else answer
+        except _CONNECTION_ERRORS:
+            continue  # a rebooting host, or a lost connection: try again
+        held.taken = answer == "taken"  # lost: the next change requests it again
 
 
 def _run_script(host: Host, script: str) -> str:
-    """Run a script as root and return its last line; beside whatever else runs there."""
+    """Run a script as root, next to other commands of the run; return its last line."""
     ok, output = host.run_shell_command(
-        shell(script), _timeout=_TRIES_S, _sudo=bool(host.data.get("_sudo"))
+        shell(script), _timeout=_TIMEOUT_S, _sudo=bool(host.data.get("_sudo"))
     )
     lines = output.stdout_lines if ok else output.output.splitlines()
     return next(reversed(lines), "")

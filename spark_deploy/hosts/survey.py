@@ -335,7 +335,7 @@ class HostSurvey(HostFact[Survey]):
                 stopped_script(),
                 _DPKG,
                 # Half of the time is docker's.
-                beside=(
+                parallel=(
                     disk_script(paths, shared_paths),
                     CONTAINERS_SCRIPT,
                     images_script(images),

@@ -23,7 +23,7 @@ def test_two_sides_of_a_script_run_at_once_and_are_told_one_after_the_other() ->
     began = time.monotonic()
     lines = said(
         facts.build_script(
-            "echo '== a'; sleep 0.5; echo 1", beside=("echo '== b'; sleep 0.5; echo 2",)
+            "echo '== a'; sleep 0.5; echo 1", parallel=("echo '== b'; sleep 0.5; echo 2",)
         )
     )
     assert lines == ["== a", "1", "== b", "2", "== end"]
@@ -34,7 +34,7 @@ def test_two_sides_of_a_script_run_at_once_and_are_told_one_after_the_other() ->
 def test_a_side_that_does_not_come_to_its_end_makes_the_answer_one_that_was_cut_off(
     one: str, other: str
 ) -> None:
-    script = facts.build_script(f"sh -c '{one}' || exit 1", beside=(other,))
+    script = facts.build_script(f"sh -c '{one}' || exit 1", parallel=(other,))
     with pytest.raises(FactProcessError, match="cut off"):
         facts.parse_sections(said(script))
 

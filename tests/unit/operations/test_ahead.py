@@ -73,7 +73,7 @@ def answer(kind: type[Said]) -> list[str]:
 def host() -> Iterator[Answering]:
     host = Answering()
     with on(host):
-        expect_fact(Long, lambda: {"script": QUESTIONS[Long][0]}, long=True)
+        expect_fact(Long, lambda: {"script": QUESTIONS[Long][0]}, slow=True)
         expect_fact(Failing, lambda: {"script": "echo half; exit 1"})
         expect_fact(Said, lambda: {"script": QUESTIONS[Said][0]})
         expect_fact(Unended, lambda: {"script": QUESTIONS[Unended][0]})

@@ -37,7 +37,7 @@ def said(error: Exception, *, connected: bool, executing: bool = True) -> str:
 @pytest.mark.parametrize("error", [PyinfraError("No hosts remaining!"), FactUnavailable("no fact")])
 def test_a_host_that_is_lost_while_it_is_asked_says_so(error: Exception) -> None:
     text = said(error, connected=False)
-    assert text.startswith("spark-1: asks: the connection was lost")
+    assert text.startswith("spark-1: asks: unreachable")
     assert text.endswith("fix: run again; what is done stays done")
     assert "defect" not in text
 
@@ -48,7 +48,7 @@ def test_a_question_that_fails_on_a_host_that_is_there_says_what() -> None:
 
 
 def test_anything_else_is_a_defect_of_ours() -> None:
-    assert "asks: KeyError: 'x'\n  fix: this is a defect" in said(KeyError("x"), connected=True)
+    assert "asks: KeyError: 'x'\n  fix: report this" in said(KeyError("x"), connected=True)
 
 
 def test_while_predicting_pyinfra_ends_as_it_does() -> None:

@@ -92,7 +92,7 @@ def test_a_host_that_another_run_changes_is_refused_in_one_line_and_left_alone(p
     [said] = changed(RealShell({}))
     assert said.startswith("refused: ")
     assert "ben@laptop has been changing this host since 20" in said
-    assert "s more" in said
+    assert "expires in" in said
     assert path.read_text().startswith(OTHER)
 
 
@@ -234,5 +234,5 @@ def test_an_interrupted_run_ends_at_once_and_gives_its_host_back(
     said, _ = run.communicate(timeout=15)
 
     assert run.returncode == 128 + how
-    assert said.count("interrupted: hosts are given back") == 1
+    assert said.count("interrupted: leases are returned") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["slow.py"]
