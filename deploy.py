@@ -22,7 +22,7 @@ jobs, release = served_jobs_of(plan, payload.image_context), plan.serve.name
 
 service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
-base.apply(plan=plan.base, asked=uninstall_request(known_of(host).found.settings))
+base.apply(plan=plan.base, request=uninstall_request(known_of(host).found.settings))
 tools.apply(
     plan=plan.tools,
     files=payload.tools,

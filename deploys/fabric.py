@@ -27,7 +27,7 @@ if settings.fabric.restore:
     fabric.restore()
 else:
     # Not the plan of what is served: that of a cluster needs the very addresses.
-    base.apply(plan=base_plan(settings), asked=uninstall_request(settings))
+    base.apply(plan=base_plan(settings), request=uninstall_request(settings))
     tools.apply(
         plan=tools_plan(payload_identity()),
         files=payload.tools,

@@ -15,6 +15,6 @@ hold_lease(state, host)
 plan = plan_for(host)
 
 preflight.apply(plan=plan.needs)
-base.apply(plan=plan.base, asked=uninstall_request(known_of(host).found.settings))
+base.apply(plan=plan.base, request=uninstall_request(known_of(host).found.settings))
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)

@@ -25,7 +25,7 @@ if plan.requantized is None:
 jobs = tuple(one for one in jobs_of(plan, payload.image_context) if one.job.kind != "checkpoint")
 release = f"{plan.serve.service}-requantize"
 
-base.apply(plan=plan.base, asked=uninstall_request(known_of(host).found.settings))
+base.apply(plan=plan.base, request=uninstall_request(known_of(host).found.settings))
 tools.apply(plan=plan.tools, files=payload.tools, units=unit_files_of(payload.units))
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 cuda.apply(plan=plan.cuda)

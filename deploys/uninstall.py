@@ -13,4 +13,4 @@ from spark_deploy.inventory.host_names import known_of
 
 hold_lease(state, host)
 
-uninstall.apply(asked=uninstall_request(known_of(host).found.settings))
+uninstall.apply(request=uninstall_request(known_of(host).found.settings))

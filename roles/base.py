@@ -12,15 +12,15 @@ from spark_deploy.plan.machine import BasePlan
 
 
 @deploy("Base")
-def apply(*, plan: BasePlan, asked: str) -> None:
+def apply(*, plan: BasePlan, request: str) -> None:
     """Have the packages and directories everything after this needs, on a host that stays awake.
 
     Args:
         plan: which.
-        asked: what is noted of the host before it is changed.
+        request: result of `uninstall_request`.
     """
     expect_fact(BaseState, lambda: base.fact_arguments(plan))
-    note_host(name="Note what the host was before", plan=plan, asked=asked)
+    note_host(name="Note what the host was before", plan=plan, request=request)
     # First: a damaged file in apt.conf.d stops every installation after it.
     base.hold_driver(name="Hold driver packages in unattended upgrades", plan=plan)
     base.install_packages(name="Install packages", plan=plan)

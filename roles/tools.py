@@ -8,16 +8,15 @@ from pyinfra.api.deploy import deploy
 
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
-from spark_deploy.hosts.payload import ToolFiles
-from spark_deploy.hosts.tools import PythonSite, install_site, install_tools, tools_home
+from spark_deploy.hosts.tools import PythonSite, install_site, install_tools, placed_tools
 from spark_deploy.plan.machine import ToolsPlan
 from spark_deploy.plan.managed_files import ManagedFile
 
 
 @deploy("Tools")
-def apply(*, plan: ToolsPlan, files: ToolFiles, units: Sequence[ManagedFile]) -> None:
+def apply(*, plan: ToolsPlan, files: Sequence[ManagedFile], units: Sequence[ManagedFile]) -> None:
     """Have the tools of ``plan.digest`` on the host and current."""
-    expect_files(file.path for file in (*files.installed(tools_home(plan)), *units))
+    expect_files(file.path for file in (*placed_tools(plan, files), *units))
     expect_fact(PythonSite)
     # First: a job that a boot or a person starts between the two would lack its packages.
     install_site(name="Install the builder's Python packages", plan=plan)

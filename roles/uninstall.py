@@ -8,6 +8,6 @@ from spark_deploy.hosts.uninstall import uninstall
 
 
 @deploy("Uninstall")
-def apply(*, asked: str) -> None:
+def apply(*, request: str) -> None:
     """Remove what is ours, and say what stays."""
-    uninstall(name="Remove what is ours", asked=asked)
+    uninstall(name="Remove what is ours", request=request)

@@ -148,7 +148,7 @@ def _host_report(
         gpu=dict(evidence.gpu) if evidence else {},
         gpu_container=evidence.gpu_container if evidence else (),
         kernel_log=dict(evidence.kernel_log) if evidence else {},
-        unmanaged_containers=sum(not container.ours for container in survey.containers),
+        unmanaged_containers=sum(not container.managed for container in survey.containers),
         refusals=tuple(_subject(problem) for problem in verdict.problems),
         warnings=tuple(_subject(problem) for problem in verdict.warnings),
         jobs=tuple(_jobs(data.status)),

@@ -15,7 +15,7 @@ from pyinfra.context import host
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts.commands import CommandFailed, run
-from spark_deploy.hosts.facts import HostFact, build_script, first_line, parse_sections, read_fact
+from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, read_fact
 from spark_deploy.hosts.host_errors import Commands, Refused, host_command, host_errors, refuse
 from spark_deploy.plan.machine import BootstrapPlan
 
@@ -66,19 +66,19 @@ class LoginAccess(HostFact[Access]):
 
     def process(self, output: list[str]) -> Access:
         found = parse_sections(output)
-        user, uid = [*found.get("user", ()), "", ""][:2]
-        sudo = found.get("sudo", ())
-        sudoers = found.get("sudoers", ())
+        user, uid = [*found["user"], "", ""][:2]
+        sudo = found["sudo"]
+        sudoers = found["sudoers"]
         return Access(
             user=user,
             is_root=uid == "0",
-            key_installed=first_line(found, "key") not in ("", "0"),
+            key_installed=found.first("key") not in ("", "0"),
             sudo_free=uid == "0" or "free" in sudo,
             sudo_there="there" in sudo,
             sudoers="\n".join(sudoers) + "\n" if sudoers else None,
-            came_from=first_line(found, "from").partition("%")[0],
-            account_key=first_line(found, "account"),
-            account_there=bool(found.get("account-there")),
+            came_from=found.first("from").partition("%")[0],
+            account_key=found.first("account"),
+            account_there=bool(found["account-there"]),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,51 +20,38 @@ from spark_contract.paths import (
     SWITCH_DIR,
     TOOLS_DIR,
 )
+from spark_contract.units import drop_in_dir
 
 from spark_deploy.hosts.commands import log
 from spark_deploy.hosts.facts import (
     FileStates,
     HostFact,
     build_script,
-    first_line,
     parse_sections,
     read_fact,
 )
 from spark_deploy.hosts.files import put_files
 from spark_deploy.hosts.host_errors import Commands, host_errors
 from spark_deploy.hosts.packages import install, packages_script, parse_packages
-from spark_deploy.hosts.payload import (
-    COMPACTION_PATH,
-    EARLYOOM_ARGUMENTS,
-    EARLYOOM_PATH,
-    KERNEL_COMPACTION,
-    compaction_file,
-    earlyoom_file,
-    guarantee_files,
-)
 from spark_deploy.plan.machine import NJS, BasePlan
 from spark_deploy.plan.managed_files import FileState, ManagedFile, differing
 
-# One call of systemctl for all units, whose answer is a block for each.
+# One call of systemctl for all units, which prints a block for each.
 _SHOW_UNITS = r"""
 shown=$(systemctl show -p Id,UnitFileState,NeedDaemonReload,MainPID {units} 2>/dev/null)
-told() {{
+property() {{
   printf '%s\n\n' "$shown" | awk -F= -v key="$1" -v units=" $* " '
     {{ of[$1] = $2 }}
     !NF {{ if (index(units, " " of["Id"] " ")) print of["Id"], of[key]; split("", of) }}'
 }}
 """
-
-
 _CARE_UNITS = "user.slice system.slice ssh.service earlyoom.service"
-
-
 _CARE_SCRIPT = r"""
-echo '== stale-units'; told NeedDaemonReload user.slice system.slice ssh.service
+echo '== stale-units'; property NeedDaemonReload user.slice system.slice ssh.service
 echo '== boot-target'; systemctl get-default
 echo '== compaction'; cat /proc/sys/vm/compaction_proactiveness
 echo '== earlyoom'
-pid=$(told MainPID earlyoom.service | cut -d' ' -f2)
+pid=$(property MainPID earlyoom.service | cut -d' ' -f2)
 [ "${pid:-0}" != 0 ] && tr '\0' ' ' <"/proc/$pid/cmdline" | sed 's/^[^ ]* //; s/ *$//'; echo
 """
 
@@ -73,11 +60,11 @@ pid=$(told MainPID earlyoom.service | cut -d' ' -f2)
 class Base:
     """State of the base role."""
 
-    packages: dict[str, str]  # installed ones of those asked for
+    packages: dict[str, str]  # installed ones of those requested
     directories: dict[str, tuple[str, str]]  # path: (mode "755", owner "root:root")
     files: dict[str, FileState]
-    units: dict[str, str]  # unit: what is-enabled says ("masked", "static", ...)
-    stale_units: tuple[str, ...]  # those whose files systemd has not read since they changed
+    units: dict[str, str]  # unit: result of is-enabled ("masked", "static", ...)
+    stale_units: tuple[str, ...]  # their files changed since systemd read them
     boot_target: str  # "graphical.target" | "multi-user.target"
     earlyoom: str  # arguments of the running earlyoom; "" when it does not run
     compaction_proactiveness: str  # of the running kernel
@@ -100,34 +87,29 @@ class BaseState(HostFact[Base]):
             f"echo '== directories'; stat -L -c '%F|%a|%U:%G|%n' -- {places} 2>/dev/null",
             f"echo '== files'; {FileStates().command(files)}",
             _SHOW_UNITS.format(units=f"{names} {_CARE_UNITS}"),
-            f"echo '== units'; told UnitFileState {names}",
+            f"echo '== units'; property UnitFileState {names}",
             _CARE_SCRIPT,
         )
 
     def process(self, output: list[str]) -> Base:
         found = parse_sections(output)
+        stale = (line.split()[0] for line in found["stale-units"] if line.endswith(" yes"))
         return Base(
-            packages=parse_packages(found.get("packages", ())),
-            directories=parse_directories(found.get("directories", ())),
-            files=FileStates().process(found.get("files", ())),
-            stale_units=tuple(
-                line.split()[0] for line in found.get("stale-units", ()) if line.endswith(" yes")
-            ),
-            boot_target=first_line(found, "boot-target"),
-            earlyoom=first_line(found, "earlyoom"),
-            compaction_proactiveness=first_line(found, "compaction"),
-            units=dict([*line.split(), ""][:2] for line in found.get("units", ()) if line.split()),
+            packages=parse_packages(found["packages"]),
+            directories=parse_directories(found["directories"]),
+            files=FileStates().process(found["files"]),
+            stale_units=tuple(stale),
+            boot_target=found.first("boot-target"),
+            earlyoom=found.first("earlyoom"),
+            compaction_proactiveness=found.first("compaction"),
+            units=dict([*line.split(), ""][:2] for line in found["units"] if line.split()),
         )
 
 
 def parse_directories(lines: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Read ``stat`` lines of directories; anything that is not one is left out."""
-    found = {}
-    for line in lines:
-        kind, mode, owner, path = line.split("|", 3)
-        if kind == "directory":
-            found[path] = (mode, owner)
-    return found
+    """Read ``stat`` lines; anything but a directory is left out."""
+    rows = (line.split("|", 3) for line in lines)
+    return {path: (mode, owner) for kind, mode, owner, path in rows if kind == "directory"}
 
 
 SLEEP_TARGETS = (
@@ -137,11 +119,7 @@ SLEEP_TARGETS = (
     "hybrid-sleep.target",
     "suspend-then-hibernate.target",
 )
-
-
 HOLD_PATH = "/etc/apt/apt.conf.d/52spark-hold-driver"
-
-
 # unattended-upgrades takes regular expressions, matched at the start of a package's name.
 HOLD_FILE = ManagedFile(
     HOLD_PATH,
@@ -162,78 +140,124 @@ Unattended-Upgrade::Package-Blacklist {
 """,
 )
 
+# GPU memory of a GB10 is charged to no cgroup, so no limit on an engine works from outside. Memory
+# can be reserved for logins, and an out-of-memory killer can be told which process to kill.
+#
+# Guarantees count only as far as every cgroup above grants them (systemd.resource-control(5)).
+# logind moves a shell out of ssh.service into user.slice, so protecting sshd alone is not enough.
+_GUARANTEES = {
+    "user.slice": ("Slice", "2G"),
+    "system.slice": ("Slice", "512M"),
+    "ssh.service": ("Service", "256M"),
+}
+_MANAGED = "# Managed by dgx-spark-deploy.\n"
+EARLYOOM_PATH = "/etc/default/earlyoom"
+# Acts below 2 % of memory. earlyoom waits until memory *and* swap are below their limits, and a
+# Spark's swap must not delay it: `-s 100,100`, for its SIGTERM and its SIGKILL. Resident size says
+# nothing about an engine, whose weights are GPU memory, so it has to be named.
+EARLYOOM_ARGUMENTS = (
+    "-r 3600 -m 2 -s 100,100 --prefer ^(VLLM|vllm) --avoid ^(sshd|systemd|dockerd|containerd|nginx)"
+)
+EARLYOOM_FILE = ManagedFile(
+    EARLYOOM_PATH, f'{_MANAGED}EARLYOOM_ARGS="{EARLYOOM_ARGUMENTS}"\n'.encode()
+)
+COMPACTION_PATH = "/etc/sysctl.d/99-spark-compaction.conf"
+_KERNEL_COMPACTION = 20  # default of vm.compaction_proactiveness
+GUARANTEE_FILES = tuple(
+    ManagedFile(
+        f"{drop_in_dir(unit)}/50-spark.conf",
+        f"{_MANAGED}[{section}]\nMemoryMin={size}\n".encode(),
+    )
+    for unit, (section, size) in _GUARANTEES.items()
+)
+
+
+def compaction_file(proactiveness: int) -> ManagedFile:
+    text = f"{_MANAGED}vm.compaction_proactiveness = {proactiveness}\n"
+    return ManagedFile(COMPACTION_PATH, text.encode())
+
 
 def owned_directories(plan: BasePlan) -> dict[str, str]:
-    """Return the directories we own and their modes; everybody may look into all but one.
+    """Return the directories we own and their modes.
 
-    What an engine leaves in its cache, programs that run as its account say, reaches no user.
+    Only the engine's cache is private: programs in it run as the engine's account.
     """
     paths = plan.paths
-    ours = (CONFIG_DIR, RELEASES_DIR, STATE_DIR, JOBS_DIR, PROOFS_DIR, RECEIPTS_DIR, SWITCH_DIR)
+    shared = (
+        *(CONFIG_DIR, RELEASES_DIR, STATE_DIR, JOBS_DIR, PROOFS_DIR),
+        *(RECEIPTS_DIR, SWITCH_DIR, TOOLS_DIR),
+    )
     return {
         paths.models_dir: "755",
         paths.sources_dir: "755",
         paths.cache_dir: "700",
-        **dict.fromkeys((*ours, TOOLS_DIR), "755"),
+        **dict.fromkeys(shared, "755"),
     }
 
 
-# Any of these brings the program that our gateway runs with a configuration of its own.
+# Each of these contains the nginx program, which our gateway runs with its own configuration.
 NGINX = ("nginx", "nginx-core", "nginx-full", "nginx-extras", "nginx-light")
-
-
-# And any of these its JavaScript: a module fits only the nginx of its own archive.
+# Each of these contains its JavaScript: a module fits only the nginx of the same archive.
 NJS_MODULES = (NJS, "nginx-module-njs")
 
 
 def planned_packages(plan: BasePlan) -> tuple[str, ...]:
-    """List the packages of the plan and of what it switches on."""
     return (*plan.packages, *(["earlyoom"] if plan.earlyoom else []))
 
 
 def fact_arguments(plan: BasePlan) -> dict[str, Any]:
-    """Build the arguments of the one fact of this role."""
+    """Build the arguments of this role's fact."""
     return {
         "packages": (*planned_packages(plan), *NGINX, *NJS_MODULES),
         "directories": tuple(owned_directories(plan)),
         "files": (
-            HOLD_PATH,
-            EARLYOOM_PATH,
-            COMPACTION_PATH,
-            *(file.path for file in guarantee_files()),
+            *(HOLD_PATH, EARLYOOM_PATH, COMPACTION_PATH),
+            *(file.path for file in GUARANTEE_FILES),
         ),
         "units": SLEEP_TARGETS,
     }
 
 
 def read_state(plan: BasePlan) -> Base:
-    """Read what the host has of everything in ``plan``; one command for all operations."""
     return read_fact(BaseState, **fact_arguments(plan))
+
+
+def _sync(
+    files: Sequence[ManagedFile], present: dict[str, FileState], *, wanted: bool
+) -> Generator[StringCommand, None, bool]:
+    """Yield the command that repairs or removes ``files``; return whether one was needed."""
+    if wanted:
+        wrong = differing(files, present)
+        if wrong:
+            yield put_files(wrong)
+    else:
+        wrong = tuple(file for file in files if file.path in present)
+        if wrong:
+            yield StringCommand("rm", "-f", *(file.path for file in wrong))
+    return bool(wrong)
 
 
 @operation()
 @host_errors
 def install_packages(plan: BasePlan) -> Commands:
-    """Have every package of ``plan`` installed; what is there is never upgraded."""
+    """Install missing packages of ``plan``; installed ones are never upgraded."""
     present = read_state(plan).packages
     missing = [package for package in planned_packages(plan) if package not in present]
-    for alike in (NGINX, NJS_MODULES):
-        if not present.keys().isdisjoint(alike):  # its owner's choice, used as it is
-            missing = [package for package in missing if package not in alike]
+    for variants in (NGINX, NJS_MODULES):
+        if not present.keys().isdisjoint(variants):  # the owner's choice, used as it is
+            missing = [package for package in missing if package not in variants]
     if not missing:
         host.noop(f"{len(planned_packages(plan))} packages are installed")
         return
-    # Our gateway is an instance of its own; the package's default site has no business on :80.
+    # Our gateway is a separate instance; the package's default site must not open port 80.
     nginx = any(package.startswith("nginx") for package in missing)
-    yield install(
-        missing, plan.package_lock_wait_s, quiet_services=["nginx.service"] if nginx else []
-    )
+    yield install(missing, plan.package_lock_wait_s, ["nginx.service"] if nginx else [])
 
 
 @operation()
 @host_errors
 def create_directories(plan: BasePlan) -> Commands:
-    """Have the directories that hold models, state and tools."""
+    """Create or repair the directories that hold models, state and tools."""
     present = read_state(plan).directories
     wrong = {
         path: mode
@@ -242,7 +266,6 @@ def create_directories(plan: BasePlan) -> Commands:
     }
     if not wrong:
         host.noop(f"{len(present)} directories are as planned")
-        return
     for path, mode in wrong.items():
         yield f"install -d -o root -g root -m {mode} {shlex.quote(path)}"
 
@@ -250,54 +273,39 @@ def create_directories(plan: BasePlan) -> Commands:
 @operation()
 @host_errors
 def hold_driver(plan: BasePlan) -> Commands:
-    """Keep driver packages out of unattended upgrades, or let them in again."""
-    files = read_state(plan).files
-    if not plan.hold_driver_in_unattended_upgrades:
-        if HOLD_PATH in files:
-            yield StringCommand("rm", "-f", HOLD_PATH)
-        else:
-            host.noop("unattended upgrades are left alone")
-        return
-    wrong = differing([HOLD_FILE], files)
-    if not wrong:
-        host.noop("driver packages are held back from unattended upgrades")
-        return
-    yield put_files(wrong)
+    """Keep driver packages out of unattended upgrades, or allow them again."""
+    held = plan.hold_driver_in_unattended_upgrades
+    if not (yield from _sync([HOLD_FILE], read_state(plan).files, wanted=held)):
+        host.noop(
+            "driver packages are held back from unattended upgrades"
+            if held
+            else "unattended upgrades are left alone"
+        )
 
 
 @operation()
 @host_errors
 def disable_sleep(plan: BasePlan) -> Commands:
-    """Keep the host from suspending: a server that sleeps cannot be woken over the network."""
+    """Keep the host from suspending: a sleeping server cannot be woken over the network."""
     units = read_state(plan).units
     awake = [target for target in SLEEP_TARGETS if units.get(target) != "masked"]
-    if not plan.disable_sleep:
-        host.noop("sleep is left as it is")
-        return
-    if not awake:
-        host.noop("sleep is disabled")
-        return
-    yield StringCommand("systemctl", "mask", *awake)
+    if plan.disable_sleep and awake:
+        yield StringCommand("systemctl", "mask", *awake)
+    else:
+        host.noop("sleep is disabled" if plan.disable_sleep else "sleep is left as it is")
 
 
 @operation()
 @host_errors
 def protect_login(plan: BasePlan) -> Commands:
-    """Guarantee memory to SSH and login sessions, or give the guarantee up again."""
-    state, files = read_state(plan), guarantee_files()
-    if plan.protect_login:
-        wrong = differing(files, state.files)
-        if wrong:
-            yield put_files(wrong)
-    else:
-        wrong = tuple(file for file in files if file.path in state.files)
-        if wrong:
-            yield StringCommand("rm", "-f", *(file.path for file in wrong))
-    # systemd tells by itself which files it has not read: so a run that died here is made good.
-    if wrong or state.stale_units:
+    """Guarantee memory to SSH and login sessions, or remove the guarantee."""
+    state, wanted = read_state(plan), plan.protect_login
+    changed = yield from _sync(GUARANTEE_FILES, state.files, wanted=wanted)
+    # Stale units: a run was interrupted between the files and the reload.
+    if changed or state.stale_units:
         yield "systemctl daemon-reload"
     else:
-        host.noop("guaranteed" if plan.protect_login else "nothing is guaranteed")
+        host.noop("memory is guaranteed" if wanted else "no memory is guaranteed")
 
 
 @operation()
@@ -305,21 +313,18 @@ def protect_login(plan: BasePlan) -> Commands:
 def set_compaction(plan: BasePlan) -> Commands:
     """Set how much the kernel compacts memory in the background, or restore its default."""
     state, wanted = read_state(plan), plan.compaction_proactiveness
-    path = COMPACTION_PATH
     if wanted is None:
-        if path not in state.files:
+        file = compaction_file(_KERNEL_COMPACTION)
+        if not (yield from _sync([file], state.files, wanted=False)):
             host.noop("compaction is left as it is")
             return
-        yield StringCommand("rm", "-f", path)
-        # Then what other files set: the kernel keeps no record of the value before ours.
-        yield f"sysctl -q vm.compaction_proactiveness={KERNEL_COMPACTION}"
+        # The kernel keeps no earlier value: its default, then the setting of other files.
+        yield f"sysctl -q vm.compaction_proactiveness={_KERNEL_COMPACTION}"
         yield "/usr/lib/systemd/systemd-sysctl --prefix=/vm/compaction_proactiveness"
         return
-    wrong = differing([compaction_file(wanted)], state.files)
-    if wrong:
-        yield put_files(wrong)
-    if wrong or state.compaction_proactiveness != str(wanted):
-        yield f"sysctl -q -p {path}"
+    changed = yield from _sync([compaction_file(wanted)], state.files, wanted=True)
+    if changed or state.compaction_proactiveness != str(wanted):
+        yield f"sysctl -q -p {COMPACTION_PATH}"
     else:
         host.noop(f"compaction is at {wanted}")
 
@@ -327,7 +332,7 @@ def set_compaction(plan: BasePlan) -> Commands:
 @operation()
 @host_errors
 def set_boot_target(plan: BasePlan) -> Commands:
-    """Boot without the desktop where that is wanted; a desktop in use is not ended."""
+    """Boot without the desktop if ``headless``; a running desktop is not stopped."""
     target = read_state(plan).boot_target
     if not plan.headless or target == "multi-user.target":
         host.noop(f"boots into {target}")
@@ -339,15 +344,13 @@ def set_boot_target(plan: BasePlan) -> Commands:
 @operation()
 @host_errors
 def run_earlyoom(plan: BasePlan) -> Commands:
-    """Have earlyoom run with our preferences where it is wanted, decided from its arguments."""
-    state, file = read_state(plan), earlyoom_file()
+    """Run earlyoom with our preferences if wanted; compares the arguments of its process."""
+    state = read_state(plan)
     if not plan.earlyoom:
-        host.noop("earlyoom is not asked for")
+        host.noop("earlyoom is not enabled")
         return
-    wrong = differing([file], state.files)
-    if wrong:
-        yield put_files(wrong)
-    if wrong or state.earlyoom != EARLYOOM_ARGUMENTS:
+    changed = yield from _sync([EARLYOOM_FILE], state.files, wanted=True)
+    if changed or state.earlyoom != EARLYOOM_ARGUMENTS:
         yield "systemctl enable -q earlyoom && systemctl restart earlyoom"
     else:
         host.noop("earlyoom runs with our preferences")

@@ -1,4 +1,9 @@
-"""Filesystems of a host, and weights on it that need no room again."""
+"""Filesystems of a host, and weights on it that need no room again.
+
+Only files whose content is known without reading them count: those of a hub cache, named by their
+hash, and those listed in a receipt of ours. Two commits of one model have shards of equal size, so
+a size alone proves nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +20,22 @@ from spark_contract.documents import DocumentError
 from spark_contract.paths import RECEIPT_NAME
 from spark_contract.units import SHA256
 
-from spark_deploy.hosts.facts import Sections
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """A path we will write to and the filesystem it is (or will be) on."""
 
     path: str
-    present_bytes: int  # already under this very path
+    present_bytes: int  # already under this path
     mount: str
     device: str
     available_bytes: int
-    folder: str = ""  # where that is in truth; docker's data may have been moved
+    folder: str = ""  # the real directory; docker's data may have been moved
 
 
 @dataclass(frozen=True, slots=True)
 class Above:
-    """A folder above a place; who may write in it may put something else in the place's place."""
+    """A parent directory of a place; whoever can write to it can replace the place."""
 
     path: str
     owner: str
@@ -40,11 +43,11 @@ class Above:
     mode: int
 
     @property
-    def why_not_roots(self) -> str:
-        """Say who else may write in it; "" when only root may."""
+    def writer(self) -> str:
+        """Describe who besides root can write to it; "" if nobody can."""
         if self.owner != "root":
             return f"belongs to {self.owner}"
-        if self.mode & stat.S_ISVTX:  # in it, what is root's stays root's
+        if self.mode & stat.S_ISVTX:  # sticky: what root owns stays root's
             return ""
         if self.mode & stat.S_IWOTH:
             return "can be written to by everybody"
@@ -57,11 +60,11 @@ class Above:
 class Reclaimable:
     """One line of ``docker system df``."""
 
-    what: str
+    kind: str
     bytes: int
 
 
-# Where docker keeps images: below its data root, or in the store of the system's containerd.
+# Docker keeps images below its data root, or in the store of the system's containerd.
 _IMAGES_IN = r"""
 images_in=
 command -v docker >/dev/null 2>&1 && images_in=$(
@@ -76,12 +79,12 @@ images_in=${images_in%%|*}
 
 
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
-    """Ask for the filesystem of each path; one that does not exist yet counts as its parent.
+    """Print the filesystem of each path; a missing path counts as its nearest parent.
 
     Args:
-        paths: what we will write to.
-        docker_dirs: those among them where docker is expected to keep images. Docker is asked for
-            the place itself, and as it holds more than ours, its content is not added up.
+        paths: paths we will write to.
+        docker_dirs: those among them where docker keeps images by default. Docker reports the
+            real directory, whose content is not added up: it holds more than ours.
     """
     words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
     skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
@@ -113,42 +116,34 @@ command -v docker >/dev/null 2>&1 && timeout 20 docker system df --format '{{{{j
 """
 
 
-def parse_places(lines: Iterable[str]) -> tuple[Place, ...]:
-    """Read the ``places`` section; df and du speak KiB."""
-    places = []
+def parse_places(lines: Iterable[str]) -> Iterator[Place]:
+    """Read the ``places`` section; df and du print KiB."""
     for line in lines:
         fields = line.split("\t")
         if len(fields) in (5, 6) and fields[1].isdigit() and fields[3].isdigit():
             path, used_kib, device, available_kib, mount, *folder = fields
-            used_bytes, available_bytes = int(used_kib) * 1024, int(available_kib) * 1024
-            places.append(Place(path, used_bytes, mount, device, available_bytes, *folder))
-    return tuple(places)
+            yield Place(
+                path, int(used_kib) * 1024, mount, device, int(available_kib) * 1024, *folder
+            )
 
 
-def parse_above(lines: Iterable[str]) -> tuple[Above, ...]:
-    """Read the ``above`` section; a path may hold anything but the end of a line."""
-    found = []
+def parse_above(lines: Iterable[str]) -> Iterator[Above]:
+    """Read the ``above`` section: owner/group/mode/path; only the path may hold a slash."""
     for line in lines:
-        owner, _, rest = line.partition("/")
-        group, _, rest = rest.partition("/")
-        mode, _, path = rest.partition("/")
+        owner, group, mode, path = [*line.split("/", 3), "", "", ""][:4]
         if path.startswith("/") and re.fullmatch("[0-7]{1,5}", mode):
-            found.append(Above(path, owner, group, int(mode, 8)))
-    return tuple(found)
+            yield Above(path, owner, group, int(mode, 8))
 
 
-def parse_reclaimable(sections: Sections) -> tuple[Reclaimable, ...]:
-    """Read ``docker system df --format '{{json .}}'``, one object a line."""
-    found = []
-    for line in sections.get("docker-df", ()):
+def parse_reclaimable(lines: Iterable[str]) -> Iterator[Reclaimable]:
+    """Read ``docker system df --format '{{json .}}'``, one object per line."""
+    for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        size = size_bytes(str(row.get("Reclaimable", "")).split(" ")[0])
-        if size:
-            found.append(Reclaimable(str(row.get("Type", "")).lower(), size))
-    return tuple(found)
+        if size := size_bytes(str(row.get("Reclaimable", "")).split(" ")[0]):
+            yield Reclaimable(str(row.get("Type", "")).lower(), size)
 
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -160,13 +155,8 @@ def size_bytes(text: str) -> int:
     return int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
 
 
-_HASH = re.compile(SHA256)
-
-
-# In place of a device: somebody else could change the file, so the fetcher takes a copy of it.
+# In place of a device: another user could change the file, so the fetcher copies it.
 COPIED = "-"
-
-
 _GLOB = re.compile(r"([*?\[\]])")
 
 
@@ -176,7 +166,7 @@ class Stored:
 
     devices: dict[str, str] = field(default_factory=dict)  # path -> device number
     files: frozenset[tuple[str, str, int]] = frozenset()  # device number, sha256, bytes
-    folders: dict[str, str] = field(default_factory=dict)  # sha256 -> cache or tree it lies in
+    folders: dict[str, str] = field(default_factory=dict)  # sha256 -> its cache or checkpoint
 
     def linkable_bytes(self, path: str, wanted: Iterable[tuple[str, int]]) -> int:
         """Add up the ``wanted`` (sha256, bytes) that a hard link can bring to ``path``."""
@@ -185,16 +175,16 @@ class Stored:
 
 
 def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
-    """List large files and receipts below ``look_in``, and the devices of ``paths``.
+    """Print large files and receipts below ``look_in``, and the devices of ``paths``.
 
     Args:
-        paths: folders that are to be filled; one that does not exist yet counts as its parent.
-        look_in: folders on the host, as shell globs.
+        paths: directories to be filled; a missing one counts as its nearest parent.
+        look_in: directories on the host, as shell globs.
     """
     if not look_in:
         return ""
     words = " ".join(shlex.quote(path) for path in paths)
-    roots = " ".join(_globbed(pattern) for pattern in look_in)
+    roots = " ".join(_quote_glob(pattern) for pattern in look_in)
     return rf"""
 echo '== stored'
 for path in {words}; do
@@ -210,7 +200,7 @@ for root in {roots}; do
       -o -printf 'file\t{COPIED}\t%s\t%p\n' \)
   }}
   list "$root" ! -path '*/blobs/??/*'
-  # Blobs that repositories of a cache share have another name; the links to them are named right.
+  # Shared blobs of a cache have another name; the links to them have the hash.
   list -L "$root" -maxdepth 3 -path '*/blobs/*' -xtype l
   for receipt in "$root"/{RECEIPT_NAME} "$root"/*/{RECEIPT_NAME}; do
     [ -f "$receipt" ] || continue
@@ -222,43 +212,38 @@ done
 """
 
 
-def _globbed(pattern: str) -> str:
-    """Quote everything of a pattern but what the shell shall expand."""
+def _quote_glob(pattern: str) -> str:
+    """Quote everything of a pattern except its wildcards."""
     parts = _GLOB.split(pattern)
     return "".join(part if _GLOB.fullmatch(part) else shlex.quote(part) for part in parts if part)
 
 
-def parse_stored(sections: Sections) -> Stored:
+def parse_stored(lines: Iterable[str]) -> Stored:
     """Read the ``stored`` section."""
-    devices, files, receipts = {}, [], []
-    for line in sections.get("stored", ()):
+    devices, files = {}, []
+    listed: dict[tuple[str, int], str] = {}
+    for line in lines:
         kind, *fields = line.split("\t", 3)
         if kind == "device" and len(fields) == 2:
             devices[fields[0]] = fields[1]
         elif kind == "file" and len(fields) == 3 and fields[1].isdigit():
             files.append((fields[0], int(fields[1]), fields[2]))
         elif kind == "receipt" and len(fields) == 2:
-            receipts.append((fields[0], fields[1]))
-    listed = {path: sha256 for home, text in receipts for path, sha256 in _listed(home, text)}
+            listed.update(_listed_files(*fields))
     known, folders = [], {}
     for device, size, path in files:
-        name = path.rpartition("/")[2]
-        sha256 = name if _HASH.fullmatch(name) else listed.get((path, size))
+        folder, _, name = path.rpartition("/")
+        sha256 = name if re.fullmatch(SHA256, name) else listed.get((path, size))
         if sha256:
             known.append((device, sha256, size))
-            folders[sha256] = _folder(path)
+            cache, marker, _ = path.partition("/models--")
+            folders[sha256] = cache if marker else folder
     return Stored(devices, frozenset(known), folders)
 
 
-def _folder(path: str) -> str:
-    """Return the hub's cache that a file lies in, or the folder of its tree."""
-    cache, mark, _ = path.partition("/models--")
-    return cache if mark else path.rpartition("/")[0]
-
-
-def _listed(home: str, text: str) -> Iterator[tuple[tuple[str, int], str]]:
-    """Yield path and size → sha256 of what a receipt lists; a damaged one lists nothing."""
+def _listed_files(home: str, receipt: str) -> Iterator[tuple[tuple[str, int], str]]:
+    """Yield (path, size), sha256 of the files in a receipt; a damaged receipt lists none."""
     with suppress(DocumentError):
-        for file in receipts.parse(text).files:
+        for file in receipts.parse(receipt).files:
             if file.sha256 is not None:
                 yield (f"{home}/{file.path}", file.size_bytes), file.sha256

@@ -1,4 +1,7 @@
-"""daemon.json, and what the docker operations run on a host: start, reload, GPU check."""
+"""daemon.json, and what the docker operations run on a host: start, reload, check the GPU.
+
+Keys and which of them a SIGHUP reloads: dockerd reference, "Configuration reload behavior".
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,25 @@ from spark_contract.records import GpuProof
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts.capacity import competing_containers
 from spark_deploy.hosts.commands import CommandFailed, heartbeat, run
-from spark_deploy.hosts.docker_facts import CONTAINERS_SCRIPT, Docker, DockerState, parse_containers
+from spark_deploy.hosts.docker_facts import (
+    CONTAINERS_SCRIPT,
+    Docker,
+    DockerState,
+    parse_containers,
+)
 from spark_deploy.hosts.facts import build_script, split_sections
 from spark_deploy.hosts.gpu import gpu_arguments, gpu_problem
 from spark_deploy.hosts.host_errors import Refused, host_command, refuse
 from spark_deploy.plan.machine import DockerPlan
 
-# Keys and which of them a SIGHUP reloads: dockerd reference, "Configuration reload behavior".
 NVIDIA_RUNTIME = {"path": "nvidia-container-runtime", "args": []}
-
-
 RELOADABLE = frozenset(
-    {
-        "debug",
-        "labels",
-        "live-restore",
-        "max-concurrent-downloads",
-        "max-concurrent-uploads",
-        "max-download-attempts",
-        "default-runtime",
-        "runtimes",
-        "insecure-registries",
-        "registry-mirrors",
+    re.findall(
+        r"[a-z-]+",
+        "debug labels live-restore max-concurrent-downloads max-concurrent-uploads "
+        "max-download-attempts default-runtime runtimes insecure-registries registry-mirrors "
         "shutdown-timeout",
-    }
+    )
 )
 
 
@@ -82,29 +80,23 @@ def merge_with_runtime(present: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 
 
 def render_daemon_json(value: Mapping[str, Any]) -> str:
-    """Write it as nvidia-ctk and people do: four blanks, keys in their order."""
+    """Format it as nvidia-ctk does: four blanks, keys in their order."""
     return json.dumps(value, indent=4) + "\n"
 
 
 def unmet_keys(wanted: Mapping[str, Any], info: Mapping[str, Any]) -> tuple[str, ...]:
-    """List the keys of ``wanted`` that the running daemon does not run with.
+    """List the keys of ``wanted`` that `docker info` shows with another value.
 
     Args:
-        wanted: keys of ours, as merged into the file.
+        wanted: managed keys, as merged into the file.
         info: `docker info --format '{{json .}}'` of the daemon.
-
-    Keys `docker info` does not show are not judged here.
     """
-    return tuple(key for key, value in wanted.items() if not _runs_with(key, value, info))
+    return tuple(k for k, value in wanted.items() if k in _VISIBLE and not _VISIBLE[k](value, info))
 
 
 def is_visible(key: str) -> bool:
-    """Whether `docker info` shows what became of a key."""
+    """Whether `docker info` shows the value of a key."""
     return key in _VISIBLE
-
-
-def _runs_with(key: str, value: Any, info: Mapping[str, Any]) -> bool:
-    return _VISIBLE[key](value, info) if key in _VISIBLE else True
 
 
 def _insecure(value: Any, info: Mapping[str, Any]) -> bool:
@@ -116,10 +108,8 @@ def _insecure(value: Any, info: Mapping[str, Any]) -> bool:
 
 
 def _mirrors(value: Any, info: Mapping[str, Any]) -> bool:
-    mirrors = {
-        mirror.rstrip("/") for mirror in (info.get("RegistryConfig") or {}).get("Mirrors") or []
-    }
-    return all(mirror.rstrip("/") in mirrors for mirror in value)
+    mirrors = (info.get("RegistryConfig") or {}).get("Mirrors") or []
+    return {mirror.rstrip("/") for mirror in value} <= {mirror.rstrip("/") for mirror in mirrors}
 
 
 _VISIBLE = {
@@ -134,10 +124,7 @@ _VISIBLE = {
     "registry-mirrors": _mirrors,
 }
 
-
-# Its own words; those of systemd about it say nothing new.
 _LOG_TAIL = "journalctl -u docker.service -t dockerd -n 8 -o cat --no-pager"
-
 
 # An installation exits 0 even when the daemon died at its first start, so look at the daemon. One
 # that started before its socket dies with "no sockets found via socket activation", restarts into
@@ -163,27 +150,25 @@ systemctl start docker.socket && systemctl start docker.service && up"""
 
 @host_command
 def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
-    """Enable and start the engine, and see that its daemon answers.
+    """Enable and start the engine, and check that its daemon answers.
 
-    Preflight could not look at containers while the daemon was down, and docker starts those
-    with a restart policy by itself: so they are looked at here.
+    Preflight could not list containers while the daemon was down, and docker starts those with a
+    restart policy by itself: so they are checked here.
     """
     _bring_up(host, "systemctl enable --now docker")
     lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
-    found = parse_containers(split_sections(lines)["containers"])
-    strangers = competing_containers(found, allowed)
-    if strangers:
-        fix = "run again: preflight takes it over where takeover: names it, else stop it first"
-        raise Refused(
-            *(
-                Problem(
-                    f"container {container.name}",
-                    f"came up with docker ({container.image}, restart: {container.restart})",
-                    fix,
-                )
-                for container in strangers
-            )
+    containers = tuple(parse_containers(split_sections(lines)["containers"]))
+    fix = "run again: preflight takes over those named in takeover:; stop the others first"
+    problems = [
+        Problem(
+            f"container {container.name}",
+            f"came up with docker ({container.image}, restart: {container.restart})",
+            fix,
         )
+        for container in competing_containers(containers, allowed)
+    ]
+    if problems:
+        raise Refused(*problems)
     return True
 
 
@@ -191,33 +176,32 @@ def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
 def apply_keys(
     state: State,
     host: Host,
-    question: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     wanted: Mapping[str, Any],
     keys: tuple[str, ...],
 ) -> bool:
-    """Make the engine take up ``keys``: by reload, and by restart where that does not do."""
+    """Apply ``keys``: by reload, and by restart where that is not enough."""
     if set(keys) <= RELOADABLE:
         try:
             run(host, "systemctl reload docker && sleep 1", timeout_s=60)
         except CommandFailed as failure:
             host.log(f"docker did not reload: {failure.output.strip()}")
-        if not unmet_keys(wanted, _read_docker(host, question).info):
+        if not unmet_keys(wanted, _read_docker(host, arguments).info):
             return True
         host.log("a reload was not enough, docker is restarted")
     _bring_up(host, "systemctl restart docker")
-    left = unmet_keys(wanted, _read_docker(host, question).info)
-    if left:
+    if unmet := unmet_keys(wanted, _read_docker(host, arguments).info):
         refuse(
             "docker",
-            f"after a restart the daemon still does not run with {', '.join(left)}",
+            f"after a restart the daemon still does not run with {', '.join(unmet)}",
             "look for the same keys as options of dockerd in `systemctl cat docker`",
         )
     return True
 
 
-def _read_docker(host: Host, question: Mapping[str, Any]) -> Docker:
+def _read_docker(host: Host, arguments: Mapping[str, Any]) -> Docker:
     fact = DockerState()
-    return fact.process(run(host, fact.command(**question), timeout_s=120))
+    return fact.process(run(host, fact.command(**arguments), timeout_s=120))
 
 
 def _bring_up(host: Host, command: str) -> None:
@@ -226,62 +210,54 @@ def _bring_up(host: Host, command: str) -> None:
             run(host, _BRING_UP % command, timeout_s=240)
     except CommandFailed:
         tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
-        fix = "mend what it complains about (`journalctl -u docker`), then run again"
-        refuse("docker", f"the daemon does not come up\n{tail}", fix)
+        fix = "fix what it reports (`journalctl -u docker`), then run again"
+        refuse("docker", f"the daemon does not start\n{tail}", fix)
 
 
 def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
-    """Name what the proof with a container depends on; any change asks for a new one.
+    """Return the versions that the container check depends on; any change requires a new check.
 
-    What did not answer counts as it was: that nobody could tell is no change.
+    A tool that did not answer counts as unchanged.
     """
-    key = _versions(plan, state)
+    key = {
+        "image": plan.check_image,
+        "docker": str(state.info.get("ServerVersion", "")),
+        "toolkit": state.toolkit_version,
+        "mode": state.toolkit_mode,
+        # Unknown while the daemon is down: it reports whether it reads CDI specifications.
+        "gpu_through": " ".join(gpu_arguments(state)) if state.info else "",
+        "driver": state.driver_version,
+        "kernel": state.kernel,
+    }
     if state.receipt is not None:
         key.update({name: state.receipt.key.get(name, "") for name in state.silent})
     return key
 
 
-def _versions(plan: DockerPlan, state: Docker) -> dict[str, str]:
-    return {
-        "image": plan.check_image,
-        "docker": str(state.info.get("ServerVersion", "")),
-        "toolkit": state.toolkit_version,
-        "mode": state.toolkit_mode,
-        # Unknown while the daemon is down: it says whether it reads CDI specifications.
-        "gpu_through": " ".join(gpu_arguments(state)) if state.info else "",
-        "driver": state.driver_version,
-        "kernel": state.kernel,
-    }
-
-
-_PULL_S = 6 * 3600  # of a slow line; one that brings nothing ends much sooner
-
-
+_PULL_S = 6 * 3600  # on a slow line; a stalled pull ends much sooner
 # Not root, as the engine: device files that are closed to others have to show here.
 _NOBODY = "65534:65534"
 
 
 @host_command
-def check_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str, Any]) -> bool:
-    """Run a container that lists the GPUs and keep the proof; only a `GPU` line counts.
+def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str, Any]) -> bool:
+    """Run a container that lists the GPUs and write the receipt; only a `GPU` line counts.
 
     Exit status and first line prove nothing: CUDA images print a banner before, and exit 0
     without any GPU.
     """
-    image = shlex.quote(plan.check_image)
-    seen = _read_docker(host, question)
-    problem = gpu_problem(seen)
-    if problem is not None:
+    docker = _read_docker(host, arguments)
+    if problem := gpu_problem(docker):
         raise Refused(problem)
-    through = gpu_arguments(seen)
+    through = gpu_arguments(docker)
     _pull(host, plan.check_image)
     try:
         with heartbeat(host, f"container check with {plan.check_image}"):
             lines = run(
                 host,
                 f"docker run --rm --network none --user {_NOBODY} {' '.join(through)} "
-                f"-e NVIDIA_VISIBLE_DEVICES=all "
-                f"-e NVIDIA_DRIVER_CAPABILITIES=utility,compute {image} nvidia-smi -L",
+                "-e NVIDIA_VISIBLE_DEVICES=all -e NVIDIA_DRIVER_CAPABILITIES=utility,compute "
+                f"{shlex.quote(plan.check_image)} nvidia-smi -L",
                 timeout_s=1800,
             )
     except CommandFailed as failure:
@@ -289,7 +265,7 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
     gpus = [line for line in lines if line.startswith("GPU ")]
     if not gpus:
         raise Refused(explain_gpu_error("\n".join(lines), plan.check_image))
-    receipt = GpuProof(check_key(plan, seen), through, gpus[0].partition(" (UUID")[0])
+    receipt = GpuProof(check_key(plan, docker), through, gpus[0].partition(" (UUID")[0])
     path = shlex.quote(plan.receipt_path)
     run(
         host,
@@ -302,23 +278,23 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, question: Mapping[str,
 
 
 def _pull(host: Host, image: str) -> None:
-    """Have the image before a container of it starts, which would wait for a registry for ever.
+    """Pull the image before its container starts, which would wait for a registry for ever.
 
-    A host that is only prepared has no tools of ours yet, or earlier ones that do not know these
-    words: there docker pulls by itself, within the limit of the check.
+    A host that is only prepared has no tools yet, or older ones without this verb: there docker
+    pulls by itself, within the limit of the check.
     """
-    pulled = f"{tool.line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
+    command = f"{tool.line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
     try:
         with heartbeat(host, f"image {image}"):
-            run(host, tool.when_installed(pulled), timeout_s=_PULL_S)
+            run(host, tool.when_installed(command), timeout_s=_PULL_S)
     except CommandFailed as failure:
-        lines = failure.output.strip().splitlines() or ["no output"]
-        problem = Problem(f"image {image}", lines[-1], "`journalctl -u docker`; then run again")
-        raise Refused(problem_in(lines[-1]) or problem) from failure
+        last = (failure.output.strip().splitlines() or ["no output"])[-1]
+        problem = Problem(f"image {image}", last, "`journalctl -u docker`; then run again")
+        raise Refused(problem_in(last) or problem) from failure
 
 
-# Regular expressions over what docker and nvidia-smi print, each with cause and way out.
-_KNOWN = (
+# Output of docker 20.10 to 29 and nvidia-smi (regular expression), cause, fix.
+_GPU_ERRORS = (
     (
         "(unknown or invalid runtime name|Unknown runtime specified)",
         "the nvidia runtime is not registered",
@@ -355,10 +331,10 @@ _KNOWN = (
 
 
 def explain_gpu_error(output: str, image: str) -> Problem:
-    """Turn what docker said into a cause and a way out; texts of docker 20.10 to 29."""
-    for words, what, fix in _KNOWN:
-        if re.search(words, output):
-            return Problem("container check", what, fix)
+    """Turn the output of a failed container check into cause and fix."""
+    for pattern, cause, fix in _GPU_ERRORS:
+        if re.search(pattern, output):
+            return Problem("container check", cause, fix)
     tail = "\n".join(output.strip().splitlines()[-8:]) or "no output"
     return Problem(
         "container check",

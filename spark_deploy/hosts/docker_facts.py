@@ -1,11 +1,14 @@
-"""State of the container engine and of the containers on a host."""
+"""State of the container engine and of the containers on a host.
+
+Sources: docker info (20.10 to 29), NVIDIA Container Toolkit 1.19, CDI specification files.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -19,7 +22,6 @@ from spark_deploy.hosts.facts import (
     SERVING_SCRIPT,
     HostFact,
     build_script,
-    first_line,
     parse_key_values,
     parse_sections,
 )
@@ -31,34 +33,19 @@ from spark_deploy.hosts.packages import (
     repositories_script,
 )
 
-# Sources: docker info (20.10 to 29), NVIDIA Container Toolkit 1.19, CDI specification files.
 DAEMON_JSON = "/etc/docker/daemon.json"
-
-
-# Only what is compared: the whole of `docker info` names containers and proxies with passwords.
-_INFO = (
-    "Runtimes",
-    "DefaultRuntime",
-    "LiveRestoreEnabled",
-    "Debug",
-    "LoggingDriver",
-    "DockerRootDir",
-    "Driver",
-    "RegistryConfig",
-    "ServerVersion",
+# Only what is compared: the whole of `docker info` contains proxies with passwords. CDISpecDirs
+# is last, because a client without CDI fails there; the lines before still count.
+_INFO = re.findall(
+    r"\w+",
+    "Runtimes DefaultRuntime LiveRestoreEnabled Debug LoggingDriver DockerRootDir Driver "
+    "RegistryConfig ServerVersion",
 )
-
-
-# Last, because a client that does not know CDI ends there; what it printed before counts.
 _INFO_FORMAT = (
     "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) + "}\n{{json .CDISpecDirs}}"
 )
-
-
-# On a busy host an answer may come late; one that does not come is unknown, not absent.
+# A busy host may answer late; a missing answer means unknown, not absent.
 _LIMITS_S = (30, 90)
-
-
 _SCRIPT = rf"""
 silent=
 ask() {{
@@ -116,15 +103,15 @@ class Docker:
     toolkit_mode: str  # "auto" | "legacy" | "cdi" | ""
     runtime: str  # path of NVIDIA's runtime; "" when the toolkit came without
     cdi: tuple[CdiSpec, ...]
-    cdi_directories: tuple[str, ...]  # that the daemon reads; empty when it has no CDI
+    cdi_directories: tuple[str, ...]  # read by the daemon; empty when it has no CDI
     driver_version: str
     kernel: str
     serving: tuple[str, ...]
     packages: dict[str, str]
     repositories: Repositories
-    receipt: GpuProof | None  # of the last proof with a container
-    groups: dict[str, tuple[str, ...]]  # of each user asked about; without those unknown here
-    silent: tuple[str, ...] = ()  # of docker, toolkit, driver: what did not answer in time
+    receipt: GpuProof | None  # of the last GPU check in a container
+    groups: dict[str, tuple[str, ...]]  # of each requested user that exists
+    silent: tuple[str, ...] = ()  # those of docker, toolkit, driver that did not answer in time
 
     @property
     def active(self) -> bool:
@@ -161,73 +148,53 @@ class DockerState(HostFact[Docker]):
 
     def process(self, output: list[str]) -> Docker:
         found = parse_sections(output)
-        engine = list(found.get("engine", ()))
-        info, daemon_json = found.get("info", []), list(found.get("daemon-json", ()))
-        # A client whose daemon is down prints what it knows itself.
-        answer = json_object(info[:1])
-        mtime = daemon_json.pop(0).removeprefix("mtime=") if daemon_json else ""
-        driver = [line.strip() for line in found.get("driver", ()) if re.match(r"\s*\d", line)]
+        engine, info = found["engine"], found["info"]
+        mtime, *daemon_json = found["daemon-json"] or [""]
+        client = _parse_json(info[:1], dict)  # a client whose daemon is down prints its own part
+        drivers = [line.strip() for line in found["driver"] if re.match(r"\s*\d", line)]
+        toolkit = re.search(r"CLI version (\S+)", found.text("toolkit"))
         return Docker(
             dockerd=next((line for line in engine if line.endswith("/dockerd")), ""),
             snap=any("/snap/" in line or line == "/usr/bin/snap" for line in engine),
-            unit=parse_key_values(found.get("unit", ())),
+            unit=parse_key_values(found["unit"]),
             daemon_json="\n".join(daemon_json) if mtime else None,
-            daemon_json_mtime_s=float(mtime or 0),
-            info=answer if answer.get("ServerVersion") else {},
-            toolkit_version=toolkit_version(found.get("toolkit", ())),
-            toolkit_mode=first_line(found, "toolkit-mode"),
-            runtime=first_line(found, "runtime"),
-            cdi=tuple(_cdi(line) for line in found.get("cdi", ())),
-            cdi_directories=_json_list(info[1:]),
-            driver_version=driver[0]
-            if driver
-            else module_version("\n".join(found.get("module", ()))),
-            kernel=first_line(found, "kernel"),
-            serving=tuple(line for line in found.get("serving", ()) if line),
-            packages=parse_packages(found.get("packages", ())),
+            daemon_json_mtime_s=float(mtime.removeprefix("mtime=") or 0),
+            info=client if client.get("ServerVersion") else {},
+            toolkit_version=toolkit.group(1) if toolkit else "",
+            toolkit_mode=found.first("toolkit-mode"),
+            runtime=found.first("runtime"),
+            cdi=tuple(map(_parse_cdi, found["cdi"])),
+            cdi_directories=tuple(map(str, _parse_json(info[1:], list))),
+            driver_version=drivers[0] if drivers else module_version(found.text("module")),
+            kernel=found.first("kernel"),
+            serving=tuple(filter(None, found["serving"])),
+            packages=parse_packages(found["packages"]),
             repositories=parse_repositories(found),
-            receipt=_proof(found.get("receipt", ())),
-            silent=tuple(word for line in found.get("silent", ()) for word in line.split()),
+            receipt=_parse_receipt(found.text("receipt")),
+            silent=tuple(word for line in found["silent"] for word in line.split()),
             groups={
-                user: tuple(names)
-                for user, *names in map(str.split, found.get("groups", ()))
-                if names
+                user: tuple(names) for user, *names in map(str.split, found["groups"]) if names
             },
         )
 
 
-def json_object(lines: Iterable[str]) -> dict[str, Any]:
-    """Read one JSON object; anything else, a daemon's error text among it, is an empty one."""
+def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
+    """Read JSON of one kind; anything else, such as a daemon's error text, is an empty one."""
     try:
         value = json.loads("\n".join(lines))
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return kind()
+    return value if isinstance(value, kind) else kind()
 
 
-def _proof(lines: Iterable[str]) -> GpuProof | None:
+def _parse_receipt(text: str) -> GpuProof | None:
     try:
-        return documents.parse(GpuProof, "\n".join(lines))
+        return documents.parse(GpuProof, text)
     except documents.DocumentError:  # damaged or absent: it proves nothing
         return None
 
 
-def toolkit_version(lines: Iterable[str]) -> str:
-    """Read `nvidia-ctk --version`."""
-    found = re.search(r"CLI version (\S+)", "\n".join(lines))
-    return found.group(1) if found else ""
-
-
-def _json_list(lines: Iterable[str]) -> tuple[str, ...]:
-    """Read a JSON list of texts; anything else is an empty one."""
-    try:
-        value = json.loads("\n".join(lines))
-    except ValueError:
-        return ()
-    return tuple(map(str, value)) if isinstance(value, list) else ()
-
-
-def _cdi(line: str) -> CdiSpec:
+def _parse_cdi(line: str) -> CdiSpec:
     path, _, library = line.partition(" ")
     return CdiSpec(path, libcuda_version(library))
 
@@ -242,7 +209,7 @@ def timestamp_s(text: str) -> float:
     return moment.replace(tzinfo=timezone.utc).timestamp()
 
 
-# No environment but one word, and no command line: both carry other people's keys.
+# No command line and only one variable of the environment: both carry other people's keys.
 _FIELDS = {
     "id": ".Id",
     "name": ".Name",
@@ -253,22 +220,16 @@ _FIELDS = {
     "requests": ".HostConfig.DeviceRequests",
     "labels": ".Config.Labels",
 }
-
-
-# A list that ends in null, because a variable that is not set prints nothing.
+# A list that ends in null, because an unset variable prints nothing.
 _VISIBLE = (
     '{{range .Config.Env}}{{$words := split . "="}}'
     '{{if eq (index $words 0) "NVIDIA_VISIBLE_DEVICES"}}{{json (index $words 1)}},{{end}}{{end}}'
 )
-
-
 _INSPECT_FORMAT = (
     "{"
     + ",".join(f'"{key}":{{{{json {path}}}}}' for key, path in _FIELDS.items())
     + f',"visible":[{_VISIBLE}null]}}'
 )
-
-
 CONTAINERS_SCRIPT = rf"""
 echo '== containers'
 if command -v docker >/dev/null 2>&1; then
@@ -295,10 +256,8 @@ _ENGINES = re.compile(
     r"vllm|sglang|ollama|llama[._-]?cpp|llama-server|text-generation|tritonserver|trtllm|"
     r"tensorrt|lmdeploy|exllama|tabbyapi|lmstudio|comfyui|nim/|aphrodite|localai"
 )
-
-
-# Of a release or a job. Others name containers after this machine, too.
-_OURS = re.compile(rf"spark-[a-z0-9-]+-{DIGEST12}")
+# Of a release or a job. Other projects also name containers after this machine.
+_MANAGED_NAME = re.compile(rf"spark-[a-z0-9-]+-{DIGEST12}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,14 +273,14 @@ class Container:
     labels: dict[str, str]
 
     @property
-    def ours(self) -> bool:
+    def managed(self) -> bool:
         """Whether our own units run it."""
         labelled = {RELEASE_LABEL, SERVICE_LABEL} & set(self.labels)
-        return bool(labelled) or _OURS.fullmatch(self.name) is not None
+        return bool(labelled) or _MANAGED_NAME.fullmatch(self.name) is not None
 
     @property
     def is_engine(self) -> bool:
-        """Whether it serves models or holds the GPU, as far as can be told from outside."""
+        """Whether it appears to serve models or to use the GPU."""
         return self.uses_gpu or bool(_ENGINES.search(self.image.lower()))
 
     @property
@@ -331,31 +290,26 @@ class Container:
 
     @property
     def comes_back(self) -> bool:
-        """Whether docker may start it again without being asked."""
+        """Whether docker may start it again by itself."""
         return self.restart == "always" or (self.restart == "unless-stopped" and self.alive)
 
 
-def parse_containers(lines: Iterable[str]) -> tuple[Container, ...]:
-    """Read one JSON object a line, as ``SCRIPT`` prints them."""
-    found = []
+def parse_containers(lines: Iterable[str]) -> Iterator[Container]:
+    """Read one JSON object per line, as ``CONTAINERS_SCRIPT`` prints them."""
     for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        found.append(
-            Container(
-                id=row["id"],
-                name=row["name"].lstrip("/"),
-                image=row["image"],
-                state=row["state"],
-                restart=row["restart"] or "no",
-                uses_gpu=_asks_for_gpu(row["requests"])
-                or (row["runtime"] == "nvidia" and _is_given_gpu(row.get("visible") or [None])),
-                labels=row["labels"] or {},
-            )
+        yield Container(
+            id=row["id"],
+            name=row["name"].lstrip("/"),
+            image=row["image"],
+            state=row["state"],
+            restart=row["restart"] or "no",
+            uses_gpu=_uses_gpu(row["requests"], row["runtime"], row.get("visible")),
+            labels=row["labels"] or {},
         )
-    return tuple(found)
 
 
 def parse_silent(lines: Iterable[str]) -> str:
@@ -363,13 +317,8 @@ def parse_silent(lines: Iterable[str]) -> str:
     return next((line.split(" ")[1] for line in lines if line.startswith("unreachable ")), "")
 
 
-def _is_given_gpu(visible: Sequence[str | None]) -> bool:
-    """Whether NVIDIA's runtime, often the default one, has anything to do for this container."""
-    return visible[0] not in (None, "", "void", "none")
-
-
-def _asks_for_gpu(requests: object) -> bool:
-    if not isinstance(requests, list):
-        return False
-    words = json.dumps(requests).lower()
-    return '"gpu"' in words or "nvidia" in words
+def _uses_gpu(requests: object, runtime: object, visible: Sequence[str | None] | None) -> bool:
+    text = json.dumps(requests).lower() if isinstance(requests, list) else ""
+    # NVIDIA's runtime is often the default and does nothing without visible devices.
+    by_runtime = runtime == "nvidia" and (visible or [None])[0] not in (None, "", "void", "none")
+    return by_runtime or '"gpu"' in text or "nvidia" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -34,46 +35,44 @@ from spark_deploy.hosts.host_errors import (
     host_command,
     host_errors,
     refuse,
-    show,
+    warn,
 )
 from spark_deploy.hosts.network import Fabric, Netplan, NetplanFiles, Reach
 from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.fabric import fabric_plan, there_already
 from spark_deploy.plan.machine import Way
 
-_FULL_MBIT_PER_S = 200_000  # of one cable, told by each of the two interfaces of its cage
-
-
+_FULL_MBIT_PER_S = 200_000  # of one cable, reported by each of the two interfaces of its cage
 _LARGE_MTU = 9000
 
 
+def read_reach(ways: Sequence[Way]) -> dict[str, str]:
+    """Return by address whether packets of full size return: "yes", "no" or "unknown"."""
+    targets = tuple((way.interface, way.address, way.mtu) for way in ways)
+    return read_fact(Reach, _sudo=False, ways=targets)
+
+
 def judge_links(host: str, ways: Sequence[Way], reached: Mapping[str, str]) -> Verdict:
-    """Collect what is wrong with the ways from a host to the others of its cluster."""
+    """Collect what is wrong with the links from a host to the others of its cluster."""
     problems, warnings = [], []
     for way in ways:
         where = f"{host}: {way.interface}"
         answer = reached.get(way.address, "unknown")
         if answer == "no":
-            problems.append(_cut(where, way))
+            what = f"no packet of {way.mtu} bytes comes back from {way.host} ({way.address})"
+            fix = "check cable, address and MTU at both ends, and that no firewall blocks members"
+            problems.append(Problem(where, what, fix))
         if answer == "unknown":
-            what = f"the way to {way.host} ({way.address}) was not tried: there is no ping here"
+            what = f"the link to {way.host} ({way.address}) was not tested: ping is not installed"
             warnings.append(Problem(where, what, "apt-get install iputils-ping"))
         if way.mtu != way.other_mtu:
             what = f"MTU {way.mtu}, but {way.other_mtu} on {way.host}"
             problems.append(Problem(where, what, "set the same MTU at both ends (netplan)"))
-    return Verdict(tuple(problems), (*warnings, *_slow(host, ways)))
+    return Verdict(tuple(problems), (*warnings, *_slow_links(host, ways)))
 
 
-def _cut(where: str, way: Way) -> Problem:
-    return Problem(
-        where,
-        f"no packet of {way.mtu} bytes comes back from {way.host} ({way.address})",
-        "see to cable, address and MTU of both ends, and that no firewall is between members",
-    )
-
-
-def _slow(host: str, ways: Sequence[Way]) -> Iterator[Problem]:
-    """Yield what costs speed and nothing else."""
+def _slow_links(host: str, ways: Sequence[Way]) -> Iterator[Problem]:
+    """Yield what reduces speed and nothing else."""
     with_rdma = {way.interface: way for way in ways if way.device}
     for way in with_rdma.values():
         where = f"{host}: {way.interface}"
@@ -82,72 +81,28 @@ def _slow(host: str, ways: Sequence[Way]) -> Iterator[Problem]:
             fix = "use a cable for 200 Gb/s; behind a switch set the speed of its port"
             yield Problem(where, what, fix)
         if way.mtu < _LARGE_MTU:
-            what = f"MTU {way.mtu}: RDMA moves small packets, reported to cost much of prefill"
+            what = f"MTU {way.mtu}: RDMA moves small packets, reported to slow prefill down"
             yield Problem(where, what, f"set MTU {_LARGE_MTU} at both ends (netplan)")
     if len(with_rdma) == 1:
         what = "one of the two interfaces of the cage has an address: half of the cable's speed"
-        fix = "give its twin one in a network of its own (netplan)"
+        fix = "give the other interface an address in a separate network (netplan)"
         yield Problem(f"{host}: {next(iter(with_rdma))}", what, fix)
 
 
-# Below this share of what a link says something is wrong with it. What TCP and python can show at
-# most is not known of a Spark: so above the second figure a way is never called slow.
-_LEAST_SHARE = 0.25
-
-
-_LEAST_GBIT_PER_S = 10.0
-
-
-_DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a ConnectX-7 that came up degraded is reported to carry 13
-
-
-def describe_speed(way: Way, found: SpeedFound) -> str:
-    """Return what was measured of a way, beside what its link says."""
-    link = f"{way.speed_mbit_per_s / 1000:g} Gb/s" if way.speed_mbit_per_s else "of unknown speed"
-    return (
-        f"{way.interface} to {way.host} ({way.address}): {_gbit_per_s(found):.1f} Gb/s over TCP "
-        f"({found.arrived_bytes / 1e6:.0f} MB in {found.took_s:.2f} s; link {link})"
-    )
-
-
-def judge_speed(host: str, way: Way, found: SpeedFound) -> Verdict:
-    """Collect what a short test over TCP can say against a way; how fast RDMA is it cannot."""
-    where, carried = f"{host}: {way.interface}", _gbit_per_s(found)
-    stated = (way.speed_mbit_per_s or 0) / 1000
-    if not found.arrived_bytes:
-        what = f"the connection opens, but nothing of full size gets to {way.host}"
-        fix = f"set MTU {way.mtu} at both ends, and at the switch between them"
-        return Verdict((Problem(where, what, fix),), ())
-    if carried < min(_LEAST_SHARE * stated, _LEAST_GBIT_PER_S):
-        what = f"{carried:.1f} Gb/s to {way.host} over a link that says {stated:g}"
-        fix = "try another cable, see `ethtool -S` for errors and `ip route get` for the way taken"
-        return Verdict((Problem(where, what, fix),), ())
-    if carried < _DOUBTFUL_GBIT_PER_S and stated * 1000 >= _FULL_MBIT_PER_S:
-        what = f"{carried:.1f} Gb/s to {way.host}: a port that came up degraded is reported to"
-        what += " carry 13 and still to say 200"
-        fix = "measure RDMA with ib_write_bw; about 92 are usual for each of the two interfaces"
-        return Verdict((), (Problem(where, what, fix),))
-    return Verdict((), ())
-
-
-def _gbit_per_s(found: SpeedFound) -> float:
-    return found.arrived_bytes * 8 / 1e9 / max(found.took_s, 1e-6)
-
-
 def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> Iterator[Problem]:
-    """Yield what members of a cluster must not differ in, and kernels that no cluster runs on."""
-    seen = {name: surveys[name] for name in members if name in surveys}
-    branches = {name: one.gpu.driver_version.partition(".")[0] for name, one in seen.items()}
+    """Yield differences that members of a cluster must not have, and unfit kernels."""
+    known = {name: surveys[name] for name in members if name in surveys}
+    branches = {name: each.gpu.driver_version.partition(".")[0] for name, each in known.items()}
     if len(set(branches.values())) > 1:
         named = ", ".join(f"{name} {branch or 'none'}" for name, branch in branches.items())
-        fix = "bring all members to one branch, by the vendor's means"
-        yield Problem("driver", f"of different branches: {named}", fix)
-    for name, one in seen.items():
-        if one.memory.cma_free_bytes > one.memory.cma_total_bytes:
+        fix = "update all members to one branch with the vendor's tools"
+        yield Problem("driver", f"different branches: {named}", fix)
+    for name, survey in known.items():
+        if survey.memory.cma_free_bytes > survey.memory.cma_total_bytes:
             yield Problem(
                 f"{name}: kernel",
-                f"{one.identity.kernel} keeps memory for its handover (CmaFree is above CmaTotal); "
-                "NCCL is reported to find none to start with",
+                f"{survey.identity.kernel} keeps memory for its handover (CmaFree is above "
+                "CmaTotal); NCCL is reported to fail at start for lack of memory",
                 "boot with kho=off, or with a 6.17 kernel",
             )
 
@@ -155,58 +110,57 @@ def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> I
 @operation()
 @host_errors
 def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
-    """Have an address on each cabled port; a network that is there is taken as it is.
+    """Give each cabled port an address; an existing network is kept as it is.
 
-    ``check`` logs in anew, the way deploys do, once the host has applied it all; the new network
-    is kept when that worked.
+    ``check`` logs in again, as deploys do, once the host has applied everything; the new network
+    is kept only if that works.
     """
-    state, found = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
-    if state.tried:
-        refuse(f"{host.name}: {NETPLAN_TRIAL}", "another try is under way", TRY_AGAIN)
-    there = there_already(host.name, settings, found)
-    if there and not state.ours:
-        host.noop(f"a network is there and taken as it is: {there}")
+    netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
+    if netplan.in_trial:
+        refuse(f"{host.name}: {NETPLAN_TRIAL}", "another trial is running", TRY_AGAIN)
+    present = there_already(host.name, settings, ports)
+    if present and not netplan.ours:
+        host.noop(f"the existing network is kept: {present}")
         return
-    plan = fabric_plan(host.name, settings, found)
-    if state.ours == plan.netplan and there:
-        host.noop(f"{NETPLAN_FILE} says so, and it is so: {there}")
+    plan = fabric_plan(host.name, settings, ports)
+    if netplan.ours == plan.netplan and present:
+        host.noop(f"{NETPLAN_FILE} is in effect: {present}")
         return
-    _check_ports_free(plan, state)
+    _check_ports_free(plan, netplan)
     log_once(f"{NETPLAN_FILE}, tried for {plan.confirm_s} s:\n{plan.netplan}")
     yield StringCommand(HOST_TOOL, FABRIC, "try", _stdin=documents.text_of(plan))
-    back = f"the old network returns in {plan.confirm_s} s"
-    yield FunctionCommand(_run_step, ["settled", back], {})
+    fix = f"wait: the old network returns in {plan.confirm_s} s"
+    yield FunctionCommand(_run_step, ["settled", fix], {})
     if check is not None:
         yield check
-    yield FunctionCommand(_run_step, ["confirm", back], {})
+    yield FunctionCommand(_run_step, ["confirm", fix], {})
 
 
 @operation()
 @host_errors
 def restore_network() -> Commands:
-    """Have nothing of ours in netplan; what was before us holds again."""
+    """Remove our netplan file; the earlier network returns."""
     if not read_fact(NetplanFiles).ours:
-        host.noop("nothing was set up by us")
+        host.noop("this project set up no network here")
         return
     yield FunctionCommand(_run_step, ["restore", "look at `netplan apply` on the host"], {})
 
 
-def _check_ports_free(plan: FabricPlan, state: Netplan) -> None:
-    """Refuse ports that others say something about, and a second set-up over a first."""
-    if not state.there:
-        refuse(
-            host.name, "there is no netplan here", "give the ports addresses by the host's means"
-        )
-    if state.ours and state.ours != plan.netplan:
+def _check_ports_free(plan: FabricPlan, netplan: Netplan) -> None:
+    """Refuse ports that other files configure, and a second set-up over a first."""
+    if not netplan.installed:
+        fix = "give the ports addresses with the host's own tools"
+        refuse(host.name, "netplan is not installed", fix)
+    if netplan.ours and netplan.ours != plan.netplan:
         fix = "spark-deploy fabric --restore, while no cluster serves, and then again"
-        refuse(f"{host.name}: {NETPLAN_FILE}", "says something else", fix)
+        refuse(f"{host.name}: {NETPLAN_FILE}", "has other content", fix)
     problems = []
     for port in plan.ports:
         where = f"{host.name}: {port.interface}"
-        if carrier := state.below.get(port.interface):
-            what = f"is part of {carrier}"
-            problems.append(Problem(where, what, "name another port by fabric.interfaces"))
-        if file := state.named.get(port.interface):
+        if carrier := netplan.below.get(port.interface):
+            fix = "name another port by fabric.interfaces"
+            problems.append(Problem(where, f"is part of {carrier}", fix))
+        if file := netplan.named.get(port.interface):
             fix = "set the address there, or remove the port from that file"
             problems.append(Problem(where, f"{file} configures this port", fix))
     if problems:
@@ -214,27 +168,25 @@ def _check_ports_free(plan: FabricPlan, state: Netplan) -> None:
 
 
 @host_command
-def _run_step(state: State, host: Host, order: str, fix: str) -> bool:
-    done, said, wrong = run_reconnecting(host, line(FABRIC, order))
+def _run_step(state: State, host: Host, step: str, fix: str) -> bool:
+    done, output, errors = run_reconnecting(host, line(FABRIC, step))
     if not done:
-        lines = (wrong or said).strip().splitlines() or [f"fabric {order} failed"]
-        raise Refused(problem_in(lines[-1]) or Problem(host.name, lines[-1], fix))
+        raise Refused(_last_problem(host.name, errors or output, fix))
     return True
 
 
-# Each rail is measured from both ends: 2 GB and 5 s of it in all.
+def _last_problem(name: str, output: str, fix: str) -> Problem:
+    """Return the last error that our tool printed, or its last line with ``fix``."""
+    lines = output.strip().splitlines() or ["no output"]
+    problems = filter(None, map(problem_in, reversed(lines)))
+    return next(problems, Problem(name, lines[-1], fix))
+
+
+# Each link is measured from both ends: 2 GB and 5 s of it in all.
 MOST_BYTES = 10**9
-
-
 MOST_S = 2.5
-
-
 _COMMAND_S = 40
-
-
-_PORTS = range(20000, 29000)  # below those that a kernel gives away by itself
-
-
+_PORTS = range(20000, 29000)  # below the kernel's ephemeral ports
 _LIMITS = {
     "DynamicUser": "yes", "CapabilityBoundingSet": "", "NoNewPrivileges": "yes",
     "ProtectSystem": "strict", "ProtectHome": "yes", "PrivateDevices": "yes",
@@ -242,81 +194,149 @@ _LIMITS = {
 }  # fmt: skip
 
 
-# As an account that exists for the test alone; systemd ends it should it not end by itself.
-_LISTEN = " ".join(
-    [
-        "systemd-run --quiet --collect --wait --pipe",
-        *(f"--property={name}={value}" for name, value in _LIMITS.items()),
-        line(FABRIC_SPEED, "listen"),
-    ]
-)
+def _unit_command(command: str, **limits: str) -> str:
+    """Run a listener as an account that exists only for it; systemd ends it after the limit."""
+    properties = " ".join(f"'--property={k}={v}'" for k, v in {**_LIMITS, **limits}.items())
+    return f"systemd-run --quiet --collect --wait --pipe {properties} {command}"
 
 
 @operation()
 @host_errors
 def measure_links(ways: Sequence[Way]) -> None:
-    """Try packets of full size on each way, then measure it; of the hosts nothing is changed."""
+    """Send packets of full size over each link and measure it; changes nothing."""
     if not state.is_executing:
         for way in ways:
             most = f"{MOST_BYTES // 10**6} MB and {MOST_S} s at most"
             log_once(f"{way.interface} to {way.host} ({way.address}): {most}")
         host.noop("measured when it runs")
         return
-    asked = tuple((way.interface, way.address, way.mtu) for way in ways)
-    reached: dict[str, str] = read_fact(Reach, _sudo=False, ways=asked)
-    _show_verdict(judge_links(host.name, ways, reached))
+    _apply(judge_links(host.name, ways, read_reach(ways)))
     for way in ways:
-        found = _measure(way)
-        log(describe_speed(way, found))
-        _show_verdict(judge_speed(host.name, way, found))
+        speed = _measure(way)
+        log(describe_speed(way, speed))
+        # Only after the token proved both ends: ib_write_bw itself checks no token.
+        rdma_gbit_per_s = _measure_rdma(way) if way.device and speed.arrived_bytes else None
+        if rdma_gbit_per_s is not None:
+            log(f"{way.interface} to {way.host}: {rdma_gbit_per_s:.1f} Gb/s RDMA (ib_write_bw)")
+        _apply(judge_speed(host.name, way, speed, rdma_gbit_per_s))
     host.noop("measured")
 
 
-def _show_verdict(verdict: Verdict) -> None:
-    for warning in verdict.warnings:
-        show(host, f"warning: {warning}", colour="yellow")
+def _apply(verdict: Verdict) -> None:
+    warn(host, *verdict.warnings)
     if verdict.problems:
         raise Refused(*verdict.problems)
 
 
 def _measure(way: Way) -> SpeedFound:
-    order = SpeedOrder(
-        interface=way.interface,
-        address=way.address,
-        port=secrets.choice(_PORTS),
-        token=secrets.token_hex(16),
-        most_bytes=MOST_BYTES,
-        most_s=MOST_S,
+    order = documents.text_of(
+        SpeedOrder(
+            interface=way.interface,
+            address=way.address,
+            port=secrets.choice(_PORTS),
+            token=secrets.token_hex(16),
+            most_bytes=MOST_BYTES,
+            most_s=MOST_S,
+        )
     )
-    other = state.inventory.get_host(way.host)
-    listening = gevent.spawn(_run_test, other, _LISTEN, order)
-    try:
-        sent, said = _run_test(host, line(FABRIC_SPEED, "send"), order)
-        heard, why = listening.get(timeout=_COMMAND_S)
-    finally:
-        listening.kill()
-    wrong = [
-        _explain(name, text)
-        for name, good, text in ((host.name, sent, said), (way.host, heard, why))
+    listen = _unit_command(line(FABRIC_SPEED, "listen"))
+    sent, heard = _run_pair(way, listen, line(FABRIC_SPEED, "send"), order)
+    fix = "see `journalctl -xe` on that host, then run again"
+    failed = [
+        _last_problem(name, output, fix)
+        for name, (good, output) in ((host.name, sent), (way.host, heard))
         if not good
     ]
-    if wrong:
-        raise Refused(*wrong)
-    return documents.parse(SpeedFound, said)
+    if failed:
+        raise Refused(*failed)
+    return documents.parse(SpeedFound, sent[1])
 
 
-def _run_test(host: Host, script: str, order: SpeedOrder) -> tuple[bool, str]:
+def _measure_rdma(way: Way) -> float | None:
+    """Return the RDMA write bandwidth in Gb/s; ``None`` where perftest cannot measure it.
+
+    rdma_cm (``-R``) picks device and GID by address. The listener accepts one connection at the
+    link's address and ends by itself.
+    """
+    hosts = (host, state.inventory.get_host(way.host))
+    if not all(_run_test(end, "command -v ib_write_bw", "")[0] for end in hosts):
+        log(f"{way.interface}: RDMA was not measured; install perftest on both hosts for that")
+        return None
+    test = f"ib_write_bw -R -F -D 2 --report_gbits -p {secrets.choice(_PORTS)}"
+    listen = _unit_command(
+        f"timeout 30 {test} --bind_source_ip {way.address}",
+        PrivateDevices="no",  # /dev/infiniband
+        RestrictAddressFamilies="AF_INET AF_NETLINK",
+        LimitMEMLOCK="infinity",
+    )
+    send = f"for i in 1 2 3; do sleep 1; timeout 8 {test} {way.address} && exit; done; exit 1"
+    (done, output), _ = _run_pair(way, listen, send, "")
+    match = re.search(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$", output, re.MULTILINE)
+    if not done or match is None:
+        log(f"{way.interface}: ib_write_bw failed: {output.strip()[-200:]}")
+        return None
+    return float(match[1])
+
+
+def _run_pair(
+    way: Way, listen: str, send: str, stdin: str
+) -> tuple[tuple[bool, str], tuple[bool, str]]:
+    """Run a listener on the other host and a sender here; return success and output of each."""
+    listening = gevent.spawn(_run_test, state.inventory.get_host(way.host), listen, stdin)
+    try:
+        return _run_test(host, send, stdin), listening.get(timeout=_COMMAND_S)
+    finally:
+        listening.kill()
+
+
+def _run_test(host: Host, script: str, stdin: str) -> tuple[bool, str]:
     done, output = host.run_shell_command(
         StringCommand(script),
         _sudo=host.data.get("_sudo", False),
         _timeout=_COMMAND_S,
-        _stdin=documents.text_of(order),
+        _stdin=stdin,
     )
     return done, output.stdout if done else output.stderr or output.stdout
 
 
-def _explain(name: str, said: str) -> Problem:
-    lines = said.strip().splitlines() or ["the test did not run"]
-    told = (problem_in(one) for one in reversed(lines))
-    fix = "see `journalctl -xe` there, then run it again"
-    return next(filter(None, told), Problem(name, lines[-1], fix))
+# Below this share of its link speed a link is faulty. The TCP maximum of a Spark is unknown, so
+# above the second figure a link is never called slow.
+_LEAST_SHARE = 0.25
+_LEAST_GBIT_PER_S = 10.0
+_DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a ConnectX-7 that came up degraded is reported to carry 13
+
+
+def describe_speed(way: Way, speed: SpeedFound) -> str:
+    link = f"{way.speed_mbit_per_s / 1000:g} Gb/s" if way.speed_mbit_per_s else "of unknown speed"
+    return (
+        f"{way.interface} to {way.host} ({way.address}): {_gbit_per_s(speed):.1f} Gb/s over TCP "
+        f"({speed.arrived_bytes / 1e6:.0f} MB in {speed.took_s:.2f} s; link {link})"
+    )
+
+
+def judge_speed(
+    host: str, way: Way, speed: SpeedFound, rdma_gbit_per_s: float | None = None
+) -> Verdict:
+    """Collect what a short test over TCP, and over RDMA where it ran, shows against a link."""
+    where, carried = f"{host}: {way.interface}", _gbit_per_s(speed)
+    stated = (way.speed_mbit_per_s or 0) / 1000
+    if not speed.arrived_bytes:
+        what = f"the connection opens, but nothing of full size gets to {way.host}"
+        fix = f"set MTU {way.mtu} at both ends, and at the switch between them"
+        return Verdict((Problem(where, what, fix),))
+    if carried < min(_LEAST_SHARE * stated, _LEAST_GBIT_PER_S):
+        what = f"{carried:.1f} Gb/s to {way.host} over a link of {stated:g} Gb/s"
+        fix = "try another cable; check `ethtool -S` for errors and `ip route get` for the route"
+        return Verdict((Problem(where, what, fix),))
+    measured = carried if rdma_gbit_per_s is None else rdma_gbit_per_s
+    if measured < _DOUBTFUL_GBIT_PER_S and stated * 1000 >= _FULL_MBIT_PER_S:
+        what = f"{measured:.1f} Gb/s to {way.host}: a degraded port is reported to carry 13 of 200"
+        fix = "measure RDMA with ib_write_bw; about 92 are usual for each of the two interfaces"
+        if rdma_gbit_per_s is not None:
+            fix = "power-cycle both hosts; about 92 are usual for each of the two interfaces"
+        return Verdict((), (Problem(where, what, fix),))
+    return Verdict(())
+
+
+def _gbit_per_s(speed: SpeedFound) -> float:
+    return speed.arrived_bytes * 8 / 1e9 / max(speed.took_s, 1e-6)

@@ -64,7 +64,6 @@ class LineFact(HostFact[str]):
 
 # Every fact costs one SSH round trip, so a role reads everything with one script. Scripts are
 # POSIX sh, print sections and exit 0: a missing or failing tool is a result too.
-Sections = Mapping[str, Sequence[str]]
 MARKER = "== "
 
 SERVING_SCRIPT = (
@@ -74,9 +73,23 @@ SERVING_SCRIPT = (
 )
 
 
-def split_sections(output: Iterable[str]) -> dict[str, list[str]]:
+class Sections(dict[str, list[str]]):
+    """Lines of a script's output by section; a missing section is empty."""
+
+    def __missing__(self, name: str) -> list[str]:
+        return []
+
+    def first(self, name: str) -> str:
+        """Return the first line of a section, stripped; "" if there is none."""
+        return next(iter(self[name]), "").strip()
+
+    def text(self, name: str) -> str:
+        return "\n".join(self[name])
+
+
+def split_sections(output: Iterable[str]) -> Sections:
     """Group the lines of a script by the marker above them; lines before any are dropped."""
-    sections: dict[str, list[str]] = {}
+    sections = Sections()
     current: list[str] | None = None
     for line in output:
         if line.startswith(MARKER):
@@ -86,7 +99,7 @@ def split_sections(output: Iterable[str]) -> dict[str, list[str]]:
     return sections
 
 
-def parse_sections(output: Iterable[str]) -> dict[str, list[str]]:
+def parse_sections(output: Iterable[str]) -> Sections:
     """Split the output of ``build_script``.
 
     Raises:
@@ -96,10 +109,6 @@ def parse_sections(output: Iterable[str]) -> dict[str, list[str]]:
     if "end" not in sections:
         raise FactProcessError("the host's output was cut off; run again")
     return sections
-
-
-def first_line(sections: Sections, name: str) -> str:
-    return next(iter(sections.get(name, ())), "").strip()
 
 
 def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:

@@ -1,10 +1,14 @@
-"""GPU and driver as the host reports them; the CUDA toolkit, kept or installed."""
+"""GPU, driver and CUDA toolkit as the host reports them; install the toolkit; GPU in containers.
+
+Sources: nvidia-smi 580 (query in CSV), /proc/driver/nvidia/version, nvidia-spark-ota-check 1.0.16,
+version.json of CUDA toolkits (11 and later), `nvcc --version`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,12 +33,11 @@ from spark_deploy.hosts.packages import (
     install,
     parse_repositories,
     repositories_script,
-    repository_files,
+    repository_arguments,
 )
 from spark_deploy.plan.machine import CudaPlan
 
-# Sources: nvidia-smi 580 (query in CSV), /proc/driver/nvidia/version, nvidia-spark-ota-check
-# 1.0.16. On GB10 memory figures read ``[N/A]``; that is normal, so they are not asked for.
+# On GB10 memory figures read ``[N/A]``, so they are not requested.
 GPU_SCRIPT = (
     f"echo '== module'; cat {DRIVER_MODULE}\n"
     + r"""apps=
@@ -60,10 +63,7 @@ dpkg-query -W -f '${db:Status-Abbrev} ${Package} ${Version}\n' 'nvidia-driver-*'
 """
 )
 
-
 SmiStatus = Literal["ok", "missing", "no-driver", "mismatch", "no-devices", "error"]
-
-
 _BROKEN: tuple[tuple[str, SmiStatus], ...] = (
     ("couldn't communicate with the NVIDIA driver", "no-driver"),
     ("Driver/library version mismatch", "mismatch"),
@@ -73,8 +73,6 @@ _BROKEN: tuple[tuple[str, SmiStatus], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as nvidia-smi names it."""
-
     name: str
     driver_version: str
 
@@ -85,65 +83,59 @@ class ComputeApp:
 
     pid: int
     name: str
-    cgroup: str = ""  # "" where it could not be told: the process had ended meanwhile
+    cgroup: str = ""  # "" if the process had ended meanwhile
 
     @property
     def container_id(self) -> str:
-        """Full id of the container it runs in, or ""."""
         return container_id(self.cgroup)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """State of driver and GPU."""
-
     module_version: str  # loaded kernel module; "" when none
     smi: SmiStatus
-    smi_says: str  # what nvidia-smi printed when it did not work
+    smi_error: str  # output of a failing nvidia-smi
     gpus: tuple[Gpu, ...]
     compute_apps: tuple[ComputeApp, ...]
-    torn_score: float | None  # how far off the vendor's set; None: tool absent or could not tell
+    torn_score: float | None  # distance from the vendor's package set; None: unknown
     torn_name: str
     driver_branches: tuple[str, ...]  # of installed driver packages: ("580",)
 
     @property
     def driver_version(self) -> str:
-        """Version of the user-space driver, or of the module when nvidia-smi is dead."""
+        """Version of the user-space driver, or of the module when nvidia-smi fails."""
         return self.gpus[0].driver_version if self.gpus else self.module_version
 
 
 def parse_gpu(sections: Sections) -> GpuState:
-    """Read the sections of ``SCRIPT``."""
-    smi, says, gpus = parse_smi(list(sections.get("smi", ())))
-    torn_score, torn_name = parse_torn(sections.get("torn", ()))
+    smi, error, gpus = parse_smi(sections["smi"])
+    torn_score, torn_name = parse_torn(sections["torn"])
     return GpuState(
-        module_version=module_version("\n".join(sections.get("module", ()))),
+        module_version=module_version(sections.text("module")),
         smi=smi,
-        smi_says=says,
+        smi_error=error,
         gpus=gpus,
-        compute_apps=parse_apps(sections),
+        compute_apps=tuple(parse_apps(sections)),
         torn_score=torn_score,
         torn_name=torn_name,
-        driver_branches=parse_driver_branches(sections.get("driver-packages", ())),
+        driver_branches=parse_driver_branches(sections["driver-packages"]),
     )
 
 
-def parse_apps(sections: Sections) -> tuple[ComputeApp, ...]:
-    """Read which processes use the GPU, and in which containers they run."""
-    groups = dict([*line.split(maxsplit=1), ""][:2] for line in sections.get("compute-cgroups", ()))
-    apps = (line.partition(",") for line in sections.get("compute-apps", ()))
-    return tuple(
-        ComputeApp(int(pid), name.strip(), groups.get(pid.strip(), ""))
-        for pid, _, name in apps
-        if pid.strip().isdigit()
-    )
+def parse_apps(sections: Sections) -> Iterator[ComputeApp]:
+    cgroups = dict([*line.split(maxsplit=1), ""][:2] for line in sections["compute-cgroups"])
+    for line in sections["compute-apps"]:
+        pid, _, name = line.partition(",")
+        if pid.strip().isdigit():
+            yield ComputeApp(int(pid), name.strip(), cgroups.get(pid.strip(), ""))
 
 
-def parse_smi(lines: list[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
-    """Tell a working nvidia-smi from the ways in which it fails."""
+def parse_smi(lines: Sequence[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
+    """Return status, error text and GPUs from nvidia-smi's output and its ``rc=`` line."""
     if not lines:
         return "missing", "", ()
-    returned = lines.pop().removeprefix("rc=") if lines[-1].startswith("rc=") else "0"
+    returned = lines[-1].removeprefix("rc=") if lines[-1].startswith("rc=") else "0"
+    lines = [line for line in lines if not line.startswith("rc=")]
     text = "\n".join(lines).strip()
     for words, status in _BROKEN:
         if words in text:
@@ -157,7 +149,7 @@ def parse_smi(lines: list[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
 
 
 def parse_torn(lines: Sequence[str]) -> tuple[float | None, str]:
-    """Read ``nvidia-spark-ota-check torn-score``: how far the host is off the vendor's set."""
+    """Read ``nvidia-spark-ota-check torn-score``: distance from the vendor's package set."""
     try:
         answer = json.loads("\n".join(lines))
     except ValueError:
@@ -169,12 +161,8 @@ def parse_torn(lines: Sequence[str]) -> tuple[float | None, str]:
 
 def parse_driver_branches(lines: Sequence[str]) -> tuple[str, ...]:
     """List the branches of installed ``nvidia-driver-NNN[-open]`` packages."""
-    found = set()
-    for line in lines:
-        match = re.match(r"ii\s+nvidia-driver-(\d+)(?:-open|-server|-server-open)?\s", line)
-        if match:
-            found.add(match.group(1))
-    return tuple(sorted(found))
+    pattern = re.compile(r"ii\s+nvidia-driver-(\d+)(?:-open|-server|-server-open)?\s")
+    return tuple(sorted({match.group(1) for match in map(pattern.match, lines) if match}))
 
 
 _TOOLKITS = r"""
@@ -191,97 +179,73 @@ done
 
 @dataclass(frozen=True, slots=True)
 class Toolkit:
-    """One CUDA toolkit."""
-
     path: str
     version: str  # "13.0.2", or nvcc's "13.0.88" where there is no version.json
 
 
 @dataclass(frozen=True, slots=True)
 class Cuda:
-    """State of the cuda role."""
-
     toolkits: tuple[Toolkit, ...]
     repositories: Repositories
 
 
 class CudaState(HostFact[Cuda]):
-    """Everything the cuda role compares with its plan, in one command."""
+    """Everything the CUDA role compares with its plan, in one command."""
 
     def command(self, urls: Sequence[str] = (), repository_files: Sequence[str] = ()) -> str:
         return build_script(_TOOLKITS, repositories_script(urls, repository_files))
 
     def process(self, output: list[str]) -> Cuda:
         found = parse_sections(output)
-        return Cuda(
-            toolkits=(
-                *parse_version_json(found.get("version-json", ())),
-                *parse_nvcc(found.get("nvcc", ())),
-            ),
-            repositories=parse_repositories(found),
-        )
+        toolkits = (*parse_version_json(found["version-json"]), *parse_nvcc(found["nvcc"]))
+        return Cuda(toolkits, parse_repositories(found))
 
 
-def parse_version_json(lines: Iterable[str]) -> tuple[Toolkit, ...]:
-    """Read version.json files, each below a line `# path`; a broken file is no toolkit."""
+def parse_version_json(lines: Iterable[str]) -> Iterator[Toolkit]:
+    """Read version.json files, each below a line `# path`; broken files are skipped."""
     texts: dict[str, list[str]] = {}
     for line in lines:
         if line.startswith("# "):
             texts[line[2:]] = []
         elif texts:
             next(reversed(texts.values())).append(line)
-    found = []
     for path, text in texts.items():
         try:
             version = str(json.loads("\n".join(text))["cuda"]["version"])
         except (ValueError, KeyError, TypeError):
             continue
-        found.append(Toolkit(path.removesuffix("/version.json"), version))
-    return tuple(found)
+        yield Toolkit(path.removesuffix("/version.json"), version)
 
 
-def parse_nvcc(lines: Iterable[str]) -> tuple[Toolkit, ...]:
+def parse_nvcc(lines: Iterable[str]) -> Iterator[Toolkit]:
     """Read lines of `path version` made from nvcc's release line."""
-    found = []
     for line in lines:
-        match = re.match(r"(\S+)/bin/nvcc (\d+\.\d+\S*)", line)
-        if match:
-            found.append(Toolkit(match.group(1), match.group(2)))
-    return tuple(found)
+        if match := re.match(r"(\S+)/bin/nvcc (\d+\.\d+\S*)", line):
+            yield Toolkit(*match.groups())
 
 
 def fact_arguments(plan: CudaPlan) -> dict[str, Any]:
-    """Build the arguments of the one fact of this role."""
-    return {
-        "urls": tuple(repository.url for repository in plan.repositories),
-        "repository_files": repository_files(plan.repositories),
-    }
+    return repository_arguments(plan.repositories)
 
 
-def read_state(plan: CudaPlan) -> Cuda:
-    """Read what the host has; one command for all operations of the role."""
-    return read_fact(CudaState, **fact_arguments(plan))
-
-
-def find_toolkit(toolkits: tuple[Toolkit, ...], version: str) -> Toolkit | None:
-    """Pick a toolkit of the planned major version that is not older than planned."""
+def find_toolkit(toolkits: Sequence[Toolkit], version: str) -> Toolkit | None:
+    """Pick the newest toolkit of the planned major version that is not older than planned."""
     wanted = _numbers(version)
     fitting = [t for t in toolkits if _numbers(t.version)[0] == wanted[0]]
-    newest = max(fitting, key=lambda toolkit: _numbers(toolkit.version), default=None)
+    newest = max(fitting, key=lambda t: _numbers(t.version), default=None)
     return newest if newest and _numbers(newest.version) >= wanted else None
 
 
 def _numbers(version: str) -> tuple[int, int]:
-    major, _, rest = version.partition(".")
-    minor = rest.partition(".")[0]
+    major, minor = [*version.split("."), "0"][:2]
     return int(major), int(minor or 0)
 
 
 @operation()
 @host_errors
 def add_cuda_repositories(plan: CudaPlan) -> Commands:
-    """Have the repositories of ``plan`` where the toolkit has to be installed from them."""
-    state = read_state(plan)
+    """Add the repositories of ``plan`` if the toolkit has to be installed from them."""
+    state = read_fact(CudaState, **fact_arguments(plan))
     needed = find_toolkit(state.toolkits, plan.version) is None
     yield from add_repositories(plan.repositories, state.repositories, needed=needed)
 
@@ -289,50 +253,48 @@ def add_cuda_repositories(plan: CudaPlan) -> Commands:
 @operation()
 @host_errors
 def install_cuda(plan: CudaPlan) -> Commands:
-    """Have a CUDA toolkit of the planned version; one that is there is kept as it is."""
-    found = find_toolkit(read_state(plan).toolkits, plan.version)
-    if found:
-        host.noop(f"CUDA {found.version} at {found.path} is kept")
+    """Install a CUDA toolkit of the planned version; a fitting one is kept as it is."""
+    present = find_toolkit(read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version)
+    if present:
+        host.noop(f"CUDA {present.version} at {present.path} is kept")
         return
     yield install([plan.package], plan.package_lock_wait_s)
 
 
-# Good with toolkit modes auto and legacy, and with every docker since 19.03.
+# How a container gets the GPU on this host: NVIDIA's runtime, or a CDI device. The container check
+# verifies the choice, its receipt keeps it, and the engine is started in the same way.
+
+# Works with toolkit modes auto and legacy, and with every docker since 19.03.
 RUNTIME = ("--runtime=nvidia",)
-
-
-# Not through the runtime as well: where nvidia is the default it would add the devices once more.
+# runc, because a default nvidia runtime would add the devices a second time.
 CDI = ("--runtime=runc", "--device=nvidia.com/gpu=all")
-
-
 SPECIFICATION = "/etc/cdi/nvidia.yaml"
 
 
 def gpu_arguments(state: Docker) -> tuple[str, ...]:
     """Return the arguments of ``docker run`` that give a container the GPU.
 
-    CDI only where the host's owner decided for it: the toolkit is forced to it, or there is no
-    NVIDIA runtime. Hosts that have both serve through the runtime; freezes under load were seen
-    with CDI there.
+    CDI only where the host's owner chose it: the toolkit is forced to it, or there is no NVIDIA
+    runtime. Hosts that have both use the runtime; freezes under load were seen with CDI there.
     """
     forced = state.toolkit_mode == "cdi"
     return CDI if lacks_runtime(state) or (forced and state.cdi_directories) else RUNTIME
 
 
 def lacks_runtime(state: Docker) -> bool:
-    """Whether the toolkit is there without its runtime, so that registering one would be a lie."""
+    """Whether the toolkit is installed without its runtime, which must then not be registered."""
     return bool(state.toolkit_version) and not state.runtime
 
 
 def lacks_specification(state: Docker) -> bool:
-    """Whether containers need a CDI specification that nobody has written yet."""
+    """Whether containers need a CDI specification that does not exist yet."""
     # An engine without CDI uses one, too: the runtime resolves it where the toolkit is forced.
     needed = gpu_arguments(state) == CDI or state.toolkit_mode == "cdi"
     return needed and not state.cdi
 
 
 def gpu_problem(state: Docker) -> Problem | None:
-    """Say why no container can get at the GPU here; ``None`` when one can."""
+    """Return why no container can get the GPU here; ``None`` when one can."""
     if gpu_arguments(state) != CDI or state.cdi_directories or not state.info:
         return None
     return Problem(

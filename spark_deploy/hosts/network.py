@@ -1,4 +1,4 @@
-"""Ports, addresses and listeners of a host."""
+"""Ports, addresses, netplan files, listeners and reachability as a host reports them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL
 
 from spark_deploy.hosts.facts import (
     HostFact,
-    Sections,
     build_script,
-    first_line,
     is_managed,
     parse_sections,
 )
@@ -40,70 +38,52 @@ for t in /sys/class/infiniband/*/ports/1/gid_attrs/types/*; do
   echo "$(basename "${d%/ports/1}") ${t##*/} $(cat "$d/gids/${t##*/}")"
 done
 """
-
-
 _INTERFACE = re.compile(r"\d+: ([^:@]+)(?:@\S+)?: <([^>]*)> mtu (\d+)")
-
-
 _ADDRESS = re.compile(r"\s+inet ([0-9.]+/\d+) ")
-
-
 _RDMA = re.compile(r"(\S+) port \d+ ==> (\S+) \((\w+)\)")
-
-
 _SPEED = re.compile(r"(\S+) Speed: (\d+)Mb/s")
-
-
-_MAPPED = "0000:0000:0000:0000:0000:ffff:"  # how a GID holds an IPv4 address
+_MAPPED = "0000:0000:0000:0000:0000:ffff:"  # prefix of an IPv4 address in a GID
 
 
 class Fabric(HostFact[Ports]):
-    """Every interface of a host but its loopback."""
+    """Every interface of a host except loopback."""
 
     def command(self) -> str:
-        """Return the script."""
         return build_script(_PORTS_SCRIPT)
 
     def process(self, output: Iterable[str]) -> Ports:
-        """Read the sections."""
         sections = parse_sections(output)
-        devices = _devices(sections)
-        speeds = {m[1]: int(m[2]) for m in map(_SPEED.match, sections.get("speeds", ())) if m}
-        gids = [line.split() for line in sections.get("gids", ())]
-        found = []
-        for name, up, mtu, addresses in _interfaces(sections):
-            device = devices.get(name)
-            found.append(
+        rdma = (m for m in map(_RDMA.match, sections["rdma"]) if m)
+        devices = {m[2]: m[1] for m in rdma if m[3] == "Up"}
+        speeds = {m[1]: int(m[2]) for m in map(_SPEED.match, sections["speeds"]) if m}
+        gids = [line.split() for line in sections["gids"]]
+        return Ports(
+            tuple(
                 Port(
                     interface=name,
                     up=up,
                     mtu=mtu,
                     speed_mbit_per_s=speeds.get(name),
                     addresses=addresses,
-                    device=device,
-                    gid_index=_gid_index(gids, device, addresses),
+                    device=devices.get(name),
+                    gid_index=_gid_index(gids, devices.get(name), addresses),
                 )
+                for name, up, mtu, addresses in _interfaces(sections["addresses"])
             )
-        return Ports(tuple(found))
+        )
 
 
-def _interfaces(sections: Sections) -> Iterator[tuple[str, bool, int, tuple[str, ...]]]:
-    """Yield name, link, MTU and addresses of each interface in the words of `ip addr`."""
-    found: list[tuple[re.Match[str], list[str]]] = []
-    for line in sections.get("addresses", ()):
+def _interfaces(lines: Iterable[str]) -> Iterator[tuple[str, bool, int, tuple[str, ...]]]:
+    """Yield name, link state, MTU and addresses of each interface in the output of `ip addr`."""
+    interfaces: list[tuple[re.Match[str], list[str]]] = []
+    for line in lines:
         if start := _INTERFACE.match(line):
-            found.append((start, []))
-        elif (address := _ADDRESS.match(line)) and found:
-            found[-1][1].append(address[1])
-    for start, addresses in found:
+            interfaces.append((start, []))
+        elif (address := _ADDRESS.match(line)) and interfaces:
+            interfaces[-1][1].append(address[1])
+    for start, addresses in interfaces:
         if "LOOPBACK" not in start[2]:
             yield start[1], "LOWER_UP" in start[2], int(start[3]), tuple(addresses)
-
-
-def _devices(sections: Sections) -> dict[str, str]:
-    """Return the RDMA device of each interface whose port is up."""
-    lines = map(_RDMA.match, sections.get("rdma", ()))
-    return {line[2]: line[1] for line in lines if line and line[3] == "Up"}
 
 
 def _gid_index(gids: list[list[str]], device: str | None, addresses: tuple[str, ...]) -> int | None:
@@ -119,11 +99,7 @@ def _gid_of(address: str) -> str:
 
 
 _MOST_BYTES = 8192
-
-
 _PROFILES = "/etc/NetworkManager/system-connections/*.nmconnection"
-
-
 _NETPLAN_SCRIPT = rf"""
 echo '== there'; command -v netplan
 echo '== tried'; ls {NETPLAN_TRIAL} 2>/dev/null
@@ -145,38 +121,36 @@ done
 
 @dataclass(frozen=True, slots=True)
 class Netplan:
-    """What has to be known before an interface gets an address."""
+    """Checked before an interface gets an address."""
 
-    there: bool
-    tried: bool  # a try of ours is under way
-    ours: str  # the file we wrote; "" when there is none
+    installed: bool
+    in_trial: bool  # one of our trials is running
+    ours: str  # the file we wrote; "" if there is none
     named: dict[str, str]  # interface: another file that configures it
     below: dict[str, str]  # interface: the bridge or bond it is part of
 
 
 class NetplanFiles(HostFact[Netplan]):
-    """Read as root: netplan's files are root's alone."""
+    """Read as root: only root can read netplan's files."""
 
     def command(self) -> str:
-        """Return the script."""
         return build_script(_NETPLAN_SCRIPT)
 
     def process(self, output: Iterable[str]) -> Netplan:
-        """Read the sections."""
-        found = parse_sections(output)
-        ours = "\n".join(found.get("ours", ())).rstrip("\n")
+        sections = parse_sections(output)
+        ours = sections.text("ours").rstrip("\n")
         return Netplan(
-            there=bool(first_line(found, "there")),
-            tried=bool(first_line(found, "tried")),
+            installed=bool(sections.first("there")),
+            in_trial=bool(sections.first("tried")),
             ours=f"{ours}\n" if ours else "",
-            named=_pairs(found.get("named", ())),
-            below=_pairs(found.get("below", ())),
+            named=_pairs(sections["named"]),
+            below=_pairs(sections["below"]),
         )
 
 
 def _pairs(lines: Iterable[str]) -> dict[str, str]:
     words = (line.split(maxsplit=1) for line in lines)
-    return {one[0]: one[1] for one in words if len(one) == 2}
+    return {pair[0]: pair[1] for pair in words if len(pair) == 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,21 +164,20 @@ class Listener:
     cgroup: str
 
     @property
-    def ours(self) -> bool:
-        """Whether one of our own units holds the socket."""
+    def managed(self) -> bool:
         return is_managed(self.cgroup)
 
     @property
     def service(self) -> str:
-        """The service whose gateway holds the socket; empty when none of ours does."""
-        found = re.search(r"/spark-gateway(?:@|\\x40)([^/]+)\.service", self.cgroup)
-        return found[1] if found else ""
+        """The service whose gateway holds the socket; "" for any other process."""
+        match = re.search(r"/spark-gateway(?:@|\\x40)([^/]+)\.service", self.cgroup)
+        return match[1] if match else ""
 
 
 def ports_script(ports: Sequence[int]) -> str:
-    """List the listeners of some ports, then the cgroup of each process behind them.
+    """Print the listeners of some ports, then the cgroup of each process behind them.
 
-    The longest path of /proc/PID/cgroup counts: with v1 controllers the v2 line says only "/".
+    The longest path of /proc/PID/cgroup counts: with v1 controllers the v2 line is only "/".
     """
     wanted = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
     return rf"""
@@ -217,9 +190,9 @@ done
 
 
 def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[Listener, ...]:
-    """Read ``ss -ltnp`` with or without its heading; the same socket is listed once."""
-    where = dict(line.split(maxsplit=1) for line in cgroups if len(line.split()) == 2)
-    found: dict[tuple[str, int], Listener] = {}
+    """Read ``ss -ltnp`` with or without its heading; each socket once."""
+    cgroup_of = _pairs(cgroups)
+    listeners: dict[tuple[str, int], Listener] = {}
     for line in lines:
         fields = line.split()
         if len(fields) < 5 or fields[0] != "LISTEN":
@@ -228,21 +201,15 @@ def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[
         if not port.isdigit():
             continue
         owner = re.search(r'"([^"]*)",pid=(\d+)', line)
-        pid = owner.group(2) if owner else ""
-        found[address, int(port)] = Listener(
-            address=address,
-            port=int(port),
-            process=owner.group(1) if owner else "",
-            pid=int(pid or 0),
-            cgroup=where.get(pid, ""),
+        process, pid = owner.groups() if owner else ("", "0")
+        listeners[address, int(port)] = Listener(
+            address, int(port), process, int(pid), cgroup_of.get(pid, "")
         )
-    return tuple(found.values())
+    return tuple(listeners.values())
 
 
 _HEADERS_BYTES = 28  # of IP and ICMP, which count towards the MTU
-
-
-# Three packets, five seconds at most, all ways at once.
+# Three packets, five seconds at most, all links at once.
 _PING = "ping -q -n -M do -c 3 -i 0.2 -W 1 -w 5"
 
 
@@ -250,26 +217,23 @@ class Reach(HostFact[dict[str, str]]):
     """For each address "yes", "no", or "unknown" where the host has no ping."""
 
     def command(self, ways: Sequence[tuple[str, str, int]]) -> str:
-        """Return the script.
-
-        Args:
-            ways: interface, address of another member, and MTU of the interface.
-        """
-        asked = []
+        """Return the script; ``ways`` are interface, address of a member, MTU of the interface."""
+        tests = []
         for interface, address, mtu in ways:
             words = f"-I {shlex.quote(interface)} -s {mtu - _HEADERS_BYTES} {shlex.quote(address)}"
             ping = f"{_PING} {words} >/dev/null 2>&1"
-            asked.append(f"{{ if {ping}; then echo {address} yes; else echo {address} no; fi; }} &")
+            tests.append(f"{{ if {ping}; then echo {address} yes; else echo {address} no; fi; }} &")
         unknown = [f"echo {address} unknown" for _, address, _ in ways]
         return build_script(
-            "echo '== reach'\nif command -v ping >/dev/null; then\n"
-            + "\n".join([*asked, "wait"])
-            + "\nelse\n"
-            + "\n".join([*unknown, ":"])
-            + "\nfi"
+            "\n".join(
+                (
+                    "echo '== reach'\nif command -v ping >/dev/null; then",
+                    *(*tests, "wait", "else"),
+                    *(*unknown, ":", "fi"),
+                )
+            )
         )
 
     def process(self, output: Iterable[str]) -> dict[str, str]:
-        """Read the section."""
-        lines = (line.split() for line in parse_sections(output).get("reach", ()))
+        lines = (line.split() for line in parse_sections(output)["reach"])
         return {words[0]: words[1] for words in lines if len(words) == 2}

@@ -1,4 +1,7 @@
-"""Packages and repositories, without ever touching driver, kernel or firmware."""
+"""Packages and repositories, without ever touching driver, kernel or firmware.
+
+apt-get of apt 2.6 to 2.8: `-s` prints one `Inst`/`Remv` line for each package that would change.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 import gevent
 from pyinfra.api.command import FunctionCommand
@@ -45,14 +49,14 @@ def parse_packages(lines: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Repositories:
-    """What apt of the host knows."""
+    """Repositories that the host's apt knows."""
 
     files: Mapping[str, FileState]  # our key and source files that exist
-    known_urls: tuple[str, ...]  # repository addresses named in files that are not ours
+    known_urls: tuple[str, ...]  # repository addresses named in unmanaged files
 
 
 def repositories_script(urls: Sequence[str], files: Sequence[str]) -> str:
-    """Ask for our files, and for each address whether somebody else's source names it."""
+    """Print the state of our files, and each address that an unmanaged source names."""
     addresses = " ".join(shlex.quote(url) for url in urls)
     states = FileStates().command(files) if files else "true"
     return rf"""
@@ -66,16 +70,13 @@ done
 
 
 def parse_repositories(sections: Sections) -> Repositories:
-    """Read the sections of ``repositories_script``."""
-    return Repositories(
-        files=FileStates().process(sections.get("repository-files", ())),
-        known_urls=tuple(sections.get("known-urls", ())),
-    )
+    states = FileStates().process(sections["repository-files"])
+    return Repositories(states, tuple(sections["known-urls"]))
 
 
 # A Spark's driver, kernel and firmware are one factory set; half a set leaves no GPU at all.
-# libnvidia-container* and nvidia-container-toolkit* belong to docker and are not meant here.
-_KEEP_OUT = re.compile(
+# libnvidia-container* and nvidia-container-toolkit* belong to docker and may change.
+_PROTECTED = re.compile(
     r"nvidia-(driver|dkms|kernel|open|utils|compute-utils|firmware|settings|prime|modprobe|"
     r"fabricmanager|imex|persistenced|system)|"
     r"libnvidia-(compute|gl|cfg|common|decode|encode|extra|fbc|nscq|gpucomp)|"
@@ -84,31 +85,26 @@ _KEEP_OUT = re.compile(
     r"(grub|shim|fwupd)"
 )
 
-
-# Without the delay's option apt 2.6 waits for ever when a repository answers with a 503; for each
-# file of a server that gives no answer it would wait half a minute, and three times more.
+# Without the delay's option apt 2.6 waits for ever when a repository answers with a 503. More
+# retries would cost half a minute for each file of a server that does not answer.
 _APT = (
     "env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l APT_LISTCHANGES_FRONTEND=none "
     "apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Options::=--force-confold "
     "-o Acquire::Retries=1 -o Acquire::Retries::Delay=false"
 )
-
-
 _UPDATE_S = 600
+_LISTS = "/var/lib/apt/lists"
 
 
 def forbidden_changes(simulation: Iterable[str]) -> tuple[str, ...]:
     """Name the packages of driver, kernel or firmware that ``apt-get -s`` would change."""
-    found = []
-    for line in simulation:
-        words = line.split()
-        if len(words) > 1 and words[0] in ("Inst", "Remv") and _KEEP_OUT.match(words[1]):
-            found.append(words[1])
-    return tuple(dict.fromkeys(found))
+    changes = (line.split() for line in simulation if line.startswith(("Inst ", "Remv ")))
+    names = (words[1] for words in changes if len(words) > 1)
+    return tuple(dict.fromkeys(name for name in names if _PROTECTED.match(name)))
 
 
 def key_path(repository: RepositorySettings) -> str:
-    """Where the repository's key lies; apt tells armoured from binary keys by the suffix."""
+    """Return where the key is stored; apt tells armoured from binary keys by the suffix."""
     suffix = "gpg" if repository.key_url.endswith(".gpg") else "asc"
     return f"/etc/apt/keyrings/spark-{repository.name}.{suffix}"
 
@@ -127,13 +123,13 @@ def sources_file(repository: RepositorySettings) -> ManagedFile:
     return ManagedFile(path, ("\n".join(lines) + "\n").encode())
 
 
-def repository_files(repositories: Sequence[RepositorySettings]) -> tuple[str, ...]:
-    """List the paths of keys and sources we own for these repositories."""
-    return tuple(
-        path
-        for repository in repositories
-        for path in (key_path(repository), sources_file(repository).path)
-    )
+def repository_arguments(repositories: Sequence[RepositorySettings]) -> dict[str, Any]:
+    """Build the arguments of a fact that runs ``repositories_script``."""
+    pairs = ((key_path(each), sources_file(each).path) for each in repositories)
+    return {
+        "urls": tuple(repository.url for repository in repositories),
+        "repository_files": tuple(path for pair in pairs for path in pair),
+    }
 
 
 def repositories_to_add(
@@ -141,30 +137,31 @@ def repositories_to_add(
 ) -> tuple[RepositorySettings, ...]:
     """Pick the repositories that have to be added or repaired.
 
-    One the host already knows by another file is left alone (apt refuses two keys for one
-    source), and nothing is added as long as nothing has to be installed.
+    A repository that another file names already is left alone (apt refuses two keys for one
+    source), and nothing is added while nothing has to be installed.
     """
-    found = []
+    wrong = []
     for repository in wanted:
         source, key = sources_file(repository), key_path(repository)
         right = {
             source.path: FileState(source.mode, "root:root", source.sha256),
             key: FileState(0o644, "root:root", repository.key_sha256),
         }
-        ours = source.path in state.files
-        if not ours and (not needed or repository.url in state.known_urls):
+        added = source.path in state.files
+        if not added and (not needed or repository.url in state.known_urls):
             continue
-        wrong = any(state.files.get(path) != expected for path, expected in right.items())
-        if wrong and not is_predicted(f"repository {repository.name}"):
-            predict(f"repository {repository.name}")
-            found.append(repository)
-    return tuple(found)
+        change = f"repository {repository.name}"
+        differs = any(state.files.get(path) != expected for path, expected in right.items())
+        if differs and not is_predicted(change):
+            predict(change)
+            wrong.append(repository)
+    return tuple(wrong)
 
 
 def add_repositories(
     wanted: Sequence[RepositorySettings], state: Repositories, *, needed: bool
 ) -> Commands:
-    """Have the repositories on the host where packages have to be installed from them."""
+    """Add repositories to the host if packages have to be installed from them."""
     wrong = repositories_to_add(wanted, state, needed=needed)
     if not wrong:
         host.noop("repositories are as planned" if needed else "nothing has to be installed")
@@ -172,7 +169,7 @@ def add_repositories(
         yield FunctionCommand(_add_repository, [repository], {})
 
 
-# The key of a repository comes the way its packages come: through the proxy that apt was told.
+# A repository's key is fetched like its packages: through apt's proxy.
 _APT_PROXY = """\
 eval "$(apt-config shell http_proxy Acquire::http::Proxy https_proxy Acquire::https::Proxy)"
 for v in http_proxy https_proxy; do
@@ -199,27 +196,26 @@ cat > {put}.spark-new; mv -fT {put}.spark-new {put}
     try:
         run(host, script, stdin=source.content.decode().rstrip("\n"))
     except CommandFailed as failure:
-        seen = re.search(r"sha256=(\w+)", failure.output)
-        if seen:
+        if other := re.search(r"sha256=(\w+)", failure.output):
             refuse(
                 where,
-                f"the key at {repository.key_url} has sha256 {seen.group(1)}, "
+                f"the key at {repository.key_url} has sha256 {other.group(1)}, "
                 f"not the pinned {repository.key_sha256}; nothing was added",
                 "find out whether the vendor changed the key, then set key_sha256",
             )
-        what = f"cannot add it: {failure.output.strip() or failure}"
-        refuse(where, what, "check key_url and the host's network")
+        problem = f"cannot add it: {failure.output.strip() or failure}"
+        refuse(where, problem, "check key_url and the host's network")
     return True
 
 
 def install(
     packages: Sequence[str], lock_wait_s: int, quiet_services: Sequence[str] = ()
 ) -> FunctionCommand:
-    """Build the command that installs packages which are missing.
+    """Build the command that installs missing packages.
 
     Args:
         packages: names to install.
-        lock_wait_s: how long others who install packages are waited for.
+        lock_wait_s: how long to wait for another package installation.
         quiet_services: services of these packages that must not start or be enabled.
     """
     return FunctionCommand(_install, [tuple(packages), lock_wait_s, tuple(quiet_services)], {})
@@ -233,16 +229,25 @@ def _install(
     lock_wait_s: int,
     quiet_services: Sequence[str],
 ) -> bool:
-    listed, missed = " ".join(packages), list[str]()
+    listed, names = " ".join(packages), " ".join(map(shlex.quote, packages))
+    failed_updates: list[str] = []
     try:
         wait_for_lock(host, lock_wait_s)
         with heartbeat(host, f"installing {listed}"):
-            missed += _update(host)
-            _install_missing(host, packages, quiet_services)
+            failed_updates += _update(host)
+            simulation = run(host, f"{_APT} -s --no-install-recommends install {names}")
+            if changes := forbidden_changes(simulation):
+                refuse(
+                    "packages",
+                    f"installing {listed} would change {', '.join(changes)}; driver, kernel and "
+                    "firmware are never changed; nothing was installed",
+                    f"install {listed} by hand after the vendor's update, then run again",
+                )
+            run(host, _install_script(names, quiet_services), timeout_s=3600)
     except CommandFailed as failure:
         tail = "\n".join(failure.output.strip().splitlines()[-12:])
-        # Why a package is not to be found stands in what could not be fetched before.
-        why = "".join(f"\napt-get update: {line}" for line in missed[-3:])
+        # A missing package is often explained by a list that could not be fetched.
+        why = "".join(f"\napt-get update: {line}" for line in failed_updates[-3:])
         refuse(
             "packages",
             f"cannot install {listed}: {tail or failure}{why}",
@@ -252,56 +257,34 @@ def _install(
     return True
 
 
-def _install_missing(host: Host, packages: Sequence[str], quiet_services: Sequence[str]) -> None:
-    """Install what is missing, unless that would touch the driver."""
-    names = " ".join(shlex.quote(package) for package in packages)
-    changed = forbidden_changes(run(host, f"{_APT} -s --no-install-recommends install {names}"))
-    if changed:
-        refuse(
-            "packages",
-            f"installing {' '.join(packages)} would change {', '.join(changed)}; "
-            "driver, kernel and firmware are never ours to change; nothing was installed",
-            f"install {' '.join(packages)} by hand after the vendor's update, then run again",
-        )
-    run(host, _install_script(names, quiet_services), timeout_s=3600)
-
-
 def _update(host: Host) -> list[str]:
-    """Refresh the lists; a vendor's broken source must not stop packages of the others.
-
-    Returns what apt says went wrong, which is told as well.
-    """
-    said = run(host, update_script(), timeout_s=_UPDATE_S + 300)
-    wrong = [line for line in said if line.startswith(("E:", "W:", "Err:"))]
-    for line in wrong:
+    """Refresh the lists and return apt's errors; a broken source must not stop the others."""
+    output = run(host, update_script(), timeout_s=_UPDATE_S + 300)
+    errors = [line for line in output if line.startswith(("E:", "W:", "Err:"))]
+    for line in errors:
         host.log(f"apt-get update: {line}")
-    return wrong
-
-
-_LISTS = "/var/lib/apt/lists"
+    return errors
 
 
 def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
-    """Return what refreshes the lists; what does not end is ended, and the old ones are used.
+    """Return the script that refreshes the lists; after the limit the old ones are used.
 
-    apt does not sync what it fetched: a power cut leaves lists of no length, with a date by which
-    the repository says that they are current. Empty ones are dropped first, new ones are synced.
+    apt does not sync what it fetched: a power cut leaves empty lists whose date makes them look
+    current. Empty ones are dropped first, new ones are synced.
     """
     files = f"find {lists} -maxdepth 1 -type f ! -name lock"
     return (
         f"{files} -empty -delete; timeout -k 10 {limit_s} {_APT} update 2>&1; "
-        f'case $? in 124 | 137) echo "E: it did not end within {limit_s} s" ;; esac; '
+        f'case $? in 124 | 137) echo "E: not finished after {limit_s} s" ;; esac; '
         f"{files} -exec sync {{}} + || :"
     )
 
 
-# A unit made of a script that a removed package left behind is nobody's.
+# A unit generated from a script that a removed package left behind belongs to nobody.
 _MASK = """\
 case $(systemctl show -p FragmentPath --value {name}) in
 "" | /run/systemd/generator*) ln -s /dev/null {directory}/{name} && {mark}=yes ;;
 esac"""
-
-
 _UNMASK = """\
 if [ -n "${mark}" ]; then
   rm -f {directory}/{name}; systemctl daemon-reload
@@ -312,20 +295,21 @@ fi"""
 def _install_script(names: str, quiet_services: Sequence[str]) -> str:
     """Install in one script on the host, so that a lost connection cannot stop it half way.
 
-    A masked unit is not started by its package; the mask goes again at once, and the enabling
-    that packages do by default with it. A unit that the host has already is its owner's: such a
-    one is neither masked nor disabled.
+    A masked unit is not started by its package; afterwards it is unmasked and disabled. A unit
+    that the host has already belongs to its owner and is neither masked nor disabled.
     """
-    quiet = [shlex.quote(service) for service in quiet_services]
-    each = [
-        {"name": name, "mark": f"masked_{number}", "directory": UNITS_DIR}
-        for number, name in enumerate(quiet)
+    units = [
+        {"name": shlex.quote(service), "mark": f"masked_{number}", "directory": UNITS_DIR}
+        for number, service in enumerate(quiet_services)
     ]
-    lines = [_MASK.format(**words) for words in each]
-    lines.append(f"{_APT} --no-install-recommends --no-remove install {names}; rc=$?")
-    lines += [_UNMASK.format(**words) for words in each]
-    lines.append("exit $rc")
-    return "\n".join(lines)
+    return "\n".join(
+        (
+            *(_MASK.format(**unit) for unit in units),
+            f"{_APT} --no-install-recommends --no-remove install {names}; rc=$?",
+            *(_UNMASK.format(**unit) for unit in units),
+            "exit $rc",
+        )
+    )
 
 
 _LOCK_HOLDER = r"""
@@ -339,12 +323,11 @@ done | sort -u | while read -r pid; do echo "$pid $(cat "/proc/$pid/comm" 2>/dev
 
 
 def wait_for_lock(host: Host, limit_s: float) -> None:
-    """Wait until nobody else installs packages (apt timers run after boot), saying who does."""
+    """Wait until no other package installation runs (apt timers run after boot)."""
     started = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
-        waited = monotonic() - started
-        if waited > limit_s:
-            what = f"the package lock is held by {', '.join(holders)} for {waited:.0f} s"
-            refuse("packages", what, "wait for it or end it, then run again")
-        host.log(f"waiting for the package lock, held by {', '.join(holders)}: {waited:.0f} s")
+        held = f"the package lock, held by {', '.join(holders)}: {monotonic() - started:.0f} s"
+        if monotonic() - started > limit_s:
+            refuse("packages", f"waited for {held}", "wait for it or end it, then run again")
+        host.log(f"waiting for {held}")
         gevent.sleep(5)

@@ -20,105 +20,174 @@ from spark_deploy.hosts.capacity import (
     judge_workloads,
 )
 from spark_deploy.hosts.commands import is_predicted, log
-from spark_deploy.hosts.fabric import find_differences, judge_links
+from spark_deploy.hosts.fabric import find_differences, judge_links, read_reach
 from spark_deploy.hosts.facts import answers_by_host, prefetch, read_fact
 from spark_deploy.hosts.gpu import GpuState
-from spark_deploy.hosts.host_errors import Commands, Refused, host_errors, show
-from spark_deploy.hosts.network import Reach
+from spark_deploy.hosts.host_errors import Commands, Refused, host_errors, warn
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.plan.machine import NeedsPlan
 
-
-def judge_health(needs: NeedsPlan, survey: Survey) -> Verdict:
-    """Look for half-done updates and missing rights."""
-    problems, warnings = [*_problems(survey)], [*_warnings(survey)]
-    warnings += [Problem(f"daily look: {one.where}", one.what, one.fix) for one in survey.daily]
-    if survey.gpu.torn_score and needs.updates != "ignore":
-        (problems if needs.updates == "require" else warnings).append(_torn(survey))
-    for names, serious in _half_installed(survey):
-        (problems if serious else warnings).append(names)
-    return Verdict(tuple(problems), tuple(warnings))
+_Finding = tuple[bool, Problem]  # whether it refuses the host
 
 
-# Half of one of these is a host whose engine may not start, or whose installations fail.
-_NEEDED = re.compile(
-    r"docker|containerd|runc|(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|libc-bin|nginx"
-)
+def _error(where: str, what: str, fix: str) -> _Finding:
+    return True, Problem(where, what, fix)
 
 
-def _half_installed(survey: Survey) -> Iterator[tuple[Problem, bool]]:
-    """Yield the half-installed packages that an engine stands on, and apart from them the others.
-
-    Hosts are delivered with half-installed language packs; they serve all the same.
-    """
-    fix = "run `dpkg --configure -a` and `apt-get -f install` on the host"
-    needed = [name for name in survey.broken_packages if _NEEDED.match(name)]
-    others = [name for name in survey.broken_packages if name not in needed]
-    if needed:
-        yield Problem("packages", f"half installed: {', '.join(needed)}", fix), True
-    if others:
-        what = f"half installed: {', '.join(others)}; the engine does not need them"
-        yield Problem("packages", what, fix), False
+def _warning(where: str, what: str, fix: str) -> _Finding:
+    return False, Problem(where, what, fix)
 
 
-def _torn(survey: Survey) -> Problem:
-    return Problem(
-        "updates",
-        f"the vendor's update is not whole: torn score {survey.gpu.torn_score:g} against "
-        f"{survey.gpu.torn_name or 'its set'}",
-        "finish it with the DGX Dashboard (or apt full-upgrade) and reboot; expect.updates says "
-        "what it means here",
+def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
+    """Collect everything that is wrong with a host at once."""
+    findings = (*_identity(needs, survey), *_health(needs, survey))
+    more = (judge_workloads(needs, survey), judge_capacity(needs, survey))
+    return Verdict(
+        (*(p for bad, p in findings if bad), *(p for verdict in more for p in verdict.problems)),
+        (
+            *(p for bad, p in findings if not bad),
+            *(p for verdict in more for p in verdict.warnings),
+        ),
     )
 
 
-def _problems(survey: Survey) -> Iterator[Problem]:
-    if not survey.sudo_works:
-        yield Problem(
-            "sudo",
-            f"{survey.user} cannot become root without a password",
-            "run `pyinfra INVENTORY deploys/bootstrap.py` once",
+def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
+    """Compare the host with ``expect:``.
+
+    In this order because each survives what breaks the next: the PCI id is readable while the
+    driver is broken, and a broken driver on the right board does not make it a wrong host.
+    """
+    seen = survey.identity
+    if seen.arch != needs.arch:
+        fix = "take this host out of the inventory, or set expect.arch for another machine"
+        yield _error("architecture", f"{seen.arch or 'unknown'}, expected {needs.arch}", fix)
+        return
+    if needs.pci_ids and not set(seen.pci) & set(needs.pci_ids):
+        nvidia = ", ".join(device for device in seen.pci if device.startswith("10de:"))
+        yield _error(
+            "PCI",
+            f"no device {' or '.join(needs.pci_ids)} (NVIDIA devices found: {nvidia or 'none'})",
+            "not the expected board, or its GPU fell off the bus: power-cycle, look at lspci",
         )
-    if survey.docker_silent == "active" and survey.sudo_works:  # else it may not be asked
-        yield Problem(
+        return
+    if (seen.os_id, seen.os_version) != (needs.os_id, needs.os_version):
+        yield _error(
+            "operating system",
+            f"{seen.os_name or seen.os_id or 'unknown'}, expected {needs.os_id} {needs.os_version}",
+            "install that release, or set expect.os_id and expect.os_version if you know it works",
+        )
+    if needs.dgx_release in ("require", "warn") and not seen.dgx_release:
+        problem = Problem(
+            "DGX OS",
+            "/etc/dgx-release is missing",
+            "plain Ubuntu needs kernel parameters and a watchdog driver of DGX OS, else the board "
+            "resets about every 20 minutes; set expect.dgx_release: ignore when you have them",
+        )
+        yield needs.dgx_release == "require", problem
+    yield from _driver(needs, survey.gpu)
+
+
+_DRIVER_FIX = {
+    "missing": "install the driver with the DGX Dashboard or the vendor's instructions; "
+    "this tool never installs or changes one",
+    "no-driver": "the module is not loaded: reboot; if that does not help, see `dmesg | grep NVRM` "
+    "and finish the vendor's update",
+    "mismatch": "the running module and the installed library differ: reboot, or set "
+    "reboot: allow to have the deploy do it",
+    "no-devices": "the driver does not reach the GPU (half an update, or GSP trouble): finish the "
+    "vendor's update and power-cycle",
+    "error": "see `nvidia-smi` and `dmesg | grep NVRM` on the host",
+}
+
+
+def _driver(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
+    if gpu.smi != "ok":
+        what = gpu.smi_error.splitlines()[0] if gpu.smi_error else "nvidia-smi is not installed"
+        yield _error("driver", what, _DRIVER_FIX[gpu.smi])
+        return
+    names = [each.name for each in gpu.gpus]
+    if needs.gpu_name and needs.gpu_name not in names:
+        what = f"{', '.join(names)}, expected {needs.gpu_name}"
+        yield _error("GPU", what, "set expect.gpu_name")
+    if version_key(gpu.driver_version) < version_key(needs.driver_min):
+        what = f"{gpu.driver_version} is older than {needs.driver_min}"
+        yield _error("driver", what, "update with the DGX Dashboard (the whole set, then reboot)")
+    if gpu.module_version and gpu.module_version != gpu.driver_version:
+        what = f"module {gpu.module_version} is loaded, library {gpu.driver_version} is installed"
+        yield _error("driver", what, _DRIVER_FIX["mismatch"])
+    if len(gpu.driver_branches) > 1:
+        what = f"packages of several branches are installed: {', '.join(gpu.driver_branches)}"
+        yield _error("driver", what, "remove all but the factory branch")
+
+
+# An engine may not start, or installations fail, while one of these is half installed.
+_REQUIRED = re.compile(
+    r"docker|containerd|runc|(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|libc-bin|nginx"
+)
+_CLOCK_S = 300  # from here on package lists and certificates may be "not valid yet"
+
+
+def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
+    """Find half-done updates, missing rights and trouble that the host reports."""
+    if not survey.sudo_works:
+        what = f"{survey.user} cannot become root without a password"
+        yield _error("sudo", what, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
+    if survey.docker_silent == "active" and survey.sudo_works:  # without root docker never answers
+        yield _error(
             "docker",
-            "its daemon runs but does not answer, so containers of others cannot be told",
+            "its daemon runs but does not answer, so unmanaged containers are unknown",
             "see `journalctl -u docker` on the host; a restart of docker may be needed",
         )
-
-
-# Minutes away, archives' lists and certificates begin to be "not valid yet".
-_CLOCK_S = 300
-
-
-def _warnings(survey: Survey) -> Iterator[Problem]:
+    elif survey.docker_silent not in ("", "active"):
+        yield _warning(
+            "docker",
+            f"its unit is {survey.docker_silent}; unmanaged containers are not known yet",
+            "nothing to do: the deploy starts it and checks them then",
+        )
     ahead_s = survey.identity.clock_ahead_s
     if abs(ahead_s) > _CLOCK_S:
-        away = f"{abs(ahead_s) / 60:,.0f} minutes {'ahead of' if ahead_s > 0 else 'behind'}"
-        yield Problem(
+        side = "ahead of" if ahead_s > 0 else "behind"
+        yield _warning(
             "clock",
-            f"{away} this machine's: package lists, certificates and keys may be refused",
-            "see `timedatectl` on the side that is wrong; `timedatectl set-ntp true` sets it right",
+            f"{abs(ahead_s) / 60:,.0f} minutes {side} this machine's: package lists, certificates "
+            "and keys may be refused",
+            "run `timedatectl set-ntp true` on the side whose clock is wrong",
         )
-    if survey.docker_silent not in ("", "active"):
-        yield Problem(
-            "docker",
-            f"its unit is {survey.docker_silent}; containers of others cannot be told yet",
-            "nothing to do: it is started, and looked at again then",
-        )
-    yield from _kernel(survey)
+    yield from ((False, problem) for problem in _kernel(survey))
     blocks = survey.memory.blocks
     if blocks is not None and blocks.is_fragmented:
-        yield Problem(
+        yield _warning(
             "memory",
             f"fragmented: {blocks}; the GPU driver needs contiguous blocks",
             "a start compacts it; if the start fails, reboot the host",
         )
-    if survey.identity.boot.pending:
-        yield Problem(
-            "reboot",
-            f"pending: {survey.identity.boot.pending}",
-            "reboot when it suits you, or set reboot: allow to have the deploy do it",
+    if pending := survey.identity.boot.pending:
+        fix = "reboot when it suits you, or set reboot: allow to have the deploy do it"
+        yield _warning("reboot", f"pending: {pending}", fix)
+    for daily in survey.daily:
+        yield _warning(f"daily check: {daily.where}", daily.what, daily.fix)
+    if survey.gpu.torn_score and needs.updates != "ignore":
+        what = f"torn score {survey.gpu.torn_score:g} against {survey.gpu.torn_name or 'its set'}"
+        problem = Problem(
+            "updates",
+            f"the vendor's update is incomplete: {what}",
+            "finish it with the DGX Dashboard (or apt full-upgrade) and reboot, or set "
+            "expect.updates",
         )
+        yield needs.updates == "require", problem
+    yield from _half_installed(survey)
+
+
+def _half_installed(survey: Survey) -> Iterator[_Finding]:
+    """Judge half-installed packages; hosts ship with some that no engine needs."""
+    fix = "run `dpkg --configure -a` and `apt-get -f install` on the host"
+    required = [name for name in survey.broken_packages if _REQUIRED.match(name)]
+    others = [name for name in survey.broken_packages if name not in required]
+    if required:
+        yield _error("packages", f"half installed: {', '.join(required)}", fix)
+    if others:
+        what = f"half installed: {', '.join(others)}; the engine does not need them"
+        yield _warning("packages", what, fix)
 
 
 # Kernels with a reported fault, by the beginning of `uname -r`: the fault, the kernel parameter
@@ -140,7 +209,7 @@ def _kernel(survey: Survey) -> Iterator[Problem]:
             "kernel",
             f"{kernel} counts {memory.cma_free_bytes / GIB:.1f} GiB as free that "
             "the GPU cannot have (CmaFree is above CmaTotal in /proc/meminfo: kexec handover)",
-            "boot with kho=off, or with a 6.17 kernel, to have them back",
+            "boot with kho=off, or with a 6.17 kernel",
         )
         return
     for release, (fault, parameter, source) in _FAULTY_KERNELS.items():
@@ -149,117 +218,10 @@ def _kernel(survey: Survey) -> Iterator[Problem]:
             yield Problem("kernel", f"{kernel} {fault} ({source})", fix)
 
 
-# In this order because each survives what breaks the next: the PCI id is there while the driver
-# is dead, and a dead driver on the right board is trouble with the driver, not a wrong host.
-def judge_identity(needs: NeedsPlan, survey: Survey) -> Verdict:
-    """Compare the host with ``expect:``."""
-    seen = survey.identity
-    if seen.arch != needs.arch:
-        return Verdict(
-            (
-                Problem(
-                    "architecture",
-                    f"{seen.arch or 'unknown'}, expected {needs.arch}",
-                    "take this host out of the inventory, or set expect.arch for another machine",
-                ),
-            )
-        )
-    if needs.pci_ids and not set(seen.pci) & set(needs.pci_ids):
-        return Verdict((_no_gpu(needs, survey),))
-    return Verdict(
-        tuple([*_system(needs, survey), *_driver(needs, survey.gpu)]),
-        tuple(_release(needs, survey)),
-    )
-
-
-def _no_gpu(needs: NeedsPlan, survey: Survey) -> Problem:
-    found = [device for device in survey.identity.pci if device.startswith("10de:")]
-    return Problem(
-        "PCI",
-        f"no device {' or '.join(needs.pci_ids)} "
-        f"(NVIDIA devices found: {', '.join(found) or 'none'})",
-        "not the expected board, or its GPU fell off the bus: power-cycle, look at lspci",
-    )
-
-
-def _system(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
-    seen = survey.identity
-    if (seen.os_id, seen.os_version) != (needs.os_id, needs.os_version):
-        yield Problem(
-            "operating system",
-            f"{seen.os_name or seen.os_id or 'unknown'}, expected {needs.os_id} {needs.os_version}",
-            "install that release, or set expect.os_id and expect.os_version if you know it works",
-        )
-    if needs.dgx_release == "require" and not seen.dgx_release:
-        yield Problem("DGX OS", "/etc/dgx-release is missing", _PLAIN_UBUNTU_FIX)
-
-
-_PLAIN_UBUNTU_FIX = (
-    "plain Ubuntu needs kernel parameters and a watchdog driver of DGX OS, else the board "
-    "resets about every 20 minutes; set expect.dgx_release: ignore when you have them"
-)
-
-
-def _release(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
-    if needs.dgx_release == "warn" and not survey.identity.dgx_release:
-        yield Problem("DGX OS", "/etc/dgx-release is missing", _PLAIN_UBUNTU_FIX)
-
-
-_DRIVER_FIX = {
-    "missing": "install the driver with the DGX Dashboard or the vendor's instructions; "
-    "this tool never installs or changes one",
-    "no-driver": "the module is not loaded: reboot; if that does not help, see `dmesg | grep NVRM` "
-    "and finish the vendor's update",
-    "mismatch": "the running module and the installed library differ: reboot, or set "
-    "reboot: allow to have the deploy do it",
-    "no-devices": "the driver does not reach the GPU (half an update, or GSP trouble): finish the "
-    "vendor's update and power-cycle",
-    "error": "see `nvidia-smi` and `dmesg | grep NVRM` on the host",
-}
-
-
-def _driver(needs: NeedsPlan, gpu: GpuState) -> Iterator[Problem]:
-    if gpu.smi != "ok":
-        says = gpu.smi_says.splitlines()[0] if gpu.smi_says else "nvidia-smi is not installed"
-        yield Problem("driver", says, _DRIVER_FIX[gpu.smi])
-        return
-    if needs.gpu_name and needs.gpu_name not in {found.name for found in gpu.gpus}:
-        names = ", ".join(found.name for found in gpu.gpus)
-        yield Problem("GPU", f"{names}, expected {needs.gpu_name}", "set expect.gpu_name")
-    if version_key(gpu.driver_version) < version_key(needs.driver_min):
-        yield Problem(
-            "driver",
-            f"{gpu.driver_version} is older than {needs.driver_min}",
-            "update with the DGX Dashboard (the whole set, then reboot)",
-        )
-    if gpu.module_version and gpu.module_version != gpu.driver_version:
-        yield Problem(
-            "driver",
-            f"module {gpu.module_version} is loaded, library {gpu.driver_version} is installed",
-            _DRIVER_FIX["mismatch"],
-        )
-    if len(gpu.driver_branches) > 1:
-        yield Problem(
-            "driver",
-            f"packages of several branches are installed: {', '.join(gpu.driver_branches)}",
-            "remove all but the factory branch",
-        )
-
-
-def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
-    """Collect everything that is wrong with a host at once."""
-    judges = (judge_identity, judge_health, judge_workloads, judge_capacity)
-    verdicts = [judge_part(needs, survey) for judge_part in judges]
-    return Verdict(
-        tuple(problem for verdict in verdicts for problem in verdict.problems),
-        tuple(warning for verdict in verdicts for warning in verdict.warnings),
-    )
-
-
 def same_host_key(surveys: Mapping[str, Survey]) -> dict[str, Problem]:
     """Return a warning for each host that shows the SSH host key of another one.
 
-    Hosts cloned from one disk do: whoever holds the key of one can pass for all of them.
+    Hosts cloned from one disk do: whoever holds the key of one can impersonate all of them.
     """
     by_key: dict[str, list[str]] = {}
     for name, survey in surveys.items():
@@ -291,15 +253,14 @@ def fact_arguments(needs: NeedsPlan) -> dict[str, Any]:
 
 
 def read_survey(needs: NeedsPlan) -> Survey:
-    """Look at the host once for all operations of preflight."""
-    # The survey finds its own way to root; with pyinfra's sudo it would stop at a prompt.
+    # The survey becomes root by itself; pyinfra's sudo would stop at a prompt.
     return read_fact(HostSurvey, _sudo=False, **fact_arguments(needs))
 
 
 @operation()
 @host_errors
 def check_host(needs: NeedsPlan) -> None:
-    """Let the run go on only on a host that fits ``needs``; show all that is wrong at once."""
+    """Refuse a host that does not fit ``needs``, with all problems at once."""
     if is_predicted("reboot"):
         host.noop("judged after the reboot")
         return
@@ -309,8 +270,7 @@ def check_host(needs: NeedsPlan) -> None:
         raise Refused(*verdict.problems)
     if state.is_executing:
         twins = same_host_key(answers_by_host(HostSurvey))
-        for warning in (*verdict.warnings, *(p for name, p in twins.items() if name == host.name)):
-            show(host, f"warning: {warning}", colour="yellow")
+        warn(host, *verdict.warnings, *(p for name, p in twins.items() if name == host.name))
     prefetch()
     if survey.stubbed:
         log(f"stubbed on this host: {', '.join(survey.stubbed)}")
@@ -320,18 +280,16 @@ def check_host(needs: NeedsPlan) -> None:
 @operation()
 @host_errors
 def check_cluster(needs: NeedsPlan) -> None:
-    """Let the run go on only where the members of a cluster reach each other and are alike."""
+    """Refuse a cluster whose members do not reach each other or differ."""
     if not needs.cluster:
-        host.noop("serves by itself")
+        host.noop("not part of a cluster")
         return
-    asked = tuple((way.interface, way.address, way.mtu) for way in needs.ways)
-    reached: dict[str, str] = read_fact(Reach, _sudo=False, ways=asked)
-    verdict = judge_links(host.name, needs.ways, reached)
+    verdict = judge_links(host.name, needs.ways, read_reach(needs.ways))
     problems = [*verdict.problems, *find_differences(needs.cluster, answers_by_host(HostSurvey))]
     if problems:
         raise Refused(*problems)
-    for warning in verdict.warnings if state.is_executing else ():
-        show(host, f"warning: {warning}", colour="yellow")
+    if state.is_executing:
+        warn(host, *verdict.warnings)
     host.noop("the members reach each other")
 
 
@@ -343,14 +301,10 @@ def take_over(needs: NeedsPlan) -> Commands:
     They are not removed: `docker update --restart=unless-stopped NAME; docker start NAME` brings
     one back.
     """
-    names = [
-        c.name
-        for c in competing_containers(read_survey(needs).containers)
-        if c.name in needs.takeover
-    ]
+    competing = competing_containers(read_survey(needs).containers)
+    names = [container.name for container in competing if container.name in needs.takeover]
     if not names:
         host.noop("no container to take over")
-        return
     for name in names:
         log(f"stopping container {name} (takeover)")
         quoted = shlex.quote(name)

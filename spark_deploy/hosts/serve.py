@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import gevent
 from pyinfra.api.command import FunctionCommand
@@ -26,13 +27,13 @@ from spark_deploy.hosts.commands import (
     run,
     run_reconnecting,
 )
-from spark_deploy.hosts.facts import read_fact, read_fact_now
+from spark_deploy.hosts.facts import HostFact, read_fact, read_fact_now
 from spark_deploy.hosts.files import place_files
 from spark_deploy.hosts.host_errors import Commands, host_command, host_errors, refuse
 from spark_deploy.hosts.preflight import fact_arguments, read_survey
 from spark_deploy.hosts.releases import change_now, change_to, hold_back, interrupt, require_members
 from spark_deploy.hosts.status import HostStatus, Status, UsersKnown, parse_status
-from spark_deploy.hosts.survey import HostSurvey, RebootedFor
+from spark_deploy.hosts.survey import HostSurvey
 from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.machine import NeedsPlan
 from spark_deploy.plan.managed_files import ManagedFile
@@ -204,6 +205,26 @@ _ASK_EVERY_S = 3.0
 
 
 _MARKER = f"{RECEIPTS_DIR}/rebooted-for"
+
+
+class RebootedFor(HostFact[str]):
+    """The reason of our last reboot if it is still pending; "" otherwise.
+
+    It is written before the reboot, with the id of the boot that was to end: in that same boot the
+    reboot never happened.
+    """
+
+    default = str
+
+    def command(self, path: str) -> str:
+        marker = shlex.quote(path)
+        return (
+            f'[ -f {marker} ] && [ "$(head -n 1 {marker})" != "$(cat {BOOT_ID})" ] '
+            f"&& tail -n +2 {marker} || true"
+        )
+
+    def process(self, output: Iterable[str]) -> str:
+        return "\n".join(output).strip()
 
 
 @operation()

@@ -1,9 +1,8 @@
-"""What preflight reads of a host, in one command that changes nothing."""
+"""The survey of a host before a deploy: one command that changes nothing."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from spark_contract.documents import DocumentError
 from spark_contract.errors import Problem
 from spark_contract.free_blocks import FreeBlocks, parse_buddyinfo
 from spark_contract.machine import (
-    BOOT_ID,
     DRIVER_LIBRARIES,
     REBOOT_MARKER,
     REBOOT_PACKAGES,
@@ -26,25 +24,7 @@ from spark_contract.records import DailyLook, Stopped
 from spark_contract.tool import STAND_IN
 from spark_contract.units import MAIN_SERVICE, SERVE
 
-from spark_deploy.hosts.disk import (
-    Above,
-    Place,
-    Reclaimable,
-    Stored,
-    disk_script,
-    parse_above,
-    parse_places,
-    parse_reclaimable,
-    parse_stored,
-    stored_script,
-)
-from spark_deploy.hosts.docker_facts import (
-    CONTAINERS_SCRIPT,
-    Container,
-    images_script,
-    parse_containers,
-    parse_silent,
-)
+from spark_deploy.hosts import disk, docker_facts, gpu, network
 from spark_deploy.hosts.facts import (
     SERVING_SCRIPT,
     HostFact,
@@ -52,13 +32,10 @@ from spark_deploy.hosts.facts import (
     as_root,
     build_script,
     container_id,
-    first_line,
     is_managed,
     parse_key_values,
     parse_sections,
 )
-from spark_deploy.hosts.gpu import GPU_SCRIPT, GpuState, parse_gpu
-from spark_deploy.hosts.network import Listener, parse_listeners, ports_script
 
 IDENTITY_SCRIPT = rf"""
 echo '== uname'; uname -m; uname -r
@@ -83,8 +60,6 @@ echo '== driver-libraries'; ls {DRIVER_LIBRARIES} 2>/dev/null
 
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
-    """What the host says about itself, without asking any driver."""
-
     arch: str
     kernel: str
     os_id: str
@@ -92,62 +67,42 @@ class HostIdentity:
     os_name: str
     dgx_release: dict[str, str]  # empty: no /etc/dgx-release
     pci: tuple[str, ...]  # vendor:device of each function, as lspci -n prints it
-    host_key: str  # fingerprint of the key that SSH shows; "" where there is none
+    host_key: str  # fingerprint of the SSH host key; "" if there is none
     boot: BootSigns
-    kernel_parameters: tuple[str, ...] = ()  # what this boot was started with
-    clock_ahead_s: float = 0.0  # of the controller's; below zero: behind it
+    kernel_parameters: tuple[str, ...] = ()  # of this boot
+    clock_ahead_s: float = 0.0  # of the controller's clock; negative: behind it
 
 
-def parse_identity(sections: Sections, gpu: GpuState) -> HostIdentity:
-    arch, kernel = [*sections.get("uname", ()), "", ""][:2]
-    os_release = parse_key_values(sections.get("os-release", ()))
-    reboot = list(sections.get("reboot", ()))
-    libraries = library_versions(sections.get("driver-libraries", ()))
+def parse_identity(sections: Sections, gpu_state: gpu.GpuState) -> HostIdentity:
+    arch, kernel = [*sections["uname"], "", ""][:2]
+    os_release = parse_key_values(sections["os-release"])
+    reboot, clock = sections["reboot"], sections.first("clock")
+    libraries = library_versions(sections["driver-libraries"])
     return HostIdentity(
         arch=arch,
         kernel=kernel,
         os_id=os_release.get("ID", ""),
         os_version=os_release.get("VERSION_ID", ""),
         os_name=os_release.get("PRETTY_NAME", ""),
-        dgx_release=parse_key_values(sections.get("dgx-release", ())),
-        pci=tuple(sections.get("pci", ())),
-        host_key=first_line(sections, "host-key"),
+        dgx_release=parse_key_values(sections["dgx-release"]),
+        pci=tuple(sections["pci"]),
+        host_key=sections.first("host-key"),
         boot=BootSigns(
             kernel=kernel,
-            kernels=tuple(sections.get("kernels", ())),
+            kernels=tuple(sections["kernels"]),
             marked=bool(reboot),
             packages=tuple(line for line in reboot[1:] if line),
-            module=gpu.module_version,
-            libraries=libraries or tuple(one.driver_version for one in gpu.gpus),
-            mismatch=gpu.smi == "mismatch",
+            module=gpu_state.module_version,
+            libraries=libraries or tuple(each.driver_version for each in gpu_state.gpus),
+            mismatch=gpu_state.smi == "mismatch",
         ),
-        kernel_parameters=tuple(first_line(sections, "kernel-parameters").split()),
-        clock_ahead_s=float(clock) - time.time()
-        if (clock := first_line(sections, "clock"))
-        else 0.0,
+        kernel_parameters=tuple(sections.first("kernel-parameters").split()),
+        clock_ahead_s=float(clock) - time.time() if clock else 0.0,
     )
 
 
-class RebootedFor(HostFact[str]):
-    """The reason of the last reboot of ours that is still pending; empty when there is none.
-
-    It is written down before the reboot, under the id of the boot that was to end: while that one
-    goes on, the reboot never came about, and nothing was tried.
-    """
-
-    default = str
-
-    def command(self, path: str) -> str:
-        marker = shlex.quote(path)
-        return (
-            f'[ -f {marker} ] && [ "$(head -n 1 {marker})" != "$(cat {BOOT_ID})" ] '
-            f"&& tail -n +2 {marker} || true"
-        )
-
-    def process(self, output: Iterable[str]) -> str:
-        return "\n".join(output).strip()
-
-
+# On GB10 GPU allocations are charged to no process and no cgroup, so a process list never adds
+# up; ``MemAvailable`` is the figure that counts (/proc/meminfo, kernel documentation).
 MEMORY_SCRIPT = r"""
 echo '== meminfo'; grep -E '^(MemTotal|MemAvailable|CmaTotal|CmaFree):' /proc/meminfo
 echo '== buddyinfo'; getconf PAGESIZE; cat /proc/buddyinfo
@@ -166,7 +121,7 @@ class Memory:
     total_bytes: int
     available_bytes: int  # less what a kernel with kexec handover counts as free and keeps
     cma_total_bytes: int
-    cma_free_bytes: int  # above the total: free by count, but kept for the kernel's handover
+    cma_free_bytes: int  # above the total: counted as free, but kept for the kernel's handover
     blocks: FreeBlocks | None  # None: only root may read them
     driver_failures: int  # lines of the kernel log since the boot
 
@@ -182,26 +137,21 @@ class Process:
 
     @property
     def container_id(self) -> str:
-        """Full id of the container it runs in, or ""."""
         return container_id(self.cgroup)
 
     @property
-    def ours(self) -> bool:
-        """Whether one of our own units holds it."""
+    def managed(self) -> bool:
         return is_managed(self.cgroup)
 
 
 def parse_memory(sections: Sections) -> Memory:
-    kib: dict[str, int] = {}
-    for line in sections.get("meminfo", ()):
-        match = re.match(r"(\w+):\s+(\d+) kB", line)
-        if match:
-            kib[match.group(1)] = int(match.group(2))
+    matches = (re.match(r"(\w+):\s+(\d+) kB", line) for line in sections["meminfo"])
+    kib = {match.group(1): int(match.group(2)) for match in matches if match}
     total, available, cma_total, cma_free = (
         kib.get(key, 0) * 1024 for key in ("MemTotal", "MemAvailable", "CmaTotal", "CmaFree")
     )
-    page, *zones = [*sections.get("buddyinfo", ()), ""]
-    failures = "".join(sections.get("driver-memory", ()))
+    page, *zones = [*sections["buddyinfo"], ""]
+    failures = "".join(sections["driver-memory"])
     return Memory(
         total,
         available - max(0, cma_free - cma_total),
@@ -212,17 +162,19 @@ def parse_memory(sections: Sections) -> Memory:
     )
 
 
-def parse_processes(lines: Iterable[str]) -> tuple[Process, ...]:
-    found = []
+def parse_processes(lines: Iterable[str]) -> Iterator[Process]:
     for line in lines:
         pid, rss_kib, cgroup, name = [*line.split(maxsplit=3), "", "", "", ""][:4]
         if pid.isdigit() and rss_kib.isdigit():
-            found.append(Process(int(pid), int(rss_kib) * 1024, cgroup, name))
-    return tuple(found)
+            yield Process(int(pid), int(rss_kib) * 1024, cgroup, name)
 
 
 def audit_script(folder: str = "/var/lib/dpkg") -> str:
-    """Return the audit; while dpkg's lock is held, packages in progress are left out."""
+    """Print half-installed packages, but none while an installation runs.
+
+    An installation outlives the run that began it. While dpkg's lock is held, everything that it
+    has begun is half installed, and the next installation waits for the lock.
+    """
     return f"""
 echo '== dpkg-audit'
 busy=
@@ -233,10 +185,16 @@ done
 """
 
 
+def parse_audit(lines: Sequence[str]) -> tuple[str, ...]:
+    """Read the package names of ``dpkg --audit``: indented lines, name first."""
+    return tuple(line.split()[0] for line in lines if line.startswith(" ") and line.strip())
+
+
 _STOPPED = str(Paths(Path("/")).stopped(MAIN_SERVICE).parent)
 
 
 def stopped_script(folder: str = _STOPPED) -> str:
+    """Print the services that a user stopped: each name, then its state file on one line."""
     return f"""
 echo '== stopped'
 for file in {folder}/*.json; do
@@ -245,15 +203,16 @@ done
 """
 
 
-_DPKG = rf"""
-echo '== stubs'
-dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {STAND_IN}
-echo '== daily'; head -c 65536 {DAILY} 2>/dev/null; echo
-echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
-"""
+def _parse_stopped(lines: Sequence[str]) -> Iterator[tuple[str, Stopped]]:
+    for name, text in zip(lines[::2], lines[1::2], strict=False):
+        try:
+            yield name, documents.parse(Stopped, text)
+        except DocumentError:  # the file alone keeps the service down
+            yield name, Stopped(None, "an unknown time")
 
 
 def engine_memory_script(folder: str = RELEASES_DIR) -> str:
+    """Print each running engine's unit and the bytes that its release plans."""
     before, after = SERVE.of("@").split("@@")
     return rf"""
 echo '== engine-memory'
@@ -266,32 +225,52 @@ systemctl list-units --plain --no-legend --state=active,activating '{SERVE.of("*
 """
 
 
+def _parse_engine_bytes(lines: Sequence[str]) -> dict[str, int]:
+    pairs = (line.partition(" ") for line in lines)
+    return {unit: int(planned) for unit, _, planned in pairs if planned.isdigit()}
+
+
+_OTHER_SCRIPT = rf"""
+echo '== stubs'
+dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {STAND_IN}
+echo '== daily'; head -c 65536 {DAILY} 2>/dev/null; echo
+echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
+"""
+
+
+def _parse_daily(text: str) -> tuple[Problem, ...]:
+    try:
+        return documents.parse(DailyLook, text).problems
+    except DocumentError:  # absent, or cut off
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Survey:
     user: str  # login name when sudo asks for a password, else ""
     identity: HostIdentity
-    gpu: GpuState
+    gpu: gpu.GpuState
     memory: Memory
     processes: tuple[Process, ...]
-    places: tuple[Place, ...]
-    reclaimable: tuple[Reclaimable, ...]
-    listeners: tuple[Listener, ...]
-    containers: tuple[Container, ...]
-    docker_silent: str  # state of the unit whose daemon did not answer; "" when it did
-    broken_packages: tuple[str, ...]  # what dpkg --audit names
-    serving: tuple[str, ...]  # our units that are up
+    places: tuple[disk.Place, ...]
+    reclaimable: tuple[disk.Reclaimable, ...]
+    listeners: tuple[network.Listener, ...]
+    containers: tuple[docker_facts.Container, ...]
+    docker_silent: str  # state of the unit whose daemon did not answer; "" if it did
+    broken_packages: tuple[str, ...]  # listed by dpkg --audit
+    serving: tuple[str, ...]  # running engine units
     stub_packages: tuple[str, ...]  # "name version" of stand-ins
-    images: tuple[str, ...]  # those of the plan that are there
-    tailscale: str  # the host's address in its tailnet, or what the command said instead
-    stored: Stored  # weights that need no room again
-    daily: tuple[Problem, ...] = ()  # what the host's own daily look found
-    above: tuple[Above, ...] = ()  # the folders above our places
-    stopped: Mapping[str, Stopped] = field(default_factory=dict)  # by service: on purpose
-    engine_bytes: Mapping[str, int] = field(default_factory=dict)  # planned, by unit that is up
+    images: tuple[str, ...]  # images of the plan that are present
+    tailscale: str  # the host's tailnet address, or the error text of the command
+    stored: disk.Stored  # weights that need no room again
+    daily: tuple[Problem, ...] = ()  # problems found by the host's daily check
+    above: tuple[disk.Above, ...] = ()  # parent directories of our places
+    stopped: Mapping[str, Stopped] = field(default_factory=dict)  # services a user stopped
+    engine_bytes: Mapping[str, int] = field(default_factory=dict)  # planned, by running unit
 
     @property
     def obtainable_bytes(self) -> int | None:
-        """Memory that is available once our engines stop; ``None`` where a plan is unknown."""
+        """Memory available once our engines stop; ``None`` if the plan of one is unknown."""
         if not set(self.serving) <= set(self.engine_bytes):
             return None
         held_bytes = sum(self.engine_bytes[unit] for unit in self.serving)
@@ -303,16 +282,14 @@ class Survey:
 
     @property
     def stubbed(self) -> tuple[str, ...]:
-        """Every stand-in met on this host: nothing proven with one says anything of a Spark."""
-        found = list(self.stub_packages)
+        """Stand-ins on this host: a result obtained with one proves nothing about a Spark."""
         driver = self.gpu.driver_version
-        if driver.endswith(STAND_IN):
-            found.append(f"driver {driver}")
-        return tuple(found)
+        is_stub = driver.endswith(STAND_IN)
+        return (*self.stub_packages, *([f"driver {driver}"] if is_stub else ()))
 
 
 class HostSurvey(HostFact[Survey]):
-    """One look at the whole host; run it without pyinfra's sudo, it finds its own way to root."""
+    """Run it without pyinfra's sudo: ``as_root`` becomes root itself."""
 
     def command(
         self,
@@ -325,76 +302,49 @@ class HostSurvey(HostFact[Survey]):
         return as_root(
             build_script(
                 IDENTITY_SCRIPT,
-                GPU_SCRIPT,
+                gpu.GPU_SCRIPT,
                 MEMORY_SCRIPT,
-                stored_script(paths, look_in),
-                ports_script(ports_wanted),
+                disk.stored_script(paths, look_in),
+                network.ports_script(ports_wanted),
                 SERVING_SCRIPT,
                 engine_memory_script(),
                 audit_script(),
                 stopped_script(),
-                _DPKG,
-                # Half of the time is docker's.
+                _OTHER_SCRIPT,
+                # Docker takes half of the time.
                 parallel=(
-                    disk_script(paths, shared_paths),
-                    CONTAINERS_SCRIPT,
-                    images_script(images),
+                    disk.disk_script(paths, shared_paths),
+                    docker_facts.CONTAINERS_SCRIPT,
+                    docker_facts.images_script(images),
                 ),
             )
         )
 
     def process(self, output: list[str]) -> Survey:
         found = parse_sections(output)
-        sudo = found.get("sudo", ["no"])
-        state = parse_gpu(found)
+        sudo = found["sudo"] or ["no"]
+        gpu_state = gpu.parse_gpu(found)
         return Survey(
             user=(sudo[1] if len(sudo) > 1 else "?") if sudo[0] == "no" else "",
-            identity=parse_identity(found, state),
-            gpu=state,
+            identity=parse_identity(found, gpu_state),
+            gpu=gpu_state,
             memory=parse_memory(found),
-            processes=parse_processes(found.get("processes", ())),
-            places=parse_places(found.get("places", ())),
-            reclaimable=parse_reclaimable(found),
-            listeners=parse_listeners(
-                found.get("listeners", ()), found.get("listener-cgroups", ())
-            ),
-            containers=parse_containers(found.get("containers", ())),
-            docker_silent=parse_silent(found.get("containers", ())),
-            broken_packages=parse_audit(found.get("dpkg-audit", ())),
-            serving=tuple(line for line in found.get("serving", ()) if line),
+            processes=tuple(parse_processes(found["processes"])),
+            places=tuple(disk.parse_places(found["places"])),
+            reclaimable=tuple(disk.parse_reclaimable(found["docker-df"])),
+            listeners=network.parse_listeners(found["listeners"], found["listener-cgroups"]),
+            containers=tuple(docker_facts.parse_containers(found["containers"])),
+            docker_silent=docker_facts.parse_silent(found["containers"]),
+            broken_packages=parse_audit(found["dpkg-audit"]),
+            serving=tuple(filter(None, found["serving"])),
             stub_packages=tuple(
-                " ".join(line.split()[1:3]) for line in found.get("stubs", ()) if line[:2] == "ii"
+                " ".join(line.split()[1:3]) for line in found["stubs"] if line[:2] == "ii"
             ),
-            images=tuple(found.get("images", ())),
-            tailscale=first_line(found, "tailscale"),
-            stored=parse_stored(found),
-            daily=_parse_daily(found.get("daily", ())),
-            above=parse_above(found.get("above", ())),
-            stopped=dict(_parse_stopped(found.get("stopped", ()))),
-            engine_bytes=_parse_engine_bytes(found.get("engine-memory", ())),
+            images=tuple(found["images"]),
+            tailscale=found.first("tailscale"),
+            stored=disk.parse_stored(found["stored"]),
+            daily=_parse_daily(found.text("daily")),
+            above=tuple(disk.parse_above(found["above"])),
+            stopped=dict(_parse_stopped(found["stopped"])),
+            engine_bytes=_parse_engine_bytes(found["engine-memory"]),
         )
-
-
-def _parse_engine_bytes(lines: Sequence[str]) -> dict[str, int]:
-    pairs = (line.partition(" ") for line in lines)
-    return {unit: int(planned) for unit, _, planned in pairs if planned.isdigit()}
-
-
-def _parse_daily(lines: Sequence[str]) -> tuple[Problem, ...]:
-    try:
-        return documents.parse(DailyLook, "\n".join(lines)).problems
-    except DocumentError:  # there was none yet, or it was cut short
-        return ()
-
-
-def _parse_stopped(lines: Sequence[str]) -> Iterator[tuple[str, Stopped]]:
-    """Read names of services, each with its record below it; that there is one keeps it down."""
-    for name, said in zip(lines[::2], lines[1::2], strict=False):
-        try:
-            yield name, documents.parse(Stopped, said)
-        except DocumentError:
-            yield name, Stopped(None, "an unknown time")
-
-
-def parse_audit(lines: Sequence[str]) -> tuple[str, ...]:
-    return tuple(line.split()[0] for line in lines if line.startswith(" ") and line.strip())

@@ -25,45 +25,82 @@ from spark_contract.paths import (
     PROXY,
     SITE,
     STATE_DIR,
-    TOOLS_DIR,
 )
-from spark_contract.units import (
-    DAILY_STAMP,
-)
+from spark_contract.units import DAILY_STAMP
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.types import Settings
+from spark_deploy.hosts import base
 from spark_deploy.hosts.access import ACCOUNT_HOME
-from spark_deploy.hosts.base import HOLD_PATH, SLEEP_TARGETS, owned_directories, read_state
 from spark_deploy.hosts.commands import CommandFailed, heartbeat, log_once, run
 from spark_deploy.hosts.docker_facts import DAEMON_JSON
 from spark_deploy.hosts.facts import HostFact, read_fact
 from spark_deploy.hosts.gpu import SPECIFICATION
-from spark_deploy.hosts.host_errors import Commands, Refused, host_errors, show
-from spark_deploy.hosts.payload import (
-    COMPACTION_PATH,
-    EARLYOOM_PATH,
-    Payload,
-    compaction_file,
-    earlyoom_file,
-    guarantee_files,
-    memory_command,
-    packed_tools,
-)
+from spark_deploy.hosts.host_errors import Commands, Refused, host_command, host_errors, refuse
+from spark_deploy.hosts.payload import Payload, memory_command, packed_tools
 from spark_deploy.hosts.proxy import DOCKER_DROP_IN
 from spark_deploy.hosts.status import Prunable
+from spark_deploy.hosts.tools import placed_tools
 from spark_deploy.plan.jobs import ready_jobs_of, ready_name, served_jobs_of, wanted_of
 from spark_deploy.plan.machine import SUDOERS_PATH, BasePlan
 from spark_deploy.plan.managed_files import ManagedFile
 from spark_deploy.plan.release import release_files_of, unit_files_of
 from spark_deploy.plan.types import GatewayPlan, HostPlan
 
+_TIMEOUT_S = 3600
+_RUN_AGAIN = "fix the cause above, then run again"
+
+
+def gigabytes(size_bytes: int) -> str:
+    unit, factor = ("GB", 1e9) if size_bytes >= 1e8 else ("MB", 1e6)
+    return f"{size_bytes / factor:.2f} {unit}"
+
+
+@operation()
+@host_errors
+def prune_host(keep: Keep) -> Commands:
+    """Remove managed releases, checkpoints, sources, images and caches that nothing kept needs."""
+    request = json.dumps(plain(keep), sort_keys=True)
+    found = read_fact(Prunable, keep=request)
+    if isinstance(found, Problem):
+        raise Refused(found)
+    for line in describe_prune(found):
+        log_once(line)
+    if not found.items:
+        host.noop("nothing to remove")
+        return
+    yield FunctionCommand(_prune, [request], {})
+
+
+def describe_prune(found: Pruning) -> Iterator[str]:
+    """Yield each item to remove with its size, and why releases stay."""
+    jobs = [item for item in found.items if item.kind == "job"]
+    for item in found.items:
+        if item.kind != "job":
+            yield f"remove {gigabytes(item.bytes):>9}  {item.kind} {item.name}"
+    if jobs:
+        yield f"remove            state files of {len(jobs)} jobs that built them"
+    for name, reason in sorted(found.kept.items()):
+        yield f"keep              release {name}: {reason}"
+    for path in found.not_ours:
+        yield f"keep              {path}: unmanaged"
+    yield f"total  {gigabytes(found.bytes):>9}"
+
+
+@host_command
+def _prune(state: State, host: Host, request: str) -> bool:
+    try:
+        with heartbeat(host, "removing"):
+            output = run(host, tool.line(tool.PRUNE, request), timeout_s=_TIMEOUT_S)
+    except CommandFailed as error:
+        refuse(f"{host.name}: prune", error.output.strip() or str(error), _RUN_AGAIN)
+    removed = parse(Pruning, "\n".join(output))
+    host.log(f"removed {len(removed.items)} items, {gigabytes(removed.bytes)}")
+    return True
+
 
 class OursOnHost(HostFact[Ours]):
-    """What ``spark-host manifest`` says; the tools that answer come with the question.
-
-    Give them as ``_stdin``: ``payload.sent``.
-    """
+    """Result of ``spark-host manifest``, run by tools sent as ``_stdin``: ``packed_tools``."""
 
     def requires_command(self, command: str) -> str:
         return "python3"
@@ -75,193 +112,134 @@ class OursOnHost(HostFact[Ours]):
         """Read the answer.
 
         Raises:
-            FactProcessError: it is none; says what the host said instead.
+            FactProcessError: with the host's error instead.
         """
         lines = [line for line in output if line.strip()]
         try:
             return parse(Ours, lines[-1] if lines else "")
         except DocumentError as error:
             problem = problem_in(lines[-1]) if lines else None
-            told = "\n".join(lines[-3:])
-            said = problem or f"{error}: {told}"
-            raise FactProcessError(str(said)) from error
-
-
-_PRUNE_TIMEOUT_S = 3600
-
-
-@operation()
-@host_errors
-def prune_host(keep: Keep) -> Commands:
-    """Remove releases, trees, sources, images and caches of ours that nothing kept needs."""
-    wanted = json.dumps(plain(keep), sort_keys=True)
-    found = read_fact(Prunable, keep=wanted)
-    if isinstance(found, Problem):
-        raise Refused(found)
-    for line in describe_prune(found):
-        log_once(line)
-    if not found.items:
-        host.noop("nothing can go")
-        return
-    yield FunctionCommand(_prune, [wanted], {})
-
-
-def describe_prune(found: Pruning) -> Iterator[str]:
-    """Yield what a prune finds: each thing that goes with its bytes, and why releases stay."""
-    for item in found.items:
-        if item.kind != "job":
-            yield f"goes   {gigabytes(item.bytes):>9}  {item.kind} {item.name}"
-    jobs = sum(1 for item in found.items if item.kind == "job")
-    if jobs:
-        yield f"goes              records of {jobs} jobs that made it"
-    for name, why in sorted(found.kept.items()):
-        yield f"stays             release {name}: {why}"
-    for path in found.not_ours:
-        yield f"stays             {path}: not made by us"
-    yield f"in all {gigabytes(found.bytes):>9}"
-
-
-def gigabytes(size_bytes: int) -> str:
-    """Write bytes for people."""
-    unit, factor = ("GB", 1e9) if size_bytes >= 1e8 else ("MB", 1e6)
-    return f"{size_bytes / factor:.2f} {unit}"
-
-
-def _prune(state: State, host: Host, keep: str) -> bool:
-    try:
-        with heartbeat(host, "removing"):
-            said = run(host, tool.line(tool.PRUNE, keep), timeout_s=_PRUNE_TIMEOUT_S)
-    except CommandFailed as error:
-        show(host, f"{error.output.strip() or error}\n  fix: see above, then run again")
-        return False
-    removed = parse(Pruning, "\n".join(said))
-    host.log(f"removed {len(removed.items)} things, {gigabytes(removed.bytes)}")
-    return True
-
-
-_TIMEOUT_S = 3600
-
-
-SHOWN = 12  # names of one kind
+            tail = "\n".join(lines[-3:])
+            raise FactProcessError(str(problem or f"{error}: {tail}")) from error
 
 
 def uninstall_request(settings: Settings) -> str:
-    """Return, as JSON, what the host is asked about."""
+    """Return, as JSON, the resources to look for on a host."""
     wanted = wanted_of(
         settings,
-        files=(HOLD_PATH, COMPACTION_PATH, *(file.path for file in guarantee_files())),
-        shared_files=(EARLYOOM_PATH, SPECIFICATION),
-        masked=SLEEP_TARGETS,
+        files=(
+            *(base.HOLD_PATH, base.COMPACTION_PATH),
+            *(file.path for file in base.GUARANTEE_FILES),
+        ),
+        shared_files=(base.EARLYOOM_PATH, SPECIFICATION),
+        masked=base.SLEEP_TARGETS,
         access_files=(SUDOERS_PATH, ACCOUNT_HOME),
     )
     return json.dumps(plain(wanted), sort_keys=True)
 
 
-def read_resources(asked: str) -> Ours:
-    """Ask the current host what is ours on it."""
-    return read_fact(
-        OursOnHost, command=memory_command(tool.MANIFEST, asked), _stdin=packed_tools()
-    )
+def read_resources(request: str) -> Ours:
+    """Return the resources on the current host that this project created."""
+    command = memory_command(tool.MANIFEST, request)
+    return read_fact(OursOnHost, command=command, _stdin=packed_tools())
 
 
 @operation()
 @host_errors
-def note_host(plan: BasePlan, asked: str) -> Commands:
-    """Have written down what the host was before us, so that an uninstall can go back to it.
+def note_host(plan: BasePlan, request: str) -> Commands:
+    """Write down the host's state before the first deploy, for a later uninstall.
 
     Args:
-        plan: says what is read of the host.
-        asked: what ``asked_of`` returned.
+        plan: of the base role, whose fact is read.
+        request: result of ``uninstall_request``.
     """
-    if STATE_DIR in read_state(plan).directories:
+    if STATE_DIR in base.read_state(plan).directories:
         host.noop("deployed to before")
         return
-    yield StringCommand(memory_command(tool.NOTE, asked), _stdin=packed_tools())
+    yield StringCommand(memory_command(tool.NOTE, request), _stdin=packed_tools())
 
 
 @operation()
 @host_errors
-def uninstall(asked: str) -> Commands:
-    """Have nothing of ours on the host but what is said to stay.
+def uninstall(request: str) -> Commands:
+    """Remove everything that this project created, except what the settings keep.
 
     Args:
-        asked: what ``asked_of`` returned.
+        request: result of ``uninstall_request``.
     """
-    found = read_resources(asked)
+    found = read_resources(request)
     for line in describe_uninstall(found):
         log_once(line)
-    if not any(not thing.stays for thing in found.things):
-        host.noop("nothing of ours is left that may go")
+    if all(thing.stays for thing in found.things):
+        host.noop("nothing to remove")
         return
-    yield FunctionCommand(_uninstall, [asked], {})
+    yield FunctionCommand(_uninstall, [request], {})
 
 
-def _uninstall(state: State, host: Host, asked: str) -> bool:
+@host_command
+def _uninstall(state: State, host: Host, request: str) -> bool:
+    where, command = f"{host.name}: uninstall", memory_command(tool.UNINSTALL, request)
     try:
         with heartbeat(host, "removing"):
-            said = run(
-                host,
-                memory_command(tool.UNINSTALL, asked),
-                timeout_s=_TIMEOUT_S,
-                stdin=packed_tools(),
-            )
-        found = parse(Ours, said[-1])
+            output = run(host, command, timeout_s=_TIMEOUT_S, stdin=packed_tools())
+        removed = parse(Ours, output[-1])
     except CommandFailed as error:
-        show(host, f"{_tail(error.output)}\n  fix: see above, then run again")
-        return False
+        refuse(where, _problems(error.output), _RUN_AGAIN)
     except DocumentError as error:
-        show(host, f"spark-host uninstall: {error}")
-        return False
-    freed = sum(thing.size_bytes for thing in found.things)
-    host.log(f"removed {len(found.things)} things, {gigabytes(freed)}")
+        refuse(where, str(error), "run again")
+    freed = sum(thing.size_bytes for thing in removed.things)
+    host.log(f"removed {len(removed.things)} items, {gigabytes(freed)}")
     return True
 
 
-def _tail(output: str) -> str:
+def _problems(output: str) -> str:
     try:
         return "\n".join(parse(Ours, output.strip().splitlines()[-1]).problems)
     except (DocumentError, IndexError):
         return output.strip()[-2000:]
 
 
+_SHOWN = 12  # names of one kind
+
+
 def describe_uninstall(found: Ours) -> Iterator[str]:
-    """Say what goes and what stays, each with its bytes, small things of a kind in one line."""
+    """Yield what is removed and what is kept, with sizes; things of one kind share a line."""
     if found.noted_at is None and found.things:
-        yield "nobody noted what this host was before the first deploy: what is unknown stays"
+        yield "no state from before the first deploy was noted: what is unknown is kept"
     for kind in dict.fromkeys(thing.kind for thing in found.things):
-        yield from _kind(kind, [thing for thing in found.things if thing.kind == kind])
+        yield from _describe_kind(kind, [thing for thing in found.things if thing.kind == kind])
     freed = sum(thing.size_bytes for thing in found.things if not thing.stays)
     left = sum(thing.size_bytes for thing in found.things if thing.stays)
-    yield f"goes  {gigabytes(freed)} in all; stays {gigabytes(left)}"
+    yield f"remove {gigabytes(freed)} in total; keep {gigabytes(left)}"
 
 
-def _kind(kind: str, things: list[Thing]) -> Iterator[str]:
-    going = [thing for thing in things if not thing.stays]
-    if going:
-        size = sum(thing.size_bytes for thing in going)
-        names = [thing.name for thing in going]
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        yield f"goes  {_size(size)} {kind:<13} {', '.join(names[:SHOWN])}{more}"
-    for why in dict.fromkeys(thing.stays for thing in things if thing.stays):
-        same = [thing for thing in things if thing.stays == why]
-        size = sum(thing.size_bytes for thing in same)
-        yield f"stays {_size(size)} {kind:<13} {', '.join(thing.name for thing in same)}: {why}"
+def _describe_kind(kind: str, things: list[Thing]) -> Iterator[str]:
+    removed = [thing for thing in things if not thing.stays]
+    if removed:
+        names = [thing.name for thing in removed]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield f"remove {_size(removed)} {kind:<13} {', '.join(names[:_SHOWN])}{more}"
+    for reason in dict.fromkeys(thing.stays for thing in things if thing.stays):
+        same = [thing for thing in things if thing.stays == reason]
+        names = [thing.name for thing in same]
+        yield f"keep   {_size(same)} {kind:<13} {', '.join(names)}: {reason}"
 
 
-def _size(size_bytes: int) -> str:
-    return f"{gigabytes(size_bytes) if size_bytes else '':>9}"
+def _size(things: list[Thing]) -> str:
+    total = sum(thing.size_bytes for thing in things)
+    return f"{gigabytes(total) if total else '':>9}"
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """One thing on a host: ``kind`` says what ``name`` is."""
+    """One resource on a host."""
 
     # file | state | keys | link | directory | package | masked | user | image | tree | active |
     # enabled; the host itself writes a `state`, and in `keys` only some keys of a file are ours.
     kind: str
     name: str
     operation: str  # the operation of a deploy that repairs it
-    mode: int | None = None  # where it is held
+    mode: int | None = None  # if a deploy repairs it
 
 
 def list_resources(plan: HostPlan, payload: Payload) -> tuple[Owned, ...]:
@@ -275,23 +253,24 @@ def list_resources(plan: HostPlan, payload: Payload) -> tuple[Owned, ...]:
 
 
 def _base_resources(plan: HostPlan) -> Iterator[Owned]:
-    if plan.base.hold_driver_in_unattended_upgrades:
-        yield Owned("file", HOLD_PATH, "Base | Hold driver packages in unattended upgrades", 0o644)
-    for package in plan.base.packages:
-        yield Owned("package", package, "Base | Install packages")
-    for path in owned_directories(plan.base):
+    settings, install = plan.base, "Base | Install packages"
+    if settings.hold_driver_in_unattended_upgrades:
+        hold = "Base | Hold driver packages in unattended upgrades"
+        yield from _file_resources((base.HOLD_FILE,), hold)
+    for package in base.planned_packages(settings):
+        yield Owned("package", package, install)
+    for path in base.owned_directories(settings):
         yield Owned("directory", path, "Base | Create directories")
-    if plan.base.disable_sleep:
-        for target in SLEEP_TARGETS:
+    if settings.disable_sleep:
+        for target in base.SLEEP_TARGETS:
             yield Owned("masked", target, "Base | Disable sleep")
-    if plan.base.protect_login:
-        yield from _file_resources(guarantee_files(), "Base | Guarantee memory to the login")
-    if plan.base.compaction_proactiveness is not None:
-        file = compaction_file(plan.base.compaction_proactiveness)
+    if settings.protect_login:
+        yield from _file_resources(base.GUARANTEE_FILES, "Base | Guarantee memory to the login")
+    if settings.compaction_proactiveness is not None:
+        file = base.compaction_file(settings.compaction_proactiveness)
         yield from _file_resources((file,), "Base | Set the kernel's compaction")
-    if plan.base.earlyoom:
-        yield Owned("package", "earlyoom", "Base | Install packages")
-        yield from _file_resources((earlyoom_file(),), "Base | Run earlyoom")
+    if settings.earlyoom:
+        yield from _file_resources((base.EARLYOOM_FILE,), "Base | Run earlyoom")
     yield Owned("package", plan.cuda.package, "CUDA | Install the toolkit")
     for package in (*plan.docker.packages, *plan.docker.toolkit_packages):
         yield Owned("package", package, "Docker | Install engine and NVIDIA toolkit")
@@ -300,34 +279,30 @@ def _base_resources(plan: HostPlan) -> Iterator[Owned]:
 
 
 def _file_resources(files: tuple[ManagedFile, ...], operation: str) -> Iterator[Owned]:
-    for file in files:
-        yield Owned("file", file.path, operation, file.mode)
+    return (Owned("file", file.path, operation, file.mode) for file in files)
 
 
 def _tool_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     install = "Tools | Install host tools"
-    home = f"{TOOLS_DIR}/{plan.tools.digest[:12]}"
-    yield from _file_resources(payload.tools.installed(home), install)
+    yield from _file_resources(placed_tools(plan.tools, payload.tools), install)
     yield from _file_resources(unit_files_of(payload.units), install)
     yield Owned("link", CURRENT_TOOLS, install)
     yield Owned("state", DAILY_STAMP, install)
-    site = "Tools | Install the builder's Python packages"
-    yield Owned("link", SITE, site)
+    yield Owned("link", SITE, "Tools | Install the builder's Python packages")
 
 
 def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     if plan.proxy.used:
         yield Owned("state", PROXY, "Sources | Have the proxy where jobs find it", 0o600)
         yield from _file_resources((DOCKER_DROP_IN,), "Docker | Pull images through the proxy")
+    operations = {CHECKPOINT_JOB: "Checkpoint | Build the checkpoint"}
     for job in (work.job for work in served_jobs_of(plan, payload.image_context)):
         if job.unless:
-            continue  # a base not kept leaves the host
+            continue  # a base that is not kept is removed later
+        operation = operations.get(job.kind, "Image | Prepare the engine image")
         if job.kind == FETCH_JOB:
-            yield _artefact(job, f"Sources | Fetch {job.title.removeprefix('fetch ')}")
-        elif job.kind == CHECKPOINT_JOB:
-            yield _artefact(job, "Checkpoint | Build the checkpoint")
-        else:
-            yield _artefact(job, "Image | Prepare the engine image")
+            operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
+        yield _artefact(job, operation)
     for job in (work.job for work in ready_jobs_of(plan, payload.image_context)):
         yield _artefact(job, f"Ready | {ready_name(job)}")
 
@@ -335,7 +310,7 @@ def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
 def _artefact(job: Job, operation: str) -> Owned:
     if isinstance(job.proof, ReceiptProof):
         return Owned("tree", job.proof.tree, operation)
-    assert isinstance(job.proof, ImageProof)  # nothing that is served is made by a removal
+    assert isinstance(job.proof, ImageProof)  # no job of a served pair is a removal
     return Owned("image", job.proof.image, operation)
 
 
@@ -343,15 +318,15 @@ def _release_resources(plan: HostPlan) -> Iterator[Owned]:
     install = "Serve | Install units and release"
     yield Owned("user", GATEWAY_USER, install)
     yield Owned("user", ENGINE_USER, install)
-    for one in plan.served:
-        yield from _file_resources(release_files_of(one), install)
-        what = "the release" if one is plan else one.serve.service
-        change = f"Serve | Serve {what} on {plan.host}"
-        for unit in (one.serve.serve_unit, one.gateway.settings.unit):
+    for served in plan.served:
+        yield from _file_resources(release_files_of(served), install)
+        subject = "the release" if served is plan else served.serve.service
+        change = f"Serve | Serve {subject} on {plan.host}"
+        for unit in (served.serve.serve_unit, served.gateway.settings.unit):
             yield Owned("active", unit, change)
             yield Owned("enabled", unit, change)
-        yield Owned("state", f"{PROOFS_DIR}/{one.serve.name}.json", change)
-        yield from _gateway_resources(one.gateway, change)
+        yield Owned("state", f"{PROOFS_DIR}/{served.serve.name}.json", change)
+        yield from _gateway_resources(served.gateway, change)
 
 
 def _gateway_resources(gateway: GatewayPlan, change: str) -> Iterator[Owned]:
@@ -360,6 +335,6 @@ def _gateway_resources(gateway: GatewayPlan, change: str) -> Iterator[Owned]:
     if tls := gateway.settings.tls:
         yield Owned("state", tls.certificate, configure, 0o644)
         yield Owned("state", tls.key, configure, 0o600)
-    # A key made on the host is made anew by the change of release, a given one is sent again.
+    # The change of release makes a missing generated key again; a given key is sent again.
     owner = change if gateway.key.kind == "generate" else configure
     yield Owned("state", gateway.settings.key_path, owner, 0o600)

@@ -35,7 +35,7 @@ from spark_contract.units import DAILY_LINK, UNITS_DIR
 
 from lab import cgroup
 from spark_deploy.bench import page
-from spark_deploy.hosts import payload
+from spark_deploy.hosts import base
 from spark_deploy.hosts.base import HOLD_PATH
 from spark_deploy.plan.jobs import DAEMON_JSON
 from tests.labkit import Guest, guest_named
@@ -49,8 +49,8 @@ PACKAGES = (
 _OURS = (
     f"{UNITS_DIR}/*spark-*.*", f"{UNITS_DIR}/spark-serve@*.service.d/*", DAEMON_JSON, SYSUSERS,
     f"{GATEWAY_DIR}/*.json", f"{RELEASES_DIR}/*/release.json", HOLD_PATH,
-    f"{COMMANDS_DIR}/spark-*", payload.EARLYOOM_PATH,
-    *(file.path for file in payload.guarantee_files()),
+    f"{COMMANDS_DIR}/spark-*", base.EARLYOOM_PATH,
+    *(file.path for file in base.GUARANTEE_FILES),
 )  # fmt: skip
 SUMS = f"find {CURRENT_TOOLS}/ -type f ! -name '*.pyc' -exec sha256sum {{}} +"
 LINKS = (CURRENT_TOOLS, SITE, DAILY_LINK)

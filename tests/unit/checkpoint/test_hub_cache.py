@@ -117,7 +117,7 @@ def test_the_look_before_a_download_finds_shared_blobs_by_their_sha256(cache):
     target = str(cache.parents[3] / "sources/a")
     script = disk.stored_script([target], [str(cache)])
     out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
-    found = disk.parse_stored(facts.split_sections(out.splitlines()))
+    found = disk.parse_stored(facts.split_sections(out.splitlines())["stored"])
     for letter in "xyvw":
         sha256 = hashlib.sha256(letter.encode() * SIZE_BYTES).hexdigest()
         assert found.folders.get(sha256) == str(cache)

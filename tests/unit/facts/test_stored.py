@@ -37,7 +37,7 @@ def look(root, wanted, look_in=("sources", "home/*/.cache/huggingface/hub")):
     target = str(root / "sources/org--name-4567")
     script = stored_script([target], [f"{root}/{folder}" for folder in look_in])
     out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
-    found = parse_stored(split_sections(out.splitlines()))
+    found = parse_stored(split_sections(out.splitlines())["stored"])
     return found, found.linkable_bytes(target, wanted)
 
 

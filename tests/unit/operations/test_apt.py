@@ -166,7 +166,7 @@ def test_keys_come_through_the_proxy_that_apt_was_told(tmp_path, said, http, htt
 @pytest.mark.parametrize(
     ("apt_get", "said"),
     [
-        ("sleep 60", "E: it did not end within 1 s"),
+        ("sleep 60", "E: not finished after 1 s"),
         ("echo E: no such host; exit 100", "E: no such host"),
         ("exit 0", ""),
     ],

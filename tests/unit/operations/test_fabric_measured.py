@@ -17,16 +17,21 @@ WAY = Way("fab0", "roce0", 9000, 200000, "spark-2", "192.168.100.12", 9000)
 
 
 class End(Answering):
-    """A host on the cable that answers every command alike."""
+    """A host on the cable; ``rdma`` is the output of its ib_write_bw, ``None``: not installed."""
 
-    def __init__(self, said: str = "", wrong: str = ""):
+    def __init__(self, said: str = "", wrong: str = "", rdma: str | None = None):
         super().__init__()
         self.data = {"_sudo": True}
-        self.said, self.wrong = said, wrong
+        self.said, self.wrong, self.rdma = said, wrong, rdma
         self.asked: list[tuple[str, str]] = []
+        self.rdma_commands: list[str] = []
 
     def run_shell_command(self, command: Any, **words: Any) -> tuple[bool, SimpleNamespace]:
-        self.asked.append((command.get_raw_value(), words["_stdin"]))
+        script = command.get_raw_value()
+        if "ib_write_bw" in script:
+            self.rdma_commands.append(script)
+            return self.rdma is not None, SimpleNamespace(stdout=self.rdma or "", stderr="")
+        self.asked.append((script, words["_stdin"]))
         return not self.wrong, SimpleNamespace(stdout=self.said, stderr=self.wrong)
 
 
@@ -85,7 +90,7 @@ def test_a_dry_run_says_what_would_be_sent_and_sends_nothing(
 @pytest.mark.parametrize(
     ("sender", "listener", "reached", "told"),
     [
-        (End(found(0.9)), End(), "yes", "0.9 Gb/s to spark-2 over a link that says 200"),
+        (End(found(0.9)), End(), "yes", "0.9 Gb/s to spark-2 over a link of 200"),
         (End(found(0)), End(), "yes", "nothing of full size gets to spark-2"),
         (End(found(88)), End(), "no", "no packet of 9000 bytes comes back"),
         (End(wrong="x"), End(wrong=f"{ERROR}fab0:20000: cannot listen; fix: run again"),
@@ -104,3 +109,45 @@ def test_a_port_that_looks_degraded_is_warned_of(monkeypatch: pytest.MonkeyPatch
     sender = End(found(13.2))
     assert measured(monkeypatch, sender, End()) == []
     assert "warning: " in "\n".join(sender.logs)
+
+
+PERFTEST = """
+ #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]
+ 65536      35300            0.00               RATE   		     0.176505
+---------------------------------------------------------------------------------------
+"""
+
+
+def test_rdma_is_measured_after_the_token_proved_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = End(found(20), rdma=PERFTEST.replace("RATE", "92.54"))
+    listener = End(rdma="")
+    assert measured(monkeypatch, sender, listener) == []
+    assert "92.5 Gb/s RDMA" in "\n".join(sender.logs)
+    assert "degraded" not in "\n".join(sender.logs)  # although TCP alone is doubtful
+    _, listens = listener.rdma_commands
+    assert "--bind_source_ip 192.168.100.12" in listens
+    assert "DynamicUser=yes" in listens
+    _, sends = sender.rdma_commands
+    assert "192.168.100.12 && exit" in sends
+
+
+def test_a_port_that_is_slow_over_rdma_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = End(found(88), rdma=PERFTEST.replace("RATE", "13.10"))
+    assert measured(monkeypatch, sender, End(rdma="")) == []
+    assert "13.1 Gb/s to spark-2" in "\n".join(sender.logs)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "logged"),
+    [
+        (None, "", "install perftest"),
+        ("", None, "install perftest"),
+        ("x", "", "ib_write_bw failed"),
+    ],
+)
+def test_without_perftest_tcp_alone_is_judged(
+    monkeypatch: pytest.MonkeyPatch, here: str | None, there: str | None, logged: str
+) -> None:
+    sender = End(found(88), rdma=here)
+    assert measured(monkeypatch, sender, End(rdma=there)) == []
+    assert logged in "\n".join(sender.logs)

@@ -38,7 +38,7 @@ def said(error: Exception, *, connected: bool, executing: bool = True) -> str:
 def test_a_host_that_is_lost_while_it_is_asked_says_so(error: Exception) -> None:
     text = said(error, connected=False)
     assert text.startswith("spark-1: asks: unreachable")
-    assert text.endswith("fix: run again; what is done stays done")
+    assert text.endswith("fix: run again; finished steps stay done")
     assert "defect" not in text
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.hosts import base
-from spark_deploy.hosts.payload import guarantee_files
 
 HELD = (
     "nvidia-driver-580-open", "nvidia-firmware-580-580.142", "nvidia-dkms-580-open",
@@ -47,7 +46,7 @@ def test_systemd_understands_each_guarantee_of_memory(tmp_path: Path) -> None:
     units["ssh.service"] = "[Service]\nExecStart=/bin/true\n"
     for name, text in units.items():
         (tmp_path / name).write_text(text)
-    for file in guarantee_files():
+    for file in base.GUARANTEE_FILES:
         placed = tmp_path / file.path.removeprefix("/etc/systemd/system/")
         placed.parent.mkdir()
         placed.write_bytes(file.content)

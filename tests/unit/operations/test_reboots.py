@@ -13,8 +13,8 @@ from pyinfra.api.exceptions import ConnectError
 from spark_contract.machine import BOOT_ID
 
 from spark_deploy.hosts import preflight, serve
+from spark_deploy.hosts.serve import RebootedFor
 from spark_deploy.hosts.status import HostStatus, Status
-from spark_deploy.hosts.survey import RebootedFor
 from tests.unit.operations.test_operations import NEEDS, FakeHost, on, sections_of, shown
 
 KERNEL = {"kernels": ["6.17.0-1021-nvidia", "6.17.0-1029-nvidia"]}

@@ -163,14 +163,14 @@ def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
     assert "\n".join(host.logs) == text
     assert "7.25 GB  tree /srv/spark/models/x" in text
     assert "release main-aaaaaaaaaaaa: serves" in text
-    assert "/srv/spark/models/mine: not made by us" in text
-    assert "records of 1 jobs" in text
+    assert "/srv/spark/models/mine: unmanaged" in text
+    assert "state files of 1 jobs" in text
 
 
 def test_a_prune_with_nothing_to_do_does_nothing() -> None:
     host = Answering(Prunable=read(Pruning, {**FOUND, "items": [], "bytes": 0}))
     assert outcome(host, prune_host, KEEP) == []
-    assert host.noops == ["nothing can go"]
+    assert host.noops == ["nothing to remove"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from roles import tools
-from spark_deploy.hosts.payload import ToolFiles
 from spark_deploy.plan.machine import ToolsPlan
 
 PLAN = ToolsPlan(digest="1" * 64, python_requirements="requirements.txt")
@@ -22,5 +21,5 @@ def test_no_job_can_start_with_tools_whose_python_packages_are_missing(
         monkeypatch.setattr(tools, step, lambda step=step, **_: done.append(step))
     role: Any = tools.apply
     monkeypatch.setattr(tools, "expect_files", list)
-    role._inner(plan=PLAN, files=ToolFiles(()), units=())
+    role._inner(plan=PLAN, files=(), units=())
     assert done == ["install_site", "install_tools"]

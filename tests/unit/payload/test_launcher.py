@@ -12,8 +12,8 @@ from spark_deploy.hosts.payload import read_payload
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
     """Return the tools as they lie on a host, `current` pointing at them."""
-    for file in read_payload().tools.installed(str(tmp_path / "tools")):
-        path = Path(file.path)
+    for file in read_payload().tools:
+        path = tmp_path / "tools" / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(file.content)
         path.chmod(file.mode)

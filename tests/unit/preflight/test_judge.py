@@ -52,8 +52,8 @@ def test_the_folders_above_are_asked_for_as_they_are_and_as_links_lead(tmp_path:
     said = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False).stdout
     lines = said.partition("== above\n")[2].partition("== ")[0].splitlines()
     found = {one.path: one for one in disk.parse_above(lines)}
-    assert found[f"{tmp_path}/data"].why_not_roots
-    assert found[f"{tmp_path}/real/of ann"].why_not_roots
+    assert found[f"{tmp_path}/data"].writer
+    assert found[f"{tmp_path}/real/of ann"].writer
     assert {"/", str(tmp_path), f"{tmp_path}/real"} <= set(found)
 
 

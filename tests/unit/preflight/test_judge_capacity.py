@@ -55,7 +55,7 @@ def test_a_host_smaller_than_the_engine_is_told_to_choose_another_model_and_no_s
         found,
         "23.5 GiB in all, the plan counts on 117.0 GiB and the engine needs 97.0 GiB",
         "choose a smaller model or profile for this host",
-        "`spark-deploy plan --data memory.total_gib=23.5` says whether it fits",
+        "`spark-deploy plan --data memory.total_gib=23.5` shows whether it fits",
     )
 
 
@@ -77,8 +77,8 @@ def test_disk_is_added_up_per_filesystem_with_what_pruning_frees() -> None:
         problems(seen),
         "disk /: 100.0 GiB free, 100.0 GiB to be written and 20.0 GiB kept free",
         "free 20.0 GiB",
-        "`docker image prune -a` gives back up to 11.5 GiB: it removes every image that no "
-        "container uses, yours and those kept for a way back",
+        "`docker image prune -a` frees up to 11.5 GiB: it removes every image that no "
+        "container uses, yours and those kept for rollback",
     )
 
 

@@ -161,7 +161,7 @@ def test_a_stranger_on_our_port_is_named_and_our_gateway_is_not() -> None:
     seen = survey(listeners=ports["listeners"], listener_cgroups=ports["listener-cgroups"])
     assert problems(seen, ports=(8000,)) == []
     one(problems(seen, ports=(8001,)), "port 8001", "docker-proxy (pid 99)")
-    one(problems(seen, ports=(8002,)), "someone")
+    one(problems(seen, ports=(8002,)), "a process")
     assert problems(seen, ports=(9000,)) == []
 
 
@@ -173,7 +173,7 @@ def test_two_services_do_not_swap_ports_in_one_deploy_which_neither_could_finish
     seen = survey(**ports)
     swapped = {"main": (8000,), "embed": (8002,), "rank": (8001,)}
     said = problems(seen, ports=(8000, 8001, 8002), gateways=swapped)
-    one(said, "port 8001", "the gateway of embed still listens there")
+    one(said, "port 8001", "the gateway of embed still listens")
     # Its own, or that of a service that is listed no more and ends before.
     as_before = {"main": (8000,), "embed": (8001,), "rank": (8002,)}
     assert problems(seen, ports=(8000, 8001, 8002), gateways=as_before) == []
