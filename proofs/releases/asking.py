@@ -10,9 +10,9 @@ import numpy as np
 from spark_contract.documents import plain
 from spark_contract.paths import Paths
 from spark_contract.release import COMPLETIONS, LOG_LINES, Release
-from spark_host.check import comparing
+from spark_host.check import compare
+from spark_host.check.checks import CHECKS
 from spark_host.check.probe import CheckError, Probe
-from spark_host.check.table import CHECKS
 from spark_host.engine.client import Engine, EngineError
 from spark_host.system.ports import Host
 
@@ -110,9 +110,9 @@ def check(server: Server, release: Release, only: str | None = None) -> list[dic
 
 def compared(server: Server, release: Release) -> dict[str, Any]:
     """Return what ``spark-check --record`` keeps of the questions of a release's check."""
-    prompts = comparing.own_prompts(release)
+    prompts = compare.check_prompts(release)
     host = Host(Paths(server.log.parent))  # whose clock is asked, and nothing else
-    found: dict[str, Any] = plain(comparing.ask(release, Engine(server.socket), prompts, host))
+    found: dict[str, Any] = plain(compare.ask(release, Engine(server.socket), prompts, host))
     return found
 
 

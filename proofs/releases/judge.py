@@ -7,7 +7,7 @@ from typing import Any
 
 from spark_contract.documents import plain as plain_of
 from spark_contract.documents import read
-from spark_host.check import comparing
+from spark_host.check import compare
 
 from proofs.judges.answers import TRAINED_NOISE, compare_answers, same
 
@@ -133,9 +133,9 @@ def _told_apart(fp8: Row, bf16: Row) -> Row:
     )
 
 
-def _comparison(one: Row, other: Row) -> comparing.Comparison:
-    kept = [read(comparing.Answers, found["compared"]) for found in (one, other)]
-    return comparing.compared(*kept)
+def _comparison(one: Row, other: Row) -> compare.Comparison:
+    kept = [read(compare.Answers, found["compared"]) for found in (one, other)]
+    return compare.compare_answers(*kept)
 
 
 def _drafted(name: str, result: Row, other: str, without: Row) -> Row:

@@ -6,7 +6,7 @@ import base64
 from typing import Any
 
 from spark_contract.release import CHAT
-from spark_host.check.media_questions import png
+from spark_host.check.questions import png
 from spark_host.engine.client import Engine
 
 from proofs.releases.colours import COLOURS, SEVERAL

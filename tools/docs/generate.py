@@ -17,7 +17,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
 from spark_contract.patterns import count  # noqa: E402
-from spark_host.check.table import AROUND, CHECKS  # noqa: E402
+from spark_host.check.checks import CHECKS, RUNNER_CHECKS  # noqa: E402
 
 from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
@@ -169,7 +169,7 @@ def rail_rows() -> Iterator[str]:
 def check_rows() -> Iterator[str]:
     yield "| check | from | weight | what breaks it | how a right server could still fail it |"
     yield "|---|---|---|---|---|"
-    for name, level, broken, right in AROUND:
+    for name, level, broken, right in RUNNER_CHECKS:
         yield row(name, level, "`must`", broken, right)
     for check in CHECKS:
         weight = f"`{check.weight}`"

@@ -21,9 +21,8 @@ from spark_contract.status import (
 )
 from spark_contract.units import GATEWAY, MAIN_SERVICE, SERVE, SWITCH
 
-from spark_host.check import measure
+from spark_host.check import pooling, speed
 from spark_host.check.probe import CheckError, Probe
-from spark_host.check.questions import pooled
 from spark_host.engine import compile_cache, memory
 from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
@@ -92,7 +91,7 @@ def _release(release: Release, units: _Units, versions: dict[str, str], host: Ho
         restarts=int(unit.get("NRestarts") or 0),
         proof=last,
         unproven=unproven,
-        speed=tuple(measure.sentences(last.bench)) if last and last.bench else (),
+        speed=tuple(speed.describe(last.bench)) if last and last.bench else (),
         cache=_cache_folder(release, versions, host),
         change_failed=_active_state(SWITCH.of(release.name), units) == "failed",
     )
@@ -167,8 +166,8 @@ def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
 
 
 def _answer(probe: Probe) -> str:
-    if probe.plan.task in pooled.ASKED:
-        return pooled.ASKED[probe.plan.task](probe)
+    if probe.plan.task in pooling.ASKED:
+        return pooling.ASKED[probe.plan.task](probe)
     questions = probe.plan.questions
     return probe.say(questions[0].prompt if questions else "Hello", 8)
 

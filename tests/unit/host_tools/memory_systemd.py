@@ -175,7 +175,7 @@ class Machine:
         )  # fmt: skip
         quiet, self.quiet = self.quiet, self.quiet or level == "quick"  # in another process
         try:
-            runner.keep(result, host, str)
+            runner.write_proof(result, host, str)
         finally:
             self.quiet = quiet
         return result

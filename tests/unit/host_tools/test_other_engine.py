@@ -50,7 +50,7 @@ def test_an_engine_of_another_dialect_passes_every_check(host: Host, other: str)
 def test_without_its_row_the_same_engine_counts_nothing(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_host.check.evidence._COUNTER_WAIT_S", 0.3)
+    monkeypatch.setattr("spark_host.check.checks._COUNTER_WAIT_S", 0.3)
     release = host.release(check__metrics_required={})
     host.started(release, STUB_METRICS="other_")
     failed = {one.name for one in check(host, release).failed}

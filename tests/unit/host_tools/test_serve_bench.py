@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from spark_contract.release import Release
-from spark_host.check import measure, runner
+from spark_host.check import runner, speed
 from spark_host.records import boot, proof, upgrades
 from spark_host.rollout import ports, steps
 from spark_host.watch import loop
@@ -56,7 +56,7 @@ def prove(host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **versi
 def test_a_running_engine_is_measured_within_the_limit(host: Host) -> None:
     release = released(host)
     host.started(release, STUB_PIECE_S="0.0005")
-    found = measure.measure(release, host.paths, 0.5, print)
+    found = speed.measure(release, host.paths, 0.5, print)
     assert found["rounds"] >= 1
     assert found["seconds"] < 3
     # A token every 0.5 ms, and what sleeping costs: never faster than the stub can be.
@@ -71,14 +71,14 @@ def test_an_engine_that_works_for_others_is_not_measured(host: Host) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 3000}
     stranger = threading.Thread(target=lambda: engine.ask("/v1/chat/completions", body, 20))
     stranger.start()
-    with pytest.raises(measure.NotMeasuredError, match="worked for others"):
-        measure.measure(release, host.paths, 0.5, print)
+    with pytest.raises(speed.NotMeasuredError, match="served other requests"):
+        speed.measure(release, host.paths, 0.5, print)
     stranger.join()
 
 
 def test_an_engine_that_does_not_answer_is_not_measured(host: Host) -> None:
-    with pytest.raises(measure.NotMeasuredError, match="nothing listens"):
-        measure.measure(released(host), host.paths, 0.5, print)
+    with pytest.raises(speed.NotMeasuredError, match="nothing listens"):
+        speed.measure(released(host), host.paths, 0.5, print)
 
 
 def spread(*values: float) -> dict[str, float]:
@@ -99,13 +99,13 @@ def test_only_what_noise_cannot_explain_is_clearly_worse(
     before: tuple[float, ...], now: tuple[float, ...], worse: list[str]
 ) -> None:
     key = "one_stream_tokens_per_s"
-    found = measure.compare({key: spread(*now)}, {key: spread(*before)}, 15)
+    found = speed.compare({key: spread(*now)}, {key: spread(*before)}, 15)
     assert [item["text"] for item in found] == worse
 
 
 def test_a_later_first_token_is_worse_too() -> None:
     key = "first_token_s"
-    found = measure.compare({key: spread(0.9, 1.0)}, {key: spread(0.4, 0.5)}, 15)
+    found = speed.compare({key: spread(0.9, 1.0)}, {key: spread(0.4, 0.5)}, 15)
     assert [item["text"] for item in found] == [
         "first token of a long prompt: 1.00 s, 0.50 s before"
     ]

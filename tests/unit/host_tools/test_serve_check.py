@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from checked import check, failed, warned
-from spark_host.check import runner
-from spark_host.check.questions import conversation
+from spark_host.check import questions, runner
 from spark_host.engine.client import Engine
 from spark_host.records import proof
 from spark_host.system import systemd
@@ -49,7 +48,7 @@ VIOLATIONS = [
     ("low-acceptance", "acceptance", "the floor is 50%"),
     ("blind", "image", "a picture that is all blue was called 'Red'"),
     ("no-drafts", "acceptance", "switched off"),
-    ("no-cache-info", "metrics", "no sample of vllm:cache_config_info carries"),
+    ("no-cache-info", "metrics", "no sample of vllm:cache_config_info has"),
     ("unhealthy-later", "health", "HTTP 503 after the check"),
 ]
 # What a right server may show as well.
@@ -65,7 +64,7 @@ DOUBTS = [
 # have tests of their own below.
 ELSEWHERE = {"first answer", "counters", "ready", "same run"}
 # Of servers that answer with numbers: test_serve_pooled.py.
-OF_NUMBERS = {"embedding", "embedding beside others", "ranking", "classes", "sound"}
+OF_NUMBERS = {"embedding", "embedding in a batch", "ranking", "classes", "sound"}
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -84,7 +83,7 @@ def test_a_fault_fails_the_check_made_for_it(
     }
     leave_out(monkeypatch, *alone.get(fault, ()))
     changes = {} if violated == "prefix reuse" else {"check__prefix": None}
-    monkeypatch.setattr(conversation, "_COUNTER_WAIT_S", 0.3)
+    monkeypatch.setattr(questions, "_COUNTER_WAIT_S", 0.3)
     release = host.release(check__questions=EXACT, **changes)
     host.started(release, fault)
     problems = failed(check(host, release))
@@ -159,8 +158,8 @@ def test_a_check_says_why_it_weighs_what_it_weighs() -> None:
         assert item.broken_by, item.name
         never = item.right_and_failing.startswith("cannot")
         assert never <= (item.weight == "must"), item.name
-        # A part that a right server may fail is told as a warning, or the whole check is one.
-        assert never or item.weight == "warn" or "told as a warning" in item.right_and_failing
+        # A part that a healthy server may fail is a warning, or the whole check is one.
+        assert never or item.weight == "warn" or "reported as a warning" in item.right_and_failing
 
 
 def test_requests_at_once_are_streams(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +226,7 @@ def test_the_proof_of_a_long_conversation_tells_when_turn_two_began_to_answer(ho
 def test_a_conversation_shorter_than_a_cache_block_proves_nothing(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "_FILLER_TOKENS", 100_000)
+    monkeypatch.setattr(questions, "_FILLER_TOKENS", 100_000)
     release = host.release(check__prefix={"block_tokens": 100})
     host.started(release)
     assert "a cache block 100" in failed(check(host, release))["prefix reuse"]
@@ -236,9 +235,9 @@ def test_a_conversation_shorter_than_a_cache_block_proves_nothing(
 def test_frozen_counters_fail_the_counters_check(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spark_host.check import evidence
+    from spark_host.check import checks
 
-    monkeypatch.setattr(evidence, "_COUNTER_WAIT_S", 0.3)
+    monkeypatch.setattr(checks, "_COUNTER_WAIT_S", 0.3)
     release = host.release(check__metrics_required={})
     host.started(release, "counters-flat")
     problems = failed(check(host, release, "quick"))

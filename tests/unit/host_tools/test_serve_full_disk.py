@@ -64,7 +64,7 @@ def test_an_engine_that_answers_right_comes_up_though_its_proof_cannot_be_kept(
     host.start(release)
     proven = runner.check(release, full(host), "quick", told.append, invocation_id="run")
     assert proven.ok
-    assert "the proof is not kept: [Errno 28] No space left on device: " in told[-1]
+    assert "the proof was not written: [Errno 28] No space left on device: " in told[-1]
 
 
 @pytest.mark.slow

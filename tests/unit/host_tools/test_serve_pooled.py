@@ -31,7 +31,7 @@ def check(host: Host, release: Release, level: str = "deep") -> Proof:
 @pytest.mark.parametrize(
     ("asked", "names"),
     [
-        (EMBEDDING, {"embedding", "embedding beside others"}),
+        (EMBEDDING, {"embedding", "embedding in a batch"}),
         (RANKING, {"ranking"}),
         (CLASSES, {"classes"}),
     ],
@@ -52,16 +52,16 @@ def test_a_sound_server_passes_and_is_asked_for_numbers_alone(
 
 
 VIOLATIONS = [
-    (EMBEDDING, "garbage", "embedding", "is not nearer to its like"),
-    (EMBEDDING, "nan", "embedding", "no finite number"),
+    (EMBEDDING, "garbage", "embedding", "is not nearer"),
+    (EMBEDDING, "nan", "embedding", "not a finite number"),
     ({**EMBEDDING, "width": 96}, "", "embedding", "128 numbers, the model's width is 96"),
-    (EMBEDDING, "mixes-up", "embedding beside others", "another embedding beside others"),
+    (EMBEDDING, "mixes-up", "embedding in a batch", "another embedding in a batch"),
     (RANKING, "garbage", "ranking", "the document that answers scored 1.000, the other 1.000"),
     (CLASSES, "garbage", "classes", "got the very same numbers"),
-    (CLASSES, "nan", "classes", "a probability is none"),
-    (CLASSES, "mixes-up", "classes", "other classes beside another"),
+    (CLASSES, "nan", "classes", "not a probability"),
+    (CLASSES, "mixes-up", "classes", "other classes in a batch"),
     (EMBEDDING, "counters-flat", "counters", "moved by 0"),
-    (HEARING, "blind", "sound", "a sound of 4 s takes"),
+    (HEARING, "blind", "sound", "sounds of 1 and 4 s took"),
 ]
 
 
@@ -86,7 +86,7 @@ def test_a_fault_fails_the_check_made_for_it(
     host: Host, monkeypatch: pytest.MonkeyPatch, asked: dict[str, object], fault: str,
     violated: str, sentence: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("spark_host.check.evidence._COUNTER_WAIT_S", 0.3)
+    monkeypatch.setattr("spark_host.check.checks._COUNTER_WAIT_S", 0.3)
     release = release_of(host, asked)
     host.started(release, fault)
     failed = {item.name: item.detail for item in check(host, release).failed}

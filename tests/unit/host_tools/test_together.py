@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_host.check import runner
-from spark_host.check.questions import together as joining
+from spark_host.check import cluster, runner
 from spark_host.system import systemd
 from spark_host.system.ports import Host
 from spark_host.watch import cluster as watching
@@ -153,9 +152,9 @@ def test_a_worker_is_proven_when_its_head_boots_the_same_release(
     with_tables(tmp_path / "worker", WORKER, [(WORKER, 40000, HEAD, release.cluster.port, "01")])
     watching.Together(release, at_head).begin(over)
     found: list[bool] = []
-    joined = joining.Joining(release, at_worker)
+    joined = cluster.Membership(release, at_worker)
     thread = threading.Thread(
-        target=lambda: found.append(joining.head_proven(joined, lambda _: None).ok)
+        target=lambda: found.append(cluster.wait_for_head(joined, lambda _: None).ok)
     )
     thread.start()
     time.sleep(0.8)
@@ -171,10 +170,10 @@ def test_a_worker_whose_head_goes_back_fails_its_proof(tmp_path: Path) -> None:
     assert release.cluster is not None
     join = (WORKER, 40000, HEAD, release.cluster.port, "01")
     paths = with_tables(tmp_path, WORKER, [join])
-    joined = joining.Joining(release, paths)
-    assert joining.joined(joined, lambda _: None).ok
+    joined = cluster.Membership(release, paths)
+    assert cluster.wait_until_joined(joined, lambda _: None).ok
     with_tables(tmp_path, WORKER, [])
-    found = joining.head_proven(joined, lambda _: None)
+    found = cluster.wait_for_head(joined, lambda _: None)
     assert (found.ok, found.detail) == (False, "spark-1 left the cluster")
 
 
@@ -206,7 +205,7 @@ def test_another_run_is_joined_anew(tmp_path: Path) -> None:
 def test_a_start_without_the_others_ends_in_time(tmp_path: Path) -> None:
     release = pair(join_s=0.2)
     paths = tables(tmp_path, release, WORKER, joined=False)
-    found = joining.joined(joining.Joining(release, paths), lambda _: None)
+    found = cluster.wait_until_joined(cluster.Membership(release, paths), lambda _: None)
     assert (found.ok, found.detail) == (False, "spark-1 did not join within 0 s")
 
 

@@ -1,3 +1,1 @@
-"""The check: asks a running engine until it is proven, or says in a sentence why it is not."""
-
-from __future__ import annotations
+"""The check: sends a running engine questions and judges answers, metrics and log."""

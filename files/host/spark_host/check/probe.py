@@ -1,4 +1,4 @@
-"""What every check gets, and how it reports."""
+"""The access of a check to the running engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Weight = Literal["must", "warn"]
 
 
 class CheckError(Exception):
-    """The engine violates what is checked; the message is a plain sentence.
+    """A check failed.
 
-    It weighs what its check does, unless a ``weight`` says otherwise: a right server may show a
-    part of what a check looks at, and one that answers with an error is broken whoever asks.
+    ``weight`` overrides the weight of the check: parts of a check may fail on a healthy server,
+    and an engine that answers with an error is broken, whatever the check.
     """
 
     def __init__(self, text: str, weight: Weight | None = None):
@@ -30,87 +30,79 @@ class CheckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A streamed answer that came whole."""
+    """A complete streamed answer."""
 
     text: str
-    wait_s: float  # until its first text
+    wait_s: float  # until the first text
     tokens: int
     prompt_tokens: int
 
 
 @dataclass(slots=True)
 class Probe:
-    """A running engine and what is known about it so far."""
+    """A running engine and what the checks have learned about it."""
 
     release: Release
     engine: Engine
     read_log: Callable[[], list[str]]
-    before: Metrics | None = None
+    before: Metrics | None = None  # metrics before the first question
     tokens_seen: int = 0
     engine_version: str = ""
     answers: dict[str, str] = field(default_factory=dict)
-    load_lines: list[str] = field(default_factory=list)  # demanded of the log, and found
+    load_lines: list[str] = field(default_factory=list)  # required log lines that were found
     until_s: float = float("inf")
 
     @property
     def plan(self) -> CheckPlan:
-        """What the release wants checked."""
         return self.release.check
 
     @property
     def model(self) -> str:
-        """The name requests are sent to: the first one, stable over rollouts."""
+        """The model name in requests: the first one, which rollouts do not change."""
         return self.release.names[0]
 
     @property
     def left_s(self) -> float:
-        """Seconds this check may still take; never 0, which would mean no limit to a socket."""
+        """Seconds left for this check; never 0, which means no limit to a socket."""
         return max(0.01, min(self.plan.timeout_s, self.until_s - time.monotonic()))
 
     @property
     def out_of_time(self) -> bool:
-        """Whether this check has used up its time."""
         return time.monotonic() >= self.until_s
 
     @property
     def path(self) -> str:
-        """Where text is asked for: a base model goes on with a text and knows no roles."""
+        """The path for text: a base model completes a text and has no chat template."""
         return COMPLETIONS if self.plan.task == "completion" else CHAT
 
-    def body(self, messages: list[Message], max_tokens: int, **more: Any) -> dict[str, Any]:
-        """Return a greedy request; thinking is off unless ``more`` says otherwise."""
+    def body(self, messages: list[Message], max_tokens: int, **options: Any) -> dict[str, Any]:
+        """Return a greedy request; thinking is off unless ``options`` enable it."""
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
+        body |= {"temperature": 0, "seed": 1}
         if self.path == COMPLETIONS:
-            more.pop("chat_template_kwargs", None)
-            prompt = "\n".join(str(one["content"]) for one in messages)
-            asked = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens}
-            return {**asked, "temperature": 0, "seed": 1, **more}
-        return {
-            "model": self.model,
-            "messages": messages,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "seed": 1,
-            "chat_template_kwargs": {"enable_thinking": False},
-            **more,
-        }
+            options.pop("chat_template_kwargs", None)
+            body["prompt"] = "\n".join(str(message["content"]) for message in messages)
+        else:
+            body["messages"] = messages
+            body["chat_template_kwargs"] = {"enable_thinking": False}
+        return {**body, **options}
 
-    def chat(self, messages: list[Message], max_tokens: int, **more: Any) -> dict[str, Any]:
-        """Return the first choice's message of a chat answer; count its tokens.
+    def chat(self, messages: list[Message], max_tokens: int, **options: Any) -> dict[str, Any]:
+        """Return the message of a chat answer, and count its tokens.
 
         Raises:
             CheckError: No complete, well-formed answer within the limit.
         """
         start = time.monotonic()
+        body = self.body(messages, max_tokens, **options)
         try:
-            answer = self.engine.ask(
-                self.path, self.body(messages, max_tokens, **more), self.left_s
-            )
+            answer = self.engine.ask(self.path, body, self.left_s)
         except EngineError as error:
             waited = time.monotonic() - start
             late = self.out_of_time
             limit = f"; the check's {self.plan.timeout_s:g} s are over" if late else ""
-            what = f"no usable answer after {waited:.1f} s: {error}{limit}"
-            raise CheckError(what, None if late else "must") from error
+            text = f"no usable answer after {waited:.1f} s: {error}{limit}"
+            raise CheckError(text, None if late else "must") from error
         try:
             choice = answer["choices"][0]
             self.tokens_seen += int(answer["usage"]["completion_tokens"])
@@ -121,7 +113,7 @@ class Probe:
         return message
 
     def streamed(self, messages: list[Message], max_tokens: int) -> Streamed:
-        """Return a streamed answer that came whole; the caller counts its tokens.
+        """Return a complete streamed answer; the caller counts its tokens.
 
         Raises:
             CheckError: It broke off, or lacks its end.
@@ -147,7 +139,6 @@ class Probe:
         return Streamed(text, wait_s, *counted)
 
     def metrics(self) -> Metrics:
-        """Return the engine's counters and gauges."""
         try:
             return self.engine.metrics(self.left_s)
         except EngineError as error:
@@ -155,21 +146,27 @@ class Probe:
 
     def say(self, prompt: str, max_tokens: int, *, thinking: bool = False) -> str:
         """Return the text of the answer to one prompt."""
-        more = {"chat_template_kwargs": {"enable_thinking": thinking}}
-        return content(self.chat([user(prompt)], max_tokens, **more))
+        options = {"chat_template_kwargs": {"enable_thinking": thinking}}
+        return content(self.chat([user(prompt)], max_tokens, **options))
 
 
-def user(text: str) -> Message:
-    """Return a message of the user."""
+def wait_for_value(read: Callable[[], float], least: float, wait_s: float) -> float:
+    """Return a value once it is at least ``least``, or its last value after ``wait_s``."""
+    deadline = time.monotonic() + wait_s
+    while (value := read()) < least and time.monotonic() <= deadline:
+        time.sleep(0.1)
+    return value
+
+
+def user(text: str | list[dict[str, Any]]) -> Message:
     return {"role": "user", "content": text}
 
 
 def content(message: dict[str, Any]) -> str:
-    """Return the text of a message; an absent one is empty."""
     return str(message.get("content") or "")
 
 
 def short(text: str, length: int = 60) -> str:
-    """Return ``text`` quoted and cut, fit for a sentence."""
+    """Return ``text`` on one line, quoted and cut."""
     flat = " ".join(text.split())
     return repr(flat if len(flat) <= length else flat[: length - 1] + "…")

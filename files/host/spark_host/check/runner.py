@@ -1,4 +1,4 @@
-"""Runs the checks a release asks for and writes the proof."""
+"""Runs the checks of a release on its engine and writes the proof."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,37 @@ from spark_contract.records import CacheCount, Finding, Proof
 from spark_contract.release import MEMORY, READY, Release
 from spark_contract.tool import PHASE, STAND_IN, WAITED
 
-from spark_host.check import comparing
+from spark_host.check import compare
+from spark_host.check import speed as speed_check
+from spark_host.check.checks import CHECKS, Check
+from spark_host.check.cluster import Membership, wait_for_head, wait_until_joined
 from spark_host.check.probe import CheckError, Probe
-from spark_host.check.questions import together
-from spark_host.check.table import CHECKS, Check
 from spark_host.engine import compile_cache, logs
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
 from spark_host.gateway import traffic
-from spark_host.records import boot, proof
+from spark_host.records import boot, proof, upgrades
 from spark_host.system import members, systemd
-from spark_host.system import stored as releases
 from spark_host.system.ports import Host
 from spark_host.system.programs import Report
 from spark_host.watch.guard import StartGuard
 
 _PROGRESS_S = 5.0
+_LEVEL_FLAGS = {f"--{level}": level for level in proof.LEVELS}
+
+
+def full(release: Release, host: Host, report: Report) -> Proof:
+    return check(release, host, "full", report)
+
+
+def speed(release: Release, paths: Paths, report: Report) -> dict[str, Any]:
+    """Measure the speed of a release, for as long as its plan allows."""
+    limit_s = release.check.bench.limit_s if release.check.bench else 0
+    bench = speed_check.measure(release, paths, limit_s, report)
+    return {**bench, "packages": upgrades.packages()}
+
+
+versions = proof.versions
 
 
 def check(
@@ -46,40 +60,42 @@ def check(
     *,
     at_start: bool = False,
 ) -> Proof:
-    """Check a release's engine and keep the proof, which is returned as it was written.
+    """Check a release's engine; write and return the proof.
 
-    It is bound to the run that is named, else to the one that systemd names. Of an engine that is
-    just being started the host's memory is guarded meanwhile: no watch does that yet.
+    The proof is bound to ``invocation_id``, by default systemd's current one. At a start the
+    host's memory is guarded during the check, because no watchdog runs yet.
     """
     guard = StartGuard(release, host.paths) if at_start else None
     with guard or nullcontext():
         before = invocation_id or systemd.invocation(release.serve_unit) or ""
-        earlier = _earlier(release, before, host)
-        # The journal may have lost what an earlier check of this run found in its log.
+        earlier = proof.read(release.name, host)
+        if earlier is not None and earlier.invocation_id != before:
+            earlier = None
+        # The journal may have lost lines that an earlier check of this run found.
         kept = earlier.load_lines if earlier else ()
         probe = Probe(
             release, Engine.of(release, host.paths), lambda: [*kept, *read_log(release, before)]
         )
-        # Who joined this run once and is gone by now will not come to it any more.
+        # A member that joined this run earlier and left will not join it again.
         had_joined = earlier is not None and earlier.ok
-        joining = together.Joining(release, host.paths, complete=had_joined)
-        worker = members.is_worker(release, host.paths)
-        if worker:
-            findings = _of_worker(joining, level, report)
+        membership = Membership(release, host.paths, complete=had_joined)
+        if members.is_worker(release, host.paths):
+            findings = _check_worker(membership, level, report)
         else:
-            doing = compile_cache.compiling(release, before, host)
-            findings = [_ready(probe, report, doing, lambda: _stopped(guard) or joining.problem())]
-        if findings[0].ok and not worker:
-            probe.before = _metrics_or_none(probe)
-            findings += _run_all(probe, level, report)
+            note = compile_cache.compiling(release, before, host)
+            findings = [_wait_until_ready(probe, report, note, guard, membership)]
+            if findings[0].ok:
+                probe.before = _metrics_or_none(probe)
+                findings += _run_checks(probe, level, report)
     if guard is not None:
+        # First, because it explains the others.
         findings.insert(0, _memory(guard, ready=findings[0].ok))
         report(_line(findings[0]))
     after = invocation_id or systemd.invocation(release.serve_unit) or ""
     if after != before:
         findings.append(Finding("same run", False, "the engine was restarted meanwhile", 0.0))
         report(_line(findings[-1]))
-    versions = {**proof.versions(), **proof.parts(release)}
+    parts = {**proof.versions(), **proof.parts(release)}
     result = Proof(
         release=release.name,
         digest=release.digest,
@@ -88,74 +104,68 @@ def check(
         ok=all(finding.ok or finding.weight == "warn" for finding in findings),
         checked_at=host.clock.now(),
         checks=tuple(findings),
-        versions=versions,
+        versions=parts,
         engine={"version": probe.engine_version},
         portable=release.check.portable,
-        stubbed=tuple(sorted(key for key, value in versions.items() if STAND_IN in value)),
+        stubbed=tuple(sorted(key for key, value in parts.items() if STAND_IN in value)),
         start_memory=guard.seen if guard else None,
         load_lines=tuple(dict.fromkeys(probe.load_lines)),
-        kv_cache=_counted_cache(probe) if findings[0].ok else None,
+        kv_cache=_logged_cache(probe) if findings[0].ok else None,
     )
-    keep(result, host, report)
-    if at_start and joining.alone:
-        # A member that is switched off for days must find the others waiting, not given up.
+    write_proof(result, host, report)
+    if at_start and membership.alone:
+        # Starts that wait for a host that is off for days must not use up the restart limit.
         systemd.reset(release.serve_unit)
     return result
 
 
-def _of_worker(joining: together.Joining, level: str, report: Report) -> list[Finding]:
-    """Return what a host that computes for another can prove: the answers are the head's."""
-    findings = [together.joined(joining, report)]
+def _check_worker(membership: Membership, level: str, report: Report) -> list[Finding]:
+    """Return the findings of a cluster's worker: only the head answers requests."""
+    findings = [wait_until_joined(membership, report)]
     if findings[0].ok and level != "quick":
-        findings.append(together.head_proven(joining, report))
+        findings.append(wait_for_head(membership, report))
     for finding in findings:
         report(_line(finding))
     return findings
 
 
-def _earlier(release: Release, invocation_id: str, host: Host) -> Proof | None:
-    """Return what an earlier check of this run of the engine found."""
-    found = proof.read(release.name, host)
-    return found if found and found.invocation_id == invocation_id else None
-
-
-def _counted_cache(probe: Probe) -> CacheCount | None:
-    """Return what the engine's log says of its cache, where it says both."""
-    said = list(logs.start_messages(probe.read_log()))
-    tokens = logs.kv_cache_tokens(said)
-    told = probe.release.engine.kv_cache_bytes
-    size_bytes = told or logs.sizes_bytes(said).get("kv_cache")
+def _logged_cache(probe: Probe) -> CacheCount | None:
+    """Return the size of the KV cache according to the engine's log."""
+    messages = list(logs.start_messages(probe.read_log()))
+    tokens = logs.kv_cache_tokens(messages)
+    fixed_bytes = probe.release.engine.kv_cache_bytes
+    size_bytes = fixed_bytes or logs.sizes_bytes(messages).get("kv_cache")
     return CacheCount(tokens, size_bytes) if tokens and size_bytes else None
 
 
-def keep(result: Proof, host: Host, report: Report) -> None:
-    """Write the proof down; on a full disk an engine that answers right serves all the same.
+def write_proof(result: Proof, host: Host, report: Report) -> None:
+    """Write the proof; on a full disk an engine that passed still serves.
 
-    The next deploy proves again what has no proof; one that does not hold any more has to go.
+    Then the next deploy checks again. A proof that no longer holds must go.
     """
     try:
         proof.write(result, host)
     except OSError as error:
-        report(f"the proof is not kept: {error}")
+        report(f"the proof was not written: {error}")
         if not result.ok:
             host.disk.remove(host.paths.proof(result.release))
 
 
-def _run_all(probe: Probe, level: str, report: Report) -> list[Finding]:
+def _run_checks(probe: Probe, level: str, report: Report) -> list[Finding]:
     rank = proof.LEVELS.index(level)
     findings = []
     for item in CHECKS:
         if proof.LEVELS.index(item.level) > rank or not item.wanted(probe):
             continue
-        findings.append(_run_one(item, probe))
+        findings.append(_run_check(item, probe))
         report(_line(findings[-1]))
         if probe.out_of_time and not findings[-1].ok and findings[-1].weight == "must":
-            report("the rest is not asked: an engine that takes this long is not sound")
+            report("skipping the remaining checks: the engine takes too long")
             break
     return findings
 
 
-def _run_one(item: Check, probe: Probe) -> Finding:
+def _run_check(item: Check, probe: Probe) -> Finding:
     start = time.monotonic()
     probe.until_s = start + probe.plan.timeout_s
     ok, weight = True, item.weight
@@ -171,34 +181,30 @@ def _line(finding: Finding) -> str:
     return f"{verdict} {finding.name}: {finding.detail} ({finding.seconds:.2f} s)"
 
 
-def _stopped(guard: StartGuard | None) -> str | None:
-    return "the engine was stopped" if guard and guard.starved else None
-
-
 def _memory(guard: StartGuard, *, ready: bool) -> Finding:
-    """Say how much memory the start left; the first of the findings, for it explains the others."""
+    """Return how much memory the start left."""
     if guard.starved is not None:
         return Finding(MEMORY, False, guard.starved, 0.0)
     failures, fatal = guard.read_driver_failures(ready=ready)
     if fatal:
-        fix = "reboot the host, if the engine's log names no other cause"
+        fix = "reboot the host, unless the engine's log names another cause"
         return Finding(MEMORY, False, f"{failures}; fix: {fix}", 0.0)
     seen = guard.seen
-    text = "not looked at"
-    if seen is not None:
-        text = (
-            f"{seen.lowest_bytes / GIB:.1f} GiB or more were available while it started "
-            f"(least after {seen.after_s:.0f} s, floor {seen.floor_bytes / GIB:.1f} GiB)"
-        )
-        text += failures and f"; {failures}"
-    return Finding(MEMORY, seen is not None, text, 0.0)
+    if seen is None:
+        return Finding(MEMORY, False, "not measured", 0.0)
+    text = (
+        f"{seen.lowest_bytes / GIB:.1f} GiB or more were available while it started "
+        f"(least after {seen.after_s:.0f} s, floor {seen.floor_bytes / GIB:.1f} GiB)"
+    )
+    return Finding(MEMORY, True, text + (failures and f"; {failures}"), 0.0)
 
 
-def _ready(probe: Probe, report: Report, doing: str, ended: Callable[[], str | None]) -> Finding:
-    """Wait until the engine listens and is healthy; show what it is doing meanwhile."""
-    start = time.monotonic()
+def _wait_until_ready(
+    probe: Probe, report: Report, note: str, guard: StartGuard | None, membership: Membership
+) -> Finding:
+    """Wait until the engine is healthy; report its last log line meanwhile."""
+    start = reported = time.monotonic()
     limit_s = probe.release.timeouts.start_s
-    told = start
     while True:
         waited = time.monotonic() - start
         try:
@@ -209,31 +215,37 @@ def _ready(probe: Probe, report: Report, doing: str, ended: Callable[[], str | N
             reason = f"/health answers HTTP {status}"
         except EngineError as error:
             reason = str(error)
-        gone = ended() or _unit_gone(probe.release)
-        if gone or waited > limit_s:
-            what = gone or f"not ready after {limit_s:.0f} s: {reason}"
-            finding = Finding(READY, False, what, round(waited, 3))
+        failure = _start_failure(probe.release, guard, membership)
+        if failure or waited > limit_s:
+            detail = failure or f"not ready after {limit_s:.0f} s: {reason}"
+            finding = Finding(READY, False, detail, round(waited, 3))
             report(_line(finding))
             return finding
-        if time.monotonic() - told >= _PROGRESS_S:
-            told = time.monotonic()
-            # Our own lines are in the engine's log, too; they would repeat each other.
-            said = (line.strip() for line in reversed(probe.read_log()) if WAITED not in line)
-            last = next(filter(None, said), reason)
-            so_far = f"{WAITED}{waited:.0f} limit_s={limit_s:.0f}"
-            report(f"{PHASE}load {so_far} {doing}last: {last[:160]}")
+        if time.monotonic() - reported >= _PROGRESS_S:
+            reported = time.monotonic()
+            # Our own progress lines are in the engine's log, too.
+            lines = (line.strip() for line in reversed(probe.read_log()) if WAITED not in line)
+            last = next(filter(None, lines), reason)
+            report(
+                f"{PHASE}load {WAITED}{waited:.0f} limit_s={limit_s:.0f} {note}last: {last[:160]}"
+            )
         time.sleep(0.2 if waited < 10 else 1.0)
 
 
-def _unit_gone(release: Release) -> str | None:
+def _start_failure(
+    release: Release, guard: StartGuard | None, membership: Membership
+) -> str | None:
+    if guard and guard.starved:
+        return "the engine was stopped"
+    if problem := membership.problem():
+        return problem
     if "SPARK_ENGINE_LOG" in os.environ:
         return None
-    state = systemd.state(release.serve_unit, "ActiveState", "MainPID", "Result")
-    if state.get("ActiveState") in ("active", "activating", "reloading") and state.get(
-        "MainPID", "0"
-    ) not in ("0", ""):
+    unit = systemd.state(release.serve_unit, "ActiveState", "MainPID", "Result")
+    is_up = unit.get("ActiveState") in ("active", "activating", "reloading")
+    if is_up and unit.get("MainPID", "0") not in ("0", ""):
         return None
-    return f"the engine ended before it was ready ({release.serve_unit}: {state.get('Result')})"
+    return f"the engine ended before it was ready ({release.serve_unit}: {unit.get('Result')})"
 
 
 def _version(probe: Probe) -> str:
@@ -251,9 +263,9 @@ def _metrics_or_none(probe: Probe) -> Any:
 
 
 def read_log(release: Release, invocation_id: str) -> list[str]:
-    """Return what this run of the engine printed, from the journal.
+    """Return the log of this run of the engine, from the journal.
 
-    ``SPARK_ENGINE_LOG`` names a file to read instead, for an engine not run by systemd.
+    ``SPARK_ENGINE_LOG`` names a file to read instead, for an engine that systemd does not run.
     """
     path = os.environ.get("SPARK_ENGINE_LOG")
     if path is not None:
@@ -261,22 +273,14 @@ def read_log(release: Release, invocation_id: str) -> list[str]:
     return systemd.journal(invocation_id, release.serve_unit)
 
 
-def _from_the_call(words: list[str]) -> list[str]:
-    """Return words with a file of prompts where its caller is; the launcher works elsewhere."""
-    verb, *given = words
-    if verb != "--record":
-        return words
-    where = os.environ.get("SPARK_CALLED_FROM", "")
-    return [verb, *(one if one.startswith("--") else os.path.join(where, one) for one in given)]
-
-
 def main(words: list[str], paths: Paths) -> int:
     """Run ``check [RELEASE] [--quick|--full|--deep] [--json] [--at-start]``, or compare answers."""
+    host = Host(paths)
     if words[:1] in (["--record"], ["--compare"]):
-        return comparing.main(_from_the_call(words), Host(paths))
+        return compare.main(words, host)
     flags = {word for word in words if word.startswith("--")}
     given = [word for word in words if not word.startswith("--")]
-    unknown = flags - {"--quick", "--full", "--deep", "--json", "--at-start"}
+    unknown = flags - {*_LEVEL_FLAGS, "--json", "--at-start"}
     if unknown or len(given) > 1:
         raise HostToolError(
             "check",
@@ -285,14 +289,12 @@ def main(words: list[str], paths: Paths) -> int:
             "check --compare RELEASE",
             2,
         )
-    host = Host(paths)
-    release = releases.load(given[0] if given else boot.only_active(host), paths)
-    level = next((name for name in reversed(proof.LEVELS) if f"--{name}" in flags), "full")
-    stream = sys.stderr if "--json" in flags else sys.stdout
-    at_start = "--at-start" in flags
-    say = functools.partial(print, file=stream, flush=True)
-    result = check(release, host, level, say, at_start=at_start)
-    if "--json" in flags:
+    release = host.disk.load(given[0] if given else boot.only_active(host), paths)
+    level = next((_LEVEL_FLAGS[flag] for flag in reversed(_LEVEL_FLAGS) if flag in flags), "full")
+    at_start, as_json = "--at-start" in flags, "--json" in flags
+    log = functools.partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+    result = check(release, host, level, log, at_start=at_start)
+    if as_json:
         json.dump(documents.plain(result), sys.stdout, indent=1)
         print()
     else:

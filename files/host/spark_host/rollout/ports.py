@@ -12,7 +12,7 @@ from spark_contract.paths import Paths
 from spark_contract.records import Proof
 from spark_contract.release import Release
 
-from spark_host.check import checks
+from spark_host.check import runner
 from spark_host.engine import serve as engines
 from spark_host.gateway import gateway, traffic
 from spark_host.system import ports
@@ -20,7 +20,7 @@ from spark_host.system.programs import Report
 
 
 class Engines(Protocol):
-    """See ``engine/engines.py``."""
+    """See ``engine/serve.py``."""
 
     def part_problem(self, release: Release) -> HostToolError | None: ...
     def problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
@@ -44,7 +44,7 @@ class Traffic(Protocol):
 
 
 class Check(Protocol):
-    """See ``check/checks.py``."""
+    """See ``check/runner.py``."""
 
     def full(self, release: Release, host: ports.Host, report: Report) -> Proof: ...
     def versions(self) -> dict[str, str]: ...
@@ -58,7 +58,7 @@ class Host(ports.Host):
     engines: Engines = engines
     gateway: Gateway = gateway
     traffic: Traffic = traffic
-    check: Check = checks
+    check: Check = runner
     boot_id: str = ""  # the kernel's id of this boot
     invocation_id: str | None = None  # of the unit that runs us
     exit_status: str | None = None  # with which its main process ended, if it has

@@ -10,7 +10,7 @@ from spark_contract.release import Release, service_of
 from spark_contract.tool import PHASE, WAITED
 from spark_contract.units import SERVE
 
-from spark_host.check import measure
+from spark_host.check import speed
 from spark_host.engine import compile_cache
 from spark_host.engine.client import EngineError, SilentError
 from spark_host.records import boot, proof
@@ -34,13 +34,13 @@ def measured(release: Release, host: Host, record: Record) -> None:
         before = proof.bench_before(release, host)
         try:
             found = host.check.speed(release, host.paths, record.report)
-        except measure.NotMeasuredError as error:
+        except speed.NotMeasuredError as error:
             record.set(bench=(str(error),))
             return
         now = {**found, "release": release.name, "versions": kept.last_full.versions}
-        result = measure.judged(release, now, before)
+        result = speed.add_comparison(release, now, before)
         proof.keep_bench(kept, result, host)
-        record.set(bench=tuple(measure.sentences(result)))
+        record.set(bench=tuple(speed.describe(result)))
         for item in result["worse"]:
             text = (
                 f"{item['text']}; the way back: {' or '.join(result['way_back']) or 'none known'}"

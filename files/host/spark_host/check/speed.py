@@ -1,7 +1,6 @@
-"""How fast a release answers, measured in a limited time and compared with its last proof.
+"""The speed of a release, measured in limited time and compared with the last measurement.
 
-The numbers are made to be compared with themselves: the same greedy requests on the same host
-before and after an upgrade. They are no benchmark of a model.
+The same greedy requests on the same host before and after a change: not a benchmark of a model.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _REQUEST_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One streamed answer: its tokens and the moments that count, in monotonic seconds."""
+    """One streamed answer: its tokens, and times in monotonic seconds."""
 
     tokens: int
     began_s: float
@@ -42,24 +41,27 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One number a person cares about; ``up`` tells whether more of it is better."""
+    """One measured quantity."""
 
     key: str
-    what: str
+    title: str
     unit: str
-    up: bool
+    more_is_better: bool
+
+    def show(self, spread: dict[str, float]) -> str:
+        return f"{spread['median']:.{1 if self.more_is_better else 2}f} {self.unit}"
 
 
 MEASURES = (
-    Measure("one_stream_tokens_per_s", "one stream", "tokens/s", up=True),
-    Measure("all_streams_tokens_per_s", "several streams", "tokens/s", up=True),
-    Measure("first_token_s", "first token of a long prompt", "s", up=False),
+    Measure("one_stream_tokens_per_s", "one stream", "tokens/s", more_is_better=True),
+    Measure("all_streams_tokens_per_s", "several streams", "tokens/s", more_is_better=True),
+    Measure("first_token_s", "first token of a long prompt", "s", more_is_better=False),
 )
 
 
 @dataclass(slots=True)
 class Samples:
-    """What the rounds found, by measure."""
+    """The values of all rounds, by measure."""
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     tokens: int = 0
@@ -67,37 +69,37 @@ class Samples:
 
 
 class NotMeasuredError(Exception):
-    """There is no number to compare; the message is a plain sentence."""
+    """The speed could not be measured."""
 
 
 def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> dict[str, Any]:
-    """Return the speed of a running release, measured for at most about ``limit_s``.
+    """Return the speed of a running release, measured for about ``limit_s`` at most.
 
     Raises:
-        NotMeasuredError: The engine did not answer, or worked for others meanwhile.
+        NotMeasuredError: The engine did not answer, or served other requests meanwhile.
     """
     engine = Engine.of(release, paths)
-    begun = time.monotonic()
+    began = time.monotonic()
     samples = Samples()
-    # A round that has begun is finished: half of one says nothing.
+    # A round is always finished, even after the limit.
     timeout_s = min(release.check.timeout_s, max(limit_s, _REQUEST_S))
     try:
-        counted = engine.metrics().generated
+        generated = engine.metrics().generated
         while samples.rounds < _ROUNDS and (
-            not samples.rounds or time.monotonic() - begun < limit_s
+            not samples.rounds or time.monotonic() - began < limit_s
         ):
-            _round(release, engine, samples, timeout_s)
+            _run_round(release, engine, samples, timeout_s)
             report(f"{PHASE}bench round={samples.rounds} of {_ROUNDS}")
-        others = engine.metrics().generated - counted - samples.tokens
+        others = engine.metrics().generated - generated - samples.tokens
     except EngineError as error:
         raise NotMeasuredError(f"no speed was measured: {error}") from error
-    # An answer cut at its limit may be counted one step of drafts longer than it was sent.
+    # The engine may count one step of drafts more than it sends before the token limit.
     if others > 0.05 * samples.tokens + 16:
-        raise NotMeasuredError("no speed was measured: the engine worked for others meanwhile")
+        raise NotMeasuredError("no speed was measured: the engine served other requests meanwhile")
     return {
         "at": files.now(),
         "rounds": samples.rounds,
-        "seconds": round(time.monotonic() - begun, 1),
+        "seconds": round(time.monotonic() - began, 1),
         "streams": _streams(release),
         **{key: _spread(values) for key, values in samples.values.items()},
     }
@@ -108,76 +110,74 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return the measures that got clearly worse.
 
-    Clearly: the median is worse by more than ``worse_percent``, and the best round of now is worse
-    than the worst round of before, so that noise alone says nothing.
+    Clearly: the median is worse by more than ``worse_percent``, and the best round now is worse
+    than the worst round before, which excludes noise.
     """
-    found = []
+    worse = []
     for item in MEASURES:
         new, old = now.get(item.key), before.get(item.key)
         if not new or not old or not old["median"]:
             continue
         ratio = new["median"] / old["median"]
-        slower = 100 * (1 - ratio) if item.up else 100 * (ratio - 1)
-        apart = new["max"] < old["min"] if item.up else new["min"] > old["max"]
-        if slower > worse_percent and apart:
-            text = f"{item.what}: {_number(new, item)}, {_number(old, item)} before"
-            found.append({"key": item.key, "percent": round(slower), "text": text})
-    return found
+        if item.more_is_better:
+            percent, apart = 100 * (1 - ratio), new["max"] < old["min"]
+        else:
+            percent, apart = 100 * (ratio - 1), new["min"] > old["max"]
+        if percent > worse_percent and apart:
+            text = f"{item.title}: {item.show(new)}, {item.show(old)} before"
+            worse.append({"key": item.key, "percent": round(percent), "text": text})
+    return worse
 
 
-def judged(release: Release, now: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a measurement with what changed since the one before, what is worse, the way back."""
+_COMPARISON_KEYS = ("before", "changed", "worse", "way_back")
+
+
+def add_comparison(
+    release: Release, now: dict[str, Any], before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return a measurement with the last one, changed versions, slowdowns and ways to go back."""
     if before is None or release.check.bench is None:
         return {**now, "before": None, "changed": [], "worse": [], "way_back": []}
     changed = upgrades.changed(before["versions"], now["versions"])
     worse = compare(now, before, release.check.bench.worse_percent)
-    kept = {key: before[key] for key in before if key not in _JUDGEMENT}
+    kept = {key: before[key] for key in before if key not in _COMPARISON_KEYS}
     back = upgrades.way_back(release.service, before, now) if worse else []
     return {**now, "before": kept, "changed": changed, "worse": worse, "way_back": back}
 
 
-_JUDGEMENT = ("before", "changed", "worse", "way_back")
-
-
-def sentences(found: dict[str, Any]) -> Iterator[str]:
-    """Yield what a person wants to know of a judged measurement."""
+def describe(bench: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines that report a compared measurement."""
     numbers = (
-        f"{item.what} {_number(found[item.key], item)}" for item in MEASURES if found.get(item.key)
+        f"{item.title} {item.show(bench[item.key])}" for item in MEASURES if bench.get(item.key)
     )
     yield f"{SPEED}{', '.join(numbers)}"
-    for item in found["worse"]:
-        since = f" after {', '.join(found['changed'])}" if found["changed"] else ""
+    for item in bench["worse"]:
+        since = f" after {', '.join(bench['changed'])}" if bench["changed"] else ""
         yield f"clearly slower{since}: {item['text']}"
-    for text in found["way_back"]:
+    for text in bench["way_back"]:
         yield f"way back: {text}"
 
 
-def _round(release: Release, engine: Engine, samples: Samples, timeout_s: float) -> None:
+def _run_round(release: Release, engine: Engine, samples: Samples, timeout_s: float) -> None:
     samples.rounds += 1
-    # Each prompt begins differently, so that no cache of prefixes answers for the engine.
+    # Each prompt begins differently, so that the prefix cache has no hits.
     marks = [f"{samples.rounds}.{index}" for index in range(_streams(release) + 1)]
-    alone = _ask(release, engine, _long_prompt(release, marks[0]), timeout_s)
-    samples.values["first_token_s"].append(alone.first_s - alone.began_s)
+    long = _ask(release, engine, _long_prompt(release, marks[0]), timeout_s)
+    samples.values["first_token_s"].append(long.first_s - long.began_s)
     single = _ask(release, engine, _prompt(marks[0]), timeout_s)
     if single.tokens > 1 and single.last_s > single.first_s:
         rate = (single.tokens - 1) / (single.last_s - single.first_s)
         samples.values["one_stream_tokens_per_s"].append(rate)
-    answers = [alone, single]
+    answers = [long, single]
     if len(marks) > 2:
-        together = _ask_together(release, engine, marks[1:], timeout_s)
-        wall_s = max(a.last_s for a in together) - min(a.began_s for a in together)
-        rate = sum(a.tokens for a in together) / max(wall_s, 1e-9)
+        with ThreadPoolExecutor(max_workers=len(marks)) as pool:
+            ask = [pool.submit(_ask, release, engine, _prompt(m), timeout_s) for m in marks[1:]]
+            parallel = [answer.result() for answer in ask]
+        wall_s = max(a.last_s for a in parallel) - min(a.began_s for a in parallel)
+        rate = sum(a.tokens for a in parallel) / max(wall_s, 1e-9)
         samples.values["all_streams_tokens_per_s"].append(rate)
-        answers += together
+        answers += parallel
     samples.tokens += sum(answer.tokens for answer in answers)
-
-
-def _ask_together(
-    release: Release, engine: Engine, marks: Sequence[str], timeout_s: float
-) -> list[Answer]:
-    with ThreadPoolExecutor(max_workers=len(marks)) as pool:
-        asked = [pool.submit(_ask, release, engine, _prompt(mark), timeout_s) for mark in marks]
-        return [answer.result() for answer in asked]
 
 
 def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Answer:
@@ -187,7 +187,7 @@ def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Ans
         "max_tokens": min(_TOKENS, release.check.max_model_len // 4),
         "temperature": 0,
         "seed": 1,
-        # A model that is done early goes on with special tokens: they take as long as words.
+        # After its end a model continues with special tokens, which take as long as words.
         "ignore_eos": True,
         "skip_special_tokens": False,
         "stream": True,
@@ -197,7 +197,7 @@ def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Ans
     began = time.monotonic()
     first, last, tokens = 0.0, began, 0
     for event in engine.stream_chat(body, timeout_s):
-        if any(_said(choice.get("delta") or {}) for choice in event.get("choices") or ()):
+        if any(_has_text(choice.get("delta") or {}) for choice in event.get("choices") or ()):
             last = time.monotonic()
             first = first or last
         tokens = int((event.get("usage") or {}).get("completion_tokens") or tokens)
@@ -206,8 +206,8 @@ def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Ans
     return Answer(tokens, began, first, last)
 
 
-def _said(delta: dict[str, Any]) -> bool:
-    """Tell whether an event carries text; some templates think however they are asked not to."""
+def _has_text(delta: dict[str, Any]) -> bool:
+    # Some chat templates think although thinking is off.
     return any(delta.get(key) for key in ("content", "reasoning", "reasoning_content"))
 
 
@@ -216,7 +216,7 @@ def _prompt(mark: str) -> str:
 
 
 def _long_prompt(release: Release, mark: str) -> str:
-    # Far below the limit of the context whatever the tokenizer makes of a word.
+    # Far below the context limit, whatever the tokenizer makes of a word.
     words = min(_PROMPT_WORDS, release.check.max_model_len // 8)
     filler = " ".join(["river", "stone", "sea", "cloud"] * (words // 4))
     return f"[{mark}] {filler}. Which of these words name water?"
@@ -232,7 +232,3 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
         "min": round(min(values), 4),
         "max": round(max(values), 4),
     }
-
-
-def _number(spread: dict[str, float], item: Measure) -> str:
-    return f"{spread['median']:.{1 if item.up else 2}f} {item.unit}"

@@ -1,4 +1,4 @@
-"""Checks of engines that answer with numbers: embeddings, rankings, classes."""
+"""Questions of the check to pooling models: embeddings, rankings, classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAR = "The central bank raised interest rates by a quarter of a point on Thursd
 
 
 def embedding(probe: Probe) -> str:
-    """Texts that say the same are nearer to each other than those that do not."""
+    """Texts with the same meaning are nearer to each other than to another text."""
     answer = _ask(probe, EMBEDDINGS, {"input": [_QUESTION, _NEAR, _FAR]})
     vectors = [_vector(item) for item in _list(answer, "data")]
     sizes = {len(vector) for vector in vectors}
@@ -28,71 +28,65 @@ def embedding(probe: Probe) -> str:
         raise CheckError(f"an embedding has {sizes.pop()} numbers, the model's width is {width}")
     near, far = (_cosine(vectors[0], other) for other in vectors[1:])
     if not near > far:
-        raise CheckError(
-            f"a text is not nearer to its like ({near:.3f}) than to another ({far:.3f})"
-        )
-    return f"{len(vectors[0])} numbers; like texts {near:.3f}, others {far:.3f}"
+        raise CheckError(f"a similar text is not nearer ({near:.3f}) than another ({far:.3f})")
+    return f"{len(vectors[0])} numbers; similar texts {near:.3f}, others {far:.3f}"
 
 
 def embedding_repeat(probe: Probe) -> str:
-    """The same text gives the same embedding, whatever is computed beside it."""
-    alone = _ask(probe, EMBEDDINGS, {"input": [_QUESTION]})
-    beside = _ask(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]})
-    first = _vector(_list(alone, "data")[0])
-    second = _vector((_list(beside, "data") + [None] * 2)[1])
+    """A text has the same embedding alone and in a batch."""
+    alone = _list(_ask(probe, EMBEDDINGS, {"input": [_QUESTION]}), "data")
+    batch = _list(_ask(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]}), "data")
+    first, second = _vector(alone[0]), _vector((batch + [None] * 2)[1])
     same = _cosine(first, second) if len(first) == len(second) else 0.0
     if same < 0.99:
-        raise CheckError(f"the same text gave another embedding beside others ({same:.3f})")
-    return f"the same text gave the same embedding beside others ({same:.4f})"
+        raise CheckError(f"the same text has another embedding in a batch (cosine {same:.3f})")
+    return f"the same text has the same embedding in a batch (cosine {same:.4f})"
 
 
 def ranking(probe: Probe) -> str:
-    """The document that answers a question is ranked above one that does not."""
-    asked = {"query": _QUESTION, "documents": [_FAR, _NEAR]}
-    answer = _ask(probe, RERANK, asked)
+    """The document that answers a question is ranked above another."""
+    answer = _ask(probe, RERANK, {"query": _QUESTION, "documents": [_FAR, _NEAR]})
     scores: dict[Any, float] = {}
     for item in _list(answer, "results"):
         score = item.get("relevance_score") if isinstance(item, dict) else None
         if not isinstance(score, int | float) or not math.isfinite(score):
-            raise CheckError(f"a relevance is no finite number: {short(str(item))}")
+            raise CheckError(f"a relevance is not a finite number: {short(str(item))}")
         scores[item.get("index")] = score
     if set(scores) != {0, 1}:
         raise CheckError(f"two documents were ranked as {sorted(map(str, scores))}")
+    result = f"the document that answers scored {scores[1]:.3f}, the other {scores[0]:.3f}"
     if not scores[1] > scores[0]:
-        raise CheckError(
-            f"the document that answers scored {scores[1]:.3f}, the other {scores[0]:.3f}"
-        )
-    return f"the document that answers scored {scores[1]:.3f}, the other {scores[0]:.3f}"
+        raise CheckError(result)
+    return result
 
 
 def classes(probe: Probe) -> str:
-    """Probabilities of classes add up, and a text has the same ones whatever stands beside it."""
-    first, *_ = _probabilities(probe, [_QUESTION])
-    found = _probabilities(probe, [_FAR, _QUESTION])
-    if len(found) != 2 or len({len(one) for one in (first, *found)}) != 1:
-        raise CheckError(f"two texts got {[len(one) for one in found]} classes, one {len(first)}")
-    if max(abs(a - b) for a, b in zip(first, found[1], strict=True)) > 0.02:
-        raise CheckError("the same text got other classes beside another")
-    if len(first) > 1 and found[0] == found[1]:
+    """Class probabilities add up, and a text has the same alone and in a batch."""
+    alone, *_ = _probabilities(probe, [_QUESTION])
+    batch = _probabilities(probe, [_FAR, _QUESTION])
+    if len(batch) != 2 or any(len(numbers) != len(alone) for numbers in batch):
+        sizes = [len(numbers) for numbers in batch]
+        raise CheckError(f"two texts got {sizes} classes, one text {len(alone)}")
+    if max(abs(a - b) for a, b in zip(alone, batch[1], strict=True)) > 0.02:
+        raise CheckError("the same text got other classes in a batch")
+    if len(alone) > 1 and batch[0] == batch[1]:
         raise CheckError("two texts about different things got the very same numbers")
-    return f"{len(first)} classes, the same beside another text"
+    return f"{len(alone)} classes, the same in a batch"
 
 
 def _probabilities(probe: Probe, texts: list[str]) -> list[list[float]]:
     answer = _ask(probe, "/classify", {"input": texts})
-    found = []
+    rows = []
     for item in _list(answer, "data"):
         numbers = item.get("probs") if isinstance(item, dict) else None
         if not isinstance(numbers, list) or not numbers:
             raise CheckError("the answer has no probabilities")
         if not all(type(n) in (int, float) and 0 <= n <= 1 for n in numbers):
-            raise CheckError(f"a probability is none: {short(str(numbers))}")
+            raise CheckError(f"not a probability: {short(str(numbers))}")
         if len(numbers) > 1 and abs(sum(numbers) - 1) > 0.02:
-            raise CheckError(
-                f"the probabilities of {len(numbers)} classes add up to {sum(numbers)}"
-            )
-        found.append([float(n) for n in numbers])
-    return found
+            raise CheckError(f"{len(numbers)} class probabilities add up to {sum(numbers)}")
+        rows.append([float(n) for n in numbers])
+    return rows
 
 
 def _ask(probe: Probe, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -108,10 +102,10 @@ def _ask(probe: Probe, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list(answer: dict[str, Any], key: str) -> list[Any]:
-    found = answer.get(key)
-    if not isinstance(found, list) or not found:
+    items = answer.get(key)
+    if not isinstance(items, list) or not items:
         raise CheckError(f"the answer has no {key}")
-    return found
+    return items
 
 
 def _vector(item: Any) -> list[float]:
@@ -119,18 +113,18 @@ def _vector(item: Any) -> list[float]:
     if not isinstance(numbers, list) or not numbers:
         raise CheckError("the answer has no embedding")
     if not all(type(n) in (int, float) and math.isfinite(n) for n in numbers):
-        raise CheckError("an embedding holds what is no finite number")
+        raise CheckError("an embedding contains a value that is not a finite number")
     return [float(n) for n in numbers]
 
 
-def _cosine(one: list[float], other: list[float]) -> float:
-    lengths = math.hypot(*one) * math.hypot(*other)
+def _cosine(a: list[float], b: list[float]) -> float:
+    lengths = math.hypot(*a) * math.hypot(*b)
     if not lengths:
         raise CheckError("an embedding is all zeros")
-    return sum(a * b for a, b in zip(one, other, strict=True)) / lengths
+    return sum(x * y for x, y in zip(a, b, strict=True)) / lengths
 
 
-# By the task of a model: what it is asked for, where one question has to do.
+# The one question that shows whether a model of a task answers.
 ASKED: dict[str | None, Callable[[Probe], str]] = {
     "embedding": embedding,
     "reranking": ranking,

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
-from spark_host.check import comparing, runner
-from spark_host.check.comparing import Answer, Answers, Step
+from spark_host.check import compare, runner
+from spark_host.check.compare import Answer, Answers, Step
 from spark_host.system import systemd
 from stub_host import Host
 
@@ -140,7 +140,7 @@ def test_what_was_asked_is_greedy_and_the_record_is_roots_alone(
     host: Host, words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = host.release(OLD)
-    words.said = {p: [("yes", SURE)] for p in comparing.own_prompts(release)}
+    words.said = {p: [("yes", SURE)] for p in compare.check_prompts(release)}
     running(monkeypatch, release)
     assert ask(host, "--record") == 0
     assert {body["temperature"] for body in words.asked} == {0}
@@ -153,13 +153,13 @@ def test_a_release_against_itself_is_the_noise_and_leaves_its_record(
     host: Host, words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     release = host.release(OLD)
-    words.said = {p: [("yes", SURE)] for p in comparing.own_prompts(release)}
+    words.said = {p: [("yes", SURE)] for p in compare.check_prompts(release)}
     running(monkeypatch, release)
     ask(host, "--record")
     before = host.paths.answers(OLD).read_bytes()
     capsys.readouterr()
     ask(host, "--compare", OLD)
-    assert "4 of 4 prompts are answered word for word alike" in capsys.readouterr().out
+    assert "identical answers to 4 of 4 prompts" in capsys.readouterr().out
     assert host.paths.answers(OLD).read_bytes() == before
 
 
@@ -175,7 +175,7 @@ def test_an_engine_without_log_probabilities_is_told_of(
     host: Host, words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = host.release(OLD)
-    words.said = {p: [("yes", SURE)] for p in comparing.own_prompts(release)}
+    words.said = {p: [("yes", SURE)] for p in compare.check_prompts(release)}
     words.logprobs = False
     running(monkeypatch, release)
     with pytest.raises(HostToolError, match="has no log-probabilities of each token"):
@@ -196,18 +196,18 @@ def test_files_that_are_no_prompts_are_refused(tmp_path: Path, content: bytes) -
     path = tmp_path / "prompts.txt"
     path.write_bytes(content)
     with pytest.raises(HostToolError, match=r"prompts\.txt"):
-        comparing.read_prompts(path)
+        compare.read_prompts(path)
 
 
 def test_answers_that_are_the_same_have_no_divergence() -> None:
     answers = (Answer("p", "yes", (Step("yes", SURE), Step("no", UNSURE))),)
     one = Answers(OLD, "d", "now", answers)
-    found = comparing.compared(one, one)
+    found = compare.compare_answers(one, one)
     assert (found.mean_nats, found.most_nats, found.same_answers) == (0.0, 0.0, 1)
 
 
 def test_a_token_that_only_one_lists_counts_as_the_rest() -> None:
     sure = {"yes": math.log(0.99)}
     other = {"no": math.log(0.99), "yes": math.log(0.01)}
-    assert comparing.divergence(sure, other) > 4
-    assert comparing.divergence({"yes": 0.0}, {"no": 0.0}) > 10
+    assert compare.divergence(sure, other) > 4
+    assert compare.divergence({"yes": 0.0}, {"no": 0.0}) > 10

@@ -1,0 +1,269 @@
+"""``check --record`` and ``--compare``: the answers of two releases to the same prompts.
+
+Answers are greedy, with the most likely tokens of every step and their log-probabilities. Steps
+are compared up to and including the first different token, while both have the same prefix.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from spark_contract import files
+from spark_contract.documents import plain, text_of
+from spark_contract.errors import HostToolError
+from spark_contract.release import CHAT, Release
+
+from spark_host.check.probe import CheckError, Probe, short, user
+from spark_host.engine.client import Engine, EngineError
+from spark_host.records import boot
+from spark_host.system.ports import Host
+
+_MOST_PROMPTS = 500
+_MOST_BYTES = 4 << 20
+_MOST_TOKENS = 128
+_TOP_LOGPROBS = 20  # the engine's default maximum
+_SHOWN = 3
+_FLOOR = 1e-6  # of the probability of an unlisted token
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One token of an answer, and the log-probabilities of the most likely tokens."""
+
+    token: str
+    best: dict[str, float]
+
+    @property
+    def top(self) -> str:
+        return max(self.best, key=lambda token: self.best[token], default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one prompt."""
+
+    prompt: str
+    text: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answers of one release."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    release: str
+    digest: str
+    asked_at: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How similar the answers of two releases are."""
+
+    one: str  # the recorded release
+    other: str  # the running release
+    prompts: int
+    same_answers: int
+    steps: int
+    same_top: int  # steps with the same most likely token
+    mean_nats: float  # Kullback-Leibler divergence per step, KL(one || other)
+    most_nats: float
+    most_at: str
+    parted: tuple[tuple[str, str, str], ...]  # prompt and both answers
+
+    def __str__(self) -> str:
+        share = self.same_top / self.steps if self.steps else 0.0
+        lines = [
+            f"{self.one} and {self.other}: identical answers to {self.same_answers} of "
+            f"{self.prompts} prompts",
+            f"  {self.steps} steps after a shared prefix: same top token in {share:.2%}, "
+            f"KL divergence {self.mean_nats:.2g} nats on average, {self.most_nats:.2g} at most "
+            f"(prompt {short(self.most_at)})",
+        ]
+        for prompt, one, other in self.parted[:_SHOWN]:
+            lines.append(f"  {short(prompt)}: {short(one)} against {short(other)}")
+        return "\n".join(lines)
+
+
+def divergence(one: dict[str, float], other: dict[str, float]) -> float:
+    """Return KL(one || other) of two lists of top log-probabilities, in nats; a lower bound.
+
+    A token that the other does not list is at most as likely there as its last listed token and as
+    all its unlisted tokens together; tokens that neither lists count as one.
+    """
+    shares = {token: math.exp(value) for token, value in other.items()}
+    left = max(1.0 - sum(shares.values()), _FLOOR)
+    unlisted = max(min([left, *shares.values()]), _FLOOR)
+    total, rest, other_rest = 0.0, 1.0, 1.0
+    for token, value in one.items():
+        share = math.exp(value)
+        total += share * (value - math.log(max(shares.get(token, unlisted), _FLOOR)))
+        rest, other_rest = rest - share, other_rest - shares.get(token, 0.0)
+    if rest > _FLOOR:
+        total += rest * math.log(rest / max(other_rest, _FLOOR))
+    return max(total, 0.0)
+
+
+def compare_answers(one: Answers, other: Answers) -> Comparison:
+    others = {answer.prompt: answer for answer in other.answers}
+    pairs = [(a, others[a.prompt]) for a in one.answers if a.prompt in others]
+    steps = [
+        (divergence(x.best, y.best), x.top == y.top, a.prompt)
+        for a, b in pairs
+        for x, y in _comparable_steps(a, b)
+    ]
+    worst = max(steps, default=(0.0, True, ""))
+    parted = [
+        (a.prompt, a.text, b.text)
+        for a, b in pairs
+        if [step.token for step in a.steps] != [step.token for step in b.steps]
+    ]
+    return Comparison(
+        one.release,
+        other.release,
+        prompts=len(pairs),
+        same_answers=len(pairs) - len(parted),
+        steps=len(steps),
+        same_top=sum(same for _, same, _ in steps),
+        mean_nats=sum(nats for nats, _, _ in steps) / len(steps) if steps else 0.0,
+        most_nats=worst[0],
+        most_at=worst[2],
+        parted=tuple(parted),
+    )
+
+
+def _comparable_steps(one: Answer, other: Answer) -> list[tuple[Step, Step]]:
+    """Return the steps with a shared prefix; the first different token is the last of them."""
+    pairs = []
+    for pair in zip(one.steps, other.steps, strict=False):
+        pairs.append(pair)
+        if pair[0].token != pair[1].token:
+            break
+    return pairs
+
+
+def ask(release: Release, engine: Engine, prompts: list[str], host: Host) -> Answers:
+    """Send every prompt to the running engine.
+
+    Raises:
+        HostToolError: It gave no answer, or one without log-probabilities.
+    """
+    probe = Probe(release, engine, list)
+    try:
+        answers = tuple(_answer(probe, prompt) for prompt in prompts)
+    except (CheckError, EngineError) as error:
+        fix = "run spark-check: it reports what is wrong with the engine"
+        raise HostToolError(f"compare {release.name}", str(error), fix) from error
+    return Answers(release.name, release.digest, host.clock.now(), answers)
+
+
+def _answer(probe: Probe, prompt: str) -> Answer:
+    chat = probe.path == CHAT
+    options: dict[str, Any] = {"logprobs": _TOP_LOGPROBS, "return_tokens_as_token_ids": True}
+    if chat:
+        options |= {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
+    body = probe.body([user(prompt)], _MOST_TOKENS, **options)
+    reply = probe.engine.ask(probe.path, body, probe.plan.timeout_s)
+    try:
+        choice = reply["choices"][0]
+        if chat:
+            text = str(choice["message"].get("content") or "")
+            steps = tuple(_chat_step(step) for step in choice["logprobs"]["content"])
+        else:
+            text, logprobs = str(choice["text"]), choice["logprobs"]
+            pairs = zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
+            steps = tuple(Step(token, _parse_logprobs(best.items())) for token, best in pairs)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        message = f"the answer to {short(prompt)} has no log-probabilities of each token"
+        raise CheckError(message) from error
+    return Answer(prompt, text, steps)
+
+
+def _chat_step(step: dict[str, Any]) -> Step:
+    best = _parse_logprobs((item["token"], item["logprob"]) for item in step["top_logprobs"])
+    return Step(str(step["token"]), best)
+
+
+def _parse_logprobs(pairs: Any) -> dict[str, float]:
+    values = {str(token): round(float(value), 5) for token, value in pairs}
+    if not all(math.isfinite(value) and value <= 0.001 for value in values.values()):
+        raise ValueError("not a log-probability")
+    return values
+
+
+def check_prompts(release: Release) -> list[str]:
+    """Return the prompts of a release's check: the default of ``--record``."""
+    copies = [f"Repeat exactly: {text}" for text in release.check.copy]
+    return [question.prompt for question in release.check.questions] + copies
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file, one per line.
+
+    Raises:
+        HostToolError: It cannot be read, is empty, or is too large.
+    """
+    fix = f"use a text file with one prompt per line, at most {_MOST_PROMPTS}"
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        lines = [line.strip() for line in data.decode().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise HostToolError(str(path), f"cannot be read: {error}", fix, 2) from error
+    prompts = list(dict.fromkeys(lines))
+    if not prompts or len(prompts) > _MOST_PROMPTS or len(data) > _MOST_BYTES:
+        message = f"has {len(prompts)} prompts in {len(data)} bytes"
+        raise HostToolError(str(path), message, fix, 2)
+    return prompts
+
+
+def record(file: str | None, host: Host) -> Answers:
+    """Store the answers of the running release to a file's prompts, or to those of its check."""
+    release = host.disk.load(boot.only_active(host), host.paths)
+    # The launcher runs in another folder than its caller.
+    folder = Path(os.environ.get("SPARK_CALLED_FROM", ""))
+    prompts = read_prompts(folder / file) if file else check_prompts(release)
+    answers = ask(release, Engine.of(release, host.paths), prompts, host)
+    path = host.paths.answers(release.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(path, text_of(answers), 0o600)  # prompts may be private
+    return answers
+
+
+def compare(name: str, host: Host) -> Comparison:
+    """Compare the running release with a recorded one; the same release shows the noise.
+
+    Raises:
+        HostToolError: Nothing is recorded, or no engine answers.
+    """
+    recorded = host.disk.read(Answers, host.paths.answers(name))
+    if recorded is None:
+        fix = f"while {name} runs: spark-check --record [FILE]"
+        raise HostToolError(f"compare {name}", "no answers of it are recorded here", fix)
+    release = host.disk.load(boot.only_active(host), host.paths)
+    prompts = [answer.prompt for answer in recorded.answers]
+    answers = ask(release, Engine.of(release, host.paths), prompts, host)
+    return compare_answers(recorded, answers)
+
+
+def main(words: list[str], host: Host) -> int:
+    """Run ``check --record [FILE]`` or ``check --compare RELEASE [--json]``."""
+    match [word for word in words if word != "--json"], "--json" in words:
+        case ["--compare", name], as_json:
+            comparison = compare(name, host)
+            print(text_of(plain(comparison)) if as_json else comparison, flush=True)
+        case ["--record", *given], False if len(given) < 2:
+            answers = record(given[0] if given else None, host)
+            print(f"{answers.release}: {len(answers.answers)} answers recorded; after a change: "
+                  f"spark-check --compare {answers.release}", flush=True)  # fmt: skip
+        case _:
+            usage = "--record [FILE], or --compare RELEASE [--json]"
+            raise HostToolError("check", f"does not take {' '.join(words)}", usage, 2)
+    return 0

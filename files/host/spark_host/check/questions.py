@@ -1,0 +1,344 @@
+"""Questions of the check to engines that answer with text, pictures and sounds included."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from typing import Any
+
+from spark_contract.release import Question
+
+from spark_host.check.probe import (
+    CheckError,
+    Message,
+    Probe,
+    Streamed,
+    Weight,
+    content,
+    short,
+    user,
+    wait_for_value,
+)
+
+_MAX_REPETITIONS = 24
+_STREAMS = 3
+# What ordinary clients send: the values of Qwen's generation_config.json, and no seed.
+_SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "seed": None}
+
+
+def _judge(
+    question: Question, answer: str, context: str = "", weight: Weight | None = None
+) -> None:
+    if re.search(question.expect, answer):
+        return
+    _refuse_repetition(question, answer, context, weight)
+    raise CheckError(
+        f"{context}{short(question.prompt)} was answered {short(answer)}, "
+        f"which does not match {question.expect!r}",
+        weight,
+    )
+
+
+def _refuse_repetition(
+    question: Question, answer: str, context: str = "", weight: Weight | None = None
+) -> None:
+    longest = max(
+        (len(list(run)) for units in (answer, answer.split()) for _, run in groupby(units)),
+        default=0,
+    )
+    if longest >= _MAX_REPETITIONS:
+        raise CheckError(
+            f"{context}{short(question.prompt)} was answered by one token over and over, "
+            f"{short(answer)}: the weights or kernels are broken",
+            weight,
+        )
+
+
+def first_answer(probe: Probe) -> str:
+    return _ask(probe, probe.plan.plain_questions[:1])
+
+
+def all_answers(probe: Probe) -> str:
+    return _ask(probe, probe.plan.questions)
+
+
+def _ask(probe: Probe, questions: tuple[Question, ...]) -> str:
+    for question in questions:
+        answer = probe.say(question.prompt, question.max_tokens, thinking=question.thinking)
+        _judge(question, answer, weight="warn" if question.thinking else None)
+        probe.answers[question.prompt] = answer
+    last = questions[-1].prompt
+    return f"{len(questions)} answered right, {short(last, 40)} by {short(probe.answers[last], 40)}"
+
+
+def copies(probe: Probe) -> str:
+    for text in probe.plan.copy:
+        answer = probe.say(f"Repeat exactly: {text}", max(64, 2 * len(text)))
+        if text not in answer:
+            raise CheckError(f"asked to repeat {short(text)}, it answered {short(answer)}")
+    return f"{len(probe.plan.copy)} strings came back unchanged"
+
+
+def repeats(probe: Probe) -> str:
+    question = probe.plan.plain_questions[-1]
+    first, second = (probe.say(question.prompt, question.max_tokens) for _ in range(2))
+    if first != second:
+        raise CheckError(f"the same greedy request gave {short(first)} and then {short(second)}")
+    return "the same greedy request gave the same text twice"
+
+
+def sampled(probe: Probe) -> str:
+    questions = probe.plan.plain_questions
+    for question in questions:
+        answer = content(probe.chat([user(question.prompt)], question.max_tokens, **_SAMPLING))
+        result = f"{short(question.prompt)}, sampled, got {short(answer)}"
+        if not answer.strip():
+            raise CheckError(f"{short(question.prompt)}, sampled, got an empty answer")
+        _refuse_repetition(question, answer)
+        if not re.search(question.expect, answer):
+            raise CheckError(f"{result}, which does not match {question.expect!r}", "warn")
+    return f"{len(questions)} sampled answers are plausible"
+
+
+def conversation(probe: Probe) -> str:
+    messages: list[Message] = []
+    questions = (probe.plan.plain_questions * 3)[:3]
+    for turn, question in enumerate(questions, 1):
+        messages.append(user(question.prompt))
+        answer = content(probe.chat(messages, question.max_tokens))
+        _judge(question, answer, f"in turn {turn} of a conversation ")
+        messages.append({"role": "assistant", "content": answer})
+    return f"{len(questions)} turns of one conversation were answered right"
+
+
+def parallel(probe: Probe) -> str:
+    questions = (probe.plan.plain_questions * _STREAMS)[:_STREAMS]
+    with ThreadPoolExecutor(max_workers=_STREAMS) as pool:
+        pending = [(question, pool.submit(_stream, probe, question)) for question in questions]
+        for question, streamed in pending:
+            try:
+                answer = streamed.result()
+                _judge(question, answer.text)
+            except CheckError as error:
+                raise CheckError(f"among {_STREAMS} streams at once {error}") from error
+            probe.tokens_seen += answer.tokens
+    return f"{_STREAMS} streams at once were answered right"
+
+
+def stream(probe: Probe) -> str:
+    question = probe.plan.plain_questions[0]
+    answer = _stream(probe, question)
+    probe.tokens_seen += answer.tokens
+    _judge(question, answer.text)
+    return f"a streamed answer came whole, {answer.tokens} tokens"
+
+
+def _stream(probe: Probe, question: Question) -> Streamed:
+    return probe.streamed([user(question.prompt)], question.max_tokens)
+
+
+_RAW_CALLS = ("<tool_call>", "<function=", "get_weather")  # a call that was not parsed
+_WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city for a number of days",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+        },
+    },
+}
+
+
+def tool_call(probe: Probe) -> str:
+    prompt = "Use the tool to get the weather in Paris for 3 days."
+    message = probe.chat([user(prompt)], 256, tools=[_WEATHER], tool_choice="auto")
+    calls = message.get("tool_calls") or []
+    if not calls:
+        text = content(message)
+        raw = any(mark in text for mark in _RAW_CALLS)
+        raise CheckError(
+            f"no tool was called; the answer is {short(text)}", None if raw else "warn"
+        )
+    function = calls[0].get("function") or {}
+    arguments = _parse_arguments(function)
+    if function.get("name") != "get_weather":
+        raise CheckError(f"the tool {function.get('name')!r} was called, not get_weather")
+    city, days = arguments.get("city", ""), arguments.get("days")
+    if "paris" not in str(city).lower():
+        raise CheckError(f"the tool was called for the city {city!r}, not Paris", "warn")
+    if type(days) is not int or days != 3:
+        text = f"the tool was called with days={days!r}, not the number 3"
+        raise CheckError(text, "warn" if type(days) is int else None)
+    return f"get_weather was called with {json.dumps(arguments)}"
+
+
+def _parse_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    text = function.get("arguments")
+    try:
+        arguments = json.loads(text or "")
+    except (TypeError, ValueError) as error:
+        raise CheckError(f"the tool's arguments are not JSON: {short(str(text))}") from error
+    if not isinstance(arguments, dict):
+        raise CheckError(f"the tool's arguments are not an object: {arguments!r}")
+    return arguments
+
+
+def reasoning(probe: Probe) -> str:
+    question = probe.plan.plain_questions[0]
+    limit = min(2048, max(256, probe.plan.max_model_len // 4))
+    thinking = {"enable_thinking": True}
+    message = probe.chat([user(question.prompt)], limit, chat_template_kwargs=thinking)
+    thought = str(message.get("reasoning") or message.get("reasoning_content") or "")
+    answer = content(message)
+    if "<think>" in answer or "</think>" in answer:
+        raise CheckError(f"thinking is mixed into the answer: {short(answer)}")
+    if not thought.strip():
+        raise CheckError(f"no reasoning came apart from the answer {short(answer)}", "warn")
+    if message["finish_reason"] != "length":
+        _judge(question, answer, "after thinking, ", "warn")
+    return f"{len(thought)} characters of reasoning came apart from the answer"
+
+
+_COUNTER_WAIT_S = 5.0
+_NUMBER = "48213"
+_NEEDLE = f"The secret number of the lighthouse is {_NUMBER}."
+_QUESTION = "What is the secret number of the lighthouse? Digits only."
+_FILLER = "The sea was calm and the gulls were quiet that day. "
+_FILLER_TOKENS = 10
+_TURNS = 3
+
+
+def needle(probe: Probe) -> str:
+    tokens = probe.plan.needle.context_tokens if probe.plan.needle else 0
+    half = _FILLER * (tokens // 24)
+    answer = probe.say(f"{half}{_NEEDLE} {half}\n{_QUESTION}", 64)
+    where = f"a number in the middle of about {tokens} tokens"
+    if _NUMBER not in answer:
+        raise CheckError(f"{where} was not found: {short(answer)}")
+    return f"{where} was found"
+
+
+def prefix_reuse(probe: Probe) -> str:
+    """Later turns of one long conversation hit the prefix cache and are answered right.
+
+    The engine caches whole blocks only, so the first turn is longer than two of them. It begins
+    with a new number, so every hit was computed in this conversation.
+    """
+    block_tokens = probe.plan.prefix.block_tokens if probe.plan.prefix else 0
+    filler = _FILLER * (2 * block_tokens // _FILLER_TOKENS + 1)
+    start = f"Note {time.time_ns() % 10**9}. {filler}{_NEEDLE}\n{_QUESTION}"
+    messages: list[Message] = []
+    waits, hits = [], []
+    for turn in range(1, _TURNS + 1):
+        messages.append(user(start if turn == 1 else _QUESTION))
+        before = _prefix_hits(probe)
+        answer = probe.streamed(messages, 64)
+        probe.tokens_seen += answer.tokens
+        if turn == 1 and answer.prompt_tokens <= block_tokens:
+            raise CheckError(
+                f"the first turn has {answer.prompt_tokens} tokens, a cache block {block_tokens}: "
+                "nothing could be cached"
+            )
+        if _NUMBER not in answer.text:
+            text = f"turn {turn} of a long conversation was answered {short(answer.text)}"
+            # Turn 1 uses no cache: there the model itself did not find the number.
+            raise CheckError(text, "warn" if turn == 1 else None)
+        messages.append({"role": "assistant", "content": answer.text})
+        waits.append(answer.wait_s)
+        if turn > 1:
+            hits.append(_wait_for_hits(probe, before, turn))
+    return (
+        f"turn 2 began to answer after {waits[1]:.2f} s, turn 1 after {waits[0]:.2f} s; turns 2 "
+        f"and 3 found {hits[0]:.0f} and {hits[1]:.0f} tokens of the conversation in the cache"
+    )
+
+
+def _wait_for_hits(probe: Probe, before: float, turn: int) -> float:
+    hits = wait_for_value(lambda: _prefix_hits(probe) - before, 1, _COUNTER_WAIT_S)
+    if hits <= 0:
+        raise CheckError(
+            f"turn {turn} of a conversation found no token of the earlier turns in the cache"
+        )
+    return hits
+
+
+def _prefix_hits(probe: Probe) -> float:
+    hits = probe.metrics().prefix_hits
+    if hits is None:
+        raise CheckError("the engine has no counter of prefix hits: prefix caching is off")
+    return hits
+
+
+_SIDE_PIXELS = 64
+_COLOURS = (("red", (220, 20, 20)), ("blue", (20, 20, 220)))
+
+
+def image(probe: Probe) -> str:
+    """Pictures of one colour are named right; a blind server names all the same."""
+    answers = []
+    for _, rgb in _COLOURS:
+        url = "data:image/png;base64," + base64.b64encode(png(rgb)).decode()
+        text = "What colour is this picture? Answer with one word."
+        answers.append(content(probe.chat([_media("image_url", {"url": url}, text)], 64)))
+    for (colour, _), answer in zip(_COLOURS, answers, strict=True):
+        if not re.search(rf"\b{colour}\b", answer, re.IGNORECASE):
+            text = f"a picture that is all {colour} was called {short(answer)}"
+            raise CheckError(text, None if len(set(answers)) == 1 else "warn")
+    return f"{len(_COLOURS)} pictures were named by their colour"
+
+
+def _media(kind: str, data: dict[str, str], text: str) -> Message:
+    return user([{"type": kind, kind: data}, {"type": "text", "text": text}])
+
+
+def png(rgb: tuple[int, int, int]) -> bytes:
+    """Return a square PNG of one colour (RFC 2083); stored, not compressed."""
+    row = b"\0" + bytes(rgb) * _SIDE_PIXELS
+    head = struct.pack(">IIBBBBB", _SIDE_PIXELS, _SIDE_PIXELS, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(row * _SIDE_PIXELS, 0)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+
+
+_RATE_HZ = 16_000
+_TONE_HZ = 440
+_SECONDS = (1, 4)
+
+
+def sound(probe: Probe) -> str:
+    """A longer sound takes more prompt tokens; one that is dropped takes none."""
+    counts = []
+    for seconds in _SECONDS:
+        data = {"data": base64.b64encode(wav(seconds)).decode(), "format": "wav"}
+        question = _media("input_audio", data, "What do you hear? Answer with one word.")
+        answer = probe.streamed([question], 32)
+        probe.tokens_seen += answer.tokens
+        counts.append(answer.prompt_tokens)
+    result = f"sounds of {_SECONDS[0]} and {_SECONDS[1]} s took {counts[0]} and {counts[1]} tokens"
+    if not counts[1] > counts[0]:
+        raise CheckError(result)
+    return result
+
+
+def wav(seconds: int) -> bytes:
+    """Return a tone as a WAV file: one channel, 16 bit."""
+    samples = (
+        round(12_000 * math.sin(2 * math.pi * _TONE_HZ * index / _RATE_HZ))
+        for index in range(seconds * _RATE_HZ)
+    )
+    data = b"".join(struct.pack("<h", sample) for sample in samples)
+    header = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, _RATE_HZ, 2 * _RATE_HZ, 2, 16)
+    body = b"WAVE" + header + struct.pack("<4sI", b"data", len(data)) + data
+    return struct.pack("<4sI", b"RIFF", len(body)) + body
