@@ -1,4 +1,4 @@
-"""SSH key, deploy account and sudo rule of a host."""
+"""SSH key, deploy account and sudo rule of a host; a sudo rule is checked before it counts."""
 
 from __future__ import annotations
 
@@ -19,45 +19,46 @@ from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, rea
 from spark_deploy.hosts.host_errors import Commands, Refused, host_command, host_errors, refuse
 from spark_deploy.plan.machine import BootstrapPlan
 
-ACCOUNT = "spark-deploy"  # made by bootstrap, for deploys alone
-
-
+ACCOUNT = "spark-deploy"  # created by bootstrap, for deploys only
 ACCOUNT_HOME = "/var/lib/spark-deploy"
-
-
 ACCOUNT_KEYS = f"{ACCOUNT_HOME}/.ssh/authorized_keys"
+_LOGIN_KEYS = "~/.ssh/authorized_keys"
+
+
+def _key_body(public_key: str) -> str:
+    """Return type and body of a key, quoted; the comment behind them does not identify it."""
+    return shlex.quote(" ".join(public_key.split()[:2]))
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Key and sudo of the login user."""
+    """Key and sudo of the login user, and the account for deploys."""
 
     user: str
     is_root: bool
     key_installed: bool
     sudo_free: bool  # sudo asks for no password
-    sudo_there: bool
+    sudo_installed: bool
     sudoers: str | None  # our file; None: absent, or not readable without a password
     came_from: str = ""  # address of this login, as the host sees it
-    account_key: str = ""  # line of authorized_keys with our key, of the account for deploys
-    account_there: bool = False
+    account_key: str = ""  # the account's line of authorized_keys with our key
+    account_exists: bool = False
 
 
 class LoginAccess(HostFact[Access]):
-    """Look at key and sudo of the login user, as that user, and at the account for deploys."""
+    """Run it as the login user, without sudo."""
 
     def command(self, public_key: str, sudoers_path: str) -> str:
-        # Type and body of the key; the comment behind them is anybody's.
-        body = shlex.quote(" ".join(public_key.split()[:2]))
+        body = _key_body(public_key)
         keys = (
-            f"echo '== key'; grep -cF -- {body} ~/.ssh/authorized_keys 2>/dev/null",
+            f"echo '== key'; grep -cF -- {body} {_LOGIN_KEYS} 2>/dev/null",
             f"echo '== account'; grep -F -- {body} {ACCOUNT_KEYS} 2>/dev/null | head -n 1",
         )
         return build_script(
             "echo '== user'; id -un; id -u",
             *(keys if public_key else ()),  # grep finds an empty text in every line
             "echo '== sudo'; command -v sudo >/dev/null && echo there",
-            # -k: at this machine a password typed minutes ago would count for a while.
+            # -k: on this machine a password typed minutes ago would count for a while.
             "sudo -k -n true 2>/dev/null && echo free",
             f"echo '== sudoers'; sudo -n cat {shlex.quote(sudoers_path)} 2>/dev/null",
             "echo '== from'; echo \"${SSH_CONNECTION%% *}\"",
@@ -67,90 +68,83 @@ class LoginAccess(HostFact[Access]):
     def process(self, output: list[str]) -> Access:
         found = parse_sections(output)
         user, uid = [*found["user"], "", ""][:2]
-        sudo = found["sudo"]
-        sudoers = found["sudoers"]
         return Access(
             user=user,
             is_root=uid == "0",
             key_installed=found.first("key") not in ("", "0"),
-            sudo_free=uid == "0" or "free" in sudo,
-            sudo_there="there" in sudo,
-            sudoers="\n".join(sudoers) + "\n" if sudoers else None,
+            sudo_free=uid == "0" or "free" in found["sudo"],
+            sudo_installed="there" in found["sudo"],
+            sudoers=f"{found.text('sudoers')}\n" if found["sudoers"] else None,
             came_from=found.first("from").partition("%")[0],
             account_key=found.first("account"),
-            account_there=bool(found["account-there"]),
+            account_exists=bool(found["account-there"]),
         )
 
 
-# Names that mean nothing special in sudoers(5).
+# Names without special meaning in sudoers(5).
 _PLAIN_USER = re.compile(r"[a-z_][a-z0-9_.-]{0,31}")
 
 
 def read_state(plan: BootstrapPlan) -> Access:
-    """Look once for all operations, as the login user."""
     return read_fact(
         LoginAccess, _sudo=False, public_key=plan.public_key, sudoers_path=plan.sudoers_path
     )
 
 
 def account_line(plan: BootstrapPlan, access: Access) -> str:
-    """Return the line of authorized_keys for the deploys' account; one that suits is kept."""
+    """Return the account's line of authorized_keys; a line limited to addresses is kept."""
     allowed = plan.allowed_from or tuple(filter(None, (access.came_from,)))
     if not plan.allowed_from and access.account_key.startswith('from="'):
         return access.account_key
     if not allowed:
         fix = "set ssh.allowed_from to the addresses that deploys come from"
-        refuse("ssh.allowed_from", "the host does not say where this login comes from", fix)
+        refuse("ssh.allowed_from", "the address of this login is unknown to the host", fix)
     # Tunnels of `spark-deploy connect` need forwarding; nothing needs an agent or X11.
     return f'from="{",".join(allowed)}",restrict,pty,port-forwarding {plan.public_key}'
 
 
 def sudoers(user: str) -> str:
-    """Build the one rule: pyinfra runs `sudo sh -c ...`, so nothing less than ALL would do."""
+    """Build the rule: pyinfra runs `sudo sh -c ...`, so it needs ALL."""
     return f"# Managed by dgx-spark-deploy.\n{user} ALL=(ALL:ALL) NOPASSWD: ALL\n"
 
 
 @operation()
 @host_errors
 def install_key(plan: BootstrapPlan) -> Commands:
-    """Have our public key among the login user's authorized keys; others stay."""
+    """Add our key to the login user's authorized keys."""
     if read_state(plan).key_installed:
         host.noop("our key is installed")
         return
-    key = shlex.quote(plan.public_key)
     yield (
-        "umask 077; mkdir -p ~/.ssh && touch ~/.ssh/authorized_keys && "
-        # A last line without its end would swallow our key.
-        '{ [ -z "$(tail -c 1 ~/.ssh/authorized_keys)" ] || echo >> ~/.ssh/authorized_keys; } && '
-        f"printf '%s\\n' {key} >> ~/.ssh/authorized_keys && "
-        "chmod 700 ~/.ssh && chmod 600 ~/.ssh/authorized_keys"
+        f"umask 077; k={_LOGIN_KEYS}; mkdir -p ~/.ssh && touch $k && "
+        # Our key must not continue a last line without newline.
+        '{ [ -z "$(tail -c 1 $k)" ] || echo >> $k; } && '
+        f"printf '%s\\n' {shlex.quote(plan.public_key)} >> $k && chmod 700 ~/.ssh && chmod 600 $k"
     )
 
 
 @operation()
 @host_errors
 def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
-    """Have an account for deploys alone: our key from named addresses, sudo without a password.
+    """Create an account for deploys only: our key from named addresses, sudo without a password.
 
-    The login user's own rights stay as they were before any bootstrap: a rule that an earlier one
-    made for that user is replaced.
+    The login user keeps its own rights: a rule that an earlier bootstrap made for it is replaced.
     """
     access = read_state(plan)
     line, wanted = account_line(plan, access), sudoers(ACCOUNT)
-    if access.account_there and access.account_key == line and access.sudoers == wanted:
-        host.noop(f"{ACCOUNT} is there, with our key and its rule")
+    if access.account_exists and access.account_key == line and access.sudoers == wanted:
+        host.noop(f"{ACCOUNT} has our key and its rule")
         return
-    if not access.sudo_there:
+    if not access.sudo_installed:
         refuse("sudo", "is not installed", "install sudo as root")
     if access.sudoers is not None and access.sudoers != wanted:
-        host.log(f"{plan.sudoers_path} let another account be root without a password: no longer")
+        host.log(f"replaces the rule in {plan.sudoers_path} that gave another account root")
     script = f"{_account_script(plan.public_key, line)}\n{_rule_script(plan.sudoers_path, wanted)}"
     yield FunctionCommand(_as_root, [script, access.is_root, password], {})
 
 
 def _account_script(public_key: str, line: str) -> str:
-    """Return the script that makes the account; nothing of it belongs to the account itself."""
-    body = shlex.quote(" ".join(public_key.split()[:2]))
+    """Return the script that creates the account; root owns its home and keys."""
     return f"""set -e; umask 022
 if ! getent passwd {ACCOUNT} >/dev/null; then
   useradd --system --user-group --no-create-home --home-dir {ACCOUNT_HOME} --shell /bin/sh \\
@@ -158,7 +152,7 @@ if ! getent passwd {ACCOUNT} >/dev/null; then
 fi
 install -d -o root -g root -m 0755 {ACCOUNT_HOME} {ACCOUNT_HOME}/.ssh
 k={ACCOUNT_KEYS}; touch $k
-{{ grep -vF -- {body} $k || :; printf '%s\\n' {shlex.quote(line)}; }} > $k.new
+{{ grep -vF -- {_key_body(public_key)} $k || :; printf '%s\\n' {shlex.quote(line)}; }} > $k.new
 chmod 0644 $k.new; sync $k.new; mv -fT $k.new $k"""
 
 
@@ -166,7 +160,7 @@ chmod 0644 $k.new; sync $k.new; mv -fT $k.new $k"""
 def _as_root(
     state: State, host: Host, script: str, is_root: bool, password: HiddenValue | None
 ) -> bool:
-    # -k: a password typed minutes ago must not leave ours unread on the script's input.
+    # -k: sudo must read the password, or it would stay on the script's input.
     sudo = "" if is_root else "LC_ALL=C sudo -k -S -p '' "
     try:
         given = password.unmask() if password else ""
@@ -179,33 +173,33 @@ def _as_root(
 @operation()
 @host_errors
 def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
-    """Have nothing left of what bootstrap granted: account, rule, and our key at the login user."""
+    """Remove what bootstrap granted: account, rule, and our key at the login user."""
     access = read_state(plan)
-    if not plan.public_key:  # this machine; an account for deploys belongs to another controller
-        if access.sudoers != sudoers(access.user):
-            host.noop("nothing of a bootstrap is here")
-            return
-        yield f"rm -f {shlex.quote(plan.sudoers_path)}"
+    rule = shlex.quote(plan.sudoers_path)
+    if not plan.public_key:  # this machine; a deploy account belongs to another controller
+        granted = access.sudoers == sudoers(access.user)
+    else:
+        granted = access.account_exists or access.sudoers is not None or access.key_installed
+    if not granted:
+        host.noop("bootstrap granted nothing here")
+        return
+    if not plan.public_key:
+        yield f"rm -f {rule}"
         yield check
         return
-    if not access.account_there and access.sudoers is None and not access.key_installed:
-        host.noop("nothing of a bootstrap is here")
-        return
-    body = shlex.quote(" ".join(plan.public_key.split()[:2]))
-    keys = "~/.ssh/authorized_keys"
     if access.user != ACCOUNT and access.key_installed:
-        # The last login: what follows goes through the connection that is there.
+        # No new login works from here on: the next command uses the open connection.
         yield StringCommand(
-            f"set -e; umask 077; {{ grep -vF -- {body} {keys} || :; }} > {keys}.new; "
-            f"mv -f {keys}.new {keys}",
+            f"set -e; umask 077; k={_LOGIN_KEYS}; "
+            f"{{ grep -vF -- {_key_body(plan.public_key)} $k || :; }} > $k.new; mv -f $k.new $k",
             _sudo=False,
         )
-    # The rule goes last: until then a run that was cut off can be repeated.
+    # The rule is removed last: until then an interrupted run can be repeated.
     yield (
         f"cd /; rm -rf {ACCOUNT_HOME}; "
-        # With this session in it an account is not removed without force.
+        # --force: this session may run in it.
         f"if getent passwd {ACCOUNT} >/dev/null; then userdel --force {ACCOUNT} 2>&1; fi; "
-        f"rm -f {shlex.quote(plan.sudoers_path)} && ! getent passwd {ACCOUNT}"
+        f"rm -f {rule} && ! getent passwd {ACCOUNT}"
     )
     yield check
 
@@ -213,7 +207,7 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
 @operation()
 @host_errors
 def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
-    """Have sudo work without a password for the login user."""
+    """Let the login user use sudo without a password."""
     access = read_state(plan)
     wanted = sudoers(access.user)
     if access.is_root:
@@ -222,7 +216,7 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
     if access.sudo_free and access.sudoers in (None, wanted):
         host.noop("sudo asks for no password")
         return
-    if not access.sudo_there:
+    if not access.sudo_installed:
         fix = "install sudo as root, or log in as root (ssh.user: root, sudo: false)"
         refuse("sudo", "is not installed", fix)
     if not _PLAIN_USER.fullmatch(access.user):
@@ -232,8 +226,8 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
 
 
 def _rule_script(path: str, content: str) -> str:
-    """Return the script that has sudo's rule there, tried before it counts."""
-    # A name with a dot is ignored by sudo, so the file counts only once visudo has read it.
+    """Return the script that installs sudo's rule once visudo accepts it."""
+    # sudo ignores a name with a dot, so the file counts only once visudo has read it.
     trial, target = shlex.quote(f"{path}.new"), shlex.quote(path)
     return f"""set -e; umask 0337
 printf '%s' {shlex.quote(content)} > {trial}
@@ -246,11 +240,9 @@ visudo -cq || {{ rm -f {target}; echo 'the rules together are refused'; exit 3; 
 def _write_sudoers(
     state: State, host: Host, path: str, content: str, password: HiddenValue | None
 ) -> bool:
-    script = _rule_script(path, content)
-    # -k: a password typed minutes ago must not leave ours unread on the script's input.
-    command = f"LC_ALL=C sudo -k -S -p '' sh -c {shlex.quote(script)}"
+    if not _as_root(state, host, _rule_script(path, content), False, password):
+        return False
     try:
-        run(host, command, timeout_s=60, stdin=password.unmask() if password else "")
         run(host, "sudo -k; sudo -n true", timeout_s=30)
     except CommandFailed as failure:
         raise Refused(explain_sudo_error(failure.output)) from failure
@@ -258,11 +250,11 @@ def _write_sudoers(
 
 
 def explain_sudo_error(output: str) -> Problem:
-    """Turn what sudo said into a cause and a way out."""
+    """Turn sudo's output into cause and fix."""
     if "incorrect password" in output or "Sorry, try again" in output:
         return Problem("sudo", "refuses the password", "run again with the right one")
     if "not in the sudoers" in output or "not allowed" in output:
-        fix = "add the user to group sudo at the machine (`usermod -aG sudo USER`)"
+        fix = "add the user to group sudo on the host (`usermod -aG sudo USER`)"
         return Problem("sudo", "the login user may not use sudo at all", fix)
     tail = "\n".join(output.strip().splitlines()[-5:])
     return Problem("sudo", f"the rule was not activated: {tail}", "see /etc/sudoers.d on the host")
@@ -271,8 +263,8 @@ def explain_sudo_error(output: str) -> Problem:
 @operation()
 @host_errors
 def verify_access(ready: bool, check: FunctionCommand) -> Commands:
-    """Prove by a fresh login that key and sudo work without a password."""
+    """Verify with a new login that key and sudo work without a password."""
     if ready:
-        host.noop("the key logged in and sudo asked for nothing")
+        host.noop("the key logged in and sudo asked for no password")
         return
     yield check

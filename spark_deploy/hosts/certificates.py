@@ -1,4 +1,7 @@
-"""Certificates of gateways, read, checked and issued on the controller."""
+"""Certificates of gateways, read, checked and issued on the controller.
+
+Private keys leave this module as bytes and are written by whoever sends them, never printed.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +32,25 @@ from spark_contract.files import write_pieces
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.plan.types import GatewayPlan
 
+CA_DAYS = 3650
+LEAF_DAYS = 365
+RENEW_DAYS = 30  # a certificate that ends sooner is renewed by the next run
+CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
+# No host has these names (RFC 6761, RFC 5737).
+_NO_NAME, _NO_ADDRESS = "invalid", "192.0.2.1/32"
+
 _Loaded = TypeVar("_Loaded")
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A certificate with its chain and the key that belongs to it, both PEM."""
+    """A certificate with its chain and its key, both PEM."""
 
     certificate: bytes
     key: bytes = field(repr=False)
 
 
 def now() -> datetime:
-    """Return the time certificates are judged at."""
     return datetime.now(timezone.utc)
 
 
@@ -51,11 +60,11 @@ def read_pair(certificate: str, key: str) -> Pair:
 
 
 def check_gateway(plan: GatewayPlan) -> list[Problem]:
-    """Return why a gateway cannot have the certificate its settings ask for."""
+    """Return why a gateway cannot have the certificate that its settings require."""
     if plan.tls is None:
         return []
     if plan.address is None:
-        what = "nobody said what clients of the network call this host"
+        what = "the name that clients use for this host is not set"
         return [Problem("serve.address", what, "set it: the certificate must cover it")]
     if plan.tls.mode == "own-cert":
         return check_pair(plan.tls.certificate, plan.tls.key, plan.address)
@@ -63,42 +72,55 @@ def check_gateway(plan: GatewayPlan) -> list[Problem]:
 
 
 def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
-    """Return why a certificate and key of the user's own cannot serve a host.
+    """Return why the user's own certificate and key cannot serve a host.
 
     Args:
         certificate: path of a PEM file with the certificate first.
         key: path of its key.
-        name: what clients call the host.
+        name: the name that clients use for the host.
     """
-    found: list[Problem] = []
-    chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, found)
-    private = _read(key, "serve.tls_key", load_key, found)
+    problems: list[Problem] = []
+    chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, problems)
+    private = _read(key, "serve.tls_key", load_key, problems)
+
+    def add(setting: str, what: str, fix: str) -> None:
+        problems.append(Problem(f"serve.{setting}", what, fix))
+
     if private is not None and Path(key).expanduser().stat().st_mode & 0o007:
-        what = f"{key} can be read by everybody on this machine"
-        found.append(Problem("serve.tls_key", what, f"chmod 600 {key}; if others had access, "
-                             "ask for a new certificate with a new key"))  # fmt: skip
+        fix = f"chmod 600 {key}; if others had access, get a new certificate with a new key"
+        add("tls_key", f"{key} can be read by everybody on this machine", fix)
     if chain is None:
-        return found
+        return problems
     leaf = chain[0]
+    begin, end = leaf.not_valid_before_utc, leaf.not_valid_after_utc
     if private is not None and public_key_pem(leaf) != public_key_pem(private):
-        what = f"{key} is not the key of {certificate}"
-        fix = "name the two files that were made together, the host's own certificate first"
-        found.append(Problem("serve.tls_key", what, fix))
-    if not leaf.not_valid_before_utc <= now() < leaf.not_valid_after_utc:
-        what = (
-            f"{certificate} is valid from {leaf.not_valid_before_utc:%Y-%m-%d} to "
-            f"{leaf.not_valid_after_utc:%Y-%m-%d}, not now"
-        )
-        found.append(Problem("serve.tls_certificate", what, "get a new certificate"))
+        fix = "name a matching pair of files, the host's own certificate first"
+        add("tls_key", f"{key} is not the key of {certificate}", fix)
+    if not begin <= now() < end:
+        what = f"{certificate} is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}, not now"
+        add("tls_certificate", what, "get a new certificate")
     if not covers(leaf, name):
         what = f"{certificate} is for {', '.join(names_in(leaf)) or 'no name at all'}, not {name}"
         fix = "get one that covers it, or set serve.address to a name it covers"
-        found.append(Problem("serve.tls_certificate", what, fix))
-    return found
+        add("tls_certificate", what, fix)
+    return problems
+
+
+def _read(
+    path: str, setting: str, load: Callable[[bytes], _Loaded], problems: list[Problem]
+) -> _Loaded | None:
+    try:
+        return load(Path(path).expanduser().read_bytes())
+    except OSError as error:
+        what = f"{path} cannot be read ({error.strerror})"
+    except (ValueError, TypeError) as error:
+        what = f"{path} has the wrong format ({str(error).splitlines()[0][:80]})"
+    problems.append(Problem(setting, what, "name a PEM file of this machine, its key unencrypted"))
+    return None
 
 
 def covers(certificate: x509.Certificate, name: str) -> bool:
-    """Return whether clients that call a host ``name`` accept the certificate for it."""
+    """Whether clients that call a host ``name`` accept the certificate for it."""
     names = list(map(str.lower, names_in(certificate)))
     wanted = name.lower()
     # A star stands for exactly one label, and addresses have none.
@@ -107,7 +129,6 @@ def covers(certificate: x509.Certificate, name: str) -> bool:
 
 
 def is_address(name: str) -> bool:
-    """Return whether clients call a host by an address, not by a name."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -118,13 +139,11 @@ def is_address(name: str) -> bool:
 def names_in(certificate: x509.Certificate) -> list[str]:
     """Return the names and addresses that a certificate covers."""
     try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
-    return [
-        *found.get_values_for_type(x509.DNSName),
-        *map(str, found.get_values_for_type(x509.IPAddress)),
-    ]
+    addresses = map(str, names.get_values_for_type(x509.IPAddress))
+    return [*names.get_values_for_type(x509.DNSName), *addresses]
 
 
 def load_key(text: bytes) -> PrivateKeyTypes:
@@ -133,57 +152,30 @@ def load_key(text: bytes) -> PrivateKeyTypes:
 
 
 def public_key_pem(of: x509.Certificate | PrivateKeyTypes) -> bytes:
-    """Return the public key of a certificate or of a private key, PEM."""
     public = of.public_key()
     return public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).strip()
 
 
-def _read(
-    path: str, setting: str, load: Callable[[bytes], _Loaded], found: list[Problem]
-) -> _Loaded | None:
-    try:
-        return load(Path(path).expanduser().read_bytes())
-    except OSError as error:
-        what = f"{path} cannot be read ({error.strerror})"
-    except (ValueError, TypeError) as error:
-        what = f"{path} is not what it should be ({str(error).splitlines()[0][:80]})"
-    found.append(Problem(setting, what, "name a PEM file of this machine, its key unencrypted"))
-    return None
-
-
-# RFC 5280, 4.2.1.10: a kind of name of which nothing is permitted would be free: each kind has
-# one.
-
-
-# Names that no host has (RFC 6761, RFC 5737).
-_NO_NAME, _NO_ADDRESS = "invalid", "192.0.2.1/32"
-
-
 def name_constraints(names: Sequence[str]) -> x509.NameConstraints:
-    """Return the extension that permits these names and addresses, and what lies below names."""
-    subtrees = {_subtree(name) for name in names}
-    found = (
-        [one for one in sorted(subtrees) if "/" not in one] or [_NO_NAME],
-        [one for one in sorted(subtrees) if "/" in one] or [_NO_ADDRESS],
-    )
-    permitted: list[x509.GeneralName] = [x509.DNSName(name) for name in found[0]]
-    permitted += [x509.IPAddress(ipaddress.ip_network(address)) for address in found[1]]
+    """Return the extension that permits these names (with subdomains) and addresses.
+
+    RFC 5280, 4.2.1.10: a kind of name without any entry would be unlimited.
+    """
+    subtrees = sorted({_subtree(name) for name in names})
+    domains = [subtree for subtree in subtrees if "/" not in subtree] or [_NO_NAME]
+    networks = [subtree for subtree in subtrees if "/" in subtree] or [_NO_ADDRESS]
+    permitted: list[x509.GeneralName] = [x509.DNSName(domain) for domain in domains]
+    permitted += [x509.IPAddress(ipaddress.ip_network(network)) for network in networks]
     return x509.NameConstraints(permitted_subtrees=permitted, excluded_subtrees=None)
 
 
 def permitted_names(certificate: x509.Certificate) -> list[str] | None:
-    """Return what a CA may sign for; ``None`` when it has no limits, as the first ones had."""
+    """Return the names and addresses a CA may sign for; ``None`` when it is not limited."""
     try:
-        found = certificate.extensions.get_extension_for_class(x509.NameConstraints).value
+        limits = certificate.extensions.get_extension_for_class(x509.NameConstraints).value
     except x509.ExtensionNotFound:
         return None
-    return [str(one.value) for one in found.permitted_subtrees or ()]
-
-
-def names_not_permitted(certificate: x509.Certificate, names: Sequence[str]) -> list[str]:
-    """Return the names that a CA may not sign for."""
-    allowed = permitted_names(certificate)
-    return [] if allowed is None else [name for name in names if _subtree(name) not in allowed]
+    return [str(subtree.value) for subtree in limits.permitted_subtrees or ()]
 
 
 def _subtree(name: str) -> str:
@@ -193,20 +185,7 @@ def _subtree(name: str) -> str:
         return name.lower().removeprefix("*.")
 
 
-# Only elliptic curve keys are made (P-256: every client of today takes it). Private keys leave
-# this module as bytes and are written by whoever sends them, never printed.
-CA_DAYS = 3650
-
-
-LEAF_DAYS = 365
-
-
-RENEW_DAYS = 30  # a certificate that ends sooner is made anew by the next run
-
-
-CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
-
-
+# Only elliptic curve keys are made (P-256, which every current client accepts).
 @dataclass(frozen=True, slots=True)
 class _Authority:
     certificate: x509.Certificate
@@ -216,17 +195,17 @@ class _Authority:
 def why_renew(
     certificate: bytes | None, public_key: bytes | None, names: Sequence[str], ca_dir: str
 ) -> str:
-    """Say why a host's certificate of the private CA has to be made anew; "" when it is right.
+    """Return why a host's certificate of the private CA has to be renewed; "" when it is valid.
 
     Args:
-        certificate: what the host has, PEM.
-        public_key: the public half of the key the host has, PEM.
-        names: what it shall cover.
-        ca_dir: where the CA is.
+        certificate: the host's, PEM.
+        public_key: of the host's key, PEM.
+        names: names it has to cover.
+        ca_dir: directory of the CA.
     """
-    authority = _authority(ca_dir)
+    authority = _read_authority(ca_dir)
     if authority is None:
-        return f"there is no CA in {ca_dir} yet; one is made"
+        return f"there is no CA in {ca_dir} yet; one is created"
     if not certificate or not public_key:
         return "the host has no certificate or no key"
     try:
@@ -236,8 +215,8 @@ def why_renew(
         return f"not issued by the CA in {ca_dir} ({type(error).__name__})"
     if public_key_pem(leaf) != public_key.strip():
         return "the host's key is not that of its certificate"
-    missing = [name for name in names if name.lower() not in map(str.lower, names_in(leaf))]
-    if missing:
+    covered = list(map(str.lower, names_in(leaf)))
+    if missing := [name for name in names if name.lower() not in covered]:
         return f"it does not cover {', '.join(missing)}"
     if leaf.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
         return f"it ends on {leaf.not_valid_after_utc:%Y-%m-%d}"
@@ -245,25 +224,20 @@ def why_renew(
 
 
 def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
-    """Return a new key with a certificate of the private CA, which is made when there is none."""
-    authority = _extend(_authority(ca_dir) or _make_authority(ca_dir, names), names, ca_dir)
+    """Return a new key with a certificate of the private CA, which is created if missing."""
+    authority = _extend(_read_authority(ca_dir) or _create_authority(ca_dir, names), names, ca_dir)
     key = ec.generate_private_key(ec.SECP256R1())
     end = min(now() + timedelta(days=days), authority.certificate.not_valid_after_utc)
+    alternatives = x509.SubjectAlternativeName([_general_name(name) for name in names])
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     builder = (
-        # Not the name itself: without a DNS name beside it, clients would take it for one.
-        _builder(_name(f"gateway of {names[0]}"), end)
+        # Not the bare name: without a DNS name, clients would take the common name for one.
+        _builder(_name(f"gateway of {names[0]}"), end, key)
         .issuer_name(authority.certificate.subject)
-        .public_key(key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(
-            x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False
-        )
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()),
-            critical=False,
-        )
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(alternatives, critical=False)
+        .add_extension(issuer, critical=False)
     )
     leaf = builder.sign(authority.key, hashes.SHA256())
     return Pair(leaf.public_bytes(Encoding.PEM), _pem(key))
@@ -274,30 +248,29 @@ def ca_path(ca_dir: str) -> Path:
     return Path(ca_dir).expanduser() / CA_FILE
 
 
-def _authority(ca_dir: str) -> _Authority | None:
+def _read_authority(ca_dir: str) -> _Authority | None:
     folder = Path(ca_dir).expanduser()
     if not folder.exists():
         return None
-    fix = f"put the CA's two files back from a copy, or remove {folder} for a new CA"
+    fix = f"restore the CA's two files from a backup, or remove {folder} for a new CA"
     try:
         certificate = x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())[0]
         key = load_key((folder / CA_KEY_FILE).read_bytes())
     except (OSError, ValueError, TypeError) as error:
         what = f"{folder} does not hold a CA ({type(error).__name__})"
         raise SettingsError.one("serve.ca_dir", what, fix) from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or public_key_pem(
-        certificate
-    ) != public_key_pem(key):
+    is_pair = public_key_pem(certificate) == public_key_pem(key)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not is_pair:
         raise SettingsError.one("serve.ca_dir", f"the files in {folder} are no pair", fix)
     if certificate.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
         what = f"the CA in {folder} ends on {certificate.not_valid_after_utc:%Y-%m-%d}"
-        fix = f"move {folder} away: the next run makes a new one, which clients must be given"
+        fix = f"move {folder} away: the next run creates a new CA, which clients must be given"
         raise SettingsError.one("serve.ca_dir", what, fix)
     return _Authority(certificate, key)
 
 
-def _make_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
-    """Make the CA's folder in one step, so that there is a whole one or none."""
+def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
+    """Create the CA's directory in one step, so that it is complete or absent."""
     folder = Path(ca_dir).expanduser()
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")
@@ -312,47 +285,42 @@ def _make_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
 
 
 def _extend(authority: _Authority, names: Sequence[str], ca_dir: str) -> _Authority:
-    """Return the CA with leave to sign for these names, too: same key, same name, same end.
+    """Let the CA sign for these names, too: same key, same name, same end.
 
-    Clients with the earlier file still trust the hosts that it was made for.
+    Clients with the earlier file still trust the hosts that it covered.
     """
     before = authority.certificate
-    if not names_not_permitted(before, names):
+    permitted = permitted_names(before)
+    if permitted is None or {_subtree(name) for name in names} <= set(permitted):
         return authority
-    certificate = _self_signed(
-        authority.key,
-        before.subject,
-        before.not_valid_after_utc,
-        [*(permitted_names(before) or ()), *names],
-    )
-    path = ca_path(ca_dir)
-    write_pieces(path, [certificate.public_bytes(Encoding.PEM)])
+    end = before.not_valid_after_utc
+    certificate = _self_signed(authority.key, before.subject, end, [*permitted, *names])
+    write_pieces(ca_path(ca_dir), [certificate.public_bytes(Encoding.PEM)])
     return _Authority(certificate, authority.key)
 
 
 def _self_signed(
     key: ec.EllipticCurvePrivateKey, subject: x509.Name, end: datetime, names: Sequence[str]
 ) -> x509.Certificate:
+    usage = x509.KeyUsage(
+        key_cert_sign=True, crl_sign=True, digital_signature=False, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False,
+        encipher_only=False, decipher_only=False,
+    )  # fmt: skip
     return (
-        _builder(subject, end)
+        _builder(subject, end, key)
         .issuer_name(subject)
-        .public_key(key.public_key())
         .add_extension(name_constraints(names), critical=True)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(
-            x509.KeyUsage(
-                digital_signature=False, content_commitment=False, key_encipherment=False,
-                data_encipherment=False, key_agreement=False, key_cert_sign=True, crl_sign=True,
-                encipher_only=False, decipher_only=False,
-            ),
-            critical=True,
-        )
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(usage, critical=True)
         .sign(key, hashes.SHA256())
-    )  # fmt: skip
+    )
 
 
-def _builder(subject: x509.Name, end: datetime) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, end: datetime, key: ec.EllipticCurvePrivateKey
+) -> x509.CertificateBuilder:
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -360,6 +328,8 @@ def _builder(subject: x509.Name, end: datetime) -> x509.CertificateBuilder:
         # Clocks of hosts and clients differ a little.
         .not_valid_before(now() - timedelta(hours=1))
         .not_valid_after(end)
+        .public_key(key.public_key())
+        .add_extension(identifier, critical=False)
     )
 
 

@@ -1,9 +1,13 @@
-"""Start jobs on a host and wait for them."""
+"""Start jobs on a host and wait for them.
+
+systemd on the host runs them, so work continues without the controller or the connection and after
+a reboot; the next run attaches to it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import gevent
 from pyinfra.api.command import FunctionCommand
@@ -25,63 +29,76 @@ from spark_contract.units import (
 from spark_deploy.hosts.commands import HEARTBEAT_S, log_once, run_reconnecting, shell
 from spark_deploy.hosts.facts import find_answer, read_fact
 from spark_deploy.hosts.files import pack_files, place_files, unpack_script
-from spark_deploy.hosts.host_errors import Commands, host_errors, refuse
+from spark_deploy.hosts.host_errors import Commands, host_command, host_errors, refuse
 from spark_deploy.hosts.peer_download import with_known_peers
-from spark_deploy.hosts.status import JobStates, parse_poll, poll_command, progress_text
+from spark_deploy.hosts.status import JobStates, parse_poll, poll_command
 from spark_deploy.lock.hub_token import read_hub_token
 from spark_deploy.plan.jobs import Work
 from spark_deploy.plan.managed_files import ManagedFile
 
-# systemd on the host is the executor, so work goes on after the controller or the connection is
-# gone and after a reboot; the next run attaches to whatever is there.
 POLL_EVERY_S = 2.0
-
-
 PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
+
+
+def progress_text(state: JobState) -> str:
+    """Describe the progress of a job."""
+    if state.state == "unknown":
+        return state.result
+    if state.progress is None:  # a tool that counts no bytes: its last line and run time
+        elapsed = f" ({state.elapsed_s} s)" if state.elapsed_s else ""
+        return f"{state.last_line or state.result or 'starting'}{elapsed}"
+    progress = state.progress
+    parts = [progress.phase or "working"]
+    done, total, left = progress.bytes, progress.total, progress.eta_s
+    if done is not None and total:
+        parts.append(f"{done / 1e9:.1f} of {total / 1e9:.1f} GB")
+    if progress.rate_bytes_per_s:
+        parts.append(f"{progress.rate_bytes_per_s / 1e6:.0f} MB/s")
+    if left is not None:
+        parts.append(f"{left} s left" if left < 90 else f"{left / 60:.0f} min left")
+    return ", ".join(parts)
 
 
 @operation()
 @host_errors
 def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
-    """Have the job's proof on the host, or its work under way.
+    """Start a job unless it runs already or its receipt exists.
 
     Args:
         work: the job and its files.
         release: the prepare target of this release pulls the job in.
-        names: every job of the release, so that one question serves all operations.
+        names: every job of the release, so that one fact serves all operations.
     """
-    spec, target = work.job, PREPARE.of(release)
-    found = read_fact(JobStates, jobs=names, target=target)
-    state = found.states.get(spec.digest12)
-    how = state.state if state else ""
-    if how == "done":
-        host.noop(f"{spec.title}: proven by its receipt")
+    job, target = work.job, PREPARE.of(release)
+    jobs = read_fact(JobStates, jobs=names, target=target)
+    state = jobs.states.get(job.digest12)
+    if state is not None and state.state == "done":
+        host.noop(f"{job.title}: proven by its receipt")
         return
-    boots = target in found.linked and spec.digest12 in found.pulled
-    if how == "running":
-        if boots:
-            host.noop(f"{spec.title}: already running, attaching")
+    if state is not None and state.state == "running":
+        if target in jobs.linked and job.digest12 in jobs.pulled:
+            host.noop(f"{job.title}: already running, attaching")
             return
-        # Begun for another choice: from now on a boot goes on with it for this one.
-        yield from place_files((_pulled_in(spec, release),))
+        # Started for another choice: from now on a boot continues it for this one.
+        yield from place_files((_boot_drop_in(job, release),))
         yield shell(_link(target))
         return
     if state is not None and state.state == "unknown":
-        # Neither done nor missing: work begun on a guess would be told as a change.
-        refuse(f"{host.name}: {spec.title}", progress_text(state), "run again when it answers")
-    if spec.kind == FETCH_JOB and not host.state.is_executing:  # told once, before a dry run's end
-        host.log(f"{spec.title}: not on this host, {spec.total_bytes or 0} bytes to fetch")
-    yield from place_files((*with_known_peers(work).files(), _pulled_in(spec, release)))
+        # Starting it on a guess would be reported as a change.
+        refuse(f"{host.name}: {job.title}", progress_text(state), "run again when it answers")
+    if job.kind == FETCH_JOB and not host.state.is_executing:
+        host.log(f"{job.title}: not on this host, {job.total_bytes or 0} bytes to fetch")
+    yield from place_files((*with_known_peers(work).files(), _boot_drop_in(job, release)))
     token = [*_token(work)]
     yield shell(
         f"{_link(target)}; "
-        # What an earlier attempt left would read as the outcome of this one.
-        f"rm -f {spec.dir}/status.json {spec.dir}/progress; "
-        f"systemctl reset-failed {spec.unit} 2>/dev/null; "
+        # The status of an earlier attempt would read as the outcome of this one.
+        f"rm -f {job.dir}/status.json {job.dir}/progress; "
+        f"systemctl reset-failed {job.unit} 2>/dev/null; "
         # In the command that starts the job, whose end removes the token: a controller that stops
         # here leaves no token without a job.
         + (f"(\n{unpack_script(token)}\n) && " if token else "")
-        + f"systemctl start --no-block {spec.unit}",
+        + f"systemctl start --no-block {job.unit}",
         stdin=pack_files(token) if token else None,
     )
 
@@ -96,8 +113,14 @@ def _token(work: Work) -> Iterator[ManagedFile]:
     yield ManagedFile(hub_token_file(work.job.digest), f"{token}\n".encode(), 0o600)
 
 
+def _boot_drop_in(job: Job, release: str) -> ManagedFile:
+    text = f"[Unit]\nRequires={job.unit}\nAfter={job.unit}\n"
+    path = f"{drop_in_dir(PREPARE.of(release))}/{job.digest12}.conf"
+    return ManagedFile(path, text.encode())
+
+
 def _link(target: str) -> str:
-    """Return how a boot is told to go on with the work of a target; only while there is work."""
+    """Return the script that lets a boot continue the jobs of a target."""
     return (
         f"systemctl daemon-reload; mkdir -p {BOOT_LINKS}; "
         f"ln -sfn {UNITS_DIR}/{PREPARE.of('')} {BOOT_LINKS}/{target}; "
@@ -106,17 +129,11 @@ def _link(target: str) -> str:
 
 
 def _retire(targets: Sequence[str]) -> str:
-    """Return how no boot goes on with the work of targets any more; what runs is left to end."""
+    """Return the script after which no boot continues the jobs of targets; running jobs finish."""
     links = " ".join(f"{BOOT_LINKS}/{target} {drop_in_dir(target)}" for target in targets)
     return (
         f"rm -rf {links}; systemctl stop {' '.join(targets)} 2>/dev/null; systemctl daemon-reload"
     )
-
-
-def _pulled_in(spec: Job, release: str) -> ManagedFile:
-    text = f"[Unit]\nRequires={spec.unit}\nAfter={spec.unit}\n"
-    path = f"{drop_in_dir(PREPARE.of(release))}/{spec.digest12}.conf"
-    return ManagedFile(path, text.encode())
 
 
 @operation()
@@ -127,79 +144,78 @@ def wait_for_jobs(
     timeout_s: int = PREPARE_TIMEOUT_S,
     retire_others: bool = False,
 ) -> Commands:
-    """Wait until every job has its proof; show progress, and the log of what failed.
+    """Wait until every job has its receipt; show progress, and the log of a failed job.
 
     Args:
-        jobs: all work of the release.
-        release: whose prepare target is retired when all is done.
-        timeout_s: give up waiting after this long; the work itself goes on.
-        retire_others: ``release`` is what is wanted now; no boot goes on with the work of
-            releases of its service that were given up before they were built.
+        jobs: all jobs of the release.
+        release: its prepare target is retired when all is done.
+        timeout_s: stop waiting after this long; the jobs continue.
+        retire_others: ``release`` is the current choice; boots stop continuing the jobs of
+            releases of its service that were replaced before they were built.
     """
-    names = tuple(spec.digest12 for spec in jobs)
-    target = PREPARE.of(release)
-    # Without jobs only what boots is of interest, which every answer tells.
-    known = None if names else find_answer(JobStates)
-    found = known or read_fact(JobStates, jobs=names, target=target)
-    given_up = _given_up(found.linked, release) if retire_others else ()
-    if found.done(names) and target not in found.linked and not given_up:
+    names, target = tuple(job.digest12 for job in jobs), PREPARE.of(release)
+    # Without jobs only the boot targets matter, which every answer contains.
+    cached = None if names else find_answer(JobStates)
+    found = cached or read_fact(JobStates, jobs=names, target=target)
+    replaced = _replaced(found.linked, release) if retire_others else ()
+    finished = found.done(names) and target not in found.linked
+    if finished and not replaced:
         host.noop(f"{len(names)} jobs are proven")
         return
-    if given_up:
-        yield shell(_retire(given_up))
-    if found.done(names) and target not in found.linked:
-        return
-    yield FunctionCommand(_wait, [tuple(jobs), timeout_s], {})
-    yield shell(_retire((target,)))
+    if replaced:
+        yield shell(_retire(replaced))
+    if not finished:
+        yield FunctionCommand(_wait, [tuple(jobs), timeout_s], {})
+        yield shell(_retire((target,)))
 
 
-def _given_up(linked: Sequence[str], release: str) -> tuple[str, ...]:
+def _replaced(linked: Sequence[str], release: str) -> tuple[str, ...]:
+    """Return the targets of other releases of the same service."""
     service = release.rpartition("-")[0]
-    named = {one: RELEASE_NAME.match(PREPARE.instance(one)) for one in linked}
+    names = {target: RELEASE_NAME.match(PREPARE.instance(target)) for target in linked}
     return tuple(
-        one
-        for one, name in named.items()
+        target
+        for target, name in names.items()
         if name and name["service"] == service and name[0] != release
     )
 
 
+@host_command
 def _wait(state: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
-    titles = {spec.digest12: spec.title for spec in jobs}
+    titles = {job.digest12: job.title for job in jobs}
     deadline = time.monotonic() + timeout_s
-    said: dict[str, tuple[str, float]] = {}
+    logged: dict[str, tuple[str, float]] = {}
     while time.monotonic() < deadline:
         ok, out, err = run_reconnecting(host, poll_command(tuple(titles)))
         if not ok:
-            host.log_styled(f"cannot read the jobs: {err.strip() or out.strip()}", fg="red")
-            return False
+            refuse(f"{host.name}: jobs", err.strip() or out.strip(), "run again to attach")
         states = parse_poll(out)
         for name, title in titles.items():
-            _log_progress(host, title, states.get(name), said)
+            _log_progress(host, title, states.get(name), logged)
         if any(states[name].state == "failed" for name in titles if name in states):
             return _show_failures(host, titles, states)
         if all(name in states and states[name].state == "done" for name in titles):
             return True
         gevent.sleep(POLL_EVERY_S)
-    host.log_styled(f"still not done after {timeout_s} s; run again to attach", fg="red")
-    return False
+    refuse(f"{host.name}: jobs", f"still not done after {timeout_s} s", "run again to attach")
 
 
 def _log_progress(
-    host: Host, title: str, state: JobState | None, said: dict[str, tuple[str, float]]
+    host: Host, title: str, state: JobState | None, logged: dict[str, tuple[str, float]]
 ) -> None:
-    """Print a job's progress before people start to wonder, and no more often; its end at once."""
+    """Log a job's progress every few seconds, its end at once."""
     text = "not started" if state is None else f"{state.state}: {progress_text(state)}"
     if state is not None and state.state == "done":
         text = "done"
-    last, when = said.get(title, ("", 0.0))
+    last, when = logged.get(title, ("", 0.0))
     now = time.monotonic()
     if text == last == "done" or (text != "done" and now - when < HEARTBEAT_S):
         return
-    said[title] = (text, now)
+    logged[title] = (text, now)
     host.log(f"{title}: {text}")
 
 
-def _show_failures(host: Host, titles: dict[str, str], states: dict[str, JobState]) -> bool:
+def _show_failures(host: Host, titles: dict[str, str], states: Mapping[str, JobState]) -> bool:
     for name, state in states.items():
         if state.state != "failed":
             continue

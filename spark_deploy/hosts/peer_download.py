@@ -1,4 +1,8 @@
-"""Peer downloads: hosts of one run fetch from each other what one of them has."""
+"""Peer downloads: until the end of a run its hosts fetch from each other what one of them has.
+
+Every host first notes which files it has, so each knows whether another one needs them. A run in
+which no host lacks anything opens no port.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,11 @@ from spark_contract.documents import text_of
 from spark_contract.job import ReceiptProof
 from spark_contract.paths import RECEIPT_NAME
 from spark_contract.sharing import SHARE_KEY, SHARE_SETTINGS, Share, SharedTree
-from spark_contract.units import (
-    PREPARE,
-    SHARE_UNIT,
-)
+from spark_contract.units import PREPARE, SHARE_UNIT
 
 from spark_deploy.config.settings.sources import FleetSettings
-from spark_deploy.hosts.commands import shell
-from spark_deploy.hosts.facts import FileStates, HostFact, read_fact
+from spark_deploy.hosts.commands import current_host, shell
+from spark_deploy.hosts.facts import FileStates, LineFact, read_fact
 from spark_deploy.hosts.files import place_files
 from spark_deploy.hosts.host_errors import Commands, host_errors
 from spark_deploy.hosts.status import JobStates
@@ -37,13 +38,8 @@ from spark_deploy.plan.peer_download import (
 )
 
 
-class LoginAddress(HostFact[str]):
-    """The host's address that this login goes to; "" where there was no SSH login.
-
-    To be asked without sudo, which drops the variable.
-    """
-
-    default = str
+class LoginAddress(LineFact):
+    """The host's address that this SSH login uses; sudo would drop the variable."""
 
     def command(self) -> str:
         return "printf '%s\\n' \"$SSH_CONNECTION\""
@@ -53,135 +49,124 @@ class LoginAddress(HostFact[str]):
         return words[2] if len(words) == 4 else ""
 
 
-# A key for each run, kept with its first host: a new one ends what an earlier one left open.
+# One key per run, kept with its first host: a new key ends what an earlier run left open.
 _keys: WeakKeyDictionary[Host, str] = WeakKeyDictionary()
-
-
 _members: WeakKeyDictionary[Host, Member] = WeakKeyDictionary()
-
-
 _sharing: WeakSet[Host] = WeakSet()
-
-
-@operation()
-@host_errors
-def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
-    """Note what this host has of its trees, for the others to know."""
-    if not host.state.is_executing:
-        host.noop("told when it runs")
-        return
-    names = tuple(work.job.digest12 for work in jobs)
-    found = read_fact(JobStates, jobs=names, target=PREPARE.of(release))
-    if found.lends:  # left open by a run that came to no end here: this one closes it
-        _sharing.add(_current())
-    if not fleet.share:
-        host.noop("this host does not share")
-        return
-    trees: dict[str, State] = {}
-    for work in jobs:
-        told = found.states.get(work.job.digest12)
-        state = _STATES.get(told.state if told else "", "missing")
-        if isinstance(work.job.proof, ReceiptProof):
-            trees[work.job.proof.digest] = state
-        elif work.layers is not None and trees.get(work.layers.digest) != "there":
-            # Whether an image's blobs are kept beside it is asked where somebody wants them.
-            trees[work.layers.digest] = "needless" if state == "there" else state
-    _members[_current()] = Member(host.name, "", trees)
-    host.noop("what it has is known")
-
-
 _STATES: dict[str, State] = {"done": "there", "running": "under way"}
 
 
 @operation()
 @host_errors
+def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
+    """Note which checkpoints this host has, for the other hosts of the run."""
+    if not host.state.is_executing:
+        host.noop("read when it runs")
+        return
+    names = tuple(work.job.digest12 for work in jobs)
+    found = read_fact(JobStates, jobs=names, target=PREPARE.of(release))
+    if found.lends:  # left open by an interrupted run: this one closes it
+        _sharing.add(current_host())
+    if not fleet.share:
+        host.noop("this host does not share")
+        return
+    trees: dict[str, State] = {}
+    for work in jobs:
+        job = found.states.get(work.job.digest12)
+        state = _STATES.get(job.state if job else "", "missing")
+        if isinstance(work.job.proof, ReceiptProof):
+            trees[work.job.proof.digest] = state
+        elif work.layers is not None and trees.get(work.layers.digest) != "there":
+            # Whether an image's blobs are kept is checked only if another host needs them.
+            trees[work.layers.digest] = "needless" if state == "there" else state
+    _members[current_host()] = Member(host.name, "", trees)
+    host.noop("its files are noted")
+
+
+@operation()
+@host_errors
 def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
-    """Lend what another host of this run lacks, and have the key to what others lend."""
+    """Serve what another host of this run lacks, and install the key for what others serve."""
     members = _active_members()
-    if len(members) < 2 or _current() not in _members:
+    if len(members) < 2 or current_host() not in _members:
         host.noop("no other host of this run shares")
         return
     wanted = wanted_of(host.name, members)
-    ours = _members[_current()].trees
+    own = _members[current_host()].trees
     trees = tuple(
         tree
         for tree in shared_trees(jobs)
-        if tree.digest in wanted and (ours[tree.digest] != "needless" or _kept(tree))
+        if tree.digest in wanted and (own[tree.digest] != "needless" or _is_kept(tree))
     )
-    if not trees and not any(map(lacks, ours.values())):
+    if not trees and not any(map(lacks, own.values())):
         host.noop("no host lacks what another one has")
         return
-    files = [ManagedFile(SHARE_KEY, f"{_key()}\n".encode(), 0o600)]
-    # Without sudo, which would hide what the login told.
+    files = [ManagedFile(SHARE_KEY, f"{_run_key()}\n".encode(), 0o600)]
     address = fleet.address or read_fact(LoginAddress, _sudo=False)
-    lends = bool(trees and address)
-    if lends:
-        files.append(
-            ManagedFile(SHARE_SETTINGS, text_of(Share(address, fleet.port, trees)).encode())
-        )
-        _members[_current()] = _sharing_member(_members[_current()], address, fleet.port, trees)
+    serves = bool(trees and address)
+    if serves:
+        settings = text_of(Share(address, fleet.port, trees))
+        files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
+        _note_url(address, fleet.port, trees)
     elif trees:
-        host.log("does not lend: its address is not known; set fleet.address")
+        host.log("serves no peers: its address is not known; set fleet.address")
     yield from place_files(files)
-    if lends:
+    if serves:
         yield shell(
             f"systemctl reset-failed {SHARE_UNIT} 2>/dev/null; systemctl restart {SHARE_UNIT}"
         )
-    _sharing.add(_current())
+    _sharing.add(current_host())
 
 
-def _kept(tree: SharedTree) -> bool:
-    """Return whether a tree is there that this host does not need; it is then lent."""
+def _is_kept(tree: SharedTree) -> bool:
+    """Whether this host has files that it does not need itself; they are then shared."""
     receipt = f"{tree.dir}/{RECEIPT_NAME}"
     if receipt not in host.get_fact(FileStates, paths=[receipt]):
         return False
-    me = _members[_current()]
-    _members[_current()] = replace(me, trees={**me.trees, tree.digest: "there"})
+    member = _members[current_host()]
+    _members[current_host()] = replace(member, trees={**member.trees, tree.digest: "there"})
     return True
 
 
-def _sharing_member(member: Member, address: str, port: int, trees: Sequence[SharedTree]) -> Member:
-    """Return what others have to know of a host that lends: its receipts come over this way."""
-    built = [one for one in trees if not one.unfinished and member.trees[one.digest] == "there"]
-    where = {one.digest: f"{one.dir}/{RECEIPT_NAME}" for one in built}
-    states = host.get_fact(FileStates, paths=list(where.values())) if where else {}
-    known = {digest: states[path].sha256 for digest, path in where.items() if path in states}
-    shown = f"[{address}]" if ":" in address else address
-    return replace(member, url=f"http://{shown}:{port}", receipts=known)
+def _note_url(address: str, port: int, trees: Sequence[SharedTree]) -> None:
+    """Note where this host serves, and the hashes of its receipts, read over its own login."""
+    member = _members[current_host()]
+    built = [tree for tree in trees if not tree.unfinished and member.trees[tree.digest] == "there"]
+    paths = {tree.digest: f"{tree.dir}/{RECEIPT_NAME}" for tree in built}
+    states = host.get_fact(FileStates, paths=list(paths.values())) if paths else {}
+    receipts = {digest: states[path].sha256 for digest, path in paths.items() if path in states}
+    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    _members[current_host()] = replace(member, url=url, receipts=receipts)
 
 
 @operation()
 @host_errors
 def stop_sharing() -> Commands:
-    """Lend nothing any more; the key goes."""
-    if _current() not in _sharing:
-        host.noop("nothing is lent")
+    """Stop serving peers and remove the key."""
+    if current_host() not in _sharing:
+        host.noop("serves no peers")
         return
     yield shell(f"systemctl stop {SHARE_UNIT}; rm -f {SHARE_KEY} {SHARE_SETTINGS}")
-    _sharing.discard(_current())
+    _sharing.discard(current_host())
 
 
 def with_known_peers(work: Work) -> Work:
-    """Return a job that knows which hosts of this run lend what it makes."""
-    if _current() not in _members:
+    """Return a job with the hosts of this run that serve its result."""
+    if current_host() not in _members:
         return work
-    members = [one for one in _active_members() if one.url or one.name == host.name]
+    members = [each for each in _active_members() if each.url or each.name == host.name]
     return with_peers(work, host.name, members)
 
 
-def _key() -> str:
+def _run_key() -> str:
     return _keys.setdefault(next(iter(host.state.inventory)), secrets.token_urlsafe(32))
 
 
-def _current() -> Host:
-    return host.state.inventory.get_host(host.name)
-
-
 def _active_members() -> list[Member]:
-    """Return the hosts of this run that share and are still there, in the inventory's order."""
+    """Return the sharing hosts of this run that have not failed, in the inventory's order."""
     state = host.state
     return [
-        _members[one]
-        for one in state.inventory
-        if one in _members and one not in state.failed_hosts
+        _members[each]
+        for each in state.inventory
+        if each in _members and each not in state.failed_hosts
     ]

@@ -1,12 +1,11 @@
-"""The proxy of a host: a file only root reads, used by jobs and by docker's daemon."""
+"""The proxy of a host: a file only root can read, used by jobs and by docker's daemon."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterator
 
-from pyinfra.api.command import StringCommand
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 from spark_contract.paths import PROXY
@@ -16,19 +15,17 @@ from spark_deploy.config.settings.read_secret import read_secret
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import ProxySettings
 from spark_deploy.hosts.commands import log, shell
-from spark_deploy.hosts.facts import HostFact
-from spark_deploy.hosts.files import file_states, place_files
+from spark_deploy.hosts.facts import LineFact
+from spark_deploy.hosts.files import file_states, place_files, remove_files
 from spark_deploy.hosts.host_errors import Commands, host_errors
 from spark_deploy.plan.managed_files import ManagedFile
 
 
-class DaemonProxy(HostFact[str]):
-    """``same``, ``same-proxy`` (another no_proxy) or ``differs``; empty when it does not run.
+class DaemonProxy(LineFact):
+    """``same``, ``same-proxy`` (another no_proxy) or ``differs``; "" when docker does not run.
 
-    Names count in small or in large letters, as programs take them.
+    Compares docker's environment with the file; names may be in small or capital letters.
     """
-
-    default = str
 
     def command(self, path: str) -> str:
         lines = (
@@ -44,23 +41,12 @@ class DaemonProxy(HostFact[str]):
             '[ "$(without "$a")" = "$(without "$b")" ] && echo same-proxy || echo differs'
         )
 
-    def process(self, output: Iterable[str]) -> str:
-        return next((line.strip() for line in output if line.strip()), "")
-
 
 DROP_IN_PATH = "/etc/systemd/system/docker.service.d/spark-proxy.conf"
-
-
 DOCKER_DROP_IN = ManagedFile(DROP_IN_PATH, f"[Service]\nEnvironmentFile=-{PROXY}\n".encode())
-
-
-# What systemd takes from an environment file as it stands, without quotes.
+# Values that systemd reads from an environment file without quotes.
 _USABLE = re.compile(r"https?://[!-~]{1,500}")
-
-
 _QUOTES = re.compile(r"[\"'\\\\]")
-
-
 _RESTART = (
     "systemctl daemon-reload; ! systemctl is-active --quiet docker.service || "
     "{ systemctl restart docker.service && "
@@ -71,33 +57,33 @@ _RESTART = (
 @operation()
 @host_errors
 def configure_job_proxy(proxy: ProxySettings) -> Commands:
-    """Have the file that jobs take their proxy from, or none."""
-    if not proxy.used:
-        if (yield from _remove(PROXY)):
-            return
-        host.noop("no proxy is wanted and none is there")
-    elif not (yield from place_files((proxy_file(proxy),))):
-        host.noop("the proxy is as planned")
+    """Install the file with the proxy of jobs, or remove it."""
+    if proxy.used:
+        changed = yield from place_files((proxy_file(proxy),))
+    else:
+        changed = yield from remove_files((PROXY,))
+    if not changed:
+        host.noop("the proxy is as planned" if proxy.used else "no proxy is set")
 
 
 @operation()
 @host_errors
 def configure_docker_proxy(proxy: ProxySettings) -> Commands:
-    """Have docker's daemon pull through the proxy; it is restarted where it runs with another.
+    """Let docker's daemon pull through the proxy; restart it if it runs with another one.
 
-    A proxy that the owner gave it stays, unless the settings name another one: a restart would
-    restart every container of the host.
+    A proxy set by the owner stays, unless the settings name another one: a restart would restart
+    every container of the host.
     """
     if not proxy.used:
-        if (yield from _remove(DROP_IN_PATH)):
+        if (yield from remove_files((DROP_IN_PATH,))):
             yield shell(_RESTART)
-            return
-        host.noop("docker's proxy is not ours")
+        else:
+            host.noop("docker's proxy is not managed")
         return
     daemon = host.get_fact(DaemonProxy, path=PROXY)
-    ours = DROP_IN_PATH in file_states([DROP_IN_PATH])
-    if not ours and daemon in ("same", "same-proxy"):
-        host.noop("docker pulls through this proxy by its owner's own settings")
+    managed = DROP_IN_PATH in file_states([DROP_IN_PATH])
+    if not managed and daemon in ("same", "same-proxy"):
+        host.noop("docker pulls through this proxy by its owner's settings")
         return
     changed = yield from place_files((DOCKER_DROP_IN,))
     if changed or daemon in ("same-proxy", "differs"):
@@ -108,15 +94,8 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
         host.noop("docker pulls through the proxy")
 
 
-def _remove(path: str) -> Generator[StringCommand, None, bool]:
-    there = path in file_states([path])
-    if there:
-        yield StringCommand("rm", "-f", "--", shlex.quote(path))
-    return there
-
-
 def proxy_file(proxy: ProxySettings) -> ManagedFile:
-    """Return the environment file; tools look for the names in small or in large letters."""
+    """Return the environment file; tools read the names in small or capital letters."""
     pairs = [*_addresses(proxy), ("no_proxy", ",".join(proxy.direct))]
     lines = [f"{name}={value}\n" for key, value in pairs for name in (key, key.upper())]
     return ManagedFile(PROXY, "".join(lines).encode(), 0o600)
@@ -127,11 +106,11 @@ def _addresses(proxy: ProxySettings) -> Iterator[tuple[str, str]]:
         if given is None:
             continue
         setting = f"proxy.{key}"
-        secret = isinstance(given, SecretRef)
         address = read_secret(given, setting=setting) if isinstance(given, SecretRef) else given
         if not _USABLE.fullmatch(address) or _QUOTES.search(address):
-            what = "is not an address such as http://user:password@proxy.example.org:3128"
-            what = f"what the controller reads {what}" if secret else what
-            fix = "write quotes, backslashes and blanks in it as %22, %27, %5C and %20"
-            raise SettingsError.one(setting, what, fix)
+            raise SettingsError.one(
+                setting,
+                "is not an address such as http://user:password@proxy.example.org:3128",
+                "write quotes, backslashes and blanks in it as %22, %27, %5C and %20",
+            )
         yield f"{key}_proxy", address

@@ -1,4 +1,9 @@
-"""Change the release of a host and watch it; go back to an earlier one."""
+"""Change the release of a host and watch it; go back to an earlier one.
+
+The change itself (drain, stop, memory gate, start, check, rollback) runs on the host as
+``spark-switch@RELEASE.service``, so that a killed controller cannot leave it half way. This module
+starts and watches it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,7 @@ from pyinfra.api.exceptions import ConnectError
 from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
-from pyinfra.context import ctx_host, host
-from pyinfra.context import host as current_host
+from pyinfra.context import host as this_host
 from spark_contract import tool
 from spark_contract.documents import parse
 from spark_contract.records import Rollout
@@ -21,8 +25,14 @@ from spark_contract.status import Begun, ReleaseState
 from spark_contract.tool import PHASE, SPEED
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.config.errors import Problem
-from spark_deploy.hosts.commands import HEARTBEAT_S, is_disconnected, log_once, run_reconnecting
+from spark_deploy.config.errors import Problem, unreachable
+from spark_deploy.hosts.commands import (
+    HEARTBEAT_S,
+    current_host,
+    is_disconnected,
+    log_once,
+    run_reconnecting,
+)
 from spark_deploy.hosts.facts import read_fact
 from spark_deploy.hosts.host_errors import (
     Commands,
@@ -35,67 +45,52 @@ from spark_deploy.hosts.host_errors import (
 from spark_deploy.hosts.status import Status, WayBack
 
 POLL_EVERY_S = 2.0
-
-
 _interrupted: WeakSet[Host] = WeakSet()
-
-
 _left_alone: WeakSet[Host] = WeakSet()
 
 
 def interrupt(host: Host) -> None:
-    """Note that this host's serving is about to stop: should it be lost now, that may be why."""
+    """Note that this host's service is about to stop: losing the host now may be the reason."""
     _interrupted.add(host)
 
 
 def hold_back(what: str) -> None:
-    """Refuse this host after another failed: what stops serving goes host by host up to that.
+    """Refuse this host if another one failed: changes that stop a service end at the first failure.
 
-    A host that dropped out before its own change says nothing of the change, and blocks nobody.
+    A host that was lost before its own change proves nothing about the change and blocks nobody.
     """
-    state = current_host.state
-    others = [
+    state = this_host.state
+    failed = [
         other.name
         for other in state.inventory
         if state.results[other].error_ops
         and other not in _left_alone
         and (other in _interrupted or not is_disconnected(other))
     ]
-    if others:
-        _left_alone.add(ctx_host.get())  # type: ignore[no-untyped-call]  # pyinfra
-        refuse(
-            current_host.name,
-            f"{what}, because {', '.join(others)} failed first",
-            "repair that host, or leave it out with --limit, and run again",
-        )
+    if failed:
+        _left_alone.add(current_host())
+        fix = "repair that host, or leave it out with --limit, and run again"
+        refuse(this_host.name, f"{what}, because {', '.join(failed)} failed first", fix)
 
 
 def require_members(members: Sequence[str]) -> None:
     """Refuse this host unless every member of its cluster is still part of the run."""
-    here = {one.name for one in current_host.state.active_hosts}
-    away = [name for name in members if name not in here]
-    if away:
-        refuse(
-            current_host.name,
-            f"left alone: {', '.join(away)} of its cluster failed or cannot be reached",
-            "repair that host and run again; members change together",
-        )
+    active = {each.name for each in this_host.state.active_hosts}
+    missing = [name for name in members if name not in active]
+    if missing:
+        fix = "repair that host and run again; members change together"
+        what = f"not changed: {', '.join(missing)} of its cluster failed or is unreachable"
+        refuse(this_host.name, what, fix)
 
 
 def change_to(release: str, timeout_s: int) -> FunctionCommand:
-    """Return the command that begins the change to a release and watches it to its end."""
+    """Return the command that starts the change to a release and watches it to its end."""
     return FunctionCommand(change_now, [release, timeout_s], {})
 
 
 def change_now(state: State, host: Host, release: str, timeout_s: int) -> bool:
-    """Begin the change to a release and watch it to its end; whether it went well."""
+    """Start the change to a release and watch it to its end; return whether it succeeded."""
     return _begin_and_watch(state, host, tool.line(tool.SWITCH_BEGIN, release), timeout_s)
-
-
-def go_back(service: str, release: str, timeout_s: int) -> FunctionCommand:
-    """Return the command that goes back to a release and watches that change to its end."""
-    begin = tool.line(tool.ROLLBACK, service, "--to", release)
-    return FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 
 @host_command
@@ -104,8 +99,8 @@ def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bo
     try:
         return _run_change(host, begin, timeout_s)
     except ConnectError as error:
-        fix = "the host finishes the change, or takes it back, by itself; run again when it is back"
-        refuse(f"{host.name}: change", str(error), fix)
+        fix = "run again when it is back: the host finishes the change, or takes it back, by itself"
+        raise Refused(unreachable(f"{host.name}: change", str(error), fix)) from error
 
 
 def _run_change(host: Host, begin: str, timeout_s: int) -> bool:
@@ -115,59 +110,57 @@ def _run_change(host: Host, begin: str, timeout_s: int) -> bool:
         return False
     begun = parse(Begun, out)
     if begun.joined:
-        host.log("a change to this release is under way already; watching it")
-    # The id keeps the outcome of any other change from being taken for that of this one.
+        host.log("a change to this release is already running; watching it")
+    # The id tells the outcome of this change from those of others.
     words = [begun.release, *([begun.request] if begun.request else [])]
-    ask = tool.line(tool.SWITCH_POLL, *words)
-    return _watch(host, begun.release, ask, timeout_s)
+    return _watch(host, begun.release, tool.line(tool.SWITCH_POLL, *words), timeout_s)
 
 
-def _watch(host: Host, release: str, ask: str, timeout_s: int) -> bool:
+def _watch(host: Host, release: str, poll: str, timeout_s: int) -> bool:
     deadline = time.monotonic() + timeout_s
-    last, said_at = "", 0.0
+    last, logged_at = "", 0.0
     while time.monotonic() < deadline:
-        ok, out, err = run_reconnecting(host, ask)
-        found = parse(Rollout, out) if ok else None
-        # It may be busy for a while; but nobody shall wait without knowing.
-        text = f"the host does not say how it goes: {(err or out).strip()[-300:]}"
-        if found is not None:
-            text = f"{found.phase or 'waiting'}: {_last_line(found)}"
-        if text != last or time.monotonic() - said_at > HEARTBEAT_S:
+        ok, out, err = run_reconnecting(host, poll)
+        rollout = parse(Rollout, out) if ok else None
+        text = f"its progress cannot be read: {(err or out).strip()[-300:]}"
+        if rollout is not None:
+            text = f"{rollout.phase or 'waiting'}: {_last_line(rollout)}"
+        if text != last or time.monotonic() - logged_at > HEARTBEAT_S:
             host.log(f"rollout of {release}: {text}")
-            last, said_at = text, time.monotonic()
-        if found is not None and found.state not in ("none", "running"):
-            return report_change(host, release, found)
+            last, logged_at = text, time.monotonic()
+        if rollout is not None and rollout.state not in ("none", "running"):
+            return report_change(host, release, rollout)
         gevent.sleep(POLL_EVERY_S)
-    host.log_styled(f"rollout of {release}: still under way after {timeout_s} s", fg="red")
+    host.log_styled(f"rollout of {release}: still running after {timeout_s} s", fg="red")
     return False
 
 
-def _last_line(found: Rollout) -> str:
-    """Return the last thing the rollout said, without the field that repeats the phase."""
-    text = found.progress or found.reason or "under way"
+def _last_line(rollout: Rollout) -> str:
+    """Return the rollout's last message, without the field that repeats the phase."""
+    text = rollout.progress or rollout.reason or "running"
     return " ".join(word for word in text.split(" ") if not word.startswith(PHASE))
 
 
-def report_change(host: Host, release: str, found: Rollout) -> bool:
-    """Say how a change ended; return whether the host serves the release."""
-    if found.state == "switched":
-        times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in found.times_s.items())
+def report_change(host: Host, release: str, rollout: Rollout) -> bool:
+    """Print how a change ended; return whether the host serves the release."""
+    if rollout.state == "switched":
+        times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in rollout.times_s.items())
         host.log(f"serves {release} ({times})")
-        for line in found.warnings:
+        for line in rollout.warnings:
             host.log_styled(f"warning of its check: {line}", fg="yellow")
-        for line in found.bench:
+        for line in rollout.bench:
             host.log_styled(line, fg=None if line.startswith(SPEED) else "yellow")
         return True
-    for line in found.log_tail:
+    for line in rollout.log_tail:
         host.log(f"  {line}")
-    kept = "; the host keeps what it serves" if found.serving else ""
-    now = found.serving or "nothing"
-    if not found.ended_at:
-        # Nobody was left to write it down: the host was cut off, or the change never ran.
-        now = "not known from this change; `spark-deploy status` asks the host"
+    kept = "; the host keeps what it serves" if rollout.serving else ""
+    now = rollout.serving or "nothing"
+    if not rollout.ended_at:
+        # The host was cut off, or the change never ran, so no outcome was written.
+        now = "not known from this change; `spark-deploy status` reads it from the host"
     host.log_styled(
-        f"{release}: {found.state} in phase {found.failed_phase or found.phase}: "
-        f"{found.reason or 'it did not come to its end'}\n"
+        f"{release}: {rollout.state} in phase {rollout.failed_phase or rollout.phase}: "
+        f"{rollout.reason or 'it was interrupted'}\n"
         f"  now serving: {now}\n"
         f"  fix: correct the cause above and run again{kept}",
         fg="red",
@@ -178,36 +171,37 @@ def report_change(host: Host, release: str, found: Rollout) -> bool:
 @operation()
 @host_errors
 def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
-    """Serve the release before the current one, or a named one, proven again."""
+    """Serve the release before the current one, or a named one, checked again."""
     way = read_fact(WayBack, service=service, to=to)
     if isinstance(way, Problem):
-        if not host.state.is_executing:  # nobody shall read of a change where there will be none
-            show(ctx_host.get(), str(way))  # type: ignore[no-untyped-call]  # pyinfra
-            host.noop("refused")
-            return
-        raise Refused(way)
+        if this_host.state.is_executing:
+            raise Refused(way)
+        show(current_host(), str(way))  # a prediction must not announce a change
+        this_host.noop("refused")
+        return
     if way.to is None or way.done:
-        why = way.done or "nothing to go back to"
-        log_once(why)
-        host.noop(why)
+        reason = way.done or "no earlier release"
+        log_once(reason)
+        this_host.noop(reason)
         return
     came = way.came or "nothing"
     hold_back(f"left alone on {came}")
     log_once(f"goes back from {came} to {way.to}")
-    yield go_back(service, way.to.name, timeout_s)
+    begin = tool.line(tool.ROLLBACK, service, "--to", way.to.name)
+    yield FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 
 @operation()
 @host_errors
 def verify_rollback(service: str, chosen: str) -> None:
-    """Refuse to call a rollback good unless what the host serves is proven.
+    """Fail a rollback unless the release that the host serves is proven.
 
     Args:
-        service: what went back.
-        chosen: the MODEL/PROFILE of it that the settings say, or "none".
+        service: the service that went back.
+        chosen: its MODEL/PROFILE in the settings, or "none".
     """
-    if not host.state.is_executing:
-        host.noop("judged after the change")
+    if not this_host.state.is_executing:
+        this_host.noop("judged after the change")
         return
     status = read_fact(Status)
     state = status.service(service)
@@ -215,23 +209,22 @@ def verify_rollback(service: str, chosen: str) -> None:
     why = status.unproven(service, release) if release else "no release was ever proven here"
     if why:
         refuse(
-            f"{host.name}: {release or service}",
+            f"{this_host.name}: {release or service}",
             f"not proven: {why}",
-            "`spark-check` on the host says which check fails; deploy.py repairs the rest",
+            "run `spark-check` on the host to see which check fails; deploy.py repairs the rest",
         )
-    host.log(_describe_rollback(service, status.release(release), chosen))
-    host.noop("proven")
+    this_host.log(_describe_rollback(service, status.release(release), chosen))
+    this_host.noop("proven")
 
 
 def _describe_rollback(service: str, serves: ReleaseState | None, chosen: str) -> str:
-    """Say what serves after a rollback, and that the settings still say what they said."""
-    if serves is None:  # said of a service that is proven
+    """Describe what serves after a rollback, and what the next deploy will do."""
+    if serves is None:  # called for a proven service only
         raise ValueError(f"{service} serves nothing")
     pair = f"{serves.model}/{serves.profile}"
-    next_up = "the next `spark-deploy up` goes to"
-    then = f"{next_up} {chosen} again"
+    then = f"the next `spark-deploy up` goes to {chosen} again"
     if chosen == pair:
-        then = f"{next_up} what the settings say of it now"
+        then = "the next `spark-deploy up` applies the current settings"
     elif service == MAIN_SERVICE:
         then += f"; to stay: `spark-deploy use {pair}`"
     return f"serves {pair} ({serves.name}), proven; {then}"

@@ -40,39 +40,34 @@ from spark_deploy.plan.managed_files import ManagedFile
 from spark_deploy.plan.types import GatewayPlan
 
 
-# The change itself (drain, stop, memory gate, start, check, way back) runs on the host as
-# ``spark-switch@RELEASE.service``, so that no killed controller can leave it half way; here we
-# only decide, start and watch.
 @operation()
 @host_errors
 def install_release(plan: Release, files: Sequence[ManagedFile], users: Sequence[str]) -> Commands:
-    """Have the units, the release and the accounts of gateway and engine on the host."""
+    """Install the units, the release and the accounts of gateway and engine."""
     changed = yield from place_files(tuple(files))
     if changed:
         yield "systemctl daemon-reload"
     if not read_fact(UsersKnown, users=tuple(users)).issuperset(users):
         yield tool.MAKE_USERS
-        changed = True
-    if not changed:
+    elif not changed:
         host.noop(f"release {plan.name} is in place")
 
 
 @operation()
 @host_errors
 def start_service(plan: Release, timeout_s: int) -> Commands:
-    """Serve this release where no proven one is replaced: there is nothing to lose by a failure.
+    """Serve this release on a host where it replaces no running or proven one.
 
-    All such hosts start at once, whatever became of others.
+    A failure loses nothing there, so all such hosts start at once, whatever happens on others.
     """
     if plan.cluster is not None:
         host.noop("members of a cluster change together, in their turn")
         return
     status = read_fact(Status)
     if status.has_to_lose(plan.service, plan.name):
-        host.noop("what it serves is replaced in its turn")
+        host.noop("its current release is replaced in its turn")
         return
-    why = _why_change(plan, status)
-    if why:
+    if why := _why_change(plan, status):
         log_once(f"{plan.name}: {why}")
         predict(_served(plan))
         yield change_to(plan.name, timeout_s)
@@ -83,17 +78,15 @@ def _served(plan: Release) -> str:
 
 
 def _why_change(plan: Release, status: HostStatus) -> str:
-    """Say why the host has to change to this release; "" when it has not, which is noted."""
+    """Return why the host has to change to this release; "" (with a no-op) if it does not."""
     if is_predicted(_served(plan)):
         host.noop("is served by then")
         return ""
-    stopped = status.stopped(plan.service)
-    if stopped:
+    if stopped := status.stopped(plan.service):
         log_once(stopped, "yellow")
         host.noop(stopped)
         return ""
-    unknown = status.unknown_versions()
-    if unknown:
+    if unknown := status.unknown_versions():
         log_once(unknown, "yellow")
     why = status.unproven(plan.service, plan.name)
     if not why:
@@ -104,16 +97,16 @@ def _why_change(plan: Release, status: HostStatus) -> str:
 @operation()
 @host_errors
 def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -> Commands:
-    """Serve this release, proven; the one before comes back when that fails."""
+    """Serve this release, proven; if that fails, the previous one returns."""
     status = read_fact(Status)
     now = status.due(plan, scheduled)
     if now != plan:
-        log_once(f"serves {now.name} by its schedule; {plan.name} has its time, too")
+        log_once(f"serves {now.name} by its schedule; {plan.name} has its own times")
         host.noop(f"{now.name} is served by its schedule")
         return
     if status.left_failed(plan.name) and not status.unproven(plan.service, plan.name):
-        # Its process was killed after the proof: nothing is left to change, but to say so.
-        log_once(f"the change to {plan.name} was ended by force, and it is proven all the same")
+        # The process of the change was killed after the check.
+        log_once(f"{plan.name} is proven, although the process of its change was killed")
         yield f"systemctl reset-failed {SWITCH.of(plan.name)}"
         return
     why = _why_change(plan, status)
@@ -125,8 +118,9 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
         require_members(tuple(member.host for member in plan.cluster.members))
     back = state.rolled_back if state else None
     if back and back.to != plan.name:
-        log_once(f"was rolled back from {back.came} to {back.to} ({back.at}); "
-             f"group_vars say {plan.name}")  # fmt: skip
+        log_once(
+            f"was rolled back from {back.came} to {back.to} ({back.at}); group_vars say {plan.name}"
+        )
     log_once(f"{plan.name}: {why}")
     yield change_to(plan.name, timeout_s)
 
@@ -134,53 +128,45 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
 @operation()
 @host_errors
 def stop_unlisted(services: Sequence[str]) -> Commands:
-    """Have no service run, or boot, that is not among ``services``; what it made is kept."""
-    told = read_fact(Status).told
-    over = sorted(
+    """Stop and disable every service that is not among ``services``; its artefacts are kept."""
+    status = read_fact(Status).told
+    unlisted = sorted(
         name
-        for name, one in (told.services if told else {}).items()
-        if name not in services and (one.active or one.enabled)
+        for name, service in (status.services if status else {}).items()
+        if name not in services and (service.active or service.enabled)
     )
-    if not over:
+    if not unlisted:
         host.noop("no other service runs")
-        return
-    for name in over:
-        log_once(
-            f"{name} is not listed any more: it stops; `deploys/prune.py` removes what it made"
-        )
+    for name in unlisted:
+        log_once(f"stops {name}: no longer listed; `deploys/prune.py` removes its artefacts")
         yield tool.line(tool.RETIRE_SERVICE, name)
 
 
 @operation()
 @host_errors
 def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Release] = ()) -> None:
-    """Refuse to call the run good unless the host provably serves what it is to serve now."""
+    """Fail the run unless the host provably serves the release that is due now."""
     if not host.state.is_executing:
         host.noop("judged after the change")
         return
     status = read_fact_now(Status)
-    stopped = status.stopped(plan.service)
-    if stopped:
+    if stopped := status.stopped(plan.service):
         host.noop(f"nothing to prove: {stopped}")
         return
     plan = status.due(plan, scheduled)
-    why = status.unproven(plan.service, plan.name)
-    if why:
-        refuse(
-            f"{host.name}: {plan.name}",
-            f"not proven: {why}",
-            "run again; `spark-check` on the host says which check fails",
-        )
+    if why := status.unproven(plan.service, plan.name):
+        fix = "run again; `spark-check` on the host shows which check fails"
+        refuse(f"{host.name}: {plan.name}", f"not proven: {why}", fix)
     for line in summary(plan, gateway, status):
         host.log(line)
     host.noop("proven")
 
 
 def summary(plan: Release, gateway: GatewayPlan, status: HostStatus) -> list[str]:
-    """Say in a few lines what a host serves and what that was proven with."""
-    found, live = status.release(plan.name), status.live(plan.name)
-    proof = found.proof if found else None
-    if proof is None or live is None:  # said of a host that serves this provably
+    """Describe in a few lines what a host serves and what proves it."""
+    release, live = status.release(plan.name), status.live(plan.name)
+    proof = release.proof if release else None
+    if proof is None or live is None:  # called for a proven release only
         raise ValueError(f"nothing is proven of {plan.name}")
     listen = f"at {', '.join(url for url, _ in base_urls(gateway))}"
     state = status.service(plan.service)
@@ -199,11 +185,7 @@ def summary(plan: Release, gateway: GatewayPlan, status: HostStatus) -> list[str
 
 
 _DOWN_WITHIN_S = 600
-
-
-_ASK_EVERY_S = 3.0
-
-
+_POLL_S = 3.0
 _MARKER = f"{RECEIPTS_DIR}/rebooted-for"
 
 
@@ -230,7 +212,7 @@ class RebootedFor(HostFact[str]):
 @operation()
 @host_errors
 def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
-    """Reboot a host that waits for it, and have it serve proven again before the next one."""
+    """Reboot a host that needs it, and have it serve proven again before the next one."""
     why = read_survey(needs).identity.boot.pending
     if not why:
         host.noop("no reboot is pending")
@@ -238,7 +220,7 @@ def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
     if read_fact(RebootedFor, path=_MARKER) == why:
         host.noop(f"was rebooted for this already, and it is still pending: {why}")
         return
-    _must_be_understood(host, read_fact(Status))
+    _require_readable(host, read_fact(Status))
     hold_back("not rebooted")
     predict("reboot")
     yield FunctionCommand(_reboot, [why, needs, serve], {})
@@ -250,8 +232,8 @@ def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release
     interrupt(host)
     try:
         before = run(host, f"cat {BOOT_ID}")
-        noted = "\n".join([*before, why])
-        run(host, f"mkdir -p {RECEIPTS_DIR} && cat > {_MARKER} && sync", stdin=noted)
+        note = "\n".join([*before, why])
+        run(host, f"mkdir -p {RECEIPTS_DIR} && cat > {_MARKER} && sync", stdin=note)
         # Detached, so that this command ends before the connection does.
         run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
         _wait_until_back(host, before)
@@ -264,7 +246,7 @@ def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release
 def _wait_until_back(host: Host, before: list[str]) -> None:
     deadline = time.monotonic() + _DOWN_WITHIN_S
     while time.monotonic() < deadline:
-        gevent.sleep(_ASK_EVERY_S)
+        gevent.sleep(_POLL_S)
         ok, out, _ = run_reconnecting(host, f"cat {BOOT_ID}")
         if ok and out.split() != before:
             host.log("is back")
@@ -274,55 +256,45 @@ def _wait_until_back(host: Host, before: list[str]) -> None:
 
 
 def _serves_again(state: State, host: Host, serve: Release) -> bool:
-    """Wait until the release that boots is up, then prove it under what runs now."""
+    """Wait until the release enabled at boot is up, then check it again."""
     limit_s = int(serve.timeouts.start_s) + 600
     deadline = time.monotonic() + limit_s
-    told = ""
-    while time.monotonic() < deadline:
-        status = _status(host)
-        if status is None:
-            gevent.sleep(_ASK_EVERY_S)
-            continue
-        _must_be_understood(host, status)
-        service = status.service(serve.service)
-        if service is None or not service.enabled or service.stopped_by_hand:
-            host.log("nothing is to serve on it yet")
-            return True
-        boots = status.release(service.enabled[0])
-        active = boots.active if boots else ""
-        if active == "active":
-            return change_now(state, host, service.enabled[0], limit_s)
-        if active == "failed":
-            break
-        if told != active:
-            told = active
-            host.log(f"{service.enabled[0]} is {told}")
-        gevent.sleep(_ASK_EVERY_S)
-    what = "does not serve after its reboot"
+    last = active = ""
+    while time.monotonic() < deadline and active != "failed":
+        ok, out, _ = run_reconnecting(host, tool.when_installed(tool.line(tool.STATUS)))
+        if ok:
+            status = parse_status(out)
+            _require_readable(host, status)
+            service = status.service(serve.service)
+            if service is None or not service.enabled or service.stopped_by_hand:
+                host.log("no service is enabled on it yet")
+                return True
+            name = service.enabled[0]
+            release = status.release(name)
+            active = release.active if release else ""
+            if active == "active":
+                return change_now(state, host, name, limit_s)
+            if active != last:
+                last = active
+                host.log(f"{name} is {active}")
+        gevent.sleep(_POLL_S)
     fix = f"`journalctl -u '{SERVE.of('*')}'` on the host; the other hosts were not rebooted"
-    refuse(host.name, what, fix)
+    refuse(host.name, "does not serve after its reboot", fix)
 
 
-def _must_be_understood(host: Host, status: HostStatus) -> None:
-    """Refuse a host of which nobody could tell whether it serves again."""
+def _require_readable(host: Host, status: HostStatus) -> None:
+    """Refuse a host whose status cannot be read: after a reboot it could not be checked."""
     if status.unreadable:
         fix = "deploy it with `reboot: report` first, then allow reboots"
         refuse(host.name, status.unreadable, fix)
 
 
-def _status(host: Host) -> HostStatus | None:
-    """Return what the host tools say, ``None`` while they fail."""
-    ok, out, _ = run_reconnecting(host, tool.when_installed(tool.line(tool.STATUS)))
-    return parse_status(out) if ok else None
-
-
 def _clear_marker(host: Host, needs: NeedsPlan) -> bool:
-    """Forget what the reboot was for when it helped; else it is not tried again for that."""
+    """Remove the marker if the reboot helped; otherwise no reboot is tried for this reason."""
     fact = HostSurvey()
-    seen = fact.process(run(host, fact.command(**fact_arguments(needs)), timeout_s=180))
-    left = seen.identity.boot.pending
-    if left:
-        host.log_styled(f"still pending after the reboot: {left}", fg="yellow")
+    survey = fact.process(run(host, fact.command(**fact_arguments(needs)), timeout_s=180))
+    if pending := survey.identity.boot.pending:
+        host.log_styled(f"still pending after the reboot: {pending}", fg="yellow")
     else:
         run(host, f"rm -f {_MARKER}")
     return True

@@ -87,7 +87,7 @@ def test_a_dry_prune_says_each_thing_with_its_bytes_and_a_prune_removes_just_tha
     assert 0.02 < float(size_gb) < 0.08
     # The way back needs the tree, the plan needs its source: neither goes.
     assert not re.search(r"goes .* (tree|source) ", dry.stderr), dry.stderr
-    assert "/srv/spark/models/mine: not made by us" in dry.stderr
+    assert "/srv/spark/models/mine: unmanaged" in dry.stderr
 
     there = trees(guest)
     run = prune(fleet, guest)

@@ -123,7 +123,7 @@ def test_a_stop_outlives_a_reboot_and_a_deploy_until_somebody_starts_it(fleet: F
         run = fleet.site.deploy("--limit", one.name)
         assert run.exit_code == 0, run.stderr[-3000:]
         assert "stopped on purpose by" in run.stderr
-        assert "`spark-deploy start` brings it back" in run.stderr
+        assert "`spark-deploy start` starts it" in run.stderr
         assert bool(run.changed) == changed_again, run.changed
         assert one.serving() == []
     code, told = fleet.site.tool("status", "--limit", one.name)

@@ -69,7 +69,7 @@ def test_who_stopped_a_service_is_told_and_that_a_deploy_leaves_it_so() -> None:
     assert text.startswith(
         "spark-1: a deploy would go ahead, and leave main and small stopped\n"
         "  stopped   main was stopped on purpose by ann@desk and is down since NOON until ONE; "
-        "`spark-deploy start` brings it back\n"
+        "`spark-deploy start` starts it\n"
         "  stopped   small was stopped on purpose by someone on the host and is down since an "
         "unknown time; "
     )

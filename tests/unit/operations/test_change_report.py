@@ -54,8 +54,8 @@ def test_an_interrupted_change_does_not_claim_that_nothing_serves() -> None:
     well, lines = said(state="interrupted", phase="start", failed_phase=None, reason=None)
     assert not well
     assert lines[:2] == [
-        f"{NEW}: interrupted in phase start: it did not come to its end",
-        "  now serving: not known from this change; `spark-deploy status` asks the host",
+        f"{NEW}: interrupted in phase start: it was interrupted",
+        "  now serving: not known from this change; `spark-deploy status` reads it from the host",
     ]
 
 

@@ -177,7 +177,7 @@ def test_a_prune_with_nothing_to_do_does_nothing() -> None:
     ("chosen", "then"),
     [
         ("m/v2-tq", "goes to m/v2-tq again; to stay: `spark-deploy use m/v2`"),
-        ("m/v2", "goes to what the settings say of it now"),
+        ("m/v2", "applies the current settings"),
     ],
 )
 def test_a_rollback_says_where_the_next_up_goes_and_how_to_stay(chosen: str, then: str) -> None:
@@ -206,7 +206,7 @@ def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
     host = status(stopped_by_hand=stopped, active=None)
     assert outcome(host, serve.roll_out, plan(), 60) == []
     assert "stopped on purpose by ann@desk and is down since 2026-11-21T10" in host.logs[0]
-    assert "`spark-deploy start` brings it back" in host.logs[0]
+    assert "`spark-deploy start` starts it" in host.logs[0]
     assert outcome(host, serve.verify_service, plan(), SimpleNamespace()) == []
 
 

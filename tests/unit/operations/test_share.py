@@ -35,7 +35,7 @@ class Lab:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **states: str):
         self.hosts = {name: self._host(name, state) for name, state in states.items()}
         self.placed: dict[str, list[ManagedFile]] = {}
-        monkeypatch.setattr(peer_download, "_current", lambda: self.current)
+        monkeypatch.setattr(peer_download, "current_host", lambda: self.current)
         monkeypatch.setattr(peer_download, "place_files", self._place)
         monkeypatch.setattr(
             peer_download, "read_fact", lambda fact, **words: self._read(fact, words)

@@ -87,9 +87,9 @@ def test_a_key_for_everybody_a_locked_key_and_missing_files_are_refused(tmp_path
     said(check_pair(certificate, key, NAMES[0]), "read by everybody", "chmod 600")
     locked = tmp_path / "locked.pem"
     openssl("pkey", "-in", key, "-aes256", "-passout", "pass:x", "-out", locked)
-    said(check_pair(certificate, str(locked), NAMES[0]), "not what it should be", "unencrypted")
+    said(check_pair(certificate, str(locked), NAMES[0]), "has the wrong format", "unencrypted")
     said(check_pair(certificate, "/nowhere.pem", NAMES[0]), "cannot be read")
-    said(check_pair(key, key, NAMES[0])[:1], "not what it should be")
+    said(check_pair(key, key, NAMES[0])[:1], "has the wrong format")
 
 
 def test_no_message_holds_a_line_of_a_key(tmp_path):
@@ -163,7 +163,7 @@ def test_a_gateway_without_a_name_cannot_have_a_certificate(tmp_path):
     overrides = {"serve.expose": "lan", "serve.tls": "private-ca"}
     found = load_hosts({"spark": ["@local"]}, root=tmp_path, overrides=overrides)
     plan = gateway_plan(found["@local"].settings, "@local")
-    said(check_gateway(plan), "serve.address", "nobody said")
+    said(check_gateway(plan), "serve.address", "serve.address")
     assert check_gateway(dataclasses.replace(plan, address="spark.example.org")) == []
 
 
