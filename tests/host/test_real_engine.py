@@ -66,7 +66,7 @@ def recorded(site: Site) -> str:
     assert code == 0, said
     release = guest.release()
     assert said == (
-        f"{release}: 4 answers are kept; after a change: spark-check --compare {release}"
+        f"{release}: 4 answers recorded; after a change: spark-check --compare {release}"
     )
     assert guest.run(f"stat -c '%U %a' {ANSWERS}/{release}.json") == "root 600"
     return release
@@ -123,8 +123,8 @@ def test_the_same_release_answers_an_owner_s_prompts_as_it_did_before_the_way_th
     code, said = check(guest, f"--compare {recorded}")
     assert code == 0, said
     first, second = said.splitlines()[:2]
-    assert first == (f"{recorded} and {recorded}: 4 of 4 prompts are answered word for word alike")
-    assert "the same best token in 100.00%, divergence " in second
+    assert first == f"{recorded} and {recorded}: identical answers to 4 of 4 prompts"
+    assert "same top token in 100.00%, KL divergence " in second
     found = compared(guest, recorded)
     assert found["mean_nats"] < NOISE_NATS, found
     assert (found["prompts"], found["parted"], found["steps"] > 8) == (4, [], True)
@@ -144,8 +144,8 @@ def test_other_answers_are_told_apart_prompt_by_prompt(site: Site, recorded: str
     assert found["mean_nats"] > 1, found
     code, said = check(guest, f"--compare {other}")
     assert code == 0, said
-    assert "0 of 4 prompts are answered word for word alike" in said
-    assert "the same best token in 0.00%" in said
+    assert "identical answers to 0 of 4 prompts" in said
+    assert "same top token in 0.00%" in said
     assert "against 'Nairobi'" in said
     guest.run(f"rm {ANSWERS}/{other}.json")
 

@@ -17,7 +17,6 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
 from spark_contract.patterns import count  # noqa: E402
-from spark_host.check.checks import CHECKS, RUNNER_CHECKS  # noqa: E402
 
 from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
@@ -166,16 +165,6 @@ def rail_rows() -> Iterator[str]:
         yield row(f"`{rail.rule}`", effect, rail.reason, rail.fix, evidence, rail.source)
 
 
-def check_rows() -> Iterator[str]:
-    yield "| check | from | weight | what breaks it | how a right server could still fail it |"
-    yield "|---|---|---|---|---|"
-    for name, level, broken, right in RUNNER_CHECKS:
-        yield row(name, level, "`must`", broken, right)
-    for check in CHECKS:
-        weight = f"`{check.weight}`"
-        yield row(check.name, check.level, weight, check.broken_by, check.right_and_failing)
-
-
 def _profile(name: str) -> Iterator[str]:
     shown = catalog().profile(name, Settings().model)
     yield from ("", f"## {name}", "", f"{shown.summary}.", "")
@@ -267,7 +256,6 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "steps": lambda: speed.step_rows(catalog()),
         "numbers": speed.number_rows,
     },
-    "docs/reference/checks.md": {"checks": check_rows},
     "docs/reference/what-is-proven.md": {
         "parts": functools.partial(evidence.proven_rows, CHECKOUT),
         "kernels": evidence.kernel_rows,

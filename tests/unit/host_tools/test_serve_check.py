@@ -11,7 +11,7 @@ from spark_host.check import questions, runner
 from spark_host.engine.client import Engine
 from spark_host.records import proof
 from spark_host.system import systemd
-from stub_host import Host
+from stub_host import REPOSITORY, Host
 
 
 def test_a_sound_engine_passes_every_check(host: Host) -> None:
@@ -153,13 +153,20 @@ def test_an_error_of_the_engine_is_never_a_warning(host: Host) -> None:
     assert warned(result) == {}
 
 
-def test_a_check_says_why_it_weighs_what_it_weighs() -> None:
-    for item in runner.CHECKS:
-        assert item.broken_by, item.name
-        never = item.right_and_failing.startswith("cannot")
-        assert never <= (item.weight == "must"), item.name
+def test_the_page_explains_every_check_with_its_level_and_weight() -> None:
+    page = (REPOSITORY / "docs/reference/checks.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page if "| `" in line]
+    documented = [(name, level, weight.strip("`")) for name, level, weight, *_ in rows]
+    runners_own = [("memory", "at a start", "must"), ("ready", "quick", "must")]
+    runners_own.append(("same run", "quick", "must"))
+    checks = [(item.name, item.level, item.weight) for item in runner.CHECKS]
+    assert documented == runners_own + checks
+    for name, _, weight, broken_by, healthy_and_failing in rows[len(runners_own) :]:
+        never = healthy_and_failing.startswith("cannot")
+        assert broken_by, name
+        assert never <= (weight == "`must`"), name
         # A part that a healthy server may fail is a warning, or the whole check is one.
-        assert never or item.weight == "warn" or "reported as a warning" in item.right_and_failing
+        assert never or weight == "`warn`" or "reported as a warning" in healthy_and_failing
 
 
 def test_requests_at_once_are_streams(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The table of all checks, and those of the server's names, metrics and log.
 
-docs/reference/checks.md is generated from the table. A broken server fails a ``must`` check and a
-healthy one never does; it fails a start or a rollout. A healthy server may fail a ``warn`` check;
-the result is reported and stored with the proof.
+docs/reference/checks.md explains each. A broken server fails a ``must`` check and a healthy server
+never does; it fails a start or a rollout. A healthy server may fail a ``warn`` check, which is only
+reported and stored with the proof.
 """
 
 from __future__ import annotations
@@ -135,14 +135,12 @@ def healthy(probe: Probe) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: its lowest level, its weight, and whether a release needs it."""
+    """A check, its lowest level and its weight, and whether a release needs it."""
 
     name: str
     level: str
-    run: Callable[[Probe], str]
     weight: Weight
-    broken_by: str
-    right_and_failing: str
+    run: Callable[[Probe], str]
     wanted: Callable[[Probe], bool] = lambda _: True
 
 
@@ -150,163 +148,57 @@ def _has_questions(probe: Probe) -> bool:
     return bool(probe.plan.plain_questions)
 
 
-_NEVER = "cannot"
-_EASY = "cannot: any instruct model answers these questions without thinking"
-_WARNS = "reported as a warning"
+def _for_task(task: str) -> Callable[[Probe], bool]:
+    return lambda probe: probe.plan.task == task
+
 
 CHECKS = (
+    Check("served names", "quick", "must", served_names),
+    Check(release.CONTEXT_LENGTH, "quick", "must", context_length),
     Check(
-        "served names", "quick", served_names, "must",
-        "another engine or other arguments than the release's", _NEVER,
-    ),
-    Check(
-        release.CONTEXT_LENGTH, "quick", context_length, "must",
-        "the engine lowered the context, or read another configuration", _NEVER,
-    ),
-    Check(
-        release.LOG_LINES, "quick", log_lines, "must",
-        "other plugin, kernels or scales than the proven ones",
-        "cannot: the image is named by its digest, so its messages do not change",
+        release.LOG_LINES, "quick", "must", log_lines,
         lambda p: bool(p.plan.log_required or p.plan.log_forbidden),
     ),
+    Check("first answer", "quick", "must", questions.first_answer, _has_questions),
+    Check("answers", "full", "must", questions.all_answers, lambda p: len(p.plan.questions) > 1),
+    Check("copy", "full", "must", questions.copies, lambda p: bool(p.plan.copy)),
+    Check("stream", "full", "must", questions.stream, _has_questions),
     Check(
-        "first answer", "quick", questions.first_answer, "must",
-        "damaged weights, a wrong kernel, a stuck engine: garbage, one token, nothing", _EASY,
-        _has_questions,
-    ),
-    Check(
-        "answers", "full", questions.all_answers, "must",
-        "damage that one short answer does not show",
-        f"it thinks, and is wrong or does not finish: {_WARNS}",
-        lambda p: len(p.plan.questions) > 1,
-    ),
-    Check(
-        "copy", "full", questions.copies, "must",
-        "damaged numbers: letters are lost or changed",
-        "cannot: text around the string is ignored",
-        lambda p: bool(p.plan.copy),
-    ),
-    Check(
-        "stream", "full", questions.stream, "must",
-        "an answer that breaks off, or lacks its end or its token count", _EASY,
-        _has_questions,
-    ),
-    Check(
-        "repeat", "full", questions.repeats, "warn",
-        "states or caches that one request leaves to the next",
-        "kernels add in another order, and two tokens of nearly equal probability swap",
+        "repeat", "full", "warn", questions.repeats,
         lambda p: p.plan.repeat and _has_questions(p),
     ),
+    Check("sampled", "full", "must", questions.sampled, _has_questions),
+    Check("tool call", "full", "must", questions.tool_call, lambda p: p.plan.tool_call),
     Check(
-        "sampled", "full", questions.sampled, "must",
-        "kernels of the sampler, which greedy requests never run: nothing, or one token",
-        f"it samples another answer than the expected one: {_WARNS}",
-        _has_questions,
-    ),
-    Check(
-        "tool call", "full", questions.tool_call, "must",
-        "a call that stays text, arguments that are not JSON or of another type",
-        f"it calls no tool, or passes other values: {_WARNS}",
-        lambda p: p.plan.tool_call,
-    ),
-    Check(
-        "reasoning", "full", questions.reasoning, "must",
-        "thinking that is mixed into the answer",
-        f"it does not think, or answers wrong after it: {_WARNS}",
+        "reasoning", "full", "must", questions.reasoning,
         lambda p: p.plan.reasoning and _has_questions(p),
     ),
     Check(
-        "conversation", "full", questions.conversation, "must",
-        "earlier turns that are lost or mixed up", _EASY,
+        "conversation", "full", "must", questions.conversation,
         lambda p: p.plan.conversation and _has_questions(p),
     ),
+    Check("parallel", "full", "must", questions.parallel, _has_questions),
+    Check("image", "full", "must", questions.image, lambda p: p.plan.image),
+    Check("sound", "full", "must", questions.sound, lambda p: p.plan.sound),
+    Check("embedding", "quick", "must", pooling.embedding, _for_task("embedding")),
+    Check("embedding in a batch", "full", "must", pooling.embedding_repeat, _for_task("embedding")),
+    Check("ranking", "quick", "must", pooling.ranking, _for_task("reranking")),
+    Check("classes", "quick", "must", pooling.classes, _for_task("classification")),
     Check(
-        "parallel", "full", questions.parallel, "must",
-        "concurrent requests that get each other's answers, or none", _EASY,
-        _has_questions,
-    ),
-    Check(
-        "image", "full", questions.image, "must",
-        "pictures that do not reach the model: all are called the same",
-        f"it uses another word for a colour: {_WARNS}",
-        lambda p: p.plan.image,
-    ),
-    Check(
-        "sound", "full", questions.sound, "must",
-        "sounds that do not reach the model: a longer one takes no more tokens",
-        "cannot: the answer itself is ignored",
-        lambda p: p.plan.sound,
-    ),
-    Check(
-        "embedding", "quick", pooling.embedding, "must",
-        "damaged weights, another pooling than the model's, values that are not numbers",
-        "cannot: two texts have the same meaning, the third is about something else",
-        lambda p: p.plan.task == "embedding",
-    ),
-    Check(
-        "embedding in a batch", "full", pooling.embedding_repeat, "must",
-        "texts of one request that change each other's embeddings", _NEVER,
-        lambda p: p.plan.task == "embedding",
-    ),
-    Check(
-        "ranking", "quick", pooling.ranking, "must",
-        "damaged weights, a head that is not loaded: random order",
-        "cannot: one document answers the question, the other is about something else",
-        lambda p: p.plan.task == "reranking",
-    ),
-    Check(
-        "classes", "quick", pooling.classes, "must",
-        "damaged weights, a head that is not loaded, values that are not probabilities",
-        "cannot: which class is right is ignored",
-        lambda p: p.plan.task == "classification",
-    ),
-    Check(
-        release.PREFIX_REUSE, "full", questions.prefix_reuse, "must",
-        "prefix caching that is off, or returns other content",
-        f"it does not find the number in turn 1, which uses no cache: {_WARNS}",
+        release.PREFIX_REUSE, "full", "must", questions.prefix_reuse,
         lambda p: p.plan.prefix is not None,
     ),
     Check(
-        release.ACCEPTANCE, "full", acceptance, "must",
-        "speculation that is off, or a drafter without its weights: below 10 % accepted",
-        f"below the floor and above 10 % it is slow but right: {_WARNS}",
+        release.ACCEPTANCE, "full", "must", acceptance,
         lambda p: p.plan.acceptance_floor is not None,
     ),
     Check(
-        release.NEEDLE, "deep", questions.needle, "warn",
-        "positions or caches that are damaged far from the end",
-        "the model misses one number in a text that fills three quarters of its context",
-        lambda p: p.plan.needle is not None,
+        release.NEEDLE, "deep", "warn", questions.needle, lambda p: p.plan.needle is not None
     ),
     Check(
-        release.COUNTERS, "quick", counters_move, "must",
-        "metrics that stand still, so that the watchdog would miss a stall", _NEVER,
+        release.COUNTERS, "quick", "must", counters_move,
         lambda p: _has_questions(p) or p.plan.task in pooling.ASKED,
     ),
-    Check(
-        "metrics", "quick", metrics_required, "must",
-        "a cache setting that the engine did not apply", _NEVER,
-        lambda p: bool(p.plan.metrics_required),
-    ),
-    Check(
-        release.HEALTH, "quick", healthy, "must", "an engine that died of the questions", _NEVER,
-    ),
-)  # fmt: skip
-
-# The runner's own checks: name, level, what breaks it, how a healthy server could fail it.
-RUNNER_CHECKS = (
-    (
-        release.MEMORY, "at a start",
-        "less memory available than `memory.floor_gib` while it starts: the engine is stopped; or "
-        "the GPU driver found no contiguous memory",
-        "cannot: the host would have died; memory that other processes hold is a reason, too",
-    ),
-    (
-        release.READY, "quick", "it ends, or does not listen within `serve.start_timeout_s`",
-        "it loads from a slow disk: raise the limit",
-    ),
-    (
-        "same run", "quick", "it was restarted during the check",
-        "cannot: another run was checked than the one that serves",
-    ),
+    Check("metrics", "quick", "must", metrics_required, lambda p: bool(p.plan.metrics_required)),
+    Check(release.HEALTH, "quick", "must", healthy),
 )  # fmt: skip

@@ -48,7 +48,6 @@ class Probe:
     before: Metrics | None = None  # metrics before the first question
     tokens_seen: int = 0
     engine_version: str = ""
-    answers: dict[str, str] = field(default_factory=dict)
     load_lines: list[str] = field(default_factory=list)  # required log lines that were found
     until_s: float = float("inf")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import re
 import struct
 import time
+import wave
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -73,9 +75,8 @@ def _ask(probe: Probe, questions: tuple[Question, ...]) -> str:
     for question in questions:
         answer = probe.say(question.prompt, question.max_tokens, thinking=question.thinking)
         _judge(question, answer, weight="warn" if question.thinking else None)
-        probe.answers[question.prompt] = answer
-    last = questions[-1].prompt
-    return f"{len(questions)} answered right, {short(last, 40)} by {short(probe.answers[last], 40)}"
+        last = f"{short(question.prompt, 40)} by {short(answer, 40)}"
+    return f"{len(questions)} answered right, {last}"
 
 
 def copies(probe: Probe) -> str:
@@ -338,7 +339,8 @@ def wav(seconds: int) -> bytes:
         round(12_000 * math.sin(2 * math.pi * _TONE_HZ * index / _RATE_HZ))
         for index in range(seconds * _RATE_HZ)
     )
-    data = b"".join(struct.pack("<h", sample) for sample in samples)
-    header = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, _RATE_HZ, 2 * _RATE_HZ, 2, 16)
-    body = b"WAVE" + header + struct.pack("<4sI", b"data", len(data)) + data
-    return struct.pack("<4sI", b"RIFF", len(body)) + body
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, _RATE_HZ, 0, "NONE", ""))
+        file.writeframes(b"".join(struct.pack("<h", sample) for sample in samples))
+    return buffer.getvalue()
