@@ -1,4 +1,4 @@
-"""A new host: password login and sudo password, asked once for all, never needed again."""
+"""Give deploys access to a new host, with its passwords typed once."""
 
 from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host

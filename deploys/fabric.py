@@ -1,9 +1,7 @@
-"""Give the cabled ports between hosts their addresses: tried, confirmed by a new login, kept.
+"""Give the cabled ports between hosts their addresses; with ``fabric.measure``, measure the links.
 
-With ``fabric.measure`` it changes no network, and says what the ways between the hosts carry.
-
-The only part of this project that changes a host's network, and only when asked to. Unless it is
-confirmed in time the old network returns by itself; a power cut ends a try as well.
+Only this deploy changes a host's network. Unless a new login confirms it in time, or after a power
+cut, the old network returns by itself.
 """
 
 from pyinfra.api.command import FunctionCommand
@@ -26,16 +24,13 @@ settings, payload = known_of(host).found.settings, read_payload()
 if settings.fabric.restore:
     fabric.restore()
 else:
-    # Not the plan of what is served: that of a cluster needs the very addresses.
+    # Not the whole plan: a cluster's plan needs these addresses.
     base.apply(plan=base_plan(settings), request=uninstall_request(settings))
-    tools.apply(
-        plan=tools_plan(payload_identity()),
-        files=payload.tools,
-        units=unit_files_of(payload.units),
-    )
+    units = unit_files_of(payload.units)
+    tools.apply(plan=tools_plan(payload_identity()), files=payload.tools, units=units)
     if settings.fabric.measure:
-        found = ports_of(settings.fabric.hosts or settings.cluster.hosts)
-        fabric.measure(ways=rails(host.name, settings, found))
+        ports = ports_of(settings.fabric.hosts or settings.cluster.hosts)
+        fabric.measure(ways=rails(host.name, settings, ports))
     else:
         endpoint = endpoint_of(host)
         login = None if endpoint.is_local else FunctionCommand(prove_way, [endpoint], {})

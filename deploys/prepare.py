@@ -1,6 +1,6 @@
-"""Host preparation alone: everything up to a container that sees the GPU, no model, no service.
+"""Prepare hosts up to a container that sees the GPU: no model, no service.
 
-For a first look at new hosts, and before a download that takes the night.
+For a first test of new hosts, before a long download.
 """
 
 from pyinfra.context import host, state

@@ -1,7 +1,7 @@
-"""Remove what no kept release needs: `--dry` shows each thing and its bytes.
+"""Remove what no kept release needs; `--dry` lists each item with its size.
 
-What serves, what group_vars say, ``keep_ready`` and ``releases.keep`` earlier releases stay, and
-everything that this project did not make.
+Kept: running releases, those of group_vars, ``keep_ready`` and ``releases.keep`` earlier ones, and
+all unmanaged files.
 """
 
 from pyinfra.context import host, state

@@ -1,8 +1,8 @@
-"""Make an INT4 tree of the model's 16-bit repository, with AutoRound in the engine's image.
+"""Make an INT4 checkpoint of the model's 16-bit repository, with AutoRound in the engine's image.
 
-Serves nothing and stops nothing: where an engine holds the memory, the job says so. Killed or
-rebooted, it goes on with the block it was at. What is made is the base of what
-`checkpoint.requantized: true` serves, on this host and on those that copy it.
+Serves and stops nothing: where an engine holds the memory, the job fails with that reason. After a
+kill or reboot it continues with its current block. `checkpoint.requantized: true` serves the
+result, on this host and on those that copy it.
 """
 
 from pyinfra.context import host, state

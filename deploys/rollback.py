@@ -1,9 +1,8 @@
-"""Back to the release that served before, or to one named with --data releases.rollback_to=NAME.
+"""Return to the previous release, or to one given by --data releases.rollback_to=NAME.
 
-Without a name it is the main service that goes back; the name of a release tells its service.
-
-The change is the same as in a deploy: prepared, proven, and undone when its check fails. The next
-``deploy.py`` goes to what the settings say, unless `spark-deploy use` wrote the old choice there.
+Without a name the main service goes back; a release name selects its service. The change is checked
+and undone as in a deploy. The next ``deploy.py`` applies the settings again, unless
+`spark-deploy use` wrote the old choice there.
 """
 
 from pyinfra.context import host, state
@@ -18,12 +17,12 @@ from spark_deploy.inventory.plans import waves_for
 hold_lease(state, host)
 settings = known_of(host).found.settings
 to = settings.releases.rollback_to
-goes = service_of(to) if to else MAIN_SERVICE
-# A service that is listed no more has no choice; the main one's does not concern it.
-chosen = settings if goes == MAIN_SERVICE else settings.services.get(goes)
+name = service_of(to) if to else MAIN_SERVICE
+# An unlisted service has no choice.
+chosen = settings if name == MAIN_SERVICE else settings.services.get(name)
 
 service.rollback(
-    service=goes,
+    service=name,
     chosen=f"{chosen.model}/{chosen.profile}" if chosen else "none",
     to=to,
     timeout_s=settings.serve.start_timeout_s * 2 + 600,

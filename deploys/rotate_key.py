@@ -1,7 +1,7 @@
-"""Give services a new API key: the old one is refused at once, engines and answers go on.
+"""Give services a new API key; the old one is refused at once, engines and answers continue.
 
-For keys that hosts made themselves (``serve.api_key: generate``). A key that comes from this
-machine is changed where ``serve.api_key`` reads it, and ``deploy.py`` sends it.
+For keys generated on hosts (``serve.api_key: generate``). Change a key from the controller where
+``serve.api_key`` reads it and run ``deploy.py``.
 """
 
 from pyinfra.context import host, state

@@ -1,7 +1,7 @@
-"""Take this project off hosts: `--dry` shows what goes and what stays, with bytes.
+"""Take this project off hosts; `--dry` lists what is removed and kept, with sizes.
 
 Models stay unless `--data uninstall.models=true`; Docker and CUDA stay unless a deploy installed
-them and `--data uninstall.engine=true`. What others made or installed is left alone.
+them and `--data uninstall.engine=true`. Unmanaged files and packages stay.
 """
 
 from pyinfra.context import host, state

@@ -1,11 +1,8 @@
 """Packages, directories and host care; never driver, kernel, firmware, network or swap."""
 
-from __future__ import annotations
-
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.hosts import base
-from spark_deploy.hosts.base import BaseState
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.uninstall import note_host
 from spark_deploy.plan.machine import BasePlan
@@ -13,14 +10,9 @@ from spark_deploy.plan.machine import BasePlan
 
 @deploy("Base")
 def apply(*, plan: BasePlan, request: str) -> None:
-    """Have the packages and directories everything after this needs, on a host that stays awake.
-
-    Args:
-        plan: which.
-        request: result of `uninstall_request`.
-    """
-    expect_fact(BaseState, lambda: base.fact_arguments(plan))
-    note_host(name="Note what the host was before", plan=plan, request=request)
+    """Prepare the host; ``request`` is the result of ``uninstall_request``."""
+    expect_fact(base.BaseState, lambda: base.fact_arguments(plan))
+    note_host(name="Note the state before the first deploy", plan=plan, request=request)
     # First: a damaged file in apt.conf.d stops every installation after it.
     base.hold_driver(name="Hold driver packages in unattended upgrades", plan=plan)
     base.install_packages(name="Install packages", plan=plan)

@@ -1,6 +1,4 @@
-"""Install the SSH key and the sudo rule that deploys need; this machine needs the rule alone."""
-
-from __future__ import annotations
+"""Install or remove the SSH key and the sudo rule of deploys; this machine needs only the rule."""
 
 from pyinfra.api.command import FunctionCommand
 from pyinfra.api.deploy import deploy
@@ -14,11 +12,17 @@ from spark_deploy.plan.machine import BootstrapPlan
 def apply(
     *, plan: BootstrapPlan, password: HiddenValue | None, ready: bool, check: FunctionCommand
 ) -> None:
-    """Install key and sudo rule, then prove them with a new login."""
+    """Install key and sudo rule, then verify them with a new login."""
     if plan.account:
-        access.create_account(name="Have an account for deploys", plan=plan, password=password)
+        access.create_account(name="Create the deploy account", plan=plan, password=password)
     else:
         if plan.public_key:
             access.install_key(name="Install our key", plan=plan)
-        access.allow_sudo(name="Let sudo work without a password", plan=plan, password=password)
-    access.verify_access(name="Prove key and sudo", ready=ready, check=check)
+        access.allow_sudo(name="Allow sudo without a password", plan=plan, password=password)
+    access.verify_access(name="Verify key and sudo", ready=ready, check=check)
+
+
+@deploy("Unbootstrap")
+def revoke(*, plan: BootstrapPlan, check: FunctionCommand) -> None:
+    """Remove account, rule and key, and verify that a new login is refused."""
+    access.revoke_access(name="Remove account, rule and key", plan=plan, check=check)

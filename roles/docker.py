@@ -1,6 +1,4 @@
-"""Container engine and NVIDIA runtime, proven by a container that sees the GPU."""
-
-from __future__ import annotations
+"""Container engine and NVIDIA runtime, checked by a container that sees the GPU."""
 
 from pyinfra.api.deploy import deploy
 
@@ -15,15 +13,15 @@ from spark_deploy.plan.machine import DockerPlan
 
 @deploy("Docker")
 def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
-    """Have containers that see the GPU; the factory's engine and its settings are kept."""
+    """Let containers use the GPU; an installed engine and its settings are kept."""
     expect_files((DROP_IN_PATH,))
     expect_fact(DockerState, lambda: docker.fact_arguments(plan), slow=True)
     docker.add_docker_repositories(name="Add package repositories", plan=plan)
     docker.install_engine(name="Install engine and NVIDIA toolkit", plan=plan)
     docker.merge_daemon_json(name="Merge daemon.json", plan=plan)
     docker.run_engine(name="Run the engine with our keys", plan=plan)
-    configure_job_proxy(name="Have the proxy where docker finds it", proxy=proxy)
+    configure_job_proxy(name="Install the proxy for docker", proxy=proxy)
     configure_docker_proxy(name="Pull images through the proxy", proxy=proxy)
-    docker.add_users(name="Let users use docker", plan=plan)
-    docker.generate_cdi(name="Keep CDI with the driver", plan=plan)
-    docker.check_gpu_container(name="Prove the GPU in a container", plan=plan)
+    docker.add_users(name="Add users to the docker group", plan=plan)
+    docker.generate_cdi(name="Generate the CDI specification", plan=plan)
+    docker.check_gpu_container(name="Check the GPU in a container", plan=plan)

@@ -1,6 +1,4 @@
-"""Look at the host and refuse it before anything is changed, naming all that is wrong."""
-
-from __future__ import annotations
+"""Refuse a host that does not fit, with all problems at once, before anything is changed on it."""
 
 from pyinfra.api.deploy import deploy
 
@@ -10,7 +8,7 @@ from spark_deploy.plan.machine import NeedsPlan
 
 @deploy("Preflight")
 def apply(*, plan: NeedsPlan) -> None:
-    """Check identity, health, other workloads and room; take over only what settings name."""
+    """Check identity, health, other workloads and room; stop only containers named in settings."""
     preflight.check_host(name="Check that the host fits", needs=plan)
     preflight.check_cluster(name="Check that its cluster fits", needs=plan)
     preflight.take_over(name="Take over containers", needs=plan)

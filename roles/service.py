@@ -1,6 +1,4 @@
-"""What is served: rolled out, proven, rolled back, and the hosts of it kept tidy."""
-
-from __future__ import annotations
+"""Services: roll out, verify, roll back, schedule, prune."""
 
 from collections.abc import Sequence
 
@@ -42,21 +40,19 @@ from spark_deploy.plan.types import GatewayPlan, ScheduledPlan
 
 @deploy("Reboots")
 def reboot(*, plan: NeedsPlan, serve: Release) -> None:
-    """Reboot hosts that wait for it, where settings allow that; each is proven before the next.
+    """Reboot hosts that need it, if settings allow it; each is verified before the next.
 
-    Comes first: a host whose driver waits for a reboot would fail every later step.
+    Comes first: a host whose driver needs a reboot would fail every later step.
     """
-    if plan.reboot != "allow":
-        return
-    for name in one_by_one():
+    for name in one_by_one() if plan.reboot == "allow" else ():
         reboot_host(name=f"Reboot {name} where it is due", needs=plan, serve=serve)
 
 
 @deploy("Prepare")
 def prepare(*, jobs: Sequence[Work], release: str) -> None:
-    """Have everything ready while the old releases answer."""
+    """Finish all jobs while the old releases answer."""
     wait_for_jobs(
-        name="Wait until everything is prepared",
+        name="Wait for all jobs",
         jobs=tuple(work.job for work in jobs),
         release=release,
         retire_others=True,
@@ -76,64 +72,55 @@ def serve(
     expect_files((*(file.path for file in files), *gateway_paths(gateway)))
     users = (GATEWAY_USER, ENGINE_USER)
     expect_fact(UsersKnown, lambda: {"users": users})
-    scheduled = tuple(one.release for one in schedule)
     install_release(name="Install units and release", plan=plan, files=tuple(files), users=users)
     configure_gateway(name="Configure the gateway", plan=gateway)
     timeout_s = int(plan.timeouts.start_s) * 2 + 600
-    start_service(name="Serve where nothing is served yet", plan=plan, timeout_s=timeout_s)
+    start_service(name="Start new services", plan=plan, timeout_s=timeout_s)
+    subject = "the release" if plan.service == MAIN_SERVICE else plan.service
+    scheduled = tuple(entry.release for entry in schedule)
     for wave in in_waves(waves):
-        what = "the release" if plan.service == MAIN_SERVICE else plan.service
-        roll_out(
-            name=f"Serve {what} on {', '.join(wave)}",
-            plan=plan,
-            timeout_s=timeout_s,
-            scheduled=scheduled,
-        )
+        name = f"Serve {subject} on {', '.join(wave)}"
+        roll_out(name=name, plan=plan, timeout_s=timeout_s, scheduled=scheduled)
 
 
 @deploy("Retire")
 def retire(*, services: Sequence[str]) -> None:
-    """Stop services that the settings no longer list."""
     expect_fact(Status, slow=True)
-    stop_unlisted(name="Stop services that are not listed any more", services=services)
+    stop_unlisted(name="Stop unlisted services", services=services)
 
 
 @deploy("Verify")
 def verify(*, plan: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledPlan]) -> None:
-    """Close the run: red unless the host provably serves what was planned."""
-    scheduled = tuple(one.release for one in schedule)
-    verify_service(name="Prove what is served", plan=plan, gateway=gateway, scheduled=scheduled)
+    """Fail the run unless the host provably serves the plan."""
+    scheduled = tuple(entry.release for entry in schedule)
+    verify_service(name="Verify the service", plan=plan, gateway=gateway, scheduled=scheduled)
 
 
 @deploy("Schedule")
 def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
-    """Have the host change between its pairs at their times."""
-    expect_files(file.path for file in timer_files(schedule))
+    """Let the host change between its pairs at their times."""
+    timers, times = timer_files(schedule), tuple(entry.at for entry in schedule)
+    expect_files(file.path for file in timers)
     expect_fact(Timers)
-    set_timers(
-        name="Have the timers of the schedule",
-        times=tuple(one.at for one in schedule),
-        timers=timer_files(schedule),
-    )
+    set_timers(name="Set the timers of the schedule", times=times, timers=timers)
 
 
 @deploy("Rollback")
 def rollback(
     *, service: str, chosen: str, to: str | None, timeout_s: int, waves: Sequence[Wave]
 ) -> None:
-    """Go back to the release before the current one, or to ``to``, proven as in a deploy."""
+    """Go back to the release before the current one, or to ``to``, verified as in a deploy."""
     for wave in in_waves(waves):
         roll_back(name=f"Go back on {', '.join(wave)}", service=service, to=to, timeout_s=timeout_s)
-    verify_rollback(name="Prove what is served", service=service, chosen=chosen)
+    verify_rollback(name="Verify the service", service=service, chosen=chosen)
 
 
 @deploy("Prune")
 def prune(*, keep: Keep) -> None:
-    """Remove what ``keep`` and the releases it counts do not need."""
-    prune_host(name="Remove what nothing kept needs", keep=keep)
+    prune_host(name="Remove what no kept release needs", keep=keep)
 
 
 @deploy("Rotate key")
 def rotate_key(*, plan: GatewayPlan) -> None:
-    """Have a new key in use; clients get it with `spark-deploy connect`."""
+    """Use a new key; clients get it with `spark-deploy connect`."""
     replace_key(name="Replace the API key", plan=plan)

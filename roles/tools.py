@@ -1,6 +1,4 @@
-"""Install our host tools: the service tools, the builder and its pinned wheels."""
-
-from __future__ import annotations
+"""Install the host tools: the service tools, the builder and its pinned wheels."""
 
 from collections.abc import Sequence
 
@@ -15,9 +13,8 @@ from spark_deploy.plan.managed_files import ManagedFile
 
 @deploy("Tools")
 def apply(*, plan: ToolsPlan, files: Sequence[ManagedFile], units: Sequence[ManagedFile]) -> None:
-    """Have the tools of ``plan.digest`` on the host and current."""
     expect_files(file.path for file in (*placed_tools(plan, files), *units))
     expect_fact(PythonSite)
-    # First: a job that a boot or a person starts between the two would lack its packages.
+    # First: a job started between the two steps would lack its packages.
     install_site(name="Install the builder's Python packages", plan=plan)
     install_tools(name="Install host tools", plan=plan, files=files, units=units)

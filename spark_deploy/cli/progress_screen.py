@@ -31,7 +31,7 @@ _PARTS = {
     "proof": ("Verify",),
 }
 _ENGINE = "engine"
-_WAITS_FOR_WORK = "Wait until everything is prepared"
+_WAITS_FOR_WORK = "Wait for all jobs"
 _PHASES = {
     "waiting": "waits for its turn",
     "prove": "looks whether all is there",

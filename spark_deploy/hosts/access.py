@@ -32,8 +32,6 @@ def _key_body(public_key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Key and sudo of the login user, and the account for deploys."""
-
     user: str
     is_root: bool
     key_installed: bool
@@ -111,7 +109,6 @@ def sudoers(user: str) -> str:
 @operation()
 @host_errors
 def install_key(plan: BootstrapPlan) -> Commands:
-    """Add our key to the login user's authorized keys."""
     if read_state(plan).key_installed:
         host.noop("our key is installed")
         return
@@ -173,7 +170,6 @@ def _as_root(
 @operation()
 @host_errors
 def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
-    """Remove what bootstrap granted: account, rule, and our key at the login user."""
     access = read_state(plan)
     rule = shlex.quote(plan.sudoers_path)
     if not plan.public_key:  # this machine; a deploy account belongs to another controller
@@ -207,7 +203,6 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
 @operation()
 @host_errors
 def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
-    """Let the login user use sudo without a password."""
     access = read_state(plan)
     wanted = sudoers(access.user)
     if access.is_root:
@@ -226,7 +221,6 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
 
 
 def _rule_script(path: str, content: str) -> str:
-    """Return the script that installs sudo's rule once visudo accepts it."""
     # sudo ignores a name with a dot, so the file counts only once visudo has read it.
     trial, target = shlex.quote(f"{path}.new"), shlex.quote(path)
     return f"""set -e; umask 0337
@@ -250,7 +244,6 @@ def _write_sudoers(
 
 
 def explain_sudo_error(output: str) -> Problem:
-    """Turn sudo's output into cause and fix."""
     if "incorrect password" in output or "Sorry, try again" in output:
         return Problem("sudo", "refuses the password", "run again with the right one")
     if "not in the sudoers" in output or "not allowed" in output:
@@ -263,7 +256,6 @@ def explain_sudo_error(output: str) -> Problem:
 @operation()
 @host_errors
 def verify_access(ready: bool, check: FunctionCommand) -> Commands:
-    """Verify with a new login that key and sudo work without a password."""
     if ready:
         host.noop("the key logged in and sudo asked for no password")
         return

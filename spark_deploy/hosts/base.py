@@ -58,8 +58,6 @@ pid=$(property MainPID earlyoom.service | cut -d' ' -f2)
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """State of the base role."""
-
     packages: dict[str, str]  # installed ones of those requested
     directories: dict[str, tuple[str, str]]  # path: (mode "755", owner "root:root")
     files: dict[str, FileState]
@@ -206,7 +204,6 @@ def planned_packages(plan: BasePlan) -> tuple[str, ...]:
 
 
 def fact_arguments(plan: BasePlan) -> dict[str, Any]:
-    """Build the arguments of this role's fact."""
     return {
         "packages": (*planned_packages(plan), *NGINX, *NJS_MODULES),
         "directories": tuple(owned_directories(plan)),
@@ -257,7 +254,6 @@ def install_packages(plan: BasePlan) -> Commands:
 @operation()
 @host_errors
 def create_directories(plan: BasePlan) -> Commands:
-    """Create or repair the directories that hold models, state and tools."""
     present = read_state(plan).directories
     wrong = {
         path: mode

@@ -81,7 +81,6 @@ def _tailnet(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
 
 
 def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
-    """Yield each unmanaged process that holds memory or the GPU."""
     named = {*needs.takeover, *needs.allow_containers}
     known_containers = {c.id for c in survey.containers if c.name in named or c.managed}
     on_gpu = {
@@ -105,15 +104,12 @@ def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
 
 
 def judge_capacity(needs: NeedsPlan, survey: Survey) -> Verdict:
-    """Compare disk and memory with what the plan needs."""
     problems = (*_disk(needs, survey), *_writable(survey), *_memory(needs, survey))
     return Verdict(problems, tuple(_unknown_memory(needs, survey)))
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Bytes still to be written to one filesystem."""
-
     mount: str
     available_bytes: int
     needed_bytes: int

@@ -55,7 +55,6 @@ def now() -> datetime:
 
 
 def read_pair(certificate: str, key: str) -> Pair:
-    """Read a pair of files of the controller."""
     return Pair(Path(certificate).expanduser().read_bytes(), Path(key).expanduser().read_bytes())
 
 
@@ -137,7 +136,6 @@ def is_address(name: str) -> bool:
 
 
 def names_in(certificate: x509.Certificate) -> list[str]:
-    """Return the names and addresses that a certificate covers."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

@@ -60,7 +60,6 @@ def is_predicted(change: str) -> bool:
 
 
 def shell(script: str, *, stdin: str | None = None) -> StringCommand:
-    """Return the command that runs a script of several lines."""
     more: Any = {} if stdin is None else {"_stdin": stdin}
     return StringCommand("sh", "-c", shlex.quote(script), **more)
 

@@ -58,8 +58,6 @@ class Above:
 
 @dataclass(frozen=True, slots=True)
 class Reclaimable:
-    """One line of ``docker system df``."""
-
     kind: str
     bytes: int
 
@@ -136,7 +134,6 @@ def parse_above(lines: Iterable[str]) -> Iterator[Above]:
 
 
 def parse_reclaimable(lines: Iterable[str]) -> Iterator[Reclaimable]:
-    """Read ``docker system df --format '{{json .}}'``, one object per line."""
     for line in lines:
         try:
             row = json.loads(line)
@@ -213,13 +210,11 @@ done
 
 
 def _quote_glob(pattern: str) -> str:
-    """Quote everything of a pattern except its wildcards."""
     parts = _GLOB.split(pattern)
     return "".join(part if _GLOB.fullmatch(part) else shlex.quote(part) for part in parts if part)
 
 
 def parse_stored(lines: Iterable[str]) -> Stored:
-    """Read the ``stored`` section."""
     devices, files = {}, []
     listed: dict[tuple[str, int], str] = {}
     for line in lines:

@@ -27,7 +27,6 @@ GROUP = "docker"  # its members can become root on the host
 
 
 def fact_arguments(plan: DockerPlan) -> dict[str, Any]:
-    """Build the arguments of this role's fact."""
     return {
         "packages": (*plan.packages, *plan.toolkit_packages),
         "receipt_path": plan.receipt_path,
@@ -74,7 +73,6 @@ def add_docker_repositories(plan: DockerPlan) -> Commands:
 @operation()
 @host_errors
 def install_engine(plan: DockerPlan) -> Commands:
-    """Install a container engine and the NVIDIA toolkit; installed ones are kept."""
     state = read_state(plan)
     if state.snap:
         refuse(

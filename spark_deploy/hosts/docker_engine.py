@@ -95,7 +95,6 @@ def unmet_keys(wanted: Mapping[str, Any], info: Mapping[str, Any]) -> tuple[str,
 
 
 def is_visible(key: str) -> bool:
-    """Whether `docker info` shows the value of a key."""
     return key in _VISIBLE
 
 
@@ -331,7 +330,6 @@ _GPU_ERRORS = (
 
 
 def explain_gpu_error(output: str, image: str) -> Problem:
-    """Turn the output of a failed container check into cause and fix."""
     for pattern, cause, fix in _GPU_ERRORS:
         if re.search(pattern, output):
             return Problem("container check", cause, fix)

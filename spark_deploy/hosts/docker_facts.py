@@ -83,16 +83,12 @@ echo '== kernel'; uname -r
 
 @dataclass(frozen=True, slots=True)
 class CdiSpec:
-    """A CDI specification of NVIDIA devices and the driver version its files belong to."""
-
     path: str
     driver_version: str  # "" where the file names no libcuda
 
 
 @dataclass(frozen=True, slots=True)
 class Docker:
-    """State of the docker role."""
-
     dockerd: str  # path; "" when there is no engine
     snap: bool
     unit: dict[str, str]  # LoadState ActiveState UnitFileState ExecMainStartTimestamp
@@ -115,7 +111,6 @@ class Docker:
 
     @property
     def active(self) -> bool:
-        """Whether the unit is up and the daemon answers."""
         return self.unit.get("ActiveState") == "active" and bool(self.info)
 
     @property
@@ -262,8 +257,6 @@ _MANAGED_NAME = re.compile(rf"spark-[a-z0-9-]+-{DIGEST12}")
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One container as ``docker inspect`` shows it."""
-
     id: str
     name: str
     image: str
@@ -274,7 +267,6 @@ class Container:
 
     @property
     def managed(self) -> bool:
-        """Whether our own units run it."""
         labelled = {RELEASE_LABEL, SERVICE_LABEL} & set(self.labels)
         return bool(labelled) or _MANAGED_NAME.fullmatch(self.name) is not None
 
@@ -290,7 +282,6 @@ class Container:
 
     @property
     def comes_back(self) -> bool:
-        """Whether docker may start it again by itself."""
         return self.restart == "always" or (self.restart == "unless-stopped" and self.alive)
 
 
@@ -313,7 +304,6 @@ def parse_containers(lines: Iterable[str]) -> Iterator[Container]:
 
 
 def parse_silent(lines: Iterable[str]) -> str:
-    """Return the state of the unit whose daemon did not answer; "" when it did."""
     return next((line.split(" ")[1] for line in lines if line.startswith("unreachable ")), "")
 
 

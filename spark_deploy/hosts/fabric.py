@@ -72,7 +72,6 @@ def judge_links(host: str, ways: Sequence[Way], reached: Mapping[str, str]) -> V
 
 
 def _slow_links(host: str, ways: Sequence[Way]) -> Iterator[Problem]:
-    """Yield what reduces speed and nothing else."""
     with_rdma = {way.interface: way for way in ways if way.device}
     for way in with_rdma.values():
         where = f"{host}: {way.interface}"
@@ -139,7 +138,6 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
 @operation()
 @host_errors
 def restore_network() -> Commands:
-    """Remove our netplan file; the earlier network returns."""
     if not read_fact(NetplanFiles).ours:
         host.noop("this project set up no network here")
         return

@@ -200,7 +200,6 @@ def container_id(cgroup: str) -> str:
 
 
 def is_managed(cgroup: str) -> bool:
-    """Whether a cgroup path belongs to one of our units."""
     return bool(_MANAGED_UNITS.search(cgroup))
 
 
@@ -266,7 +265,6 @@ def _recent_answer(
 
 
 def find_answer(fact: type[FactBase[T]]) -> T | None:
-    """Return a valid cached value of ``fact`` with any arguments."""
     this = current_host()
     executed = commands_executed(this)
     for (stage, cached_fact, _), (before, _at, answer) in _answers.get(this, {}).items():

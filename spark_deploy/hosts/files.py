@@ -60,7 +60,6 @@ def remove_files(paths: Sequence[str]) -> Generator[StringCommand, None, bool]:
 
 
 def describe_changes(paths: Sequence[str], present: Container[str]) -> str:
-    """Describe in one line which files are new and which are changed."""
     parts = []
     for word, names in (
         ("new", [path for path in paths if path not in present]),
@@ -74,7 +73,6 @@ def describe_changes(paths: Sequence[str], present: Container[str]) -> str:
 
 
 def put_files(files: Sequence[ManagedFile]) -> StringCommand:
-    """Return the command that puts files in place, whatever exists there."""
     return shell(unpack_script(files), stdin=pack_files(files))
 
 

@@ -79,7 +79,6 @@ _USABLE_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
 
 def gateway_paths(plan: GatewayPlan) -> tuple[str, ...]:
-    """Return every path at which a gateway may have a managed file."""
     tls = tls_of(plan.settings.service)
     key = () if plan.key.kind == "generate" else (plan.settings.key_path,)
     return (gateway_file(plan).path, tls.certificate, tls.key, *key)
@@ -134,7 +133,6 @@ def _restart_watch(plan: GatewayPlan, release: str | None) -> Commands:
 
 
 def _secrets(plan: GatewayPlan) -> list[ManagedFile]:
-    """Read the key and the certificate that the controller provides."""
     files = []
     if plan.key.kind != "generate":
         key = read_secret(plan.key, setting="serve.api_key")
@@ -221,7 +219,6 @@ class Calendars(LineFact):
 @operation()
 @host_errors
 def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
-    """Run exactly these timers; those of earlier schedules are removed."""
     rejected = host.get_fact(Calendars, times=tuple(times)) if times else ""
     if rejected:
         what = f"{rejected!r} is no time that its systemd understands"

@@ -79,8 +79,6 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class ComputeApp:
-    """A process that holds a CUDA context."""
-
     pid: int
     name: str
     cgroup: str = ""  # "" if the process had ended meanwhile
@@ -149,7 +147,6 @@ def parse_smi(lines: Sequence[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
 
 
 def parse_torn(lines: Sequence[str]) -> tuple[float | None, str]:
-    """Read ``nvidia-spark-ota-check torn-score``: distance from the vendor's package set."""
     try:
         answer = json.loads("\n".join(lines))
     except ValueError:
@@ -160,7 +157,6 @@ def parse_torn(lines: Sequence[str]) -> tuple[float | None, str]:
 
 
 def parse_driver_branches(lines: Sequence[str]) -> tuple[str, ...]:
-    """List the branches of installed ``nvidia-driver-NNN[-open]`` packages."""
     pattern = re.compile(r"ii\s+nvidia-driver-(\d+)(?:-open|-server|-server-open)?\s")
     return tuple(sorted({match.group(1) for match in map(pattern.match, lines) if match}))
 
@@ -218,7 +214,6 @@ def parse_version_json(lines: Iterable[str]) -> Iterator[Toolkit]:
 
 
 def parse_nvcc(lines: Iterable[str]) -> Iterator[Toolkit]:
-    """Read lines of `path version` made from nvcc's release line."""
     for line in lines:
         if match := re.match(r"(\S+)/bin/nvcc (\d+\.\d+\S*)", line):
             yield Toolkit(*match.groups())

@@ -46,7 +46,6 @@ class Refused(Exception):  # noqa: N818 - reads better at the call site
 
 
 def refuse(where: str, what: str, fix: str) -> NoReturn:
-    """Fail the current host, from an operation or from a command of one."""
     raise Refused(Problem(where, what, fix))
 
 

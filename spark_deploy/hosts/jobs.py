@@ -41,7 +41,6 @@ PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
 
 
 def progress_text(state: JobState) -> str:
-    """Describe the progress of a job."""
     if state.state == "unknown":
         return state.result
     if state.progress is None:  # a tool that counts no bytes: its last line and run time
@@ -203,7 +202,6 @@ def _wait(state: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool
 def _log_progress(
     host: Host, title: str, state: JobState | None, logged: dict[str, tuple[str, float]]
 ) -> None:
-    """Log a job's progress every few seconds, its end at once."""
     text = "not started" if state is None else f"{state.state}: {progress_text(state)}"
     if state is not None and state.state == "done":
         text = "done"

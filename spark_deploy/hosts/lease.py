@@ -101,8 +101,6 @@ if [ "$have" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
 
 @dataclass(slots=True)
 class _Held:
-    """State of this run's lease on a host."""
-
     looked: bool = False
     requested: bool = False
     taken: bool = False

@@ -46,8 +46,6 @@ _MAPPED = "0000:0000:0000:0000:0000:ffff:"  # prefix of an IPv4 address in a GID
 
 
 class Fabric(HostFact[Ports]):
-    """Every interface of a host except loopback."""
-
     def command(self) -> str:
         return build_script(_PORTS_SCRIPT)
 

@@ -49,8 +49,6 @@ def parse_packages(lines: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Repositories:
-    """Repositories that the host's apt knows."""
-
     files: Mapping[str, FileState]  # our key and source files that exist
     known_urls: tuple[str, ...]  # repository addresses named in unmanaged files
 
@@ -110,7 +108,6 @@ def key_path(repository: RepositorySettings) -> str:
 
 
 def sources_file(repository: RepositorySettings) -> ManagedFile:
-    """Build the deb822 file that adds the repository, bound to its own key."""
     lines = [
         "# Managed by dgx-spark-deploy.",
         "Types: deb",
@@ -124,7 +121,6 @@ def sources_file(repository: RepositorySettings) -> ManagedFile:
 
 
 def repository_arguments(repositories: Sequence[RepositorySettings]) -> dict[str, Any]:
-    """Build the arguments of a fact that runs ``repositories_script``."""
     pairs = ((key_path(each), sources_file(each).path) for each in repositories)
     return {
         "urls": tuple(repository.url for repository in repositories),
@@ -179,7 +175,6 @@ done"""
 
 @host_command
 def _add_repository(state: State, host: Host, repository: RepositorySettings) -> bool:
-    """Fetch the key, check it against its pin and add the source."""
     source = sources_file(repository)
     key, url = shlex.quote(key_path(repository)), shlex.quote(repository.key_url)
     put = shlex.quote(source.path)

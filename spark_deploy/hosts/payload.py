@@ -97,7 +97,6 @@ def supported_engines() -> tuple[str, ...]:
 
 
 def _unit(file: ManagedFile) -> ManagedFile:
-    """Return a file of ``files/units`` with its path on a host."""
     is_users = file.path == "spark-sysusers.conf"
     return ManagedFile(SYSUSERS if is_users else f"{UNITS_DIR}/{file.path}", file.content)
 
@@ -113,8 +112,6 @@ def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SiteArchive:
-    """Pinned wheels merged into one zip, and the digest of its inputs."""
-
     path: Path
     digest: str
 
@@ -202,7 +199,6 @@ def memory_command(*words: str) -> str:
 
 
 def packed_tools() -> str:
-    """Return the tools as text for standard input."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz") as tar:
         for file in read_payload().tools:

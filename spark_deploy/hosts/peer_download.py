@@ -59,7 +59,6 @@ _STATES: dict[str, State] = {"done": "there", "running": "under way"}
 @operation()
 @host_errors
 def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
-    """Note which checkpoints this host has, for the other hosts of the run."""
     if not host.state.is_executing:
         host.noop("read when it runs")
         return
@@ -142,7 +141,6 @@ def _note_url(address: str, port: int, trees: Sequence[SharedTree]) -> None:
 @operation()
 @host_errors
 def stop_sharing() -> Commands:
-    """Stop serving peers and remove the key."""
     if current_host() not in _sharing:
         host.noop("serves no peers")
         return

@@ -128,7 +128,6 @@ _CLOCK_S = 300  # from here on package lists and certificates may be "not valid 
 
 
 def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
-    """Find half-done updates, missing rights and trouble that the host reports."""
     if not survey.sudo_works:
         what = f"{survey.user} cannot become root without a password"
         yield _error("sudo", what, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
@@ -242,7 +241,6 @@ def same_host_key(surveys: Mapping[str, Survey]) -> dict[str, Problem]:
 
 
 def fact_arguments(needs: NeedsPlan) -> dict[str, Any]:
-    """Build the arguments of the survey."""
     return {
         "paths": tuple(path for path, _ in needs.disk_needed_bytes),
         "ports_wanted": needs.ports,

@@ -136,13 +136,11 @@ def _watch(host: Host, release: str, poll: str, timeout_s: int) -> bool:
 
 
 def _last_line(rollout: Rollout) -> str:
-    """Return the rollout's last message, without the field that repeats the phase."""
     text = rollout.progress or rollout.reason or "running"
     return " ".join(word for word in text.split(" ") if not word.startswith(PHASE))
 
 
 def report_change(host: Host, release: str, rollout: Rollout) -> bool:
-    """Print how a change ended; return whether the host serves the release."""
     if rollout.state == "switched":
         times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in rollout.times_s.items())
         host.log(f"serves {release} ({times})")
@@ -218,7 +216,6 @@ def verify_rollback(service: str, chosen: str) -> None:
 
 
 def _describe_rollback(service: str, serves: ReleaseState | None, chosen: str) -> str:
-    """Describe what serves after a rollback, and what the next deploy will do."""
     if serves is None:  # called for a proven service only
         raise ValueError(f"{service} serves nothing")
     pair = f"{serves.model}/{serves.profile}"

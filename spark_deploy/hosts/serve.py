@@ -43,7 +43,6 @@ from spark_deploy.plan.types import GatewayPlan
 @operation()
 @host_errors
 def install_release(plan: Release, files: Sequence[ManagedFile], users: Sequence[str]) -> Commands:
-    """Install the units, the release and the accounts of gateway and engine."""
     changed = yield from place_files(tuple(files))
     if changed:
         yield "systemctl daemon-reload"
@@ -163,7 +162,6 @@ def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Rele
 
 
 def summary(plan: Release, gateway: GatewayPlan, status: HostStatus) -> list[str]:
-    """Describe in a few lines what a host serves and what proves it."""
     release, live = status.release(plan.name), status.live(plan.name)
     proof = release.proof if release else None
     if proof is None or live is None:  # called for a proven release only
@@ -256,7 +254,6 @@ def _wait_until_back(host: Host, before: list[str]) -> None:
 
 
 def _serves_again(state: State, host: Host, serve: Release) -> bool:
-    """Wait until the release enabled at boot is up, then check it again."""
     limit_s = int(serve.timeouts.start_s) + 600
     deadline = time.monotonic() + limit_s
     last = active = ""

@@ -100,7 +100,6 @@ class HostStatus:
         return next((release for release in releases if release.name == name), None)
 
     def left_failed(self, release: str) -> bool:
-        """Whether the last change to a release ended as a failed unit."""
         state = self.release(release)
         return state is not None and state.change_failed
 
@@ -133,7 +132,6 @@ class HostStatus:
         return stopped_text(service, state.stopped_by_hand)
 
     def rollout(self, service: str) -> status.UnderWay | None:
-        """Return the running change of a service."""
         state = self.service(service)
         return state.rollout if state else None
 
@@ -199,8 +197,6 @@ def parse_status(text: str) -> HostStatus:
 
 
 class Status(HostFact[HostStatus]):
-    """``spark-host status`` with one live completion."""
-
     default = staticmethod(lambda: HostStatus(None))
 
     def command(self) -> str:
@@ -282,8 +278,6 @@ _REQUESTS = re.compile(r"vllm:num_requests_(running|waiting)(?:\{[^}]*\})? (\d+(
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Requests at one moment."""
-
     running: int
     waiting: int
 

@@ -186,7 +186,6 @@ done
 
 
 def parse_audit(lines: Sequence[str]) -> tuple[str, ...]:
-    """Read the package names of ``dpkg --audit``: indented lines, name first."""
     return tuple(line.split()[0] for line in lines if line.startswith(" ") and line.strip())
 
 

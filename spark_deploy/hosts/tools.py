@@ -75,7 +75,6 @@ def tools_home(plan: ToolsPlan) -> str:
 
 
 def placed_tools(plan: ToolsPlan, files: Sequence[ManagedFile]) -> tuple[ManagedFile, ...]:
-    """Return the host tools with their paths on a host."""
     return tuple(replace(file, path=f"{tools_home(plan)}/{file.path}") for file in files)
 
 
@@ -101,7 +100,6 @@ def install_tools(
 
 
 def _switch_link(link: str, target: str) -> StringCommand:
-    """Return the command that moves a symlink in one step."""
     new = shlex.quote(f"{link}.new")
     return shell(f"ln -sfn {shlex.quote(target)} {new} && mv -fT {new} {shlex.quote(link)}")
 

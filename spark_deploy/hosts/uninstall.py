@@ -73,7 +73,6 @@ def prune_host(keep: Keep) -> Commands:
 
 
 def describe_prune(found: Pruning) -> Iterator[str]:
-    """Yield each item to remove with its size, and why releases stay."""
     jobs = [item for item in found.items if item.kind == "job"]
     for item in found.items:
         if item.kind != "job":
@@ -139,7 +138,6 @@ def uninstall_request(settings: Settings) -> str:
 
 
 def read_resources(request: str) -> Ours:
-    """Return the resources on the current host that this project created."""
     command = memory_command(tool.MANIFEST, request)
     return read_fact(OursOnHost, command=command, _stdin=packed_tools())
 
@@ -232,8 +230,6 @@ def _size(things: list[Thing]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """One resource on a host."""
-
     # file | state | keys | link | directory | package | masked | user | image | tree | active |
     # enabled; the host itself writes a `state`, and in `keys` only some keys of a file are ours.
     kind: str
@@ -243,7 +239,6 @@ class Owned:
 
 
 def list_resources(plan: HostPlan, payload: Payload) -> tuple[Owned, ...]:
-    """List what a deploy of ``plan`` owns on its host."""
     return (
         *_base_resources(plan),
         *_tool_resources(plan, payload),
@@ -275,7 +270,7 @@ def _base_resources(plan: HostPlan) -> Iterator[Owned]:
     for package in (*plan.docker.packages, *plan.docker.toolkit_packages):
         yield Owned("package", package, "Docker | Install engine and NVIDIA toolkit")
     yield Owned("keys", DAEMON_JSON, "Docker | Merge daemon.json")
-    yield Owned("state", plan.docker.receipt_path, "Docker | Prove the GPU in a container")
+    yield Owned("state", plan.docker.receipt_path, "Docker | Check the GPU in a container")
 
 
 def _file_resources(files: tuple[ManagedFile, ...], operation: str) -> Iterator[Owned]:
@@ -293,7 +288,7 @@ def _tool_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
 
 def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     if plan.proxy.used:
-        yield Owned("state", PROXY, "Sources | Have the proxy where jobs find it", 0o600)
+        yield Owned("state", PROXY, "Sources | Install the proxy of jobs", 0o600)
         yield from _file_resources((DOCKER_DROP_IN,), "Docker | Pull images through the proxy")
     operations = {CHECKPOINT_JOB: "Checkpoint | Build the checkpoint"}
     for job in (work.job for work in served_jobs_of(plan, payload.image_context)):

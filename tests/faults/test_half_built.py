@@ -106,7 +106,7 @@ def test_a_choice_that_was_given_up_half_built_is_not_built_at_the_next_boot(fle
         run = fleet.site.deploy(*limit)
 
         assert run.exit_code == 0, run.stderr[-3000:]
-        assert run.changed == ["Serve | Wait until everything is prepared"]
+        assert run.changed == ["Serve | Wait for all jobs"]
         assert guest.run(boots_to_build) == ""
     fleet.site.deploy(*limit).must_have_changed_nothing()
 

@@ -22,7 +22,7 @@ CUDA_TOOLKIT = "CUDA | Install the toolkit"
 ENGINE = "Docker | Install engine and NVIDIA toolkit"
 DAEMON_JSON = "Docker | Merge daemon.json"
 RUNNING = "Docker | Run the engine with our keys"
-PROOF = "Docker | Prove the GPU in a container"
+PROOF = "Docker | Check the GPU in a container"
 
 
 class Prepared:

@@ -10,7 +10,7 @@ from tests.labkit import Guest, info
 
 __all__ = ["prepared"]
 
-USERS = "Docker | Let users use docker"
+USERS = "Docker | Add users to the docker group"
 END = "that-was-all"
 
 

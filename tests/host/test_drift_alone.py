@@ -45,8 +45,8 @@ NEVER = {
     "/var/lib/systemd/timers/stamp-spark-daily.timer",  # systemd's own; it writes it when it fires
 }
 
-WAIT = "Prepare | Wait until everything is prepared"
-START = "Serve | Serve where nothing is served yet"
+WAIT = "Prepare | Wait for all jobs"
+START = "Serve | Start new services"
 LEND = "Sources | Lend"  # what the other host lacks, and no more of it: not of what drifted
 # What else has to be done again after a change; everything else is the owner's work alone.
 FURTHER = {

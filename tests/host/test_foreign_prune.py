@@ -28,7 +28,7 @@ def test_the_next_deploy_brings_image_and_server_back(place: Place, emptied: str
 
     repaired = place.site.deploy()
     assert repaired.exit_code == 0, repaired.stderr[-3000:]
-    assert set(repaired.changed) == {IMAGE, "Serve | Wait until everything is prepared", SERVE}
+    assert set(repaired.changed) == {IMAGE, "Serve | Wait for all jobs", SERVE}
     assert place.guest.serving() == [emptied]
     assert place.guest.ask(QUESTION)[0] == 200
     place.site.deploy().must_have_changed_nothing()

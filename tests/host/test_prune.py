@@ -77,7 +77,7 @@ def test_a_dry_prune_says_each_thing_with_its_bytes_and_a_prune_removes_just_tha
     dry = prune(fleet, guest, dry=True)
 
     assert dry.exit_code == 0, dry.stderr[-3000:]
-    assert dry.predicted == ["Prune | Remove what nothing kept needs"]
+    assert dry.predicted == ["Prune | Remove what no kept release needs"]
     assert footprint(guest) == before
     gone = set(re.findall(r"goes .* release (\S+)", dry.stderr))
     assert gone == here - kept
@@ -134,7 +134,7 @@ def test_a_pair_is_made_ready_beside_what_serves_and_the_switch_to_it_waits_for_
     made = fleet.site.deploy("--limit", guest.name)
 
     assert made.exit_code == 0, made.stderr[-3000:]
-    assert "Ready | Wait until the other pairs are ready" in made.changed
+    assert "Ready | Wait for the other pairs" in made.changed
     assert not [name for name in made.changed if name.startswith("Serve")]
     assert guest.run(f"systemctl show -p InvocationID spark-serve@{serving}") == before
     again = fleet.site.deploy("--limit", guest.name)

@@ -49,7 +49,7 @@ def test_a_second_service_is_deployed_beside_the_first_and_a_second_run_changes_
     fleet: Fleet, guest: Guest
 ) -> None:
     first = fleet.settle(guest, services={"second": SECOND})
-    assert "Serve | Serve where nothing is served yet" in first.changed
+    assert "Serve | Start new services" in first.changed
     again = fleet.site.deploy("--limit", guest.name)
     assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
     assert set(containers(guest)) == {"main", "second"}

@@ -109,7 +109,7 @@ def test_a_bare_host_is_bare_again_and_what_stays_is_said_first(tmp_path: Path) 
 
     dry = uninstall(site, dry=True)
 
-    assert dry.predicted == ["Uninstall | Remove what is ours"]
+    assert dry.predicted == ["Uninstall | Remove managed resources"]
     assert difference(deployed, snapshot(guest)) == []
     trees = guest.run("ls -d /srv/spark/models/* /srv/spark/sources/*").split()
     assert all(f"{path}: models are kept" in dry.stderr for path in trees)

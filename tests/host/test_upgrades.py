@@ -17,8 +17,8 @@ from tests.runs import Run
 FIRST, SECOND = SPARE
 OLD, NEW = "580.159.03+labstub", "580.173.02+labstub"
 EDGE = "/usr/lib/labstub/proc-driver"
-CDI = "Docker | Keep CDI with the driver"
-GPU_PROOF = "Docker | Prove the GPU in a container"
+CDI = "Docker | Generate the CDI specification"
+GPU_PROOF = "Docker | Check the GPU in a container"
 
 
 class Pair:

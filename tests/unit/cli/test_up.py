@@ -30,7 +30,7 @@ RUN = """\
     [a]  No changes
     [b]  Success
 
---> Starting operation: Serve | Wait until everything is prepared
+--> Starting operation: Serve | Wait for all jobs
     [a]  fetch org/a-long-name-of-it: running: download, 31.2 of 72.4 GB, 412 MB/s, 2 min left
     [a]  Success
     [b]  No changes
@@ -46,7 +46,7 @@ RUN = """\
     [b]    now serving: main-aaaaaaaaaaaa
     [b]  Error: executed 0 commands
 
---> Starting operation: Verify | Prove what is served
+--> Starting operation: Verify | Verify the service
     [a]  serves x with profile v2 as x at http://127.0.0.1:8000/v1
     [a]  proof: full check of 2026-11-22T08:01:58Z, 16 checks; one live answer in 0.1 s
     [a]  Success
@@ -142,7 +142,7 @@ def test_piped_it_says_nothing_twice_and_a_line_each_half_minute(monkeypatch):
         piped.look()
     assert out.getvalue().splitlines() == [
         "a: fetch org/a-long-name-of-it: download, 31.2 of 72.4 GB, 412 MB/s, 2 min left",
-        "b: Serve: Wait until everything is prepared",
+        "b: Serve: Wait for all jobs",
     ]
 
 
