@@ -1,4 +1,4 @@
-"""``spark-host evidence``: what running engines and the host report, safe to publish."""
+"""``spark-host evidence``: facts about running engines and the host, safe to publish."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ def _processes(container_id: str, proc: Path) -> Iterator[Path]:
         try:
             if container_id in cgroup.read_text():
                 yield cgroup.parent
-        except OSError:  # it has ended
+        except OSError:  # it has exited
             continue
 
 
 def _mapped_files(process: Path) -> set[str]:
     try:
         lines = (process / "maps").read_text(errors="replace").splitlines()
-    except OSError:  # it has ended
+    except OSError:  # it has exited
         return set()
     return {line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and "/" in line}
 

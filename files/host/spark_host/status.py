@@ -1,4 +1,4 @@
-"""``spark-host status``: the state of the host as one JSON object."""
+"""``spark-host status``: the state of the host as a JSON object."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _Units = dict[str, systemd.UnitState]
 
 
 def status(paths: Paths, live: bool) -> Status:
-    """Return the host's state; ``live`` also sends each running engine one question."""
+    """Return the host's state; ``live`` also sends each running engine a question."""
     host = Host(paths)
     known = [release for name in stored.names(paths) if (release := host.release(name))]
     stopped_marks = (paths.state / "stopped").glob("*.json")
     services = sorted({release.service for release in known} | {m.stem for m in stopped_marks})
-    # One query for all units: a call of systemctl for each would take longer than all the rest.
+    # A single query: a call of systemctl per unit would take longer than all the rest.
     patterns = [template.of("*") for template in (SERVE, SWITCH, GATEWAY)]
     units = systemd.loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
     with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
@@ -128,33 +128,32 @@ def _service(name: str, known: list[Release], units: _Units, host: Host) -> Serv
 
 
 def _rollout(names: list[str], units: _Units, host: Host) -> UnderWay | None:
-    """Return the rollout that runs, or else one that waits."""
+    """Return the running rollout, or the first that waits."""
     changes = (request.under_way(name, units.get(SWITCH.of(name), {}), host) for name in names)
     pending = [change for change in changes if change]
     return next((change for change in pending if change.phase), pending[0] if pending else None)
 
 
 def _head(release: Release, paths: Paths) -> str | None:
-    """Return the head of the cluster if this host is one of its workers."""
+    """Return the head of the cluster if this host is a worker."""
     try:
         worker = members.is_worker(release, paths)
-    except HostToolError:  # it lost its address; the engine's start reports that
+    except HostToolError:  # without an address of the cluster; the engine's start reports that
         return None
     return release.cluster.head.host if release.cluster and worker else None
 
 
 def _ask_all(running: list[Release], paths: Paths) -> list[Live]:
-    """Ask every running engine, the main service's first."""
     ordered = sorted(running, key=lambda release: release.service != MAIN_SERVICE)
     return [ask(release, paths) for release in ordered]
 
 
 def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
-    """Send one short request of the model's kind through the engine's socket."""
+    """Send a short request of the model's kind through the engine's socket."""
     start = time.monotonic()
     if members.is_worker(release, paths):
         missing = ", ".join(member.host for member in members.missing(release, paths))
-        detail = f"{missing} has not joined" if missing else "joined its head, which answers"
+        detail = f"{missing} has not joined" if missing else "joined the head, which answers"
         return Live(not missing, release.name, 0.0, detail)
     probe = Probe(release, Engine.of(release, paths), list, until_s=start + timeout_s)
     try:

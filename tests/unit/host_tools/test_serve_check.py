@@ -38,7 +38,7 @@ VIOLATIONS = [
     ("wrong-arithmetic", "answers", "was answered '35352138'"),
     ("copy-typo", "copy", "asked to repeat"),
     ("stream-cut", "stream", "broke"),
-    ("sampler-nan", "sampled", "by one token over and over"),
+    ("sampler-nan", "sampled", "the same token over and over"),
     ("tool-types", "tool call", "days='3', not the number 3"),
     ("reasoning-mixed", "reasoning", "thinking is mixed into the answer"),
     ("forgets", "conversation", "in turn 2 of a conversation"),
@@ -188,7 +188,7 @@ def test_every_check_there_is_has_an_engine_that_violates_it() -> None:
     ("fault", "sentence"),
     [
         ("garbage", "was answered 'ent fjord"),
-        ("nan", "by one token over and over"),
+        ("nan", "the same token over and over"),
         ("empty", "was answered ''"),
         ("error-500", "HTTP 500"),
         ("wedge", "no usable answer after 1."),

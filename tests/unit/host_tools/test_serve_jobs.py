@@ -176,7 +176,7 @@ def test_a_program_that_says_yes_without_a_proof_has_failed(
     assert jobs.run(D12, host.paths) == 5
     entry = poll(host)[0]
     assert (entry["state"], entry["exit_code"]) == ("failed", 5)
-    assert "ended without its proof" in entry["log_tail"][-1]
+    assert "without a valid result" in entry["log_tail"][-1]
 
 
 def test_a_receipt_of_another_digest_proves_nothing(host: Host, units: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from spark_host.engine.client import EngineError
 from spark_host.engine.metrics import Metrics
 
 _DRAFTS_WANTED = 60
-_ALMOST_NONE = 0.1  # a drafter without weights; a server with a poor one is slow, but healthy
+_ALMOST_NONE = 0.1  # a drafter without weights; above it a server is slow, but healthy
 _COUNTER_WAIT_S = 10.0
 
 
@@ -59,7 +59,7 @@ def context_length(probe: Probe) -> str:
 
 def counters_move(probe: Probe) -> str:
     if probe.tokens_seen == 0:
-        raise CheckError("not one token was returned")
+        raise CheckError("no tokens were returned")
     before = probe.before.tokens if probe.before else 0.0
     moved = wait_for_value(
         lambda: probe.metrics().tokens - before, probe.tokens_seen, _COUNTER_WAIT_S
@@ -86,7 +86,7 @@ def acceptance(probe: Probe) -> str:
         if drafted >= _DRAFTS_WANTED:
             break
     if drafted <= 0:
-        raise CheckError("not one token was drafted")
+        raise CheckError("no tokens were drafted")
     rate = accepted / drafted
     result = f"{rate:.0%} of {drafted:.0f} drafted tokens were accepted"
     if not rate >= floor:
@@ -120,7 +120,7 @@ def log_lines(probe: Probe) -> str:
         if line is None:
             raise CheckError(f"the log ({len(lines)} lines) has no line matching {pattern!r}")
         probe.load_lines.append(line)
-    return f"{len(probe.plan.log_required)} expected log lines found, no forbidden one"
+    return f"{len(probe.plan.log_required)} expected log lines found, none forbidden"
 
 
 def healthy(probe: Probe) -> str:
@@ -135,10 +135,8 @@ def healthy(probe: Probe) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check, its lowest level and its weight, and whether a release needs it."""
-
     name: str
-    level: str
+    level: str  # the lowest that includes it
     weight: Weight
     run: Callable[[Probe], str]
     wanted: Callable[[Probe], bool] = lambda _: True

@@ -51,7 +51,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
     def poll(_: float) -> tuple[bool, str] | None:
         if problem := membership.problem():
             return False, problem
-        return (True, "the rank has joined its head") if membership.complete else None
+        return (True, "the rank has joined the head") if membership.complete else None
 
     return _wait("joined", "join", poll, report)
 
@@ -59,7 +59,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
 def wait_for_head(membership: Membership, report: Report) -> Finding:
     """Wait until the head has proven the release and serves it.
 
-    Its watchdog then accepts connections; a head that fails rolls back and leaves the cluster.
+    The watchdog there then accepts connections; a head that fails rolls back and leaves.
     """
     release = membership.release
     limit_s = release.timeouts.start_s + 2 * release.check.timeout_s

@@ -32,10 +32,8 @@ _FLOOR = 1e-6  # of the probability of an unlisted token
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One token of an answer, and the log-probabilities of the most likely tokens."""
-
     token: str
-    best: dict[str, float]
+    best: dict[str, float]  # log-probabilities of the most likely tokens
 
     @property
     def top(self) -> str:
@@ -44,8 +42,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one prompt."""
-
     prompt: str
     text: str
     steps: tuple[Step, ...]
@@ -53,8 +49,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of one release."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     release: str
@@ -73,7 +67,7 @@ class Comparison:
     same_answers: int
     steps: int
     same_top: int  # steps with the same most likely token
-    mean_nats: float  # Kullback-Leibler divergence per step, KL(one || other)
+    mean_nats: float  # mean Kullback-Leibler divergence per step
     most_nats: float
     most_at: str
     parted: tuple[tuple[str, str, str], ...]  # prompt and both answers
@@ -92,17 +86,17 @@ class Comparison:
         return "\n".join(lines)
 
 
-def divergence(one: dict[str, float], other: dict[str, float]) -> float:
-    """Return KL(one || other) of two lists of top log-probabilities, in nats; a lower bound.
+def divergence(a: dict[str, float], b: dict[str, float]) -> float:
+    """Return a lower bound of KL(a || b) in nats, from two lists of top log-probabilities.
 
-    A token that the other does not list is at most as likely there as its last listed token and as
-    all its unlisted tokens together; tokens that neither lists count as one.
+    A token missing in b is at most as likely there as the last listed token and as all unlisted
+    tokens together; tokens missing in both are treated as a single token.
     """
-    shares = {token: math.exp(value) for token, value in other.items()}
+    shares = {token: math.exp(value) for token, value in b.items()}
     left = max(1.0 - sum(shares.values()), _FLOOR)
     unlisted = max(min([left, *shares.values()]), _FLOOR)
     total, rest, other_rest = 0.0, 1.0, 1.0
-    for token, value in one.items():
+    for token, value in a.items():
         share = math.exp(value)
         total += share * (value - math.log(max(shares.get(token, unlisted), _FLOOR)))
         rest, other_rest = rest - share, other_rest - shares.get(token, 0.0)
@@ -153,13 +147,13 @@ def ask(release: Release, engine: Engine, prompts: list[str], host: Host) -> Ans
     """Send every prompt to the running engine.
 
     Raises:
-        HostToolError: It gave no answer, or one without log-probabilities.
+        HostToolError: An answer is missing or has no log-probabilities.
     """
     probe = Probe(release, engine, list)
     try:
         answers = tuple(_answer(probe, prompt) for prompt in prompts)
     except (CheckError, EngineError) as error:
-        fix = "run spark-check: it reports what is wrong with the engine"
+        fix = "run spark-check and fix the reported failures"
         raise HostToolError(f"compare {release.name}", str(error), fix) from error
     return Answers(release.name, release.digest, host.clock.now(), answers)
 
@@ -205,12 +199,12 @@ def check_prompts(release: Release) -> list[str]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file, one per line.
+    """Return the prompts of a file, each on a line.
 
     Raises:
         HostToolError: It cannot be read, is empty, or is too large.
     """
-    fix = f"use a text file with one prompt per line, at most {_MOST_PROMPTS}"
+    fix = f"use a text file with a prompt per line, at most {_MOST_PROMPTS}"
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -225,9 +219,9 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def record(file: str | None, host: Host) -> Answers:
-    """Store the answers of the running release to a file's prompts, or to those of its check."""
+    """Store the running release's answers to the prompts of a file, by default of the check."""
     release = host.disk.load(boot.only_active(host), host.paths)
-    # The launcher runs in another folder than its caller.
+    # The launcher runs in another folder than the caller.
     folder = Path(os.environ.get("SPARK_CALLED_FROM", ""))
     prompts = read_prompts(folder / file) if file else check_prompts(release)
     answers = ask(release, Engine.of(release, host.paths), prompts, host)
@@ -238,10 +232,10 @@ def record(file: str | None, host: Host) -> Answers:
 
 
 def compare(name: str, host: Host) -> Comparison:
-    """Compare the running release with a recorded one; the same release shows the noise.
+    """Compare the running release with recorded answers; the same release shows the noise.
 
     Raises:
-        HostToolError: Nothing is recorded, or no engine answers.
+        HostToolError: No answers are recorded, or no engine answers.
     """
     recorded = host.disk.read(Answers, host.paths.answers(name))
     if recorded is None:

@@ -17,7 +17,6 @@ _FAR = "The central bank raised interest rates by a quarter of a point on Thursd
 
 
 def embedding(probe: Probe) -> str:
-    """Texts with the same meaning are nearer to each other than to another text."""
     answer = _ask(probe, EMBEDDINGS, {"input": [_QUESTION, _NEAR, _FAR]})
     vectors = [_vector(item) for item in _list(answer, "data")]
     sizes = {len(vector) for vector in vectors}
@@ -33,7 +32,6 @@ def embedding(probe: Probe) -> str:
 
 
 def embedding_repeat(probe: Probe) -> str:
-    """A text has the same embedding alone and in a batch."""
     alone = _list(_ask(probe, EMBEDDINGS, {"input": [_QUESTION]}), "data")
     batch = _list(_ask(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]}), "data")
     first, second = _vector(alone[0]), _vector((batch + [None] * 2)[1])
@@ -44,7 +42,6 @@ def embedding_repeat(probe: Probe) -> str:
 
 
 def ranking(probe: Probe) -> str:
-    """The document that answers a question is ranked above another."""
     answer = _ask(probe, RERANK, {"query": _QUESTION, "documents": [_FAR, _NEAR]})
     scores: dict[Any, float] = {}
     for item in _list(answer, "results"):
@@ -61,7 +58,6 @@ def ranking(probe: Probe) -> str:
 
 
 def classes(probe: Probe) -> str:
-    """Class probabilities add up, and a text has the same alone and in a batch."""
     alone, *_ = _probabilities(probe, [_QUESTION])
     batch = _probabilities(probe, [_FAR, _QUESTION])
     if len(batch) != 2 or any(len(numbers) != len(alone) for numbers in batch):
@@ -124,7 +120,7 @@ def _cosine(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / lengths
 
 
-# The one question that shows whether a model of a task answers.
+# The question that shows whether a model of a task answers.
 ASKED: dict[str | None, Callable[[Probe], str]] = {
     "embedding": embedding,
     "reranking": ranking,

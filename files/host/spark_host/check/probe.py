@@ -17,10 +17,9 @@ Weight = Literal["must", "warn"]
 
 
 class CheckError(Exception):
-    """A check failed.
+    """A check failed, with another weight than the check's if ``weight`` is set.
 
-    ``weight`` overrides the weight of the check: parts of a check may fail on a healthy server,
-    and an engine that answers with an error is broken, whatever the check.
+    Parts of a check may fail on a healthy server; an engine that returns errors is always broken.
     """
 
     def __init__(self, text: str, weight: Weight | None = None):
@@ -40,7 +39,7 @@ class Streamed:
 
 @dataclass(slots=True)
 class Probe:
-    """A running engine and what the checks have learned about it."""
+    """A running engine, and the state that checks share."""
 
     release: Release
     engine: Engine
@@ -57,7 +56,7 @@ class Probe:
 
     @property
     def model(self) -> str:
-        """The model name in requests: the first one, which rollouts do not change."""
+        """The model name in requests: the first, which rollouts do not change."""
         return self.release.names[0]
 
     @property
@@ -87,7 +86,7 @@ class Probe:
         return {**body, **options}
 
     def chat(self, messages: list[Message], max_tokens: int, **options: Any) -> dict[str, Any]:
-        """Return the message of a chat answer, and count its tokens.
+        """Return the message of a chat answer, and count the tokens.
 
         Raises:
             CheckError: No complete, well-formed answer within the limit.
@@ -112,10 +111,10 @@ class Probe:
         return message
 
     def streamed(self, messages: list[Message], max_tokens: int) -> Streamed:
-        """Return a complete streamed answer; the caller counts its tokens.
+        """Return a complete streamed answer; the caller adds the tokens.
 
         Raises:
-            CheckError: It broke off, or lacks its end.
+            CheckError: The answer broke off, or has no end.
         """
         body = self.body(messages, max_tokens, stream=True, stream_options={"include_usage": True})
         start, wait_s = time.monotonic(), 0.0
@@ -144,13 +143,12 @@ class Probe:
             raise CheckError(f"/metrics: {error}") from error
 
     def say(self, prompt: str, max_tokens: int, *, thinking: bool = False) -> str:
-        """Return the text of the answer to one prompt."""
         options = {"chat_template_kwargs": {"enable_thinking": thinking}}
         return content(self.chat([user(prompt)], max_tokens, **options))
 
 
 def wait_for_value(read: Callable[[], float], least: float, wait_s: float) -> float:
-    """Return a value once it is at least ``least``, or its last value after ``wait_s``."""
+    """Poll until the value is at least ``least`` or ``wait_s`` are over; return the last value."""
     deadline = time.monotonic() + wait_s
     while (value := read()) < least and time.monotonic() <= deadline:
         time.sleep(0.1)
@@ -166,6 +164,6 @@ def content(message: dict[str, Any]) -> str:
 
 
 def short(text: str, length: int = 60) -> str:
-    """Return ``text`` on one line, quoted and cut."""
+    """Return ``text`` without line breaks, quoted and cut."""
     flat = " ".join(text.split())
     return repr(flat if len(flat) <= length else flat[: length - 1] + "…")

@@ -31,7 +31,7 @@ from spark_host.check.probe import (
 
 _MAX_REPETITIONS = 24
 _STREAMS = 3
-# What ordinary clients send: the values of Qwen's generation_config.json, and no seed.
+# Typical clients: the values of Qwen's generation_config.json, and no seed.
 _SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "seed": None}
 
 
@@ -57,7 +57,7 @@ def _refuse_repetition(
     )
     if longest >= _MAX_REPETITIONS:
         raise CheckError(
-            f"{context}{short(question.prompt)} was answered by one token over and over, "
+            f"{context}{short(question.prompt)} was answered by the same token over and over, "
             f"{short(answer)}: the weights or kernels are broken",
             weight,
         )
@@ -84,7 +84,7 @@ def copies(probe: Probe) -> str:
         answer = probe.say(f"Repeat exactly: {text}", max(64, 2 * len(text)))
         if text not in answer:
             raise CheckError(f"asked to repeat {short(text)}, it answered {short(answer)}")
-    return f"{len(probe.plan.copy)} strings came back unchanged"
+    return f"{len(probe.plan.copy)} strings were repeated unchanged"
 
 
 def repeats(probe: Probe) -> str:
@@ -116,7 +116,7 @@ def conversation(probe: Probe) -> str:
         answer = content(probe.chat(messages, question.max_tokens))
         _judge(question, answer, f"in turn {turn} of a conversation ")
         messages.append({"role": "assistant", "content": answer})
-    return f"{len(questions)} turns of one conversation were answered right"
+    return f"{len(questions)} turns of a conversation were answered right"
 
 
 def parallel(probe: Probe) -> str:
@@ -138,7 +138,7 @@ def stream(probe: Probe) -> str:
     answer = _stream(probe, question)
     probe.tokens_seen += answer.tokens
     _judge(question, answer.text)
-    return f"a streamed answer came whole, {answer.tokens} tokens"
+    return f"a streamed answer was complete, {answer.tokens} tokens"
 
 
 def _stream(probe: Probe, question: Question) -> Streamed:
@@ -204,10 +204,10 @@ def reasoning(probe: Probe) -> str:
     if "<think>" in answer or "</think>" in answer:
         raise CheckError(f"thinking is mixed into the answer: {short(answer)}")
     if not thought.strip():
-        raise CheckError(f"no reasoning came apart from the answer {short(answer)}", "warn")
+        raise CheckError(f"no reasoning was separate from the answer {short(answer)}", "warn")
     if message["finish_reason"] != "length":
         _judge(question, answer, "after thinking, ", "warn")
-    return f"{len(thought)} characters of reasoning came apart from the answer"
+    return f"{len(thought)} characters of reasoning were separate from the answer"
 
 
 _COUNTER_WAIT_S = 5.0
@@ -230,9 +230,9 @@ def needle(probe: Probe) -> str:
 
 
 def prefix_reuse(probe: Probe) -> str:
-    """Later turns of one long conversation hit the prefix cache and are answered right.
+    """Later turns of a long conversation hit the prefix cache and are answered right.
 
-    The engine caches whole blocks only, so the first turn is longer than two of them. It begins
+    The engine caches whole blocks only, so the first turn is longer than two blocks. It starts
     with a new number, so every hit was computed in this conversation.
     """
     block_tokens = probe.plan.prefix.block_tokens if probe.plan.prefix else 0
@@ -248,7 +248,7 @@ def prefix_reuse(probe: Probe) -> str:
         if turn == 1 and answer.prompt_tokens <= block_tokens:
             raise CheckError(
                 f"the first turn has {answer.prompt_tokens} tokens, a cache block {block_tokens}: "
-                "nothing could be cached"
+                "no block could be cached"
             )
         if _NUMBER not in answer.text:
             text = f"turn {turn} of a long conversation was answered {short(answer.text)}"
@@ -285,7 +285,6 @@ _COLOURS = (("red", (220, 20, 20)), ("blue", (20, 20, 220)))
 
 
 def image(probe: Probe) -> str:
-    """Pictures of one colour are named right; a blind server names all the same."""
     answers = []
     for _, rgb in _COLOURS:
         url = "data:image/png;base64," + base64.b64encode(png(rgb)).decode()
@@ -303,7 +302,7 @@ def _media(kind: str, data: dict[str, str], text: str) -> Message:
 
 
 def png(rgb: tuple[int, int, int]) -> bytes:
-    """Return a square PNG of one colour (RFC 2083); stored, not compressed."""
+    """Return a square PNG of a single colour (RFC 2083); stored, not compressed."""
     row = b"\0" + bytes(rgb) * _SIDE_PIXELS
     head = struct.pack(">IIBBBBB", _SIDE_PIXELS, _SIDE_PIXELS, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(row * _SIDE_PIXELS, 0)), (b"IEND", b""))
@@ -319,7 +318,6 @@ _SECONDS = (1, 4)
 
 
 def sound(probe: Probe) -> str:
-    """A longer sound takes more prompt tokens; one that is dropped takes none."""
     counts = []
     for seconds in _SECONDS:
         data = {"data": base64.b64encode(wav(seconds)).decode(), "format": "wav"}
@@ -334,7 +332,7 @@ def sound(probe: Probe) -> str:
 
 
 def wav(seconds: int) -> bytes:
-    """Return a tone as a WAV file: one channel, 16 bit."""
+    """Return a tone as a WAV file: mono, 16 bit."""
     samples = (
         round(12_000 * math.sin(2 * math.pi * _TONE_HZ * index / _RATE_HZ))
         for index in range(seconds * _RATE_HZ)

@@ -1,4 +1,4 @@
-"""Runs the checks of a release on its engine and writes the proof."""
+"""Runs the checks of a release and writes the proof."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def full(release: Release, host: Host, report: Report) -> Proof:
 
 
 def speed(release: Release, paths: Paths, report: Report) -> dict[str, Any]:
-    """Measure the speed of a release, for as long as its plan allows."""
+    """Measure the speed of a release within the time limit of the plan."""
     limit_s = release.check.bench.limit_s if release.check.bench else 0
     bench = speed_check.measure(release, paths, limit_s, report)
     return {**bench, "packages": upgrades.packages()}
@@ -62,8 +62,8 @@ def check(
 ) -> Proof:
     """Check a release's engine; write and return the proof.
 
-    The proof is bound to ``invocation_id``, by default systemd's current one. At a start the
-    host's memory is guarded during the check, because no watchdog runs yet.
+    The proof is bound to ``invocation_id``, by default systemd's. At a start the host's memory is
+    guarded during the check, because no watchdog runs yet.
     """
     guard = StartGuard(release, host.paths) if at_start else None
     with guard or nullcontext():
@@ -88,7 +88,7 @@ def check(
                 probe.before = _metrics_or_none(probe)
                 findings += _run_checks(probe, level, report)
     if guard is not None:
-        # First, because it explains the others.
+        # First, because it explains other failures.
         findings.insert(0, _memory(guard, ready=findings[0].ok))
         report(_line(findings[0]))
     after = invocation_id or systemd.invocation(release.serve_unit) or ""
@@ -141,7 +141,7 @@ def _logged_cache(probe: Probe) -> CacheCount | None:
 def write_proof(result: Proof, host: Host, report: Report) -> None:
     """Write the proof; on a full disk an engine that passed still serves.
 
-    Then the next deploy checks again. A proof that no longer holds must go.
+    Then the next deploy checks again. An invalid earlier proof must be removed.
     """
     try:
         proof.write(result, host)
@@ -202,7 +202,7 @@ def _memory(guard: StartGuard, *, ready: bool) -> Finding:
 def _wait_until_ready(
     probe: Probe, report: Report, note: str, guard: StartGuard | None, membership: Membership
 ) -> Finding:
-    """Wait until the engine is healthy; report its last log line meanwhile."""
+    """Wait until the engine is healthy; report the last log line meanwhile."""
     start = reported = time.monotonic()
     limit_s = probe.release.timeouts.start_s
     while True:

@@ -31,7 +31,7 @@ _REQUEST_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One streamed answer: its tokens, and times in monotonic seconds."""
+    """A streamed answer; times are monotonic seconds."""
 
     tokens: int
     began_s: float
@@ -41,8 +41,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One measured quantity."""
-
     key: str
     title: str
     unit: str
@@ -93,7 +91,7 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
         others = engine.metrics().generated - generated - samples.tokens
     except EngineError as error:
         raise NotMeasuredError(f"no speed was measured: {error}") from error
-    # The engine may count one step of drafts more than it sends before the token limit.
+    # At the token limit the engine may count a step of drafts that it does not send.
     if others > 0.05 * samples.tokens + 16:
         raise NotMeasuredError("no speed was measured: the engine served other requests meanwhile")
     return {
@@ -135,7 +133,7 @@ _COMPARISON_KEYS = ("before", "changed", "worse", "way_back")
 def add_comparison(
     release: Release, now: dict[str, Any], before: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return a measurement with the last one, changed versions, slowdowns and ways to go back."""
+    """Add the last measurement, changed versions, slowdowns and rollback hints."""
     if before is None or release.check.bench is None:
         return {**now, "before": None, "changed": [], "worse": [], "way_back": []}
     changed = upgrades.changed(before["versions"], now["versions"])
@@ -160,7 +158,7 @@ def describe(bench: dict[str, Any]) -> Iterator[str]:
 
 def _run_round(release: Release, engine: Engine, samples: Samples, timeout_s: float) -> None:
     samples.rounds += 1
-    # Each prompt begins differently, so that the prefix cache has no hits.
+    # Each prompt starts differently, so that the prefix cache has no hits.
     marks = [f"{samples.rounds}.{index}" for index in range(_streams(release) + 1)]
     long = _ask(release, engine, _long_prompt(release, marks[0]), timeout_s)
     samples.values["first_token_s"].append(long.first_s - long.began_s)
@@ -187,7 +185,7 @@ def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Ans
         "max_tokens": min(_TOKENS, release.check.max_model_len // 4),
         "temperature": 0,
         "seed": 1,
-        # After its end a model continues with special tokens, which take as long as words.
+        # A finished model continues with special tokens, which take as long as words.
         "ignore_eos": True,
         "skip_special_tokens": False,
         "stream": True,
@@ -202,7 +200,7 @@ def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Ans
             first = first or last
         tokens = int((event.get("usage") or {}).get("completion_tokens") or tokens)
     if not first:
-        raise EngineError("a streamed answer came without text")
+        raise EngineError("a streamed answer had no text")
     return Answer(tokens, began, first, last)
 
 
@@ -216,7 +214,7 @@ def _prompt(mark: str) -> str:
 
 
 def _long_prompt(release: Release, mark: str) -> str:
-    # Far below the context limit, whatever the tokenizer makes of a word.
+    # Far below the context limit with any tokenizer.
     words = min(_PROMPT_WORDS, release.check.max_model_len // 8)
     filler = " ".join(["river", "stone", "sea", "cloud"] * (words // 4))
     return f"[{mark}] {filler}. Which of these words name water?"

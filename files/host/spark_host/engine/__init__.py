@@ -1,1 +1,1 @@
-"""The engine: its container, memory, caches, start and stop, and the client that talks to it."""
+"""The engine: container, memory, caches, start, stop and client."""

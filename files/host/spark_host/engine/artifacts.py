@@ -23,7 +23,7 @@ _FIX = "run the deploy again"
 
 
 def check(release: Release) -> None:
-    """Check image, receipts and file permissions; hash nothing.
+    """Check image, receipts and file permissions, without hashing.
 
     Raises:
         HostToolError: Something is missing or differs from the release.
@@ -37,7 +37,7 @@ def check_checkpoints(release: Release) -> None:
     """Check receipts, ownership and permissions of the checkpoints.
 
     Raises:
-        HostToolError: One differs from the release, or others than root can write to it.
+        HostToolError: A checkpoint differs from the release, or is writable by a non-root user.
     """
     for tree in release.trees:
         _check_receipt(tree)
@@ -82,12 +82,12 @@ def _check_readable(root: Path, user: str) -> None:
 
 
 def verify_checkpoints(release: Release, report: Report) -> None:
-    """Have the builder hash files whose stat changed since they were last hashed.
+    """Have the builder hash files that changed (by stat) since they were last hashed.
 
     The builder writes the new stat of intact files into the receipt.
 
     Raises:
-        HostToolError: A file is missing or its bytes changed.
+        HostToolError: A file is missing or has other bytes.
     """
     for tree in release.trees:
         _verify(Path(tree.path), report)
@@ -102,7 +102,7 @@ def _verify(path: Path, report: Report) -> None:
         f"{PHASE}verify {len(touched)} of {len(receipt.files)} files of {path} changed since they "
         f"were hashed, {touched[0]} among them: hashing them again"
     )
-    # Standard output goes to the journal as it comes: hashing a large checkpoint takes minutes.
+    # Not captured, so that the journal shows progress: hashing takes minutes.
     done = subprocess.run(
         [sys.executable, "-m", BUILDER, VERIFY, str(path)],
         stderr=subprocess.PIPE, text=True, errors="replace", check=False,

@@ -1,7 +1,7 @@
-"""The client of the engine: HTTP over its unix socket, limited in bytes and in time.
+"""The client of the engine: HTTP over a unix socket, limited in bytes and in time.
 
-The engine processes untrusted input, so its answers may be endless, header included: every read
-counts against both limits.
+The engine processes untrusted input, so answers may be endless, headers included: both limits
+apply to every read.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _CHUNK_BYTES = 1 << 16
 
 
 class EngineError(Exception):
-    """The engine did not answer, or its answer is an error or malformed."""
+    """The engine did not answer, or the answer is an error or malformed."""
 
 
 class SilentError(EngineError):
-    """The engine accepted the request, or its queue is full, and the time is over."""
+    """The engine accepted the request, or the queue is full, and the time is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,6 @@ class _Connection(HTTPConnection):
 
 
 class Engine:
-    """A client of the engine behind one unix socket."""
-
     def __init__(self, socket_path: Path, dialect: Dialect = DEFAULT):
         self._path = socket_path
         self._dialect = dialect
@@ -170,7 +168,7 @@ class Engine:
         except (ConnectionRefusedError, FileNotFoundError) as error:
             # vLLM listens only after it has loaded the model.
             raise EngineError("nothing listens on the engine's socket") from error
-        except (TimeoutError, BlockingIOError) as error:  # the latter: its queue is full
+        except (TimeoutError, BlockingIOError) as error:  # the latter: a full queue
             raise SilentError(f"{method} {path}: no answer in time") from error
         except (OSError, HTTPException, HostToolError, ValueError) as error:
             raise EngineError(f"{method} {path}: {type(error).__name__}: {error}") from error

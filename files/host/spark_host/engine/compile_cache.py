@@ -1,7 +1,7 @@
-"""Compile caches: one per release; a candidate starts with a copy of the last proven one.
+"""Compile caches of releases; a candidate starts with a copy of the last proven cache.
 
 The parent folder names base image and number of drafts, the state file the driver; a cache fits
-only these. The state file is written last. A release keeps its cache over failed starts, so that
+only these. The state file is written last. A release keeps the cache over failed starts, so that
 compiling continues, unless a check rejected the answers of the run that used it. Only the cache of
 a proven release is copied.
 
@@ -32,7 +32,7 @@ _MOST_BYTES, _MOST_FILES = 8 << 30, 200_000
 
 
 def prepare(release: Release, host: Host, report: Report) -> None:
-    """Install the cache of a release: its own, else a copy, else an empty one."""
+    """Keep a usable cache of a release, or start with a copy or an empty folder."""
     if release.cache is None:
         return
     driver = _loaded_driver()
@@ -106,7 +106,7 @@ def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
 
 
 def _find_source(release: Release, driver: str, host: Host) -> Release | None:
-    """Return the last proven release of the service whose cache the candidate can copy."""
+    """Return the last proven release with a cache that the candidate can copy."""
     for name in boot.good(release.service, host).all:
         other = host.release(name)
         if other is None or other.name == release.name or not other.cache:

@@ -1,4 +1,4 @@
-"""The engine's container: its ``docker run`` command, account, environment, GPU and processes."""
+"""The engine's container: ``docker run`` command, account, environment, GPU and processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
 
 
 def account(release: Release) -> pwd.struct_passwd:
-    """Return the account of the engine: root neither in its container nor here.
+    """Return the account of the engine, which is not root, in the container or here.
 
     Raises:
         HostToolError: It is missing.
@@ -67,7 +67,7 @@ def account(release: Release) -> pwd.struct_passwd:
 
 
 def make_engine_folder(folder: Path, release: Release) -> None:
-    """Create a folder that the engine owns; root must own its parent."""
+    """Create a folder that the engine owns; root must own the parent."""
     owner = account(release)
     folders.give(folder, owner.pw_uid, owner.pw_gid, 0o755)
 
@@ -79,7 +79,7 @@ def write_environment(release: Release, paths: Paths) -> None:
     docker client, like any program, obeys LD_PRELOAD and DOCKER_HOST.
 
     Raises:
-        HostToolError: A variable does not fit into one line.
+        HostToolError: A variable does not fit into a line.
     """
     member = members.own(release, paths)
     variables = {**release.engine.env, **(member.env if member else {})}
@@ -92,7 +92,7 @@ def _line(name: str, value: str) -> str:
     if not _VARIABLE.fullmatch(name):
         problem = f"{name!r} is not a variable name"
     elif any(letter in value for letter in "\n\r\0"):
-        problem = f"the value of {name} has more than one line"
+        problem = f"the value of {name} has several lines"
     elif len(line.encode()) > _MAX_LINE_BYTES:
         problem = f"the value of {name} is longer than {_MAX_LINE_BYTES} bytes"
     else:
@@ -101,7 +101,7 @@ def _line(name: str, value: str) -> str:
 
 
 def refresh_cdi(report: Report, paths: Paths) -> None:
-    """Regenerate CDI specifications of another driver than the loaded one.
+    """Regenerate CDI specifications of a driver that is not loaded.
 
     They name the driver's files by version, so after a driver update and a reboot no container
     that gets the GPU through CDI would start.
@@ -120,7 +120,7 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
             continue
         report(f"{spec} is of driver {version}, {driver} is loaded: regenerating it")
         if output_of("nvidia-ctk", "cdi", "generate", f"--output={spec}") is None:
-            # The start continues: containers may get the GPU in another way.
+            # The start continues: containers may get the GPU without CDI.
             report(f"nvidia-ctk cdi generate --output={spec} failed; run it by hand to see why")
 
 
@@ -128,7 +128,7 @@ def open_process(container: str) -> int | None:
     """Return a pidfd of a running container's first process; ``None`` if not available now.
 
     A host that runs out of memory loses the docker daemon first, and killing the docker client
-    leaves the container running. Killing this process ends the container without docker; unlike a
+    leaves the container running. Killing this process stops the container without docker; unlike a
     process id, a pidfd never refers to another process later.
     """
     state = docker.container(container, _ANSWER_S) or {}
@@ -153,7 +153,7 @@ def _is_in_container(pid: int, container_id: str) -> bool:
 
 
 def kill_container(container: str, pidfd: int | None) -> str:
-    """Kill a container through its first process, or else through docker; return the failure."""
+    """Kill a container by the first process, or through docker; return the failure."""
     if pidfd is not None:
         try:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -41,7 +41,7 @@ _TOKENS = re.compile(r"\b[GC]PU KV cache size: ([\d,]+) tokens")
 
 
 def start_messages(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the engine's messages up to the end of its start, without their prefixes."""
+    """Yield the engine's messages up to the end of the start, without prefixes."""
     for line in lines:
         if _STARTED in line:
             return

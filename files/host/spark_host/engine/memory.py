@@ -1,4 +1,4 @@
-"""The host's memory: what is available, contiguous and required before an engine starts."""
+"""The host's memory: available, contiguous and required bytes before an engine starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def meminfo() -> dict[str, int]:
 def available_bytes() -> int:
     """Return the memory that a new process could get.
 
-    A kernel with kexec handover counts its reserve as free: then CmaFree exceeds CmaTotal by the
+    A kernel with kexec handover reports the reserve as free: then CmaFree exceeds CmaTotal by the
     reserve, which is subtracted here from MemAvailable.
     """
     values = meminfo()
@@ -48,7 +48,7 @@ def _proc(name: str) -> Path:
 
 
 def read_free_blocks() -> FreeBlocks | None:
-    """Read ``/proc/buddyinfo``; ``None`` without one."""
+    """Read ``/proc/buddyinfo``; ``None`` if it does not exist."""
     try:
         return parse_buddyinfo(_proc("buddyinfo").read_text(), os.sysconf("SC_PAGE_SIZE"))
     except OSError:
@@ -115,7 +115,7 @@ def check_total(needed_bytes: int) -> None:
 def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_S) -> None:
     """Return once the service has no container and the release's memory is available.
 
-    On a Spark memory becomes available again long after the process that held it ended.
+    On a Spark memory becomes available again long after the process exited.
 
     Raises:
         HostToolError: The release's time limit for this is over; names the obstacle.

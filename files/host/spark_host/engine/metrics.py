@@ -15,12 +15,12 @@ _MAX_LINE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Names of one engine's metrics."""
+    """Names of an engine's metrics."""
 
     running: str  # requests
     waiting: str  # requests
     generated: str  # tokens
-    prompt: str  # tokens; a prompt counts once all of it is processed
+    prompt: str  # tokens of completely processed prompts
     cache_usage: str  # share of the KV cache
     drafted: str  # tokens
     accepted: str  # drafted tokens
@@ -57,8 +57,6 @@ def dialect_of(release: Release) -> Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One line of the Prometheus text format."""
-
     name: str
     labels: dict[str, str]
     value: float
@@ -66,7 +64,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """The engine's samples at one moment; ``None`` stands for a metric it does not report."""
+    """The engine's samples at a moment; ``None`` means that a metric is not reported."""
 
     samples: tuple[Sample, ...]
     dialect: Dialect = DEFAULT

@@ -1,4 +1,4 @@
-"""Start and stop of one release: the steps of ``spark-serve@<release>.service``."""
+"""Start and stop of a release: the steps of ``spark-serve@<release>.service``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def prepare(name: str, paths: Paths) -> int:
 
 
 def _make_folders(release: Release, paths: Paths) -> None:
-    """Create root's folder for the traffic file and the engine's folder for its socket."""
+    """Create root's folder for the traffic file and the engine's folder for the socket."""
     service, own = release.service, paths.engine_run(release.service)
     traffic.make_folder(service, paths)
     own.parent.mkdir(mode=0o755, exist_ok=True)
@@ -65,7 +65,7 @@ def _make_folders(release: Release, paths: Paths) -> None:
 
 
 def run(name: str, paths: Paths) -> int:
-    """Become the engine's ``docker run``, which holds the lock until it ends."""
+    """Take the engine lock and become ``docker run``, which keeps it until exit."""
     release = load(name, paths)
     argv = container.docker_argv(release, paths)
     _take_engine_lock(release, paths)
@@ -85,7 +85,7 @@ def stop(name: str, paths: Paths) -> int:
 
 
 def after_stop(name: str, paths: Paths) -> int:
-    """Clean up after the engine, however it ended; touch nothing of another release."""
+    """Clean up after the engine, but keep files that another release uses."""
     release = load(name, paths)
     is_last = _lock_holder(release.service, paths) in (None, release.name)
     if is_last:  # before docker, which may be slow
@@ -98,7 +98,7 @@ def after_stop(name: str, paths: Paths) -> int:
 
 
 def part_problem(release: Release) -> HostToolError | None:
-    """Return what is wrong with the release's image or checkpoints."""
+    """Return the first error in the release's image or checkpoints."""
     try:
         artifacts.check(release)
     except HostToolError as error:
@@ -152,8 +152,8 @@ def wait_for_turn(release: Release, host: Host, report: Report) -> None:
     """Wait until no other engine is starting, then claim the turn.
 
     vLLM measures free memory while it loads; a second engine that loads would falsify that. A turn
-    ends with its start, according to systemd, so nothing has to be released. After the longest
-    time a start may take, this one no longer waits.
+    lasts as long as systemd reports the start, so it need not be released. After the start timeout
+    this engine no longer waits.
     """
     deadline = host.clock.monotonic() + release.timeouts.start_s
     while (other := _claim_turn(release, host)) is not None:
@@ -165,7 +165,7 @@ def wait_for_turn(release: Release, host: Host, report: Report) -> None:
 
 
 def _claim_turn(release: Release, host: Host) -> str | None:
-    """Return the other release that is starting; without one this release claims the turn."""
+    """Return the other release that is starting, or claim the turn for this release."""
     descriptor = os.open(host.paths.run / "starting", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -181,7 +181,7 @@ def _claim_turn(release: Release, host: Host) -> str | None:
 def _is_activating(name: str, host: Host) -> bool:
     unit = SERVE.of(name)
     state = host.units.show([unit], ["ActiveState", "SubState"]).get(unit, {})
-    # A unit that waits for its next restart is activating as well, but loads nothing.
+    # A unit that waits for a restart is activating, too, but does not load.
     return state.get("ActiveState") == "activating" and state.get("SubState") != "auto-restart"
 
 
@@ -196,7 +196,7 @@ def _take_engine_lock(release: Release, paths: Paths) -> None:
 
 
 def _lock_holder(service: str, paths: Paths) -> str | None:
-    """Return the release of a service whose engine runs; ``None`` if the lock is free."""
+    """Return the release that holds the engine lock; ``None`` if it is free."""
     descriptor = _open_lock(service, paths)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

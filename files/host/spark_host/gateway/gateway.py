@@ -1,7 +1,4 @@
-"""The gateway's process: started by its unit, configured, reloaded, and compared with its settings.
-
-Also its API key, which the host generates unless the controller sends one.
-"""
+"""The gateway's process and API key: start, reload, and comparison with the settings."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _USABLE_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 
 
 def run(service: str, paths: Paths) -> int:
-    """Render the configuration of a service and become its nginx."""
+    """Render the configuration of a service and become nginx."""
     settings = stored.gateway_of(service, paths)
     folder = _install_config(settings, paths)
     # nginx leaves bodies with a file name behind when it is killed.
@@ -58,7 +55,7 @@ def reload(service: str, paths: Paths) -> int:
 
     def still_old() -> str | None:
         now = _workers(master)
-        return None if now and not old_workers & now else "its old workers still accept connections"
+        return None if now and not old_workers & now else "old workers still accept connections"
 
     _wait(still_old, settings)
     wait_until_listening(service, paths)
@@ -66,7 +63,7 @@ def reload(service: str, paths: Paths) -> int:
 
 
 def new_key(service: str, paths: Paths) -> int:
-    """Replace the API key with a random one; the old one is refused from then on."""
+    """Replace the API key with a random key; the old key is refused from then on."""
     settings = stored.gateway_of(service, paths)
     _write_key(settings, paths)
     if _master(service, paths) is not None:
@@ -105,7 +102,7 @@ def boots(service: str, paths: Paths) -> bool:
 
 
 def difference(service: str, paths: Paths) -> str | None:
-    """Return how the running gateway differs from its settings, the key's own problems aside."""
+    """Return how the running gateway differs from the settings; see also ``key_problem``."""
     try:
         settings = stored.gateway_of(service, paths)
         master = _master(service, paths)
@@ -115,14 +112,14 @@ def difference(service: str, paths: Paths) -> str | None:
         if missing is not None:
             return missing
         if not is_current(settings, paths):
-            return "its settings or its key changed since its last reload"
+            return "settings or key changed since the last reload"
     except HostToolError as error:
         return str(error)
     return _wrong_addresses(settings, master)
 
 
 def key_problem(service: str, paths: Paths) -> str | None:
-    """Return what is wrong with the API key; the message never contains the key."""
+    """Return an error in the API key; the message never contains the key."""
     if not paths.gateway_settings(service).exists():
         return None
     try:
@@ -148,7 +145,7 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
 
 
 def wait_until_listening(service: str, paths: Paths) -> None:
-    """Wait until the gateway listens on exactly its addresses."""
+    """Wait until the gateway listens on exactly the wanted addresses."""
     settings = stored.gateway_of(service, paths)
 
     def wrong() -> str | None:
@@ -199,16 +196,16 @@ def _title(pid: str) -> bytes:
 
 
 def _install_config(settings: Gateway, paths: Paths) -> Path:
-    """Write a tested configuration below /run; return its folder.
+    """Write a tested configuration below /run; return the folder.
 
     Raises:
-        HostToolError: nginx rejects the configuration; the previous one stays.
+        HostToolError: nginx rejects the configuration; the previous file stays.
     """
     folder = paths.gateway_run(settings.service)
     body_folder = paths.gateway_bodies(settings.service)
     for path in (folder, body_folder.parent, body_folder):
         path.mkdir(parents=True, exist_ok=True)
-        # Workers must traverse it to their temporary folders; nobody may list or read it.
+        # Workers must traverse it to their temporary folders; only root may list it.
         os.chmod(path, 0o711)
     # A deploy and the watchdog may write at the same time.
     lock = os.open(folder, os.O_RDONLY)
@@ -264,7 +261,7 @@ def read_key(settings: Gateway, paths: Paths) -> str:
     """Return the API key.
 
     Raises:
-        HostToolError: It is missing, readable by others, or not usable in a header.
+        HostToolError: It is missing, readable by other users, or not usable in a header.
     """
     path = paths.below(settings.key_path)
     try:
@@ -277,6 +274,6 @@ def read_key(settings: Gateway, paths: Paths) -> str:
         raise HostToolError(
             str(path),
             "not a usable key (16 to 512 letters, digits or . _ ~ + / = -)",
-            f"remove {path} and run the deploy: it makes a new one",
+            f"remove {path} and run the deploy: it creates a new key",
         )
     return key

@@ -1,7 +1,7 @@
 """The addresses on which a gateway should listen, and those on which it does.
 
-Addresses of a bridge or a tunnel appear late and may change, so they are read each time, and a
-missing one is left out: nginx does not start if it cannot bind an address.
+Addresses of a bridge or a tunnel appear late and may change, so they are read each time. Missing
+addresses are left out: nginx does not start if it cannot bind an address.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ _TAILSCALE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """One address of the gateway."""
-
     address: str
     port: int
     tls: bool
@@ -38,7 +36,7 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """The listeners that are possible now, and why one is missing."""
+    """The listeners that are possible now, and why a listener is missing."""
 
     listeners: tuple[Listener, ...]
     missing: str | None
@@ -47,8 +45,8 @@ class Listeners:
 def wanted(settings: Gateway) -> Listeners:
     """Return the listeners of a gateway; the host itself always gets plain HTTP.
 
-    Both loopback addresses have their own listeners in every exposure: they stay open while others
-    change, and no local user can bind ::1 and receive keys from clients that connect to localhost.
+    Both loopback addresses have their own listeners in every exposure: they stay open while the
+    rest changes, and no local user can bind ::1 to receive keys of clients that use localhost.
     """
     port, tls, missing = settings.port, False, None
     has_ipv6 = _is_local("::1")
@@ -90,7 +88,7 @@ def listening(pid: int, port: int) -> frozenset[str]:
 
 
 def tailscale_address() -> tuple[str | None, str | None]:
-    """Return this host's address in its tailnet, and why there is none."""
+    """Return this host's address in the tailnet, or the reason why there is none."""
     done = finished(["tailscale", "ip", "-4"], _TAILSCALE_S)
     lines = done.stdout.split()
     if done.returncode != 0 or not lines:

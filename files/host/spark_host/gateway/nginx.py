@@ -40,7 +40,7 @@ def program(paths: Paths) -> str:
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """Return a template of this package with its ``@NAMES@`` replaced."""
+    """Return a template of this package with ``@NAMES@`` replaced."""
     text = resources.files("spark_host.gateway").joinpath(f"templates/{template}").read_text()
     return re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], text)
 
@@ -163,8 +163,8 @@ def _limits(settings: Gateway, client: str) -> str:
 
 
 def _listen(listener: Listener) -> str:
-    # With `reuseport` each address has its own socket: without it, a reload that narrows from all
-    # addresses to one fails, because the old socket is still open.
+    # Without `reuseport` (a socket per address), a reload that narrows from all addresses to a
+    # single address fails, because the old socket is still open.
     words = ["listen", str(listener), "reuseport"]
     words += ["ipv6only=on"] if ":" in listener.address else []
     return " ".join(words + (["ssl"] if listener.tls else [])) + ";"
@@ -195,14 +195,14 @@ class _Replicas:
 
     http: str = ""  # the balancer's server
     client: str = "$binary_remote_addr"  # the key of the limits per client
-    listen: str = ""  # the socket on which this gateway serves its own balancer
+    listen: str = ""  # the socket on which this gateway serves the local balancer
 
 
 def _replicas(settings: Gateway, listening: tuple[Listener, ...], paths: Paths) -> _Replicas:
-    """Return the balancer; replicas whose names cannot be resolved now are left out.
+    """Return the balancer, without replicas that cannot be resolved now.
 
-    It needs no health checks: a host's own gateway answers 503 before its engine gets the request
-    unless the engine is proven. Then nginx tries the next host and leaves that one out for 2 s.
+    It needs no health checks: unless the engine of a host is proven, the gateway there answers 503
+    before the engine gets the request. nginx then tries the next host and skips that host for 2 s.
     """
     if settings.replicas is None:
         return _Replicas()

@@ -26,11 +26,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One allowed method and path, or with ``pattern`` all paths ``path`` + match + ``end``."""
+    """An allowed method and path, or with ``pattern`` all paths ``path`` + match + ``end``."""
 
     method: str
     path: str
-    pattern: str = ""  # its match is called `id`
+    pattern: str = ""  # with a group called `id`
     end: str = ""
     engine: str = ""  # the engine's path, if it differs
 
@@ -70,7 +70,7 @@ ROUTES = (
     Route("GET", f"{release.MODELS}/", _MODEL),
 )
 
-# names.js reads a body that does not fit into memory from its file, which only the second keeps.
+# names.js reads a body that does not fit into memory from a file, which only the second keeps.
 _CHOOSERS = (
     "location /by-name/ { internal; js_content names.choose; }",
     "location /by-name-large/ "
@@ -83,7 +83,7 @@ def locations(target_of: Callable[[str], Target], named: Mapping[str, Target]) -
 
     Args:
         target_of: returns the engine that answers a path.
-        named: engines by service, if the model name in a request chooses one; else empty.
+        named: engines by service, if the model name in a request chooses the engine.
     """
     blocks = []
     for route in ROUTES:

@@ -1,6 +1,6 @@
 """Peer downloads: a read-only nginx with a key that serves checkpoint files to other hosts.
 
-Its unit runs it under a dynamic account, which can read only what everybody can.
+The unit runs it under a dynamic account, which can read only world-readable files.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from spark_host.gateway import nginx
 
 
 def run(paths: Paths) -> int:
-    """Render the configuration and become its nginx."""
+    """Render the configuration and become nginx."""
     share = files.load(Share, paths.below(SHARE_SETTINGS), "nothing is shared")
     try:
-        # systemd.exec(5): the folder the unit may write to, and its credentials.
+        # systemd.exec(5): the writable folder of the unit, and the credentials.
         folder = Path(os.environ["RUNTIME_DIRECTORY"])
         key = (Path(os.environ["CREDENTIALS_DIRECTORY"]) / "key").read_text().strip()
     except (KeyError, FileNotFoundError) as error:
         fix = "start spark-share@trees instead"
-        raise HostToolError("share", f"only its unit runs it ({error})", fix) from error
+        raise HostToolError("share", f"only the unit can run it ({error})", fix) from error
     config = folder / "nginx.conf"
     files.write_text(folder / "keys.conf", nginx.keys_text(key), 0o600)
     files.write_text(config, config_text(share, folder, paths), 0o600)
@@ -44,7 +44,7 @@ def config_text(share: Share, folder: Path, paths: Paths) -> str:
 
 
 def _locations(tree: SharedTree, paths: Paths) -> str:
-    """Return the locations of one checkpoint: its verified files and its progress."""
+    """Return the locations of a checkpoint: verified files and progress."""
     out = paths.below(tree.dir)
     folders = [out, growing_tree(out)] if tree.unfinished else [out]
     progress = paths.below(job_dir(tree.job)) / "progress"

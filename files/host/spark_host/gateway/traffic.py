@@ -30,7 +30,7 @@ def open_for(release: Release, paths: Paths) -> None:
     """Forward requests to this release's engine."""
     service = release.service
     make_folder(service, paths)
-    # vLLM creates the socket with the umask of its container, so only root could connect.
+    # vLLM creates the socket with the umask of the container, so only root could connect.
     with folders.held_socket(paths.engine_socket(service)) as socket:
         os.chown(socket, 0, group_id(service, paths))
         os.chmod(socket, 0o660)
@@ -46,7 +46,7 @@ def make_folder(service: str, paths: Paths) -> None:
 
 
 def group_of(user: str) -> str:
-    """Return the group of the gateway's user: "nogroup" for Debian's "nobody", else its name."""
+    # Debian's "nobody" is in the group "nogroup"; our users have a group of the same name.
     return "nogroup" if user == "nobody" else user
 
 

@@ -1,1 +1,1 @@
-"""Jobs: slow work that systemd runs; done only when its result is verified."""
+"""Jobs: slow work that systemd runs; done only when the result is verified."""

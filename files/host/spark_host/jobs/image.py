@@ -1,8 +1,8 @@
 """``spark-host image``: pulls an image, through other hosts if they share it, then runs a command.
 
 Shared blobs are served to docker by a local nginx without TLS on the loopback address, so that
-every image store ends with the identity that the registry gave. If that fails, docker pulls what
-is missing from the registry.
+every image store gets the identity that the registry gave. If that fails, docker pulls missing
+layers from the registry.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _START_S = 10.0
 
 
 def main(words: list[str], paths: Paths) -> int:
-    """Pull the image, by way of the blobs of ``LAYERS.json`` if given; then become the command."""
+    """Pull the image, through the blobs of ``LAYERS.json`` if given; then become the command."""
     layers, words = (words[1], words[2:]) if words[:1] == [LAYERS_OPTION] else (None, words)
     if not words or words[0].startswith("-"):
         usage = f"image [{LAYERS_OPTION} LAYERS.json] REFERENCE [COMMAND...]"
@@ -60,7 +60,7 @@ def _pull_from_peers(order: Path, paths: Paths) -> None:
     blobs, manifests = Path(plan.out), order.parent / "manifests"
     fetch = [sys.executable, "-m", BUILDER, LAYERS, str(order), str(manifests)]
     if subprocess.run(fetch, stdin=subprocess.DEVNULL, check=False).returncode != 0:
-        raise HostToolError(plan.reference, "its blobs were not fetched", "see the lines above")
+        raise HostToolError(plan.reference, "the blobs were not fetched", "see the lines above")
     reference = parse_reference(plan.reference)
     with _local_registry(blobs, manifests, paths) as address:
         local = f"{address}/{reference.name}@{reference.version}"

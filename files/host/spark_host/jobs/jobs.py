@@ -1,4 +1,4 @@
-"""Runs a job in its unit, and reports the state of jobs."""
+"""Runs a job, and reports the state of jobs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from spark_host.system.stored import names
 STATUS = "status.json"
 _TAIL_LINES = 20
 _TAIL_PERIOD_S = 2.0
-_TOKEN_UNUSED_S = 60.0  # the command that writes a token starts its job right after
+_TOKEN_UNUSED_S = 60.0  # the command that writes a token starts the job right after
 
 
 def load(digest12: str, paths: Paths) -> Job:
@@ -89,7 +89,7 @@ def receipt_holds(proof: ReceiptProof) -> bool:
 
 
 def run(digest12: str, paths: Paths) -> int:
-    """Run a job in the foreground; return 0 only if its result is valid afterwards."""
+    """Run a job in the foreground; return 0 only if the result is valid afterwards."""
     job = load(digest12, paths)
     folder = paths.job(digest12)
     if is_done(job, paths):
@@ -117,7 +117,7 @@ def run(digest12: str, paths: Paths) -> int:
     if done and aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
     if code == 0 and not done:
-        tail.append(f"{ERROR}{job.title}: ended without its proof {plain(job.proof)}")
+        tail.append(f"{ERROR}{job.title}: finished without a valid result: {plain(job.proof)}")
         print(tail[-1], flush=True)
         code = 5
     try:
@@ -130,11 +130,11 @@ def run(digest12: str, paths: Paths) -> int:
 
 
 def _set_aside(job: Job) -> Path | None:
-    """Rename an incomplete checkpoint; return its new path.
+    """Rename an incomplete checkpoint; return the new path.
 
-    Only a folder whose name ends in twelve digits of a digest is ours to move. It stays next to
-    its old place until the job succeeded: the fetcher reuses intact files from there, and a
-    running engine keeps the files it has open.
+    Only folders named with twelve digits of a digest are renamed. The folder stays next to the old
+    path until the job succeeded: the fetcher reuses intact files from there, and a running engine
+    keeps open files.
     """
     if not isinstance(job.proof, ReceiptProof):
         return None
@@ -177,7 +177,7 @@ def _follow(output: IO[str] | None, folder: Path, tail: deque[str]) -> None:
         text = line.rstrip("\n")
         print(text, flush=True)
         tail.append(text)
-        # On a full disk the job must still end with its own error.
+        # On a full disk the job must still report the original error.
         with contextlib.suppress(OSError):
             if text.startswith(PHASE):
                 files.write_text(folder / "progress", text + "\n")
@@ -187,7 +187,7 @@ def _follow(output: IO[str] | None, folder: Path, tail: deque[str]) -> None:
 
 
 def end(digest12: str, paths: Paths, *, success: bool) -> None:
-    """Remove the hub token of an ended job, and of those that cannot start without it."""
+    """Remove the hub token of a finished job, and of jobs that can no longer start."""
     if systemd.is_stopping():
         return  # the next boot continues the job
     for path in _token_files(digest12, paths):
@@ -204,7 +204,7 @@ def _token_files(digest12: str, paths: Paths) -> list[Path]:
 
 
 def remove_unused_tokens(paths: Paths) -> None:
-    """Remove the hub token of each job that neither runs nor waits for its start.
+    """Remove the hub token of each job that neither runs nor is queued.
 
     ``end`` does not run after a power cut, nor when a mount that the job requires fails.
     """
@@ -238,8 +238,8 @@ def poll(digests: list[str], paths: Paths) -> list[JobState]:
 
 
 def _fail_dependents(states: dict[str, JobState], paths: Paths) -> list[JobState]:
-    # systemd drops the start of a job whose dependency failed and leaves the unit inactive,
-    # which looks like "not started yet".
+    # If a dependency failed, systemd drops the start and leaves the unit inactive, which looks
+    # like "not started yet".
     changed = True
     while changed:
         changed = False

@@ -32,7 +32,7 @@ from spark_host.system import docker
 from spark_host.system.programs import log
 
 _EXISTS, _UNPACKING, _DOWNLOADED = "Already exists", "Extracting", "Download complete"
-# A layer with one of these statuses no longer needs the registry.
+# Layers with these statuses no longer need the registry.
 _LOCAL = frozenset({"Verifying Checksum", _DOWNLOADED, _UNPACKING, "Pull complete", _EXISTS})
 _UNPACK_LIMIT_S = 3600.0  # docker can be silent while it unpacks gigabytes
 _REPORT_S = 2.0
@@ -43,7 +43,7 @@ _RUN_AGAIN = "`journalctl -u docker`; then run again: whole layers stay"
 
 
 class Layers:
-    """The progress of each layer, shared by the thread that reads and the one that watches.
+    """The progress of each layer, shared by the reading and the watching thread.
 
     Only a new status of a layer or enough bytes count as progress: containerd's store repeats
     itself ten times a second, and a registry may send a byte a minute.
@@ -62,7 +62,7 @@ class Layers:
         self._phase, self._phase_at = "pull", now
 
     def take(self, event: dict[str, Any], now: float) -> None:
-        """Record one object of docker's answer."""
+        """Record an object of docker's answer."""
         layer, status = str(event.get("id")), str(event.get("status"))
         with self._lock:
             if "progressDetail" in event:
@@ -83,7 +83,7 @@ class Layers:
         counted = self._unpacked if status == _UNPACKING else self._downloaded
         if status == _DOWNLOADED:
             current = self._totals.get(layer)
-        # With units it counts seconds, not bytes; a retried layer starts again below its maximum.
+        # With units it is seconds, not bytes; a retried layer starts again below the maximum.
         if isinstance(current, int) and not detail.get("units"):
             counted[layer] = max(current, counted.get(layer, 0))
 
@@ -106,7 +106,7 @@ class Layers:
             return f"the pull stalls: nothing{layer} came in {idle_s:.0f} s, after {size}"
 
     def progress(self, now: float) -> Progress:
-        """Return the progress; the total is known once each layer has reported its size."""
+        """Return the progress; the total is known once each layer has reported a size."""
         with self._lock:
             downloading = self._is_downloading()
             phase = "pull" if downloading else "unpack"
@@ -144,7 +144,7 @@ def pull(reference: str, *, stall_s: float = PULL_STALL_S) -> None:
     if watched.stalled is not None:
         raise watched.stalled
     if docker.image(reference) is None:
-        message = "docker ended the pull without an error and without the image"
+        message = "docker finished the pull without an error and without the image"
         raise HostToolError(reference, message, _RUN_AGAIN)
 
 
@@ -166,7 +166,7 @@ class _WatchedPull:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Hang up: docker cancels a pull whose client is gone."""
+        """Hang up, so that docker cancels the pull."""
         self._ended.set()
         self._thread.join()
         self._connection.close()
@@ -207,7 +207,7 @@ def _name_and_tag(reference: str) -> tuple[str, str]:
 
 
 def _parse_events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of an answer, one per line; skip malformed and overlong lines.
+    """Yield the JSON object of each line of an answer; skip malformed and overlong lines.
 
     Skipping is safe: whether the image exists is checked afterwards.
     """
@@ -238,7 +238,7 @@ def _refuse_error(reference: str, event: dict[str, Any]) -> None:
     reason = detail.get("message") if isinstance(detail, dict) else None
     reason = reason or event.get("error") or ("status" not in event and event.get("message"))
     if reason:
-        fix = "check the registry's address, its login and the network; `journalctl -u docker`"
+        fix = "check the registry's address, the login and the network; `journalctl -u docker`"
         raise HostToolError(reference, f"docker cannot pull it: {_one_line(reason)}", fix)
 
 
@@ -256,8 +256,8 @@ _HELPER_S = 30.0
 def registry_auth(reference: str) -> str | None:
     """Return the ``X-Registry-Auth`` header for an image from the login of root's docker client.
 
-    The login never enters arguments, logs or errors. ``None`` without one: docker then pulls
-    anonymously, and the registry decides.
+    The login never enters arguments, logs or errors. Without a login (``None``) docker pulls
+    anonymously.
     """
     host = parse_reference(reference).host
     environment = docker.client_environment()
