@@ -95,7 +95,7 @@ def ask(host: Host, *words: str) -> int:
     return runner.main(list(words), host.paths)
 
 
-def test_a_release_is_held_against_the_record_of_the_one_before(
+def test_compares_a_release_with_recorded_answers(
     host: Host, words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_release_is_held_against_the_record_of_the_one_before(
     assert found["parted"] == [["And that?", "yes yes", "no yes"]]
 
 
-def test_a_file_of_prompts_is_looked_for_in_the_folder_of_the_call(
+def test_prompt_file_is_relative_to_the_callers_folder(
     host: Host, words: Words, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "prompts.txt").write_text("Is it so?\n")
@@ -136,7 +136,7 @@ def test_a_file_of_prompts_is_looked_for_in_the_folder_of_the_call(
         ask(host, "--record", "other.txt")
 
 
-def test_what_was_asked_is_greedy_and_the_record_is_roots_alone(
+def test_recording_is_greedy_and_readable_only_by_root(
     host: Host, words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = host.release(OLD)
@@ -149,7 +149,7 @@ def test_what_was_asked_is_greedy_and_the_record_is_roots_alone(
     assert mode == 0o600
 
 
-def test_a_release_against_itself_is_the_noise_and_leaves_its_record(
+def test_comparing_a_release_with_itself_keeps_the_recording(
     host: Host, words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     release = host.release(OLD)
@@ -163,7 +163,7 @@ def test_a_release_against_itself_is_the_noise_and_leaves_its_record(
     assert host.paths.answers(OLD).read_bytes() == before
 
 
-def test_without_a_record_it_says_how_to_make_one(
+def test_missing_recording_names_the_record_command(
     host: Host, words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running(monkeypatch, host.release(NEW))
@@ -171,7 +171,7 @@ def test_without_a_record_it_says_how_to_make_one(
         ask(host, "--compare", OLD)
 
 
-def test_an_engine_without_log_probabilities_is_told_of(
+def test_missing_log_probabilities_are_an_error(
     host: Host, words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = host.release(OLD)
@@ -186,27 +186,27 @@ def test_an_engine_without_log_probabilities_is_told_of(
 @pytest.mark.parametrize(
     "given", [["--compare"], ["--compare", "a", "b"], ["--record", "a", "b"], ["--record", "--x"]]
 )
-def test_other_words_are_refused(host: Host, given: list[str]) -> None:
+def test_compare_refuses_other_arguments(host: Host, given: list[str]) -> None:
     with pytest.raises(HostToolError):
         ask(host, *given)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe", b"one\n" * 3 + b"x" * (5 << 20)])
-def test_files_that_are_no_prompts_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_refuses_invalid_prompt_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes(content)
     with pytest.raises(HostToolError, match=r"prompts\.txt"):
         compare.read_prompts(path)
 
 
-def test_answers_that_are_the_same_have_no_divergence() -> None:
+def test_identical_answers_have_no_divergence() -> None:
     answers = (Answer("p", "yes", (Step("yes", SURE), Step("no", UNSURE))),)
     one = Answers(OLD, "d", "now", answers)
     found = compare.compare_answers(one, one)
     assert (found.mean_nats, found.most_nats, found.same_answers) == (0.0, 0.0, 1)
 
 
-def test_a_token_that_only_one_lists_counts_as_the_rest() -> None:
+def test_divergence_of_unlisted_tokens() -> None:
     sure = {"yes": math.log(0.99)}
     other = {"no": math.log(0.99), "yes": math.log(0.01)}
     assert compare.divergence(sure, other) > 4

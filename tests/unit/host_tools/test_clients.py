@@ -53,15 +53,13 @@ def run_after(client: str, connection: Connection, program: str) -> str:
     return done.stdout
 
 
-def test_nothing_that_is_printed_holds_the_key(connection: Connection, gate: Door) -> None:
+def test_client_examples_never_contain_the_key(connection: Connection, gate: Door) -> None:
     for client in CLIENTS:
         assert gate.key not in text_of(client, connection), client
 
 
 @pytest.mark.slow
-def test_the_script_for_python_answers_with_the_real_package(
-    connection: Connection, tmp_path: Path
-) -> None:
+def test_python_example_works(connection: Connection, tmp_path: Path) -> None:
     script = tmp_path / "ask.py"
     script.write_text(text_of("python", connection))
     done = subprocess.run(
@@ -71,7 +69,7 @@ def test_the_script_for_python_answers_with_the_real_package(
 
 
 @pytest.mark.slow
-def test_openai_needs_nothing_but_the_environment(connection: Connection) -> None:
+def test_openai_client_works_from_the_environment(connection: Connection) -> None:
     program = f"""
 import os
 from openai import OpenAI
@@ -83,7 +81,7 @@ print(asked.choices[0].message.content)
 
 
 @pytest.mark.slow
-def test_anthropic_needs_nothing_but_the_environment(connection: Connection) -> None:
+def test_anthropic_client_works_from_the_environment(connection: Connection) -> None:
     program = f"""
 import os
 from anthropic import Anthropic
@@ -97,7 +95,7 @@ with client.messages.stream(model=model, max_tokens=100, messages=asked) as stre
     assert run_after("claude", connection, program).split() == [ANSWER, "True", ANSWER]
 
 
-def test_openai_streams_through_the_gateway(connection: Connection, gate: Door) -> None:
+def test_openai_client_streams(connection: Connection, gate: Door) -> None:
     from openai import OpenAI
 
     client = OpenAI(base_url=connection.base_url, api_key=gate.key)
@@ -114,7 +112,7 @@ def test_openai_streams_through_the_gateway(connection: Connection, gate: Door) 
 
 
 @pytest.mark.slow
-def test_a_wrong_key_is_what_both_packages_call_it(connection: Connection) -> None:
+def test_clients_raise_authentication_errors(connection: Connection) -> None:
     import anthropic
     import openai
 
@@ -130,7 +128,7 @@ def test_a_wrong_key_is_what_both_packages_call_it(connection: Connection) -> No
         )
 
 
-def test_the_line_for_curl_is_a_shell_s(connection: Connection) -> None:
+def test_curl_example_works(connection: Connection) -> None:
     from spark_deploy.cli.connect import example
 
     line = example(connection.base_url, connection.model, connection.read_key, None)
@@ -138,7 +136,7 @@ def test_the_line_for_curl_is_a_shell_s(connection: Connection) -> None:
     assert ANSWER in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
-def test_opencode_gets_json_with_every_name_and_the_key_from_its_environment(
+def test_opencode_example_lists_every_name(
     connection: Connection,
 ) -> None:
     config = json.loads(text_of("opencode", connection))
@@ -150,7 +148,7 @@ def test_opencode_gets_json_with_every_name_and_the_key_from_its_environment(
     assert provider["options"]["apiKey"] == "{env:OPENAI_API_KEY}"
 
 
-def test_open_webui_gets_the_key_from_the_environment_and_not_from_argv(
+def test_open_webui_gets_the_key_from_the_environment(
     connection: Connection, tmp_path: Path, gate: Door
 ) -> None:
     docker = tmp_path / "docker"
@@ -167,7 +165,7 @@ def test_open_webui_gets_the_key_from_the_environment_and_not_from_argv(
     assert argv[argv.index("OPENAI_API_KEY") - 1] == "-e"
 
 
-def test_open_webui_is_told_nothing_that_it_does_not_read_and_listens_here_alone(
+def test_open_webui_example_uses_known_variables_and_loopback(
     connection: Connection,
 ) -> None:
     """Its first visitor becomes its administrator, and it holds the key."""

@@ -67,7 +67,7 @@ def content(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_candidate_starts_with_a_copy_and_writes_to_it_alone(caches: Caches) -> None:
+def test_candidate_writes_only_to_its_copy(caches: Caches) -> None:
     old = caches.proven()
     new = caches.start(CANDIDATE)
     assert content(new) == ["nv", "nv/kernel"]
@@ -81,9 +81,7 @@ def test_a_candidate_starts_with_a_copy_and_writes_to_it_alone(caches: Caches) -
 
 
 @pytest.mark.parametrize("has_source", [True, False])
-def test_a_candidate_that_failed_continues_with_what_it_compiled(
-    caches: Caches, has_source: bool
-) -> None:
+def test_failed_candidate_keeps_its_cache(caches: Caches, has_source: bool) -> None:
     old = caches.proven() if has_source else None
     new = caches.start(CANDIDATE)
     (new / "compiled").write_text("half")
@@ -105,7 +103,7 @@ WRONG = Finding("arithmetic", False, "", 0.0)
         ("0", (ANSWERED, WRONG), True),  # of an earlier run: the last one was killed
     ],
 )
-def test_a_candidate_that_a_check_refused_starts_with_a_new_copy(
+def test_rejected_candidate_gets_a_new_copy(
     caches: Caches,
     monkeypatch: pytest.MonkeyPatch,
     checked_run: str,
@@ -160,7 +158,7 @@ def test_another_base_image_or_number_of_drafts_starts_empty(caches: Caches, key
     assert content(caches.start(CANDIDATE, key)) == []
 
 
-def test_another_service_is_no_source(caches: Caches) -> None:
+def test_cache_of_another_service_is_not_copied(caches: Caches) -> None:
     caches.proven()
     assert content(caches.start(f"embed-{'c' * 12}")) == []
 
@@ -249,7 +247,7 @@ TREES: dict[str, tuple[Callable[[Path, Path], None], bool]] = {
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_whatever_an_engine_left_a_candidate_starts_and_starts_again(
+def test_hostile_cache_content_does_not_block_a_start(
     caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: str
 ) -> None:
     plant, is_copied = TREES[tree]
@@ -272,9 +270,7 @@ def test_whatever_an_engine_left_a_candidate_starts_and_starts_again(
     assert folders.remove_tree(new.parent)
 
 
-def test_a_copy_that_was_killed_is_made_again(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_copy_is_repeated(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
     caches.proven()
     caches.start(CANDIDATE)
     caches.host.paths.compile_cache(CANDIDATE).unlink()
@@ -292,7 +288,7 @@ def test_a_copy_that_was_killed_is_made_again(
 
 
 @pytest.mark.parametrize("broken", ["copy", "room", "record", "removal", "driver"])
-def test_whatever_fails_starts_with_an_empty_cache(
+def test_any_failure_starts_with_an_empty_cache(
     caches: Caches, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     caches.proven()
@@ -315,16 +311,14 @@ def test_whatever_fails_starts_with_an_empty_cache(
     assert new.stat().st_uid == NOBODY.pw_uid
 
 
-def test_a_cache_of_another_account_is_not_run_by_this_engine(caches: Caches) -> None:
+def test_cache_of_another_account_is_not_used(caches: Caches) -> None:
     old = caches.proven()
     os.chown(old, 12_345, 12_345)
     assert content(caches.start(CANDIDATE)) == []
     assert content(caches.start(PROVEN)) == []
 
 
-def test_a_link_in_the_place_of_the_folder_of_caches_is_refused(
-    caches: Caches, tmp_path: Path
-) -> None:
+def test_refuses_link_at_the_cache_folder(caches: Caches, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (caches.host.paths.root / "srv/cache").mkdir(parents=True)
     (caches.host.paths.root / "srv/cache" / KEY).symlink_to(tmp_path / "outside")
@@ -333,7 +327,7 @@ def test_a_link_in_the_place_of_the_folder_of_caches_is_refused(
     assert content(tmp_path / "outside") == []
 
 
-def test_coreutils_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hanging_coreutils_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def late(*words: object, timeout: float, **_: object) -> None:
         raise subprocess.TimeoutExpired(str(words), timeout)
 
@@ -341,7 +335,7 @@ def test_coreutils_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert not folders.copy_tree(tmp_path, tmp_path / "copy")
 
 
-def test_an_account_that_is_gone_is_named(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_account_is_named(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
     caches.proven()
 
     def gone(name: str) -> None:

@@ -18,7 +18,7 @@ from stub_host import Host
 
 @pytest.mark.parametrize("size", [90_000, 99_999, 100_000, 131_072, 7 * MIB])
 @pytest.mark.parametrize("first", [True, False])
-def test_bodies_of_any_size_are_read_for_the_name_and_arrive_whole(house, size, first):
+def test_bodies_of_any_size_are_routed_and_forwarded(house, size, first):
     text = random.Random(size).choices('ab\\"\n{}[]:,é', k=1000)
     long = ("".join(text) * (size // 1000))[: size // 2]
     items = [("model", "embedder"), ("messages", [{"content": long, "model": "main-model"}])]
@@ -29,7 +29,7 @@ def test_bodies_of_any_size_are_read_for_the_name_and_arrive_whole(house, size, 
     assert house.engines["embed"].last == body
 
 
-def test_bodies_without_a_told_size_are_read_too(house):
+def test_chunked_bodies_are_routed(house):
     body = json.dumps({"messages": ["x" * 300_000], "model": "ranker"}).encode()
     connection = house.door.connect()
     pieces = (body[at : at + 4096] for at in range(0, len(body), 4096))
@@ -46,7 +46,7 @@ def test_a_body_over_the_limit_is_refused(house):
     assert house.taken() == {}
 
 
-def test_no_body_stays_on_the_disk(house):
+def test_bodies_are_removed_from_disk(house):
     folder = house.door.host.paths.gateway_bodies("main") / "body"
     body = json.dumps({"messages": ["x" * MIB], "model": "ranker"}).encode()
     for _ in range(3):
@@ -57,9 +57,7 @@ def test_no_body_stays_on_the_disk(house):
         time.sleep(0.05)
 
 
-def test_what_a_killed_gateway_left_of_bodies_is_gone_when_it_starts(
-    host: Host, nginx_with_names: None
-) -> None:
+def test_start_removes_bodies_of_a_killed_gateway(host: Host, nginx_with_names: None) -> None:
     folder = host.paths.gateway_bodies("main") / "body"
     folder.mkdir(parents=True)
     (folder / "0000000007").write_text("a secret")
@@ -102,7 +100,7 @@ def body_of(drawn: random.Random) -> str:
     return "{" + ",".join(parts) + "}"
 
 
-def test_the_reading_agrees_with_python_on_any_json(house):
+def test_model_name_scanner_agrees_with_python(house):
     of = {"embedder": "embed", "ranker": "rank", "main-model": "main"}
     drawn, chosen = random.Random(7), 0
     for _ in range(300):
@@ -118,13 +116,13 @@ def test_the_reading_agrees_with_python_on_any_json(house):
     assert chosen > 50
 
 
-def test_what_opens_no_json_opens_nothing(house):
+def test_scanner_ignores_text_that_is_not_json(house):
     for body in (b"\xff\xfe{", b"[" * 200_000, b'{"model"' * 20_000, b"\x00" * 200_000, b"}" * 9):
         assert house.raw(CHAT, body)[0] == 200
         assert house.taken() == {"main": [CHAT]}
 
 
-def test_reading_a_body_takes_no_memory_for_what_it_holds(house):
+def test_scanner_memory_is_constant(house):
     """With a variable made anew in each turn of the loop these take 130 MiB."""
 
     def kept() -> int:

@@ -74,9 +74,7 @@ def kept_bytes(door: Door) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/chat/completions", "/metrics", "/"])
-def test_a_body_that_nobody_with_a_key_sends_is_kept_nowhere(
-    host: Host, nginx_program: Path, path: str
-) -> None:
+def test_body_without_key_is_not_stored(host: Host, nginx_program: Path, path: str) -> None:
     with (
         gateway_with(host, nginx_program, max_body_bytes=8 * MIB) as (door, _),
         ExitStack() as open_,
@@ -91,9 +89,7 @@ def test_a_body_that_nobody_with_a_key_sends_is_kept_nowhere(
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "HEAD"])
-def test_health_is_asked_for_with_get_and_without_a_body(
-    host: Host, nginx_program: Path, method: str
-) -> None:
+def test_health_accepts_only_get_without_body(host: Host, nginx_program: Path, method: str) -> None:
     with gateway_with(host, nginx_program) as (door, recorder):
         with knock(door, asking("/health", method=method, length=0)) as connection:
             assert status(connection) == 405
@@ -105,9 +101,7 @@ def test_health_is_asked_for_with_get_and_without_a_body(
         assert recorder.taken() == ["GET /health HTTP/1.1"]
 
 
-def test_bodies_of_clients_with_a_key_lie_on_the_disk_and_not_in_memory(
-    host: Host, nginx_program: Path
-) -> None:
+def test_large_bodies_are_stored_on_disk(host: Host, nginx_program: Path) -> None:
     with gateway_with(host, nginx_program, max_body_bytes=8 * MIB) as (door, recorder):
         with knock(door, asking("/v1/completions", door.key, length=8 * MIB)) as connection:
             connection.sendall(b"x" * (8 * MIB - 1))
@@ -122,7 +116,7 @@ def test_bodies_of_clients_with_a_key_lie_on_the_disk_and_not_in_memory(
         assert kept_bytes(door)["var"] == 0
 
 
-def test_so_many_large_bodies_are_kept_at_once_and_no_more(host: Host, nginx_program: Path) -> None:
+def test_number_of_large_bodies_is_limited(host: Host, nginx_program: Path) -> None:
     length = 200_000
     with (
         gateway_with(host, nginx_program, max_body_bytes=MIB) as (door, recorder),
@@ -145,9 +139,7 @@ def test_so_many_large_bodies_are_kept_at_once_and_no_more(host: Host, nginx_pro
         assert recorder.bodies
 
 
-def test_large_bodies_of_those_without_a_key_keep_none_of_a_client_out(
-    host: Host, nginx_program: Path
-) -> None:
+def test_large_bodies_without_key_do_not_block_clients(host: Host, nginx_program: Path) -> None:
     # A refused request lives on while its body is thrown away; the room of others is not its.
     with (
         gateway_with(host, nginx_program, max_body_bytes=8 * MIB) as (door, recorder),
@@ -164,9 +156,7 @@ def test_large_bodies_of_those_without_a_key_keep_none_of_a_client_out(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/health", "/none"])
-def test_the_address_of_several_hosts_keeps_no_body_without_a_key_either(
-    host: Host, nginx_program: Path, path: str
-) -> None:
+def test_balancer_stores_no_body_without_key(host: Host, nginx_program: Path, path: str) -> None:
     replicas = {"port": free_port(), "others": []}
     with (
         gateway_with(host, nginx_program, max_body_bytes=8 * MIB, replicas=replicas) as (door, _),
@@ -186,7 +176,7 @@ def test_the_address_of_several_hosts_keeps_no_body_without_a_key_either(
     ("path", "key"),
     [("/v1/models", "wrong"), ("/v1/models", ""), ("/no-such-path", ""), ("/health", "")],
 )
-def test_every_request_counts_against_the_limit_of_its_address(
+def test_request_rate_is_limited_per_address(
     host: Host, nginx_program: Path, path: str, key: str
 ) -> None:
     with gateway_with(host, nginx_program, max_requests_per_s=5) as (door, _):
@@ -200,9 +190,7 @@ def test_every_request_counts_against_the_limit_of_its_address(
         assert door.ask("/v1/models", Authorization=f"Bearer {door.key}")[0] == 200
 
 
-def test_one_address_has_so_many_requests_under_way_and_others_are_served(
-    host: Host, nginx_program: Path
-) -> None:
+def test_connections_are_limited_per_address(host: Host, nginx_program: Path) -> None:
     with gateway_with(host, nginx_program, max_connections=5) as (door, recorder):
         recorder.hold.clear()
         with ExitStack() as open_:
@@ -220,7 +208,7 @@ def test_one_address_has_so_many_requests_under_way_and_others_are_served(
 
 
 @pytest.mark.parametrize("beginning", [b"", b"GET /v1/models HTTP/1.1\r\nX-"], ids=["idle", "half"])
-def test_thousands_of_connections_that_say_nothing_lock_nobody_out(
+def test_idle_connections_do_not_block_clients(
     host: Host, nginx_program: Path, beginning: bytes
 ) -> None:
     with gateway_with(host, nginx_program) as (door, _), ExitStack() as open_:
@@ -234,7 +222,7 @@ def test_thousands_of_connections_that_say_nothing_lock_nobody_out(
 
 
 @pytest.mark.slow
-def test_a_head_that_does_not_end_is_cut_off(host: Host, nginx_program: Path) -> None:
+def test_endless_header_is_cut(host: Host, nginx_program: Path) -> None:
     with gateway_with(host, nginx_program) as (door, _):
         connection = knock(door, b"GET /v1/models HTTP/1.1\r\n")
         connection.settimeout(30)
@@ -250,9 +238,7 @@ def test_a_head_that_does_not_end_is_cut_off(host: Host, nginx_program: Path) ->
         assert time.monotonic() - start < 20
 
 
-def test_heads_of_all_connections_fit_into_the_gateway_s_memory(
-    host: Host, nginx_program: Path
-) -> None:
+def test_headers_of_all_connections_fit_into_memory(host: Host, nginx_program: Path) -> None:
     # Over TLS a head of 33 KiB cost 60 KiB, and 16384 of them a gigabyte, the gateway's limit.
     with gateway_with(host, nginx_program) as (door, _):
         fields = "".join(f"X-{number}: {'y' * 7900}\r\n" for number in range(3))
@@ -266,7 +252,7 @@ def test_heads_of_all_connections_fit_into_the_gateway_s_memory(
     assert "OOMPolicy=continue" in unit
 
 
-def test_a_settings_file_of_before_has_no_such_limits_and_is_read(host: Host) -> None:
+def test_settings_without_limits_are_valid(host: Host) -> None:
     assert host.gateway().max_connections is None
 
 
@@ -276,9 +262,7 @@ def _root_only() -> None:
         missing("needs root, to run nginx as its own account")
 
 
-def test_a_refused_key_is_noted_with_who_and_what_but_never_the_key(
-    host: Host, nginx_program: Path
-) -> None:
+def test_refused_key_is_logged_without_the_key(host: Host, nginx_program: Path) -> None:
     journal = host.paths.root / "run/systemd/journal/dev-log"
     journal.parent.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as noted:
@@ -303,7 +287,7 @@ def test_a_refused_key_is_noted_with_who_and_what_but_never_the_key(
     assert "sk-" not in line
 
 
-def test_the_journal_keeps_so_many_of_a_flood() -> None:
+def test_log_of_refused_keys_is_rate_limited() -> None:
     unit = (CHECKOUT / "files/units/spark-gateway@.service").read_text()
     assert "LogRateLimitIntervalSec=60" in unit
     assert "LogRateLimitBurst=20" in unit

@@ -21,13 +21,13 @@ from stub_host import Host, release_data
     ("model", "service"),
     [("main-model", "main"), ("alias", "main"), ("embedder", "embed"), ("org/ranker", "rank")],
 )
-def test_the_name_chooses_the_engine_whatever_the_path(house, model, service):
+def test_model_name_chooses_the_engine(house, model, service):
     for path in (CHAT, "/v1/embeddings", "/v1/rerank", "/v1/messages"):
         assert house.ask(path, {"messages": [], "model": model})[0] == 200
         assert house.taken() == {service: [path]}
 
 
-def test_without_a_name_the_path_chooses_as_before(house):
+def test_path_chooses_the_engine_without_model_name(house):
     for body in ({}, {"model": None}, {"model": 3}, [], "model", {"a": {"model": "embedder"}}):
         assert house.ask(CHAT, body)[0] == 200
         assert house.taken() == {"main": [CHAT]}
@@ -38,7 +38,7 @@ def test_without_a_name_the_path_chooses_as_before(house):
     assert house.taken() == {"main": [CHAT, CHAT]}
 
 
-def test_a_name_that_nobody_has_is_told_in_the_form_of_openai_and_reaches_no_engine(house):
+def test_unknown_model_name_returns_404(house):
     status, said = house.ask(CHAT, {"model": 'gpt-"5"\u00e9', "messages": []})
     error = json.loads(said)["error"]
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
@@ -49,7 +49,7 @@ def test_a_name_that_nobody_has_is_told_in_the_form_of_openai_and_reaches_no_eng
     assert house.taken() == {}
 
 
-def test_the_path_query_and_body_arrive_as_they_were_sent(house):
+def test_path_query_and_body_are_forwarded_unchanged(house):
     body = json.dumps({"input": 'Wörter\n"quoted"', "model": "embedder"}).encode()
     assert house.raw("/v1/embeddings?a=%2F&b=1", body)[0] == 200
     assert house.taken() == {"embed": ["/v1/embeddings?a=%2F&b=1"]}
@@ -59,7 +59,7 @@ def test_the_path_query_and_body_arrive_as_they_were_sent(house):
     assert house.taken() == {"rank": ["/classify"]}
 
 
-def test_key_method_and_list_hold_as_for_one_service(house):
+def test_key_and_allow_list_apply_with_several_services(house):
     body = {"model": "embedder"}
     assert house.door.ask(CHAT, body)[0] == 401
     assert house.door.ask("/v1/models")[0] == 401
@@ -74,7 +74,7 @@ def test_key_method_and_list_hold_as_for_one_service(house):
     assert house.taken() == {}
 
 
-def test_a_service_that_is_closed_says_when_to_ask_again_and_the_others_answer(house):
+def test_closed_service_returns_503_and_others_answer(house):
     traffic.close("embed", house.door.host.paths)
     status, headers, said = house.door.ask(CHAT, {"model": "embedder"}, **house.key)
     assert (status, headers["Retry-After"]) == (503, "10")
@@ -87,13 +87,13 @@ def test_a_service_that_is_closed_says_when_to_ask_again_and_the_others_answer(h
     assert house.ask(CHAT, {"model": "embedder"})[0] == 200
 
 
-def test_an_engine_that_is_gone_is_told_as_one_that_is_away(house):
+def test_missing_engine_returns_503(house):
     house.door.host.paths.engine_socket("embed").unlink()
     status, headers, _ = house.door.ask(CHAT, {"model": "embedder"}, **house.key)
     assert (status, headers["Retry-After"]) == (503, "10")
 
 
-def test_an_older_release_is_known_by_the_names_that_it_answers_to(house):
+def test_older_release_is_routed_by_its_own_names(house):
     paths = house.door.host.paths
     older = house.door.host.release("embed-aaaaaaaaaaaa", service="embed", names=["before"])
     traffic.open_for(older, paths)
@@ -118,13 +118,13 @@ def answered(house: House, bodies: list[bytes]) -> list[int]:
         return sorted(one.result()[0] for one in asked)
 
 
-def test_a_request_that_was_handed_on_counts_once(house):
+def test_redirected_request_is_counted_once(house):
     house.engines["embed"].hold.clear()
     large = json.dumps({"model": "embedder", "input": "x" * 200_000}).encode()
     assert answered(house, [large] * 40) == [200] * 32 + [429] * 8
 
 
-def test_limits_of_an_address_count_a_request_once(host: Host, nginx_with_names: None) -> None:
+def test_limits_count_a_request_once(host: Host, nginx_with_names: None) -> None:
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(recording(host.paths.engine_socket(name)))
@@ -149,7 +149,7 @@ def listed(*names: str) -> bytes:
     return json.dumps({"object": "list", "data": data}).encode()
 
 
-def test_the_list_of_models_is_that_of_all_services_that_answer(house):
+def test_model_list_covers_all_open_services(house):
     for name, engine in house.engines.items():
         engine.says = listed(*NAMES[name])
 
@@ -173,14 +173,14 @@ def test_the_list_of_models_is_that_of_all_services_that_answer(house):
     assert house.ask("/v1/models", None)[0] == 503
 
 
-def test_one_model_is_told_by_its_own_service(house):
+def test_single_model_is_answered_by_its_service(house):
     assert house.ask("/v1/models/embedder", None)[0] == 200
     assert house.taken() == {"embed": ["/v1/models/embedder"]}
     status, said = house.ask("/v1/models/nothing", None)
     assert (status, json.loads(said)["error"]["code"]) == (404, "model_not_found")
 
 
-def test_pieces_of_an_answer_pass_as_they_come(host: Host, nginx_with_names: None) -> None:
+def test_named_answers_are_streamed(host: Host, nginx_with_names: None) -> None:
     with ExitStack() as stack:
         embed = stack.enter_context(recording(host.paths.engine_socket("embed")))
         prepare(host, "embed", ["embedder"])
@@ -198,14 +198,14 @@ def test_pieces_of_an_answer_pass_as_they_come(host: Host, nginx_with_names: Non
         assert door.ask(CHAT, QUESTION, **key)[0] == 200
 
 
-def test_without_the_module_it_is_said_what_is_missing(host: Host, nginx_program) -> None:
+def test_missing_nginx_module_is_named(host: Host, nginx_program) -> None:
     (host.paths.root / "usr/sbin").mkdir(parents=True)
     (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
     with pytest.raises(HostToolError, match="libnginx-mod-http-js"):
         nginx.config_text(host.gateway(names={"main": ["a"]}), host.paths)
 
 
-def test_a_release_opens_with_the_names_it_answers_to(host: Host) -> None:
+def test_traffic_file_contains_the_model_names(host: Host) -> None:
     release = host.release()
     with recording(host.paths.engine_socket("main")):
         traffic.open_for(release, host.paths)

@@ -92,12 +92,12 @@ def two(host: Host, nginx_program: Path) -> Iterator[Two]:
         yield Two(door, other, port)
 
 
-def test_requests_go_to_both_with_the_key_of_the_client(two: Two) -> None:
+def test_balancer_forwards_the_clients_key(two: Two) -> None:
     assert {two.who() for _ in range(6)} == {"own", "other"}
     assert set(two.other.asked) == {f"{PATH} Bearer {two.door.key}"}
 
 
-def test_the_least_busy_one_is_asked(two: Two) -> None:
+def test_balancer_prefers_the_least_busy_host(two: Two) -> None:
     two.other.hold.clear()
     busy: list[threading.Thread] = []
     while not two.other.asked:
@@ -109,28 +109,26 @@ def test_the_least_busy_one_is_asked(two: Two) -> None:
     busy[-1].join()
 
 
-def test_a_host_that_is_closed_loses_no_request(two: Two) -> None:
+def test_closed_host_loses_no_request(two: Two) -> None:
     traffic.close("main", two.door.host.paths)
     assert [two.who() for _ in range(6)] == ["other"] * 6
 
 
 @pytest.mark.parametrize("status", [503, 0])
-def test_another_host_that_is_closed_or_lost_before_it_answers_loses_no_request(
-    two: Two, status: int
-) -> None:
+def test_lost_replica_loses_no_unanswered_request(two: Two, status: int) -> None:
     two.other.status = status
     assert [two.who() for _ in range(6)] == ["own"] * 6
     assert two.other.asked
 
 
-def test_an_answer_that_has_begun_is_nobody_else_s(two: Two) -> None:
+def test_started_answer_is_not_retried(two: Two) -> None:
     traffic.close("main", two.door.host.paths)
     two.other.status = 500
     assert two.ask()[0] == 500
     assert len(two.other.asked) == 1
 
 
-def test_when_nobody_serves_the_client_is_told_so(two: Two) -> None:
+def test_no_open_replica_returns_503(two: Two) -> None:
     two.other.status = 503
     traffic.close("main", two.door.host.paths)
     for _ in range(3):
@@ -139,20 +137,20 @@ def test_when_nobody_serves_the_client_is_told_so(two: Two) -> None:
         assert "the other" in text or "available" in json.loads(text)["error"]["message"]
 
 
-def test_a_wrong_key_is_refused_by_whoever_is_asked(two: Two) -> None:
+def test_every_replica_refuses_a_wrong_key(two: Two) -> None:
     traffic.close("main", two.door.host.paths)
     two.other.status = 401
     assert two.ask("wrong")[0] == 401
 
 
 @pytest.mark.slow
-def test_a_client_is_counted_once_at_the_address_it_used(two: Two) -> None:
+def test_balancer_limits_count_a_client_once(two: Two) -> None:
     two.other.status = 503
     refused = [two.ask()[0] for _ in range(40)]
     assert set(refused) == {200}  # 100 at once are let through; counted twice they would be 80
 
 
-def test_the_own_gateway_answers_beside_it_as_ever(two: Two) -> None:
+def test_gateway_port_still_serves_locally(two: Two) -> None:
     answer = long_answer(two.door)
     assert b"data: " in answer.read()
     assert two.other.asked == []

@@ -36,7 +36,7 @@ def routed(host: Host, nginx_program: Path) -> Iterator[tuple[Door, Recorder, Re
         yield door, chat, vectors
 
 
-def test_a_routed_path_reaches_the_engine_of_its_service_and_all_others_the_own_one(routed):
+def test_routed_path_reaches_the_other_service(routed):
     door, chat, vectors = routed
     key = {"Authorization": f"Bearer {door.key}"}
     assert door.ask("/v1/embeddings", BODY, **key)[0] == 200
@@ -46,7 +46,7 @@ def test_a_routed_path_reaches_the_engine_of_its_service_and_all_others_the_own_
     assert chat.taken() == ["POST /v1/chat/completions HTTP/1.1", "POST /v1/rerank HTTP/1.1"]
 
 
-def test_a_routed_path_asks_for_the_key_and_the_method_too(routed):
+def test_routed_path_needs_key_and_method(routed):
     door, chat, vectors = routed
     assert door.ask("/v1/embeddings", BODY)[0] == 401
     key = {"Authorization": f"Bearer {door.key}"}
@@ -54,7 +54,7 @@ def test_a_routed_path_asks_for_the_key_and_the_method_too(routed):
     assert chat.taken() == vectors.taken() == []
 
 
-def test_each_service_opens_and_closes_its_own_traffic(routed):
+def test_services_open_and_close_independently(routed):
     door, chat, vectors = routed
     key = {"Authorization": f"Bearer {door.key}"}
     traffic.close("embed", door.host.paths)
@@ -68,9 +68,7 @@ def test_each_service_opens_and_closes_its_own_traffic(routed):
     assert len(chat.taken()) == 1
 
 
-def test_those_who_write_its_configuration_at_once_do_so_one_after_the_other(
-    host: Host, nginx_program: Path
-) -> None:
+def test_concurrent_configuration_writes_are_serialised(host: Host, nginx_program: Path) -> None:
     (host.paths.root / "usr/sbin").mkdir(parents=True)
     (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
     settings = host.gateway()

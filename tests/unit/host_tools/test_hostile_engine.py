@@ -77,9 +77,7 @@ def untouched(victim: Path) -> bool:
 
 
 @root_only
-def test_nothing_that_root_writes_for_the_gateway_lies_where_the_engine_may_write(
-    host: Host, prepared: Release
-) -> None:
+def test_engine_cannot_write_to_gateway_folders(host: Host, prepared: Release) -> None:
     folder = host.paths.traffic(prepared.service).parent
     assert folder.stat().st_uid == 0
     assert not folder.stat().st_mode & stat.S_IWOTH
@@ -92,7 +90,7 @@ def test_nothing_that_root_writes_for_the_gateway_lies_where_the_engine_may_writ
 
 
 @root_only
-def test_a_link_in_the_place_of_the_socket_is_not_followed_when_it_is_handed_over(
+def test_opening_traffic_follows_no_link_at_the_socket(
     host: Host, prepared: Release, victim: Path
 ) -> None:
     outside = mounted_for(host, prepared)[0]
@@ -105,7 +103,7 @@ def test_a_link_in_the_place_of_the_socket_is_not_followed_when_it_is_handed_ove
 
 
 @root_only
-def test_links_in_the_place_of_the_file_that_opens_traffic_are_not_written_through(
+def test_opening_traffic_follows_no_link_at_the_traffic_file(
     host: Host, prepared: Release, victim: Path
 ) -> None:
     folder = host.paths.service_run(prepared.service)
@@ -123,7 +121,7 @@ def test_links_in_the_place_of_the_file_that_opens_traffic_are_not_written_throu
 
 
 @root_only
-def test_what_the_engine_leaves_in_its_folder_keeps_no_start_from_happening(
+def test_leftovers_of_the_engine_do_not_block_a_start(
     host: Host, prepared: Release, victim: Path
 ) -> None:
     outside = mounted_for(host, prepared)[0]
@@ -232,9 +230,7 @@ def grown_by_at_most(limit_bytes: int) -> Iterator[None]:
     "speech",
     [endless, endless_line, endless_chunks, trickling_head, many_samples, one_long_sample],
 )
-def test_whatever_the_engine_sends_for_its_metrics_is_bounded_in_bytes_and_time(
-    host: Host, speech: Speech
-) -> None:
+def test_metrics_are_limited_in_bytes_and_time(host: Host, speech: Speech) -> None:
     with engine_that(host, speech) as engine:
         start = time.monotonic()
         with grown_by_at_most(64 << 20):
@@ -247,7 +243,7 @@ def test_whatever_the_engine_sends_for_its_metrics_is_bounded_in_bytes_and_time(
 
 
 @pytest.mark.parametrize("speech", [endless, endless_line, endless_chunks, trickling_head])
-def test_an_endless_stream_of_an_answer_ends_here(host: Host, speech: Speech) -> None:
+def test_endless_stream_is_cut(host: Host, speech: Speech) -> None:
     with engine_that(host, speech) as engine:
         start = time.monotonic()
         with grown_by_at_most(96 << 20), pytest.raises(EngineError):
@@ -255,9 +251,7 @@ def test_an_endless_stream_of_an_answer_ends_here(host: Host, speech: Speech) ->
         assert time.monotonic() - start < 5
 
 
-def test_the_watch_goes_on_over_an_engine_whose_metrics_have_no_end(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watchdog_survives_endless_metrics(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = loop.Judge(host.release().watch, 0)
     with engine_that(host, endless) as engine, grown_by_at_most(64 << 20):
         for _ in range(3):
@@ -265,14 +259,14 @@ def test_the_watch_goes_on_over_an_engine_whose_metrics_have_no_end(
 
 
 @pytest.mark.parametrize("speech", [deep_json, endless, trickling_head])
-def test_the_live_question_of_the_status_ends_with_a_short_word(host: Host, speech: Speech) -> None:
+def test_live_status_ends_with_a_short_message(host: Host, speech: Speech) -> None:
     with engine_that(host, speech):
         found = status.ask(host.release(), host.paths, 2)
     assert not found.ok
     assert len(found.detail) <= 300
 
 
-def test_a_long_answer_is_told_shortly(host: Host) -> None:
+def test_live_status_cuts_a_long_answer(host: Host) -> None:
     text = '{"choices":[{"message":{"content":"%s"}}],"usage":{"completion_tokens":8}}'
     body = (text % ("x" * 1_000_000)).encode()
 
@@ -285,9 +279,7 @@ def test_a_long_answer_is_told_shortly(host: Host) -> None:
     assert len(found.detail) <= 300
 
 
-def test_root_connects_to_no_socket_that_a_link_of_the_engine_leads_to(
-    host: Host, tmp_path: Path
-) -> None:
+def test_client_follows_no_link_to_a_socket(host: Host, tmp_path: Path) -> None:
     release = host.release()
     elsewhere = tmp_path / "docker.sock"
     path = host.paths.engine_socket(release.service)
@@ -301,7 +293,7 @@ def test_root_connects_to_no_socket_that_a_link_of_the_engine_leads_to(
             listener.accept()
 
 
-def test_a_journal_without_an_end_is_read_up_to_a_limit(
+def test_endless_journal_is_read_up_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "journalctl"

@@ -39,7 +39,7 @@ def check(host: Host, release: Release) -> Proof:
     return runner.check(release, host.here, "deep", print, invocation_id="run-1")
 
 
-def test_an_engine_of_another_dialect_passes_every_check(host: Host, other: str) -> None:
+def test_engine_with_other_metric_names_passes(host: Host, other: str) -> None:
     release = host.release(engine__kind=other, check__metrics_required={})
     host.started(release, STUB_METRICS="other_")
     result = check(host, release)
@@ -47,7 +47,7 @@ def test_an_engine_of_another_dialect_passes_every_check(host: Host, other: str)
     assert {"acceptance", "prefix reuse", "counters"} <= {one.name for one in result.checks}
 
 
-def test_without_its_row_the_same_engine_counts_nothing(
+def test_unknown_metric_names_fail_the_counters(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spark_host.check.checks._COUNTER_WAIT_S", 0.3)
@@ -57,9 +57,7 @@ def test_without_its_row_the_same_engine_counts_nothing(
     assert {"acceptance", "counters"} <= failed
 
 
-def test_the_watch_and_the_rollout_count_requests_of_another_dialect(
-    host: Host, other: str
-) -> None:
+def test_requests_are_counted_under_other_metric_names(host: Host, other: str) -> None:
     release = host.release(engine__kind=other)
     engine = host.started(release, STUB_METRICS="other_")
     assert engine.metrics().dialect is ENGINES["vllm"], "the stub's own client knows no release"
@@ -68,19 +66,19 @@ def test_the_watch_and_the_rollout_count_requests_of_another_dialect(
     assert metrics.unfinished == 0.0
 
 
-def test_an_engine_that_is_not_known_is_refused_before_anything_starts(host: Host) -> None:
+def test_unknown_engine_is_refused_before_a_start(host: Host) -> None:
     refused = serve.part_problem(host.release(engine__kind="nobodys"))
     assert refused is not None
     assert "engine 'nobodys'" in str(refused)
     assert "vllm" in refused.what
 
 
-def test_a_release_of_the_usual_engine_is_the_document_it_was() -> None:
+def test_default_engine_is_omitted_from_the_release() -> None:
     release = documents.read(Release, release_data())
     assert "kind" not in documents.plain(release)["engine"]
 
 
-def test_nothing_on_hosts_outside_one_room_knows_an_engine_by_its_names() -> None:
+def test_only_the_engine_package_has_engine_specific_names() -> None:
     found = [
         str(path.relative_to(REPOSITORY))
         for folder in ("files/host", "files/contract")
@@ -90,7 +88,7 @@ def test_nothing_on_hosts_outside_one_room_knows_an_engine_by_its_names() -> Non
     assert found == []
 
 
-def test_nothing_in_plans_outside_one_room_knows_an_engine_by_its_options() -> None:
+def test_only_engine_plan_modules_have_engine_options() -> None:
     folder = REPOSITORY / "spark_deploy/plan"
     room = {folder / f"engine_{part}.py" for part in ("arguments", "facts", "options")}
     written = re.compile(r"[\"'](?:--)?([a-z]+(?:-[a-z]+)+)[\"']")

@@ -53,12 +53,12 @@ def refused(stall_s: float = STALL_S) -> str:
     return said
 
 
-def test_docker_is_asked_for_exactly_this_digest(daemon: Daemon) -> None:
+def test_pulls_by_digest(daemon: Daemon) -> None:
     pulls.pull(REFERENCE, stall_s=STALL_S)
     assert (daemon.pulled, daemon.auth) == ([REFERENCE], [None])
 
 
-def test_progress_tells_bytes_of_all_layers_and_the_total_once_it_is_known(
+def test_progress_sums_the_bytes_of_all_layers(
     daemon: Daemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def slowly(answer: Answer, reference: str) -> None:
@@ -79,7 +79,7 @@ def test_progress_tells_bytes_of_all_layers_and_the_total_once_it_is_known(
     assert {("pull", 10, 500), ("pull", 30, 100), ("unpack", 7, 100)} <= found
 
 
-def test_a_registry_that_brings_no_byte_ends_the_pull_and_docker_is_left(daemon: Daemon) -> None:
+def test_stalled_registry_ends_the_pull(daemon: Daemon) -> None:
     def stalls(answer: Answer, reference: str) -> None:
         answer.says(layer(A, "Pulling fs layer"))
         # The store of containerd repeats itself ten times a second.
@@ -92,14 +92,14 @@ def test_a_registry_that_brings_no_byte_ends_the_pull_and_docker_is_left(daemon:
     assert daemon.left.wait(5)
 
 
-def test_docker_that_says_nothing_at_all_is_not_waited_for(daemon: Daemon) -> None:
+def test_silent_docker_is_a_stall(daemon: Daemon) -> None:
     daemon.script = lambda answer, reference: time.sleep(5)
     began = time.monotonic()
     assert "stalls" in refused()
     assert time.monotonic() - began < 3
 
 
-def test_bytes_that_trickle_are_a_stall(daemon: Daemon) -> None:
+def test_trickling_bytes_are_a_stall(daemon: Daemon) -> None:
     def trickles(answer: Answer, reference: str) -> None:
         for count in range(1, 200):
             answer.says(layer(A, "Downloading", count, 1 << 30))
@@ -109,7 +109,7 @@ def test_bytes_that_trickle_are_a_stall(daemon: Daemon) -> None:
     assert "stalls" in refused()
 
 
-def test_a_slow_line_is_never_cut(daemon: Daemon) -> None:
+def test_slow_download_is_not_a_stall(daemon: Daemon) -> None:
     def slowly(answer: Answer, reference: str) -> None:
         for count in range(30):  # 6 KB/s, three times as long as a stall may last
             answer.says(layer(A, "Downloading", count * 300, 1 << 20))
@@ -121,9 +121,7 @@ def test_a_slow_line_is_never_cut(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("status", ["Verifying Checksum", "Download complete", "Extracting"])
-def test_what_docker_does_with_bytes_that_are_here_may_take_long(
-    daemon: Daemon, status: str
-) -> None:
+def test_unpacking_may_take_long(daemon: Daemon, status: str) -> None:
     def unpacks(answer: Answer, reference: str) -> None:
         answer.says(layer(A, "Downloading", 5, 5), layer(A, status))
         time.sleep(3 * STALL_S)
@@ -133,7 +131,7 @@ def test_what_docker_does_with_bytes_that_are_here_may_take_long(
     pulls.pull(REFERENCE, stall_s=STALL_S)
 
 
-def test_unpacking_has_a_limit_too_and_seconds_of_containerd_are_no_progress() -> None:
+def test_unpacking_is_limited() -> None:
     layers = Layers(0.0, 300.0)
     layers.take(layer(A, "Download complete"), 1.0)
     for second in range(1, 4000):
@@ -143,7 +141,7 @@ def test_unpacking_has_a_limit_too_and_seconds_of_containerd_are_no_progress() -
     assert "docker has all bytes" in str(layers.stalled(3999.0))
 
 
-def test_seconds_of_unpacking_hide_no_stall_of_another_layer() -> None:
+def test_unpacking_hides_no_stall_of_another_layer() -> None:
     layers = Layers(0.0, 300.0)
     layers.take(layer(B, "Downloading", 10, 100), 1.0)
     for second in range(1, 400):
@@ -153,7 +151,7 @@ def test_seconds_of_unpacking_hide_no_stall_of_another_layer() -> None:
     assert "layer bbbb" in str(layers.stalled(399.0))
 
 
-def test_an_error_in_the_middle_is_the_registrys_word_in_one_line(daemon: Daemon) -> None:
+def test_registry_error_is_shown_on_one_line(daemon: Daemon) -> None:
     why = "received unexpected HTTP status: 503\n\x1b[2Jwait" + "!" * 5000
 
     def fails(answer: Answer, reference: str) -> None:
@@ -165,7 +163,7 @@ def test_an_error_in_the_middle_is_the_registrys_word_in_one_line(daemon: Daemon
     assert len(said) < 1000
 
 
-def test_an_answer_of_another_status_is_told_with_its_message(daemon: Daemon) -> None:
+def test_http_error_is_shown_with_its_message(daemon: Daemon) -> None:
     daemon.status = 404
     daemon.script = lambda answer, reference: answer.says({"message": "manifest unknown"})
     assert "manifest unknown" in refused()
@@ -174,7 +172,7 @@ def test_an_answer_of_another_status_is_told_with_its_message(daemon: Daemon) ->
 
 
 @pytest.mark.parametrize("half", [b"", b'{"status":"Downloading","progressDet'])
-def test_a_daemon_that_dies_in_the_middle_is_named(daemon: Daemon, half: bytes) -> None:
+def test_dying_daemon_is_an_error(daemon: Daemon, half: bytes) -> None:
     def dies(answer: Answer, reference: str) -> None:
         answer.says(layer(A, "Downloading", 5, 50))
         answer.sends(half) if half else None
@@ -184,21 +182,17 @@ def test_a_daemon_that_dies_in_the_middle_is_named(daemon: Daemon, half: bytes) 
     assert "docker's daemon is away, or broke the pull off" in refused()
 
 
-def test_a_daemon_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_daemon_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "none.sock"))
     assert "no such file" in refused()
 
 
-def test_an_image_that_is_not_there_afterwards_was_not_pulled(daemon: Daemon) -> None:
+def test_missing_image_after_the_pull_is_an_error(daemon: Daemon) -> None:
     daemon.script = lambda answer, reference: answer.sends(b'{"status": "Status: half a li')
     assert "without the image" in refused()
 
 
-def test_a_line_of_any_length_takes_no_memory_and_what_follows_is_read(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlong_lines_are_skipped(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = 0
     object_of = pulls._parse_event
 
@@ -233,7 +227,7 @@ AUTH = base64.b64encode(b"somebody:s3cret").decode()
         (REFERENCE, {"credHelpers": {"registry.invalid:5000": "lab"}}),
     ],
 )
-def test_a_login_of_roots_docker_client_goes_into_the_header_and_nowhere_else(
+def test_registry_login_is_sent_only_in_the_header(
     daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], reference: str,
     config: dict[str, Any],
 ) -> None:  # fmt: skip
@@ -256,16 +250,14 @@ def test_a_login_of_roots_docker_client_goes_into_the_header_and_nowhere_else(
     ["", "[]", '{"auths": 3}', '{"auths": {"registry.invalid:5000": {"auth": "%%%"}}}',
      '{"credsStore": "../../evil"}', '{"auths": {"other.invalid": {"auth": "eDp5"}}}'],
 )  # fmt: skip
-def test_without_a_readable_login_for_this_registry_docker_asks_without(
-    daemon: Daemon, tmp_path: Path, text: str
-) -> None:
+def test_pulls_anonymously_without_a_login(daemon: Daemon, tmp_path: Path, text: str) -> None:
     (tmp_path / ".docker").mkdir()
     (tmp_path / ".docker/config.json").write_text(text)
     pulls.pull(REFERENCE, stall_s=5)
     assert daemon.auth == [None]
 
 
-def test_a_socket_that_takes_no_question_is_no_reason_to_wait_for_ever(
+def test_unresponsive_docker_socket_is_a_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket(socket.AF_UNIX) as listener:

@@ -53,7 +53,7 @@ def prove(host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **versi
     return record
 
 
-def test_a_running_engine_is_measured_within_the_limit(host: Host) -> None:
+def test_measures_speed_within_the_time_limit(host: Host) -> None:
     release = released(host)
     host.started(release, STUB_PIECE_S="0.0005")
     found = speed.measure(release, host.paths, 0.5, print)
@@ -65,7 +65,7 @@ def test_a_running_engine_is_measured_within_the_limit(host: Host) -> None:
     assert 0 < found["first_token_s"]["median"] < 0.5
 
 
-def test_an_engine_that_works_for_others_is_not_measured(host: Host) -> None:
+def test_busy_engine_is_not_measured(host: Host) -> None:
     release = released(host)
     engine = host.started(release, STUB_PIECE_S="0.0005")
     body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 3000}
@@ -76,7 +76,7 @@ def test_an_engine_that_works_for_others_is_not_measured(host: Host) -> None:
     stranger.join()
 
 
-def test_an_engine_that_does_not_answer_is_not_measured(host: Host) -> None:
+def test_silent_engine_is_not_measured(host: Host) -> None:
     with pytest.raises(speed.NotMeasuredError, match="nothing listens"):
         speed.measure(released(host), host.paths, 0.5, print)
 
@@ -95,7 +95,7 @@ def spread(*values: float) -> dict[str, float]:
         ((50, 51, 52), (70, 71, 72), []),
     ],
 )
-def test_only_what_noise_cannot_explain_is_clearly_worse(
+def test_only_slowdowns_beyond_noise_are_reported(
     before: tuple[float, ...], now: tuple[float, ...], worse: list[str]
 ) -> None:
     key = "one_stream_tokens_per_s"
@@ -103,7 +103,7 @@ def test_only_what_noise_cannot_explain_is_clearly_worse(
     assert [item["text"] for item in found] == worse
 
 
-def test_a_later_first_token_is_worse_too() -> None:
+def test_later_first_token_is_a_slowdown() -> None:
     key = "first_token_s"
     found = speed.compare({key: spread(0.9, 1.0)}, {key: spread(0.4, 0.5)}, 15)
     assert [item["text"] for item in found] == [
@@ -111,7 +111,7 @@ def test_a_later_first_token_is_worse_too() -> None:
     ]
 
 
-def test_each_part_that_changed_has_its_own_way_back() -> None:
+def test_each_changed_part_has_a_rollback_hint() -> None:
     before = {
         "release": "main-aaaaaaaaaaaa",
         "versions": {"kernel": "6.14", "driver": "580.126", "docker": "28.5.1", "toolkit": "1.18"},
@@ -132,9 +132,7 @@ def test_each_part_that_changed_has_its_own_way_back() -> None:
     ]
 
 
-def test_the_speed_is_measured_once_under_the_same_versions(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speed_is_measured_once_per_versions(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     release = released(host)
     host.started(release, STUB_PIECE_S="0.0005")
     assert prove(host, release, monkeypatch).data["phases"] == ["bench"]
@@ -146,7 +144,7 @@ def test_the_speed_is_measured_once_under_the_same_versions(
 
 
 @pytest.mark.slow
-def test_a_slower_server_after_an_upgrade_is_told_with_the_way_back(
+def test_slowdown_after_upgrade_is_reported_with_rollback_hint(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = released(host)
@@ -166,7 +164,7 @@ def test_a_slower_server_after_an_upgrade_is_told_with_the_way_back(
     assert "before" not in kept["before"]  # no chain of all proofs that ever were
 
 
-def test_a_new_image_is_compared_with_the_release_before(
+def test_new_image_is_compared_with_the_previous_release(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = released(
@@ -200,16 +198,14 @@ def test_a_new_image_is_compared_with_the_release_before(
     assert proof.bench_before(other, host.here) is None
 
 
-def test_packages_are_named_as_apt_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_in_apt_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upgrades, "_PROGRAMS", {"shell": "dpkg", "none": "no-such-program"})
     found = upgrades.packages()
     assert list(found) == ["shell"]
     assert found["shell"].startswith("dpkg=1")
 
 
-def test_a_measurement_that_failed_undoes_nothing(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_measurement_keeps_the_rollout(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     release = released(host)
     host.started(release)
     monkeypatch.setattr(proof, "versions", lambda: NOW)

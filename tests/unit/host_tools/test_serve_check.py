@@ -14,7 +14,7 @@ from spark_host.system import systemd
 from stub_host import REPOSITORY, Host
 
 
-def test_a_sound_engine_passes_every_check(host: Host) -> None:
+def test_healthy_engine_passes_every_check(host: Host) -> None:
     release = host.release()
     host.started(release)
     result = check(host, release)
@@ -73,7 +73,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 @pytest.mark.parametrize(("fault", "violated", "sentence"), VIOLATIONS)
-def test_a_fault_fails_the_check_made_for_it(
+def test_each_fault_fails_its_check(
     host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, violated: str, sentence: str
 ) -> None:
     # The faults of one kind of answer must not show in another check: each question stands alone.
@@ -93,7 +93,7 @@ def test_a_fault_fails_the_check_made_for_it(
 
 
 @pytest.mark.parametrize(("fault", "doubted", "sentence"), DOUBTS)
-def test_what_a_right_server_may_show_is_told_and_fails_nothing(
+def test_doubtful_results_of_a_healthy_server_only_warn(
     host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, doubted: str, sentence: str
 ) -> None:
     leave_out(monkeypatch, *{"unsteady": ("conversation",)}.get(fault, ()))
@@ -110,7 +110,7 @@ def test_what_a_right_server_may_show_is_told_and_fails_nothing(
     assert warned(kept) == warned(result)
 
 
-def test_a_question_with_thinking_is_asked_so_and_weighs_a_warning(host: Host) -> None:
+def test_wrong_answer_after_thinking_only_warns(host: Host) -> None:
     product = {**EXACT[1], "thinking": True}
     release = host.release(check__questions=[EXACT[0], product], check__prefix=None)
     host.started(release, "wrong-arithmetic")
@@ -125,7 +125,7 @@ def test_a_question_with_thinking_is_asked_so_and_weighs_a_warning(host: Host) -
     assert "capital of France" in first.detail
 
 
-def test_the_engine_is_told_whether_to_think(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_enable_or_disable_thinking(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
     ask = Engine.ask
 
@@ -145,7 +145,7 @@ def test_the_engine_is_told_whether_to_think(host: Host, monkeypatch: pytest.Mon
     assert {thinks for text, thinks in asked if text != product["prompt"]} == {False}
 
 
-def test_an_error_of_the_engine_is_never_a_warning(host: Host) -> None:
+def test_engine_error_is_never_a_warning(host: Host) -> None:
     release = host.release(check__questions=[EXACT[0], {**EXACT[1], "thinking": True}])
     host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_PIECE_S="0.05")
     result = check(host, release)
@@ -153,7 +153,7 @@ def test_an_error_of_the_engine_is_never_a_warning(host: Host) -> None:
     assert warned(result) == {}
 
 
-def test_the_page_explains_every_check_with_its_level_and_weight() -> None:
+def test_page_lists_every_check_with_level_and_weight() -> None:
     page = (REPOSITORY / "docs/reference/checks.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page if "| `" in line]
     documented = [(name, level, weight.strip("`")) for name, level, weight, *_ in rows]
@@ -169,7 +169,7 @@ def test_the_page_explains_every_check_with_its_level_and_weight() -> None:
         assert never or weight == "`warn`" or "reported as a warning" in healthy_and_failing
 
 
-def test_requests_at_once_are_streams(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_requests_are_streamed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out(monkeypatch, "stream")
     release = host.release(check__prefix=None)
     host.started(release, "stream-cut")
@@ -178,7 +178,7 @@ def test_requests_at_once_are_streams(host: Host, monkeypatch: pytest.MonkeyPatc
     assert "among 3 streams at once the streamed answer broke" in problems["parallel"]
 
 
-def test_every_check_there_is_has_an_engine_that_violates_it() -> None:
+def test_every_check_has_a_fault_that_fails_it() -> None:
     violated = {name for _, name, _ in [*VIOLATIONS, *DOUBTS]}
     known = violated | ELSEWHERE | OF_NUMBERS
     assert known == {"ready", *(item.name for item in runner.CHECKS), "same run"}
@@ -194,9 +194,7 @@ def test_every_check_there_is_has_an_engine_that_violates_it() -> None:
         ("wedge", "no usable answer after 1."),
     ],
 )
-def test_a_broken_engine_never_passes_the_quick_check(
-    host: Host, fault: str, sentence: str
-) -> None:
+def test_broken_engine_fails_the_quick_check(host: Host, fault: str, sentence: str) -> None:
     release = host.release()
     host.started(release, fault)
     result = check(host, release, "quick")
@@ -207,9 +205,7 @@ def test_a_broken_engine_never_passes_the_quick_check(
     assert set(problems) == {"first answer", *also}
 
 
-def test_an_engine_that_was_restarted_during_the_check_is_not_proven(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_during_the_check_fails_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     release = host.release()
     host.started(release)
     runs = iter(["run-1", "run-2"])
@@ -223,14 +219,14 @@ def test_an_engine_that_was_restarted_during_the_check_is_not_proven(
     assert result.invocation_id == "run-1"
 
 
-def test_the_proof_of_a_long_conversation_tells_when_turn_two_began_to_answer(host: Host) -> None:
+def test_prefix_check_reports_time_to_first_token(host: Host) -> None:
     release = host.release()
     host.started(release)
     [found] = [c for c in check(host, release).checks if c.name == "prefix reuse"]
     assert re.match(r"turn 2 began to answer after \d+\.\d\d s, turn 1 after", found.detail)
 
 
-def test_a_conversation_shorter_than_a_cache_block_proves_nothing(
+def test_prefix_check_needs_more_than_a_cache_block(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(questions, "_FILLER_TOKENS", 100_000)

@@ -14,7 +14,7 @@ from stub_host import Host
 
 
 @pytest.mark.parametrize("fault", ["never-ready", "crash-at-start", "oom-at-start", "unhealthy"])
-def test_an_engine_that_is_never_ready_is_given_up_at_the_limit(host: Host, fault: str) -> None:
+def test_engine_not_ready_at_the_limit_fails(host: Host, fault: str) -> None:
     release = host.release(timeouts__start_s=1)
     host.start(release, fault)
     result = check(host, release, "quick")
@@ -22,7 +22,7 @@ def test_an_engine_that_is_never_ready_is_given_up_at_the_limit(host: Host, faul
     assert "not ready after 1 s" in failed(result)["ready"]
 
 
-def test_a_slow_engine_is_waited_for(host: Host) -> None:
+def test_check_waits_for_a_slow_engine(host: Host) -> None:
     release = host.release(timeouts__start_s=10)
     host.start(release, STUB_LOAD_S="0.7")
     result = check(host, release, "quick")
@@ -30,9 +30,7 @@ def test_a_slow_engine_is_waited_for(host: Host) -> None:
     assert result.checks[0].seconds > 0.5
 
 
-def test_what_a_loading_engine_said_last_is_told_and_not_what_was_told_of_it(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_shows_last_engine_log_line(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_host.check.runner._PROGRESS_S", 0.2)
     release = host.release(timeouts__start_s=1.5)
     host.start(release, "never-ready")
@@ -52,7 +50,7 @@ def test_what_a_loading_engine_said_last_is_told_and_not_what_was_told_of_it(
     assert not [one for one in waited if "waited_s=" in one]
 
 
-def test_an_engine_that_dies_during_the_check_is_not_proven(host: Host) -> None:
+def test_engine_that_dies_during_the_check_fails(host: Host) -> None:
     release = host.release()
     host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_PIECE_S="0.05")
     result = check(host, release)
@@ -60,7 +58,7 @@ def test_an_engine_that_dies_during_the_check_is_not_proven(host: Host) -> None:
     assert "went away" in failed(result)["health"]
 
 
-def test_a_trickling_answer_does_not_outlive_the_limit(host: Host) -> None:
+def test_trickling_answer_ends_at_the_limit(host: Host) -> None:
     release = host.release(check__timeout_s=0.5)
     engine = host.started(release, STUB_PIECE_S="0.2")
     with pytest.raises(runner.EngineError, match="in time"):
@@ -71,7 +69,7 @@ def test_a_trickling_answer_does_not_outlive_the_limit(host: Host) -> None:
         )
 
 
-def test_a_check_of_many_slow_answers_ends_at_its_limit_and_ends_the_proof(host: Host) -> None:
+def test_slow_answers_end_the_whole_check(host: Host) -> None:
     # Each answer comes in time; together they take longer than one check may.
     release = host.release(check__timeout_s=1.0, check__copy=["abcd" * 6] * 4)
     host.started(release, STUB_PIECE_S="0.06")
@@ -83,7 +81,7 @@ def test_a_check_of_many_slow_answers_ends_at_its_limit_and_ends_the_proof(host:
     assert result.checks[-1].seconds < 1.5
 
 
-def test_the_verdict_is_an_exit_code_and_json_on_standard_output(
+def test_check_prints_json_and_returns_exit_code(
     host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runner.systemd, "invocation", lambda _: "run-1")
@@ -101,7 +99,7 @@ def test_the_verdict_is_an_exit_code_and_json_on_standard_output(
     assert said.out.splitlines()[-1] == f"{release.name}: quick check failed: served names"
 
 
-def test_the_proof_is_bound_to_the_run_and_the_versions(host: Host) -> None:
+def test_proof_is_bound_to_run_and_versions(host: Host) -> None:
     release = host.release()
     host.started(release)
     result = check(host, release, "full")
@@ -115,9 +113,7 @@ def test_the_proof_is_bound_to_the_run_and_the_versions(host: Host) -> None:
     assert proof.why_not(kept, "e" * 64, "run-1", now) == "the proof is of another release"
 
 
-def test_a_journal_that_forgot_how_the_engine_loaded_does_not_unprove_it(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proof_survives_a_rotated_journal(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     release = host.release()
     host.started(release)
     first = check(host, release, "full")
@@ -137,9 +133,7 @@ ROOM = (
 )
 
 
-def test_what_the_engine_counts_of_its_cache_is_kept_with_the_proof(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proof_stores_the_kv_cache_size(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     release = host.release()
     host.started(release)
     assert check(host, release, "full").kv_cache is None, "its log says tokens and no bytes"
@@ -155,7 +149,7 @@ def test_what_the_engine_counts_of_its_cache_is_kept_with_the_proof(
     assert kept.kv_cache == counted, "the same run, whose journal forgot"
 
 
-def test_a_quick_check_after_a_reboot_is_enough_when_nothing_changed(host: Host) -> None:
+def test_quick_check_after_reboot_suffices_without_changes(host: Host) -> None:
     release = host.release()
     host.started(release)
     first = check(host, release, "full")
@@ -164,7 +158,7 @@ def test_a_quick_check_after_a_reboot_is_enough_when_nothing_changed(host: Host)
     assert proof.why_not(kept, release.digest, "run-2", first.versions) is None
 
 
-def test_a_quick_check_alone_is_not_a_proof(host: Host) -> None:
+def test_quick_check_alone_is_not_a_proof(host: Host) -> None:
     release = host.release()
     host.started(release)
     result = check(host, release, "quick")
@@ -173,7 +167,7 @@ def test_a_quick_check_alone_is_not_a_proof(host: Host) -> None:
     assert why == "only the quick check was run"
 
 
-def test_a_failed_check_takes_the_proof_away(host: Host) -> None:
+def test_failed_check_invalidates_the_proof(host: Host) -> None:
     release = host.release()
     host.started(release)
     versions = check(host, release, "full").versions

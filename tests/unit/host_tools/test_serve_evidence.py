@@ -21,7 +21,7 @@ LOG = (Path(__file__).parents[2] / "fixtures/engine-start.log").read_text()
 GIB = 1 << 30
 
 
-def test_a_start_is_read_for_kernels_times_and_sizes() -> None:
+def test_start_log_yields_kernels_times_and_sizes() -> None:
     said = list(logs.start_messages(LOG.splitlines()))
     lines = logs.kernel_lines(said)
     assert [line.split()[1] for line in lines] == [
@@ -38,12 +38,12 @@ def test_a_start_is_read_for_kernels_times_and_sizes() -> None:
     assert logs.kv_cache_tokens(said) == 652_465
 
 
-def test_of_the_log_only_whole_messages_of_the_start_are_taken() -> None:
+def test_only_whole_start_messages_are_read() -> None:
     said = list(logs.start_messages(LOG.splitlines()))
     assert not [line for line in logs.kernel_lines(said) if "CANARY" in line]
 
 
-def test_libraries_are_those_that_a_process_has_mapped(tmp_path: Path) -> None:
+def test_reports_mapped_libraries(tmp_path: Path) -> None:
     """A real process maps a library; the maps are the kernel's own."""
     packages = tmp_path / "lib/python3.12/dist-packages"
     for name in ("flashinfer_python-0.7.2.post1", "torch-2.14.0+cu130", "requests-2.0"):
@@ -91,14 +91,12 @@ def shown(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return ask
 
 
-def test_a_host_without_a_release_shows_no_engine(shown) -> None:
+def test_evidence_without_a_release(shown) -> None:
     found = shown()
     assert (found.engines, found.gpu_container) == ((), ())
 
 
-def test_a_running_engine_is_shown_with_its_start_its_counters_and_its_rollout(
-    host: Host, shown
-) -> None:
+def test_evidence_of_a_running_engine(host: Host, shown) -> None:
     release = host.release()
     host.started(release)
     host.here.disk.write(
@@ -112,7 +110,7 @@ def test_a_running_engine_is_shown_with_its_start_its_counters_and_its_rollout(
     assert "CANARY" not in repr(engine)
 
 
-def test_the_firmware_is_told_without_what_names_one_machine(host: Host) -> None:
+def test_firmware_excludes_serial_numbers(host: Host) -> None:
     folder = host.paths.root / "sys/class/dmi/id"
     folder.mkdir(parents=True)
     for name, text in {
@@ -125,7 +123,7 @@ def test_the_firmware_is_told_without_what_names_one_machine(host: Host) -> None
     }  # fmt: skip
 
 
-def test_the_kernels_trouble_is_counted_not_quoted() -> None:
+def test_kernel_faults_are_counted() -> None:
     text = (
         "NVRM: Xid (PCI:000f:01:00): 119, pid=1, name=CANARY, Timeout\n"
         "NVRM: nvAssertOkFailedNoLog: Assertion failed: Out of memory [NV_ERR_NO_MEMORY]\n"
@@ -135,6 +133,6 @@ def test_the_kernels_trouble_is_counted_not_quoted() -> None:
     assert logs.parse_kernel_faults(text) == {"xid": 1, "no_memory": 2, "oom_kills": 1}
 
 
-def test_tools_that_know_no_such_verb_are_told_as_older() -> None:
+def test_older_tools_without_evidence_are_reported() -> None:
     assert Fact().process(["spark-host status [--live]: everything"]) is None
     assert Fact().process([]) is None

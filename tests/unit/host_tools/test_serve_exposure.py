@@ -55,7 +55,7 @@ def served(port: int, *words: str) -> str:
     return done.stdout
 
 
-def test_widening_and_going_back_changes_listeners_and_cuts_no_answer(gate: Door) -> None:
+def test_exposure_changes_keep_running_answers(gate: Door) -> None:
     port, pid = gate.settings.port, gate.process.pid
     assert addresses(port) == HERE
     answer = long_answer(gate)
@@ -76,7 +76,7 @@ def test_widening_and_going_back_changes_listeners_and_cuts_no_answer(gate: Door
     assert gate.process.poll() is None
 
 
-def test_tls_ends_at_the_network_and_this_host_stays_plain(gate: Door) -> None:
+def test_lan_uses_tls_and_loopback_does_not(gate: Door) -> None:
     tls = certificate(gate.host)
     port = gate.settings.port
     gate.host.gateway(port=port, expose="lan", tls=tls)
@@ -101,7 +101,7 @@ def test_tls_ends_at_the_network_and_this_host_stays_plain(gate: Door) -> None:
     assert "speaks https" in said
 
 
-def test_tls_1_2_is_spoken_with_authenticated_ciphers_only(gate: Door) -> None:
+def test_tls_1_2_has_only_authenticated_ciphers(gate: Door) -> None:
     port = gate.settings.port
     gate.host.gateway(port=port, expose="lan", tls=certificate(gate.host))
     gateway.reload("main", gate.host.paths)
@@ -112,7 +112,7 @@ def test_tls_1_2_is_spoken_with_authenticated_ciphers_only(gate: Door) -> None:
     assert "Cipher is ECDHE-" in served(port, "-tls1_2", "-cipher", "ECDHE+AESGCM")
 
 
-def test_a_renewed_certificate_is_taken_over_by_a_reload(gate: Door) -> None:
+def test_reload_applies_a_renewed_certificate(gate: Door) -> None:
     port = gate.settings.port
     gate.host.gateway(port=port, expose="lan", tls=certificate(gate.host))
     gateway.reload("main", gate.host.paths)
@@ -124,7 +124,7 @@ def test_a_renewed_certificate_is_taken_over_by_a_reload(gate: Door) -> None:
     assert gateway.difference("main", gate.host.paths) is None
 
 
-def test_a_certificate_that_nginx_refuses_leaves_the_gateway_as_it_was(gate: Door) -> None:
+def test_invalid_certificate_keeps_the_running_gateway(gate: Door) -> None:
     tls = certificate(gate.host)
     tls["key"] = certificate(gate.host, "other")["key"]
     gate.host.gateway(port=gate.settings.port, expose="lan", tls=tls)
@@ -134,7 +134,7 @@ def test_a_certificate_that_nginx_refuses_leaves_the_gateway_as_it_was(gate: Doo
     assert gate.chat(Authorization=f"Bearer {gate.key}") == 200
 
 
-def test_more_requests_than_the_limit_get_a_429_and_when_to_come_again(gate: Door) -> None:
+def test_requests_above_the_limit_get_429_with_retry_after(gate: Door) -> None:
     gate.host.gateway(port=gate.settings.port, max_requests_per_s=1)
     gateway.reload("main", gate.host.paths)
     key = {"Authorization": f"Bearer {gate.key}"}
@@ -155,7 +155,7 @@ def test_more_requests_than_the_limit_get_a_429_and_when_to_come_again(gate: Doo
     assert 429 in {gate.ask("/v1/models")[0] for _ in range(5)}
 
 
-def test_errors_have_the_form_of_both_styles(gate: Door) -> None:
+def test_errors_fit_openai_and_anthropic_clients(gate: Door) -> None:
     _, _, text = gate.ask("/v1/messages", {})
     body = json.loads(text)
     assert body["type"] == "error"  # what Anthropic's clients read
@@ -178,7 +178,7 @@ def tailscale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.skipif("[::1]" not in HERE, reason="needs IPv6")
-def test_no_user_of_the_host_takes_the_keys_of_those_who_ask_localhost(gate: Door) -> None:
+def test_both_loopback_addresses_are_bound(gate: Door) -> None:
     # Many programs ask ::1 first. Who listened there was sent their keys.
     with (
         socket.socket(socket.AF_INET6) as taken,
@@ -187,7 +187,7 @@ def test_no_user_of_the_host_takes_the_keys_of_those_who_ask_localhost(gate: Doo
         taken.bind(("::1", gate.settings.port))
 
 
-def test_the_gateway_follows_the_tailnet_s_address(gate: Door, tailscale: Path) -> None:
+def test_gateway_follows_the_tailnet_address(gate: Door, tailscale: Path) -> None:
     port = gate.settings.port
     gate.host.gateway(port=port, expose="tailscale")
     gateway.reload("main", gate.host.paths)
@@ -207,14 +207,14 @@ def test_the_gateway_follows_the_tailnet_s_address(gate: Door, tailscale: Path) 
     assert addresses(port) == HERE
 
 
-def test_an_address_that_no_interface_has_is_left_out(host: Host, tailscale: Path) -> None:
+def test_address_without_interface_is_left_out(host: Host, tailscale: Path) -> None:
     tailscale.write_text("100.101.102.103\n")
     wanted = listeners.wanted(host.gateway(expose="tailscale"))
     assert {str(one).rpartition(":")[0] for one in wanted.listeners} == HERE
     assert "on no interface" in str(wanted.missing)
 
 
-def test_a_bridge_without_address_is_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bridge_without_address_is_reported(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "_BRIDGE", "none0")
     assert "is docker running?" in str(listeners.wanted(host.gateway(expose="docker")).missing)
     monkeypatch.setattr(listeners, "_BRIDGE", "lo")
@@ -223,6 +223,6 @@ def test_a_bridge_without_address_is_named(host: Host, monkeypatch: pytest.Monke
     assert len(wanted.listeners) == len(HERE) + 1
 
 
-def test_unknown_settings_are_refused_with_where_and_fix(host: Host) -> None:
+def test_unknown_gateway_settings_are_refused(host: Host) -> None:
     with pytest.raises(HostToolError, match="known: loopback, docker, tailscale, lan"):
         host.gateway(expose="everywhere")

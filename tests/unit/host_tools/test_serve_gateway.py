@@ -16,7 +16,7 @@ from stub_gateway import QUESTION, Door, as_a_unit_does, long_answer, running
 from stub_host import REPOSITORY, Host
 
 
-def test_the_right_key_is_let_in_and_everything_else_is_not(gate: Door) -> None:
+def test_only_the_right_key_is_accepted(gate: Door) -> None:
     assert gate.chat(Authorization=f"Bearer {gate.key}") == 200
     assert gate.chat(x_api_key=gate.key) == 200
     assert gate.chat() == 401
@@ -26,7 +26,7 @@ def test_the_right_key_is_let_in_and_everything_else_is_not(gate: Door) -> None:
     assert gate.chat(Authorization=f"Bearer {gate.key}x") == 401
 
 
-def test_the_key_counts_letter_case(gate: Door) -> None:
+def test_key_is_case_sensitive(gate: Door) -> None:
     assert gate.key.swapcase() != gate.key
     assert gate.chat(Authorization=f"Bearer {gate.key.swapcase()}") == 401
     assert gate.chat(x_api_key=gate.key.swapcase()) == 401
@@ -40,7 +40,7 @@ LEFT_OPEN = (
 )
 
 
-def test_paths_the_engine_leaves_open_do_not_exist_even_with_the_key(gate: Door) -> None:
+def test_unlisted_engine_paths_return_404(gate: Door) -> None:
     for path, body in itertools.product(LEFT_OPEN, (None, QUESTION)):
         status, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
         assert (path, status) == (path, 404)
@@ -54,7 +54,7 @@ def test_allowed_paths_reach_the_engine(gate: Door) -> None:
         assert (path, status, b"42" in text) == (path, 200, True)
 
 
-def test_of_the_engine_s_own_paths_exactly_those_of_both_styles_are_let_through() -> None:
+def test_allow_list_matches_the_engines_routes() -> None:
     # What vLLM 0.32.0 printed at a start in the lab, as "path method".
     lines = (REPOSITORY / "tests/fixtures/engine-routes-0.32.0.txt").read_text().splitlines()
     paths = {line.split()[0].replace("{response_id}", "resp_0a-1_b") for line in lines}
@@ -82,15 +82,13 @@ def test_of_the_engine_s_own_paths_exactly_those_of_both_styles_are_let_through(
         ("/v1/models/main-model", None),
     ],
 )
-def test_what_only_some_engines_have_is_theirs_to_refuse(
-    gate: Door, path: str, body: object
-) -> None:
+def test_optional_paths_are_forwarded(gate: Door, path: str, body: object) -> None:
     assert gate.ask(path, body)[0] == 401
     _, _, text = gate.ask(path, body, Authorization=f"Bearer {gate.key}")
     assert b"no such path" not in text  # the gateway's words
 
 
-def test_the_tool_becomes_the_gateway_as_its_unit_starts_it(gate: Door) -> None:
+def test_gateway_command_execs_nginx(gate: Door) -> None:
     gate.process.terminate()
     gate.process.wait(10)
     with running(gate.host, engine=False, command=as_a_unit_does(gate.host)) as door:
@@ -98,7 +96,7 @@ def test_the_tool_becomes_the_gateway_as_its_unit_starts_it(gate: Door) -> None:
         assert "nginx" in Path(f"/proc/{door.process.pid}/comm").read_text()
 
 
-def test_health_needs_no_key_and_models_does(gate: Door) -> None:
+def test_models_needs_a_key_and_health_does_not(gate: Door) -> None:
     assert gate.ask("/health")[0] == 200
     assert gate.ask("/v1/models")[0] == 401
     assert gate.ask("/v1/models", Authorization=f"Bearer {gate.key}")[0] == 200
@@ -114,7 +112,7 @@ def test_the_key_never_reaches_the_engine_argv_or_a_readable_file(gate: Door) ->
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
-def test_a_closed_door_is_a_clear_503_while_answers_under_way_go_on(gate: Door) -> None:
+def test_closed_traffic_returns_503_and_keeps_running_answers(gate: Door) -> None:
     answer = long_answer(gate)
     traffic.close("main", gate.host.paths)
     status, headers, text = gate.ask(
@@ -126,7 +124,7 @@ def test_a_closed_door_is_a_clear_503_while_answers_under_way_go_on(gate: Door) 
     assert answer.read().rstrip().endswith(b"data: [DONE]")
 
 
-def test_an_engine_that_is_away_is_a_clear_503(gate: Door) -> None:
+def test_absent_engine_returns_503(gate: Door) -> None:
     gate.host.engines[0].kill()
     gate.host.engines[0].wait()
     status, headers, text = gate.ask(
@@ -136,7 +134,7 @@ def test_an_engine_that_is_away_is_a_clear_503(gate: Door) -> None:
     assert json.loads(text)["error"]["code"] == 503
 
 
-def test_a_streamed_answer_arrives_piece_by_piece(gate: Door) -> None:
+def test_answers_are_streamed(gate: Door) -> None:
     connection = gate.connect()
     body = {
         **QUESTION,
@@ -164,7 +162,7 @@ def test_a_body_over_the_limit_is_refused(gate: Door) -> None:
     assert (status, json.loads(text)["error"]["code"]) == (413, 413)
 
 
-def test_a_new_key_holds_at_once_and_the_old_one_is_out(gate: Door) -> None:
+def test_new_key_replaces_the_old_at_once(gate: Door) -> None:
     old = gate.key
     gateway.new_key("main", gate.host.paths)
     assert gate.key != old
@@ -172,13 +170,13 @@ def test_a_new_key_holds_at_once_and_the_old_one_is_out(gate: Door) -> None:
     assert gate.chat(Authorization=f"Bearer {old}") == 401
 
 
-def test_an_answer_under_way_survives_a_change_of_the_key(gate: Door) -> None:
+def test_running_answer_survives_a_key_change(gate: Door) -> None:
     answer = long_answer(gate)
     gateway.new_key("main", gate.host.paths)
     assert answer.read().rstrip().endswith(b"data: [DONE]")
 
 
-def test_a_key_is_made_once_and_only_for_root(host: Host) -> None:
+def test_key_is_created_once_and_readable_only_by_root(host: Host) -> None:
     settings = host.gateway()
     gateway.make_key(settings, host.paths)
     first = gateway.read_key(settings, host.paths)
@@ -192,7 +190,7 @@ def test_a_key_is_made_once_and_only_for_root(host: Host) -> None:
 
 
 @pytest.mark.parametrize("key", ["short", 'quote"1234567890123456', "brace{}1234567890123456"])
-def test_a_key_that_could_break_the_configuration_is_refused(host: Host, key: str) -> None:
+def test_refuses_a_key_that_could_break_the_configuration(host: Host, key: str) -> None:
     settings = host.gateway()
     gateway.make_key(settings, host.paths)
     (host.paths.root / "etc/spark/api-key").write_text(key)

@@ -38,14 +38,14 @@ def told(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return ask
 
 
-def test_a_host_with_nothing_on_it_tells_that(told) -> None:
+def test_status_of_an_empty_host(told) -> None:
     found = told()
     assert found.told.releases == ()
     assert (found.told.services, found.told.live) == ({}, None)
     assert found.told.memory.total_bytes > found.told.memory.available_bytes > 0
 
 
-def test_a_release_is_told_with_how_it_runs_and_what_its_proof_is_worth(host: Host, told) -> None:
+def test_status_of_a_release_and_its_proof(host: Host, told) -> None:
     release = host.release()
     never = told().release(RELEASE)
     assert (never.active, never.restarts, never.proof) == ("active", 2, None)
@@ -61,14 +61,14 @@ def test_a_release_is_told_with_how_it_runs_and_what_its_proof_is_worth(host: Ho
     assert told(ActiveState="failed").release(RELEASE).unproven == "not running"
 
 
-def test_a_change_that_was_ended_by_force_is_told_of_its_release_alone(host: Host, told) -> None:
+def test_status_reports_an_interrupted_rollout_of_its_release(host: Host, told) -> None:
     host.release()
     assert not told().left_failed(RELEASE)
     assert told(ActiveState="failed").left_failed(RELEASE)
     assert not told(ActiveState="failed").left_failed(OTHER)
 
 
-def test_a_rollout_is_told_while_its_unit_works_whatever_engine_runs(host: Host, told) -> None:
+def test_status_reports_a_running_rollout(host: Host, told) -> None:
     host.release()
     here = host.here
     left = Rollout(RELEASE, "then", invocation_id="run-1", state="running", phase="start")
@@ -78,7 +78,7 @@ def test_a_rollout_is_told_while_its_unit_works_whatever_engine_runs(host: Host,
     assert told(ActiveState="inactive", Job="0").rollout("main") is None
 
 
-def test_a_service_is_told_with_its_way_back_and_its_events(host: Host, told) -> None:
+def test_status_of_a_service_with_rollback_and_events(host: Host, told) -> None:
     release, here = host.release(), host.here
     here.disk.write(here.paths.good("main"), Good(RELEASE, (OTHER,), "then"))
     here.disk.write(here.paths.rollback("main"), WayBack("done", OTHER, RELEASE, "then"))

@@ -109,7 +109,7 @@ def run(root: Path, *, keep: bool, fetches: bool = True) -> tuple[int, list[list
     return done.returncode, seen, done.stderr
 
 
-def test_docker_pulls_by_digest_from_this_host_and_then_builds(place: Path, daemon: Daemon) -> None:
+def test_pulls_from_local_blobs_then_builds(place: Path, daemon: Daemon) -> None:
     code, seen, _ = run(place, keep=False)
     here, there = daemon.pulled
     assert here.startswith("127.0.0.1:")
@@ -120,21 +120,19 @@ def test_docker_pulls_by_digest_from_this_host_and_then_builds(place: Path, daem
     assert not (place / "tree").exists()
 
 
-def test_blobs_are_kept_where_hosts_that_come_later_shall_find_them(
-    place: Path, daemon: Daemon
-) -> None:
+def test_keeps_blobs_for_other_hosts(place: Path, daemon: Daemon) -> None:
     run(place, keep=True)
     assert (place / "tree" / digest(LAYER)).read_bytes() == LAYER
 
 
-def test_without_blobs_docker_is_asked_for_the_registrys(place: Path, daemon: Daemon) -> None:
+def test_pulls_from_the_registry_without_blobs(place: Path, daemon: Daemon) -> None:
     code, seen, said = run(place, keep=False, fetches=False)
     assert (code, seen, daemon.pulled) == (7, [["build", "."]], [REFERENCE])
     assert "not pulled from other hosts" in said
     assert (place / "tree").exists()
 
 
-def test_a_blob_that_is_not_there_leaves_the_rest_to_docker(place: Path, daemon: Daemon) -> None:
+def test_missing_blob_falls_back_to_the_registry(place: Path, daemon: Daemon) -> None:
     (place / "tree" / digest(LAYER)).unlink()
     code, seen, said = run(place, keep=True)
     assert daemon.pulled[-1] == REFERENCE
@@ -142,13 +140,13 @@ def test_a_blob_that_is_not_there_leaves_the_rest_to_docker(place: Path, daemon:
     assert "404" in said
 
 
-def test_an_image_that_is_there_is_not_pulled_again(place: Path, daemon: Daemon) -> None:
+def test_existing_image_is_not_pulled(place: Path, daemon: Daemon) -> None:
     daemon.images.add(REFERENCE)
     code, seen, _ = run(place, keep=False, fetches=False)
     assert (code, seen, daemon.pulled) == (7, [["build", "."]], [])
 
 
-def test_nothing_is_built_on_an_image_that_did_not_come(place: Path, daemon: Daemon) -> None:
+def test_failed_pull_builds_nothing(place: Path, daemon: Daemon) -> None:
     daemon.script = lambda answer, reference: answer.says({"error": "no such host"})
     code, seen, said = run(place, keep=False, fetches=False)
     assert (code, seen) == (1, [])

@@ -71,7 +71,7 @@ RECEIPT = (
         ("success", True, "1234"),
     ],
 )
-def test_the_hubs_token_leaves_with_its_job_and_with_those_that_will_not_start(
+def test_hub_token_is_removed_with_its_job_and_dependents(
     host: Host, monkeypatch: pytest.MonkeyPatch, result: str, stopping: bool, left: str
 ) -> None:
     """Job 2 needs 1, 3 needs 2; a host that reboots goes on with all of them."""
@@ -88,7 +88,7 @@ def test_the_hubs_token_leaves_with_its_job_and_with_those_that_will_not_start(
     assert "".join(there) == left
 
 
-def test_an_unreadable_job_keeps_no_token_of_another(
+def test_unreadable_job_does_not_keep_other_tokens(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(host, "", "1" * 12)
@@ -113,7 +113,7 @@ def test_an_unreadable_job_keeps_no_token_of_another(
         ({}, 0, True),
     ],
 )
-def test_a_token_outlives_no_job_that_neither_runs_nor_waits(
+def test_unused_tokens_are_removed(
     host: Host,
     units: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -142,7 +142,7 @@ def poll(host: Host, *digests: str) -> list[dict[str, Any]]:
     return plain(jobs.poll(list(digests or [D12]), host.paths))
 
 
-def test_a_job_with_its_proof_is_not_run_again(host: Host, units: dict[str, Any]) -> None:
+def test_finished_job_is_not_run_again(host: Host, units: dict[str, Any]) -> None:
     receipt = write_job(host, f"{RECEIPT}; open(os.environ['RECEIPT'] + '.runs', 'a').write('x')")
     assert jobs.run(D12, host.paths) == 0
     assert jobs.run(D12, host.paths) == 0
@@ -150,7 +150,7 @@ def test_a_job_with_its_proof_is_not_run_again(host: Host, units: dict[str, Any]
     assert poll(host)[0]["state"] == "done"
 
 
-def test_memory_before_and_after_a_job_is_told_as_the_kernel_counts_it(
+def test_memory_before_and_after_a_job_is_reported(
     host: Host, units: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -169,9 +169,7 @@ def test_memory_before_and_after_a_job_is_told_as_the_kernel_counts_it(
     }  # fmt: skip
 
 
-def test_a_program_that_says_yes_without_a_proof_has_failed(
-    host: Host, units: dict[str, Any]
-) -> None:
+def test_exit_code_0_without_a_result_is_a_failure(host: Host, units: dict[str, Any]) -> None:
     write_job(host, "print('all fine')")
     assert jobs.run(D12, host.paths) == 5
     entry = poll(host)[0]
@@ -179,20 +177,20 @@ def test_a_program_that_says_yes_without_a_proof_has_failed(
     assert "without a valid result" in entry["log_tail"][-1]
 
 
-def test_a_receipt_of_another_digest_proves_nothing(host: Host, units: dict[str, Any]) -> None:
+def test_receipt_of_another_digest_is_not_a_result(host: Host, units: dict[str, Any]) -> None:
     receipt = write_job(host, "raise SystemExit(3)")
     receipt.write_text(source_receipt("f" * 64))
     assert jobs.run(D12, host.paths) == 3
     assert poll(host)[0]["state"] == "failed"
 
 
-def test_a_receipt_cut_short_proves_nothing(host: Host) -> None:
+def test_truncated_receipt_is_not_a_result(host: Host) -> None:
     receipt = write_job(host, "raise SystemExit(4)")
     receipt.write_text('{"digest": "01')
     assert jobs.run(D12, host.paths) == 4
 
 
-def test_a_failed_job_shows_its_last_lines(host: Host, units: dict[str, Any]) -> None:
+def test_failed_job_reports_its_last_lines(host: Host, units: dict[str, Any]) -> None:
     write_job(host, "for i in range(50): print('line', i)\nraise SystemExit('error: hub: 404')")
     assert jobs.run(D12, host.paths) == 1
     entry = poll(host)[0]
@@ -200,7 +198,7 @@ def test_a_failed_job_shows_its_last_lines(host: Host, units: dict[str, Any]) ->
     assert len(entry["log_tail"]) == 20
 
 
-def test_what_a_killed_run_left_half_written_goes_with_the_next(host: Host) -> None:
+def test_next_run_removes_temporary_files(host: Host) -> None:
     write_job(host, "raise SystemExit(1)")
     folder = host.paths.job(D12)
     for name in (".progress.1460", ".tail.1460", "progress", "tail"):
@@ -212,7 +210,7 @@ def test_what_a_killed_run_left_half_written_goes_with_the_next(host: Host) -> N
     assert not any(name.startswith(".") for name in left)
 
 
-def test_progress_lines_become_numbers(host: Host, units: dict[str, Any]) -> None:
+def test_progress_lines_are_parsed(host: Host, units: dict[str, Any]) -> None:
     write_job(host, "print('phase=write bytes=456 rate_bytes_per_s=78.9 eta_s=7')")
     jobs.run(D12, host.paths)
     units[JOB.of(D12)] = {"ActiveState": "activating"}
@@ -227,16 +225,14 @@ def test_progress_lines_become_numbers(host: Host, units: dict[str, Any]) -> Non
     }
 
 
-def test_a_job_cut_by_a_reboot_is_told_apart_from_one_never_started(
-    host: Host, units: dict[str, Any]
-) -> None:
+def test_interrupted_job_is_failed_not_waiting(host: Host, units: dict[str, Any]) -> None:
     write_job(host, "pass")
     assert poll(host)[0]["state"] == "waiting"
     disk.write(host.paths.job(D12) / "status.json", JobRun("running", None, "2026-01-01T00:00:00Z"))
     assert (poll(host)[0]["state"], poll(host)[0]["result"]) == ("failed", "interrupted")
 
 
-def test_a_job_behind_a_failed_one_has_failed_too(host: Host, units: dict[str, Any]) -> None:
+def test_dependents_of_a_failed_job_fail(host: Host, units: dict[str, Any]) -> None:
     first, second, third = "a" * 12, "b" * 12, "c" * 12
     write_job(host, "raise SystemExit(4)", first)
     write_job(host, "pass", second, after=[first])
@@ -247,7 +243,7 @@ def test_a_job_behind_a_failed_one_has_failed_too(host: Host, units: dict[str, A
     assert states[third] == ("failed", f"needs the failed job {second}")
 
 
-def test_a_tree_that_is_not_whole_is_made_anew_and_its_remains_go(host: Host) -> None:
+def test_incomplete_checkpoint_is_rebuilt(host: Host) -> None:
     receipt = write_job(host, RECEIPT)
     (receipt.parent / "half.safetensors").write_text("left by somebody")
     assert jobs.run(D12, host.paths) == 0
@@ -256,7 +252,7 @@ def test_a_tree_that_is_not_whole_is_made_anew_and_its_remains_go(host: Host) ->
     assert not receipt.parent.with_name(f"{receipt.parent.name}.damaged").exists()
 
 
-def test_what_a_failed_repair_set_aside_stays_for_the_next(host: Host) -> None:
+def test_failed_rebuild_keeps_the_renamed_checkpoint(host: Host) -> None:
     receipt = write_job(host, "raise SystemExit(3)")
     (receipt.parent / "whole.safetensors").write_text("still good")
     assert jobs.run(D12, host.paths) == 3
@@ -264,13 +260,13 @@ def test_what_a_failed_repair_set_aside_stays_for_the_next(host: Host) -> None:
     assert (aside / "whole.safetensors").read_text() == "still good"
 
 
-def test_a_job_whose_program_is_missing_says_so(host: Host, units: dict[str, Any]) -> None:
+def test_missing_program_is_reported(host: Host, units: dict[str, Any]) -> None:
     write_job(host, "", argv=["/no/such/program"])
     assert jobs.run(D12, host.paths) == 4
     assert "No such file" in poll(host)[0]["log_tail"][0]
 
 
-def test_work_that_a_finished_tree_makes_needless_is_done(
+def test_job_is_done_if_another_checkpoint_makes_it_needless(
     host: Host, units: dict[str, Any]
 ) -> None:
     tree = host.paths.root / "tree/receipt.json"
@@ -290,7 +286,7 @@ def write_removal(host: Host, script: str) -> Path:
     return base
 
 
-def test_a_removal_is_done_when_the_directory_is_gone(host: Host, units: dict[str, Any]) -> None:
+def test_removal_is_done_when_the_folder_is_gone(host: Host, units: dict[str, Any]) -> None:
     base = write_removal(host, "pass")
     assert jobs.run(D12, host.paths) == 5
     write_removal(host, f"import os; os.rmdir({str(base)!r})")
@@ -298,7 +294,7 @@ def test_a_removal_is_done_when_the_directory_is_gone(host: Host, units: dict[st
     assert poll(host)[0]["state"] == "done"
 
 
-def test_a_tree_that_some_release_loads_is_not_removed(
+def test_checkpoint_of_a_release_is_not_removed(
     host: Host, units: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = write_removal(host, "raise SystemExit(9)")
@@ -308,7 +304,7 @@ def test_a_tree_that_some_release_loads_is_not_removed(
     assert f"kept, {name} can serve it" in capsys.readouterr().out
 
 
-def test_a_disk_too_full_for_progress_and_status_leaves_the_work_its_own_words(
+def test_full_disk_keeps_the_jobs_own_error(
     host: Host,
     units: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,

@@ -94,7 +94,7 @@ def late(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
         thread.join()
 
 
-def test_a_late_answer_is_waited_for(late: Late) -> None:
+def test_waits_for_a_late_answer(late: Late) -> None:
     late.delays_s = [0.8]  # the first question takes too long, the second does not
     late.program("nvidia-smi", 0.4, says="580.142")
     late.program("nvidia-ctk", 0.4, says="version 1.19.0")
@@ -104,7 +104,7 @@ def test_a_late_answer_is_waited_for(late: Late) -> None:
     }  # fmt: skip
 
 
-def test_what_never_answers_is_unknown_and_no_change(late: Late) -> None:
+def test_unanswered_version_is_unknown(late: Late) -> None:
     before = proof.versions()
     late.delays_s = [0.8, 0.8]
     late.program("nvidia-smi", 0.8, 0.8, says="580.142")
@@ -121,7 +121,7 @@ def test_what_never_answers_is_unknown_and_no_change(late: Late) -> None:
     ]  # fmt: skip
 
 
-def test_absent_is_still_absent(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_version_is_empty(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     before = proof.versions()
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(late.folder / "nothing-here"))
     (late.folder / "nvidia-ctk").unlink()
@@ -130,7 +130,7 @@ def test_absent_is_still_absent(late: Late, monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
 
 
-def test_an_image_nobody_could_look_up_is_neither_there_nor_gone(
+def test_image_job_is_unknown_if_docker_is_silent(
     host: Host, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest12 = "0123456789ab"
@@ -152,7 +152,7 @@ def test_an_image_nobody_could_look_up_is_neither_there_nor_gone(
     assert known.state == "done"
 
 
-def test_a_proof_holds_though_docker_is_late(host: Host, late: Late) -> None:
+def test_proof_stays_valid_if_docker_is_late(host: Host, late: Late) -> None:
     release, versions = host.release(), proof.versions()
     late.delays_s = [0.8, 0.8]
     full = FullCheck("run", files.now(), versions)
@@ -161,14 +161,14 @@ def test_a_proof_holds_though_docker_is_late(host: Host, late: Late) -> None:
     assert proof.why_not(kept, release.digest, "run", proof.versions()) is None
 
 
-def test_a_release_is_not_called_broken_because_docker_is_late(host: Host, late: Late) -> None:
+def test_release_is_not_broken_if_docker_is_late(host: Host, late: Late) -> None:
     late.delays_s = [0.8, 0.8]
     problem = serve.part_problem(host.release())
     assert isinstance(problem, docker.DaemonSilent)
     assert "not on this host" not in str(problem)
 
 
-def test_a_program_that_is_only_looked_at_is_not_waited_for(late: Late) -> None:
+def test_optional_program_has_a_short_timeout(late: Late) -> None:
     late.program("nvidia-smi", 0.5, says="580.142")
     assert programs.output_of("nvidia-smi") is None
     late.program("nvidia-smi", 0.8, 0.8, says="580.142")
@@ -177,7 +177,7 @@ def test_a_program_that_is_only_looked_at_is_not_waited_for(late: Late) -> None:
     assert subprocess.run(["nvidia-smi"], capture_output=True, check=True).stdout == b"580.142\n"
 
 
-def test_an_action_that_docker_never_ends_is_one_that_failed(late: Late) -> None:
+def test_hanging_docker_action_fails(late: Late) -> None:
     late.program("docker", 0.8, says="spark-main-0123456789ab")
     said = docker.client("kill", "spark-main-0123456789ab", timeout_s=0.2)
     assert (said.returncode, said.stderr) == (124, "no answer within 0 s")

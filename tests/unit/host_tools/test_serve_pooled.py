@@ -37,7 +37,7 @@ def check(host: Host, release: Release, level: str = "deep") -> Proof:
     ],
     ids=["embedding", "ranking", "classes"],
 )
-def test_a_sound_server_passes_and_is_asked_for_numbers_alone(
+def test_healthy_pooling_model_passes(
     host: Host, asked: dict[str, object], names: set[str]
 ) -> None:
     release = release_of(host, asked)
@@ -69,7 +69,7 @@ VIOLATIONS = [
     ("asked", "said"),
     [(EMBEDDING, "numbers"), (RANKING, "the document that answers"), (CLASSES, "classes")],
 )
-def test_a_look_at_what_runs_asks_for_what_the_model_gives(
+def test_live_status_asks_a_pooling_model_for_numbers(
     host: Host, asked: dict[str, object], said: str
 ) -> None:
     # The real engine knows no chat for such a model: it answers 404.
@@ -82,7 +82,7 @@ def test_a_look_at_what_runs_asks_for_what_the_model_gives(
 
 
 @pytest.mark.parametrize(("asked", "fault", "violated", "sentence"), VIOLATIONS)
-def test_a_fault_fails_the_check_made_for_it(
+def test_each_fault_fails_its_check(
     host: Host, monkeypatch: pytest.MonkeyPatch, asked: dict[str, object], fault: str,
     violated: str, sentence: str,
 ) -> None:  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_fault_fails_the_check_made_for_it(
     assert sentence in failed[violated]
 
 
-def test_a_base_model_goes_on_with_a_text_and_is_sent_no_roles(host: Host) -> None:
+def test_base_model_is_checked_with_completions(host: Host) -> None:
     asked = [{"prompt": "The capital of France is", "expect": "^Paris$", "max_tokens": 8}]
     release = release_of(host, {"task": "completion", "questions": asked, "repeat": True})
     host.started(release)
@@ -105,14 +105,14 @@ def test_a_base_model_goes_on_with_a_text_and_is_sent_no_roles(host: Host) -> No
     assert "/v1/chat/completions" not in log
 
 
-def test_a_base_model_that_says_something_else_is_not_proven(host: Host) -> None:
+def test_wrong_completion_of_a_base_model_fails(host: Host) -> None:
     asked = [{"prompt": "The capital of France is", "expect": "^Paris$", "max_tokens": 8}]
     release = release_of(host, {"task": "completion", "questions": asked})
     host.started(release, "garbage")
     assert [item.name for item in check(host, release, "quick").failed] == ["first answer"]
 
 
-def test_sounds_that_reach_the_model_take_of_its_context(host: Host) -> None:
+def test_sounds_take_prompt_tokens(host: Host) -> None:
     release = release_of(host, HEARING)
     host.started(release)
     result = check(host, release)

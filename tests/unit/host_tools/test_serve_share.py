@@ -84,13 +84,13 @@ def _wait(lender: Lender) -> None:
             time.sleep(0.05)
 
 
-def test_files_of_a_tree_are_lent_whole_and_in_parts(lender: Lender) -> None:
+def test_serves_checkpoint_files_and_ranges(lender: Lender) -> None:
     lender.write("/srv/sources/x-1/sub/a file", "0123456789")
     assert lender.ask(f"/{FETCHED}/files/sub/a%20file") == (200, b"0123456789")
     assert lender.ask(f"/{FETCHED}/files/sub/a%20file", Range="bytes=3-4") == (206, b"34")
 
 
-def test_of_a_fetch_under_way_what_is_proven_is_lent_and_how_far_it_is(lender: Lender) -> None:
+def test_serves_verified_files_of_a_running_download(lender: Lender) -> None:
     growing = growing_tree(Path("/srv/sources/x-1"))
     lender.write(f"{growing}/one", "proven")
     lender.write(f"{growing.parent}/parts/two.part", "half")
@@ -101,7 +101,7 @@ def test_of_a_fetch_under_way_what_is_proven_is_lent_and_how_far_it_is(lender: L
     assert lender.ask(f"/{FETCHED}/files/parts/two.part")[0] == 404
 
 
-def test_of_a_build_under_way_nothing_is_lent(lender: Lender) -> None:
+def test_serves_no_files_of_a_running_build(lender: Lender) -> None:
     lender.write(f"{growing_tree(Path('/srv/models/y-1'))}/one", "half")
     assert lender.ask(f"/{BUILT}/files/one")[0] == 404
     lender.write("/srv/models/y-1/one", "whole")
@@ -109,7 +109,7 @@ def test_of_a_build_under_way_nothing_is_lent(lender: Lender) -> None:
 
 
 @pytest.mark.parametrize("key", [None, "", "wrong", KEY[:-1], f"{KEY}x", KEY.upper()])
-def test_without_the_key_nothing_is_told(lender: Lender, key: str | None) -> None:
+def test_peer_download_needs_the_key(lender: Lender, key: str | None) -> None:
     lender.write("/srv/models/y-1/one", "whole")
     for path in (f"/{BUILT}/files/one", f"/{FETCHED}/progress", "/"):
         assert lender.ask(path, key)[0] == 401
@@ -123,19 +123,19 @@ def test_without_the_key_nothing_is_told(lender: Lender, key: str | None) -> Non
         f"/{BUILT}/files/", f"/{'c' * 64}/files/one",
     ],
 )  # fmt: skip
-def test_nothing_else_of_the_host_is_there(lender: Lender, path: str) -> None:
+def test_no_other_file_is_served(lender: Lender, path: str) -> None:
     lender.write("/srv/models/y-1/one", "whole")
     assert lender.ask(path)[0] in (400, 404)
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "MKCOL"])
-def test_nothing_can_be_changed(lender: Lender, method: str) -> None:
+def test_peer_download_is_read_only(lender: Lender, method: str) -> None:
     lender.write("/srv/models/y-1/one", "whole")
     assert lender.ask(f"/{BUILT}/files/one", method=method)[0] == 405
     assert lender.ask(f"/{BUILT}/files/one") == (200, b"whole")
 
 
-def test_a_path_that_would_be_more_than_a_path_to_nginx_is_refused(host: Host) -> None:
+def test_refuses_paths_that_nginx_would_interpret(host: Host) -> None:
     tree = SharedTree(BUILT, '/srv/"; return 200; #', "ba9876543210", unfinished=False)
     with pytest.raises(HostToolError, match="plainer path"):
         share.config_text(Share("::1", 1, (tree,)), Path("/run/x"), host.paths)

@@ -1,4 +1,4 @@
-"""The engine's variables reach the container and nobody on the way there."""
+"""The engine's container: environment, GPU specification and account."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
 from spark_host.engine import container, serve
+from spark_host.records import proof
 from spark_host.system import docker
 from stub_host import RELEASE, REPOSITORY, Host, release_data
 
@@ -62,9 +64,7 @@ def started(host: Host, client: Path, variables: dict[str, str]) -> dict[str, st
     return dict(line.split("=", 1) for line in found)
 
 
-def test_root_s_docker_client_gets_nothing_of_the_engine_s_variables(
-    host: Host, client: Path
-) -> None:
+def test_docker_client_gets_no_engine_variables(host: Host, client: Path) -> None:
     found = started(host, client, HOSTILE)
     assert found.pop("PATH").endswith(":/usr/bin:/bin")
     # The shell that stands in for the client adds its own.
@@ -74,16 +74,14 @@ def test_root_s_docker_client_gets_nothing_of_the_engine_s_variables(
     assert "quotes" not in said
 
 
-def test_the_container_gets_all_of_them_through_a_file_for_root_alone(
-    host: Host, client: Path
-) -> None:
+def test_container_gets_variables_from_a_root_only_file(host: Host, client: Path) -> None:
     started(host, client, HOSTILE)
     given = client.parent.parent / "env-file"
     assert stat.S_IMODE(given.stat().st_mode) == 0o600
     assert dict(line.split("=", 1) for line in fields(given, "\n")) == HOSTILE
 
 
-def test_the_file_is_gone_after_the_engine(
+def test_environment_file_is_removed_after_the_engine(
     host: Host, client: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started(host, client, HOSTILE)
@@ -106,16 +104,14 @@ def test_the_file_is_gone_after_the_engine(
         ("GOOD", "x" * 70_000),
     ],
 )
-def test_what_a_file_of_lines_cannot_say_is_refused_by_name(
-    host: Host, name: str, value: str
-) -> None:
+def test_refuses_variables_that_break_the_file_format(host: Host, name: str, value: str) -> None:
     release = host.release(engine={**release_data()["engine"], "env": {name: value}})
     with pytest.raises(HostToolError, match="environment"):
         container.write_environment(release, host.paths)
     assert not host.paths.engine_environment(RELEASE).exists()
 
 
-def test_other_calls_of_the_client_are_as_clean(
+def test_docker_client_has_a_minimal_environment(
     client: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in HOSTILE.items():
@@ -125,3 +121,88 @@ def test_other_calls_of_the_client_are_as_clean(
     docker.client("stop", "x")
     found = dict(line.split("=", 1) for line in fields(client.parent.parent / "environ"))
     assert set(found) - {"PWD", "SHLVL", "_", "OLDPWD"} <= {"HOME", "LC_ALL", "PATH"}
+
+
+# As `nvidia-ctk cdi generate` writes it, shortened; the link without a version comes first here.
+SPECIFICATION = """\
+cdiVersion: 0.5.0
+kind: nvidia.com/gpu
+containerEdits:
+  hooks:
+  - args: [nvidia-cdi-hook, create-symlinks, --link, libcuda.so.1::/usr/lib/libcuda.so]
+  mounts:
+  - hostPath: /usr/lib/aarch64-linux-gnu/libcuda.so.{driver}
+"""
+NEW, OLD = "580.173.02", "580.159.03"
+FAKE = """#!/bin/sh
+echo "$@" >> "$0.asked"
+[ -e "$0.broken" ] && exit 1
+printf 'kind: nvidia.com/gpu\\nlibcuda.so.580.173.02\\n' > "${3#--output=}"
+"""
+
+
+@pytest.fixture
+def nvidia_ctk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "bin/nvidia-ctk"
+    program.parent.mkdir()
+    program.write_text(FAKE)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(proof, "driver", lambda: NEW)
+    return program
+
+
+def asked(program: Path) -> str:
+    path = program.with_name("nvidia-ctk.asked")
+    return path.read_text() if path.exists() else ""
+
+
+def specification(tmp_path: Path, text: str, name: str = "nvidia.yaml") -> Path:
+    path = tmp_path / "etc/cdi" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_regenerates_cdi_spec_after_driver_update(tmp_path: Path, nvidia_ctk: Path) -> None:
+    spec = specification(tmp_path, SPECIFICATION.format(driver=OLD))
+    said: list[str] = []
+    container.refresh_cdi(said.append, Paths(tmp_path))
+    assert asked(nvidia_ctk) == f"cdi generate --output={spec}\n"
+    assert said == [f"{spec} is of driver {OLD}, {NEW} is loaded: regenerating it"]
+    container.refresh_cdi(said.append, Paths(tmp_path))
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (SPECIFICATION.format(driver=NEW), "nvidia.yaml"),
+        ("kind: vendor.example/net\nlibcuda.so.580.1.1\n", "net.yaml"),
+        ("kind: nvidia.com/gpu\nlibcuda.so.1\n", "nvidia.json"),
+        (SPECIFICATION.format(driver=OLD), "nvidia.yaml.before"),
+    ],
+)
+def test_keeps_other_cdi_files(tmp_path: Path, nvidia_ctk: Path, text: str, name: str) -> None:
+    spec = specification(tmp_path, text, name)
+    container.refresh_cdi(pytest.fail, Paths(tmp_path))
+    assert (asked(nvidia_ctk), spec.read_text()) == ("", text)
+
+
+@pytest.mark.usefixtures("nvidia_ctk")
+def test_refresh_without_driver_or_folder_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container.refresh_cdi(pytest.fail, Paths(tmp_path))
+    specification(tmp_path, SPECIFICATION.format(driver=OLD))
+    monkeypatch.setattr(proof, "driver", lambda: "")
+    container.refresh_cdi(pytest.fail, Paths(tmp_path))
+
+
+def test_failed_cdi_refresh_does_not_stop_the_start(tmp_path: Path, nvidia_ctk: Path) -> None:
+    nvidia_ctk.with_name("nvidia-ctk.broken").touch()
+    spec = specification(tmp_path, SPECIFICATION.format(driver=OLD))
+    said: list[str] = []
+    container.refresh_cdi(said.append, Paths(tmp_path))
+    assert "run it by hand to see why" in said[-1]
+    assert OLD in spec.read_text()

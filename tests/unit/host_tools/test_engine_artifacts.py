@@ -1,17 +1,21 @@
-"""An engine starts only on the bytes that its tree's receipt vouches for."""
+"""An engine starts only on verified checkpoints that only root can write to."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import pwd
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_host.engine import artifacts, serve
-from stub_host import REPOSITORY, Host
+from spark_contract.job import ReceiptProof
+from spark_contract.release import Release
+from spark_host.engine import artifacts, container, serve
+from spark_host.jobs import jobs
+from stub_host import REPOSITORY, Host, release_data
 
 from tests.receipts import source_receipt
 
@@ -76,7 +80,7 @@ def proven(host: Host, made: Path) -> list[str]:
     return said
 
 
-def test_a_tree_that_nobody_touched_is_not_read_again(host: Host, served: Path) -> None:
+def test_unchanged_checkpoint_is_not_hashed(host: Host, served: Path) -> None:
     os.chmod(served / SHARD, 0o444)
     os.link(served / SHARD, served.parent / "linked")
     assert proven(host, served) == []
@@ -87,9 +91,7 @@ def test_a_tree_that_nobody_touched_is_not_read_again(host: Host, served: Path) 
     [flip, lambda path: replace(path, damaged=True)],
     ids=["a byte changed in place", "another file of the same size and time"],
 )
-def test_no_engine_starts_on_a_changed_byte(
-    host: Host, served: Path, damage: Callable[[Path], None]
-) -> None:
+def test_refuses_a_changed_byte(host: Host, served: Path, damage: Callable[[Path], None]) -> None:
     damage(served / SHARD)
     for _ in range(2):  # nor at the next start
         with pytest.raises(HostToolError) as refused:
@@ -99,13 +101,13 @@ def test_no_engine_starts_on_a_changed_byte(
         assert "move the directory away and run the deploy again" in refused.value.fix
 
 
-def test_a_file_that_is_gone_is_named(host: Host, served: Path) -> None:
+def test_missing_file_is_named(host: Host, served: Path) -> None:
     (served / SMALL).unlink()
     with pytest.raises(HostToolError, match=r"config\.json: is gone"):
         proven(host, served)
 
 
-def test_touched_files_with_the_right_bytes_are_hashed_once(host: Host, served: Path) -> None:
+def test_touched_files_are_hashed_once(host: Host, served: Path) -> None:
     before = json.loads((served / "receipt.json").read_text())
     os.utime(served / SHARD)
     replace(served / SMALL, damaged=False)
@@ -118,7 +120,7 @@ def test_touched_files_with_the_right_bytes_are_hashed_once(host: Host, served: 
 
 
 @pytest.mark.parametrize("keys", [("inode",), ("inode", "modified_ns")])
-def test_a_receipt_from_before_stats_is_completed_by_one_hash(
+def test_receipt_without_stats_is_completed_by_hashing(
     host: Host, served: Path, keys: tuple[str, ...]
 ) -> None:
     forget_stats(served, *keys)
@@ -130,7 +132,7 @@ def test_a_receipt_from_before_stats_is_completed_by_one_hash(
         proven(host, served)
 
 
-def test_a_change_to_it_is_refused_while_the_old_engine_still_serves(
+def test_rollout_verifies_before_the_old_engine_stops(
     host: Host, served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(artifacts, "check", lambda _: None)
@@ -142,7 +144,7 @@ def test_a_change_to_it_is_refused_while_the_old_engine_still_serves(
     assert "has sha256" in problem.what
 
 
-def test_a_start_proves_the_tree_after_the_old_engine_is_gone(
+def test_start_verifies_after_removing_the_container(
     host: Host, served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -156,9 +158,7 @@ def test_a_start_proves_the_tree_after_the_old_engine_is_gone(
     assert order == ["removed", "parts"]
 
 
-def test_a_drafter_or_an_adapter_is_held_to_its_receipt_as_the_tree_is(
-    host: Host, served: Path, tmp_path: Path
-) -> None:
+def test_drafter_and_adapter_are_verified_too(host: Host, served: Path, tmp_path: Path) -> None:
     drafter = tmp_path / "drafter"
     drafter.mkdir()
     (drafter / SHARD).write_bytes(bytes(100_000))
@@ -173,3 +173,89 @@ def test_a_drafter_or_an_adapter_is_held_to_its_receipt_as_the_tree_is(
     replace(drafter / SHARD, damaged=True)
     with pytest.raises(HostToolError, match="drafter"):
         artifacts.verify_checkpoints(release, print)
+
+
+NOBODY = pwd.getpwnam("nobody")
+
+
+def of(host: Host, user: str, **more: object) -> Release:
+    return host.release(engine={**release_data()["engine"], "user": user, **more})
+
+
+def refusal(release: Release) -> HostToolError:
+    with pytest.raises(HostToolError) as refused:
+        artifacts.check_checkpoints(release)
+    return refused.value
+
+
+def test_container_runs_as_numeric_user(host: Host) -> None:
+    argv = container.docker_argv(of(host, "nobody"), host.paths)
+    place = argv.index("--user")
+    assert argv[place + 1] == f"{NOBODY.pw_uid}:{NOBODY.pw_gid}"
+    assert place < argv.index("spark-vllm:stub")
+
+
+def test_missing_account_names_the_fix(host: Host) -> None:
+    with pytest.raises(HostToolError, match=r"spark-nobody-knows[\s\S]*systemd-sysusers"):
+        container.docker_argv(of(host, "spark-nobody-knows"), host.paths)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
+@pytest.mark.parametrize(
+    "what", ["model.safetensors", "receipt.json", "", "more", "more/tokenizer"]
+)
+@pytest.mark.parametrize(("owner", "mode"), [(NOBODY.pw_uid, 0o755), (0, 0o775), (0, 0o757)])
+def test_refuses_checkpoint_writable_by_others(
+    host: Host, tmp_path: Path, what: str, owner: int, mode: int
+) -> None:
+    tree = tmp_path / "tree"
+    (tree / "more").mkdir(mode=0o755, parents=True)
+    (tree / "model.safetensors").write_bytes(b"x")
+    (tree / "more/tokenizer").write_bytes(b"x")
+    (tree / "receipt.json").write_text(source_receipt("d"))
+    release = host.release(
+        tree={"path": str(tree), "digest": "d"},
+        engine={**release_data()["engine"], "user": "nobody"},
+    )
+    held = ReceiptProof(str(tree / "receipt.json"), "d")
+    artifacts.check_checkpoints(release)
+    assert jobs.receipt_holds(held)
+
+    os.chown(tree / what, owner, 0)
+    (tree / what).chmod(mode)
+
+    problem = refusal(release)
+    assert str(tree / what).rstrip("/") in problem.what
+    assert "run the deploy again" in problem.fix
+    # The job that makes the tree is done only while nobody else can change what it proved.
+    assert not jobs.receipt_holds(held)
+
+
+def test_refuses_link_in_a_checkpoint(host: Host, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir(mode=0o755)
+    (tree / "receipt.json").write_text(source_receipt("d"))
+    (tree / "model.safetensors").symlink_to("/etc/hostname")
+    release = host.release(tree={"path": str(tree), "digest": "d"})
+    assert "is a link" in refusal(release).what
+
+
+@pytest.mark.parametrize(("what", "mode"), [("model.safetensors", 0o600), ("", 0o700)])
+def test_refuses_checkpoint_that_the_engine_cannot_read(
+    host: Host, tmp_path: Path, what: str, mode: int
+) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir(mode=0o755)
+    (tree / "model.safetensors").write_bytes(b"x")
+    (tree / "receipt.json").write_text(source_receipt("d"))
+    release = host.release(
+        tree={"path": str(tree), "digest": "d"},
+        engine={**release_data()["engine"], "user": "nobody"},
+    )
+    artifacts.check_checkpoints(release)
+
+    (tree / what).chmod(mode)
+
+    problem = refusal(release)
+    assert problem.where == str(tree / what).rstrip("/")
+    assert "chmod o+rX" in problem.fix
