@@ -1,7 +1,7 @@
-"""Remove what no kept release needs; `--dry` lists each item with its size.
+"""Remove what no kept release needs; `--dry` lists each item with size.
 
-Kept: running releases, those of group_vars, ``keep_ready`` and ``releases.keep`` earlier ones, and
-all unmanaged files.
+Kept: running releases, those of group_vars, ``keep_ready``, ``releases.keep`` earlier releases,
+and all unmanaged files.
 """
 
 from pyinfra.context import host, state

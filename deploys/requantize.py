@@ -1,6 +1,6 @@
 """Make an INT4 checkpoint of the model's 16-bit repository, with AutoRound in the engine's image.
 
-Serves and stops nothing: where an engine holds the memory, the job fails with that reason. After a
+Serves and stops no engine: if memory is in use, the job fails with that reason. After a
 kill or reboot it continues with its current block. `checkpoint.requantized: true` serves the
 result, on this host and on those that copy it.
 """

@@ -1,4 +1,4 @@
-"""Return to the previous release, or to one given by --data releases.rollback_to=NAME.
+"""Return to the previous release, or to the release given by --data releases.rollback_to=NAME.
 
 Without a name the main service goes back; a release name selects its service. The change is checked
 and undone as in a deploy. The next ``deploy.py`` applies the settings again, unless

@@ -1,4 +1,4 @@
-"""Give services a new API key; the old one is refused at once, engines and answers continue.
+"""Give services a new API key; the old key is refused at once, engines and answers continue.
 
 For keys generated on hosts (``serve.api_key: generate``). Change a key from the controller where
 ``serve.api_key`` reads it and run ``deploy.py``.

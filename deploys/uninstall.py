@@ -1,4 +1,4 @@
-"""Take this project off hosts; `--dry` lists what is removed and kept, with sizes.
+"""Take this project off hosts; `--dry` lists removed and kept things with sizes.
 
 Models stay unless `--data uninstall.models=true`; Docker and CUDA stay unless a deploy installed
 them and `--data uninstall.engine=true`. Unmanaged files and packages stay.

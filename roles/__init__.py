@@ -1,1 +1,1 @@
-"""The steps of deploys: of the machine, of slow work, of what is served."""
+"""The steps of deploys: host, slow jobs, services."""

@@ -1,4 +1,4 @@
-"""CUDA toolkit from a signed repository; an installed one and the driver are kept."""
+"""CUDA toolkit from a signed repository; an installed toolkit and the driver are kept."""
 
 from pyinfra.api.deploy import deploy
 

@@ -1,4 +1,4 @@
-"""Set up the network between hosts, measure it, or restore the earlier one."""
+"""Set up the network between hosts, measure it, or restore the earlier network."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def apply(*, settings: Settings, check: FunctionCommand | None) -> None:
 
 @deploy("Fabric")
 def measure(*, ways: Sequence[Way]) -> None:
-    """Measure one host after the other: they share the cables."""
+    """Measure hosts in sequence: they share the cables."""
     fabric.measure_links(name="Measure the links to the next host", ways=ways, _serial=True)
 
 

@@ -42,7 +42,7 @@ from spark_deploy.plan.types import GatewayPlan, ScheduledPlan
 def reboot(*, plan: NeedsPlan, serve: Release) -> None:
     """Reboot hosts that need it, if settings allow it; each is verified before the next.
 
-    Comes first: a host whose driver needs a reboot would fail every later step.
+    Comes first: a driver that needs a reboot would fail every later step.
     """
     for name in one_by_one() if plan.reboot == "allow" else ():
         reboot_host(name=f"Reboot {name} where it is due", needs=plan, serve=serve)
@@ -109,7 +109,7 @@ def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
 def rollback(
     *, service: str, chosen: str, to: str | None, timeout_s: int, waves: Sequence[Wave]
 ) -> None:
-    """Go back to the release before the current one, or to ``to``, verified as in a deploy."""
+    """Go back to the previous release or to ``to``, verified as in a deploy."""
     for wave in in_waves(waves):
         roll_back(name=f"Go back on {', '.join(wave)}", service=service, to=to, timeout_s=timeout_s)
     verify_rollback(name="Verify the service", service=service, chosen=chosen)

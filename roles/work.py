@@ -34,7 +34,7 @@ def _specs(jobs: Sequence[Work]) -> tuple[Job, ...]:
 
 
 def _start(jobs: Sequence[Work], release: str, name: Callable[[Work], str], *kinds: str) -> None:
-    # Every fact reads all jobs, so that one answer serves every operation.
+    # Every fact reads all jobs, so that a single answer serves every operation.
     for work in each(work for work in jobs if not kinds or work.job.kind in kinds):
         start_job(name=name(work), work=work, release=release, names=_names(jobs))
 
@@ -92,7 +92,7 @@ def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
 
 @deploy("Ready")
 def ready(*, jobs: Sequence[Work], service: str) -> None:
-    """Do the slow jobs of other pairs, so that a later rollout to one need not wait."""
+    """Do the slow jobs of other pairs, so that a later rollout need not wait."""
     # A separate prepare target: the release's is retired as soon as its jobs are done.
     target = f"{service}-ready"
     _start(jobs, target, lambda work: ready_name(work.job))

@@ -1,4 +1,4 @@
-"""SSH key, deploy account and sudo rule of a host; a sudo rule is checked before it counts."""
+"""SSH key, deploy account and sudo rule of a host; visudo checks a rule first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Access:
     user: str
     is_root: bool
     key_installed: bool
-    sudo_free: bool  # sudo asks for no password
+    sudo_free: bool  # sudo needs no password
     sudo_installed: bool
     sudoers: str | None  # our file; None: absent, or not readable without a password
     came_from: str = ""  # address of this login, as the host sees it
@@ -97,7 +97,7 @@ def account_line(plan: BootstrapPlan, access: Access) -> str:
     if not allowed:
         fix = "set ssh.allowed_from to the addresses that deploys come from"
         refuse("ssh.allowed_from", "the address of this login is unknown to the host", fix)
-    # Tunnels of `spark-deploy connect` need forwarding; nothing needs an agent or X11.
+    # Tunnels of `spark-deploy connect` need forwarding, but neither agent nor X11.
     return f'from="{",".join(allowed)}",restrict,pty,port-forwarding {plan.public_key}'
 
 
@@ -125,12 +125,12 @@ def install_key(plan: BootstrapPlan) -> Commands:
 def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
     """Create an account for deploys only: our key from named addresses, sudo without a password.
 
-    The login user keeps its own rights: a rule that an earlier bootstrap made for it is replaced.
+    The login user keeps the rights it had; a rule made by an earlier bootstrap is replaced.
     """
     access = read_state(plan)
     line, wanted = account_line(plan, access), sudoers(ACCOUNT)
     if access.account_exists and access.account_key == line and access.sudoers == wanted:
-        host.noop(f"{ACCOUNT} has our key and its rule")
+        host.noop(f"{ACCOUNT} has our key and rule")
         return
     if not access.sudo_installed:
         refuse("sudo", "is not installed", "install sudo as root")
@@ -141,7 +141,7 @@ def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Command
 
 
 def _account_script(public_key: str, line: str) -> str:
-    """Return the script that creates the account; root owns its home and keys."""
+    """Return the script that creates the account; root owns home and keys."""
     return f"""set -e; umask 022
 if ! getent passwd {ACCOUNT} >/dev/null; then
   useradd --system --user-group --no-create-home --home-dir {ACCOUNT_HOME} --shell /bin/sh \\
@@ -177,7 +177,7 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
     else:
         granted = access.account_exists or access.sudoers is not None or access.key_installed
     if not granted:
-        host.noop("bootstrap granted nothing here")
+        host.noop("no access granted by bootstrap")
         return
     if not plan.public_key:
         yield f"rm -f {rule}"
@@ -209,7 +209,7 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
         host.noop("the login user is root")
         return
     if access.sudo_free and access.sudoers in (None, wanted):
-        host.noop("sudo asks for no password")
+        host.noop("sudo needs no password")
         return
     if not access.sudo_installed:
         fix = "install sudo as root, or log in as root (ssh.user: root, sudo: false)"
@@ -221,7 +221,7 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
 
 
 def _rule_script(path: str, content: str) -> str:
-    # sudo ignores a name with a dot, so the file counts only once visudo has read it.
+    # sudo ignores a name with a dot, so the rule is inactive until visudo has read it.
     trial, target = shlex.quote(f"{path}.new"), shlex.quote(path)
     return f"""set -e; umask 0337
 printf '%s' {shlex.quote(content)} > {trial}
@@ -245,7 +245,7 @@ def _write_sudoers(
 
 def explain_sudo_error(output: str) -> Problem:
     if "incorrect password" in output or "Sorry, try again" in output:
-        return Problem("sudo", "refuses the password", "run again with the right one")
+        return Problem("sudo", "refuses the password", "run again with the right password")
     if "not in the sudoers" in output or "not allowed" in output:
         fix = "add the user to group sudo on the host (`usermod -aG sudo USER`)"
         return Problem("sudo", "the login user may not use sudo at all", fix)
@@ -257,6 +257,6 @@ def explain_sudo_error(output: str) -> Problem:
 @host_errors
 def verify_access(ready: bool, check: FunctionCommand) -> Commands:
     if ready:
-        host.noop("the key logged in and sudo asked for no password")
+        host.noop("the key logged in and sudo needed no password")
         return
     yield check

@@ -36,7 +36,7 @@ from spark_deploy.hosts.packages import install, packages_script, parse_packages
 from spark_deploy.plan.machine import NJS, BasePlan
 from spark_deploy.plan.managed_files import FileState, ManagedFile, differing
 
-# One call of systemctl for all units, which prints a block for each.
+# A single call of systemctl prints a block per unit.
 _SHOW_UNITS = r"""
 shown=$(systemctl show -p Id,UnitFileState,NeedDaemonReload,MainPID {units} 2>/dev/null)
 property() {{
@@ -58,7 +58,7 @@ pid=$(property MainPID earlyoom.service | cut -d' ' -f2)
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    packages: dict[str, str]  # installed ones of those requested
+    packages: dict[str, str]  # requested packages that are installed
     directories: dict[str, tuple[str, str]]  # path: (mode "755", owner "root:root")
     files: dict[str, FileState]
     units: dict[str, str]  # unit: result of is-enabled ("masked", "static", ...)
@@ -69,7 +69,7 @@ class Base:
 
 
 class BaseState(HostFact[Base]):
-    """Everything the base role compares with its plan, in one command."""
+    """Everything the base role compares, read by a single command."""
 
     def command(
         self,
@@ -139,10 +139,10 @@ Unattended-Upgrade::Package-Blacklist {
 )
 
 # GPU memory of a GB10 is charged to no cgroup, so no limit on an engine works from outside. Memory
-# can be reserved for logins, and an out-of-memory killer can be told which process to kill.
+# can be reserved for logins, and an out-of-memory killer can get a preferred process.
 #
 # Guarantees count only as far as every cgroup above grants them (systemd.resource-control(5)).
-# logind moves a shell out of ssh.service into user.slice, so protecting sshd alone is not enough.
+# logind moves a shell out of ssh.service into user.slice, so protecting only sshd is not enough.
 _GUARANTEES = {
     "user.slice": ("Slice", "2G"),
     "system.slice": ("Slice", "512M"),
@@ -151,8 +151,8 @@ _GUARANTEES = {
 _MANAGED = "# Managed by dgx-spark-deploy.\n"
 EARLYOOM_PATH = "/etc/default/earlyoom"
 # Acts below 2 % of memory. earlyoom waits until memory *and* swap are below their limits, and a
-# Spark's swap must not delay it: `-s 100,100`, for its SIGTERM and its SIGKILL. Resident size says
-# nothing about an engine, whose weights are GPU memory, so it has to be named.
+# Spark's swap must not delay it: `-s 100,100`, for SIGTERM and SIGKILL. Resident size ignores
+# GPU memory, which holds an engine's weights, so the engine has to be named.
 EARLYOOM_ARGUMENTS = (
     "-r 3600 -m 2 -s 100,100 --prefer ^(VLLM|vllm) --avoid ^(sshd|systemd|dockerd|containerd|nginx)"
 )
@@ -193,9 +193,9 @@ def owned_directories(plan: BasePlan) -> dict[str, str]:
     }
 
 
-# Each of these contains the nginx program, which our gateway runs with its own configuration.
+# Each of these contains the nginx program, which our gateway runs with a separate configuration.
 NGINX = ("nginx", "nginx-core", "nginx-full", "nginx-extras", "nginx-light")
-# Each of these contains its JavaScript: a module fits only the nginx of the same archive.
+# Each of these contains nginx's JavaScript: a module fits only the nginx of the same archive.
 NJS_MODULES = (NJS, "nginx-module-njs")
 
 
@@ -222,7 +222,7 @@ def read_state(plan: BasePlan) -> Base:
 def _sync(
     files: Sequence[ManagedFile], present: dict[str, FileState], *, wanted: bool
 ) -> Generator[StringCommand, None, bool]:
-    """Yield the command that repairs or removes ``files``; return whether one was needed."""
+    """Yield the command that repairs or removes ``files``; return whether there was any."""
     if wanted:
         wrong = differing(files, present)
         if wrong:
@@ -237,7 +237,7 @@ def _sync(
 @operation()
 @host_errors
 def install_packages(plan: BasePlan) -> Commands:
-    """Install missing packages of ``plan``; installed ones are never upgraded."""
+    """Install missing packages of ``plan``; installed packages are never upgraded."""
     present = read_state(plan).packages
     missing = [package for package in planned_packages(plan) if package not in present]
     for variants in (NGINX, NJS_MODULES):
@@ -273,9 +273,9 @@ def hold_driver(plan: BasePlan) -> Commands:
     held = plan.hold_driver_in_unattended_upgrades
     if not (yield from _sync([HOLD_FILE], read_state(plan).files, wanted=held)):
         host.noop(
-            "driver packages are held back from unattended upgrades"
+            "unattended upgrades skip driver packages"
             if held
-            else "unattended upgrades are left alone"
+            else "unattended upgrades are not managed"
         )
 
 
@@ -307,14 +307,14 @@ def protect_login(plan: BasePlan) -> Commands:
 @operation()
 @host_errors
 def set_compaction(plan: BasePlan) -> Commands:
-    """Set how much the kernel compacts memory in the background, or restore its default."""
+    """Set how much the kernel compacts memory in the background, or restore the default."""
     state, wanted = read_state(plan), plan.compaction_proactiveness
     if wanted is None:
         file = compaction_file(_KERNEL_COMPACTION)
         if not (yield from _sync([file], state.files, wanted=False)):
             host.noop("compaction is left as it is")
             return
-        # The kernel keeps no earlier value: its default, then the setting of other files.
+        # The kernel keeps no earlier value: first the default, then the setting of other files.
         yield f"sysctl -q vm.compaction_proactiveness={_KERNEL_COMPACTION}"
         yield "/usr/lib/systemd/systemd-sysctl --prefix=/vm/compaction_proactiveness"
         return
@@ -340,7 +340,7 @@ def set_boot_target(plan: BasePlan) -> Commands:
 @operation()
 @host_errors
 def run_earlyoom(plan: BasePlan) -> Commands:
-    """Run earlyoom with our preferences if wanted; compares the arguments of its process."""
+    """Run earlyoom with our preferences if enabled; compares the arguments of the process."""
     state = read_state(plan)
     if not plan.earlyoom:
         host.noop("earlyoom is not enabled")

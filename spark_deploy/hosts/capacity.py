@@ -23,7 +23,7 @@ class Verdict:
 
 
 def judge_workloads(needs: NeedsPlan, survey: Survey) -> Verdict:
-    """Find what would compete with our engine for memory, GPU or ports."""
+    """Find competitors of our engine for memory, GPU or ports."""
     problems = [*_containers(needs, survey), *_ports(needs, survey), *_tailnet(needs, survey)]
     holders = tuple(_holders(needs, survey))
     obtainable_bytes = survey.obtainable_bytes
@@ -65,7 +65,7 @@ def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         where, planned = f"port {listener.port}", needs.gateways.get(listener.service)
         if planned and listener.port not in planned:
             what = f"the gateway of {listener.service} still listens on the port of another service"
-            fix = f"deploy {listener.service} with its new port first, then the other service"
+            fix = f"deploy {listener.service} with the new port first, then the other service"
             yield Problem(where, what, fix)
         elif not listener.managed:
             who = f"{listener.process} (pid {listener.pid})" if listener.process else "a process"
@@ -86,10 +86,10 @@ def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     on_gpu = {
         app.pid: app.name
         for app in survey.gpu.compute_apps
-        # While our engine runs, a process that ended during the survey may have been its own.
+        # While our engine runs, a process that exited during the survey may have been part of it.
         if app.container_id not in known_containers and (app.cgroup or not survey.serving)
     }
-    fix = "stop it if it can grow, or add its name to allow_memory_holders:"
+    fix = "stop it if it can grow, or add the name to allow_memory_holders:"
     for process in survey.processes:
         gpu_name = on_gpu.pop(process.pid, None)
         if process.managed or process.container_id in known_containers:
@@ -117,7 +117,7 @@ class Demand:
 
 
 def demands(needs: NeedsPlan, survey: Survey) -> tuple[Demand, ...]:
-    """Add up the bytes to write per filesystem, less what is present or can be linked."""
+    """Add up the bytes to write per filesystem, less the bytes present or linkable."""
     places = {place.path: place for place in survey.places}
     totals: dict[str, Demand] = {}
     for path, wanted_bytes in needs.disk_needed_bytes:
@@ -168,8 +168,8 @@ def _disk(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         )
 
 
-# By kind in `docker system df`: the command, and what it removes. Containers and volumes are left
-# out: only their owner knows what they are for.
+# By kind in `docker system df`: the command and a description. Containers and volumes are left
+# out: only their owner knows their purpose.
 _PRUNE = {
     "images": (
         "docker image prune -a",
@@ -192,7 +192,7 @@ def _writable(survey: Survey) -> Iterator[Problem]:
         if above.writer:
             yield Problem(
                 above.path,
-                f"{above.writer}; models are stored below it, so others can replace them after "
+                f"{above.writer}; models are stored below it and can be replaced after "
                 "they were verified",
                 "set paths to a place where root owns all parent directories, or "
                 f"`chown root: {above.path} && chmod go-w {above.path}`",
@@ -203,7 +203,7 @@ def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     memory, needed = survey.memory, f"{needs.memory_needed_bytes / GIB:.1f} GiB"
     if memory.total_bytes < needs.memory_total_min_bytes:
         what = (
-            f"{memory.total_bytes / GIB:.1f} GiB in all, the plan counts on "
+            f"{memory.total_bytes / GIB:.1f} GiB in total, the plan expects "
             f"{needs.memory_total_min_bytes / GIB:.1f} GiB"
         )
         total = _floor(memory.total_bytes / GIB, 1)
@@ -224,7 +224,7 @@ def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         yield Problem(
             "memory",
             f"{obtainable_bytes / GIB:.1f} GiB available{once}, the engine needs {needed} to start",
-            "stop the processes that hold it (listed above where known), or lower "
+            "stop the processes that use it (listed above where known), or lower "
             f"engine.memory_fraction to {fraction} for this host "
             "(engine.kv_cache_gib where the cache is pinned)",
         )
@@ -239,7 +239,7 @@ def _unknown_memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             f"{needs.memory_needed_bytes / GIB:.1f} GiB, and it is unknown how much the running "
             "engine frees when it stops: if that is too little, the new start waits and rolls "
             "back, without service meanwhile",
-            "stop other processes that hold memory before the deploy",
+            "stop other processes that use memory before the deploy",
         )
 
 

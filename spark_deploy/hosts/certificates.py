@@ -1,6 +1,6 @@
 """Certificates of gateways, read, checked and issued on the controller.
 
-Private keys leave this module as bytes and are written by whoever sends them, never printed.
+Private keys leave this module as bytes and are written by the sender, never printed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spark_deploy.plan.types import GatewayPlan
 
 CA_DAYS = 3650
 LEAF_DAYS = 365
-RENEW_DAYS = 30  # a certificate that ends sooner is renewed by the next run
+RENEW_DAYS = 30  # the next run renews a certificate that expires sooner
 CA_FILE, CA_KEY_FILE = "ca.pem", "ca-key.pem"
 # No host has these names (RFC 6761, RFC 5737).
 _NO_NAME, _NO_ADDRESS = "invalid", "192.0.2.1/32"
@@ -44,7 +44,7 @@ _Loaded = TypeVar("_Loaded")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A certificate with its chain and its key, both PEM."""
+    """A certificate with chain, and the key, both PEM."""
 
     certificate: bytes
     key: bytes = field(repr=False)
@@ -59,7 +59,7 @@ def read_pair(certificate: str, key: str) -> Pair:
 
 
 def check_gateway(plan: GatewayPlan) -> list[Problem]:
-    """Return why a gateway cannot have the certificate that its settings require."""
+    """Return why a gateway cannot have the certificate required by the settings."""
     if plan.tls is None:
         return []
     if plan.address is None:
@@ -75,7 +75,7 @@ def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
 
     Args:
         certificate: path of a PEM file with the certificate first.
-        key: path of its key.
+        key: path of the key.
         name: the name that clients use for the host.
     """
     problems: list[Problem] = []
@@ -86,7 +86,7 @@ def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
         problems.append(Problem(f"serve.{setting}", what, fix))
 
     if private is not None and Path(key).expanduser().stat().st_mode & 0o007:
-        fix = f"chmod 600 {key}; if others had access, get a new certificate with a new key"
+        fix = f"chmod 600 {key}; if it was exposed, get a new certificate with a new key"
         add("tls_key", f"{key} can be read by everybody on this machine", fix)
     if chain is None:
         return problems
@@ -100,7 +100,7 @@ def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
         add("tls_certificate", what, "get a new certificate")
     if not covers(leaf, name):
         what = f"{certificate} is for {', '.join(names_in(leaf)) or 'no name at all'}, not {name}"
-        fix = "get one that covers it, or set serve.address to a name it covers"
+        fix = "get a matching certificate, or set serve.address to a name it covers"
         add("tls_certificate", what, fix)
     return problems
 
@@ -114,7 +114,7 @@ def _read(
         what = f"{path} cannot be read ({error.strerror})"
     except (ValueError, TypeError) as error:
         what = f"{path} has the wrong format ({str(error).splitlines()[0][:80]})"
-    problems.append(Problem(setting, what, "name a PEM file of this machine, its key unencrypted"))
+    problems.append(Problem(setting, what, "name a PEM file of this machine, keys unencrypted"))
     return None
 
 
@@ -122,7 +122,7 @@ def covers(certificate: x509.Certificate, name: str) -> bool:
     """Whether clients that call a host ``name`` accept the certificate for it."""
     names = list(map(str.lower, names_in(certificate)))
     wanted = name.lower()
-    # A star stands for exactly one label, and addresses have none.
+    # A star matches exactly a single label, and addresses have none.
     star = f"*.{wanted.partition('.')[2]}"
     return wanted in names or ("." in wanted and not is_address(wanted) and star in names)
 
@@ -203,7 +203,7 @@ def why_renew(
     """
     authority = _read_authority(ca_dir)
     if authority is None:
-        return f"there is no CA in {ca_dir} yet; one is created"
+        return f"there is no CA in {ca_dir} yet; it is created now"
     if not certificate or not public_key:
         return "the host has no certificate or no key"
     try:
@@ -212,7 +212,7 @@ def why_renew(
     except (ValueError, TypeError, InvalidSignature) as error:
         return f"not issued by the CA in {ca_dir} ({type(error).__name__})"
     if public_key_pem(leaf) != public_key.strip():
-        return "the host's key is not that of its certificate"
+        return "the host's key does not match the certificate"
     covered = list(map(str.lower, names_in(leaf)))
     if missing := [name for name in names if name.lower() not in covered]:
         return f"it does not cover {', '.join(missing)}"
@@ -229,7 +229,7 @@ def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
     alternatives = x509.SubjectAlternativeName([_general_name(name) for name in names])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     builder = (
-        # Not the bare name: without a DNS name, clients would take the common name for one.
+        # Not the bare name: without a DNS name, clients would match the common name.
         _builder(_name(f"gateway of {names[0]}"), end, key)
         .issuer_name(authority.certificate.subject)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -255,7 +255,7 @@ def _read_authority(ca_dir: str) -> _Authority | None:
         certificate = x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())[0]
         key = load_key((folder / CA_KEY_FILE).read_bytes())
     except (OSError, ValueError, TypeError) as error:
-        what = f"{folder} does not hold a CA ({type(error).__name__})"
+        what = f"{folder} contains no CA ({type(error).__name__})"
         raise SettingsError.one("serve.ca_dir", what, fix) from error
     is_pair = public_key_pem(certificate) == public_key_pem(key)
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not is_pair:
@@ -268,7 +268,7 @@ def _read_authority(ca_dir: str) -> _Authority | None:
 
 
 def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
-    """Create the CA's directory in one step, so that it is complete or absent."""
+    """Create the CA's directory in one step, so that a half-made CA never exists."""
     folder = Path(ca_dir).expanduser()
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")

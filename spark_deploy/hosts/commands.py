@@ -26,7 +26,7 @@ _predicted: WeakKeyDictionary[Host, set[str]] = WeakKeyDictionary()
 
 
 def current_host() -> Host:
-    """Return the current host itself; ``host`` is one proxy for all of them."""
+    """Return the current host itself; ``host`` is a proxy for all of them."""
     return state.inventory.get_host(host.name)
 
 
@@ -37,7 +37,7 @@ def log(text: str) -> None:
 
 
 def log_once(text: str, colour: str | None = None) -> None:
-    """Log once in a run: while predicting if the run predicts (``-y`` does not), else later."""
+    """Log once in a run: while predicting, or later in a run that does not predict (``-y``)."""
     logged = _logged.setdefault(current_host(), set())
     if text not in logged:
         logged.add(text)
@@ -47,8 +47,8 @@ def log_once(text: str, colour: str | None = None) -> None:
 def predict(change: str) -> None:
     """Note in a prediction that this operation would make ``change``.
 
-    A prediction executes nothing: two roles that need the same repository would both predict to
-    add it, although in the run only the first one does.
+    A prediction runs no command: two roles that need the same repository would both predict to
+    add it, although in the run only the first does.
     """
     if not state.is_executing:
         _predicted.setdefault(current_host(), set()).add(change)
@@ -65,7 +65,7 @@ def shell(script: str, *, stdin: str | None = None) -> StringCommand:
 
 
 class CommandFailed(Exception):  # noqa: N818 - the shell's word
-    """A command on the host failed; carries its output."""
+    """A command on the host failed; carries the output."""
 
     def __init__(self, command: str, output: str):
         self.output = output
@@ -116,7 +116,7 @@ def heartbeat(host: Host, activity: str) -> Iterator[None]:
 
 
 def each(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items so that pyinfra tells their operations apart by position.
+    """Yield the items so that pyinfra distinguishes their operations by position.
 
     A plain ``for`` would pair unrelated operations of different hosts (pyinfra 3.10 identifies
     an operation by the line numbers of the call stack).
@@ -125,7 +125,7 @@ def each(items: Iterable[T]) -> Iterator[T]:
 
 
 def one_by_one() -> Iterator[str]:
-    """Yield this host's name in its turn: one operation per host, in inventory order.
+    """Yield this host's name in turn: an operation per host, in inventory order.
 
     So a fault stops at the first host that it meets.
     """
@@ -133,11 +133,11 @@ def one_by_one() -> Iterator[str]:
 
 
 def in_waves(waves: Iterable[Wave]) -> Iterator[Wave]:
-    """Yield the wave of this host in its turn: one operation per wave, in order."""
+    """Yield the wave of this host in turn: an operation per wave, in order."""
     yield from (wave for wave in each(waves) if host.name in wave)
 
 
-AWAY_S = 420  # a reboot takes minutes; longer must not hold up the other hosts
+AWAY_S = 420  # a reboot takes minutes; longer must not delay the other hosts
 _COMMAND_TIMEOUT_S = 60
 _LONGEST_PAUSE_S = 15
 
@@ -145,7 +145,7 @@ _LONGEST_PAUSE_S = 15
 def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
     """Run ``script``, reconnecting with growing pauses; return success, output and errors.
 
-    Uses sudo as the host's settings say: a root login may have no sudo installed.
+    Uses sudo if the host's settings do: a root login may have no sudo installed.
 
     Raises:
         ConnectError: the host stayed away for ``AWAY_S``.
@@ -155,7 +155,7 @@ def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
         while lost_at is None or time.monotonic() - lost_at < AWAY_S:
             try:
                 answer = _run_once(host, script)
-                # A connection that ends in the middle of a command looks like a failed command.
+                # A connection lost in the middle of a command looks like a failed command.
                 if answer[0] or not is_disconnected(host):
                     return answer
                 reason = "closed"

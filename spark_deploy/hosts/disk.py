@@ -1,8 +1,7 @@
 """Filesystems of a host, and weights on it that need no room again.
 
-Only files whose content is known without reading them count: those of a hub cache, named by their
-hash, and those listed in a receipt of ours. Two commits of one model have shards of equal size, so
-a size alone proves nothing.
+Only files of known content count: those of a hub cache, named by hash, and those listed in a
+receipt. Two commits of a model have shards of equal size, so a size is no proof.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Above:
-    """A parent directory of a place; whoever can write to it can replace the place."""
+    """A parent directory of a place; anyone with write access can replace the place."""
 
     path: str
     owner: str
@@ -44,10 +43,10 @@ class Above:
 
     @property
     def writer(self) -> str:
-        """Describe who besides root can write to it; "" if nobody can."""
+        """Describe which other user than root can write to it, or ""."""
         if self.owner != "root":
             return f"belongs to {self.owner}"
-        if self.mode & stat.S_ISVTX:  # sticky: what root owns stays root's
+        if self.mode & stat.S_ISVTX:  # sticky: root's entries stay root's
             return ""
         if self.mode & stat.S_IWOTH:
             return "can be written to by everybody"
@@ -62,7 +61,7 @@ class Reclaimable:
     bytes: int
 
 
-# Docker keeps images below its data root, or in the store of the system's containerd.
+# Docker keeps images below the data root, or in the store of the system's containerd.
 _IMAGES_IN = r"""
 images_in=
 command -v docker >/dev/null 2>&1 && images_in=$(
@@ -77,12 +76,12 @@ images_in=${images_in%%|*}
 
 
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
-    """Print the filesystem of each path; a missing path counts as its nearest parent.
+    """Print the filesystem of each path; a missing path stands for the nearest parent.
 
     Args:
         paths: paths we will write to.
         docker_dirs: those among them where docker keeps images by default. Docker reports the
-            real directory, whose content is not added up: it holds more than ours.
+            real directory; other images in it are not added up.
     """
     words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
     skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
@@ -126,7 +125,7 @@ def parse_places(lines: Iterable[str]) -> Iterator[Place]:
 
 
 def parse_above(lines: Iterable[str]) -> Iterator[Above]:
-    """Read the ``above`` section: owner/group/mode/path; only the path may hold a slash."""
+    """Read the ``above`` section: owner/group/mode/path; only the path may contain a slash."""
     for line in lines:
         owner, group, mode, path = [*line.split("/", 3), "", "", ""][:4]
         if path.startswith("/") and re.fullmatch("[0-7]{1,5}", mode):
@@ -163,7 +162,7 @@ class Stored:
 
     devices: dict[str, str] = field(default_factory=dict)  # path -> device number
     files: frozenset[tuple[str, str, int]] = frozenset()  # device number, sha256, bytes
-    folders: dict[str, str] = field(default_factory=dict)  # sha256 -> its cache or checkpoint
+    folders: dict[str, str] = field(default_factory=dict)  # sha256 -> cache or checkpoint
 
     def linkable_bytes(self, path: str, wanted: Iterable[tuple[str, int]]) -> int:
         """Add up the ``wanted`` (sha256, bytes) that a hard link can bring to ``path``."""
@@ -175,7 +174,7 @@ def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
     """Print large files and receipts below ``look_in``, and the devices of ``paths``.
 
     Args:
-        paths: directories to be filled; a missing one counts as its nearest parent.
+        paths: directories to be filled; a missing directory stands for the nearest parent.
         look_in: directories on the host, as shell globs.
     """
     if not look_in:

@@ -1,4 +1,4 @@
-"""Container engine with the NVIDIA runtime, decided from what runs and not from files."""
+"""Container engine with the NVIDIA runtime, decided from the running state and not from files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spark_deploy.hosts.packages import add_repositories, install, repository_ar
 from spark_deploy.plan.machine import DockerPlan
 from spark_deploy.plan.managed_files import ManagedFile
 
-GROUP = "docker"  # its members can become root on the host
+GROUP = "docker"  # members can become root on the host
 
 
 def fact_arguments(plan: DockerPlan) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def install_engine(plan: DockerPlan) -> Commands:
     if state.snap:
         refuse(
             "docker",
-            "docker is the snap package; its confinement keeps the NVIDIA libraries out",
+            "docker is the snap package; snap confinement keeps the NVIDIA libraries out",
             "remove it (`snap remove docker`), then run again",
         )
     if names := missing_packages(plan, state):
@@ -112,15 +112,15 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
 @operation()
 @host_errors
 def run_engine(plan: DockerPlan) -> Commands:
-    """Run the engine with our keys; reload where that is enough, else restart.
+    """Run the engine with our keys; reload where that is enough, or restart.
 
     Decided from `docker info`: a run that was interrupted between writing and restarting is
-    finished by the next one, and an owner's edit of the file restarts nothing.
+    finished by the next run, and an owner's edit of the file causes no restart.
     """
     state = read_state(plan)
     if "docker" in state.silent:
         fix = "see `systemctl status docker` and the load of the host, then run again"
-        refuse("docker", "its daemon accepts requests and does not answer", fix)
+        refuse("docker", "the daemon accepts requests and does not answer", fix)
     if not state.active:
         yield FunctionCommand(docker_engine.start_engine, [plan.allow_containers], {})
         return
@@ -129,7 +129,7 @@ def run_engine(plan: DockerPlan) -> Commands:
         host.noop("the engine runs with our keys")
         return
     if set(keys) <= docker_engine.RELOADABLE:
-        log(f"docker reloads its configuration for: {', '.join(keys)}")
+        log(f"docker reloads the configuration for: {', '.join(keys)}")
     else:
         log(f"docker is restarted for: {', '.join(keys)}")
         if state.serving:
@@ -141,7 +141,7 @@ def run_engine(plan: DockerPlan) -> Commands:
 def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
     """List our keys the daemon does not run with.
 
-    A key that `docker info` does not show counts if the file is newer than the daemon, or is
+    A key that `docker info` does not show is included if the file is newer than the daemon, or is
     about to get the key.
     """
     present = docker_engine.parse_daemon_json(state.daemon_json or "")
@@ -160,7 +160,7 @@ def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, .
 @operation()
 @host_errors
 def add_users(plan: DockerPlan) -> Commands:
-    """Add the users of ``plan`` to the docker group; nobody is removed from it.
+    """Add the users of ``plan`` to the docker group; members are never removed.
 
     Our own commands use sudo, so no run depends on a login newer than the membership.
     """
@@ -180,7 +180,7 @@ def add_users(plan: DockerPlan) -> Commands:
         yield StringCommand("usermod", "-aG", GROUP, "--", shlex.quote(user))
     log(
         f"{', '.join(missing)}: docker without sudo from the next login on; open sessions "
-        "keep their old groups (`newgrp docker` in one; `ssh -O exit HOST` for a shared connection)"
+        "keep their old groups (`newgrp docker`; `ssh -O exit HOST` for a shared connection)"
     )
 
 

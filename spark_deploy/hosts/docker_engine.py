@@ -1,4 +1,4 @@
-"""daemon.json, and what the docker operations run on a host: start, reload, check the GPU.
+"""daemon.json, and the commands that docker operations run on a host: start, reload, check the GPU.
 
 Keys and which of them a SIGHUP reloads: dockerd reference, "Configuration reload behavior".
 """
@@ -44,7 +44,7 @@ RELOADABLE = frozenset(
 
 
 def parse_daemon_json(text: str) -> dict[str, Any]:
-    """Read a daemon.json; an empty file counts as `{}`.
+    """Read a daemon.json; an empty file is `{}`.
 
     Raises:
         ValueError: not JSON, or not an object.
@@ -125,10 +125,10 @@ _VISIBLE = {
 
 _LOG_TAIL = "journalctl -u docker.service -t dockerd -n 8 -o cat --no-pager"
 
-# An installation exits 0 even when the daemon died at its first start, so look at the daemon. One
-# that started before its socket dies with "no sockets found via socket activation", restarts into
-# its start limit and takes the socket along; only both together, socket first, come up again. Seen
-# in one of ten installations over a removed package.
+# An installation exits 0 even when the daemon died at the first start, so look at the daemon. If it
+# starts before the socket, it dies with "no sockets found via socket activation", restarts into
+# the start limit and takes the socket along; only both together, socket first, start again. Seen
+# in 10 % of installations over a removed package.
 _BRING_UP = """\
 up() {
   for i in $(seq 60); do
@@ -149,7 +149,7 @@ systemctl start docker.socket && systemctl start docker.service && up"""
 
 @host_command
 def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
-    """Enable and start the engine, and check that its daemon answers.
+    """Enable and start the engine, and check that the daemon answers.
 
     Preflight could not list containers while the daemon was down, and docker starts those with a
     restart policy by itself: so they are checked here.
@@ -157,11 +157,11 @@ def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
     _bring_up(host, "systemctl enable --now docker")
     lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
     containers = tuple(parse_containers(split_sections(lines)["containers"]))
-    fix = "run again: preflight takes over those named in takeover:; stop the others first"
+    fix = "run again: preflight stops containers named in takeover:; stop all further ones first"
     problems = [
         Problem(
             f"container {container.name}",
-            f"came up with docker ({container.image}, restart: {container.restart})",
+            f"started with docker ({container.image}, restart: {container.restart})",
             fix,
         )
         for container in competing_containers(containers, allowed)
@@ -209,14 +209,14 @@ def _bring_up(host: Host, command: str) -> None:
             run(host, _BRING_UP % command, timeout_s=240)
     except CommandFailed:
         tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
-        fix = "fix what it reports (`journalctl -u docker`), then run again"
+        fix = "fix the reported cause (`journalctl -u docker`), then run again"
         refuse("docker", f"the daemon does not start\n{tail}", fix)
 
 
 def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
     """Return the versions that the container check depends on; any change requires a new check.
 
-    A tool that did not answer counts as unchanged.
+    A tool that did not answer is taken as unchanged.
     """
     key = {
         "image": plan.check_image,
@@ -233,16 +233,16 @@ def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
     return key
 
 
-_PULL_S = 6 * 3600  # on a slow line; a stalled pull ends much sooner
-# Not root, as the engine: device files that are closed to others have to show here.
+_PULL_S = 6 * 3600  # on a slow line; a stalled pull fails much sooner
+# Not root, as the engine: device files that are closed to other users must fail here.
 _NOBODY = "65534:65534"
 
 
 @host_command
 def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str, Any]) -> bool:
-    """Run a container that lists the GPUs and write the receipt; only a `GPU` line counts.
+    """Run a container that lists the GPUs and write the receipt; only a `GPU` line is a proof.
 
-    Exit status and first line prove nothing: CUDA images print a banner before, and exit 0
+    Exit status and first line are no proof: CUDA images print a banner before, and exit 0
     without any GPU.
     """
     docker = _read_docker(host, arguments)
@@ -277,9 +277,9 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
 
 
 def _pull(host: Host, image: str) -> None:
-    """Pull the image before its container starts, which would wait for a registry for ever.
+    """Pull the image before the container starts, which would wait for a registry for ever.
 
-    A host that is only prepared has no tools yet, or older ones without this verb: there docker
+    A host that is only prepared has no tools yet, or older tools without this verb: there docker
     pulls by itself, within the limit of the check.
     """
     command = f"{tool.line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
@@ -301,7 +301,7 @@ _GPU_ERRORS = (
     ),
     (
         "could not select device driver",
-        "docker has no driver for GPUs: the toolkit is missing or was installed after its start",
+        "docker has no driver for GPUs: the toolkit is missing or newer than docker's start",
         "restart docker",
     ),
     (
@@ -312,12 +312,12 @@ _GPU_ERRORS = (
     ),
     (
         "invoking the NVIDIA Container Runtime Hook directly",
-        "the toolkit is forced to CDI, and docker calls its hook",
+        "the toolkit is forced to CDI, and docker calls the runtime's hook",
         'set mode = "auto" in /etc/nvidia-container-runtime/config.toml',
     ),
     (
         "exec format error",
-        "the image is of another architecture, or CDI left its entry point empty",
+        "the image is of another architecture, or CDI left the entry point empty",
         'check images.gpu_check; with a CDI specification present set mode = "legacy" in '
         "/etc/nvidia-container-runtime/config.toml",
     ),

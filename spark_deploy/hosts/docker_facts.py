@@ -34,7 +34,7 @@ from spark_deploy.hosts.packages import (
 )
 
 DAEMON_JSON = "/etc/docker/daemon.json"
-# Only what is compared: the whole of `docker info` contains proxies with passwords. CDISpecDirs
+# Only compared fields: the whole of `docker info` contains proxies with passwords. CDISpecDirs
 # is last, because a client without CDI fails there; the lines before still count.
 _INFO = re.findall(
     r"\w+",
@@ -97,7 +97,7 @@ class Docker:
     info: dict[str, Any]  # {} when the daemon does not answer
     toolkit_version: str
     toolkit_mode: str  # "auto" | "legacy" | "cdi" | ""
-    runtime: str  # path of NVIDIA's runtime; "" when the toolkit came without
+    runtime: str  # path of NVIDIA's runtime; "" when the toolkit has none
     cdi: tuple[CdiSpec, ...]
     cdi_directories: tuple[str, ...]  # read by the daemon; empty when it has no CDI
     driver_version: str
@@ -120,7 +120,7 @@ class Docker:
 
 
 class DockerState(HostFact[Docker]):
-    """Everything the docker role compares with its plan, in one command."""
+    """Everything the docker role compares, read by a single command."""
 
     def command(
         self,
@@ -145,7 +145,7 @@ class DockerState(HostFact[Docker]):
         found = parse_sections(output)
         engine, info = found["engine"], found["info"]
         mtime, *daemon_json = found["daemon-json"] or [""]
-        client = _parse_json(info[:1], dict)  # a client whose daemon is down prints its own part
+        client = _parse_json(info[:1], dict)  # only client fields while the daemon is down
         drivers = [line.strip() for line in found["driver"] if re.match(r"\s*\d", line)]
         toolkit = re.search(r"CLI version (\S+)", found.text("toolkit"))
         return Docker(
@@ -174,7 +174,7 @@ class DockerState(HostFact[Docker]):
 
 
 def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
-    """Read JSON of one kind; anything else, such as a daemon's error text, is an empty one."""
+    """Read JSON of a type; other text, such as a daemon's error, gives an empty value."""
     try:
         value = json.loads("\n".join(lines))
     except ValueError:
@@ -185,7 +185,7 @@ def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
 def _parse_receipt(text: str) -> GpuProof | None:
     try:
         return documents.parse(GpuProof, text)
-    except documents.DocumentError:  # damaged or absent: it proves nothing
+    except documents.DocumentError:  # damaged or absent: no proof
         return None
 
 
@@ -204,7 +204,7 @@ def timestamp_s(text: str) -> float:
     return moment.replace(tzinfo=timezone.utc).timestamp()
 
 
-# No command line and only one variable of the environment: both carry other people's keys.
+# No command line and only a single variable: both may contain other people's keys.
 _FIELDS = {
     "id": ".Id",
     "name": ".Name",
@@ -215,7 +215,7 @@ _FIELDS = {
     "requests": ".HostConfig.DeviceRequests",
     "labels": ".Config.Labels",
 }
-# A list that ends in null, because an unset variable prints nothing.
+# A list with a final null, because an unset variable prints no value.
 _VISIBLE = (
     '{{range .Config.Env}}{{$words := split . "="}}'
     '{{if eq (index $words 0) "NVIDIA_VISIBLE_DEVICES"}}{{json (index $words 1)}},{{end}}{{end}}'
@@ -286,7 +286,7 @@ class Container:
 
 
 def parse_containers(lines: Iterable[str]) -> Iterator[Container]:
-    """Read one JSON object per line, as ``CONTAINERS_SCRIPT`` prints them."""
+    """Read a JSON object per line, as ``CONTAINERS_SCRIPT`` prints them."""
     for line in lines:
         try:
             row = json.loads(line)
@@ -309,6 +309,6 @@ def parse_silent(lines: Iterable[str]) -> str:
 
 def _uses_gpu(requests: object, runtime: object, visible: Sequence[str | None] | None) -> bool:
     text = json.dumps(requests).lower() if isinstance(requests, list) else ""
-    # NVIDIA's runtime is often the default and does nothing without visible devices.
+    # NVIDIA's runtime is often the default and adds no GPU without visible devices.
     by_runtime = runtime == "nvidia" and (visible or [None])[0] not in (None, "", "void", "none")
     return by_runtime or '"gpu"' in text or "nvidia" in text

@@ -42,7 +42,7 @@ from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.fabric import fabric_plan, there_already
 from spark_deploy.plan.machine import Way
 
-_FULL_MBIT_PER_S = 200_000  # of one cable, reported by each of the two interfaces of its cage
+_FULL_MBIT_PER_S = 200_000  # of a cable, reported by each of the two interfaces of the cage
 _LARGE_MTU = 9000
 
 
@@ -53,21 +53,21 @@ def read_reach(ways: Sequence[Way]) -> dict[str, str]:
 
 
 def judge_links(host: str, ways: Sequence[Way], reached: Mapping[str, str]) -> Verdict:
-    """Collect what is wrong with the links from a host to the others of its cluster."""
+    """Collect faults of the links from a host to other members of the cluster."""
     problems, warnings = [], []
     for way in ways:
         where = f"{host}: {way.interface}"
         answer = reached.get(way.address, "unknown")
         if answer == "no":
             what = f"no packet of {way.mtu} bytes comes back from {way.host} ({way.address})"
-            fix = "check cable, address and MTU at both ends, and that no firewall blocks members"
+            fix = "check cable, address and MTU on both hosts, and that no firewall blocks members"
             problems.append(Problem(where, what, fix))
         if answer == "unknown":
             what = f"the link to {way.host} ({way.address}) was not tested: ping is not installed"
             warnings.append(Problem(where, what, "apt-get install iputils-ping"))
         if way.mtu != way.other_mtu:
             what = f"MTU {way.mtu}, but {way.other_mtu} on {way.host}"
-            problems.append(Problem(where, what, "set the same MTU at both ends (netplan)"))
+            problems.append(Problem(where, what, "set the same MTU on both hosts (netplan)"))
     return Verdict(tuple(problems), (*warnings, *_slow_links(host, ways)))
 
 
@@ -77,13 +77,13 @@ def _slow_links(host: str, ways: Sequence[Way]) -> Iterator[Problem]:
         where = f"{host}: {way.interface}"
         if way.speed_mbit_per_s is not None and way.speed_mbit_per_s < _FULL_MBIT_PER_S:
             what = f"linked at {way.speed_mbit_per_s // 1000} Gb/s of 200"
-            fix = "use a cable for 200 Gb/s; behind a switch set the speed of its port"
+            fix = "use a cable for 200 Gb/s; behind a switch set the speed of the switch port"
             yield Problem(where, what, fix)
         if way.mtu < _LARGE_MTU:
             what = f"MTU {way.mtu}: RDMA moves small packets, reported to slow prefill down"
-            yield Problem(where, what, f"set MTU {_LARGE_MTU} at both ends (netplan)")
+            yield Problem(where, what, f"set MTU {_LARGE_MTU} on both hosts (netplan)")
     if len(with_rdma) == 1:
-        what = "one of the two interfaces of the cage has an address: half of the cable's speed"
+        what = "only half of the cable's speed: a single interface of the cage has an address"
         fix = "give the other interface an address in a separate network (netplan)"
         yield Problem(f"{host}: {next(iter(with_rdma))}", what, fix)
 
@@ -94,13 +94,13 @@ def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> I
     branches = {name: each.gpu.driver_version.partition(".")[0] for name, each in known.items()}
     if len(set(branches.values())) > 1:
         named = ", ".join(f"{name} {branch or 'none'}" for name, branch in branches.items())
-        fix = "update all members to one branch with the vendor's tools"
+        fix = "update all members to the same branch with the vendor's tools"
         yield Problem("driver", f"different branches: {named}", fix)
     for name, survey in known.items():
         if survey.memory.cma_free_bytes > survey.memory.cma_total_bytes:
             yield Problem(
                 f"{name}: kernel",
-                f"{survey.identity.kernel} keeps memory for its handover (CmaFree is above "
+                f"{survey.identity.kernel} keeps memory for a kexec handover (CmaFree is above "
                 "CmaTotal); NCCL is reported to fail at start for lack of memory",
                 "boot with kho=off, or with a 6.17 kernel",
             )
@@ -174,13 +174,13 @@ def _run_step(state: State, host: Host, step: str, fix: str) -> bool:
 
 
 def _last_problem(name: str, output: str, fix: str) -> Problem:
-    """Return the last error that our tool printed, or its last line with ``fix``."""
+    """Return the last error that our tool printed, or the last line with ``fix``."""
     lines = output.strip().splitlines() or ["no output"]
     problems = filter(None, map(problem_in, reversed(lines)))
     return next(problems, Problem(name, lines[-1], fix))
 
 
-# Each link is measured from both ends: 2 GB and 5 s of it in all.
+# Each link is measured in both directions: 2 GB and 5 s in total.
 MOST_BYTES = 10**9
 MOST_S = 2.5
 _COMMAND_S = 40
@@ -193,7 +193,7 @@ _LIMITS = {
 
 
 def _unit_command(command: str, **limits: str) -> str:
-    """Run a listener as an account that exists only for it; systemd ends it after the limit."""
+    """Run a listener as a temporary account; systemd stops it after the limit."""
     properties = " ".join(f"'--property={k}={v}'" for k, v in {**_LIMITS, **limits}.items())
     return f"systemd-run --quiet --collect --wait --pipe {properties} {command}"
 
@@ -201,7 +201,7 @@ def _unit_command(command: str, **limits: str) -> str:
 @operation()
 @host_errors
 def measure_links(ways: Sequence[Way]) -> None:
-    """Send packets of full size over each link and measure it; changes nothing."""
+    """Send packets of full size over each link and measure it, without changes."""
     if not state.is_executing:
         for way in ways:
             most = f"{MOST_BYTES // 10**6} MB and {MOST_S} s at most"
@@ -212,7 +212,7 @@ def measure_links(ways: Sequence[Way]) -> None:
     for way in ways:
         speed = _measure(way)
         log(describe_speed(way, speed))
-        # Only after the token proved both ends: ib_write_bw itself checks no token.
+        # Only after the token proved both hosts: ib_write_bw itself checks no token.
         rdma_gbit_per_s = _measure_rdma(way) if way.device and speed.arrived_bytes else None
         if rdma_gbit_per_s is not None:
             log(f"{way.interface} to {way.host}: {rdma_gbit_per_s:.1f} Gb/s RDMA (ib_write_bw)")
@@ -253,8 +253,8 @@ def _measure(way: Way) -> SpeedFound:
 def _measure_rdma(way: Way) -> float | None:
     """Return the RDMA write bandwidth in Gb/s; ``None`` where perftest cannot measure it.
 
-    rdma_cm (``-R``) picks device and GID by address. The listener accepts one connection at the
-    link's address and ends by itself.
+    rdma_cm (``-R``) picks device and GID by address. The listener accepts a single connection at
+    the link's address and exits.
     """
     hosts = (host, state.inventory.get_host(way.host))
     if not all(_run_test(end, "command -v ib_write_bw", "")[0] for end in hosts):
@@ -297,11 +297,11 @@ def _run_test(host: Host, script: str, stdin: str) -> tuple[bool, str]:
     return done, output.stdout if done else output.stderr or output.stdout
 
 
-# Below this share of its link speed a link is faulty. The TCP maximum of a Spark is unknown, so
+# Below this share of the link speed a link is faulty. The TCP maximum of a Spark is unknown, so
 # above the second figure a link is never called slow.
 _LEAST_SHARE = 0.25
 _LEAST_GBIT_PER_S = 10.0
-_DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a ConnectX-7 that came up degraded is reported to carry 13
+_DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a degraded ConnectX-7 port is reported to carry 13
 
 
 def describe_speed(way: Way, speed: SpeedFound) -> str:
@@ -315,12 +315,12 @@ def describe_speed(way: Way, speed: SpeedFound) -> str:
 def judge_speed(
     host: str, way: Way, speed: SpeedFound, rdma_gbit_per_s: float | None = None
 ) -> Verdict:
-    """Collect what a short test over TCP, and over RDMA where it ran, shows against a link."""
+    """Collect faults found by a short test over TCP, and over RDMA where it ran."""
     where, carried = f"{host}: {way.interface}", _gbit_per_s(speed)
     stated = (way.speed_mbit_per_s or 0) / 1000
     if not speed.arrived_bytes:
-        what = f"the connection opens, but nothing of full size gets to {way.host}"
-        fix = f"set MTU {way.mtu} at both ends, and at the switch between them"
+        what = f"the connection opens, but no packet of full size gets to {way.host}"
+        fix = f"set MTU {way.mtu} on both hosts, and on the switch between them"
         return Verdict((Problem(where, what, fix),))
     if carried < min(_LEAST_SHARE * stated, _LEAST_GBIT_PER_S):
         what = f"{carried:.1f} Gb/s to {way.host} over a link of {stated:g} Gb/s"

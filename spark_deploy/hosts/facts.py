@@ -32,7 +32,7 @@ _PARSE_ERRORS = (
 
 
 class HostFact(FactBase[T]):
-    """A fact whose parser may meet any output: malformed output fails this host, never the run."""
+    """A fact whose parser may meet any output: malformed output fails only this host."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -62,7 +62,7 @@ class LineFact(HostFact[str]):
         return next((line.strip() for line in output if line.strip()), "")
 
 
-# Every fact costs one SSH round trip, so a role reads everything with one script. Scripts are
+# Every fact costs an SSH round trip, so a role reads everything with a single script. Scripts are
 # POSIX sh, print sections and exit 0: a missing or failing tool is a result too.
 MARKER = "== "
 
@@ -112,7 +112,7 @@ def parse_sections(output: Iterable[str]) -> Sections:
 
 
 def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
-    """Join snippets into one script that prints English, never fails and marks its end.
+    """Join snippets into a script that prints English, never fails and marks the end.
 
     Args:
         parts: snippets, run in order.
@@ -129,11 +129,11 @@ def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
 
 
 def as_root(script: str) -> str:
-    """Wrap a script: run as root if sudo needs no password; section ``sudo`` holds the outcome.
+    """Wrap a script: run as root if sudo needs no password; section ``sudo`` is the outcome.
 
     Run it without pyinfra's sudo, which stops at a password prompt; here such a host is reported.
     """
-    # Trying sudo separately would cost one more PAM session.
+    # Trying sudo separately would cost another PAM session.
     # -k: on this machine a password typed minutes ago would hide a missing rule.
     quoted, with_sudo = shlex.quote(script), shlex.quote(f"echo yes\n{script}")
     return (
@@ -145,7 +145,7 @@ def as_root(script: str) -> str:
 
 
 def parse_key_values(lines: Iterable[str]) -> dict[str, str]:
-    """Read `KEY=value` lines with optional double quotes; the last of equal keys counts."""
+    """Read `KEY=value` lines with optional double quotes; the last of equal keys wins."""
     values: dict[str, str] = {}
     for line in lines:
         key, equals, value = line.partition("=")
@@ -155,9 +155,9 @@ def parse_key_values(lines: Iterable[str]) -> dict[str, str]:
 
 
 class FileStates(HostFact[dict[str, FileState]]):
-    """Mode, owner and sha256 of each regular file among ``paths``; others are left out.
+    """Mode, owner and sha256 of each regular file among ``paths``.
 
-    Two processes whatever the number of files (GNU coreutils' ``stat`` and ``sha256sum``).
+    Two processes for any number of files (GNU coreutils' ``stat`` and ``sha256sum``).
     """
 
     default = dict
@@ -187,7 +187,7 @@ class FileStates(HostFact[dict[str, FileState]]):
         }
 
 
-# Other projects also name units after this machine: "spark-vllm.service" is not ours.
+# Other projects also name units after this machine: "spark-vllm.service" is unmanaged.
 _MANAGED_UNITS = re.compile(
     r"/spark-(serve|switch|watch|gateway|return|job|share)(@|\\x40)|/spark-daily\.service"
 )
@@ -203,7 +203,7 @@ def is_managed(cgroup: str) -> bool:
     return bool(_MANAGED_UNITS.search(cgroup))
 
 
-# pyinfra runs one SSH command for every ``get_fact``, but operations of a role read the same fact.
+# pyinfra runs an SSH command for every ``get_fact``, but operations of a role read the same fact.
 # A cached value is dropped once any operation has run a command on the host. From the prepare
 # stage to the execute stage it stays valid for some seconds: a plan may wait for confirmation.
 MAX_AGE_S = 10.0
@@ -240,7 +240,7 @@ def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
 
 
 def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return ``fact`` of the current host without the cache, where an older value proves nothing.
+    """Return ``fact`` of the current host without the cache, where an older value is no proof.
 
     Raises:
         FactUnavailable: the command failed, so there is no state to decide from.
@@ -258,7 +258,7 @@ def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
 def _recent_answer(
     answers: dict[_Key, tuple[int, float, Any]], key: _Key
 ) -> tuple[int, float, Any] | None:
-    """Return a prefetched value, or one of the prepare stage, that is not too old."""
+    """Return a prefetched value, or that of the prepare stage, if not too old."""
     oldest = time.monotonic() - MAX_AGE_S
     candidates = (answers.get((stage, *key)) for stage in (_PREFETCHED, StateStage.Prepare))
     return next((answer for answer in candidates if answer and answer[1] >= oldest), None)
@@ -290,7 +290,7 @@ def commands_executed(on: Host) -> int:
 
 
 # Roles declare at the top of a deploy which facts they will read. `prefetch` reads all of them at
-# once over one connection instead of one by one.
+# once over the same connection instead of in sequence.
 _PARALLEL = 8  # sshd's default allows ten sessions per connection
 _Expected = tuple[Callable[[], Mapping[str, Any]], bool]
 _expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], _Expected]] = WeakKeyDictionary()
@@ -306,8 +306,8 @@ def expect_fact(
 
     Args:
         fact: the fact.
-        arguments: called at prefetch, when all roles have declared theirs.
-        slow: run in a command of its own; the others share one.
+        arguments: called at prefetch, after all roles have declared facts.
+        slow: run in a separate command; fast facts share a command.
     """
     _expected.setdefault(current_host(), {})[fact] = (arguments, slow)
 
@@ -335,7 +335,7 @@ def prefetch() -> None:
 def _fetch(
     this: Host, group: Sequence[tuple[type[FactBase[Any]], Callable[[], Mapping[str, Any]]]]
 ) -> None:
-    """Read several facts with one command; a random line ends the output of each."""
+    """Read several facts with a single command; a random line follows the output of each."""
     mark = secrets.token_hex()
     pending = [(fact, arguments()) for fact, arguments in group]
     script = "\n".join(

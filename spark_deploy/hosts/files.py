@@ -1,4 +1,4 @@
-"""Put managed files in place, all of them with one command."""
+"""Put managed files in place, all of them with a single command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _expected_paths: WeakKeyDictionary[Host, dict[str, None]] = WeakKeyDictionary()
 
 
 def expect_files(paths: Iterable[str]) -> None:
-    """Declare paths that operations of this run will compare: one fact then reads them all."""
+    """Declare paths that operations of this run will compare: a single fact then reads them all."""
     this = current_host()
     _expected_paths.setdefault(this, {}).update(dict.fromkeys(paths))
     expect_fact(FileStates, lambda: {"paths": tuple(_expected_paths[this])})
@@ -38,7 +38,7 @@ def file_states(paths: Sequence[str]) -> dict[str, FileState]:
 
 
 def place_files(files: Sequence[ManagedFile]) -> Generator[StringCommand, None, bool]:
-    """Yield the one command that repairs differing files; return whether there were any.
+    """Yield a single command that repairs differing files; return whether there were any.
 
     For use inside operations (``yield from``), because an operation cannot call another.
     """
@@ -77,10 +77,10 @@ def put_files(files: Sequence[ManagedFile]) -> StringCommand:
 
 
 def pack_files(files: Iterable[ManagedFile]) -> str:
-    """Pack file contents as base64 of a tar whose members are named by position.
+    """Pack file contents as base64 of a tar with members named by position.
 
     Text, because it is sent on a command's standard input; positions, so that no path can steer
-    what ``tar`` writes.
+    ``tar``.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as tar:
@@ -102,7 +102,7 @@ def unpack_script(files: Iterable[ManagedFile]) -> str:
         'base64 -d | tar -xzf - -C "$d"',
         'put() { install -D -o root -g root -m "$2" "$d/$1" "$3.spark-new"'
         ' && sync "$3.spark-new" && mv -fT "$3.spark-new" "$3"; }',
-        # `install -D` creates parents with the umask; ours are world-readable.
+        # `install -D` creates parents with the umask; managed directories are world-readable.
         "umask 022",
     ]
     lines += [
@@ -120,7 +120,7 @@ def encode_lines(content: bytes) -> str:
 def unzip_script(home: str, sha256: str, receipt: str) -> str:
     """Return the shell script that unpacks a zip of ``encode_lines`` from standard input.
 
-    It is received in a directory that only root can read and unpacked only if its hash matches.
+    It is received in a directory that only root can read and unpacked only if the hash matches.
     pyinfra's own upload uses a name in ``/tmp`` that any user of the host can predict.
     """
     target, parent = shlex.quote(home), shlex.quote(str(PurePosixPath(home).parent))

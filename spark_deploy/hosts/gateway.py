@@ -33,7 +33,7 @@ class SymlinkTarget(LineFact):
 
 
 class WatchTools(LineFact):
-    """The tools directory whose code the watchdog of a release runs; "" if none runs."""
+    """The tools directory used by the running watchdog of a release; "" if none runs."""
 
     def command(self, release: str) -> str:
         unit = shlex.quote(WATCH.of(release))
@@ -108,19 +108,19 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
 @operation()
 @host_errors
 def replace_key(plan: GatewayPlan) -> Commands:
-    """Replace the API key generated on the host; the old one is refused from then on."""
+    """Replace the API key generated on the host; the old key is refused from then on."""
     if plan.key.kind != "generate":
         what = f"comes from the controller ({plan.key.kind} {plan.key.value[0]})"
         refuse(f"{host.name}: serve.api_key", what, "put the new key there and run deploy.py")
     if not read_fact(Status).service(plan.settings.service):
-        what = "there is none to replace: nothing was deployed here yet"
-        fix = "run deploy.py for this host; its first change of release makes the key"
+        what = "there is none to replace: no release was deployed here yet"
+        fix = "run deploy.py for this host; the first change of release makes the key"
         refuse(f"{host.name}: API key", what, fix)
     yield tool.line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
 
 def _restart_watch(plan: GatewayPlan, release: str | None) -> Commands:
-    """Restart a watchdog of older tools, which would render the gateway's files in the old way.
+    """Restart a watchdog of older tools, which would write the gateway's files in an older format.
 
     It follows addresses that come and go, with the code that it started with; engines continue.
     """
@@ -161,7 +161,7 @@ def _pair_files(plan: GatewayPlan, certificate: bytes, key: bytes) -> list[Manag
 def _issue_certificate(
     plan: GatewayPlan, names: tuple[str, ...], ca_dir: str
 ) -> Generator[Any, None, bool]:
-    """Issue a certificate of the private CA unless the present one is valid; return whether."""
+    """Issue a certificate of the private CA if the present is not valid; return whether."""
     from spark_deploy.hosts.certificates import issue, why_renew
 
     tls = tls_of(plan.settings.service)
@@ -221,7 +221,7 @@ class Calendars(LineFact):
 def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
     rejected = host.get_fact(Calendars, times=tuple(times)) if times else ""
     if rejected:
-        what = f"{rejected!r} is no time that its systemd understands"
+        what = f"{rejected!r} is no time for the host's systemd"
         refuse(
             f"{host.name}: schedule", what, "`man systemd.time`; `systemd-analyze calendar TEXT`"
         )

@@ -81,7 +81,7 @@ class Gpu:
 class ComputeApp:
     pid: int
     name: str
-    cgroup: str = ""  # "" if the process had ended meanwhile
+    cgroup: str = ""  # "" if the process exited meanwhile
 
     @property
     def container_id(self) -> str:
@@ -129,7 +129,7 @@ def parse_apps(sections: Sections) -> Iterator[ComputeApp]:
 
 
 def parse_smi(lines: Sequence[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
-    """Return status, error text and GPUs from nvidia-smi's output and its ``rc=`` line."""
+    """Return status, error text and GPUs from nvidia-smi's output and the ``rc=`` line."""
     if not lines:
         return "missing", "", ()
     returned = lines[-1].removeprefix("rc=") if lines[-1].startswith("rc=") else "0"
@@ -186,7 +186,7 @@ class Cuda:
 
 
 class CudaState(HostFact[Cuda]):
-    """Everything the CUDA role compares with its plan, in one command."""
+    """Everything the CUDA role compares, read by a single command."""
 
     def command(self, urls: Sequence[str] = (), repository_files: Sequence[str] = ()) -> str:
         return build_script(_TOOLKITS, repositories_script(urls, repository_files))
@@ -248,7 +248,7 @@ def add_cuda_repositories(plan: CudaPlan) -> Commands:
 @operation()
 @host_errors
 def install_cuda(plan: CudaPlan) -> Commands:
-    """Install a CUDA toolkit of the planned version; a fitting one is kept as it is."""
+    """Install a CUDA toolkit of the planned version; a fitting toolkit is kept as it is."""
     present = find_toolkit(read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version)
     if present:
         host.noop(f"CUDA {present.version} at {present.path} is kept")
@@ -257,7 +257,7 @@ def install_cuda(plan: CudaPlan) -> Commands:
 
 
 # How a container gets the GPU on this host: NVIDIA's runtime, or a CDI device. The container check
-# verifies the choice, its receipt keeps it, and the engine is started in the same way.
+# verifies the choice and writes it to the receipt, which the engine's start uses.
 
 # Works with toolkit modes auto and legacy, and with every docker since 19.03.
 RUNTIME = ("--runtime=nvidia",)
@@ -277,19 +277,19 @@ def gpu_arguments(state: Docker) -> tuple[str, ...]:
 
 
 def lacks_runtime(state: Docker) -> bool:
-    """Whether the toolkit is installed without its runtime, which must then not be registered."""
+    """Whether the toolkit is installed without the runtime, which must then not be registered."""
     return bool(state.toolkit_version) and not state.runtime
 
 
 def lacks_specification(state: Docker) -> bool:
     """Whether containers need a CDI specification that does not exist yet."""
-    # An engine without CDI uses one, too: the runtime resolves it where the toolkit is forced.
+    # An engine without CDI also uses it: the runtime resolves it where the toolkit is forced.
     needed = gpu_arguments(state) == CDI or state.toolkit_mode == "cdi"
     return needed and not state.cdi
 
 
 def gpu_problem(state: Docker) -> Problem | None:
-    """Return why no container can get the GPU here; ``None`` when one can."""
+    """Return why no container can get the GPU here, or ``None``."""
     if gpu_arguments(state) != CDI or state.cdi_directories or not state.info:
         return None
     return Problem(

@@ -1,4 +1,4 @@
-"""Fail one host with a message, without ending the run for the others."""
+"""Fail a single host with a message; the run continues on the remaining hosts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def warn(host: Host, *problems: Problem) -> None:
 
 
 class Refused(Exception):  # noqa: N818 - reads better at the call site
-    """Ends the work on one host and on no other."""
+    """Stops the work on a single host."""
 
     def __init__(self, *problems: Problem):
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -50,7 +50,7 @@ def refuse(where: str, what: str, fix: str) -> NoReturn:
 
 
 def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[..., bool]:
-    """Let the function of a ``FunctionCommand`` refuse its host."""
+    """Let the function of a ``FunctionCommand`` refuse the host."""
 
     @functools.wraps(body)
     def guarded(state: State, host: Host, *args: P.args, **kwargs: P.kwargs) -> bool:
@@ -74,13 +74,13 @@ def _describe(operation: str, error: Exception) -> Problem:
 
 
 def host_errors(body: Callable[P, Commands | None]) -> Callable[P, Commands]:
-    """Turn an exception in an operation body into a failure of its host alone.
+    """Turn an exception in an operation body into a failure of only this host.
 
-    Takes the host's lease before the first command: nothing changes without it.
+    Takes the host's lease before the first command.
 
-    Without this, pyinfra 3.10 ends the whole run with a traceback (its ``run_host_op`` contains
-    only errors of commands), also when its last host is lost while a fact is read. A dry run
-    executes no command, so the text is printed while predicting as well. Stands below
+    Without this, pyinfra 3.10 stops the whole run with a traceback (``run_host_op`` contains
+    only errors of commands), also when the last host is lost while a fact is read. A dry run
+    executes no command, so the text is printed while predicting as well. Goes below
     ``@operation()``.
     """
 

@@ -43,7 +43,7 @@ PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line
 def progress_text(state: JobState) -> str:
     if state.state == "unknown":
         return state.result
-    if state.progress is None:  # a tool that counts no bytes: its last line and run time
+    if state.progress is None:  # a tool without byte counts: last line and run time
         elapsed = f" ({state.elapsed_s} s)" if state.elapsed_s else ""
         return f"{state.last_line or state.result or 'starting'}{elapsed}"
     progress = state.progress
@@ -61,24 +61,24 @@ def progress_text(state: JobState) -> str:
 @operation()
 @host_errors
 def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
-    """Start a job unless it runs already or its receipt exists.
+    """Start a job unless it runs already or the receipt exists.
 
     Args:
         work: the job and its files.
         release: the prepare target of this release pulls the job in.
-        names: every job of the release, so that one fact serves all operations.
+        names: every job of the release, so that a single fact serves all operations.
     """
     job, target = work.job, PREPARE.of(release)
     jobs = read_fact(JobStates, jobs=names, target=target)
     state = jobs.states.get(job.digest12)
     if state is not None and state.state == "done":
-        host.noop(f"{job.title}: proven by its receipt")
+        host.noop(f"{job.title}: proven by a receipt")
         return
     if state is not None and state.state == "running":
         if target in jobs.linked and job.digest12 in jobs.pulled:
             host.noop(f"{job.title}: already running, attaching")
             return
-        # Started for another choice: from now on a boot continues it for this one.
+        # Started for another choice: from now on a boot continues it for this choice.
         yield from place_files((_boot_drop_in(job, release),))
         yield shell(_link(target))
         return
@@ -91,10 +91,10 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     token = [*_token(work)]
     yield shell(
         f"{_link(target)}; "
-        # The status of an earlier attempt would read as the outcome of this one.
+        # The status of an earlier attempt would look like the outcome of this attempt.
         f"rm -f {job.dir}/status.json {job.dir}/progress; "
         f"systemctl reset-failed {job.unit} 2>/dev/null; "
-        # In the command that starts the job, whose end removes the token: a controller that stops
+        # In the command that starts the job, which later removes the token: a controller killed
         # here leaves no token without a job.
         + (f"(\n{unpack_script(token)}\n) && " if token else "")
         + f"systemctl start --no-block {job.unit}",
@@ -103,12 +103,12 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
 
 
 def _token(work: Work) -> Iterator[ManagedFile]:
-    """Yield the file with the hub's token, which the host removes when the job ends."""
+    """Yield the file with the hub's token, which the host removes after the job."""
     token = read_hub_token(work.hub) if work.hub else None
     if work.hub is None or token is None:
         return
     if work.hub.token is None:
-        log_once(f"{work.job.title}: uses your Hugging Face login, on the host until the job ends")
+        log_once(f"{work.job.title}: uses your Hugging Face login, on the host during the job")
     yield ManagedFile(hub_token_file(work.job.digest), f"{token}\n".encode(), 0o600)
 
 
@@ -143,14 +143,14 @@ def wait_for_jobs(
     timeout_s: int = PREPARE_TIMEOUT_S,
     retire_others: bool = False,
 ) -> Commands:
-    """Wait until every job has its receipt; show progress, and the log of a failed job.
+    """Wait until every job has a receipt; show progress, and the log of a failed job.
 
     Args:
         jobs: all jobs of the release.
-        release: its prepare target is retired when all is done.
+        release: the prepare target to retire when all is done.
         timeout_s: stop waiting after this long; the jobs continue.
-        retire_others: ``release`` is the current choice; boots stop continuing the jobs of
-            releases of its service that were replaced before they were built.
+        retire_others: ``release`` is the current choice; boots stop continuing jobs of
+            releases of the service that were replaced before they were built.
     """
     names, target = tuple(job.digest12 for job in jobs), PREPARE.of(release)
     # Without jobs only the boot targets matter, which every answer contains.

@@ -1,9 +1,9 @@
-"""One run at a time changes a host: a lease on it, from the first change to the end of the run.
+"""A lease on a host, so that runs change it in turn: from the first change to the end of a run.
 
 A file in ``/run``: holder, since when, until when (in seconds of the host's own uptime, so that no
-clock matters). A run renews it, returns it at its end or when interrupted, and it expires soon
-after a killed run. Dry runs and runs that change nothing take none. Written by the shell alone, for
-hosts without our tools. Only root can open the lock: whoever may read a file may hold its lock.
+clock matters). A run renews it, returns it at the end or when interrupted, and it expires soon
+after a killed run. Dry runs and runs without changes take none. Written by shell commands, for
+hosts without our tools. Only root can open the lock, because a reader of a file may lock it.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ def _this_machine() -> str:
 
 
 def holder() -> str:
-    """Return who runs this, for the messages of other runs: ``ann@desk``."""
+    """Return the user of this run, for the messages of other runs: ``ann@desk``."""
     return _word(f"{getpass.getuser()}@{platform.node()}")
 
 
 def take_script(
     path: str, token: str, who: str, over: str | None = None, *, only_look: bool = False
 ) -> str:
-    """Return the script that takes or renews a lease, or prints who holds it.
+    """Return the script that takes or renews a lease, or prints the holder.
 
     Args:
         path: the lease's file.
         token: of this run.
-        who: runs it.
+        who: user of this run.
         over: token of a run that is known to be dead.
         only_look: do not take a free lease.
     """
@@ -111,25 +111,25 @@ _leases: WeakKeyDictionary[Host, _Held] = WeakKeyDictionary()
 
 
 class Releases(BaseStateCallback):
-    """Returns leases when a run ends, however it does."""
+    """Returns leases at the end of a run, also of a failed one."""
 
     @staticmethod
     def when_interrupted(state: State) -> None:
-        """End an interrupted run at once and in the usual way, which returns leases.
+        """End an interrupted run at once with the usual exit, which returns leases.
 
         By itself pyinfra finishes the current operation, however long, and exits with 0; or
-        continues, where the exception of its handler reaches code that drops it.
+        continues, where the exception of the handler reaches code that drops it.
         """
         main = gevent.get_hub().parent
         ended_s: list[float] = []
 
         def end(number: int, _: FrameType | None) -> None:
-            # A terminal signals every process of its group, and then a parent signals again: that
+            # A terminal signals every process of the group, and then a parent signals again: that
             # must not prevent the return of a lease.
             if ended_s and time.monotonic() - ended_s[0] < _SAME_INTERRUPT_S:
                 return
             ended_s.append(time.monotonic())
-            # Python drops its handlers at exit: the second signal would become its exit code.
+            # Python drops handlers at exit: the second signal would become the exit code.
             atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, _INTERRUPTS)
             sys.stderr.write(
                 "interrupted: leases are returned; work started on hosts continues, and the next "
@@ -139,7 +139,7 @@ class Releases(BaseStateCallback):
             gevent.kill(main, SystemExit(128 + number))  # type: ignore[arg-type]  # never None
 
         for number in _INTERRUPTS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup, say
+            if signal.getsignal(number) is not signal.SIG_IGN:  # such as by nohup
                 signal.signal(number, end)
 
     @staticmethod
@@ -153,7 +153,7 @@ class Releases(BaseStateCallback):
         try:
             _run_script(host, release_script(LEASE, this_run()))
         except _CONNECTION_ERRORS as error:
-            host.log(f"its lease was not returned ({type(error).__name__}) and will expire")
+            host.log(f"the lease was not returned ({type(error).__name__}) and will expire")
 
 
 def hold_lease(state: State, host: Host) -> None:
@@ -166,7 +166,7 @@ def hold_lease(state: State, host: Host) -> None:
 
 
 def find_other_run() -> Problem | None:
-    """Return who changes the current host, checked once per run: its state is half done."""
+    """Return another run that changes the current host; checked once per run."""
     current = _current()
     if current is None or current[1].looked or current[1].taken:
         return None
@@ -175,7 +175,7 @@ def find_other_run() -> Problem | None:
 
 
 def acquire() -> Problem | None:
-    """Take the current host's lease before a change, or return who holds it."""
+    """Take the current host's lease before a change, or return the holder."""
     current = _current()
     if current is None or current[1].taken:
         return None
@@ -190,7 +190,7 @@ def acquire() -> Problem | None:
 
 
 def _current() -> tuple[Host, _Held] | None:
-    """Return the current host and its lease; ``None`` where none is needed."""
+    """Return the current host and lease; ``None`` where none is needed."""
     if not current_state.is_executing:
         return None
     host = current_host()
@@ -212,7 +212,7 @@ def _try_lease(host: Host, *, only_look: bool) -> Problem | None:
     answer = _run_script(host, take_script(LEASE, this_run(), holder(), only_look=only_look))
     token, *rest = answer.removeprefix("held ").split(" ")
     if answer.startswith("held ") and _is_dead(token):
-        # A killed run of this machine cannot return its lease.
+        # A killed run of this machine cannot return the lease.
         script = take_script(LEASE, this_run(), holder(), over=token, only_look=only_look)
         answer = _run_script(host, script)
     if answer in ("taken", "free"):
@@ -224,7 +224,7 @@ def _try_lease(host: Host, *, only_look: bool) -> Problem | None:
     return Problem(
         f"{host.name}: lease",
         f"{who} has been changing this host since {since} (lease expires in {left_s} s)",
-        "wait until that run has ended, and run again",
+        "wait for that run, and run again",
     )
 
 
@@ -252,7 +252,7 @@ def _renew(host: Host, held: _Held) -> None:
 
 
 def _run_script(host: Host, script: str) -> str:
-    """Run a script as root, next to other commands of the run; return its last line."""
+    """Run a script as root, next to other commands of the run; return the last line."""
     ok, output = host.run_shell_command(
         shell(script), _timeout=_TIMEOUT_S, _sudo=bool(host.data.get("_sudo"))
     )

@@ -122,7 +122,7 @@ class Netplan:
     """Checked before an interface gets an address."""
 
     installed: bool
-    in_trial: bool  # one of our trials is running
+    in_trial: bool  # our trial is running
     ours: str  # the file we wrote; "" if there is none
     named: dict[str, str]  # interface: another file that configures it
     below: dict[str, str]  # interface: the bridge or bond it is part of
@@ -153,7 +153,7 @@ def _pairs(lines: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A listening TCP socket; process fields are empty where the kernel holds it."""
+    """A listening TCP socket; process fields are empty for kernel sockets."""
 
     address: str
     port: int
@@ -167,7 +167,7 @@ class Listener:
 
     @property
     def service(self) -> str:
-        """The service whose gateway holds the socket; "" for any other process."""
+        """The service if a gateway listens here, or ""."""
         match = re.search(r"/spark-gateway(?:@|\\x40)([^/]+)\.service", self.cgroup)
         return match[1] if match else ""
 
@@ -175,7 +175,7 @@ class Listener:
 def ports_script(ports: Sequence[int]) -> str:
     """Print the listeners of some ports, then the cgroup of each process behind them.
 
-    The longest path of /proc/PID/cgroup counts: with v1 controllers the v2 line is only "/".
+    The longest path of /proc/PID/cgroup is used: with v1 controllers the v2 line is only "/".
     """
     wanted = " or ".join(f"sport = :{port}" for port in ports) or "sport = :0"
     return rf"""
@@ -188,7 +188,7 @@ done
 
 
 def parse_listeners(lines: Iterable[str], cgroups: Iterable[str] = ()) -> tuple[Listener, ...]:
-    """Read ``ss -ltnp`` with or without its heading; each socket once."""
+    """Read ``ss -ltnp`` with or without heading; each socket once."""
     cgroup_of = _pairs(cgroups)
     listeners: dict[tuple[str, int], Listener] = {}
     for line in lines:

@@ -1,6 +1,6 @@
 """Packages and repositories, without ever touching driver, kernel or firmware.
 
-apt-get of apt 2.6 to 2.8: `-s` prints one `Inst`/`Remv` line for each package that would change.
+apt-get of apt 2.6 to 2.8: `-s` prints an `Inst`/`Remv` line for each package that would change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ awk -F '\t' -v names={shlex.quote(" ".join(names))} '
 
 
 def parse_packages(lines: Iterable[str]) -> dict[str, str]:
-    """Read the ``packages`` section: name to version (or to the provider and its version)."""
+    """Read the ``packages`` section: name to version (or to provider and version)."""
     return dict(line.split("\t", 1) for line in lines if "\t" in line)
 
 
@@ -102,7 +102,7 @@ def forbidden_changes(simulation: Iterable[str]) -> tuple[str, ...]:
 
 
 def key_path(repository: RepositorySettings) -> str:
-    """Return where the key is stored; apt tells armoured from binary keys by the suffix."""
+    """Return where the key is stored; apt distinguishes armoured from binary keys by the suffix."""
     suffix = "gpg" if repository.key_url.endswith(".gpg") else "asc"
     return f"/etc/apt/keyrings/spark-{repository.name}.{suffix}"
 
@@ -133,8 +133,8 @@ def repositories_to_add(
 ) -> tuple[RepositorySettings, ...]:
     """Pick the repositories that have to be added or repaired.
 
-    A repository that another file names already is left alone (apt refuses two keys for one
-    source), and nothing is added while nothing has to be installed.
+    A repository that another file names already is skipped (apt refuses two keys for a
+    source), and none is added while no package has to be installed.
     """
     wrong = []
     for repository in wanted:
@@ -160,12 +160,12 @@ def add_repositories(
     """Add repositories to the host if packages have to be installed from them."""
     wrong = repositories_to_add(wanted, state, needed=needed)
     if not wrong:
-        host.noop("repositories are as planned" if needed else "nothing has to be installed")
+        host.noop("repositories are as planned" if needed else "no package has to be installed")
     for repository in wrong:
         yield FunctionCommand(_add_repository, [repository], {})
 
 
-# A repository's key is fetched like its packages: through apt's proxy.
+# A repository's key is fetched like the packages: through apt's proxy.
 _APT_PROXY = """\
 eval "$(apt-config shell http_proxy Acquire::http::Proxy https_proxy Acquire::https::Proxy)"
 for v in http_proxy https_proxy; do
@@ -235,7 +235,7 @@ def _install(
                 refuse(
                     "packages",
                     f"installing {listed} would change {', '.join(changes)}; driver, kernel and "
-                    "firmware are never changed; nothing was installed",
+                    "firmware are never changed; no package was installed",
                     f"install {listed} by hand after the vendor's update, then run again",
                 )
             run(host, _install_script(names, quiet_services), timeout_s=3600)
@@ -253,7 +253,7 @@ def _install(
 
 
 def _update(host: Host) -> list[str]:
-    """Refresh the lists and return apt's errors; a broken source must not stop the others."""
+    """Refresh the lists and return apt's errors; a broken source must not stop the update."""
     output = run(host, update_script(), timeout_s=_UPDATE_S + 300)
     errors = [line for line in output if line.startswith(("E:", "W:", "Err:"))]
     for line in errors:
@@ -262,10 +262,10 @@ def _update(host: Host) -> list[str]:
 
 
 def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
-    """Return the script that refreshes the lists; after the limit the old ones are used.
+    """Return the script that refreshes the lists; after the limit the old lists are used.
 
-    apt does not sync what it fetched: a power cut leaves empty lists whose date makes them look
-    current. Empty ones are dropped first, new ones are synced.
+    apt does not sync fetched lists: a power cut leaves empty lists that look current. Empty
+    lists are deleted first, new lists are synced.
     """
     files = f"find {lists} -maxdepth 1 -type f ! -name lock"
     return (
@@ -275,7 +275,7 @@ def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:
     )
 
 
-# A unit generated from a script that a removed package left behind belongs to nobody.
+# A unit generated from a script that a removed package left behind has no owner.
 _MASK = """\
 case $(systemctl show -p FragmentPath --value {name}) in
 "" | /run/systemd/generator*) ln -s /dev/null {directory}/{name} && {mark}=yes ;;
@@ -288,10 +288,10 @@ fi"""
 
 
 def _install_script(names: str, quiet_services: Sequence[str]) -> str:
-    """Install in one script on the host, so that a lost connection cannot stop it half way.
+    """Install with a single script on the host, which a lost connection cannot interrupt.
 
-    A masked unit is not started by its package; afterwards it is unmasked and disabled. A unit
-    that the host has already belongs to its owner and is neither masked nor disabled.
+    A masked unit is not started by the package; afterwards it is unmasked and disabled. A unit
+    that the host has already belongs to the owner and is neither masked nor disabled.
     """
     units = [
         {"name": shlex.quote(service), "mark": f"masked_{number}", "directory": UNITS_DIR}

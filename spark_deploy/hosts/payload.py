@@ -1,4 +1,4 @@
-"""What is sent to hosts: our own files, read from the checkout, and pinned wheels.
+"""Files sent to hosts: our own files, read from the checkout, and pinned wheels.
 
 The plan is pure and gets only the digests; operations get the content.
 """
@@ -61,7 +61,7 @@ def _digest(files: tuple[ManagedFile, ...]) -> str:
 
 @functools.cache
 def read_payload() -> Payload:
-    """Read everything below ``files/`` that goes to hosts; once per run."""
+    """Read everything below ``files/`` for hosts; once per run."""
     tools = (
         *read_tree(FILES / "contract" / "spark_contract", "spark_contract"),
         *read_tree(FILES / "host" / "spark_host", "spark_host"),
@@ -117,7 +117,7 @@ class SiteArchive:
 
 
 def site_archive(requirements: str, python_version: str, machine: str) -> SiteArchive:
-    """Resolve the pinned wheels for one kind of host; cached on the controller.
+    """Resolve the pinned wheels for a Python and machine; cached on the controller.
 
     Raises:
         SparkError: pip cannot get the pinned wheels for that platform.
@@ -142,7 +142,7 @@ def _download(requirements: str, python_version: str, machine: str, into: Path) 
         "--python-version", python_version, "--dest", str(into),
         "-r", str(CHECKOUT / requirements),
     ]  # fmt: skip
-    # glibc of DGX OS 7 is 2.39; wheels built against an older one run there.
+    # glibc of DGX OS 7 is 2.39; wheels built against older versions run there.
     for platform in ("manylinux_2_17", "manylinux_2_27", "manylinux_2_28", "manylinux2014"):
         command += ["--platform", f"{platform}_{machine}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -151,12 +151,12 @@ def _download(requirements: str, python_version: str, machine: str, into: Path) 
         raise SparkError.one(
             requirements,
             f"no pinned wheels for Python {python_version} on {machine}: {reason}",
-            "let this machine reach its package index once; hosts need none",
+            "let this machine reach the package index once; hosts need none",
         )
 
 
 def _merge(wheels: Path, path: Path) -> None:
-    """Merge all wheels into one zip under a temporary name, and rename it."""
+    """Merge all wheels into a zip under a temporary name, and rename it."""
     new = path.with_suffix(f".{os.getpid()}.new")
     with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as out:
         for wheel in sorted(wheels.glob("*.whl")):
@@ -166,7 +166,7 @@ def _merge(wheels: Path, path: Path) -> None:
     new.replace(path)
 
 
-# For verbs that must work on a host without our tools, with older ones, or half of them: the tools
+# For verbs that must work on a host without our tools, with older tools, or half of them: the tools
 # are sent on standard input and imported from memory.
 _LOADER = """
 import base64, importlib.abc, importlib.util, io, sys, tarfile
@@ -194,7 +194,7 @@ _SENT_PACKAGES = ("spark_contract/", "spark_host/")
 
 
 def memory_command(*words: str) -> str:
-    """Return the command that runs a verb of the tools sent on its standard input."""
+    """Return the command that runs a verb of the tools sent on standard input."""
     return shlex.join(["python3", "-I", "-B", "-c", _LOADER, *words])
 
 

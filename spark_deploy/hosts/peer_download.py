@@ -1,7 +1,7 @@
-"""Peer downloads: until the end of a run its hosts fetch from each other what one of them has.
+"""Peer downloads: the hosts of a run fetch files from each other until the run is over.
 
-Every host first notes which files it has, so each knows whether another one needs them. A run in
-which no host lacks anything opens no port.
+Every host first notes which files it has, so missing files of another host are known. A run without
+missing files opens no port.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LoginAddress(LineFact):
         return words[2] if len(words) == 4 else ""
 
 
-# One key per run, kept with its first host: a new key ends what an earlier run left open.
+# A key per run, kept with the first host: a new key revokes that of an interrupted run.
 _keys: WeakKeyDictionary[Host, str] = WeakKeyDictionary()
 _members: WeakKeyDictionary[Host, Member] = WeakKeyDictionary()
 _sharing: WeakSet[Host] = WeakSet()
@@ -64,7 +64,7 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
         return
     names = tuple(work.job.digest12 for work in jobs)
     found = read_fact(JobStates, jobs=names, target=PREPARE.of(release))
-    if found.lends:  # left open by an interrupted run: this one closes it
+    if found.lends:  # left open by an interrupted run, closed by this run
         _sharing.add(current_host())
     if not fleet.share:
         host.noop("this host does not share")
@@ -79,13 +79,13 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
             # Whether an image's blobs are kept is checked only if another host needs them.
             trees[work.layers.digest] = "needless" if state == "there" else state
     _members[current_host()] = Member(host.name, "", trees)
-    host.noop("its files are noted")
+    host.noop("files noted")
 
 
 @operation()
 @host_errors
 def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
-    """Serve what another host of this run lacks, and install the key for what others serve."""
+    """Serve files that another host of this run lacks, and install the key for downloads."""
     members = _active_members()
     if len(members) < 2 or current_host() not in _members:
         host.noop("no other host of this run shares")
@@ -98,7 +98,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
         if tree.digest in wanted and (own[tree.digest] != "needless" or _is_kept(tree))
     )
     if not trees and not any(map(lacks, own.values())):
-        host.noop("no host lacks what another one has")
+        host.noop("no host lacks files of another host")
         return
     files = [ManagedFile(SHARE_KEY, f"{_run_key()}\n".encode(), 0o600)]
     address = fleet.address or read_fact(LoginAddress, _sudo=False)
@@ -108,7 +108,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
         files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
         _note_url(address, fleet.port, trees)
     elif trees:
-        host.log("serves no peers: its address is not known; set fleet.address")
+        host.log("serves no peers: the address is not known; set fleet.address")
     yield from place_files(files)
     if serves:
         yield shell(
@@ -128,7 +128,7 @@ def _is_kept(tree: SharedTree) -> bool:
 
 
 def _note_url(address: str, port: int, trees: Sequence[SharedTree]) -> None:
-    """Note where this host serves, and the hashes of its receipts, read over its own login."""
+    """Note where this host serves, and the hashes of the receipts, read over this host's login."""
     member = _members[current_host()]
     built = [tree for tree in trees if not tree.unfinished and member.trees[tree.digest] == "there"]
     paths = {tree.digest: f"{tree.dir}/{RECEIPT_NAME}" for tree in built}
@@ -149,7 +149,7 @@ def stop_sharing() -> Commands:
 
 
 def with_known_peers(work: Work) -> Work:
-    """Return a job with the hosts of this run that serve its result."""
+    """Return a job with the hosts of this run that serve the result."""
     if current_host() not in _members:
         return work
     members = [each for each in _active_members() if each.url or each.name == host.name]

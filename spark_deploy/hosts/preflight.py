@@ -54,7 +54,7 @@ def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
 def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     """Compare the host with ``expect:``.
 
-    In this order because each survives what breaks the next: the PCI id is readable while the
+    In this order because each check works when later ones fail: the PCI id is readable while the
     driver is broken, and a broken driver on the right board does not make it a wrong host.
     """
     seen = survey.identity
@@ -67,7 +67,7 @@ def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         yield _error(
             "PCI",
             f"no device {' or '.join(needs.pci_ids)} (NVIDIA devices found: {nvidia or 'none'})",
-            "not the expected board, or its GPU fell off the bus: power-cycle, look at lspci",
+            "not the expected board, or the GPU fell off the bus: power-cycle, look at lspci",
         )
         return
     if (seen.os_id, seen.os_version) != (needs.os_id, needs.os_version):
@@ -80,7 +80,7 @@ def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         problem = Problem(
             "DGX OS",
             "/etc/dgx-release is missing",
-            "plain Ubuntu needs kernel parameters and a watchdog driver of DGX OS, else the board "
+            "plain Ubuntu needs kernel parameters and a watchdog driver of DGX OS, or the board "
             "resets about every 20 minutes; set expect.dgx_release: ignore when you have them",
         )
         yield needs.dgx_release == "require", problem
@@ -89,7 +89,7 @@ def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
 
 _DRIVER_FIX = {
     "missing": "install the driver with the DGX Dashboard or the vendor's instructions; "
-    "this tool never installs or changes one",
+    "this tool never installs or changes a driver",
     "no-driver": "the module is not loaded: reboot; if that does not help, see `dmesg | grep NVRM` "
     "and finish the vendor's update",
     "mismatch": "the running module and the installed library differ: reboot, or set "
@@ -120,7 +120,7 @@ def _driver(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
         yield _error("driver", what, "remove all but the factory branch")
 
 
-# An engine may not start, or installations fail, while one of these is half installed.
+# An engine may not start, or installations fail, while any of these is half installed.
 _REQUIRED = re.compile(
     r"docker|containerd|runc|(lib)?nvidia|cuda|linux-(image|modules|nvidia)|libc6|libc-bin|nginx"
 )
@@ -134,14 +134,14 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     if survey.docker_silent == "active" and survey.sudo_works:  # without root docker never answers
         yield _error(
             "docker",
-            "its daemon runs but does not answer, so unmanaged containers are unknown",
+            "the daemon runs but does not answer, so unmanaged containers are unknown",
             "see `journalctl -u docker` on the host; a restart of docker may be needed",
         )
     elif survey.docker_silent not in ("", "active"):
         yield _warning(
             "docker",
             f"its unit is {survey.docker_silent}; unmanaged containers are not known yet",
-            "nothing to do: the deploy starts it and checks them then",
+            "no action needed: the deploy starts it and checks them then",
         )
     ahead_s = survey.identity.clock_ahead_s
     if abs(ahead_s) > _CLOCK_S:
@@ -150,7 +150,7 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
             "clock",
             f"{abs(ahead_s) / 60:,.0f} minutes {side} this machine's: package lists, certificates "
             "and keys may be refused",
-            "run `timedatectl set-ntp true` on the side whose clock is wrong",
+            "run `timedatectl set-ntp true` on the machine with the wrong clock",
         )
     yield from ((False, problem) for problem in _kernel(survey))
     blocks = survey.memory.blocks
@@ -193,7 +193,7 @@ def _half_installed(survey: Survey) -> Iterator[_Finding]:
 # that avoids it, and the source.
 _FAULTY_KERNELS = {
     "7.0.0-1019-": (
-        "keeps about 9 GiB for its kexec handover, where nothing can be pinned: CUDA and NCCL "
+        "keeps about 9 GiB for a kexec handover, where pinning fails: CUDA and NCCL "
         "are reported to run out of memory",
         "kho=off",
         "NVIDIA/NV-Kernels#590; NVIDIA/open-gpu-kernel-modules#1358",
@@ -218,9 +218,9 @@ def _kernel(survey: Survey) -> Iterator[Problem]:
 
 
 def same_host_key(surveys: Mapping[str, Survey]) -> dict[str, Problem]:
-    """Return a warning for each host that shows the SSH host key of another one.
+    """Return a warning for each host that shows the SSH host key of another host.
 
-    Hosts cloned from one disk do: whoever holds the key of one can impersonate all of them.
+    Hosts cloned from the same disk do: the key of each can impersonate all of them.
     """
     by_key: dict[str, list[str]] = {}
     for name, survey in surveys.items():
@@ -230,9 +230,9 @@ def same_host_key(surveys: Mapping[str, Survey]) -> dict[str, Problem]:
         name: Problem(
             "SSH host key",
             f"is also that of {', '.join(other for other in names if other != name)}",
-            "list it once, if it is one machine; else give each its own: "
-            "`rm /etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart ssh` on it, then "
-            "`ssh-keygen -R` its name here and run deploys/bootstrap.py",
+            "list it once, if it is the same machine; or give each host a new key: "
+            "`rm /etc/ssh/ssh_host_*; ssh-keygen -A; systemctl restart ssh` on the host, then "
+            "`ssh-keygen -R` the name here and run deploys/bootstrap.py",
         )
         for names in by_key.values()
         for name in names
@@ -278,7 +278,7 @@ def check_host(needs: NeedsPlan) -> None:
 @operation()
 @host_errors
 def check_cluster(needs: NeedsPlan) -> None:
-    """Refuse a cluster whose members do not reach each other or differ."""
+    """Refuse a cluster with unreachable or different members."""
     if not needs.cluster:
         host.noop("not part of a cluster")
         return
@@ -296,8 +296,8 @@ def check_cluster(needs: NeedsPlan) -> None:
 def take_over(needs: NeedsPlan) -> Commands:
     """Stop the engine containers of ``takeover`` and keep docker from starting them again.
 
-    They are not removed: `docker update --restart=unless-stopped NAME; docker start NAME` brings
-    one back.
+    They are not removed: `docker update --restart=unless-stopped NAME; docker start NAME`
+    reverts it.
     """
     competing = competing_containers(read_survey(needs).containers)
     names = [container.name for container in competing if container.name in needs.takeover]

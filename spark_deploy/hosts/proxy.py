@@ -69,9 +69,9 @@ def configure_job_proxy(proxy: ProxySettings) -> Commands:
 @operation()
 @host_errors
 def configure_docker_proxy(proxy: ProxySettings) -> Commands:
-    """Let docker's daemon pull through the proxy; restart it if it runs with another one.
+    """Let docker's daemon pull through the proxy; restart it if it uses another proxy.
 
-    A proxy set by the owner stays, unless the settings name another one: a restart would restart
+    A proxy set by the owner stays, unless the settings name another: a restart would restart
     every container of the host.
     """
     if not proxy.used:
@@ -83,12 +83,12 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
     daemon = host.get_fact(DaemonProxy, path=PROXY)
     managed = DROP_IN_PATH in file_states([DROP_IN_PATH])
     if not managed and daemon in ("same", "same-proxy"):
-        host.noop("docker pulls through this proxy by its owner's settings")
+        host.noop("docker pulls through this proxy by the owner's settings")
         return
     changed = yield from place_files((DOCKER_DROP_IN,))
     if changed or daemon in ("same-proxy", "differs"):
         if daemon:
-            log("docker is restarted for its proxy; engines on it start again by themselves")
+            log("docker is restarted for the proxy; engines on it start again by themselves")
         yield shell(_RESTART)
     else:
         host.noop("docker pulls through the proxy")

@@ -1,7 +1,7 @@
-"""Change the release of a host and watch it; go back to an earlier one.
+"""Change the release of a host and watch it; roll back.
 
 The change itself (drain, stop, memory gate, start, check, rollback) runs on the host as
-``spark-switch@RELEASE.service``, so that a killed controller cannot leave it half way. This module
+``spark-switch@RELEASE.service``, so that a killed controller cannot interrupt it. This module
 starts and watches it.
 """
 
@@ -55,9 +55,9 @@ def interrupt(host: Host) -> None:
 
 
 def hold_back(what: str) -> None:
-    """Refuse this host if another one failed: changes that stop a service end at the first failure.
+    """Refuse this host if another failed: changes that stop a service cease at the first failure.
 
-    A host that was lost before its own change proves nothing about the change and blocks nobody.
+    A host lost before the change is no evidence against it and does not count.
     """
     state = this_host.state
     failed = [
@@ -79,17 +79,17 @@ def require_members(members: Sequence[str]) -> None:
     missing = [name for name in members if name not in active]
     if missing:
         fix = "repair that host and run again; members change together"
-        what = f"not changed: {', '.join(missing)} of its cluster failed or is unreachable"
+        what = f"not changed: {', '.join(missing)} of the cluster failed or is unreachable"
         refuse(this_host.name, what, fix)
 
 
 def change_to(release: str, timeout_s: int) -> FunctionCommand:
-    """Return the command that starts the change to a release and watches it to its end."""
+    """Return the command that starts the change to a release and watches it to the end."""
     return FunctionCommand(change_now, [release, timeout_s], {})
 
 
 def change_now(state: State, host: Host, release: str, timeout_s: int) -> bool:
-    """Start the change to a release and watch it to its end; return whether it succeeded."""
+    """Start the change to a release and watch it to the end; return whether it succeeded."""
     return _begin_and_watch(state, host, tool.line(tool.SWITCH_BEGIN, release), timeout_s)
 
 
@@ -111,7 +111,7 @@ def _run_change(host: Host, begin: str, timeout_s: int) -> bool:
     begun = parse(Begun, out)
     if begun.joined:
         host.log("a change to this release is already running; watching it")
-    # The id tells the outcome of this change from those of others.
+    # The id identifies the outcome of this change.
     words = [begun.release, *([begun.request] if begun.request else [])]
     return _watch(host, begun.release, tool.line(tool.SWITCH_POLL, *words), timeout_s)
 
@@ -122,7 +122,7 @@ def _watch(host: Host, release: str, poll: str, timeout_s: int) -> bool:
     while time.monotonic() < deadline:
         ok, out, err = run_reconnecting(host, poll)
         rollout = parse(Rollout, out) if ok else None
-        text = f"its progress cannot be read: {(err or out).strip()[-300:]}"
+        text = f"the progress cannot be read: {(err or out).strip()[-300:]}"
         if rollout is not None:
             text = f"{rollout.phase or 'waiting'}: {_last_line(rollout)}"
         if text != last or time.monotonic() - logged_at > HEARTBEAT_S:
@@ -145,13 +145,13 @@ def report_change(host: Host, release: str, rollout: Rollout) -> bool:
         times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in rollout.times_s.items())
         host.log(f"serves {release} ({times})")
         for line in rollout.warnings:
-            host.log_styled(f"warning of its check: {line}", fg="yellow")
+            host.log_styled(f"check warning: {line}", fg="yellow")
         for line in rollout.bench:
             host.log_styled(line, fg=None if line.startswith(SPEED) else "yellow")
         return True
     for line in rollout.log_tail:
         host.log(f"  {line}")
-    kept = "; the host keeps what it serves" if rollout.serving else ""
+    kept = "; the current release keeps serving" if rollout.serving else ""
     now = rollout.serving or "nothing"
     if not rollout.ended_at:
         # The host was cut off, or the change never ran, so no outcome was written.
@@ -169,7 +169,7 @@ def report_change(host: Host, release: str, rollout: Rollout) -> bool:
 @operation()
 @host_errors
 def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
-    """Serve the release before the current one, or a named one, checked again."""
+    """Serve the previous or a named release, checked again."""
     way = read_fact(WayBack, service=service, to=to)
     if isinstance(way, Problem):
         if this_host.state.is_executing:
@@ -196,7 +196,7 @@ def verify_rollback(service: str, chosen: str) -> None:
 
     Args:
         service: the service that went back.
-        chosen: its MODEL/PROFILE in the settings, or "none".
+        chosen: the MODEL/PROFILE of it in the settings, or "none".
     """
     if not this_host.state.is_executing:
         this_host.noop("judged after the change")
@@ -219,7 +219,7 @@ def _describe_rollback(service: str, serves: ReleaseState | None, chosen: str) -
     if serves is None:  # called for a proven service only
         raise ValueError(f"{service} serves nothing")
     pair = f"{serves.model}/{serves.profile}"
-    then = f"the next `spark-deploy up` goes to {chosen} again"
+    then = f"the next `spark-deploy up` applies {chosen} again"
     if chosen == pair:
         then = "the next `spark-deploy up` applies the current settings"
     elif service == MAIN_SERVICE:

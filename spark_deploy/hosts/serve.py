@@ -55,16 +55,16 @@ def install_release(plan: Release, files: Sequence[ManagedFile], users: Sequence
 @operation()
 @host_errors
 def start_service(plan: Release, timeout_s: int) -> Commands:
-    """Serve this release on a host where it replaces no running or proven one.
+    """Serve this release on a host without a running or proven release.
 
-    A failure loses nothing there, so all such hosts start at once, whatever happens on others.
+    A failure interrupts no service there, so all such hosts start at once.
     """
     if plan.cluster is not None:
-        host.noop("members of a cluster change together, in their turn")
+        host.noop("members of a cluster change together, in turn")
         return
     status = read_fact(Status)
     if status.has_to_lose(plan.service, plan.name):
-        host.noop("its current release is replaced in its turn")
+        host.noop("the current release is replaced in turn")
         return
     if why := _why_change(plan, status):
         log_once(f"{plan.name}: {why}")
@@ -96,16 +96,16 @@ def _why_change(plan: Release, status: HostStatus) -> str:
 @operation()
 @host_errors
 def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -> Commands:
-    """Serve this release, proven; if that fails, the previous one returns."""
+    """Serve this release, proven; if that fails, the previous release returns."""
     status = read_fact(Status)
     now = status.due(plan, scheduled)
     if now != plan:
-        log_once(f"serves {now.name} by its schedule; {plan.name} has its own times")
-        host.noop(f"{now.name} is served by its schedule")
+        log_once(f"serves {now.name} by schedule; {plan.name} has other times")
+        host.noop(f"{now.name} is served by schedule")
         return
     if status.left_failed(plan.name) and not status.unproven(plan.service, plan.name):
         # The process of the change was killed after the check.
-        log_once(f"{plan.name} is proven, although the process of its change was killed")
+        log_once(f"{plan.name} is proven, although the process of the change was killed")
         yield f"systemctl reset-failed {SWITCH.of(plan.name)}"
         return
     why = _why_change(plan, status)
@@ -127,7 +127,7 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
 @operation()
 @host_errors
 def stop_unlisted(services: Sequence[str]) -> Commands:
-    """Stop and disable every service that is not among ``services``; its artefacts are kept."""
+    """Stop and disable every service that is not among ``services``; artefacts are kept."""
     status = read_fact(Status).told
     unlisted = sorted(
         name
@@ -137,7 +137,7 @@ def stop_unlisted(services: Sequence[str]) -> Commands:
     if not unlisted:
         host.noop("no other service runs")
     for name in unlisted:
-        log_once(f"stops {name}: no longer listed; `deploys/prune.py` removes its artefacts")
+        log_once(f"stops {name}: no longer listed; `deploys/prune.py` removes the artefacts")
         yield tool.line(tool.RETIRE_SERVICE, name)
 
 
@@ -165,7 +165,7 @@ def summary(plan: Release, gateway: GatewayPlan, status: HostStatus) -> list[str
     release, live = status.release(plan.name), status.live(plan.name)
     proof = release.proof if release else None
     if proof is None or live is None:  # called for a proven release only
-        raise ValueError(f"nothing is proven of {plan.name}")
+        raise ValueError(f"{plan.name} is not proven")
     listen = f"at {', '.join(url for url, _ in base_urls(gateway))}"
     state = status.service(plan.service)
     if state and state.head:
@@ -210,7 +210,7 @@ class RebootedFor(HostFact[str]):
 @operation()
 @host_errors
 def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
-    """Reboot a host that needs it, and have it serve proven again before the next one."""
+    """Reboot a host that needs it, and verify the service before the next host reboots."""
     why = read_survey(needs).identity.boot.pending
     if not why:
         host.noop("no reboot is pending")
@@ -232,12 +232,12 @@ def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release
         before = run(host, f"cat {BOOT_ID}")
         note = "\n".join([*before, why])
         run(host, f"mkdir -p {RECEIPTS_DIR} && cat > {_MARKER} && sync", stdin=note)
-        # Detached, so that this command ends before the connection does.
+        # Detached, so that this command returns before the connection is lost.
         run(host, "(sleep 1; systemctl reboot) </dev/null >/dev/null 2>&1 &", timeout_s=30)
         _wait_until_back(host, before)
         return _serves_again(state, host, serve) and _clear_marker(host, needs)
     except (CommandFailed, ConnectError) as error:
-        fix = "look at its console; the other hosts were not rebooted"
+        fix = "look at the console; the other hosts were not rebooted"
         refuse(f"{host.name}: reboot", str(error), fix)
 
 
@@ -276,11 +276,11 @@ def _serves_again(state: State, host: Host, serve: Release) -> bool:
                 host.log(f"{name} is {active}")
         gevent.sleep(_POLL_S)
     fix = f"`journalctl -u '{SERVE.of('*')}'` on the host; the other hosts were not rebooted"
-    refuse(host.name, "does not serve after its reboot", fix)
+    refuse(host.name, "does not serve after the reboot", fix)
 
 
 def _require_readable(host: Host, status: HostStatus) -> None:
-    """Refuse a host whose status cannot be read: after a reboot it could not be checked."""
+    """Refuse a host with unreadable status: after a reboot it could not be checked."""
     if status.unreadable:
         fix = "deploy it with `reboot: report` first, then allow reboots"
         refuse(host.name, status.unreadable, fix)

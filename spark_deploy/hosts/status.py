@@ -1,4 +1,4 @@
-"""What the tools on a host report: status, jobs, requests, evidence."""
+"""Reports of the tools on a host: status, jobs, requests, evidence."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Jobs:
     states: dict[str, JobState]  # by 12-digit name; without those unknown to the host
     linked: tuple[str, ...] = ()  # prepare targets of any release that the boot pulls in
     pulled: tuple[str, ...] = ()  # jobs that this release's target pulls in
-    lends: bool = False  # serves files to peers, for this run or an earlier one
+    lends: bool = False  # serves files to peers, for this run or an interrupted run
 
     def done(self, names: Iterable[str]) -> bool:
         return all(name in self.states and self.states[name].state == "done" for name in names)
 
 
 class JobStates(HostFact[Jobs]):
-    """State of jobs, what their release's prepare target pulls in, and which targets boot."""
+    """State of jobs, jobs of the release's prepare target, and targets enabled at boot."""
 
     default = staticmethod(lambda: Jobs({}))
 
@@ -104,7 +104,7 @@ class HostStatus:
         return state is not None and state.change_failed
 
     def live(self, release: str) -> status.Live | None:
-        """Return the outcome of one completion through the running engine."""
+        """Return the outcome of a completion through the running engine."""
         outcomes = (self.told.live, *self.told.more_live) if self.told else ()
         return next((live for live in outcomes if live and live.release == release), None)
 
@@ -116,7 +116,7 @@ class HostStatus:
         return state.active is not None or state.good not in (None, release)
 
     def due(self, plan: Release, scheduled: Iterable[Release]) -> Release:
-        """Return the release to serve now: the one its schedule changed to, else the plan's."""
+        """Return the release to serve now: that of the schedule, or the plan's."""
         state = self.service(plan.service)
         active = state.active if state else None
         for other in scheduled:
@@ -125,7 +125,7 @@ class HostStatus:
         return plan
 
     def stopped(self, service: str) -> str:
-        """Describe who stopped a service on purpose; "" if nobody did."""
+        """Describe a stop on purpose, or ""."""
         state = self.service(service)
         if state is None or not state.stopped_by_hand:
             return ""
@@ -151,7 +151,7 @@ class HostStatus:
         unproven = found.unproven if found else "none"
         reasons = (
             (state.active != release, f"serves {state.active or 'nothing'}"),
-            (state.good != release, "its check has not passed yet"),
+            (state.good != release, "the check has not passed yet"),
             (state.enabled != (release,), f"boots {', '.join(state.enabled) or 'nothing'}"),
             (unproven, f"proof: {unproven}"),
             # Only the head of a cluster has a gateway.
@@ -162,7 +162,7 @@ class HostStatus:
 
 
 def stopped_text(service: str, stopped: Stopped) -> str:
-    """Describe who stopped a service on purpose, since when, and how to start it."""
+    """Describe a service stopped on purpose, and how to start it."""
     who = stopped.by or "someone on the host"
     return (
         f"{service} was stopped on purpose by {who} and is down since {stopped.at}"
@@ -182,7 +182,7 @@ def _gateway_faults(state: status.Service) -> tuple[tuple[object, str], ...]:
 
 
 def parse_status(text: str) -> HostStatus:
-    """Read the output of ``spark-host status``; nothing means no tools are installed yet.
+    """Read the output of ``spark-host status``; empty if no tools are installed yet.
 
     Raises:
         ValueError: it is not JSON.
@@ -193,7 +193,7 @@ def parse_status(text: str) -> HostStatus:
     try:
         return HostStatus(read(status.Status, data))
     except DocumentError as error:  # a deploy replaces the tools first, and reads it again
-        return HostStatus(None, f"its host tools are of another version ({error})")
+        return HostStatus(None, f"the host tools are of another version ({error})")
 
 
 class Status(HostFact[HostStatus]):
@@ -283,7 +283,7 @@ class Count:
 
 
 class Requests(HostFact[dict[str, Count]]):
-    """Request counts of each service whose engine answers."""
+    """Request counts of each service with a running engine."""
 
     default = dict
 
@@ -308,7 +308,7 @@ class Requests(HostFact[dict[str, Count]]):
 
 
 class Evidence(HostFact["status.Evidence | None"]):
-    """``spark-host evidence``; ``None`` without tools, or with older ones without this verb."""
+    """``spark-host evidence``; ``None`` without tools or with older tools."""
 
     default = staticmethod(lambda: None)
 

@@ -1,4 +1,4 @@
-"""The survey of a host before a deploy: one command that changes nothing."""
+"""The survey of a host before a deploy: a single read-only command."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def parse_identity(sections: Sections, gpu_state: gpu.GpuState) -> HostIdentity:
 
 
 # On GB10 GPU allocations are charged to no process and no cgroup, so a process list never adds
-# up; ``MemAvailable`` is the figure that counts (/proc/meminfo, kernel documentation).
+# up; ``MemAvailable`` is the figure to use (/proc/meminfo, kernel documentation).
 MEMORY_SCRIPT = r"""
 echo '== meminfo'; grep -E '^(MemTotal|MemAvailable|CmaTotal|CmaFree):' /proc/meminfo
 echo '== buddyinfo'; getconf PAGESIZE; cat /proc/buddyinfo
@@ -119,7 +119,7 @@ done
 @dataclass(frozen=True, slots=True)
 class Memory:
     total_bytes: int
-    available_bytes: int  # less what a kernel with kexec handover counts as free and keeps
+    available_bytes: int  # less the free memory that a kernel keeps for kexec handover
     cma_total_bytes: int
     cma_free_bytes: int  # above the total: counted as free, but kept for the kernel's handover
     blocks: FreeBlocks | None  # None: only root may read them
@@ -172,8 +172,8 @@ def parse_processes(lines: Iterable[str]) -> Iterator[Process]:
 def audit_script(folder: str = "/var/lib/dpkg") -> str:
     """Print half-installed packages, but none while an installation runs.
 
-    An installation outlives the run that began it. While dpkg's lock is held, everything that it
-    has begun is half installed, and the next installation waits for the lock.
+    An installation outlives the run that began it. While it has dpkg's lock, its packages
+    are half installed, and the next installation waits for the lock.
     """
     return f"""
 echo '== dpkg-audit'
@@ -193,7 +193,7 @@ _STOPPED = str(Paths(Path("/")).stopped(MAIN_SERVICE).parent)
 
 
 def stopped_script(folder: str = _STOPPED) -> str:
-    """Print the services that a user stopped: each name, then its state file on one line."""
+    """Print the services that a user stopped: each name, then the state file on a line."""
     return f"""
 echo '== stopped'
 for file in {folder}/*.json; do
@@ -206,12 +206,12 @@ def _parse_stopped(lines: Sequence[str]) -> Iterator[tuple[str, Stopped]]:
     for name, text in zip(lines[::2], lines[1::2], strict=False):
         try:
             yield name, documents.parse(Stopped, text)
-        except DocumentError:  # the file alone keeps the service down
+        except DocumentError:  # an unreadable file also keeps the service down
             yield name, Stopped(None, "an unknown time")
 
 
 def engine_memory_script(folder: str = RELEASES_DIR) -> str:
-    """Print each running engine's unit and the bytes that its release plans."""
+    """Print each running engine's unit and the bytes that the release plans."""
     before, after = SERVE.of("@").split("@@")
     return rf"""
 echo '== engine-memory'
@@ -246,7 +246,7 @@ def _parse_daily(text: str) -> tuple[Problem, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    user: str  # login name when sudo asks for a password, else ""
+    user: str  # login name if sudo needs a password, or ""
     identity: HostIdentity
     gpu: gpu.GpuState
     memory: Memory
@@ -255,7 +255,7 @@ class Survey:
     reclaimable: tuple[disk.Reclaimable, ...]
     listeners: tuple[network.Listener, ...]
     containers: tuple[docker_facts.Container, ...]
-    docker_silent: str  # state of the unit whose daemon did not answer; "" if it did
+    docker_silent: str  # state of docker's unit if the daemon did not answer, or ""
     broken_packages: tuple[str, ...]  # listed by dpkg --audit
     serving: tuple[str, ...]  # running engine units
     stub_packages: tuple[str, ...]  # "name version" of stand-ins
@@ -269,7 +269,7 @@ class Survey:
 
     @property
     def obtainable_bytes(self) -> int | None:
-        """Memory available once our engines stop; ``None`` if the plan of one is unknown."""
+        """Memory available once our engines stop; ``None`` if the plan of an engine is unknown."""
         if not set(self.serving) <= set(self.engine_bytes):
             return None
         held_bytes = sum(self.engine_bytes[unit] for unit in self.serving)
@@ -281,7 +281,7 @@ class Survey:
 
     @property
     def stubbed(self) -> tuple[str, ...]:
-        """Stand-ins on this host: a result obtained with one proves nothing about a Spark."""
+        """Stand-ins on this host: results with stand-ins are no proof for a Spark."""
         driver = self.gpu.driver_version
         is_stub = driver.endswith(STAND_IN)
         return (*self.stub_packages, *([f"driver {driver}"] if is_stub else ()))

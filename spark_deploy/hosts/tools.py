@@ -1,4 +1,4 @@
-"""Host tools and pinned wheels on a host: one directory per digest, a link to the current one."""
+"""Host tools and pinned wheels on a host: a directory per digest and a link to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VERSION = 'import platform, sys; print("%d.%d" % sys.version_info[:2], platform
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The host's Python, and the links and wheels that we installed; "" where one is missing."""
+    """The host's Python, and the links and wheels that we installed; "" if missing."""
 
     python_version: str = ""  # "3.12"
     machine: str = ""  # "aarch64"
@@ -91,7 +91,7 @@ def install_tools(
     site = read_fact(PythonSite)
     if site.tools != home:
         yield _switch_link(CURRENT_TOOLS, home)
-    # A timer whose file was missing has stopped, though the link that boots it may exist.
+    # A timer without file has stopped, though the link that boots it may exist.
     timer = repaired or site.timer != f"{UNITS_DIR}/{DAILY_TIMER}"
     if timer:
         yield f"systemctl enable --now {DAILY_TIMER}"
@@ -128,14 +128,14 @@ def install_site(plan: ToolsPlan) -> Commands:
 def install_quantiser(image: str) -> Commands:
     """Install AutoRound's pinned wheels for the Python of the engine's image.
 
-    They come after the image's own packages on its path: AutoRound uses the engine's torch and
+    They come after the image's own packages on the path: AutoRound uses the engine's torch and
     transformers.
     """
     site = read_fact(QuantiserSite, image=image)
     if not site.python_version:
         if host.state.is_executing:
             fix = f"run `docker run --rm --entrypoint python3 {image} --version` on the host"
-            refuse(f"{host.name}: {image}", "its python3 prints no version", fix)
+            refuse(f"{host.name}: {image}", "python3 in it prints no version", fix)
         host.log("AutoRound is installed once the engine's image exists")
         return
     archive = site_archive(QUANTISER_REQUIREMENTS, site.python_version, site.machine)

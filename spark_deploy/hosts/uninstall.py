@@ -59,7 +59,7 @@ def gigabytes(size_bytes: int) -> str:
 @operation()
 @host_errors
 def prune_host(keep: Keep) -> Commands:
-    """Remove managed releases, checkpoints, sources, images and caches that nothing kept needs."""
+    """Remove managed checkpoints, sources, images and caches that no kept release needs."""
     request = json.dumps(plain(keep), sort_keys=True)
     found = read_fact(Prunable, keep=request)
     if isinstance(found, Problem):
@@ -148,7 +148,7 @@ def note_host(plan: BasePlan, request: str) -> Commands:
     """Write down the host's state before the first deploy, for a later uninstall.
 
     Args:
-        plan: of the base role, whose fact is read.
+        plan: of the base role, for the fact to read.
         request: result of ``uninstall_request``.
     """
     if STATE_DIR in base.read_state(plan).directories:
@@ -160,7 +160,7 @@ def note_host(plan: BasePlan, request: str) -> Commands:
 @operation()
 @host_errors
 def uninstall(request: str) -> Commands:
-    """Remove everything that this project created, except what the settings keep.
+    """Remove everything that this project created, except kept models and engines.
 
     Args:
         request: result of ``uninstall_request``.
@@ -197,13 +197,13 @@ def _problems(output: str) -> str:
         return output.strip()[-2000:]
 
 
-_SHOWN = 12  # names of one kind
+_SHOWN = 12  # names of a kind
 
 
 def describe_uninstall(found: Ours) -> Iterator[str]:
-    """Yield what is removed and what is kept, with sizes; things of one kind share a line."""
+    """Yield removed and kept things with sizes; things of the same kind share a line."""
     if found.noted_at is None and found.things:
-        yield "no state from before the first deploy was noted: what is unknown is kept"
+        yield "no state from before the first deploy was noted: unknown things are kept"
     for kind in dict.fromkeys(thing.kind for thing in found.things):
         yield from _describe_kind(kind, [thing for thing in found.things if thing.kind == kind])
     freed = sum(thing.size_bytes for thing in found.things if not thing.stays)
@@ -231,7 +231,7 @@ def _size(things: list[Thing]) -> str:
 @dataclass(frozen=True, slots=True)
 class Owned:
     # file | state | keys | link | directory | package | masked | user | image | tree | active |
-    # enabled; the host itself writes a `state`, and in `keys` only some keys of a file are ours.
+    # enabled; the host itself writes a `state`, and in `keys` only some keys of a file are managed.
     kind: str
     name: str
     operation: str  # the operation of a deploy that repairs it

@@ -75,7 +75,7 @@ def test_it_is_red_and_says_what_failed_with_the_log_and_that_nothing_serves(fir
     assert "ent fjord" in run.stderr
     assert re.search(STARTED, run.stderr), run.stderr[-4000:]
     assert "now serving: nothing\n" in run.stderr
-    assert "the host keeps what it serves" not in run.stderr
+    assert "the current release keeps serving" not in run.stderr
 
 
 def test_nothing_runs_or_boots_and_the_candidate_is_neither_good_nor_a_way_back(

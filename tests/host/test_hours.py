@@ -68,7 +68,7 @@ def test_a_time_that_systemd_does_not_know_is_refused_before_the_host_is_changed
     place.site.choices |= {"keep_ready": [NIGHT], "schedule": [{"at": "25:99", **DAY}]}
     run = place.deploy()
     assert run.exit_code != 0
-    assert "'25:99' is no time that its systemd understands" in run.stderr
+    assert "'25:99' is no time for the host's systemd" in run.stderr
     assert place.guest.run(TIMERS).strip() == "0"
 
 

@@ -22,7 +22,7 @@ def said(**result: Any) -> tuple[bool, list[str]]:
 @pytest.mark.parametrize(
     ("state", "serving", "now", "kept"),
     [
-        ("rolled-back", OLD, OLD, "; the host keeps what it serves"),
+        ("rolled-back", OLD, OLD, "; the current release keeps serving"),
         ("failed-no-previous", None, "nothing", ""),
         ("rollback-failed", None, "nothing", ""),
     ],
@@ -61,7 +61,7 @@ def test_an_interrupted_change_does_not_claim_that_nothing_serves() -> None:
 
 def test_a_change_that_went_well_tells_what_its_check_warned_of() -> None:
     well, lines = said(state="switched", serving=NEW, warnings=("repeat: two texts",))
-    assert (well, lines[1:]) == (True, ["warning of its check: repeat: two texts"])
+    assert (well, lines[1:]) == (True, ["check warning: repeat: two texts"])
 
 
 def test_a_change_that_went_well_tells_its_times_and_its_speed() -> None:

@@ -91,7 +91,7 @@ def test_a_dry_run_says_what_would_be_sent_and_sends_nothing(
     ("sender", "listener", "reached", "told"),
     [
         (End(found(0.9)), End(), "yes", "0.9 Gb/s to spark-2 over a link of 200"),
-        (End(found(0)), End(), "yes", "nothing of full size gets to spark-2"),
+        (End(found(0)), End(), "yes", "no packet of full size gets to spark-2"),
         (End(found(88)), End(), "no", "no packet of 9000 bytes comes back"),
         (End(wrong="x"), End(wrong=f"{ERROR}fab0:20000: cannot listen; fix: run again"),
          "yes", "cannot listen"),

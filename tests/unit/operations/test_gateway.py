@@ -280,7 +280,7 @@ def test_a_host_without_anything_of_ours_is_told_to_deploy_first() -> None:
     with on(host):
         [refused] = gateway.replace_key._inner(PLAN)
     assert isinstance(refused, FunctionCommand)
-    assert "nothing was deployed here yet" in refused.args[0]
+    assert "no release was deployed here yet" in refused.args[0]
 
 
 def test_what_hosts_say_is_read() -> None:

@@ -176,7 +176,7 @@ def test_a_prune_with_nothing_to_do_does_nothing() -> None:
 @pytest.mark.parametrize(
     ("chosen", "then"),
     [
-        ("m/v2-tq", "goes to m/v2-tq again; to stay: `spark-deploy use m/v2`"),
+        ("m/v2-tq", "applies m/v2-tq again; to stay: `spark-deploy use m/v2`"),
         ("m/v2", "applies the current settings"),
     ],
 )

@@ -72,7 +72,7 @@ def test_what_a_time_changed_to_is_left_alone_and_judged_instead(judged: str) ->
     if judged == "rolled_out":
         host = Answering(Status=status)
         assert outcome(host, serve.roll_out, PLAN, 60, [NIGHT]) == []
-        assert host.noops == [f"{RELEASE} is served by its schedule"]
+        assert host.noops == [f"{RELEASE} is served by schedule"]
 
 
 def test_without_a_schedule_the_plan_is_what_is_served() -> None:

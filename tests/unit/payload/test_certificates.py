@@ -131,7 +131,7 @@ def test_the_ca_is_made_once_and_its_leaves_are_left_alone_until_they_are_due(tm
 
     assert why_renew(one.certificate, public(one.key), NAMES, ca) == ""
     assert "no certificate" in why_renew(b"", public(one.key), NAMES, ca)
-    assert "not that of" in why_renew(one.certificate, public(other.key), NAMES, ca)
+    assert "does not match" in why_renew(one.certificate, public(other.key), NAMES, ca)
     assert "does not cover new.example.org" in why_renew(
         one.certificate, public(one.key), (*NAMES, "new.example.org"), ca
     )
@@ -146,7 +146,7 @@ def test_half_a_ca_is_never_replaced_silently(tmp_path):
     ca = tmp_path / "ca"
     issue(NAMES, str(ca))
     (ca / "ca-key.pem").unlink()
-    with pytest.raises(SettingsError, match="does not hold a CA"):
+    with pytest.raises(SettingsError, match="contains no CA"):
         issue(NAMES, str(ca))
 
 

@@ -99,7 +99,7 @@ def carried(gbit_per_s: float) -> SpeedFound:
         (10000, 0.94, "0.9 Gb/s to spark-2 over a link of 10", ""),
         (1000, 0.94, "", ""),
         (None, 0.94, "", ""),
-        (None, 0.0, "nothing of full size gets to spark-2", ""),
+        (None, 0.0, "no packet of full size gets to spark-2", ""),
     ],
 )
 def test_a_short_test_finds_slow_ways_and_does_not_say_what_it_cannot_know(

@@ -212,7 +212,7 @@ def test_a_pending_reboot_is_only_a_warning() -> None:
 
 
 def test_a_smaller_machine_is_refused() -> None:
-    one(problems(survey(), memory_total_min_bytes=200 << 30), "119.7 GiB in all")
+    one(problems(survey(), memory_total_min_bytes=200 << 30), "119.7 GiB in total")
 
 
 def test_everything_is_said_at_once() -> None:

@@ -43,7 +43,7 @@ def test_too_little_memory_names_the_setting_with_which_the_engine_could_start()
 def test_a_smaller_pool_than_planned_names_the_setting_of_its_size() -> None:
     seen = survey(meminfo=["MemTotal: 119000000 kB", "MemAvailable: 115000000 kB"])
     fix = "set memory.total_gib to 113.4 for this host"
-    one(problems(seen, memory_total_min_bytes=117 << 30), "113.5 GiB in all", fix)
+    one(problems(seen, memory_total_min_bytes=117 << 30), "113.5 GiB in total", fix)
 
 
 def test_a_host_smaller_than_the_engine_is_told_to_choose_another_model_and_no_setting_alone() -> (
@@ -53,7 +53,7 @@ def test_a_host_smaller_than_the_engine_is_told_to_choose_another_model_and_no_s
     found = problems(seen, memory_needed_bytes=97 << 30, memory_total_min_bytes=117 << 30)
     one(
         found,
-        "23.5 GiB in all, the plan counts on 117.0 GiB and the engine needs 97.0 GiB",
+        "23.5 GiB in total, the plan expects 117.0 GiB and the engine needs 97.0 GiB",
         "choose a smaller model or profile for this host",
         "`spark-deploy plan --data memory.total_gib=23.5` shows whether it fits",
     )
