@@ -176,10 +176,7 @@ def compaction_file(proactiveness: int) -> ManagedFile:
 
 
 def owned_directories(plan: BasePlan) -> dict[str, str]:
-    """Return the directories we own and their modes.
-
-    Only the engine's cache is private: programs in it run as the engine's account.
-    """
+    """Return the managed directories and modes; only the engine's cache is private."""
     paths = plan.paths
     shared = (
         *(CONFIG_DIR, RELEASES_DIR, STATE_DIR, JOBS_DIR, PROOFS_DIR),

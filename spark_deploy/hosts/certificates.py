@@ -71,13 +71,7 @@ def check_gateway(plan: GatewayPlan) -> list[Problem]:
 
 
 def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
-    """Return why the user's own certificate and key cannot serve a host.
-
-    Args:
-        certificate: path of a PEM file with the certificate first.
-        key: path of the key.
-        name: the name that clients use for the host.
-    """
+    """Return why the user's certificate and key (paths) cannot serve a host called ``name``."""
     problems: list[Problem] = []
     chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, problems)
     private = _read(key, "serve.tls_key", load_key, problems)
@@ -193,14 +187,7 @@ class _Authority:
 def why_renew(
     certificate: bytes | None, public_key: bytes | None, names: Sequence[str], ca_dir: str
 ) -> str:
-    """Return why a host's certificate of the private CA has to be renewed; "" when it is valid.
-
-    Args:
-        certificate: the host's, PEM.
-        public_key: of the host's key, PEM.
-        names: names it has to cover.
-        ca_dir: directory of the CA.
-    """
+    """Return why a host's certificate (PEM) has to be renewed for ``names``; "" if it is valid."""
     authority = _read_authority(ca_dir)
     if authority is None:
         return f"there is no CA in {ca_dir} yet; it is created now"
@@ -283,10 +270,7 @@ def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
 
 
 def _extend(authority: _Authority, names: Sequence[str], ca_dir: str) -> _Authority:
-    """Let the CA sign for these names, too: same key, same name, same end.
-
-    Clients with the earlier file still trust the hosts that it covered.
-    """
+    """Let the CA sign for these names, too; clients with the earlier file still trust it."""
     before = authority.certificate
     permitted = permitted_names(before)
     if permitted is None or {_subtree(name) for name in names} <= set(permitted):

@@ -75,13 +75,9 @@ class CommandFailed(Exception):  # noqa: N818 - the shell's word
 def run(
     host: Host, command: str | StringCommand, *, timeout_s: int = 600, stdin: str | None = None
 ) -> list[str]:
-    """Run a command inside a ``FunctionCommand`` with the operation's own sudo settings.
+    """Run a command with the operation's sudo settings; return the lines of standard output.
 
-    Returns:
-        The lines of standard output.
-
-    Raises:
-        CommandFailed: exit status other than 0, a time-out, or a lost connection.
+    Raises CommandFailed on exit status other than 0, time-out, or lost connection.
     """
     given: dict[str, Any] = dict(host.current_op_global_arguments or {})
     keep = ("_sudo", "_sudo_user", "_sudo_password", "_use_sudo_login", "_env", "_shell_executable")
@@ -125,10 +121,7 @@ def each(items: Iterable[T]) -> Iterator[T]:
 
 
 def one_by_one() -> Iterator[str]:
-    """Yield this host's name in turn: an operation per host, in inventory order.
-
-    So a fault stops at the first host that it meets.
-    """
+    """Yield this host's name in turn, in inventory order: a fault stops at the first host."""
     yield from (name for (name,) in in_waves((member.name,) for member in inventory))
 
 
@@ -143,12 +136,9 @@ _LONGEST_PAUSE_S = 15
 
 
 def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
-    """Run ``script``, reconnecting with growing pauses; return success, output and errors.
+    """Run ``script``, reconnecting for up to ``AWAY_S``; return success, output and errors.
 
-    Uses sudo if the host's settings do: a root login may have no sudo installed.
-
-    Raises:
-        ConnectError: the host stayed away for ``AWAY_S``.
+    Uses sudo if the host's settings do. Raises ConnectError if the host stayed away.
     """
     lost_at, pause_s = None, 1
     with heartbeat(host, "waiting for the host to answer"):

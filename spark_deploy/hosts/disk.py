@@ -78,10 +78,7 @@ images_in=${images_in%%|*}
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
     """Print the filesystem of each path; a missing path stands for the nearest parent.
 
-    Args:
-        paths: paths we will write to.
-        docker_dirs: those among them where docker keeps images by default. Docker reports the
-            real directory; other images in it are not added up.
+    Docker reports where it really keeps the images of ``docker_dirs``.
     """
     words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
     skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
@@ -171,11 +168,9 @@ class Stored:
 
 
 def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
-    """Print large files and receipts below ``look_in``, and the devices of ``paths``.
+    """Print large files and receipts below ``look_in`` (globs), and the devices of ``paths``.
 
-    Args:
-        paths: directories to be filled; a missing directory stands for the nearest parent.
-        look_in: directories on the host, as shell globs.
+    A missing path stands for the nearest parent.
     """
     if not look_in:
         return ""

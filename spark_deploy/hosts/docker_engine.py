@@ -44,11 +44,7 @@ RELOADABLE = frozenset(
 
 
 def parse_daemon_json(text: str) -> dict[str, Any]:
-    """Read a daemon.json; an empty file is `{}`.
-
-    Raises:
-        ValueError: not JSON, or not an object.
-    """
+    """Read a daemon.json; an empty file is `{}`. Raises ValueError if it is no JSON object."""
     value = json.loads(text) if text.strip() else {}
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -85,12 +81,7 @@ def render_daemon_json(value: Mapping[str, Any]) -> str:
 
 
 def unmet_keys(wanted: Mapping[str, Any], info: Mapping[str, Any]) -> tuple[str, ...]:
-    """List the keys of ``wanted`` that `docker info` shows with another value.
-
-    Args:
-        wanted: managed keys, as merged into the file.
-        info: `docker info --format '{{json .}}'` of the daemon.
-    """
+    """List the keys of ``wanted`` that ``info`` (`docker info`) shows with another value."""
     return tuple(k for k, value in wanted.items() if k in _VISIBLE and not _VISIBLE[k](value, info))
 
 
@@ -214,10 +205,7 @@ def _bring_up(host: Host, command: str) -> None:
 
 
 def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
-    """Return the versions that the container check depends on; any change requires a new check.
-
-    A tool that did not answer is taken as unchanged.
-    """
+    """Return the versions that the container check depends on; unknown ones are unchanged."""
     key = {
         "image": plan.check_image,
         "docker": str(state.info.get("ServerVersion", "")),

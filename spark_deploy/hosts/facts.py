@@ -100,11 +100,7 @@ def split_sections(output: Iterable[str]) -> Sections:
 
 
 def parse_sections(output: Iterable[str]) -> Sections:
-    """Split the output of ``build_script``.
-
-    Raises:
-        FactProcessError: the end marker is missing, so the output is incomplete.
-    """
+    """Split the output of ``build_script``. Raises FactProcessError if the end is missing."""
     sections = split_sections(output)
     if "end" not in sections:
         raise FactProcessError("the host's output was cut off; run again")
@@ -114,9 +110,7 @@ def parse_sections(output: Iterable[str]) -> Sections:
 def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
     """Join snippets into a script that prints English, never fails and marks the end.
 
-    Args:
-        parts: snippets, run in order.
-        parallel: snippets that run in order at the same time; their output comes last.
+    ``parallel`` snippets run in order at the same time as ``parts``; their output comes last.
     """
     lines = ["LC_ALL=C; export LC_ALL", *(part.strip() for part in parts)]
     end = f"echo '{MARKER}end'"
@@ -222,11 +216,7 @@ def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
 
 
 def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return ``fact`` of the current host, from the cache while it is valid.
-
-    Raises:
-        FactUnavailable: the command failed, so there is no state to decide from.
-    """
+    """Return ``fact`` of the current host, from the cache while valid. Raises FactUnavailable."""
     this = current_host()
     answers = _answers.setdefault(this, {})
     key = (fact, _arguments_key(arguments))
@@ -240,11 +230,7 @@ def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
 
 
 def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
-    """Return ``fact`` of the current host without the cache, where an older value is no proof.
-
-    Raises:
-        FactUnavailable: the command failed, so there is no state to decide from.
-    """
+    """Return ``fact`` without the cache, where an older value is no proof."""
     this = current_host()
     executed = commands_executed(this)
     value = host.get_fact(fact, **arguments)
@@ -302,21 +288,15 @@ def expect_fact(
     *,
     slow: bool = False,
 ) -> None:
-    """Declare a fact that operations of this run will read of the current host.
+    """Declare a fact that operations will read; ``arguments`` is called at prefetch.
 
-    Args:
-        fact: the fact.
-        arguments: called at prefetch, after all roles have declared facts.
-        slow: run in a separate command; fast facts share a command.
+    A ``slow`` fact gets a separate command; fast facts share a command.
     """
     _expected.setdefault(current_host(), {})[fact] = (arguments, slow)
 
 
 def prefetch() -> None:
-    """Read the declared facts of the current host, while executing.
-
-    A fact that cannot be read is left to the operation that needs it, which reports the reason.
-    """
+    """Read the declared facts while executing; operations read failed facts again."""
     if not state.is_executing:
         return
     this = current_host()

@@ -61,12 +61,9 @@ def progress_text(state: JobState) -> str:
 @operation()
 @host_errors
 def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
-    """Start a job unless it runs already or the receipt exists.
+    """Start a job of a release unless it runs already or the receipt exists.
 
-    Args:
-        work: the job and its files.
-        release: the prepare target of this release pulls the job in.
-        names: every job of the release, so that a single fact serves all operations.
+    ``names`` are all jobs of the release, so that a single fact serves all operations.
     """
     job, target = work.job, PREPARE.of(release)
     jobs = read_fact(JobStates, jobs=names, target=target)
@@ -143,14 +140,10 @@ def wait_for_jobs(
     timeout_s: int = PREPARE_TIMEOUT_S,
     retire_others: bool = False,
 ) -> Commands:
-    """Wait until every job has a receipt; show progress, and the log of a failed job.
+    """Wait until every job of a release has a receipt; show progress, and the log of a failed job.
 
-    Args:
-        jobs: all jobs of the release.
-        release: the prepare target to retire when all is done.
-        timeout_s: stop waiting after this long; the jobs continue.
-        retire_others: ``release`` is the current choice; boots stop continuing jobs of
-            releases of the service that were replaced before they were built.
+    After ``timeout_s`` the jobs continue. With ``retire_others`` boots stop continuing jobs of
+    releases of the service that were replaced before they were built.
     """
     names, target = tuple(job.digest12 for job in jobs), PREPARE.of(release)
     # Without jobs only the boot targets matter, which every answer contains.

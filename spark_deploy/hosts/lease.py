@@ -63,14 +63,9 @@ def holder() -> str:
 def take_script(
     path: str, token: str, who: str, over: str | None = None, *, only_look: bool = False
 ) -> str:
-    """Return the script that takes or renews a lease, or prints the holder.
+    """Return the script that takes or renews a lease for ``who``, or prints the holder.
 
-    Args:
-        path: the lease's file.
-        token: of this run.
-        who: user of this run.
-        over: token of a run that is known to be dead.
-        only_look: do not take a free lease.
+    ``over`` is the token of a dead run; ``only_look`` leaves a free lease free.
     """
     lease = shlex.quote(path)
     when_free = "echo free; exit 0" if only_look else ":"

@@ -208,10 +208,7 @@ def install(
 ) -> FunctionCommand:
     """Build the command that installs missing packages.
 
-    Args:
-        packages: names to install.
-        lock_wait_s: how long to wait for another package installation.
-        quiet_services: services of these packages that must not start or be enabled.
+    ``quiet_services`` are services of these packages that must not start or be enabled.
     """
     return FunctionCommand(_install, [tuple(packages), lock_wait_s, tuple(quiet_services)], {})
 

@@ -117,11 +117,7 @@ class SiteArchive:
 
 
 def site_archive(requirements: str, python_version: str, machine: str) -> SiteArchive:
-    """Resolve the pinned wheels for a Python and machine; cached on the controller.
-
-    Raises:
-        SparkError: pip cannot get the pinned wheels for that platform.
-    """
+    """Resolve the pinned wheels for a Python and machine, cached here. Raises SparkError."""
     pins = (CHECKOUT / requirements).read_bytes()
     key = hashlib.sha256(f"{python_version} {machine}\n".encode() + pins).hexdigest()
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

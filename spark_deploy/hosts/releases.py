@@ -192,12 +192,7 @@ def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
 @operation()
 @host_errors
 def verify_rollback(service: str, chosen: str) -> None:
-    """Fail a rollback unless the release that the host serves is proven.
-
-    Args:
-        service: the service that went back.
-        chosen: the MODEL/PROFILE of it in the settings, or "none".
-    """
+    """Fail a rollback unless the serving release is proven; ``chosen`` is set MODEL/PROFILE."""
     if not this_host.state.is_executing:
         this_host.noop("judged after the change")
         return

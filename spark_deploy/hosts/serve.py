@@ -55,10 +55,7 @@ def install_release(plan: Release, files: Sequence[ManagedFile], users: Sequence
 @operation()
 @host_errors
 def start_service(plan: Release, timeout_s: int) -> Commands:
-    """Serve this release on a host without a running or proven release.
-
-    A failure interrupts no service there, so all such hosts start at once.
-    """
+    """Serve this release where no service can be interrupted, on all such hosts at once."""
     if plan.cluster is not None:
         host.noop("members of a cluster change together, in turn")
         return

@@ -30,11 +30,7 @@ def poll_command(jobs: Sequence[str]) -> str:
 
 
 def parse_poll(text: str) -> dict[str, JobState]:
-    """Read the output of ``job poll``, by 12-digit name; empty if no tools are installed yet.
-
-    Raises:
-        DocumentError: the text is not the tool's output.
-    """
+    """Read ``job poll`` by 12-digit name; empty without tools. Raises DocumentError."""
     states = parse(tuple[JobState, ...], text) if text.strip() else ()
     return {state.digest[:12]: state for state in states}
 
@@ -182,11 +178,7 @@ def _gateway_faults(state: status.Service) -> tuple[tuple[object, str], ...]:
 
 
 def parse_status(text: str) -> HostStatus:
-    """Read the output of ``spark-host status``; empty if no tools are installed yet.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """Read ``spark-host status``; empty without tools. Raises ValueError if it is no JSON."""
     if not text.strip():
         return HostStatus(None)
     data = json.loads(text)

@@ -108,11 +108,6 @@ class OursOnHost(HostFact[Ours]):
         return f"{command} 2>&1 || :"
 
     def process(self, output: Iterable[str]) -> Ours:
-        """Read the answer.
-
-        Raises:
-            FactProcessError: with the host's error instead.
-        """
         lines = [line for line in output if line.strip()]
         try:
             return parse(Ours, lines[-1] if lines else "")
@@ -145,12 +140,7 @@ def read_resources(request: str) -> Ours:
 @operation()
 @host_errors
 def note_host(plan: BasePlan, request: str) -> Commands:
-    """Write down the host's state before the first deploy, for a later uninstall.
-
-    Args:
-        plan: of the base role, for the fact to read.
-        request: result of ``uninstall_request``.
-    """
+    """Write down the host's state before the first deploy, for a later uninstall."""
     if STATE_DIR in base.read_state(plan).directories:
         host.noop("deployed to before")
         return
@@ -160,11 +150,7 @@ def note_host(plan: BasePlan, request: str) -> Commands:
 @operation()
 @host_errors
 def uninstall(request: str) -> Commands:
-    """Remove everything that this project created, except kept models and engines.
-
-    Args:
-        request: result of ``uninstall_request``.
-    """
+    """Remove everything that this project created, except kept models and engines."""
     found = read_resources(request)
     for line in describe_uninstall(found):
         log_once(line)

@@ -20,11 +20,12 @@ class Wired:
 
     def __init__(self, *answers: Any, plugged: bool = True):
         self.answers, self.plugged, self.logs, self.connects = list(answers), plugged, [], 0
-        self.connected, self.data = True, {"_sudo": True}
+        self.connected, self.data, self.with_sudo = True, {"_sudo": True}, []
         transport = SimpleNamespace(is_active=lambda: self.plugged)
         self.connector = SimpleNamespace(client=SimpleNamespace(get_transport=lambda: transport))
 
-    def run_shell_command(self, *_: Any, **__: Any) -> tuple[bool, Any]:
+    def run_shell_command(self, *_: Any, _sudo: bool, **__: Any) -> tuple[bool, Any]:
+        self.with_sudo.append(_sudo)
         answer = self.answers.pop(0) if self.answers else OSError("no route")
         if isinstance(answer, Exception):
             self.plugged = False
@@ -71,6 +72,18 @@ def test_a_command_that_fails_on_a_host_that_is_there_is_not_repeated(
     )
     assert commands.run_reconnecting(host, "false") == (False, "", "x")
     assert host.connects == 0
+
+
+@pytest.mark.parametrize("sudo", [True, False])
+def test_pauses_grow_until_the_host_is_back_and_sudo_is_used_only_where_it_is_set(
+    clock: list[float], sudo: bool
+) -> None:
+    host = Wired(*[OSError("gone")] * 5, "here")
+    host.data["_sudo"] = sudo
+    assert commands.run_reconnecting(host, "true") == (True, "here", "")
+    assert clock[0] == 1 + 2 + 3 + 4 + 5
+    assert host.logs == ["connection lost (OSError); reconnecting"]
+    assert set(host.with_sudo) == {sudo}
 
 
 def test_a_host_that_stays_away_is_given_up_after_minutes(clock: list[float]) -> None:

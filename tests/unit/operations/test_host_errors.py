@@ -1,4 +1,4 @@
-"""What ends the work on one host is one message of that host, and no traceback of the run."""
+"""A refused or lost host is one message of that host, and no traceback of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.exceptions import PyinfraError
 
 from spark_deploy.hosts.facts import FactUnavailable
-from spark_deploy.hosts.host_errors import host_errors
+from spark_deploy.hosts.host_errors import host_command, host_errors, refuse
 from tests.unit.operations.test_operations import FakeHost, on
 
 
@@ -54,3 +54,34 @@ def test_anything_else_is_a_defect_of_ours() -> None:
 def test_while_predicting_pyinfra_ends_as_it_does() -> None:
     with on(host(connected=False), False), pytest.raises(PyinfraError):
         list(asks(PyinfraError("No hosts remaining!")))
+
+
+WHY = ["disk: is full", "  fix: free some"]
+
+
+@host_errors
+def operation() -> None:
+    refuse("disk", "is full", "free some")
+
+
+@host_command
+def command(state: Any, host: Any, what: str) -> bool:
+    refuse("disk", what, "free some")
+
+
+@pytest.mark.parametrize("executing", [True, False])
+def test_an_operation_that_refuses_fails_its_host_and_says_why_once(executing: bool) -> None:
+    host = FakeHost({})
+    with on(host, executing) as state:
+        [failing] = operation()
+        assert host.logs == ([] if executing else WHY)
+        if executing:
+            assert failing.execute(state, host, {}) is False
+    assert host.logs == WHY
+
+
+def test_a_command_that_refuses_fails_its_host_and_says_why() -> None:
+    host = FakeHost({})
+    with on(host) as state:
+        assert FunctionCommand(command, ["is full"], {}).execute(state, host, {}) is False
+    assert host.logs == WHY

@@ -1,4 +1,4 @@
-"""Requests of each service are counted as its engine tells them; one that is silent is left out."""
+"""Facts that read the output of our own tools and engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,58 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.hosts import status
-from spark_deploy.hosts.status import Count, Requests
+from spark_deploy.hosts.status import Count, JobStates, Requests
+from spark_deploy.hosts.tools import PythonSite, QuantiserSite, Site
+
+
+def test_links_of_the_boot_pulled_jobs_and_a_lending_host_are_told_apart() -> None:
+    said = ["[]", "linked spark-prepare@main-a.target", "pulled 0123456789ab", "lends now"]
+    found = JobStates().process(said)
+    assert (found.linked, found.pulled, found.lends) == (
+        ("spark-prepare@main-a.target",),
+        ("0123456789ab",),
+        True,
+    )
+    assert not JobStates().process(said[:3]).lends
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (
+            ["3.12 aarch64", "/usr/local/lib/spark/site-a", "ab", "/usr/local/lib/spark/c", "/t"],
+            Site(
+                "3.12",
+                "aarch64",
+                "/usr/local/lib/spark/site-a",
+                "ab",
+                "/usr/local/lib/spark/c",
+                "/t",
+            ),
+        ),
+        (["3.11 x86_64", "-", "-", "-", "-"], Site("3.11", "x86_64", "", "", "", "")),
+        (["-", "-", "-", "-", "-"], Site("", "", "", "", "", "")),
+        ([], Site("", "", "", "", "", "")),
+    ],
+)
+def test_python_packages_and_tools_are_told_in_one_answer(said: list[str], found: Site) -> None:
+    assert PythonSite().process(said) == found
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (["3.12 aarch64", "-", "ab"], Site("3.12", "aarch64", receipt="ab")),
+        (["3.11 x86_64", "-", "-"], Site("3.11", "x86_64")),
+        (["-", "-", "ab"], Site()),
+        ([], Site()),
+    ],
+)
+def test_the_python_of_an_image_is_told_with_what_lies_beside_it(
+    said: list[str], found: Site
+) -> None:
+    assert QuantiserSite().process(said) == found
+
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

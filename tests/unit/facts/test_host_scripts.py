@@ -1,0 +1,208 @@
+"""Scripts of facts, run by a real shell with stand-in programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spark_deploy.hosts import disk, docker_facts, gpu
+from spark_deploy.hosts.facts import split_sections
+from spark_deploy.hosts.peer_download import LoginAddress
+from spark_deploy.hosts.survey import audit_script, engine_memory_script, parse_audit
+
+
+@pytest.mark.parametrize(
+    ("variable", "address"),
+    [
+        ("10.77.0.1 40312 10.77.0.11 22", "10.77.0.11"),
+        ("fe80::1%eth0 40312 2001:db8::11 2222", "2001:db8::11"),
+        ("", ""),
+        ("10.77.0.1 40312", ""),
+    ],
+)
+def test_the_host_s_own_address_of_the_login_is_read(variable: str, address: str) -> None:
+    fact = LoginAddress()
+    said = subprocess.run(
+        ["sh", "-c", fact.command()],
+        env={"SSH_CONNECTION": variable} if variable else {},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert fact.process(said.stdout.splitlines()) == address
+
+
+@pytest.mark.parametrize("complaint", ["", "W: /etc/apt/sources.list.d/dgx.sources: no Release"])
+def test_a_complaint_on_the_other_stream_does_not_hide_the_score(
+    tmp_path: Path, complaint: str
+) -> None:
+    tool = tmp_path / "nvidia-spark-ota-check"
+    tool.write_text(
+        f'#!/bin/sh\necho "{complaint}" >&2\necho \'{{"name": "OTA2.2", "torn": 2.6}}\'\n'
+    )
+    tool.chmod(0o755)
+    found = subprocess.run(
+        ["sh", "-c", gpu.GPU_SCRIPT],
+        capture_output=True, text=True, check=False, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )  # fmt: skip
+    assert gpu.parse_gpu(split_sections(found.stdout.splitlines())).torn_score == 2.6
+
+
+def test_each_running_engine_is_printed_with_the_need_of_its_release(tmp_path: Path) -> None:
+    known, unknown = (f"spark-serve@{name}-0123456789ab.service" for name in ("main", "code"))
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f"#!/bin/sh\necho '{known} loaded active'\necho '{unknown} loaded active'")
+    systemctl.chmod(0o755)
+    release = tmp_path / "main-0123456789ab/release.json"
+    release.parent.mkdir()
+    release.write_text('{\n "memory": {\n  "wait_s": 60.0,\n  "needed_bytes": 123\n }\n}\n')
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", "-c", engine_memory_script(str(tmp_path))],
+        env={"PATH": path}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["== engine-memory", f"{known} 123", f"{unknown} "]
+
+
+HOLD = (
+    "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(); input()"
+)
+AUDIT = """#!/bin/sh
+echo "The following packages are only half configured:"
+echo " nginx    small web server"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A database of packages of which one is half installed."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/dpkg").write_text(AUDIT)
+    (tmp_path / "bin/dpkg").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    for lock in ("lock", "lock-frontend"):
+        (tmp_path / lock).touch()
+    return tmp_path
+
+
+def half_installed(folder: Path) -> tuple[str, ...]:
+    said = subprocess.run(
+        ["sh", "-c", audit_script(str(folder))], capture_output=True, text=True, check=False
+    )
+    assert said.stderr == ""
+    return parse_audit(said.stdout.splitlines())
+
+
+def test_what_nobody_installs_is_half_installed(folder: Path) -> None:
+    assert half_installed(folder) == ("nginx",)
+
+
+@pytest.mark.parametrize("lock", ["lock", "lock-frontend"])
+def test_what_somebody_installs_right_now_is_not(folder: Path, lock: str) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder / lock)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    assert half_installed(folder) == ()
+    holder.communicate("\n")
+    assert half_installed(folder) == ("nginx",)
+
+
+EXPECTED = "/var/lib/docker"
+# Another filesystem than that of /, on every machine.
+OTHER = "/dev/shm"
+
+
+def place(tmp_path: Path, **tools: str) -> disk.Place:
+    for name, text in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    found = subprocess.run(
+        ["sh", "-c", disk.disk_script([EXPECTED], [EXPECTED])],
+        capture_output=True, text=True, check=False, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )  # fmt: skip
+    [one] = disk.parse_places(split_sections(found.stdout.splitlines())["places"])
+    return one
+
+
+def test_a_docker_that_was_moved_is_followed(tmp_path: Path) -> None:
+    one = place(tmp_path, docker=f"echo '{OTHER}/docker|[Backing Filesystem extfs]'")
+    assert (one.path, one.folder) == (EXPECTED, f"{OTHER}/docker")
+    assert os.path.ismount(one.mount)
+    assert one.mount == OTHER
+
+
+def test_one_that_says_nothing_is_where_it_is_expected(tmp_path: Path) -> None:
+    for text in ("exit 1", "echo '|'; exit 1"):
+        assert place(tmp_path, docker=text).folder == EXPECTED
+
+
+@pytest.mark.parametrize("dump", ['version = 2\nroot = "{}"\n', "root = '{}'\nstate = '/run/x'\n"])
+def test_the_store_of_containerd_is_where_that_says(tmp_path: Path, dump: str) -> None:
+    store = "driver-type io.containerd.snapshotter.v1"
+    one = place(
+        tmp_path,
+        docker=f"echo '{EXPECTED}|[{store}]'",
+        containerd=f"cat <<'E'\n{dump.format(OTHER)}\nE",
+    )
+    assert (one.folder, one.mount) == (OTHER, OTHER)
+
+
+ANSWER = {
+    "docker": '{"ServerVersion": "29.2.1"}',
+    "nvidia-smi": "580.142",
+    "nvidia-ctk": "NVIDIA Container Toolkit CLI version 1.19.0",
+}
+
+
+def look(folder: Path, monkeypatch: pytest.MonkeyPatch, **delays_s: float) -> docker_facts.Docker:
+    """Look at a host on which each program sleeps at its first call, and ``docker`` at all."""
+    monkeypatch.setattr(docker_facts, "_LIMITS_S", (0.4, 0.9))
+    for name, answer in ANSWER.items():
+        delay_s = delays_s.get(name.replace("-", "_"), 0)
+        asked = folder / f"{name}.asked"
+        once = "" if name == "docker" else f"[ -e {asked} ] || "
+        program = folder / name
+        program.write_text(
+            f"#!/bin/sh\n{once}sleep {delay_s}\ntouch {asked}\ncat <<'END'\n{answer}\nEND\n"
+        )
+        program.chmod(0o755)
+    script = docker_facts.DockerState().command((), str(folder / "receipt.json"))
+    said = subprocess.run(
+        ["sh", "-c", script], capture_output=True, text=True, check=True,
+        env={"PATH": f"{folder}:/usr/bin:/bin"},
+    )  # fmt: skip
+    return docker_facts.DockerState().process(said.stdout.splitlines())
+
+
+@pytest.mark.slow
+def test_a_late_answer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = look(tmp_path, monkeypatch, docker=0.5, nvidia_smi=0.6, nvidia_ctk=0.6)
+    assert (seen.info["ServerVersion"], seen.driver_version) == ("29.2.1", "580.142")
+    assert seen.toolkit_version == "1.19.0"
+    assert seen.silent == ()
+
+
+@pytest.mark.slow
+def test_what_never_answers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = look(tmp_path, monkeypatch, docker=1.2)
+    assert seen.info == {}
+    assert seen.silent == ("docker",)
+
+
+def test_what_fails_at_once_is_not_silent(tmp_path: Path) -> None:
+    for name in ANSWER:
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    script = docker_facts.DockerState().command((), str(tmp_path / "receipt.json"))
+    said = subprocess.run(
+        ["sh", "-c", script], capture_output=True, text=True, check=True, timeout=20,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )  # fmt: skip
+    assert docker_facts.DockerState().process(said.stdout.splitlines()).silent == ()
