@@ -13,7 +13,7 @@ from tests.unit.test_rooms import MODULES, none, tree_of
 REMEMBER = {
     "spark_deploy/config/documents/declare.py",
     "spark_deploy/hosts/payload.py",
-    "files/checkpoint/spark_checkpoint/format/index.py",
+    "files/checkpoint/spark_checkpoint/format/headers.py",
     "files/checkpoint/spark_checkpoint/format/numbers.py",
     "files/checkpoint/spark_checkpoint/sources/connections.py",
     "files/contract/spark_contract/documents.py",
@@ -24,7 +24,7 @@ KEPT = {
     # Which socket an answer comes over, while the answer lives: urllib3 has no place for it.
     "files/checkpoint/spark_checkpoint/sources/stall_timeout.py": "_sockets",
     # A script of its own, that nothing imports.
-    "files/checkpoint/spark_checkpoint/requantize/inside.py": "ROOT",
+    "files/checkpoint/spark_checkpoint/requantize/autoround_job.py": "ROOT",
 }
 # What is made to be filled; constants are written out, or frozen.
 FILLED = re.compile(

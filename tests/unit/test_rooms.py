@@ -44,7 +44,10 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/checkpoint/spark_checkpoint/verify", ""),
         ("files/checkpoint/spark_checkpoint/sources", "urllib3"),
         ("files/checkpoint/spark_checkpoint/build", "numpy"),
-        ("files/checkpoint/spark_checkpoint/requantize/inside.py", "auto_round torch transformers"),
+        (
+            "files/checkpoint/spark_checkpoint/requantize/autoround_job.py",
+            "auto_round torch transformers",
+        ),
         ("files/checkpoint/spark_checkpoint/requantize", "numpy"),
         ("files/checkpoint/spark_checkpoint/inspect", ""),
         ("files/checkpoint/spark_checkpoint/cli.py", ""),

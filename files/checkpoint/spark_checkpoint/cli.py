@@ -29,13 +29,13 @@ from spark_contract.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputRefused, TransferFailed
-from spark_checkpoint.inspect.commands import describe, discard, fits, hold
-from spark_checkpoint.inspect.inspection import hold_against, open_subject, report, text_of
+from spark_checkpoint.inspect.commands import check_base, describe, discard, fits
+from spark_checkpoint.inspect.inspection import match_plan_names, open_subject, report, text_of
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.sources.layers import fetch_layers
 from spark_checkpoint.storage import room_left
-from spark_checkpoint.verify.verify import verify_tree
+from spark_checkpoint.verify.verify import verify_checkpoint
 
 _LONGEST_LINE = 4000
 _FIXES = {
@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace, progress: Progress) -> int:
         copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
         requantize(files.load(RequantizePlan, arguments.order, "is missing"), progress, copies)
     elif arguments.command == orders.VERIFY:
-        verify_tree(arguments.dir, progress, full=arguments.full)
+        verify_checkpoint(arguments.dir, progress, full=arguments.full)
     elif arguments.command == orders.DISCARD:
         discard(arguments.base, arguments.tree, progress)
     else:
@@ -125,14 +125,14 @@ def _look(arguments: argparse.Namespace) -> int:
         return 0
     subject = open_subject(arguments.place, arguments.endpoint, wire)
     if arguments.command == orders.HOLD:
-        print(json.dumps(plain(hold(subject, read_build_plan(arguments.plan)))), flush=True)
+        print(json.dumps(plain(check_base(subject, read_build_plan(arguments.plan)))), flush=True)
         return 0
     data = report(subject)
     data["against"] = [fits(subject, read_build_plan(path)) for path in arguments.against]
     text = json.dumps(data, indent=2) if arguments.json else _printable(text_of(data))
     print(text, flush=True)
     if arguments.plan is not None:
-        note(f"{subject.place}: {hold_against(subject, read_build_plan(arguments.plan))}")
+        note(f"{subject.place}: {match_plan_names(subject, read_build_plan(arguments.plan))}")
     return 0
 
 

@@ -9,7 +9,7 @@ from spark_contract.paths import RECEIPT_NAME
 from spark_contract.receipts import AnyReceipt, Receipt, ReceiptFile, parse
 
 from spark_checkpoint.errors import TreeDiffers
-from spark_checkpoint.format.pieces import pieces_of
+from spark_checkpoint.format.piece_hashes import pieces_of
 from spark_checkpoint.storage import Stamp, write_json
 
 

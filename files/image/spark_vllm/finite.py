@@ -114,7 +114,6 @@ def demand_usual_scales(model: torch.nn.Module) -> None:
 
 
 def usual(scales: torch.Tensor) -> bool:
-    """Return whether no scale is far above the others of its tensor."""
     if scales.is_meta or not scales.numel():
         return True
     sizes = scales.flatten()
@@ -149,7 +148,6 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _logits(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the logits that each head gives for one row of ones and minus ones."""
     for name, module in model.named_modules():
         if not isinstance(module, ParallelLMHead):
             continue

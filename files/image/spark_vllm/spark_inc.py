@@ -42,7 +42,6 @@ class SparkIncConfig(INCConfig):
 
     @classmethod
     def get_name(cls) -> str:
-        """Return the name in vLLM's registry."""
         return QUANT_METHOD
 
     @classmethod

@@ -34,12 +34,10 @@ class SparkTurboQuantBackend(TurboQuantAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[SparkTurboQuantImpl]:
-        """Return the attention itself."""
         return SparkTurboQuantImpl
 
     @staticmethod
     def get_builder_cls() -> type[SparkTurboQuantBuilder]:
-        """Return what describes a batch to it."""
         return SparkTurboQuantBuilder
 
 

@@ -8,7 +8,7 @@ import pytest
 from builder_judge import MODULE, donor_values, refused, relative
 from builder_shards import BLOCK, Raw, bf16_tensor, bf16_values, fp8_pair
 from builder_trees import DONOR_SHAPES
-from spark_checkpoint.verify import gates
+from spark_checkpoint.verify import tensor_sets
 
 
 def test_a_base_with_16_bit_attention_is_refused_and_named(workshop):
@@ -75,7 +75,7 @@ def with_packed_mtp(workshop):
     workshop.mtp["mtp.layers.0.self_attn.q_proj.qweight"] = Raw("I32", (8, 8), bytes(256))
 
 
-# One base for every cause that gates.py can name, and the words only that cause has.
+# One base for every cause that tensor_sets.py can name, and the words only that cause has.
 CAUSES = {
     "linear attention": (
         with_linear_attention,
@@ -111,7 +111,7 @@ def test_a_base_with_another_set_of_names_is_told_its_likely_cause_and_no_other(
 
 
 def test_every_cause_the_gates_can_name_is_planted_here():
-    known = {*gates._CAUSES.values(), gates._MTP_CAUSE}
+    known = {*tensor_sets._CAUSES.values(), tensor_sets._MTP_CAUSE}
     assert known == {cause for _, cause in CAUSES.values()}
 
 

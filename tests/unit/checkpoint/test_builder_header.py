@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 from spark_checkpoint.errors import HeaderRefused
-from spark_checkpoint.format.index import (
+from spark_checkpoint.format.headers import (
     DTYPE_BITS,
     HEADER_LIMIT_BYTES,
     emit_header,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.index import weight_map
+from spark_checkpoint.format.headers import weight_map
 
 TEXT = st.text(max_size=8)
 NAMES = st.dictionaries(TEXT, TEXT, max_size=6)

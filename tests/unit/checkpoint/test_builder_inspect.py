@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 from builder_trees import BASE_COMMIT, ROOT, run_tool
-from spark_checkpoint.format.index import Header, Tensor
+from spark_checkpoint.format.headers import Header, Tensor
 from spark_checkpoint.inspect import anatomy
 from spark_checkpoint.inspect.anatomy import examine, recipe_of
 from spark_contract.patterns import expand_all

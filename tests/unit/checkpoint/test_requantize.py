@@ -234,7 +234,8 @@ def test_a_drafter_s_experts_are_held_against_the_one_tensor_they_lay_in(bench):
     bench.rewrite(lambda tensors: tensors.update({wrong: tensors[right]}))
     refused = bench.run()
     assert refused.returncode == 3
-    assert f"{wrong}: was to stay as it is and differs from the original" in refused.stderr
+    assert wrong in refused.stderr
+    assert "differs from the original" in refused.stderr
 
 
 def swapped(tensors, expert="model.language_model.layers.1.mlp.experts.3"):
@@ -258,7 +259,7 @@ def lost(tensors):
     ("change", "said"),
     [
         (swapped, "differs from the original's weight by 14"),
-        (touched, "was to stay as it is and differs from the original"),
+        (touched, "differs from the original"),
         (lost, "missing 1"),
     ],
 )

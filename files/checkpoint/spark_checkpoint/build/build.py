@@ -21,33 +21,30 @@ from spark_contract.receipts import (
 from spark_contract.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
-from spark_checkpoint.build.config import result_config, usable
-from spark_checkpoint.build.copied import copied
-from spark_checkpoint.build.gated import Gated, donor_tensors, gate
-from spark_checkpoint.build.layouts import Layout, Writer, finished, result_bytes
-from spark_checkpoint.build.staging import Changes, Staging
-from spark_checkpoint.build.tensors.grafting import graft_mtp
-from spark_checkpoint.build.tensors.replacements import Surgery
+from spark_checkpoint.build.config import check_config, result_config
+from spark_checkpoint.build.layouts import Layout, Writer, finished_file, result_bytes
+from spark_checkpoint.build.new_tensors import Surgery, graft_mtp
+from spark_checkpoint.build.peer_copy import copy_from_peer
+from spark_checkpoint.build.source_checks import Sources, check_sources, donor_tensors
+from spark_checkpoint.build.write import Changes, Staging
 from spark_checkpoint.errors import GateRefused, TreeDiffers
-from spark_checkpoint.format.index import SIXTEEN_BIT, Tensor, tensor_bytes
-from spark_checkpoint.format.numbers import GROUP, PACK
-from spark_checkpoint.format.pieces import PIECE_BYTES, Piece, Proof, pieces_of, prove_file
-from spark_checkpoint.format.tree import (
+from spark_checkpoint.format.directory import (
     CONFIG_NAME,
     INDEX_NAME,
     QUANTIZATION_NAME,
-    Tree,
+    Checkpoint,
     files_of,
+    read_checkpoint,
     read_config,
-    read_tree,
 )
+from spark_checkpoint.format.headers import SIXTEEN_BIT, Tensor, tensor_bytes
+from spark_checkpoint.format.numbers import GROUP, PACK
+from spark_checkpoint.format.piece_hashes import PIECE_BYTES, Piece, Proof, pieces_of, prove_file
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import load_receipt, write_receipt
 from spark_checkpoint.storage import WORKERS, clear, hash_file, refuse_without_room, write_json
-from spark_checkpoint.verify.expected import HEAD, swapped
-from spark_checkpoint.verify.gates import WEIGHT
-from spark_checkpoint.verify.making import make_tree
-from spark_checkpoint.verify.verify import check_files
+from spark_checkpoint.verify.tensor_sets import HEAD, WEIGHT, swapped_modules
+from spark_checkpoint.verify.verify import check_files, make_checkpoint
 
 _FIX = "delete the source directory and fetch it again"
 
@@ -62,7 +59,7 @@ def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
     directory = plan.base_dir
     if plan.base.revision is None:
         return _prove_all(directory, files_of(directory), progress)
-    receipt = vouching_for_base(plan)
+    receipt = load_base_receipt(plan)
     again = [
         file.path
         for file in receipt.files
@@ -84,7 +81,7 @@ def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
     return proofs
 
 
-def vouching_for_base(plan: BuildPlan) -> AnyReceipt:
+def load_base_receipt(plan: BuildPlan) -> AnyReceipt:
     """Return the receipt of the base, whole and of the revision that the plan names."""
     directory, wanted = plan.base_dir, plan.base.revision
     receipt = load_receipt(directory)
@@ -109,7 +106,7 @@ def revision_of(receipt: AnyReceipt) -> str | None:
     return receipt.digest if isinstance(receipt, RequantizedReceipt) else None
 
 
-def compare_duplicates(base: Tree) -> dict[str, Any]:
+def compare_duplicates(base: Checkpoint) -> dict[str, Any]:
     """Return how many names are in several shards, and how many of them differ in bytes."""
     differing = 0
     for name, shards in base.duplicates.items():
@@ -135,7 +132,7 @@ def _prove_all(directory: Path, names: list[str], progress: Progress) -> dict[st
 
 
 def peak_bytes(
-    plan: BuildPlan, base: Tree, received: Mapping[str, Tensor], grafted: Collection[str]
+    plan: BuildPlan, base: Checkpoint, received: Mapping[str, Tensor], grafted: Collection[str]
 ) -> int:
     """Return the most a build writes before it frees anything.
 
@@ -143,7 +140,7 @@ def peak_bytes(
     is received and what is made here is staged first and written into the result afterwards.
     """
     staged = sum(tensor.size_bytes for tensor in received.values())
-    weights = [base.tensor(module + WEIGHT) for module in swapped(plan)]
+    weights = [base.tensor(module + WEIGHT) for module in swapped_modules(plan)]
     if plan.shared_experts == "fp8-self":
         staged += sum(_fp8_bytes(weight, plan.block_shape) for weight in weights)
     elif plan.shared_experts == "int8-g128":
@@ -178,12 +175,12 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
     report: dict[str, Any] = {}
 
     def write(work: Path, tree_dir: Path) -> None:
-        if copies is not None and copied(copies, plan, tree_dir, progress):
+        if copies is not None and copy_from_peer(copies, plan, tree_dir, progress):
             return
         # Sources are let go of before the result is read again: names of a large model fill memory.
         report.update(_write_tree(plan, work, tree_dir, progress))
 
-    made = make_tree(plan, f"plan {plan.digest[:12]}", progress, write)
+    made = make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
     if made and report and plan.layout == "full":
         base_bytes = report["rebuild_fetch_bytes"]["base"]
         note(f"{plan.out_dir}: stands alone; without its base a rebuild fetches {base_bytes} bytes")
@@ -197,8 +194,8 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
     clear(work, keep=frozenset({donor_dir.name}))
     progress.phase("gates")
     config = read_config(plan.base_dir)
-    usable(config, str(plan.base_dir / CONFIG_NAME), plan.head)
-    sources = gate(plan, read_tree(plan.base_dir), config)
+    check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
+    sources = check_sources(plan, read_checkpoint(plan.base_dir), config)
     proofs = base_proofs(plan, progress)
     taken = donor_tensors(plan, sources)
     peak = peak_bytes(plan, sources.base, taken, sources.mtp_missing)
@@ -226,13 +223,12 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
 
 def make_changes(
     plan: BuildPlan,
-    sources: Gated,
+    sources: Sources,
     taken: dict[str, Tensor],
     work: Path,
     donor_dir: Path,
     progress: Progress,
 ) -> Changes:
-    """Have the bytes of every new tensor on this host."""
     changes = Changes()
     donor = sources.donor
     spans = donor.stage(taken, donor_dir, progress) if donor is not None and taken else {}
@@ -256,7 +252,7 @@ def make_changes(
 
 
 def _finish_tree(
-    plan: BuildPlan, sources: Gated, changes: Changes, layout: Layout, tree_dir: Path
+    plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout, tree_dir: Path
 ) -> None:
     """Write index and config, the last files before the receipt."""
     config = result_config(read_config(plan.base_dir), plan, layout.index, sources.modules)
@@ -268,11 +264,11 @@ def _finish_tree(
     if (plan.base_dir / QUANTIZATION_NAME).exists():
         documents[QUANTIZATION_NAME] = config["quantization_config"]
     for name, document in documents.items():
-        layout.files.append(finished(tree_dir, name, write_json(tree_dir / name, document)))
+        layout.files.append(finished_file(tree_dir, name, write_json(tree_dir / name, document)))
 
 
 def _report(
-    sources: Gated, proofs: dict[str, Proof], layout: Layout, taken: dict[str, Tensor]
+    sources: Sources, proofs: dict[str, Proof], layout: Layout, taken: dict[str, Tensor]
 ) -> dict[str, Any]:
     donor_bytes = sum(tensor.size_bytes for tensor in taken.values())
     base_bytes = sum((sources.base.directory / path).stat().st_size for path in proofs)

@@ -17,8 +17,7 @@ _INT8 = {"bits": 8, "group_size": 128, "sym": True, "data_type": "int"}
 _PLAIN = {"bits": 16, "data_type": "float"}
 
 
-def usable(base: Mapping[str, Any], where: str, head: str) -> None:
-    """Refuse a base's config.json that no result's can be derived from."""
+def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
     quantization = base.get("quantization_config")
     if not isinstance(quantization, dict):
         raise GateRefused(where, "has no quantization_config: not an INT4 base", "check the base")
@@ -110,5 +109,4 @@ def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
 
 
 def _levels(config: Mapping[str, Any]) -> list[Any]:
-    """Return the mappings of config.json that may say whether the head is tied."""
     return [level for level in (config, config.get("text_config")) if isinstance(level, dict)]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from spark_contract.receipts import ReceiptFile
 
-from spark_checkpoint.build.staging import Changes, NewTensor
 from spark_checkpoint.build.write import (
+    Changes,
+    NewTensor,
     Written,
     aligned,
     by_alignment,
@@ -21,12 +22,18 @@ from spark_checkpoint.build.write import (
     write_new,
 )
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.pieces import Proof
-from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME, Tree, files_of
+from spark_checkpoint.format.directory import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    QUANTIZATION_NAME,
+    Checkpoint,
+    files_of,
+)
+from spark_checkpoint.format.piece_hashes import Proof
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.receipt import vouched
 from spark_checkpoint.storage import WORKERS, stamp_of
-from spark_checkpoint.verify.expected import overlay_name
+from spark_checkpoint.verify.tensor_sets import overlay_name
 
 OVERLAY_SHARD = "model-spark-overlay.safetensors"
 GRAFT_SHARD = "model-spark-mtp.safetensors"
@@ -44,10 +51,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes a tree in one of the two layouts."""
-
     tree_dir: Path
-    base: Tree
+    base: Checkpoint
     proofs: Mapping[str, Proof]  # of the base's files
     changes: Changes
     progress: Progress
@@ -61,7 +66,7 @@ class Writer:
                 source = base.directory / name
                 _link(source, self.tree_dir / name)
                 sha256 = self.proofs[name].sha256
-                files.append(finished(self.tree_dir, name, sha256, link_of=str(source)))
+                files.append(finished_file(self.tree_dir, name, sha256, link_of=str(source)))
         new: list[NewTensor] = []
         for old, tensors in added.items():
             new += [t._replace(name=overlay_name(t.name)) if old else t for t in tensors]
@@ -104,13 +109,11 @@ class Writer:
         return _entry(name, written)
 
     def _write_new(self, name: str, tensors: list[NewTensor]) -> ReceiptFile:
-        """Write a shard of new tensors alone."""
         in_order = by_alignment(tensors)
         return _entry(name, write_new(self.tree_dir / name, in_order, _METADATA, self.progress))
 
 
-def result_index(base: Tree, changes: Changes) -> dict[str, str]:
-    """Return which file of a *full* result holds each name."""
+def result_index(base: Checkpoint, changes: Changes) -> dict[str, str]:
     index = {name: shard for name, shard in base.owner.items() if name not in changes.added}
     for old, tensors in changes.added.items():
         shard = base.owner[old] if old else GRAFT_SHARD
@@ -118,13 +121,13 @@ def result_index(base: Tree, changes: Changes) -> dict[str, str]:
     return index
 
 
-def result_bytes(base: Tree, changes: Changes) -> int:
+def result_bytes(base: Checkpoint, changes: Changes) -> int:
     """Return the bytes of all tensors of a result, each counted once."""
     kept = sum(base.tensor(name).size_bytes for name in base.owner if name not in changes.added)
     return kept + changes.size_bytes
 
 
-def full_shard(base: Tree, shard: str, changes: Changes) -> list[NewTensor]:
+def full_shard(base: Checkpoint, shard: str, changes: Changes) -> list[NewTensor]:
     """Return the tensors of a rewritten shard: base order, replacements in place.
 
     Scales and zero points go to the end, because their odd sizes would push what follows
@@ -144,7 +147,7 @@ def full_shard(base: Tree, shard: str, changes: Changes) -> list[NewTensor]:
     return kept + by_alignment(tail)
 
 
-def _untouched(base: Tree, shard: str, tensors: list[NewTensor]) -> bool:
+def _untouched(base: Checkpoint, shard: str, tensors: list[NewTensor]) -> bool:
     return [tensor.name for tensor in tensors] == list(base.shards[shard].tensors) and all(
         tensor.span.path == base.directory / shard for tensor in tensors
     )
@@ -156,7 +159,7 @@ def _entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFil
     return vouched(name, written.stamp, sha256, pieces)
 
 
-def finished(
+def finished_file(
     tree_dir: Path, name: str, sha256: str | None, *, link_of: str | None = None
 ) -> ReceiptFile:
     """Return a file of the receipt, which is there and will not change."""

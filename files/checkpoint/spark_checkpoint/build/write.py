@@ -1,33 +1,90 @@
-"""Streams spans of files into a new shard: read, hash, write, fsync, with one buffer.
-
-A base shard is read from its first to its last byte, and each piece compared with the hash its
-receipt holds, so a damaged or changed base is noticed even where its bytes are dropped. The hash
-of a piece that is written whole is then known and is not made again.
-"""
+"""Write new tensors and rewritten shards, with every source byte hashed on the way."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from spark_contract.files import sync, write_all
+from spark_contract.files import named, sync, write_all
 
-from spark_checkpoint.build.staging import NewTensor
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.index import DTYPE_BITS, emit_header
-from spark_checkpoint.format.pieces import Piece, PieceHasher, Proof
-from spark_checkpoint.format.tree import Span
+from spark_checkpoint.format.directory import Span, read_span
+from spark_checkpoint.format.headers import DTYPE_BITS, emit_header
+from spark_checkpoint.format.piece_hashes import Piece, PieceHasher, Proof
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import COPY_BYTES, Passed, Stamp, file_bytes, stamp_of
 
 
-class Written(NamedTuple):
-    """A finished file."""
+class NewTensor(NamedTuple):
+    """A tensor of the result that is not the base's: its bytes are a span of some file."""
 
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    span: Span
+
+
+@dataclass(slots=True)
+class Changes:
+    """Everything that will differ from the base.
+
+    ``added`` maps a base name that disappears to the tensors standing in for it; names joining
+    without a predecessor are under the empty name.
+    """
+
+    added: dict[str, list[NewTensor]] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.span.size_bytes for new in self.added.values() for tensor in new)
+
+
+class Staging:
+    def __init__(self, path: Path):
+        self._path = path
+        self._lock = threading.Lock()
+        self._end = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def append(self, data: bytes | memoryview) -> Span:
+        span = self.reserve(memoryview(data).nbytes)
+        self.write(span, 0, data)
+        return span
+
+    def reserve(self, size_bytes: int) -> Span:
+        with self._lock:
+            span = Span(self._path, self._end, size_bytes)
+            self._end += size_bytes
+        return span
+
+    def write(self, span: Span, offset: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        position = span.offset + offset
+        with named(self._fd):
+            while view:
+                count = os.pwrite(self._fd, view, position)
+                view, position = view[count:], position + count
+
+    def close(self) -> None:
+        """Close the file; its spans stay readable by name."""
+        os.close(self._fd)
+
+
+def pieces_of_span(span: Span, size_bytes: int) -> Iterator[bytes]:
+    """Yield the bytes of a span in pieces of a size; the last one may be smaller."""
+    for offset in range(0, span.size_bytes, size_bytes):
+        piece = min(size_bytes, span.size_bytes - offset)
+        yield read_span(Span(span.path, span.offset + offset, piece))
+
+
+class Written(NamedTuple):
     stamp: Stamp
     pieces: tuple[Piece, ...]
 
@@ -50,7 +107,6 @@ class ProvenSource:
         self._passed = Passed(self._fd)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def copy(self, span: Span, sink: HashingFile, progress: Progress) -> None:
@@ -68,7 +124,6 @@ class ProvenSource:
                 sink.know(piece)
 
     def finish(self) -> None:
-        """Prove what no span needed and refuse a file that moved meanwhile."""
         self._skip_to(self._size_bytes)
         self._passed.all()
         if stamp_of(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
@@ -122,7 +177,6 @@ class HashingFile:
         self._passed = Passed(self._fd)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
         self._hasher.update(data)
         self.append(data)
 
@@ -132,17 +186,14 @@ class HashingFile:
         self._passed.go(len(data))
 
     def know(self, piece: Piece) -> None:
-        """Take over the hash of the piece that was just appended."""
         self._hasher.know(piece)
 
     def finish(self) -> Written:
-        """Flush to the disk and return what was written."""
         sync(self._fd)
         self._passed.all()
         return Written(stamp_of(self._fd), self._hasher.pieces())
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
 
@@ -185,7 +236,6 @@ def rewrite_shard(
 
 
 def copy_file(path: Path, source: Path, progress: Progress, proof: Proof) -> Written:
-    """Copy a file and refuse one that is not what its receipt says."""
     size_bytes = sum(piece.size_bytes for piece in proof.pieces)
     with closing(HashingFile(path)) as sink, closing(ProvenSource(source, proof)) as reader:
         reader.copy(Span(source, 0, size_bytes), sink, progress)
@@ -194,7 +244,6 @@ def copy_file(path: Path, source: Path, progress: Progress, proof: Proof) -> Wri
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """Join spans that follow each other in one file."""
     result: list[Span] = []
     for span in spans:
         last = result[-1] if result else None
@@ -206,7 +255,6 @@ def joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def aligned(tensors: Sequence[NewTensor]) -> bool:
-    """Say whether every tensor starts at a multiple of its element size."""
     position = 0
     for tensor in tensors:
         if position % item_bytes(tensor.dtype):

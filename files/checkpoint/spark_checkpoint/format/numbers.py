@@ -99,7 +99,6 @@ def block_sums(values: Floats, block: tuple[int, int]) -> Floats:
 
 
 def block_maxima(values: Floats, block: tuple[int, int]) -> Floats:
-    """Return the largest value of each block."""
     rows = np.maximum.reduceat(values, range(0, values.shape[0], block[0]), axis=0)
     return np.maximum.reduceat(rows, range(0, values.shape[1], block[1]), axis=1)
 

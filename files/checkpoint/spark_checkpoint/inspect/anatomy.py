@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spark_checkpoint.build.layouts import OVERLAY_SHARD
-from spark_checkpoint.format.index import Header, Tensor
-from spark_checkpoint.format.tree import natural_order
-from spark_checkpoint.verify.gates import MTP_PREFIX, SCALE
+from spark_checkpoint.format.directory import natural_order
+from spark_checkpoint.format.headers import Header, Tensor
+from spark_checkpoint.verify.tensor_sets import MTP_PREFIX, SCALE
 
 _LAYER = re.compile(r"^model\.language_model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -53,12 +53,10 @@ class Anatomy:
 
     @property
     def mtp(self) -> int:
-        """Number of MTP names."""
         return sum(name.startswith(MTP_PREFIX) for name in self.names)
 
 
 def group_of(name: str) -> str:
-    """Return the part of the model a tensor belongs to."""
     return next((group for group, part in _GROUPS.items() if re.search(part, name)), "other")
 
 
@@ -97,12 +95,10 @@ def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> An
 
 
 def plain_name(name: str) -> str:
-    """Return the name a tensor of an overlay stands for."""
     return name.removesuffix("_fp8").removesuffix("_int8")
 
 
 def recipe_of(found: Anatomy, quant_method: str | None, shard_names: frozenset[str]) -> str:
-    """Say in words what kind of tree this is."""
     shared = _dtypes(found, "shared experts")
     experts = _dtypes(found, "routed experts")
     if OVERLAY_SHARD in shard_names:

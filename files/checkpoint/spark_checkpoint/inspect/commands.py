@@ -15,24 +15,25 @@ from spark_contract.paths import RECEIPT_NAME
 from spark_contract.patterns import count, expand, expand_all
 from spark_contract.receipts import CheckpointReceipt, Receipt
 
-from spark_checkpoint.build.config import usable
-from spark_checkpoint.build.gated import donor_tensors, gate
+from spark_checkpoint.build.config import check_config
+from spark_checkpoint.build.source_checks import check_sources, donor_tensors
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.tree import CONFIG_NAME, natural_order, tree_of
+from spark_checkpoint.format.directory import CONFIG_NAME, checkpoint_from_headers, natural_order
 from spark_checkpoint.inspect.anatomy import examine
-from spark_checkpoint.inspect.inspection import Subject, hold_against
+from spark_checkpoint.inspect.inspection import Subject, match_plan_names
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import load_receipt
-from spark_checkpoint.verify.expected import base_patterns, swapped
-from spark_checkpoint.verify.gates import (
+from spark_checkpoint.verify.tensor_sets import (
     SCALE,
     WEIGHT,
-    donor_as_planned,
-    donor_unmatched,
-    fp8_fits,
-    same_names,
+    base_patterns,
+    check_donor_shapes,
+    check_fp8_pair,
+    check_same_names,
+    swapped_modules,
+    unmatched_donor_names,
 )
-from spark_checkpoint.verify.verify import verify_tree
+from spark_checkpoint.verify.verify import verify_checkpoint
 
 # The first that is found in a name says which part of a model it belongs to.
 _PARTS = {
@@ -83,16 +84,16 @@ def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
     return layers if counted else None
 
 
-def hold(subject: Subject, plan: BuildPlan) -> Held:
+def check_base(subject: Subject, plan: BuildPlan) -> Held:
     """Pass a subject through the gates that a build has for its base, and the donor with it.
 
     Raises:
         GateRefused: A build would refuse them for the same reason, after the download.
     """
-    usable(subject.config, f"{subject.place}: {CONFIG_NAME}", plan.head)
+    check_config(subject.config, f"{subject.place}: {CONFIG_NAME}", plan.head)
     shards = {name: subject.shards[name] for name in sorted(subject.shards, key=natural_order)}
-    base = tree_of(Path(subject.place), shards, subject.index)
-    gated = gate(plan, base, subject.config)
+    base = checkpoint_from_headers(Path(subject.place), shards, subject.index)
+    gated = check_sources(plan, base, subject.config)
     donor = gated.donor
     if donor is not None:
         donor_tensors(plan, gated)  # asks for their headers: it has what is taken of it
@@ -112,7 +113,7 @@ def fits(subject: Subject, plan: BuildPlan) -> dict[str, Any]:
     """Return as what the subject was held against a plan, whether it fits, and why."""
     part = _PARTS_fits.get(plan.shared_experts, plan.shared_experts)
     try:
-        said = _as_donor(subject, plan) if part == "donor" else hold_against(subject, plan)
+        said = _as_donor(subject, plan) if part == "donor" else match_plan_names(subject, plan)
     except GateRefused as error:
         return {"plan": plan.name, "part": part, "fits": False, "why": error.what}
     return {"plan": plan.name, "part": part, "fits": True, "why": said}
@@ -123,21 +124,23 @@ def _as_donor(subject: Subject, plan: BuildPlan) -> str:
     tensors = {
         name: one for header in subject.shards.values() for name, one in header.tensors.items()
     }
-    modules = swapped(plan)
+    modules = swapped_modules(plan)
     needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
-    same_names(subject.place, "donor weights and scales", tensors.keys() & set(needed), needed)
+    check_same_names(
+        subject.place, "donor weights and scales", tensors.keys() & set(needed), needed
+    )
     base = expand_all([*base_patterns(plan), *plan.mtp_tensors])
-    same_names(
+    check_same_names(
         subject.place,
         "donor names without a partner",
-        donor_unmatched(tensors, base, modules),
+        unmatched_donor_names(tensors, base, modules),
         expand_all(plan.donor_unmatched),
     )
     for part in plan.donor_shapes:
         for module in expand(part.modules):
             weight, scale = tensors[module + WEIGHT], tensors[module + SCALE]
-            donor_as_planned(module, part, weight, scale)
-            fp8_fits(f"donor {module}", part.weight, weight, scale, plan.block_shape)
+            check_donor_shapes(module, part, weight, scale)
+            check_fp8_pair(f"donor {module}", part.weight, weight, scale, plan.block_shape)
     return f"the plan's donor of {len(modules)} modules"
 
 
@@ -146,7 +149,7 @@ def discard(base: Path, tree: Path, progress: Progress) -> bool:
     if not base.exists():
         note(f"{base}: was removed before")
         return False
-    receipt = verify_tree(tree, progress, full=True)
+    receipt = verify_checkpoint(tree, progress, full=True)
     report = _standing_alone(tree, base, receipt).report
     if load_receipt(base) is None and any(base.iterdir()):
         raise GateRefused(

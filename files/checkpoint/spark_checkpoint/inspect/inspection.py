@@ -17,13 +17,24 @@ from spark_contract.patterns import expand_all
 from spark_contract.units import COMMIT
 
 from spark_checkpoint.errors import GateRefused, InputRefused
-from spark_checkpoint.format.groups import groups
-from spark_checkpoint.format.index import Header, read_header
-from spark_checkpoint.format.tree import CONFIG_NAME, INDEX_NAME, files_of, read_index, read_json
+from spark_checkpoint.format.directory import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    files_of,
+    read_index,
+    read_json,
+)
+from spark_checkpoint.format.headers import Header, read_header
 from spark_checkpoint.inspect.anatomy import examine, plain_name, recipe_of, scales_missing
 from spark_checkpoint.sources.donor import UrlFiles
-from spark_checkpoint.verify.expected import base_patterns, exact_result, replacements
-from spark_checkpoint.verify.gates import MTP_PREFIX, same_names
+from spark_checkpoint.verify.tensor_sets import (
+    MTP_PREFIX,
+    base_patterns,
+    check_result_names,
+    check_same_names,
+    groups,
+    replacements,
+)
 from spark_checkpoint.verify.verify import read_receipt_line
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -134,7 +145,6 @@ def report(subject: Subject) -> dict[str, Any]:
 
 
 def text_of(data: Mapping[str, Any]) -> str:
-    """Lay the report out for a person."""
     stated = ", ".join(f"{key} {value}" for key, value in data["quantization"].items())
     lines = [
         f"{data['place']}",
@@ -184,7 +194,7 @@ def _counted(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
-def hold_against(subject: Subject, plan: BuildPlan) -> str:
+def match_plan_names(subject: Subject, plan: BuildPlan) -> str:
     """Say which part of a plan a subject is (base or result); refuse when it is neither."""
     names = _held(subject)
     new = {name for stand_ins in replacements(plan).values() for name in stand_ins}
@@ -192,13 +202,13 @@ def hold_against(subject: Subject, plan: BuildPlan) -> str:
     overlaid = any(name != plain_name(name) for name in names)
     if overlaid or not (new - expected).isdisjoint(names):
         layout = "overlay" if overlaid else "full"
-        exact_result(subject.place, names, plan, layout)
+        check_result_names(subject.place, names, plan, layout)
         return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"
     mtp = expand_all(plan.mtp_tensors)
     found_mtp = {name for name in names if name.startswith(MTP_PREFIX)}
-    same_names(subject.place, "base tensors", names - found_mtp, expected)
+    check_same_names(subject.place, "base tensors", names - found_mtp, expected)
     if found_mtp - mtp:
-        same_names(subject.place, "MTP tensors", found_mtp, mtp)
+        check_same_names(subject.place, "MTP tensors", found_mtp, mtp)
     missing = len(mtp - found_mtp)
     return f"the plan's base ({missing} MTP tensors to graft)" if missing else "the plan's base"
 

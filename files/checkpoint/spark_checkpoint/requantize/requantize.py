@@ -22,21 +22,25 @@ from spark_contract.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.build.config import set_blocks
-from spark_checkpoint.build.copied import copied
+from spark_checkpoint.build.peer_copy import copy_from_peer
 from spark_checkpoint.errors import GateRefused, TransferFailed
-from spark_checkpoint.format.tree import (
+from spark_checkpoint.format.directory import (
     CONFIG_NAME,
     INDEX_NAME,
     QUANTIZATION_NAME,
-    Tree,
+    Checkpoint,
     files_of,
+    read_checkpoint,
     read_json,
-    read_tree,
 )
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.receipt import vouched, write_receipt
-from spark_checkpoint.requantize.fused import check_kept_experts, part_of
-from spark_checkpoint.requantize.gates import GROUP, check_original, check_result
+from spark_checkpoint.requantize.checks import (
+    GROUP,
+    check_original,
+    check_result,
+    find_weight,
+)
 from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.storage import (
     WORKERS,
@@ -46,11 +50,10 @@ from spark_checkpoint.storage import (
     stamp_of,
     write_json,
 )
-from spark_checkpoint.verify.expected import exact_names
-from spark_checkpoint.verify.gates import MTP_PREFIX, WEIGHT
-from spark_checkpoint.verify.making import make_tree
+from spark_checkpoint.verify.tensor_sets import MTP_PREFIX, WEIGHT, check_quantised_names
+from spark_checkpoint.verify.verify import make_checkpoint
 
-MADE, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "inside.py"
+MADE, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
 DONE = "done.json"  # written last: which folder of MADE is the tree, and with what it was made
 _PACKED = ".qweight"
 _POLL_S = 2.0
@@ -122,7 +125,6 @@ def _argv(plan: RequantizePlan, work: Path, name: str) -> Sequence[str]:
 
 
 def _follow(child: subprocess.Popen[bytes], work: Path, layers: int, progress: Progress) -> None:
-    """Wait for the container and tell which blocks are done."""
     told = -1
     while True:
         done = _blocks_done(work)
@@ -181,7 +183,7 @@ _GATES = (".gate", ".shared_expert_gate")
 _MULTIPLE = 32
 
 
-def check_packable(plan: RequantizePlan, original: Tree) -> None:
+def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
     """Refuse a plan that asks for a packed module which AutoRound would leave as it is."""
     for module in packed_modules(plan):
         reason = left_by_name(module) or _left_by_shape(module, original)
@@ -191,7 +193,6 @@ def check_packable(plan: RequantizePlan, original: Tree) -> None:
 
 
 def packed_modules(plan: RequantizePlan) -> Iterator[str]:
-    """Yield the modules that a plan wants packed."""
     for pattern in (*plan.base_tensors, *plan.mtp_tensors):
         for name in expand(pattern):
             if name.endswith(_PACKED):
@@ -205,10 +206,11 @@ def left_by_name(module: str) -> str:
     return "it is a gate" if module.endswith(_GATES) else ""
 
 
-def _left_by_shape(module: str, original: Tree) -> str:
-    shape = _shape(module, original)
-    if shape is None:
+def _left_by_shape(module: str, original: Checkpoint) -> str:
+    matrix = find_weight(module, original)
+    if matrix is None:
         return "the original holds no such weight"
+    shape = matrix.shape
     if len(shape) != 2:
         return f"it is no matrix but {list(shape)}"
     rows, columns = shape
@@ -217,29 +219,21 @@ def _left_by_shape(module: str, original: Tree) -> str:
     return f"its {columns} columns are no multiple of {GROUP}" if columns % GROUP else ""
 
 
-def _shape(module: str, original: Tree) -> tuple[int, ...] | None:
-    """Return a weight's shape, that of an expert also from the one tensor of its layer."""
-    if module + WEIGHT in original.owner:
-        return original.tensor(module + WEIGHT).shape
-    part = part_of(module, original)
-    return part.shape if part else None
-
-
 def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
     """Quantise the plan's tree, or copy it from a peer; return False when it was already there."""
 
     def write(work: Path, tree_dir: Path) -> None:
-        if copies is not None and copied(copies, plan, tree_dir, progress):
+        if copies is not None and copy_from_peer(copies, plan, tree_dir, progress):
             return
         _write_tree(plan, work, tree_dir, progress)
 
-    return make_tree(plan, f"plan {plan.digest[:12]}", progress, write)
+    return make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
 
 
 def _write_tree(plan: RequantizePlan, work: Path, tree_dir: Path, progress: Progress) -> None:
     fetch(plan.original, progress)
     progress.phase("gates")
-    original = read_tree(plan.original.out_dir)
+    original = read_checkpoint(plan.original.out_dir)
     check_original(original)
     check_packable(plan, original)
     clear(work, keep=KEPT)
@@ -250,12 +244,11 @@ def _write_tree(plan: RequantizePlan, work: Path, tree_dir: Path, progress: Prog
         target = tree_dir / name
         target.parent.mkdir(parents=True, exist_ok=True)
         os.link(made / name, target)
-    result = read_tree(tree_dir)
-    exact_names(str(tree_dir), result.owner.keys(), plan)
+    result = read_checkpoint(tree_dir)
+    check_quantised_names(str(tree_dir), result.owner.keys(), plan)
     _have_index(tree_dir, result.owner)
     _say_blocks(tree_dir, result.owner)
     report = {**read_json(work / DONE), **check_result(plan, original, result)}
-    report["kept_tensors"] += check_kept_experts(original, result)
     receipt = RequantizedReceipt(
         kind="requantized",
         digest=plan.digest,
@@ -270,7 +263,6 @@ def _write_tree(plan: RequantizePlan, work: Path, tree_dir: Path, progress: Prog
 
 
 def _have_index(tree_dir: Path, owner: dict[str, str]) -> None:
-    """Write an index where AutoRound made a single file and none."""
     if (tree_dir / INDEX_NAME).exists():
         return
     total = sum((tree_dir / shard).stat().st_size for shard in set(owner.values()))

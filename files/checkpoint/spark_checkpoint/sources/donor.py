@@ -17,14 +17,14 @@ from spark_contract.files import sync, write_all
 from spark_contract.orders import DonorDir, DonorUrl
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
-from spark_checkpoint.format.index import (
+from spark_checkpoint.format.directory import INDEX_NAME, Span, json_object, read_checkpoint
+from spark_checkpoint.format.headers import (
     Header,
     Tensor,
     header_json_bytes,
     parse_header,
     weight_map,
 )
-from spark_checkpoint.format.tree import INDEX_NAME, Span, json_object, read_tree
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.transport import Transport
 
@@ -88,7 +88,7 @@ class DirDonor:
     """A donor tree on this host; nothing is copied."""
 
     def __init__(self, directory: Path):
-        self._tree = read_tree(directory)
+        self._tree = read_checkpoint(directory)
         self.names = frozenset(self._tree.owner)  # with or without its routed experts
         self.received_bytes = 0  # over the network
 

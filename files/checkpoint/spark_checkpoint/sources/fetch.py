@@ -24,7 +24,7 @@ from spark_contract.receipts import ReceiptFile, SourceReceipt, why_not_ours
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
-from spark_checkpoint.format.pieces import Proof
+from spark_checkpoint.format.piece_hashes import Proof
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import vouched, write_receipt
 from spark_checkpoint.sources.connections import RangeIgnored
@@ -39,7 +39,7 @@ from spark_checkpoint.sources.lookup import (
 from spark_checkpoint.sources.peers import Peers
 from spark_checkpoint.sources.transport import Transport
 from spark_checkpoint.storage import Passed, clear, refuse_without_room, stamp_of
-from spark_checkpoint.verify.making import make_tree
+from spark_checkpoint.verify.verify import make_checkpoint
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ def fetch(plan: FetchPlan, progress: Progress) -> bool:
         peers = Peers(plan, transport.stop)
         _write_tree(_Order(plan, transport, peers, progress, tree_dir, work / "parts"))
 
-    return make_tree(plan, f"{plan.name} at {plan.commit[:12]}", progress, write)
+    return make_checkpoint(plan, f"{plan.name} at {plan.commit[:12]}", progress, write)
 
 
 def _write_tree(order: _Order) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from spark_contract.fetching import FetchFile
 from spark_contract.files import sync, write_all
 
-from spark_checkpoint.format.pieces import PieceHasher, Proof
+from spark_checkpoint.format.piece_hashes import PieceHasher, Proof
 from spark_checkpoint.progress import note
 from spark_checkpoint.storage import Passed, file_bytes
 

@@ -1,30 +1,33 @@
-"""Proves a tree against its receipt: quickly by size, header and index, fully by hash."""
+"""Verify a checkpoint against its receipt, and publish a new one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
+from spark_contract.fetching import FetchPlan
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
 from spark_contract.receipts import AnyReceipt, Receipt, ReceiptFile, SourceReceipt
+from spark_contract.sharing import growing_dir, growing_tree
 
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
-from spark_checkpoint.format.index import read_header
-from spark_checkpoint.format.pieces import first_difference, pieces_of
-from spark_checkpoint.format.tree import files_of, no_garbage_collection, read_index
+from spark_checkpoint.format.directory import files_of, no_garbage_collection, read_index
+from spark_checkpoint.format.headers import read_header
+from spark_checkpoint.format.piece_hashes import first_difference, pieces_of
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import load_receipt, vouched, write_receipt
-from spark_checkpoint.storage import WORKERS, hash_file, stamp_of
-from spark_checkpoint.verify.expected import exact_names, exact_result
+from spark_checkpoint.storage import WORKERS, clear, hash_file, publish, sole_use, stamp_of
+from spark_checkpoint.verify.tensor_sets import check_quantised_names, check_result_names
 
 _FIX = "move the directory away and run the deploy again"
 
 
-def verify_tree(directory: Path, progress: Progress, *, full: bool) -> AnyReceipt:
+def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> AnyReceipt:
     """Check a tree and return its receipt.
 
     Quick: the file set, sizes, a checkpoint's headers and index, and the hash of files whose stat
@@ -117,9 +120,9 @@ def _check_names(
     """Hold the names against those the receipt's plan gives: as many may still be others."""
     try:
         if isinstance(plan, BuildPlan):
-            exact_result(str(directory), index, plan, plan.layout)
+            check_result_names(str(directory), index, plan, plan.layout)
         else:
-            exact_names(str(directory), index, plan)
+            check_quantised_names(str(directory), index, plan)
     except HostToolError as error:
         raise TreeDiffers(error.where, error.what, _FIX) from error
 
@@ -159,3 +162,49 @@ def _check_hashes(
 
     with ThreadPoolExecutor(WORKERS) as pool:
         return {file.path: file for file in pool.map(one, files)}
+
+
+def make_checkpoint(
+    plan: FetchPlan | BuildPlan | RequantizePlan,
+    what: str,
+    progress: Progress,
+    write: Callable[[Path, Path], None],
+) -> bool:
+    """Have the tree of a plan where it says; return False when it was already there.
+
+    Args:
+        plan: Says where, and which digest the receipt must name.
+        what: The tree in words, for people.
+        progress: Told about every phase.
+        write: Given a work directory and a tree to make in it, writes that tree with its receipt.
+            What else it leaves in the work directory is there again when it is interrupted.
+    """
+    work = growing_dir(plan.out_dir)
+    if _is_there(plan, what, progress):
+        shutil.rmtree(work, ignore_errors=True)
+        return False
+    with sole_use(work):
+        # Another process may have finished just before this one had the lock.
+        if _is_there(plan, what, progress):
+            return False
+        tree_dir = growing_tree(plan.out_dir)
+        write(work, tree_dir)
+        verify_checkpoint(tree_dir, progress, full=False)
+        publish(tree_dir, plan.out_dir)
+        clear(work)
+        work.rmdir()
+    return True
+
+
+def _is_there(plan: FetchPlan | BuildPlan | RequantizePlan, what: str, progress: Progress) -> bool:
+    if not plan.out_dir.exists():
+        return False
+    receipt = load_receipt(plan.out_dir)
+    if receipt is None or receipt.digest != plan.digest:
+        found = "has no receipt" if receipt is None else f"holds digest {receipt.digest[:12]}"
+        raise GateRefused(
+            str(plan.out_dir), f"{found}, so it is not ours to replace", "move it away, run again"
+        )
+    verify_checkpoint(plan.out_dir, progress, full=False)
+    note(f"{plan.out_dir}: already holds {what}")
+    return True

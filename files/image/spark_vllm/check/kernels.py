@@ -25,8 +25,6 @@ _POINTERS = ("x_ptr", "x_scale_ptr", "weight_ptr", "scale_ptr", "out_ptr", "halv
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel takes of a processor."""
-
     shared_bytes: int  # of a block
     registers: int  # of a thread
     spilled_bytes: int  # of a thread
@@ -90,7 +88,6 @@ def head(tile: Tile, shape: str = "ours") -> Usage:
 
 
 def splitting() -> Usage:
-    """Compile the kernel that splits activations."""
     from spark_vllm.head import kernel
     from spark_vllm.head.quantise import GROUP_SIZE
 

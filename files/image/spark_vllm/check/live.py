@@ -19,7 +19,6 @@ SAMPLE_LAYERS = 48
 
 
 def live_problems(rows: list[Row]) -> list[str]:
-    """Return what fails when the engine and the plugin are imported and used."""
     problems = [problem for row in rows if (problem := _import_problem(row)) is not None]
     for check in (_entry_point, _registration, _round_trip):
         try:

@@ -11,8 +11,6 @@ from spark_vllm.check.sources import MissingError, Sources
 
 @dataclass(frozen=True)
 class Rule:
-    """One demand on one symbol."""
-
     def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
         """Yield what is wrong with ``symbol``.
 
@@ -22,7 +20,6 @@ class Rule:
         return self._wrong(sources.find(symbol))
 
     def _wrong(self, node: ast.stmt) -> Iterator[str]:
-        """Yield what is wrong with the statement that binds the symbol."""
         return iter(())
 
 
@@ -33,10 +30,7 @@ class Exists(Rule):
 
 @dataclass(frozen=True)
 class Absent(Rule):
-    """The name is not bound there."""
-
     def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield a line when the symbol is there."""
         owner, _, name = symbol.rpartition(".")
         sources.find(owner)
         try:
@@ -89,8 +83,6 @@ def _parameters(node: ast.FunctionDef) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class Inherits(Rule):
-    """A class that names this base itself."""
-
     base: str
 
     def _wrong(self, node: ast.stmt) -> Iterator[str]:
@@ -101,8 +93,6 @@ class Inherits(Rule):
 
 @dataclass(frozen=True)
 class Contains(Rule):
-    """A constant with this text somewhere in its value."""
-
     value: str
 
     def _wrong(self, node: ast.stmt) -> Iterator[str]:
@@ -152,8 +142,6 @@ class Does(Rule):
 
 @dataclass(frozen=True)
 class DoesNot(Rule):
-    """Source that contains none of these expressions."""
-
     expressions: tuple[str, ...]
 
     def _wrong(self, node: ast.stmt) -> Iterator[str]:

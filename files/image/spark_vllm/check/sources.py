@@ -69,7 +69,6 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def bound_names(node: ast.stmt) -> set[str]:
-    """Return the names that one statement binds."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):

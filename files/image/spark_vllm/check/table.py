@@ -32,7 +32,6 @@ class Row:
     versions: tuple[str, ...]
 
     def problems(self, sources: Sources) -> Iterator[str]:
-        """Yield one line for each thing that changed."""
         try:
             yield from map(self.told, self.rule.problems(sources, self.symbol))
         except MissingError as error:

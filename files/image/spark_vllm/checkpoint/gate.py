@@ -76,7 +76,6 @@ def _modules(tensors: Iterable[str]) -> tuple[set[str], dict[int, set[str]]]:
 
 
 def _kind(modules: set[str]) -> frozenset[str]:
-    """Return what tells apart layers that hold different modules."""
     return frozenset(kind for kind in KINDS if any(name.startswith(kind) for name in modules))
 
 
@@ -221,7 +220,6 @@ def _tree_problems(tree: Tree, settings: Settings, mtp_layers: int, experts: int
 
 
 def _stray_problems(tree: Tree, settings: Settings) -> Iterator[str]:
-    """Tensors the engine would read although the index does not list them there."""
     for name, tensor in tree.unlisted.items():
         if name in tree.index:
             yield f"{tensor.file}: a second {name}, the index names {tree.index[name]}"

@@ -18,8 +18,6 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reader
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor is and what it looks like."""
-
     file: str
     dtype: str  # as safetensors spells it: "BF16", "F8_E4M3", "I32"
     shape: tuple[int, ...]
@@ -29,8 +27,6 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Tree:
-    """All tensors of the files a checkpoint's index names."""
-
     index: dict[str, str]  # tensor name -> file name
     tensors: dict[str, Tensor]  # those in the index
     unlisted: dict[str, Tensor]  # in those files, but not in the index under that file

@@ -32,7 +32,6 @@ class Settings:
 
     @property
     def overlay(self) -> bool:
-        """Whether swapped tensors have names of their own beside the hard-linked base."""
         return self.layout == "overlay"
 
     @property

@@ -23,8 +23,6 @@ Times = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a measurement holds for."""
-
     device: str
     driver: str
     image: str
@@ -80,7 +78,6 @@ def write_choice(path: Path, measured: Measured, times: Times) -> str:
 
 
 def describe(times: Times, batches: Sequence[int]) -> str:
-    """Return the times in one line for the log."""
     return "; ".join(
         f"{way} {', '.join(f'{times[way][batch]:.0f}' for batch in batches)}" for way in times
     )

@@ -86,7 +86,6 @@ def _one_of(option: str, value: Any, accepted: tuple[str, ...]) -> None:
 
 
 def driver_version() -> str:
-    """Return the version of the kernel driver."""
     from vllm.third_party.pynvml import nvmlInit, nvmlShutdown, nvmlSystemGetDriverVersion
 
     nvmlInit()

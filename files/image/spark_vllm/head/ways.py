@@ -73,7 +73,6 @@ def pack_gptq(values: torch.Tensor) -> torch.Tensor:
 
 
 def microseconds(head: Head, x: torch.Tensor) -> float:
-    """Return the median time of one call inside a replayed CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -97,7 +96,6 @@ def microseconds(head: Head, x: torch.Tensor) -> float:
 def measure(
     weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, batches: Sequence[int]
 ) -> dict[str, dict[int, float]]:
-    """Return microseconds of every way at every batch."""
     heads: dict[str, Head] = {
         "own": own_head(values, scales, weight),
         "marlin": marlin_head(values, scales),

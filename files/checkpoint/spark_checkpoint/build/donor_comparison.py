@@ -1,10 +1,4 @@
-"""Proves that donor bytes are the base's own weights in FP8, module by module.
-
-A swapped pair of projections, another layer's tensor, a turned scale or zeroed bytes all have
-the right names, dtypes and shapes. They differ in value: rounding to e4m3 moves a weight by
-about 2.6 % (root mean square), anything else by far more. A single damaged byte hides in such a
-mean, so elements further off than rounding can put them are counted as well.
-"""
+"""Check that the FP8 source checkpoint (donor) holds the base's own weights."""
 
 from __future__ import annotations
 
@@ -84,7 +78,6 @@ class Comparison:
         )
 
     def error(self) -> Error:
-        """Return the error of everything taken so far."""
         lost, power = np.array(self._lost, np.float64), np.array(self._power, np.float64)
         blank = power == 0
         by_block = np.sqrt(lost / np.where(blank, 1, power))
@@ -95,7 +88,6 @@ class Comparison:
 
 
 def check_scales(module: str, scales: Floats) -> None:
-    """Refuse scales that cannot be scales."""
     if not np.isfinite(scales).all() or not (scales > 0).all():
         raise GateRefused(module, "donor scales are not all finite and above zero", _FIX)
 

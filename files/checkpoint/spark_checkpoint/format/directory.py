@@ -1,4 +1,4 @@
-"""A local source tree: its shards, which shard holds which name, and names held twice."""
+"""Read a local checkpoint directory: its shards, index and configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from spark_contract.paths import RECEIPT_NAME
 
 from spark_checkpoint.errors import GateRefused, InputRefused
-from spark_checkpoint.format.index import Header, Tensor, read_header, weight_map
+from spark_checkpoint.format.headers import Header, Tensor, read_header, weight_map
+from spark_checkpoint.storage import file_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
@@ -24,15 +25,17 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 class Span(NamedTuple):
-    """Bytes of a local file."""
-
     path: Path
     offset: int
     size_bytes: int
 
 
+def read_span(span: Span) -> bytes:
+    return b"".join(map(bytes, file_bytes(*span)))
+
+
 @dataclass(frozen=True, slots=True)
-class Tree:
+class Checkpoint:
     """Headers of every shard of a directory.
 
     ``owner`` says for each name which shard counts. A name in several shards belongs to the
@@ -46,7 +49,6 @@ class Tree:
     duplicates: dict[str, tuple[str, ...]]
 
     def tensor(self, name: str) -> Tensor:
-        """Return the entry of the copy that counts."""
         return self.shards[self.owner[name]].tensors[name]
 
     def span(self, name: str, shard: str | None = None) -> Span:
@@ -84,7 +86,7 @@ def files_of(directory: Path) -> list[str]:
     return sorted(name for name in found if name != RECEIPT_NAME)
 
 
-def read_tree(directory: Path) -> Tree:
+def read_checkpoint(directory: Path) -> Checkpoint:
     """Read all headers and the index of a directory, and refuse what contradicts itself."""
     if not directory.is_dir():
         raise InputRefused(str(directory), "is not a directory", "fetch the source first")
@@ -96,10 +98,12 @@ def read_tree(directory: Path) -> Tree:
         index = read_index(directory)
         known = {name: name for name in index or ()}
         shards = {name: read_header(directory / name, known) for name in names}
-    return tree_of(directory, shards, index)
+    return checkpoint_from_headers(directory, shards, index)
 
 
-def tree_of(directory: Path, shards: dict[str, Header], index: Mapping[str, str] | None) -> Tree:
+def checkpoint_from_headers(
+    directory: Path, shards: dict[str, Header], index: Mapping[str, str] | None
+) -> Checkpoint:
     """Return a tree by its headers, in natural order, and refuse what contradicts itself."""
     owner: dict[str, str] = {}
     holders: dict[str, list[str]] = {}
@@ -119,7 +123,7 @@ def tree_of(directory: Path, shards: dict[str, Header], index: Mapping[str, str]
                 f"{name} is in {', '.join(files)} with different dtypes or shapes",
                 "use another commit of the base",
             )
-    return Tree(directory, shards, owner, duplicates)
+    return Checkpoint(directory, shards, owner, duplicates)
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
@@ -131,17 +135,14 @@ def read_index(directory: Path) -> dict[str, str] | None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return config.json."""
     return read_json(directory / CONFIG_NAME)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a source."""
     return json_object(_read(path), str(path), "fetch it again")
 
 
 def json_object(raw: bytes, where: str, fix: str) -> dict[str, Any]:
-    """Return the JSON object in the bytes of a file of a source."""
     try:
         document = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -1,9 +1,4 @@
-"""Hashes of the pieces of a file, beside or instead of one hash of the whole.
-
-A source's receipt has them since its download, when the hash of the whole was proven. A piece
-that is then copied whole is hashed once: the same number proves what was read and names what
-was written.
-"""
+"""Hash a file in pieces, so that a piece copied whole is hashed once."""
 
 from __future__ import annotations
 
@@ -22,8 +17,6 @@ PIECE_BYTES = 4 << 20
 
 
 class Piece(NamedTuple):
-    """Consecutive bytes of a file."""
-
     size_bytes: int
     sha256: str
 
@@ -49,7 +42,6 @@ class PieceHasher:
         self._pieces: list[Piece] = []
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes."""
         view = memoryview(data)
         while view:
             part = view[: self._piece_bytes - self._filled_bytes]
@@ -60,7 +52,6 @@ class PieceHasher:
                 self.cut()
 
     def cut(self) -> None:
-        """End the piece under way here."""
         if self._filled_bytes:
             self._pieces.append(Piece(self._filled_bytes, self._hasher.hexdigest()))
             self._hasher, self._filled_bytes = hashlib.sha256(), 0
@@ -71,7 +62,6 @@ class PieceHasher:
         self._pieces.append(piece)
 
     def pieces(self) -> tuple[Piece, ...]:
-        """End the last piece and return all."""
         self.cut()
         return tuple(self._pieces)
 
@@ -96,7 +86,6 @@ def pieces_of(file: ReceiptFile) -> tuple[Piece, ...] | None:
 
 
 def prove_file(path: Path, on_bytes: Callable[[int], None]) -> Proof:
-    """Read a file once and return all its hashes."""
     whole, pieces = hashlib.sha256(), PieceHasher()
     for part in file_bytes(path):
         whole.update(part)

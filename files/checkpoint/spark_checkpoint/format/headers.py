@@ -1,4 +1,4 @@
-"""Reads the map of an index pair by pair: a large model's whole document fills memory."""
+"""Read, check and write safetensors headers; read the weight map of an index."""
 
 from __future__ import annotations
 
@@ -112,7 +112,6 @@ class Tensor(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes the tensor takes in the buffer."""
         return self.end - self.begin
 
 
@@ -125,7 +124,6 @@ class Header(NamedTuple):
     data_bytes: int
 
     def file_offset(self, name: str) -> int:
-        """Return where the tensor's first byte is in the file."""
         return self.data_start + self.tensors[name].begin
 
 

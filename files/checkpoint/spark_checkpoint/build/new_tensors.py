@@ -1,39 +1,103 @@
-"""Makes the tensors that replace the base's: FP8 and INT8.
-
-Weights are read and compared one row of blocks at a time, so memory stays at a few megabytes
-for each worker whatever the model's size.
-"""
+"""Make the tensors that replace or join the base's: FP8, packed INT8 and grafted MTP."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from spark_checkpoint.build.staging import Changes, NewTensor, Staging, pieces_of_span, read_span
-from spark_checkpoint.build.tensors.packing import pack_weight
-from spark_checkpoint.build.tensors.spotcheck import (
+from spark_checkpoint.build.donor_comparison import (
     Comparison,
     Error,
     check_module,
     check_outliers,
     check_scales,
 )
-from spark_checkpoint.format.index import Tensor
+from spark_checkpoint.build.write import Changes, NewTensor, Staging, pieces_of_span
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.format.directory import Checkpoint, Span, read_span
+from spark_checkpoint.format.headers import Tensor
 from spark_checkpoint.format.numbers import (
+    GROUP,
+    PACK,
     Floats,
+    bf16_bits,
     dequantise,
     floats,
     from_bf16_bits,
+    pack_rows,
     quantise_blocks,
+    quantise_rows,
+    zero_points,
 )
-from spark_checkpoint.format.tree import Span, Tree
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import WORKERS
-from spark_checkpoint.verify.gates import FP8, SCALE, WEIGHT, scale_of
+from spark_checkpoint.verify.tensor_sets import FP8, SCALE, WEIGHT, scale_of
+
+# Weights quantised at once: their float32 copies stay in the processor's cache.
+_CODE_WEIGHTS = 64 << 10
+# Codes packed at once: longer rows of the packed weight mean fewer writes.
+_BLOCK_BYTES = 3 << 20
+
+
+class Packed(NamedTuple):
+    """The three tensors of a packed weight, and its relative errors."""
+
+    tensors: list[NewTensor]
+    error: float
+    error_by_maximum: float
+
+
+def pack_weight(
+    base: Checkpoint, name: str, stage: Staging, on_bytes: Callable[[int], None], workers: int
+) -> Packed:
+    """Quantise the base's weight ``name`` and stage ``qweight``, ``scales`` and ``qzeros``.
+
+    ``workers`` quantise blocks of rows; ``on_bytes`` is told about source bytes that are done.
+    """
+    outputs, inputs = base.tensor(name).shape
+    dtype, span = base.tensor(name).dtype, base.span(name)
+    qweight = stage.reserve(outputs * inputs)
+    scales = np.empty((inputs // GROUP, outputs), "<u2")
+    code_rows = max(1, _CODE_WEIGHTS // inputs)
+    block_rows = max(code_rows, _BLOCK_BYTES // inputs // code_rows * code_rows)
+
+    def one(first: int) -> Any:
+        count = min(block_rows, outputs - first)
+        codes = np.empty((count, inputs), np.uint8)
+        sums = np.zeros(3)
+        for row in range(0, count, code_rows):
+            taken = min(code_rows, count - row)
+            start = span.offset + (first + row) * inputs * 2
+            raw = read_span(Span(span.path, start, taken * inputs * 2))
+            rows = quantise_rows(floats(raw, dtype, (taken, inputs)))
+            codes[row : row + taken] = rows.codes
+            scales[:, first + row : first + row + taken] = rows.scales.T
+            sums += (rows.error, rows.error_by_maximum, rows.power)
+            on_bytes(len(raw))
+        for line, packed in enumerate(pack_rows(codes)):
+            stage.write(qweight, (line * outputs + first) * PACK, packed.data)
+        return sums
+
+    with ThreadPoolExecutor(workers) as pool:
+        error, by_maximum, power = sum(pool.map(one, range(0, outputs, block_rows)))
+    module, groups = name.removesuffix(WEIGHT), inputs // GROUP
+    # Group by group: those of a large head are 8 MB.
+    one_group = zero_points(outputs, GROUP)
+    zeros = stage.reserve(groups * len(one_group))
+    for group in range(groups):
+        stage.write(zeros, group * len(one_group), one_group)
+    tensors = [
+        NewTensor(f"{module}.qweight", "I32", (inputs // PACK, outputs), qweight),
+        NewTensor(f"{module}.scales", "BF16", (groups, outputs), stage.append(scales.data)),
+        NewTensor(f"{module}.qzeros", "I32", (groups, outputs // PACK), zeros),
+    ]
+    divisor = power if power else 1.0
+    return Packed(tensors, float((error / divisor) ** 0.5), float((by_maximum / divisor) ** 0.5))
+
 
 _T = TypeVar("_T")
 
@@ -45,7 +109,7 @@ def fp8_rows(span: Span, scales: Floats, columns: int, block: tuple[int, int]) -
         yield dequantise(codes, scales[number : number + 1], block)
 
 
-def _weight_rows(base: Tree, name: str, block: tuple[int, int]) -> Iterator[Floats]:
+def _weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> Iterator[Floats]:
     """Yield a base weight as float32, one row of blocks at a time, whether 16-bit or FP8."""
     tensor = base.tensor(name)
     columns = tensor.shape[1]
@@ -62,7 +126,7 @@ def _weight_rows(base: Tree, name: str, block: tuple[int, int]) -> Iterator[Floa
 class Surgery:
     """What is cut out of a base and put into it, and the bytes of the donor for it."""
 
-    base: Tree
+    base: Checkpoint
     modules: list[str]  # whose weights are compared or replaced
     block: tuple[int, int]
     taken: Mapping[str, Tensor]  # of the donor
@@ -179,3 +243,53 @@ def _error_report(errors: Sequence[float]) -> dict[str, Any]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
+
+
+_PIECE_BYTES = 1 << 20
+_EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
+_FIX = "fetch the donor again, or use the FP8 repository of the same model"
+
+
+def graft_mtp(names: Sequence[str], surgery: Surgery) -> None:
+    """Take MTP tensors the base lacks from the donor, its FP8 ones dequantised to BF16."""
+    grafted = []
+    for name in names:
+        entry, span = surgery.taken[name], surgery.spans[name]
+        if entry.dtype == FP8:
+            span = _dequantised(name, surgery)
+            entry = Tensor("BF16", entry.shape, 0, span.size_bytes)
+        else:
+            _check_values(name, entry, pieces_of_span(span, _PIECE_BYTES))
+        grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
+    surgery.changes.added.setdefault("", []).extend(grafted)
+    surgery.changes.report["mtp_grafted"] = len(grafted)
+
+
+def _dequantised(name: str, surgery: Surgery) -> Span:
+    """Stage the BF16 form of an FP8 matrix, one row of blocks at a time, and check its values."""
+    entry, span, scales = surgery.taken[name], surgery.spans[name], surgery.donor_scales(name)
+    plain = surgery.stage.reserve(span.size_bytes * 2)
+
+    def pieces() -> Iterator[bytes]:
+        position = 0
+        for rows in fp8_rows(span, scales, entry.shape[1], surgery.block):
+            values = bf16_bits(rows).tobytes()
+            surgery.stage.write(plain, position, values)
+            position += len(values)
+            yield values
+
+    _check_values(name, entry._replace(dtype="BF16"), pieces())
+    return plain
+
+
+def _check_values(name: str, entry: Tensor, pieces: Iterator[bytes]) -> None:
+    """Refuse NaN, infinity, and a matrix of zeros; a norm around zero may be all zero."""
+    exponent = _EXPONENT_BITS[entry.dtype]
+    any_nonzero = len(entry.shape) < 2
+    for piece in pieces:
+        words = np.frombuffer(piece, "<u2")
+        if bool(((words & exponent) == exponent).any()):
+            raise GateRefused(f"donor {name}", "holds NaN or infinite values", _FIX)
+        any_nonzero = any_nonzero or bool((words & 0x7FFF).any())
+    if not any_nonzero:
+        raise GateRefused(f"donor {name}", "is all zero", _FIX)

@@ -1,8 +1,4 @@
-"""Takes a finished tree from a peer instead of building it again.
-
-The peer's receipt is known by its hash, which came over another way; every byte is then held
-against that receipt on this host. What is the base's own is linked to the base here.
-"""
+"""Copy a finished checkpoint from a peer and verify every byte against its receipt."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import write_receipt
 from spark_checkpoint.sources.transport import Transport
 from spark_checkpoint.storage import Passed, clear, refuse_without_room
-from spark_checkpoint.verify.verify import verify_tree
+from spark_checkpoint.verify.verify import verify_checkpoint
 
 _RECEIPT_LIMIT_BYTES = 64 << 20
 _FIX = "it is built here instead"
@@ -42,7 +38,7 @@ _Plan = BuildPlan | RequantizePlan
 _Made = CheckpointReceipt | RequantizedReceipt
 
 
-def copied(order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress) -> bool:
+def copy_from_peer(order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress) -> bool:
     """Have the plan's tree in ``tree_dir`` from a peer, proven; return False when none gave it."""
     for one in order.trees:
         tree_dir.mkdir(exist_ok=True)
@@ -73,12 +69,11 @@ def _copy(
     ours: Any = plan  # of the receipt's kind: equal digests are of one kind of plan
     write_receipt(tree_dir, replace(receipt, plan=ours))
     # No file has the stat that the peer's receipt knows, so each is hashed.
-    verify_tree(tree_dir, progress, full=False)
+    verify_checkpoint(tree_dir, progress, full=False)
     note(f"{plan.out_dir}: copied from {one.url}")
 
 
 def _receipt(transport: Transport, url: str, sha256: str, plan: _Plan) -> _Made:
-    """Return the receipt at an address if it is the one that was told of."""
     raw = transport.read_whole(url, _RECEIPT_LIMIT_BYTES)
     if hashlib.sha256(raw).hexdigest() != sha256:
         raise GateRefused(url, "is another receipt than the one told of", _FIX)

@@ -1,0 +1,207 @@
+"""Check the base and the donor of a plan by their headers alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spark_contract.orders import BuildPlan, DonorUrl
+from spark_contract.patterns import expand_all, uses_up
+
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.format.directory import Checkpoint
+from spark_checkpoint.format.headers import SIXTEEN_BIT, Tensor
+from spark_checkpoint.sources.donor import Donor, open_donor
+from spark_checkpoint.verify.tensor_sets import (
+    FP8,
+    HEAD,
+    MTP_PREFIX,
+    SCALE,
+    WEIGHT,
+    base_patterns,
+    check_donor_shapes,
+    check_fp8_pair,
+    check_int8_packable,
+    check_planned_shapes,
+    check_same_names,
+    check_swappable,
+    listed,
+    scale_of,
+    swapped_modules,
+    unmatched_donor_names,
+)
+
+_EMBEDDING = "model.language_model.embed_tokens.weight"
+_FIX = "fetch the donor again, or use the FP8 repository of the same model"
+
+# A dimension is a number of times a size of config.json; "" is any size.
+_Shape = tuple[tuple[int, str], ...]
+_ANY, _ONE = (1, ""), (1, "1")
+_HIDDEN, _HEAD = (1, "hidden_size"), (1, "head_dim")
+_EXPERT, _SHARED = (1, "moe_intermediate_size"), (1, "shared_expert_intermediate_size")
+_SHAPES: tuple[tuple[str, _Shape], ...] = (
+    (r"mtp\.fc\.weight", (_HIDDEN, (2, "hidden_size"))),
+    (r"mtp\.(norm|pre_fc_norm_\w+)\.weight|.*layernorm\.weight", (_HIDDEN,)),
+    (r".*\.self_attn\.[qk]_norm\.weight", (_HEAD,)),
+    (r".*\.self_attn\.[qkv]_proj\.weight", (_ANY, _HIDDEN)),
+    (r".*\.self_attn\.o_proj\.weight", (_HIDDEN, _ANY)),
+    (r".*\.mlp\.gate\.weight", ((1, "num_experts"), _HIDDEN)),
+    (r".*\.shared_expert_gate\.weight", (_ONE, _HIDDEN)),
+    (r".*\.shared_expert\.(gate|up)_proj\.weight", (_SHARED, _HIDDEN)),
+    (r".*\.shared_expert\.down_proj\.weight", (_HIDDEN, _SHARED)),
+    (r".*\.experts\.\d+\.(gate|up)_proj\.weight", (_EXPERT, _HIDDEN)),
+    (r".*\.experts\.\d+\.down_proj\.weight", (_HIDDEN, _EXPERT)),
+)
+
+
+def model_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes config.json gives; the hidden size also from the base's embedding."""
+    sizes = {"1": 1}
+    if _EMBEDDING in base.owner:
+        sizes["hidden_size"] = base.tensor(_EMBEDDING).shape[-1]
+    text = config.get("text_config")
+    for level in (config, text if isinstance(text, Mapping) else {}):
+        sizes |= {key: size for key, size in level.items() if type(size) is int and size > 0}
+    return sizes
+
+
+def check_graftable(
+    names: Sequence[str], donor: Donor, sizes: Mapping[str, int], block: tuple[int, int]
+) -> None:
+    """Refuse MTP tensors whose dtypes or shapes cannot be this model's, from headers alone."""
+    scales = {name: scale_of(name) for name in names if scale_of(name) in donor.names}
+    entries = donor.tensors([*names, *scales.values()])
+    for name in names:
+        entry = entries[name]
+        if entry.dtype == FP8:
+            if name not in scales:
+                raise GateRefused(f"donor {name}", "is FP8 without block scales", _FIX)
+            module = f"donor {name.removesuffix(WEIGHT)}"
+            check_fp8_pair(module, entry.shape, entry, entries[scales[name]], block)
+        elif entry.dtype not in SIXTEEN_BIT:
+            raise GateRefused(
+                f"donor {name}", f"is {entry.dtype}, expected {FP8} or a 16-bit float", _FIX
+            )
+        _check_shape(name, entry.shape, sizes)
+
+
+def _check_shape(name: str, found: tuple[int, ...], sizes: Mapping[str, int]) -> None:
+    shape = next((shape for pattern, shape in _SHAPES if re.fullmatch(pattern, name)), None)
+    if shape is None:
+        return
+    expected = [times * sizes[key] if key in sizes else "any" for times, key in shape]
+    fits = len(found) == len(expected) and all(
+        want in ("any", have) for have, want in zip(found, expected, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(map(str, expected))
+        raise GateRefused(f"donor {name}", f"is {list(found)}, expected [{wanted}]", _FIX)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Sources that passed: what a build takes, and what it takes from where."""
+
+    base: Checkpoint
+    donor: Donor | None
+    modules: list[str]  # whose weights are compared or replaced
+    mtp_missing: list[str]  # MTP names that the base lacks
+
+
+def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) -> Sources:
+    """Hold a base with its config.json, and the plan's donor, against the plan's exact sets."""
+    modules = swapped_modules(plan)
+    mtp_missing = _gate_base_names(plan, base, modules)
+    if plan.shared_experts == "fp8-base":
+        for module in modules:
+            weight, scale = base.tensor(module + WEIGHT), base.tensor(module + SCALE)
+            check_fp8_pair(f"base {module}", weight.shape, weight, scale, plan.block_shape)
+    elif plan.shared_experts != "keep":
+        check_swappable(base.directory, {m + WEIGHT: base.tensor(m + WEIGHT) for m in modules})
+    if plan.shared_experts == "int8-g128":
+        for module in modules:
+            check_int8_packable(module + WEIGHT, base.tensor(module + WEIGHT), head=False)
+    if plan.head == "int8-g128":
+        check_int8_packable(HEAD, base.tensor(HEAD), head=True)
+    donor = _open_donor(plan, base, config, modules, mtp_missing)
+    return Sources(base, donor, modules, mtp_missing)
+
+
+def donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:
+    """Return the donor's tensors that this plan takes or compares."""
+    if sources.donor is None:
+        return {}
+    names = list(sources.mtp_missing)
+    names += [s for s in map(scale_of, sources.mtp_missing) if s in sources.donor.names]
+    if plan.compares_with_donor:
+        names += [module + suffix for module in sources.modules for suffix in (WEIGHT, SCALE)]
+    return sources.donor.tensors(names)
+
+
+def _gate_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> list[str]:
+    """Refuse a base with other names than the plan's; return the MTP names it lacks.
+
+    A large model's expected names fill memory: they are only all made for the refusal.
+    """
+    names, where = base.owner.keys(), str(base.directory)
+    patterns = base_patterns(plan)
+    mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
+    if not uses_up({name for name in names if name not in mtp_found}, patterns):
+        check_same_names(where, "base tensors", names - mtp_found, expand_all(patterns))
+    mtp_expected = expand_all(plan.mtp_tensors)
+    if mtp_found - mtp_expected:
+        check_same_names(where, "MTP tensors", mtp_found, mtp_expected)
+    absent = [module for module in modules if module + WEIGHT not in base.owner]
+    if absent or len(set(modules)) != len(modules):
+        check_same_names(where, "modules to swap", set(modules) - set(absent), modules)
+    return sorted(mtp_expected - mtp_found)
+
+
+def _open_donor(
+    plan: BuildPlan,
+    base: Checkpoint,
+    config: Mapping[str, Any],
+    modules: list[str],
+    mtp_missing: list[str],
+) -> Donor | None:
+    if plan.donor is None or (not plan.compares_with_donor and not mtp_missing):
+        if mtp_missing:
+            raise GateRefused(
+                str(base.directory),
+                f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from: "
+                f"{listed(mtp_missing)}",
+                "plan a donor, or use a base that has them",
+            )
+        return None
+    planned = check_planned_shapes(
+        plan.donor_shapes, modules, {m: base.tensor(m + WEIGHT) for m in modules}
+    )
+    donor = open_donor(plan.donor)
+    where = plan.donor.url if isinstance(plan.donor, DonorUrl) else plan.donor.dir
+    needed = [m + s for m in modules for s in (WEIGHT, SCALE)]
+    if plan.compares_with_donor:
+        have = donor.names.intersection(needed)
+        check_same_names(where, "donor weights and scales", have, needed)
+    check_same_names(
+        where,
+        "donor names without a partner",
+        unmatched_donor_names(donor.names, base.owner, modules),
+        expand_all(plan.donor_unmatched),
+    )
+    check_same_names(
+        where, "MTP tensors to graft", donor.names.intersection(mtp_missing), mtp_missing
+    )
+    if mtp_missing:
+        sizes = model_sizes(base, config)
+        check_graftable(mtp_missing, donor, sizes, plan.block_shape)
+    if plan.compares_with_donor:
+        entries = donor.tensors(needed)
+        for module in modules:
+            weight, scale = entries[module + WEIGHT], entries[module + SCALE]
+            if planned:
+                check_donor_shapes(module, planned[module], weight, scale)
+            shape = base.tensor(module + WEIGHT).shape
+            check_fp8_pair(f"donor {module}", shape, weight, scale, plan.block_shape)
+    return donor
