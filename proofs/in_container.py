@@ -148,7 +148,7 @@ def run_kernels() -> dict[str, Any]:
     import torch
     from spark_vllm.head.kernel import logits
     from spark_vllm.head.quantise import dequantise_rows, quantise_rows
-    from spark_vllm.head.table import read_table, tile_for
+    from spark_vllm.head.tiles import read_table, tile_for
 
     torch.manual_seed(0)
     weight = torch.randn(2000, 1024, device="cuda").bfloat16()

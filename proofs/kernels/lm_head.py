@@ -25,11 +25,11 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
 from spark_vllm.head.choice import fastest, head_batches  # noqa: E402 # after the path above
+from spark_vllm.head.compute import Head, marlin_head  # noqa: E402
+from spark_vllm.head.compute import measure as measure_kernels  # noqa: E402
 from spark_vllm.head.kernel import logits  # noqa: E402
 from spark_vllm.head.quantise import quantise_rows  # noqa: E402
-from spark_vllm.head.table import Tile, read_table, tile_for  # noqa: E402
-from spark_vllm.head.ways import Head, marlin_head  # noqa: E402
-from spark_vllm.head.ways import measure as measure_ways  # noqa: E402
+from spark_vllm.head.tiles import Tile, read_table, tile_for  # noqa: E402
 from timing import graph_us, read_gb_per_s  # noqa: E402
 
 ROWS = 248320
@@ -105,7 +105,7 @@ def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
     if in_features == INPUTS[0]:
         result["limited"] = limited(values, scales, in_features)
     if marlin:
-        times = measure_ways(weight, values, scales, SERVED_BATCHES)
+        times = measure_kernels(weight, values, scales, SERVED_BATCHES)
         result["served"] = {"us": times, "choice": fastest(times)}
     return result
 

@@ -62,7 +62,7 @@ class Quantised(torch.nn.Module):
 def drowned(model: torch.nn.Module) -> str:
     """Return what is said of a model's scales; "" for nothing."""
     try:
-        finite.demand_usual_scales(model)
+        finite.check_scale_sizes(model)
     except ValueError as refusal:
         return str(refusal)
     return ""

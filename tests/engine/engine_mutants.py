@@ -13,10 +13,12 @@ from spark_vllm.check.rules import (
     DoesNot,
     Inherits,
     Maps,
+    MissingError,
+    Sources,
     Takes,
+    bound_names,
     normal,
 )
-from spark_vllm.check.sources import MissingError, Sources, bound_names
 from spark_vllm.check.table import Row
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engine_mutants import Mutant, Mutation, mutations
 from spark_vllm import SUPPORTED_ENGINES
-from spark_vllm.check.sources import Sources
+from spark_vllm.check.rules import Sources
 from spark_vllm.check.table import TABLE, Row, rows_for, table_problems
 from wheel_sources import RELEASES, fetch
 

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from spark_vllm.head.table import read_table, tile_for  # noqa: E402 # after the skip
+from spark_vllm.head.tiles import read_table, tile_for  # noqa: E402 # after the skip
 
 TILES = sorted(read_table().items())
 ROUNDING = 0.003

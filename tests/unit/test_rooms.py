@@ -55,7 +55,6 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         # The engine's plugin.
         ("files/image/spark_vllm/__init__.py", ""),
         ("files/image/spark_vllm/checkpoint", "torch safetensors"),
-        ("files/image/spark_vllm/experts.py", ""),
         ("files/image/spark_vllm/head", "torch triton vllm"),
         ("files/image/spark_vllm/finite.py", "torch vllm"),
         ("files/image/spark_vllm/turboquant.py", "torch vllm"),

@@ -66,8 +66,8 @@ def demand_finite(model: torch.nn.Module, later: tuple[str, ...] = ()) -> None:
     Raises:
         ValueError: naming what is not finite.
     """
-    count = demand_finite_tensors(model, later)
-    demand_usual_scales(model)
+    count = check_finite_tensors(model, later)
+    check_scale_sizes(model)
     heads = [] if "lm_head" in later else list(_logits(model))
     wrong = [name for name, logits in heads if not all_finite(logits)]
     if wrong:
@@ -80,7 +80,7 @@ def demand_finite(model: torch.nn.Module, later: tuple[str, ...] = ()) -> None:
     )
 
 
-def demand_finite_tensors(model: torch.nn.Module, later: tuple[str, ...] = ()) -> int:
+def check_finite_tensors(model: torch.nn.Module, later: tuple[str, ...] = ()) -> int:
     """Look at every number the model holds but in ``later``; return how many tensors there are.
 
     Raises:
@@ -94,7 +94,7 @@ def demand_finite_tensors(model: torch.nn.Module, later: tuple[str, ...] = ()) -
     return len(tensors)
 
 
-def demand_usual_scales(model: torch.nn.Module) -> None:
+def check_scale_sizes(model: torch.nn.Module) -> None:
     """Look at the scales of INT4 and INT8 weights.
 
     Raises:

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from spark_vllm import PORTABLE_LOAD_FORMAT
 from spark_vllm.checkpoint.reader import ModuleReader
 from spark_vllm.checkpoint.settings import read_settings
-from spark_vllm.finite import demand_finite_tensors
+from spark_vllm.finite import check_finite_tensors
 
 # Below "vllm.", because vLLM gives handlers only to its own logger.
 logger = init_logger("vllm.spark_vllm.portable")
@@ -60,7 +60,7 @@ class PortableLoader(BaseModelLoader):
         loaded = model.load_weights(reader.weights(lambda name: unused is None or not unused(name)))
         _demand_all_loaded(model, loaded)
         # Before the engine repacks them: on a CPU it hides weights inside its kernels.
-        demand_finite_tensors(model)
+        check_finite_tensors(model)
         logger.warning(
             "spark portable mode: dequantised %d tensors to bfloat16 (%s) for %s; "
             "every layer runs unquantised, no kernel of the checkpoint's formats is used",

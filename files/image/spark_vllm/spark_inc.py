@@ -17,8 +17,8 @@ from vllm.model_executor.models.utils import WeightsMapper
 from spark_vllm import QUANT_METHOD
 from spark_vllm.checkpoint import names
 from spark_vllm.checkpoint.gate import check_checkpoint
+from spark_vllm.checkpoint.names import check_expert_width
 from spark_vllm.checkpoint.settings import Settings, read_settings
-from spark_vllm.experts import demand_wider_than_a_group
 from spark_vllm.head.method import Int8Head, wanted_head
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class SparkIncConfig(INCConfig):
         """
         if self.portable:
             return _unquantised(layer)
-        if isinstance(layer, LinearBase) and names.all_shards_listed(
+        if isinstance(layer, LinearBase) and names.are_all_shards_listed(
             prefix, self.fp8_modules, self.packed_modules_mapping
         ):
             # Fp8LinearMethod itself, not a subclass: vLLM picks the weight loader by class name.
@@ -143,7 +143,7 @@ class SparkIncConfig(INCConfig):
         packed = method is not None and not isinstance(method, UnquantizedFusedMoEMethod)
         if packed and isinstance(layer, RoutedExperts):
             width = layer.moe_config.intermediate_size_per_partition
-            demand_wider_than_a_group(prefix, width, self.settings.group_size)
+            check_expert_width(prefix, width, self.settings.group_size)
         return method
 
 

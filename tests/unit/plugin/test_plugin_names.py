@@ -32,7 +32,7 @@ def test_144_names_are_96_modules() -> None:
     ],
 )
 def test_a_listed_module_is_dispatched(module: str) -> None:
-    assert names.all_shards_listed(module, MODULES, names.FUSED)
+    assert names.are_all_shards_listed(module, MODULES, names.FUSED)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_listed_module_is_dispatched(module: str) -> None:
     ],
 )
 def test_a_similar_name_is_not_dispatched(module: str) -> None:
-    assert not names.all_shards_listed(module, MODULES, names.FUSED)
+    assert not names.are_all_shards_listed(module, MODULES, names.FUSED)
 
 
 def test_half_a_fused_module_is_refused_with_both_names() -> None:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from spark_vllm import SUPPORTED_ENGINES, __version__
-from spark_vllm.check.sources import Sources
+from spark_vllm.check.rules import Sources
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spark_vllm.head.table import Tile, read_table
+from spark_vllm.head.tiles import Tile, read_table
 
 SPARK = 121
 SHARED_BYTES = 99 * 1024

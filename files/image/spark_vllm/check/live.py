@@ -128,11 +128,15 @@ def _round_trip() -> list[str]:
         for part in ("gate_up", "down")
     ]
     packed = config.packed_modules_mapping
-    found = [name for name in fused if names.all_shards_listed(name, config.fp8_modules, packed)]
+    found = [
+        name for name in fused if names.are_all_shards_listed(name, config.fp8_modules, packed)
+    ]
     problems = []
     if found != fused:
         problems.append(f"round trip: {len(found)} of {len(fused)} modules are dispatched")
-    if names.all_shards_listed("mtp.layers.0.mlp.shared_expert.down_proj", config.fp8_modules, {}):
+    if names.are_all_shards_listed(
+        "mtp.layers.0.mlp.shared_expert.down_proj", config.fp8_modules, {}
+    ):
         problems.append("round trip: the drafter's shared expert is dispatched")
     for name, shards in names.FUSED.items():
         if tuple(packed.get(name, ())) != shards:

@@ -16,7 +16,7 @@ import yaml  # the engine brings it: vLLM requires it
 
 from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check import rules
-from spark_vllm.check.sources import MissingError, Sources
+from spark_vllm.check.rules import MissingError, Sources
 
 SUBJECTS = ("quantisation", "models", "attention", "head")
 

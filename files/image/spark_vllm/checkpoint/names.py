@@ -1,9 +1,4 @@
-"""Names of tensors and modules: pure functions, no vLLM, no torch.
-
-Three spellings of one layer meet here: the checkpoint's (``...mlp.shared_expert.gate_proj``), the
-engine's after fusion (``...mlp.shared_expert.gate_up_proj``), and the overlay's tensor names
-(``...gate_proj.weight_fp8``).
-"""
+"""Names of tensors and modules, without vLLM or torch."""
 
 from __future__ import annotations
 
@@ -42,7 +37,7 @@ def fused_shards(module: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
     return [prefix + shard for shard in packed[last]]
 
 
-def all_shards_listed(
+def are_all_shards_listed(
     module: str, listed: Collection[str], packed: Mapping[str, Sequence[str]]
 ) -> bool:
     """Return whether every shard of ``module`` is in ``listed``; some but not all is an error.
@@ -76,7 +71,7 @@ def fused_modules(modules: Iterable[str], packed: Mapping[str, Sequence[str]]) -
     for module in listed:
         parent, _, last = module.rpartition(".")
         name = f"{parent}.{fused_of[last]}" if last in fused_of else module
-        all_shards_listed(name, listed, packed)
+        are_all_shards_listed(name, listed, packed)
         result[name] = None
     return list(result)
 
@@ -140,3 +135,27 @@ def _modules_pattern(modules: Sequence[str]) -> str:
         for inners, layers in groups.items()
     )
     return re.escape(TEXT_LAYERS) + f"(?:{'|'.join(alternatives)})"
+
+
+def check_expert_width(module: str, width: int, group_size: int) -> None:
+    """Refuse packed experts whose width on this device is one group of scales, or less.
+
+    vLLM 0.30 to 0.33 reorders the scales of gate and up by the experts' width where their inputs
+    are meant (``fused_moe/oracle/int_wna16.py``, ``size_k`` of ``w13``). With one group the order
+    is another, and every answer is a little wrong without a word.
+
+    Args:
+        module: the engine's name of the experts.
+        width: intermediate size of one expert on this device.
+        group_size: inputs that share one scale.
+
+    Raises:
+        ValueError: naming the module, its width and what to change.
+    """
+    if width <= group_size:
+        raise ValueError(
+            f"{module}: its experts are {width} wide on this device, and {group_size} inputs share "
+            "one scale: the engine would put the scales of gate and up in a wrong order and answer "
+            "wrong without an error; fix: a smaller --tensor-parallel-size, so that each device "
+            f"holds more than {group_size} of an expert's width"
+        )

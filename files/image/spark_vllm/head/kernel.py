@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spark_vllm.head.quantise import GROUP_SIZE
-from spark_vllm.head.table import Tile
+from spark_vllm.head.tiles import Tile
 
 LARGEST_HALF_SUM = 32512
 """Largest 16-bit activation: 127 * 256, so that its upper half fits in INT8 after rounding."""

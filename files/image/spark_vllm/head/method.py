@@ -31,8 +31,8 @@ from spark_vllm.head.choice import (
     read_choice,
     write_choice,
 )
+from spark_vllm.head.compute import Head, marlin_head, measure, own_head
 from spark_vllm.head.quantise import quantise_rows
-from spark_vllm.head.ways import Head, marlin_head, measure, own_head
 
 # Below "vllm.", because vLLM gives handlers only to its own logger.
 logger = init_logger("vllm.spark_vllm.lm_head")

@@ -1,4 +1,4 @@
-"""The three ways to compute an LM head, INT8 in memory or still 16-bit, and their times."""
+"""Compute an LM head by our kernel, by Marlin or in BF16, and measure their times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from spark_vllm.head.quantise import GROUP_SIZE
-from spark_vllm.head.table import read_table, tile_for, tiles_for
+from spark_vllm.head.tiles import read_table, tile_for, tiles_for
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""Block sizes of the LM-head kernel: data per compute capability, and the choice among them."""
+"""Block sizes of the LM-head kernel by compute capability and batch."""
 
 from __future__ import annotations
 
