@@ -1,4 +1,4 @@
-"""Give deploys access to a new host, with its passwords typed once."""
+"""Give deploys access to a new host, with passwords typed once."""
 
 from pyinfra.api.command import FunctionCommand
 from pyinfra.context import host

@@ -1,4 +1,4 @@
-"""Remove what no kept release needs; `--dry` lists each item with size.
+"""Remove artefacts that no kept release needs; `--dry` lists each item with size.
 
 Kept: running releases, those of group_vars, ``keep_ready``, ``releases.keep`` earlier releases,
 and all unmanaged files.

@@ -1,7 +1,7 @@
 """Make an INT4 checkpoint of the model's 16-bit repository, with AutoRound in the engine's image.
 
 Serves and stops no engine: if memory is in use, the job fails with that reason. After a
-kill or reboot it continues with its current block. `checkpoint.requantized: true` serves the
+kill or reboot it continues with the current block. `checkpoint.requantized: true` serves the
 result, on this host and on those that copy it.
 """
 
@@ -21,8 +21,8 @@ hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 if plan.requantized is None:
     fix = "run `spark-deploy requantize`, or set checkpoint.requantized: true"
-    raise PlanError.one(host.name, "its settings want no tree of our own", fix)
-jobs = tuple(one for one in jobs_of(plan, payload.image_context) if one.job.kind != "checkpoint")
+    raise PlanError.one(host.name, "the settings request no checkpoint of our own", fix)
+jobs = tuple(w for w in jobs_of(plan, payload.image_context) if w.job.kind != "checkpoint")
 release = f"{plan.serve.service}-requantize"
 
 base.apply(plan=plan.base, request=uninstall_request(known_of(host).found.settings))
@@ -30,6 +30,6 @@ tools.apply(plan=plan.tools, files=payload.tools, units=unit_files_of(payload.un
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)
-work.image(jobs=tuple(one for one in jobs if one.job.kind != "requantize"), release=release)
+work.image(jobs=tuple(w for w in jobs if w.job.kind != "requantize"), release=release)
 work.quantise(jobs=jobs, image=plan.image.tag, release=release)
 work.close()

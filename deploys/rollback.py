@@ -1,7 +1,7 @@
 """Return to the previous release, or to the release given by --data releases.rollback_to=NAME.
 
-Without a name the main service goes back; a release name selects its service. The change is checked
-and undone as in a deploy. The next ``deploy.py`` applies the settings again, unless
+Without a name the main service is rolled back; a release name selects the service. The change is
+checked and undone as in a deploy. The next ``deploy.py`` applies the settings again, unless
 `spark-deploy use` wrote the old choice there.
 """
 

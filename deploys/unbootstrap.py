@@ -1,4 +1,4 @@
-"""Revoke what bootstrap granted: the deploy account or the login user's rule, and our key.
+"""Revoke the access of bootstrap: the deploy account or the login user's rule, and our key.
 
 Services continue; a later deploy bootstraps again. Run `deploys/uninstall.py` before: after this,
 the controller cannot log in.

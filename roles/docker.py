@@ -13,7 +13,7 @@ from spark_deploy.plan.machine import DockerPlan
 
 @deploy("Docker")
 def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
-    """Let containers use the GPU; an installed engine and its settings are kept."""
+    """Let containers use the GPU; an installed engine and the settings are kept."""
     expect_files((DROP_IN_PATH,))
     expect_fact(DockerState, lambda: docker.fact_arguments(plan), slow=True)
     docker.add_docker_repositories(name="Add package repositories", plan=plan)

@@ -68,7 +68,7 @@ def serve(
     waves: Sequence[Wave],
     schedule: Sequence[ScheduledPlan],
 ) -> None:
-    """Change a service over to its release, wave by wave."""
+    """Roll a release out, wave by wave."""
     expect_files((*(file.path for file in files), *gateway_paths(gateway)))
     users = (GATEWAY_USER, ENGINE_USER)
     expect_fact(UsersKnown, lambda: {"users": users})
@@ -98,7 +98,7 @@ def verify(*, plan: Release, gateway: GatewayPlan, schedule: Sequence[ScheduledP
 
 @deploy("Schedule")
 def schedule(*, schedule: Sequence[ScheduledPlan]) -> None:
-    """Let the host change between its pairs at their times."""
+    """Let the host change between pairs at scheduled times."""
     timers, times = timer_files(schedule), tuple(entry.at for entry in schedule)
     expect_files(file.path for file in timers)
     expect_fact(Timers)

@@ -1,6 +1,6 @@
 """Slow jobs: checkpoints and the engine's image, started early and waited for late.
 
-Each job is started unless its receipt exists, and runs during the other steps of the deploy.
+Each job is started unless the receipt exists, and runs during the other steps of the deploy.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def fetch(
 
 @deploy("Checkpoint")
 def build(*, jobs: Sequence[Work], release: str) -> None:
-    """Build the checkpoint once its base is fetched."""
+    """Build the checkpoint once the base is fetched."""
     if not _quantises(jobs):
         _start(jobs, release, lambda _: "Build the checkpoint", CHECKPOINT_JOB)
 
@@ -93,7 +93,7 @@ def quantise(*, jobs: Sequence[Work], image: str, release: str) -> None:
 @deploy("Ready")
 def ready(*, jobs: Sequence[Work], service: str) -> None:
     """Do the slow jobs of other pairs, so that a later rollout need not wait."""
-    # A separate prepare target: the release's is retired as soon as its jobs are done.
+    # A separate prepare target: the release's is retired as soon as those jobs are done.
     target = f"{service}-ready"
     _start(jobs, target, lambda work: ready_name(work.job))
     wait_for_jobs(name="Wait for the other pairs", jobs=_specs(jobs), release=target)
