@@ -23,36 +23,29 @@ jobs, release = served_jobs_of(plan, payload.image_context), plan.serve.name
 service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
 base.apply(plan=plan.base, request=uninstall_request(known_of(host).found.settings))
-tools.apply(
-    plan=plan.tools,
-    files=payload.tools,
-    units=unit_files_of(payload.units),
-)
-# Downloads and the build need no container engine: they start now and go on beside the rest.
+tools.apply(plan=plan.tools, files=payload.tools, units=unit_files_of(payload.units))
+# Downloads and the build need no container engine: they start now and run in parallel.
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 work.build(jobs=jobs, release=release)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)
 work.image(jobs=jobs, release=release)
 service.prepare(jobs=jobs, release=release)
-# First, so that the others find the memory that it gives back.
-service.retire(services=tuple(one.serve.service for one in plan.served))
-for one in each(plan.served):
+# First, to free memory for the other services.
+service.retire(services=tuple(entry.serve.service for entry in plan.served))
+for entry in each(plan.served):
     service.serve(
-        plan=one.serve,
-        gateway=one.gateway,
-        files=release_files_of(one),
+        plan=entry.serve,
+        gateway=entry.gateway,
+        files=release_files_of(entry),
         waves=waves_for(state),
-        schedule=one.schedule,
+        schedule=entry.schedule,
     )
-for one in each(plan.served):
-    service.verify(plan=one.serve, gateway=one.gateway, schedule=one.schedule)
-# Other pairs come last: they must not keep what serves from its proof.
-work.ready(
-    jobs=ready_jobs_of(plan, payload.image_context),
-    service=plan.serve.service,
-)
+for entry in each(plan.served):
+    service.verify(plan=entry.serve, gateway=entry.gateway, schedule=entry.schedule)
+# Other pairs come last: they must not delay the services.
+work.ready(jobs=ready_jobs_of(plan, payload.image_context), service=plan.serve.service)
 work.close()
 service.schedule(schedule=plan.schedule)
-# Only now: other pairs may need the base, and its tree has been proven by what it serves.
+# Only now: other pairs may need the base, and the service has proven the checkpoint.
 work.discard(jobs=discard_jobs_of(plan), release=release)

@@ -64,18 +64,18 @@ class LoginAccess(HostFact[Access]):
         )
 
     def process(self, output: list[str]) -> Access:
-        found = parse_sections(output)
-        user, uid = [*found["user"], "", ""][:2]
+        sections = parse_sections(output)
+        user, uid = [*sections["user"], "", ""][:2]
         return Access(
             user=user,
             is_root=uid == "0",
-            key_installed=found.first("key") not in ("", "0"),
-            sudo_free=uid == "0" or "free" in found["sudo"],
-            sudo_installed="there" in found["sudo"],
-            sudoers=f"{found.text('sudoers')}\n" if found["sudoers"] else None,
-            came_from=found.first("from").partition("%")[0],
-            account_key=found.first("account"),
-            account_exists=bool(found["account-there"]),
+            key_installed=sections.first("key") not in ("", "0"),
+            sudo_free=uid == "0" or "free" in sections["sudo"],
+            sudo_installed="there" in sections["sudo"],
+            sudoers=f"{sections.text('sudoers')}\n" if sections["sudoers"] else None,
+            came_from=sections.first("from").partition("%")[0],
+            account_key=sections.first("account"),
+            account_exists=bool(sections["account-there"]),
         )
 
 

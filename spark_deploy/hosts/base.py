@@ -90,17 +90,17 @@ class BaseState(HostFact[Base]):
         )
 
     def process(self, output: list[str]) -> Base:
-        found = parse_sections(output)
-        stale = (line.split()[0] for line in found["stale-units"] if line.endswith(" yes"))
+        sections = parse_sections(output)
+        stale = (line.split()[0] for line in sections["stale-units"] if line.endswith(" yes"))
         return Base(
-            packages=parse_packages(found["packages"]),
-            directories=parse_directories(found["directories"]),
-            files=FileStates().process(found["files"]),
+            packages=parse_packages(sections["packages"]),
+            directories=parse_directories(sections["directories"]),
+            files=FileStates().process(sections["files"]),
             stale_units=tuple(stale),
-            boot_target=found.first("boot-target"),
-            earlyoom=found.first("earlyoom"),
-            compaction_proactiveness=found.first("compaction"),
-            units=dict([*line.split(), ""][:2] for line in found["units"] if line.split()),
+            boot_target=sections.first("boot-target"),
+            earlyoom=sections.first("earlyoom"),
+            compaction_proactiveness=sections.first("compaction"),
+            units=dict([*line.split(), ""][:2] for line in sections["units"] if line.split()),
         )
 
 

@@ -64,20 +64,22 @@ def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             continue
         where, planned = f"port {listener.port}", needs.gateways.get(listener.service)
         if planned and listener.port not in planned:
-            what = f"the gateway of {listener.service} still listens on the port of another service"
+            message = (
+                f"the gateway of {listener.service} still listens on the port of another service"
+            )
             fix = f"deploy {listener.service} with the new port first, then the other service"
-            yield Problem(where, what, fix)
+            yield Problem(where, message, fix)
         elif not listener.managed:
             who = f"{listener.process} (pid {listener.pid})" if listener.process else "a process"
-            what = f"{who} already listens on {listener.address}"
-            yield Problem(where, what, "stop it, or choose another serve.port")
+            message = f"{who} already listens on {listener.address}"
+            yield Problem(where, message, "stop it, or choose another serve.port")
 
 
 def _tailnet(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     if needs.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
-        what = f"has no address on this host: {survey.tailscale or 'no output'}"
+        message = f"has no address on this host: {survey.tailscale or 'no output'}"
         fix = "run `tailscale up` on the host, or choose another serve.expose"
-        yield Problem("tailscale", what, fix)
+        yield Problem("tailscale", message, fix)
 
 
 def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
@@ -95,9 +97,9 @@ def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         if process.managed or process.container_id in known_containers:
             continue
         if process.name not in needs.allow_memory_holders:
-            what = f"pid {process.pid} holds {process.rss_bytes / GIB:.1f} GiB"
-            what += " and the GPU" if gpu_name else ""
-            yield Problem(f"process {process.name}", what, fix)
+            message = f"pid {process.pid} holds {process.rss_bytes / GIB:.1f} GiB"
+            message += " and the GPU" if gpu_name else ""
+            yield Problem(f"process {process.name}", message, fix)
     for pid, name in on_gpu.items():
         if name.rsplit("/", 1)[-1] not in needs.allow_memory_holders:
             yield Problem(f"process {name}", f"pid {pid} uses the GPU", fix)
@@ -202,7 +204,7 @@ def _writable(survey: Survey) -> Iterator[Problem]:
 def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     memory, needed = survey.memory, f"{needs.memory_needed_bytes / GIB:.1f} GiB"
     if memory.total_bytes < needs.memory_total_min_bytes:
-        what = (
+        message = (
             f"{memory.total_bytes / GIB:.1f} GiB in total, the plan expects "
             f"{needs.memory_total_min_bytes / GIB:.1f} GiB"
         )
@@ -212,10 +214,10 @@ def _memory(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
                 "choose a smaller model or profile for this host; "
                 f"`spark-deploy plan --data memory.total_gib={total}` shows whether it fits"
             )
-            yield Problem("memory", f"{what} and the engine needs {needed}", fix)
+            yield Problem("memory", f"{message} and the engine needs {needed}", fix)
             return  # stopping or lowering anything cannot help
         fix = f"set memory.total_gib to {total} for this host, and plan again"
-        yield Problem("memory", what, fix)
+        yield Problem("memory", message, fix)
     obtainable_bytes = survey.obtainable_bytes
     if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
         once = " once our engines stop" if survey.serving else ""

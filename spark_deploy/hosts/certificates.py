@@ -63,8 +63,8 @@ def check_gateway(plan: GatewayPlan) -> list[Problem]:
     if plan.tls is None:
         return []
     if plan.address is None:
-        what = "the name that clients use for this host is not set"
-        return [Problem("serve.address", what, "set it: the certificate must cover it")]
+        message = "the name that clients use for this host is not set"
+        return [Problem("serve.address", message, "set it: the certificate must cover it")]
     if plan.tls.mode == "own-cert":
         return check_pair(plan.tls.certificate, plan.tls.key, plan.address)
     return []
@@ -76,8 +76,8 @@ def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
     chain = _read(certificate, "serve.tls_certificate", x509.load_pem_x509_certificates, problems)
     private = _read(key, "serve.tls_key", load_key, problems)
 
-    def add(setting: str, what: str, fix: str) -> None:
-        problems.append(Problem(f"serve.{setting}", what, fix))
+    def add(setting: str, message: str, fix: str) -> None:
+        problems.append(Problem(f"serve.{setting}", message, fix))
 
     if private is not None and Path(key).expanduser().stat().st_mode & 0o007:
         fix = f"chmod 600 {key}; if it was exposed, get a new certificate with a new key"
@@ -90,12 +90,14 @@ def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
         fix = "name a matching pair of files, the host's own certificate first"
         add("tls_key", f"{key} is not the key of {certificate}", fix)
     if not begin <= now() < end:
-        what = f"{certificate} is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}, not now"
-        add("tls_certificate", what, "get a new certificate")
+        message = f"{certificate} is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}, not now"
+        add("tls_certificate", message, "get a new certificate")
     if not covers(leaf, name):
-        what = f"{certificate} is for {', '.join(names_in(leaf)) or 'no name at all'}, not {name}"
+        message = (
+            f"{certificate} is for {', '.join(names_in(leaf)) or 'no name at all'}, not {name}"
+        )
         fix = "get a matching certificate, or set serve.address to a name it covers"
-        add("tls_certificate", what, fix)
+        add("tls_certificate", message, fix)
     return problems
 
 
@@ -105,10 +107,10 @@ def _read(
     try:
         return load(Path(path).expanduser().read_bytes())
     except OSError as error:
-        what = f"{path} cannot be read ({error.strerror})"
+        message = f"{path} cannot be read ({error.strerror})"
     except (ValueError, TypeError) as error:
-        what = f"{path} has the wrong format ({str(error).splitlines()[0][:80]})"
-    problems.append(Problem(setting, what, "name a PEM file of this machine, keys unencrypted"))
+        message = f"{path} has the wrong format ({str(error).splitlines()[0][:80]})"
+    problems.append(Problem(setting, message, "name a PEM file of this machine, keys unencrypted"))
     return None
 
 
@@ -242,15 +244,15 @@ def _read_authority(ca_dir: str) -> _Authority | None:
         certificate = x509.load_pem_x509_certificates((folder / CA_FILE).read_bytes())[0]
         key = load_key((folder / CA_KEY_FILE).read_bytes())
     except (OSError, ValueError, TypeError) as error:
-        what = f"{folder} contains no CA ({type(error).__name__})"
-        raise SettingsError.one("serve.ca_dir", what, fix) from error
+        message = f"{folder} contains no CA ({type(error).__name__})"
+        raise SettingsError.one("serve.ca_dir", message, fix) from error
     is_pair = public_key_pem(certificate) == public_key_pem(key)
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not is_pair:
         raise SettingsError.one("serve.ca_dir", f"the files in {folder} are no pair", fix)
     if certificate.not_valid_after_utc - now() < timedelta(days=RENEW_DAYS):
-        what = f"the CA in {folder} ends on {certificate.not_valid_after_utc:%Y-%m-%d}"
+        message = f"the CA in {folder} ends on {certificate.not_valid_after_utc:%Y-%m-%d}"
         fix = f"move {folder} away: the next run creates a new CA, which clients must be given"
-        raise SettingsError.one("serve.ca_dir", what, fix)
+        raise SettingsError.one("serve.ca_dir", message, fix)
     return _Authority(certificate, key)
 
 

@@ -142,33 +142,33 @@ class DockerState(HostFact[Docker]):
         )
 
     def process(self, output: list[str]) -> Docker:
-        found = parse_sections(output)
-        engine, info = found["engine"], found["info"]
-        mtime, *daemon_json = found["daemon-json"] or [""]
+        sections = parse_sections(output)
+        engine, info = sections["engine"], sections["info"]
+        mtime, *daemon_json = sections["daemon-json"] or [""]
         client = _parse_json(info[:1], dict)  # only client fields while the daemon is down
-        drivers = [line.strip() for line in found["driver"] if re.match(r"\s*\d", line)]
-        toolkit = re.search(r"CLI version (\S+)", found.text("toolkit"))
+        drivers = [line.strip() for line in sections["driver"] if re.match(r"\s*\d", line)]
+        toolkit = re.search(r"CLI version (\S+)", sections.text("toolkit"))
         return Docker(
             dockerd=next((line for line in engine if line.endswith("/dockerd")), ""),
             snap=any("/snap/" in line or line == "/usr/bin/snap" for line in engine),
-            unit=parse_key_values(found["unit"]),
+            unit=parse_key_values(sections["unit"]),
             daemon_json="\n".join(daemon_json) if mtime else None,
             daemon_json_mtime_s=float(mtime.removeprefix("mtime=") or 0),
             info=client if client.get("ServerVersion") else {},
             toolkit_version=toolkit.group(1) if toolkit else "",
-            toolkit_mode=found.first("toolkit-mode"),
-            runtime=found.first("runtime"),
-            cdi=tuple(map(_parse_cdi, found["cdi"])),
+            toolkit_mode=sections.first("toolkit-mode"),
+            runtime=sections.first("runtime"),
+            cdi=tuple(map(_parse_cdi, sections["cdi"])),
             cdi_directories=tuple(map(str, _parse_json(info[1:], list))),
-            driver_version=drivers[0] if drivers else module_version(found.text("module")),
-            kernel=found.first("kernel"),
-            serving=tuple(filter(None, found["serving"])),
-            packages=parse_packages(found["packages"]),
-            repositories=parse_repositories(found),
-            receipt=_parse_receipt(found.text("receipt")),
-            silent=tuple(word for line in found["silent"] for word in line.split()),
+            driver_version=drivers[0] if drivers else module_version(sections.text("module")),
+            kernel=sections.first("kernel"),
+            serving=tuple(filter(None, sections["serving"])),
+            packages=parse_packages(sections["packages"]),
+            repositories=parse_repositories(sections),
+            receipt=_parse_receipt(sections.text("receipt")),
+            silent=tuple(word for line in sections["silent"] for word in line.split()),
             groups={
-                user: tuple(names) for user, *names in map(str.split, found["groups"]) if names
+                user: tuple(names) for user, *names in map(str.split, sections["groups"]) if names
             },
         )
 

@@ -59,15 +59,17 @@ def judge_links(host: str, ways: Sequence[Way], reached: Mapping[str, str]) -> V
         where = f"{host}: {way.interface}"
         answer = reached.get(way.address, "unknown")
         if answer == "no":
-            what = f"no packet of {way.mtu} bytes comes back from {way.host} ({way.address})"
+            message = f"no packet of {way.mtu} bytes comes back from {way.host} ({way.address})"
             fix = "check cable, address and MTU on both hosts, and that no firewall blocks members"
-            problems.append(Problem(where, what, fix))
+            problems.append(Problem(where, message, fix))
         if answer == "unknown":
-            what = f"the link to {way.host} ({way.address}) was not tested: ping is not installed"
-            warnings.append(Problem(where, what, "apt-get install iputils-ping"))
+            message = (
+                f"the link to {way.host} ({way.address}) was not tested: ping is not installed"
+            )
+            warnings.append(Problem(where, message, "apt-get install iputils-ping"))
         if way.mtu != way.other_mtu:
-            what = f"MTU {way.mtu}, but {way.other_mtu} on {way.host}"
-            problems.append(Problem(where, what, "set the same MTU on both hosts (netplan)"))
+            message = f"MTU {way.mtu}, but {way.other_mtu} on {way.host}"
+            problems.append(Problem(where, message, "set the same MTU on both hosts (netplan)"))
     return Verdict(tuple(problems), (*warnings, *_slow_links(host, ways)))
 
 
@@ -76,16 +78,16 @@ def _slow_links(host: str, ways: Sequence[Way]) -> Iterator[Problem]:
     for way in with_rdma.values():
         where = f"{host}: {way.interface}"
         if way.speed_mbit_per_s is not None and way.speed_mbit_per_s < _FULL_MBIT_PER_S:
-            what = f"linked at {way.speed_mbit_per_s // 1000} Gb/s of 200"
+            message = f"linked at {way.speed_mbit_per_s // 1000} Gb/s of 200"
             fix = "use a cable for 200 Gb/s; behind a switch set the speed of the switch port"
-            yield Problem(where, what, fix)
+            yield Problem(where, message, fix)
         if way.mtu < _LARGE_MTU:
-            what = f"MTU {way.mtu}: RDMA moves small packets, reported to slow prefill down"
-            yield Problem(where, what, f"set MTU {_LARGE_MTU} on both hosts (netplan)")
+            message = f"MTU {way.mtu}: RDMA moves small packets, reported to slow prefill down"
+            yield Problem(where, message, f"set MTU {_LARGE_MTU} on both hosts (netplan)")
     if len(with_rdma) == 1:
-        what = "only half of the cable's speed: a single interface of the cage has an address"
+        message = "only half of the cable's speed: a single interface of the cage has an address"
         fix = "give the other interface an address in a separate network (netplan)"
-        yield Problem(f"{host}: {next(iter(with_rdma))}", what, fix)
+        yield Problem(f"{host}: {next(iter(with_rdma))}", message, fix)
 
 
 def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> Iterator[Problem]:
@@ -319,20 +321,22 @@ def judge_speed(
     where, carried = f"{host}: {way.interface}", _gbit_per_s(speed)
     stated = (way.speed_mbit_per_s or 0) / 1000
     if not speed.arrived_bytes:
-        what = f"the connection opens, but no packet of full size gets to {way.host}"
+        message = f"the connection opens, but no packet of full size gets to {way.host}"
         fix = f"set MTU {way.mtu} on both hosts, and on the switch between them"
-        return Verdict((Problem(where, what, fix),))
+        return Verdict((Problem(where, message, fix),))
     if carried < min(_LEAST_SHARE * stated, _LEAST_GBIT_PER_S):
-        what = f"{carried:.1f} Gb/s to {way.host} over a link of {stated:g} Gb/s"
+        message = f"{carried:.1f} Gb/s to {way.host} over a link of {stated:g} Gb/s"
         fix = "try another cable; check `ethtool -S` for errors and `ip route get` for the route"
-        return Verdict((Problem(where, what, fix),))
+        return Verdict((Problem(where, message, fix),))
     measured = carried if rdma_gbit_per_s is None else rdma_gbit_per_s
     if measured < _DOUBTFUL_GBIT_PER_S and stated * 1000 >= _FULL_MBIT_PER_S:
-        what = f"{measured:.1f} Gb/s to {way.host}: a degraded port is reported to carry 13 of 200"
+        message = (
+            f"{measured:.1f} Gb/s to {way.host}: a degraded port is reported to carry 13 of 200"
+        )
         fix = "measure RDMA with ib_write_bw; about 92 are usual for each of the two interfaces"
         if rdma_gbit_per_s is not None:
             fix = "power-cycle both hosts; about 92 are usual for each of the two interfaces"
-        return Verdict((), (Problem(where, what, fix),))
+        return Verdict((), (Problem(where, message, fix),))
     return Verdict(())
 
 

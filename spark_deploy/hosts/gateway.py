@@ -110,12 +110,12 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
 def replace_key(plan: GatewayPlan) -> Commands:
     """Replace the API key generated on the host; the old key is refused from then on."""
     if plan.key.kind != "generate":
-        what = f"comes from the controller ({plan.key.kind} {plan.key.value[0]})"
-        refuse(f"{host.name}: serve.api_key", what, "put the new key there and run deploy.py")
+        message = f"comes from the controller ({plan.key.kind} {plan.key.value[0]})"
+        refuse(f"{host.name}: serve.api_key", message, "put the new key there and run deploy.py")
     if not read_fact(Status).service(plan.settings.service):
-        what = "there is none to replace: no release was deployed here yet"
+        message = "there is none to replace: no release was deployed here yet"
         fix = "run deploy.py for this host; the first change of release makes the key"
-        refuse(f"{host.name}: API key", what, fix)
+        refuse(f"{host.name}: API key", message, fix)
     yield tool.line(tool.GATEWAY_NEW_KEY, plan.settings.service)
 
 
@@ -221,9 +221,9 @@ class Calendars(LineFact):
 def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
     rejected = host.get_fact(Calendars, times=tuple(times)) if times else ""
     if rejected:
-        what = f"{rejected!r} is no time for the host's systemd"
+        message = f"{rejected!r} is no time for the host's systemd"
         refuse(
-            f"{host.name}: schedule", what, "`man systemd.time`; `systemd-analyze calendar TEXT`"
+            f"{host.name}: schedule", message, "`man systemd.time`; `systemd-analyze calendar TEXT`"
         )
     running = read_fact(Timers)
     wanted = sorted(file.path.rpartition("/")[2] for file in timers)

@@ -192,9 +192,9 @@ class CudaState(HostFact[Cuda]):
         return build_script(_TOOLKITS, repositories_script(urls, repository_files))
 
     def process(self, output: list[str]) -> Cuda:
-        found = parse_sections(output)
-        toolkits = (*parse_version_json(found["version-json"]), *parse_nvcc(found["nvcc"]))
-        return Cuda(toolkits, parse_repositories(found))
+        sections = parse_sections(output)
+        toolkits = (*parse_version_json(sections["version-json"]), *parse_nvcc(sections["nvcc"]))
+        return Cuda(toolkits, parse_repositories(sections))
 
 
 def parse_version_json(lines: Iterable[str]) -> Iterator[Toolkit]:

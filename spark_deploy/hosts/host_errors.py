@@ -45,8 +45,8 @@ class Refused(Exception):  # noqa: N818 - reads better at the call site
         super().__init__("\n".join(str(problem) for problem in problems))
 
 
-def refuse(where: str, what: str, fix: str) -> NoReturn:
-    raise Refused(Problem(where, what, fix))
+def refuse(where: str, message: str, fix: str) -> NoReturn:
+    raise Refused(Problem(where, message, fix))
 
 
 def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[..., bool]:

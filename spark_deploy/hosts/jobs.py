@@ -148,9 +148,9 @@ def wait_for_jobs(
     names, target = tuple(job.digest12 for job in jobs), PREPARE.of(release)
     # Without jobs only the boot targets matter, which every answer contains.
     cached = None if names else find_answer(JobStates)
-    found = cached or read_fact(JobStates, jobs=names, target=target)
-    replaced = _replaced(found.linked, release) if retire_others else ()
-    finished = found.done(names) and target not in found.linked
+    states = cached or read_fact(JobStates, jobs=names, target=target)
+    replaced = _replaced(states.linked, release) if retire_others else ()
+    finished = states.done(names) and target not in states.linked
     if finished and not replaced:
         host.noop(f"{len(names)} jobs are proven")
         return

@@ -63,15 +63,15 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
         host.noop("read when it runs")
         return
     names = tuple(work.job.digest12 for work in jobs)
-    found = read_fact(JobStates, jobs=names, target=PREPARE.of(release))
-    if found.lends:  # left open by an interrupted run, closed by this run
+    states = read_fact(JobStates, jobs=names, target=PREPARE.of(release))
+    if states.lends:  # left open by an interrupted run, closed by this run
         _sharing.add(current_host())
     if not fleet.share:
         host.noop("this host does not share")
         return
     trees: dict[str, State] = {}
     for work in jobs:
-        job = found.states.get(work.job.digest12)
+        job = states.states.get(work.job.digest12)
         state = _STATES.get(job.state if job else "", "missing")
         if isinstance(work.job.proof, ReceiptProof):
             trees[work.job.proof.digest] = state

@@ -30,12 +30,12 @@ from spark_deploy.plan.machine import NeedsPlan
 _Finding = tuple[bool, Problem]  # whether it refuses the host
 
 
-def _error(where: str, what: str, fix: str) -> _Finding:
-    return True, Problem(where, what, fix)
+def _error(where: str, message: str, fix: str) -> _Finding:
+    return True, Problem(where, message, fix)
 
 
-def _warning(where: str, what: str, fix: str) -> _Finding:
-    return False, Problem(where, what, fix)
+def _warning(where: str, message: str, fix: str) -> _Finding:
+    return False, Problem(where, message, fix)
 
 
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
@@ -102,22 +102,26 @@ _DRIVER_FIX = {
 
 def _driver(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
     if gpu.smi != "ok":
-        what = gpu.smi_error.splitlines()[0] if gpu.smi_error else "nvidia-smi is not installed"
-        yield _error("driver", what, _DRIVER_FIX[gpu.smi])
+        message = gpu.smi_error.splitlines()[0] if gpu.smi_error else "nvidia-smi is not installed"
+        yield _error("driver", message, _DRIVER_FIX[gpu.smi])
         return
     names = [each.name for each in gpu.gpus]
     if needs.gpu_name and needs.gpu_name not in names:
-        what = f"{', '.join(names)}, expected {needs.gpu_name}"
-        yield _error("GPU", what, "set expect.gpu_name")
+        message = f"{', '.join(names)}, expected {needs.gpu_name}"
+        yield _error("GPU", message, "set expect.gpu_name")
     if version_key(gpu.driver_version) < version_key(needs.driver_min):
-        what = f"{gpu.driver_version} is older than {needs.driver_min}"
-        yield _error("driver", what, "update with the DGX Dashboard (the whole set, then reboot)")
+        message = f"{gpu.driver_version} is older than {needs.driver_min}"
+        yield _error(
+            "driver", message, "update with the DGX Dashboard (the whole set, then reboot)"
+        )
     if gpu.module_version and gpu.module_version != gpu.driver_version:
-        what = f"module {gpu.module_version} is loaded, library {gpu.driver_version} is installed"
-        yield _error("driver", what, _DRIVER_FIX["mismatch"])
+        message = (
+            f"module {gpu.module_version} is loaded, library {gpu.driver_version} is installed"
+        )
+        yield _error("driver", message, _DRIVER_FIX["mismatch"])
     if len(gpu.driver_branches) > 1:
-        what = f"packages of several branches are installed: {', '.join(gpu.driver_branches)}"
-        yield _error("driver", what, "remove all but the factory branch")
+        message = f"packages of several branches are installed: {', '.join(gpu.driver_branches)}"
+        yield _error("driver", message, "remove all but the factory branch")
 
 
 # An engine may not start, or installations fail, while any of these is half installed.
@@ -129,8 +133,8 @@ _CLOCK_S = 300  # from here on package lists and certificates may be "not valid 
 
 def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     if not survey.sudo_works:
-        what = f"{survey.user} cannot become root without a password"
-        yield _error("sudo", what, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
+        message = f"{survey.user} cannot become root without a password"
+        yield _error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
     if survey.docker_silent == "active" and survey.sudo_works:  # without root docker never answers
         yield _error(
             "docker",
@@ -166,10 +170,12 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     for daily in survey.daily:
         yield _warning(f"daily check: {daily.where}", daily.what, daily.fix)
     if survey.gpu.torn_score and needs.updates != "ignore":
-        what = f"torn score {survey.gpu.torn_score:g} against {survey.gpu.torn_name or 'its set'}"
+        message = (
+            f"torn score {survey.gpu.torn_score:g} against {survey.gpu.torn_name or 'its set'}"
+        )
         problem = Problem(
             "updates",
-            f"the vendor's update is incomplete: {what}",
+            f"the vendor's update is incomplete: {message}",
             "finish it with the DGX Dashboard (or apt full-upgrade) and reboot, or set "
             "expect.updates",
         )
@@ -185,8 +191,8 @@ def _half_installed(survey: Survey) -> Iterator[_Finding]:
     if required:
         yield _error("packages", f"half installed: {', '.join(required)}", fix)
     if others:
-        what = f"half installed: {', '.join(others)}; the engine does not need them"
-        yield _warning("packages", what, fix)
+        message = f"half installed: {', '.join(others)}; the engine does not need them"
+        yield _warning("packages", message, fix)
 
 
 # Kernels with a reported fault, by the beginning of `uname -r`: the fault, the kernel parameter

@@ -54,7 +54,7 @@ def interrupt(host: Host) -> None:
     _interrupted.add(host)
 
 
-def hold_back(what: str) -> None:
+def hold_back(message: str) -> None:
     """Refuse this host if another failed: changes that stop a service cease at the first failure.
 
     A host lost before the change is no evidence against it and does not count.
@@ -70,7 +70,7 @@ def hold_back(what: str) -> None:
     if failed:
         _left_alone.add(current_host())
         fix = "repair that host, or leave it out with --limit, and run again"
-        refuse(this_host.name, f"{what}, because {', '.join(failed)} failed first", fix)
+        refuse(this_host.name, f"{message}, because {', '.join(failed)} failed first", fix)
 
 
 def require_members(members: Sequence[str]) -> None:
@@ -79,8 +79,8 @@ def require_members(members: Sequence[str]) -> None:
     missing = [name for name in members if name not in active]
     if missing:
         fix = "repair that host and run again; members change together"
-        what = f"not changed: {', '.join(missing)} of the cluster failed or is unreachable"
-        refuse(this_host.name, what, fix)
+        message = f"not changed: {', '.join(missing)} of the cluster failed or is unreachable"
+        refuse(this_host.name, message, fix)
 
 
 def change_to(release: str, timeout_s: int) -> FunctionCommand:

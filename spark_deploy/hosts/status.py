@@ -143,8 +143,8 @@ class HostStatus:
         state = self.service(service)
         if state is None:
             return "serves nothing"
-        found, live = self.release(release), self.live(release)
-        unproven = found.unproven if found else "none"
+        result, live = self.release(release), self.live(release)
+        unproven = result.unproven if result else "none"
         reasons = (
             (state.active != release, f"serves {state.active or 'nothing'}"),
             (state.good != release, "the check has not passed yet"),
@@ -218,8 +218,8 @@ _USAGE = f"{tool.TOOL} "  # start of the list of verbs, printed for an unknown v
 
 
 def _no_tools() -> Problem:
-    what = "did not answer; the host tools are missing or older than this checkout"
-    return Problem("spark-host", what, "run deploy.py for this host first")
+    message = "did not answer; the host tools are missing or older than this checkout"
+    return Problem("spark-host", message, "run deploy.py for this host first")
 
 
 def _parse_answer(kind: type[T], output: Iterable[str]) -> T | Problem:
@@ -249,8 +249,8 @@ class WayBack(HostFact["Rollback | Problem"]):
         return _tool_command(tool.line(tool.ROLLBACK, service, *to_words, "--dry"))
 
     def process(self, output: Iterable[str]) -> Rollback | Problem:
-        found = _parse_answer(Rollback, output)
-        return found.problem or found if isinstance(found, Rollback) else found
+        result = _parse_answer(Rollback, output)
+        return result.problem or result if isinstance(result, Rollback) else result
 
 
 class Prunable(HostFact["Pruning | Problem"]):

@@ -320,30 +320,30 @@ class HostSurvey(HostFact[Survey]):
         )
 
     def process(self, output: list[str]) -> Survey:
-        found = parse_sections(output)
-        sudo = found["sudo"] or ["no"]
-        gpu_state = gpu.parse_gpu(found)
+        sections = parse_sections(output)
+        sudo = sections["sudo"] or ["no"]
+        gpu_state = gpu.parse_gpu(sections)
         return Survey(
             user=(sudo[1] if len(sudo) > 1 else "?") if sudo[0] == "no" else "",
-            identity=parse_identity(found, gpu_state),
+            identity=parse_identity(sections, gpu_state),
             gpu=gpu_state,
-            memory=parse_memory(found),
-            processes=tuple(parse_processes(found["processes"])),
-            places=tuple(disk.parse_places(found["places"])),
-            reclaimable=tuple(disk.parse_reclaimable(found["docker-df"])),
-            listeners=network.parse_listeners(found["listeners"], found["listener-cgroups"]),
-            containers=tuple(docker_facts.parse_containers(found["containers"])),
-            docker_silent=docker_facts.parse_silent(found["containers"]),
-            broken_packages=parse_audit(found["dpkg-audit"]),
-            serving=tuple(filter(None, found["serving"])),
+            memory=parse_memory(sections),
+            processes=tuple(parse_processes(sections["processes"])),
+            places=tuple(disk.parse_places(sections["places"])),
+            reclaimable=tuple(disk.parse_reclaimable(sections["docker-df"])),
+            listeners=network.parse_listeners(sections["listeners"], sections["listener-cgroups"]),
+            containers=tuple(docker_facts.parse_containers(sections["containers"])),
+            docker_silent=docker_facts.parse_silent(sections["containers"]),
+            broken_packages=parse_audit(sections["dpkg-audit"]),
+            serving=tuple(filter(None, sections["serving"])),
             stub_packages=tuple(
-                " ".join(line.split()[1:3]) for line in found["stubs"] if line[:2] == "ii"
+                " ".join(line.split()[1:3]) for line in sections["stubs"] if line[:2] == "ii"
             ),
-            images=tuple(found["images"]),
-            tailscale=found.first("tailscale"),
-            stored=disk.parse_stored(found["stored"]),
-            daily=_parse_daily(found.text("daily")),
-            above=tuple(disk.parse_above(found["above"])),
-            stopped=dict(_parse_stopped(found["stopped"])),
-            engine_bytes=_parse_engine_bytes(found["engine-memory"]),
+            images=tuple(sections["images"]),
+            tailscale=sections.first("tailscale"),
+            stored=disk.parse_stored(sections["stored"]),
+            daily=_parse_daily(sections.text("daily")),
+            above=tuple(disk.parse_above(sections["above"])),
+            stopped=dict(_parse_stopped(sections["stopped"])),
+            engine_bytes=_parse_engine_bytes(sections["engine-memory"]),
         )

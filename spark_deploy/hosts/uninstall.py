@@ -61,29 +61,29 @@ def gigabytes(size_bytes: int) -> str:
 def prune_host(keep: Keep) -> Commands:
     """Remove managed checkpoints, sources, images and caches that no kept release needs."""
     request = json.dumps(plain(keep), sort_keys=True)
-    found = read_fact(Prunable, keep=request)
-    if isinstance(found, Problem):
-        raise Refused(found)
-    for line in describe_prune(found):
+    result = read_fact(Prunable, keep=request)
+    if isinstance(result, Problem):
+        raise Refused(result)
+    for line in describe_prune(result):
         log_once(line)
-    if not found.items:
+    if not result.items:
         host.noop("nothing to remove")
         return
     yield FunctionCommand(_prune, [request], {})
 
 
-def describe_prune(found: Pruning) -> Iterator[str]:
-    jobs = [item for item in found.items if item.kind == "job"]
-    for item in found.items:
+def describe_prune(result: Pruning) -> Iterator[str]:
+    jobs = [item for item in result.items if item.kind == "job"]
+    for item in result.items:
         if item.kind != "job":
             yield f"remove {gigabytes(item.bytes):>9}  {item.kind} {item.name}"
     if jobs:
         yield f"remove            state files of {len(jobs)} jobs that built them"
-    for name, reason in sorted(found.kept.items()):
+    for name, reason in sorted(result.kept.items()):
         yield f"keep              release {name}: {reason}"
-    for path in found.not_ours:
+    for path in result.not_ours:
         yield f"keep              {path}: unmanaged"
-    yield f"total  {gigabytes(found.bytes):>9}"
+    yield f"total  {gigabytes(result.bytes):>9}"
 
 
 @host_command
@@ -151,10 +151,10 @@ def note_host(plan: BasePlan, request: str) -> Commands:
 @host_errors
 def uninstall(request: str) -> Commands:
     """Remove everything that this project created, except kept models and engines."""
-    found = read_resources(request)
-    for line in describe_uninstall(found):
+    result = read_resources(request)
+    for line in describe_uninstall(result):
         log_once(line)
-    if all(thing.stays for thing in found.things):
+    if all(thing.stays for thing in result.things):
         host.noop("nothing to remove")
         return
     yield FunctionCommand(_uninstall, [request], {})
@@ -186,14 +186,14 @@ def _problems(output: str) -> str:
 _SHOWN = 12  # names of a kind
 
 
-def describe_uninstall(found: Ours) -> Iterator[str]:
+def describe_uninstall(result: Ours) -> Iterator[str]:
     """Yield removed and kept things with sizes; things of the same kind share a line."""
-    if found.noted_at is None and found.things:
+    if result.noted_at is None and result.things:
         yield "no state from before the first deploy was noted: unknown things are kept"
-    for kind in dict.fromkeys(thing.kind for thing in found.things):
-        yield from _describe_kind(kind, [thing for thing in found.things if thing.kind == kind])
-    freed = sum(thing.size_bytes for thing in found.things if not thing.stays)
-    left = sum(thing.size_bytes for thing in found.things if thing.stays)
+    for kind in dict.fromkeys(thing.kind for thing in result.things):
+        yield from _describe_kind(kind, [thing for thing in result.things if thing.kind == kind])
+    freed = sum(thing.size_bytes for thing in result.things if not thing.stays)
+    left = sum(thing.size_bytes for thing in result.things if thing.stays)
     yield f"remove {gigabytes(freed)} in total; keep {gigabytes(left)}"
 
 
