@@ -1,13 +1,9 @@
-"""Refuses a loaded model whose numbers are not finite, once, before it serves anything.
+"""Refuse a loaded model with NaN, infinity or outlier scales, before it serves requests."""
 
-A scale that is NaN gives NaN logits, of which the engine says nothing: it answers one token over
-and over. Looked at are every loaded number and the logits of the head. A whole step cannot be
-computed here (attention has no cache yet); the check of the server after its start does that.
-
-A scale of integers that is far too large drowns all other weights and is finite, so these are
-looked at as well. Neither sign nor zero tells of damage there: symmetric AutoRound writes negative
-ones, and the engine fills up with zeros what its kernels cannot divide.
-"""
+# A NaN scale gives NaN logits: the engine reports no error and repeats one token. This checks all
+# loaded numbers and the head's logits; a full step needs the KV cache, so the start check does it.
+# An integer scale that is far too large is finite and drowns all other weights. Sign and zero are
+# valid: symmetric AutoRound writes negative scales, and the engine pads with zeros.
 
 from __future__ import annotations
 
@@ -28,11 +24,11 @@ _SHOWN = 5
 _INTEGER_SCALES = frozenset({"scales", "w13_scales", "w2_scales"})
 _SAMPLE_NUMBERS = 1 << 18
 OUTSIDE = 1000
-"""How many times what 99 of 100 groups of its tensor have a scale may be."""
+"""Largest accepted ratio of a scale to the 99th percentile of its tensor."""
 
 
 def install() -> None:
-    """Have every model of ours looked at when it is loaded; a second call changes nothing."""
+    """Check every hybrid model when it is loaded; idempotent."""
     load = BaseModelLoader.load_model
     if getattr(load, "spark_finite", False):
         return
@@ -51,21 +47,16 @@ def install() -> None:
 
 
 def given_later(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the modules of a drafter that the engine replaces by its target's after the load.
+    """Return the drafter modules that the engine replaces by the target's after loading.
 
-    The engine marks what a drafter's own files hold; the rest is memory that nobody has written.
-    MTP layers have no such marks: they are loaded whole.
+    Until then they are uninitialised memory. MTP layers have no such marks: they load completely.
     """
     marks = (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embed_tokens"))
     return tuple(name for mark, name in marks if getattr(model, mark, None) is False)
 
 
 def demand_finite(model: torch.nn.Module, later: tuple[str, ...] = ()) -> None:
-    """Look at every number and at the logits of the head, but at no module named in ``later``.
-
-    Raises:
-        ValueError: naming what is not finite.
-    """
+    """Check every number and the head's logits, except in modules named in ``later``."""
     count = check_finite_tensors(model, later)
     check_scale_sizes(model)
     heads = [] if "lm_head" in later else list(_logits(model))
@@ -81,11 +72,7 @@ def demand_finite(model: torch.nn.Module, later: tuple[str, ...] = ()) -> None:
 
 
 def check_finite_tensors(model: torch.nn.Module, later: tuple[str, ...] = ()) -> int:
-    """Look at every number the model holds but in ``later``; return how many tensors there are.
-
-    Raises:
-        ValueError: naming the tensors that are not finite.
-    """
+    """Check every number outside ``later``; return the number of tensors."""
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors = {name: t for name, t in held.items() if not {*later} & {*name.split(".")}}
     wrong = [name for name, tensor in tensors.items() if not all_finite(tensor.detach())]
@@ -95,11 +82,7 @@ def check_finite_tensors(model: torch.nn.Module, later: tuple[str, ...] = ()) ->
 
 
 def check_scale_sizes(model: torch.nn.Module) -> None:
-    """Look at the scales of INT4 and INT8 weights.
-
-    Raises:
-        ValueError: naming tensors with a scale that no quantiser writes beside the others.
-    """
+    """Look at the scales of INT4 and INT8 weights."""
     scales = {
         name: tensor.detach()
         for name, tensor in model.named_parameters()
@@ -129,7 +112,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
         return True
     fp8 = tensor.dtype == torch.float8_e4m3fn
     if not fp8 and tensor.element_size() == 1:
-        return True  # other formats of one byte are none of ours
+        return True  # not an FP8 format of hybrid checkpoints
     numbers = tensor.view(torch.uint8) if fp8 else tensor
     for chunk in _chunks(numbers):
         fine = (chunk & _FP8_NAN) != _FP8_NAN if fp8 else torch.isfinite(chunk)
@@ -139,7 +122,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield pieces along the first axis: a mask as large as the embedding is never made."""
+    """Yield pieces along the first axis, so that no mask is as large as the embedding."""
     if tensor.dim() == 0:
         yield tensor
         return

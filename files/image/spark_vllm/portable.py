@@ -1,10 +1,7 @@
-"""Load format ``spark_portable``: the same checkpoint on hardware without its kernels.
+"""Load format ``spark_portable``: dequantise a hybrid checkpoint to BF16 while loading."""
 
-Every INT4, INT8 and block-FP8 module is dequantised to BF16 while it is read, one module at a
-time, and handed to the engine under its plain name; no layer is quantised. It needs about four
-times the memory and proves the checkpoint and the names, not the kernels. Nothing selects it by
-itself.
-"""
+# For hardware without the quantised kernels: about four times the memory. It checks the checkpoint
+# and its names, not the kernels, and must be selected explicitly.
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ class PortableLoader(BaseModelLoader):
 
 
 def _demand_all_loaded(model: torch.nn.Module, loaded: set[str] | None) -> None:
-    """Refuse a model with parameters that no tensor filled: they would hold random memory."""
+    """Refuse parameters without a tensor: they would hold uninitialised memory."""
     if loaded is None:
         return
     filled = {_unwrapped(name) for name in loaded}

@@ -74,9 +74,6 @@ class SparkIncConfig(INCConfig):
 
         The engine itself misses most damage: an absent block scale gives NaN logits and an absent
         drafter tensor gives drafts nobody accepts, both without a word.
-
-        Raises:
-            ValueError: naming every problem found.
         """
         text_config = getattr(hf_config, "text_config", hf_config)
         check_checkpoint(

@@ -43,18 +43,21 @@ def test_a_tile_that_spills_and_one_that_does_not_fit_are_noticed() -> None:
 
 
 def test_the_check_of_an_image_says_that_all_were_compiled() -> None:
-    assert kernels.told() == ([], [f"{len(TILES) + 1} kernels of the head compiled for a Spark"])
+    assert kernels.compile_kernels() == (
+        [],
+        [f"{len(TILES) + 1} kernels of the head compiled for a Spark"],
+    )
 
 
 def test_it_refuses_a_tile_that_no_spark_could_start_and_tells_of_one_that_spills(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernels, "read_table", lambda: {"12.1": (LARGE,)})
-    [problem], _ = kernels.told()
+    [problem], _ = kernels.compile_kernels()
     assert "head to any rows" in problem
     assert "a Spark has 101376" in problem
     monkeypatch.setattr(kernels, "read_table", lambda: {"12.1": (SPILLING,)})
-    problems, notes = kernels.told()
+    problems, notes = kernels.compile_kernels()
     assert problems == []
     assert "they spill: head to any rows" in notes[-1]
 
@@ -72,7 +75,7 @@ def test_another_triton_ends_no_build_and_an_assembler_without_a_spark_does(
         pass
 
     raising(TypeError("ASTSource takes other arguments"))
-    assert kernels.told()[0] == []
+    assert kernels.compile_kernels()[0] == []
     raising(PTXASError("ptxas fatal: sm_121a is not defined"))
-    [problem], _ = kernels.told()
+    [problem], _ = kernels.compile_kernels()
     assert "sm_121a is not defined" in problem

@@ -1,4 +1,4 @@
-"""Builds a checkpoint: gates, replacements, layout, index and config, receipt, one rename."""
+"""Build a checkpoint from its base and FP8 source checkpoint, called the donor."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ _FIX = "delete the source directory and fetch it again"
 def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
     """Return path → hashes of every base file.
 
-    With a pinned revision they come from the source's receipt, after its commit, file set and
-    sizes were checked; a file touched since it was fetched is hashed again, and so is one whose
-    receipt lacks the pieces that *full* copies by. Without a revision every file is hashed here.
+    A pinned revision uses the source's receipt after checking commit, files and sizes; files with
+    a changed stat, or without the pieces *full* needs, are hashed again. Without a revision every
+    file is hashed.
     """
     directory = plan.base_dir
     if plan.base.revision is None:
@@ -82,7 +82,7 @@ def base_proofs(plan: BuildPlan, progress: Progress) -> dict[str, Proof]:
 
 
 def load_base_receipt(plan: BuildPlan) -> AnyReceipt:
-    """Return the receipt of the base, whole and of the revision that the plan names."""
+    """Return the receipt of a complete base at the plan's revision."""
     directory, wanted = plan.base_dir, plan.base.revision
     receipt = load_receipt(directory)
     if receipt is None or revision_of(receipt) != wanted:
@@ -100,14 +100,13 @@ def load_base_receipt(plan: BuildPlan) -> AnyReceipt:
 
 
 def revision_of(receipt: AnyReceipt) -> str | None:
-    """Return what a plan may know a base by: a commit, or what it was quantised from."""
+    """Return a source's commit or a quantised checkpoint's digest."""
     if isinstance(receipt, SourceReceipt):
         return receipt.commit
     return receipt.digest if isinstance(receipt, RequantizedReceipt) else None
 
 
 def compare_duplicates(base: Checkpoint) -> dict[str, Any]:
-    """Return how many names are in several shards, and how many of them differ in bytes."""
     differing = 0
     for name, shards in base.duplicates.items():
         spans = (base.span(name, shard) for shard in shards)
@@ -134,10 +133,10 @@ def _prove_all(directory: Path, names: list[str], progress: Progress) -> dict[st
 def peak_bytes(
     plan: BuildPlan, base: Checkpoint, received: Mapping[str, Tensor], grafted: Collection[str]
 ) -> int:
-    """Return the most a build writes before it frees anything.
+    """Return a build's peak disk use.
 
-    ``received`` are donor tensors staged on disk, of which those ``grafted`` become 16-bit. What
-    is received and what is made here is staged first and written into the result afterwards.
+    ``received`` are staged donor tensors; those in ``grafted`` become 16-bit. New tensors are
+    staged before they are written into the result.
     """
     staged = sum(tensor.size_bytes for tensor in received.values())
     weights = [base.tensor(module + WEIGHT) for module in swapped_modules(plan)]
@@ -171,13 +170,13 @@ def _fp8_bytes(weight: Tensor, block: tuple[int, int]) -> int:
 
 
 def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
-    """Build the plan's tree, or copy it from a peer; return False when it was already there."""
+    """Build the plan's checkpoint or copy it from a peer; return False if it exists already."""
     report: dict[str, Any] = {}
 
     def write(work: Path, tree_dir: Path) -> None:
         if copies is not None and copy_from_peer(copies, plan, tree_dir, progress):
             return
-        # Sources are let go of before the result is read again: names of a large model fill memory.
+        # Sources are freed before verification: names of a large model fill memory.
         report.update(_write_tree(plan, work, tree_dir, progress))
 
     made = make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
@@ -188,7 +187,6 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
 
 
 def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Write the whole tree with its receipt, and return the receipt's report."""
     url = plan.donor.url if isinstance(plan.donor, DonorUrl) else ""
     donor_dir = work / f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
     clear(work, keep=frozenset({donor_dir.name}))

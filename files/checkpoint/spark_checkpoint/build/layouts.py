@@ -1,4 +1,4 @@
-"""The two shapes of a result: *overlay* links the base, *full* rewrites its shards."""
+"""Write a result: layout *overlay* links the base, *full* rewrites its shards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _METADATA = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A written tree before index, config and receipt: its files and where each name is."""
+    """Written files and the shard of each tensor, before index, config and receipt."""
 
     files: list[ReceiptFile]
     index: dict[str, str]
@@ -78,7 +78,7 @@ class Writer:
         return Layout(files, index)
 
     def full(self) -> Layout:
-        """Write every shard anew, each tensor once, and copy everything else."""
+        """Rewrite every shard with each tensor once, and copy other files."""
         base = self.base
         names = sorted(base.shards, key=lambda name: -base.shards[name].data_bytes)
         left_out = base.shards.keys() | _REWRITTEN
@@ -97,7 +97,7 @@ class Writer:
         source, target = self.base.directory / name, self.tree_dir / name
         proof, shard = self.proofs[name], self.base.shards.get(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Made here, shard by shard: those of a large model's whole tree fill memory.
+        # One shard at a time: entries of a whole large model fill memory.
         tensors = full_shard(self.base, name, self.changes) if shard else []
         if shard is None or _untouched(self.base, name, tensors):
             return _entry(name, copy_file(target, source, self.progress, proof), proof.sha256)
@@ -154,7 +154,7 @@ def _untouched(base: Checkpoint, shard: str, tensors: list[NewTensor]) -> bool:
 
 
 def _entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFile:
-    """Return a file of the receipt; a rewritten one is named by its pieces alone."""
+    """Return a receipt entry; a rewritten file has only piece hashes."""
     pieces = tuple(map(str, written.pieces)) if sha256 is None else None
     return vouched(name, written.stamp, sha256, pieces)
 
@@ -162,7 +162,6 @@ def _entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFil
 def finished_file(
     tree_dir: Path, name: str, sha256: str | None, *, link_of: str | None = None
 ) -> ReceiptFile:
-    """Return a file of the receipt, which is there and will not change."""
     return vouched(name, stamp_of(tree_dir / name), sha256, link_of=link_of)
 
 

@@ -39,7 +39,7 @@ _Made = CheckpointReceipt | RequantizedReceipt
 
 
 def copy_from_peer(order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress) -> bool:
-    """Have the plan's tree in ``tree_dir`` from a peer, proven; return False when none gave it."""
+    """Copy the plan's checkpoint from a peer and verify it; return False if no peer has it."""
     for one in order.trees:
         tree_dir.mkdir(exist_ok=True)
         clear(tree_dir)
@@ -66,9 +66,9 @@ def _copy(
     progress.phase("copy", size_bytes)
     for file in sent:
         _stream(transport, files + quote(file.path), file, tree_dir / file.path, progress)
-    ours: Any = plan  # of the receipt's kind: equal digests are of one kind of plan
+    ours: Any = plan  # equal digests mean equal kinds of plan
     write_receipt(tree_dir, replace(receipt, plan=ours))
-    # No file has the stat that the peer's receipt knows, so each is hashed.
+    # Every stat differs from the peer's receipt, so every file is hashed.
     verify_checkpoint(tree_dir, progress, full=False)
     note(f"{plan.out_dir}: copied from {one.url}")
 
@@ -87,7 +87,7 @@ def _receipt(transport: Transport, url: str, sha256: str, plan: _Plan) -> _Made:
 
 
 def _linked(file: ReceiptFile, plan: _Plan, tree_dir: Path) -> bool:
-    """Link a file of the base, if it is one and the base has it here."""
+    """Hard-link a file of the base if this host has it."""
     if file.link_of is None or not isinstance(plan, BuildPlan):
         return False
     target = tree_dir / file.path

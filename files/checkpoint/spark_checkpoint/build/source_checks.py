@@ -102,8 +102,6 @@ def _check_shape(name: str, found: tuple[int, ...], sizes: Mapping[str, int]) ->
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Sources that passed: what a build takes, and what it takes from where."""
-
     base: Checkpoint
     donor: Donor | None
     modules: list[str]  # whose weights are compared or replaced
@@ -111,7 +109,7 @@ class Sources:
 
 
 def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) -> Sources:
-    """Hold a base with its config.json, and the plan's donor, against the plan's exact sets."""
+    """Compare base, config.json and donor with the plan's exact sets."""
     modules = swapped_modules(plan)
     mtp_missing = _gate_base_names(plan, base, modules)
     if plan.shared_experts == "fp8-base":
@@ -141,9 +139,9 @@ def donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:
 
 
 def _gate_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> list[str]:
-    """Refuse a base with other names than the plan's; return the MTP names it lacks.
+    """Refuse unexpected base names; return the missing MTP names.
 
-    A large model's expected names fill memory: they are only all made for the refusal.
+    All names of a large model fill memory, so they are expanded only for the error.
     """
     names, where = base.owner.keys(), str(base.directory)
     patterns = base_patterns(plan)

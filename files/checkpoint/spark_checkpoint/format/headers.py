@@ -145,9 +145,6 @@ def parse_header(
     """Check the JSON part ``raw`` of a file of ``file_bytes`` bytes and return its header.
 
     A name that is in ``known`` becomes the object there, so that equal names take memory once.
-
-    Raises:
-        HeaderRefused: naming the file, the tensor and the reason.
     """
     document = _load_json(raw, where)
     metadata = _checked_metadata(document.pop(METADATA_KEY, None), where)

@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What a file's bytes are: one hash of all, one for each piece, in order."""
+    """A file's hash and the hashes of its pieces in order."""
 
     sha256: str
     pieces: tuple[Piece, ...]
@@ -67,10 +67,10 @@ class PieceHasher:
 
 
 def pieces_of(file: ReceiptFile) -> tuple[Piece, ...] | None:
-    """Return the pieces a receipt names of a file; None when it names none.
+    """Return a file's pieces from its receipt, or None.
 
     Raises:
-        ValueError: a line is no size and hash, or they do not cover the file.
+        ValueError: a line is malformed, or the pieces do not cover the file.
     """
     if file.pieces is None:
         return None
@@ -97,7 +97,7 @@ def prove_file(path: Path, on_bytes: Callable[[int], None]) -> Proof:
 def first_difference(
     path: Path, pieces: Sequence[Piece], on_bytes: Callable[[int], None]
 ) -> int | None:
-    """Return where the first piece begins whose bytes are others; None when all are right."""
+    """Return the offset of the first differing piece, or None."""
     begin = 0
     for piece in pieces:
         if hash_file(path, on_bytes, begin, piece.size_bytes) != piece.sha256:

@@ -1,4 +1,4 @@
-"""Removes a base once a full tree made from it needs it no more."""
+"""Describe a checkpoint, compare it with a plan, and remove a base that is no longer needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from spark_checkpoint.verify.tensor_sets import (
 )
 from spark_checkpoint.verify.verify import verify_checkpoint
 
-# The first that is found in a name says which part of a model it belongs to.
+# The first match in a tensor name decides its part of the model.
 _PARTS = {
     "drafter": re.compile(r"(^|\.)mtp(_block)?\."),
     "vision": re.compile(
@@ -47,7 +47,7 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d{1,6})\.")
 
 
 def describe(subject: Subject) -> Described:
-    """Return what headers and documents say; of files beside an index, those of the index count."""
+    """Return what headers and documents state; an index limits the files that count."""
     loaded = set(subject.index.values()) if subject.index else set(subject.shards)
     if gone := sorted(loaded - subject.shards.keys()):
         what = f"its index names {len(gone)} files that it does not hold, {gone[0][:60]!r} first"
@@ -76,7 +76,7 @@ def _part(name: str, own_drafter: int | None) -> str:
 
 
 def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
-    """Return the layer from which on a model keeps its drafter, as DeepSeek and GLM do."""
+    """Return the first drafter layer of models that append it, such as DeepSeek and GLM."""
     text = config.get("text_config")
     numbers = {**config, **(text if isinstance(text, dict) else {})}
     layers, drafts = (numbers.get(k) for k in ("num_hidden_layers", "num_nextn_predict_layers"))
@@ -85,18 +85,14 @@ def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
 
 
 def check_base(subject: Subject, plan: BuildPlan) -> Held:
-    """Pass a subject through the gates that a build has for its base, and the donor with it.
-
-    Raises:
-        GateRefused: A build would refuse them for the same reason, after the download.
-    """
+    """Run a build's checks of base and donor on headers, before any download."""
     check_config(subject.config, f"{subject.place}: {CONFIG_NAME}", plan.head)
     shards = {name: subject.shards[name] for name in sorted(subject.shards, key=natural_order)}
     base = checkpoint_from_headers(Path(subject.place), shards, subject.index)
     gated = check_sources(plan, base, subject.config)
     donor = gated.donor
     if donor is not None:
-        donor_tensors(plan, gated)  # asks for their headers: it has what is taken of it
+        donor_tensors(plan, gated)  # reads and checks their headers
     return Held(
         base_tensors=len(base.owner),
         donor_tensors=len(donor.names) if donor else 0,
@@ -110,7 +106,6 @@ _PARTS_fits = {"keep": "base", "fp8-base": "hybrid", "fp8-donor": "donor"}
 
 
 def fits(subject: Subject, plan: BuildPlan) -> dict[str, Any]:
-    """Return as what the subject was held against a plan, whether it fits, and why."""
     part = _PARTS_fits.get(plan.shared_experts, plan.shared_experts)
     try:
         said = _as_donor(subject, plan) if part == "donor" else match_plan_names(subject, plan)
@@ -120,7 +115,7 @@ def fits(subject: Subject, plan: BuildPlan) -> dict[str, Any]:
 
 
 def _as_donor(subject: Subject, plan: BuildPlan) -> str:
-    """Hold a subject against what a plan wants of its donor; the base is what the plan says."""
+    """Compare a subject with a plan's donor; the base is taken from the plan."""
     tensors = {
         name: one for header in subject.shards.values() for name, one in header.tensors.items()
     }
@@ -145,7 +140,7 @@ def _as_donor(subject: Subject, plan: BuildPlan) -> str:
 
 
 def discard(base: Path, tree: Path, progress: Progress) -> bool:
-    """Remove ``base`` after every byte of ``tree`` was proven; False when it was gone before."""
+    """Remove ``base`` after verifying every byte of ``tree``; return False if already gone."""
     if not base.exists():
         note(f"{base}: was removed before")
         return False
@@ -163,7 +158,6 @@ def discard(base: Path, tree: Path, progress: Progress) -> bool:
 
 
 def _standing_alone(tree: Path, base: Path, receipt: Receipt) -> CheckpointReceipt:
-    """Return the receipt of a tree that needs ``base`` no more; refuse any other."""
     if not isinstance(receipt, CheckpointReceipt) or receipt.plan.layout != "full":
         raise GateRefused(str(tree), "is no checkpoint in layout full", "keep its base")
     made_from = receipt.plan.base_dir
@@ -173,10 +167,9 @@ def _standing_alone(tree: Path, base: Path, receipt: Receipt) -> CheckpointRecei
 
 
 def _remove(base: Path) -> tuple[int, int]:
-    """Remove a directory; return the bytes this frees, and those that other links still hold.
+    """Remove a directory; return freed bytes, and bytes that other hard links keep.
 
-    The receipt goes last: until then the directory is known to be ours, and a receipt whose files
-    are missing vouches for nothing.
+    The receipt goes last: it marks the directory as managed, and without its files it is invalid.
     """
     freed = shared = 0
     receipt = base / RECEIPT_NAME

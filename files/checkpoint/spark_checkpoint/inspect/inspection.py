@@ -1,4 +1,4 @@
-"""``inspect DIR|REPO``: prints what a tree or repository holds, from headers alone."""
+"""Report the content of a checkpoint directory or repository from headers alone."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _REPOSITORY = re.compile(r"([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(?:@([A-Za-z0-9._-]+
 _LISTING_BYTES = 64 << 20
 _DOCUMENT_BYTES = 8 << 20  # several times the largest known: one that names each module's bits
 _MOST_SHARDS = 4096
-# Of a quantization_config, what says how weights are stored.
+# Keys of quantization_config that describe storage.
 _QUANTIZATION = frozenset({"quant_method", "bits", "group_size", "sym", "data_type", "fmt",
                            "packing_format", "activation_scheme", "weight_block_size"})  # fmt: skip
-# What a tree of a plan is called, by what replaces its shared experts.
+# Kind of a plan's result, by its shared experts.
 _KINDS = {
     "fp8-donor": "hybrid",
     "fp8-self": "hybrid",
@@ -57,14 +57,12 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is inspected: headers, index and configuration of a place."""
-
     place: str
     shards: Mapping[str, Header]
     index: Mapping[str, str] | None
     config: Mapping[str, Any]
     receipt: str
-    files: Mapping[str, int | None]  # sizes, of repositories as the hub says them
+    files: Mapping[str, int | None]  # path -> size; the hub reports sizes of a repository
     documents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # config.json and more
 
 
@@ -78,12 +76,8 @@ def open_subject(
 ) -> Subject:
     """Read a directory, or the headers of a repository ``org/name[@revision]``.
 
-    Args:
-        text: the place.
-        endpoint: of the hub.
-        wire: how it is asked.
-        leave_out: shell patterns of a repository's files that are not looked at.
-        documents: small documents to read of a repository, where it has them.
+    ``leave_out`` are shell patterns of repository files to skip; ``documents`` are small JSON files
+    to read if the repository has them.
     """
     directory = Path(text)
     if directory.is_dir():
@@ -98,7 +92,6 @@ def open_subject(
 
 
 def report(subject: Subject) -> dict[str, Any]:
-    """Return everything known of a subject as plain data."""
     found = examine(subject.shards, subject.index)
     quantization = subject.config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
@@ -195,7 +188,7 @@ def _counted(number: int | None) -> str:
 
 
 def match_plan_names(subject: Subject, plan: BuildPlan) -> str:
-    """Say which part of a plan a subject is (base or result); refuse when it is neither."""
+    """Return whether a subject is a plan's base or its result; refuse anything else."""
     names = _held(subject)
     new = {name for stand_ins in replacements(plan).values() for name in stand_ins}
     expected = expand_all(base_patterns(plan))
@@ -214,10 +207,7 @@ def match_plan_names(subject: Subject, plan: BuildPlan) -> str:
 
 
 def _held(subject: Subject) -> set[str]:
-    """Return the names a reader gets: those of the index that are where it says.
-
-    An overlay's shards still hold the names it replaces, so the index decides where there is one.
-    """
+    """Return the names an engine loads: an overlay's shards still hold the names it replaces."""
     if not subject.index:
         return set(examine(subject.shards, None).names)
     return {
@@ -257,7 +247,7 @@ def _open_repository(
     if not re.fullmatch(COMMIT, commit):
         what = f"names the commit {commit[:60]!r} in the hub's answer"
         raise GateRefused(name, what, "check the endpoint: this is no hub")
-    # From here on the commit: a push in between must not mix two trees.
+    # Use the commit from here on: a push must not mix two revisions.
     files = UrlFiles(f"{endpoint}/{name}/resolve/{commit}/", wire)
     present = {
         path: size
@@ -289,7 +279,7 @@ def _open_repository(
 
 
 def _listed(listing: Mapping[str, Any], name: str) -> dict[str, int | None]:
-    """Return the files a hub's answer lists, with the sizes it says."""
+    """Return file sizes from the hub's listing."""
     siblings = listing.get("siblings")
     if isinstance(siblings, list):
         items = [item for item in siblings if isinstance(item, dict)]

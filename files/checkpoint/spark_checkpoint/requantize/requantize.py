@@ -1,4 +1,4 @@
-"""Quantises a checkpoint: fetch, gates, AutoRound in a container, gates again, receipt, rename."""
+"""Quantise a 16-bit checkpoint with AutoRound in a container."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ KEPT = frozenset({MADE, RESUME, DONE})  # of a work directory, by the next try
 
 
 def quantise(plan: RequantizePlan, work: Path, progress: Progress) -> Path:
-    """Have AutoRound's tree in ``work``, and return it; blocks that were done are kept."""
+    """Run AutoRound in ``work``, resuming after finished blocks; return its output directory."""
     made = work / MADE
     if not (work / DONE).exists():
         _run(plan, work, progress)
@@ -169,7 +169,6 @@ def _available_bytes() -> int:
 
 
 def _docker(*words: str) -> None:
-    """Ask docker; a container that is not there is none to stop."""
     subprocess.run(("docker", *words), capture_output=True, check=False)
 
 
@@ -184,7 +183,7 @@ _MULTIPLE = 32
 
 
 def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
-    """Refuse a plan that asks for a packed module which AutoRound would leave as it is."""
+    """Refuse a plan with a packed module that AutoRound would leave in 16 bits."""
     for module in packed_modules(plan):
         reason = left_by_name(module) or _left_by_shape(module, original)
         if reason:
@@ -200,7 +199,7 @@ def packed_modules(plan: RequantizePlan) -> Iterator[str]:
 
 
 def left_by_name(module: str) -> str:
-    """Return why AutoRound leaves a module of this name alone; nothing where it does not."""
+    """Return why AutoRound skips a module of this name, or an empty string."""
     if not _LAYERS.match(module):
         return "it is in no layer of the language model or of its drafter"
     return "it is a gate" if module.endswith(_GATES) else ""
@@ -271,10 +270,9 @@ def _have_index(tree_dir: Path, owner: dict[str, str]) -> None:
 
 
 def _say_blocks(tree_dir: Path, owner: dict[str, str]) -> None:
-    """Have the configs name the blocks that are packed, as the tensors say.
+    """Write the packed blocks into the configs.
 
-    AutoRound names the drafter's when it packs them. A container that was killed right after that
-    finds them done when it runs again, and writes its configs without them.
+    AutoRound lists drafter blocks only in the run that packs them; a resumed run omits them.
     """
     for name in (CONFIG_NAME, QUANTIZATION_NAME):
         path = tree_dir / name
@@ -286,7 +284,7 @@ def _say_blocks(tree_dir: Path, owner: dict[str, str]) -> None:
 
 
 def _hashed(tree_dir: Path, progress: Progress) -> list[ReceiptFile]:
-    """Have every file on the disk, root's alone to write, and return it with its hash."""
+    """Sync every file, make it writable by root only, and return it with its hash."""
     names = files_of(tree_dir)
     progress.phase("hash", sum((tree_dir / name).stat().st_size for name in names))
 

@@ -48,7 +48,7 @@ WEIGHT = ".weight"
 SCALE = ".weight_scale_inv"
 FP8 = "F8_E4M3"
 
-# What a whole group of missing or surplus names usually means, by a part of the names.
+# Likely causes of missing or surplus names, by a part of the name.
 _CAUSES = {
     ".linear_attn.": "the linear-attention projections are quantised differently: "
     "another base generation",
@@ -216,7 +216,7 @@ def base_patterns(plan: BuildPlan) -> list[str]:
 def check_result_names(where: str, found: Collection[str], plan: BuildPlan, layout: str) -> None:
     """Refuse unless ``found`` are exactly the names of the plan's result in ``layout``.
 
-    A large model's expected names fill memory: they are only all made for the refusal.
+    All names of a large model fill memory, so they are expanded only for the error.
     """
     replaced = replacements(plan)
     new = {

@@ -28,10 +28,10 @@ _FIX = "move the directory away and run the deploy again"
 
 
 def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> AnyReceipt:
-    """Check a tree and return its receipt.
+    """Check a checkpoint directory and return its receipt.
 
-    Quick: the file set, sizes, a checkpoint's headers and index, and the hash of files whose stat
-    is not the receipt's, which it is afterwards. Full: the hash of every file.
+    Quick: files, sizes, headers, index, and hashes of files whose stat differs from the receipt
+    (the receipt is then updated). Full: the hash of every file.
     """
     if not directory.is_dir():
         raise InputRefused(str(directory), "is not a directory", "check the path")
@@ -41,7 +41,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> Any
             str(directory), f"has no {RECEIPT_NAME}: it was never finished", "run its job again"
         )
     check_files(directory, receipt)
-    # A source's receipt vouches for bytes, whatever they are; one of a tree made here for a model.
+    # A source is verified as bytes; only checkpoints made here have an exact tensor set.
     if not isinstance(receipt, SourceReceipt):
         with no_garbage_collection():
             _check_headers(directory, receipt, receipt.plan, receipt.tensors)
@@ -55,7 +55,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> Any
 
 
 def read_receipt_line(directory: Path) -> str:
-    """Say in one line what the receipt of a tree claims; nothing is checked."""
+    """Return the receipt in one line, unchecked."""
     receipt = load_receipt(directory)
     if receipt is None:
         return "none"
@@ -64,7 +64,6 @@ def read_receipt_line(directory: Path) -> str:
 
 
 def check_files(directory: Path, receipt: Receipt) -> None:
-    """Refuse a tree whose files and sizes are not the receipt's."""
     for file in receipt.files:
         path = directory / file.path
         try:
@@ -85,7 +84,7 @@ def check_files(directory: Path, receipt: Receipt) -> None:
 def _check_headers(
     directory: Path, receipt: Receipt, plan: BuildPlan | RequantizePlan, tensors: int
 ) -> None:
-    """Read every header, one at a time, and hold the index against them."""
+    """Compare the index with every header, one at a time."""
     try:
         index = read_index(directory)
         if index is None:
@@ -117,7 +116,7 @@ def _check_headers(
 def _check_names(
     directory: Path, index: Mapping[str, str], plan: BuildPlan | RequantizePlan
 ) -> None:
-    """Hold the names against those the receipt's plan gives: as many may still be others."""
+    """Compare names with the plan of the receipt: an equal count may hide other names."""
     try:
         if isinstance(plan, BuildPlan):
             check_result_names(str(directory), index, plan, plan.layout)
@@ -128,7 +127,7 @@ def _check_names(
 
 
 def _note_stats(directory: Path, receipt: Receipt) -> None:
-    """Write down what was seen of files that were hashed, so that nobody hashes them again."""
+    """Save the stat of hashed files, so that the next run skips them."""
     try:
         write_receipt(directory, receipt)
     except OSError as error:
@@ -138,7 +137,7 @@ def _note_stats(directory: Path, receipt: Receipt) -> None:
 def _check_hashes(
     directory: Path, files: list[ReceiptFile], progress: Progress
 ) -> dict[str, ReceiptFile]:
-    """Return the files by path, as they were seen when their hashes were found right."""
+    """Return files by path, with their stat from before hashing."""
     progress.phase("verify", sum(file.size_bytes for file in files))
 
     def one(file: ReceiptFile) -> ReceiptFile:
@@ -170,21 +169,17 @@ def make_checkpoint(
     progress: Progress,
     write: Callable[[Path, Path], None],
 ) -> bool:
-    """Have the tree of a plan where it says; return False when it was already there.
+    """Create, verify and rename a plan's checkpoint; return False if it exists already.
 
-    Args:
-        plan: Says where, and which digest the receipt must name.
-        what: The tree in words, for people.
-        progress: Told about every phase.
-        write: Given a work directory and a tree to make in it, writes that tree with its receipt.
-            What else it leaves in the work directory is there again when it is interrupted.
+    ``write(work_dir, checkpoint_dir)`` writes the checkpoint with its receipt. Its other files in
+    the work directory survive an interruption.
     """
     work = growing_dir(plan.out_dir)
     if _is_there(plan, what, progress):
         shutil.rmtree(work, ignore_errors=True)
         return False
     with sole_use(work):
-        # Another process may have finished just before this one had the lock.
+        # Another process may have finished before we got the lock.
         if _is_there(plan, what, progress):
             return False
         tree_dir = growing_tree(plan.out_dir)

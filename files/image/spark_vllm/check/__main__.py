@@ -37,7 +37,7 @@ def main() -> int:
     if not problems:
         from spark_vllm.check import kernels
 
-        problems, notes = kernels.told()
+        problems, notes = kernels.compile_kernels()
         for note in notes:
             print(f"note: {note}")
     for problem in problems:

@@ -1,8 +1,4 @@
-"""The kernels of the head compiled for a Spark by this Triton and its assembler, without a GPU.
-
-The image's build does it, so that a Triton that compiles them otherwise is seen before an engine
-starts; a test does it on any machine.
-"""
+"""Compile the head's kernels for a Spark with the image's Triton, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from spark_vllm.head.tiles import Tile, read_table
 
 SPARK = 121
 SHARED_BYTES = 99 * 1024
-"""What a block of threads may have on 12.x."""
+"""Limit of a thread block on compute capability 12.x."""
 REGISTERS = 65536
 SHAPES = ("ours", "odd")
 _POINTERS = ("x_ptr", "x_scale_ptr", "weight_ptr", "scale_ptr", "out_ptr", "halves_ptr")
@@ -30,15 +26,15 @@ class Usage(NamedTuple):
     spilled_bytes: int  # of a thread
 
 
-def told() -> tuple[list[str], list[str]]:
-    """Return what speaks against every kernel of a Spark, and what else there is to say."""
+def compile_kernels() -> tuple[list[str], list[str]]:
+    """Return problems that prevent the kernels from running, and notes."""
     with tempfile.TemporaryDirectory() as scratch:
-        os.environ["TRITON_CACHE_DIR"] = scratch  # nothing of it stays in the image
+        os.environ["TRITON_CACHE_DIR"] = scratch  # keep the cache out of the image
         try:
             found = dict(usages())
         except ImportError as error:
             return [], [f"kernels of the head were not compiled: {error}"]
-        except Exception as error:  # another Triton, or one whose assembler knows no Spark
+        except Exception as error:  # an incompatible Triton, or an assembler without sm_121
             what = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
             if type(error).__name__ == "PTXASError":
                 return [f"kernels of the head: the assembler takes none for a Spark: {what}"], []
@@ -55,7 +51,7 @@ def told() -> tuple[list[str], list[str]]:
 
 
 def usages() -> Iterator[tuple[str, Usage]]:
-    """Compile every kernel at our models' shapes; yield its name and what it takes."""
+    """Compile every kernel at the models' shapes; yield its name and resource usage."""
     for tile in read_table()["12.1"]:
         yield f"head to {tile.max_batch or 'any'} rows", head(tile)
     yield "splitting of activations", splitting()

@@ -1,4 +1,4 @@
-"""The part of the check that imports the engine: registration and one round trip."""
+"""Import the engine and check registration and a configuration round trip."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def sample_config() -> dict[str, Any]:
 
 
 def _round_trip() -> list[str]:
-    """Take the configuration through the engine's mapper and a pickle, and ask it for names."""
+    """Pass a configuration through the engine's name mapper and pickle, then compare names."""
     from spark_vllm.spark_inc import SparkIncConfig
 
     model = resolve(MODEL_CLASS)

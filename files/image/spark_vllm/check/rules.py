@@ -26,11 +26,7 @@ class Sources:
         return f"{path}.py", f"{path}/__init__.py"
 
     def module(self, module: str) -> ast.Module:
-        """Return the syntax tree of ``module``.
-
-        Raises:
-            MissingError: there is none.
-        """
+        """Return the syntax tree of ``module``."""
         if module not in self._trees:
             paths = [self._root / file for file in self.files(module)]
             found = [path for path in paths if path.is_file()]
@@ -40,11 +36,7 @@ class Sources:
         return self._trees[module]
 
     def find(self, symbol: str) -> ast.stmt:
-        """Return the statement that binds ``symbol``, spelt ``module:name.inner``.
-
-        Raises:
-            MissingError: the module or the symbol is not there.
-        """
+        """Return the statement that binds ``symbol``, spelt ``module:name.inner``."""
         module, _, qualname = symbol.partition(":")
         body: list[ast.stmt] = self.module(module).body
         for name in qualname.split("."):
@@ -85,11 +77,7 @@ def bound_names(node: ast.stmt) -> set[str]:
 @dataclass(frozen=True)
 class Rule:
     def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield what is wrong with ``symbol``.
-
-        Raises:
-            MissingError: it is not there.
-        """
+        """Yield what is wrong with ``symbol``."""
         return self._wrong(sources.find(symbol))
 
     def _wrong(self, node: ast.stmt) -> Iterator[str]:

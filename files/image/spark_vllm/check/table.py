@@ -1,8 +1,7 @@
-"""Everything of vLLM that the plugin relies on: the rows of ``rows_*.yml``.
+"""Read ``rows_*.yml``: every upstream symbol that the plugin relies on, with its demand."""
 
-``names`` of a file stand for beginnings of symbols, as ``$name``; a later one may use an earlier.
-Read strictly: what is not understood would be a demand that nobody makes.
-"""
+# ``names`` of a file are symbol prefixes, used as ``$name`` and in later names. Parsing is strict:
+# an unknown demand would never be checked.
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SUBJECTS = ("quantisation", "models", "attention", "head")
 
 @dataclass(frozen=True)
 class Row:
-    """One thing we rely on: a symbol of vLLM, what we demand of it, why, and where."""
+    """A symbol of vLLM, the demand on it, the reason, and the file that uses it."""
 
     symbol: str  # "module:name.inner"
     rule: rules.Rule
@@ -43,7 +42,7 @@ class Row:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without keys that stand twice: a second demand would take the place of the first."""
+    """YAML that refuses duplicate keys: a second demand would replace the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         content = super().construct_mapping(node, deep)
@@ -53,11 +52,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """Return the rows of one file.
-
-    Raises:
-        ValueError: naming the file, what is wrong in it and what is accepted.
-    """
+    """Return the rows of one file."""
     where = str(path)
     try:
         match yaml.load(path.read_text(), _Loader):

@@ -1,9 +1,7 @@
-"""Gate before a checkpoint is loaded: exact names, dtypes, shapes and scales, from headers.
+"""Check exact names, dtypes, shapes and scales of a checkpoint before it is loaded."""
 
-vLLM loads by file and by parameter and misses what this finds: a missing block scale or a
-missing shard of a fused module leaves uninitialised memory, a missing drafter tensor leaves
-drafts that are never accepted, and neither says so.
-"""
+# vLLM reports none of this: a missing block scale or shard of a fused module leaves uninitialised
+# memory, and a missing drafter tensor gives drafts that are never accepted.
 
 from __future__ import annotations
 
@@ -20,16 +18,15 @@ from spark_vllm.checkpoint.headers import INDEX, Tensor, Tree, read_tree
 from spark_vllm.checkpoint.names import FP8_WEIGHT, TEXT_LAYERS
 from spark_vllm.checkpoint.settings import Settings
 
-# The engine asks nobody whether every parameter of a quantised model was filled: a norm or an
-# expert that is in no file stays random memory. Layers of one kind hold the same modules, and
-# every layer holds every expert, so a gap shows by comparing them.
+# vLLM does not check that every parameter of a quantised model is filled. Layers of one kind have
+# the same modules and every layer has every expert, so comparing layers finds gaps.
 
 
 WEIGHTS = ("weight", "qweight", FP8_WEIGHT)
-"""Last part of the name that says a module is there."""
+"""Tensor suffixes that identify a module."""
 
 BARE = ("A_log", "dt_bias")
-"""Tensors that belong to no module of their own."""
+"""Tensors without a module."""
 
 OUTSIDE_LAYERS = ("model.language_model.embed_tokens", "model.language_model.norm")
 KINDS = ("linear_attn", "self_attn")
@@ -86,19 +83,18 @@ def _experts(modules: set[str], experts: int) -> set[str]:
     return {f"mlp.experts.{n}.{part}" for n in range(experts) for part in PROJECTIONS}
 
 
-# A negative scale turns its block of weights round, and one that is far too large drowns all
-# others; both load, and every number stays finite. Scales of INT4 weights are not judged so:
-# symmetric AutoRound gives a group the sign of its largest weight, and half of them are negative.
+# A negative FP8 scale inverts its block, a far too large one drowns all others; both are finite.
+# INT4 scales are excluded: symmetric AutoRound writes negative scales for half of the groups.
 
 
 OUTSIDE = 1000
-"""How many times the usual scale of its module a block may have."""
+"""Largest accepted ratio of a block scale to its module's median."""
 
 _FORMATS = {"F16": "e", "F32": "f"}
 
 
 def scale_problems(directory: Path, tree: Tree, settings: Settings) -> Iterator[str]:
-    """Yield the FP8 modules with a scale that no quantiser writes."""
+    """Yield FP8 modules with invalid or outlier scales."""
     weight_part = names.FP8_WEIGHT if settings.overlay else "weight"
     scale_part = names.FP8_SCALE if settings.overlay else "weight_scale_inv"
     for module in settings.fp8_modules:
@@ -152,7 +148,7 @@ def _read(directory: Path, tensor: Tensor, start: int, length: int) -> bytes:
 
 
 SHOWN = 8
-"""Problems spelt out in one error; the rest is counted."""
+"""Problems listed in an error; the rest is counted."""
 
 REGEX_CHARACTERS = set(r"*+?^$()[]{}|\\")
 """INC takes a key of extra_config with one of these for a regular expression."""
@@ -183,9 +179,6 @@ def check_checkpoint(
         layers: layers of the text model.
         mtp_layers: drafter layers the model has; 0 when it has none.
         experts: routed experts per layer.
-
-    Raises:
-        ValueError: naming the problems found.
     """
     path = Path(directory)
     if not path.is_dir():

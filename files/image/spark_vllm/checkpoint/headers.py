@@ -1,8 +1,4 @@
-"""Headers of a checkpoint's safetensors files, and the index over them.
-
-Only the JSON header of each file is read (format: 8 bytes little-endian length, then JSON), so
-that a 70 GB checkpoint is checked in a second or two.
-"""
+"""Read the headers of a checkpoint's safetensors files and its index."""
 
 from __future__ import annotations
 

@@ -148,9 +148,6 @@ def check_expert_width(module: str, width: int, group_size: int) -> None:
         module: the engine's name of the experts.
         width: intermediate size of one expert on this device.
         group_size: inputs that share one scale.
-
-    Raises:
-        ValueError: naming the module, its width and what to change.
     """
     if width <= group_size:
         raise ValueError(

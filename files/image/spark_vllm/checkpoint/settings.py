@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says about its formats, read once and checked."""
+"""Read and check the formats in a checkpoint's ``config.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADS = ("keep", "int8-g128")
 
 @dataclass(frozen=True)
 class Settings:
-    """Formats of one hybrid checkpoint. Plain data: it is pickled into the engine's processes."""
+    """Formats of a hybrid checkpoint. Plain data: vLLM pickles it."""
 
     fp8_modules: tuple[str, ...]  # checkpoint names without ".weight"
     block_shape: tuple[int, int]
@@ -46,11 +46,7 @@ class Settings:
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Read ``quantization_config`` of a hybrid's ``config.json``.
-
-    Raises:
-        ValueError: naming the key that is missing or has a value we do not serve.
-    """
+    """Read ``quantization_config`` of a hybrid's ``config.json``."""
     _demand(config.get("quant_method") == QUANT_METHOD, "quant_method", config, QUANT_METHOD)
     _demand(config.get("sym", True) is True, "sym", config, "true (zero points are not read)")
     _demand(config.get("data_type", "int") == "int", "data_type", config, "int")

@@ -1,8 +1,7 @@
-"""Which kernel computes the opt-in INT8 head here: measured once on this machine, kept in a file.
+"""Choose the kernel of the opt-in INT8 head from times measured once on this machine."""
 
-The file names what it was measured on: another device, driver, image, shape or set of batches
-makes it worthless, and without a file that fits Marlin is taken, the kernel of the baked head.
-"""
+# The times file is valid for one device, driver, image, shape and set of batches. Without a valid
+# file the head uses Marlin, like a head that is INT8 in the checkpoint.
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from pathlib import Path
 WAYS = ("own", "marlin", "bf16")
 FALLBACK = "marlin"
 IMAGE_VARIABLE = "SPARK_IMAGE"
-"""Environment variable that names the image; the plan sets it where the head is measured."""
+"""Environment variable with the image digest; the plan sets it if the head is measured."""
 
 Times = Mapping[str, Mapping[int, float]]
 """Microseconds of each way at each batch."""

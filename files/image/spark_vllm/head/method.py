@@ -1,10 +1,8 @@
-"""Opt-in INT8 LM head: quantised while the model loads, computed by what is fastest here.
+"""Opt-in INT8 LM head: quantised at load time, computed by the fastest kernel."""
 
-Chosen with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` on a checkpoint whose
-head is 16-bit. With ``lm_head_times`` naming a file, our kernel, Marlin and 16-bit are measured
-once at the batches this server can have, before it serves anything; without it Marlin is taken.
-The default stays the head baked into the checkpoint, which the engine's own kernels serve.
-"""
+# Select it with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` if the checkpoint has a
+# 16-bit head. ``lm_head_times`` names a file for one measurement of our kernel, Marlin and BF16 at
+# this server's batches; without it Marlin is used. The default is the checkpoint's own head.
 
 from __future__ import annotations
 
@@ -181,11 +179,7 @@ class Int8Head(QuantizeMethodBase):
         return out.view(*x.shape[:-1], -1)
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
-        """Refuse: an embedding cannot be read from INT8 rows.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse: an embedding cannot be read from INT8 rows."""
         raise ValueError(
             "--additional-config: spark.lm_head: the head of this model is its embedding; "
             "fix: leave the option out"
