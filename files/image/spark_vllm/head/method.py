@@ -1,8 +1,8 @@
 """Opt-in INT8 LM head: quantised at load time, computed by the fastest kernel."""
 
-# Select it with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` if the checkpoint has a
-# 16-bit head. ``lm_head_times`` names a file for one measurement of our kernel, Marlin and BF16 at
-# this server's batches; without it Marlin is used. The default is the checkpoint's own head.
+# Select it with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` for a 16-bit head.
+# ``lm_head_times`` names a file for one measurement of our kernel, Marlin and BF16 at this
+# server's batches; without it Marlin is used. The default is the checkpoint's own head.
 
 from __future__ import annotations
 
