@@ -1,7 +1,5 @@
 """SSH key, deploy account and sudo rule of a host; visudo checks a rule first."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Packages, directories and host care that need no GPU."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass

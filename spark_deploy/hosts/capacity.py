@@ -1,7 +1,5 @@
 """Room for the plan on a host: disk, memory, ports, and other users of the GPU."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

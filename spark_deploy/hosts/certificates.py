@@ -3,8 +3,6 @@
 Private keys leave this module as bytes and are written by the sender, never printed.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Run commands on a host, with progress and reconnects."""
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Iterable, Iterator

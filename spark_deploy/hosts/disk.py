@@ -4,8 +4,6 @@ Only files of known content count: those of a hub cache, named by hash, and thos
 receipt. Two commits of a model have shards of equal size, so a size is no proof.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Container engine with the NVIDIA runtime, decided from the running state and not from files."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Keys and which of them a SIGHUP reloads: dockerd reference, "Configuration reload behavior".
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

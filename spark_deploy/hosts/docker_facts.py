@@ -3,8 +3,6 @@
 Sources: docker info (20.10 to 29), NVIDIA Container Toolkit 1.19, CDI specification files.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

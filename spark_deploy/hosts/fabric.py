@@ -1,7 +1,5 @@
 """The network between cluster members: judge it, set it up, measure it."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence

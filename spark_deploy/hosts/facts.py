@@ -1,7 +1,5 @@
 """Base classes of our facts, the cache of their values, and their prefetch."""
 
-from __future__ import annotations
-
 import functools
 import re
 import secrets

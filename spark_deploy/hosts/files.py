@@ -1,7 +1,5 @@
 """Put managed files in place, all of them with a single command."""
 
-from __future__ import annotations
-
 import base64
 import io
 import shlex

@@ -1,7 +1,5 @@
 """The gateway of a service on a host, and the timers of a schedule."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Generator, Iterable, Sequence

@@ -4,8 +4,6 @@ Sources: nvidia-smi 580 (query in CSV), /proc/driver/nvidia/version, nvidia-spar
 version.json of CUDA toolkits (11 and later), `nvcc --version`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Fail a single host with a message; the run continues on the remaining hosts."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Generator
 from typing import Concatenate, NoReturn, ParamSpec

@@ -4,8 +4,6 @@ systemd on the host runs them, so work continues without the controller or the c
 a reboot; the next run attaches to it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Ports, addresses, netplan files, listeners and reachability as a host reports them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 apt-get of apt 2.6 to 2.8: `-s` prints an `Inst`/`Remv` line for each package that would change.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 The plan is pure and gets only the digests; operations get the content.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import functools

@@ -4,8 +4,6 @@ Every host first notes which files it has, so missing files of another host are 
 missing files opens no port.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

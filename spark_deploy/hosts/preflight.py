@@ -1,7 +1,5 @@
 """Refuse a host that does not fit, before anything is changed on it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The proxy of a host: a file only root can read, used by jobs and by docker's daemon."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ The change itself (drain, stop, memory gate, start, check, rollback) runs on the
 starts and watches it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from weakref import WeakSet

@@ -1,7 +1,5 @@
 """Serve a release: install, start, roll out, verify, reboot."""
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Iterable, Sequence

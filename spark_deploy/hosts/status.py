@@ -1,7 +1,5 @@
 """Reports of the tools on a host: status, jobs, requests, evidence."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

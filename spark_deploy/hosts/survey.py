@@ -1,7 +1,5 @@
 """The survey of a host before a deploy: a single read-only command."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence

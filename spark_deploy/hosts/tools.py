@@ -1,7 +1,5 @@
 """Host tools and pinned wheels on a host: a directory per digest and a link to it."""
 
-from __future__ import annotations
-
 import hashlib
 import shlex
 from collections.abc import Iterable, Sequence

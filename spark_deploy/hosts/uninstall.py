@@ -1,7 +1,5 @@
 """Everything a deploy owns on a host: list it, prune it, uninstall it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
