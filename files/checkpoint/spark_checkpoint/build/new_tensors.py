@@ -65,7 +65,7 @@ def pack_weight(
     code_rows = max(1, _CODE_WEIGHTS // inputs)
     block_rows = max(code_rows, _BLOCK_BYTES // inputs // code_rows * code_rows)
 
-    def one(first: int) -> Any:
+    def quantise_block(first: int) -> Any:
         count = min(block_rows, outputs - first)
         codes = np.empty((count, inputs), np.uint8)
         sums = np.zeros(3)
@@ -83,7 +83,7 @@ def pack_weight(
         return sums
 
     with ThreadPoolExecutor(workers) as pool:
-        error, by_maximum, power = sum(pool.map(one, range(0, outputs, block_rows)))
+        error, by_maximum, power = sum(pool.map(quantise_block, range(0, outputs, block_rows)))
     module, groups = name.removesuffix(WEIGHT), inputs // GROUP
     # Group by group: those of a large head are 8 MB.
     one_group = zero_points(outputs, GROUP)
@@ -159,12 +159,12 @@ class Surgery:
     def swap_by_int8(self) -> None:
         """Quantise the base's own 16-bit weights to GPTQ-packed INT8."""
 
-        def one(module: str) -> tuple[list[NewTensor], float]:
+        def pack(module: str) -> tuple[list[NewTensor], float]:
             name = module + WEIGHT
             packed = pack_weight(self.base, name, self.stage, lambda count: None, workers=1)
             return packed.tensors, packed.error
 
-        self._quantise(one)
+        self._quantise(pack)
 
     def bake_head(self, name: str) -> None:
         """Replace the LM head by packed INT8."""
@@ -211,8 +211,8 @@ class Surgery:
         ]
         return tensors, (lost / power) ** 0.5 if power else 0.0
 
-    def _quantise(self, one: Callable[[str], tuple[list[NewTensor], float]]) -> None:
-        made = self._each("quantise", one)
+    def _quantise(self, quantise: Callable[[str], tuple[list[NewTensor], float]]) -> None:
+        made = self._each("quantise", quantise)
         for module, (tensors, _) in zip(self.modules, made, strict=True):
             self.changes.added[module + WEIGHT] = tensors
         self.changes.report["shared_experts"] = _error_report([error for _, error in made])
@@ -222,13 +222,13 @@ class Surgery:
         sizes = {module: self.base.tensor(module + WEIGHT).size_bytes for module in self.modules}
         self.progress.phase(phase, sum(sizes.values()))
 
-        def one(module: str) -> _T:
+        def run(module: str) -> _T:
             result = work(module)
             self.progress.add(sizes[module])
             return result
 
         with ThreadPoolExecutor(WORKERS) as pool:
-            return list(pool.map(one, self.modules))
+            return list(pool.map(run, self.modules))
 
 
 def _error_report(errors: Sequence[float]) -> dict[str, Any]:

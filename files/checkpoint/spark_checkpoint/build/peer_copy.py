@@ -40,11 +40,11 @@ _Made = CheckpointReceipt | RequantizedReceipt
 
 def copy_from_peer(order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress) -> bool:
     """Copy the plan's checkpoint from a peer and verify it; return False if no peer has it."""
-    for one in order.trees:
+    for peer in order.trees:
         tree_dir.mkdir(exist_ok=True)
         clear(tree_dir)
         try:
-            _copy(one, order, plan, tree_dir, progress)
+            _copy(peer, order, plan, tree_dir, progress)
             return True
         except BuilderError as error:
             note(f"copy: {error}")
@@ -54,12 +54,12 @@ def copy_from_peer(order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progr
 
 
 def _copy(
-    one: FinishedTree, order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress
+    peer: FinishedTree, order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress
 ) -> None:
     wire = Wire(tries=2, token_file=order.key_file, timeout_s=10)
-    transport = Transport(wire, (one.url,), direct=True)
-    files = f"{of_tree(one.url, order.digest)}/files/"
-    receipt = _receipt(transport, files + RECEIPT_NAME, one.receipt_sha256, plan)
+    transport = Transport(wire, (peer.url,), direct=True)
+    files = f"{of_tree(peer.url, order.digest)}/files/"
+    receipt = _receipt(transport, files + RECEIPT_NAME, peer.receipt_sha256, plan)
     sent = [file for file in receipt.files if not _linked(file, plan, tree_dir)]
     size_bytes = sum(file.size_bytes for file in sent)
     refuse_without_room(tree_dir, size_bytes, f"copying {plan.name}")
@@ -70,7 +70,7 @@ def _copy(
     write_receipt(tree_dir, replace(receipt, plan=ours))
     # Every stat differs from the peer's receipt, so every file is hashed.
     verify_checkpoint(tree_dir, progress, full=False)
-    note(f"{plan.out_dir}: copied from {one.url}")
+    note(f"{plan.out_dir}: copied from {peer.url}")
 
 
 def _receipt(transport: Transport, url: str, sha256: str, plan: _Plan) -> _Made:

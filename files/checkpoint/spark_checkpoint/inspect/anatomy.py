@@ -80,7 +80,9 @@ def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> An
     layers = [(match[1], name) for name in names if (match := _LAYER.match(name))]
     return Anatomy(
         names=names,
-        stored_bytes=sum(t.size_bytes for one in shards.values() for t in one.tensors.values()),
+        stored_bytes=sum(
+            t.size_bytes for header in shards.values() for t in header.tensors.values()
+        ),
         tensors=tensors,
         sizes_bytes=sizes_bytes,
         duplicates=[name for name, files in holders.items() if len(files) > 1],

@@ -117,7 +117,9 @@ def fits(subject: Subject, plan: BuildPlan) -> dict[str, Any]:
 def _as_donor(subject: Subject, plan: BuildPlan) -> str:
     """Compare a subject with a plan's donor; the base is taken from the plan."""
     tensors = {
-        name: one for header in subject.shards.values() for name, one in header.tensors.items()
+        name: tensor
+        for header in subject.shards.values()
+        for name, tensor in header.tensors.items()
     }
     modules = swapped_modules(plan)
     needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]

@@ -117,7 +117,7 @@ def kept(packed: set[str]) -> list[str]:
 
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(MODEL))
-    linear = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return [name for name in linear if ".layers." in name and name not in packed]
 
 

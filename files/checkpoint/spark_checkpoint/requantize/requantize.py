@@ -288,7 +288,7 @@ def _hashed(tree_dir: Path, progress: Progress) -> list[ReceiptFile]:
     names = files_of(tree_dir)
     progress.phase("hash", sum((tree_dir / name).stat().st_size for name in names))
 
-    def one(name: str) -> ReceiptFile:
+    def hash_and_sync(name: str) -> ReceiptFile:
         path = tree_dir / name
         path.chmod(0o644)
         descriptor = os.open(path, os.O_RDONLY)
@@ -300,4 +300,4 @@ def _hashed(tree_dir: Path, progress: Progress) -> list[ReceiptFile]:
         return vouched(name, stamp_of(path), sha256)
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        return list(pool.map(one, names))
+        return list(pool.map(hash_and_sync, names))

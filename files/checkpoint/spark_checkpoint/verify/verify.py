@@ -140,7 +140,7 @@ def _check_hashes(
     """Return files by path, with their stat from before hashing."""
     progress.phase("verify", sum(file.size_bytes for file in files))
 
-    def one(file: ReceiptFile) -> ReceiptFile:
+    def check_file(file: ReceiptFile) -> ReceiptFile:
         path = directory / file.path
         stamp = stamp_of(path)
         if file.sha256 is not None:
@@ -160,7 +160,7 @@ def _check_hashes(
         return vouched(file.path, stamp, file.sha256, file.pieces, file.link_of)
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        return {file.path: file for file in pool.map(one, files)}
+        return {file.path: file for file in pool.map(check_file, files)}
 
 
 def make_checkpoint(

@@ -197,8 +197,8 @@ class Does(Rule):
 
     def _wrong(self, node: ast.stmt) -> Iterator[str]:
         text = ast.unparse(node)
-        absent = (one for one in self.expressions if normal(one) not in text)
-        yield from (f"does not say `{one}` any more" for one in absent)
+        absent = (expression for expression in self.expressions if normal(expression) not in text)
+        yield from (f"does not say `{expression}` any more" for expression in absent)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,11 @@ class DoesNot(Rule):
 
     def _wrong(self, node: ast.stmt) -> Iterator[str]:
         text = ast.unparse(node)
-        yield from (f"says `{one}` now" for one in self.expressions if normal(one) in text)
+        yield from (
+            f"says `{expression}` now"
+            for expression in self.expressions
+            if normal(expression) in text
+        )
 
 
 def normal(expression: str) -> str:
