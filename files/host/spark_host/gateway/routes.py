@@ -106,8 +106,8 @@ def _choose_by_name(route: Route, own: Target) -> tuple[str, ...]:
         return large, f"rewrite ^ /by-name{route.path} last;"
     if route.path.startswith(release.MODELS):
         if route.pattern:
-            return ("js_content names.one;",)
-        return "subrequest_output_buffer_size 256k;", "js_content names.all;"
+            return ("js_content names.getModel;",)
+        return "subrequest_output_buffer_size 256k;", "js_content names.listModels;"
     return _forward(route, own)
 
 

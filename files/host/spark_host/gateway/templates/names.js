@@ -1,18 +1,18 @@
-// Of a host with several services: the engine that a request is for, by the model its body names.
-// Run by nginx (njs); spark-host writes SERVICES and ROUTES above this.
+// On a host with several services: choose the engine by the model name in the request body.
+// Run by nginx (njs); spark-host writes SERVICES and ROUTES above this line.
 //
-// What njs makes for a request is kept until its answer has ended. So a body that lies on the disk
-// is read through one buffer, and nothing is made for each byte of it: in loops, `let` and `const`
-// would make a new variable for every turn (33 bytes for each of the body), `var` does not.
+// njs frees memory of a request only after the answer. So a body on disk is read through a single
+// buffer, and loops allocate nothing per byte: `let` and `const` would create a variable for every
+// turn (33 bytes per byte of the body), `var` does not.
 import fs from 'fs';
 
-const PIECE_BYTES = 65536;
-const LONGEST_BYTES = 512;  // of a key or a name
-const TURN_MS = 5;          // so long a worker reads before others are served
+const CHUNK_BYTES = 65536;
+const LONGEST_BYTES = 512;  // of a JSON key or a model name
+const TURN_MS = 5;          // a worker reads this long before it serves other requests
 const BY_NAME = /^\/by-name(-large)?/;
 
-// Reads JSON as it comes, for the string that `model` has at the top of an object. Of two it is the
-// last, as for the engine. Whether it is JSON at all is the engine's to judge.
+// Streaming JSON reader for the string value of a top-level `model`; the last wins, as in the
+// engine. The engine validates the JSON.
 function scan() {
     return {depth: 0, inString: false, escaped: false, isValue: false, ended: false,
             key: '', model: undefined, kept: Buffer.alloc(LONGEST_BYTES), length: 0};
@@ -58,7 +58,7 @@ function betweenStrings(state, bytes, start, end) {
             return at + 1;
         }
         if (byte === 123 || byte === 91) {
-            if (depth === 1) { seen(state, undefined); }
+            if (depth === 1) { setValue(state, undefined); }
             depth += 1;
             if (byte === 91 && depth === 1) { state.ended = true; break; }
         } else if (byte === 125 || byte === 93) {
@@ -67,7 +67,7 @@ function betweenStrings(state, bytes, start, end) {
         } else if (depth === 1) {
             if (byte === 58) { state.isValue = true; }
             else if (byte === 44) { state.isValue = false; }
-            else if (byte > 32) { seen(state, undefined); }  // a number, true, false, null
+            else if (byte > 32) { setValue(state, undefined); }  // a number, true, false, null
         }
     }
     state.depth = depth;
@@ -88,14 +88,14 @@ function endString(state) {
     state.inString = false;
     if (state.depth !== 1) { return; }
     if (!state.isValue) {
-        // No key of this length is ours, unless each of its letters was written as an escape.
+        // Longer keys cannot be `model`, even if every letter is an escape.
         state.key = state.length <= 30 ? text(state) : '';
     } else {
-        seen(state, state.key === 'model' ? text(state) : undefined);
+        setValue(state, state.key === 'model' ? text(state) : undefined);
     }
 }
 
-function seen(state, value) {
+function setValue(state, value) {
     if (state.isValue && state.key === 'model') { state.model = value; }
 }
 
@@ -105,8 +105,8 @@ function text(state) {
     try { return JSON.parse(`"${raw}"`); } catch (error) { return raw; }
 }
 
-// Others are served between two pieces.
-function rest() { return new Promise((resolve) => setTimeout(resolve, 0)); }
+// Let the worker serve other requests.
+function pause() { return new Promise((resolve) => setTimeout(resolve, 0)); }
 
 async function modelOf(r) {
     const state = scan();
@@ -116,14 +116,14 @@ async function modelOf(r) {
         if (body) { feed(state, body, body.length); }
         return state.model;
     }
-    const piece = Buffer.alloc(PIECE_BYTES);
+    const chunk = Buffer.alloc(CHUNK_BYTES);
     const file = fs.openSync(path);
     var length, since = Date.now();
     try {
-        while ((length = fs.readSync(file, piece, 0, PIECE_BYTES, null)) > 0 && !state.ended) {
-            feed(state, piece, length);
+        while ((length = fs.readSync(file, chunk, 0, CHUNK_BYTES, null)) > 0 && !state.ended) {
+            feed(state, chunk, length);
             if (Date.now() - since >= TURN_MS) {
-                await rest();
+                await pause();
                 since = Date.now();
             }
         }
@@ -133,31 +133,31 @@ async function modelOf(r) {
     }
 }
 
-// While its traffic is open a service has the names of the release that answers, which may be an
-// older one; else those that it is to have.
-function standing() {
-    return SERVICES.map((one) => {
+// Return all services. An open service has the names of the release that answers, which may be an
+// older release; a closed service has the names of its settings.
+function readServices() {
+    return SERVICES.map((entry) => {
         try {
-            const lines = fs.readFileSync(one.traffic, 'utf8').split('\n').filter((line) => line);
-            return {service: one.service, open: true,
-                    names: lines.length > 1 ? lines.slice(1) : one.names};
+            const lines = fs.readFileSync(entry.traffic, 'utf8').split('\n').filter((line) => line);
+            return {service: entry.service, open: true,
+                    names: lines.length > 1 ? lines.slice(1) : entry.names};
         } catch (error) {
-            return {service: one.service, open: false, names: one.names};
+            return {service: entry.service, open: false, names: entry.names};
         }
     });
 }
 
 function serviceOf(model) {
-    const named = standing().filter((one) => one.names.includes(model));
-    return named.find((one) => one.open) || named[0];
+    const named = readServices().filter((entry) => entry.names.includes(model));
+    return named.find((entry) => entry.open) || named[0];
 }
 
-function hand(r, service, path) {
+function redirect(r, service, path) {
     const args = r.variables.args;
     r.internalRedirect(`/engine/${service}${path}${args ? `?${args}` : ''}`);
 }
 
-function unknown(r, model) {
+function unknownModel(r, model) {
     r.headersOut['Content-Type'] = 'application/json';
     const shown = model.length > 100 ? `${model.slice(0, 100)}...` : model;
     r.return(404, JSON.stringify({type: 'error', error: {
@@ -165,7 +165,7 @@ function unknown(r, model) {
         type: 'not_found_error', param: 'model', code: 'model_not_found'}}));
 }
 
-// A request whose body may name a model; without a name it goes where its path goes.
+// A request whose body may name a model; without a name the path chooses the engine.
 async function choose(r) {
     const path = r.uri.replace(BY_NAME, '');
     let model;
@@ -175,16 +175,16 @@ async function choose(r) {
         r.error(`cannot read the body of a request: ${error}`);
         return r.internalRedirect('/refused/closed');
     }
-    if (model === undefined) { return hand(r, ROUTES[path] || SERVICES[0].service, path); }
-    const found = serviceOf(model);
-    return found ? hand(r, found.service, path) : unknown(r, model);
+    if (model === undefined) { return redirect(r, ROUTES[path] || SERVICES[0].service, path); }
+    const match = serviceOf(model);
+    return match ? redirect(r, match.service, path) : unknownModel(r, model);
 }
 
 // GET /v1/models/NAME
-function one(r) {
+function getModel(r) {
     const model = r.uri.slice('/v1/models/'.length);
-    const found = serviceOf(model);
-    return found ? hand(r, found.service, r.uri) : unknown(r, model);
+    const match = serviceOf(model);
+    return match ? redirect(r, match.service, r.uri) : unknownModel(r, model);
 }
 
 function modelsIn(answer) {
@@ -196,15 +196,15 @@ function modelsIn(answer) {
     }
 }
 
-// GET /v1/models: of every service that answers now.
-async function all(r) {
-    const open = standing().filter((one) => one.open);
-    const asked = open.map((one) => r.subrequest(`/engine/${one.service}/v1/models`));
+// GET /v1/models: the models of every open service.
+async function listModels(r) {
+    const open = readServices().filter((entry) => entry.open);
+    const answers = open.map((entry) => r.subrequest(`/engine/${entry.service}/v1/models`));
     const data = [];
-    (await Promise.all(asked)).forEach((answer) => modelsIn(answer).forEach((one) => data.push(one)));
+    (await Promise.all(answers)).forEach((answer) => modelsIn(answer).forEach((m) => data.push(m)));
     if (data.length === 0) { return r.internalRedirect('/refused/closed'); }
     r.headersOut['Content-Type'] = 'application/json';
     r.return(200, JSON.stringify({object: 'list', data: data}));
 }
 
-export default {choose, one, all};
+export default {choose, getModel, listModels};
