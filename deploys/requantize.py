@@ -20,7 +20,7 @@ from spark_deploy.plan.release import unit_files_of
 hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 if plan.requantized is None:
-    fix = "run `spark-deploy requantize`, or set checkpoint.requantized: true"
+    fix = "run `spark-deploy add MODEL --requantize`, or set checkpoint.requantized: true"
     raise PlanError.one(host.name, "the settings request no checkpoint of our own", fix)
 jobs = tuple(w for w in jobs_of(plan, payload.image_context) if w.job.kind != "checkpoint")
 release = f"{plan.serve.service}-requantize"

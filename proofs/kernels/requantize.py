@@ -1,4 +1,4 @@
-"""AutoRound as `spark-deploy requantize` runs it, beside plain rounding: how far from 16 bits.
+"""AutoRound as `spark-deploy add --requantize` runs it, against plain rounding.
 
     python3 proofs/kernels/requantize.py --packages DIR --out RESULTS --work DIR
 

@@ -27,13 +27,6 @@ from spark_deploy.config.documents.shown import shown
 
 _ABOUT = "Turn NVIDIA DGX Sparks into proven model servers: from an SSH login to answers."
 _OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EIO)
-# Behind a \\b click breaks no line.
-_COMPLETION = """\b
-Where it goes; that of zsh into any folder of $fpath:
-spark-deploy completion bash > ~/.local/share/bash-completion/completions/spark-deploy
-spark-deploy completion zsh > /usr/local/share/zsh/site-functions/_spark-deploy
-spark-deploy completion fish > ~/.config/fish/completions/spark-deploy.fish
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,13 +124,12 @@ class _Command(click.Command):
         more = [
             *(host_options() if entry.about_hosts else []),
             *(plan_options() if entry.plans else []),
-            *([json_option()] * entry.json),
+            json_option(),
         ]
         super().__init__(
             name,
             params=[*entry.takes, *more],
             help=entry.does,
-            epilog=_COMPLETION if name == "completion" else None,
             callback=lambda **values: _options(name, entry, values),
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described
 
-from spark_deploy.cli import use
+from spark_deploy.cli import repository, run_pyinfra, use
 from spark_deploy.cli.draft import Draft
 from spark_deploy.cli.hosts import Listed, again, answer, listed, planned, say
 from spark_deploy.cli.install_shared import take, write_files
@@ -167,10 +167,14 @@ class _Added:
 
 def run(options: Options) -> int:
     """Write the file, check it as every file is, and print its plan and what is open."""
-    # For the new model; what hosts serve now need not go with it, nor be possible at all.
+    if options.requantize:
+        return _requantize(options)
+    # The present choice of the hosts need not fit the new model, nor be possible at all.
     profile, options.profile = options.profile or _PROFILE, None
-    # Hosts of an inventory may differ in hub and folder: the first one's count.
+    # Hosts of an inventory may differ in hub and folder: the first host decides.
     host = listed(options, judged=False)[0]
+    if options.dry:
+        return _preview(options, host)
     added = _added(options, host, profile)
     pair = f"{added.model}/{added.profile}"
     found: dict[str, Any] = {
@@ -197,6 +201,36 @@ def run(options: Options) -> int:
     if text or options.json:
         answer(options, found, [text])
     return 1 if found["problems"] else 0
+
+
+def _requantize(options: Options) -> int:
+    """Run the AutoRound job of a catalog model on a host."""
+    job = {"command": "requantize", "model": options.place, "profile": None, "requantized": True,
+           "limit": [*options.limit, *options.on]}  # fmt: skip
+    code = run_pyinfra.run(Options(**{**vars(options), **job}))
+    if code == 0 and not options.dry:
+        say(
+            f"to serve it, set checkpoint.requantized: true next to model: {options.place}, "
+            "then run spark-deploy up"
+        )
+    return code
+
+
+def _preview(options: Options, host: Listed) -> int:
+    """Print what a file would add, or what a repository holds; write nothing."""
+    data = _file(options.place)
+    if data is None:
+        return repository.inspect(options, host)
+    if "shared" in data:
+        shared = read(data, options.place)
+        files = {"models": shared.name, "profiles": shared.profile_name}
+        lines_ = [f"catalog/{kind}/{name}.yml" for kind, name in files.items()]
+        lines_ += [f"{repo} at {one.commit}" for repo, one in shared.sources.items()]
+        answer(options, {"would_write": lines_}, [lines_])
+    else:
+        draft = draft_of_recipe(data, Path(options.place).name, _engine(host))
+        answer(options, {"model": draft.name, "open": draft.open}, [draft.text().splitlines()])
+    return 0
 
 
 def _added(options: Options, host: Listed, profile: str) -> _Added:

@@ -76,8 +76,12 @@ COMMANDS: dict[str, Entry] = {
     ),
     "status": Entry(
         LOOK,
-        "Show what each host serves, how well it is proven and what differs from the plan.",
-        asks=always,
+        "Show releases, proofs and differences from the plan.",
+        (
+            flag("--files", "List every file, package and unit we manage, with sizes."),
+            flag("--planned", "With --files: list what a deploy would create, offline."),
+        ),
+        asks=lambda options: not options.planned,
         module="status",
         plans=True,
     ),
@@ -126,14 +130,6 @@ COMMANDS: dict[str, Entry] = {
         ),
         module="logs",
     ),
-    "manifest": Entry(
-        LOOK,
-        "List everything of ours on each host, by its own word.",
-        (flag("--planned", "What a deploy would own; asks no host."),),
-        module="manifest",
-        asks=lambda options: not options.planned,
-        plans=True,
-    ),
     "bench": Entry(
         LOOK,
         "Measure what hosts serve, through their gateways; compare results.",
@@ -173,19 +169,6 @@ COMMANDS: dict[str, Entry] = {
         module="run_pyinfra",
         plans=True,
     ),
-    "requantize": Entry(
-        SERVE,
-        "Make an INT4 tree of a model's 16-bit repository with AutoRound, as a job of a host.",
-        (
-            click.Argument(["wanted"], metavar="MODEL", shell_complete=names_of("models")),
-            option(
-                "--on", "The host that does it.", multiple=True, metavar="NAME",
-                shell_complete=host_names,
-            ),
-            *CHANGE,
-        ),
-        module="requantize",
-    ),
     "rotate-key": Entry(
         SERVE,
         "Give services a new API key; the old one is refused at once.",
@@ -198,14 +181,9 @@ COMMANDS: dict[str, Entry] = {
         (
             flag("--models", "Remove models, too."),
             flag("--engine", "Remove Docker and CUDA, too, where a deploy put them."),
+            flag("--access", "Revoke this machine's SSH key, sudo rule and account at the end."),
             *CHANGE,
         ),
-        module="run_pyinfra",
-    ),
-    "unbootstrap": Entry(
-        SERVE,
-        "Take back what the first login left: our key, the rule for sudo, the account.",
-        CHANGE,
         module="run_pyinfra",
     ),
     "fabric": Entry(
@@ -218,22 +196,17 @@ COMMANDS: dict[str, Entry] = {
         ),
         module="run_pyinfra",
     ),
-    "lock": Entry(
+    "update": Entry(
         NAMES,
-        "Look up the commits and digests behind the names in use and write them down.",
+        "Lock the newest commits and digests of the names in use.",
         (
-            Several(
-                "--update", metavar="[NAME]...",
-                help="Look up these names anew; without a name all of them.",
-            ),
+            Several("--only", metavar="NAME...", help="Only these repositories and images."),
+            flag("--missing", "Keep what is locked; lock only what is missing."),
             flag("--check", "Write nothing; exit code 1 if something is missing."),
-            flag(
-                "--counted",
-                "Ask hosts what their engines counted of caches that nobody could compute.",
-            ),
+            flag("--counted", "Read KV-cache sizes measured by running engines from hosts."),
         ),
         asks=lambda options: options.counted,
-        module="lock",
+        module="update",
         plans=True,
     ),
     "settings": Entry(
@@ -244,12 +217,18 @@ COMMANDS: dict[str, Entry] = {
     ),
     "add": Entry(
         NAMES,
-        "Write a catalog file beside the inventory for a repository, a shared file or a recipe.",
+        "Add a model: a repository, a shared file or a recipe.",
         (
-            click.Argument(["place"], metavar="ORG/NAME[@REVISION]|FILE", type=FILE),
+            click.Argument(["place"], metavar="ORG/NAME[@REVISION]|FILE|MODEL", type=FILE),
             name_option("--profile", "How to serve it; else plain."),
             flag("--use", "Choose it as well, where your files choose what is served."),
-            flag("--force", "Write over a file that is there."),
+            flag("--force", "Overwrite existing files."),
+            flag("--requantize", "Build an INT4 checkpoint of catalog model MODEL with AutoRound."),
+            option(
+                "--on", "Host that runs AutoRound.", multiple=True, metavar="NAME",
+                shell_complete=host_names,
+            ),
+            *CHANGE,
         ),
         module="add",
     ),
@@ -265,19 +244,5 @@ COMMANDS: dict[str, Entry] = {
         ),
         module="share",
         asks=lambda options: not options.unasked,
-    ),
-    "inspect": Entry(
-        NAMES,
-        "Print what a repository holds and which models it would do for, by headers alone.",
-        (click.Argument(["place"], metavar="ORG/NAME[@REVISION]"),),
-        module="inspect",
-    ),
-    "completion": Entry(
-        NAMES,
-        "Print what makes a shell complete these commands; help says where it goes.",
-        (click.Argument(["shell"], type=click.Choice(["bash", "zsh", "fish"])),),
-        module="completion",
-        about_hosts=False,
-        json=False,
     ),
 }  # fmt: skip

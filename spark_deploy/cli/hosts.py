@@ -114,7 +114,7 @@ def planned(host: Listed, *, estimate: bool = False) -> HostPlan:
     if missing.names and estimate:
         lock = with_estimates(lock, settings, catalog)
     elif missing.names:
-        say("not locked yet, asking the hub (`spark-deploy lock` writes it down):")
+        say("not locked yet, asking the hub (`spark-deploy update --missing` writes it down):")
         lock = host.looked_up[path] = resolve(lock, missing, settings, catalog.engines.engines, say)
     if not estimate:
         lock = host.looked_up[path] = read_repositories(settings, catalog, lock, say)

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from spark_deploy.cli import lock
+from spark_deploy.cli import update
 from spark_deploy.cli.editors import SCHEMAS
 from spark_deploy.cli.hosts import answer, say, typed
 from spark_deploy.cli.options import Options
@@ -220,7 +220,7 @@ def _lock(folder: Path) -> str | None:
         inventory=inventory, limit=[], exclude=[], model=None, profile=None, data=[],
     )  # fmt: skip
     try:
-        lock.lock_missing(asked)
+        update.lock_missing(asked)
     except SparkError as error:
         why = error.problems[0].what
         say(f"not locked yet: {why}; `up` looks names up when it needs them")

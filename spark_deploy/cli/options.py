@@ -34,7 +34,6 @@ class Entry:
     asks: Callable[[Options], bool] = lambda options: False
     about_hosts: bool = True  # takes hosts, an inventory and settings
     plans: bool = False  # may be told of another model or profile than the settings choose
-    json: bool = True  # without only where a program reads the answer anyway
 
 
 def always(_options: Options) -> bool:

@@ -106,7 +106,7 @@ def _quantised(made: RequantizedPlan) -> str:
     return (
         f"quantised on the host to {size(made.size_bytes)} in {made.dir}: AutoRound, "
         f"{made.order.iters} steps, {gib(made.order.memory_bytes)} of memory (estimated); "
-        "`spark-deploy requantize` does it"
+        "`spark-deploy add --requantize` does it"
     )
 
 

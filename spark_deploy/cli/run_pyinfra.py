@@ -84,7 +84,7 @@ _QUESTIONS = {
     "requantize": "Quantise there, for hours, with all of the host's memory?",
     "rotate-key": "Make a new API key, and refuse the old one at once?",
     "uninstall": "Take this project off? (--dry shows what goes and what stays)",
-    "unbootstrap": "Give up this machine's way in?",
+    "access": "Uninstall, then revoke this machine's access? (--dry shows both)",
 }
 
 
@@ -94,6 +94,15 @@ def run(options: Options) -> int:
     Raises:
         SparkError: the inventory, or a host that is named, is not there; or nobody can agree.
     """
+    code = _run(options)
+    if options.command == "uninstall" and options.access and code == 0:
+        # Last: the controller cannot log in afterwards. One confirmation covers both deploys.
+        revoke = {"command": "unbootstrap", "yes": not options.dry}
+        return _run(Options(**{**vars(options), **revoke}))
+    return code
+
+
+def _run(options: Options) -> int:
     deploy = DEPLOYS[options.command][0]
     # What options stand for is judged here, too: a mistake in it is no failed run.
     told = Options(**{**vars(options), "data": [*options.data, *_chosen(options.command, options)]})
@@ -111,8 +120,10 @@ def run(options: Options) -> int:
         if code is not None:
             return code
     if not options.dry:
-        asked = "measure" if getattr(options, "measure", False) else options.command
-        agreed(options, f"{', '.join(hosts)}: {_QUESTIONS[asked]}")
+        asked = options.command
+        for name in ("measure", "access"):
+            asked = name if getattr(options, name, False) else asked
+        agreed(options, f"{', '.join(hosts)}: {_QUESTIONS.get(asked, asked)}")
     flags = ["--dry" if options.dry else "-y", *["--json"] * options.json]
     words = line(options.command, options, hosts, flags)
     show(words)

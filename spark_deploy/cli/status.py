@@ -13,6 +13,7 @@ from spark_contract.release import PREFIX_REUSE
 from spark_contract.tool import SPEED
 from spark_contract.units import MAIN_SERVICE
 
+from spark_deploy.cli import managed_files
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer, status_of
@@ -29,6 +30,10 @@ from spark_deploy.plan.types import HostPlan
 
 def run(options: Options) -> int:
     """Print the state of the chosen hosts; 1 when one does not provably serve its plan."""
+    if options.files:
+        return managed_files.run(options)
+    if options.planned:
+        raise SparkError.one("--planned", "lists files only", "add --files")
     counted: dict[str, dict[str, Count]] = {}
 
     def ask(host: Host, one: Listed) -> HostStatus | None:

@@ -24,7 +24,7 @@ from spark_contract.status import UnderWay
 from spark_contract.tool import COMPILING
 from spark_contract.units import MAIN_SERVICE, PREPARE
 
-from spark_deploy.cli import lock, run_pyinfra
+from spark_deploy.cli import run_pyinfra, update
 from spark_deploy.cli.hosts import Listed, listed, planned, say
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.progress_screen import lay, minutes, phase_said
@@ -271,4 +271,4 @@ def _lock(hosts: Sequence[Listed], options: Options) -> None:
         for host in hosts
     )
     if any(one.names for one in missing):
-        lock.lock_missing(options)
+        update.lock_missing(options)

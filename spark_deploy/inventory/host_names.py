@@ -35,6 +35,8 @@ from spark_deploy.plan.types import SourcePlan
 # A host that is none, two names that a missing comma joined, a file of settings that nobody
 # reads: pyinfra would take the first for a name and pass over the others.
 
+_LOCK_FIX = "run `spark-deploy update --missing` and keep the file"
+
 
 LOCAL = "@local"
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -241,10 +243,10 @@ def held_for(settings: Settings, catalog: Catalog, path: Path, lock: Lock, say: 
     """Return the lock for a deploy, with new findings written down where that is allowed."""
     if settings.locked == "required":
         for asked, _ in open_questions(settings, catalog, lock):
-            say(f"{path.name}: names of {asked.build} are not held yet: run `spark-deploy lock`")
+            say(f"{path.name}: names of {asked.build} are not verified; " + _LOCK_FIX)
         for one in unread(settings, catalog, lock):
             what = f"headers of {one.repository} are not read yet"
-            raise LockError.one(path.name, what, "run `spark-deploy lock` and keep the file")
+            raise LockError.one(path.name, what, _LOCK_FIX)
         return lock
     held = hold_if_told(settings, catalog, lock, say)
     if held != lock:

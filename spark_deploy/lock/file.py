@@ -15,8 +15,8 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.lock.types import Lock
 
 _HEAD = """\
-# Written by `spark-deploy lock`: which commit and which digest stand behind every name.
-# Keep it in version control. To move a name forward: `spark-deploy lock --update NAME`.
+# Written by `spark-deploy update`: which commit and which digest stand behind every name.
+# Keep it in version control. To move a name forward: `spark-deploy update --only NAME`.
 """
 
 

@@ -264,7 +264,7 @@ def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lo
     if not missing.names:
         return lock
     if settings.locked == "required":
-        fix = "run `spark-deploy lock` and keep the file, or set locked: first-use"
+        fix = "run `spark-deploy update --missing` and keep the file, or set locked: first-use"
         raise LockError(
             [Problem(f"{path.name}: {name}", "is not locked", fix) for name in missing.names]
         )

@@ -91,7 +91,7 @@ class HeldNames:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """Names and their identities; written by `spark-deploy lock`."""
+    """Names and their identities; written by `spark-deploy update`."""
 
     schema_version: Literal[1] = needed("Format of this file.")
     sources: Annotated[dict[str, LockedSource], knowing_keys("repo")] = needed(

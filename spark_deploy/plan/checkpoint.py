@@ -33,12 +33,12 @@ def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
     """Return the locked commit of ``repo``; a plan cannot be made without it."""
     found = lock.source(repo, revision)
     if found is None:
-        fix = "run `spark-deploy lock`, or set locked: first-use"
+        fix = "run `spark-deploy update --missing`, or set locked: first-use"
         raise PlanError.one(f"lock: {repo}", f"revision {revision} is not locked", fix)
     for file in found.files:
         if why := why_left_out(file.path):
             what = f"{file.path} is not fetched any more: {why}"
-            fix = f"run `spark-deploy lock --update {repo}`; the tree is fetched anew without it"
+            fix = f"run `spark-deploy update --only {repo}`; the tree is fetched anew without it"
             raise PlanError.one(f"lock: {repo}", what, fix)
     return found
 

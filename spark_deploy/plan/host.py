@@ -138,7 +138,7 @@ def pair_plan(served: Resolved, request: Request) -> PairPlan:
     model, profile, settings = served.model, served.profile, served.settings
     if isinstance(model, PlainModel) and model.anatomy is None:
         what = "its headers are not read yet, so nobody knows what it takes"
-        fix = "run `spark-deploy lock` while the hub answers"
+        fix = "run `spark-deploy update --missing` while the hub answers"
         raise PlanError.one(f"lock: {model.repository}", what, fix)
     lock, payload = request.lock, request.payload
     image = image_plan(model, profile, settings, lock, payload)

@@ -65,7 +65,7 @@ def locked_image(model: Model, settings: Settings, lock: Lock, role: str) -> Loc
         raise PlanError.one(f"catalog/models/{model.name}.yml: image.role", what, fix)
     found = lock.images.get(reference)
     if found is None:
-        fix = "run `spark-deploy lock`, or set locked: first-use"
+        fix = "run `spark-deploy update --missing`, or set locked: first-use"
         raise PlanError.one(f"lock: {reference}", "is not locked to a digest", fix)
     return found
 

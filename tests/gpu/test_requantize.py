@@ -1,4 +1,4 @@
-"""AutoRound as `spark-deploy requantize` runs it, beside plain rounding, on this device.
+"""AutoRound as `spark-deploy add --requantize` runs it, beside plain rounding, on this device.
 
 ``SPARK_GPU_AUTOROUND`` names a folder with AutoRound, which is put behind what this machine has;
 left out, it is the one that is installed.

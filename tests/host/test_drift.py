@@ -1,6 +1,6 @@
 """Whatever changes on a host, the next run repairs exactly that.
 
-What we own is asked of `spark-deploy manifest`. Here all files drift at once; each thing alone and
+`spark-deploy status --files` lists what we own. Here all files drift at once; each thing alone and
 each file alone take minutes (test_drift_alone.py, test_drift_files.py).
 """
 
@@ -25,7 +25,7 @@ FILE_CHANGES = {
 
 def manifest(site: Site, guest: Guest) -> list[Owned]:
     """Ask the command that people use for everything we own on a host."""
-    looked = site.look("manifest", "--planned", "--limit", guest.name, "--json")
+    looked = site.look("status", "--files", "--planned", "--limit", guest.name, "--json")
     assert looked.returncode == 0, looked.stderr
     found: list[Owned] = json.loads(looked.stdout)[guest.name]
     return found

@@ -147,8 +147,8 @@ def test_the_token_is_in_no_file_and_no_output_of_the_host(gated):
 
 
 def test_the_token_is_in_no_answer_and_no_file_of_the_controller(gated):
-    for words in (("plan", "--json"), ("plan",), ("status", "--json"), ("manifest", "--json"),
-                  ("connect", "--json")):  # fmt: skip
+    for words in (("plan", "--json"), ("plan",), ("status", "--json"),
+                  ("status", "--files", "--json"), ("connect", "--json")):  # fmt: skip
         said = gated.look(*words)
         shown_nowhere(said)
         assert NAME in said or words[0] == "plan", said

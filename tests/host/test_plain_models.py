@@ -177,7 +177,7 @@ def test_a_cache_that_nobody_knows_is_planned_with_once_an_engine_counted_it(
     # Two turns are longer than what it learnt by heart.
     served(site, "tiny-odd")
     assert planned(site)["memory"]["kv_tokens"] is None
-    done = site.look("lock", "--counted")
+    done = site.look("update", "--missing", "--counted")
     assert done.returncode == 0, done.stderr
     memory = planned(site)["memory"]
     assert memory["kv_tokens"] == pytest.approx(counted_tokens(guest), rel=0.01)

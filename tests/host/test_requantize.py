@@ -85,7 +85,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 def requantize(site: Site) -> subprocess.CompletedProcess[str]:
     inventory = str(site.root / "inventory/lab.py")
-    words = ["requantize", "lab-own", "--on", NAME, "--inventory", inventory, "-y", "-v"]
+    words = ["add", "lab-own", "--requantize", "--on", NAME, "--inventory", inventory, "-y", "-v"]
     return subprocess.run(
         [sys.executable, "-m", "spark_deploy", *words],
         cwd=CHECKOUT, capture_output=True, text=True, check=False, timeout=1500,

@@ -44,8 +44,7 @@ class Sources:
     )
     original: str | None = setting(
         None,
-        "16-bit tree that `spark-deploy requantize` makes an INT4 tree of; null when there is "
-        "none.",
+        "16-bit repository for `spark-deploy add MODEL --requantize`; null if none.",
         **HUB_REPOSITORY,
     )
     revision: str = setting("main", "Branch or tag the lock starts from.")

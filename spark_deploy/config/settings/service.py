@@ -41,8 +41,8 @@ class CheckpointSettings:
     )
     requantized: bool = setting(
         False,
-        "true starts from an INT4 tree of our own, made of the model's 16-bit repository "
-        "(sources.original) by `spark-deploy requantize`, with the settings of requantize.",
+        "Build from your own INT4 checkpoint, made from sources.original by "
+        "`spark-deploy add MODEL --requantize`.",
     )
     keep_base: bool = setting(
         True,
@@ -54,7 +54,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True)
 class RequantizeSettings:
-    """How `spark-deploy requantize` has AutoRound make an INT4 tree.
+    """How `spark-deploy add MODEL --requantize` has AutoRound make an INT4 tree.
 
     What is packed and what stays in 16 bits is said by the model's exact sets of names.
     """

@@ -102,7 +102,7 @@ def test_lock_check_names_what_is_missing_and_writes_nothing(spark_deploy, tmp_p
         "from spark_deploy.inventory.groups import group_from as _g\n"
         'spark = _g("spark", hosts=["a", "b"], file=__file__)\n'
     )
-    code, _, err = spark_deploy("lock", str(inventory), "--check")
+    code, _, err = spark_deploy("update", str(inventory), "--check")
     assert code == 1
     assert err.count("is not locked") == 4, "each name once, not once for every host"
     assert not (tmp_path / "spark.lock.yml").exists()
@@ -115,14 +115,14 @@ def test_a_lock_as_json_is_what_is_written_in_its_file(spark_deploy, tmp_path):
         "from spark_deploy.inventory.groups import group_from as _g\n"
         'spark = _g("spark", hosts=["a"], file=__file__)\n'
     )
-    code, out, _ = spark_deploy("lock", "sparks.py", "--check", "--json")
+    code, out, _ = spark_deploy("update", "sparks.py", "--check", "--json")
     [(path, lock)] = json.loads(out).items()
     assert (Path(path).name, "sources" in lock, "images" in lock) == ("spark.lock.yml", True, True)
     assert code in (0, 1)
 
 
 def test_an_update_of_a_name_nobody_uses_is_refused_with_a_guess(spark_deploy):
-    code, _, err = spark_deploy("lock", "--update", "Intel/Qwen3.5-122B-A10B-int4-AutoRund")
+    code, _, err = spark_deploy("update", "--only", "Intel/Qwen3.5-122B-A10B-int4-AutoRund")
     assert code == 1
     assert "did you mean Intel/Qwen3.5-122B-A10B-int4-AutoRound?" in err
 
@@ -143,7 +143,7 @@ def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spar
         "from spark_deploy.inventory.groups import group_from as _g\n"
         'spark = _g("spark", hosts=["mine"], file=__file__)\n'
     )
-    code, out, err = spark_deploy("manifest", "--planned")
+    code, out, err = spark_deploy("status", "--files", "--planned")
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "mine"
     for command in ("spark-check", "spark-host"):
@@ -161,7 +161,7 @@ def test_the_plan_says_what_the_proof_will_ask(spark_deploy):
 def test_without_one_there_it_is_that_of_the_checkout(spark_deploy, lock_path, monkeypatch):
     # The checkout's own folder holds no lock of made-up names.
     monkeypatch.setattr(HostSettings, "lock_path", lock_path)
-    code, out, err = spark_deploy("manifest", "--planned", "--json")
+    code, out, err = spark_deploy("status", "--files", "--planned", "--json")
     assert (code, err) == (0, "")
     [(host, owned)] = json.loads(out).items()
     assert host == "spark-1"
@@ -172,7 +172,8 @@ def test_an_inventory_of_a_lab_that_is_not_up_names_the_command_that_brings_it_u
     spark_deploy, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("SPARK_LAB_DIR", str(tmp_path))
-    code, _, err = spark_deploy("manifest", "--planned", str(CHECKOUT / "inventory/lab.py"))
+    inventory = str(CHECKOUT / "inventory/lab.py")
+    code, _, err = spark_deploy("status", "--files", "--planned", inventory)
     assert code == 1
     [target] = re.findall(r"fix: bring it up: `make (\S+)`", err)
     assert re.search(rf"^{target}:", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
@@ -217,7 +218,7 @@ def test_a_plan_of_what_nobody_read_claims_no_more_than_it_knows(spark_deploy):
 
 
 def test_what_is_neither_folder_nor_repository_is_asked_of_no_hub(spark_deploy):
-    code, out, err = spark_deploy("inspect", "./hosts.yml")
+    code, out, err = spark_deploy("add", "--dry", "./hosts.yml")
     assert (code, out) == (1, "")
     assert "./hosts.yml: is neither a directory nor org/name" in err
 

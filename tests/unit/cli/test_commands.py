@@ -34,16 +34,12 @@ def test_every_command_has_help_in_plain_words(name, capsys):
             assert re.search(rf"{option}\b.*\S", said)
 
 
-# What a program reads anyway.
-NO_JSON = {"completion"}
-
-
 def test_every_command_that_prints_for_people_prints_for_programs_too():
     with click.Context(cli._GROUP) as context:
         names = cli._GROUP.list_commands(context)
         made = [cli._GROUP.get_command(context, name) for name in names]
     without = {one.name for one in made if all("--json" not in given.opts for given in one.params)}
-    assert without == NO_JSON
+    assert without == set()
 
 
 OWN = ("--inventory", "own/inventory/spark.py")
@@ -55,7 +51,7 @@ OWN = ("--inventory", "own/inventory/spark.py")
         ("init", "own", "--host", "b"),
         ("settings",),
         ("connect", *OWN),
-        ("lock", "--check", *OWN),
+        ("update", "--check", *OWN),
         ("plan", "--estimate", *OWN),
         ("use", "agent", "--dry", *OWN),
     ],
@@ -119,19 +115,6 @@ def test_an_option_of_several_words_takes_them_all(words, given, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "all_of_them"),
-    [(("--update", "--check"), True), (("--update",), True), (("--check",), False), ((), False)],
-)
-def test_an_update_without_a_name_is_one_of_all_names(words, all_of_them, monkeypatch):
-    from spark_deploy.cli import lock
-
-    seen = []
-    monkeypatch.setattr(lock, "run", lambda options: seen.append(options) or 0)
-    assert main(["lock", *words]) == 0
-    assert (bool(seen[0].update), seen[0].check) == (all_of_them, "--check" in words)
-
-
-@pytest.mark.parametrize(
     ("line", "expected"),
     [("spark-deploy sta", {"status", "start"}), ("spark-deploy plan --profile v2-", {"v2-tq"})],
 )
@@ -143,22 +126,9 @@ def test_bash_completes_commands_and_names_of_the_catalog(line, expected):
     assert expected <= {found.split(",")[1] for found in done.stdout.splitlines()}
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_a_script_of_its_own(shell, capsys):
-    assert main(["completion", shell]) == 0
-    assert f"_SPARK_DEPLOY_COMPLETE={shell}_complete" in capsys.readouterr().out
-
-
 def test_a_command_that_is_none_gets_a_guess(capsys):
     assert main(["statsu"]) == 2
     assert "Did you mean status?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("width", ["80", "160"])
-def test_where_a_completion_goes_can_be_copied_from_its_help(width):
-    said = run("completion", "--help", COLUMNS=width).stdout
-    for shell in ("bash", "zsh", "fish"):
-        assert re.search(rf"^ *spark-deploy completion {shell} > \S+$", said, re.M)
 
 
 @pytest.mark.parametrize(

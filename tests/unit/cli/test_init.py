@@ -28,7 +28,7 @@ def nobody_there(monkeypatch, tmp_path):
     def no_hub(_options):
         raise LockError.one("hub", "cannot be asked", "look at the network")
 
-    monkeypatch.setattr(init.lock, "run", no_hub)
+    monkeypatch.setattr(init.update, "run", no_hub)
 
 
 def made(*words: str) -> Path:

@@ -51,7 +51,6 @@ def run(monkeypatch, capsys, *words, code=0):
          ["--data", "fabric.restore=true", "-y"]),
         (("fabric", "--measure", "-y"), "deploys/fabric.py",
          ["--data", "fabric.measure=true", "-y"]),
-        (("unbootstrap", "-y"), "deploys/unbootstrap.py", ["-y"]),
         (("rotate-key", "-y", "--verbose"), "deploys/rotate_key.py", ["-y"]),
     ],
 )  # fmt: skip
@@ -62,6 +61,26 @@ def test_it_runs_what_it_prints_for_every_host_by_name(monkeypatch, capsys, word
     assert typed[0].endswith("pyinfra")
     assert typed[1:] == argv[1:]
     assert argv[1:] == [INVENTORY, str(CHECKOUT / deploy), "--limit", "spark-1", *more]
+
+
+def test_uninstall_access_revokes_the_login_last_and_only_after_a_green_uninstall(
+    monkeypatch, capsys
+):
+    code, ran, _ = run(monkeypatch, capsys, "uninstall", "--access", "-y")
+    assert code == 0
+    deploys = ["deploys/uninstall.py", "deploys/unbootstrap.py"]
+    assert [words[2] for words in ran] == [str(CHECKOUT / deploy) for deploy in deploys]
+    assert len(run(monkeypatch, capsys, "uninstall", "--access", "-y", code=3)[1]) == 1
+
+
+def test_add_requantize_runs_the_job_on_the_named_host(monkeypatch, capsys):
+    words = ("add", "qwen3.5-35b", "--requantize", "--on", "spark-1", "-y")
+    code, [argv], _ = run(monkeypatch, capsys, *words)
+    assert code == 0
+    assert argv[2:] == [
+        str(CHECKOUT / "deploys/requantize.py"), "--limit", "spark-1",
+        "--data", "model=qwen3.5-35b", "--data", "checkpoint.requantized=true", "-y",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["uninstall", "rollback", "prune", "rotate-key"])
@@ -79,7 +98,7 @@ def test_a_run_that_failed_names_hosts_that_are_away_with_what_helps(
     assert ("spark-1: cannot be reached\n  fix: see that it is on\n" in said) == told
 
 
-CHANGES = ["fabric", "uninstall", "unbootstrap", "rollback", "prune", "rotate-key"]
+CHANGES = ["fabric", "uninstall", "rollback", "prune", "rotate-key"]
 
 
 @pytest.mark.parametrize("command", CHANGES)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from spark_deploy.cli import lock, progress_screen, reach, up
+from spark_deploy.cli import progress_screen, reach, up, update
 from spark_deploy.cli.commands import COMMANDS
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.progress_screen import HostView, Transcript, minutes
@@ -234,11 +234,11 @@ def test_names_are_locked_on_the_way_as_by_a_lock_command_that_nothing_was_asked
     """As ``init`` and a first ``up`` do, whose own options are others."""
     place = tmp_path / "spark.lock.yml"
     host = SimpleNamespace(catalog=None, settings=SimpleNamespace(lock_path=place, settings=None))
-    monkeypatch.setattr(lock, "listed", lambda _options: [host])
-    monkeypatch.setattr(lock, "wanted_by", lambda *_: Names(frozenset(), frozenset()))
-    monkeypatch.setattr(lock, "hold_if_told", lambda *words: words[2])
-    assert lock.lock_missing(Options(command="up", dry=False, verbose=False)) == 0
-    assert {str(one.name) for one in COMMANDS["lock"].takes} <= set(lock.UNASKED)
+    monkeypatch.setattr(update, "listed", lambda _options: [host])
+    monkeypatch.setattr(update, "wanted_by", lambda *_: Names(frozenset(), frozenset()))
+    monkeypatch.setattr(update, "hold_if_told", lambda *words: words[2])
+    assert update.lock_missing(Options(command="up", dry=False, verbose=False)) == 0
+    assert {str(one.name) for one in COMMANDS["update"].takes} <= set(update._DEFAULTS)
 
 
 def test_a_run_that_reaches_nobody_shows_the_reason_without_pyinfras_own_steps():

@@ -125,7 +125,7 @@ def test_what_is_not_as_the_catalog_says_is_refused_and_nothing_is_written(
     change(entries)
     write_repository(hub.root, repo, entries)
     here = inventory(tmp_path, hub, monkeypatch)
-    for command in ("lock", "plan"):
+    for command in ("update", "plan"):
         assert main([command, "inventory.py"]) == 1
         said = capsys.readouterr().err
         assert words in said
@@ -161,10 +161,10 @@ def test_lock_writes_what_plan_then_need_not_ask(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = inventory(tmp_path, hub, monkeypatch)
-    assert main(["lock", "inventory.py", "--check"]) == 1
-    assert main(["lock", "inventory.py"]) == 0
+    assert main(["update", "inventory.py", "--check"]) == 1
+    assert main(["update", "--missing", "inventory.py"]) == 0
     assert BUILD in read_lock(here / "spark.lock.yml").names
-    assert main(["lock", "inventory.py", "--check"]) == 0
+    assert main(["update", "inventory.py", "--check"]) == 0
     hub.requests.clear()
     capsys.readouterr()
     assert main(["plan", "inventory.py"]) == 0
@@ -175,18 +175,18 @@ def test_a_lock_from_before_is_read_checked_and_completed(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = inventory(tmp_path, hub, monkeypatch)
-    assert main(["lock", "inventory.py"]) == 0
+    assert main(["update", "--missing", "inventory.py"]) == 0
     path = here / "spark.lock.yml"
     whole = path.read_text()
     old = whole[: whole.index("names:\n")]
     path.write_text(old)
     capsys.readouterr()
-    assert main(["lock", "inventory.py", "--check"]) == 1
+    assert main(["update", "inventory.py", "--check"]) == 1
     assert f"spark.lock.yml: names of {BUILD} are not held" in capsys.readouterr().err
     assert main(["plan", "inventory.py"]) == 0
     assert f"{BUILD}: 464 names of {BASE} and " in capsys.readouterr().err
     assert path.read_text() == old
-    assert main(["lock", "inventory.py"]) == 0
+    assert main(["update", "--missing", "inventory.py"]) == 0
     assert path.read_text() == whole
 
 
@@ -194,14 +194,14 @@ def test_a_lock_with_digests_that_nobody_reads_now_is_read_and_nobody_is_asked(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = inventory(tmp_path, hub, monkeypatch)
-    assert main(["lock", "inventory.py"]) == 0
+    assert main(["update", "--missing", "inventory.py"]) == 0
     path = here / "spark.lock.yml"
     whole = path.read_text()
     gone = "".join(f"    {side}_headers: {'a' * 64}\n" for side in ("base", "donor"))
     path.write_text(whole.replace("    swapped_modules:", f"{gone}    swapped_modules:"))
     assert path.read_text() != whole
     hub.requests.clear()
-    assert main(["lock", "inventory.py", "--check"]) == 0
+    assert main(["update", "inventory.py", "--check"]) == 0
     assert main(["plan", "inventory.py"]) == 0
     assert hub.requests == []
 
@@ -250,7 +250,9 @@ def test_where_locks_are_required_nobody_is_asked_and_the_way_is_named(
     strict = dataclasses.replace(settings, locked="required")
     assert held_for(strict, CATALOG, tmp_path / "spark.lock.yml", lock, said.append) == lock
     assert hub.requests == []
-    assert said == [f"spark.lock.yml: names of {BUILD} are not held yet: run `spark-deploy lock`"]
+    [message] = said
+    assert BUILD in message
+    assert "`spark-deploy update --missing`" in message
 
 
 def test_a_profile_that_builds_nothing_holds_nothing(

@@ -1,4 +1,4 @@
-"""``spark-deploy inspect``: a repository for people, by its headers, and what the catalog says."""
+"""``add --dry``: a repository for people, by its headers, and what the catalog says."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def verdicts(capsys: pytest.CaptureFixture[str], place: str) -> dict[tuple[str, str], str | None]:
     """Return model and part → why a repository does not fit, None where it does."""
-    assert main(["inspect", place, "inventory.py", "--json"]) == 0
+    assert main(["add", "--dry", place, "inventory.py", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["against"]
     return {(row["plan"], row["part"]): None if row["fits"] else row["why"] for row in rows}
 
@@ -84,7 +84,7 @@ def test_a_hybrid_is_the_base_with_the_donors_experts(
 def test_a_person_sees_files_kinds_sizes_quantisation_and_what_fits(
     hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["inspect", BASE, "inventory.py"]) == 0
+    assert main(["add", "--dry", BASE, "inventory.py"]) == 0
     text = capsys.readouterr().out
     tree = next((hub.root / BASE).rglob("config.json")).parent
     for path in tree.iterdir():
@@ -113,9 +113,9 @@ def test_what_cannot_be_inspected_is_one_problem_with_a_way_out(
     here: Path, capsys: pytest.CaptureFixture[str], place: str, what: str | None
 ) -> None:
     if what is None:
-        assert main(["inspect", place, "inventory.py"]) == 2
+        assert main(["add", "--dry", place, "inventory.py"]) == 2
         return
-    assert main(["inspect", place, "inventory.py"]) == 1
+    assert main(["add", "--dry", place, "inventory.py"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
     assert what in said.err
@@ -133,7 +133,7 @@ def test_names_in_a_repository_do_not_move_the_cursor(
         told = json.loads(listing.read_text())
         told["siblings"].append({"rfilename": "a\x1b[31mb.txt", "size": -7})
         listing.write_text(json.dumps(told))
-    assert main(["inspect", "lab/odd", "inventory.py"]) == 0
+    assert main(["add", "--dry", "lab/odd", "inventory.py"]) == 0
     text = capsys.readouterr().out
     assert all(line.isprintable() for line in text.splitlines())
     assert "a?[31mb.txt" in text

@@ -94,7 +94,7 @@ def test_a_lock_from_before_with_such_files_is_refused_with_the_way_on() -> None
     old = Lock.of([LockedSource(REPO, "main", "1" * 40, files)])
     with pytest.raises(PlanError, match=r"modeling_x\.py is not fetched any more") as caught:
         locked_source(old, REPO, "main")
-    assert f"lock --update {REPO}" in caught.value.problems[0].fix
+    assert f"update --only {REPO}" in caught.value.problems[0].fix
 
 
 def test_the_tree_without_them_does_not_take_the_place_of_one_with_them() -> None:

@@ -144,7 +144,7 @@ def test_weights_that_do_not_fit_are_refused_though_the_cache_is_not_known() -> 
 
 
 def test_what_nobody_read_is_refused_by_name() -> None:
-    assert "run `spark-deploy lock`" in refused(anatomy=None)
+    assert "run `spark-deploy update --missing`" in refused(anatomy=None)
 
 
 def test_an_architecture_that_the_engine_does_not_list_is_refused_with_one_that_does() -> None:

@@ -118,7 +118,7 @@ def test_the_plan_says_what_is_quantised_with_how_much_memory_and_by_which_comma
     settings = settings_of(**OWN)
     said = "\n".join(text(plan_of(**OWN), *pair_of(settings, CATALOG), verbose=True))
     assert f"in {plan_of(**OWN).requantized.dir}: AutoRound, 0 steps" in said
-    assert "`spark-deploy requantize` does it" in said
+    assert "`spark-deploy add --requantize` does it" in said
 
 
 @pytest.mark.parametrize("content", ["", "no json\n", '{"prompt": "x"}\n', '{"text": 3}\n'])

@@ -89,7 +89,7 @@ def load_base_receipt(plan: BuildPlan) -> AnyReceipt:
         found = f"is {revision_of(receipt)}" if receipt else "has no receipt"
         kind, fix = "commit", "fetch the base at the locked commit"
         if len(wanted or "") > 40:
-            kind, fix = "digest", "run `spark-deploy requantize`"
+            kind, fix = "digest", "run `spark-deploy add --requantize`"
         what = f"{found}, the plan wants the verified tree of {kind} {wanted}"
         raise GateRefused(str(directory), what, fix)
     try:

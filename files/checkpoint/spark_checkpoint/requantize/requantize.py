@@ -150,7 +150,7 @@ def _blocks_done(work: Path) -> int:
 
 
 def _refuse_without_means(plan: RequantizePlan, work: Path) -> None:
-    again = "run `spark-deploy requantize` for this host"
+    again = "run `spark-deploy add --requantize` for this host"
     for path, what in ((plan.packages, "AutoRound"), (plan.calibration, "the text to tune with")):
         if not os.path.exists(path):
             raise GateRefused(path, f"is not there: {what}", again)

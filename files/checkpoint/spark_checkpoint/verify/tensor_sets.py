@@ -60,7 +60,7 @@ _CAUSES = {
     ".visual.": "the vision tower differs: a text-only or other tree",
 }
 _NAMES_FIX = (
-    "deploy the commits in the lock; `spark-deploy inspect` lists the models a repository fits, "
+    "deploy the commits in the lock; `spark-deploy add --dry` lists the models a repository fits, "
     "`spark-deploy add` serves it as published; if these are the commits of a shipped model, "
     "report this line to the project"
 )

@@ -1,4 +1,4 @@
-"""``spark-deploy lock``: write down which commit and which digest stand behind every name."""
+"""``spark-deploy update``: write commits and digests of the names in use to the lock file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import Names, refuse_two_revisions, resolve, wanted_by
 from spark_deploy.lock.types import Lock
 
-# What nobody asked for who locks on the way to something else.
-UNASKED = {"update": [], "check": False, "counted": False, "json": False}
+_DEFAULTS = {"only": [], "missing": True, "check": False, "counted": False, "json": False}
 
 
 def lock_missing(options: Options) -> int:
-    """Lock what is missing and no more, for another command and with its options."""
-    return run(Options(**{**vars(options), **UNASKED}))
+    """Lock what is missing, with the host options of another command."""
+    return run(Options(**{**vars(options), **_DEFAULTS}))
 
 
 def run(options: Options) -> int:
-    """Lock what is missing, or look up names anew, and hold them; each lock file once."""
+    """Update each lock file once; 1 if ``--check`` finds something missing."""
     by_path: dict[Path, list[Listed]] = {}
     for host in listed(options):
         by_path.setdefault(host.settings.lock_path, []).append(host)
@@ -43,14 +42,16 @@ def run(options: Options) -> int:
 
 def _lock_file(path: Path, hosts: list[Listed], options: Options) -> int:
     before = lock = read_lock(path)
-    update = [name for name in options.update if name]
-    _refuse_unknown(update, hosts)
+    only = [name for name in options.only if name]
+    _refuse_unknown(only, hosts)
     done: set[str] = set()
     wanted_by_all = [wanted_by(host.settings.settings, host.catalog) for host in hosts]
     refuse_two_revisions(set().union(*(wanted.sources for wanted in wanted_by_all)))
     for host, wanted in zip(hosts, wanted_by_all, strict=True):
         settings = host.settings.settings
-        todo = _named(wanted, update) if options.update else wanted.missing_in(lock)
+        todo = _named(wanted, only)
+        if options.missing or options.check:
+            todo = todo.missing_in(lock)
         todo = todo.without(done)
         done.update(todo.names)
         if todo.names and not options.check:
@@ -75,7 +76,7 @@ def _lock_file(path: Path, hosts: list[Listed], options: Options) -> int:
 
 
 def _open_names(hosts: list[Listed], lock: Lock) -> set[str]:
-    """Say of which builds nobody held the names against the catalog."""
+    """Return builds without verified tensor names, and repositories without read headers."""
     asked = (open_questions(host.settings.settings, host.catalog, lock) for host in hosts)
     lacks = {f"names of {one.build} are not held" for found in asked for one, _ in found}
     read = (unread(host.settings.settings, host.catalog, lock) for host in hosts)
@@ -98,7 +99,7 @@ def _refuse_unknown(names: list[str], hosts: list[Listed]) -> None:
         if name not in known:
             guess = closest(name, known)
             fix = f"did you mean {guess}?" if guess else f"in use: {', '.join(known)}"
-            raise LockError.one(f"--update {name}", "no host of the inventory uses it", fix)
+            raise LockError.one(f"--only {name}", "no host of the inventory uses it", fix)
 
 
 def _difference(before: Lock, after: Lock) -> str:

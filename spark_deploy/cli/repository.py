@@ -1,4 +1,4 @@
-"""``spark-deploy inspect``: what a repository holds, and which models of the catalog it is for."""
+"""``add --dry``: what a repository holds, and which models of the catalog it fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_contract.orders import (
     Scheme,
 )
 
-from spark_deploy.cli.hosts import listed
+from spark_deploy.cli.hosts import Listed
 from spark_deploy.cli.options import Options
 from spark_deploy.config.catalog.companions import HUB_REPOSITORY
 from spark_deploy.config.catalog.model import HybridModel
@@ -28,10 +28,8 @@ from spark_deploy.lock.verify_names import workplace
 from spark_deploy.plan.checkpoint import exact_sets
 
 
-def run(options: Options) -> int:
-    """Print what the headers of a repository say; no byte of its weights is read."""
-    # Hosts of an inventory may differ in hub and catalog: the first one's are asked.
-    host = listed(options, judged=False)[0]
+def inspect(options: Options, host: Listed) -> int:
+    """Print the tensors of a repository or directory by its headers; read no weights."""
     place = _place(options.place)
     with workplace(host.settings.settings.hub) as builder:
         words = [JSON] if options.json else []
@@ -45,10 +43,10 @@ def run(options: Options) -> int:
 
 
 def _place(named: str) -> str:
-    """Return what is to be looked at.
+    """Return the directory or repository.
 
     Raises:
-        CatalogError: it is neither a folder nor a repository, so no hub is asked for it.
+        CatalogError: it is neither.
     """
     if Path(named).is_dir():
         return str(Path(named).absolute())
