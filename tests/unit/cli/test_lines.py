@@ -35,7 +35,8 @@ def run(monkeypatch, capsys, *words, code=0):
         run_pyinfra, "watch", lambda argv, *_more: done(argv, check=False).returncode
     )
     monkeypatch.setattr(run_pyinfra, "reach", lambda _hosts: SimpleNamespace(problems=lambda: AWAY))
-    found = main([words[0], INVENTORY, *words[1:]])
+    at = 2 if words[0] == "add" else 1  # behind the model
+    found = main([*words[:at], INVENTORY, *words[at:]])
     return found, ran, capsys.readouterr().err
 
 
