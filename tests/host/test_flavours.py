@@ -198,15 +198,15 @@ def test_a_whole_weight_in_anothers_cache_is_copied_and_a_wrong_one_is_fetched(
 def test_a_report_tells_what_it_shows_and_nothing_of_its_owner(
     theirs: Theirs, tmp_path: Path
 ) -> None:
-    file = tmp_path / "report.md"
-    code, said = theirs.site.tool("report", "--out", str(file))
-    assert code == 0, said
+    file = tmp_path / "report.json"
+    code, output = theirs.site.tool("doctor", "--report", "--out", str(file))
+    assert code == 0, output
     text = file.read_text()
-    told = json.loads(text.partition("```json")[2].partition("```")[0])["hosts"][0]
-    assert told["serving"]["proven"] is True
-    assert told["stand_ins"]
-    assert {one["state"] for one in told["answers"]} == {"open"}
-    answers = {one["id"]: one["text"] for one in told["answers"]}
+    report = json.loads(text)["hosts"][0]
+    assert report["serving"]["proven"] is True
+    assert report["stand_ins"]
+    assert {answer["state"] for answer in report["answers"]} == {"open"}
+    answers = {answer["id"]: answer["text"] for answer in report["answers"]}
     assert answers["rollout"].startswith("stand-ins; switched: ")
     assert "one_stream_tokens_per_s" in answers["speed"]
     assert re.fullmatch(r"stand-ins; (\d+) of \1 done.*", answers["fetched"]), answers["fetched"]

@@ -16,7 +16,7 @@ from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Engines, Families
 from spark_deploy.config.documents.declare import schema_of, typed
-from spark_deploy.config.settings.types import Settings
+from spark_deploy.config.settings.types import COMMAND_FLAGS, EXPERT, Settings
 from spark_deploy.inventory.hosts_file import HostList
 from spark_deploy.lock.types import Lock
 
@@ -56,8 +56,11 @@ def all_yml() -> Iterator[str]:
         if "properties" not in part:
             yield from _entry(key, part, defaults[key])
             continue
+        inside = {k: v for k, v in part["properties"].items() if f"{key}.{k}" not in COMMAND_FLAGS}
+        if not inside:
+            continue
         yield from (*_comment(part["description"]), f"{key}:")
-        for inner, its in part["properties"].items():
+        for inner, its in inside.items():
             yield from textwrap.indent(
                 "\n".join(_entry(inner, its, defaults[key][inner])), "  "
             ).splitlines()
@@ -93,27 +96,50 @@ def settings_page() -> Iterator[str]:
     schema, defaults = schema_of(Settings, "settings"), typed(Settings())
     yield "<!-- generated from spark_deploy/config/settings by `make docs` -->"
     yield from ("# Settings", "", SETTINGS_INTRODUCTION)
-    plain = {key: part for key, part in schema["properties"].items() if "properties" not in part}
-    yield from _table("General", "", plain, defaults)
-    for key, part in schema["properties"].items():
-        if "properties" in part:
-            yield from _table(f"`{key}`", part["description"], part["properties"], defaults[key])
+    everything = dict(_leaves(schema["properties"], defaults))
+    usual = {key: it for key, it in everything.items() if key not in COMMAND_FLAGS | EXPERT}
+    sections: dict[str, dict[str, Any]] = {}
+    for key, it in usual.items():
+        sections.setdefault(key.rpartition(".")[0], {})[key] = it
+    for name, keys in sections.items():
+        text = schema["properties"][name]["description"] if name else ""
+        yield from _table(f"`{name}`" if name else "General", text, keys)
+    expert = {key: everything[key] for key in everything if key in EXPERT}
+    yield from _table("Expert", "Most hosts need none of these.", expert)
+    flags = {key: everything[key] for key in everything if key in COMMAND_FLAGS}
+    yield from _table(
+        "Options of one command", "Pass them with `--data` to the command or its deploy.", flags
+    )
     secret = schema["$defs"]["SecretRef"]
-    yield from _table("A secret", secret["description"], secret["properties"], {})
-    for key, part in plain.items():
+    yield from _table("A secret", secret["description"], _keys(secret))
+    for key, (part, _) in everything.items():
         each = part.get("items") or part.get("additionalProperties")
         if isinstance(each, dict) and "properties" in each:
-            yield from _table(f"Each of `{key}`", each["description"], each["properties"], {})
+            yield from _table(f"Each of `{key}`", each["description"], _keys(each))
 
 
-def _table(title: str, text: str, keys: dict[str, Any], defaults: dict[str, Any]) -> Iterator[str]:
+Leaf = tuple[dict[str, Any], str]  # schema and default
+
+
+def _leaves(properties: dict[str, Any], defaults: dict[str, Any]) -> Iterator[tuple[str, Leaf]]:
+    for key, part in properties.items():
+        for inner, leaf in part.get("properties", {}).items():
+            yield f"{key}.{inner}", (leaf, f"`{json.dumps(defaults[key][inner])}`")
+        if "properties" not in part:
+            yield key, (part, f"`{json.dumps(defaults[key])}`")
+
+
+def _keys(part: dict[str, Any]) -> dict[str, Leaf]:
+    return {key: (its, "") for key, its in part["properties"].items()}
+
+
+def _table(title: str, text: str, keys: dict[str, Leaf]) -> Iterator[str]:
     yield from ("", f"## {title}", "")
     if text:
         yield from (text, "")
     yield "| key | form | default | meaning |"
     yield "|---|---|---|---|"
-    for key, part in keys.items():
-        default = f"`{json.dumps(defaults[key])}`" if key in defaults else ""
+    for key, (part, default) in keys.items():
         yield row(f"`{key}`", _form(part), default, part["description"])
 
 

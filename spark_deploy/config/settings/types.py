@@ -47,6 +47,35 @@ from spark_deploy.config.settings.sources import (
     RepositorySettings,
 )
 
+# Options of one command. Its deploy takes them as `--data`; settings files need none of them.
+COMMAND_FLAGS = frozenset({
+    "releases.rollback_to", "fabric.measure", "fabric.restore", "uninstall.models",
+    "uninstall.engine", "requantize.iters", "requantize.nsamples", "requantize.seqlen",
+    "requantize.batch", "requantize.calibration",
+})  # fmt: skip
+# Settings that most hosts never change; `--data` and settings files accept them like all others.
+EXPERT = frozenset({
+    "locked", "lock_file", "registries.insecure", "override_rails", "allow_memory_holders",
+    "rollout.canary", "releases.keep", "serve.max_body_mib", "serve.max_requests_per_s",
+    "serve.max_connections", "serve.start_timeout_s", "serve.stop_timeout_s", "serve.drain_s",
+    "serve.ca_dir", "serve.tls_names", "engine.options", "engine.environment",
+    "engine.memory_fraction", "engine.chat_template", "engine.head", "checkpoint.layout",
+    "checkpoint.prebuilt", "checkpoint.keep_base", "cluster.port", "cluster.join_s",
+    "cluster.subnet", "replicas.port", "replicas.addresses", "fabric.networks",
+    "fabric.interfaces", "fabric.mtu", "fabric.confirm_s", "memory.total_gib",
+    "memory.start_wait_s", "memory.floor_gib", "watch.stall_s", "watch.interval_s",
+    "watch.hot_celsius", "check.timeout_s", "check.bench_s", "check.bench_worse_percent",
+    "downloads.parallel", "downloads.tries", "downloads.retry_pause_s", "downloads.outage_s",
+    "downloads.look_in", "fleet.address", "fleet.port", "repositories", "expect.arch",
+    "expect.pci_ids", "expect.gpu_name", "expect.os_id", "expect.os_version", "expect.driver_min",
+    "expect.dgx_release", "expect.updates", "base.packages", "base.package_lock_wait_s",
+    "base.hold_driver_in_unattended_upgrades", "base.disable_sleep", "base.protect_login",
+    "base.earlyoom", "base.compaction_proactiveness", "cuda.version", "cuda.package",
+    "cuda.repositories", "docker.packages", "docker.toolkit_packages", "docker.repositories",
+    "docker.daemon", "disk.reserve_gib", "paths.docker_dir", "paths.cache_dir", "ssh.first_user",
+    "ssh.config_file", "ssh.known_hosts_file", "sudo",
+})  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class UninstallSettings:
