@@ -201,7 +201,7 @@ def test_the_logs_of_every_part_are_one_stream(walk: Walk) -> None:
 
 
 def test_one_command_takes_everything_away_and_one_more_the_way_in(walk: Walk) -> None:
-    [uninstall], [unbootstrap] = told("uninstall"), told("give up the way in")
+    [uninstall], [unbootstrap] = told("uninstall"), told("revoke the access")
     gone = walk.owner.types(*uninstall, "-y")
     assert gone.returncode == 0, gone.stdout[-4000:] + gone.stderr
     assert walk.guest.run("ls -d /etc/spark /usr/local/lib/spark 2>/dev/null || true") == ""

@@ -16,8 +16,6 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/host")]
 
-from spark_contract.patterns import count  # noqa: E402
-
 from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel  # noqa: E402
 from spark_deploy.config.catalog.profile import Profile  # noqa: E402
@@ -35,6 +33,7 @@ from spark_deploy.plan.memory import (  # noqa: E402
 from spark_deploy.plan.resolve import problems_of  # noqa: E402
 from spark_deploy.plan.weights import weights_of  # noqa: E402
 from tools.docs import evidence, speed  # noqa: E402
+from tools.docs.commands import command_rows  # noqa: E402
 from tools.docs.declared import DOCUMENTS, all_yml, row, schema_file, settings_page  # noqa: E402
 
 DEFAULT = Settings()
@@ -86,7 +85,7 @@ def fill(name: str, parts: dict[str, Callable[[], Iterable[str]]]) -> Iterator[s
 def hybrid_models() -> Iterator[str]:
     """Yield a section per hybrid model."""
     for model in catalog().models.values():
-        if isinstance(model, HybridModel):
+        if isinstance(model, HybridModel) and not model.name.startswith("lab-"):
             yield from _model(model)
 
 
@@ -102,7 +101,6 @@ def plain_models() -> Iterator[str]:
 
 def _model(model: HybridModel) -> Iterator[str]:
     shape, sizes = model.architecture, weights_of(model.architecture)
-    tensors = model.tensors
     yield from ("", f"## {model.name}", "", f"{model.summary}.", "")
     yield from (f"**Choose this when** {model.choose_when}.", "")
     yield f"- base `{model.sources.base}`, FP8 donor `{model.sources.donor}`"
@@ -117,36 +115,23 @@ def _model(model: HybridModel) -> Iterator[str]:
         f"{size(sizes.attention_bytes)}, shared experts {size(sizes.shared_bytes)}, LM head "
         f"{size(sizes.head_bytes)}, MTP {size(sizes.mtp_bytes)}, vision {size(sizes.vision_bytes)}"
     )
-    yield (
-        f"- {_count(tensors.base):,} tensors without MTP, {_count(tensors.base + tensors.mtp):,} "
-        f"with it; {_count(tensors.swap):,} weights come from the donor, "
-        f"{_count(tensors.donor_unmatched):,} of its tensors are expected to have no partner"
-    )
-    if tensors.counts is not None:
-        yield f"- these counts: {tensors.counts.source}"
-    for part in tensors.donor_shapes:
-        yield (
-            f"- donor `{part.modules}`: weight {list(part.weight)}, scales {list(part.scale)} "
-            f"({part.source})"
-        )
-    yield f"- served on one host with: {', '.join(_served_with(model)) or 'no profile'}"
+    yield f"- on one host with: {', '.join(_served_with(model)) or 'no profile'}"
     for number in (2, 4):
         yield _together(model, number)
 
 
 def _together(model: HybridModel, count: int) -> str:
-    """Say with which profiles so many hosts serve a model together, and what each then holds."""
+    """Return what each of several hosts holds of a model with the default profile."""
     names = _served_with(model, count)
     if not names:
-        return f"- served by {count} hosts together (`cluster.hosts`) with: no profile"
+        return f"- on {count} hosts (`cluster.hosts`): no profile"
     chosen = DEFAULT.profile if DEFAULT.profile in names else names[0]
     profile = catalog().profile(chosen, model.name)
     plan = plan_memory(model, profile, _on(count, model.name, chosen))
     return (
-        f"- served by {count} hosts together (`cluster.hosts`) with: {', '.join(names)}; with "
-        f"{chosen} each holds {gib(plan.weights_bytes)} of weights, {gib(plan.drafter_bytes)} of "
-        f"drafter and {gib(plan.kv_cache_bytes)} of KV cache, {plan.full_context_users:.1f} "
-        f"requests of full length (computed, run on no Spark)"
+        f"- on {count} hosts (`cluster.hosts`) with {chosen}, per host: weights "
+        f"{gib(plan.weights_bytes)}, drafter {gib(plan.drafter_bytes)}, KV cache "
+        f"{gib(plan.kv_cache_bytes)}, {plan.full_context_users:.1f} full-length requests"
     )
 
 
@@ -187,15 +172,17 @@ def _profile(name: str) -> Iterator[str]:
         yield from ("", "| published | figure | source |", "|---|---|---|")
         for figure in shown.published:
             yield row(figure.what, figure.value, figure.source)
-    else:
-        yield from ("", "Nobody has published a figure of it.")
-    if not shown.proven:
-        yield from ("", "Nothing is proven of it yet.")
-        return
-    yield from ("", "| proven by this project | on | result |", "|---|---|---|")
-    for proof in shown.proven:
-        link = f"[{proof.result}](../../proofs/results/gpu/{proof.result})"
-        yield row(proof.what, evidence.device_of(proof.result), link)
+
+
+def profile_proofs() -> Iterator[str]:
+    """Yield what result files show of each profile."""
+    for name in catalog().profile_names:
+        proofs = catalog().profile(name, Settings().model).proven
+        if proofs:
+            yield from ("", f"## {name}", "", "| shown | on | result |", "|---|---|---|")
+        for proof in proofs:
+            link = f"[{proof.result}](results/gpu/{proof.result})"
+            yield row(proof.what, evidence.device_of(proof.result), link)
 
 
 def _memory_row(model: Model, profile: Profile) -> str:
@@ -235,16 +222,13 @@ def _for_sparks() -> list[HybridModel]:
     return [model for model in models if not model.name.startswith("lab-")]
 
 
-def _count(patterns: tuple[str, ...]) -> int:
-    return sum(count(pattern) for pattern in patterns)
-
-
 FILES: dict[str, Callable[[], Iterable[str]]] = {
     **{f"schema/{name}.schema.json": functools.partial(schema_file, name) for name in DOCUMENTS},
     "group_vars/all.yml": all_yml,
     "docs/reference/settings.md": settings_page,
 }
 PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
+    "docs/reference/commands.md": {"commands": command_rows},
     "docs/reference/models.md": {"hybrid models": hybrid_models, "plain models": plain_models},
     "docs/reference/profiles.md": {
         "profiles": profile_sections,
@@ -261,6 +245,7 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "kernels": evidence.kernel_rows,
         "questions": functools.partial(evidence.question_rows, CHECKOUT),
     },
+    "proofs/profiles.md": {"profiles": profile_proofs},
     "proofs/results/README.md": {
         folder: functools.partial(evidence.result_rows, folder) for folder in ("gpu", "cpu")
     },

@@ -1,0 +1,40 @@
+"""docs/reference/commands.md: every command with its options, as click declares them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from spark_deploy.cli import _GROUP as GROUP
+
+SHARED = {"inventory", "limit", "exclude", "data", "json", "model", "profile"}
+
+
+def command_rows() -> Iterator[str]:
+    """Yield the table."""
+    yield from ("| command | does | options |", "|---|---|---|")
+    context = click.Context(GROUP)
+    for name in GROUP.list_commands(context):
+        command = GROUP.get_command(context, name)
+        assert command is not None
+        cells = (
+            f"`{name}{_arguments(command)}`",
+            str(command.help),
+            "<br>".join(_options(command)),
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _arguments(command: click.Command) -> str:
+    arguments = [part for part in command.params if isinstance(part, click.Argument)]
+    return "".join(f" {part.metavar}" for part in arguments if part.name != "words").replace(
+        "|", "\\|"
+    )
+
+
+def _options(command: click.Command) -> Iterator[str]:
+    for part in command.params:
+        if isinstance(part, click.Option) and part.name not in SHARED:
+            metavar = f" {part.metavar}" if part.metavar else ""
+            yield f"`{', '.join(part.opts)}{metavar}` {part.help}"
