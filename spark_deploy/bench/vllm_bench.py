@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +133,7 @@ def load_of(found: dict[str, Any], case: Case, seed: int) -> Load:
     )  # fmt: skip
 
 
-def cases_of(clients: list[int], context_tokens: int, **sizes: int) -> Iterator[Case]:
+def cases_of(clients: Sequence[int], context_tokens: int, **sizes: int) -> Iterator[Case]:
     """Yield a case for each number of clients."""
     for concurrency in clients or [1]:
         yield Case(concurrency, **sizes).fitting(context_tokens)

@@ -1,4 +1,4 @@
-"""``spark-deploy``: the command line, made of the table in ``commands.py``."""
+"""``spark-deploy``: the command line. A command is a line here and a click command in a module."""
 
 from __future__ import annotations
 
@@ -8,24 +8,50 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 
 import click
 
-from spark_deploy.cli.commands import COMMANDS
-from spark_deploy.cli.options import (
-    Entry,
-    Options,
-    Several,
-    host_options,
-    json_option,
-    plan_options,
-)
 from spark_deploy.config.documents.shown import shown
 
-_ABOUT = "Turn NVIDIA DGX Sparks into proven model servers: from an SSH login to answers."
+SECTIONS = {
+    "Set up": {
+        "init": "Create a folder for your hosts and settings.",
+        "up": "Deploy: make hosts serve what the settings say.",
+    },
+    "Change": {
+        "use": "Select another model or profile in your settings files.",
+        "stop": "Stop serving, across reboots and deploys, until start.",
+        "start": "Start the last proven release of stopped hosts.",
+        "rollback": "Return to the previous release.",
+        "prune": "Remove files and images that no kept release needs.",
+        "rotate-key": "Create a new API key and reject the old one.",
+        "uninstall": "Remove this project from hosts.",
+        "fabric": "Configure or measure the links between hosts.",
+    },
+    "Inspect": {
+        "plan": "Print what a deploy would create; change no host.",
+        "status": "Show releases, checks and differences from the plan.",
+        "doctor": "Check what a deploy would refuse; change nothing.",
+        "connect": "Print URL, model name and client setup.",
+        "top": "Show requests, tok/s, cache, memory and temperature.",
+        "logs": "Print logs of engines, gateways and jobs, merged.",
+        "bench": "Benchmark servers through their gateways; compare results.",
+    },
+    "Models and files": {
+        "update": "Lock new commits and image digests.",
+        "settings": "Print all settings with defaults and descriptions.",
+        "add": "Add a model from a repository, shared file or recipe.",
+        "share": "Write a model, its profile and lock to one file.",
+    },
+}
+COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
+_MODULES = {
+    "start": "stop",
+    **dict.fromkeys(("rollback", "prune", "rotate-key", "uninstall", "fabric"), "run_pyinfra"),
+}
+_ABOUT = "Turn NVIDIA DGX Sparks into proven model servers."
 _OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
@@ -77,32 +103,23 @@ def _have_streams() -> None:
 
 def _called(words: list[str]) -> int:
     try:
-        called = _GROUP.main(words, "spark-deploy", standalone_mode=False)
+        called = GROUP.main(words, "spark-deploy", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    if not isinstance(called, Options):  # --help, --version: said already
+    if not callable(called):  # --help, --version: printed already
         return int(called or 0)
     return _run(called)
 
 
-def _run(options: Options) -> int:
-    """Run a command outside of click's context: an inventory has one of its own."""
-    entry = COMMANDS[options.command]
-    if entry.asks(options):
-        # Hosts are asked at the same time; must happen before anything opens a socket.
-        from gevent import hub, monkey
-
-        monkey.patch_all()
-        hub.Hub.NOT_ERROR += (KeyboardInterrupt,)  # told below, in our own words
+def _run(command: Callable[[], int]) -> int:
     from spark_deploy.config.errors import SparkError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     # Answers carry the reasons of failed connections; pyinfra would say them a second time.
     logging.getLogger("pyinfra").setLevel(logging.CRITICAL)
-    module = importlib.import_module(f"spark_deploy.cli.{entry.module or options.command}")
     try:
-        return int(module.run(options))
+        return command()
     except SparkError as error:
         from spark_deploy.cli.terminal import tell_problem
 
@@ -110,97 +127,58 @@ def _run(options: Options) -> int:
             tell_problem(problem)
         return 1
     except click.Abort:
-        print("\nended; nothing more was done", file=sys.stderr)
+        print("\nstopped; nothing was changed", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
-        print("\ninterrupted; what a host was told already goes on there", file=sys.stderr)
+        print("\ninterrupted; work already started on hosts continues", file=sys.stderr)
         return 130
 
 
-class _Command(click.Command):
-    """A command of the table; its callback hands on what it was called with."""
-
-    def __init__(self, name: str, entry: Entry) -> None:
-        more = [
-            *(host_options() if entry.about_hosts else []),
-            *(plan_options() if entry.plans else []),
-            json_option(),
-        ]
-        super().__init__(
-            name,
-            params=[*entry.takes, *more],
-            help=entry.does,
-            callback=lambda **values: _options(name, entry, values),
-        )
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        several = {word for one in self.params if isinstance(one, Several) for word in one.opts}
-        return super().parse_args(ctx, list(_spread(args, several)))
-
-
-def _spread(words: Iterable[str], several: set[str]) -> Iterator[str]:
-    """Yield ``--depths=0 --depths=4096`` for ``--depths 0 4096``; ``--update=`` for none."""
-    option, given = "", 0
-    for word in [*words, "--"]:
-        if word.startswith("-") and option and not given:
-            yield f"{option}="
-        if word in several:
-            option, given = word, 0
-        elif word.startswith("-"):
-            option = ""
-            yield word
-        elif option:
-            given += 1
-            yield f"{option}={word}"
-        else:
-            yield word
-
-
-def _options(name: str, entry: Entry, values: dict[str, object]) -> Options:
-    found = {key: list(one) if isinstance(one, tuple) else one for key, one in values.items()}
-    if entry.about_hosts:
-        found = {"model": None, "profile": None, **found}
-        words: list[str] = found.pop("words")  # type: ignore[assignment]  # click's, of nargs=-1
-        files = [word for word in words if _is_inventory(word)]
-        if len(files) > 1 or (files and found["inventory"]):
-            raise click.UsageError(f"one inventory, please: {' '.join(files)}")
-        found["inventory"] = files[0] if files else found["inventory"]
-        limit: list[str] = found["limit"]  # type: ignore[assignment]  # click's, of multiple=True
-        limit += [word for word in words if word not in files]
-    return Options(command=name, **found)
-
-
-def _is_inventory(word: str) -> bool:
-    """Tell an inventory from the name of a host: a file, a list with commas, or this machine."""
-    named_so = word.endswith(".py") or word.startswith("@")
-    return named_so or "," in word or "/" in word or Path(word).is_file()
+def _queries_hosts(name: str, words: Sequence[str]) -> bool:
+    """Whether a command queries hosts over pyinfra's connections."""
+    if "--help" in words:
+        return False
+    if name in ("plan", "update"):
+        return "--on-host" in words or "--counted" in words
+    if name in ("status", "share"):
+        return "--planned" not in words and "--unasked" not in words
+    return name in ("up", "doctor", "stop", "start")
 
 
 class _Group(click.Group):
-    """The commands of the table, made when they are needed and listed by section."""
+    """Imports the module of a command when it is needed, so that ``--help`` loads nothing else."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return _Command(cmd_name, COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"spark_deploy.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        command.help = COMMANDS[cmd_name]
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that is named; one that is none gets a guess."""
+        """Return the named command; an unknown name gets a suggestion."""
         if args and args[0] not in COMMANDS and not ctx.resilient_parsing:
             guess = get_close_matches(args[0], COMMANDS, n=1)
-            meant = f" Did you mean {guess[0]}?" if guess else ""
-            ctx.fail(f"No such command '{args[0]}'.{meant}")
+            hint = f" Did you mean {guess[0]}?" if guess else ""
+            ctx.fail(f"No such command '{args[0]}'.{hint}")
+        if args and not ctx.resilient_parsing and _queries_hosts(args[0], args[1:]):
+            # Hosts are queried in parallel; gevent must patch before anything imports ssl.
+            from gevent import hub, monkey
+
+            monkey.patch_all()
+            hub.Hub.NOT_ERROR += (KeyboardInterrupt,)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for section in dict.fromkeys(entry.section for entry in COMMANDS.values()):
+        for section, commands in SECTIONS.items():
             with formatter.section(section):
-                formatter.write_dl(
-                    [(name, one.does) for name, one in COMMANDS.items() if one.section == section]
-                )
+                formatter.write_dl(list(commands.items()))
 
 
 def _version() -> str:
@@ -218,7 +196,7 @@ def _say_version(context: click.Context, _option: click.Parameter, wanted: bool)
         context.exit()
 
 
-_GROUP = _Group(
+GROUP = _Group(
     "spark-deploy",
     help=_ABOUT,
     params=[

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described
 
 from spark_deploy.cli import repository, run_pyinfra, use
 from spark_deploy.cli.draft import Draft
 from spark_deploy.cli.hosts import Listed, again, answer, listed, planned, say
 from spark_deploy.cli.install_shared import take, write_files
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import FILE, Options, host_names, profile_option, shared_options
 from spark_deploy.cli.plan_text import lines
 from spark_deploy.cli.recipes import draft_of_recipe
 from spark_deploy.cli.share import read
@@ -165,17 +166,29 @@ class _Added:
     open: list[str]  # what is not known of it, or was not used
 
 
-def run(options: Options) -> int:
-    """Write the file, check it as every file is, and print its plan and what is open."""
-    if options.requantize:
-        return _requantize(options)
+@click.command
+@click.argument("place", metavar="ORG/NAME[@REVISION]|FILE|MODEL", type=FILE)
+@profile_option("Profile to use [plain].")
+@click.option("--use", "is_chosen", is_flag=True, help="Also select it in your settings files.")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
+@click.option("--requantize", is_flag=True, help="Build an INT4 checkpoint of MODEL (AutoRound).")
+@click.option(
+    "--on", multiple=True, metavar="NAME", shell_complete=host_names, help="Host for AutoRound."
+)
+@shared_options(changes=True)
+def add(
+    options: Options, place: str, is_chosen: bool, force: bool, requantize: bool, on: Sequence[str]
+) -> int:
+    """Write the catalog file, validate it, print its plan and what is open."""
+    if requantize:
+        return _requantize(options, place, on)
     # The present choice of the hosts need not fit the new model, nor be possible at all.
-    profile, options.profile = options.profile or _PROFILE, None
+    profile, options = options.profile or _PROFILE, replace(options, profile=None)
     # Hosts of an inventory may differ in hub and folder: the first host decides.
     host = listed(options, judged=False)[0]
     if options.dry:
-        return _preview(options, host)
-    added = _added(options, host, profile)
+        return _preview(options, place, host)
+    added = _added(place, host, profile, force=force)
     pair = f"{added.model}/{added.profile}"
     found: dict[str, Any] = {
         "files": [str(file) for file in added.files], "model": added.model,
@@ -187,7 +200,7 @@ def run(options: Options) -> int:
     text: list[str] = []
     try:
         text += _planned(options, added, found)
-        if options.use:
+        if is_chosen:
             text += _chosen(options, pair, found)
         else:
             text.append(f"  NEXT        {'; then '.join(found['next'])}")
@@ -203,51 +216,50 @@ def run(options: Options) -> int:
     return 1 if found["problems"] else 0
 
 
-def _requantize(options: Options) -> int:
+def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
     """Run the AutoRound job of a catalog model on a host."""
-    job = {"command": "requantize", "model": options.place, "profile": None, "requantized": True,
-           "limit": [*options.limit, *options.on]}  # fmt: skip
-    code = run_pyinfra.run(Options(**{**vars(options), **job}))
+    options = replace(options, model=model, profile=None, limit=[*options.limit, *hosts])
+    code = run_pyinfra.run("requantize", options, {"checkpoint.requantized": True})
     if code == 0 and not options.dry:
         say(
-            f"to serve it, set checkpoint.requantized: true next to model: {options.place}, "
+            f"to serve it, set checkpoint.requantized: true next to model: {model}, "
             "then run spark-deploy up"
         )
     return code
 
 
-def _preview(options: Options, host: Listed) -> int:
+def _preview(options: Options, place: str, host: Listed) -> int:
     """Print what a file would add, or what a repository holds; write nothing."""
-    data = _file(options.place)
+    data = _file(place)
     if data is None:
-        return repository.inspect(options, host)
+        return repository.inspect(place, host, as_json=options.json)
     if "shared" in data:
-        shared = read(data, options.place)
+        shared = read(data, place)
         files = {"models": shared.name, "profiles": shared.profile_name}
         lines_ = [f"catalog/{kind}/{name}.yml" for kind, name in files.items()]
         lines_ += [f"{repo} at {one.commit}" for repo, one in shared.sources.items()]
         answer(options, {"would_write": lines_}, [lines_])
     else:
-        draft = draft_of_recipe(data, Path(options.place).name, _engine(host))
+        draft = draft_of_recipe(data, Path(place).name, _engine(host))
         answer(options, {"model": draft.name, "open": draft.open}, [draft.text().splitlines()])
     return 0
 
 
-def _added(options: Options, host: Listed, profile: str) -> _Added:
+def _added(place: str, host: Listed, profile: str, *, force: bool) -> _Added:
     """Write what a shared file, a recipe or a repository says."""
-    data = _file(options.place)
+    data = _file(place)
     if data is not None and "shared" in data:
-        shared = read(data, options.place)
-        files, left_open = take(shared, host, force=options.force)
+        shared = read(data, place)
+        files, left_open = take(shared, host, force=force)
         name, profile = shared.name, shared.profile_name
         return _Added(name, profile, shared.model_repository, files, left_open)
     draft = (
-        draft_of_recipe(data, Path(options.place).name, _engine(host))
+        draft_of_recipe(data, Path(place).name, _engine(host))
         if data is not None
-        else _of_repository(options.place, host)
+        else _of_repository(place, host)
     )
     texts = {("models", draft.name): draft.text()}
-    files = write_files(host.settings.root, texts, force=options.force)
+    files = write_files(host.settings.root, texts, force=force)
     return _Added(draft.name, profile, draft.repository, files, draft.open)
 
 
@@ -267,7 +279,7 @@ def _planned(options: Options, added: _Added, found: dict[str, Any]) -> list[str
 
 def _chosen(options: Options, pair: str, found: dict[str, Any]) -> list[str]:
     """Choose the new pair where the owner's files do; note and return what changed."""
-    edits, hosts = use.choose(Options(**{**vars(options), "choice": pair, "dry": False}))
+    edits, hosts = use.choose(replace(options, dry=False), pair)
     found["chosen"], found["next"] = use.as_json(edits), [again(options, "up", *hosts)]
     return [*map(use.line_of, edits), f"  NEXT        {found['next'][0]}"]
 

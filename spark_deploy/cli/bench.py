@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
+import click
 from spark_contract.documents import DocumentError, parse, plain, text_of
 from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
@@ -20,7 +22,7 @@ from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published
 from spark_deploy.cli import ladder
 from spark_deploy.cli.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Listed, chosen_services, listed, planned, say
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import FILE, FOLDER, Options, service_option, shared_options
 from spark_deploy.config.errors import SparkError
 from spark_deploy.ticking import ticking
 
@@ -28,23 +30,78 @@ _HOURS_TICK_S = 30.0  # of what may take hours
 _NAME_FILES = "name files that `spark-deploy bench` wrote (DIR/HOST-TIME.json)"
 
 
-def run(options: Options) -> int:
-    """Measure the chosen hosts one after the other, or compare files."""
-    out = Path(options.out)
-    if options.compare:
-        if "" in options.compare:
-            raise SparkError.one("--compare", "names no file", _NAME_FILES)
-        results = [_read(Path(name)) for name in options.compare]
+_COUNT = click.IntRange(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What to measure, and how."""
+
+    protocols: tuple[str, ...] = ()  # empty: all that are installed
+    service: str | None = None
+    depths: tuple[int, ...] = ()
+    clients: tuple[int, ...] = ()
+    prompt_tokens: int | None = None
+    answer_tokens: int | None = None
+    runs: int | None = None
+    book_url: str | None = None
+
+
+@click.command
+@click.option("--out", metavar="DIR", default="bench", type=FOLDER, help="Folder of results.")
+@click.option(
+    "--protocol",
+    "protocols",
+    multiple=True,
+    help="Only this protocol; repeatable.",
+    type=click.Choice(["seeds", "llama-benchy", "vllm-bench"]),
+)
+@service_option("This service instead of the main one.")
+@click.option("--compare", multiple=True, metavar="FILE", type=FILE, help="Compare result files.")
+@click.option(
+    "--depths",
+    multiple=True,
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Context depth of llama-benchy; repeatable.",
+)
+@click.option(
+    "--clients", multiple=True, type=_COUNT, metavar="N", help="Concurrent clients; repeatable."
+)
+@click.option("--pp", "prompt_tokens", type=_COUNT, metavar="N", help="Tokens per prompt.")
+@click.option("--tg", "answer_tokens", type=_COUNT, metavar="N", help="Tokens per answer.")
+@click.option("--runs", type=_COUNT, metavar="N", help="Runs per measurement.")
+@click.option(
+    "--ladder", "is_ladder", is_flag=True, help="Measure every published stage, then return."
+)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask before a ladder.")
+@click.option("--book-url", metavar="URL", help="Text for llama-benchy's prompts.")
+@shared_options(plans=True)
+def bench(
+    options: Options, out: str, compare: Sequence[str], is_ladder: bool, **measurement: Any
+) -> int:
+    """Measure hosts one after the other, or compare files."""
+    return measure_or_compare(
+        options, Path(out), compare, Measurement(**measurement), is_ladder=is_ladder
+    )
+
+
+def measure_or_compare(
+    options: Options, out: Path, compare: Sequence[str], how: Measurement, *, is_ladder: bool
+) -> int:
+    """Measure hosts one after the other, or compare files."""
+    if compare:
+        results = [_read(Path(name)) for name in compare]
         _tell(options, results, _written(results, out, "comparison"))
         return 0
-    if options.ladder:
-        code, results = ladder.climb(options, lambda one: _one(one, options, out)[0])
+    if is_ladder:
+        code, results = ladder.climb(options, lambda host: _one(host, how, out)[0])
         if results:
             _tell(options, results, _written(results, out, "ladder"))
         return code
     results = []
     for one in listed(options, judged=False):
-        result, name = _one(one, options, out)
+        result, name = _one(one, how, out)
         results.append(result)
         text = _written([result], out, name)
         if not options.json:  # which is one document of all hosts
@@ -54,12 +111,12 @@ def run(options: Options) -> int:
     return 0
 
 
-def _one(one: Listed, options: Options, out: Path) -> tuple[BenchResult, str]:
+def _one(one: Listed, how: Measurement, out: Path) -> tuple[BenchResult, str]:
     """Measure one host into a file of its own, and return the file's name."""
     began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     name = f"{one.name.lstrip('@')}-{began.replace(':', '')}"
     out.mkdir(parents=True, exist_ok=True)
-    result = measured(one, options, began, out / name)
+    result = measured(one, how, began, out / name)
     (out / f"{name}.json").write_text(text_of(result), encoding="utf-8")
     return result, name
 
@@ -86,9 +143,9 @@ def _read(path: Path) -> BenchResult:
         raise SparkError.one(str(path), f"is no result of a bench: {why}", _NAME_FILES) from error
 
 
-def measured(one: Listed, options: Options, began: str, files: Path) -> BenchResult:
+def measured(one: Listed, how: Measurement, began: str, files: Path) -> BenchResult:
     """Measure one host; what others take results in is written to files of this name."""
-    service = chosen_services(one, options.service or MAIN_SERVICE)[0]
+    service = chosen_services(one, how.service or MAIN_SERVICE)[0]
     connection, login = connection_of(one, service=service), login_of(one)
     served, release = host.served_by(login, service)
     key = login.told(f"cat {connection.key_path}").strip()
@@ -101,7 +158,7 @@ def measured(one: Listed, options: Options, began: str, files: Path) -> BenchRes
             here = held.enter_context(host.tunnel(login, _port(one, service)))
             url = f"http://127.0.0.1:{here}/v1"
         endpoint = Endpoint(url, connection.model, key, connection.ca)
-        bench = _Bench(options, login, release, endpoint, notes)
+        bench = _Bench(how, login, release, endpoint, notes)
         samples = held.enter_context(host.sampled(login))
         before = host.drafts(login, service)
         answers = bench.seeds()
@@ -161,14 +218,14 @@ def _submit(one: Listed, release: Release, result: BenchResult, files: Path, raw
 class _Bench:
     """Who is measured, and by what."""
 
-    options: Options
+    how: Measurement
     login: host.Login
     release: Release
     endpoint: Endpoint
     notes: list[str]
 
     def wanted(self, protocol: str) -> bool:
-        return not self.options.protocol or protocol in self.options.protocol
+        return not self.how.protocols or protocol in self.how.protocols
 
     @property
     def context_tokens(self) -> int:
@@ -180,7 +237,7 @@ class _Bench:
         Raises:
             SparkError: it was asked for.
         """
-        if self.options.protocol:
+        if self.how.protocols:
             raise SparkError.one(self.login.name, what, fix)
         self.notes.append(f"{what}; {fix}")
 
@@ -192,10 +249,10 @@ class _Bench:
     def loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
         if not self.wanted("vllm-bench"):
             return None, ()
-        options = self.options
-        sizes = {"prompt_tokens": options.pp, "answer_tokens": options.tg}
+        how = self.how
+        sizes = {"prompt_tokens": how.prompt_tokens, "answer_tokens": how.answer_tokens}
         given = {name: value for name, value in sizes.items() if value}
-        cases = list(vllm_bench.cases_of(options.clients, self.context_tokens, **given))
+        cases = list(vllm_bench.cases_of(how.clients, self.context_tokens, **given))
         found = vllm_bench.measure(self.login, self.release, port, key_path, cases, say)
         if found[0] is None:
             what = f"{self.release.image.tag} has no vllm bench serve"
@@ -210,13 +267,13 @@ class _Bench:
             what = "llama-benchy is not installed on the machine that measures"
             self.left_out(what, "pipx install llama-benchy")
             return None, ()
-        options, context_tokens = self.options, self.context_tokens
+        how, context_tokens = self.how, self.context_tokens
         whole = benchy.Grid(
-            tuple(options.depths or benchy.DEPTHS),
-            tuple(options.clients or benchy.CONCURRENCIES),
-            options.runs or benchy.RUNS,
-            options.pp or benchy.PROMPT_TOKENS,
-            options.tg or benchy.ANSWER_TOKENS,
+            tuple(how.depths or benchy.DEPTHS),
+            tuple(how.clients or benchy.CONCURRENCIES),
+            how.runs or benchy.RUNS,
+            how.prompt_tokens or benchy.PROMPT_TOKENS,
+            how.answer_tokens or benchy.ANSWER_TOKENS,
         )
         grid = whole.fitting(context_tokens)
         if left := [depth for depth in whole.depths if depth not in grid.depths]:
@@ -225,7 +282,7 @@ class _Bench:
         if not grid.depths:
             return None, ()
         say(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs")
-        more = ["--book-url", options.book_url] if options.book_url else []
+        more = ["--book-url", how.book_url] if how.book_url else []
         whole_run = ticking("llama-benchy", say, _HOURS_TICK_S)
         with host.tokenizer(self.login, self.release.tree.path) as folder, whole_run:
             return benchy.measure(python, self.endpoint, folder, grid, raw, more)

@@ -14,13 +14,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
+import click
 from pyinfra.api.host import Host
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
 from spark_deploy.cli.clients import CLIENTS, QUESTION, Connection
 from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, every_name, listed, say
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, service_option, shared_options
 from spark_deploy.cli.query_hosts import look
 from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
@@ -73,39 +74,43 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=20)
 
 
-def run(options: Options) -> int:
-    """Print how to talk to the chosen hosts, for people or for one client; or hold their tunnels.
+@click.command
+@click.option("--for", "client", type=click.Choice(list(CLIENTS)), help="Set up one client.")
+@service_option("This service instead of the main one.")
+@click.option("--tunnel", is_flag=True, help="Hold SSH tunnels open until interrupted.")
+@shared_options()
+def connect(options: Options, client: str | None, service: str | None, tunnel: bool) -> int:
+    """Print connections, or one client's setup, or hold tunnels.
 
     Raises:
-        SparkError: a client is to be told of several hosts, or a tunnel ended.
+        SparkError: several hosts for one client, or a tunnel ended.
     """
-    asked = {"for": options.client, "tunnel": options.tunnel, "json": options.json}
+    asked = {"for": client, "tunnel": tunnel, "json": options.json}
     if len(two := [name for name, given in asked.items() if given]) > 1:
         what, fix = "are two answers, and one can be given", f"leave --{two[1]} out"
         raise SparkError.one(f"--{two[0]} and --{two[1]}", what, fix)
-    hosts = _answering(listed(options, judged=False), options)
+    hosts = _answering(listed(options, judged=False), options, service)
     tailnet = _tailnet_addresses(hosts)
     places = {name: place for place, name in enumerate(every_name(options))}
     found = [
-        connection_of(host, tailnet.get(host.name), places[host.name], options.service)
-        for host in hosts
+        connection_of(host, tailnet.get(host.name), places[host.name], service) for host in hosts
     ]
-    if options.client:
-        _for_client(options, found)
-    elif options.tunnel:
+    if client:
+        _for_client(options, client, service, found)
+    elif tunnel:
         hold_tunnels([(one.host, one.base_url, one.tunnel) for one in found if one.tunnel])
     else:
         answer(options, found, map(lines, found))
     return 0
 
 
-def _answering(hosts: list[Listed], options: Options) -> list[Listed]:
+def _answering(hosts: list[Listed], options: Options, service: str | None) -> list[Listed]:
     """Return the hosts that clients can talk to: of a cluster only the head.
 
     Raises:
         SparkError: none of those chosen is.
     """
-    if options.service not in (None, MAIN_SERVICE):
+    if service not in (None, MAIN_SERVICE):
         return hosts
     heads = {one.name: (*one.settings.settings.cluster.hosts, one.name)[0] for one in hosts}
     found = [one for one in hosts if heads[one.name] == one.name]
@@ -116,14 +121,13 @@ def _answering(hosts: list[Listed], options: Options) -> list[Listed]:
     return found
 
 
-def _for_client(options: Options, found: list[Connection]) -> None:
-    name: str = options.client
+def _for_client(options: Options, name: str, service: str | None, found: list[Connection]) -> None:
     if len(found) != 1:
         what = f"{len(found)} hosts: {', '.join(one.host for one in found)}"
         raise SparkError.one(f"--for {name}", what, "name the one that the client shall ask")
     [one], client = found, CLIENTS[name]
     print("\n".join(client.text(one)))
-    words = ["connect", one.host, *(["--service", options.service] if options.service else [])]
+    words = ["connect", one.host, *(["--service", service] if service else [])]
     say(f"use      {client.use.replace('THIS', again(options, *words, '--for', name))}")
     if one.tunnel:
         say(f"tunnel   in another terminal: {again(options, *words, '--tunnel')}")

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 from pyinfra.api.host import Host
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli import plan_summary
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import FILE, Options, shared_options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
 from spark_deploy.cli.report import HostReport, plain_data, write_report
 from spark_deploy.cli.report_contents import HostData, host_report, read_host
@@ -27,11 +28,15 @@ from spark_deploy.plan.machine import NeedsPlan
 from spark_deploy.plan.memory import gib
 
 
-def run(options: Options) -> int:
-    """Print the verdict on the chosen hosts; 1 when a deploy would refuse one of them."""
+@click.command
+@click.option("--report", "is_report", is_flag=True, help="Write a redacted JSON report instead.")
+@click.option("--out", metavar="FILE", type=FILE, help="Report file [spark-report-TIME.json].")
+@shared_options(plans=True)
+def doctor(options: Options, is_report: bool, out: str | None) -> int:
+    """Exit with 1 if a deploy would refuse a host."""
     hosts = listed(options)
-    if options.report:
-        return report(options, hosts)
+    if is_report:
+        return report(options, hosts, Path(out) if out else None)
     needs = _needs(hosts)
     answers = look(hosts, lambda host, one: surveyed(host, needs[one.name]))
     surveys = {one.host.name: one.value for one in answers if one.value is not None}
@@ -41,7 +46,7 @@ def run(options: Options) -> int:
     return 0 if all(one["reachable"] and not one["problems"] for one in found) else 1
 
 
-def report(options: Options, hosts: Sequence[Listed]) -> int:
+def report(options: Options, hosts: Sequence[Listed], out: Path | None) -> int:
     """Write a redacted report of the hosts; 1 when one of them did not answer."""
     plans = {host.name: planned(host, estimate=True) for host in hosts}
 
@@ -60,7 +65,7 @@ def report(options: Options, hosts: Sequence[Listed]) -> int:
         say(f"{name} is {reports[-1].name} in the report")
     if not reports:
         return 1
-    document, path = write_report(tuple(reports), Path(options.out) if options.out else None)
+    document, path = write_report(tuple(reports), out)
     summary = map(_report_summary, reports)
     answer(options, {"file": str(path), **plain_data(document)}, [[line] for line in summary],
            between="\n")  # fmt: skip

@@ -16,7 +16,7 @@ import click
 from spark_deploy.cli import update
 from spark_deploy.cli.editors import SCHEMAS
 from spark_deploy.cli.hosts import answer, say, typed
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import FOLDER, Options, model_option, profile_option, shared_options
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT, page
@@ -70,10 +70,20 @@ _PLAIN = "plain"  # how repositories are served as they were published
 IGNORED = "/bench/\n/pyinfra-debug.log\n__pycache__/\n.*.new\n"
 
 
-def run(options: Options) -> int:
-    """Write what is not there yet; what is there stays as it is, but for our schemas."""
-    folder = Path(options.folder)
-    hosts = _entries(options.host, options.user) if options.host else _hosts_here(folder, options)
+@click.command
+@click.argument("directory", default=".", metavar="[DIR]", type=FOLDER)
+@click.option("--host", multiple=True, metavar="NAME[=ADDRESS]", help="Add a Spark.")
+@click.option("--user", metavar="NAME", help="Login user of these hosts.")
+@click.option("--local", is_flag=True, help="Serve on this machine.")
+@model_option("Model to serve.")
+@profile_option("Profile to use.")
+@shared_options(hosts=False)
+def init(
+    options: Options, directory: str, host: Sequence[str], user: str | None, local: bool
+) -> int:
+    """Write missing files and renew schemas; keep everything else."""
+    folder = Path(directory)
+    hosts = _entries(host, user) if host else _hosts_here(folder, local)
     texts = {
         Path(HOSTS_FILE): HOSTS_HEAD + "".join(hosts),
         Path("group_vars/all.yml"): _settings(options.model, options.profile),
@@ -120,12 +130,12 @@ def _served(hosts: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, str]]:
         yield {"host": name, "model": settings.model, "profile": settings.profile}
 
 
-def _hosts_here(folder: Path, options: Options) -> list[str]:
+def _hosts_here(folder: Path, local: bool) -> list[str]:
     """Return the hosts of a list that is there, of this machine, or as a person says."""
     if (folder / HOSTS_FILE).exists():
         return []
     here = is_spark()
-    if options.local or (here and not sys.stdin.isatty()):
+    if local or (here and not sys.stdin.isatty()):
         return _entries([LOCAL], None)
     if not sys.stdin.isatty():
         fix = "name them: `spark-deploy init DIR --host spark-1=192.168.1.21 --user nvidia`"
@@ -215,12 +225,8 @@ def _lock(folder: Path) -> str | None:
 
     A deploy does it otherwise.
     """
-    inventory = str(folder / INVENTORY)
-    asked = Options(
-        inventory=inventory, limit=[], exclude=[], model=None, profile=None, data=[],
-    )  # fmt: skip
     try:
-        update.lock_missing(asked)
+        update.lock(Options(inventory=str(folder / INVENTORY)), update.Choice(missing=True))
     except SparkError as error:
         why = error.problems[0].what
         say(f"not locked yet: {why}; `up` looks names up when it needs them")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from spark_deploy.bench.result import BenchResult
 from spark_deploy.cli import run_pyinfra
@@ -39,12 +40,12 @@ def climb(
     """
     hosts = listed(options)
     names, stages = [host.name for host in hosts], stages_of(hosts[0])
-    steps = [Options(**{**vars(options), "profile": stage}) for stage in stages]
+    steps = [replace(options, profile=stage) for stage in stages]
     for step in steps:
         for host in listed(step):
             planned(host)
     run_pyinfra.agreed(
-        options,
+        options.yes,
         f"{', '.join(names)}: serve {', '.join(stages)} one after the other, and then what the "
         "settings say? Clients get 503 while engines change.",
     )
@@ -63,7 +64,6 @@ def climb(
 
 def _served(options: Options, names: Sequence[str]) -> int:
     """Run a deploy as `up` does; returns its exit code."""
-    step = Options(**{**vars(options), "command": "up", "verbose": False})
-    words = run_pyinfra.line("up", step, names, ["-y"])
+    words = run_pyinfra.line("up", options, names, ["-y"])
     run_pyinfra.show(words)
-    return run_pyinfra.watched(words, names, step)
+    return run_pyinfra.watched("up", words, names, options)

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
+import click
 from spark_contract.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
 
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.hosts import listed, say
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.config.documents.shown import shown
 
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
@@ -35,10 +36,16 @@ class Line:
         return shown(f"{at}  {self.host}  {self.part:<7}  {self.text}")
 
 
-def run(options: Options) -> int:
-    """Print the journals of the chosen hosts, merged by time; 1 when one could not be read."""
+@click.command
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they come.")
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), default=100, metavar="N", help="Last lines [100]."
+)
+@shared_options()
+def logs(options: Options, follow: bool, lines: int) -> int:
+    """Exit with 1 if a journal could not be read."""
     logins = [login_of(one) for one in listed(options, judged=False)]
-    script = journal(options.lines, follow=options.follow)
+    script = journal(lines, follow=follow)
     readers = [
         (login.name, subprocess.Popen(
             login.argv(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
@@ -47,8 +54,8 @@ def run(options: Options) -> int:
         for login in logins
     ]  # fmt: skip
     try:
-        for line in _merged(readers, follow=options.follow):
-            print(json.dumps(asdict(line)) if options.json else line.shown(), flush=options.follow)
+        for line in _merged(readers, follow=follow):
+            print(json.dumps(asdict(line)) if options.json else line.shown(), flush=follow)
     except KeyboardInterrupt:
         for _, process in readers:
             process.terminate()

@@ -20,9 +20,9 @@ from spark_deploy.hosts.uninstall import (
 )
 
 
-def run(options: Options) -> int:
+def run(options: Options, is_planned: bool) -> int:
     """Print the managed resources of the chosen hosts; 1 when one gave no answer."""
-    if options.planned:
+    if is_planned:
         plans = {host.name: planned(host) for host in listed(options)}
         resources = {name: list_resources(plan, read_payload()) for name, plan in plans.items()}
         texts = (

@@ -1,11 +1,11 @@
-"""What a command is: what it takes on its command line, in click's words, and was called with."""
+"""Options that commands share, as click decorators, and the object that carries them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -13,156 +13,135 @@ import yaml
 
 from spark_deploy.config.checkout import catalog_names
 
-
-class Options(SimpleNamespace):
-    """What a command was called with: one attribute for each option, by its long name.
-
-    Commands about hosts have ``inventory``, ``limit``, ``exclude``, ``model``, ``profile`` and
-    ``data``; those that take no model or profile have ``None`` there.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One command of the table."""
-
-    section: str
-    does: str  # for --help: plain words, without markup
-    takes: tuple[click.Parameter, ...] = ()
-    module: str | None = None  # below spark_deploy.cli; None: named as the command
-    # Whether it asks hosts over pyinfra's connections: gevent must come before any socket.
-    asks: Callable[[Options], bool] = lambda options: False
-    about_hosts: bool = True  # takes hosts, an inventory and settings
-    plans: bool = False  # may be told of another model or profile than the settings choose
-
-
-def always(_options: Options) -> bool:
-    """Every time."""
-    return True
-
-
-class Several(click.Option):
-    """An option that takes all words up to the next option: ``--compare a.json b.json``."""
-
-    def __init__(self, name: str, **more: Any) -> None:
-        super().__init__([name], multiple=True, **more)
-
-
-# Shells complete them; what cannot be read is told where it is read.
+# For shell completion; errors name the file when a command reads it.
 FILE = click.Path(readable=False)
 FOLDER = click.Path(file_okay=False, readable=False)
 
 
-def option(name: str, does: str, **more: Any) -> click.Option:
-    """Return an option with a value."""
-    return click.Option([name], help=does, **more)
+@dataclass(slots=True)
+class Options:
+    """The options that commands share; a command without one of them has its default."""
+
+    inventory: str | None = None
+    limit: list[str] = field(default_factory=list)
+    exclude: list[str] = field(default_factory=list)
+    data: list[str] = field(default_factory=list)
+    model: str | None = None
+    profile: str | None = None
+    json: bool = False
+    dry: bool = False
+    yes: bool = False
+    verbose: bool = False
 
 
-def file_option(name: str, does: str) -> click.Option:
-    """Return an option whose value is a file, which shells complete."""
-    return option(name, does, metavar="FILE", type=FILE)
+def shared_options(
+    *, hosts: bool = True, plans: bool = False, changes: bool = False
+) -> Callable[[Callable[..., int]], Callable[..., Any]]:
+    """Add ``--json`` and other shared options; the command gets them as its first argument.
+
+    The command runs after click's context has ended: an inventory has a context of its own.
+
+    Args:
+        hosts: hosts, an inventory and ``--data``.
+        plans: ``--model`` and ``--profile``.
+        changes: ``--dry``, ``--yes`` and ``--verbose``.
+    """
+
+    def decorate(run: Callable[..., int]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def called(**values: Any) -> Callable[[], int]:
+            words = list(values.pop("words", ()))
+            shared: dict[str, Any] = {
+                key: list(value) if isinstance(value, tuple) else value
+                for key in Options.__slots__
+                if (value := values.pop(key, None)) is not None
+            }
+            options = Options(**shared)
+            if words:
+                _add_words(options, words)
+            return functools.partial(run, options, **values)
+
+        parameters = [
+            *(_HOSTS if hosts else ()), *(_PLANS if plans else ()), *(_CHANGES if changes else ()),
+            click.option("--json", is_flag=True, help="Print the result as JSON."),
+        ]  # fmt: skip
+        return functools.reduce(lambda to, add: add(to), reversed(parameters), called)
+
+    return decorate
 
 
-def flag(name: str, does: str, *also: str) -> click.Option:
-    """Return an option without a value."""
-    return click.Option([*also, name], is_flag=True, help=does)
+def _add_words(options: Options, words: list[str]) -> None:
+    files = [word for word in words if _is_inventory(word)]
+    if len(files) > 1 or (files and options.inventory):
+        raise click.UsageError(f"only one inventory is possible: {' '.join(files)}")
+    options.inventory = files[0] if files else options.inventory
+    options.limit += [word for word in words if word not in files]
+
+
+def _is_inventory(word: str) -> bool:
+    """Whether it is an inventory instead of a host name: a file, a list, or ``@local``."""
+    is_named_so = word.endswith(".py") or word.startswith("@")
+    return is_named_so or "," in word or "/" in word or Path(word).is_file()
 
 
 def names_of(*kinds: str) -> Callable[..., list[str]]:
-    """Return what completes names of models or profiles; with models also MODEL/PROFILE."""
+    """Return a completion of ``models`` and ``profiles``; with models also MODEL/PROFILE."""
 
-    def names(_context: click.Context, _option: click.Parameter, begun: str) -> list[str]:
-        model, slash, _ = begun.partition("/")
+    def names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
+        model, slash, _ = incomplete.partition("/")
         if slash and "models" in kinds:
             known = [f"{model}/{name}" for name in catalog_names("profiles", own=Path.cwd())]
         else:
             known = [name for kind in kinds for name in catalog_names(kind, own=Path.cwd())]
-        return [name for name in known if name.startswith(begun)]
+        return [name for name in known if name.startswith(incomplete)]
 
     return names
 
 
-def host_names(_context: click.Context, _option: click.Parameter, begun: str) -> list[str]:
-    """Complete the hosts of this folder; a list that cannot be read is told by the command."""
+def host_names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the hosts of ``hosts.yml``; nothing if it cannot be read."""
     try:
-        listed = list(yaml.safe_load(Path("hosts.yml").read_bytes())["hosts"])
+        hosts = list(yaml.safe_load(Path("hosts.yml").read_bytes())["hosts"])
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return []
-    return [name for name in map(str, listed) if name.startswith(begun)]
+    return [name for name in map(str, hosts) if name.startswith(incomplete)]
 
 
-def name_option(name: str, does: str) -> click.Option:
-    """Return ``--model`` or ``--profile``."""
-    return option(
-        name, does, metavar="NAME", shell_complete=names_of(f"{name.removeprefix('--')}s")
-    )
+def model_option(text: str = "Plan with this model instead.") -> Callable[..., Any]:
+    """Return ``--model``."""
+    return click.option("--model", metavar="NAME", shell_complete=names_of("models"), help=text)
 
 
-def plan_options() -> list[click.Parameter]:
-    """Return what commands take that plan."""
-    return [
-        name_option("--model", "Plan with this model instead."),
-        name_option("--profile", "Plan with this profile instead."),
-    ]
+def profile_option(text: str = "Plan with this profile instead.") -> Callable[..., Any]:
+    """Return ``--profile``."""
+    return click.option("--profile", metavar="NAME", shell_complete=names_of("profiles"), help=text)
 
 
-def host_options() -> list[click.Parameter]:
-    """Return what every command about hosts takes."""
-    return [
-        click.Argument(["words"], nargs=-1, metavar="[HOST]...", shell_complete=host_names),
-        file_option("--inventory", "Inventory file; else inventory/spark.py."),
-        click.Option(
-            ["--limit", "--host", "limit"], multiple=True, metavar="NAME",
-            help="Only these hosts or groups; the same as naming them.",
-            shell_complete=host_names,
-        ),
-        option(
-            "--exclude", "All hosts but these.", multiple=True, metavar="NAME",
-            shell_complete=host_names,
-        ),
-        option("--data", "Any setting, for this run alone.", multiple=True, metavar="KEY=VALUE"),
-    ]  # fmt: skip
+def service_option(text: str) -> Callable[..., Any]:
+    """Return ``--service``."""
+    return click.option("--service", metavar="NAME", help=text)
 
 
-def service_option(does: str) -> click.Option:
-    """Return the option of commands that are about one service of a host."""
-    return option("--service", does, metavar="NAME")
-
-
-def json_option() -> click.Option:
-    """Return the option that every command with an answer takes."""
-    return flag("--json", "Print the answer as JSON.")
-
-
-_COUNT = click.IntRange(min=1)
-BENCH = (
-    option("--out", "Folder of the results.", metavar="DIR", default="bench", type=FOLDER),
-    option(
-        "--protocol",
-        "Measure by these alone; else by all that are there.",
-        multiple=True,
-        type=click.Choice(["seeds", "llama-benchy", "vllm-bench"]),
+_HOSTS = (
+    click.argument("words", nargs=-1, metavar="[HOST]...", shell_complete=host_names),
+    click.option(
+        "--inventory", metavar="FILE", type=FILE, help="Inventory file [inventory/spark.py]."
     ),
-    service_option("This one of its services; else the main one."),
-    Several(
-        "--compare",
-        metavar="FILE...",
-        help="Put results beside each other; asks no host.",
-        type=FILE,
+    click.option(
+        "--limit", "--host", "limit", multiple=True, metavar="NAME", shell_complete=host_names,
+        help="Only these hosts or groups; same as HOST.",
     ),
-    Several("--depths", type=click.IntRange(min=0), metavar="N...", help="Depths of llama-benchy."),
-    Several("--clients", type=_COUNT, metavar="N...", help="Numbers of concurrent clients."),
-    option("--pp", "Tokens of its prompts; else its own default.", type=_COUNT, metavar="N"),
-    option("--tg", "Tokens of its answers; else its own default.", type=_COUNT, metavar="N"),
-    option("--runs", "How often it measures; else its own default.", type=_COUNT, metavar="N"),
-    flag("--ladder", "Serve and measure the published stages one after the other, then go back."),
-    flag("--yes", "Ask nothing; it asks only before a ladder.", "-y"),
-    option("--book-url", "The text that llama-benchy makes prompts of.", metavar="URL"),
-)
-
-# Of commands that run a deploy.
-CHANGE = (
-    flag("--dry", "Say what would change, do nothing."),
-    flag("--yes", "Ask nothing.", "-y"),
-    flag("--verbose", "Show all that pyinfra says.", "-v"),
+    click.option(
+        "--exclude", multiple=True, metavar="NAME", shell_complete=host_names,
+        help="Exclude these hosts or groups.",
+    ),
+    click.option(
+        "--data", multiple=True, metavar="KEY=VALUE", help="Set a setting for this run."
+    ),
+)  # fmt: skip
+_PLANS = (model_option(), profile_option())
+_CHANGES = (
+    click.option("--dry", is_flag=True, help="Print changes, make none."),
+    click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation."),
+    click.option("-v", "--verbose", is_flag=True, help="Print pyinfra's own output."),
 )

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import click
+
 from spark_deploy.cli import plan_summary
 from spark_deploy.cli.doctor import surveyed
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.plan_summary import brief
 from spark_deploy.cli.plan_summary import row as _row
 from spark_deploy.cli.plan_text import UNMEASURED, lines, speed
@@ -83,29 +85,34 @@ def _of(report: str, host: HostReport, catalog: Catalog) -> Iterator[Measured]:
         yield Measured(report, model.name, profile.name, found, computed)
 
 
-def run(options: Options) -> int:
-    """Print the plans of the chosen hosts."""
+@click.command
+@click.option("--estimate", is_flag=True, help="Work offline: sizes from the architecture.")
+@click.option("--on-host", is_flag=True, help="Show what hosts already have.")
+@click.option("-v", "--verbose", is_flag=True, help="Show files, unit and engine arguments.")
+@shared_options(plans=True)
+def plan(options: Options, estimate: bool, on_host: bool) -> int:
+    """Exit with 1 if a host did not answer."""
     hosts = listed(options)
     try:
-        plans = [planned(host, estimate=options.estimate) for host in hosts]
+        plans = [planned(host, estimate=estimate) for host in hosts]
     except LockError as error:
-        if options.estimate:
+        if estimate:
             raise
         around = "; or add --estimate, which asks no hub"
         raise LockError([replace(one, fix=one.fix + around) for one in error.problems]) from error
-    for host in () if options.estimate else hosts:
+    for host in () if estimate else hosts:
         hold(host)
-    there = _there(hosts, plans) if options.on_host else {}
+    there = _there(hosts, plans) if on_host else {}
     texts = (
         text(plan, *pair_of(host.settings.settings, host.catalog), verbose=options.verbose,
              there=plan_summary.told(found) if (found := there.get(plan.host)) else "",
              measured=calibration(host.settings.root, host.catalog))
         for plan, host in zip(plans, hosts, strict=True)
     )  # fmt: skip
-    more = [{"reuse": there.get(plan.host)} if options.on_host else {} for plan in plans]
+    more = [{"reuse": there.get(plan.host)} if on_host else {} for plan in plans]
     documents = [{**document(plan), **one} for plan, one in zip(plans, more, strict=True)]
     answer(options, documents, texts)
-    return 0 if not options.on_host or len(there) == len(hosts) else 1
+    return 0 if not on_host or len(there) == len(hosts) else 1
 
 
 def _there(hosts: Sequence[Listed], plans: Sequence[HostPlan]) -> dict[str, plan_summary.Reuse]:

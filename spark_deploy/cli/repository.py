@@ -19,7 +19,6 @@ from spark_contract.orders import (
 )
 
 from spark_deploy.cli.hosts import Listed
-from spark_deploy.cli.options import Options
 from spark_deploy.config.catalog.companions import HUB_REPOSITORY
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.documents.shown import shown
@@ -28,11 +27,11 @@ from spark_deploy.lock.verify_names import workplace
 from spark_deploy.plan.checkpoint import exact_sets
 
 
-def inspect(options: Options, host: Listed) -> int:
+def inspect(place: str, host: Listed, *, as_json: bool) -> int:
     """Print the tensors of a repository or directory by its headers; read no weights."""
-    place = _place(options.place)
+    place = _place(place)
     with workplace(host.settings.settings.hub) as builder:
-        words = [JSON] if options.json else []
+        words = [JSON] if as_json else []
         for model in host.catalog.models.values():
             for order in _orders(model) if isinstance(model, HybridModel) else ():
                 name = f"{model.name}.{order.shared_experts}.json"

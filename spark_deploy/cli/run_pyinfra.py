@@ -21,7 +21,7 @@ from spark_contract.status import Rollback
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.hosts import Listed, inventory_of, listed, program, say, typed
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.progress_screen import watch
 from spark_deploy.cli.query_hosts import Answer, look
 from spark_deploy.cli.reach import reach
@@ -55,110 +55,130 @@ def ended(hosts: Sequence[Listed], to: str | None) -> int | None:
     return max(codes) if len(codes) == len(hosts) else None
 
 
-# Deploys by command, and the settings that options of the command stand for.
-DEPLOYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "up": ("deploy.py", {}),
-    "bootstrap": ("deploys/bootstrap.py", {}),
-    "fabric": (
-        "deploys/fabric.py", {"restore": "fabric.restore", "measure": "fabric.measure"},
-    ),
-    "rollback": ("deploys/rollback.py", {"to": "releases.rollback_to"}),
-    "prune": ("deploys/prune.py", {}),
-    "requantize": ("deploys/requantize.py", {"requantized": "checkpoint.requantized"}),
-    "rotate-key": ("deploys/rotate_key.py", {}),
-    "unbootstrap": ("deploys/unbootstrap.py", {}),
-    "uninstall": (
-        "deploys/uninstall.py", {"models": "uninstall.models", "engine": "uninstall.engine"},
-    ),
-}  # fmt: skip
+@click.command
+@click.option("--to", metavar="RELEASE", help="Return to this release instead.")
+@shared_options(changes=True)
+def rollback(options: Options, to: str | None) -> int:
+    """Return to an earlier release; without a change exit early."""
+    if not options.yes and not options.dry and sys.stdin.isatty():
+        code = ended(listed(options, judged=False), to)
+        if code is not None:
+            return code
+    return run("rollback", options, {"releases.rollback_to": to})
+
+
+@click.command
+@shared_options(plans=True, changes=True)
+def prune(options: Options) -> int:
+    """Remove files and images that no kept release needs."""
+    return run("prune", options)
+
+
+@click.command("rotate-key")
+@shared_options(changes=True)
+def rotate_key(options: Options) -> int:
+    """Replace the API key."""
+    return run("rotate-key", options)
+
+
+@click.command
+@click.option("--models", is_flag=True, help="Also remove models.")
+@click.option("--engine", is_flag=True, help="Also remove Docker and CUDA that a deploy installed.")
+@click.option("--access", is_flag=True, help="Finally revoke SSH key, sudo rule and account.")
+@shared_options(changes=True)
+def uninstall(options: Options, models: bool, engine: bool, access: bool) -> int:
+    """Remove what deploys installed."""
+    data = {"uninstall.models": models, "uninstall.engine": engine}
+    code = run("uninstall", options, data, question="access" if access else "uninstall")
+    if access and code == 0:
+        # Last: the controller cannot log in afterwards. One confirmation covers both deploys.
+        return run("unbootstrap", replace(options, yes=not options.dry))
+    return code
+
+
+@click.command
+@click.option("--restore", is_flag=True, help="Restore the previous network.")
+@click.option("--measure", is_flag=True, help="Measure each link; change nothing.")
+@shared_options(changes=True)
+def fabric(options: Options, restore: bool, measure: bool) -> int:
+    """Configure or measure the links between hosts."""
+    data = {"fabric.restore": restore, "fabric.measure": measure}
+    return run("fabric", options, data, question="measure" if measure else "fabric")
 
 
 _INTERRUPTED = 130
 
-# What a person agrees to.
 _QUESTIONS = {
     "fabric": "Change the network of the ports between them? (--dry shows the file)",
     "measure": "Send up to 1 GB over each port to the next host, while they serve?",
-    "rollback": "Go back to the release that served before?",
-    "prune": "Remove what no kept release needs? (--dry shows each thing)",
-    "requantize": "Quantise there, for hours, with all of the host's memory?",
-    "rotate-key": "Make a new API key, and refuse the old one at once?",
-    "uninstall": "Take this project off? (--dry shows what goes and what stays)",
-    "access": "Uninstall, then revoke this machine's access? (--dry shows both)",
+    "rollback": "Return to the previous release?",
+    "prune": "Remove what no kept release needs? (--dry lists each item)",
+    "requantize": "Quantize there, for hours, with all of the host's memory?",
+    "rotate-key": "Create a new API key and reject the old one at once?",
+    "uninstall": "Uninstall? (--dry lists what is removed and what stays)",
+    "access": "Uninstall, then revoke this machine's access? (--dry lists both)",
 }
 
 
-def run(options: Options) -> int:
-    """Run the deploy of a command on the chosen hosts; the exit code is pyinfra's.
+def run(
+    command: str, options: Options, data: Mapping[str, Any] | None = None, *, question: str = ""
+) -> int:
+    """Run the deploy of a command on the chosen hosts; returns pyinfra's exit code.
+
+    ``data`` has the settings that options of the command stand for, ``question`` is a key of
+    ``_QUESTIONS`` if it is not the command.
 
     Raises:
-        SparkError: the inventory, or a host that is named, is not there; or nobody can agree.
+        SparkError: the inventory or a named host is missing, or a confirmation needs a terminal.
     """
-    code = _run(options)
-    if options.command == "uninstall" and options.access and code == 0:
-        # Last: the controller cannot log in afterwards. One confirmation covers both deploys.
-        revoke = {"command": "unbootstrap", "yes": not options.dry}
-        return _run(Options(**{**vars(options), **revoke}))
-    return code
-
-
-def _run(options: Options) -> int:
-    deploy = DEPLOYS[options.command][0]
-    # What options stand for is judged here, too: a mistake in it is no failed run.
-    told = Options(**{**vars(options), "data": [*options.data, *_chosen(options.command, options)]})
-    typed = {f"--data: {key}": f"--{name}" for name, key in DEPLOYS[options.command][1].items()}
+    chosen = {key: value for key, value in (data or {}).items() if value}
+    more = [_said(key, value) for key, value in chosen.items()]
+    typed = {"--data: releases.rollback_to": "--to"}
     try:
-        chosen = listed(told, judged=plans(deploy))
+        hosts = listed(
+            replace(options, data=[*options.data, *more]), judged=plans(deploy_file(command))
+        )
     except SettingsError as error:
         raise SettingsError(
             [replace(one, where=typed.get(one.where, one.where)) for one in error.problems]
         ) from error
-    hosts = [host.name for host in chosen]
-    asks = not options.yes and not options.dry and sys.stdin.isatty()
-    if options.command == "rollback" and asks:
-        code = ended(chosen, options.to)
-        if code is not None:
-            return code
+    names = [host.name for host in hosts]
     if not options.dry:
-        asked = options.command
-        for name in ("measure", "access"):
-            asked = name if getattr(options, name, False) else asked
-        agreed(options, f"{', '.join(hosts)}: {_QUESTIONS.get(asked, asked)}")
+        asked = _QUESTIONS.get(question or command, command)
+        agreed(options.yes, f"{', '.join(names)}: {asked}")
     flags = ["--dry" if options.dry else "-y", *["--json"] * options.json]
-    words = line(options.command, options, hosts, flags)
+    words = line(command, options, names, flags, more)
     show(words)
     if options.dry or options.json:
         code = subprocess.run(argv(words), check=False).returncode
     else:
-        code = watched(words, hosts, options)
+        code = watched(command, words, names, options)
     if code not in (0, _INTERRUPTED):
         # pyinfra says no more of hosts that it did not reach than that none is left.
-        for problem in reach(chosen).problems():
+        for problem in reach(hosts).problems():
             tell_problem(problem)
     return code
 
 
-def agreed(options: Options, question: str) -> None:
-    """Ask once, unless ``--yes`` answered already.
+def agreed(is_agreed: bool, question: str) -> None:
+    """Ask for confirmation unless ``--yes`` gave it.
 
     Raises:
-        SparkError: nobody is there to be asked.
+        SparkError: there is no terminal.
     """
-    if options.yes:
+    if is_agreed:
         return
     if not sys.stdin.isatty():
-        fix = "run it in a terminal, or with -y"
-        raise SparkError.one(options.command, "asks before it changes hosts, and nobody is there",
-                             fix)  # fmt: skip
+        raise SparkError.one("confirmation", "needs a terminal", "run it in a terminal, or with -y")
     click.confirm(question, abort=True, err=True)
 
 
-def watched(words: Sequence[str], hosts: Sequence[str], options: Options) -> int:
+def watched(command: str, words: Sequence[str], hosts: Sequence[str], options: Options) -> int:
     """Run a line and show how it goes, with ``--verbose`` in pyinfra's own words."""
     if options.verbose:
         return subprocess.run(argv(words), check=False).returncode
     console = Console(stderr=options.json, highlight=False)
-    return watch(argv(words), hosts, _log_folder() / f"{options.command}.log", console)
+    return watch(argv(words), hosts, _log_folder() / f"{command}.log", console)
 
 
 def _log_folder() -> Path:
@@ -173,23 +193,25 @@ def _log_folder() -> Path:
 
 
 def line(
-    deploy: str, options: Options, hosts: Iterable[str], flags: Sequence[str] = ()
+    command: str,
+    options: Options,
+    hosts: Iterable[str],
+    flags: Sequence[str] = (),
+    data: Sequence[str] = (),
 ) -> list[str]:
     """Return the words of the pyinfra line, with every host by its name."""
     pair = {key: getattr(options, key) for key in ("model", "profile")}
-    data = [*options.data, *(_said(key, value) for key, value in pair.items() if value)]
-    data += _chosen(deploy, options)
+    data = [*options.data, *(_said(key, value) for key, value in pair.items() if value), *data]
     return [
-        "pyinfra", str(inventory_of(options)), str(CHECKOUT / DEPLOYS[deploy][0]),
+        "pyinfra", str(inventory_of(options)), str(CHECKOUT / deploy_file(command)),
         *(word for host in hosts for word in ("--limit", host)),
         *(word for item in data for word in ("--data", item)), *flags,
     ]  # fmt: skip
 
 
-def _chosen(deploy: str, options: Options) -> list[str]:
-    """Return the settings that options of a command stand for."""
-    chosen = {key: getattr(options, name) for name, key in DEPLOYS[deploy][1].items()}
-    return [_said(key, value) for key, value in chosen.items() if value]
+def deploy_file(command: str) -> str:
+    """Return the deploy that a command runs."""
+    return "deploy.py" if command == "up" else f"deploys/{command.replace('-', '_')}.py"
 
 
 def _said(key: str, value: Any) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 
+import click
 import yaml
 
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.config.checkout import CHECKOUT
 
 
-def run(options: Options) -> int:
+@click.command
+@shared_options(hosts=False)
+def settings(options: Options) -> int:
     """Print the file of defaults, as people would write settings of their own."""
     text = (CHECKOUT / "group_vars/all.yml").read_text("utf-8")
     print(json.dumps(yaml.safe_load(text), indent=1) if options.json else text.rstrip("\n"))

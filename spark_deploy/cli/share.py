@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import click
 import yaml
 from spark_contract import files
 from spark_contract.records import Proof
 from spark_contract.units import COMMIT
 
 from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import FILE, Options, names_of, shared_options
 from spark_deploy.cli.query_hosts import look, status_of
 from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.documents.declare import convert, needed, schema_of, setting, typed
@@ -130,14 +131,19 @@ def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str
 _UNPROVEN = "no host was asked that serves and proved it"
 
 
-def run(options: Options) -> int:
-    """Write the file and say what is in it."""
+@click.command
+@click.argument("choice", metavar="MODEL|MODEL/PROFILE", shell_complete=names_of("models"))
+@click.option("--out", metavar="FILE", type=FILE, help="Output file [MODEL.spark.yml].")
+@click.option("--unasked", is_flag=True, help="Work offline; include no check result.")
+@shared_options()
+def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
+    """Write the file and print a summary."""
     hosts = listed(options, judged=False)
-    host = hosts[0].serving(*_pair(options.choice, hosts[0]))
+    host = hosts[0].serving(*_pair(choice, hosts[0]))
     plan = planned(host)
-    proof = None if options.unasked else _proof(hosts, plan)
+    proof = None if unasked else _proof(hosts, plan)
     shared = _shared(host, plan, proof)
-    path = Path(options.out or f"{shared.name}.spark.yml")
+    path = Path(out or f"{shared.name}.spark.yml")
     files.write_text(path, text_of(shared), 0o644)
     left_out = [f"engine.{name}" for name in _left_out(host)]
     found = {

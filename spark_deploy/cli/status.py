@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+import click
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
 from spark_contract.records import WayBack
@@ -15,7 +16,7 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli import managed_files
 from spark_deploy.cli.hosts import Listed, answer, listed, planned
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer, status_of
 from spark_deploy.cli.up import rollout_text
 from spark_deploy.config.errors import SparkError
@@ -28,11 +29,15 @@ from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import HostPlan
 
 
-def run(options: Options) -> int:
-    """Print the state of the chosen hosts; 1 when one does not provably serve its plan."""
-    if options.files:
-        return managed_files.run(options)
-    if options.planned:
+@click.command
+@click.option("--files", is_flag=True, help="List managed files, packages and units, with sizes.")
+@click.option("--planned", is_flag=True, help="With --files: what a deploy would create, offline.")
+@shared_options(plans=True)
+def status(options: Options, files: bool, planned: bool) -> int:
+    """Exit with 1 if a host does not provably serve its plan."""
+    if files:
+        return managed_files.run(options, planned)
+    if planned:
         raise SparkError.one("--planned", "lists files only", "add --files")
     counted: dict[str, dict[str, Count]] = {}
 

@@ -7,12 +7,13 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+import click
 from pyinfra.api.host import Host
 from spark_contract import tool
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, listed
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, service_option, shared_options
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.commands import shell
@@ -20,26 +21,37 @@ from spark_deploy.hosts.commands import shell
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 
 
-def run(options: Options) -> int:
-    """Stop or start the services of the chosen hosts; 1 when one did not obey.
+@click.command
+@service_option("Only this service.")
+@click.option("--for", "period", metavar="PERIOD", help="Start again after 30m, 1h or 2d.")
+@shared_options()
+def stop(options: Options, service: str | None, period: str | None) -> int:
+    """Exit with 1 if a host did not stop."""
+    words = [tool.STOP_SERVICE, "--by", f"{getpass.getuser()}@{socket.gethostname()}"]
+    if period is not None:
+        words += ["--for", str(_seconds(period))]
+    return _order_all(options, "stop", words, service)
 
-    A start serves the last proven release again.
-    """
-    verb = tool.STOP_SERVICE if options.command == "stop" else tool.START_SERVICE
-    by = f"{getpass.getuser()}@{socket.gethostname()}"
-    rest = ["--by", by] if options.command == "stop" else []
-    if options.command == "stop" and options.period is not None:
-        rest += ["--for", str(_seconds(options.period))]
+
+@click.command
+@service_option("Only this service.")
+@shared_options()
+def start(options: Options, service: str | None) -> int:
+    """Exit with 1 if a host did not start its last proven release."""
+    return _order_all(options, "start", [tool.START_SERVICE], service)
+
+
+def _order_all(options: Options, command: str, words: list[str], service: str | None) -> int:
     hosts = listed(options, judged=False)
-    if options.service in (None, MAIN_SERVICE):
-        _refuse_half_a_cluster(hosts, options)
+    if service in (None, MAIN_SERVICE):
+        _refuse_half_a_cluster(hosts, options, command)
     orders = {
-        one.name: [[verb, name, *rest] for name in chosen_services(one, options.service)]
-        for one in hosts
+        host.name: [[words[0], name, *words[1:]] for name in chosen_services(host, service)]
+        for host in hosts
     }
     answers = look(
         hosts, lambda host, one: _order(host, one, orders[one.name]),
-        doing="stopping" if options.command == "stop" else "starting",
+        doing="stopping" if command == "stop" else "starting",
     )  # fmt: skip
     found = [_outcome(one) for one in answers]
     texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in found)
@@ -47,7 +59,7 @@ def run(options: Options) -> int:
     return 0 if all(one["ok"] for one in found) else 1
 
 
-def _refuse_half_a_cluster(hosts: Sequence[Listed], options: Options) -> None:
+def _refuse_half_a_cluster(hosts: Sequence[Listed], options: Options, command: str) -> None:
     """Refuse to take one member from the others, who would start again for nothing."""
     chosen = {one.name for one in hosts}
     for one in hosts:
@@ -55,7 +67,7 @@ def _refuse_half_a_cluster(hosts: Sequence[Listed], options: Options) -> None:
         left_out = [name for name in members if name not in chosen]
         if left_out:
             what = f"serves together with {', '.join(left_out)}, which the command leaves out"
-            raise SparkError.one(one.name, what, again(options, options.command, *members))
+            raise SparkError.one(one.name, what, again(options, command, *members))
 
 
 def _seconds(period: str) -> int:

@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import click
 from spark_contract.paths import engine_dir
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import HEAT, Login, heat
 from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.hosts import chosen_services, listed, say
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, service_option, shared_options
 from spark_deploy.cli.progress_screen import shortened
 from spark_deploy.plan.memory import GIB
 
@@ -66,12 +67,16 @@ class Now:
     power_w: float | None
 
 
-def run(options: Options) -> int:
-    """Show the chosen hosts until somebody ends it; 1 when one could not be asked."""
+@click.command
+@click.option("--once", is_flag=True, help="Print one sample and exit.")
+@service_option("Only this service.")
+@shared_options()
+def top(options: Options, once: bool, service: str | None) -> int:
+    """Refresh until interrupted; exit with 1 if a host did not answer."""
     followed = {
-        _title(one.name, service): (login_of(one), service)
-        for one in listed(options, judged=False)
-        for service in chosen_services(one, options.service)
+        _title(host.name, name): (login_of(host), name)
+        for host in listed(options, judged=False)
+        for name in chosen_services(host, service)
     }
     seen: dict[str, list[Look]] = {title: [] for title in followed}
     processes = [_follow(*one, seen[title]) for title, one in followed.items()]
@@ -80,8 +85,8 @@ def run(options: Options) -> int:
         while any(p.poll() is None for p in processes) and not _all_seen(seen, processes):
             time.sleep(0.2)
         while True:
-            _show([now_of(name, looks) for name, looks in seen.items()], options)
-            if options.once or all(process.poll() is not None for process in processes):
+            _show([now_of(name, looks) for name, looks in seen.items()], options, once)
+            if once or all(process.poll() is not None for process in processes):
                 break
             time.sleep(EVERY_S)
     except KeyboardInterrupt:
@@ -173,14 +178,14 @@ def now_of(host: str, looks: list[Look]) -> Now:
     )  # fmt: skip
 
 
-def _show(found: list[Now], options: Options) -> None:
+def _show(found: list[Now], options: Options, once: bool) -> None:
     if options.json:
         print(json.dumps([asdict(one) for one in found]), flush=True)
         return
     there = sys.stdout.isatty()
     columns = shutil.get_terminal_size().columns if there else sys.maxsize
     text = "\n".join(table(found, columns))
-    if there and not options.once:
+    if there and not once:
         text = f"\x1b[H\x1b[2J{text}"  # from the upper left corner, on an empty screen
     print(text, flush=True)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import click
 from pyinfra.api.host import Host
 from pyinfra.connectors.sshuserclient.client import get_host_keys
 from rich.console import Console
@@ -26,7 +27,7 @@ from spark_contract.units import MAIN_SERVICE, PREPARE
 
 from spark_deploy.cli import run_pyinfra, update
 from spark_deploy.cli.hosts import Listed, listed, planned, say
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.progress_screen import lay, minutes, phase_said
 from spark_deploy.cli.query_hosts import Answer, look, plain_answer
 from spark_deploy.cli.reach import reach
@@ -204,8 +205,10 @@ def _down(last: Rollout | None) -> str:
     return f"{rough} (the last start took {minutes(took_s)})"
 
 
-def run(options: Options) -> int:
-    """Bring the chosen hosts to what the settings say; the exit code is pyinfra's."""
+@click.command
+@shared_options(plans=True, changes=True)
+def up(options: Options) -> int:
+    """Deploy the chosen hosts; exit with pyinfra's code."""
     hosts = listed(options)
     named = [host.name for host in hosts] if options.limit or options.exclude else []
     flags = ["--dry"] if options.dry else ["-y"]
@@ -230,9 +233,9 @@ def run(options: Options) -> int:
         return 0 if all(one["reachable"] for one in told) else 1
     if not options.dry:
         # Where what is served stays, something else of a host may still be mended.
-        run_pyinfra.agreed(options, "Go on?")
+        run_pyinfra.agreed(options.yes, "Go on?")
     run_pyinfra.show(words)
-    return run_pyinfra.watched(words, [host.name for host in hosts], options)
+    return run_pyinfra.watched("up", words, [host.name for host in hosts], options)
 
 
 def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
@@ -271,4 +274,4 @@ def _lock(hosts: Sequence[Listed], options: Options) -> None:
         for host in hosts
     )
     if any(one.names for one in missing):
-        update.lock_missing(options)
+        update.lock(options, update.Choice(missing=True))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 from spark_deploy.cli.hosts import Listed, listed, say
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.config.documents.declare import typed
 from spark_deploy.config.documents.schema_check import closest
 from spark_deploy.config.errors import LockError
@@ -15,55 +19,68 @@ from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import Names, refuse_two_revisions, resolve, wanted_by
 from spark_deploy.lock.types import Lock
 
-_DEFAULTS = {"only": [], "missing": True, "check": False, "counted": False, "json": False}
+
+@click.command
+@click.option("--only", multiple=True, metavar="NAME", help="Only this repository or image.")
+@click.option("--missing", is_flag=True, help="Lock only names that are not locked yet.")
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a name is missing.")
+@click.option("--counted", is_flag=True, help="Read measured KV-cache sizes from hosts.")
+@shared_options(plans=True)
+def update(options: Options, only: Sequence[str], missing: bool, check: bool, counted: bool) -> int:
+    """Update each lock file once."""
+    return lock(options, Choice(tuple(only), missing, check, counted))
 
 
-def lock_missing(options: Options) -> int:
-    """Lock what is missing, with the host options of another command."""
-    return run(Options(**{**vars(options), **_DEFAULTS}))
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to lock."""
+
+    only: tuple[str, ...] = ()
+    missing: bool = False
+    check: bool = False
+    counted: bool = False
 
 
-def run(options: Options) -> int:
-    """Update each lock file once; 1 if ``--check`` finds something missing."""
+def lock(options: Options, choice: Choice) -> int:
+    """Update each lock file once; 1 if ``check`` finds something missing."""
     by_path: dict[Path, list[Listed]] = {}
     for host in listed(options):
         by_path.setdefault(host.settings.lock_path, []).append(host)
     missing = 0
     for path, hosts in by_path.items():
-        missing += _lock_file(path, hosts, options)
+        missing += _lock_file(path, hosts, choice)
     if options.json:
         print(
             json.dumps(
                 {str(path): typed(read_lock(path), nulls=False) for path in by_path}, indent=1
             )
         )
-    return 1 if options.check and missing else 0
+    return 1 if choice.check and missing else 0
 
 
-def _lock_file(path: Path, hosts: list[Listed], options: Options) -> int:
+def _lock_file(path: Path, hosts: list[Listed], choice: Choice) -> int:
     before = lock = read_lock(path)
-    only = [name for name in options.only if name]
-    _refuse_unknown(only, hosts)
+    _refuse_unknown(choice.only, hosts)
     done: set[str] = set()
     wanted_by_all = [wanted_by(host.settings.settings, host.catalog) for host in hosts]
     refuse_two_revisions(set().union(*(wanted.sources for wanted in wanted_by_all)))
     for host, wanted in zip(hosts, wanted_by_all, strict=True):
         settings = host.settings.settings
-        todo = _named(wanted, only)
-        if options.missing or options.check:
+        todo = _named(wanted, choice.only)
+        if choice.missing or choice.check:
             todo = todo.missing_in(lock)
         todo = todo.without(done)
         done.update(todo.names)
-        if todo.names and not options.check:
+        if todo.names and not choice.check:
             lock = resolve(lock, todo, settings, host.catalog.engines.engines, say)
-    if options.check:
+    if choice.check:
         lacks = {f"{name} is not locked" for name in done} or _open_names(hosts, lock)
         for what in sorted(lacks):
             say(f"{path.name}: {what}")
         return len(lacks)
     for host in hosts:
         lock = hold_if_told(host.settings.settings, host.catalog, lock, say)
-    if options.counted:
+    if choice.counted:
         from spark_deploy.cli.counted import with_counts
 
         lock = with_counts(lock, hosts)
@@ -83,7 +100,7 @@ def _open_names(hosts: list[Listed], lock: Lock) -> set[str]:
     return lacks | {f"headers of {one.repository} are not read" for open_ in read for one in open_}
 
 
-def _named(wanted: Names, names: list[str]) -> Names:
+def _named(wanted: Names, names: Sequence[str]) -> Names:
     if not names:
         return wanted
     return Names(
@@ -92,7 +109,7 @@ def _named(wanted: Names, names: list[str]) -> Names:
     )
 
 
-def _refuse_unknown(names: list[str], hosts: list[Listed]) -> None:
+def _refuse_unknown(names: Sequence[str], hosts: list[Listed]) -> None:
     wanted = (wanted_by(host.settings.settings, host.catalog) for host in hosts)
     known = sorted({name for one in wanted for name in one.names})
     for name in names:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 from spark_contract import files
 from spark_contract.documents import plain
 
 from spark_deploy.cli.editors import schema_line
 from spark_deploy.cli.hosts import Listed, again, answer, listed, say
-from spark_deploy.cli.options import Options
+from spark_deploy.cli.options import Options, names_of, shared_options
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.documents.schema_check import closest, dotted
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
@@ -39,9 +40,15 @@ class Edit:
     hosts: tuple[str, ...]
 
 
-def run(options: Options) -> int:
-    """Write the choice for the chosen hosts; hosts themselves are not touched."""
-    edits, hosts = choose(options)
+@click.command
+@click.argument(
+    "choice", metavar="MODEL|PROFILE|MODEL/PROFILE", shell_complete=names_of("models", "profiles")
+)
+@click.option("--dry", is_flag=True, help="Print the edits, make none.")
+@shared_options()
+def use(options: Options, choice: str) -> int:
+    """Write the choice into settings files; change no host."""
+    edits, hosts = choose(options, choice)
     answer(options, as_json(edits), ([line_of(edit)] for edit in edits), between="\n")
     if not edits:
         say("the files say so already")
@@ -50,7 +57,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def choose(options: Options) -> tuple[list[Edit], list[str]]:
+def choose(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
     """Write the choice; return the lines that changed, and the hosts that are meant.
 
     Raises:
@@ -58,8 +65,8 @@ def choose(options: Options) -> tuple[list[Edit], list[str]]:
     """
     # What is to be replaced may be what cannot be served.
     now = listed(options, judged=False)
-    every = listed(Options(**{**vars(options), "limit": (), "exclude": ()}), judged=False)
-    model, profile = _meant(options.choice, now)
+    every = listed(replace(options, limit=[], exclude=[]), judged=False)
+    model, profile = _meant(choice, now)
     wanted = {"model": model, "profile": profile}
     chosen = {host.name for host in now}
     after = {

@@ -118,8 +118,7 @@ def plan_of(site: Path, model: str, more: dict[str, Any] | None = None) -> HostP
         path = site / f"catalog/models/{model}.yml"
         path.write_text(path.read_text() + yaml.safe_dump(more))
     options = Options(
-        inventory=str(site / "sparks.py"), model=model, profile="lab-plain", data=(), limit=(),
-        exclude=(),
+        inventory=str(site / "sparks.py"), model=model, profile="lab-plain",
     )  # fmt: skip
     return planned(listed(options)[0])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import click
 
-from spark_deploy.cli import _GROUP as GROUP
+from spark_deploy.cli import GROUP
 
 SHARED = {"inventory", "limit", "exclude", "data", "json", "model", "profile"}
 

@@ -304,7 +304,7 @@ def test_comparing_needs_no_host_and_says_which_file_is_no_result(tmp_path, caps
     for name, one in (("a", result()), ("b", result("v2-tq", 40.0))):
         files.append(tmp_path / f"{name}.json")
         files[-1].write_text(text_of(one))
-    words = ["bench", "--out", str(tmp_path / "out"), "--compare", *map(str, files)]
+    words = ["bench", "--out", str(tmp_path / "out"), *(f"--compare={file}" for file in files)]
     assert main(words) == 0
     assert "40.0 (-20 %)" in capsys.readouterr().out
     assert (tmp_path / "out/comparison.html").read_text().startswith("<!doctype html>")
@@ -316,7 +316,7 @@ def test_comparing_needs_no_host_and_says_which_file_is_no_result(tmp_path, caps
 def test_results_of_several_hosts_are_one_document_for_programs(tmp_path, monkeypatch, capsys):
     hosts = [SimpleNamespace(name=name) for name in ("a", "b")]
     monkeypatch.setattr(bench, "listed", lambda options, judged: hosts)
-    monkeypatch.setattr(bench, "_one", lambda one, options, out: (result(), one.name))
+    monkeypatch.setattr(bench, "_one", lambda one, how, out: (result(), one.name))
     assert main(["bench", "--out", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2
     assert (tmp_path / "b.md").exists()

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from spark_deploy.cli import _GROUP
-from spark_deploy.cli.commands import COMMANDS
+from spark_deploy.cli import COMMANDS, GROUP
 from spark_deploy.config.checkout import CHECKOUT
 
 _DOCS = CHECKOUT.glob("docs/**/*.md")
@@ -45,7 +44,7 @@ def test_the_pages_show_many_commands():
 def test_a_command_on_a_page_exists_with_its_options(page, said):
     name, *words = shlex.split(said, comments=True)
     assert name in COMMANDS, f"{page}: {name}"
-    command = _GROUP.get_command(click.Context(_GROUP), name)
+    command = GROUP.get_command(click.Context(GROUP), name)
     assert command is not None
     if not words:
         return  # the name alone, as in a sentence

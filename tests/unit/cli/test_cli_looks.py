@@ -160,9 +160,9 @@ def test_status_says_how_many_requests_run_and_wait(tmp_path, monkeypatch, capsy
     one = listed(tmp_path)
     monkeypatch.setattr(status, "listed", lambda options, judged: [one])
     monkeypatch.setattr(status, "look", lambda hosts, ask: [Answer(one, ask(host, one))])
-    status.run(Options(json=False, files=False, planned=False))
+    status.status.callback.__wrapped__(Options(), files=False, planned=False)
     assert ("  requests 2 running, 1 waiting" in capsys.readouterr().out) == said
-    status.run(Options(json=True, files=False, planned=False))
+    status.status.callback.__wrapped__(Options(json=True), files=False, planned=False)
     [found] = json.loads(capsys.readouterr().out)
     assert found["requests"] == ({"running": 2, "waiting": 1} if said else None)
 

@@ -28,6 +28,11 @@ LISTED = SimpleNamespace(
 )
 
 
+def run(command: str, options: Options, **given: Any) -> int:
+    needed = {"service": None, **({"period": None} if command == "stop" else {})}
+    return int(getattr(stop, command).callback.__wrapped__(options, **{**needed, **given}))
+
+
 @pytest.mark.parametrize("command", ["stop", "start"])
 def test_one_member_of_a_cluster_is_not_taken_from_the_others(
     command: str, monkeypatch: pytest.MonkeyPatch
@@ -36,9 +41,7 @@ def test_one_member_of_a_cluster_is_not_taken_from_the_others(
     half = SimpleNamespace(name="spark-2", settings=SimpleNamespace(settings=settings))
     monkeypatch.setattr(stop, "listed", lambda _, judged: [half])
     with pytest.raises(SparkError) as caught:
-        stop.run(
-            Options(command=command, service=None, json=False, period=None, inventory="own.py")
-        )
+        run(command, Options(inventory="own.py"))
     assert "serves together with spark-1, which the command leaves out" in str(caught.value)
     fix = f"spark-deploy {command} spark-1 spark-2 --inventory own.py"
     assert fix in str(caught.value)
@@ -74,7 +77,7 @@ def test_each_host_is_given_its_order_and_what_it_says_is_shown(
         stop, "look",
         lambda hosts, ask, doing: [stop.Answer(one, ask(Host(), one)) for one in hosts],
     )  # fmt: skip
-    assert stop.run(Options(command=command, service=chosen, json=False, period=period)) == 0
+    assert run(command, Options(), service=chosen, **({"period": period} if period else {})) == 0
     assert capsys.readouterr().out == "spark-1: as you say\n"
     assert len(asked) == 1
     assert all(order in asked[0] for order in orders)
@@ -86,7 +89,7 @@ def test_a_service_that_the_host_does_not_have_is_refused_with_a_guess(
 ) -> None:
     monkeypatch.setattr(stop, "listed", lambda _, judged: [LISTED])
     with pytest.raises(SparkError, match=r"is no service of spark-1\n.*did you mean embed"):
-        stop.run(Options(command="stop", service="embd", json=False, period=None))
+        run("stop", Options(), service="embd")
 
 
 @pytest.mark.parametrize("command", ["stop", pytest.param("start", marks=pytest.mark.slow)])
@@ -103,4 +106,4 @@ def test_both_commands_are_there(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("period", ["", "1", "h", "0h", "-1h", "1w", "1.5h", "1h30m", "²h"])
 def test_a_period_that_is_none_is_refused_before_a_host_is_asked(period: str) -> None:
     with pytest.raises(SparkError, match="is no period"):
-        stop.run(Options(command="stop", json=False, period=period))
+        run("stop", Options(), period=period)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,7 @@ from spark_deploy.cli.options import Options
 from spark_deploy.config.errors import SparkError
 from tests.unit.planning.plans import shipped_catalog
 
-OPTIONS = Options(
-    command="bench", inventory="x.py", limit=[], exclude=[], data=[], model=None, profile=None,
-    yes=True, json=True,
-)  # fmt: skip
+OPTIONS = Options(inventory="x.py", yes=True, json=True)
 
 
 STAGES = ["plain", "drafts", "all"]
@@ -50,7 +48,7 @@ def story(monkeypatch):
         if host.profile in told.refused:
             raise SparkError.one(host.profile, "does not fit", "choose another")
 
-    def watched(words, hosts, options):
+    def watched(command, words, hosts, options):
         profile = dict(word.split("=") for word in words if "profile=" in word).get("profile")
         assert options.json, "else its screen would stand among the results"
         told.steps.append(("serve", profile, *hosts))
@@ -67,7 +65,7 @@ def climb(told, **more):
         told.steps.append(("measure", host.profile, host.name))
         return host.profile
 
-    return ladder.climb(Options(**{**vars(OPTIONS), **more}), measure)
+    return ladder.climb(replace(OPTIONS, **more), measure)
 
 
 def test_each_stage_is_served_then_measured_and_the_settings_come_last(story):
@@ -93,7 +91,7 @@ def test_a_stage_that_does_not_fit_is_refused_before_anything_changes(story):
 
 def test_nothing_changes_before_somebody_agreed(story, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    with pytest.raises(SparkError, match="nobody is there"):
+    with pytest.raises(SparkError, match="needs a terminal"):
         climb(story, yes=False)
     assert story.steps == []
 

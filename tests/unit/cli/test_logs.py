@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from spark_deploy.cli import connect, logs
+from spark_deploy.cli.options import Options
 
 
 def entry(at_us: int, unit: str, text: object) -> str:
@@ -41,19 +42,20 @@ def hosts(monkeypatch, tmp_path):
     return tmp_path
 
 
-OPTIONS = SimpleNamespace(lines=9, follow=False, json=True)
+def run() -> int:
+    return int(logs.logs.callback.__wrapped__(Options(json=True), lines=9, follow=False))
 
 
 @pytest.mark.usefixtures("hosts")
 def test_hosts_are_merged_by_time(capsys):
-    assert logs.run(OPTIONS) == 0
+    assert run() == 0
     told = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
     assert told == ["a1", "b2", "b3", "a4"]
 
 
 def test_a_host_that_cannot_be_read_is_named_and_the_others_are_shown(hosts, capsys):
     (hosts / "a").write_text("raise SystemExit(255)")
-    assert logs.run(OPTIONS) == 1
+    assert run() == 1
     said = capsys.readouterr()
     assert len(said.out.splitlines()) == 2
     assert said.err.startswith("a: its journal could not be read")

@@ -28,10 +28,16 @@ def share(root: Path, choice: str, *more: str) -> int:
     return main(["share", choice, "--inventory", str(root / "sparks.py"), *more])
 
 
+def share_online(root: Path, out: Path) -> int:
+    """Not by main(), which would patch this whole process by gevent."""
+    run = command.share.callback.__wrapped__
+    options = Options(inventory=str(root / "sparks.py"))
+    return int(run(options, choice="tiny/plain", out=str(out), unasked=False))
+
+
 def release_of(root: Path, model: str) -> Any:
     options = Options(
-        inventory=str(root / "sparks.py"), model=model, profile="plain", data=(), limit=(),
-        exclude=(),
+        inventory=str(root / "sparks.py"), model=model, profile="plain",
     )  # fmt: skip
     found = listed(options)
     return planned(found[0]).serve
@@ -100,11 +106,7 @@ def test_a_host_that_cannot_be_asked_for_a_proof_is_named(
 ) -> None:
     away = "cannot be reached: no route to host"
     monkeypatch.setattr(command, "look", lambda hosts, ask: [Answer(hosts[0], None, away)])
-    asked = Options(
-        inventory=str(site / "sparks.py"), choice="tiny/plain", model=None, profile=None, data=(),
-        limit=(), exclude=(), out=str(tmp_path / "x.yml"), unasked=False, json=False,
-    )  # fmt: skip
-    assert command.run(asked) == 0
+    assert share_online(site, tmp_path / "x.yml") == 0
     assert f"a: {away}" in capsys.readouterr().err
 
 
@@ -183,12 +185,7 @@ def test_a_proof_is_told_without_the_host_it_is_of(
                                  "proof": proof}]})  # fmt: skip
     monkeypatch.setattr(command, "look", lambda hosts, ask: [Answer(hosts[0], status)])
     path = tmp_path / "proven.yml"
-    # Not by main(), which would have this whole process wait by gevent.
-    asked = Options(
-        inventory=str(site / "sparks.py"), choice="tiny/plain", model=None, profile=None, data=(),
-        limit=(), exclude=(), out=str(path), unasked=False, json=False,
-    )  # fmt: skip
-    assert command.run(asked) == 0
+    assert share_online(site, path) == 0
     found = yaml.safe_load(path.read_text())["proof"]
     assert (found["ok"], found["engine"], found["checks"]) == (True, "0.33.0", {"answers": True})
     assert CANARY not in path.read_text()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from spark_deploy.cli import connect, top
+from spark_deploy.cli.options import Options
 
 
 def look(at: float, tokens: int, drafted: int = 0, accepted: int = 0) -> str:
@@ -56,7 +57,7 @@ def test_one_look_is_printed_and_a_host_that_cannot_be_asked_is_red(
     monkeypatch.setattr(top, "listed", lambda options, judged: [one])
     monkeypatch.setattr(top, "chosen_services", lambda host, service: ["main"])
     monkeypatch.setattr(connect, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
-    assert top.run(SimpleNamespace(once=True, json=True, service=None)) == code
+    assert top.top.callback.__wrapped__(Options(json=True), once=True, service=None) == code
     [found] = json.loads(capsys.readouterr().out)
     assert found["tokens_per_s"] == (10.0 if code == 0 else None)
 
@@ -70,7 +71,7 @@ def test_each_service_has_a_line_of_its_own_and_an_engine_of_its_own(monkeypatch
     monkeypatch.setattr(top, "listed", lambda options, judged: [one])
     monkeypatch.setattr(top, "chosen_services", lambda host, service: ["main", "embed"])
     monkeypatch.setattr(connect, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
-    assert top.run(SimpleNamespace(once=True, json=True, service=None)) == 0
+    assert top.top.callback.__wrapped__(Options(json=True), once=True, service=None) == 0
     assert [now["host"] for now in json.loads(capsys.readouterr().out)] == ["a", "a/embed"]
     for folder in ("engines/main/engine.sock", "engines/embed/engine.sock"):
         assert folder in asked.read_text()

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from spark_deploy.cli import progress_screen, reach, up, update
-from spark_deploy.cli.commands import COMMANDS
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.progress_screen import HostView, Transcript, minutes
 from spark_deploy.cli.run_pyinfra import agreed
@@ -171,17 +170,13 @@ def test_what_ends_before_its_first_step_is_said_in_its_own_words(tmp_path):
 
 def test_without_a_terminal_it_wants_a_yes(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    with pytest.raises(SparkError, match="nobody is there"):
-        agreed(Options(command="up", yes=False), "Go on?")
-    agreed(Options(command="up", yes=True), "Go on?")
+    with pytest.raises(SparkError, match="needs a terminal"):
+        agreed(False, "Go on?")
+    agreed(True, "Go on?")
 
 
-def chosen(**more) -> Options:
-    asked = {
-        "command": "up", "inventory": "inventory/lab.py", "limit": [], "exclude": [], "data": [],
-        "model": None, "profile": None, "dry": False, "yes": False, "json": False, "verbose": False,
-    }  # fmt: skip
-    return Options(**{**asked, **more})
+def run_up(*, dry: bool) -> int:
+    return up.up.callback.__wrapped__(Options(inventory="inventory/lab.py", dry=dry))
 
 
 @pytest.mark.parametrize("dry", [True, False], ids=["dry", "to be done"])
@@ -197,7 +192,7 @@ def test_without_a_key_of_ours_it_says_so_before_it_asks_for_a_password(
     )
     monkeypatch.setattr(up.run_pyinfra, "argv", lambda _words: ["false"])
     with pytest.raises(SparkError, match="run `ssh-keygen -t ed25519`"):
-        up.run(chosen(dry=dry))
+        run_up(dry=dry)
     assert "password" not in capsys.readouterr().err
 
 
@@ -206,7 +201,7 @@ def test_a_dry_run_says_that_nothing_was_done_above_the_line_that_it_leaves_to_o
 ):
     monkeypatch.setattr(up, "listed", lambda _options: [])
     monkeypatch.setattr(up, "found_on", lambda _hosts, _plans: [])
-    assert up.run(chosen(dry=True)) == 0
+    assert run_up(dry=True) == 0
     said, line = capsys.readouterr().err.splitlines()
     assert said == "nothing was done; to see every single step, run:"
     assert line.endswith("deploy.py --dry")
@@ -237,8 +232,7 @@ def test_names_are_locked_on_the_way_as_by_a_lock_command_that_nothing_was_asked
     monkeypatch.setattr(update, "listed", lambda _options: [host])
     monkeypatch.setattr(update, "wanted_by", lambda *_: Names(frozenset(), frozenset()))
     monkeypatch.setattr(update, "hold_if_told", lambda *words: words[2])
-    assert update.lock_missing(Options(command="up", dry=False, verbose=False)) == 0
-    assert {str(one.name) for one in COMMANDS["update"].takes} <= set(update._DEFAULTS)
+    assert update.lock(Options(), update.Choice(missing=True)) == 0
 
 
 def test_a_run_that_reaches_nobody_shows_the_reason_without_pyinfras_own_steps():

@@ -168,7 +168,7 @@ def test_a_host_that_cannot_be_asked_is_named_here_and_left_out_of_the_file(
     for name, result in {"listed": hosts, "planned": PLAN, "look": answers}.items():
         monkeypatch.setattr(doctor, name, lambda *_, result=result, **__: result)
     out = tmp_path / "sent.json"
-    assert doctor.run(Options(out=str(out), json=False, report=True)) == 1
+    assert doctor.doctor.callback.__wrapped__(Options(), is_report=True, out=str(out)) == 1
     told = capsys.readouterr()
     assert "spark-b7c1: cannot be reached: no" in told.err
     assert "spark-a3f2 is host-1 in the report" in told.err
