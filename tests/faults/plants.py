@@ -1,6 +1,6 @@
 """Ways of serving that cannot work, and the phase of a change in which each of them is caught.
 
-The table in docs/reference/faults.md says the same; tests/unit/lab/test_plants.py compares.
+The table in proofs/faults.md says the same; tests/unit/lab/test_plants.py compares.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from spark_deploy.config.checkout import CHECKOUT
 from tests.faults.plants import BESIDE_THE_ENGINE, DEPLOYED, PLANTS
 from tests.faults.stub_faults import stub_faults
 
-PAGE = (CHECKOUT / "docs/reference/faults.md").read_text("utf-8")
+PAGE = (CHECKOUT / "proofs/faults.md").read_text("utf-8")
 SECTION = PAGE.partition("### What is planted")[2].partition("\n## ")[0]
 
 # A change of profile must survive each of these, whatever else is planted.
