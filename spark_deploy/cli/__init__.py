@@ -1,7 +1,5 @@
 """``spark-deploy``: the command line. A command is a line here and a click command in a module."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import io
@@ -18,7 +16,7 @@ from spark_deploy.config.documents.shown import shown
 SECTIONS = {
     "Set up": {
         "init": "Create a folder for your hosts and settings.",
-        "up": "Deploy: make hosts serve what the settings say.",
+        "up": "Deploy: make hosts serve the model in your settings.",
     },
     "Change": {
         "use": "Select another model or profile in your settings files.",
@@ -51,80 +49,76 @@ _MODULES = {
     "start": "stop",
     **dict.fromkeys(("rollback", "prune", "rotate-key", "uninstall", "fabric"), "run_pyinfra"),
 }
-_ABOUT = "Turn NVIDIA DGX Sparks into proven model servers."
-_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EIO)
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 fine, 1 something is wrong, 2 bad usage)."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    _have_streams()
+    """Run one command; return 0 for success, 1 for a problem, 2 for wrong usage."""
+    _open_streams()
     try:
-        code = _called(words)
+        code = _call(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except OSError as error:
-        return _failed(error)
+        return _print_os_error(error)
     return code
 
 
-def _failed(error: OSError) -> int:
-    """Say which place could not be read or written.
-
-    Raises:
-        OSError: it is about no place, so somebody has to read where it comes from.
-    """
-    where = error.filename
-    if where is None and error.errno in _OF_OUTPUT:
-        where = "output"
-        # What is left of it is tried again at the end, and would be told without these words.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if where is None or error.strerror is None:
-        raise error
-    if not isinstance(error, BrokenPipeError):  # `spark-deploy plan | head`
-        click.secho(shown(f"{where}: {error.strerror}"), fg="red", err=True)
-        fix = "name a place that can be read and written, or mend that one"
-        if where == "ssh":
-            fix = "install the client of OpenSSH: apt-get install openssh-client"
-        click.echo(f"  fix: {fix}", err=True)
-    return 1
-
-
-def _have_streams() -> None:
-    """Open what whoever started this closed, and let no character be too much for a terminal."""
+def _open_streams() -> None:
+    """Open standard streams that the caller closed; never fail on a terminal's encoding."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
-            # What is started from here gets it, too.
+            # Child processes inherit it.
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
         elif number and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-def _called(words: list[str]) -> int:
+def _print_os_error(error: OSError) -> int:
+    """Print an error with its file.
+
+    Raises:
+        OSError: without a file the traceback is needed.
+    """
+    where = error.filename
+    if where is None and error.errno in _OUTPUT_ERRORS:
+        where = "output"
+        # Python flushes the rest at exit and would print a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if where is None or error.strerror is None:
+        raise error
+    if not isinstance(error, BrokenPipeError):  # `spark-deploy plan | head`
+        click.secho(shown(f"{where}: {error.strerror}"), fg="red", err=True)
+        fix = "check the path and its permissions"
+        if where == "ssh":
+            fix = "install the OpenSSH client: apt-get install openssh-client"
+        click.echo(f"  fix: {fix}", err=True)
+    return 1
+
+
+def _call(words: list[str]) -> int:
     try:
-        called = GROUP.main(words, "spark-deploy", standalone_mode=False)
+        command = GROUP.main(words, "spark-deploy", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    if not callable(called):  # --help, --version: printed already
-        return int(called or 0)
-    return _run(called)
+    # --help and --version have printed already.
+    return _run(command) if callable(command) else int(command or 0)
 
 
 def _run(command: Callable[[], int]) -> int:
+    from spark_deploy.cli.terminal import print_problem
     from spark_deploy.config.errors import SparkError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    # Answers carry the reasons of failed connections; pyinfra would say them a second time.
+    # Answers contain the reasons of failed connections; pyinfra would print them again.
     logging.getLogger("pyinfra").setLevel(logging.CRITICAL)
     try:
         return command()
     except SparkError as error:
-        from spark_deploy.cli.terminal import tell_problem
-
         for problem in error.problems:
-            tell_problem(problem)
+            print_problem(problem)
         return 1
     except click.Abort:
         print("\nstopped; nothing was changed", file=sys.stderr)
@@ -135,7 +129,7 @@ def _run(command: Callable[[], int]) -> int:
 
 
 def _queries_hosts(name: str, words: Sequence[str]) -> bool:
-    """Whether a command queries hosts over pyinfra's connections."""
+    """Whether a command uses pyinfra's connections."""
     if "--help" in words:
         return False
     if name in ("plan", "update"):
@@ -146,7 +140,7 @@ def _queries_hosts(name: str, words: Sequence[str]) -> bool:
 
 
 class _Group(click.Group):
-    """Imports the module of a command when it is needed, so that ``--help`` loads nothing else."""
+    """Imports the module of a command on use, to keep ``--help`` fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -162,13 +156,13 @@ class _Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the named command; an unknown name gets a suggestion."""
+        """Return the named command; suggest a name for an unknown command."""
         if args and args[0] not in COMMANDS and not ctx.resilient_parsing:
             guess = get_close_matches(args[0], COMMANDS, n=1)
             hint = f" Did you mean {guess[0]}?" if guess else ""
             ctx.fail(f"No such command '{args[0]}'.{hint}")
         if args and not ctx.resilient_parsing and _queries_hosts(args[0], args[1:]):
-            # Hosts are queried in parallel; gevent must patch before anything imports ssl.
+            # gevent must patch before anything imports ssl.
             from gevent import hub, monkey
 
             monkey.patch_all()
@@ -181,28 +175,26 @@ class _Group(click.Group):
                 formatter.write_dl(list(commands.items()))
 
 
-def _version() -> str:
+def _print_version(context: click.Context, _option: click.Parameter, is_set: bool) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
+    if not is_set:
+        return
     try:
-        return version("dgx-spark-deploy")
+        text = version("dgx-spark-deploy")
     except PackageNotFoundError:
-        return "unknown: not installed"
-
-
-def _say_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        click.echo(f"spark-deploy {_version()}")
-        context.exit()
+        text = "unknown: not installed"
+    click.echo(f"spark-deploy {text}")
+    context.exit()
 
 
 GROUP = _Group(
     "spark-deploy",
-    help=_ABOUT,
+    help="Turn NVIDIA DGX Sparks into proven model servers.",
     params=[
         click.Option(
-            ["--version"], is_flag=True, expose_value=False, is_eager=True, callback=_say_version,
-            help="Print the version and exit.",
+            ["--version"], is_flag=True, expose_value=False, is_eager=True,
+            callback=_print_version, help="Print the version and exit.",
         )
     ],
     no_args_is_help=True,

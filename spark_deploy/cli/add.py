@@ -13,12 +13,13 @@ from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described
 
 from spark_deploy.cli import repository, run_pyinfra, use
 from spark_deploy.cli.draft import Draft
-from spark_deploy.cli.hosts import Listed, again, answer, listed, planned, say
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.install_shared import take, write_files
 from spark_deploy.cli.options import FILE, Options, host_names, profile_option, shared_options
 from spark_deploy.cli.plan_text import lines
 from spark_deploy.cli.recipes import draft_of_recipe
 from spark_deploy.cli.share import read
+from spark_deploy.cli.terminal import next_command, note, print_result
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.companions import is_repository
 from spark_deploy.config.catalog.load import read_families
@@ -185,7 +186,7 @@ def add(
     # The present choice of the hosts need not fit the new model, nor be possible at all.
     profile, options = options.profile or _PROFILE, replace(options, profile=None)
     # Hosts of an inventory may differ in hub and folder: the first host decides.
-    host = listed(options, judged=False)[0]
+    host = select_hosts(options, judged=False)[0]
     if options.dry:
         return _preview(options, place, host)
     added = _added(place, host, profile, force=force)
@@ -195,7 +196,8 @@ def add(
         "profile": added.profile, "repository": added.repository, "release": None,
         "fetched_bytes": None, "image_bytes": None, "open": added.open,
         "unproven": f"nobody here ran {added.repository}; the first deploy asks it and says so",
-        "chosen": [], "next": [again(options, "use", pair), again(options, "up")], "problems": [],
+        "chosen": [], "problems": [],
+        "next": [next_command(options, "use", pair), next_command(options, "up")],
     }  # fmt: skip
     text: list[str] = []
     try:
@@ -207,12 +209,12 @@ def add(
     except SparkError as error:
         found["problems"] = [asdict(problem) for problem in error.problems]
         for problem in error.problems:
-            say(str(problem))
+            note(str(problem))
         if not text:
             found["next"] = []
-            say("the file stays: change it, then look with `spark-deploy plan`")
+            note("the file stays: change it, then look with `spark-deploy plan`")
     if text or options.json:
-        answer(options, found, [text])
+        print_result(options, found, [text])
     return 1 if found["problems"] else 0
 
 
@@ -221,14 +223,14 @@ def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
     options = replace(options, model=model, profile=None, limit=[*options.limit, *hosts])
     code = run_pyinfra.run("requantize", options, {"checkpoint.requantized": True})
     if code == 0 and not options.dry:
-        say(
+        note(
             f"to serve it, set checkpoint.requantized: true next to model: {model}, "
             "then run spark-deploy up"
         )
     return code
 
 
-def _preview(options: Options, place: str, host: Listed) -> int:
+def _preview(options: Options, place: str, host: Target) -> int:
     """Print what a file would add, or what a repository holds; write nothing."""
     data = _file(place)
     if data is None:
@@ -238,14 +240,16 @@ def _preview(options: Options, place: str, host: Listed) -> int:
         files = {"models": shared.name, "profiles": shared.profile_name}
         lines_ = [f"catalog/{kind}/{name}.yml" for kind, name in files.items()]
         lines_ += [f"{repo} at {one.commit}" for repo, one in shared.sources.items()]
-        answer(options, {"would_write": lines_}, [lines_])
+        print_result(options, {"would_write": lines_}, [lines_])
     else:
         draft = draft_of_recipe(data, Path(place).name, _engine(host))
-        answer(options, {"model": draft.name, "open": draft.open}, [draft.text().splitlines()])
+        print_result(
+            options, {"model": draft.name, "open": draft.open}, [draft.text().splitlines()]
+        )
     return 0
 
 
-def _added(place: str, host: Listed, profile: str, *, force: bool) -> _Added:
+def _added(place: str, host: Target, profile: str, *, force: bool) -> _Added:
     """Write what a shared file, a recipe or a repository says."""
     data = _file(place)
     if data is not None and "shared" in data:
@@ -265,8 +269,8 @@ def _added(place: str, host: Listed, profile: str, *, force: bool) -> _Added:
 
 def _planned(options: Options, added: _Added, found: dict[str, Any]) -> list[str]:
     """Note and return the plan of the new pair, and what is open of it."""
-    after = listed(options, judged=False)[0].serving(added.model, added.profile)
-    plan = planned(after)
+    after = select_hosts(options, judged=False)[0].serving(added.model, added.profile)
+    plan = build_plan(after)
     found["release"] = plan.serve.name
     found["fetched_bytes"] = sum(source.size_bytes for source in plan.sources)
     found["image_bytes"] = plan.image.size_bytes
@@ -280,7 +284,7 @@ def _planned(options: Options, added: _Added, found: dict[str, Any]) -> list[str
 def _chosen(options: Options, pair: str, found: dict[str, Any]) -> list[str]:
     """Choose the new pair where the owner's files do; note and return what changed."""
     edits, hosts = use.choose(replace(options, dry=False), pair)
-    found["chosen"], found["next"] = use.as_json(edits), [again(options, "up", *hosts)]
+    found["chosen"], found["next"] = use.as_json(edits), [next_command(options, "up", *hosts)]
     return [*map(use.line_of, edits), f"  NEXT        {found['next'][0]}"]
 
 
@@ -295,12 +299,12 @@ def _file(place: str) -> dict[str, Any] | None:
     return data
 
 
-def _engine(host: Listed) -> Engine | None:
+def _engine(host: Target) -> Engine | None:
     """Return what is known of the engine that the new model would have."""
     return host.catalog.engines.of_image(host.settings.settings.images["engine"])[1]
 
 
-def _of_repository(place: str, host: Listed) -> Draft:
+def _of_repository(place: str, host: Target) -> Draft:
     """Return the file of ``ORG/NAME[@REVISION]``."""
     repository, _, asked = place.partition("@")
     if not is_repository(repository):

@@ -21,8 +21,9 @@ from spark_deploy.bench.page import measure
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served
 from spark_deploy.cli import ladder
 from spark_deploy.cli.connect import connection_of, login_of
-from spark_deploy.cli.hosts import Listed, chosen_services, listed, planned, say
+from spark_deploy.cli.hosts import Target, build_plan, chosen_services, select_hosts
 from spark_deploy.cli.options import FILE, FOLDER, Options, service_option, shared_options
+from spark_deploy.cli.terminal import note
 from spark_deploy.config.errors import SparkError
 from spark_deploy.ticking import ticking
 
@@ -100,7 +101,7 @@ def measure_or_compare(
             _tell(options, results, _written(results, out, "ladder"))
         return code
     results = []
-    for one in listed(options, judged=False):
+    for one in select_hosts(options, judged=False):
         result, name = _one(one, how, out)
         results.append(result)
         text = _written([result], out, name)
@@ -111,7 +112,7 @@ def measure_or_compare(
     return 0
 
 
-def _one(one: Listed, how: Measurement, out: Path) -> tuple[BenchResult, str]:
+def _one(one: Target, how: Measurement, out: Path) -> tuple[BenchResult, str]:
     """Measure one host into a file of its own, and return the file's name."""
     began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     name = f"{one.name.lstrip('@')}-{began.replace(':', '')}"
@@ -127,7 +128,7 @@ def _written(results: Sequence[BenchResult], out: Path, name: str) -> str:
     text = markdown.text_of(results)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
     (out / f"{name}.html").write_text(page.page_of(results), encoding="utf-8")
-    say(f"written: {out / name}.md and .html")
+    note(f"written: {out / name}.md and .html")
     return text
 
 
@@ -143,14 +144,14 @@ def _read(path: Path) -> BenchResult:
         raise SparkError.one(str(path), f"is no result of a bench: {why}", _NAME_FILES) from error
 
 
-def measured(one: Listed, how: Measurement, began: str, files: Path) -> BenchResult:
+def measured(one: Target, how: Measurement, began: str, files: Path) -> BenchResult:
     """Measure one host; what others take results in is written to files of this name."""
     service = chosen_services(one, how.service or MAIN_SERVICE)[0]
     connection, login = connection_of(one, service=service), login_of(one)
     served, release = host.served_by(login, service)
     key = login.told(f"cat {connection.key_path}").strip()
     notes: list[str] = []
-    say(f"{one.name}: {served.model} with {served.profile} ({served.release})")
+    note(f"{one.name}: {served.model} with {served.profile} ({served.release})")
     raw = files.with_name(f"{files.name}.llama-benchy.json")
     with ExitStack() as held:
         url = connection.base_url
@@ -174,7 +175,7 @@ def measured(one: Listed, how: Measurement, began: str, files: Path) -> BenchRes
     return result
 
 
-def _published(one: Listed, served: Served) -> tuple[Published, ...]:
+def _published(one: Target, served: Served) -> tuple[Published, ...]:
     """Return what others published of one request of the same pair."""
     profile = one.catalog.profiles.get((served.profile, served.model))
     return tuple(
@@ -184,34 +185,34 @@ def _published(one: Listed, served: Served) -> tuple[Published, ...]:
     )
 
 
-def _port(one: Listed, service: str) -> int:
+def _port(one: Target, service: str) -> int:
     settings = one.settings.settings
     own = settings if service == MAIN_SERVICE else settings.of_service(service)
     return own.serve.port
 
 
-def _submit(one: Listed, release: Release, result: BenchResult, files: Path, raw: Path) -> None:
+def _submit(one: Target, release: Release, result: BenchResult, files: Path, raw: Path) -> None:
     """Write what Spark Arena and NVIDIA take, where figures of theirs were measured."""
     if not result.cells and not result.loads:
         return
     if why := result.served.no_spark:
-        say(f"{one.name}: no folder for others. {why}")
+        note(f"{one.name}: no folder for others. {why}")
         return
     try:
-        plan = planned(one)
+        plan = build_plan(one)
     except SparkError as error:
-        say(f"{one.name}: no folder for others: {error.problems[0].line}")
+        note(f"{one.name}: no folder for others: {error.problems[0].line}")
         return
     mine = next((s for s in plan.served if s.serve.name == release.name), None)
     if mine is None:
-        say(f"{one.name}: what serves is not what the settings say: no folder for others")
+        note(f"{one.name}: what serves is not what the settings say: no folder for others")
         return
     locked = mine.sources[0].locked
     origin = submission.Origin(locked.repo, locked.commit, built=mine.checkpoint is not None)
     found = json.loads(raw.read_text()) if result.cells else None
     folder = files.with_name(f"{files.name}.submission")
     submission.write(folder, result, release, origin, found)
-    say(f"written: {folder}, for Spark Arena and others; nothing was sent")
+    note(f"written: {folder}, for Spark Arena and others; nothing was sent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,7 @@ class _Bench:
     def seeds(self) -> tuple[Answer, ...]:
         if not self.wanted("seeds"):
             return ()
-        return tuple(measure(self.endpoint, self.context_tokens, say))
+        return tuple(measure(self.endpoint, self.context_tokens, note))
 
     def loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
         if not self.wanted("vllm-bench"):
@@ -253,7 +254,7 @@ class _Bench:
         sizes = {"prompt_tokens": how.prompt_tokens, "answer_tokens": how.answer_tokens}
         given = {name: value for name, value in sizes.items() if value}
         cases = list(vllm_bench.cases_of(how.clients, self.context_tokens, **given))
-        found = vllm_bench.measure(self.login, self.release, port, key_path, cases, say)
+        found = vllm_bench.measure(self.login, self.release, port, key_path, cases, note)
         if found[0] is None:
             what = f"{self.release.image.tag} has no vllm bench serve"
             self.left_out(what, "choose another protocol, or another image")
@@ -281,8 +282,8 @@ class _Bench:
             self.notes.append(f"depths {depths} do not fit into {context_tokens} tokens of context")
         if not grid.depths:
             return None, ()
-        say(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs")
+        note(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs")
         more = ["--book-url", how.book_url] if how.book_url else []
-        whole_run = ticking("llama-benchy", say, _HOURS_TICK_S)
+        whole_run = ticking("llama-benchy", note, _HOURS_TICK_S)
         with host.tokenizer(self.login, self.release.tree.path) as folder, whole_run:
             return benchy.measure(python, self.endpoint, folder, grid, raw, more)

@@ -20,9 +20,10 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
 from spark_deploy.cli.clients import CLIENTS, QUESTION, Connection
-from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, every_name, listed, say
+from spark_deploy.cli.hosts import Target, all_host_names, chosen_services, select_hosts
 from spark_deploy.cli.options import Options, service_option, shared_options
-from spark_deploy.cli.query_hosts import look
+from spark_deploy.cli.query_hosts import query
+from spark_deploy.cli.terminal import next_command, note, print_result
 from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.errors import SparkError
@@ -56,12 +57,12 @@ def hold_tunnels(tunnels: Sequence[tuple[str, str, str]]) -> None:
             process = subprocess.Popen(shlex.split(command), stdin=subprocess.DEVNULL)
             held.callback(_end, process)
             running.append((host, process))
-            say(f"{host}: {base_url}")
-        say("open until Ctrl-C")
+            note(f"{host}: {base_url}")
+        note("open until Ctrl-C")
         while True:
             time.sleep(_LOOK_EVERY_S)
             if pressed:  # which ended the tunnels as well
-                say("")
+                note("")
                 return
             for host, process in running:
                 if process.poll() is not None:
@@ -89,9 +90,9 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     if len(two := [name for name, given in asked.items() if given]) > 1:
         what, fix = "are two answers, and one can be given", f"leave --{two[1]} out"
         raise SparkError.one(f"--{two[0]} and --{two[1]}", what, fix)
-    hosts = _answering(listed(options, judged=False), options, service)
+    hosts = _answering(select_hosts(options, judged=False), options, service)
     tailnet = _tailnet_addresses(hosts)
-    places = {name: place for place, name in enumerate(every_name(options))}
+    places = {name: place for place, name in enumerate(all_host_names(options))}
     found = [
         connection_of(host, tailnet.get(host.name), places[host.name], service) for host in hosts
     ]
@@ -100,11 +101,11 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     elif tunnel:
         hold_tunnels([(one.host, one.base_url, one.tunnel) for one in found if one.tunnel])
     else:
-        answer(options, found, map(lines, found))
+        print_result(options, found, map(lines, found))
     return 0
 
 
-def _answering(hosts: list[Listed], options: Options, service: str | None) -> list[Listed]:
+def _answering(hosts: list[Target], options: Options, service: str | None) -> list[Target]:
     """Return the hosts that clients can talk to: of a cluster only the head.
 
     Raises:
@@ -117,7 +118,7 @@ def _answering(hosts: list[Listed], options: Options, service: str | None) -> li
     if not found:
         [(name, head), *_] = heads.items()
         what = f"computes for {head}, which answers for both"
-        raise SparkError.one(name, what, again(options, "connect", head))
+        raise SparkError.one(name, what, next_command(options, "connect", head))
     return found
 
 
@@ -128,12 +129,12 @@ def _for_client(options: Options, name: str, service: str | None, found: list[Co
     [one], client = found, CLIENTS[name]
     print("\n".join(client.text(one)))
     words = ["connect", one.host, *(["--service", service] if service else [])]
-    say(f"use      {client.use.replace('THIS', again(options, *words, '--for', name))}")
+    note(f"use      {client.use.replace('THIS', next_command(options, *words, '--for', name))}")
     if one.tunnel:
-        say(f"tunnel   in another terminal: {again(options, *words, '--tunnel')}")
+        note(f"tunnel   in another terminal: {next_command(options, *words, '--tunnel')}")
 
 
-def _tailnet_addresses(hosts: list[Listed]) -> dict[str, str]:
+def _tailnet_addresses(hosts: list[Target]) -> dict[str, str]:
     """Ask the hosts whose settings do not say what their tailnet calls them."""
     unknown = [
         host
@@ -143,18 +144,21 @@ def _tailnet_addresses(hosts: list[Listed]) -> dict[str, str]:
     if not unknown:
         return {}
 
-    def ask(host: Host, _listed: Listed) -> str | None:
+    def ask(host: Host, _listed: Target) -> str | None:
         return host.get_fact(TailnetAddress) or None
 
-    answers = look(unknown, ask)
+    answers = query(unknown, ask)
     for one in answers:
         if one.value is None:
-            say(f"{one.host.name}: its tailnet address is not known: {one.problem}")
+            note(f"{one.host.name}: its tailnet address is not known: {one.problem}")
     return {one.host.name: one.value for one in answers if one.value}
 
 
 def connection_of(
-    host: Listed, tailnet_address: str | None = None, place: int = 0, service: str | None = None
+    host: Target,
+    tailnet_address: str | None = None,
+    place: int = 0,
+    service: str | None = None,
 ) -> Connection:
     """Return what a client needs for ``host``.
 
@@ -225,13 +229,13 @@ def _best(plan: GatewayPlan) -> tuple[str, str]:
     )
 
 
-def login_of(host: Listed) -> Login:
+def login_of(host: Target) -> Login:
     """Return how commands of ours run on a host: here, or over ssh."""
     local = host.name.startswith("@")
     return Login(host.name, () if local else tuple(ssh_command(host)), bool(host.data["_sudo"]))
 
 
-def ssh_command(host: Listed) -> list[str]:
+def ssh_command(host: Target) -> list[str]:
     """Return the words of an ssh command that reaches ``host`` as pyinfra does."""
     data = host.data
     words = ["ssh"]
@@ -263,7 +267,7 @@ def lines(one: Connection) -> Iterator[str]:
     yield f"  try        {one.example}"
 
 
-def _sudo(host: Listed) -> list[str]:
+def _sudo(host: Target) -> list[str]:
     return ["sudo"] if host.data["_sudo"] else []
 
 

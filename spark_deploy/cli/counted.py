@@ -5,30 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from spark_deploy.cli.hosts import Listed, planned, say
-from spark_deploy.cli.query_hosts import look, status_of
+from spark_deploy.cli.hosts import Target, build_plan
+from spark_deploy.cli.query_hosts import query, read_status
+from spark_deploy.cli.terminal import note
 from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.hosts.status import HostStatus
 from spark_deploy.lock.types import Lock
 
 
-def with_counts(lock: Lock, hosts: Sequence[Listed]) -> Lock:
+def with_counts(lock: Lock, hosts: Sequence[Target]) -> Lock:
     """Return the lock with the figures of every host that proved what it is planned to serve."""
-    for said in look(hosts, status_of):
+    for said in query(hosts, read_status):
         if said.value is None:
-            say(f"{said.host.name}: {said.problem}")
+            note(f"{said.host.name}: {said.problem}")
             continue
         for found in _counted(said.host, said.value, lock):
             lock = lock.also(anatomies=[found])
             told = found.counted
             if told is not None:
-                say(f"  {found.repository}: {told.token_bytes:,} bytes of a token, by {told.by}")
+                note(f"  {found.repository}: {told.token_bytes:,} bytes of a token, by {told.by}")
     return lock
 
 
-def _counted(host: Listed, status: HostStatus, lock: Lock) -> Iterator[Anatomy]:
-    plan = planned(host)
+def _counted(host: Target, status: HostStatus, lock: Lock) -> Iterator[Anatomy]:
+    plan = build_plan(host)
     for one in plan.served:
         model = host.catalog.model(one.model)
         anatomy = lock.anatomies.get(getattr(model, "repository", ""))
@@ -37,7 +38,7 @@ def _counted(host: Listed, status: HostStatus, lock: Lock) -> Iterator[Anatomy]:
         if not isinstance(model, PlainModel) or anatomy is None or not anatomy.cache_unknown:
             continue
         if proof is None or not proof.ok or proof.kv_cache is None:
-            say(f"  {model.repository}: {host.name} has no figure of {one.serve.name} yet")
+            note(f"  {model.repository}: {host.name} has no figure of {one.serve.name} yet")
             continue
         counted = CountedCache(
             kv_cache=host.catalog.profile(one.profile, one.model).kv_cache.dtype,

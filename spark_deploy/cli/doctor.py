@@ -13,11 +13,12 @@ from pyinfra.api.host import Host
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli import plan_summary
-from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import FILE, Options, shared_options
-from spark_deploy.cli.query_hosts import Answer, look, plain_answer
+from spark_deploy.cli.query_hosts import Answer, query
 from spark_deploy.cli.report import HostReport, plain_data, write_report
 from spark_deploy.cli.report_contents import HostData, host_report, read_host
+from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.checkout import page
 from spark_deploy.config.errors import LockError, Problem
 from spark_deploy.hosts.capacity import competing_containers
@@ -34,42 +35,42 @@ from spark_deploy.plan.memory import gib
 @shared_options(plans=True)
 def doctor(options: Options, is_report: bool, out: str | None) -> int:
     """Exit with 1 if a deploy would refuse a host."""
-    hosts = listed(options)
+    hosts = select_hosts(options)
     if is_report:
         return report(options, hosts, Path(out) if out else None)
     needs = _needs(hosts)
-    answers = look(hosts, lambda host, one: surveyed(host, needs[one.name]))
+    answers = query(hosts, lambda host, one: surveyed(host, needs[one.name]))
     surveys = {one.host.name: one.value for one in answers if one.value is not None}
     twins = same_host_key(surveys)
     found = [verdict_of(one, needs[one.host.name], twins) for one in answers]
-    answer(options, found, map(lines, found))
+    print_result(options, found, map(lines, found))
     return 0 if all(one["reachable"] and not one["problems"] for one in found) else 1
 
 
-def report(options: Options, hosts: Sequence[Listed], out: Path | None) -> int:
+def report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
     """Write a redacted report of the hosts; 1 when one of them did not answer."""
-    plans = {host.name: planned(host, estimate=True) for host in hosts}
+    plans = {host.name: build_plan(host, estimate=True) for host in hosts}
 
-    def read(host: Host, listed_host: Listed) -> HostData | None:
+    def read(host: Host, listed_host: Target) -> HostData | None:
         survey = surveyed(host, plans[listed_host.name].needs)
         return read_host(host, survey) if survey else None
 
     reports: list[HostReport] = []
-    for found in look(hosts, read):
+    for found in query(hosts, read):
         name, number = found.host.name, len(reports) + 1
         if found.value is None:
-            say(f"{name}: {found.problem}")
+            note(f"{name}: {found.problem}")
             continue
         local = name == "@local"
         reports.append(host_report(number, found.value, plans[name], MAIN_SERVICE, local=local))
-        say(f"{name} is {reports[-1].name} in the report")
+        note(f"{name} is {reports[-1].name} in the report")
     if not reports:
         return 1
     document, path = write_report(tuple(reports), out)
     summary = map(_report_summary, reports)
-    answer(options, {"file": str(path), **plain_data(document)}, [[line] for line in summary],
+    print_result(options, {"file": str(path), **plain_data(document)}, [[line] for line in summary],
            between="\n")  # fmt: skip
-    say(f"{path}: read it before you send it ({page('reports')})")
+    note(f"{path}: read it before you send it ({page('reports')})")
     return 0 if len(reports) == len(hosts) else 1
 
 
@@ -80,16 +81,16 @@ def _report_summary(host: HostReport) -> str:
     return f"{host.name}: {counts} of {len(states)} questions{stubs}"
 
 
-def _needs(hosts: Sequence[Listed]) -> dict[str, NeedsPlan]:
+def _needs(hosts: Sequence[Target]) -> dict[str, NeedsPlan]:
     """Return what a deploy would demand; sizes are estimated once the hub could not be asked."""
     found, estimate = dict[str, NeedsPlan](), False
     for host in hosts:
         try:
-            found[host.name] = planned(host, estimate=estimate).needs
+            found[host.name] = build_plan(host, estimate=estimate).needs
         except LockError as error:
-            say(f"{error.problems[0]}\ngoing on with estimated sizes")
+            note(f"{error.problems[0]}\ngoing on with estimated sizes")
             estimate = True
-            found[host.name] = planned(host, estimate=True).needs
+            found[host.name] = build_plan(host, estimate=True).needs
     return found
 
 
@@ -110,10 +111,10 @@ def verdict_of(
     """Return the verdict on one host as plain data."""
     survey = said.value
     if survey is None:
-        return {**plain_answer(said), "problems": [], "warnings": []}
+        return {**said.data(), "problems": [], "warnings": []}
     verdict = judge(needs, survey)
     return {
-        **plain_answer(said),
+        **said.data(),
         "problems": [_plain(problem) for problem in verdict.problems],
         "warnings": [
             _plain(problem)

@@ -15,8 +15,8 @@ import click
 
 from spark_deploy.cli import update
 from spark_deploy.cli.editors import SCHEMAS
-from spark_deploy.cli.hosts import answer, say, typed
 from spark_deploy.cli.options import FOLDER, Options, model_option, profile_option, shared_options
+from spark_deploy.cli.terminal import command_path, note, print_result
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT, page
@@ -110,16 +110,16 @@ def init(
     ]
     kept = [folder / name for name in texts if folder / name not in written]
     for name in texts:
-        say(f"{'kept' if folder / name in kept else 'written':<8} {folder / name}")
+        note(f"{'kept' if folder / name in kept else 'written':<8} {folder / name}")
     open_names = _lock(folder)
-    command = f"{_into(folder)}{shlex.quote(typed('spark-deploy'))} up"
+    command = f"{_into(folder)}{shlex.quote(command_path('spark-deploy'))} up"
     found = {
         "folder": str(folder), "written": [str(path) for path in written],
         "kept": [str(path) for path in kept], "hosts": list(_served(here)),
         "not_locked": open_names, "next": [command],
     }  # fmt: skip
     before = "      (before that, if you like: `spark-deploy plan`, `spark-deploy doctor`)"
-    answer(options, found, [[f"next: {command}", before]])
+    print_result(options, found, [[f"next: {command}", before]])
     return 0
 
 
@@ -229,7 +229,7 @@ def _lock(folder: Path) -> str | None:
         update.lock(Options(inventory=str(folder / INVENTORY)), update.Choice(missing=True))
     except SparkError as error:
         why = error.problems[0].what
-        say(f"not locked yet: {why}; `up` looks names up when it needs them")
+        note(f"not locked yet: {why}; `up` looks names up when it needs them")
         return why
     return None
 

@@ -11,8 +11,9 @@ import yaml
 from spark_contract import files
 
 from spark_deploy.cli.editors import schema_line
-from spark_deploy.cli.hosts import Listed, say
+from spark_deploy.cli.hosts import Target
 from spark_deploy.cli.share import Identity, Shared
+from spark_deploy.cli.terminal import note
 from spark_deploy.config.catalog.load import read_catalog, read_file
 from spark_deploy.config.checkout import catalog_files, catalog_names
 from spark_deploy.config.errors import CatalogError, LockError
@@ -51,8 +52,8 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
     for (kind, name), path in paths.items():
         ours = catalog_files(kind).get(name)
         if ours is not None and ours != path:
-            say(f"{name} is one of our {kind} as well: the new file is used instead of it")
-        say(f"{path}: written")
+            note(f"{name} is one of our {kind} as well: the new file is used instead of it")
+        note(f"{path}: written")
     return list(paths.values())
 
 
@@ -72,7 +73,7 @@ def _check(root: Path, pairs: list[tuple[str, str]]) -> None:
                 catalog.profile(profile, model)
 
 
-def take(shared: Shared, host: Listed, *, force: bool) -> tuple[list[Path], list[str]]:
+def take(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], list[str]]:
     """Write what somebody shared, its commits as the hub here confirms them.
 
     Returns the files that were written, and what is open.
@@ -97,7 +98,7 @@ def take(shared: Shared, host: Listed, *, force: bool) -> tuple[list[Path], list
     changed = checked(lock.also(locked))
     if changed != lock:
         write_lock(path, changed)
-        say(f"{path}: {len(locked)} repositories as they were shared")
+        note(f"{path}: {len(locked)} repositories as they were shared")
         written.append(path)
     return written, list(_open(shared, host))
 
@@ -122,7 +123,7 @@ def _text(shared: Shared, keys: Mapping[str, object]) -> str:
     return f"# Taken by `spark-deploy add` from what somebody shared of {shared.name}.\n{said}"
 
 
-def _confirmed(shared: Shared, host: Listed) -> Iterator[LockedSource]:
+def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
     """Yield the shared commits with the files that the hub itself names.
 
     Of other repositories nothing is taken: whoever shares one model decides nothing of another.
@@ -144,7 +145,7 @@ def _confirmed(shared: Shared, host: Listed) -> Iterator[LockedSource]:
         yield replace(found, revision=one.revision)
 
 
-def _moved(repo: str, one: Identity, host: Listed) -> Iterator[str]:
+def _moved(repo: str, one: Identity, host: Target) -> Iterator[str]:
     """Yield where the revision that was asked for is by now, when that is elsewhere."""
     hub_settings = host.settings.settings.hub
     token = read_hub_token(hub_settings)
@@ -157,7 +158,7 @@ def _moved(repo: str, one: Identity, host: Listed) -> Iterator[str]:
         yield f"{repo}: {one.revision} is {now[:12]} by now, and was shared at {one.commit[:12]}"
 
 
-def _open(shared: Shared, host: Listed) -> Iterator[str]:
+def _open(shared: Shared, host: Target) -> Iterator[str]:
     """Yield what whoever takes the file has to know."""
     images = host.settings.settings.images.values()
     for reference, digest in shared.images.items():

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from spark_deploy.bench.result import BenchResult
 from spark_deploy.cli import run_pyinfra
-from spark_deploy.cli.hosts import Listed, listed, planned, say
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import Options
+from spark_deploy.cli.terminal import note
 from spark_deploy.config.errors import SparkError
 
 
-def stages_of(host: Listed) -> list[str]:
+def stages_of(host: Target) -> list[str]:
     """Return the profiles that are stages of what a host serves, in their order.
 
     Raises:
@@ -28,7 +29,7 @@ def stages_of(host: Listed) -> list[str]:
 
 
 def climb(
-    options: Options, measure: Callable[[Listed], BenchResult]
+    options: Options, measure: Callable[[Target], BenchResult]
 ) -> tuple[int, list[BenchResult]]:
     """Serve and measure the stages, then what the settings say again.
 
@@ -38,12 +39,12 @@ def climb(
     Raises:
         SparkError: a stage does not fit, before anything is changed; or nobody agreed.
     """
-    hosts = listed(options)
+    hosts = select_hosts(options)
     names, stages = [host.name for host in hosts], stages_of(hosts[0])
     steps = [replace(options, profile=stage) for stage in stages]
     for step in steps:
-        for host in listed(step):
-            planned(host)
+        for host in select_hosts(step):
+            build_plan(host)
     run_pyinfra.agreed(
         options.yes,
         f"{', '.join(names)}: serve {', '.join(stages)} one after the other, and then what the "
@@ -53,11 +54,11 @@ def climb(
     try:
         for step in steps:
             if code := _served(step, names):
-                say(f"{step.profile} does not serve: the ladder ends here")
+                note(f"{step.profile} does not serve: the ladder ends here")
                 return code, results
-            results += [measure(host) for host in listed(step)]
+            results += [measure(host) for host in select_hosts(step)]
     finally:
-        say("back to what the settings say")
+        note("back to what the settings say")
         back = _served(options, names)
     return back, results
 

@@ -14,8 +14,9 @@ import click
 from spark_contract.units import GATEWAY, JOB, SERVE, SWITCH, WATCH
 
 from spark_deploy.cli.connect import login_of
-from spark_deploy.cli.hosts import listed, say
+from spark_deploy.cli.hosts import select_hosts
 from spark_deploy.cli.options import Options, shared_options
+from spark_deploy.cli.terminal import note
 from spark_deploy.config.documents.shown import shown
 
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
@@ -44,7 +45,7 @@ class Line:
 @shared_options()
 def logs(options: Options, follow: bool, lines: int) -> int:
     """Exit with 1 if a journal could not be read."""
-    logins = [login_of(one) for one in listed(options, judged=False)]
+    logins = [login_of(one) for one in select_hosts(options, judged=False)]
     script = journal(lines, follow=follow)
     readers = [
         (login.name, subprocess.Popen(
@@ -62,7 +63,7 @@ def logs(options: Options, follow: bool, lines: int) -> int:
         return 0
     failed = [name for name, process in readers if process.wait() > 0]
     for name in failed:
-        say(f"{name}: its journal could not be read; fix: `spark-deploy doctor`")
+        note(f"{name}: its journal could not be read; fix: `spark-deploy doctor`")
     return 1 if failed else 0
 
 

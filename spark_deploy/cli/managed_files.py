@@ -8,9 +8,10 @@ from pyinfra.api.host import Host
 from spark_contract.documents import plain
 from spark_contract.keep import Ours
 
-from spark_deploy.cli.hosts import Listed, answer, listed, planned
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import Options
-from spark_deploy.cli.query_hosts import Answer, look, plain_answer
+from spark_deploy.cli.query_hosts import Answer, query
+from spark_deploy.cli.terminal import print_result
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.uninstall import (
     gigabytes,
@@ -23,21 +24,21 @@ from spark_deploy.hosts.uninstall import (
 def run(options: Options, is_planned: bool) -> int:
     """Print the managed resources of the chosen hosts; 1 when one gave no answer."""
     if is_planned:
-        plans = {host.name: planned(host) for host in listed(options)}
+        plans = {host.name: build_plan(host) for host in select_hosts(options)}
         resources = {name: list_resources(plan, read_payload()) for name, plan in plans.items()}
         texts = (
             [name, *(f"  {entry.kind:<10} {entry.name}" for entry in entries)]
             for name, entries in resources.items()
         )
-        answer(options, resources, texts, between="\n")
+        print_result(options, resources, texts, between="\n")
         return 0
-    answers = look(listed(options, judged=False), _read)
-    data = [{**plain_answer(one), **(plain(one.value) if one.value else {})} for one in answers]
-    answer(options, data, map(_lines, answers))
+    answers = query(select_hosts(options, judged=False), _read)
+    data = [{**one.data(), **(plain(one.value) if one.value else {})} for one in answers]
+    print_result(options, data, map(_lines, answers))
     return 0 if all(one.value is not None for one in answers) else 1
 
 
-def _read(_host: Host, host: Listed) -> Ours:
+def _read(_host: Host, host: Target) -> Ours:
     return read_resources(uninstall_request(host.settings.settings))
 
 

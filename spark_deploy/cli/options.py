@@ -1,7 +1,5 @@
 """Options that commands share, as click decorators, and the object that carries them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +11,14 @@ import yaml
 
 from spark_deploy.config.checkout import catalog_names
 
-# For shell completion; errors name the file when a command reads it.
+# For shell completion; commands report unreadable files themselves.
 FILE = click.Path(readable=False)
 FOLDER = click.Path(file_okay=False, readable=False)
 
 
 @dataclass(slots=True)
 class Options:
-    """The options that commands share; a command without one of them has its default."""
+    """Shared options; those that a command does not declare keep their defaults."""
 
     inventory: str | None = None
     limit: list[str] = field(default_factory=list)
@@ -39,7 +37,7 @@ def shared_options(
 ) -> Callable[[Callable[..., int]], Callable[..., Any]]:
     """Add ``--json`` and other shared options; the command gets them as its first argument.
 
-    The command runs after click's context has ended: an inventory has a context of its own.
+    The command runs after click's context has ended: an inventory has its own context.
 
     Args:
         hosts: hosts, an inventory and ``--data``.
@@ -49,28 +47,27 @@ def shared_options(
 
     def decorate(run: Callable[..., int]) -> Callable[..., Any]:
         @functools.wraps(run)
-        def called(**values: Any) -> Callable[[], int]:
-            words = list(values.pop("words", ()))
+        def bind(**values: Any) -> Callable[[], int]:
+            words = values.pop("words", ())
             shared: dict[str, Any] = {
                 key: list(value) if isinstance(value, tuple) else value
                 for key in Options.__slots__
                 if (value := values.pop(key, None)) is not None
             }
             options = Options(**shared)
-            if words:
-                _add_words(options, words)
+            _add_words(options, words)
             return functools.partial(run, options, **values)
 
         parameters = [
-            *(_HOSTS if hosts else ()), *(_PLANS if plans else ()), *(_CHANGES if changes else ()),
+            *_HOSTS * hosts, *_PLANS * plans, *_CHANGES * changes,
             click.option("--json", is_flag=True, help="Print the result as JSON."),
         ]  # fmt: skip
-        return functools.reduce(lambda to, add: add(to), reversed(parameters), called)
+        return functools.reduce(lambda to, add: add(to), reversed(parameters), bind)
 
     return decorate
 
 
-def _add_words(options: Options, words: list[str]) -> None:
+def _add_words(options: Options, words: tuple[str, ...]) -> None:
     files = [word for word in words if _is_inventory(word)]
     if len(files) > 1 or (files and options.inventory):
         raise click.UsageError(f"only one inventory is possible: {' '.join(files)}")
@@ -80,8 +77,8 @@ def _add_words(options: Options, words: list[str]) -> None:
 
 def _is_inventory(word: str) -> bool:
     """Whether it is an inventory instead of a host name: a file, a list, or ``@local``."""
-    is_named_so = word.endswith(".py") or word.startswith("@")
-    return is_named_so or "," in word or "/" in word or Path(word).is_file()
+    has_form = word.endswith(".py") or word.startswith("@") or "," in word or "/" in word
+    return has_form or Path(word).is_file()
 
 
 def names_of(*kinds: str) -> Callable[..., list[str]]:
@@ -99,7 +96,7 @@ def names_of(*kinds: str) -> Callable[..., list[str]]:
 
 
 def host_names(_context: click.Context, _option: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the hosts of ``hosts.yml``; nothing if it cannot be read."""
+    """Complete the hosts of ``hosts.yml`` if it can be read."""
     try:
         hosts = list(yaml.safe_load(Path("hosts.yml").read_bytes())["hosts"])
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
@@ -108,17 +105,14 @@ def host_names(_context: click.Context, _option: click.Parameter, incomplete: st
 
 
 def model_option(text: str = "Plan with this model instead.") -> Callable[..., Any]:
-    """Return ``--model``."""
     return click.option("--model", metavar="NAME", shell_complete=names_of("models"), help=text)
 
 
 def profile_option(text: str = "Plan with this profile instead.") -> Callable[..., Any]:
-    """Return ``--profile``."""
     return click.option("--profile", metavar="NAME", shell_complete=names_of("profiles"), help=text)
 
 
 def service_option(text: str) -> Callable[..., Any]:
-    """Return ``--service``."""
     return click.option("--service", metavar="NAME", help=text)
 
 

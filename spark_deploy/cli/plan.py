@@ -11,13 +11,14 @@ import click
 
 from spark_deploy.cli import plan_summary
 from spark_deploy.cli.doctor import surveyed
-from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.plan_summary import brief
 from spark_deploy.cli.plan_summary import row as _row
 from spark_deploy.cli.plan_text import UNMEASURED, lines, speed
-from spark_deploy.cli.query_hosts import look
+from spark_deploy.cli.query_hosts import query
 from spark_deploy.cli.report import HostReport, read_report
+from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog
@@ -66,7 +67,7 @@ def measured(paths: Iterable[Path], catalog: Catalog) -> Iterator[Measured]:
         try:
             hosts = read_report(path).hosts
         except (OSError, SparkError) as error:
-            say(f"{path}: the speed is computed without it: {error}")
+            note(f"{path}: the speed is computed without it: {error}")
             continue
         yield from (one for host in hosts for one in _of(path.name, host, catalog))
 
@@ -92,9 +93,9 @@ def _of(report: str, host: HostReport, catalog: Catalog) -> Iterator[Measured]:
 @shared_options(plans=True)
 def plan(options: Options, estimate: bool, on_host: bool) -> int:
     """Exit with 1 if a host did not answer."""
-    hosts = listed(options)
+    hosts = select_hosts(options)
     try:
-        plans = [planned(host, estimate=estimate) for host in hosts]
+        plans = [build_plan(host, estimate=estimate) for host in hosts]
     except LockError as error:
         if estimate:
             raise
@@ -111,17 +112,17 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
     )  # fmt: skip
     more = [{"reuse": there.get(plan.host)} if on_host else {} for plan in plans]
     documents = [{**document(plan), **one} for plan, one in zip(plans, more, strict=True)]
-    answer(options, documents, texts)
+    print_result(options, documents, texts)
     return 0 if not on_host or len(there) == len(hosts) else 1
 
 
-def _there(hosts: Sequence[Listed], plans: Sequence[HostPlan]) -> dict[str, plan_summary.Reuse]:
+def _there(hosts: Sequence[Target], plans: Sequence[HostPlan]) -> dict[str, plan_summary.Reuse]:
     """Ask hosts what of their plans lies there already."""
     needs = {plan.host: plan.needs for plan in plans}
-    answers = look(hosts, lambda host, one: surveyed(host, needs[one.name]))
+    answers = query(hosts, lambda host, one: surveyed(host, needs[one.name]))
     for one in answers:
         if one.value is None:
-            say(f"{one.host.name}: {one.problem}")
+            note(f"{one.host.name}: {one.problem}")
     return {
         one.host.name: plan_summary.reused(one.value.stored, needs[one.host.name])
         for one in answers
@@ -152,8 +153,8 @@ def text(
     yield _row("more", "with -v: what is fetched, built and started, with which arguments")
 
 
-def hold(host: Listed) -> None:
+def hold(host: Target) -> None:
     """Hold the names of what a host builds against the catalog, where the lock has not seen it."""
     path = host.settings.lock_path
     lock = host.looked_up.get(path) or read_lock(path)
-    host.looked_up[path] = hold_if_told(host.settings.settings, host.catalog, lock, say)
+    host.looked_up[path] = hold_if_told(host.settings.settings, host.catalog, lock, note)

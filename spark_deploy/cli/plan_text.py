@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from spark_contract.release import Release
 
-from spark_deploy.cli.hosts import OPEN_COMMIT
+from spark_deploy.cli.hosts import ESTIMATED_COMMIT
 from spark_deploy.cli.plan_summary import row as _row
 from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
@@ -89,7 +89,7 @@ def _beside(one: ServicePlan) -> Iterator[str]:
 
 
 def _identity(commit: str) -> str:
-    return "(estimated, not locked)" if commit == OPEN_COMMIT else f"at {commit[:12]}"
+    return "(estimated, not locked)" if commit == ESTIMATED_COMMIT else f"at {commit[:12]}"
 
 
 def _checkpoint(plan: HostPlan) -> str:

@@ -18,7 +18,7 @@ from spark_contract.orders import (
     Scheme,
 )
 
-from spark_deploy.cli.hosts import Listed
+from spark_deploy.cli.hosts import Target
 from spark_deploy.config.catalog.companions import HUB_REPOSITORY
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.documents.shown import shown
@@ -27,7 +27,7 @@ from spark_deploy.lock.verify_names import workplace
 from spark_deploy.plan.checkpoint import exact_sets
 
 
-def inspect(place: str, host: Listed, *, as_json: bool) -> int:
+def inspect(place: str, host: Target, *, as_json: bool) -> int:
     """Print the tensors of a repository or directory by its headers; read no weights."""
     place = _place(place)
     with workplace(host.settings.settings.hub) as builder:

@@ -20,38 +20,37 @@ from spark_contract.release import service_of
 from spark_contract.status import Rollback
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.cli.hosts import Listed, inventory_of, listed, program, say, typed
+from spark_deploy.cli.hosts import Target, inventory_path, select_hosts
 from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.progress_screen import watch
-from spark_deploy.cli.query_hosts import Answer, look
-from spark_deploy.cli.reach import reach
-from spark_deploy.cli.terminal import tell_problem
+from spark_deploy.cli.query_hosts import Answer, check_access, query
+from spark_deploy.cli.terminal import command_path, installed_program, note, print_problem
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError, SparkError
 from spark_deploy.hosts.status import WayBack
 from spark_deploy.inventory.command_line import plans
 
 
-def ended(hosts: Sequence[Listed], to: str | None) -> int | None:
+def ended(hosts: Sequence[Target], to: str | None) -> int | None:
     """Say of each host from where to where it goes; an exit code where there is nothing to do."""
     service = service_of(to) if to else MAIN_SERVICE
     codes = list[int]()
 
-    def ask(host: Host, _: Listed) -> Rollback | Problem:
+    def ask(host: Host, _: Target) -> Rollback | Problem:
         found: Rollback | Problem = host.get_fact(WayBack, service=service, to=to)
         return found
 
-    answers: list[Answer[Rollback | Problem]] = look(hosts, ask)
+    answers: list[Answer[Rollback | Problem]] = query(hosts, ask)
     for one in answers:
         way = one.value
         if way is None or isinstance(way, Problem):
-            say(f"{one.host.name}: {way or one.problem}")
+            note(f"{one.host.name}: {way or one.problem}")
             codes.append(1)
         elif way.done or way.to is None:
-            say(f"{one.host.name}: {way.done or 'nothing to go back to'}")
+            note(f"{one.host.name}: {way.done or 'nothing to go back to'}")
             codes.append(0)
         else:
-            say(f"{one.host.name}: goes back from {way.came or 'nothing'} to {way.to}")
+            note(f"{one.host.name}: goes back from {way.came or 'nothing'} to {way.to}")
     return max(codes) if len(codes) == len(hosts) else None
 
 
@@ -61,7 +60,7 @@ def ended(hosts: Sequence[Listed], to: str | None) -> int | None:
 def rollback(options: Options, to: str | None) -> int:
     """Return to an earlier release; without a change exit early."""
     if not options.yes and not options.dry and sys.stdin.isatty():
-        code = ended(listed(options, judged=False), to)
+        code = ended(select_hosts(options, judged=False), to)
         if code is not None:
             return code
     return run("rollback", options, {"releases.rollback_to": to})
@@ -135,7 +134,7 @@ def run(
     more = [_said(key, value) for key, value in chosen.items()]
     typed = {"--data: releases.rollback_to": "--to"}
     try:
-        hosts = listed(
+        hosts = select_hosts(
             replace(options, data=[*options.data, *more]), judged=plans(deploy_file(command))
         )
     except SettingsError as error:
@@ -155,8 +154,8 @@ def run(
         code = watched(command, words, names, options)
     if code not in (0, _INTERRUPTED):
         # pyinfra says no more of hosts that it did not reach than that none is left.
-        for problem in reach(hosts).problems():
-            tell_problem(problem)
+        for problem in check_access(hosts).problems():
+            print_problem(problem)
     return code
 
 
@@ -203,7 +202,7 @@ def line(
     pair = {key: getattr(options, key) for key in ("model", "profile")}
     data = [*options.data, *(_said(key, value) for key, value in pair.items() if value), *data]
     return [
-        "pyinfra", str(inventory_of(options)), str(CHECKOUT / deploy_file(command)),
+        "pyinfra", str(inventory_path(options)), str(CHECKOUT / deploy_file(command)),
         *(word for host in hosts for word in ("--limit", host)),
         *(word for item in data for word in ("--data", item)), *flags,
     ]  # fmt: skip
@@ -220,9 +219,9 @@ def _said(key: str, value: Any) -> str:
 
 def show(words: Sequence[str]) -> None:
     """Print the line as a person would type it."""
-    print(shlex.join([typed(words[0]), *words[1:]]), file=sys.stderr, flush=True)
+    print(shlex.join([command_path(words[0]), *words[1:]]), file=sys.stderr, flush=True)
 
 
 def argv(words: Sequence[str]) -> list[str]:
     """Return what is run: the pyinfra of this environment."""
-    return [str(program(words[0])), *words[1:]]
+    return [str(installed_program(words[0])), *words[1:]]

@@ -1,6 +1,4 @@
-"""``spark-deploy settings``: every setting, its default and its meaning."""
-
-from __future__ import annotations
+"""``spark-deploy settings``: all settings with defaults and descriptions."""
 
 import json
 
@@ -14,7 +12,6 @@ from spark_deploy.config.checkout import CHECKOUT
 @click.command
 @shared_options(hosts=False)
 def settings(options: Options) -> int:
-    """Print the file of defaults, as people would write settings of their own."""
     text = (CHECKOUT / "group_vars/all.yml").read_text("utf-8")
     print(json.dumps(yaml.safe_load(text), indent=1) if options.json else text.rstrip("\n"))
     return 0

@@ -16,9 +16,10 @@ from spark_contract import files
 from spark_contract.records import Proof
 from spark_contract.units import COMMIT
 
-from spark_deploy.cli.hosts import Listed, answer, listed, planned, say
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import FILE, Options, names_of, shared_options
-from spark_deploy.cli.query_hosts import look, status_of
+from spark_deploy.cli.query_hosts import query, read_status
+from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.documents.declare import convert, needed, schema_of, setting, typed
 from spark_deploy.config.documents.schema_check import dotted, problems_of
@@ -138,9 +139,9 @@ _UNPROVEN = "no host was asked that serves and proved it"
 @shared_options()
 def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
     """Write the file and print a summary."""
-    hosts = listed(options, judged=False)
+    hosts = select_hosts(options, judged=False)
     host = hosts[0].serving(*_pair(choice, hosts[0]))
-    plan = planned(host)
+    plan = build_plan(host)
     proof = None if unasked else _proof(hosts, plan)
     shared = _shared(host, plan, proof)
     path = Path(out or f"{shared.name}.spark.yml")
@@ -154,13 +155,13 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
         "left_out": left_out,
         "next": [shlex.join(["spark-deploy", "add", str(path)])],
     }  # fmt: skip
-    answer(options, found, [[f"{path}: written, {_worth(proof)}"]])
+    print_result(options, found, [[f"{path}: written, {_worth(proof)}"]])
     for name in left_out:
-        say(f"not in it: {name} of your settings; tell who takes the file")
+        note(f"not in it: {name} of your settings; tell who takes the file")
     return 0
 
 
-def _pair(choice: str, host: Listed) -> tuple[str, str]:
+def _pair(choice: str, host: Target) -> tuple[str, str]:
     """Return model and profile of ``MODEL`` or ``MODEL/PROFILE``."""
     model, _, profile = choice.partition("/")
     settings = host.settings.settings
@@ -170,7 +171,7 @@ def _pair(choice: str, host: Listed) -> tuple[str, str]:
     return host.catalog.model(model).name, profile or settings.profile
 
 
-def _shared(host: Listed, plan: HostPlan, proof: Proof | None) -> Shared:
+def _shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
     root = host.settings.root
     return Shared(
         shared=1,
@@ -190,12 +191,12 @@ def _identities(plan: HostPlan) -> Iterator[tuple[str, Identity]]:
         yield locked.repo, Identity(revision=locked.revision, commit=locked.commit)
 
 
-def _proof(hosts: list[Listed], plan: HostPlan) -> Proof | None:
+def _proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
     """Return the newest proof of this pair that a host has, of the release that runs there."""
-    answers = look(hosts, status_of)
+    answers = query(hosts, read_status)
     for one in answers:
         if one.problem:
-            say(f"{one.host.name}: {one.problem}")
+            note(f"{one.host.name}: {one.problem}")
     found = [
         release.proof
         for said in answers
@@ -226,7 +227,7 @@ def _worth(proof: Proof | None) -> str:
     return f"with the {proof.level} check of {proof.checked_at}, {passed} of {len(proof.checks)}"
 
 
-def _left_out(host: Listed) -> Iterator[str]:
+def _left_out(host: Target) -> Iterator[str]:
     """Yield settings of the engine that the host has and the file cannot hold."""
     engine = host.settings.settings.engine
     for field in dataclasses.fields(engine):

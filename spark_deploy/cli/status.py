@@ -15,9 +15,10 @@ from spark_contract.tool import SPEED
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli import managed_files
-from spark_deploy.cli.hosts import Listed, answer, listed, planned
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import Options, shared_options
-from spark_deploy.cli.query_hosts import Answer, look, plain_answer, status_of
+from spark_deploy.cli.query_hosts import Answer, query, read_status
+from spark_deploy.cli.terminal import print_result
 from spark_deploy.cli.up import rollout_text
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
@@ -41,16 +42,16 @@ def status(options: Options, files: bool, planned: bool) -> int:
         raise SparkError.one("--planned", "lists files only", "add --files")
     counted: dict[str, dict[str, Count]] = {}
 
-    def ask(host: Host, one: Listed) -> HostStatus | None:
-        found = status_of(host, one)
+    def ask(host: Host, one: Target) -> HostStatus | None:
+        found = read_status(host, one)
         services = found.told.services if found and found.told else {}
         if active := tuple(name for name, service in services.items() if service.active):
             counted[one.name] = host.get_fact(Requests, services=active)
         return found
 
-    answers = look(listed(options, judged=False), ask)
+    answers = query(select_hosts(options, judged=False), ask)
     found = [_with_requests(summary_of(one), counted.get(one.host.name, {})) for one in answers]
-    answer(options, found, map(lines, found), between="\n")
+    print_result(options, found, map(lines, found), between="\n")
     return 0 if all(one["reachable"] and not one["drift"] for one in found) else 1
 
 
@@ -65,7 +66,7 @@ def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:
     """Return what is worth knowing of one host as plain data."""
     status = said.value
     if status is None:
-        return {**plain_answer(said), "drift": said.problem}
+        return {**said.data(), "drift": said.problem}
     plan, unplanned = _plan(said.host)
     scheduled = [one.release for one in plan.schedule] if plan else []
     wanted = status.due(plan.serve, scheduled).name if plan else None
@@ -73,7 +74,7 @@ def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:
     beside = _beside(plan, status)
     others = "; ".join(f"{one['service']}: {one['drift']}" for one in beside if one["drift"])
     return {
-        **plain_answer(said),
+        **said.data(),
         "installed": status.installed,
         "planned": wanted,
         "planned_pair": _named(status, wanted, plan),
@@ -162,13 +163,13 @@ def _named(status: HostStatus, name: str | None, plan: HostPlan | None) -> str |
     return f"{pair.model} with {pair.profile}, {name}" if pair else name
 
 
-def _plan(host: Listed) -> tuple[HostPlan | None, str]:
+def _plan(host: Target) -> tuple[HostPlan | None, str]:
     """Return what the settings ask for, or why there is no plan."""
     lock = read_lock(host.settings.lock_path)
     try:
         if wanted_by(host.settings.settings, host.catalog).missing_in(lock).names:
             return None, "the plan is not locked yet"
-        return planned(host), ""
+        return build_plan(host), ""
     except SparkError as error:
         return None, f"what the settings choose cannot be served: {error.problems[0].line}"
 

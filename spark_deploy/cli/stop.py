@@ -12,9 +12,10 @@ from pyinfra.api.host import Host
 from spark_contract import tool
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.cli.hosts import Listed, again, answer, chosen_services, listed
+from spark_deploy.cli.hosts import Target, chosen_services, select_hosts
 from spark_deploy.cli.options import Options, service_option, shared_options
-from spark_deploy.cli.query_hosts import Answer, look, plain_answer
+from spark_deploy.cli.query_hosts import Answer, query
+from spark_deploy.cli.terminal import next_command, print_result
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.commands import shell
 
@@ -42,24 +43,24 @@ def start(options: Options, service: str | None) -> int:
 
 
 def _order_all(options: Options, command: str, words: list[str], service: str | None) -> int:
-    hosts = listed(options, judged=False)
+    hosts = select_hosts(options, judged=False)
     if service in (None, MAIN_SERVICE):
         _refuse_half_a_cluster(hosts, options, command)
     orders = {
         host.name: [[words[0], name, *words[1:]] for name in chosen_services(host, service)]
         for host in hosts
     }
-    answers = look(
+    answers = query(
         hosts, lambda host, one: _order(host, one, orders[one.name]),
         doing="stopping" if command == "stop" else "starting",
     )  # fmt: skip
     found = [_outcome(one) for one in answers]
     texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in found)
-    answer(options, found, texts, between="\n")
+    print_result(options, found, texts, between="\n")
     return 0 if all(one["ok"] for one in found) else 1
 
 
-def _refuse_half_a_cluster(hosts: Sequence[Listed], options: Options, command: str) -> None:
+def _refuse_half_a_cluster(hosts: Sequence[Target], options: Options, command: str) -> None:
     """Refuse to take one member from the others, who would start again for nothing."""
     chosen = {one.name for one in hosts}
     for one in hosts:
@@ -67,7 +68,7 @@ def _refuse_half_a_cluster(hosts: Sequence[Listed], options: Options, command: s
         left_out = [name for name in members if name not in chosen]
         if left_out:
             what = f"serves together with {', '.join(left_out)}, which the command leaves out"
-            raise SparkError.one(one.name, what, again(options, command, *members))
+            raise SparkError.one(one.name, what, next_command(options, command, *members))
 
 
 def _seconds(period: str) -> int:
@@ -78,7 +79,7 @@ def _seconds(period: str) -> int:
     return int(number) * _UNITS_S[unit]
 
 
-def _order(host: Host, one: Listed, orders: Sequence[Sequence[str]]) -> tuple[bool, str]:
+def _order(host: Host, one: Target, orders: Sequence[Sequence[str]]) -> tuple[bool, str]:
     settings = one.settings.settings
     # What one service refuses does not keep the others from obeying.
     each = "; ".join(f"{tool.line(*words)} 2>&1 || failed=1" for words in orders)
@@ -94,4 +95,4 @@ def _order(host: Host, one: Listed, orders: Sequence[Sequence[str]]) -> tuple[bo
 
 def _outcome(answered: Answer[tuple[bool, str]]) -> dict[str, Any]:
     ok, said = answered.value or (False, "")
-    return {**plain_answer(answered), "ok": ok, "said": said}
+    return {**answered.data(), "ok": ok, "said": said}

@@ -1,20 +1,25 @@
-"""Lines for people on a terminal: wrapped under their own column, and what is wrong stands out."""
+"""Output of commands: results, notes and problems within the width of the terminal."""
 
-from __future__ import annotations
-
+import json
+import os
 import re
+import shlex
+import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+from spark_contract.documents import plain
 
+from spark_deploy.cli.options import Options
 from spark_deploy.config.documents.shown import shown
 from spark_deploy.config.errors import Problem
 
 _TITLE = re.compile(r"^(?:\S+: | *\S+(?: \S+)? {2,}| {2,})")
-# What people copy into a shell.
-_COMMAND = re.compile(
+_COMMAND = re.compile(  # to be copied into a shell
     r"(?:ssh (?:-|\S+ (?:sudo|cat) )|(?:sudo )?cat /|curl -|docker run |spark-deploy |vllm serve )"
 )
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -26,59 +31,66 @@ _STYLES = {
 }
 
 
-def show(lines: Iterable[str], console: Console | None = None) -> None:
-    """Print lines at the width of the terminal."""
-    paper = console or Console(highlight=False)
+def print_result(
+    options: Options, data: Any, texts: Iterable[Iterable[str]], *, between: str = "\n\n"
+) -> None:
+    """Print a result: ``data`` as JSON, or ``texts`` with the lines of each host."""
+    if options.json:
+        print(json.dumps(plain(data), indent=1))
+    elif text := shown(between.join("\n".join(lines) for lines in texts)):
+        print_wrapped(text.splitlines()) if sys.stdout.isatty() else print(text)
+
+
+def print_wrapped(lines: Iterable[str], console: Console | None = None) -> None:
+    console = console or Console(highlight=False)
     for line in lines:
-        for text in wrapped(line, paper.width):
-            paper.print(styled(text), no_wrap=True, overflow="ignore", crop=False)
+        for text in wrap_line(line, console.width):
+            console.print(styled(text), no_wrap=True, overflow="ignore", crop=False)
 
 
-def tell(text: str, style: str = "") -> None:
-    """Print what is no part of an answer, at the width of the terminal where there is one."""
+def note(text: str, style: str = "") -> None:
+    """Print a message to standard error, apart from the result."""
     console = Console(stderr=True, highlight=False)
-    for line in text.splitlines():
+    for line in shown(text).splitlines():
         if not console.is_terminal:
             print(line, file=sys.stderr)
             continue
-        for part in wrapped(line, console.width):
+        for part in wrap_line(line, console.width):
             console.print(Text(part, style), no_wrap=True, overflow="ignore", crop=False)
 
 
-def tell_problem(problem: Problem) -> None:
-    """Print what is wrong and stands out, and below it what helps."""
-    where, *fix = shown(str(problem)).splitlines()
-    tell(where, "red")
-    tell("\n".join(fix))
+def print_problem(problem: Problem) -> None:
+    error, *fix = str(problem).splitlines()
+    note(error, "red")
+    note("\n".join(fix))
 
 
-def wrapped(line: str, width: int) -> list[str]:
-    """Return a line as several of at most ``width``; words longer than that stay whole.
+def wrap_line(line: str, width: int) -> list[str]:
+    """Split a line at spaces, aligned with the text after its title; longer words stay whole.
 
-    What follows stands below where the text began, behind its title. A command goes on behind a
-    backslash, so that it can be copied.
+    A command continues after a backslash, so that it can be copied.
     """
     if len(line) <= width:
         return [line]
     title = _TITLE.match(line)
     indent = min(len(title[0]) if title and line.startswith(" ") else 4, width // 2)
-    command = bool(title and _COMMAND.match(line, title.end()))
-    found, rest = [], line
+    is_command = bool(title and _COMMAND.match(line, title.end()))
+    lines, rest = [], line
     while len(rest) > width:
-        # A break inside quotes would be part of the command.
-        seen = _QUOTED.sub(lambda word: "x" * len(word[0]), rest) if command else rest
-        cut = seen.rfind(" ", indent + 1, width + 1 - 2 * command)
+        # A line break inside quotes would be part of the command.
+        text = _QUOTED.sub(lambda quoted: "x" * len(quoted[0]), rest) if is_command else rest
+        cut = text.rfind(" ", indent + 1, width + 1 - 2 * is_command)
         if cut <= indent:
-            cut = seen.find(" ", indent + 1)
+            cut = text.find(" ", indent + 1)
         if cut < 0:
             break
-        found.append(rest[:cut].rstrip() + " \\" * command)
+        lines.append(rest[:cut].rstrip() + " \\" * is_command)
         rest = " " * indent + rest[cut:].lstrip()
-    return [*found, rest] if rest.strip() else found
+    return [*lines, rest] if rest.strip() else lines
 
 
 def styled(line: str) -> Text:
-    """Return a line whose first word, or whose warning, can be seen from afar."""
+    """Highlight a warning, or the first word of an unindented line."""
     text = Text(line)
     if not line.startswith(" ") and ": " in line:
         text.stylize("bold", 0, line.index(": "))
@@ -86,3 +98,25 @@ def styled(line: str) -> Text:
         if re.match(rf"\s*{word}\b", line):
             text.stylize(style, line.index(word), line.index(word) + len(word))
     return text
+
+
+def short_list(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} hosts"
+
+
+def next_command(options: Options, *words: str) -> str:
+    """Return a command to type next, for the same inventory."""
+    inventory = ["--inventory", str(options.inventory)] if options.inventory else []
+    return shlex.join([command_path("spark-deploy"), *words, *inventory])
+
+
+def installed_program(name: str) -> Path:
+    """Return a program of this Python environment."""
+    return Path(sys.executable).with_name(name)
+
+
+def command_path(name: str) -> str:
+    """Return a program's name, or its path if the shell would start another program."""
+    program, found = installed_program(name), shutil.which(name)
+    is_same = found is not None and os.path.realpath(found) == os.path.realpath(program)
+    return name if is_same or not program.exists() else str(program)

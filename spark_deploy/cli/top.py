@@ -18,9 +18,10 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import HEAT, Login, heat
 from spark_deploy.cli.connect import login_of
-from spark_deploy.cli.hosts import chosen_services, listed, say
+from spark_deploy.cli.hosts import chosen_services, select_hosts
 from spark_deploy.cli.options import Options, service_option, shared_options
 from spark_deploy.cli.progress_screen import shortened
+from spark_deploy.cli.terminal import note
 from spark_deploy.plan.memory import GIB
 
 EVERY_S = 2
@@ -75,7 +76,7 @@ def top(options: Options, once: bool, service: str | None) -> int:
     """Refresh until interrupted; exit with 1 if a host did not answer."""
     followed = {
         _title(host.name, name): (login_of(host), name)
-        for host in listed(options, judged=False)
+        for host in select_hosts(options, judged=False)
         for name in chosen_services(host, service)
     }
     seen: dict[str, list[Look]] = {title: [] for title in followed}
@@ -96,7 +97,7 @@ def top(options: Options, once: bool, service: str | None) -> int:
             process.terminate()
     failed = [name for name, looks in seen.items() if not looks]
     for name in failed:
-        say(f"{name}: cannot be asked; fix: `spark-deploy doctor`")
+        note(f"{name}: cannot be asked; fix: `spark-deploy doctor`")
     return 1 if failed else 0
 
 

@@ -26,11 +26,11 @@ from spark_contract.tool import COMPILING
 from spark_contract.units import MAIN_SERVICE, PREPARE
 
 from spark_deploy.cli import run_pyinfra, update
-from spark_deploy.cli.hosts import Listed, listed, planned, say
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.progress_screen import lay, minutes, phase_said
-from spark_deploy.cli.query_hosts import Answer, look, plain_answer
-from spark_deploy.cli.reach import reach
+from spark_deploy.cli.query_hosts import Answer, check_access, query
+from spark_deploy.cli.terminal import note
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
@@ -62,9 +62,9 @@ class Found:
     last: Rollout | None  # how the last rollout went of what it serves, or is to serve
 
 
-def found_on(hosts: Sequence[Listed], plans: dict[str, HostPlan]) -> list[Answer[Found]]:
+def found_on(hosts: Sequence[Target], plans: dict[str, HostPlan]) -> list[Answer[Found]]:
     """Ask every host at the same time."""
-    return look(hosts, lambda host, one: _ask(host, plans[one.name]))
+    return query(hosts, lambda host, one: _ask(host, plans[one.name]))
 
 
 def _ask(host: Host, plan: HostPlan) -> Found:
@@ -95,7 +95,7 @@ def sentence(plan: HostPlan, said: Answer[Found]) -> dict[str, Any]:
     """Return the forecast of one host: a sentence, and whether anything would change."""
     found = said.value
     if found is None:
-        return {**plain_answer(said), "text": said.problem, "changes": True}
+        return {**said.data(), "text": said.problem, "changes": True}
     why = found.status.unproven(MAIN_SERVICE, plan.serve.name)
     stopped = found.status.stopped(MAIN_SERVICE)
     text = f"{plan.model} with {plan.profile} is served and proven; nothing of it changes"
@@ -108,7 +108,7 @@ def sentence(plan: HostPlan, said: Answer[Found]) -> dict[str, Any]:
         text = "; ".join(_parts(plan, found))
     beside = list(_beside(plan, found.status))
     changes = bool(beside) or (bool(why) and not stopped)
-    return {**plain_answer(said), "text": "; ".join([text, *beside]), "changes": changes}
+    return {**said.data(), "text": "; ".join([text, *beside]), "changes": changes}
 
 
 def _attached(plan: HostPlan, status: HostStatus, there: UnderWay) -> str:
@@ -209,7 +209,7 @@ def _down(last: Rollout | None) -> str:
 @shared_options(plans=True, changes=True)
 def up(options: Options) -> int:
     """Deploy the chosen hosts; exit with pyinfra's code."""
-    hosts = listed(options)
+    hosts = select_hosts(options)
     named = [host.name for host in hosts] if options.limit or options.exclude else []
     flags = ["--dry"] if options.dry else ["-y"]
     words = run_pyinfra.line("up", options, named, flags)
@@ -217,7 +217,7 @@ def up(options: Options) -> int:
         return code
     if not options.dry:
         _lock(hosts, options)
-    plans = {host.name: planned(host) for host in hosts}
+    plans = {host.name: build_plan(host) for host in hosts}
     told = [sentence(plans[one.host.name], one) for one in found_on(hosts, plans)]
     if options.json:
         print(json.dumps(told, indent=1))
@@ -228,7 +228,7 @@ def up(options: Options) -> int:
             for warning in plans[host.name].warnings:
                 lay(Text(f"  WARNING {warning}", "yellow"), console)
     if options.dry and not options.verbose:
-        say("nothing was done; to see every single step, run:")
+        note("nothing was done; to see every single step, run:")
         run_pyinfra.show(words)
         return 0 if all(one["reachable"] for one in told) else 1
     if not options.dry:
@@ -238,14 +238,14 @@ def up(options: Options) -> int:
     return run_pyinfra.watched("up", words, [host.name for host in hosts], options)
 
 
-def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
+def _bootstrapped(hosts: Sequence[Target], options: Options) -> int:
     """Install key and sudo rule where they are missing; asks for the password, once.
 
     Raises:
         SparkError: no host can be reached, or one does not know our key and nobody shall ask, or
             there is no key to let in.
     """
-    found = reach(hosts)
+    found = check_access(hosts)
     if found.silent and len(found.silent) == len(hosts):
         raise SparkError(list(found.problems()))
     if not found.closed:
@@ -257,7 +257,7 @@ def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
     if options.dry:
         fix = "run `spark-deploy up` without --dry"
         raise SparkError.one(", ".join(new), "the SSH key or the sudo rule is missing", fix)
-    say(f"{', '.join(new)}: key or sudo rule is missing; the password is asked for once")
+    note(f"{', '.join(new)}: key or sudo rule is missing; the password is asked for once")
     words = run_pyinfra.line("bootstrap", options, new, ["-y"])
     run_pyinfra.show(words)
     code = subprocess.run(run_pyinfra.argv(words), check=False).returncode
@@ -265,7 +265,7 @@ def _bootstrapped(hosts: Sequence[Listed], options: Options) -> int:
     return code
 
 
-def _lock(hosts: Sequence[Listed], options: Options) -> None:
+def _lock(hosts: Sequence[Target], options: Options) -> None:
     """Write down what names stand for, so that what is said is what is done."""
     missing = (
         wanted_by(host.settings.settings, host.catalog).missing_in(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import click
 
-from spark_deploy.cli.hosts import Listed, listed, say
+from spark_deploy.cli.hosts import Target, select_hosts
 from spark_deploy.cli.options import Options, shared_options
+from spark_deploy.cli.terminal import note
 from spark_deploy.config.documents.declare import typed
 from spark_deploy.config.documents.schema_check import closest
 from spark_deploy.config.errors import LockError
@@ -43,8 +44,8 @@ class Choice:
 
 def lock(options: Options, choice: Choice) -> int:
     """Update each lock file once; 1 if ``check`` finds something missing."""
-    by_path: dict[Path, list[Listed]] = {}
-    for host in listed(options):
+    by_path: dict[Path, list[Target]] = {}
+    for host in select_hosts(options):
         by_path.setdefault(host.settings.lock_path, []).append(host)
     missing = 0
     for path, hosts in by_path.items():
@@ -58,7 +59,7 @@ def lock(options: Options, choice: Choice) -> int:
     return 1 if choice.check and missing else 0
 
 
-def _lock_file(path: Path, hosts: list[Listed], choice: Choice) -> int:
+def _lock_file(path: Path, hosts: list[Target], choice: Choice) -> int:
     before = lock = read_lock(path)
     _refuse_unknown(choice.only, hosts)
     done: set[str] = set()
@@ -72,27 +73,27 @@ def _lock_file(path: Path, hosts: list[Listed], choice: Choice) -> int:
         todo = todo.without(done)
         done.update(todo.names)
         if todo.names and not choice.check:
-            lock = resolve(lock, todo, settings, host.catalog.engines.engines, say)
+            lock = resolve(lock, todo, settings, host.catalog.engines.engines, note)
     if choice.check:
         lacks = {f"{name} is not locked" for name in done} or _open_names(hosts, lock)
         for what in sorted(lacks):
-            say(f"{path.name}: {what}")
+            note(f"{path.name}: {what}")
         return len(lacks)
     for host in hosts:
-        lock = hold_if_told(host.settings.settings, host.catalog, lock, say)
+        lock = hold_if_told(host.settings.settings, host.catalog, lock, note)
     if choice.counted:
         from spark_deploy.cli.counted import with_counts
 
         lock = with_counts(lock, hosts)
     if lock == before:
-        say(f"{path}: nothing to write, {len(lock.sources) + len(lock.images)} names are locked")
+        note(f"{path}: nothing to write, {len(lock.sources) + len(lock.images)} names are locked")
     else:
         write_lock(path, lock)
-        say(f"{path}: written ({_difference(before, lock)})")
+        note(f"{path}: written ({_difference(before, lock)})")
     return 0
 
 
-def _open_names(hosts: list[Listed], lock: Lock) -> set[str]:
+def _open_names(hosts: list[Target], lock: Lock) -> set[str]:
     """Return builds without verified tensor names, and repositories without read headers."""
     asked = (open_questions(host.settings.settings, host.catalog, lock) for host in hosts)
     lacks = {f"names of {one.build} are not held" for found in asked for one, _ in found}
@@ -109,7 +110,7 @@ def _named(wanted: Names, names: Sequence[str]) -> Names:
     )
 
 
-def _refuse_unknown(names: Sequence[str], hosts: list[Listed]) -> None:
+def _refuse_unknown(names: Sequence[str], hosts: list[Target]) -> None:
     wanted = (wanted_by(host.settings.settings, host.catalog) for host in hosts)
     known = sorted({name for one in wanted for name in one.names})
     for name in names:

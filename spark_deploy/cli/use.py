@@ -17,8 +17,9 @@ from spark_contract import files
 from spark_contract.documents import plain
 
 from spark_deploy.cli.editors import schema_line
-from spark_deploy.cli.hosts import Listed, again, answer, listed, say
+from spark_deploy.cli.hosts import Target, select_hosts
 from spark_deploy.cli.options import Options, names_of, shared_options
+from spark_deploy.cli.terminal import next_command, note, print_result
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.documents.schema_check import closest, dotted
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
@@ -49,11 +50,11 @@ class Edit:
 def use(options: Options, choice: str) -> int:
     """Write the choice into settings files; change no host."""
     edits, hosts = choose(options, choice)
-    answer(options, as_json(edits), ([line_of(edit)] for edit in edits), between="\n")
+    print_result(options, as_json(edits), ([line_of(edit)] for edit in edits), between="\n")
     if not edits:
-        say("the files say so already")
+        note("the files say so already")
     elif not options.dry:
-        say(f"now make it so: {again(options, 'up', *hosts)}")
+        note(f"now make it so: {next_command(options, 'up', *hosts)}")
     return 0
 
 
@@ -64,8 +65,8 @@ def choose(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
         SparkError: they could not serve it, or the files do not let it be written.
     """
     # What is to be replaced may be what cannot be served.
-    now = listed(options, judged=False)
-    every = listed(replace(options, limit=[], exclude=[]), judged=False)
+    now = select_hosts(options, judged=False)
+    every = select_hosts(replace(options, limit=[], exclude=[]), judged=False)
     model, profile = _meant(choice, now)
     wanted = {"model": model, "profile": profile}
     chosen = {host.name for host in now}
@@ -92,7 +93,7 @@ def line_of(edit: Edit) -> str:
     return f"{edit.file}: {edit.key}: {before}{edit.after} ({', '.join(edit.hosts)})"
 
 
-def _with(host: Listed, model: str | None, profile: str | None) -> HostSettings:
+def _with(host: Target, model: str | None, profile: str | None) -> HostSettings:
     own = host.settings.settings
     chosen = replace(own, model=model or own.model, profile=profile or own.profile)
     return replace(host.settings, settings=chosen)
@@ -114,7 +115,7 @@ def _refuse(after: Mapping[str, HostSettings], chosen: set[str], catalog: Catalo
     refuse_together(after, catalog, judged=chosen)
 
 
-def _meant(choice: str, hosts: Sequence[Listed]) -> tuple[str | None, str | None]:
+def _meant(choice: str, hosts: Sequence[Target]) -> tuple[str | None, str | None]:
     """Return the model and the profile that a choice names: MODEL, PROFILE or MODEL/PROFILE.
 
     Raises:
@@ -138,7 +139,10 @@ def _meant(choice: str, hosts: Sequence[Listed]) -> tuple[str | None, str | None
 
 
 def _edits(
-    now: Sequence[Listed], every: Sequence[Listed], chosen: set[str], wanted: dict[str, str | None]
+    now: Sequence[Target],
+    every: Sequence[Target],
+    chosen: set[str],
+    wanted: dict[str, str | None],
 ) -> Iterator[Edit]:
     found: dict[tuple[Path, str], Edit] = {}
     for host in now:
@@ -154,7 +158,7 @@ def _edits(
     yield from found.values()
 
 
-def _file_of(host: HostSettings, key: str, every: Sequence[Listed], chosen: set[str]) -> Path:
+def _file_of(host: HostSettings, key: str, every: Sequence[Target], chosen: set[str]) -> Path:
     """Return the file in which a choice is to be changed.
 
     It is the one that says it now; where that one also decides for hosts that were not chosen, it

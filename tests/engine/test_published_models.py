@@ -24,7 +24,7 @@ from lab.hub.faults import FaultSwitch
 from lab.hub.server import Hub, make_servers
 from lab.hub.store import Store
 from spark_deploy.cli import main
-from spark_deploy.cli.hosts import listed, planned
+from spark_deploy.cli.hosts import build_plan, select_hosts
 from spark_deploy.cli.options import Options
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.types import Settings
@@ -120,7 +120,7 @@ def plan_of(site: Path, model: str, more: dict[str, Any] | None = None) -> HostP
     options = Options(
         inventory=str(site / "sparks.py"), model=model, profile="lab-plain",
     )  # fmt: skip
-    return planned(listed(options)[0])
+    return build_plan(select_hosts(options)[0])
 
 
 def case_of(name: str, plan: HostPlan, work: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 from spark_deploy.cli import progress_screen, terminal, top  # noqa: E402
-from spark_deploy.cli.hosts import Listed, planned  # noqa: E402
+from spark_deploy.cli.hosts import Target, build_plan  # noqa: E402
 from spark_deploy.cli.plan import text  # noqa: E402
 from spark_deploy.cli.progress_screen import HostView, Transcript  # noqa: E402
 from spark_deploy.cli.status import lines as status_lines  # noqa: E402
@@ -71,9 +71,11 @@ def picture(name: str, title: str, draw: Callable[[Console], None]) -> str:
 
 def plan(console: Console) -> None:
     found = load_hosts({"spark": ["spark-1"]}, root=OUT)["spark-1"]
-    one = Listed("spark-1", {}, found, read_catalog())
-    made = planned(one, estimate=True)
-    terminal.show(text(made, *pair_of(found.settings, one.catalog), verbose=False), console)
+    one = Target("spark-1", {}, found, read_catalog())
+    made = build_plan(one, estimate=True)
+    terminal.print_wrapped(
+        text(made, *pair_of(found.settings, one.catalog), verbose=False), console
+    )
 
 
 def up_running(console: Console) -> None:
@@ -99,12 +101,12 @@ def status(console: Console) -> None:
     for one in json.loads((RECORDED / "status.json").read_text("utf-8")):
         one["proof"]["checked_at"] = lately.isoformat()  # the picture stays as it is
         # What status learned to say since then was not asked.
-        terminal.show(status_lines({**told_by(HostStatus(None)), **one}), console)
+        terminal.print_wrapped(status_lines({**told_by(HostStatus(None)), **one}), console)
 
 
 def top_once(console: Console) -> None:
     found = [top.Now(**one) for one in json.loads((RECORDED / "top.json").read_text("utf-8"))]
-    terminal.show(top.table(found), console)
+    terminal.print_wrapped(top.table(found), console)
 
 
 def replayed(until: str | None = None) -> tuple[Transcript, float]:

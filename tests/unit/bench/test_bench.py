@@ -26,7 +26,7 @@ from spark_deploy.bench import page as seeds
 from spark_deploy.bench.load import Endpoint, ask
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Published, Sample, Served
 from spark_deploy.cli import bench, main
-from spark_deploy.cli.hosts import Listed
+from spark_deploy.cli.hosts import Target
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SparkError
@@ -198,7 +198,7 @@ def test_what_others_published_of_a_stage_stands_beside_it_with_its_stack_and_no
 def test_a_bench_knows_what_was_published_of_the_pair_that_it_measured():
     def of(model: str, profile: str) -> list[float]:
         served = Served("spark-1", f"main-{'0' * 12}", model, profile, "image", "/srv/tree", {})
-        one = cast(Listed, SimpleNamespace(catalog=read_catalog()))
+        one = cast(Target, SimpleNamespace(catalog=read_catalog()))
         return [found.tokens_per_s for found in bench._published(one, served)]
 
     assert of("qwen3.5-122b", "v2") == [51]  # nor that of three requests
@@ -315,7 +315,7 @@ def test_comparing_needs_no_host_and_says_which_file_is_no_result(tmp_path, caps
 
 def test_results_of_several_hosts_are_one_document_for_programs(tmp_path, monkeypatch, capsys):
     hosts = [SimpleNamespace(name=name) for name in ("a", "b")]
-    monkeypatch.setattr(bench, "listed", lambda options, judged: hosts)
+    monkeypatch.setattr(bench, "select_hosts", lambda options, judged: hosts)
     monkeypatch.setattr(bench, "_one", lambda one, how, out: (result(), one.name))
     assert main(["bench", "--out", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2

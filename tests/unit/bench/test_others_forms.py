@@ -15,7 +15,7 @@ import yaml
 from spark_deploy.bench import submission
 from spark_deploy.bench.result import Load
 from spark_deploy.cli import bench
-from spark_deploy.cli.hosts import Listed
+from spark_deploy.cli.hosts import Target
 from spark_deploy.cli.recipes import draft_of_recipe
 from tests.unit.bench.test_bench import CAPTURED, result
 from tests.unit.planning.plans import plan_of
@@ -101,10 +101,10 @@ def test_our_own_reader_of_recipes_takes_it(profile):
 def test_only_what_a_real_gpu_computed_gets_a_folder_for_others(
     tmp_path, monkeypatch, capsys, versions, portable, why
 ):
-    monkeypatch.setattr(bench, "planned", lambda one: PLAN)
+    monkeypatch.setattr(bench, "build_plan", lambda one: PLAN)
     served = replace(result().served, versions=versions, portable=portable)
     found = result(cells=(), loads=(LOAD,), vllm="0.32.0", served=served)
-    one = cast(Listed, SimpleNamespace(name="spark-1"))
+    one = cast(Target, SimpleNamespace(name="spark-1"))
     bench._submit(one, RELEASE, found, tmp_path / "a", tmp_path / "raw")
     told = capsys.readouterr().err
     assert (tmp_path / "a.submission").exists() == (not why)

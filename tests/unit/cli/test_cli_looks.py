@@ -10,7 +10,7 @@ from spark_deploy.cli import status
 from spark_deploy.cli.connect import connection_of
 from spark_deploy.cli.connect import lines as connect_lines
 from spark_deploy.cli.doctor import lines as doctor_lines
-from spark_deploy.cli.hosts import Listed
+from spark_deploy.cli.hosts import Target
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.cli.status import lines as status_lines
@@ -24,7 +24,7 @@ RELEASE = "main-aaaaaaaaaaaa"
 CATALOG = shipped_catalog()
 
 
-def listed(tmp_path: Path, name="lab-1", data=None, **overrides) -> Listed:
+def listed(tmp_path: Path, name="lab-1", data=None, **overrides) -> Target:
     overrides = {
         "model": "lab-stub",
         "ssh.hostname": "10.0.0.9",
@@ -33,7 +33,7 @@ def listed(tmp_path: Path, name="lab-1", data=None, **overrides) -> Listed:
     }
     found = load_hosts({"lab": [name]}, root=tmp_path, overrides=overrides)[name]
     usual = {"ssh_hostname": "10.0.0.9", "ssh_user": "spark", "_sudo": True}
-    return Listed(name, data or usual, found, CATALOG)
+    return Target(name, data or usual, found, CATALOG)
 
 
 def document(**changes) -> dict:
@@ -158,8 +158,8 @@ def test_status_says_how_many_requests_run_and_wait(tmp_path, monkeypatch, capsy
         get_fact=lambda fact, services=None: counted if services else told(document())
     )
     one = listed(tmp_path)
-    monkeypatch.setattr(status, "listed", lambda options, judged: [one])
-    monkeypatch.setattr(status, "look", lambda hosts, ask: [Answer(one, ask(host, one))])
+    monkeypatch.setattr(status, "select_hosts", lambda options, judged: [one])
+    monkeypatch.setattr(status, "query", lambda hosts, ask: [Answer(one, ask(host, one))])
     status.status.callback.__wrapped__(Options(), files=False, planned=False)
     assert ("  requests 2 running, 1 waiting" in capsys.readouterr().out) == said
     status.status.callback.__wrapped__(Options(json=True), files=False, planned=False)

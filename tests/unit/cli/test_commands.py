@@ -90,7 +90,7 @@ def test_bad_usage_is_2_with_a_word_about_help(words, capsys):
 
 def test_a_host_is_named_with_or_without_limit(monkeypatch):
     seen = []
-    monkeypatch.setattr(top, "listed", lambda options, judged: seen.append(options) or [])
+    monkeypatch.setattr(top, "select_hosts", lambda options, judged: seen.append(options) or [])
     assert main(["top", "spark-1", "x/hosts.py", "--limit", "spark-2", "--json", "--once"]) == 0
     [options] = seen
     assert (options.inventory, options.limit) == ("x/hosts.py", ["spark-2", "spark-1"])
@@ -197,7 +197,7 @@ def test_a_host_that_is_away_is_told_in_words(tmp_path):
     (tmp_path / "sparks.py").write_text("spark = ['127.0.0.1']\n")
     done = run("status", str(tmp_path / "sparks.py"), "--data", f"ssh.port={port}")
     assert done.returncode == 1
-    assert "127.0.0.1: cannot be reached: Could not connect (Unable to connect to" in done.stdout
+    assert "127.0.0.1: unreachable: Could not connect (Unable to connect to" in done.stdout
 
 
 @pytest.mark.slow

@@ -112,13 +112,13 @@ def test_a_plan_asks_the_host_what_lies_there_when_it_is_told_to(
 
     def look(hosts: list[Any], _ask: Any) -> list[Answer[Any]]:
         asked.extend(host.name for host in hosts)
-        needs = plan.planned(hosts[0], estimate=True).needs
+        needs = plan.build_plan(hosts[0], estimate=True).needs
         [(sha256, size_bytes)] = {file for _, files in needs.downloads for file in files}
         stored = Stored(files=frozenset({("1", sha256, size_bytes)}), folders={sha256: "/d/hub"})
         seen = dataclasses.replace(survey(), stored=stored)
         return [Answer(host, seen if host.name == reached else None, "is off") for host in hosts]
 
-    monkeypatch.setattr(plan, "look", look)
+    monkeypatch.setattr(plan, "query", look)
     monkeypatch.setattr("gevent.monkey.patch_all", lambda: None)  # for all tests after this one
     words = ["plan", "--estimate", "--profile", "base", str(CHECKOUT / "inventory/spark.py")]
     reached = "spark-1"
@@ -147,7 +147,7 @@ def test_a_hub_that_is_silent_is_asked_once_for_all_hosts(
             raise LockError.one("hub", "cannot be asked", "look at the network")
         return SimpleNamespace(needs=NEEDS)
 
-    monkeypatch.setattr(doctor, "planned", planned)
+    monkeypatch.setattr(doctor, "build_plan", planned)
     assert list(doctor._needs(hosts)) == ["spark-1", "spark-2", "spark-3"]
     assert [name for name, estimate in asked if not estimate] == ["spark-1"]
     assert capsys.readouterr().err.count("cannot be asked") == 1

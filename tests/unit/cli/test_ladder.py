@@ -54,8 +54,8 @@ def story(monkeypatch):
         told.steps.append(("serve", profile, *hosts))
         return 3 if profile in told.red else 0
 
-    monkeypatch.setattr(ladder, "listed", listed)
-    monkeypatch.setattr(ladder, "planned", planned)
+    monkeypatch.setattr(ladder, "select_hosts", listed)
+    monkeypatch.setattr(ladder, "build_plan", planned)
     monkeypatch.setattr(run_pyinfra, "watched", watched)
     return told
 

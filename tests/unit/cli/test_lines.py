@@ -34,7 +34,9 @@ def run(monkeypatch, capsys, *words, code=0):
     monkeypatch.setattr(
         run_pyinfra, "watch", lambda argv, *_more: done(argv, check=False).returncode
     )
-    monkeypatch.setattr(run_pyinfra, "reach", lambda _hosts: SimpleNamespace(problems=lambda: AWAY))
+    monkeypatch.setattr(
+        run_pyinfra, "check_access", lambda _hosts: SimpleNamespace(problems=lambda: AWAY)
+    )
     at = 2 if words[0] == "add" else 1  # behind the model
     found = main([*words[:at], INVENTORY, *words[at:]])
     return found, ran, capsys.readouterr().err
@@ -147,7 +149,7 @@ def test_before_a_rollback_is_agreed_to_it_says_from_where_to_where_and_asks_onl
 ):
     hosts = [SimpleNamespace(name=f"spark-{number + 1}") for number in range(len(ways))]
     answers = [Answer(*both, "is away") for both in zip(hosts, ways, strict=True)]
-    monkeypatch.setattr(run_pyinfra, "look", lambda _hosts, _ask: answers)
+    monkeypatch.setattr(run_pyinfra, "query", lambda _hosts, _ask: answers)
     assert run_pyinfra.ended(hosts, None) == code
     assert said in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from spark_deploy.cli import main
-from spark_deploy.cli.terminal import show, styled, wrapped
+from spark_deploy.cli.terminal import print_wrapped, styled, wrap_line
 from spark_deploy.config.checkout import CHECKOUT
 
 WORDS = st.lists(st.text("abcdef.,-/", min_size=1, max_size=12), min_size=1, max_size=40)
@@ -27,7 +27,7 @@ WORDS = st.lists(st.text("abcdef.,-/", min_size=1, max_size=12), min_size=1, max
 @given(WORDS, st.sampled_from([80, 100, 160]), st.sampled_from(["", "  serves      ", "host: "]))
 def test_a_wrapped_line_keeps_every_word_and_is_no_wider(words, width, title):
     line = title + " ".join(words)
-    found = wrapped(line, width)
+    found = wrap_line(line, width)
     assert " ".join(found).split() == line.split()
     assert max(map(len, found)) <= width
 
@@ -37,7 +37,7 @@ def test_a_plan_stands_in_its_columns_at_every_width(width, capsys):
     assert main(["plan", "--estimate"]) == 0
     text = capsys.readouterr().out
     out = io.StringIO()
-    show(text.splitlines(), Console(file=out, width=width))
+    print_wrapped(text.splitlines(), Console(file=out, width=width))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert " ".join(lines).split() == text.split()
@@ -46,7 +46,7 @@ def test_a_plan_stands_in_its_columns_at_every_width(width, capsys):
 
 
 def test_a_word_that_is_wider_than_the_screen_stays_whole():
-    assert wrapped(f"  engine  {'x' * 90} --flag", 80)[-2:] == [f"  engine  {'x' * 90}",
+    assert wrap_line(f"  engine  {'x' * 90} --flag", 80)[-2:] == [f"  engine  {'x' * 90}",
                                                               "          --flag"]  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_a_command_can_be_copied_from_a_narrow_screen(width, tmp_path, monkeypat
     for line in lines:
         if line[13:] not in typed:
             continue
-        shown = [one[13:] for one in wrapped(line, width)]
+        shown = [one[13:] for one in wrap_line(line, width)]
         assert all(one.endswith(" \\") for one in shown[:-1])
         as_a_shell_reads = "\n".join(shown).replace("\\\n", "")
         assert shlex.split(as_a_shell_reads) == shlex.split(line[13:])

@@ -13,7 +13,7 @@ import yaml
 
 from spark_deploy.cli import main
 from spark_deploy.cli import share as command
-from spark_deploy.cli.hosts import listed, planned
+from spark_deploy.cli.hosts import build_plan, select_hosts
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer
 from tests import forked
@@ -39,8 +39,8 @@ def release_of(root: Path, model: str) -> Any:
     options = Options(
         inventory=str(root / "sparks.py"), model=model, profile="plain",
     )  # fmt: skip
-    found = listed(options)
-    return planned(found[0]).serve
+    found = select_hosts(options)
+    return build_plan(found[0]).serve
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_host_that_cannot_be_asked_for_a_proof_is_named(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     away = "cannot be reached: no route to host"
-    monkeypatch.setattr(command, "look", lambda hosts, ask: [Answer(hosts[0], None, away)])
+    monkeypatch.setattr(command, "query", lambda hosts, ask: [Answer(hosts[0], None, away)])
     assert share_online(site, tmp_path / "x.yml") == 0
     assert f"a: {away}" in capsys.readouterr().err
 
@@ -183,7 +183,7 @@ def test_a_proof_is_told_without_the_host_it_is_of(
              "versions": {"kernel": CANARY}, "invocation_id": CANARY}  # fmt: skip
     status = told({"releases": [{"name": "main-1", "model": "tiny", "profile": "plain",
                                  "proof": proof}]})  # fmt: skip
-    monkeypatch.setattr(command, "look", lambda hosts, ask: [Answer(hosts[0], status)])
+    monkeypatch.setattr(command, "query", lambda hosts, ask: [Answer(hosts[0], status)])
     path = tmp_path / "proven.yml"
     assert share_online(site, path) == 0
     found = yaml.safe_load(path.read_text())["proof"]

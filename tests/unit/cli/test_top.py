@@ -54,7 +54,7 @@ def test_one_look_is_printed_and_a_host_that_cannot_be_asked_is_red(
 ):
     (tmp_path / "ssh").write_text(f"TEXT = {look(1, 5) + look(3, 25)!r}\n{script}\n")
     one = SimpleNamespace(name="a", data={"_sudo": False})
-    monkeypatch.setattr(top, "listed", lambda options, judged: [one])
+    monkeypatch.setattr(top, "select_hosts", lambda options, judged: [one])
     monkeypatch.setattr(top, "chosen_services", lambda host, service: ["main"])
     monkeypatch.setattr(connect, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
     assert top.top.callback.__wrapped__(Options(json=True), once=True, service=None) == code
@@ -68,7 +68,7 @@ def test_each_service_has_a_line_of_its_own_and_an_engine_of_its_own(monkeypatch
         f"import sys; open({str(asked)!r}, 'a').write(sys.argv[-1]); print({look(1, 5)!r})\n"
     )
     one = SimpleNamespace(name="a", data={"_sudo": False})
-    monkeypatch.setattr(top, "listed", lambda options, judged: [one])
+    monkeypatch.setattr(top, "select_hosts", lambda options, judged: [one])
     monkeypatch.setattr(top, "chosen_services", lambda host, service: ["main", "embed"])
     monkeypatch.setattr(connect, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
     assert top.top.callback.__wrapped__(Options(json=True), once=True, service=None) == 0

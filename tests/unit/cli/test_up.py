@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from spark_deploy.cli import progress_screen, reach, up, update
+from spark_deploy.cli import progress_screen, query_hosts, up, update
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.progress_screen import HostView, Transcript, minutes
 from spark_deploy.cli.run_pyinfra import agreed
@@ -185,10 +185,10 @@ def test_without_a_key_of_ours_it_says_so_before_it_asks_for_a_password(
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
     host = SimpleNamespace(name="spark-1", data={})
-    monkeypatch.setattr(up, "listed", lambda _options: [host])
-    monkeypatch.setattr(reach, "try_key", lambda _one: Access(False, False))
+    monkeypatch.setattr(up, "select_hosts", lambda _options: [host])
+    monkeypatch.setattr(query_hosts.login, "try_key", lambda _one: Access(False, False))
     monkeypatch.setattr(
-        reach, "look", lambda one: Seen(one, "spark-1", tmp_path, "new", None, None)
+        query_hosts.host_keys, "look", lambda one: Seen(one, "spark-1", tmp_path, "new", None, None)
     )
     monkeypatch.setattr(up.run_pyinfra, "argv", lambda _words: ["false"])
     with pytest.raises(SparkError, match="run `ssh-keygen -t ed25519`"):
@@ -199,7 +199,7 @@ def test_without_a_key_of_ours_it_says_so_before_it_asks_for_a_password(
 def test_a_dry_run_says_that_nothing_was_done_above_the_line_that_it_leaves_to_others(
     monkeypatch, capsys
 ):
-    monkeypatch.setattr(up, "listed", lambda _options: [])
+    monkeypatch.setattr(up, "select_hosts", lambda _options: [])
     monkeypatch.setattr(up, "found_on", lambda _hosts, _plans: [])
     assert run_up(dry=True) == 0
     said, line = capsys.readouterr().err.splitlines()
@@ -229,7 +229,7 @@ def test_names_are_locked_on_the_way_as_by_a_lock_command_that_nothing_was_asked
     """As ``init`` and a first ``up`` do, whose own options are others."""
     place = tmp_path / "spark.lock.yml"
     host = SimpleNamespace(catalog=None, settings=SimpleNamespace(lock_path=place, settings=None))
-    monkeypatch.setattr(update, "listed", lambda _options: [host])
+    monkeypatch.setattr(update, "select_hosts", lambda _options: [host])
     monkeypatch.setattr(update, "wanted_by", lambda *_: Names(frozenset(), frozenset()))
     monkeypatch.setattr(update, "hold_if_told", lambda *words: words[2])
     assert update.lock(Options(), update.Choice(missing=True)) == 0

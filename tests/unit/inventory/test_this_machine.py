@@ -119,7 +119,7 @@ def test_a_host_whose_sudo_refuses_gets_one_clear_line(here: Here) -> None:
     here.write({"@local": {"_sudo": True}})
     done = here.run("spark_deploy", "status", str(here.inventory))
     assert done.returncode == 1
-    assert "@local: cannot be asked: a command failed there, or sudo is missing" in done.stdout
+    assert "@local: query failed: a command failed on the host, or sudo is missing" in done.stdout
     assert "set `sudo: false` where the login user is root" in done.stdout
     assert "Traceback" not in done.stderr
     assert "No hosts remaining" not in done.stdout + done.stderr

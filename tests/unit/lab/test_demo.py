@@ -17,7 +17,7 @@ from lab.engine.patch import _unloaded
 from lab.errors import LabError
 from lab.images import PublishedImage, write_published
 from lab.paths import LabPaths
-from spark_deploy.cli.hosts import Listed, planned
+from spark_deploy.cli.hosts import Target, build_plan
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.settings.load import load_hosts
 from tests.labkit import CHECKOUT
@@ -64,7 +64,7 @@ def test_what_it_says_to_type_next_is_about_its_own_hosts(
 def test_the_memory_that_it_names_is_what_the_plan_of_a_host_asks_for() -> None:
     vendor = {"cuda.repositories": [], "docker.repositories": []}  # the lab itself describes it
     found = load_hosts({"lab": ["lab-1"]}, root=CHECKOUT, overrides=vendor)["lab-1"]
-    plan = planned(Listed("lab-1", {}, found, read_catalog()), estimate=True)
+    plan = build_plan(Target("lab-1", {}, found, read_catalog()), estimate=True)
     needed = plan.needs.memory_needed_bytes
     assert needed <= room.ENGINE_MEMORY_BYTES < needed + (1 << 28)
     takes = f"{len(demo.HOSTS) * room.ENGINE_MEMORY_BYTES >> 30} GiB of memory"

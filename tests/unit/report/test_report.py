@@ -165,7 +165,7 @@ def test_a_host_that_cannot_be_asked_is_named_here_and_left_out_of_the_file(
 ) -> None:
     hosts = [SimpleNamespace(name=name) for name in ("spark-a3f2", "spark-b7c1")]
     answers = [Answer(hosts[0], said_of()), Answer(hosts[1], None, "cannot be reached: no")]
-    for name, result in {"listed": hosts, "planned": PLAN, "look": answers}.items():
+    for name, result in {"select_hosts": hosts, "build_plan": PLAN, "query": answers}.items():
         monkeypatch.setattr(doctor, name, lambda *_, result=result, **__: result)
     out = tmp_path / "sent.json"
     assert doctor.doctor.callback.__wrapped__(Options(), is_report=True, out=str(out)) == 1

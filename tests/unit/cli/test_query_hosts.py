@@ -1,0 +1,91 @@
+"""Hosts without access are reported with a fix; slow hosts are named."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gevent
+import pytest
+
+from spark_deploy.cli import query_hosts
+from spark_deploy.cli.query_hosts import check_access, with_fix
+from spark_deploy.inventory.host_keys import Endpoint, Seen
+from spark_deploy.inventory.login import Access
+
+
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        ("Could not connect (Unable to connect to port 22 on 10.0.0.7)", "host is on"),
+        ("Could not resolve hostname ([Errno -2] Name or service not known)", "address"),
+        ("Authentication error (username=spark)", "spark-deploy up"),
+        ("SSH error (StrictPolicy: No host key for a found in known_hosts)", "spark-deploy up"),
+        ("SSH error (odd)", None),
+    ],
+)
+def test_known_connection_errors_get_a_fix(reason: str, fix: str | None) -> None:
+    text = with_fix(reason)
+    assert text.startswith(reason)
+    assert fix in text.partition("; fix: ")[2] if fix else text == reason
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """One host that is ready, one that rejects our key, one that is off and slow."""
+
+    def look(endpoint: Endpoint) -> Seen:
+        time.sleep(0.2 if endpoint.host == "off" else 0)
+        state: Any = "unreachable" if endpoint.host == "off" else "known"
+        return Seen(endpoint, endpoint.hostname, tmp_path, state, None, None, "no route")
+
+    monkeypatch.setattr(query_hosts.host_keys, "look", look)
+    monkeypatch.setattr(
+        query_hosts.login, "try_key", lambda endpoint: Access(endpoint.host == "ready", True)
+    )
+    return [SimpleNamespace(name=name, data={}) for name in ("ready", "strange", "off")]
+
+
+def test_each_host_without_access_gets_a_problem(hosts: list[Any]) -> None:
+    off, strange = check_access(hosts).problems()
+    assert (off.where, off.what) == ("off", "unreachable: off: no route")
+    assert (strange.where, "SSH key" in strange.what) == ("strange", True)
+    assert "spark-deploy up" in strange.fix
+
+
+def test_local_is_closed_if_sudo_requires_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Endpoint] = []
+    monkeypatch.setattr(query_hosts.host_keys, "look", probed.append)
+    monkeypatch.setattr(query_hosts.login, "try_key", lambda endpoint: Access(True, False))
+    result = check_access([SimpleNamespace(name="@local", data={})])  # type: ignore[list-item]
+    assert [endpoint.host for endpoint in result.closed] == ["@local"]
+    assert "deploys/bootstrap.py" in next(result.problems()).fix
+    assert not probed
+
+
+def test_a_slow_login_names_its_hosts(
+    hosts: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(query_hosts, "QUIET_S", 0.05)
+    check_access(hosts)
+    assert "ready, strange, off: 0 s\n" in capsys.readouterr().err
+    check_access(hosts[:2])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_slow_query_names_only_hosts_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def query_host(_state: Any, host: Any, target: Any, *_more: Any) -> query_hosts.Answer[str]:
+        gevent.sleep(0.3 if host.name == "slow" else 0)
+        return query_hosts.Answer(target, "yes")
+
+    monkeypatch.setattr(query_hosts, "QUIET_S", 0.1)
+    monkeypatch.setattr(query_hosts, "_query_host", query_host)
+    targets: list[Any] = [SimpleNamespace(name=name, data={}) for name in ("fast", "slow")]
+    query_hosts.query(targets, lambda *_: "yes", doing="stopping")
+    assert capsys.readouterr().err == "stopping slow: 0 s\n"
+    query_hosts.query(targets[:1], lambda *_: "yes")
+    assert capsys.readouterr().err == ""
