@@ -1,8 +1,8 @@
-"""``doctor --report``: one redacted JSON file about hosts, made to be sent to others."""
+"""The file of ``doctor --report``: fields, and redaction of texts."""
 
-from __future__ import annotations
-
+import ipaddress
 import json
+import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -20,8 +20,6 @@ Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """A check of the server."""
-
     name: str
     ok: bool
     weight: str  # must, or warn
@@ -31,8 +29,6 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class WatchdogEvent:
-    """An event that the watchdog recorded."""
-
     at: str  # UTC
     kind: str
     text: str  # empty for kinds that may name addresses
@@ -51,8 +47,6 @@ class JobState:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The release that runs, and its engine."""
-
     model: str
     profile: str
     release: str
@@ -82,8 +76,6 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The host's answer to an open question."""
-
     id: str
     state: Literal["yes", "no", "open"]
     text: str
@@ -91,8 +83,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """The report of one host."""
-
     name: Annotated[str, Field(pattern="^host-[0-9]+$")]  # never the host's own name
     local: bool
     machine: dict[str, str]
@@ -113,14 +103,12 @@ class HostReport:
 
     @property
     def is_spark(self) -> bool:
-        """Whether its figures count for DGX Sparks."""
+        """Whether the figures are valid for DGX Sparks."""
         return self.versions.get("gpu") == GB10 and not self.stand_ins
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The file."""
-
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     schema_version: Literal[1]
@@ -130,6 +118,7 @@ class Report:
 
 
 _REPORT = TypeAdapter(Report)
+_HOST_REPORT = TypeAdapter(HostReport)
 
 
 def read_report(path: Path) -> Report:
@@ -138,7 +127,7 @@ def read_report(path: Path) -> Report:
     Raises:
         SparkError: the file is not a report.
     """
-    fix = "take the file as `spark-deploy doctor --report` wrote it"
+    fix = "use the file as `spark-deploy doctor --report` wrote it"
     try:
         return _REPORT.validate_json(path.read_bytes())
     except ValidationError as error:
@@ -149,26 +138,81 @@ def read_report(path: Path) -> Report:
 
 
 def plain_data(report: Report) -> dict[str, Any]:
-    """Return a report as its file holds it."""
     return dict(_REPORT.dump_python(report, mode="json"))
 
 
 def file_text(report: Report) -> str:
-    """Return the content of a report's file."""
     return json.dumps(plain_data(report), indent=1, ensure_ascii=False) + "\n"
 
 
 def write_report(hosts: tuple[HostReport, ...], path: Path | None) -> tuple[Report, Path]:
-    """Write the file; without a path into the working directory, named after the time."""
+    """Write the file, by default ``spark-report-TIME.json``."""
     at = datetime.now(timezone.utc)
-    report = Report(1, at.strftime("%Y-%m-%dT%H:%M:%SZ"), _version(), hosts)
+    try:
+        project = version("dgx-spark-deploy")
+    except PackageNotFoundError:
+        project = "unknown (not installed)"
+    report = Report(1, at.strftime("%Y-%m-%dT%H:%M:%SZ"), project, hosts)
     path = path or Path(f"spark-report-{at:%Y%m%d-%H%M%S}.json")
     files.write_text(path, file_text(report))
     return report, path
 
 
-def _version() -> str:
+# Reports select fields without private data; these patterns remove what a program or a vendor
+# put into a field anyway.
+_GONE = "<redacted>"
+_KEY = re.compile(
+    r"(?i)\b(?:bearer|basic)\s+\S+|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[abpr]-|AKIA)"
+    r"[\w-]{8,}|\beyJ[\w-]+\.[\w-]+\.[\w-]*"
+)
+_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+_MAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]+")
+_MAC = re.compile(r"(?<![\w:-])[0-9A-Fa-f]{2}(?:[:-][0-9A-Fa-f]{2}){5}(?![\w:-])")
+_ADDRESS = re.compile(r"(?<![\w.:])(?:[0-9A-Fa-f]*:[0-9A-Fa-f:.]+|\d+(?:\.\d+){3})(?![\w:])")
+_HOME = re.compile(r"(?<=/home/)[^/\s'\"]+")
+_SERIAL = re.compile(r"(?i)\b(?:serial|s/n|uuid)\b\W*(?:number|no)?\W*[\w-]+")
+_UUID = re.compile(r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b")
+# A long word is a secret unless it is labelled a digest or consists of words, as class names do.
+_LONG = re.compile(r"(?<!sha256:)(?<![\w/+-])[\w/+-]{20,}={0,2}(?![\w/+-])")
+_WORDS = re.compile(r"[a-z]{4,}")
+
+
+def redacted(text: str) -> str:
+    """Return a text without keys, tokens, serial numbers, addresses and names of people."""
+    for pattern in (_KEY, _UUID, _SERIAL, _MAIL, _MAC):
+        text = pattern.sub(_GONE, text)
+    text = _LOGIN.sub(f"{_GONE}@", text)
+    text = _HOME.sub(_GONE, text)
+    text = _ADDRESS.sub(_without_address, text)
+    return _LONG.sub(_without_secret, text)
+
+
+def _without_address(match: re.Match[str]) -> str:
+    text = match[0]
     try:
-        return version("dgx-spark-deploy")
-    except PackageNotFoundError:
-        return "unknown (not installed)"
+        address = ipaddress.ip_address(text if "::" in text else text.rstrip(".:"))
+    except ValueError:  # a time of day, a version
+        return text
+    return text if address.is_loopback or address.is_unspecified else _GONE
+
+
+def _without_secret(match: re.Match[str]) -> str:
+    word = match[0]
+    digits, capitals = sum(map(str.isdigit, word)), sum(map(str.isupper, word))
+    in_words = digits <= 4 and capitals <= 0.4 * len(word) and len(_WORDS.findall(word)) > 1
+    return word if in_words or (word.isupper() and not digits) else _GONE
+
+
+def _redact(value: Any) -> Any:
+    """Return plain data with every text in it redacted, keys of mappings too."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, dict):
+        return {redacted(str(key)): _redact(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redact(item) for item in value]
+    return value
+
+
+def redact_report(report: HostReport) -> HostReport:
+    return _HOST_REPORT.validate_python(_redact(_HOST_REPORT.dump_python(report, mode="json")))

@@ -1,103 +1,42 @@
-"""The report of one host: selected fields, then redacted."""
+"""The report of one host: selected facts and answers to the open questions."""
 
 from __future__ import annotations
 
-import ipaddress
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from pydantic import TypeAdapter
 from pyinfra.api.host import Host
+from spark_contract import release as names
+from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB
 from spark_contract.records import Finding
-from spark_contract.release import (
-    ACCEPTANCE,
-    CONTEXT_LENGTH,
-    COOLED,
-    COUNTERS,
-    HEALTH,
-    HOT,
-    LOG_LINES,
-    MEMORY,
-    POWER,
-    PREFIX_REUSE,
-    STALLED,
-    STARVING,
-)
 from spark_contract.status import EngineEvidence, Evidence, ReleaseState
 
-from spark_deploy.cli.report import CheckResult, HostReport, JobState, Serving, WatchdogEvent
-from spark_deploy.cli.report_answers import with_answers
+from spark_deploy.cli.report import (
+    GB10,
+    Answer,
+    CheckResult,
+    HostReport,
+    JobState,
+    Serving,
+    WatchdogEvent,
+    redact_report,
+)
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts.preflight import judge
 from spark_deploy.hosts.status import Evidence as EvidenceFact
 from spark_deploy.hosts.status import HostStatus, Status
 from spark_deploy.hosts.survey import Survey
+from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import HostPlan
 
-# ``_host_report`` selects fields that should hold nothing private; these patterns remove what a
-# program or a vendor put into one of them anyway.
-_GONE = "<redacted>"
-_KEY = re.compile(
-    r"(?i)\b(?:bearer|basic)\s+\S+|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[abpr]-|AKIA)"
-    r"[\w-]{8,}|\beyJ[\w-]+\.[\w-]+\.[\w-]*"
-)
-_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
-_MAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]+")
-_MAC = re.compile(r"(?<![\w:-])[0-9A-Fa-f]{2}(?:[:-][0-9A-Fa-f]{2}){5}(?![\w:-])")
-_ADDRESS = re.compile(r"(?<![\w.:])(?:[0-9A-Fa-f]*:[0-9A-Fa-f:.]+|\d+(?:\.\d+){3})(?![\w:])")
-_HOME = re.compile(r"(?<=/home/)[^/\s'\"]+")
-_SERIAL = re.compile(r"(?i)\b(?:serial|s/n|uuid)\b\W*(?:number|no)?\W*[\w-]+")
-_UUID = re.compile(r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b")
-# A long word is a secret unless it is labelled a digest or consists of words, as class names do.
-_LONG = re.compile(r"(?<!sha256:)(?<![\w/+-])[\w/+-]{20,}={0,2}(?![\w/+-])")
-_WORDS = re.compile(r"[a-z]{4,}")
-
-
-def redacted(text: str) -> str:
-    """Return a text without keys, tokens, serial numbers, addresses and names of people."""
-    for pattern in (_KEY, _UUID, _SERIAL, _MAIL, _MAC):
-        text = pattern.sub(_GONE, text)
-    text = _LOGIN.sub(f"{_GONE}@", text)
-    text = _HOME.sub(_GONE, text)
-    text = _ADDRESS.sub(_without_address, text)
-    return _LONG.sub(_without_secret, text)
-
-
-def _without_address(match: re.Match[str]) -> str:
-    text = match[0]
-    try:
-        address = ipaddress.ip_address(text if "::" in text else text.rstrip(".:"))
-    except ValueError:  # a time of day, a version
-        return text
-    return text if address.is_loopback or address.is_unspecified else _GONE
-
-
-def _without_secret(match: re.Match[str]) -> str:
-    word = match[0]
-    digits, capitals = sum(map(str.isdigit, word)), sum(map(str.isupper, word))
-    in_words = digits <= 4 and capitals <= 0.4 * len(word) and len(_WORDS.findall(word)) > 1
-    return word if in_words or (word.isupper() and not digits) else _GONE
-
-
-def _redact(value: Any) -> Any:
-    """Return plain data with every text in it redacted, keys of mappings too."""
-    if isinstance(value, str):
-        return redacted(value)
-    if isinstance(value, dict):
-        return {redacted(str(key)): _redact(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_redact(item) for item in value]
-    return value
-
-
-# Checks whose details are numbers; the details of others quote prompts and answers.
-_NUMERIC_CHECKS = frozenset(
-    {MEMORY, CONTEXT_LENGTH, LOG_LINES, PREFIX_REUSE, ACCEPTANCE, COUNTERS, HEALTH}
-)
-# Events with fixed texts; the texts of others may name addresses or quote programs.
-_FIXED_EVENTS = frozenset({HOT, COOLED, POWER, STARVING, STALLED})
+# Their details are numbers; details of other checks quote prompts and answers.
+_NUMERIC_CHECKS = {names.MEMORY, names.CONTEXT_LENGTH, names.LOG_LINES, names.PREFIX_REUSE}
+_NUMERIC_CHECKS |= {names.ACCEPTANCE, names.COUNTERS, names.HEALTH}
+# Their texts are fixed; texts of other events may contain addresses or quote programs.
+_FIXED_EVENTS = frozenset({names.HOT, names.COOLED, names.POWER, names.STARVING, names.STALLED})
 _DGX = ("DGX_NAME", "DGX_PRETTY_NAME", "DGX_SWBUILD_DATE", "DGX_SWBUILD_VERSION",
         "DGX_OTA_VERSION", "DGX_OTA_DATE")  # fmt: skip
 _REGISTRY = re.compile(r"^.*/(?=[^/]*$)")  # of an image: it may be private
@@ -105,27 +44,19 @@ _REGISTRY = re.compile(r"^.*/(?=[^/]*$)")  # of an image: it may be private
 
 @dataclass(frozen=True, slots=True)
 class HostData:
-    """Facts that a report selects from."""
-
     survey: Survey
     status: HostStatus
     evidence: Evidence | None  # None: the host's tools are absent or of another version
 
 
 def read_host(host: Host, survey: Survey) -> HostData:
-    """Read the facts that the survey does not hold."""
     return HostData(survey, host.get_fact(Status), host.get_fact(EvidenceFact))
-
-
-_HOST_REPORT = TypeAdapter(HostReport)
 
 
 def host_report(
     number: int, data: HostData, plan: HostPlan, service: str, *, local: bool = False
 ) -> HostReport:
-    """Return the redacted report of one host, with its answers to the open questions."""
-    report = with_answers(_host_report(number, data, plan, service, local=local))
-    return _HOST_REPORT.validate_python(_redact(_HOST_REPORT.dump_python(report, mode="json")))
+    return redact_report(with_answers(_host_report(number, data, plan, service, local=local)))
 
 
 def _host_report(
@@ -160,9 +91,7 @@ def _host_report(
 
 def _machine(survey: Survey, evidence: Evidence | None) -> dict[str, str]:
     identity = survey.identity
-    dgx = {
-        name.lower(): identity.dgx_release[name] for name in _DGX if name in identity.dgx_release
-    }
+    dgx = {name.lower(): value for name, value in identity.dgx_release.items() if name in _DGX}
     torn = {} if survey.gpu.torn_score is None else {"torn_score": f"{survey.gpu.torn_score:g}"}
     return {
         "architecture": identity.arch,
@@ -201,18 +130,11 @@ def _subject(problem: Problem) -> str:
 
 def _jobs(status: HostStatus) -> Iterator[JobState]:
     for job in status.told.jobs if status.told else ():
-        memory = job.memory
-        yield JobState(
-            kind=job.kind or "unknown",
-            state=job.state,
-            elapsed_s=job.elapsed_s,
-            free_lost_bytes=(
-                memory.free_before_bytes - memory.free_after_bytes if memory else None
-            ),
-            cached_grown_bytes=(
-                memory.cached_after_bytes - memory.cached_before_bytes if memory else None
-            ),
-        )
+        lost = grown = None
+        if job.memory:
+            lost = job.memory.free_before_bytes - job.memory.free_after_bytes
+            grown = job.memory.cached_after_bytes - job.memory.cached_before_bytes
+        yield JobState(job.kind or "unknown", job.state, job.elapsed_s, lost, grown)
 
 
 def _notes(data: HostData, service: str) -> Iterator[str]:
@@ -285,3 +207,191 @@ def _serving(
 def _check(check: Finding) -> CheckResult:
     detail = check.detail if check.name in _NUMERIC_CHECKS and check.ok else ""
     return CheckResult(check.name, check.ok, check.weight, check.seconds, detail)
+
+
+_WITHOUT_SERVING = ("fetched", "built", "gpu-container", "driver-trouble")
+_AS_PLANNED = 0.99  # of the tokens: the plan rounds
+_ENOUGH_TOKENS = 100_000  # generated before the absence of events counts as an answer
+# True: yes, False: no, None: open; and the evidence.
+Verdict = tuple[bool | None, str]
+Rule = Callable[[HostReport, Any], Verdict]
+
+
+def with_answers(host: HostReport) -> HostReport:
+    """Return the report with an answer to each open question."""
+    return replace(host, answers=tuple(_answer(name, host) for name in ANSWERS))
+
+
+def _answer(name: str, host: HostReport) -> Answer:
+    verdict, text = None, "nothing runs"
+    if host.serving or name in _WITHOUT_SERVING:
+        verdict, text = ANSWERS[name](host, host.serving)
+    gpu = host.versions.get("gpu", "")
+    if host.stand_ins or gpu not in ("", GB10):
+        reason = "stand-ins" if host.stand_ins else f"not a Spark: {gpu}"
+        return Answer(name, "open", f"{reason}; {text}")
+    return Answer(name, "open" if verdict is None else "yes" if verdict else "no", text)
+
+
+def _deployed(_host: HostReport, serving: Serving) -> Verdict:
+    return serving.proven, f"{serving.model} with {serving.profile}, {serving.level} check"
+
+
+def _preflight(host: HostReport, serving: Serving) -> Verdict:
+    if host.refusals:
+        return (False if serving.proven else None), f"refused for {', '.join(host.refusals)}"
+    return (True if serving.proven else None), f"warned of {', '.join(host.warnings) or 'nothing'}"
+
+
+def _local(host: HostReport, serving: Serving) -> Verdict:
+    return (serving.proven, "as `@local`") if host.local else (None, "not queried as `@local`")
+
+
+def _neighbours(host: HostReport, serving: Serving) -> Verdict:
+    if not host.unmanaged_containers:
+        return None, "no unmanaged containers"
+    return serving.proven, f"next to {host.unmanaged_containers} unmanaged containers"
+
+
+def _jobs_done(kind: str, host: HostReport, _serving: object) -> Verdict:
+    jobs = [job for job in host.jobs if job.kind == kind]
+    if not jobs:
+        return None, "no such job on the host"
+    done = [job for job in jobs if job.state == "done"]
+    seconds = sum(job.elapsed_s or 0 for job in done)
+    text = f"{len(done)} of {len(jobs)} done" + (f", {seconds} s" if seconds else "")
+    return len(done) == len(jobs), text
+
+
+def _find_check(serving: Serving, name: str) -> CheckResult | None:
+    return next((check for check in serving.checks if check.name == name), None)
+
+
+def _loaded(_host: HostReport, serving: Serving) -> Verdict:
+    check = _find_check(serving, names.LOG_LINES)
+    if serving.portable or check is None:
+        return None, "portable mode" if serving.portable else "log lines were not checked"
+    return check.ok, "every required log line" if check.ok else "a line is missing"
+
+
+def _answers(_host: HostReport, serving: Serving) -> Verdict:
+    required = [check for check in serving.checks if check.weight == "must"]
+    failed = [check.name for check in required if not check.ok]
+    if serving.portable:
+        return None, "portable mode"
+    if failed:
+        return False, f"failed: {', '.join(failed)}"
+    if serving.level in ("", "quick"):
+        return None, "the last check was a quick one"
+    return True, f"{len(required)} checks passed"
+
+
+def _gdn_prefill(_host: HostReport, serving: Serving) -> Verdict:
+    line = next((line for line in serving.kernels if "GDN prefill kernel" in line), "")
+    return (True, line) if line else (None, "no such line")
+
+
+def _acceptance(_host: HostReport, serving: Serving) -> Verdict:
+    check = _find_check(serving, names.ACCEPTANCE)
+    if serving.drafted_tokens:
+        share = (serving.accepted_tokens or 0) / serving.drafted_tokens
+        text = f"{share:.1%} of {serving.drafted_tokens:,} drafted tokens since the start"
+        return (check.ok if check else True), text
+    return (check.ok, check.detail) if check else (None, "no drafts")
+
+
+def _needle(_host: HostReport, serving: Serving) -> Verdict:
+    check = _find_check(serving, names.NEEDLE)
+    return (check.ok, f"took {check.seconds:.0f} s") if check else (None, "not run")
+
+
+def _no_events(*kinds: str) -> Rule:
+    def rule(_host: HostReport, serving: Serving) -> Verdict:
+        seen = {event.kind for event in serving.events if event.kind in kinds}
+        if seen:
+            return False, f"recorded {', '.join(sorted(seen))}"
+        tokens = serving.generated_tokens or 0
+        return (True if tokens >= _ENOUGH_TOKENS else None), f"{tokens:,} tokens since the start"
+
+    return rule
+
+
+def _rollout(_host: HostReport, serving: Serving) -> Verdict:
+    if serving.rollout_state is None:
+        return None, "no rollout is recorded"
+    times = ", ".join(f"{name} {s:.0f} s" for name, s in serving.rollout_times_s.items())
+    return serving.rollout_state == "switched", f"{serving.rollout_state}: {times}"
+
+
+def _restarted(_host: HostReport, serving: Serving) -> Verdict:
+    if serving.restarted_since_full_check:
+        return serving.proven, "restarted since the full check"
+    return None, "not restarted since the full check"
+
+
+def _gpu_container(host: HostReport, _serving: object) -> Verdict:
+    if not host.gpu_container:
+        return None, "no container was tested"
+    docker = host.versions.get("docker", "")
+    return True, f"docker {docker}, {' '.join(host.gpu_container)}"
+
+
+def _start_time(_host: HostReport, serving: Serving) -> Verdict:
+    steps = [f"{name} {seconds:.0f} s" for name, seconds in serving.start_times_s.items()]
+    ready = _find_check(serving, names.READY)
+    if ready and ready.ok:
+        total = f"ready after {ready.seconds:.0f} s"
+        return (True if steps else None), ", ".join([total, *steps])
+    return (True, ", ".join(steps)) if steps else (None, "no step is timed")
+
+
+def _memory_left(_host: HostReport, serving: Serving) -> Verdict:
+    lowest, floor = serving.start_lowest_bytes, serving.start_floor_bytes
+    if lowest is None or floor is None:
+        return None, "not recorded"
+    return lowest >= floor, f"least {gib(lowest)}, floor {gib(floor)}"
+
+
+def _kv_cache(_host: HostReport, serving: Serving) -> Verdict:
+    counted, planned = serving.kv_cache_tokens, serving.planned_kv_cache_tokens
+    if counted is None or not planned:
+        return None, f"counted {counted or 'nothing'}, planned {planned or 'nothing'}"
+    text = f"{counted:,} tokens, planned {planned:,} ({counted / planned - 1:+.0%})"
+    return counted >= planned * _AS_PLANNED, text
+
+
+def _speed(_host: HostReport, serving: Serving) -> Verdict:
+    text = ", ".join(f"{name} {value:.4g}" for name, value in serving.speed.items())
+    return (True, text) if text else (None, "not measured")
+
+
+def _driver_trouble(host: HostReport, _serving: object) -> Verdict:
+    if "xid" not in host.kernel_log:
+        return None, "the kernel log was not read"
+    faults = host.kernel_log["xid"]
+    return faults == 0, f"{faults} Xid lines since the boot"
+
+
+ANSWERS: dict[str, Rule] = {
+    "deployed": _deployed,
+    "preflight": _preflight,
+    "local": _local,
+    "neighbours": _neighbours,
+    "fetched": partial(_jobs_done, FETCH_JOB),
+    "built": partial(_jobs_done, CHECKPOINT_JOB),
+    "loaded": _loaded,
+    "answers": _answers,
+    "gdn-prefill": _gdn_prefill,
+    "acceptance": _acceptance,
+    "needle": _needle,
+    "watch": _no_events(names.STALLED, names.STARVING, names.KILLED),
+    "rollout": _rollout,
+    "restarted": _restarted,
+    "gpu-container": _gpu_container,
+    "start-time": _start_time,
+    "memory-left": _memory_left,
+    "kv-cache": _kv_cache,
+    "speed": _speed,
+    "heat": _no_events(names.HOT, names.POWER),
+    "driver-trouble": _driver_trouble,
+}

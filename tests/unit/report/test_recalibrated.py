@@ -11,7 +11,7 @@ from hosts import report_of
 from spark_deploy.cli import plan
 from spark_deploy.cli.plan_text import speed
 from spark_deploy.cli.report import HostReport, Report, file_text
-from spark_deploy.cli.report_answers import with_answers
+from spark_deploy.cli.report_contents import with_answers
 from spark_deploy.plan.speed import Calibration, calibrated, speed_of
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of
 

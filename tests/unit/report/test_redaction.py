@@ -11,8 +11,7 @@ from hosts import CHECKS, EVIDENCE, PROOF, report_of, said_of, status_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from spark_deploy.cli.report import Report, file_text
-from spark_deploy.cli.report_contents import redacted
+from spark_deploy.cli.report import Report, file_text, redacted
 
 HEX = st.text("0123456789abcdef", min_size=2, max_size=2)
 MACS = st.lists(HEX, min_size=6, max_size=6).flatmap(

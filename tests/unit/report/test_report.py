@@ -24,8 +24,7 @@ from spark_deploy.cli import doctor
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.cli.report import HostReport, Report, file_text, read_report
-from spark_deploy.cli.report_answers import ANSWERS, with_answers
-from spark_deploy.cli.report_contents import HostData
+from spark_deploy.cli.report_contents import ANSWERS, HostData, with_answers
 from spark_deploy.config.catalog.load import read_questions
 from spark_deploy.config.errors import SparkError
 from tests.unit.statuses import told
