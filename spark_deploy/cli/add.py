@@ -16,7 +16,7 @@ from spark_deploy.cli.draft import Draft
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.install_shared import take, write_files
 from spark_deploy.cli.options import FILE, Options, host_names, profile_option, shared_options
-from spark_deploy.cli.plan_text import lines
+from spark_deploy.cli.plan_text import plan_lines
 from spark_deploy.cli.recipes import draft_of_recipe
 from spark_deploy.cli.share import read
 from spark_deploy.cli.terminal import next_command, note, print_result
@@ -275,7 +275,7 @@ def _planned(options: Options, added: _Added, found: dict[str, Any]) -> list[str
     found["fetched_bytes"] = sum(source.size_bytes for source in plan.sources)
     found["image_bytes"] = plan.image.size_bytes
     return [
-        *lines(plan, *pair_of(after.settings.settings, after.catalog)),
+        *plan_lines(plan, *pair_of(after.settings.settings, after.catalog)),
         *(f"  OPEN        {one_line(what)}" for what in added.open),
         f"  UNPROVEN    {found['unproven']}",
     ]

@@ -1,10 +1,11 @@
-"""``spark-deploy doctor``: judge hosts as a deploy would, and change nothing."""
+"""``spark-deploy doctor``: check hosts as a deploy would, and change nothing."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import click
 from pyinfra.api.host import Host
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.cli import plan_summary
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import FILE, Options, shared_options
 from spark_deploy.cli.query_hosts import Answer, query
@@ -22,9 +22,11 @@ from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.checkout import page
 from spark_deploy.config.errors import LockError, Problem
 from spark_deploy.hosts.capacity import competing_containers
+from spark_deploy.hosts.disk import Stored
 from spark_deploy.hosts.preflight import fact_arguments, judge, same_host_key
 from spark_deploy.hosts.status import stopped_text
 from spark_deploy.hosts.survey import HostSurvey, Survey
+from spark_deploy.lock.resolve import size
 from spark_deploy.plan.machine import NeedsPlan
 from spark_deploy.plan.memory import gib
 
@@ -37,39 +39,37 @@ def doctor(options: Options, is_report: bool, out: str | None) -> int:
     """Exit with 1 if a deploy would refuse a host."""
     hosts = select_hosts(options)
     if is_report:
-        return report(options, hosts, Path(out) if out else None)
+        return _report(options, hosts, Path(out) if out else None)
     needs = _needs(hosts)
-    answers = query(hosts, lambda host, one: surveyed(host, needs[one.name]))
-    surveys = {one.host.name: one.value for one in answers if one.value is not None}
-    twins = same_host_key(surveys)
-    found = [verdict_of(one, needs[one.host.name], twins) for one in answers]
-    print_result(options, found, map(lines, found))
-    return 0 if all(one["reachable"] and not one["problems"] for one in found) else 1
+    answers = query(hosts, lambda host, target: read_survey(host, needs[target.name]))
+    same_keys = same_host_key({one.host.name: one.value for one in answers if one.value})
+    verdicts = [verdict_of(one, needs[one.host.name], same_keys) for one in answers]
+    print_result(options, verdicts, map(verdict_lines, verdicts))
+    return 0 if all(one["reachable"] and not one["problems"] for one in verdicts) else 1
 
 
-def report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
-    """Write a redacted report of the hosts; 1 when one of them did not answer."""
+def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
+    """Write a redacted report; return 1 if a host did not answer."""
     plans = {host.name: build_plan(host, estimate=True) for host in hosts}
 
-    def read(host: Host, listed_host: Target) -> HostData | None:
-        survey = surveyed(host, plans[listed_host.name].needs)
+    def read(host: Host, target: Target) -> HostData | None:
+        survey = read_survey(host, plans[target.name].needs)
         return read_host(host, survey) if survey else None
 
     reports: list[HostReport] = []
-    for found in query(hosts, read):
-        name, number = found.host.name, len(reports) + 1
-        if found.value is None:
-            note(f"{name}: {found.problem}")
+    for answer in query(hosts, read):
+        name, number = answer.host.name, len(reports) + 1
+        if answer.value is None:
+            note(f"{name}: {answer.problem}")
             continue
         local = name == "@local"
-        reports.append(host_report(number, found.value, plans[name], MAIN_SERVICE, local=local))
+        reports.append(host_report(number, answer.value, plans[name], MAIN_SERVICE, local=local))
         note(f"{name} is {reports[-1].name} in the report")
     if not reports:
         return 1
-    document, path = write_report(tuple(reports), out)
-    summary = map(_report_summary, reports)
-    print_result(options, {"file": str(path), **plain_data(document)}, [[line] for line in summary],
-           between="\n")  # fmt: skip
+    report, path = write_report(tuple(reports), out)
+    data = {"file": str(path), **plain_data(report)}
+    print_result(options, data, ([_report_summary(host)] for host in reports), between="\n")
     note(f"{path}: read it before you send it ({page('reports')})")
     return 0 if len(reports) == len(hosts) else 1
 
@@ -82,114 +82,129 @@ def _report_summary(host: HostReport) -> str:
 
 
 def _needs(hosts: Sequence[Target]) -> dict[str, NeedsPlan]:
-    """Return what a deploy would demand; sizes are estimated once the hub could not be asked."""
-    found, estimate = dict[str, NeedsPlan](), False
+    """Return the demands of a deploy, with estimated sizes once the hub fails."""
+    needs, estimate = dict[str, NeedsPlan](), False
     for host in hosts:
         try:
-            found[host.name] = build_plan(host, estimate=estimate).needs
+            needs[host.name] = build_plan(host, estimate=estimate).needs
         except LockError as error:
-            note(f"{error.problems[0]}\ngoing on with estimated sizes")
+            note(f"{error.problems[0]}\nusing estimated sizes")
             estimate = True
-            found[host.name] = build_plan(host, estimate=True).needs
-    return found
+            needs[host.name] = build_plan(host, estimate=True).needs
+    return needs
 
 
-def surveyed(host: Host, needs: NeedsPlan) -> Survey | None:
-    """Look at a host without changing it."""
-    found: Survey | None = host.get_fact(
-        HostSurvey,
-        # The survey finds its own way to root, so a host that still wants a password is seen too.
-        _sudo=False,
-        **fact_arguments(needs),
-    )
-    return found
+def read_survey(host: Host, needs: NeedsPlan) -> Survey | None:
+    # The survey uses sudo itself, and works without: sudo may still require a password.
+    survey: Survey | None = host.get_fact(HostSurvey, _sudo=False, **fact_arguments(needs))
+    return survey
 
 
 def verdict_of(
-    said: Answer[Survey], needs: NeedsPlan, twins: Mapping[str, Problem]
+    answer: Answer[Survey], needs: NeedsPlan, same_keys: Mapping[str, Problem]
 ) -> dict[str, Any]:
     """Return the verdict on one host as plain data."""
-    survey = said.value
+    survey, name = answer.value, answer.host.name
     if survey is None:
-        return {**said.data(), "problems": [], "warnings": []}
+        return {**answer.data(), "problems": [], "warnings": []}
     verdict = judge(needs, survey)
+    warnings = [*verdict.warnings, *([same_keys[name]] if name in same_keys else [])]
     return {
-        **said.data(),
-        "problems": [_plain(problem) for problem in verdict.problems],
-        "warnings": [
-            _plain(problem)
-            for problem in (*verdict.warnings, twins.get(said.host.name))
-            if problem is not None
-        ],
+        **answer.data(),
+        "problems": list(map(asdict, verdict.problems)),
+        "warnings": list(map(asdict, warnings)),
         "stubbed": list(survey.stubbed),
-        "looks": dict(_looks(survey, needs)),
-        "stopped": {name: stopped_text(name, one) for name, one in survey.stopped.items()},
-        "move": moving(said.host.name, survey, needs),
+        "looks": dict(_survey_rows(survey, needs)),
+        "stopped": {service: stopped_text(service, by) for service, by in survey.stopped.items()},
+        "move": takeover_commands(name, survey, needs),
     }
 
 
-def moving(host: str, survey: Survey, needs: NeedsPlan) -> list[str]:
-    """Return the commands that put this project in the place of other engines; none without."""
-    others = competing_containers(survey.containers, [*needs.takeover, *needs.allow_containers])
-    if not others:
+def takeover_commands(host: str, survey: Survey, needs: NeedsPlan) -> list[str]:
+    """Return the commands that replace other engines on the host."""
+    containers = competing_containers(survey.containers, [*needs.takeover, *needs.allow_containers])
+    if not containers:
         return []
-    names = json.dumps([one.name for one in others])
+    names = json.dumps([container.name for container in containers])
     return [
         f"spark-deploy up {host} --data {shlex.quote(f'takeover={names}')}",
         f"spark-deploy connect {host}",
     ]
 
 
-def lines(one: dict[str, Any]) -> Iterator[str]:
-    """Yield the verdict on one host as lines for people."""
-    if not one["reachable"]:
-        yield f"{one['host']}: {one['problem']}"
+def verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
+    if not verdict["reachable"]:
+        yield f"{verdict['host']}: {verdict['problem']}"
         return
-    count, stopped = len(one["problems"]), one["stopped"]
+    count, stopped = len(verdict["problems"]), verdict["stopped"]
     leaves = f", and leave {' and '.join(stopped)} stopped" if stopped else ""
-    yield f"{one['host']}: " + (
-        f"a deploy would refuse it for {count} reason{'s' if count > 1 else ''}"
-        if count
-        else f"a deploy would go ahead{leaves}"
-    )
+    result = f"would refuse it for {count} reason{'s' if count > 1 else ''}"
+    yield f"{verdict['host']}: a deploy {result if count else f'would go ahead{leaves}'}"
     for text in stopped.values():
         yield f"  stopped   {text}"
-    for title, text in one["looks"].items():
+    for title, text in verdict["looks"].items():
         yield f"  {title:<9} {text}"
     for word, key in (("REFUSED", "problems"), ("warning", "warnings")):
-        for problem in one[key]:
+        for problem in verdict[key]:
             yield f"  {word:<9} {problem['where']}: {problem['what']}"
             yield f"  {'':<9} fix: {problem['fix']}"
-    for title, command in zip(("move", "then"), one["move"], strict=False):
+    for title, command in zip(("move", "then"), verdict["move"], strict=False):
         yield f"  {title:<9} {command}"
-    if one["stubbed"]:
-        yield f"  stand-ins {', '.join(one['stubbed'])}: this says nothing of a Spark"
+    if verdict["stubbed"]:
+        yield f"  stand-ins {', '.join(verdict['stubbed'])}: not valid for a Spark"
 
 
-def _looks(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
+def _survey_rows(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
     identity, gpu, memory = survey.identity, survey.gpu, survey.memory
     yield "system", f"{identity.os_id} {identity.os_version} on {identity.arch}"
-    names = ", ".join(one.name for one in gpu.gpus) or "none seen"
+    names = ", ".join(device.name for device in gpu.gpus) or "none"
     yield "gpu", f"{names}, driver {gpu.driver_version or 'not answering'}"
-    yield (
-        "memory",
-        f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} available, the engine needs "
-        f"{gib(needs.memory_needed_bytes)}",
-    )
+    available, total = gib(memory.available_bytes), gib(memory.total_bytes)
+    needed = gib(needs.memory_needed_bytes)
+    yield "memory", f"{available} of {total} available, the engine needs {needed}"
     if memory.blocks is not None:
         yield "blocks", str(memory.blocks)
     if memory.driver_failures:
         yield (
             "driver",
-            f"failed to allocate memory {memory.driver_failures} times since the boot "
+            f"{memory.driver_failures} failed memory allocations since the boot "
             "(NV_ERR_NO_MEMORY); reboot the host if a start fails",
         )
-    yield "serving", ", ".join(survey.serving) or "nothing of ours"
-    if others := competing_containers(survey.containers):
-        yield "others", ", ".join(f"{one.name} ({one.image}, {one.state})" for one in others)
-    if reused := plan_summary.told(plan_summary.reused(survey.stored, needs)):
-        yield "reuse", reused
+    yield "serving", ", ".join(survey.serving) or "no managed service"
+    if containers := competing_containers(survey.containers):
+        yield "others", ", ".join(f"{one.name} ({one.image}, {one.state})" for one in containers)
+    if text := reuse_text(reusable(survey.stored, needs)):
+        yield "reuse", text
 
 
-def _plain(problem: Problem) -> dict[str, str]:
-    return {"where": problem.where, "what": problem.what, "fix": problem.fix}
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Files that a deploy does not download because the host has them."""
+
+    found_bytes: int
+    whole_bytes: int  # of the plan
+    folders: tuple[str, ...]  # by size, largest first
+
+
+def reusable(stored: Stored, needs: NeedsPlan) -> Reuse:
+    """Compare the files on a host with the downloads of a plan, by hash."""
+    wanted = {file for _, files in needs.downloads for file in files}
+    present = {(sha256, size_bytes) for _, sha256, size_bytes in stored.files}
+    bytes_in: dict[str, int] = {}
+    for sha256, size_bytes in wanted & present:
+        folder = stored.folders.get(sha256, "")
+        bytes_in[folder] = bytes_in.get(folder, 0) + size_bytes
+    folders = sorted(bytes_in, key=lambda folder: (-bytes_in[folder], folder))
+    whole_bytes = sum(size_bytes for _, size_bytes in wanted)
+    return Reuse(sum(bytes_in.values()), whole_bytes, tuple(filter(None, folders)))
+
+
+def reuse_text(reuse: Reuse) -> str:
+    """Describe reusable files; "" without any."""
+    if not reuse.found_bytes:
+        return ""
+    where = f" found in {', '.join(reuse.folders)}" if reuse.folders else ""
+    found, whole = size(reuse.found_bytes), size(reuse.whole_bytes)
+    if found.split()[1] == whole.split()[1]:
+        found = found.split()[0]
+    return f"Reusing {found} of {whole}{where}; no download, no move"

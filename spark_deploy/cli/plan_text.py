@@ -1,15 +1,16 @@
-"""Every part of the plan of a host, as text: what ``spark-deploy plan -v`` prints."""
+"""The plan of a host as text: a summary, or every part with ``spark-deploy plan -v``."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shlex
 from collections.abc import Iterator
 
 from spark_contract.release import Release
+from spark_contract.tool import COMPILING
 
 from spark_deploy.cli.hosts import ESTIMATED_COMMIT
-from spark_deploy.cli.plan_summary import row as _row
 from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import page
@@ -20,254 +21,327 @@ from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.release import document
 from spark_deploy.plan.speed import TOLERANCE, Calibration, Speed, next_lever, speed_of
-from spark_deploy.plan.types import (
-    CheckpointPlan,
-    GatewayPlan,
-    HostPlan,
-    MemoryPlan,
-    RequantizedPlan,
-    ServicePlan,
-)
+from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, MemoryPlan, ServicePlan
 
-_LONG_WORD = 1000
+RATES_MB_PER_S = (25, 100)  # lines of 200 Mbit/s and 1 Gbit/s
 UNMEASURED = Calibration()
+_MAX_WORD_CHARACTERS = 1000
+_CHECKS = {
+    "tool_call": "tool call",
+    "reasoning": "reasoning",
+    "repeat": "repeat",
+    "conversation": "growing conversation",
+    "image": "pictures",
+}
 
 
-def lines(
-    plan: HostPlan, model: Model, profile: Profile, measured: Calibration = UNMEASURED
+def row(title: str, text: str) -> str:
+    return f"  {title:<11} {text}"
+
+
+def plan_text(
+    plan: HostPlan,
+    model: Model,
+    profile: Profile,
+    *,
+    verbose: bool,
+    present: str = "",
+    calibration: Calibration = UNMEASURED,
 ) -> Iterator[str]:
-    """Yield every part of the plan of one host; the profile is as this host serves it."""
-    yield _row("release", plan.serve.name)
-    yield _row("model", model.summary)
-    yield _row("profile", profile.summary)
+    """Yield the summary of a plan, or all of it.
+
+    Args:
+        plan: the plan of one host.
+        model: the main model.
+        profile: the profile as this host serves it.
+        verbose: all of it.
+        present: files of the plan that the host already has.
+        calibration: measured relative to computed speed.
+    """
+    yield from summary_lines(plan, profile)
+    if present:
+        yield row("on the host", present)
+    if verbose:
+        yield from plan_lines(plan, model, profile, calibration)
+        return
+    yield from itertools.islice(speed_lines(plan, model, profile, calibration), 1)
+    yield row("more", "-v prints downloads, files, unit and engine arguments")
+
+
+def summary_lines(plan: HostPlan, profile: Profile) -> Iterator[str]:
+    caveat = " as far as known" if plan.memory.unknown else ""
+    yield f"{plan.host}: {plan.model} with {plan.profile} fits{caveat}"
+    yield row("serves", f"{', '.join(plan.serve.names)} {_address(plan)}")
+    yield row("downloads", _downloads(plan))
+    peak_bytes, after_bytes = disk_total(plan.disk)
+    yield row("disk", f"{size(after_bytes)} in total, {size(peak_bytes)} at peak")
+    yield row("memory", _memory_summary(plan, profile))
+    for text in plan.memory.unknown:
+        yield row("NOT KNOWN", text)
+    requested, used = profile.limits.memory_fraction, plan.memory.memory_fraction
+    if used < requested and not profile.kv_cache.size_bytes:
+        yield row("", f"memory share lowered from {requested:g} to {used:g}; the rest is reserved")
+    if not plan.serve.check.portable:
+        again = "again after a change of the engine's base image or the driver"
+        yield row("first start", f"{COMPILING}, {again}")
+    for service in plan.services:
+        urls = ", ".join(url for url, _ in base_urls(service.gateway))
+        used_memory = gib(service.memory.memory_fraction * service.memory.total_bytes)
+        pair = f"{service.model} with {service.profile}"
+        yield row("service", f"{service.serve.service}: {pair} at {urls}, uses {used_memory}")
+    for warning in (text for served in plan.served for text in served.warnings):
+        yield row("WARNING", warning)
+
+
+def _address(plan: HostPlan) -> str:
+    urls = ", ".join(f"{url} ({who})" for url, who in base_urls(plan.gateway))
+    members = [member.host for member in plan.serve.cluster.members] if plan.serve.cluster else []
+    if not members:
+        return f"at {urls}"
+    if plan.host == members[0]:
+        return f"at {urls}, together with {', '.join(members[1:])}"
+    return f"together with {members[0]}, which answers clients"
+
+
+def _downloads(plan: HostPlan) -> str:
+    sources = {source.dir: source.size_bytes for served in plan.served for source in served.sources}
+    images = {served.image.base: served.image.size_bytes for served in plan.served}
+    files, image = sum(sources.values()), sum(images.values())
+    slow, fast = (_duration((files + image) / rate / 1e6) for rate in RATES_MB_PER_S)
+    build = "; then builds the checkpoint" if plan.checkpoint else ""
+    model = f"up to {size(files)} of files" if files else "files of unknown size"
+    return (
+        f"{model} and {size(image)} of images, without those on the host: {fast} at 100 MB/s, "
+        f"{slow} at 25 MB/s{build}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds / 60))} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _memory_summary(plan: HostPlan, profile: Profile) -> str:
+    memory = plan.memory
+    room = "tokens unknown before the first start"
+    if memory.full_context_users is not None:
+        context = f"{plan.serve.check.max_model_len:,} tokens"
+        room = f"room for {memory.full_context_users:.1f} requests of {context}"
+    return (
+        f"engine {gib(memory.engine_bytes)}, KV cache {gib(memory.kv_cache_bytes)} ({room}; "
+        f"{profile.limits.max_sequences} concurrent), free {gib(memory.left_bytes)}"
+    )
+
+
+def plan_lines(
+    plan: HostPlan, model: Model, profile: Profile, calibration: Calibration = UNMEASURED
+) -> Iterator[str]:
+    """Yield every part of a plan; the profile is as this host serves it."""
+    yield row("release", plan.serve.name)
+    yield row("model", model.summary)
+    yield row("profile", profile.summary)
     for source in plan.sources:
-        commit = _identity(source.locked.commit)
-        yield _row("download", f"{source.locked.repo} {commit}, {size(source.size_bytes)}")
+        yield row("download", _source(source.locked, source.size_bytes))
         if plan.checkpoint and not plan.checkpoint.keep_base:
-            yield _row("", _without_base(plan.checkpoint))
-    if plan.requantized:
-        yield _row("", _quantised(plan.requantized))
-    yield _row("checkpoint", _checkpoint(plan))
-    if plan.checkpoint and plan.checkpoint.donor:
-        yield _row("", _donor(plan.checkpoint.donor))
+            yield row("", _without_base(plan.checkpoint))
+    if made := plan.requantized:
+        yield row(
+            "",
+            f"quantized on the host to {size(made.size_bytes)} in {made.dir}: AutoRound, "
+            f"{made.order.iters} steps, {gib(made.order.memory_bytes)} of memory (estimated); "
+            "run `spark-deploy add --requantize`",
+        )
+    yield row("checkpoint", _checkpoint(plan))
+    if plan.checkpoint and (donor := plan.checkpoint.donor):
+        yield row("", f"reads byte ranges of {donor.repo} {_commit(donor)}, without keeping them")
     layer = "with our plugin layer" if plan.image.plugin else "unchanged"
-    yield _row("image", f"{plan.image.base}, {size(plan.image.size_bytes)} compressed, {layer}")
-    yield from _ready(plan)
+    yield row("image", f"{plan.image.base}, {size(plan.image.size_bytes)} compressed, {layer}")
+    for number, pair in enumerate(plan.ready):
+        folder = pair.checkpoint.dir if pair.checkpoint else pair.sources[0].dir
+        text = f"{pair.model} with {pair.profile}: {folder}, image {pair.image.tag}"
+        yield row("" if number else "kept ready", text)
     yield from _memory(plan, profile)
-    yield from speed(plan, model, profile, measured)
+    yield from speed_lines(plan, model, profile, calibration)
     yield from _disk(plan)
-    yield _row("engine", shlex.join(["vllm", "serve", *map(_word, plan.serve.engine.argv)]))
+    yield row("engine", _engine_command(plan.serve))
     yield from _cluster(plan.serve)
-    yield from _unit(plan)
-    yield from _service(plan.serve, plan.gateway)
-    for one in plan.services:
-        yield from _beside(one)
+    unit = document(plan)["unit"]
+    yield row("unit", f"{unit['name']} with {unit['drop_in']}:")
+    yield row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
+    yield from _serving(plan.serve, plan.gateway)
+    for service in plan.services:
+        yield from _service(service)
 
 
-def _word(word: str) -> str:
-    """Return an argument, or of a text of many lines what it is known by."""
-    if "\n" not in word and len(word) < _LONG_WORD:
+def _service(plan: ServicePlan) -> Iterator[str]:
+    yield row("service", f"{plan.serve.service}, release {plan.serve.name}")
+    for source in plan.sources:
+        yield row("download", _source(source.locked, source.size_bytes))
+    yield row("image", plan.image.base)
+    tokens = plan.memory.kv_tokens
+    cache = gib(plan.memory.kv_cache_bytes) + ("" if tokens is None else f" of {tokens:,} tokens")
+    yield row(
+        "memory", f"weights, drafter and runtime {gib(plan.memory.engine_bytes)}, KV cache {cache}"
+    )
+    yield row("engine", _engine_command(plan.serve))
+    yield from _serving(plan.serve, plan.gateway)
+
+
+def _engine_command(release: Release) -> str:
+    return shlex.join(["vllm", "serve", *map(_short_word, release.engine.argv)])
+
+
+def _short_word(word: str) -> str:
+    """Return an argument, or a digest in place of a long text."""
+    if "\n" not in word and len(word) < _MAX_WORD_CHARACTERS:
         return word
     digest = hashlib.sha256(word.encode()).hexdigest()[:12]
     return f"<{len(word.splitlines())} lines, sha256 {digest}>"
 
 
-def _beside(one: ServicePlan) -> Iterator[str]:
-    """Yield every part of a service beside the main one."""
-    yield _row("service", f"{one.serve.service}, release {one.serve.name}")
-    for source in one.sources:
-        commit = _identity(source.locked.commit)
-        yield _row("download", f"{source.locked.repo} {commit}, {size(source.size_bytes)}")
-    yield _row("image", one.image.base)
-    tokens = one.memory.kv_tokens
-    cache = gib(one.memory.kv_cache_bytes) + ("" if tokens is None else f" of {tokens:,} tokens")
-    yield _row(
-        "memory", f"weights, drafter and runtime {gib(one.memory.engine_bytes)}, KV cache {cache}"
-    )
-    yield _row("engine", shlex.join(["vllm", "serve", *map(_word, one.serve.engine.argv)]))
-    yield from _service(one.serve, one.gateway)
+def _source(locked: LockedSource, size_bytes: int) -> str:
+    return f"{locked.repo} {_commit(locked)}, {size(size_bytes)}"
 
 
-def _identity(commit: str) -> str:
-    return "(estimated, not locked)" if commit == ESTIMATED_COMMIT else f"at {commit[:12]}"
+def _commit(locked: LockedSource) -> str:
+    if locked.commit == ESTIMATED_COMMIT:
+        return "(estimated, not locked)"
+    return f"at {locked.commit[:12]}"
 
 
 def _checkpoint(plan: HostPlan) -> str:
-    built = plan.checkpoint
-    if built is None:
-        return "the downloaded tree is served as it is"
+    if plan.checkpoint is None:
+        return "the downloaded checkpoint, unchanged"
+    order = plan.checkpoint.order
     return (
-        f"{built.dir}, {size(built.output_bytes)} new ({built.order.layout}; shared experts "
-        f"{built.order.shared_experts}, head {built.order.head})"
+        f"{plan.checkpoint.dir}, {size(plan.checkpoint.output_bytes)} new ({order.layout}; "
+        f"shared experts {order.shared_experts}, head {order.head})"
     )
 
 
-def _quantised(made: RequantizedPlan) -> str:
+def _without_base(checkpoint: CheckpointPlan) -> str:
+    donor = f" and {size(checkpoint.donor_bytes)} of donor ranges" if checkpoint.donor_bytes else ""
     return (
-        f"quantised on the host to {size(made.size_bytes)} in {made.dir}: AutoRound, "
-        f"{made.order.iters} steps, {gib(made.order.memory_bytes)} of memory (estimated); "
-        "`spark-deploy add --requantize` does it"
+        "removed once the built checkpoint is proven and serves; a rebuild downloads "
+        f"{size(checkpoint.base.size_bytes)}{donor} again"
     )
-
-
-def _without_base(built: CheckpointPlan) -> str:
-    donor = f" and {size(built.donor_bytes)} of the donor" if built.donor_bytes else ""
-    return (
-        "not fetched while the tree below is whole, removed once that is proven and serves; "
-        f"a rebuild would fetch {size(built.base.size_bytes)}{donor} again"
-    )
-
-
-def _donor(donor: LockedSource) -> str:
-    return f"byte ranges of {donor.repo} {_identity(donor.commit)} are read, not kept"
-
-
-def _ready(plan: HostPlan) -> Iterator[str]:
-    title = "kept ready"
-    for pair in plan.ready:
-        tree = pair.checkpoint.dir if pair.checkpoint else pair.sources[0].dir
-        yield _row(title, f"{pair.model} with {pair.profile}: {tree}, image {pair.image.tag}")
-        title = ""
 
 
 def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
     memory = plan.memory
-    vision = f" (vision {gib(memory.vision_bytes)} of them)" if memory.vision_bytes else ""
-    yield _row(
+    vision = f" ({gib(memory.vision_bytes)} for vision)" if memory.vision_bytes else ""
+    yield row(
         "memory",
         f"{gib(memory.total_bytes)} = weights {gib(memory.weights_bytes)}{vision} + drafter "
         f"{gib(memory.drafter_bytes)} + runtime {gib(memory.graphs_bytes)} + KV cache "
-        f"{gib(memory.kv_cache_bytes)} + left {gib(memory.left_bytes)}",
+        f"{gib(memory.kv_cache_bytes)} + free {gib(memory.left_bytes)}",
     )
-    yield _row("", _left_for(memory))
-    for what in memory.unknown:
-        yield _row("", f"NOT KNOWN: {what}; the engine says it at its start")
+    yield row("", _free_memory(memory))
+    for text in memory.unknown:
+        yield row("", f"NOT KNOWN: {text}; the engine reports it at the first start")
     if memory.counted_by:
-        yield _row("", f"a token of the KV cache is as an engine counted it: {memory.counted_by}")
+        yield row("", f"KV cache size of a token as measured by an engine: {memory.counted_by}")
     context = plan.serve.check.max_model_len
     if memory.kv_tokens is None:
         return
-    yield _row(
+    yield row(
         "",
-        f"KV cache of {memory.kv_tokens:,} tokens for {profile.limits.max_sequences} requests at "
-        f"once; {memory.counted_tokens(context):,} as an engine counts: room for "
+        f"KV cache of {memory.kv_tokens:,} tokens for {profile.limits.max_sequences} concurrent "
+        f"requests; the engine reports {memory.counted_tokens(context):,}: room for "
         f"{memory.full_context_users:.1f} requests of {context:,}",
     )
     if profile.engine_mode != "native":
-        yield _row("", "an engine without a Spark's kernels has larger blocks, and counts less")
+        yield row("", "portable engines have larger cache blocks and report fewer tokens")
 
 
-def speed(
-    plan: HostPlan, model: Model, profile: Profile, measured: Calibration = UNMEASURED
+def _free_memory(memory: MemoryPlan) -> str:
+    peaks = memory.left_bytes - memory.reserve_bytes
+    return (
+        f"free: {gib(memory.reserve_bytes)} for system and programs (memory.reserve_gib), "
+        f"{gib(peaks)} for start peaks and file cache; below {gib(memory.floor_bytes)} the "
+        "watchdog stops the engine (memory.floor_gib)"
+    )
+
+
+def speed_lines(
+    plan: HostPlan, model: Model, profile: Profile, calibration: Calibration = UNMEASURED
 ) -> Iterator[str]:
-    """Say how fast it would be, or why that is not known."""
-    why = _not_computed(plan, model, profile)
-    if why or not isinstance(model, HybridModel):
-        yield _row("speed", f"not computed for {why}")
+    """Yield the computed speed, or why it is unknown."""
+    reason = _no_speed(plan, model, profile)
+    if reason or not isinstance(model, HybridModel):
+        yield row("speed", f"not computed for {reason}")
         return
-    shape, most = model.architecture, profile.limits.max_sequences
-    one = speed_of(shape, profile)
-    full = plan.serve.check.max_model_len
-    deep = speed_of(shape, profile, context_tokens=full)
-    times = measured.factor
-    said = f"{_range(one, times)} tokens/s for one request, {_range(deep, times)} behind "
-    said += f"{full:,} tokens"
-    if most > 1:
-        said += f", {_range(speed_of(shape, profile, requests=most), times)} in all for {most}"
-    known = "measured on no Spark"
-    if count := measured.reports:
-        known = f"times {times:.2f} by {count} report{'s' if count > 1 else ''} of a Spark"
-    yield _row("speed", f"{said} (computed, {known}: {page('speed')})")
-    largest = sorted(one.parts_s, key=lambda part: -part[1])[:4]
-    shares = ", ".join(f"{name} {seconds / one.step_s:.0%}" for name, seconds in largest)
-    yield _row(
+    shape, requests = model.architecture, profile.limits.max_sequences
+    context, factor = plan.serve.check.max_model_len, calibration.factor
+    single = speed_of(shape, profile)
+    full = speed_of(shape, profile, context_tokens=context)
+    text = f"{_range(single, factor)} tokens/s for one request, {_range(full, factor)} after "
+    text += f"{context:,} tokens"
+    if requests > 1:
+        total = speed_of(shape, profile, requests=requests)
+        text += f", {_range(total, factor)} in total for {requests}"
+    basis = "not yet measured on a Spark"
+    if count := calibration.reports:
+        basis = f"times {factor:.2f} by {count} report{'s' if count > 1 else ''} of a Spark"
+    yield row("speed", f"{text} (computed, {basis}: {page('speed')})")
+    largest = sorted(single.parts_s, key=lambda part: -part[1])[:4]
+    shares = ", ".join(f"{name} {seconds / single.step_s:.0%}" for name, seconds in largest)
+    yield row(
         "",
-        f"a step takes {one.step_s * 1000:.0f} ms and yields {one.tokens_per_step:.2f} tokens: "
-        f"{shares}",
+        f"a step takes {single.step_s * 1000:.0f} ms and yields {single.tokens_per_step:.2f} "
+        f"tokens: {shares}",
     )
     lever = next_lever(model, profile)
-    told = (
-        f"{lever.setting}, about {lever.gain:.0%} more" if lever else "no setting gains a percent"
-    )
-    yield _row("", f"next lever: {told}")
+    gain = f"{lever.setting}, about +{lever.gain:.0%}" if lever else "no setting gains 1 %"
+    yield row("", f"next lever: {gain}")
 
 
-def _not_computed(plan: HostPlan, model: Model, profile: Profile) -> str:
+def _no_speed(plan: HostPlan, model: Model, profile: Profile) -> str:
     if not isinstance(model, HybridModel):
-        return "models that are not ours"
+        return "models without an architecture file"
     if profile.engine_mode != "native":
-        return "an engine without a Spark's kernels"
-    cluster = plan.serve.cluster  # what goes between hosts is not in the arithmetic
+        return "engines without a Spark's kernels"
+    cluster = plan.serve.cluster  # the arithmetic leaves network traffic out
     return f"{len(cluster.members)} Sparks as one server" if cluster else ""
 
 
-def _range(speed: Speed, times: float) -> str:
-    low, high = (speed.tokens_per_s * times * (1 + side * TOLERANCE) for side in (-1, 1))
+def _range(speed: Speed, factor: float) -> str:
+    low, high = (speed.tokens_per_s * factor * (1 + side * TOLERANCE) for side in (-1, 1))
     return f"{low:.0f} to {high:.0f}"
 
 
-def _left_for(memory: MemoryPlan) -> str:
-    """Say what the memory beside the engine is for."""
-    peaks = memory.left_bytes - memory.reserve_bytes
-    return (
-        f"left for the system and other programs {gib(memory.reserve_bytes)} (memory.reserve_gib), "
-        f"for peaks of a start and the file cache {gib(peaks)}; with less than "
-        f"{gib(memory.floor_bytes)} available the engine is stopped (memory.floor_gib)"
-    )
-
-
 def _disk(plan: HostPlan) -> Iterator[str]:
-    title = "disk"
-    for use in plan.disk:
-        peak = f", {size(use.peak_bytes)} on the way" if use.peak_bytes != use.after_bytes else ""
-        yield _row(title, f"{size(use.after_bytes):>9}{peak} for {use.what} in {use.path}")
-        title = ""
+    for number, use in enumerate(plan.disk):
+        peak = f", {size(use.peak_bytes)} at peak" if use.peak_bytes != use.after_bytes else ""
+        text = f"{size(use.after_bytes):>9}{peak} for {use.what} in {use.path}"
+        yield row("" if number else "disk", text)
     peak_bytes, after_bytes = disk_total(plan.disk)
-    yield _row(
+    yield row(
         "",
-        f"{size(after_bytes):>9}, at most {size(peak_bytes)} on the way, in all on a "
-        "bare host; `doctor` compares with each filesystem",
+        f"{size(after_bytes):>9}, {size(peak_bytes)} at peak, in total on an empty host; "
+        "`doctor` compares with each filesystem",
     )
 
 
 def _cluster(release: Release) -> Iterator[str]:
-    """Say what each member is told beside the rest; a plan made here knows no addresses yet."""
-    title = "cluster"
-    for member in release.cluster.members if release.cluster else ():
-        yield _row(title, f"{member.host}: {shlex.join(member.argv)}")
-        title = ""
-    if release.cluster:
-        yield _row("", f"{release.cluster.head.host} answers clients, the others compute for it")
-        yield _row("", "a deploy asks the members for their addresses and names the release anew")
+    if release.cluster is None:
+        return
+    for number, member in enumerate(release.cluster.members):
+        yield row("" if number else "cluster", f"{member.host}: {shlex.join(member.argv)}")
+    yield row("", f"{release.cluster.head.host} answers clients; the workers compute for it")
+    yield row("", "a deploy reads the members' addresses and renames the release")
 
 
-def _unit(plan: HostPlan) -> Iterator[str]:
-    unit = document(plan)["unit"]
-    yield _row("unit", f"{unit['name']} with {unit['drop_in']}:")
-    yield _row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
-
-
-_ASKED = {
-    "tool_call": "tool call",
-    "reasoning": "reasoning",
-    "repeat": "repeat",
-    "conversation": "a growing conversation",
-    "image": "pictures",
-}
-
-
-def _service(serve: Release, gateway: GatewayPlan) -> Iterator[str]:
-    addresses = ", ".join(f"{url} ({who})" for url, who in base_urls(gateway))
-    yield _row(
-        "serves", f"{addresses} as {', '.join(serve.names)}; key in {gateway.settings.key_path}"
-    )
-    check = serve.check
+def _serving(release: Release, gateway: GatewayPlan) -> Iterator[str]:
+    urls = ", ".join(f"{url} ({who})" for url, who in base_urls(gateway))
+    names = ", ".join(release.names)
+    yield row("serves", f"{urls} as {names}; key in {gateway.settings.key_path}")
+    check = release.check
     parts = [f"{len(check.questions)} questions", f"{len(check.copy)} copies"]
-    parts += [what for name, what in _ASKED.items() if getattr(check, name)]
+    parts += [text for name, text in _CHECKS.items() if getattr(check, name)]
     if check.acceptance_floor:
         parts.append(f"draft acceptance of {check.acceptance_floor} or more")
     if check.prefix:
         parts.append("cached prefixes of a growing conversation")
     if check.portable:
-        parts.append("PORTABLE MODE: every layer dequantised, says nothing of a Spark")
-    yield _row("check", ", ".join(parts))
+        parts.append("PORTABLE MODE: every layer dequantized, not valid for a Spark")
+    yield row("check", ", ".join(parts))

@@ -27,7 +27,7 @@ def test_doctor_judges_a_bare_host_and_leaves_it_as_it_was(fleet: Fleet) -> None
     assert one.returncode == 0, one.stdout + one.stderr
     assert f"{FIRST}: a deploy would go ahead" in one.stdout
     assert "NVIDIA GB10" in row(one.stdout, "gpu")
-    assert row(one.stdout, "serving") == "nothing of ours"
+    assert row(one.stdout, "serving") == "no managed service"
     assert bare.new_files == ""
     # The other one is as new as out of the box: no host key recorded, no key of ours in it.
     assert both.returncode == 1

@@ -25,7 +25,7 @@ from rich.text import Text  # noqa: E402
 
 from spark_deploy.cli import progress_screen, terminal, top  # noqa: E402
 from spark_deploy.cli.hosts import Target, build_plan  # noqa: E402
-from spark_deploy.cli.plan import text  # noqa: E402
+from spark_deploy.cli.plan_text import plan_text  # noqa: E402
 from spark_deploy.cli.progress_screen import HostView, Transcript  # noqa: E402
 from spark_deploy.cli.status import lines as status_lines  # noqa: E402
 from spark_deploy.cli.status import told_by  # noqa: E402
@@ -74,7 +74,7 @@ def plan(console: Console) -> None:
     one = Target("spark-1", {}, found, read_catalog())
     made = build_plan(one, estimate=True)
     terminal.print_wrapped(
-        text(made, *pair_of(found.settings, one.catalog), verbose=False), console
+        plan_text(made, *pair_of(found.settings, one.catalog), verbose=False), console
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spark_deploy.cli.plan import calibration, files_of, measured
+from spark_deploy.cli.plan import measured_speeds, read_calibration
 from spark_deploy.config.catalog.model import Architecture, HybridModel
 from spark_deploy.config.catalog.profile import Figure
 from spark_deploy.config.catalog.types import Catalog
@@ -57,7 +57,7 @@ def compared_rows(catalog: Catalog) -> Iterator[str]:
 
 
 def measured_rows(catalog: Catalog) -> Iterator[str]:
-    found = list(measured(files_of(CHECKOUT), catalog))
+    found = list(measured_speeds(CHECKOUT, catalog))
     if not found:
         yield "There is no report yet, so nothing is corrected."
         return
@@ -71,7 +71,7 @@ def measured_rows(catalog: Catalog) -> Iterator[str]:
             f"{one.computed_tokens_per_s:.1f}",
             f"times {ratio:.2f}",
         )
-    factor = calibration(CHECKOUT, catalog).factor
+    factor = read_calibration(CHECKOUT, catalog).factor
     yield from ("", f"`plan` multiplies by their median, {factor:.2f}.")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.cli import doctor, main, plan, plan_summary
+from spark_deploy.cli import doctor, main, plan
 from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError
@@ -37,14 +37,14 @@ def said(containers: list[str], stored: Stored | None = None, **needs: Any) -> d
 
 @pytest.mark.parametrize(("lines", "named"), [(["0"], False), (["3"], True), ([], False)])
 def test_failed_allocations_of_the_driver_are_named(lines: list[str], named: bool) -> None:
-    looks = dict(doctor._looks(survey(driver_memory=lines), NEEDS))
+    looks = dict(doctor._survey_rows(survey(driver_memory=lines), NEEDS))
     assert ("driver" in looks) == named
     assert "blocks" in looks
 
 
 def test_other_engines_are_named_with_the_two_commands_that_move() -> None:
     found = said([RUNNING, SECOND])
-    text = "\n".join(doctor.lines(found))
+    text = "\n".join(doctor.verdict_lines(found))
     assert "  others    ollama (ollama/ollama, running), vllm (vllm/vllm, running)\n" in text
     first, second = found["move"]
     assert shlex.split(first)[:3] == ["spark-deploy", "up", "spark-1"]
@@ -65,7 +65,7 @@ def test_who_stopped_a_service_is_told_and_that_a_deploy_leaves_it_so() -> None:
     record = '{"schema_version":1,"release":"main-1","at":"NOON","by":"ann@desk","until":"ONE"}'
     stopped = survey(containers=[], stopped=["main", record, "small", "torn"])
     host: Any = SimpleNamespace(name="spark-1", data={})
-    text = "\n".join(doctor.lines(doctor.verdict_of(Answer(host, stopped), NEEDS, {})))
+    text = "\n".join(doctor.verdict_lines(doctor.verdict_of(Answer(host, stopped), NEEDS, {})))
     assert text.startswith(
         "spark-1: a deploy would go ahead, and leave main and small stopped\n"
         "  stopped   main was stopped on purpose by ann@desk and is down since NOON until ONE; "
@@ -73,7 +73,7 @@ def test_who_stopped_a_service_is_told_and_that_a_deploy_leaves_it_so() -> None:
         "  stopped   small was stopped on purpose by someone on the host and is down since an "
         "unknown time; "
     )
-    assert "stopped" not in "\n".join(doctor.lines(said([])))
+    assert "stopped" not in "\n".join(doctor.verdict_lines(said([])))
 
 
 def test_a_host_tells_each_stop_on_one_line_and_none_where_none_is(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_what_lies_on_the_host_already_is_told_in_bytes_of_the_model() -> None:
 def test_small_files_are_told_in_a_unit_that_shows_them(
     found_bytes: int, whole_bytes: int, said: str
 ) -> None:
-    assert plan_summary.told(plan_summary.Reuse(found_bytes, whole_bytes, ())).startswith(said)
+    assert doctor.reuse_text(doctor.Reuse(found_bytes, whole_bytes, ())).startswith(said)
 
 
 def test_a_plan_asks_the_host_what_lies_there_when_it_is_told_to(
@@ -123,7 +123,7 @@ def test_a_plan_asks_the_host_what_lies_there_when_it_is_told_to(
     words = ["plan", "--estimate", "--profile", "base", str(CHECKOUT / "inventory/spark.py")]
     reached = "spark-1"
     assert main(words) == 0
-    assert (asked, "on the host" in capsys.readouterr().out) == ([], False)
+    assert (asked, "Reusing" in capsys.readouterr().out) == ([], False)
     assert main([*words, "--on-host"]) == 0
     whole = r"on the host +Reusing (\S+) of \1 GB found in /d/hub"
     assert re.search(whole, capsys.readouterr().out)

@@ -7,7 +7,7 @@ import pytest
 from spark_contract.documents import plain
 from spark_contract.job import AbsentProof, ReceiptProof
 
-from spark_deploy.cli.plan_text import lines
+from spark_deploy.cli.plan_text import plan_lines
 from spark_deploy.config.errors import PlanError
 from spark_deploy.hosts.capacity import demands
 from spark_deploy.hosts.disk import Place
@@ -56,12 +56,12 @@ def test_the_disk_plan_counts_the_base_on_the_way_and_not_afterwards():
 
 def test_the_plan_says_what_a_rebuild_would_fetch():
     plan = plan_of(**LET_GO)
-    text = "\n".join(lines(plan, *pair_of(settings_of(**LET_GO), CATALOG)))
+    text = "\n".join(plan_lines(plan, *pair_of(settings_of(**LET_GO), CATALOG)))
     base = size(plan.checkpoint.base.size_bytes)
-    assert f"a rebuild would fetch {base} and 453.0 MB of the donor again" in text
-    assert f"0 B, {base} on the way for org/large-int4" in text
-    assert "a rebuild would fetch" not in "\n".join(
-        lines(plan_of(), *pair_of(settings_of(), CATALOG))
+    assert f"a rebuild downloads {base} and 453.0 MB of donor ranges again" in text
+    assert f"0 B, {base} at peak for org/large-int4" in text
+    assert "a rebuild downloads" not in "\n".join(
+        plan_lines(plan_of(), *pair_of(settings_of(), CATALOG))
     )
 
 

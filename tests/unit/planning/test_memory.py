@@ -9,8 +9,7 @@ import pytest
 import yaml
 from spark_contract.tool import COMPILING
 
-from spark_deploy.cli.plan_summary import brief
-from spark_deploy.cli.plan_text import lines
+from spark_deploy.cli.plan_text import plan_lines, summary_lines
 from spark_deploy.config.catalog.companions import Speculation
 from spark_deploy.config.catalog.model import HybridModel, LinearAttention
 from spark_deploy.config.settings.engine.arguments import KvCache
@@ -382,34 +381,31 @@ def test_the_cache_of_the_122b_is_about_as_large_as_the_published_one(
     assert planned.kv_tokens / 4 == pytest.approx(published_tokens, rel=apart)
 
 
-def test_the_plan_says_what_the_memory_beside_the_engine_is_for():
+def test_the_plan_says_what_free_memory_is_for():
     plan, settings = plan_of(), settings_of()
-    text = "\n".join(lines(plan, *pair_of(settings, CATALOG)))
-    left = re.search(r"\+ left ([\d.]+) GiB", text)
-    told = re.search(
-        r"left for the system and other programs ([\d.]+) GiB \(memory.reserve_gib\), "
-        r"for peaks of a start and the file cache ([\d.]+) GiB; "
-        r"with less than 4.0 GiB available the engine is stopped \(memory.floor_gib\)",
+    text = "\n".join(plan_lines(plan, *pair_of(settings, CATALOG)))
+    free = re.search(r"\+ free ([\d.]+) GiB", text)
+    parts = re.search(
+        r"free: ([\d.]+) GiB .*\(memory.reserve_gib\), ([\d.]+) GiB .*; "
+        r"below 4.0 GiB .*\(memory.floor_gib\)",
         text,
     )
-    assert float(left[1]) == pytest.approx(float(told[1]) + float(told[2]), abs=0.11)
-    assert float(left[1]) >= 0.2 * 119.7 - 0.1
+    assert float(free[1]) == pytest.approx(float(parts[1]) + float(parts[2]), abs=0.11)
+    assert float(free[1]) >= 0.2 * 119.7 - 0.1
 
 
-def test_the_plan_counts_the_cache_as_the_engine_does_beside_its_own_count():
+def test_the_plan_counts_the_cache_as_the_engine_does():
     plan, (model, profile) = plan_of(), pair_of(settings_of(), CATALOG)
     memory, longest = plan.memory, plan.serve.check.max_model_len
-    text = "\n".join(lines(plan, model, profile))
-    counted = re.search(
-        r"([\d,]+) as an engine counts: room for ([\d.]+) requests of ([\d,]+)", text
-    )
+    text = "\n".join(plan_lines(plan, model, profile))
+    counted = re.search(r"engine reports ([\d,]+): room for ([\d.]+) requests of ([\d,]+)", text)
     tokens, requests, each = (float(word.replace(",", "")) for word in counted.groups())
     assert (each, tokens) == (longest, memory.counted_tokens(longest))
     assert tokens == pytest.approx(requests * each, rel=0.01)
-    larger = "has larger blocks, and counts less"
+    larger = "larger cache blocks"
     assert larger not in text
     portable = dataclasses.replace(profile, engine_mode="portable")
-    assert larger in "\n".join(lines(plan, model, portable))
+    assert larger in "\n".join(plan_lines(plan, model, portable))
 
 
 @pytest.mark.parametrize("mode", ["native", "portable"])
@@ -418,7 +414,7 @@ def test_the_plan_counts_the_compilation_of_the_first_start_on_a_gpu(mode):
     check = dataclasses.replace(plan.serve.check, portable=mode == "portable")
     plan = dataclasses.replace(plan, serve=dataclasses.replace(plan.serve, check=check))
     _, profile = pair_of(settings_of(), CATALOG)
-    assert (COMPILING in "\n".join(brief(plan, profile))) is (mode == "native")
+    assert (COMPILING in "\n".join(summary_lines(plan, profile))) is (mode == "native")
 
 
 @pytest.mark.parametrize(("asked", "told"), [(0.8, False), (0.93, True)])
@@ -427,6 +423,6 @@ def test_a_share_that_leaves_others_too_little_is_lowered_and_the_plan_says_to_w
     settings = settings_of(**chosen)
     _, profile = pair_of(settings, CATALOG)
     plan = plan_of(**chosen)
-    text = "\n".join(brief(plan, profile))
-    said = f"its share of {asked} is lowered to {plan.memory.memory_fraction:g}"
+    text = "\n".join(summary_lines(plan, profile))
+    said = f"lowered from {asked} to {plan.memory.memory_fraction:g}"
     assert (said in text, plan.memory.memory_fraction < asked) == (told, told)

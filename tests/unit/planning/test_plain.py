@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.cli.plan import text
+from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers, CountedCache
 from spark_deploy.config.catalog.model import Parsers, PlainModel
 from spark_deploy.config.catalog.types import Catalog
@@ -218,7 +218,7 @@ def test_a_plan_is_told_whether_the_cache_is_known_or_not(anatomy: Anatomy) -> N
     found = plan(anatomy=anatomy)
     model = dataclasses.replace(MODEL, anatomy=anatomy)
     profile = catalog_of(model).profile("plain", "dense")
-    for told in (text(found, model, profile, verbose=loud) for loud in (False, True)):
+    for told in (plan_text(found, model, profile, verbose=loud) for loud in (False, True)):
         assert "KV cache" in "\n".join(told)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spark_deploy.cli.plan import text
+from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.config.errors import PlanError, SettingsError
 from spark_deploy.lock.resolve import wanted_by
 from spark_deploy.plan.jobs import jobs_of, keep_of
@@ -116,9 +116,9 @@ def test_what_cannot_be_made_is_refused_with_the_reason(choices, said):
 
 def test_the_plan_says_what_is_quantised_with_how_much_memory_and_by_which_command():
     settings = settings_of(**OWN)
-    said = "\n".join(text(plan_of(**OWN), *pair_of(settings, CATALOG), verbose=True))
+    said = "\n".join(plan_text(plan_of(**OWN), *pair_of(settings, CATALOG), verbose=True))
     assert f"in {plan_of(**OWN).requantized.dir}: AutoRound, 0 steps" in said
-    assert "`spark-deploy add --requantize` does it" in said
+    assert "`spark-deploy add --requantize`" in said
 
 
 @pytest.mark.parametrize("content", ["", "no json\n", '{"prompt": "x"}\n', '{"text": 3}\n'])

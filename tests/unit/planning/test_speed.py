@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from spark_deploy.cli.plan_text import lines, speed
+from spark_deploy.cli.plan_text import plan_lines, speed_lines
 from spark_deploy.config.catalog.companions import Speculation
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.plan.resolve import pair_of
@@ -105,24 +105,24 @@ def test_the_next_lever_is_one_that_the_profile_has_not_pulled():
 
 def shown(profile, **more):
     settings = settings_of(profile=profile, **more)
-    text = "\n".join(lines(plan_of(profile=profile, **more), *pair_of(settings, CATALOG)))
+    text = "\n".join(plan_lines(plan_of(profile=profile, **more), *pair_of(settings, CATALOG)))
     return text.partition("  speed  ")[2]
 
 
 def test_the_plan_says_a_range_that_it_marks_as_computed_and_where_the_time_goes():
     said = shown("v2")
     assert said.lstrip().startswith("37 to 51 tokens/s for one request")
-    assert "computed, measured on no Spark" in said
+    assert "not yet measured on a Spark" in said
     assert "routed experts 40%" in said
-    assert "in all for 4" in said
+    assert "in total for 4" in said
     assert "next lever: engine.head: int8-triton" in said
 
 
 def test_where_no_speed_is_computed_the_plan_says_so():
     portable = dataclasses.replace(CATALOG.profile("v2", "large"), engine_mode="portable")
-    text = "\n".join(lines(plan_of(), LARGE, portable))
+    text = "\n".join(plan_lines(plan_of(), LARGE, portable))
     assert "tokens/s" not in text
-    assert "  speed       not computed for an engine without a Spark's kernels\n" in text
+    assert "  speed       not computed for engines without a Spark's kernels\n" in text
     two = types.SimpleNamespace(cluster=types.SimpleNamespace(members=("one", "two")))
-    [line] = speed(types.SimpleNamespace(serve=two), LARGE, CATALOG.profile("v2", "large"))
+    [line] = speed_lines(types.SimpleNamespace(serve=two), LARGE, CATALOG.profile("v2", "large"))
     assert line == "  speed       not computed for 2 Sparks as one server"

@@ -9,7 +9,7 @@ import pytest
 from hosts import report_of
 
 from spark_deploy.cli import plan
-from spark_deploy.cli.plan_text import speed
+from spark_deploy.cli.plan_text import speed_lines
 from spark_deploy.cli.report import HostReport, Report, file_text
 from spark_deploy.cli.report_contents import with_answers
 from spark_deploy.plan.speed import Calibration, calibrated, speed_of
@@ -41,15 +41,15 @@ def write(folder: Path, name: str, *hosts: HostReport) -> None:
 
 def test_what_a_spark_measured_moves_the_range_of_the_plan_and_is_named(tmp_path):
     write(tmp_path, "spark-report-1.json", host_that_measured(COMPUTED * 0.8))
-    found = plan.calibration(tmp_path, CATALOG)
+    found = plan.read_calibration(tmp_path, CATALOG)
     assert found.reports == 1
     assert found.factor == pytest.approx(0.8)
     [before], [after] = (
-        [next(iter(speed(plan_of(), LARGE, V2, one)))] for one in (Calibration(), found)
+        [next(iter(speed_lines(plan_of(), LARGE, V2, one)))] for one in (Calibration(), found)
     )
     assert "37 to 51 tokens/s for one request" in before
     assert "30 to 40 tokens/s for one request" in after
-    assert "measured on no Spark" in before
+    assert "not yet measured on a Spark" in before
     assert "(computed, times 0.80 by 1 report of a Spark: docs/reference/speed.md of dgx" in after
 
 
@@ -57,7 +57,7 @@ def test_of_several_it_takes_the_median_wherever_they_lie(tmp_path):
     write(tmp_path, "spark-report-1.json", host_that_measured(COMPUTED * 0.5))
     write(tmp_path / "reports", "any.json", host_that_measured(COMPUTED * 0.9))
     write(tmp_path / "checkout/reports", "one.json", host_that_measured(COMPUTED * 1.1))
-    found = plan.calibration(tmp_path, CATALOG)
+    found = plan.read_calibration(tmp_path, CATALOG)
     assert (found.reports, round(found.factor, 6)) == (3, 0.9)
     assert calibrated([]) == Calibration(1.0, 0)
 
@@ -75,11 +75,11 @@ def test_of_several_it_takes_the_median_wherever_they_lie(tmp_path):
 )
 def test_hosts_of_the_lab_and_what_nobody_can_compute_move_nothing(tmp_path, host):
     write(tmp_path, "spark-report-1.json", host)
-    assert plan.calibration(tmp_path, CATALOG) == Calibration()
+    assert plan.read_calibration(tmp_path, CATALOG) == Calibration()
 
 
 def test_a_file_that_is_no_report_is_told_and_left_out(tmp_path, capsys):
     (tmp_path / "spark-report-1.json").write_text("# nothing\n")
     write(tmp_path, "spark-report-2.json", host_that_measured(COMPUTED))
-    assert plan.calibration(tmp_path, CATALOG).reports == 1
-    assert "spark-report-1.json: the speed is computed without it" in capsys.readouterr().err
+    assert plan.read_calibration(tmp_path, CATALOG).reports == 1
+    assert "spark-report-1.json: ignored" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.cli.plan_text import lines
+from spark_deploy.cli.plan_text import plan_lines
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.plan.resolve import pair_of
@@ -59,7 +59,7 @@ def test_options_beside_it_stay(root: Path) -> None:
 
 def test_a_plan_names_it_by_lines_and_hash_instead_of_printing_it(root: Path) -> None:
     chosen = settings(root, "{chat_template: chat.jinja}")
-    text = "\n".join(lines(plan_with(chosen), *pair_of(chosen, CATALOG)))
+    text = "\n".join(plan_lines(plan_with(chosen), *pair_of(chosen, CATALOG)))
     digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()[:12]
     assert f"--chat-template '<3 lines, sha256 {digest}>'" in text
     assert "message.role" not in text
