@@ -14,7 +14,7 @@ from spark_host.check import compare
 from spark_host.check.checks import CHECKS
 from spark_host.check.probe import CheckError, Probe
 from spark_host.engine.client import Engine, EngineError
-from spark_host.system.ports import Host
+from spark_host.system.host import Host
 
 from proofs.recall import language
 from proofs.releases.server import Server

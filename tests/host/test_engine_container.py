@@ -71,9 +71,9 @@ def test_links_that_the_engine_leaves_open_no_file_of_the_host(place: Place) -> 
     # Whoever opens traffic next meets the link: the check at the start of a watch would, too.
     said = place.guest.run(
         "PYTHONPATH=/usr/local/lib/spark/current python3 -P -c '"
-        "from spark_host.system import stored; from spark_host.gateway import traffic; "
-        f'traffic.open_for(stored.load("{place.guest.release()}", stored.default_paths()), '
-        "stored.default_paths())' 2>&1 | tail -1",
+        "from spark_host.system import host as system; from spark_host.gateway import traffic; "
+        f'traffic.open_for(system.load_release("{place.guest.release()}", system.default_paths()), '
+        "system.default_paths())' 2>&1 | tail -1",
         check=False,
     )
     assert "HostToolError" in said or "Error" in said

@@ -234,7 +234,7 @@ def test_what_nobody_confirms_goes_by_itself(site: Site) -> None:
     assert addresses(guest) == BARE
     refused = guest.run("/usr/local/lib/spark/current/bin/spark-host fabric confirm 2>&1",
                         check=False)  # fmt: skip
-    assert "the time was over" in refused
+    assert "not confirmed in time" in refused
     assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
 
 

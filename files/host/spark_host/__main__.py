@@ -13,9 +13,8 @@ from spark_contract import tool
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.paths import Paths
 
-from spark_host.system.ports import Host
-from spark_host.system.programs import answer
-from spark_host.system.stored import default_paths
+from spark_host.system.host import Host, default_paths
+from spark_host.system.programs import print_json
 
 Words = list[str]
 Verb = Callable[[Words, Paths], int]
@@ -49,12 +48,12 @@ def _one(words: Words) -> str:
 
 def _poll(words: Words, paths: Paths) -> int:
     asked = words[1] if len(words) == 2 else None
-    answer(_in("rollout.request", "poll")(_one(words[:1]), Host(paths), asked))
+    print_json(_in("rollout.request", "poll")(_one(words[:1]), Host(paths), asked))
     return 0
 
 
 def _begin(name: str, paths: Paths) -> int:
-    answer(_in("rollout.request", "begin")(name, Host(paths)))
+    print_json(_in("rollout.request", "begin")(name, Host(paths)))
     return 0
 
 
@@ -159,16 +158,16 @@ VERBS: dict[str, tuple[Verb, str]] = {
         "[--layers LAYERS.json] REFERENCE [COMMAND...]: pull an image, then run a command with it",
     ),
     tool.FABRIC: (
-        _in("system.fabric.addresses"),
+        _in("system.fabric_addresses"),
         "try|confirm|restore: addresses of the ports between hosts, from a plan on standard input",
     ),
     tool.FABRIC_SPEED: (
-        _in("system.fabric.speed"),
+        _in("system.fabric_speed"),
         "listen|send: one end of a short test of a way between hosts, from an order on standard "
         "input",
     ),
     tool.FENCE: (
-        _in("system.fabric.fence"),
+        _in("system.cluster", "fence"),
         "up|down RELEASE: let members alone reach the ports of a cluster (run by its unit)",
     ),
     "may-start": (_of_one(_in("engine.serve", "may_start")), "RELEASE: whether its unit may start"),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import Rollout
 from spark_contract.release import Release
@@ -18,9 +19,9 @@ from spark_host.check.runner import read_log
 from spark_host.engine import logs
 from spark_host.engine.client import Engine, EngineError
 from spark_host.records import boot
-from spark_host.system import docker, programs, stored
-from spark_host.system.ports import Host
-from spark_host.system.programs import answer
+from spark_host.system import docker, programs
+from spark_host.system.host import Host, release_names
+from spark_host.system.programs import print_json
 from spark_host.watch import sensors
 
 _DMI = ("sys_vendor", "product_name", "bios_vendor", "bios_version", "bios_date")
@@ -29,7 +30,7 @@ _VERSION = re.compile(r"[\w.+-]{1,40}")
 
 
 def evidence(host: Host) -> Evidence:
-    known = filter(None, map(host.release, stored.names(host.paths)))
+    known = filter(None, map(host.release, release_names(host.paths)))
     services = sorted({release.service for release in known})
     running = filter(None, (host.release(boot.active(service, host)) for service in services))
     reading = sensors.read()
@@ -37,10 +38,17 @@ def evidence(host: Host) -> Evidence:
     return Evidence(
         firmware=firmware(host.paths.root),
         gpu={name: value for name, value in gpu.items() if value is not None},
-        gpu_container=() if docker.gpu_problem(host.paths) else docker.gpu_arguments(host.paths),
+        gpu_container=_gpu_container(host.paths),
         kernel_log=logs.count_kernel_faults(),
         engines=tuple(_engine(release, host) for release in running),
     )
+
+
+def _gpu_container(paths: Paths) -> tuple[str, ...]:
+    try:
+        return docker.gpu_arguments(paths)
+    except HostToolError:
+        return ()
 
 
 def _engine(release: Release, host: Host) -> EngineEvidence:
@@ -172,5 +180,5 @@ def _installed(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
 
 
 def main(words: list[str], paths: Paths) -> int:
-    answer(evidence(Host(paths)))
+    print_json(evidence(Host(paths)))
     return 0

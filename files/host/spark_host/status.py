@@ -29,9 +29,9 @@ from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
 from spark_host.records import boot, proof, upgrades
 from spark_host.rollout import request
-from spark_host.system import members, stored, systemd
-from spark_host.system.ports import Host
-from spark_host.system.programs import answer
+from spark_host.system import cluster, systemd
+from spark_host.system.host import Host, release_names
+from spark_host.system.programs import print_json
 from spark_host.watch import loop
 
 _DETAIL_LENGTH = 300
@@ -41,7 +41,7 @@ _Units = dict[str, systemd.UnitState]
 def status(paths: Paths, live: bool) -> Status:
     """Return the host's state; ``live`` also sends each running engine a question."""
     host = Host(paths)
-    known = [release for name in stored.names(paths) if (release := host.release(name))]
+    known = [release for name in release_names(paths) if (release := host.release(name))]
     stopped_marks = (paths.state / "stopped").glob("*.json")
     services = sorted({release.service for release in known} | {m.stem for m in stopped_marks})
     # A single query: a call of systemctl per unit would take longer than all the rest.
@@ -137,7 +137,7 @@ def _rollout(names: list[str], units: _Units, host: Host) -> UnderWay | None:
 def _head(release: Release, paths: Paths) -> str | None:
     """Return the head of the cluster if this host is a worker."""
     try:
-        worker = members.is_worker(release, paths)
+        worker = cluster.is_worker(release, paths)
     except HostToolError:  # without an address of the cluster; the engine's start reports that
         return None
     return release.cluster.head.host if release.cluster and worker else None
@@ -151,8 +151,8 @@ def _ask_all(running: list[Release], paths: Paths) -> list[Live]:
 def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
     """Send a short request of the model's kind through the engine's socket."""
     start = time.monotonic()
-    if members.is_worker(release, paths):
-        missing = ", ".join(member.host for member in members.missing(release, paths))
+    if cluster.is_worker(release, paths):
+        missing = cluster.missing_names(release, paths)
         detail = f"{missing} has not joined" if missing else "joined the head, which answers"
         return Live(not missing, release.name, 0.0, detail)
     probe = Probe(release, Engine.of(release, paths), list, until_s=start + timeout_s)
@@ -172,5 +172,5 @@ def _answer(probe: Probe) -> str:
 
 
 def main(words: list[str], paths: Paths) -> int:
-    answer(status(paths, "--live" in words))
+    print_json(status(paths, "--live" in words))
     return 0

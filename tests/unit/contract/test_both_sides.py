@@ -21,8 +21,7 @@ from spark_contract.tool import HOST_TOOL
 from spark_contract.units import mount_unit
 from spark_host.jobs import jobs
 from spark_host.prune.prune import read_keep
-from spark_host.system import stored
-from spark_host.system import stored as releases
+from spark_host.system import host as system
 
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents.digest import digest_of
@@ -56,10 +55,10 @@ def put(plan: HostPlan, root: Path) -> Paths:
 def read_back(plan: HostPlan, root: Path) -> None:
     """Compare every planned document with what the host reads of it."""
     paths = put(plan, root)
-    release = releases.load(plan.serve.name, paths)
+    release = system.load_release(plan.serve.name, paths)
     assert text_of(release) == release_files_of(plan)[0].content.decode()
     assert (release.digest, release.serve_unit) == (plan.serve.digest, plan.serve.serve_unit)
-    assert stored.gateway_of("main", paths) == plan.gateway.settings
+    assert system.load_gateway("main", paths) == plan.gateway.settings
     for work in (*jobs_of(plan, ()), *discard_jobs_of(plan)):
         assert jobs.load(work.job.digest12, paths) == work.job
     assert read_keep(text_of(keep_of(plan))) == keep_of(plan)
@@ -121,7 +120,7 @@ def test_a_pattern_that_is_none_is_refused_before_an_engine_starts(tmp_path: Pat
     data["check"]["log_required"] = ["("]
     path.write_text(json.dumps(data))
     with pytest.raises(HostToolError, match=r"check: '\(' is no regular expression"):
-        releases.load(plan.serve.name, paths)
+        system.load_release(plan.serve.name, paths)
 
 
 def test_what_to_keep_is_never_read_as_keep_nothing() -> None:

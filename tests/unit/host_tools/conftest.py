@@ -103,7 +103,7 @@ def machine(host: Host, monkeypatch: pytest.MonkeyPatch) -> Machine:
         made.images.pop(words[1])
         return subprocess.CompletedProcess(words, 0, "", "")
 
-    monkeypatch.setattr(docker, "ask", ask)
+    monkeypatch.setattr(docker, "query", ask)
     monkeypatch.setattr(docker, "is_up", lambda: True)
     monkeypatch.setattr(docker, "image", lambda tag: made.images.get(tag))
     monkeypatch.setattr(docker, "client", client)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from spark_contract.gateway import Gateway
 from spark_host.gateway import gateway, traffic
-from spark_host.system import stored
+from spark_host.system import host as system
 from stub_host import REPOSITORY, Host
 
 QUESTION = {
@@ -35,7 +35,7 @@ class Door:
 
     @property
     def settings(self) -> Gateway:
-        return stored.gateway_of("main", self.host.paths)
+        return system.load_gateway("main", self.host.paths)
 
     @property
     def key(self) -> str:

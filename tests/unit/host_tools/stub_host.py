@@ -22,8 +22,7 @@ from spark_contract.paths import Paths  # noqa: E402
 from spark_contract.records import GpuProof  # noqa: E402
 from spark_contract.release import Release  # noqa: E402
 from spark_host.engine.client import Engine, EngineError  # noqa: E402
-from spark_host.system import ports, stored  # noqa: E402
-from spark_host.system import stored as releases  # noqa: E402
+from spark_host.system import host as system  # noqa: E402
 
 RELEASE = "main-0123456789ab"
 STUB_DIR = REPOSITORY / "lab" / "stub_engine"
@@ -110,9 +109,9 @@ class Host:
     engines: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
-    def here(self) -> ports.Host:
+    def here(self) -> system.Host:
         """This directory as the records see it."""
-        return ports.Host(self.paths)
+        return system.Host(self.paths)
 
     def gateway(self, **changes: Any) -> Gateway:
         """Write the gateway's settings and return them as the tools read them."""
@@ -131,7 +130,7 @@ class Host:
         path = self.paths.gateway_settings("main")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data))
-        return stored.gateway_of("main", self.paths)
+        return system.load_gateway("main", self.paths)
 
     def proven_gpu(self, *arguments: str) -> None:
         """Write the deploy's proof that a container sees the GPU with these arguments."""
@@ -147,7 +146,7 @@ class Host:
         folder = self.paths.releases / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "release.json").write_text(json.dumps(release_data(name, **changes)))
-        return releases.load(name, self.paths)
+        return system.load_release(name, self.paths)
 
     @property
     def log(self) -> Path:

@@ -21,7 +21,7 @@ from spark_host.engine import compile_cache, container
 from spark_host.records import boot, proof
 from spark_host.rollout import steps
 from spark_host.system import folders
-from spark_host.system.ports import Host as Machine
+from spark_host.system.host import Host as Machine
 from stub_host import Host, release_data
 
 NOBODY = pwd.getpwnam("nobody")

@@ -14,7 +14,8 @@ import pytest
 from spark_contract.records import DailyLook
 from spark_host import status
 from spark_host.records import boot, proof
-from spark_host.system import ports, programs
+from spark_host.system import host as system
+from spark_host.system import programs
 from spark_host.watch import daily
 from stub_host import RELEASE, Host, release_data
 
@@ -168,4 +169,4 @@ def test_what_was_found_is_kept_and_told_by_status(serving: Serving) -> None:
 
 
 def test_a_host_without_releases_is_looked_at_too(host: Host) -> None:
-    assert isinstance(daily.look(ports.Host(host.paths)), DailyLook)
+    assert isinstance(daily.look(system.Host(host.paths)), DailyLook)

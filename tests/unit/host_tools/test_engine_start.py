@@ -24,7 +24,8 @@ from spark_host.engine import container, serve
 from spark_host.engine.memory import GIB, available_bytes, wait_for_memory
 from spark_host.engine.serve import wait_for_turn
 from spark_host.gateway import gateway, traffic
-from spark_host.system import docker, ports
+from spark_host.system import docker
+from spark_host.system import host as system
 from stub_host import RELEASE, Host
 
 from tests.unit.host_tools.stub_host import release_data
@@ -50,10 +51,9 @@ def test_multiline_template_is_a_single_argument(host: Host) -> None:
 def test_start_needs_the_gpu_proof(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docker, "is_up", lambda: True)
     host.release()
-    assert docker.gpu_problem(host.paths) is None
+    assert docker.gpu_arguments(host.paths)
     host.paths.gpu_receipt.unlink()
-    assert docker.gpu_problem(host.paths) is not None
-    words = "gpu-container.json: does not say how a container gets at the GPU; fix: run the deploy"
+    words = "gpu-container.json: no container was proven to see the GPU; fix: run the deploy"
     with pytest.raises(HostToolError, match=words):
         serve.prepare(RELEASE, host.paths)
 
@@ -135,7 +135,7 @@ class Clock:
 def machine(tmp_path):
     paths = Paths(tmp_path)
     paths.run.mkdir(parents=True)
-    return ports.Host(paths, units=Systemd(), clock=Clock())
+    return system.Host(paths, units=Systemd(), clock=Clock())
 
 
 def release(name: str) -> Release:

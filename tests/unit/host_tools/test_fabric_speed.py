@@ -15,7 +15,7 @@ import pytest
 from spark_contract.documents import text_of
 from spark_contract.errors import HostToolError
 from spark_contract.fabric import SpeedOrder
-from spark_host.system.fabric import speed
+from spark_host.system import fabric_speed as speed
 from stub_host import Paths
 
 TOKEN = "0123456789abcdef" * 2

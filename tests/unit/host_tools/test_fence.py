@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
-from spark_host.system.fabric import fence
+from spark_host.system import cluster as fence
 from stub_host import Paths
 from test_members import HEAD, PORT, WORKER, clustered
 
@@ -27,7 +27,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     release = clustered()
-    monkeypatch.setattr(fence, "load", lambda name, paths: release)
+    monkeypatch.setattr(fence, "load_release", lambda name, paths: release)
     return tmp_path / "asked"
 
 
@@ -42,7 +42,7 @@ def chain(release: Release) -> str:
 
 
 def test_members_and_the_host_itself_are_let_in_and_all_others_dropped(asked: Path) -> None:
-    fence.main(["up", "any"], Paths(asked.parent))
+    fence.fence(["up", "any"], Paths(asked.parent))
     name = chain(clustered())
     jump = f"INPUT -p tcp --dport {PORT}:{PORT + 1} -j {name}"
     gone = [f"-D {jump}", f"-F {name}", f"-X {name}"]  # what a start that was cut has left
@@ -59,7 +59,7 @@ def test_members_and_the_host_itself_are_let_in_and_all_others_dropped(asked: Pa
 
 def test_afterwards_nothing_of_it_stays_also_where_nothing_was(asked: Path) -> None:
     (asked.parent / "refuses").write_text("-")
-    fence.main(["down", "any"], Paths(asked.parent))
+    fence.fence(["down", "any"], Paths(asked.parent))
     orders = [line.split()[0] for line in told(asked, "iptables")]
     assert orders == ["-D", "-F", "-X"]
 
@@ -68,15 +68,15 @@ def test_a_release_that_serves_alone_has_no_fence(
     asked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = dataclasses.replace(clustered(), cluster=None)
-    monkeypatch.setattr(fence, "load", lambda name, paths: alone)
-    fence.main(["up", "any"], Paths(asked.parent))
+    monkeypatch.setattr(fence, "load_release", lambda name, paths: alone)
+    fence.fence(["up", "any"], Paths(asked.parent))
     assert not asked.exists()
 
 
 def test_a_host_that_cannot_do_it_is_told_what_stays_open(asked: Path) -> None:
     (asked.parent / "refuses").write_text("-N")
-    with pytest.raises(HostToolError, match=r"stay open to all \(No chain by that name") as caught:
-        fence.main(["up", "any"], Paths(asked.parent))
+    with pytest.raises(HostToolError, match=r"stay open to all hosts \(No chain by that name") as caught:
+        fence.fence(["up", "any"], Paths(asked.parent))
     assert "firewall" in str(caught.value)
     with pytest.raises(HostToolError, match="up or down"):
-        fence.main(["sideways"], Paths(asked.parent))
+        fence.fence(["sideways"], Paths(asked.parent))

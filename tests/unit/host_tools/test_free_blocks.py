@@ -90,7 +90,7 @@ def test_a_start_goes_on_where_the_kernel_refuses(host: Host) -> None:
 def loading(host: Host, monkeypatch: pytest.MonkeyPatch, lines: int, **changes: Any) -> Release:
     monkeypatch.setattr(guard, "_BLOCKS_EVERY_S", 0.05)
     log = (CAPTURES / "journalctl--nvrm-no-memory--01.txt").read_text() * lines
-    monkeypatch.setattr(logs.programs, "beginning_of", lambda *_: log)
+    monkeypatch.setattr(logs.programs, "read_output_start", lambda *_: log)
     return host.release(memory=NEEDED, **changes)
 
 

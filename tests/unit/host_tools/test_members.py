@@ -11,7 +11,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 from spark_host.engine import container
-from spark_host.system import docker, members
+from spark_host.system import cluster, docker
 from stub_host import release_data
 
 HEAD, WORKER = "192.168.100.10", "192.168.100.11"
@@ -63,21 +63,21 @@ def with_tables(
 @pytest.mark.parametrize(("address", "rank"), [(HEAD, 0), (WORKER, 1)])
 def test_a_host_is_the_member_whose_address_it_has(tmp_path: Path, address: str, rank: int) -> None:
     paths = with_tables(tmp_path, address, [])
-    assert members.rank(clustered(), paths) == rank
-    assert members.is_worker(clustered(), paths) == bool(rank)
+    assert cluster.rank(clustered(), paths) == rank
+    assert cluster.is_worker(clustered(), paths) == bool(rank)
 
 
 def test_a_host_that_has_no_address_of_the_cluster_starts_nothing(tmp_path: Path) -> None:
     paths = with_tables(tmp_path, "192.168.100.99", [])
     with pytest.raises(HostToolError, match=f"0 of its addresses .*spark-2 {WORKER}"):
-        members.rank(clustered(), paths)
+        cluster.rank(clustered(), paths)
 
 
 def test_a_host_that_serves_alone_looks_at_no_table(tmp_path: Path) -> None:
     alone, paths = read(Release, release_data()), Paths(tmp_path)
-    assert members.rank(alone, paths) == 0
-    assert members.own(alone, paths) is None
-    assert members.missing(alone, paths) == []
+    assert cluster.rank(alone, paths) == 0
+    assert cluster.own_member(alone, paths) is None
+    assert cluster.missing_members(alone, paths) == []
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_who_has_joined_is_read_from_connections_through_the_port_of_the_head(
     tmp_path: Path, here: str, connections: list[tuple[str, int, str, int, str]], missing: list[str]
 ) -> None:
     paths = with_tables(tmp_path, here, connections)
-    assert [one.host for one in members.missing(clustered(), paths)] == missing
+    assert [one.host for one in cluster.missing_members(clustered(), paths)] == missing
 
 
 def test_connections_over_the_newer_table_count_as_well(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_connections_over_the_newer_table_count_as_well(tmp_path: Path) -> None:
     local, remote = (f"{'0' * 16}FFFF0000{digits(*end)}" for end in ((HEAD, PORT), (WORKER, 9)))
     table = tmp_path / "proc/net/tcp6"
     table.write_text(f"{table.read_text()}   0: {local} {remote} 01 00000000:00000000\n")
-    assert members.missing(clustered(), paths) == []
+    assert cluster.missing_members(clustered(), paths) == []
 
 
 def test_a_rank_is_started_with_what_its_member_is_told(

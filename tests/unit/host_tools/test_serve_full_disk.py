@@ -15,7 +15,7 @@ from spark_contract import files
 from spark_host import __main__
 from spark_host.check import runner
 from spark_host.records import proof
-from spark_host.system import disk, ports
+from spark_host.system import host as system
 from stub_host import REPOSITORY, Host
 
 # A limit on the size of files cuts a write short without an error, as a disk that is nearly full
@@ -50,10 +50,10 @@ class FullDisk(MemoryDisk):
     def write(self, path: Path, document: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    remove, read = staticmethod(disk.remove), staticmethod(disk.read)
+    remove, read = staticmethod(system.Disk.remove), staticmethod(system.Disk.read)
 
 
-def full(host: Host) -> ports.Host:
+def full(host: Host) -> system.Host:
     return replace(host.here, disk=FullDisk(Model()))
 
 

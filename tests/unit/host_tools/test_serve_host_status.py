@@ -8,7 +8,8 @@ from spark_contract.status import UnderWay
 from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host import status
 from spark_host.check import runner
-from spark_host.system import stored, systemd
+from spark_host.system import host as system
+from spark_host.system import systemd
 from spark_host.watch import loop
 from stub_host import RELEASE, Host
 
@@ -23,7 +24,7 @@ def told(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
     def ask(**unit: str) -> HostStatus:
         states = {"ActiveState": "active", "InvocationID": "run-1", "NRestarts": "2", **unit}
-        known = stored.names(host.paths)
+        known = system.release_names(host.paths)
         units = [template.of(name) for template in (SERVE, SWITCH) for name in known]
 
         def loaded(_: object, asked: list[str]) -> dict[str, systemd.UnitState]:

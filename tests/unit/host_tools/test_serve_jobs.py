@@ -17,7 +17,8 @@ from spark_contract.records import DailyLook
 from spark_contract.units import JOB
 from spark_host.__main__ import VERBS
 from spark_host.jobs import jobs
-from spark_host.system import disk, systemd
+from spark_host.system import host as system
+from spark_host.system import systemd
 from spark_host.watch import daily
 from stub_host import Host
 
@@ -228,7 +229,9 @@ def test_progress_lines_are_parsed(host: Host, units: dict[str, Any]) -> None:
 def test_interrupted_job_is_failed_not_waiting(host: Host, units: dict[str, Any]) -> None:
     write_job(host, "pass")
     assert poll(host)[0]["state"] == "waiting"
-    disk.write(host.paths.job(D12) / "status.json", JobRun("running", None, "2026-01-01T00:00:00Z"))
+    system.write_document(
+        host.paths.job(D12) / "status.json", JobRun("running", None, "2026-01-01T00:00:00Z")
+    )
     assert (poll(host)[0]["state"], poll(host)[0]["result"]) == ("failed", "interrupted")
 
 

@@ -81,8 +81,8 @@ def late(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     monkeypatch.setattr(docker, "PATIENT_S", 0.6)
     monkeypatch.setattr(programs, "_LIMIT_S", 0.2)
     monkeypatch.setattr(programs, "_PATIENT_S", 0.6)
-    quick = docker._answer
-    monkeypatch.setattr(docker, "_answer", lambda path, limit_s: quick(path, min(limit_s, 0.6)))
+    quick = docker._get
+    monkeypatch.setattr(docker, "_get", lambda path, limit_s: quick(path, min(limit_s, 0.6)))
     made.program("nvidia-smi", says="580.142")
     made.program("nvidia-ctk", says="version 1.19.0")
     with socketserver.ThreadingUnixStreamServer(path, Daemon) as server:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from spark_host.system import stored as releases
+from spark_host.system import host as system
 from spark_host.watch import sensors
 from spark_host.watch.sensors import Reading, Thermometer, parse
 from stub_host import Host
@@ -14,7 +14,7 @@ COOL = Reading(61, 2400, 70.0, 95)
 @pytest.fixture
 def thermometer(host: Host) -> Thermometer:
     release = host.release(watch={"stall_s": 1, "interval_s": 0.1, "hot_celsius": 90})
-    return Thermometer(releases.load(release.name, host.paths).watch)
+    return Thermometer(system.load_release(release.name, host.paths).watch)
 
 
 @pytest.mark.parametrize(

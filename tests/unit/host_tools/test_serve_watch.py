@@ -11,7 +11,7 @@ import pytest
 from spark_contract.paths import Paths
 from spark_contract.release import Release
 from spark_host.engine.metrics import Metrics
-from spark_host.system import stored as releases
+from spark_host.system import host as system
 from spark_host.watch import loop, sensors
 from spark_host.watch.loop import Judge
 from stub_host import RELEASE, Host
@@ -22,7 +22,7 @@ STALL_S = 120
 @pytest.fixture
 def judge(host: Host) -> Judge:
     release = host.release(watch={"stall_s": STALL_S, "interval_s": 10, "hot_celsius": None})
-    return Judge(releases.load(release.name, host.paths).watch)
+    return Judge(system.load_release(release.name, host.paths).watch)
 
 
 def seen(*, running: int = 1, prompt: int = 0, generated: int = 0, usage: float = 0.1) -> Metrics:

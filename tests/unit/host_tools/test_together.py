@@ -14,7 +14,7 @@ from spark_contract.paths import Paths
 from spark_contract.release import Release
 from spark_host.check import cluster, runner
 from spark_host.system import systemd
-from spark_host.system.ports import Host
+from spark_host.system.host import Host
 from spark_host.watch import cluster as watching
 from test_members import clustered, with_tables
 

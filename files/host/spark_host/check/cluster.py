@@ -12,7 +12,7 @@ from spark_contract.records import Finding
 from spark_contract.release import Release
 from spark_contract.tool import PHASE, WAITED
 
-from spark_host.system import members
+from spark_host.system import cluster as clusters
 from spark_host.system.programs import Report
 
 _PROGRESS_S = 5.0
@@ -34,7 +34,7 @@ class Membership:
     def problem(self) -> str | None:
         """Return why the start cannot succeed; ``None`` while members may still join."""
         cluster = self.release.cluster
-        missing = ", ".join(member.host for member in members.missing(self.release, self.paths))
+        missing = clusters.missing_names(self.release, self.paths)
         if cluster is None or not missing:
             self.complete = True
         elif self.complete:

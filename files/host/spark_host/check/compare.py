@@ -20,7 +20,7 @@ from spark_contract.release import CHAT, Release
 from spark_host.check.probe import CheckError, Probe, short, user
 from spark_host.engine.client import Engine, EngineError
 from spark_host.records import boot
-from spark_host.system.ports import Host
+from spark_host.system.host import Host
 
 _MOST_PROMPTS = 500
 _MOST_BYTES = 4 << 20

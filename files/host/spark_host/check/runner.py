@@ -28,8 +28,8 @@ from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
 from spark_host.gateway import traffic
 from spark_host.records import boot, proof, upgrades
-from spark_host.system import members, systemd
-from spark_host.system.ports import Host
+from spark_host.system import cluster, systemd
+from spark_host.system.host import Host
 from spark_host.system.programs import Report
 from spark_host.watch.guard import StartGuard
 
@@ -79,7 +79,7 @@ def check(
         # A member that joined this run earlier and left will not join it again.
         had_joined = earlier is not None and earlier.ok
         membership = Membership(release, host.paths, complete=had_joined)
-        if members.is_worker(release, host.paths):
+        if cluster.is_worker(release, host.paths):
             findings = _check_worker(membership, level, report)
         else:
             note = compile_cache.compiling(release, before, host)
@@ -303,7 +303,7 @@ def main(words: list[str], paths: Paths) -> int:
         verdict = f"failed: {failed}" if failed else "proven"
         verdict += f" (warned of: {warned})" if warned else ""
         print(f"{release.name}: {level} check {verdict}", flush=True)
-    opens = at_start and result.ok and not members.is_worker(release, paths)
+    opens = at_start and result.ok and not cluster.is_worker(release, paths)
     if opens and boot.opens_at_start(release, host):
         traffic.open_for(release, paths)
     return 0 if result.ok else 1

@@ -94,7 +94,7 @@ class _Connection(HTTPConnection):
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
-        with folders.held_socket(self._path) as held:
+        with folders.opened_socket(self._path) as held:
             self.sock.connect(held)
 
 

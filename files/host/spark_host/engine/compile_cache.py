@@ -24,7 +24,7 @@ from spark_contract.tool import COMPILING, PHASE
 from spark_host.engine import container
 from spark_host.records import boot, proof, upgrades
 from spark_host.system import folders
-from spark_host.system.ports import Host
+from spark_host.system.host import Host
 from spark_host.system.programs import ProgramSilent, Report
 
 # Several times the size of a real cache; a copy takes seconds.

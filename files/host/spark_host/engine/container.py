@@ -17,7 +17,7 @@ from spark_contract.tool import MAKE_USERS
 from spark_contract.units import RELEASE_LABEL, SERVICE_LABEL
 
 from spark_host.records import proof
-from spark_host.system import docker, folders, members
+from spark_host.system import cluster, docker, folders
 from spark_host.system.programs import ProgramSilent, Report, log, output_of
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -44,7 +44,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
     argv += ["--user", f"{user.pw_uid}:{user.pw_gid}"]
     argv += docker.gpu_arguments(paths)
     argv += release.engine.docker_args
-    member = members.own(release, paths)
+    member = cluster.own_member(release, paths)
     if member is None:
         return [*argv, release.image.tag, *release.engine.argv]
     return [*argv, *member.docker_args, release.image.tag, *release.engine.argv, *member.argv]
@@ -81,7 +81,7 @@ def write_environment(release: Release, paths: Paths) -> None:
     Raises:
         HostToolError: A variable does not fit into a line.
     """
-    member = members.own(release, paths)
+    member = cluster.own_member(release, paths)
     variables = {**release.engine.env, **(member.env if member else {})}
     lines = [_line(name, value) for name, value in sorted(variables.items())]
     files.write_text(paths.engine_environment(release.name), "".join(lines), 0o600)

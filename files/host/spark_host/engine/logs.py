@@ -96,7 +96,7 @@ def count_kernel_faults(last_s: float | None = None) -> dict[str, int]:
     if last_s is not None:
         argv.append(f"--since=-{last_s:.0f}s")
     try:
-        text = programs.beginning_of(argv, _KERNEL_LOG_LIMIT_S, _KERNEL_LOG_BYTES)
+        text = programs.read_output_start(argv, _KERNEL_LOG_LIMIT_S, _KERNEL_LOG_BYTES)
     except OSError:
         text = None
     return parse_kernel_faults(text or "")

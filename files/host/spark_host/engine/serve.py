@@ -18,16 +18,15 @@ from spark_host.engine.client import Engine
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system import docker, folders
-from spark_host.system.ports import Host
+from spark_host.system.host import Host, load_release
 from spark_host.system.programs import Report, log
-from spark_host.system.stored import load
 
 _DOCKER_WAIT_S = 90.0
 
 
 def may_start(name: str, paths: Paths) -> int:
     """Return 0 if the unit may start, 1 if systemd shall skip it quietly."""
-    release = load(name, paths)
+    release = load_release(name, paths)
     obstacle = boot.obstacle(release, Host(paths))
     if obstacle is not None:
         log(f"not starting {name}: {obstacle}")
@@ -37,7 +36,7 @@ def may_start(name: str, paths: Paths) -> int:
 
 def prepare(name: str, paths: Paths) -> int:
     """Prepare the host: close traffic, remove leftovers, verify artifacts, free memory."""
-    release, host = load(name, paths), Host(paths)
+    release, host = load_release(name, paths), Host(paths)
     _refuse_second_engine(_lock_holder(release.service, paths), release)
     traffic.close(release.service, paths)
     _wait_for_docker()
@@ -66,7 +65,7 @@ def _make_folders(release: Release, paths: Paths) -> None:
 
 def run(name: str, paths: Paths) -> int:
     """Take the engine lock and become ``docker run``, which keeps it until exit."""
-    release = load(name, paths)
+    release = load_release(name, paths)
     argv = container.docker_argv(release, paths)
     _take_engine_lock(release, paths)
     container.write_environment(release, paths)
@@ -76,7 +75,7 @@ def run(name: str, paths: Paths) -> int:
 
 def stop(name: str, paths: Paths) -> int:
     """Stop the engine; docker kills it after ``stop_s``."""
-    release = load(name, paths)
+    release = load_release(name, paths)
     seconds = int(release.timeouts.stop_s)
     done = docker.client("stop", "-t", str(seconds), release.container, timeout_s=seconds + 60)
     if done.returncode != 0 and "No such container" not in done.stderr:
@@ -86,7 +85,7 @@ def stop(name: str, paths: Paths) -> int:
 
 def after_stop(name: str, paths: Paths) -> int:
     """Clean up after the engine, but keep files that another release uses."""
-    release = load(name, paths)
+    release = load_release(name, paths)
     is_last = _lock_holder(release.service, paths) in (None, release.name)
     if is_last:  # before docker, which may be slow
         traffic.close(release.service, paths)

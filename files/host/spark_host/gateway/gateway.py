@@ -20,8 +20,9 @@ from spark_contract.release import Release
 from spark_contract.tool import MAKE_USERS
 
 from spark_host.gateway import listeners, nginx
-from spark_host.system import stored, systemd
-from spark_host.system.programs import finished
+from spark_host.system import systemd
+from spark_host.system.host import load_gateway
+from spark_host.system.programs import run_program
 
 _WAIT_S = 10
 _TEST_S = 60.0
@@ -30,7 +31,7 @@ _USABLE_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 
 def run(service: str, paths: Paths) -> int:
     """Render the configuration of a service and become nginx."""
-    settings = stored.gateway_of(service, paths)
+    settings = load_gateway(service, paths)
     folder = _install_config(settings, paths)
     # nginx leaves bodies with a file name behind when it is killed.
     for body in nginx.bodies(settings, paths).glob("*"):
@@ -44,7 +45,7 @@ def reload(service: str, paths: Paths) -> int:
 
     Old workers finish their running answers.
     """
-    settings = stored.gateway_of(service, paths)
+    settings = load_gateway(service, paths)
     master = _master(service, paths)
     if master is None:
         fix = f"systemctl start {settings.unit}"
@@ -64,7 +65,7 @@ def reload(service: str, paths: Paths) -> int:
 
 def new_key(service: str, paths: Paths) -> int:
     """Replace the API key with a random key; the old key is refused from then on."""
-    settings = stored.gateway_of(service, paths)
+    settings = load_gateway(service, paths)
     _write_key(settings, paths)
     if _master(service, paths) is not None:
         reload(service, paths)
@@ -73,7 +74,7 @@ def new_key(service: str, paths: Paths) -> int:
 
 def bring_up(release: Release, paths: Paths) -> None:
     """Make sure that the gateway runs and is current before this release's engine starts."""
-    settings = stored.gateway_of(release.service, paths)
+    settings = load_gateway(release.service, paths)
     make_key(settings, paths)
     if not systemd.is_active(settings.unit) or not boots(release.service, paths):
         systemd.systemctl("reset-failed", settings.unit)
@@ -87,7 +88,7 @@ def bring_up(release: Release, paths: Paths) -> None:
 
 def follow(service: str, paths: Paths) -> str | None:
     """Apply an address that appeared or changed; return a message if so."""
-    settings = stored.gateway_of(service, paths)
+    settings = load_gateway(service, paths)
     if not EXPOSURES[settings.expose].late or _master(service, paths) is None:
         return None
     if is_current(settings, paths):
@@ -104,7 +105,7 @@ def boots(service: str, paths: Paths) -> bool:
 def difference(service: str, paths: Paths) -> str | None:
     """Return how the running gateway differs from the settings; see also ``key_problem``."""
     try:
-        settings = stored.gateway_of(service, paths)
+        settings = load_gateway(service, paths)
         master = _master(service, paths)
         if master is None or key_problem(service, paths) is not None:
             return None
@@ -123,7 +124,7 @@ def key_problem(service: str, paths: Paths) -> str | None:
     if not paths.gateway_settings(service).exists():
         return None
     try:
-        read_key(stored.gateway_of(service, paths), paths)
+        read_key(load_gateway(service, paths), paths)
     except HostToolError as error:
         return str(error)
     return None
@@ -133,7 +134,7 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
     """Return why this release's gateway cannot run here."""
     try:
         nginx.program(paths)
-        user = stored.gateway_of(release.service, paths).user
+        user = load_gateway(release.service, paths).user
     except HostToolError as error:
         return error
     try:
@@ -146,7 +147,7 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
 
 def wait_until_listening(service: str, paths: Paths) -> None:
     """Wait until the gateway listens on exactly the wanted addresses."""
-    settings = stored.gateway_of(service, paths)
+    settings = load_gateway(service, paths)
 
     def wrong() -> str | None:
         master = _master(service, paths)
@@ -223,7 +224,7 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
 
 def _test_config(config: Path, settings: Gateway, paths: Paths) -> None:
     words = ["-t", "-q", "-p", str(config.parent), "-c", str(config), "-e", "stderr"]
-    done = finished([nginx.program(paths), *words], _TEST_S)
+    done = run_program([nginx.program(paths), *words], _TEST_S)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
         message = f"nginx rejects the configuration: {reason}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spark_contract.gateway import Gateway
 
-from spark_host.system.programs import finished
+from spark_host.system.programs import run_program
 
 _BRIDGE = "docker0"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
@@ -89,7 +89,7 @@ def listening(pid: int, port: int) -> frozenset[str]:
 
 def tailscale_address() -> tuple[str | None, str | None]:
     """Return this host's address in the tailnet, or the reason why there is none."""
-    done = finished(["tailscale", "ip", "-4"], _TAILSCALE_S)
+    done = run_program(["tailscale", "ip", "-4"], _TAILSCALE_S)
     lines = done.stdout.split()
     if done.returncode != 0 or not lines:
         reason = (done.stderr.strip().splitlines() or ["it has no address"])[-1]

@@ -14,7 +14,8 @@ from spark_contract.paths import Paths
 from spark_contract.release import Release
 from spark_contract.tool import MAKE_USERS
 
-from spark_host.system import folders, stored
+from spark_host.system import folders
+from spark_host.system.host import load_gateway
 
 
 def is_open(service: str, paths: Paths) -> bool:
@@ -31,7 +32,7 @@ def open_for(release: Release, paths: Paths) -> None:
     service = release.service
     make_folder(service, paths)
     # vLLM creates the socket with the umask of the container, so only root could connect.
-    with folders.held_socket(paths.engine_socket(service)) as socket:
+    with folders.opened_socket(paths.engine_socket(service)) as socket:
         os.chown(socket, 0, group_id(service, paths))
         os.chmod(socket, 0o660)
     # The gateway reads the model names from it: an older release may serve other names.
@@ -56,7 +57,7 @@ def group_id(service: str, paths: Paths) -> int:
     Raises:
         HostToolError: The group is missing.
     """
-    user = stored.gateway_of(service, paths).user
+    user = load_gateway(service, paths).user
     try:
         return grp.getgrnam(group_of(user)).gr_gid
     except KeyError as error:

@@ -31,10 +31,9 @@ from spark_contract.paths import JOBS_DIR, Paths, hub_token_file
 from spark_contract.tool import PHASE
 
 from spark_host.engine.memory import GIB, meminfo
-from spark_host.system import disk, docker, systemd
-from spark_host.system.ports import Host
-from spark_host.system.programs import answer
-from spark_host.system.stored import names
+from spark_host.system import docker, systemd
+from spark_host.system.host import Host, read_document, release_names, write_document
+from spark_host.system.programs import print_json
 
 STATUS = "status.json"
 _TAIL_LINES = 20
@@ -68,7 +67,7 @@ def is_done(job: Job, paths: Paths) -> bool:
 def _users_of(proof: AbsentProof, paths: Paths) -> list[str]:
     """Return the releases that load a checkpoint, which must not be removed before them."""
     path = Path(proof.absent)
-    releases = (Host(paths).release(name) for name in names(paths))
+    releases = (Host(paths).release(name) for name in release_names(paths))
     return [
         release.name
         for release in releases
@@ -96,15 +95,15 @@ def run(digest12: str, paths: Paths) -> int:
         users = _users_of(job.proof, paths) if isinstance(job.proof, AbsentProof) else []
         reason = f"kept, {', '.join(users)} can serve it" if users else "already done"
         print(f"{job.title}: {reason}", flush=True)
-        last = disk.read(JobRun, folder / STATUS)
-        disk.write(folder / STATUS, JobRun("done", 0, memory=last.memory if last else None))
+        last = read_document(JobRun, folder / STATUS)
+        write_document(folder / STATUS, JobRun("done", 0, memory=last.memory if last else None))
         return 0
     started = files.now()
     # Including temporary files of a run that was killed.
     for pattern in (".progress.*", "progress", ".tail.*", "tail"):
         for path in folder.glob(pattern):
             files.remove(path)
-    disk.write(folder / STATUS, JobRun("running", None, started))
+    write_document(folder / STATUS, JobRun("running", None, started))
     aside = _set_aside(job)
     before = meminfo()
     code, tail = _execute(job, folder)
@@ -122,7 +121,7 @@ def run(digest12: str, paths: Paths) -> int:
         code = 5
     try:
         ended = JobRun("failed" if code else "done", code, started, tuple(tail), memory)
-        disk.write(folder / STATUS, ended)
+        write_document(folder / STATUS, ended)
     except OSError as error:
         # On a full disk the exit code and the journal carry the result; see _state.
         print(f"{folder / STATUS}: not written, errno {error.errno}", flush=True)
@@ -263,7 +262,7 @@ def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
         job = load(digest12, paths)
     except HostToolError as error:
         return JobState(digest12, digest12, "", "failed", str(error), None, None, None, None, ())
-    last = disk.read(JobRun, folder / STATUS)
+    last = read_document(JobRun, folder / STATUS)
     state: State
     try:
         state, result = _judge(job, unit, last, paths)
@@ -331,7 +330,7 @@ def main(words: list[str], paths: Paths) -> int:
             end(digest12, paths, success=os.environ.get("SERVICE_RESULT") == "success")
             remove_unused_tokens(paths)
         case ["poll", *digests]:
-            answer(poll(digests or all_digests(paths), paths))
+            print_json(poll(digests or all_digests(paths), paths))
         case _:
             usage = "job run D12 | job end D12 | job poll D12..."
             raise HostToolError("job", f"unknown words {words}", usage, 2)

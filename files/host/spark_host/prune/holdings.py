@@ -17,8 +17,9 @@ from spark_contract.paths import Paths
 from spark_contract.units import CACHE_NAME, DIGEST12, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
 
 from spark_host.jobs import jobs
-from spark_host.system import disk, docker
+from spark_host.system import docker
 from spark_host.system.folders import remove_tree
+from spark_host.system.host import read_document
 
 # How a tree is called while it grows, after it was found damaged, and while it is removed.
 _UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
@@ -149,7 +150,7 @@ def images(known: dict[str, Job], paths: Paths) -> list[Image]:
         if job.kind == IMAGE_PULL_JOB and _ran(digest12, paths) and (image := image_of(job))
     } | {job.base for job in known.values() if job.base}
     found = {}
-    for entry in docker.ask("/images/json") or []:
+    for entry in docker.query("/images/json") or []:
         tags = [tag for tag in entry.get("RepoTags") or () if tag != "<none>:<none>"]
         labels = entry.get("Labels") or {}
         if labels.get(DIGEST_LABEL):
@@ -166,11 +167,11 @@ def images(known: dict[str, Job], paths: Paths) -> list[Image]:
 
 def in_containers() -> set[str]:
     """Return the images that some container, running or not, was made from."""
-    found = docker.ask("/containers/json?all=1") or []
+    found = docker.query("/containers/json?all=1") or []
     ids = {str(item.get("ImageID")) for item in found}
     names = {str(item.get("Image")) for item in found}
     for image_id in ids:
-        known_image = docker.ask(f"/images/{quote(image_id, safe=':')}/json") or {}
+        known_image = docker.query(f"/images/{quote(image_id, safe=':')}/json") or {}
         names |= {*(known_image.get("RepoTags") or ()), *(known_image.get("RepoDigests") or ())}
     return names
 
@@ -201,7 +202,7 @@ def image_of(job: Job) -> str | None:
 
 def _ran(digest12: str, paths: Paths) -> bool:
     """Tell a job that did the work from one that found it done."""
-    last = disk.read(JobRun, paths.job(digest12) / jobs.STATUS)
+    last = read_document(JobRun, paths.job(digest12) / jobs.STATUS)
     return last is not None and last.started_at is not None
 
 

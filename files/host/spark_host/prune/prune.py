@@ -26,9 +26,8 @@ from spark_host.prune.holdings import Folder, Image
 from spark_host.records import boot
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
-from spark_host.system.ports import Host
-from spark_host.system.programs import answer
-from spark_host.system.stored import load, names
+from spark_host.system.host import Host, load_release, release_names
+from spark_host.system.programs import print_json
 
 _UP = ("active", "activating", "reloading", "deactivating")
 
@@ -102,7 +101,7 @@ def look(keep: Keep, paths: Paths) -> Going:
     freed = holdings.freed_bytes(folder.path for folder in folders)
     return Going(
         kept=kept,
-        releases=[name for name in names(paths) if name not in kept],
+        releases=[name for name in release_names(paths) if name not in kept],
         folders=folders,
         images=going_images,
         jobs=sorted(
@@ -119,7 +118,7 @@ def look(keep: Keep, paths: Paths) -> Going:
 
 
 def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
-    all_names, host = names(paths), Host(paths)
+    all_names, host = release_names(paths), Host(paths)
     serving = systemd.show([units.SERVE.of(name) for name in all_names], ["ActiveState"])
     changes = systemd.show([units.SWITCH.of(name) for name in all_names], ["ActiveState"])
     kept: dict[str, str] = {}
@@ -165,7 +164,7 @@ def _needed_folders(
     keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
 ) -> set[Path]:
     needed = {paths.below(path) for path in keep.folders}
-    for release in (load(name, paths) for name in kept):
+    for release in (load_release(name, paths) for name in kept):
         needed.add(paths.below(release.tree.path))
         needed |= {paths.below(mount.source) for mount in release.engine.mounts}
     for name in busy:
@@ -184,7 +183,7 @@ def _split_images(
 ) -> tuple[list[Image], list[Image]]:
     """Return the images that can go and those that stay."""
     needed = set(keep.images) | holdings.in_containers()
-    needed |= {load(name, paths).image.tag for name in kept}
+    needed |= {load_release(name, paths).image.tag for name in kept}
     needed |= {image for name in busy if (image := holdings.image_of(known[name]))}
     needed |= {job.base for job in known.values() if job.base and holdings.image_of(job) in needed}
     found = holdings.images(known, paths)
@@ -253,9 +252,10 @@ def main(words: list[str], paths: Paths) -> int:
         raise HostToolError("prune", "wants one JSON text", "run deploys/prune.py", 2)
     keep = read_keep(rest[0])
     with ExitStack() as locks:
-        for service in sorted({service_of(name) for name in names(paths)}) if not dry else ():
+        services = sorted({service_of(name) for name in release_names(paths)})
+        for service in services if not dry else ():
             locks.enter_context(one_at_a_time(service, Host(paths)))
         going = look(keep, paths)
         problems = [] if dry else remove(going, paths)
-    answer(going.document(problems))
+    print_json(going.document(problems))
     return 1 if problems else 0

@@ -9,7 +9,7 @@ from spark_contract.records import Good, Stopped, WayBack
 from spark_contract.release import Release, service_of
 from spark_contract.units import GATEWAY, RETURN_TIMER, SERVE
 
-from spark_host.system.ports import Host
+from spark_host.system.host import Host
 
 _KEPT = 10
 _STOP_S = 900.0

@@ -15,7 +15,7 @@ from spark_contract.release import Release
 
 from spark_host.records import boot, upgrades
 from spark_host.system import docker
-from spark_host.system.ports import Host
+from spark_host.system.host import Host
 from spark_host.system.programs import ProgramSilent, patient_output_of
 
 LEVELS = ("quick", "full", "deep")
@@ -56,7 +56,7 @@ def driver() -> str:
 
 _ASKED: dict[str, Callable[[], str]] = {
     "driver": driver,
-    "docker": lambda: str((docker.ask("/version", 5) or {}).get("Version", "")),
+    "docker": lambda: str((docker.query("/version", 5) or {}).get("Version", "")),
     "toolkit": lambda: _version_in(patient_output_of("nvidia-ctk", "--version") or ""),
 }
 

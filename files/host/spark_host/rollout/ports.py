@@ -15,7 +15,7 @@ from spark_contract.release import Release
 from spark_host.check import runner
 from spark_host.engine import serve as engines
 from spark_host.gateway import gateway, traffic
-from spark_host.system import ports
+from spark_host.system import host as system
 from spark_host.system.programs import Report
 
 
@@ -46,13 +46,13 @@ class Traffic(Protocol):
 class Check(Protocol):
     """See ``check/runner.py``."""
 
-    def full(self, release: Release, host: ports.Host, report: Report) -> Proof: ...
+    def full(self, release: Release, host: system.Host, report: Report) -> Proof: ...
     def versions(self) -> dict[str, str]: ...
     def speed(self, release: Release, paths: Paths, report: Report) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
-class Host(ports.Host):
+class Host(system.Host):
     """A host whose services can be changed to other releases, and the run that does it."""
 
     engines: Engines = engines

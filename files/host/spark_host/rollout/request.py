@@ -13,7 +13,7 @@ from spark_contract.records import Request, Rollout
 from spark_contract.status import Begun, UnderWay
 from spark_contract.units import SWITCH
 
-from spark_host.system.ports import Host
+from spark_host.system.host import Host
 from spark_host.system.systemd import UnitState
 
 _UNIT_FIELDS = ("ActiveState", "Job", "InvocationID", "Result")

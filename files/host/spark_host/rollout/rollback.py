@@ -12,7 +12,7 @@ from spark_host.records import boot
 from spark_host.rollout.ports import Host
 from spark_host.rollout.request import begin
 from spark_host.system import docker
-from spark_host.system.programs import answer
+from spark_host.system.programs import print_json
 
 
 def way_back(service: str, wanted: str | None, host: Host) -> Rollback:
@@ -101,8 +101,8 @@ def rollback(words: list[str], host: Host) -> int:
     wanted = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
     way = way_back(rest[0], wanted, host)
     if dry or way.done or way.problem or way.to is None:
-        answer(way)
+        print_json(way)
         return 1 if way.problem and not dry else 0
     boot.note_rollback(rest[0], way.to.name, host)
-    answer(replace(begin(way.to.name, host), came=way.came, to=way.to))
+    print_json(replace(begin(way.to.name, host), came=way.came, to=way.to))
     return 0

@@ -19,7 +19,7 @@ from spark_host.records import boot, proof
 from spark_host.rollout import steps
 from spark_host.rollout.ports import Host
 from spark_host.rollout.record import Record
-from spark_host.system import ports
+from spark_host.system import host as system
 from spark_host.system.programs import log
 
 _BEFORE_START = ("drain", "stop", "memory")
@@ -153,7 +153,7 @@ def _restore(old: Release, host: Host, record: Record) -> str | None:
 
 
 @contextmanager
-def one_at_a_time(service: str, host: ports.Host) -> Iterator[None]:
+def one_at_a_time(service: str, host: system.Host) -> Iterator[None]:
     """Keep every other change of the service out for the duration of a block."""
     with ExitStack() as held:
         try:

@@ -16,7 +16,7 @@ from spark_host.engine.client import EngineError, SilentError
 from spark_host.records import boot, proof
 from spark_host.rollout.ports import Host
 from spark_host.rollout.record import Record
-from spark_host.system import members
+from spark_host.system import cluster
 from spark_host.system.programs import log
 from spark_host.system.systemd import UnitState
 from spark_host.watch import loop
@@ -91,7 +91,7 @@ def replace(release: Release, old: Release | None, host: Host, record: Record) -
 
 def take_over(release: Release, host: Host, record: Record) -> None:
     """Have a release that is proven be the one that serves, now and after a boot."""
-    worker = members.is_worker(release, host.paths)
+    worker = cluster.is_worker(release, host.paths)
     with record.phase("open"):
         open_traffic(release, host)
         if not worker:
@@ -108,7 +108,7 @@ def take_over(release: Release, host: Host, record: Record) -> None:
 
 def open_traffic(release: Release, host: Host) -> None:
     """Have the gateway run and let requests through to a release."""
-    if members.is_worker(release, host.paths):  # the gateway of a cluster is that of its head
+    if cluster.is_worker(release, host.paths):  # the gateway of a cluster is that of its head
         return
     host.gateway.bring_up(release, host.paths)
     host.traffic.open_for(release, host.paths)
@@ -116,7 +116,7 @@ def open_traffic(release: Release, host: Host) -> None:
 
 def drain(old: Release, host: Host, record: Record) -> None:
     """Return when the engine has answered what it was asked, or its time for that is over."""
-    if members.is_worker(old, host.paths):
+    if cluster.is_worker(old, host.paths):
         _wait_for_head(old, host)
         return
     deadline = host.clock.monotonic() + old.timeouts.drain_s
@@ -143,7 +143,7 @@ def drain(old: Release, host: Host, record: Record) -> None:
 def _wait_for_head(old: Release, host: Host) -> None:
     """Compute on for the head until it has stopped, for answers of its own are computed here."""
     deadline = host.clock.monotonic() + old.timeouts.drain_s + old.timeouts.stop_s
-    while not members.missing(old, host.paths) and host.clock.monotonic() < deadline:
+    while not cluster.missing_members(old, host.paths) and host.clock.monotonic() < deadline:
         host.clock.sleep(0.2)
 
 

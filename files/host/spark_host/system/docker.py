@@ -1,4 +1,4 @@
-"""The little we ask of Docker: its API socket for questions, its client for actions."""
+"""Docker: queries through the API socket, changes through the client."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from spark_contract.paths import Paths
 from spark_contract.records import GpuProof
 from spark_contract.units import DIGEST_LABEL, RELEASE_LABEL, SERVICE_LABEL
 
-from spark_host.system.programs import finished
+from spark_host.system.programs import run_program
 
 API_SOCKET = "/var/run/docker.sock"
-PATIENT_S = 60.0  # a busy host's daemon answers late; it is asked once more for so long
+PATIENT_S = 60.0  # the second try, for busy hosts
 
 
 class DaemonSilent(HostToolError):  # noqa: N818 - named after what happened
-    """The daemon is there but did not answer in time: what it knows is unknown, not absent."""
+    """The daemon accepted a query but did not answer in time, so the answer is unknown."""
 
 
 class _SocketConnection(HTTPConnection):
@@ -40,21 +40,19 @@ class _SocketConnection(HTTPConnection):
 
 
 def connection(timeout_s: float) -> HTTPConnection:
-    """Return a way to ask the daemon that is not open yet."""
+    """Return a connection to the daemon that is not open yet."""
     return _SocketConnection(os.environ.get("SPARK_DOCKER_SOCKET", API_SOCKET), timeout_s)
 
 
-def ask(path: str, timeout_s: float = 10) -> Any:
-    """Return the JSON answer of the daemon to ``GET path``; ``None`` when there is none.
-
-    A daemon that is late is asked once more, with patience.
+def query(path: str, timeout_s: float = 10) -> Any:
+    """Return the JSON answer to ``GET path``; ``None`` if there is none.
 
     Raises:
-        DaemonSilent: it took the question and did not answer.
+        DaemonSilent: No answer in time, not even at the second try.
     """
     for limit_s in (timeout_s, PATIENT_S):
         try:
-            return _answer(path, limit_s)
+            return _get(path, limit_s)
         except (TimeoutError, BlockingIOError):
             continue
     raise DaemonSilent(
@@ -62,86 +60,89 @@ def ask(path: str, timeout_s: float = 10) -> Any:
     )
 
 
-def _answer(path: str, timeout_s: float) -> Any:
-    asked = connection(timeout_s)
+def _get(path: str, timeout_s: float) -> Any:
+    request = connection(timeout_s)
     try:
-        asked.request("GET", path)
-        answer = asked.getresponse()
-        body = answer.read()
-        return json.loads(body) if answer.status == 200 else None
+        request.request("GET", path)
+        response = request.getresponse()
+        body = response.read()
+        return json.loads(body) if response.status == 200 else None
     except (TimeoutError, BlockingIOError):
         raise
     except (OSError, HTTPException, ValueError):
         return None
     finally:
-        asked.close()
+        request.close()
 
 
 def gpu_arguments(paths: Paths) -> tuple[str, ...]:
-    """Return the arguments with which a container was proven to see the GPU of this host."""
-    absent = "does not say how a container gets at the GPU"
+    """Return the docker arguments with which a container was proven to see the GPU.
+
+    Raises:
+        HostToolError: This was never proven.
+    """
+    absent = "no container was proven to see the GPU"
     return files.load(GpuProof, paths.gpu_receipt, absent).docker_arguments
 
 
-def gpu_problem(paths: Paths) -> HostToolError | None:
-    """Return why no engine can be given the GPU; ``None`` when that was proven."""
-    try:
-        gpu_arguments(paths)
-    except HostToolError as error:
-        return error
-    return None
-
-
 def is_up() -> bool:
-    """Return whether the daemon answers at once."""
+    """Return whether the daemon answers within 5 s."""
     try:
-        return _answer("/version", 5) is not None
+        return _get("/version", 5) is not None
     except (TimeoutError, BlockingIOError):
         return False
 
 
 def image(reference: str) -> dict[str, Any] | None:
-    """Return what the daemon knows of an image (tag, or name@digest)."""
-    found = ask(f"/images/{quote(reference, safe='/:@')}/json")
-    return found if isinstance(found, dict) else None
+    """Return an image (by tag, or name@digest) as the daemon describes it."""
+    result = query(f"/images/{quote(reference, safe='/:@')}/json")
+    return result if isinstance(result, dict) else None
 
 
 def image_label(reference: str) -> str | None:
-    """Return the digest that labels an image; ``None`` when the image or the label is absent."""
+    """Return the digest label of an image; ``None`` if image or label is absent."""
     config = (image(reference) or {}).get("Config") or {}
     value = (config.get("Labels") or {}).get(DIGEST_LABEL)
     return None if value is None else str(value)
 
 
 def engine_containers(service: str | None = None) -> list[str]:
-    """Return the names of all containers of ours, or of one service's, running or not."""
+    """Return the names of engine containers, running or not, of a service or of all."""
     label = RELEASE_LABEL if service is None else f"{SERVICE_LABEL}={service}"
-    chosen = quote(json.dumps({"label": [label]}))
-    found = ask(f"/containers/json?all=1&filters={chosen}")
-    if not isinstance(found, list):
+    filters = quote(json.dumps({"label": [label]}))
+    result = query(f"/containers/json?all=1&filters={filters}")
+    if not isinstance(result, list):
         return []
-    return sorted(str(item["Names"][0]).lstrip("/") for item in found if item.get("Names"))
+    return sorted(str(item["Names"][0]).lstrip("/") for item in result if item.get("Names"))
 
 
 def container(name: str, limit_s: float) -> dict[str, Any] | None:
-    """Return what the daemon knows of a container; ``None`` when it does not say so in time."""
+    """Return a container as the daemon describes it; ``None`` if absent or not in time."""
     try:
-        found = _answer(f"/containers/{quote(name, safe='')}/json", limit_s)
+        result = _get(f"/containers/{quote(name, safe='')}/json", limit_s)
     except (TimeoutError, BlockingIOError):
         return None
-    return found if isinstance(found, dict) else None
+    return result if isinstance(result, dict) else None
 
 
 def client_environment() -> dict[str, str]:
-    """Return all that the docker client needs to know: no other daemon, no other configuration."""
+    """Return the client's whole environment: no other daemon, no other configuration."""
     return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/root", "LC_ALL": "C.UTF-8"}
 
 
 def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run the docker client and return what it said; the caller judges the exit code."""
-    return finished(["docker", *words], timeout_s, client_environment())
+    """Run the docker client; the caller checks the exit code."""
+    return run_program(["docker", *words], timeout_s, client_environment())
 
 
 def remove_container(name: str) -> None:
-    """Remove a container, running or not; an absent one is fine."""
+    """Remove a container, running or not; an absent container is fine."""
     client("rm", "-f", name)
+
+
+def remove_image(reference: str) -> str:
+    """Remove an image and return the failure; an absent image is fine."""
+    done = client("rmi", reference, timeout_s=600)
+    if done.returncode == 0 or "No such image" in done.stderr:
+        return ""
+    return f"image {reference}: {done.stderr.strip()}"

@@ -1,4 +1,4 @@
-"""Ask a program of the host for what it prints."""
+"""Runs programs of the host with time limits, in the C locale."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from spark_contract import documents
 
 _LIMIT_S = 20.0
-_DEATH_S = 1.0  # a program that was killed dies within this, or is stuck
-_PATIENT_S = 60.0  # the second time, on a host that is too busy for the first limit
+_DEATH_S = 1.0  # a killed program exits within this time, or is stuck in a driver
+_PATIENT_S = 60.0  # the second try, for busy hosts
+
+Report = Callable[[str], None]  # receives a progress line
 
 
 class ProgramSilent(Exception):  # noqa: N818 - named after what happened
-    """The program is there but did not end in time: what it knows is unknown, not absent."""
+    """The program did not exit in time, so its answer is unknown."""
 
 
-def finished(
+def run_program(
     argv: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and return what it said, in plain English; the caller judges it.
+    """Run a program; the caller checks the exit code.
 
-    One that is not installed answers like one that failed, with the shell's code 127; one that
-    does not end in time with the code 124 of timeout(1).
+    The code is 127 if the program is not installed and 124 after the time limit.
     """
     try:
         return subprocess.run(
@@ -34,7 +35,7 @@ def finished(
             text=True,
             errors="replace",
             timeout=limit_s,
-            env=environment or _in_english(),
+            env=environment or _environment(),
             check=False,
         )
     except FileNotFoundError:
@@ -43,10 +44,16 @@ def finished(
         return subprocess.CompletedProcess(argv, 124, "", f"no answer within {limit_s:.0f} s")
 
 
-def beginning_of(argv: Sequence[str], limit_s: float, most_bytes: int) -> str | None:
-    """Return what a program prints up to so many bytes; ``None`` when that took too long."""
+def error_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line of a failed program's output."""
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def read_output_start(argv: Sequence[str], limit_s: float, most_bytes: int) -> str | None:
+    """Return the first bytes of a program's output; ``None`` after the time limit."""
     with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_in_english()
+        argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()
     ) as child:
         assert child.stdout is not None
         late = threading.Event()
@@ -57,52 +64,47 @@ def beginning_of(argv: Sequence[str], limit_s: float, most_bytes: int) -> str | 
 
         timer = threading.Timer(limit_s, end)
         timer.start()
-        said = child.stdout.read(most_bytes)
+        output = child.stdout.read(most_bytes)
         timer.cancel()
         child.kill()
-    return None if late.is_set() else said.decode(errors="replace")
+    return None if late.is_set() else output.decode(errors="replace")
 
 
-def _in_english() -> dict[str, str]:
-    # Programs in Python, as netplan and ufw are, find their own modules and not ours.
-    theirs = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return {**theirs, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
+def _environment() -> dict[str, str]:
+    # Without our PYTHON* variables, which would break netplan and ufw.
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    return {**inherited, "LC_ALL": "C", "SYSTEMD_COLORS": "0"}
 
 
 def output_of(*argv: str) -> str | None:
-    """Return a program's standard output in plain English, trimmed.
-
-    ``None`` means that it is absent, failed, or did not end in time: a driver that hangs must not
-    hang those who ask it.
-    """
+    """Return a program's trimmed output; ``None`` if it is absent, failed or timed out."""
     try:
-        return _said(argv, _LIMIT_S)
+        return _output(argv, _LIMIT_S)
     except subprocess.TimeoutExpired:
         return None
 
 
 def patient_output_of(*argv: str) -> str | None:
-    """Return what :func:`output_of` does, for answers that must not be taken for absent.
+    """Return a program's trimmed output; ``None`` if it is absent or failed.
 
     Raises:
-        ProgramSilent: it did not end within a longer limit either.
+        ProgramSilent: It timed out twice.
     """
     for limit_s in (_LIMIT_S, _PATIENT_S):
         try:
-            return _said(argv, limit_s)
+            return _output(argv, limit_s)
         except subprocess.TimeoutExpired:
             continue
-    raise ProgramSilent(f"{argv[0]} did not end within {_PATIENT_S:.0f} s")
+    raise ProgramSilent(f"{argv[0]} did not exit within {_PATIENT_S:.0f} s")
 
 
-# Programs that were killed and did not die: stuck in a driver, they wait for it.
+# Killed programs that did not exit because they are stuck in a driver, by name.
 _stuck: dict[str, subprocess.Popen[str]] = {}
 
 
-def _said(argv: tuple[str, ...], limit_s: float) -> str | None:
+def _output(argv: tuple[str, ...], limit_s: float) -> str | None:
     stuck = _stuck.get(argv[0])
-    if stuck is not None and stuck.poll() is None:
-        # Another one would get stuck beside it, and the next one beside both.
+    if stuck is not None and stuck.poll() is None:  # another process would get stuck, too
         raise subprocess.TimeoutExpired(argv, 0)
     try:
         child = subprocess.Popen(
@@ -110,20 +112,20 @@ def _said(argv: tuple[str, ...], limit_s: float) -> str | None:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=_in_english(),
+            env=_environment(),
         )
     except OSError:
         return None
     try:
-        said, _ = child.communicate(timeout=limit_s)
+        output, _ = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        _give_up(argv[0], child)
+        _abandon(argv[0], child)
         raise
-    return said.strip() if child.returncode == 0 else None
+    return output.strip() if child.returncode == 0 else None
 
 
-def _give_up(name: str, child: subprocess.Popen[str]) -> None:
-    """Kill a program without waiting for its death, which a driver that hangs can keep away."""
+def _abandon(name: str, child: subprocess.Popen[str]) -> None:
+    """Kill a program, but do not wait long: a stuck driver can keep it alive."""
     child.kill()
     if child.stdout is not None:
         child.stdout.close()
@@ -133,14 +135,11 @@ def _give_up(name: str, child: subprocess.Popen[str]) -> None:
         _stuck[name] = child
 
 
-Report = Callable[[str], None]  # takes one line about what is going on
-
-
-def answer(document: object) -> None:
-    """Print a document as one line of JSON, for who asked."""
+def print_json(document: object) -> None:
+    """Print a document as a line of JSON."""
     print(json.dumps(documents.plain(document)), flush=True)
 
 
 def log(text: str) -> None:
-    """Print one line for the journal at once."""
+    """Print a line and flush, so that the journal gets it at once."""
     print(text, flush=True)

@@ -1,4 +1,4 @@
-"""Questions to and requests of systemd, through ``systemctl``."""
+"""systemd, through ``systemctl`` and ``journalctl``."""
 
 from __future__ import annotations
 
@@ -7,52 +7,49 @@ from collections.abc import Iterable
 
 from spark_contract.errors import HostToolError
 
-from spark_host.system.programs import beginning_of, finished
+from spark_host.system.programs import read_output_start, run_program
 
 UnitState = dict[str, str]
 
 _LIMIT_S = 60.0
 _JOURNAL_S = 60.0
-# An engine may print without end. What a check looks for stands at the beginning of a run.
-_JOURNAL_BYTES = 64 << 20
-_LINK_S = 120.0  # it reads all units anew
+_JOURNAL_BYTES = 64 << 20  # an engine may log without limit; checks need the start of a run
+_LINK_S = 120.0  # enable and disable reload all units
 
 
 def systemctl(*words: str, timeout_s: float = _LIMIT_S) -> subprocess.CompletedProcess[str]:
-    """Run ``systemctl`` and return what it said; the caller judges the exit code."""
-    return finished(["systemctl", "--no-pager", *words], timeout_s)
+    """Run ``systemctl``; the caller checks the exit code."""
+    return run_program(["systemctl", "--no-pager", *words], timeout_s)
 
 
-def _told(*words: str) -> str:
-    """Return what ``systemctl`` prints; silence must not be taken for "there is nothing"."""
-    said = systemctl(*words, timeout_s=_LIMIT_S)
-    if said.returncode == 124:
-        raise HostToolError(
-            f"systemctl {words[0]}", said.stderr, "run again when the host is less busy"
-        )
-    return said.stdout
+def _query(*words: str) -> str:
+    done = systemctl(*words, timeout_s=_LIMIT_S)
+    if done.returncode == 124:  # not the same as an empty answer
+        fix = "run again when the host is less busy"
+        raise HostToolError(f"systemctl {words[0]}", done.stderr, fix)
+    return done.stdout
 
 
 def show(units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
-    """Return the properties of several units, asked in one call; unknown ones are inactive."""
-    wanted = list(dict.fromkeys(units))
-    if not wanted:
+    """Return properties by unit, from a single call; unknown units are inactive."""
+    names = list(dict.fromkeys(units))
+    if not names:
         return {}
-    return _states(_told("show", "-p", ",".join(["Id", *properties]), "--", *wanted))
+    return _parse_states(_query("show", "-p", ",".join(["Id", *properties]), "--", *names))
 
 
 def loaded(patterns: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
-    """Return the properties of the units that systemd has in memory; all others are inactive.
+    """Return properties of the units that systemd has loaded; others are inactive.
 
-    A unit that is asked for by its name is loaded for that, file by file, which takes longer than
-    all the rest of a look at the host.
+    Much faster than naming units, because systemd loads each named unit from its files.
     """
-    return _states(_told("show", "--all", "-p", ",".join(["Id", *properties]), "--", *patterns))
+    words = ("show", "--all", "-p", ",".join(["Id", *properties]), "--", *patterns)
+    return _parse_states(_query(*words))
 
 
-def _states(said: str) -> dict[str, UnitState]:
+def _parse_states(output: str) -> dict[str, UnitState]:
     states: dict[str, UnitState] = {}
-    for block in said.split("\n\n"):
+    for block in output.split("\n\n"):
         pairs = (line.partition("=") for line in block.splitlines() if "=" in line)
         state = {key: value for key, _, value in pairs}
         if "Id" in state:
@@ -61,86 +58,84 @@ def _states(said: str) -> dict[str, UnitState]:
 
 
 def state(unit: str, *properties: str) -> UnitState:
-    """Return the properties of one unit."""
-    found = show([unit], properties)
-    return found.get(unit) or next(iter(found.values()), {})
+    states = show([unit], properties)
+    return states.get(unit) or next(iter(states.values()), {})
 
 
 def is_active(unit: str) -> bool:
-    """Return whether the unit is fully up."""
     return state(unit, "ActiveState").get("ActiveState") == "active"
 
 
+def is_queued(unit: UnitState) -> bool:
+    """Return whether a job of systemd waits for the unit; needs the property ``Job``."""
+    return unit.get("Job", "0") not in ("", "0")
+
+
 def invocation(unit: str) -> str | None:
-    """Return the id of the unit's present run, the identity a proof is bound to."""
+    """Return the id of the unit's current run, to which proofs are bound."""
     return state(unit, "InvocationID").get("InvocationID") or None
 
 
-def _order(verb: str, *words: str, limit_s: float = _LIMIT_S) -> None:
+def _change(verb: str, *words: str, limit_s: float = _LIMIT_S) -> None:
     unit = words[-1]
-    said = systemctl(verb, *words, timeout_s=limit_s)
-    if said.returncode != 0:
-        raise HostToolError(
-            f"systemctl {verb} {unit}", said.stderr.strip() or "failed", f"journalctl -u {unit}"
-        )
+    done = systemctl(verb, *words, timeout_s=limit_s)
+    if done.returncode != 0:
+        message = done.stderr.strip() or "failed"
+        raise HostToolError(f"systemctl {verb} {unit}", message, f"journalctl -u {unit}")
 
 
 def reload() -> None:
-    """Have systemd read its units anew."""
     systemctl("daemon-reload")
 
 
 def reset(unit: str, limit_s: float = _LIMIT_S) -> None:
-    """Forget that a unit failed, and how often it was started."""
+    """Reset a unit's failure and its start counter."""
     systemctl("reset-failed", unit, timeout_s=limit_s)
 
 
 def begin(unit: str) -> None:
-    """Ask for the start of a unit and do not wait for it; earlier failures do not count."""
+    """Start a unit without waiting; earlier failures do not count."""
     reset(unit)
-    _order("start", "--no-block", unit)
+    _change("start", "--no-block", unit)
 
 
 def start(unit: str, limit_s: float) -> None:
-    """Start a unit and return when it is up; earlier failures do not count."""
+    """Start a unit and wait until it is active; earlier failures do not count."""
     reset(unit)
-    _order("start", unit, limit_s=limit_s)
+    _change("start", unit, limit_s=limit_s)
 
 
 def stop(unit: str, limit_s: float) -> None:
-    """Stop a unit and return when it is down."""
-    _order("stop", unit, limit_s=limit_s)
+    _change("stop", unit, limit_s=limit_s)
 
 
 def enable(unit: str) -> None:
-    """Have a unit start with the host."""
-    _order("enable", unit, limit_s=_LINK_S)
+    _change("enable", unit, limit_s=_LINK_S)
 
 
 def disable(unit: str) -> None:
-    """Have a unit not start with the host."""
-    _order("disable", unit, limit_s=_LINK_S)
+    _change("disable", unit, limit_s=_LINK_S)
 
 
 def listed(pattern: str) -> list[str]:
     """Return the loaded units that match ``pattern``, in any state."""
-    said = _told("list-units", "--all", "--plain", "--no-legend", pattern)
-    return [line.split()[0] for line in said.splitlines() if line.strip()]
+    output = _query("list-units", "--all", "--plain", "--no-legend", pattern)
+    return [line.split()[0] for line in output.splitlines() if line.strip()]
 
 
 def is_stopping() -> bool:
-    """Return whether the machine is on its way down."""
+    """Return whether the machine is shutting down."""
     return systemctl("is-system-running").stdout.strip() == "stopping"
 
 
 def journal(invocation_id: str, unit: str, lines: int | None = None) -> list[str]:
-    """Return what one run of a unit printed, oldest line first."""
+    """Return the log of a unit's run, oldest line first; of all runs without an id."""
     words = ["journalctl", "--no-pager", "-q", "-o", "cat", "-u", unit]
     if invocation_id:
         words.append(f"_SYSTEMD_INVOCATION_ID={invocation_id}")
     if lines is not None:
         words += ["-n", str(lines)]
-    said = beginning_of(words, _JOURNAL_S, _JOURNAL_BYTES)
-    if said is None:
+    output = read_output_start(words, _JOURNAL_S, _JOURNAL_BYTES)
+    if output is None:
         return [f"(journalctl gave no answer within {_JOURNAL_S:.0f} s)"]
-    return said.splitlines()
+    return output.splitlines()

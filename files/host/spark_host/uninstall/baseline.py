@@ -13,7 +13,7 @@ from spark_contract.keep import Before, Footprint
 from spark_contract.paths import Paths
 
 from spark_host.system import docker, systemd
-from spark_host.system.programs import finished
+from spark_host.system.programs import run_program
 
 RECORD = "before.json"
 _LIMIT_S = 900.0  # apt on a busy host
@@ -58,7 +58,7 @@ def seen(wanted: Footprint, paths: Paths) -> Before:
         masked=masked(wanted.masked),
         boot_target=boot_target(),
         docker_members=docker_members(),
-        images=tuple(sorted(str(image.get("Id")) for image in docker.ask("/images/json") or [])),
+        images=tuple(sorted(str(image.get("Id")) for image in docker.query("/images/json") or [])),
         directories=directories(wanted, paths),
         files={path: content_of(paths.below(path)) for path in wanted.shared_files},
     )
@@ -114,4 +114,4 @@ def directories(wanted: Footprint, paths: Paths) -> tuple[str, ...]:
 
 def told(*argv: str) -> str:
     """Return what a program prints, in English; empty where it is not installed."""
-    return finished(["env", "DEBIAN_FRONTEND=noninteractive", *argv], _LIMIT_S).stdout
+    return run_program(["env", "DEBIAN_FRONTEND=noninteractive", *argv], _LIMIT_S).stdout

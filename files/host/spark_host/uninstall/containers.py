@@ -44,7 +44,7 @@ def of_others() -> Others:
         raise HostToolError("docker", "does not answer, so nobody knows what is in it", fix)
     mine = set(docker.engine_containers())
     names, gpu, images = [], [], set()
-    for item in docker.ask("/containers/json?all=1") or []:
+    for item in docker.query("/containers/json?all=1") or []:
         name = str((item.get("Names") or [item.get("Id")])[0]).lstrip("/")
         if name in mine:
             continue

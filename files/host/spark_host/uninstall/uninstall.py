@@ -18,9 +18,8 @@ from spark_contract.release import service_of
 from spark_host.prune import holdings
 from spark_host.rollout.rollout import one_at_a_time
 from spark_host.system import docker, systemd
-from spark_host.system.ports import Host
-from spark_host.system.programs import answer, finished
-from spark_host.system.stored import names
+from spark_host.system.host import Host, release_names
+from spark_host.system.programs import print_json, run_program
 from spark_host.uninstall import baseline, ours, packages
 
 _STOP_LIMIT_S = 900.0
@@ -123,7 +122,7 @@ def _forget(name: str) -> None:
 
 
 def _run(*argv: str) -> None:
-    said = finished(argv, 60)
+    said = run_program(argv, 60)
     if said.returncode != 0:
         raise HostToolError(" ".join(argv), said.stderr.strip(), "mend it, then run again")
 
@@ -141,8 +140,8 @@ def main(verb: str, text: str, paths: Paths) -> int:
         return 0
     with ExitStack() as locks:
         if verb == "uninstall":
-            for service in sorted({service_of(name) for name in names(paths)}):
+            for service in sorted({service_of(name) for name in release_names(paths)}):
                 locks.enter_context(one_at_a_time(service, Host(paths)))
         found = remove(wanted, paths) if verb == "uninstall" else ours.look(wanted, paths)
-    answer(found)
+    print_json(found)
     return 1 if found.problems else 0

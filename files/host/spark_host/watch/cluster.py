@@ -16,8 +16,8 @@ from spark_contract.paths import Paths
 from spark_contract.release import Member, Release
 
 from spark_host.records import boot
-from spark_host.system import members
-from spark_host.system.ports import Host
+from spark_host.system import cluster
+from spark_host.system.host import Host
 
 _CONNECT_S = 3.0
 # So many in a row, beside the time: a busy host may miss one.
@@ -63,7 +63,7 @@ class Together:
             over.wait(min(self._release.watch.interval_s, _SILENT_S / _SILENT_LOOKS))
 
     def _left(self) -> str | None:
-        away = members.missing(self._release, self._paths)
+        away = cluster.missing_members(self._release, self._paths)
         self._complete = self._complete or not away
         return f"{_named(away)} left the cluster" if away and self._complete else None
 
@@ -115,7 +115,7 @@ class Together:
         return self._release.cluster.members if self._release.cluster else ()
 
     def _is_own(self, one: Member) -> bool:
-        return one == members.own(self._release, self._paths)
+        return one == cluster.own_member(self._release, self._paths)
 
     def _port(self) -> int:
         return self._release.cluster.proven_port if self._release.cluster else 0

@@ -18,8 +18,8 @@ from spark_contract.release import Release
 from spark_contract.units import GATEWAY, WATCH
 
 from spark_host.records import boot, proof
-from spark_host.system import folders, programs, stored
-from spark_host.system.ports import Host
+from spark_host.system import folders, programs
+from spark_host.system.host import Host, load_gateway, release_names
 from spark_host.system.programs import log
 
 CERTIFICATE_DAYS = 30
@@ -37,7 +37,7 @@ _GIB = 1 << 30
 
 def look(host: Host) -> DailyLook:
     """Return what is wrong now."""
-    running = [release for name in stored.names(host.paths) if (release := _running(name, host))]
+    running = [release for name in release_names(host.paths) if (release := _running(name, host))]
     found = (
         *_watched(running, host),
         *_certificates(running, host.paths),
@@ -67,7 +67,7 @@ def _watched(running: list[Release], host: Host) -> Iterator[Problem]:
 def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
     for service in sorted({release.service for release in running}):
         try:
-            tls = stored.gateway_of(service, paths).tls
+            tls = load_gateway(service, paths).tls
         except HostToolError as error:
             yield Problem("gateway", error.what, error.fix)
             continue
@@ -149,7 +149,7 @@ def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
 
 
 def _trees(host: Host) -> Iterator[Problem]:
-    for service in sorted({r.service for n in stored.names(host.paths) if (r := host.release(n))}):
+    for service in sorted({r.service for n in release_names(host.paths) if (r := host.release(n))}):
         for name in boot.enabled(service, host):
             release = host.release(name)
             gone = [

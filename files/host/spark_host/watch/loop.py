@@ -24,8 +24,8 @@ from spark_host.engine.client import Engine, EngineError, SilentError
 from spark_host.engine.memory import Floor, available_bytes, read_free_blocks
 from spark_host.engine.metrics import Metrics
 from spark_host.gateway import gateway
-from spark_host.system import members, systemd
-from spark_host.system.stored import load
+from spark_host.system import cluster, systemd
+from spark_host.system.host import load_release
 from spark_host.watch import sensors
 from spark_host.watch.cluster import Together
 from spark_host.watch.sensors import Thermometer
@@ -95,10 +95,10 @@ class Judge:
 
 def run(name: str, paths: Paths) -> int:
     """Watch a release until its unit ends (systemd stops the watch with it)."""
-    release = load(name, paths)
+    release = load_release(name, paths)
     engine = Engine.of(release, paths)
     judge, floor = Judge(release.watch), Floor(release.memory.floor_bytes)
-    worker, together = members.is_worker(release, paths), Together(release, paths)
+    worker, together = cluster.is_worker(release, paths), Together(release, paths)
     held = None
     over = threading.Event()
     threading.Thread(target=_look_beside, args=(release, paths, over), daemon=True).start()

@@ -1,0 +1,123 @@
+"""The members of a cluster: this host's rank, who has joined, and the firewall of its ports.
+
+The engine's ranks keep connections to the port of the head, and the kernel closes them when a
+process exits, so the kernel's tables show who has joined and who has left.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Cluster, Member, Release
+
+from spark_host.system.host import load_release
+from spark_host.system.programs import error_line, run_program
+
+_ESTABLISHED = "01"
+_LOCAL = re.compile(r"\|-- ([0-9.]+)\n\s+/32 host LOCAL")
+_IPTABLES_S = 10.0
+_WAIT = ("-w", "5")  # for other programs that change rules
+
+
+def rank(release: Release, paths: Paths) -> int:
+    """Return this host's rank; 0 without a cluster.
+
+    Raises:
+        HostToolError: This host has no address of a member, or several.
+    """
+    if release.cluster is None:
+        return 0
+    addresses = set(_LOCAL.findall(paths.below("/proc/net/fib_trie").read_text()))
+    members = release.cluster.members
+    ranks = [number for number, member in enumerate(members) if member.address in addresses]
+    if len(ranks) != 1:
+        named = ", ".join(f"{member.host} {member.address}" for member in members)
+        raise HostToolError(
+            f"cluster of {release.name}",
+            f"this host has {len(ranks)} of its addresses ({named})",
+            "restore the addresses of the fabric, or deploy all members again",
+        )
+    return ranks[0]
+
+
+def own_member(release: Release, paths: Paths) -> Member | None:
+    """Return this host's member; ``None`` without a cluster."""
+    return release.cluster.members[rank(release, paths)] if release.cluster else None
+
+
+def is_worker(release: Release, paths: Paths) -> bool:
+    """Return whether another host is the head, which answers requests."""
+    return rank(release, paths) > 0
+
+
+def missing_members(release: Release, paths: Paths) -> list[Member]:
+    """Return members that have not joined: the head sees all others, a worker only the head."""
+    cluster = release.cluster
+    if cluster is None:
+        return []
+    others = cluster.members[1:] if rank(release, paths) == 0 else cluster.members[:1]
+    joined = _connected_addresses(cluster.port, paths)
+    return [member for member in others if member.address not in joined]
+
+
+def missing_names(release: Release, paths: Paths) -> str:
+    return ", ".join(member.host for member in missing_members(release, paths))
+
+
+def _connected_addresses(port: int, paths: Paths) -> set[str]:
+    """Return the remote addresses of connections from or to a port."""
+    addresses = set()
+    for name in ("tcp", "tcp6"):
+        table = paths.below(f"/proc/net/{name}")
+        lines = table.read_text().splitlines()[1:] if table.exists() else []
+        for _, local, remote, state, *_ in (line.split(maxsplit=4) for line in lines):
+            ports = {int(end.rpartition(":")[2], 16) for end in (local, remote)}
+            if state == _ESTABLISHED and port in ports:
+                digits = remote.rpartition(":")[0][-8:]  # the IPv4 part of either table
+                number = int.from_bytes(bytes.fromhex(digits), "little")
+                addresses.add(str(ipaddress.IPv4Address(number)))
+    return addresses
+
+
+def fence(words: Sequence[str], paths: Paths) -> int:
+    """Open (``up RELEASE``) or remove (``down RELEASE``) the firewall of a cluster's ports.
+
+    Only members may connect, because the engine's store listens on all addresses. The unit ignores
+    a failure: then the host serves and the journal shows that the ports are open.
+    """
+    if len(words) != 2 or words[0] not in ("up", "down"):
+        raise HostToolError(
+            "fence", f"unknown words {list(words)}", "use up or down, and a release"
+        )
+    release = load_release(words[1], paths)
+    cluster = release.cluster
+    if cluster is None:
+        return 0
+    chain = f"SPARK-{release.name[-12:]}"
+    jump = ("INPUT", "-p", "tcp", "--dport", f"{cluster.port}:{cluster.proven_port}", "-j", chain)
+    for program in ("iptables", "ip6tables"):
+        for order in (("-D", *jump), ("-F", chain), ("-X", chain)):  # of an earlier start
+            run_program([program, *_WAIT, *order], _IPTABLES_S)
+        if words[0] == "up":
+            _add_chain(program, chain, cluster, jump)
+    return 0
+
+
+def _add_chain(program: str, chain: str, cluster: Cluster, jump: tuple[str, ...]) -> None:
+    # No member uses IPv6.
+    addresses = [member.address for member in cluster.members] if program == "iptables" else []
+    sources = [("-i", "lo"), *(("-s", address) for address in addresses)]
+    rules = [("-A", chain, *source, "-j", "RETURN") for source in sources]
+    # The jump is last, so that the chain is complete from its first packet.
+    for order in (("-N", chain), *rules, ("-A", chain, "-j", "DROP"), ("-I", *jump)):
+        done = run_program([program, *_WAIT, *order], _IPTABLES_S)
+        if done.returncode != 0:
+            raise HostToolError(
+                "fence",
+                f"the ports of the cluster stay open to all hosts ({error_line(done)})",
+                "separate its network from others, or let only members in by a firewall",
+            )

@@ -1,1 +1,0 @@
-"""The network between hosts: its addresses, and how much it carries."""

@@ -1,0 +1,279 @@
+"""Sets the addresses of the ports between hosts: temporary first, permanent after confirmation.
+
+The trial file is in netplan's folder below /run. A timer or a power cut removes it, so no host
+keeps a network that nobody can reach.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from spark_contract import documents, files
+from spark_contract.errors import HostToolError
+from spark_contract.fabric import (
+    APPLY_UNIT,
+    KEPT_NETPLAN,
+    NETPLAN_FILE,
+    NETPLAN_TRIAL,
+    RETURN_UNIT,
+    TRY_AGAIN,
+    FabricPlan,
+    FabricPort,
+    FabricRecord,
+)
+from spark_contract.paths import RUN_DIR, STATE_DIR, Paths
+from spark_contract.tool import FABRIC, HOST_TOOL
+
+from spark_host.system import systemd
+from spark_host.system.programs import error_line, run_program
+
+_APPLY_S = 30.0  # less than the controller's time limit for a command
+_PAUSE_S = 0.5
+_STILL_S = 2.0  # without changes, the network manager has finished
+# netplan stops NetworkManager to apply a change, which removes the addresses of all its interfaces;
+# a lease returns a few seconds later.
+_REGAIN_S = 10.0
+_TRIED = f"{RUN_DIR}/fabric.json"
+_KEPT = f"{STATE_DIR}/fabric/record.json"
+_TRANSIENT = ("systemd-run", "--quiet", "--collect")
+
+
+def main(words: Sequence[str], paths: Paths) -> int:
+    """``try`` (a plan on stdin), ``settled``, ``confirm`` or ``restore [--unconfirmed]``."""
+    with _locked(paths):
+        match list(words):
+            case ["try"]:
+                _try(documents.parse(FabricPlan, sys.stdin.read()), paths)
+            case ["settled"]:
+                _wait_until_settled(paths)
+            case ["confirm"]:
+                _confirm(paths)
+            case ["restore"] | ["restore", "--unconfirmed"]:
+                _restore(paths, unconfirmed=len(words) == 2)
+            case _:
+                usage = "use try, settled, confirm or restore"
+                raise HostToolError("fabric", f"unknown words {list(words)}", usage)
+    return 0
+
+
+@contextmanager
+def _locked(paths: Paths) -> Iterator[None]:
+    """Serialise confirmation and the timer's restore."""
+    paths.run.mkdir(parents=True, exist_ok=True)
+    # Only root: a user who can read the file could lock it and prevent the restore.
+    lock = os.open(paths.run / "fabric.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _try(plan: FabricPlan, paths: Paths) -> None:
+    """Write the trial file, schedule its removal, then apply it."""
+    trial = paths.below(NETPLAN_TRIAL)
+    if paths.below(NETPLAN_FILE).exists():
+        fix = "remove it first: spark-deploy fabric --restore"
+        raise HostToolError(NETPLAN_FILE, "another managed network is in use", fix)
+    if trial.exists():  # replacing it would leave its addresses behind
+        raise HostToolError(NETPLAN_TRIAL, "another trial is running", TRY_AGAIN)
+    # systemd may still have the timer of a trial that has just ended.
+    run_program(["systemctl", "stop", f"{RETURN_UNIT}.timer", f"{RETURN_UNIT}.service"], _APPLY_S)
+    managed = {port.interface for port in plan.ports}
+    record = FabricRecord(
+        plan.ports,
+        {port.interface: int(_link(port)["mtu"]) for port in plan.ports},
+        {name: found for name, found in _addresses().items() if found and name not in managed},
+        _default_routes(),
+    )
+    files.write_text(paths.below(_TRIED), documents.text_of(record), 0o600)
+    files.write_text(trial, plan.netplan, 0o600)
+    timer = [
+        *_TRANSIENT, f"--unit={RETURN_UNIT}", f"--on-active={plan.confirm_s}",
+        "--timer-property=AccuracySec=1s", HOST_TOOL, FABRIC, "restore", "--unconfirmed",
+    ]  # fmt: skip
+    try:
+        _must(["netplan", "generate"], "netplan rejects the file")
+        _must(timer, "systemd rejects the timer of the restore")
+    except HostToolError:
+        files.remove(trial)
+        raise
+    # In another process, because the caller may lose the connection.
+    apply = [*_TRANSIENT, "--no-block", f"--unit={APPLY_UNIT}", "netplan", "apply"]
+    _must(apply, "systemd rejects the change")
+
+
+def _confirm(paths: Paths) -> None:
+    """Make the trial permanent once it has settled; the second call does nothing."""
+    trial, kept = paths.below(NETPLAN_TRIAL), paths.below(NETPLAN_FILE)
+    if not trial.exists() and kept.exists():
+        return
+    record = _wait_until_settled(paths)
+    files.write_text(paths.below(_KEPT), documents.text_of(record), 0o600)
+    files.write_text(kept, trial.read_text(), 0o600)
+    files.remove(trial)
+    run_program(["systemctl", "stop", f"{RETURN_UNIT}.timer"], _APPLY_S)
+
+
+def _restore(paths: Paths, *, unconfirmed: bool) -> None:
+    """Restore the ports; with ``unconfirmed`` only from a trial."""
+    trial, kept = paths.below(NETPLAN_TRIAL), paths.below(NETPLAN_FILE)
+    if not trial.exists() and (unconfirmed or not kept.exists()):
+        return
+    tried = paths.below(_TRIED if trial.exists() else _KEPT)
+    record = files.load(FabricRecord, tried, "no managed network") if tried.exists() else None
+    if kept.exists() and not unconfirmed:
+        files.write_text(paths.below(KEPT_NETPLAN), kept.read_text(), 0o600)
+        files.remove(kept)
+    files.remove(trial)
+    try:
+        _must(["netplan", "apply"], "netplan rejects the previous network")
+    finally:  # routes to this host return even if netplan fails
+        if record:
+            _reset_ports(record)
+        if record and unconfirmed:
+            _restore_others(record)
+    files.remove(tried)
+    if not unconfirmed:
+        run_program(["systemctl", "stop", f"{RETURN_UNIT}.timer"], _APPLY_S)
+
+
+def _reset_ports(record: FabricRecord) -> None:
+    """Remove addresses that networkd leaves on interfaces that netplan no longer names."""
+    for port in record.ports:
+        _ip("address", "delete", port.address, "dev", port.interface)
+        mtu = record.mtu_before.get(port.interface, 1500)
+        _ip("link", "set", port.interface, "mtu", str(mtu))
+
+
+def _restore_others(record: FabricRecord) -> None:
+    """Restore addresses and routes of other interfaces if the trial removed them.
+
+    Seen with networkd 252: it gave the address of a port to another interface, which lost its own
+    address, and crashed.
+    """
+    until = time.monotonic() + _REGAIN_S
+    time.sleep(_PAUSE_S)  # the network manager continues after `netplan apply`
+    while _lost(record, now := _addresses()) and time.monotonic() < until:
+        time.sleep(_PAUSE_S)
+    managed = {port.address for port in record.ports}
+    for name in record.addresses_before:
+        for address in managed.intersection(now.get(name, ())):
+            _ip("address", "delete", address, "dev", name)
+    for name, address in _lost(record, now):
+        print(f"{name} lost {address}; restoring it", flush=True)
+        _ip("address", "replace", address, "dev", name)
+    present = {_version(route) for route in _default_routes()}
+    for route in record.routes_before:
+        if _version(route) not in present:
+            _ip(_version(route), "route", "replace", *route.split())
+
+
+def _lost(record: FabricRecord, now: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """Return interfaces and addresses that vanished without a successor (a new lease)."""
+    managed = {port.address for port in record.ports}
+    return [
+        (name, address)
+        for name, before in record.addresses_before.items()
+        for address in before
+        if _version(address) not in {_version(a) for a in now.get(name, ()) if a not in managed}
+    ]
+
+
+def _version(text: str) -> str:
+    """Return the option of ``ip`` for the version of an address or a route."""
+    return "-6" if ":" in text else "-4"
+
+
+def _wait_until_settled(paths: Paths) -> FabricRecord:
+    """Wait until netplan has finished and all ports have address and MTU; return the record.
+
+    Only then does a login prove anything. The network manager may change other interfaces for a
+    moment; an address that such an interface does not regain is left to the login that follows.
+
+    Raises:
+        HostToolError: The trial is over, or a port is not configured in time.
+    """
+    if not paths.below(NETPLAN_TRIAL).exists():
+        fix = "raise fabric.confirm_s, and run it again"
+        raise HostToolError("fabric", "not confirmed in time: the old network is back", fix)
+    record = files.load(FabricRecord, paths.below(_TRIED), "no record of the trial")
+    began = time.monotonic()
+    seen, since = None, 0.0
+    while time.monotonic() < began + _APPLY_S:
+        missing = [port for port in record.ports if not _is_set(port)]
+        now = (missing, _is_applying(), _addresses(), _default_routes())
+        if now != seen:
+            seen, since = now, time.monotonic()
+        regained = not _lost(record, now[2]) or time.monotonic() >= began + _REGAIN_S
+        if regained and not (missing or now[1]) and time.monotonic() - since >= _STILL_S:
+            return record
+        time.sleep(_PAUSE_S)
+    message = f"addresses still change after {_APPLY_S:.0f} s"
+    if seen and seen[0]:
+        port = seen[0][0]
+        message = f"{port.interface} did not get {port.address} with MTU {port.mtu}"
+    elif seen and seen[1]:  # a login now would prove the old network
+        message = f"netplan did not finish within {_APPLY_S:.0f} s"
+    fix = f"read `journalctl -u {APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
+    raise HostToolError("fabric", message, fix)
+
+
+def _is_applying() -> bool:
+    state = systemd.state(f"{APPLY_UNIT}.service", "ActiveState").get("ActiveState")
+    return state not in ("inactive", "failed", None)
+
+
+def _addresses() -> dict[str, tuple[str, ...]]:
+    """Return this host's global addresses by interface."""
+    shown = _ip("-j", "address", "show", "scope", "global")
+    return {
+        link["ifname"]: tuple(
+            f"{entry['local']}/{entry['prefixlen']}"
+            for entry in link["addr_info"]
+            if entry and not entry.get("temporary")
+        )
+        for link in json.loads(shown or "[]")
+        if link  # `ip` prints an empty object for each filtered interface and address
+    }
+
+
+def _default_routes() -> tuple[str, ...]:
+    """Return the default routes except those that a router advertises."""
+    shown = [_ip(version, "route", "show", "default") for version in ("-4", "-6")]
+    lines = (line.strip() for text in shown for line in text.splitlines())
+    return tuple(line for line in lines if line and " proto ra " not in f"{line} ")
+
+
+def _is_set(port: FabricPort) -> bool:
+    link = _link(port)
+    addresses = {f"{entry['local']}/{entry['prefixlen']}" for entry in link["addr_info"]}
+    return port.address in addresses and link["mtu"] == port.mtu
+
+
+def _link(port: FabricPort) -> dict[str, Any]:
+    links: list[dict[str, Any]] = json.loads(
+        _ip("-j", "address", "show", "dev", port.interface) or "[]"
+    )
+    if not links:
+        fix = "list the interfaces (`ip link`), then set fabric.interfaces"
+        raise HostToolError(port.interface, "no such interface", fix)
+    return links[0]
+
+
+def _ip(*words: str) -> str:
+    return run_program(["ip", *words], 10).stdout
+
+
+def _must(argv: list[str], message: str) -> None:
+    done = run_program(argv, _APPLY_S)
+    if done.returncode != 0:
+        fix = f"try `{' '.join(argv[:2])}` on the host"
+        raise HostToolError("fabric", f"{message}: {error_line(done)}", fix)

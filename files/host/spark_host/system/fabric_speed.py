@@ -1,0 +1,185 @@
+"""Measures the TCP throughput between two hosts, limited in bytes and in seconds.
+
+It finds slow cables, wrong routes and packets that are too large. The listener uses a single
+address, accepts only the holder of a one-time token, and then exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import socket
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from spark_contract import documents
+from spark_contract.errors import HostToolError
+from spark_contract.fabric import SpeedFound, SpeedOrder
+from spark_contract.paths import Paths
+
+from spark_host.system.programs import print_json
+
+_STREAMS = 4  # a single stream is limited by a core
+_CHUNK_BYTES = 1 << 20
+_MEET_S = 10.0  # until both sides are there
+_STRANGERS = 64  # connections with a wrong token, after which the listener exits
+_RETRY_S = 0.1
+_WELCOME = b"+"
+# Close a stream without waiting for its last bytes.
+_LINGER = struct.pack("ii", 1, 0)
+
+
+def main(words: Sequence[str], paths: Paths) -> int:
+    """``listen`` or ``send``, with a ``SpeedOrder`` on standard input."""
+    if list(words) not in (["listen"], ["send"]):
+        raise HostToolError("fabric-speed", f"unknown words {list(words)}", "use listen or send")
+    order = documents.parse(SpeedOrder, sys.stdin.read())
+    if words[0] == "listen":
+        listen(order)
+    else:
+        print_json(send(order))
+    return 0
+
+
+def listen(order: SpeedOrder) -> None:
+    """Receive the sender's data and discard it.
+
+    Raises:
+        HostToolError: The address is not available, or no sender connected.
+    """
+    until = time.monotonic() + _MEET_S
+    streams: list[socket.socket] = []
+    where = f"{order.address}:{order.port}"
+    try:
+        server = socket.create_server((order.address, order.port), backlog=_STREAMS + _STRANGERS)
+    except OSError as error:
+        raise HostToolError(where, f"cannot listen ({error})", "run it again") from error
+    with server:
+        for _ in range(_STREAMS + _STRANGERS):
+            if len(streams) == _STREAMS or (left_s := until - time.monotonic()) <= 0:
+                break
+            server.settimeout(left_s)
+            with contextlib.suppress(TimeoutError):
+                stream = server.accept()[0]
+                if _has_token(stream, order.token):
+                    streams.append(stream)
+                else:
+                    stream.close()
+    if len(streams) < _STREAMS:
+        message = f"{len(streams)} of {_STREAMS} connections came within {_MEET_S:.0f} s"
+        raise HostToolError(where, message, "see the sender's error")
+    # Only now, so that all streams start together.
+    until = time.monotonic() + order.most_s + _MEET_S
+    for stream in streams:
+        stream.sendall(_WELCOME)
+    _run_threads([partial(_discard, stream, order.most_bytes, until) for stream in streams])
+
+
+def _has_token(stream: socket.socket, token: str) -> bool:
+    stream.settimeout(1.0)
+    received = b""
+    with contextlib.suppress(OSError):
+        while len(received) < len(token) and (more := stream.recv(len(token) - len(received))):
+            received += more
+    return hmac.compare_digest(received, token.encode())
+
+
+def _discard(stream: socket.socket, most_bytes: int, until: float) -> None:
+    """Let the kernel drop incoming data until the end of the stream or a limit."""
+    buffer, left = bytearray(_CHUNK_BYTES), most_bytes
+    with contextlib.suppress(OSError):
+        while left > 0 and (left_s := until - time.monotonic()) > 0:
+            stream.settimeout(left_s)
+            count = stream.recv_into(buffer, _CHUNK_BYTES, socket.MSG_TRUNC)
+            if count == 0:
+                return
+            left -= count
+
+
+def send(order: SpeedOrder) -> SpeedFound:
+    """Send zeros through an interface, up to the limits of the order.
+
+    Raises:
+        HostToolError: The listener cannot be reached.
+    """
+    streams = [_connect(order) for _ in range(_STREAMS)]
+    for stream in streams:
+        _wait_for_welcome(stream, order)
+    began = time.monotonic()
+    results: list[tuple[int, float]] = []
+
+    def push(stream: socket.socket) -> None:
+        arrived = _send_zeros(stream, order.most_bytes // _STREAMS, began + order.most_s)
+        results.append((arrived, time.monotonic()))
+
+    _run_threads([partial(push, stream) for stream in streams])
+    arrived_bytes = sum(arrived for arrived, _ in results)
+    return SpeedFound(arrived_bytes, max(ended for _, ended in results) - began)
+
+
+def _connect(order: SpeedOrder) -> socket.socket:
+    until = time.monotonic() + _MEET_S
+    while True:
+        stream = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, order.interface.encode())
+            stream.settimeout(max(_RETRY_S, until - time.monotonic()))
+            stream.connect((order.address, order.port))
+            stream.sendall(order.token.encode())
+        except OSError as error:
+            stream.close()
+            if time.monotonic() + _RETRY_S > until:
+                raise _unreachable(order, str(error)) from error
+            time.sleep(_RETRY_S)
+        else:
+            return stream
+
+
+def _wait_for_welcome(stream: socket.socket, order: SpeedOrder) -> None:
+    try:
+        received = stream.recv(1)
+    except OSError as error:
+        raise _unreachable(order, str(error)) from error
+    if received != _WELCOME:
+        raise _unreachable(order, "the listener closed the connection")
+
+
+def _unreachable(order: SpeedOrder, reason: str) -> HostToolError:
+    return HostToolError(
+        f"{order.interface} to {order.address}:{order.port}",
+        f"no connection ({reason})",
+        "check for a firewall between the hosts, and that the other port is up: ip address",
+    )
+
+
+def _send_zeros(stream: socket.socket, most_bytes: int, until: float) -> int:
+    """Return how many bytes the receiver acknowledged in time."""
+    chunk, handed = memoryview(bytes(_CHUNK_BYTES)), 0
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER)
+    with stream, contextlib.suppress(OSError):
+        while handed < most_bytes and (left_s := until - time.monotonic()) > 0:
+            stream.settimeout(left_s)
+            with contextlib.suppress(TimeoutError):
+                handed += stream.send(chunk[: most_bytes - handed])
+        while (waiting := _unacknowledged(stream)) and time.monotonic() < until:
+            time.sleep(0.0005)
+        return handed - waiting
+    return 0
+
+
+def _unacknowledged(stream: socket.socket) -> int:
+    return int(struct.unpack("i", fcntl.ioctl(stream, termios.TIOCOUTQ, bytes(4)))[0])
+
+
+def _run_threads(tasks: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=task, daemon=True) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,146 @@
+"""The host: documents, releases, systemd and time; rollout tests replace these by simulations."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from spark_contract import documents, files
+from spark_contract.documents import DocumentError
+from spark_contract.errors import HostToolError
+from spark_contract.gateway import Gateway
+from spark_contract.paths import Paths
+from spark_contract.release import Release, service_of
+from spark_contract.units import RELEASE_NAME
+
+from spark_host.system import systemd
+from spark_host.system.systemd import UnitState
+
+_T = TypeVar("_T")
+
+
+def default_paths() -> Paths:
+    """Return the paths below ``SPARK_ROOT`` (set by tests), by default ``/``."""
+    return Paths(Path(os.environ.get("SPARK_ROOT", "/")))
+
+
+def read_document(kind: type[_T], path: Path) -> _T | None:
+    """Return a document, or ``None`` if it is absent, malformed or cut short by a power loss."""
+    try:
+        return documents.parse(kind, path.read_text())
+    except (FileNotFoundError, NotADirectoryError, DocumentError, UnicodeDecodeError):
+        return None
+
+
+def write_document(path: Path, document: Any) -> None:
+    """Replace ``path`` by a document, atomically and durably."""
+    files.write_text(path, documents.text_of(document))
+
+
+def load_gateway(service: str, paths: Paths) -> Gateway:
+    """Return the settings of a service's gateway; ``HostToolError`` if absent or malformed."""
+    return files.load(Gateway, paths.gateway_settings(service), "no settings of the gateway")
+
+
+def load_release(name: str, paths: Paths) -> Release:
+    """Return a release; ``HostToolError`` if absent, malformed or with another name."""
+    service_of(name)
+    path = paths.release(name)
+    release = files.load(Release, path, "no such release")
+    if release.name != name:
+        message = f"contains the name {release.name!r}"
+        raise HostToolError(str(path), message, "run the deploy again", 2)
+    return release
+
+
+def release_names(paths: Paths) -> list[str]:
+    """Return the names of all releases on this host."""
+    if not paths.releases.is_dir():
+        return []
+    names = (entry.name for entry in paths.releases.iterdir())
+    return sorted(n for n in names if RELEASE_NAME.match(n) and paths.release(n).is_file())
+
+
+def _list_folder(path: Path) -> list[str]:
+    return sorted(os.listdir(path)) if path.is_dir() else []
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Take the lock at ``path``; ``BlockingIOError`` if another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not inheritable: a child must not keep the lock of a killed process.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Disk:
+    """Documents, locks and releases."""
+
+    read = staticmethod(read_document)
+    write = staticmethod(write_document)
+    remove = staticmethod(files.remove)
+    exists = staticmethod(Path.exists)
+    listed = staticmethod(_list_folder)
+    locked = staticmethod(_locked)
+    load = staticmethod(load_release)
+    names = staticmethod(release_names)
+
+
+class Clock:
+    """Time in seconds, and as text for documents."""
+
+    monotonic = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
+    now = staticmethod(files.now)
+
+
+class Units(Protocol):
+    """The part of ``system/systemd.py`` that rollouts use."""
+
+    def show(self, units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]: ...
+    def state(self, unit: str, *properties: str) -> UnitState: ...
+    def is_active(self, unit: str) -> bool: ...
+    def invocation(self, unit: str) -> str | None: ...
+    def listed(self, pattern: str) -> list[str]: ...
+    def journal(self, invocation_id: str, unit: str, lines: int | None = None) -> list[str]: ...
+    def is_stopping(self) -> bool: ...
+    def reload(self) -> None: ...
+    def reset(self, unit: str) -> None: ...
+    def begin(self, unit: str) -> None: ...
+    def start(self, unit: str, limit_s: float) -> None: ...
+    def stop(self, unit: str, limit_s: float) -> None: ...
+    def enable(self, unit: str) -> None: ...
+    def disable(self, unit: str) -> None: ...
+
+
+_DISK, _CLOCK = Disk(), Clock()
+
+
+@dataclass(frozen=True)
+class Host:
+    paths: Paths
+    disk: Disk = _DISK
+    units: Units = systemd
+    clock: Clock = _CLOCK
+
+    def release(self, name: str | None) -> Release | None:
+        """Return a release; ``None`` if it cannot be read."""
+        try:
+            return self.disk.load(name, self.paths) if name else None
+        except HostToolError:
+            return None
+
+    def releases(self, service: str) -> list[str]:
+        """Return the names of a service's releases on this host."""
+        return [name for name in self.disk.names(self.paths) if service_of(name) == service]
