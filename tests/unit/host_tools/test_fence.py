@@ -75,7 +75,9 @@ def test_a_release_that_serves_alone_has_no_fence(
 
 def test_a_host_that_cannot_do_it_is_told_what_stays_open(asked: Path) -> None:
     (asked.parent / "refuses").write_text("-N")
-    with pytest.raises(HostToolError, match=r"stay open to all hosts \(No chain by that name") as caught:
+    with pytest.raises(
+        HostToolError, match=r"stay open to all hosts \(No chain by that name"
+    ) as caught:
         fence.fence(["up", "any"], Paths(asked.parent))
     assert "firewall" in str(caught.value)
     with pytest.raises(HostToolError, match="up or down"):
