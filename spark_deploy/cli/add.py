@@ -1,170 +1,51 @@
-"""``spark-deploy add``: one command from a repository, or a recipe of others, to a catalog file."""
+"""``spark-deploy add``: a catalog file from a repository, a shared file or a recipe."""
 
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
-from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described
+from spark_contract import orders
+from spark_contract.documents import text_of
+from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described, Scheme
 
-from spark_deploy.cli import repository, run_pyinfra, use
-from spark_deploy.cli.draft import Draft
+from spark_deploy.cli import run_pyinfra, share, use
+from spark_deploy.cli.catalog_files import Draft, write_files
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
-from spark_deploy.cli.install_shared import take, write_files
 from spark_deploy.cli.options import FILE, Options, host_names, profile_option, shared_options
-from spark_deploy.cli.plan_text import plan_lines
+from spark_deploy.cli.plan_text import plan_lines, row
 from spark_deploy.cli.recipes import draft_of_recipe
-from spark_deploy.cli.share import read
-from spark_deploy.cli.terminal import next_command, note, print_result
+from spark_deploy.cli.terminal import next_command, note, print_problem, print_result
 from spark_deploy.config.catalog.anatomy import Anatomy
-from spark_deploy.config.catalog.companions import is_repository
+from spark_deploy.config.catalog.companions import HUB_REPOSITORY, is_repository
 from spark_deploy.config.catalog.load import read_families
+from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.types import Engine, Engines, Families
-from spark_deploy.config.documents.shown import one_line
+from spark_deploy.config.documents.shown import one_line, shown
 from spark_deploy.config.documents.yaml_files import read_mapping
 from spark_deploy.config.errors import CatalogError, SparkError
 from spark_deploy.lock.anatomy import anatomy_of, ask_hub
 from spark_deploy.lock.hub import card_of
 from spark_deploy.lock.hub_token import read_hub_token
+from spark_deploy.lock.verify_names import workplace
+from spark_deploy.plan.checkpoint import exact_sets
 from spark_deploy.plan.resolve import pair_of
 
-# Other formats of the same weights, which the engine does not read.
+# The same weights in formats that the engine does not read.
 _OTHER_FORMATS = ("original/*", "metal/*", "onnx/*", "openvino/*", "*.gguf", "consolidated*")
-_MOST_BYTES = 1 << 50  # no file is larger
+_MAX_FILE_BYTES = 1 << 50
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What the hub says of a repository beside its files."""
-
-    license: str = ""
-    gated: bool = False
-    task: str = ""  # the hub's word: text-generation, sentence-similarity, ...
-
-
-def draft_of(
-    anatomy: Anatomy, found: Described, card: Card, engines: Engines, families: Families, asked: str
-) -> Draft:
-    """Return the file of a repository; ``asked`` is the revision that somebody named."""
-    draft = Draft(anatomy.repository, anatomy.commit)
-    draft.about = list(_about(anatomy, found, card, asked))
-    task = task_of(anatomy, found, card, engines)
-    if task != "chat":
-        draft.put("task", task, _WHY_TASK[task])
-    if anatomy.vision_bytes and anatomy.architecture.endswith("ForConditionalGeneration"):
-        draft.put("vision", True, "It has a tower for pictures; `engine.vision: on` uses it.")
-    if isinstance(found.documents.get(CONFIG, {}).get("audio_config"), dict):
-        draft.put(
-            "audio", True, "config.json describes a tower for sounds; the proof asks with two."
-        )
-    patterns = [
-        one for one in _OTHER_FORMATS
-        if any(fnmatch.fnmatchcase(path, one) for path in found.files)
-    ]  # fmt: skip
-    if patterns and any(path.startswith("model") for path in found.files):
-        draft.put("leave_out", patterns, "The same weights in other formats; not fetched.")
-    if task == "chat":
-        _parsers(draft, anatomy, families)
-    draft.open += list(_open(anatomy, found))
-    return draft
-
-
-def _parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
-    family = families.of(anatomy.model_type, anatomy.repository)
-    if family is None:
-        said = anatomy.model_type or "no model_type"
-        draft.open.append(f"parsers: none is known for {said}; tool calls and thinking stay text")
-        return
-    parsers = {"reasoning": family.reasoning, "tool_call": family.tool_call}
-    draft.put("parsers", {k: v for k, v in parsers.items() if v}, f"From {family.source}.")
-    checks = {"tool_call": bool(family.tool_call), "reasoning": bool(family.reasoning)}
-    draft.put(
-        "check",
-        {**{k: True for k, on in checks.items() if on}, "conversation": True},
-        "Asked beside the questions that any instruct model answers.",
-    )
-
-
-_WHY_TASK = {
-    "completion": "Without a chat template it goes on with texts; there is no chat.",
-    "embedding": "The repository or the hub calls it a model for embeddings.",
+_TASK_COMMENTS = {
+    "completion": "Without a chat template it completes texts; there is no chat.",
+    "embedding": "The repository or the hub calls it an embedding model.",
     "reranking": "The repository or the hub calls it a model that ranks documents.",
-    "classification": "The hub calls it a model that sorts texts into classes.",
+    "classification": "The hub calls it a text classification model.",
 }
-
-
-def task_of(anatomy: Anatomy, found: Described, card: Card, engines: Engines) -> str:
-    """Return what a repository is for, by its files first."""
-    name = anatomy.repository.lower()
-    if card.task == "text-ranking" or "rerank" in name:
-        return "reranking"
-    if card.task in ("text-classification", "zero-shot-classification"):
-        return "classification"
-    embeds = card.task in ("sentence-similarity", "feature-extraction")
-    if embeds or "modules.json" in found.files or "embedding" in name:
-        return "embedding"
-    named = anatomy.architecture
-    if any(named in one.pools and named not in one.generates for one in engines.engines.values()):
-        return "embedding"
-    template = found.documents.get(TOKENIZER, {}).get("chat_template")
-    has_file = any(path.startswith("chat_template.") for path in found.files)
-    return "chat" if template or has_file else "completion"
-
-
-def _about(anatomy: Anatomy, found: Described, card: Card, asked: str) -> Iterator[str]:
-    total = sum(size for size in found.files.values() if size and 0 < size < _MOST_BYTES)
-    yield (
-        f"Written by `spark-deploy add` from {anatomy.repository} at {asked}, which was commit "
-        f"{anatomy.commit[:12]}. Nobody proved it yet: a deploy does."
-    )
-    yield f"licence: {card.license or 'the hub names none'}" + (", gated" if card.gated else "")
-    yield (
-        f"architecture: {anatomy.architecture or 'not named'}, weights "
-        f"{anatomy.quantisation or 'not quantised'}; {total / 1e9:.1f} GB of files, "
-        f"{anatomy.weights_bytes / 1e9:.1f} GB of weights always loaded, "
-        f"{anatomy.vision_bytes / 1e9:.1f} GB for pictures or sound, "
-        f"{anatomy.drafter_bytes / 1e9:.1f} GB of a drafter of its own"
-    )
-    if anatomy.context_tokens:
-        yield f"context: {anatomy.context_tokens:,} tokens"
-    sampling = found.documents.get(GENERATION, {})
-    numbers = {key: sampling.get(key) for key in _SAMPLING}
-    said = [f"{key} {value}" for key, value in numbers.items() if _is_small(value)]
-    if said:
-        yield f"sampling that its publisher advises (the engine takes it): {', '.join(said)}"
-
-
-def _is_small(value: object) -> bool:
-    """Whether it is a number that somebody could mean; not true, infinite or half a page long."""
-    return type(value) in (int, float) and abs(value) < 10**6  # type: ignore[arg-type]
-
-
-def _open(anatomy: Anatomy, found: Described) -> Iterator[str]:
-    if anatomy.cache_unknown:
-        yield f"KV cache of a token: {anatomy.cache_unknown}; pin engine.kv_cache_gib to be sure"
-    if anatomy.drafter_bytes:
-        yield "speculation: it has a drafter of its own; how many drafts pay is for you to measure"
-    if found.documents.get("config.json", {}).get("auto_map"):
-        yield "config.json names code of its own; it is not fetched, the engine's own class is used"
-
-
-_PROFILE = "plain"
-
-
-@dataclass(frozen=True, slots=True)
-class _Added:
-    """A pair that is in the catalog now."""
-
-    model: str
-    profile: str
-    repository: str
-    files: list[Path]
-    open: list[str]  # what is not known of it, or was not used
 
 
 @click.command
@@ -183,39 +64,52 @@ def add(
     """Write the catalog file, validate it, print its plan and what is open."""
     if requantize:
         return _requantize(options, place, on)
-    # The present choice of the hosts need not fit the new model, nor be possible at all.
-    profile, options = options.profile or _PROFILE, replace(options, profile=None)
-    # Hosts of an inventory may differ in hub and folder: the first host decides.
+    # The current settings of the hosts may not fit the new model.
+    profile, options = options.profile or "plain", replace(options, profile=None)
+    # Hosts may differ in hub and folder: the first host decides.
     host = select_hosts(options, judged=False)[0]
     if options.dry:
         return _preview(options, place, host)
-    added = _added(place, host, profile, force=force)
+    added = _write(place, host, profile, force=force)
     pair = f"{added.model}/{added.profile}"
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "files": [str(file) for file in added.files], "model": added.model,
         "profile": added.profile, "repository": added.repository, "release": None,
         "fetched_bytes": None, "image_bytes": None, "open": added.open,
-        "unproven": f"nobody here ran {added.repository}; the first deploy asks it and says so",
+        "unproven": f"{added.repository} has not run here; the first deploy checks it",
         "chosen": [], "problems": [],
         "next": [next_command(options, "use", pair), next_command(options, "up")],
     }  # fmt: skip
     text: list[str] = []
     try:
-        text += _planned(options, added, found)
+        text += _plan(options, added, data)
         if is_chosen:
-            text += _chosen(options, pair, found)
-        else:
-            text.append(f"  NEXT        {'; then '.join(found['next'])}")
+            edits, names = use.select(options, pair)
+            data["chosen"] = use.edits_data(edits)
+            data["next"] = [next_command(options, "up", *names)]
+            text += map(use.edit_line, edits)
+        text.append(row("NEXT", "; then ".join(data["next"])))
     except SparkError as error:
-        found["problems"] = [asdict(problem) for problem in error.problems]
+        data["problems"] = [asdict(problem) for problem in error.problems]
         for problem in error.problems:
-            note(str(problem))
+            print_problem(problem)
         if not text:
-            found["next"] = []
-            note("the file stays: change it, then look with `spark-deploy plan`")
+            data["next"] = []
+            note("the file was written: edit it, then run `spark-deploy plan`")
     if text or options.json:
-        print_result(options, found, [text])
-    return 1 if found["problems"] else 0
+        print_result(options, data, [text])
+    return 1 if data["problems"] else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """A pair that is in the catalog now."""
+
+    model: str
+    profile: str
+    repository: str
+    files: list[Path]
+    open: list[str]  # unknown, or not used
 
 
 def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
@@ -231,65 +125,97 @@ def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
 
 
 def _preview(options: Options, place: str, host: Target) -> int:
-    """Print what a file would add, or what a repository holds; write nothing."""
-    data = _file(place)
+    """Print what a file would add, or the content of a repository; write nothing."""
+    data = _read_file(place)
     if data is None:
-        return repository.inspect(place, host, as_json=options.json)
+        return _inspect(options, place, host)
     if "shared" in data:
-        shared = read(data, place)
-        files = {"models": shared.name, "profiles": shared.profile_name}
-        lines_ = [f"catalog/{kind}/{name}.yml" for kind, name in files.items()]
-        lines_ += [f"{repo} at {one.commit}" for repo, one in shared.sources.items()]
-        print_result(options, {"would_write": lines_}, [lines_])
+        shared = share.read_shared(data, place)
+        lines = [f"catalog/models/{shared.name}.yml", f"catalog/profiles/{shared.profile_name}.yml"]
+        lines += [f"{repo} at {source.commit}" for repo, source in shared.sources.items()]
+        print_result(options, {"would_write": lines}, [lines])
     else:
         draft = draft_of_recipe(data, Path(place).name, _engine(host))
-        print_result(
-            options, {"model": draft.name, "open": draft.open}, [draft.text().splitlines()]
-        )
+        print_result(options, {"model": draft.name, "open": draft.open}, [[draft.text().rstrip()]])
     return 0
 
 
-def _added(place: str, host: Target, profile: str, *, force: bool) -> _Added:
-    """Write what a shared file, a recipe or a repository says."""
-    data = _file(place)
+def _inspect(options: Options, place: str, host: Target) -> int:
+    """Print the tensors of a repository or directory, and the models that they fit.
+
+    Reads headers only.
+
+    Raises:
+        CatalogError: neither a repository nor a directory.
+    """
+    if Path(place).is_dir():
+        place = str(Path(place).absolute())
+    elif not re.match(HUB_REPOSITORY["pattern"], place.partition("@")[0]):
+        raise CatalogError.one(place, "is neither a directory nor org/name", "check the spelling")
+    with workplace(host.settings.settings.hub) as builder:
+        words = [orders.JSON] if options.json else []
+        for model in host.catalog.models.values():
+            for order in _orders(model) if isinstance(model, HybridModel) else ():
+                name = f"{model.name}.{order.shared_experts}.json"
+                (builder.folder / name).write_text(text_of(order), encoding="utf-8")
+                words += [orders.AGAINST, name]
+        print(shown(builder.ask(orders.INSPECT, *words, place)), end="")
+    return 0
+
+
+def _orders(model: HybridModel) -> Iterator[orders.BuildPlan]:
+    """Yield a build order for each part of a model that a repository can be."""
+    schemes: list[Scheme] = ["keep"]
+    schemes += ["fp8-base"] if model.sources.hybrid is not None else []
+    schemes += ["fp8-donor"] if model.sources.donor is not None else []
+    for scheme in schemes:
+        yield orders.BuildPlan(
+            digest="0" * 64,
+            name=model.name,
+            base=orders.Base("/base", None),
+            donor=orders.DonorDir("/donor") if scheme in orders.WITH_DONOR else None,
+            **exact_sets(model),
+            shared_experts=scheme,
+            head="keep",
+            layout="full",
+            out=f"/tree/{model.name}",
+            extra={},
+        )
+
+
+def _write(place: str, host: Target, profile: str, *, force: bool) -> _Added:
+    """Write the catalog files of a shared file, a recipe or a repository."""
+    data = _read_file(place)
     if data is not None and "shared" in data:
-        shared = read(data, place)
-        files, left_open = take(shared, host, force=force)
-        name, profile = shared.name, shared.profile_name
-        return _Added(name, profile, shared.model_repository, files, left_open)
-    draft = (
-        draft_of_recipe(data, Path(place).name, _engine(host))
-        if data is not None
-        else _of_repository(place, host)
-    )
+        shared = share.read_shared(data, place)
+        files, left_open = share.install(shared, host, force=force)
+        repository = str(shared.model.get("repository") or shared.name)
+        return _Added(shared.name, shared.profile_name, repository, files, left_open)
+    if data is not None:
+        draft = draft_of_recipe(data, Path(place).name, _engine(host))
+    else:
+        draft = _of_repository(place, host)
     texts = {("models", draft.name): draft.text()}
     files = write_files(host.settings.root, texts, force=force)
     return _Added(draft.name, profile, draft.repository, files, draft.open)
 
 
-def _planned(options: Options, added: _Added, found: dict[str, Any]) -> list[str]:
-    """Note and return the plan of the new pair, and what is open of it."""
-    after = select_hosts(options, judged=False)[0].serving(added.model, added.profile)
-    plan = build_plan(after)
-    found["release"] = plan.serve.name
-    found["fetched_bytes"] = sum(source.size_bytes for source in plan.sources)
-    found["image_bytes"] = plan.image.size_bytes
+def _plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str]:
+    """Return the plan of the new pair as text, and add the figures to ``data``."""
+    host = select_hosts(options, judged=False)[0].serving(added.model, added.profile)
+    plan = build_plan(host)
+    data["release"] = plan.serve.name
+    data["fetched_bytes"] = sum(source.size_bytes for source in plan.sources)
+    data["image_bytes"] = plan.image.size_bytes
     return [
-        *plan_lines(plan, *pair_of(after.settings.settings, after.catalog)),
-        *(f"  OPEN        {one_line(what)}" for what in added.open),
-        f"  UNPROVEN    {found['unproven']}",
+        *plan_lines(plan, *pair_of(host.settings.settings, host.catalog)),
+        *(row("OPEN", one_line(text)) for text in added.open),
+        row("UNPROVEN", data["unproven"]),
     ]
 
 
-def _chosen(options: Options, pair: str, found: dict[str, Any]) -> list[str]:
-    """Choose the new pair where the owner's files do; note and return what changed."""
-    edits, hosts = use.choose(replace(options, dry=False), pair)
-    found["chosen"], found["next"] = use.as_json(edits), [next_command(options, "up", *hosts)]
-    return [*map(use.line_of, edits), f"  NEXT        {found['next'][0]}"]
-
-
-def _file(place: str) -> dict[str, Any] | None:
-    """Return what a file of this machine says; ``None``: it is none."""
+def _read_file(place: str) -> dict[str, Any] | None:
+    """Return the content of a local file; None if there is no such file."""
     path = Path(place)
     if not path.is_file():
         return None
@@ -300,19 +226,118 @@ def _file(place: str) -> dict[str, Any] | None:
 
 
 def _engine(host: Target) -> Engine | None:
-    """Return what is known of the engine that the new model would have."""
     return host.catalog.engines.of_image(host.settings.settings.images["engine"])[1]
 
 
 def _of_repository(place: str, host: Target) -> Draft:
-    """Return the file of ``ORG/NAME[@REVISION]``."""
-    repository, _, asked = place.partition("@")
+    """Return the catalog file of ``ORG/NAME[@REVISION]``."""
+    repository, _, revision = place.partition("@")
     if not is_repository(repository):
-        what = "is neither a file nor ORG/NAME[@REVISION]"
-        raise CatalogError.one(place, what, "check the spelling")
-    hub = host.settings.settings.hub
-    found = ask_hub(f"{repository}@{asked or 'main'}", hub, all_documents=True)
-    token = read_hub_token(hub)
-    card = Card(*card_of(hub.endpoint, repository, found.commit, token))
+        problem = "is neither a file nor ORG/NAME[@REVISION]"
+        raise CatalogError.one(place, problem, "check the spelling")
+    revision, hub = revision or "main", host.settings.settings.hub
+    found = ask_hub(f"{repository}@{revision}", hub, all_documents=True)
+    card = Card(*card_of(hub.endpoint, repository, found.commit, read_hub_token(hub)))
     anatomy = anatomy_of(repository, found)
-    return draft_of(anatomy, found, card, host.catalog.engines, read_families(), asked or "main")
+    return draft_of(anatomy, found, card, host.catalog.engines, read_families(), revision)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Metadata of a repository on the hub."""
+
+    license: str = ""
+    gated: bool = False
+    task: str = ""  # the hub's name: text-generation, sentence-similarity, ...
+
+
+def draft_of(
+    anatomy: Anatomy,
+    found: Described,
+    card: Card,
+    engines: Engines,
+    families: Families,
+    revision: str,
+) -> Draft:
+    """Return the catalog file of a repository at the requested revision."""
+    draft = Draft(anatomy.repository, anatomy.commit)
+    draft.about = list(_about(anatomy, found, card, revision))
+    task = task_of(anatomy, found, card, engines)
+    if task != "chat":
+        draft.put("task", task, _TASK_COMMENTS[task])
+    if anatomy.vision_bytes and anatomy.architecture.endswith("ForConditionalGeneration"):
+        draft.put("vision", True, "It has a vision tower; `engine.vision: on` uses it.")
+    if isinstance(found.documents.get(CONFIG, {}).get("audio_config"), dict):
+        draft.put("audio", True, "config.json describes an audio tower; checks send two sounds.")
+    if any(path.startswith("model") for path in found.files):
+        patterns = [form for form in _OTHER_FORMATS if fnmatch.filter(found.files, form)]
+        draft.put("leave_out", patterns, "The same weights in other formats; not downloaded.")
+    if task == "chat":
+        _add_parsers(draft, anatomy, families)
+    draft.open += _open(anatomy, found)
+    return draft
+
+
+def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
+    family = families.of(anatomy.model_type, anatomy.repository)
+    if family is None:
+        name = anatomy.model_type or "no model_type"
+        draft.open.append(f"parsers: unknown for {name}; tool calls and reasoning stay text")
+        return
+    names = {"reasoning": family.reasoning, "tool_call": family.tool_call}
+    draft.put("parsers", {k: name for k, name in names.items() if name}, f"From {family.source}.")
+    checks = {k: True for k in ("tool_call", "reasoning") if names[k]}
+    draft.put("check", {**checks, "conversation": True}, "Checks besides the general questions.")
+
+
+def task_of(anatomy: Anatomy, found: Described, card: Card, engines: Engines) -> str:
+    name, architecture = anatomy.repository.lower(), anatomy.architecture
+    if card.task == "text-ranking" or "rerank" in name:
+        return "reranking"
+    if card.task in ("text-classification", "zero-shot-classification"):
+        return "classification"
+    is_embedding = card.task in ("sentence-similarity", "feature-extraction")
+    if is_embedding or "modules.json" in found.files or "embedding" in name:
+        return "embedding"
+    for engine in engines.engines.values():
+        if architecture in engine.pools and architecture not in engine.generates:
+            return "embedding"
+    template = found.documents.get(TOKENIZER, {}).get("chat_template")
+    has_file = any(path.startswith("chat_template.") for path in found.files)
+    return "chat" if template or has_file else "completion"
+
+
+def _about(anatomy: Anatomy, found: Described, card: Card, revision: str) -> Iterator[str]:
+    total = sum(size for size in found.files.values() if size and 0 < size < _MAX_FILE_BYTES)
+    yield (
+        f"Written by `spark-deploy add` from {anatomy.repository} at {revision}, commit "
+        f"{anatomy.commit[:12]}. Not checked yet: a deploy does."
+    )
+    yield f"licence: {card.license or 'unknown'}" + (", gated" if card.gated else "")
+    yield (
+        f"architecture: {anatomy.architecture or 'unknown'}, weights "
+        f"{anatomy.quantisation or 'not quantized'}; {total / 1e9:.1f} GB of files, "
+        f"{anatomy.weights_bytes / 1e9:.1f} GB of weights always loaded, "
+        f"{anatomy.vision_bytes / 1e9:.1f} GB for vision or audio, "
+        f"{anatomy.drafter_bytes / 1e9:.1f} GB of a built-in drafter"
+    )
+    if anatomy.context_tokens:
+        yield f"context: {anatomy.context_tokens:,} tokens"
+    config = found.documents.get(GENERATION, {})
+    sampling = [f"{key} {config[key]}" for key in _SAMPLING if _is_plausible(config.get(key))]
+    if sampling:
+        yield f"sampling recommended by the publisher (the engine uses it): {', '.join(sampling)}"
+
+
+def _is_plausible(value: object) -> bool:
+    """Whether it is a sampling number: not a boolean, infinite or half a page long."""
+    return type(value) in (int, float) and abs(value) < 10**6  # type: ignore[arg-type]
+
+
+def _open(anatomy: Anatomy, found: Described) -> Iterator[str]:
+    if anatomy.cache_unknown:
+        yield f"KV cache of a token: {anatomy.cache_unknown}; set engine.kv_cache_gib to be sure"
+    if anatomy.drafter_bytes:
+        yield "speculation: it has a built-in drafter; measure how many drafts pay off"
+    if found.documents.get(CONFIG, {}).get("auto_map"):
+        yield "config.json names custom code; not downloaded, the engine's own class is used"

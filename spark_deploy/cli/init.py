@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from spark_deploy.cli import update
-from spark_deploy.cli.editors import SCHEMAS
+from spark_deploy.cli.catalog_files import SCHEMAS
 from spark_deploy.cli.options import FOLDER, Options, model_option, profile_option, shared_options
 from spark_deploy.cli.terminal import command_path, note, print_result
 from spark_deploy.config.catalog.load import read_catalog

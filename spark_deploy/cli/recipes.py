@@ -1,49 +1,45 @@
-"""Recipes of others as files of the catalog: every key is used, or named as not used.
-
-sparkrun's second form, the first of spark-vllm-docker, NVIDIA's ``recipe.yaml`` and documents of
-vllm-project/recipes: each comes down to a repository, arguments of ``vllm serve``, environment.
-"""
+"""Serving recipes of four projects as catalog files; unused keys are reported."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spark_deploy.cli.draft import Draft
-from spark_deploy.cli.recipe_arguments import Arguments, arguments_of
-from spark_deploy.config.catalog.companions import is_repository
+from spark_deploy.cli.catalog_files import Draft
+from spark_deploy.config.catalog.companions import OF_A_REPOSITORY, Speculation, is_repository
+from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Engine
+from spark_deploy.config.documents.declare import convert, schema_of
+from spark_deploy.config.documents.schema_check import problems_of
 from spark_deploy.config.errors import CatalogError
-from spark_deploy.config.settings.engine.options import environment_problems
+from spark_deploy.config.settings.engine import options as engine_options
+from spark_deploy.config.settings.engine.arguments import DECIDING
+from spark_deploy.config.settings.engine.options import DEVICE_OPTIONS
 
 _SPARK = "dgx_spark_gb10"
-_OURS = "the gateway and serve.names decide it"
-_IMAGE = "the engine's image is images.engine of your settings, unchanged"
-# Why keys have no part in a catalog file.
-_WHY_NOT = {
+_SERVICE = "set by the gateway and serve.names"
+_IMAGE = "the engine image is images.engine of your settings, unchanged"
+# Why keys have no place in a catalog file.
+_REASONS = {
     "build_args": _IMAGE, "container": _IMAGE, "image": _IMAGE, "mods": _IMAGE, "runtime": _IMAGE,
-    "docker_image": _IMAGE, "pre_exec": "commands of others are not run on hosts",
-    "post_exec": "commands of others are not run on hosts",
-    "dependencies": "the image brings what the engine needs", "host": _OURS, "port": _OURS,
-    "served_model_name": _OURS, "setup_command": "a deploy sets hosts up",
+    "docker_image": _IMAGE, "pre_exec": "foreign commands are not run on hosts",
+    "post_exec": "foreign commands are not run on hosts",
+    "dependencies": "the image contains the dependencies", "host": _SERVICE, "port": _SERVICE,
+    "served_model_name": _SERVICE, "setup_command": "a deploy sets hosts up",
 }  # fmt: skip
-
-
-# What ends a command, or says where its output goes.
-_SHELL = re.compile(r"[|&;]|\d?>")
+_SHELL = re.compile(r"[|&;]|\d?>")  # the end of a command, or a redirection
 _ASSIGNED = re.compile(r"[A-Za-z_]\w*=[^$`]*$")
-_MOST_CHARACTERS = 4_000_000
-_OF_MODEL = {"model_id", "base_args", "base_env", "min_vllm_version"}
-_OF_VARIANT = {"model_id", "extra_args", "extra_env", "hardware_overrides"}
+_MAX_CHARACTERS = 4_000_000
+_MODEL_KEYS = {"model_id", "base_args", "base_env", "min_vllm_version"}
+_VARIANT_KEYS = {"model_id", "extra_args", "extra_env", "hardware_overrides"}
 
 
 @dataclass(slots=True)
 class Recipe:
-    """What all kinds come down to."""
-
     kind: str
     repository: str
     words: list[str]  # after `vllm serve MODEL`
@@ -56,56 +52,49 @@ class Recipe:
 
 
 def draft_of_recipe(data: Mapping[str, Any], source: str, engine: Engine | None = None) -> Draft:
-    """Return the catalog file of a recipe; of parsers those that the engine has, if it is known.
+    """Return the catalog file of a recipe, without parsers that a known engine lacks.
 
     Raises:
-        CatalogError: It is of no known kind, names no repository, or is for several hosts.
+        CatalogError: an unknown kind, no repository, or a recipe for several hosts.
     """
     recipe = _read(data, source)
     if not is_repository(recipe.repository):
-        what = f"names no repository of the hub ({recipe.repository[:60]!r})"
-        raise CatalogError.one(source, what, "write ORG/NAME as its model")
-    taken = arguments_of(recipe.words)
-    for kind, parser in list(taken.parsers.items()):
+        problem = f"names no repository of the hub ({recipe.repository[:60]!r})"
+        raise CatalogError.one(source, problem, "write ORG/NAME as the model")
+    arguments = read_arguments(recipe.words)
+    for kind, parser in list(arguments.parsers.items()):
         if engine is not None and parser not in getattr(engine, kind):
-            del taken.parsers[kind]
-            taken.unused.append(f"parsers.{kind} {parser}: your engine has none of that name")
-    nodes = max(recipe.nodes, taken.devices)
-    if nodes > 1:
-        what = (
-            f"is for {nodes} GPUs, of which a Spark has one: {nodes} hosts together; a repository "
-            "served as published is by one host"
-        )
-        raise CatalogError.one(source, what, "take a recipe for one Spark; clusters serve hybrids")
+            del arguments.parsers[kind]
+            arguments.unused.append(f"parsers.{kind} {parser}: your engine has no such parser")
+    if (gpus := max(recipe.nodes, arguments.devices)) > 1:
+        problem = f"is for {gpus} GPUs; a Spark has one, and an imported model runs on one host"
+        raise CatalogError.one(source, problem, "use a recipe for one Spark")
     draft = Draft(recipe.repository, recipe.revision)
     draft.about = [
         f"Written by `spark-deploy add` from {source}, {recipe.kind}. "
         "imported; not run by this project"
     ]
-    if recipe.summary:
-        draft.put("summary", recipe.summary)
-    _put(draft, taken, _environment(recipe), recipe.kind)
+    draft.put("summary", recipe.summary)
+    draft.put("parsers", arguments.parsers, f"From {recipe.kind}.")
+    if arguments.parsers:
+        draft.put("check", {**dict.fromkeys(arguments.parsers, True), "conversation": True})
+    if environment := _environment(recipe):
+        arguments.profile["environment"] = environment
+    draft.put("changes", [{"set": arguments.profile}] * bool(arguments.profile), "From the recipe.")
     draft.put("imported", [f"{recipe.kind}, {source}"])
-    draft.open += [*recipe.open, *(f"not used: {one}" for one in (*recipe.unused, *taken.unused))]
+    unused = [f"not used: {text}" for text in (*recipe.unused, *arguments.unused)]
+    draft.open += [*recipe.open, *unused]
     return draft
 
 
-def _put(draft: Draft, taken: Arguments, environment: dict[str, str], kind: str) -> None:
-    if taken.parsers:
-        draft.put("parsers", taken.parsers, f"From {kind}.")
-        draft.put("check", {**dict.fromkeys(taken.parsers, True), "conversation": True})
-    changed = {**taken.profile, **({"environment": environment} if environment else {})}
-    draft.change(changed, "What the recipe tells the engine beside what this project decides.")
-
-
 def _environment(recipe: Recipe) -> dict[str, str]:
-    """Return the variables that may be given; the others are named."""
+    """Return the permitted variables; report the rest."""
     given = {str(name): str(value) for name, value in recipe.environment.items()}
-    refused = {name: what for name, what, _ in environment_problems(given)}
+    refused = {name: reason for name, reason, _ in engine_options.environment_problems(given)}
     odd = {name for name in given if not re.fullmatch("[A-Z_][A-Z0-9_]*", name)}
-    recipe.unused += [f"environment {name}: {refused.get(name, 'is no name of a variable')}"
-                      for name in sorted({*refused, *odd})]  # fmt: skip
-    return {name: value for name, value in given.items() if name not in refused.keys() | odd}
+    refused = {**dict.fromkeys(odd, "is not a variable name"), **refused}
+    recipe.unused += [f"environment {name}: {refused[name]}" for name in sorted(refused)]
+    return {name: value for name, value in given.items() if name not in refused}
 
 
 def _read(data: Mapping[str, Any], source: str) -> Recipe:
@@ -115,132 +104,124 @@ def _read(data: Mapping[str, Any], source: str) -> Recipe:
         return _vllm_project(data)
     if "model" in data and ("command" in data or "defaults" in data):
         return _sparkrun(data, source)
-    what = "is no recipe of a kind known here"
-    fix = "sparkrun 2, spark-vllm-docker 1, NVIDIA's recipe.yaml and vllm-project/recipes are"
-    raise CatalogError.one(source, what, fix)
+    kinds = "sparkrun 2, spark-vllm-docker 1, NVIDIA's recipe.yaml or vllm-project/recipes"
+    raise CatalogError.one(source, "is not a recipe of a supported kind", f"use {kinds}")
 
 
 def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
-    """Both forms: a command with places for the defaults, or the defaults alone."""
     defaults = _mapping(data.get("defaults"))
-    text = data.get("command")
+    command = data.get("command")
     used = {"recipe_version", "name", "description", "model", "model_revision", "defaults", "env",
             "command", "solo_only", "cluster_only", "min_nodes", "max_nodes"}  # fmt: skip
-    values = {**defaults, "model": data.get("model")}
-    if isinstance(text, str):
-        words, exported, unused = _served(_filled(text, values, source))
-        unused += [f"defaults.{name}: the command does not say it" for name in defaults
-                   if f"{{{name}}}" not in text]  # fmt: skip
+    if isinstance(command, str):
+        values = {**defaults, "model": data.get("model")}
+        words, exported, unused = _serve_words(_fill(command, values, source))
+        unused += [f"defaults.{name}: not in the command" for name in defaults
+                   if f"{{{name}}}" not in command]  # fmt: skip
     else:
-        words, exported, unused = list(_of_defaults(defaults)), {}, []
+        words, exported, unused = [], {}, []
+        for name, value in defaults.items():
+            if value is not False and value is not None:
+                flag = f"--{str(name).replace('_', '-')}"
+                words += [flag] if value is True else [flag, str(value)]
     nodes = _count(data.get("min_nodes"), 1)
     version = str(data.get("recipe_version", ""))
     return Recipe(
-        kind=f"a recipe of sparkrun or spark-vllm-docker, version {version[:20] or 'not said'}",
+        kind=f"a recipe of sparkrun or spark-vllm-docker, version {version[:20] or 'unknown'}",
         repository=str(data.get("model")),
         words=words,
         environment={**_mapping(data.get("env")), **exported},
         revision=str(data.get("model_revision") or "main"),
         summary=str(data.get("description") or data.get("name") or ""),
         nodes=max(nodes, 2) if data.get("cluster_only") is True else nodes,
-        unused=[*unused, *_others(data, used)],
+        unused=[*unused, *_unused_keys(data, used)],
     )
 
 
-def _filled(text: str, values: Mapping[str, Any], source: str) -> str:
-    """Return a command with the defaults in their places."""
-    said = {name: str(value) for name, value in values.items()}
-    if len(text) * max(map(len, said.values())) > _MOST_CHARACTERS:
-        raise CatalogError.one(source, "its command is too long to be one", "take another recipe")
-    return re.sub(r"\{(\w+)\}", lambda one: said.get(one[1], one[0]), text)
-
-
-def _of_defaults(defaults: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in defaults.items():
-        flag = f"--{str(name).replace('_', '-')}"
-        if value is True:
-            yield flag
-        elif value is not False and value is not None:
-            yield from (flag, str(value))
+def _fill(command: str, values: Mapping[str, Any], source: str) -> str:
+    texts = {name: str(value) for name, value in values.items()}
+    if len(command) * max(map(len, texts.values())) > _MAX_CHARACTERS:
+        raise CatalogError.one(source, "its command is too long", "use another recipe")
+    return re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), command)
 
 
 def _nvidia(data: Mapping[str, Any]) -> Recipe:
     serve, checkpoint = _mapping(data.get("serve")), _mapping(data.get("checkpoint"))
-    topology = _mapping(data.get("topology"))
-    told = str(serve.get("command") or "")
-    words, exported, unused = _served(told)
+    command = str(serve.get("command") or "")
+    words, exported, unused = _serve_words(command)
     used = {"schema_version", "title", "model", "serve", "checkpoint", "topology", "backend",
             "hardware"}  # fmt: skip
-    inner = [f"serve.{key}: {_OURS}" for key in serve if key not in ("command", "label", "target")]
+    unused += [f"serve.{key}: {_SERVICE}" for key in serve
+               if key not in ("command", "label", "target")]  # fmt: skip
+    unused += _unused_keys(data, used)
     draft = checkpoint.get("draft_label")
-    recipe = Recipe(
+    if draft and str(draft) not in command:
+        unused.append(f"checkpoint.draft {draft}: not in the command")
+    backend = data.get("backend")
+    return Recipe(
         kind="a recipe.yaml of NVIDIA/local-ai-inference-recipes",
         repository=str(checkpoint.get("target_label") or checkpoint.get("target") or ""),
         words=words,
         environment=exported,
         summary=str(data.get("title") or ""),
-        nodes=_count(topology.get("node_count"), 1),
-        unused=[*unused, *inner, *_others(data, used)],
+        nodes=_count(_mapping(data.get("topology")).get("node_count"), 1),
+        unused=unused,
+        open=[] if backend in (None, "vllm") else [f"written for {backend}; vLLM serves it here"],
     )
-    if draft and str(draft) not in told:
-        recipe.unused.append(f"checkpoint.draft {draft}: the command does not say it")
-    if data.get("backend") not in (None, "vllm"):
-        recipe.open.append(f"it is for {data['backend']}; here vLLM serves")
-    return recipe
 
 
 def _vllm_project(data: Mapping[str, Any]) -> Recipe:
-    """Its arguments lie in pieces: the model's, features that are on, the variant's, the host's."""
     model, meta = _mapping(data.get("model")), _mapping(data.get("meta"))
-    features = _mapping(data.get("features"))
-    chosen = _variant(_mapping(data.get("variants")))
-    variant = _mapping(_mapping(data.get("variants")).get(chosen))
-    hosts = [_mapping(_mapping(part.get("hardware_overrides")).get(_SPARK))
-             for part in (data, variant)]  # fmt: skip
+    features, variants = _mapping(data.get("features")), _mapping(data.get("variants"))
+    name = _variant(variants)
+    variant = _mapping(variants.get(name))
+    hardware = [_mapping(_mapping(part.get("hardware_overrides")).get(_SPARK))
+                for part in (data, variant)]  # fmt: skip
     opt_in = set(_words(data.get("opt_in_features")))
     words = _words(model.get("base_args"))
-    unused = [f"features.{name}: it is opt-in" for name in sorted(opt_in & features.keys())]
-    for name, feature in features.items():
-        if name not in opt_in and name in ("tool_calling", "reasoning"):
-            words += _words(_mapping(feature).get("args"))
-        elif name not in opt_in:
-            unused.append(f"features.{name}: only tool calling and reasoning are taken")
-    for part in (variant, *hosts):
+    unused = []
+    for feature, content in features.items():
+        if feature in opt_in:
+            unused.append(f"features.{feature}: it is opt-in")
+        elif feature in ("tool_calling", "reasoning"):
+            words += _words(_mapping(content).get("args"))
+        else:
+            unused.append(f"features.{feature}: only tool calling and reasoning are supported")
+    for part in (variant, *hardware):
         words += _words(part.get("extra_args"))
     environment = {**_mapping(model.get("base_env")), **_mapping(variant.get("extra_env"))}
-    for part in hosts:
+    for part in hardware:
         environment |= _mapping(part.get("extra_env"))
-    others = [f"variants.{name}" for name in _mapping(data.get("variants")) if name != chosen]
+    unused += [f"variants.{other}" for other in variants if other != name]
     used = {"meta", "model", "features", "opt_in_features", "variants", "hardware_overrides"}
+    unused += _unused_keys(data, used)
+    unused += [f"model.{text}" for text in _unused_keys(model, _MODEL_KEYS)]
+    unused += [f"variants.{name}.{text}" for text in _unused_keys(variant, _VARIANT_KEYS)]
     recipe = Recipe(
-        kind=f"a document of vllm-project/recipes, variant {chosen[:40]}",
+        kind=f"a document of vllm-project/recipes, variant {name[:40]}",
         repository=str(variant.get("model_id") or model.get("model_id") or ""),
         words=words,
         environment=environment,
         summary=str(meta.get("title") or ""),
-        unused=[*unused, *others, *_others(data, used)],
+        unused=unused,
     )
-    recipe.unused += [f"model.{key}: {_WHY_NOT.get(key, 'is about the model, not its engine')}"
-                      for key in model.keys() - _OF_MODEL]  # fmt: skip
-    recipe.unused += [f"variants.{chosen}.{key}: {_WHY_NOT.get(key, 'describes it')}"
-                      for key in variant.keys() - _OF_VARIANT]  # fmt: skip
     if model.get("min_vllm_version"):
-        recipe.open.append(f"it asks for vLLM {str(model['min_vllm_version'])[:20]} or later")
+        recipe.open.append(f"requires vLLM {str(model['min_vllm_version'])[:20]} or later")
     if _mapping(meta.get("hardware")).get(_SPARK) != "verified":
-        recipe.open.append("its authors do not call it verified on a DGX Spark")
+        recipe.open.append("not marked as verified on a DGX Spark")
     return recipe
 
 
 def _variant(variants: Mapping[str, Any]) -> str:
-    """Return the variant that says something of a Spark; else the default."""
-    for name, one in variants.items():
-        if _SPARK in _mapping(_mapping(one).get("hardware_overrides")):
+    """Return the variant with overrides for a Spark, or the default."""
+    for name, variant in variants.items():
+        if _SPARK in _mapping(_mapping(variant).get("hardware_overrides")):
             return str(name)
     return "default" if "default" in variants else str(next(iter(variants), "default"))
 
 
-def _served(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Return the words after ``vllm serve MODEL``, variables set before, and what is not used."""
+def _serve_words(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
+    """Return the words after ``vllm serve MODEL``, the variables set before it, unused words."""
     text = re.sub(r"^[ \t]*#.*$", "", command.replace("\\\n", " "), flags=re.MULTILINE)
     try:
         words = shlex.split(text)
@@ -249,24 +230,20 @@ def _served(command: str) -> tuple[list[str], dict[str, Any], list[str]]:
     if "serve" not in words:
         return [], {}, ["command: it does not call `vllm serve`"] if command.strip() else []
     at = words.index("serve")
-    ends = next((n for n, word in enumerate(words) if n > at and _SHELL.match(word)), len(words))
+    end = next((n for n, word in enumerate(words) if n > at and _SHELL.match(word)), len(words))
     exported = dict(word.split("=", 1) for word in words[:at] if _ASSIGNED.match(word))
-    others = [
-        word for word in (*words[:at], *words[ends:]) if word.split("=", 1)[0] not in exported
-    ]
     unused = [
-        f"command: {word}: only `vllm serve`, its arguments and its environment are taken"
-        for word in others
-        if word not in ("vllm", "exec", "export")
+        f"command: {word}: only arguments and environment of `vllm serve` are supported"
+        for word in (*words[:at], *words[end:])
+        if word.split("=", 1)[0] not in exported and word not in ("vllm", "exec", "export")
     ]
-    after = words[at + 1 : ends]
+    after = words[at + 1 : end]
     return after[1:] if after and not after[0].startswith("-") else after, exported, unused
 
 
-def _others(data: Mapping[str, Any], used: Iterable[str]) -> list[str]:
-    """Name every key that has no part in what is written, and why."""
-    left = (str(key) for key in data if key not in set(used))
-    return [f"{key}: {_WHY_NOT.get(key, 'says nothing that a catalog file holds')}" for key in left]
+def _unused_keys(data: Mapping[str, Any], used: Iterable[str]) -> list[str]:
+    keys = [str(key) for key in data if key not in set(used)]
+    return [f"{key}: {_REASONS.get(key, 'no such key in a catalog file')}" for key in keys]
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -274,8 +251,150 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _words(value: Any) -> list[str]:
-    return [str(one) for one in value] if isinstance(value, list) else []
+    return [str(word) for word in value] if isinstance(value, list) else []
 
 
-def _count(value: Any, otherwise: int) -> int:
-    return value if type(value) is int and 0 < value < 1024 else otherwise
+def _count(value: Any, default: int) -> int:
+    return value if type(value) is int and 0 < value < 1024 else default
+
+
+_FULL_NAMES = {
+    **dict.fromkeys(("-tp", "tensor-parallel"), "tensor-parallel-size"),
+    **dict.fromkeys(("-pp", "pipeline-parallel"), "pipeline-parallel-size"),
+    "-dp": "data-parallel-size",
+    "-cc": "compilation-config",
+    "-sc": "speculative-config",
+    "-q": "quantization",
+}
+# vLLM's methods of speculation, as profiles name them.
+_METHODS = {
+    **dict.fromkeys(("mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"),
+    **{name: name for name in (*OF_A_REPOSITORY, "ngram")},
+}
+_SPECULATION = {
+    "num_speculative_tokens": ("tokens", int), "model": ("repository", str),
+    "revision": ("revision", str), "prompt_lookup_max": ("longest_match", int),
+    "prompt_lookup_min": ("shortest_match", int),
+}  # fmt: skip
+# Options with a key in profiles, and the path of the key.
+_PROFILE_KEYS: dict[str, tuple[str, ...]] = {
+    **{option: path for option, path in DECIDING.items() if option != "kv-cache-memory-bytes"},
+    "load-format": ("load_format",),
+    "enable-prefix-caching": ("prefix_caching",),
+}
+_PARSERS = {"reasoning-parser": "reasoning", "tool-call-parser": "tool_call"}
+_CODE = ("trust-remote-code", "reasoning-parser-plugin", "tool-parser-plugin")
+_EXPANSION = re.compile(r"\$[A-Za-z_{(]|`")
+
+
+@dataclass(slots=True)
+class Arguments:
+    profile: dict[str, Any] = field(default_factory=dict)
+    parsers: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    devices: int = 1
+
+
+def read_arguments(words: list[str]) -> Arguments:
+    arguments = Arguments()
+    options: dict[str, Any] = {}
+    for name, values in _option_values(words):
+        if any(_EXPANSION.search(value) for value in values):
+            text = " ".join(values)[:60]
+            arguments.unused.append(f"--{name} {text}: the value depends on a shell")
+            continue
+        option, _, key = name.partition(".")
+        value = _parse_value(values)
+        known = options.get(option)
+        options[option] = {**_mapping(known), key: value} if key else value
+    for name, value in options.items():
+        _add_argument(name, value, arguments)
+    own = arguments.profile.pop("options", {})
+    for option, problem, fix in list(engine_options.option_problems(own)):
+        del own[option]
+        arguments.unused.append(f"--{option}: {problem}; {fix}")
+    if own:
+        arguments.profile["options"] = own
+    return arguments
+
+
+def _add_argument(name: str, value: Any, arguments: Arguments) -> None:
+    if name in DEVICE_OPTIONS:
+        if type(value) is int and value > 1:
+            arguments.devices *= value
+    elif name in _PARSERS and isinstance(value, str):
+        arguments.parsers[_PARSERS[name]] = value
+    elif name in _PROFILE_KEYS:
+        _add_profile_key(name, value, arguments)
+    elif name == "speculative-config":
+        _add_speculation(_mapping(value), arguments)
+    elif name in _CODE:
+        arguments.unused.append(f"--{name}: foreign code is not run")
+    elif name != "enable-auto-tool-choice":  # follows from the parser
+        arguments.profile.setdefault("options", {})[name] = value
+
+
+def _add_profile_key(name: str, value: Any, arguments: Arguments) -> None:
+    *parents, last = _PROFILE_KEYS[name]
+    schema = schema_of(Profile, "profile")
+    for key in (*parents, last):
+        schema = schema["properties"][key]
+    if list(problems_of(value, schema, lambda path: "")):
+        arguments.unused.append(f"--{name} {str(value)[:60]}: not possible in a profile")
+        return
+    place = arguments.profile
+    for key in parents:
+        place = place.setdefault(key, {})
+    place[last] = value
+
+
+def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
+    """Take drafts with weights in the model or a repository."""
+    method = _METHODS.get(str(config.get("method")))
+    if method is None:
+        name = str(config.get("method"))[:40]
+        arguments.unused.append(f"--speculative-config: method {name} is not supported")
+        return
+    speculation = {"method": method}
+    for name, (key, kind) in _SPECULATION.items():
+        if name in config and type(config[name]) is kind:
+            speculation[key] = config[name]
+    schema = schema_of(Speculation, "s")
+    problems = [problem.what for problem in problems_of(speculation, schema, lambda path: "")]
+    problems = problems or [one.what for one in convert(Speculation, speculation).broken()]
+    if problems:
+        arguments.unused.append(f"--speculative-config: {problems[0]}")
+        return
+    arguments.profile["speculation"] = speculation
+    extra = [key for key in config if key != "method" and key not in _SPECULATION]
+    arguments.unused += [f"--speculative-config {key}: the engine chooses it" for key in extra]
+
+
+def _option_values(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield options by vLLM's full names with their values."""
+    name: str | None = None
+    values: list[str] = []
+    for word in words:
+        if not word.startswith("--") and (word[:1] != "-" or word not in _FULL_NAMES):
+            values.append(word)
+            continue
+        if name is not None:
+            yield name, values
+        option, equals, value = word.partition("=")
+        option = option.removeprefix("--").replace("_", "-")
+        name, values = _FULL_NAMES.get(option, option), [value] if equals else []
+    if name is not None:
+        yield name, values
+
+
+def _parse_value(values: list[str]) -> Any:
+    """Parse a value as YAML would: a flag is true, JSON a mapping, digits a number."""
+    if len(values) != 1:
+        return values or True
+    text = values[0]
+    if not text.startswith(("{", "[")) and not text.replace(".", "", 1).isdecimal():
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,12 +1,15 @@
-"""``spark-deploy share``: write what is served so that somebody else can serve the same."""
+"""``spark-deploy share``: write a served model, profile and lock to a file; install such a file.
+
+The file contains catalog data only, no hosts and no settings; values that look like secrets are
+refused.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,120 +19,68 @@ from spark_contract import files
 from spark_contract.records import Proof
 from spark_contract.units import COMMIT
 
+from spark_deploy.cli.catalog_files import write_files
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import FILE, Options, names_of, shared_options
 from spark_deploy.cli.query_hosts import query, read_status
 from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.catalog.load import read_file
+from spark_deploy.config.checkout import catalog_names
 from spark_deploy.config.documents.declare import convert, needed, schema_of, setting, typed
 from spark_deploy.config.documents.schema_check import dotted, problems_of
-from spark_deploy.config.errors import CatalogError, Problem
+from spark_deploy.config.errors import CatalogError, LockError, Problem
 from spark_deploy.config.settings.service import CATALOG_NAME
+from spark_deploy.lock import hub
+from spark_deploy.lock.file import checked, read_lock, write_lock
+from spark_deploy.lock.hub_token import read_hub_token
+from spark_deploy.lock.types import LockedSource, without_tag
 from spark_deploy.plan.types import HostPlan
-
-# ``spark-deploy share`` writes it and ``spark-deploy add`` takes it. It holds what catalog files
-# say and nothing of hosts or settings, so no secret has a way into it; what looks like one is
-# refused.
-
 
 _HEAD = """\
 # Written by `spark-deploy share`. To serve the same: `spark-deploy add THIS-FILE`, then `use`.
-# Take files of people you trust: they say which commit is fetched and with which options it runs.
+# Use files of trusted authors only: they choose the commit and the engine options.
 """
 _SECRET = re.compile(
     r"(?i)\b(?:bearer|basic)\s+\S{8,}|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[abpr]-"
     r"|AKIA)[\w-]{8,}|\beyJ[\w-]+\.[\w-]+\.|://[^/\s@:]+:[^/\s@]*@|-----BEGIN "
 )
 _SECRET_KEY = re.compile(r"(?i)(token|secret|password|api[-_]?key)$")
+_UNPROVEN = "no queried host serves and has checked it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """A repository as it was locked."""
+    """A locked repository."""
 
-    revision: str = needed("What was asked for.", maxLength=200)
-    commit: str = needed("What it was.", pattern=f"^{COMMIT}$")
+    revision: str = needed("Requested revision.", maxLength=200)
+    commit: str = needed("Commit of the revision.", pattern=f"^{COMMIT}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What the last check of the pair found where it was served."""
+    """The last check of the pair on the author's host."""
 
-    level: str = needed("How much was asked: quick, full or deep.", maxLength=20)
-    ok: bool = needed("Whether all that must be right was right.")
-    checked_at: str = needed("When, in UTC.", maxLength=40)
+    level: str = needed("quick, full or deep.", maxLength=20)
+    ok: bool = needed("Whether all required checks passed.")
+    checked_at: str = needed("Time in UTC.", maxLength=40)
     engine: str = needed("Version of the engine.", maxLength=80)
     portable: bool = needed("Without the kernels of a Spark.")
-    stubbed: tuple[str, ...] = setting((), "Parts that were stand-ins.")
-    checks: dict[str, bool] = setting(dict, "Each check, and whether it was passed.")
+    stubbed: tuple[str, ...] = setting((), "Stand-ins of the virtual lab.")
+    checks: dict[str, bool] = setting(dict, "Checks by name: whether they passed.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """The whole file."""
+    """The file."""
 
-    shared: Literal[1] = needed("Format of this file.")
-    name: str = needed("Of the model.", **CATALOG_NAME)
-    model: dict[str, Any] = needed("The model's file, whole.")
-    profile_name: str = needed("Of the profile.", **CATALOG_NAME)
-    profile: dict[str, Any] = needed("The profile's file, whole.")
-    sources: dict[str, Identity] = setting(dict, "Repositories as they were locked.")
-    images: dict[str, str] = setting(dict, "Images as they were locked; told, never taken over.")
-    proof: Summary | None = setting(None, "Null: no host that serves it was asked, or none does.")
-
-    @property
-    def model_repository(self) -> str:
-        """What the model is made of, in a few words."""
-        return str(self.model.get("repository") or self.name)
-
-    @property
-    def words(self) -> frozenset[str]:
-        """What model and profile say, wherever it stands."""
-        said = {"model": self.model, "profile": self.profile}
-        return frozenset(str(value) for _, value in _leaves(said, ()))
-
-
-def text_of(shared: Shared) -> str:
-    """Return the file.
-
-    Raises:
-        CatalogError: something in it looks like a secret.
-    """
-    data = typed(shared, nulls=False)
-    found = [
-        Problem(f"{shared.name}: {dotted(path)}", "looks like a secret", "take it out of the file")
-        for path, value in _leaves(data, ())
-        if _SECRET.search(str(value)) or _SECRET_KEY.search(str(path[-1]))
-    ]
-    if found:
-        raise CatalogError(found)
-    return _HEAD + yaml.safe_dump(data, sort_keys=False, width=100, allow_unicode=True)
-
-
-def read(data: Mapping[str, Any], source: str) -> Shared:
-    """Return what somebody shared.
-
-    Raises:
-        CatalogError: it is not of the form that ``share`` writes.
-    """
-    problems = list(problems_of(dict(data), schema_of(Shared, "shared"), lambda path: source))
-    if problems:
-        raise CatalogError(problems)
-    return convert(Shared, dict(data))
-
-
-def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _leaves(one, (*path, str(key)))
-    elif isinstance(value, (list, tuple)):
-        for number, one in enumerate(value):
-            yield from _leaves(one, (*path, number))
-    elif value not in (None, False):
-        yield path, value
-
-
-_UNPROVEN = "no host was asked that serves and proved it"
+    shared: Literal[1] = needed("Version of this format.")
+    name: str = needed("Name of the model.", **CATALOG_NAME)
+    model: dict[str, Any] = needed("File of the model.")
+    profile_name: str = needed("Name of the profile.", **CATALOG_NAME)
+    profile: dict[str, Any] = needed("File of the profile.")
+    sources: dict[str, Identity] = setting(dict, "Locked repositories.")
+    images: dict[str, str] = setting(dict, "Locked images; for information.")
+    proof: Summary | None = setting(None, "Null: no queried host serves it.")
 
 
 @click.command
@@ -142,12 +93,17 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
     hosts = select_hosts(options, judged=False)
     host = hosts[0].serving(*_pair(choice, hosts[0]))
     plan = build_plan(host)
-    proof = None if unasked else _proof(hosts, plan)
+    proof = None if unasked else _newest_proof(hosts, plan)
     shared = _shared(host, plan, proof)
     path = Path(out or f"{shared.name}.spark.yml")
     files.write_text(path, text_of(shared), 0o644)
-    left_out = [f"engine.{name}" for name in _left_out(host)]
-    found = {
+    engine = host.settings.settings.engine
+    left_out = [
+        f"engine.{one.name}"
+        for one in fields(engine)
+        if getattr(engine, one.name) not in (None, {})
+    ]
+    data = {
         "file": str(path), "model": shared.name, "profile": shared.profile_name,
         "sources": shared.sources, "proof": shared.proof,
         "unproven": None if proof else _UNPROVEN,
@@ -155,57 +111,59 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
         "left_out": left_out,
         "next": [shlex.join(["spark-deploy", "add", str(path)])],
     }  # fmt: skip
-    print_result(options, found, [[f"{path}: written, {_worth(proof)}"]])
+    result = f"without a check result: {_UNPROVEN}"
+    if proof:
+        passed = sum(check.ok for check in proof.checks)
+        result = (
+            f"{proof.level} check of {proof.checked_at}, {passed} of {len(proof.checks)} passed"
+        )
+    print_result(options, data, [[f"{path}: written, {result}"]])
     for name in left_out:
-        note(f"not in it: {name} of your settings; tell who takes the file")
+        note(f"not in the file: your setting {name}; pass it on separately")
     return 0
 
 
 def _pair(choice: str, host: Target) -> tuple[str, str]:
-    """Return model and profile of ``MODEL`` or ``MODEL/PROFILE``."""
     model, _, profile = choice.partition("/")
     settings = host.settings.settings
-    for one in settings.all_served:
-        if one.model == model and not profile:
-            return model, one.profile
+    for served in settings.all_served:
+        if served.model == model and not profile:
+            return model, served.profile
     return host.catalog.model(model).name, profile or settings.profile
 
 
 def _shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
     root = host.settings.root
+    locked = [source.locked for source in plan.sources]
+    if plan.checkpoint and plan.checkpoint.donor:
+        locked.append(plan.checkpoint.donor)
+    image, _, digest = plan.image.base.partition("@")
     return Shared(
         shared=1,
         name=plan.model,
         model=read_file("models", plan.model, own=root),
         profile_name=plan.profile,
         profile=read_file("profiles", plan.profile, own=root),
-        sources=dict(_identities(plan)),
-        images={plan.image.base.partition("@")[0]: plan.image.base.partition("@")[2]},
+        sources={one.repo: Identity(revision=one.revision, commit=one.commit) for one in locked},
+        images={image: digest},
         proof=_summary(proof) if proof else None,
     )
 
 
-def _identities(plan: HostPlan) -> Iterator[tuple[str, Identity]]:
-    donor = plan.checkpoint.donor if plan.checkpoint else None
-    for locked in (*(one.locked for one in plan.sources), *((donor,) if donor else ())):
-        yield locked.repo, Identity(revision=locked.revision, commit=locked.commit)
-
-
-def _proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
-    """Return the newest proof of this pair that a host has, of the release that runs there."""
-    answers = query(hosts, read_status)
-    for one in answers:
-        if one.problem:
-            note(f"{one.host.name}: {one.problem}")
-    found = [
-        release.proof
-        for said in answers
-        if said.value is not None and said.value.told is not None
-        for release in said.value.told.releases
-        if (release.model, release.profile) == (plan.model, plan.profile)
-        and release.proof is not None and release.unproven is None
-    ]  # fmt: skip
-    return max(found, key=lambda one: one.checked_at, default=None)
+def _newest_proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
+    """Return the newest current proof of this pair from running releases."""
+    proofs: list[Proof] = []
+    for answer in query(hosts, read_status):
+        if answer.problem:
+            note(f"{answer.host.name}: {answer.problem}")
+        status = answer.value.told if answer.value else None
+        proofs += [
+            release.proof
+            for release in (status.releases if status else ())
+            if (release.model, release.profile) == (plan.model, plan.profile)
+            and release.proof is not None and release.unproven is None
+        ]  # fmt: skip
+    return max(proofs, key=lambda proof: proof.checked_at, default=None)
 
 
 def _summary(proof: Proof) -> Summary:
@@ -216,20 +174,139 @@ def _summary(proof: Proof) -> Summary:
         engine=proof.engine.get("version", ""),
         portable=proof.portable,
         stubbed=proof.stubbed,
-        checks={one.name: one.ok for one in proof.checks},
+        checks={check.name: check.ok for check in proof.checks},
     )
 
 
-def _worth(proof: Proof | None) -> str:
+def text_of(shared: Shared) -> str:
+    """Return the file.
+
+    Raises:
+        CatalogError: a value looks like a secret.
+    """
+    data = typed(shared, nulls=False)
+    problems = [
+        Problem(f"{shared.name}: {dotted(path)}", "looks like a secret", "remove it from the file")
+        for path, value in _leaves(data, ())
+        if _SECRET.search(str(value)) or _SECRET_KEY.search(str(path[-1]))
+    ]
+    if problems:
+        raise CatalogError(problems)
+    return _HEAD + yaml.safe_dump(data, sort_keys=False, width=100, allow_unicode=True)
+
+
+def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _leaves(item, (*path, number))
+    elif value not in (None, False):
+        yield path, value
+
+
+def read_shared(data: Mapping[str, Any], source: str) -> Shared:
+    """Parse a shared file.
+
+    Raises:
+        CatalogError: not in the format of ``share``.
+    """
+    problems = list(problems_of(dict(data), schema_of(Shared, "shared"), lambda path: source))
+    if problems:
+        raise CatalogError(problems)
+    return convert(Shared, dict(data))
+
+
+def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], list[str]]:
+    """Write a shared model, profile and lock; return the files and open questions.
+
+    Raises:
+        SparkError: unusable, or the hub has other files; nothing was changed.
+    """
+    root = host.settings.root
+    wanted = {
+        ("models", shared.name): shared.model,
+        ("profiles", shared.profile_name): shared.profile,
+    }
+    texts = {
+        (kind, name): f"# Added by `spark-deploy add` from a shared file of {shared.name}.\n"
+        + yaml.safe_dump(dict(keys), sort_keys=False, width=96, allow_unicode=True)
+        for (kind, name), keys in wanted.items()
+        if _existing(kind, name, root) != keys
+    }
+    is_new = ("profiles", shared.profile_name) in texts
+    if is_new and not force and shared.profile_name in catalog_names("profiles"):
+        problem = "differs from our profile of this name, which other models use"
+        fix = "change profile_name in the file, or overwrite the profile with --force"
+        raise CatalogError.one(f"profile {shared.profile_name}", problem, fix)
+    locked = list(_confirmed(shared, host))
+    written = write_files(root, texts, force=force)
+    path = host.settings.lock_path
+    lock = read_lock(path)
+    changed = checked(lock.also(locked))
+    if changed != lock:
+        write_lock(path, changed)
+        note(f"{path}: {len(locked)} repositories locked as shared")
+        written.append(path)
+    return written, list(_open(shared, host))
+
+
+def _existing(kind: str, name: str, root: Path) -> dict[str, object] | None:
+    try:
+        return read_file(kind, name, own=root)
+    except CatalogError:
+        return None
+
+
+def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
+    """Yield the shared commits with files as the hub lists them.
+
+    Repositories that neither model nor profile names are refused: a shared file must not change
+    the lock of other models.
+    """
+    settings, lock = host.settings.settings.hub, read_lock(host.settings.lock_path)
+    token = read_hub_token(settings)
+    names = {str(value) for _, value in _leaves([shared.model, shared.profile], ())}
+    for repo, source in shared.sources.items():
+        if repo not in names:
+            problem = f"neither {shared.name} nor {shared.profile_name} names this repository"
+            raise LockError.one(repo, problem, "remove it from sources in the file")
+        known = lock.sources.get(repo)
+        if known is not None and known.commit != source.commit:
+            problem = f"locked here at {known.commit[:12]}, shared at {source.commit[:12]}"
+            fix = f"remove it from {host.settings.lock_path.name}, or serve your own"
+            raise LockError.one(repo, problem, fix)
+        found = hub.look_up(settings.endpoint, repo, source.commit, token)
+        if found.commit != source.commit:
+            problem = f"the hub has no commit {source.commit}"
+            raise LockError.one(repo, problem, "ask the author of the file")
+        yield replace(found, revision=source.revision)
+
+
+def _open(shared: Shared, host: Target) -> Iterator[str]:
+    """Yield warnings for the user of a shared file."""
+    settings = host.settings.settings
+    images = {without_tag(image) for image in settings.images.values()}
+    for reference, digest in shared.images.items():
+        if reference not in images:
+            yield f"served with {reference}@{digest[:19]}, which is not one of your images"
+    token = read_hub_token(settings.hub)
+    for repo, source in shared.sources.items():
+        try:
+            now = hub.look_up(settings.hub.endpoint, repo, source.revision, token).commit
+        except LockError as error:
+            yield error.problems[0].line
+            continue
+        if now != source.commit:
+            yield f"{repo}: {source.revision} is now {now[:12]}, shared at {source.commit[:12]}"
+    proof = shared.proof
     if proof is None:
-        return f"without a proof: {_UNPROVEN}"
-    passed = sum(one.ok for one in proof.checks)
-    return f"with the {proof.level} check of {proof.checked_at}, {passed} of {len(proof.checks)}"
-
-
-def _left_out(host: Target) -> Iterator[str]:
-    """Yield settings of the engine that the host has and the file cannot hold."""
-    engine = host.settings.settings.engine
-    for field in dataclasses.fields(engine):
-        if getattr(engine, field.name) not in (None, {}):
-            yield field.name
+        yield "shared without a check result"
+        return
+    checks = f"{sum(proof.checks.values())} of {len(proof.checks)} passed"
+    portable = ", PORTABLE MODE" if proof.portable else ""
+    yield (
+        f"checked by its author: {proof.level} check of {proof.checked_at}, {checks} with engine "
+        f"{proof.engine or 'unknown'}{portable}"
+    )

@@ -1,12 +1,9 @@
-"""``spark-deploy use``: choose another model or profile where the owner's choice is written.
-
-Nothing is kept beside those files: what a deploy does can be read in them before and after.
-"""
+"""``spark-deploy use``: select a model or profile in the owner's settings files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import yaml
 from spark_contract import files
 from spark_contract.documents import plain
 
-from spark_deploy.cli.editors import schema_line
+from spark_deploy.cli.catalog_files import schema_line
 from spark_deploy.cli.hosts import Target, select_hosts
 from spark_deploy.cli.options import Options, names_of, shared_options
 from spark_deploy.cli.terminal import next_command, note, print_result
@@ -27,16 +24,14 @@ from spark_deploy.config.settings.cross_checks import broken
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.inventory.groups import refuse_together
 
-_KEYS = ("model", "profile")
-
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One line of one file that changes."""
+    """One changed line of a file."""
 
     file: Path
     key: str
-    before: str | None  # None: the file did not say it
+    before: str | None  # None: the key was missing
     after: str
     hosts: tuple[str, ...]
 
@@ -49,172 +44,142 @@ class Edit:
 @shared_options()
 def use(options: Options, choice: str) -> int:
     """Write the choice into settings files; change no host."""
-    edits, hosts = choose(options, choice)
-    print_result(options, as_json(edits), ([line_of(edit)] for edit in edits), between="\n")
+    edits, hosts = select(options, choice)
+    print_result(options, edits_data(edits), ([edit_line(edit)] for edit in edits), between="\n")
     if not edits:
-        note("the files say so already")
+        note("already selected")
     elif not options.dry:
-        note(f"now make it so: {next_command(options, 'up', *hosts)}")
+        note(f"to deploy it: {next_command(options, 'up', *hosts)}")
     return 0
 
 
-def choose(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
-    """Write the choice; return the lines that changed, and the hosts that are meant.
+def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
+    """Write the choice; return the changed lines and the names of the hosts.
 
     Raises:
-        SparkError: they could not serve it, or the files do not let it be written.
+        SparkError: the hosts could not serve it, or a file cannot be edited.
     """
-    # What is to be replaced may be what cannot be served.
-    now = select_hosts(options, judged=False)
-    every = select_hosts(replace(options, limit=[], exclude=[]), judged=False)
-    model, profile = _meant(choice, now)
-    wanted = {"model": model, "profile": profile}
-    chosen = {host.name for host in now}
-    after = {
-        host.name: _with(host, model, profile) if host.name in chosen else host.settings
-        for host in every
-    }
-    _refuse(after, chosen, now[0].catalog)
-    edits = list(_edits(now, every, chosen, wanted))
-    for file in dict.fromkeys(edit.file for edit in edits):
-        changes = [edit for edit in edits if edit.file == file]
-        _write(file, changes, now[0].settings.root, dry=options.dry)
-    return edits, sorted(chosen)
+    # The current choice may be one that cannot be served.
+    chosen = select_hosts(options, judged=False)
+    all_hosts = select_hosts(replace(options, limit=[], exclude=[]), judged=False)
+    names = {host.name for host in chosen}
+    wanted = _parse_choice(choice, chosen[0].catalog)
+    _check(all_hosts, names, wanted)
+    edits: dict[tuple[Path, str], Edit] = {}
+    for host in chosen:
+        for key, value in wanted.items():
+            if getattr(host.settings.settings, key) == value:
+                continue
+            file = _file_of(host.settings, key, all_hosts, names)
+            known = edits.get((file, key))
+            same = (*known.hosts, host.name) if known else (host.name,)
+            edits[file, key] = Edit(file, key, _keys_in(file).get(key), value, same)
+    for file in dict.fromkeys(edit.file for edit in edits.values()):
+        changes = [edit for edit in edits.values() if edit.file == file]
+        _write(file, changes, chosen[0].settings.root, dry=options.dry)
+    return list(edits.values()), sorted(names)
 
 
-def as_json(edits: Sequence[Edit]) -> list[dict[str, Any]]:
-    """Return the lines that changed as plain data."""
+def edits_data(edits: Sequence[Edit]) -> list[dict[str, Any]]:
     return [{**plain(edit), "file": str(edit.file)} for edit in edits]
 
 
-def line_of(edit: Edit) -> str:
-    """Say what changed in a line."""
+def edit_line(edit: Edit) -> str:
     before = f"{edit.before} → " if edit.before else ""
     return f"{edit.file}: {edit.key}: {before}{edit.after} ({', '.join(edit.hosts)})"
 
 
-def _with(host: Target, model: str | None, profile: str | None) -> HostSettings:
-    own = host.settings.settings
-    chosen = replace(own, model=model or own.model, profile=profile or own.profile)
-    return replace(host.settings, settings=chosen)
-
-
-def _refuse(after: Mapping[str, HostSettings], chosen: set[str], catalog: Catalog) -> None:
-    """Refuse, with every reason, what the chosen hosts could not serve; nothing is written then.
-
-    What the other hosts choose is left for them.
-    """
-    problems = [
-        Problem(f"{name}: {dotted(one.key)}", one.what, one.fix)
-        for name, found in after.items()
-        if name in chosen
-        for one in broken(found.settings)
-    ]
-    if problems:
-        raise SettingsError(problems)
-    refuse_together(after, catalog, judged=chosen)
-
-
-def _meant(choice: str, hosts: Sequence[Target]) -> tuple[str | None, str | None]:
-    """Return the model and the profile that a choice names: MODEL, PROFILE or MODEL/PROFILE.
+def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
+    """Return the model and profile in MODEL, PROFILE or MODEL/PROFILE.
 
     Raises:
-        SparkError: the catalog knows no such name.
+        SparkError: not in the catalog.
     """
-    catalog = hosts[0].catalog
     models, profiles = sorted(catalog.models), sorted(set(catalog.profile_names))
     model, slash, profile = choice.partition("/")
     if slash and model in models and profile in profiles:
-        return model, profile
+        return {"model": model, "profile": profile}
     if not slash and choice in models:
-        return choice, None
+        return {"model": choice}
     if not slash and choice in profiles:
-        return None, choice
-    wrong = choice if not slash else (model if model not in models else profile)
+        return {"profile": choice}
+    wrong = profile if slash and model in models else model
     guess = closest(wrong, [*models, *profiles])
-    known = f"models: {', '.join(models)}; profiles: {', '.join(profiles)}"
-    raise SparkError.one(
-        f"use {choice}", f"'{wrong}' is in no catalog", f"did you mean {guess}?" if guess else known
-    )
+    names = f"models: {', '.join(models)}; profiles: {', '.join(profiles)}"
+    fix = f"did you mean {guess}?" if guess else f"choose from {names}"
+    raise SparkError.one(f"use {choice}", f"'{wrong}' is not in the catalog", fix)
 
 
-def _edits(
-    now: Sequence[Target],
-    every: Sequence[Target],
-    chosen: set[str],
-    wanted: dict[str, str | None],
-) -> Iterator[Edit]:
-    found: dict[tuple[Path, str], Edit] = {}
-    for host in now:
-        for key in _KEYS:
-            value = wanted[key]
-            if value is None or getattr(host.settings.settings, key) == value:
-                continue
-            file = _file_of(host.settings, key, every, chosen)
-            before = _said(file).get(key)
-            known = found.get((file, key))
-            hosts = (*(known.hosts if known else ()), host.name)
-            found[file, key] = Edit(file, key, before, value, hosts)
-    yield from found.values()
+def _check(all_hosts: Sequence[Target], chosen: set[str], wanted: dict[str, Any]) -> None:
+    """Refuse, with every reason, a choice that the chosen hosts could not serve."""
+    after: dict[str, HostSettings] = {}
+    problems: list[Problem] = []
+    for host in all_hosts:
+        after[host.name] = host.settings
+        if host.name in chosen:
+            settings = replace(host.settings.settings, **wanted)
+            after[host.name] = replace(host.settings, settings=settings)
+            problems += [
+                Problem(f"{host.name}: {dotted(one.key)}", one.what, one.fix)
+                for one in broken(settings)
+            ]
+    if problems:
+        raise SettingsError(problems)
+    refuse_together(after, all_hosts[0].catalog, judged=chosen)
 
 
-def _file_of(host: HostSettings, key: str, every: Sequence[Target], chosen: set[str]) -> Path:
-    """Return the file in which a choice is to be changed.
-
-    It is the one that says it now; where that one also decides for hosts that were not chosen, it
-    is the host's own.
-    """
+def _file_of(host: HostSettings, key: str, all_hosts: Sequence[Target], chosen: set[str]) -> Path:
+    """Return the file that sets the key, or the host's own if other hosts use that file."""
     own, group, common = _files(host)
-    file = next((one for one in (own, group, common) if key in _said(one)), None)
+    file = next((path for path in (own, group, common) if key in _keys_in(path)), None)
     if file is None:
         file = common if common.exists() else group
-    others = [one for one in every if one.name not in chosen and file in _files(one.settings)]
-    return own if file != own and others else file
+    is_shared = any(file in _files(one.settings) for one in all_hosts if one.name not in chosen)
+    return own if is_shared else file
 
 
 def _files(host: HostSettings) -> tuple[Path, Path, Path]:
-    """Return the owner's files that may speak of a host, the strongest first."""
-    name = host.host.removeprefix("@")
+    """Return the settings files of a host, highest priority first."""
     return (
-        host.root / "host_vars" / f"{name}.yml",
+        host.root / "host_vars" / f"{host.host.removeprefix('@')}.yml",
         host.root / "group_vars" / f"{host.group}.yml",
         host.root / "group_vars" / "all.yml",
     )
 
 
-def _said(file: Path) -> dict[str, str]:
-    # It was read and checked when the hosts were listed.
+def _keys_in(file: Path) -> dict[str, str]:
+    # Already validated when the hosts were selected.
     data = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
     return data if isinstance(data, dict) else {}
 
 
 def _write(file: Path, edits: Sequence[Edit], root: Path, *, dry: bool) -> None:
-    """Change lines of a file and leave all others, comments as well, as they are.
+    """Change lines of a file; keep all other lines and comments.
 
     Raises:
-        SparkError: the keys stand in a form that a change of lines does not fit.
+        SparkError: the keys are not single lines.
     """
-    # Bytes, so that line ends stay what they are; a mark of the order of bytes is no part of a key.
-    there = file.is_file()
-    text = file.read_bytes().decode() if there else schema_line(root, file, "settings")
+    # Bytes keep line ends; a byte order mark is not part of the first key.
+    is_new = not file.is_file()
+    text = schema_line(root, file, "settings") if is_new else file.read_bytes().decode()
     mark, text = ("\ufeff", text[1:]) if text.startswith("\ufeff") else ("", text)
     for edit in edits:
-        text = _with_line(text, edit.key, edit.after)
+        text = _set_line(text, edit.key, edit.after)
     try:
-        told = yaml.safe_load(text)
+        data = yaml.safe_load(text)
     except yaml.YAMLError:
-        told = None
-    if not isinstance(told, dict) or any(told.get(edit.key) != edit.after for edit in edits):
+        data = None
+    if not isinstance(data, dict) or any(data.get(edit.key) != edit.after for edit in edits):
         keys = " and ".join(f"{edit.key}: {edit.after}" for edit in edits)
-        what = "is written in a way that this does not edit"
-        raise SparkError.one(str(file), what, f"write {keys} into it")
+        raise SparkError.one(str(file), "cannot be edited automatically", f"write {keys} into it")
     if not dry:
-        files.write_text(file, mark + text, file.stat().st_mode & 0o777 if file.exists() else 0o644)
+        mode = file.stat().st_mode & 0o777 if file.exists() else 0o644
+        files.write_text(file, mark + text, mode)
 
 
-def _with_line(text: str, key: str, value: str) -> str:
-    """Return a document with a key of its top level set; a comment behind it stays."""
+def _set_line(text: str, key: str, value: str) -> str:
+    """Set a top-level key of a document; keep a comment after it."""
     line = re.compile(rf"^{key}:[ \t]*[^#\r\n]*?(?P<rest>[ \t]*(#.*)?\r?)$", re.MULTILINE)
-    changed, count = line.subn(lambda at: f"{key}: {value}{at['rest']}", text)
+    changed, count = line.subn(lambda match: f"{key}: {value}{match['rest']}", text)
     end = "\r\n" if "\r\n" in text else "\n"
     return changed if count else f"{text.rstrip()}{end}{key}: {value}{end}".lstrip("\r\n")

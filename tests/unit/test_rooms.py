@@ -72,7 +72,6 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("spark_deploy/hosts", "pyinfra gevent paramiko cryptography"),
         ("spark_deploy/inventory", "pyinfra gevent paramiko click"),
         ("spark_deploy/bench", "yaml"),
-        ("spark_deploy/cli/draft.py", "yaml"),
         ("spark_deploy/cli", "pyinfra gevent click rich yaml pydantic"),
         ("spark_deploy/__main__.py", ""),
         ("roles", "pyinfra"),

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from spark_deploy.cli.share import read as read_shared
+from spark_deploy.cli.share import read_shared
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents.declare import typed

@@ -111,7 +111,7 @@ def test_one_command_writes_a_file_that_plans(
     assert "UNPROVEN" in out
     # A second time nothing is written over.
     assert add(site, "org/Tiny-Chat") == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "--force" in capsys.readouterr().err
     assert add(site, "org/Tiny-Chat", "--force") == 0
 
 
@@ -189,9 +189,9 @@ def test_what_nobody_knows_is_left_out_and_said(
     publish(hub, "org/odd", config, tokenizer_config__json={"chat_template": "x"})
     assert add(site, "org/odd") == 0
     out = capsys.readouterr().out
-    assert "parsers: none is known for nobody" in out
+    assert "parsers: unknown for nobody" in out
     assert "KV cache of a token: layers of nobody are not known here" in out
-    assert "code of its own; it is not fetched" in out
+    assert "custom code; not downloaded" in out
     assert "parsers" not in yaml.safe_load((site / "catalog/models/odd.yml").read_text())
 
 
@@ -243,7 +243,7 @@ def test_a_recipe_is_added_by_the_same_command(
     recipe = CHECKOUT / "tests/fixtures/recipes/spark-vllm-docker-1.yaml"
     assert add(site, str(recipe)) == 0
     out = capsys.readouterr().out
-    assert "OPEN        not used: mods: the engine's image is images.engine" in out
+    assert "OPEN        not used: mods: the engine image is images.engine" in out
     assert "--load-format fastsafetensors" in out
     data = yaml.safe_load((site / "catalog/models/dense-nvfp4.yml").read_text())
     assert data["imported"] == [

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spark_contract import files
 
-from spark_deploy.cli import install_shared
+from spark_deploy.cli import catalog_files
 from spark_deploy.cli.add import Card, draft_of
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.documents.yaml_files import read_mapping
@@ -234,10 +234,10 @@ def test_files_are_taken_all_or_none_whatever_ends_it(
 
         return called
 
-    monkeypatch.setattr(install_shared, "_check", may_end(install_shared._check))
-    monkeypatch.setattr(install_shared.files, "write_text", may_end(files.write_text))
+    monkeypatch.setattr(catalog_files, "_check", may_end(catalog_files._check))
+    monkeypatch.setattr(catalog_files.files, "write_text", may_end(files.write_text))
     with pytest.raises(Ended):
-        install_shared.write_files(tmp_path, texts, force=True)
+        catalog_files.write_files(tmp_path, texts, force=True)
     found = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in found] == ["mine.yml"]
     assert found[0].read_text() == "# mine\n"

@@ -78,7 +78,7 @@ def test_what_is_shared_is_the_same_release_elsewhere(
     capsys.readouterr()
     assert add(other, str(file)) == 0
     said = capsys.readouterr().out
-    assert "OPEN        it was shared without a proof" in said
+    assert "OPEN        shared without a check result" in said
     assert "spark-deploy use tiny/plain" in said
     assert release_of(other, "tiny") == release_of(site, "tiny")
     assert not (other / "catalog/profiles").exists(), "ours says the same"
@@ -159,7 +159,7 @@ def test_a_commit_that_its_revision_is_not_at_is_told(
     data["model"]["revision"] = data["sources"]["org/tiny"]["revision"] = "stable"
     file.write_text(yaml.safe_dump(data))
     assert add(other, str(file)) == 0
-    said = "OPEN        org/tiny: stable is 777777777777 by now, and was shared at 555555555555"
+    said = "OPEN        org/tiny: stable is now 777777777777, shared at 555555555555"
     assert said in capsys.readouterr().out
 
 
@@ -170,7 +170,7 @@ def test_a_profile_of_ours_is_replaced_by_a_strangers_only_when_told_so(
     data["profile"]["prefix_caching"] = not data["profile"].get("prefix_caching", False)
     file.write_text(yaml.safe_dump(data))
     assert add(other, str(file)) == 1
-    assert "every model with it would change" in capsys.readouterr().err
+    assert "which other models use" in capsys.readouterr().err
     assert not (other / "catalog").exists()
     assert add(other, str(file), "--force") == 0
 
@@ -191,7 +191,7 @@ def test_a_proof_is_told_without_the_host_it_is_of(
     assert CANARY not in path.read_text()
     capsys.readouterr()
     assert add(other, str(path)) == 0
-    assert "by whoever shared it: full check of 2020" in capsys.readouterr().out
+    assert "checked by its author: full check of 2020" in capsys.readouterr().out
 
 
 def test_no_secret_of_the_settings_has_a_way_into_the_file(

@@ -94,7 +94,7 @@ def test_a_dry_run_and_a_choice_that_stands_there_write_nothing(site, capsys):
     assert main(["use", "agent", "--dry"]) == 0
     assert "v2 → agent" in capsys.readouterr().out
     assert main(["use", "v2"]) == 0
-    assert "the files say so already" in capsys.readouterr().err
+    assert "already selected" in capsys.readouterr().err
     assert (site / "group_vars/all.yml").read_text() == ALL
 
 

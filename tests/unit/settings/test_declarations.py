@@ -48,7 +48,7 @@ MADE_UP_ARGUMENT = (
 )
 USE_ARGUMENT = """
 from spark_deploy.config.catalog.load import read_catalog
-from spark_deploy.cli.recipe_arguments import arguments_of
+from spark_deploy.cli.recipes import read_arguments
 from spark_deploy.plan.memory import plan_memory
 from spark_deploy.plan.engine_arguments import engine_arguments
 from spark_deploy.config.settings.engine.options import option_problems
@@ -61,7 +61,7 @@ for name in ("v2", "agent"):
     print(argv[argv.index("--max-naps") + 1] if "--max-naps" in argv else "not told")
 print(*option_problems({"max_naps": 4}))
 for naps in ("5", "0"):
-    taken = arguments_of(["--max-naps", naps])
+    taken = read_arguments(["--max-naps", naps])
     print(taken.profile, taken.unused)
 """
 
@@ -133,7 +133,7 @@ def test_a_new_argument_of_the_engine_is_typed_in_one_place_and_said_in_another(
     assert (said, silent) == ("3", "not told")
     assert "decided elsewhere', 'set limits.naps in a profile of your own'" in refusal
     assert taken == "{'limits': {'naps': 5}} []"
-    assert left == "{} ['--max-naps 0: is nothing that a profile can say']"
+    assert left == "{} ['--max-naps 0: not possible in a profile']"
 
 
 def test_what_owners_are_told_to_set_instead_of_an_option_is_a_setting():

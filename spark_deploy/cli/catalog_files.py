@@ -1,0 +1,124 @@
+"""Files of an owner's catalog: drafts with comments, written all together or not at all."""
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from spark_contract import files
+
+from spark_deploy.cli.terminal import note
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import catalog_files
+from spark_deploy.config.errors import CatalogError
+
+_WIDTH = 96
+# Of everything that owners write.
+SCHEMAS = ("hosts", "settings", "model", "plain_model", "profile")
+
+
+def schema_line(root: Path, file: Path, schema: str) -> str:
+    """Return the line that names the schema for YAML language servers; "" without that schema."""
+    path = f"schema/{schema}.schema.json"
+    if not (root / path).is_file():
+        return ""
+    up = "../" * len(file.relative_to(root).parent.parts)
+    return f"# yaml-language-server: $schema={up}{path}\n"
+
+
+@dataclass(slots=True)
+class Draft:
+    """A file of ``catalog/models`` to be written, with a comment above each key."""
+
+    repository: str
+    revision: str = "main"
+    about: list[str] = field(default_factory=list)
+    keys: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    open: list[str] = field(default_factory=list)  # unknown or unused, for the user
+
+    @property
+    def name(self) -> str:
+        stem = self.repository.rpartition("/")[2].lower()
+        return re.sub(r"[^a-z0-9._-]+", "-", stem).strip("._-") or "model"
+
+    def put(self, key: str, value: Any, comment: str = "") -> None:
+        """Set a key unless the value is empty."""
+        if value:
+            self.keys[key], self.comments[key] = value, comment
+
+    def text(self) -> str:
+        return "\n".join(self._lines()) + "\n"
+
+    def _lines(self) -> Iterator[str]:
+        for line in self.about:
+            yield from _comment(line)
+        keys = {
+            "kind": "plain",
+            "summary": self.keys.get("summary", f"{self.repository}, as published")[:100],
+            "choose_when": "describe when to choose this model",
+            "repository": self.repository,
+            "revision": self.revision,
+            **{key: value for key, value in self.keys.items() if key != "summary"},
+        }
+        for key, value in keys.items():
+            if self.comments.get(key):
+                yield ""
+                yield from _comment(self.comments[key])
+            text = yaml.safe_dump({key: value}, sort_keys=False, width=_WIDTH, allow_unicode=True)
+            yield text.rstrip("\n")
+
+
+def _comment(text: str) -> list[str]:
+    plain = " ".join("".join(sign if sign.isprintable() else "?" for sign in text).split())
+    return textwrap.wrap(plain, _WIDTH, initial_indent="# ", subsequent_indent="# ") or ["#"]
+
+
+def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> list[Path]:
+    """Write catalog files by (kind, name) and return their paths.
+
+    Raises:
+        CatalogError: a file exists or cannot be used; nothing was changed.
+    """
+    paths = {pair: root / "catalog" / pair[0] / f"{pair[1]}.yml" for pair in texts}
+    for path in paths.values():
+        if path.exists() and not force:
+            raise CatalogError.one(str(path), "exists", "remove it, or overwrite it with --force")
+    before = {path: path.read_bytes() if path.exists() else None for path in paths.values()}
+    try:
+        for pair, path in paths.items():
+            schema = _schema_of(pair[0], texts[pair])
+            files.write_text(path, schema_line(root, path, schema) + texts[pair])
+        _check(root, list(texts))
+    except BaseException:  # also a full disk or Ctrl-C: all files or none
+        for path, content in before.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif path.read_bytes() != content:
+                files.write_pieces(path, [content])
+        raise
+    for (kind, name), path in paths.items():
+        shipped = catalog_files(kind).get(name)
+        if shipped is not None and shipped != path:
+            note(f"{name}: the new file replaces the shipped file in {kind}")
+        note(f"{path}: written")
+    return list(paths.values())
+
+
+def _schema_of(kind: str, text: str) -> str:
+    if kind == "profiles":
+        return "profile"
+    return "plain_model" if re.search(r"^kind: plain\b", text, re.MULTILINE) else "model"
+
+
+def _check(root: Path, pairs: list[tuple[str, str]]) -> None:
+    catalog = read_catalog(own=root)
+    profiles = [name for kind, name in pairs if kind == "profiles"]
+    for kind, model in pairs:
+        if kind == "models":
+            catalog.model(model)
+            for profile in profiles:
+                catalog.profile(profile, model)
