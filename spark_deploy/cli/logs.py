@@ -1,4 +1,4 @@
-"""``spark-deploy logs``: what engines, gateways, watches, rollouts and jobs print, merged."""
+"""``spark-deploy logs``: journals of engines, gateways, watchdogs, rollouts and jobs, merged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Line:
     text: str
 
     def shown(self) -> str:
-        """Return it for people, in the time of this machine."""
+        """Return the line in local time."""
         at = datetime.fromtimestamp(self.at_us / 1e6).strftime("%m-%d %H:%M:%S")
         return shown(f"{at}  {self.host}  {self.part:<7}  {self.text}")
 
@@ -45,59 +45,51 @@ class Line:
 @shared_options()
 def logs(options: Options, follow: bool, lines: int) -> int:
     """Exit with 1 if a journal could not be read."""
-    logins = [login_of(one) for one in select_hosts(options, judged=False)]
-    script = journal(lines, follow=follow)
-    readers = [
-        (login.name, subprocess.Popen(
-            login.argv(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-            errors="replace",
-        ))
-        for login in logins
-    ]  # fmt: skip
+    script = journal_command(lines, follow=follow)
+    readers = {
+        host.name: subprocess.Popen(
+            login_of(host).argv(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            text=True, errors="replace",
+        )
+        for host in select_hosts(options, judged=False)
+    }  # fmt: skip
     try:
-        for line in _merged(readers, follow=follow):
+        merged = _read_all(readers)
+        for line in merged if follow else sorted(merged):
             print(json.dumps(asdict(line)) if options.json else line.shown(), flush=follow)
     except KeyboardInterrupt:
-        for _, process in readers:
+        for process in readers.values():
             process.terminate()
         return 0
-    failed = [name for name, process in readers if process.wait() > 0]
+    failed = [name for name, process in readers.items() if process.wait() > 0]
     for name in failed:
-        note(f"{name}: its journal could not be read; fix: `spark-deploy doctor`")
+        note(f"{name}: journal unreadable; fix: `spark-deploy doctor`")
     return 1 if failed else 0
 
 
-def journal(lines: int, *, follow: bool) -> str:
-    """Return the command that prints the journal of everything of ours as JSON."""
+def journal_command(lines: int, *, follow: bool) -> str:
     units = " ".join(f"-u '{template.of('*')}'" for template in _PARTS)
     return f"journalctl -q --no-pager -o json -n {lines} {'-f ' if follow else ''}{units}"
 
 
 def read_lines(host: str, text: Iterable[str]) -> Iterator[Line]:
-    """Read the journal's JSON; a line that is cut short is left out."""
+    """Parse the journal's JSON; skip incomplete lines."""
     for entry in text:
         try:
             data = json.loads(entry)
         except ValueError:
             continue
-        said = data.get("MESSAGE")
-        if isinstance(said, list):  # bytes that are no text
-            said = bytes(said).decode(errors="replace")
+        message = data.get("MESSAGE")
+        if isinstance(message, list):  # bytes that are not UTF-8
+            message = bytes(message).decode(errors="replace")
         unit = str(data.get("_SYSTEMD_UNIT") or data.get("UNIT") or "")
         part = next((p for t, p in _PARTS.items() if unit.startswith(f"{t.name}@")), "systemd")
-        yield Line(int(data.get("__REALTIME_TIMESTAMP", 0)), host, part, str(said or "").rstrip())
+        time_us = int(data.get("__REALTIME_TIMESTAMP", 0))
+        yield Line(time_us, host, part, str(message or "").rstrip())
 
 
-Readers = list[tuple[str, "subprocess.Popen[str]"]]
-
-
-def _merged(readers: Readers, *, follow: bool) -> Iterator[Line]:
-    """Yield lines as they come, or all of them by time once every journal has ended."""
-    lines = _until_the_end(_filled(readers), len(readers))
-    yield from lines if follow else sorted(lines)
-
-
-def _filled(readers: Readers) -> queue.Queue[Line | None]:
+def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[Line]:
+    """Yield lines as they come, until every journal has ended."""
     lines: queue.Queue[Line | None] = queue.Queue()
 
     def read(name: str, process: subprocess.Popen[str]) -> None:
@@ -105,16 +97,7 @@ def _filled(readers: Readers) -> queue.Queue[Line | None]:
             lines.put(line)
         lines.put(None)
 
-    for name, process in readers:
+    for name, process in readers.items():
         threading.Thread(target=read, args=(name, process), daemon=True).start()
-    return lines
-
-
-def _until_the_end(lines: queue.Queue[Line | None], sources: int) -> Iterator[Line]:
-    """Yield lines until every source has ended."""
-    while sources:
-        line = lines.get()
-        if line is None:
-            sources -= 1
-        else:
-            yield line
+    for _ in readers:
+        yield from iter(lines.get, None)

@@ -1,4 +1,4 @@
-"""``spark-deploy status``: what each host serves, how well it is proven, what differs."""
+"""``spark-deploy status``: releases, check results and differences from the plan of each host."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import click
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
+from spark_contract.keep import Ours
 from spark_contract.records import WayBack
 from spark_contract.release import PREFIX_REUSE
 from spark_contract.tool import SPEED
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.cli import managed_files
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.query_hosts import Answer, query, read_status
@@ -23,6 +23,12 @@ from spark_deploy.cli.up import rollout_text
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import Count, HostStatus, Requests
+from spark_deploy.hosts.uninstall import (
+    gigabytes,
+    list_resources,
+    read_resources,
+    uninstall_request,
+)
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import wanted_by
 from spark_deploy.plan.jobs import jobs_of
@@ -37,146 +43,185 @@ from spark_deploy.plan.types import HostPlan
 def status(options: Options, files: bool, planned: bool) -> int:
     """Exit with 1 if a host does not provably serve its plan."""
     if files:
-        return managed_files.run(options, planned)
+        return _planned_files(options) if planned else _managed_files(options)
     if planned:
         raise SparkError.one("--planned", "lists files only", "add --files")
-    counted: dict[str, dict[str, Count]] = {}
+    counts: dict[str, dict[str, Count]] = {}
 
-    def ask(host: Host, one: Target) -> HostStatus | None:
-        found = read_status(host, one)
-        services = found.told.services if found and found.told else {}
+    def read(host: Host, target: Target) -> HostStatus | None:
+        host_status = read_status(host, target)
+        told = host_status.told if host_status else None
+        services = told.services if told else {}
         if active := tuple(name for name, service in services.items() if service.active):
-            counted[one.name] = host.get_fact(Requests, services=active)
-        return found
+            counts[target.name] = host.get_fact(Requests, services=active)
+        return host_status
 
-    answers = query(select_hosts(options, judged=False), ask)
-    found = [_with_requests(summary_of(one), counted.get(one.host.name, {})) for one in answers]
-    print_result(options, found, map(lines, found), between="\n")
-    return 0 if all(one["reachable"] and not one["drift"] for one in found) else 1
-
-
-def _with_requests(summary: dict[str, Any], counted: Mapping[str, Count]) -> dict[str, Any]:
-    """Put what engines have to do beside what they serve; nothing where none answers."""
-    for one in summary.get("services", ()):
-        one["requests"] = plain(counted.get(one["service"]))
-    return {**summary, "requests": plain(counted.get(MAIN_SERVICE))}
+    hosts = []
+    for answer in query(select_hosts(options, judged=False), read):
+        requests = counts.get(answer.host.name, {})
+        summary = {**summary_of(answer), "requests": plain(requests.get(MAIN_SERVICE))}
+        for service in summary.get("services", ()):
+            service["requests"] = plain(requests.get(service["service"]))
+        hosts.append(summary)
+    print_result(options, hosts, map(status_lines, hosts), between="\n")
+    return 0 if all(host["reachable"] and not host["drift"] for host in hosts) else 1
 
 
-def summary_of(said: Answer[HostStatus]) -> dict[str, Any]:
-    """Return what is worth knowing of one host as plain data."""
-    status = said.value
-    if status is None:
-        return {**said.data(), "drift": said.problem}
-    plan, unplanned = _plan(said.host)
-    scheduled = [one.release for one in plan.schedule] if plan else []
-    wanted = status.due(plan.serve, scheduled).name if plan else None
-    drift = status.unproven(MAIN_SERVICE, wanted) if wanted else unplanned
-    beside = _beside(plan, status)
-    others = "; ".join(f"{one['service']}: {one['drift']}" for one in beside if one["drift"])
+def _planned_files(options: Options) -> int:
+    plans = {host.name: build_plan(host) for host in select_hosts(options)}
+    resources = {name: list_resources(plan, read_payload()) for name, plan in plans.items()}
+    texts = (
+        [name, *(f"  {entry.kind:<10} {entry.name}" for entry in entries)]
+        for name, entries in resources.items()
+    )
+    print_result(options, resources, texts, between="\n")
+    return 0
+
+
+def _managed_files(options: Options) -> int:
+    """Print the managed resources on hosts; return 1 if a host did not answer."""
+
+    def read(_host: Host, target: Target) -> Ours:
+        return read_resources(uninstall_request(target.settings.settings))
+
+    answers = query(select_hosts(options, judged=False), read)
+    data = [{**one.data(), **(plain(one.value) if one.value else {})} for one in answers]
+    print_result(options, data, map(_resource_lines, answers), between="\n")
+    return 0 if all(answer.value is not None for answer in answers) else 1
+
+
+def _resource_lines(answer: Answer[Ours]) -> Iterator[str]:
+    name, resources = answer.host.name, answer.value
+    if resources is None:
+        yield f"{name}: {answer.problem}"
+        return
+    things = resources.things
+    total = gigabytes(sum(thing.size_bytes for thing in things))
+    baseline = f"at {resources.noted_at}" if resources.noted_at else "never"
+    summary = f"{len(things)} resources, {total}; baseline recorded: {baseline}"
+    yield f"{name}: {summary if things else 'no managed resources'}"
+    for thing in things:
+        size = gigabytes(thing.size_bytes) if thing.size_bytes else ""
+        reason = f"  ({thing.stays})" if thing.stays else ""
+        yield f"  {size:>9}  {thing.kind:<13} {thing.name}{reason}"
+
+
+def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
+    """Return the state of one host as plain data."""
+    host_status = answer.value
+    if host_status is None:
+        return {**answer.data(), "drift": answer.problem}
+    plan, no_plan = _plan(answer.host)
+    scheduled = [pair.release for pair in plan.schedule] if plan else []
+    wanted = host_status.due(plan.serve, scheduled).name if plan else None
+    drift = host_status.unproven(MAIN_SERVICE, wanted) if wanted else no_plan
+    services = _services(plan, host_status)
+    more = "; ".join(f"{one['service']}: {one['drift']}" for one in services if one["drift"])
     return {
-        **said.data(),
-        "installed": status.installed,
+        **answer.data(),
+        "installed": host_status.installed,
         "planned": wanted,
-        "planned_pair": _named(status, wanted, plan),
-        "unreadable": status.unreadable,
-        "drift": drift or others,
-        "ready": _readiness(plan, status) if plan else [],
-        "services": beside,
-        **told_by(status),
+        "planned_pair": _pair_text(host_status, wanted, plan),
+        "unreadable": host_status.unreadable,
+        "drift": drift or more,
+        "ready": _readiness(plan, host_status) if plan else [],
+        "services": services,
+        **host_fields(host_status),
     }
-
-
-def _beside(plan: HostPlan | None, status: HostStatus) -> list[dict[str, Any]]:
-    """Say of every service beside the main one, planned or running, how it stands."""
-    planned = {one.serve.service: one.serve.name for one in plan.services} if plan else {}
-    running = {
-        name: one for name, one in (status.told.services if status.told else {}).items()
-        if name != MAIN_SERVICE and (one.active or one.enabled or name in planned)
-    }  # fmt: skip
-    found = []
-    for name in sorted({*planned, *running}):
-        active, wanted = running[name].active if name in running else None, planned.get(name)
-        drift = status.unproven(name, wanted) if wanted else "is not listed any more"
-        found.append({
-            "service": name,
-            "planned": wanted,
-            **_serving(status, active),
-            "stopped": status.stopped(name),
-            "rollout": _rollout(status, name),
-            "drift": "" if status.stopped(name) else drift,
-        })  # fmt: skip
-    return found
-
-
-def _serving(status: HostStatus, active: str | None) -> dict[str, Any]:
-    """Return what a service serves, and what its proof is worth now."""
-    release, proof = status.release(active), {}
-    if release:
-        worth = {"current": release.unproven is None, "why": release.unproven}
-        proof = {**(plain(release.proof) or {}), **worth, "speed": list(release.speed)}
-    return {
-        "release": active,
-        "model": release.model if release else None,
-        "profile": release.profile if release else None,
-        "names": list(release.names) if release else [],
-        "proof": proof,
-        "live": plain(status.live(active) if active else None) or {},
-    }
-
-
-def told_by(status: HostStatus) -> dict[str, Any]:
-    """Return what the host tools say of the main service and the host; of nothing, all empty."""
-    told = plain(status.told) or {}
-    service = status.service(MAIN_SERVICE)
-    active = service.active if service else None
-    release, back = status.release(active), service.rolled_back if service else None
-    return {
-        **_serving(status, active),
-        "restarts": release.restarts if release else None,
-        "memory": told.get("memory", {}),
-        "versions": told.get("versions", {}),
-        "versions_unknown": status.unknown_versions(),
-        "reboot_pending": told.get("reboot_pending", ""),
-        "stopped": status.stopped(MAIN_SERVICE),
-        "rollout": _rollout(status, MAIN_SERVICE),
-        "rolled_back": _gone_back(status, back) if back else None,
-        "jobs": [job for job in told.get("jobs", ()) if job["state"] != "done"],
-        "events": told.get("events", {}).get(MAIN_SERVICE, []),
-        "daily": told.get("daily") or {},
-    }
-
-
-def _rollout(status: HostStatus, service: str) -> dict[str, Any] | None:
-    there = status.rollout(service)
-    return {**plain(there), "text": rollout_text(status, there)} if there else None
-
-
-def _gone_back(status: HostStatus, back: WayBack) -> dict[str, Any]:
-    pair = _named(status, back.came, None)
-    return {"from": back.came, "from_pair": pair, "to": back.to, "at": back.at}
-
-
-def _named(status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
-    """Return a release in people's words: of the host where it lies, else of the plan."""
-    there = status.release(name)
-    pair = plan if plan and plan.serve.name == name else there
-    return f"{pair.model} with {pair.profile}, {name}" if pair else name
 
 
 def _plan(host: Target) -> tuple[HostPlan | None, str]:
-    """Return what the settings ask for, or why there is no plan."""
+    """Return the plan, or why there is none."""
     lock = read_lock(host.settings.lock_path)
     try:
         if wanted_by(host.settings.settings, host.catalog).missing_in(lock).names:
             return None, "the plan is not locked yet"
         return build_plan(host), ""
     except SparkError as error:
-        return None, f"what the settings choose cannot be served: {error.problems[0].line}"
+        return None, f"the settings cannot be served: {error.problems[0].line}"
 
 
-def _readiness(plan: HostPlan, status: HostStatus) -> list[dict[str, Any]]:
-    """Say of every pair to have ready which of its jobs have no proof yet."""
-    done = {job.digest for job in status.told.jobs if job.state == "done"} if status.told else ()
+def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, Any]]:
+    """Return the state of every additional service, planned or running."""
+    planned = {one.serve.service: one.serve.name for one in plan.services} if plan else {}
+    running = {
+        name: service.active
+        for name, service in (host_status.told.services if host_status.told else {}).items()
+        if name != MAIN_SERVICE and (service.active or service.enabled or name in planned)
+    }
+    services = []
+    for name in sorted({*planned, *running}):
+        wanted, stopped = planned.get(name), host_status.stopped(name)
+        drift = host_status.unproven(name, wanted) if wanted else "no longer listed"
+        services.append({
+            "service": name,
+            "planned": wanted,
+            **_serving(host_status, running.get(name)),
+            "stopped": stopped,
+            "rollout": _rollout(host_status, name),
+            "drift": "" if stopped else drift,
+        })  # fmt: skip
+    return services
+
+
+def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
+    """Return the release of a service, and whether its check result is current."""
+    release, proof = host_status.release(active), {}
+    if release:
+        current = {"current": release.unproven is None, "why": release.unproven}
+        proof = {**(plain(release.proof) or {}), **current, "speed": list(release.speed)}
+    return {
+        "release": active,
+        "model": release.model if release else None,
+        "profile": release.profile if release else None,
+        "names": list(release.names) if release else [],
+        "proof": proof,
+        "live": plain(host_status.live(active) if active else None) or {},
+    }
+
+
+def host_fields(host_status: HostStatus) -> dict[str, Any]:
+    """Return the state of the main service and the host, as its tools report it."""
+    told = plain(host_status.told) or {}
+    service = host_status.service(MAIN_SERVICE)
+    active = service.active if service else None
+    release, back = host_status.release(active), service.rolled_back if service else None
+    return {
+        **_serving(host_status, active),
+        "restarts": release.restarts if release else None,
+        "memory": told.get("memory", {}),
+        "versions": told.get("versions", {}),
+        "versions_unknown": host_status.unknown_versions(),
+        "reboot_pending": told.get("reboot_pending", ""),
+        "stopped": host_status.stopped(MAIN_SERVICE),
+        "rollout": _rollout(host_status, MAIN_SERVICE),
+        "rolled_back": _rolled_back(host_status, back) if back else None,
+        "jobs": [job for job in told.get("jobs", ()) if job["state"] != "done"],
+        "events": told.get("events", {}).get(MAIN_SERVICE, []),
+        "daily": told.get("daily") or {},
+    }
+
+
+def _rollout(host_status: HostStatus, service: str) -> dict[str, Any] | None:
+    rollout = host_status.rollout(service)
+    return {**plain(rollout), "text": rollout_text(host_status, rollout)} if rollout else None
+
+
+def _rolled_back(host_status: HostStatus, back: WayBack) -> dict[str, Any]:
+    pair = _pair_text(host_status, back.came, None)
+    return {"from": back.came, "from_pair": pair, "to": back.to, "at": back.at}
+
+
+def _pair_text(host_status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
+    """Name the model and profile of a release that the plan or the host knows."""
+    pair = plan if plan and plan.serve.name == name else host_status.release(name)
+    return f"{pair.model} with {pair.profile}, {name}" if pair else name
+
+
+def _readiness(plan: HostPlan, host_status: HostStatus) -> list[dict[str, Any]]:
+    """Return the unfinished jobs of each pair in ``keep_ready``."""
+    jobs = host_status.told.jobs if host_status.told else ()
+    done = {job.digest for job in jobs if job.state == "done"}
     context = read_payload().image_context
     return [
         {
@@ -190,125 +235,118 @@ def _readiness(plan: HostPlan, status: HostStatus) -> list[dict[str, Any]]:
     ]
 
 
-def lines(one: dict[str, Any]) -> Iterator[str]:
-    """Yield the state of one host as lines for people."""
-    if not one["reachable"]:
-        yield f"{one['host']}: {one['problem']}"
-    elif not one["installed"]:
-        yield f"{one['host']}: nothing of ours is installed yet"
+def _row(title: str, text: str) -> str:
+    return f"  {title:<8} {text}"
+
+
+def status_lines(host: Mapping[str, Any]) -> Iterator[str]:
+    if not host["reachable"]:
+        yield f"{host['host']}: {host['problem']}"
+    elif not host["installed"]:
+        yield f"{host['host']}: not set up yet"
     else:
-        yield f"{one['host']}: {_serves(one)}"
-        wants = f" (wants {one['planned_pair']})" if one["drift"] and one["planned"] else ""
-        yield f"  plan     {one['drift'] or 'as planned'}{wants}"
-        if one["rollout"]:
-            yield f"  rollout  {one['rollout']['text'].removeprefix('rollout ')}"
-        yield from _details(one)
-        for service in one["services"]:
+        yield f"{host['host']}: {_release_text(host)}"
+        wants = f" (wants {host['planned_pair']})" if host["drift"] and host["planned"] else ""
+        yield _row("plan", f"{host['drift'] or 'as planned'}{wants}")
+        if host["rollout"]:
+            yield _row("rollout", host["rollout"]["text"].removeprefix("rollout "))
+        yield from _details(host)
+        for service in host["services"]:
             yield from _service_lines(service)
 
 
-def _service_lines(one: dict[str, Any]) -> Iterator[str]:
-    yield f"  service  {one['service']}: {one['stopped'] or _serves(one)}"
-    if one.get("rollout"):
-        yield f"           {one['rollout']['text']}"
-    if one["drift"]:
-        yield f"           {one['drift']} (wants {one['planned'] or 'nothing'})"
-    elif one["proof"]:
-        yield f"           {_proof(one['proof'])}"
-    if one.get("requests"):
-        yield f"           {_requests(one['requests'])}"
+def _service_lines(service: Mapping[str, Any]) -> Iterator[str]:
+    text = service["stopped"] or _release_text(service)
+    yield _row("service", f"{service['service']}: {text}")
+    if service.get("rollout"):
+        yield _row("", service["rollout"]["text"])
+    if service["drift"]:
+        yield _row("", f"{service['drift']} (wants {service['planned'] or 'nothing'})")
+    elif service["proof"]:
+        yield _row("", _proof_text(service["proof"]))
+    if service.get("requests"):
+        yield _row("", _requests_text(service["requests"]))
 
 
-def _requests(counted: dict[str, int]) -> str:
-    return f"{counted['running']} running, {counted['waiting']} waiting"
+def _requests_text(requests: Mapping[str, int]) -> str:
+    return f"{requests['running']} running, {requests['waiting']} waiting"
 
 
-def _serves(one: dict[str, Any]) -> str:
-    if one.get("unreadable"):
-        return f"what it serves is not known: {one['unreadable']}"
-    if not one["release"]:
+def _release_text(service: Mapping[str, Any]) -> str:
+    if service.get("unreadable"):
+        return f"release unknown: {service['unreadable']}"
+    if not service["release"]:
         return "serves nothing"
-    names = ", ".join(one["names"])
-    return f"{one['model']} with {one['profile']} as {names} ({one['release']})"
+    names = ", ".join(service["names"])
+    return f"{service['model']} with {service['profile']} as {names} ({service['release']})"
 
 
-def _details(one: dict[str, Any]) -> Iterator[str]:
-    if one["proof"]:
-        yield f"  proof    {_proof(one['proof'])}"
-        for check in one["proof"].get("checks", ()):
-            if check["name"] == PREFIX_REUSE and check["ok"]:  # what prefix caching is for
-                yield f"  prefix   {check['detail']}"
-            if not check["ok"] and check.get("weight") == "warn":
-                yield f"  warned   {check['name']}: {check['detail']}"
-        yield from _figures(one["proof"])
-    if one["live"]:
-        live = one["live"]
-        said = f"answered in {live.get('seconds', 0):.1f} s"
-        yield f"  live     {said if live.get('ok') else 'no answer: ' + str(live.get('detail'))}"
-    if one.get("requests"):
-        yield f"  requests {_requests(one['requests'])}"
-    if one["memory"]:
-        free, total = (gib(one["memory"][key]) for key in ("available_bytes", "total_bytes"))
-        least = _least_at_start(one["proof"])
-        yield f"  memory   {free} of {total} available{least}, {one['restarts'] or 0} restarts"
-    yield from _intentions(one)
-    yield from _daily(one["daily"])
-    for job in one["jobs"]:
-        yield f"  job      {_job(job)}"
-    for event in one["events"][-3:]:
-        yield f"  event    {event.get('at')} {event.get('kind')}: {event.get('text')}"
+def _details(host: Mapping[str, Any]) -> Iterator[str]:
+    if host["proof"]:
+        yield from _proof_lines(host["proof"])
+    if live := host["live"]:
+        answer = f"answered in {live.get('seconds', 0):.1f} s"
+        yield _row("live", answer if live.get("ok") else f"no answer: {live.get('detail')}")
+    if host.get("requests"):
+        yield _row("requests", _requests_text(host["requests"]))
+    if host["memory"]:
+        free, total = (gib(host["memory"][key]) for key in ("available_bytes", "total_bytes"))
+        at_start = ""
+        if start := host["proof"].get("start_memory"):
+            lowest, floor = gib(start["lowest_bytes"]), gib(start["floor_bytes"])
+            at_start = f" (lowest during the start {lowest}, floor {floor})"
+        restarts = host["restarts"] or 0
+        yield _row("memory", f"{free} of {total} available{at_start}, {restarts} restarts")
+    yield from _pending(host)
+    for problem in host["daily"].get("problems", ()):
+        yield _row("daily", f"{problem['where']}: {problem['what']}; fix: {problem['fix']}")
+    for job in host["jobs"]:
+        yield _row("job", _job_text(job))
+    for event in host["events"][-3:]:
+        yield _row("event", f"{event.get('at')} {event.get('kind')}: {event.get('text')}")
 
 
-def _figures(proof: dict[str, Any]) -> Iterator[str]:
-    if counted := proof.get("kv_cache"):
-        room = f"{counted['tokens']:,} tokens in {gib(counted['size_bytes'])}"
-        yield f"  cache    {room}, as the engine counts"
-    for text in proof.get("speed", ()):
-        yield f"  speed    {text.removeprefix(SPEED)}"
-
-
-def _daily(look: dict[str, Any]) -> Iterator[str]:
-    for found in look.get("problems", ()):
-        yield f"  daily    {found['where']}: {found['what']}; fix: {found['fix']}"
-
-
-def _least_at_start(proof: dict[str, Any]) -> str:
-    start = proof.get("start_memory")
-    if not start:
-        return ""
-    return f" (least at its start {gib(start['lowest_bytes'])}, floor {gib(start['floor_bytes'])})"
-
-
-def _intentions(one: dict[str, Any]) -> Iterator[str]:
-    """Yield what people, or a pending reboot, want of this host beside its plan."""
-    if one["versions_unknown"]:
-        yield f"  unknown  {one['versions_unknown']}"
-    if one["reboot_pending"]:
-        yield f"  reboot   pending: {one['reboot_pending']}"
-    if one["stopped"]:
-        yield f"  stopped  {one['stopped']}"
-    if one["rolled_back"]:
-        back = one["rolled_back"]
-        yield f"  back     rolled back from {back['from_pair']} at {back['at']}, by hand"
-    for pair in one["ready"]:
+def _pending(host: Mapping[str, Any]) -> Iterator[str]:
+    for title, key in (("unknown", "versions_unknown"), ("stopped", "stopped")):
+        if host[key]:
+            yield _row(title, host[key])
+    if host["reboot_pending"]:
+        yield _row("reboot", f"pending: {host['reboot_pending']}")
+    if back := host["rolled_back"]:
+        yield _row("back", f"rolled back from {back['from_pair']} at {back['at']}, by hand")
+    for pair in host["ready"]:
         missing = ", ".join(pair["missing"])
         state = f"not ready: {missing}" if missing else "a rollout needs no download and no build"
-        yield f"  ready    {pair['model']} with {pair['profile']}: {state}"
+        yield _row("ready", f"{pair['model']} with {pair['profile']}: {state}")
 
 
-def _job(job: dict[str, Any]) -> str:
+def _proof_lines(proof: Mapping[str, Any]) -> Iterator[str]:
+    yield _row("proof", _proof_text(proof))
+    for check in proof.get("checks", ()):
+        if check["name"] == PREFIX_REUSE and check["ok"]:  # the effect of prefix caching
+            yield _row("prefix", check["detail"])
+        if not check["ok"] and check.get("weight") == "warn":
+            yield _row("warned", f"{check['name']}: {check['detail']}")
+    if cache := proof.get("kv_cache"):
+        size = gib(cache["size_bytes"])
+        yield _row("cache", f"{cache['tokens']:,} tokens in {size}, measured by the engine")
+    for text in proof.get("speed", ()):
+        yield _row("speed", text.removeprefix(SPEED))
+
+
+def _job_text(job: Mapping[str, Any]) -> str:
     progress = job.get("progress") or {}
     share = ""
     if progress.get("total"):
         share = f" {100 * (progress.get('bytes') or 0) / progress['total']:.0f} %"
-    why = f" ({job['result']})" if job["state"] == "failed" and job.get("result") else ""
-    return f"{job['title']}: {job['state']}{share}{why}"
+    reason = f" ({job['result']})" if job["state"] == "failed" and job.get("result") else ""
+    return f"{job['title']}: {job['state']}{share}{reason}"
 
 
-def _proof(proof: dict[str, Any]) -> str:
+def _proof_text(proof: Mapping[str, Any]) -> str:
     checks = proof.get("checks", ())
-    good = sum(1 for check in checks if check.get("ok"))
-    text = f"{proof.get('level')} check, {good} of {len(checks)} passed, {_age(proof)}"
+    passed = sum(1 for check in checks if check.get("ok"))
+    text = f"{proof.get('level')} check, {passed} of {len(checks)} passed, {_age(proof)}"
     if not proof.get("current"):
         text += f"; no longer current: {proof.get('why')}"
     if proof.get("portable"):
@@ -318,13 +356,12 @@ def _proof(proof: dict[str, Any]) -> str:
     return text
 
 
-def _age(proof: dict[str, Any]) -> str:
-    """Say how long ago the check ran; hosts write an ISO time."""
-    said = str(proof.get("checked_at"))
+def _age(proof: Mapping[str, Any]) -> str:
+    time = str(proof.get("checked_at"))
     try:
-        checked = datetime.fromisoformat(said.replace("Z", "+00:00")).timestamp()
+        checked = datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
     except ValueError:
-        return f"at an unknown time ({said})"
+        return f"at an unknown time ({time})"
     seconds = max(0.0, datetime.now(timezone.utc).timestamp() - checked)
     for unit, size_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= size_s:

@@ -1,11 +1,10 @@
-"""``spark-deploy stop`` and ``start``: take hosts out of service, and back into it."""
+"""``spark-deploy stop`` and ``start``: take hosts out of service and back."""
 
 from __future__ import annotations
 
 import getpass
 import socket
 from collections.abc import Sequence
-from typing import Any
 
 import click
 from pyinfra.api.host import Host
@@ -14,7 +13,7 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.hosts import Target, chosen_services, select_hosts
 from spark_deploy.cli.options import Options, service_option, shared_options
-from spark_deploy.cli.query_hosts import Answer, query
+from spark_deploy.cli.query_hosts import query
 from spark_deploy.cli.terminal import next_command, print_result
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.commands import shell
@@ -31,7 +30,7 @@ def stop(options: Options, service: str | None, period: str | None) -> int:
     words = [tool.STOP_SERVICE, "--by", f"{getpass.getuser()}@{socket.gethostname()}"]
     if period is not None:
         words += ["--for", str(_seconds(period))]
-    return _order_all(options, "stop", words, service)
+    return _run(options, "stop", words, service)
 
 
 @click.command
@@ -39,60 +38,55 @@ def stop(options: Options, service: str | None, period: str | None) -> int:
 @shared_options()
 def start(options: Options, service: str | None) -> int:
     """Exit with 1 if a host did not start its last proven release."""
-    return _order_all(options, "start", [tool.START_SERVICE], service)
+    return _run(options, "start", [tool.START_SERVICE], service)
 
 
-def _order_all(options: Options, command: str, words: list[str], service: str | None) -> int:
+def _run(options: Options, command: str, words: list[str], service: str | None) -> int:
     hosts = select_hosts(options, judged=False)
     if service in (None, MAIN_SERVICE):
-        _refuse_half_a_cluster(hosts, options, command)
-    orders = {
-        host.name: [[words[0], name, *words[1:]] for name in chosen_services(host, service)]
-        for host in hosts
-    }
-    answers = query(
-        hosts, lambda host, one: _order(host, one, orders[one.name]),
-        doing="stopping" if command == "stop" else "starting",
-    )  # fmt: skip
-    found = [_outcome(one) for one in answers]
-    texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in found)
-    print_result(options, found, texts, between="\n")
-    return 0 if all(one["ok"] for one in found) else 1
+        _refuse_partial_cluster(hosts, options, command)
+    services = {host.name: chosen_services(host, service) for host in hosts}
+
+    def run(host: Host, target: Target) -> tuple[bool, str]:
+        return _run_tool(host, target, [[words[0], s, *words[1:]] for s in services[target.name]])
+
+    results = []
+    for answer in query(hosts, run, doing="stopping" if command == "stop" else "starting"):
+        ok, output = answer.value or (False, "")
+        results.append({**answer.data(), "ok": ok, "said": output})
+    texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in results)
+    print_result(options, results, texts, between="\n")
+    return 0 if all(one["ok"] for one in results) else 1
 
 
-def _refuse_half_a_cluster(hosts: Sequence[Target], options: Options, command: str) -> None:
-    """Refuse to take one member from the others, who would start again for nothing."""
-    chosen = {one.name for one in hosts}
-    for one in hosts:
-        members = one.settings.settings.cluster.hosts
-        left_out = [name for name in members if name not in chosen]
-        if left_out:
-            what = f"serves together with {', '.join(left_out)}, which the command leaves out"
-            raise SparkError.one(one.name, what, next_command(options, command, *members))
+def _refuse_partial_cluster(hosts: Sequence[Target], options: Options, command: str) -> None:
+    """Refuse to stop one member alone: the remaining members would restart in vain."""
+    chosen = {host.name for host in hosts}
+    for host in hosts:
+        members = host.settings.settings.cluster.hosts
+        if left_out := [name for name in members if name not in chosen]:
+            problem = f"serves together with {', '.join(left_out)}, not selected"
+            raise SparkError.one(host.name, problem, next_command(options, command, *members))
 
 
 def _seconds(period: str) -> int:
     number, unit = period[:-1], period[-1:]
     if not number.isdecimal() or not int(number) or unit not in _UNITS_S:
-        fix = "a number and one of m, h, d: --for 90m"
-        raise SparkError.one("--for", f"{period!r} is no period", fix)
+        fix = "write a number and m, h or d: --for 90m"
+        raise SparkError.one("--for", f"{period!r} is not a period", fix)
     return int(number) * _UNITS_S[unit]
 
 
-def _order(host: Host, one: Target, orders: Sequence[Sequence[str]]) -> tuple[bool, str]:
-    settings = one.settings.settings
-    # What one service refuses does not keep the others from obeying.
-    each = "; ".join(f"{tool.line(*words)} 2>&1 || failed=1" for words in orders)
+def _run_tool(host: Host, target: Target, commands: list[list[str]]) -> tuple[bool, str]:
+    settings = target.settings.settings
+    # A refusal by one service does not affect the next.
+    lines = "; ".join(f"{tool.line(*words)} 2>&1 || failed=1" for words in commands)
     script = (
-        f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {each}; exit $failed; "
-        "else echo 'nothing of ours is installed yet; run deploy.py'; exit 1; fi"
+        f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {lines}; exit $failed; "
+        "else echo 'not set up yet; fix: run spark-deploy up'; exit 1; fi"
     )
-    # Each engine may take its whole start, and its stop, to answer.
-    limit_s = (settings.serve.start_timeout_s + settings.serve.stop_timeout_s + 300) * len(orders)
-    ok, output = host.run_shell_command(shell(script), _sudo=one.data["_sudo"], _timeout=limit_s)
+    # Each engine may use its whole start and stop timeout.
+    serve = settings.serve
+    limit_s = (serve.start_timeout_s + serve.stop_timeout_s + 300) * len(commands)
+    ok, output = host.run_shell_command(shell(script), _sudo=target.data["_sudo"], _timeout=limit_s)
     return ok, output.stdout.strip()
-
-
-def _outcome(answered: Answer[tuple[bool, str]]) -> dict[str, Any]:
-    ok, said = answered.value or (False, "")
-    return {**answered.data(), "ok": ok, "said": said}

@@ -27,8 +27,7 @@ from spark_deploy.cli import progress_screen, terminal, top  # noqa: E402
 from spark_deploy.cli.hosts import Target, build_plan  # noqa: E402
 from spark_deploy.cli.plan_text import plan_text  # noqa: E402
 from spark_deploy.cli.progress_screen import HostView, Transcript  # noqa: E402
-from spark_deploy.cli.status import lines as status_lines  # noqa: E402
-from spark_deploy.cli.status import told_by  # noqa: E402
+from spark_deploy.cli.status import host_fields, status_lines  # noqa: E402
 from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.settings.load import load_hosts  # noqa: E402
 from spark_deploy.hosts.status import HostStatus  # noqa: E402
@@ -101,7 +100,7 @@ def status(console: Console) -> None:
     for one in json.loads((RECORDED / "status.json").read_text("utf-8")):
         one["proof"]["checked_at"] = lately.isoformat()  # the picture stays as it is
         # What status learned to say since then was not asked.
-        terminal.print_wrapped(status_lines({**told_by(HostStatus(None)), **one}), console)
+        terminal.print_wrapped(status_lines({**host_fields(HostStatus(None)), **one}), console)
 
 
 def top_once(console: Console) -> None:

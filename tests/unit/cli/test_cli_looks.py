@@ -13,8 +13,7 @@ from spark_deploy.cli.doctor import verdict_lines as doctor_lines
 from spark_deploy.cli.hosts import Target
 from spark_deploy.cli.options import Options
 from spark_deploy.cli.query_hosts import Answer
-from spark_deploy.cli.status import lines as status_lines
-from spark_deploy.cli.status import summary_of
+from spark_deploy.cli.status import status_lines, summary_of
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.hosts.status import Count, HostStatus
 from tests.unit.planning.plans import shipped_catalog
@@ -118,7 +117,7 @@ def test_status_says_how_little_memory_the_start_left(tmp_path):
     found = document()
     start = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}
     found["releases"][0]["proof"]["start_memory"] = start
-    said = "16.0 GiB available (least at its start 9.0 GiB, floor 4.0 GiB), 2 restarts"
+    said = "16.0 GiB available (lowest during the start 9.0 GiB, floor 4.0 GiB), 2 restarts"
     assert said in shown(tmp_path, found)
 
 
@@ -183,14 +182,14 @@ def test_status_of_a_proof_that_is_no_longer_current_says_why(tmp_path):
 
 
 def test_status_of_an_untouched_host_is_one_line(tmp_path):
-    assert shown(tmp_path, {}) == "lab-1: nothing of ours is installed yet"
+    assert shown(tmp_path, {}) == "lab-1: not set up yet"
 
 
 def test_status_claims_nothing_of_a_host_whose_tools_it_cannot_read(tmp_path):
     strange = HostStatus(None, "its host tools are of another version (x: unknown)")
     said = "\n".join(status_lines(summary_of(Answer(listed(tmp_path), strange))))
     assert "serves nothing" not in said
-    assert "lab-1: what it serves is not known: its host tools are of another version" in said
+    assert "lab-1: release unknown: its host tools are of another version" in said
 
 
 @pytest.mark.parametrize("lines", [status_lines, doctor_lines])
@@ -295,5 +294,5 @@ def test_what_a_host_serves_is_shown_when_what_it_is_to_serve_is_impossible(tmp_
     host = listed(tmp_path).serving("nobody-has-this", "v2")
     text = "\n".join(status_lines(summary_of(Answer(host, told(document())))))
     assert f"lab-stub with v2 as lab-model ({RELEASE})" in text
-    assert "what the settings choose cannot be served: " in text
+    assert "the settings cannot be served: " in text
     assert "nobody-has-this" in text

@@ -58,10 +58,10 @@ def test_a_host_that_cannot_be_read_is_named_and_the_others_are_shown(hosts, cap
     assert run() == 1
     said = capsys.readouterr()
     assert len(said.out.splitlines()) == 2
-    assert said.err.startswith("a: its journal could not be read")
+    assert said.err.startswith("a: journal unreadable")
 
 
 def test_following_asks_for_lines_as_they_come():
-    assert " -f " in logs.journal(5, follow=True)
-    assert " -f " not in logs.journal(5, follow=False)
-    assert "-u 'spark-serve@*.service'" in logs.journal(5, follow=False)
+    assert " -f " in logs.journal_command(5, follow=True)
+    assert " -f " not in logs.journal_command(5, follow=False)
+    assert "-u 'spark-serve@*.service'" in logs.journal_command(5, follow=False)

@@ -26,7 +26,7 @@ def look(at: float, tokens: int, drafted: int = 0, accepted: int = 0) -> str:
 
 
 def shown(text: str) -> list[str]:
-    now = top.now_of("spark-1", list(top.read_looks(text.splitlines())))
+    now = top.now_of("spark-1", list(top.read_samples(text.splitlines())))
     return list(top.table([now]))[1].split()
 
 
@@ -45,7 +45,7 @@ def test_a_host_without_an_engine_is_still_a_host():
 
 
 def test_a_look_that_was_cut_short_is_none():
-    assert list(top.read_looks(look(1, 5).splitlines()[:-1])) == []
+    assert list(top.read_samples(look(1, 5).splitlines()[:-1])) == []
 
 
 @pytest.mark.parametrize(("script", "code"), [("print(TEXT)", 0), ("raise SystemExit(255)", 1)])

@@ -109,7 +109,7 @@ def test_bootstrap_of_a_machine_whose_sudo_is_free_changes_nothing(ordinary: Her
 
 def test_status_of_this_machine_asks_for_sudo_only_who_is_not_root(here: Here) -> None:
     done = here.run("spark_deploy", "status", str(here.inventory))
-    said = "nothing of ours is installed yet" if os.geteuid() == 0 else "sudo is missing or asks"
+    said = "not set up yet" if os.geteuid() == 0 else "sudo is missing or asks"
     assert done.returncode == 1
     assert said in done.stdout, done.stdout + done.stderr
     assert "No hosts remaining" not in done.stdout + done.stderr
@@ -120,6 +120,6 @@ def test_a_host_whose_sudo_refuses_gets_one_clear_line(here: Here) -> None:
     done = here.run("spark_deploy", "status", str(here.inventory))
     assert done.returncode == 1
     assert "@local: query failed: a command failed on the host, or sudo is missing" in done.stdout
-    assert "set `sudo: false` where the login user is root" in done.stdout
+    assert "`sudo: false`" in done.stdout
     assert "Traceback" not in done.stderr
     assert "No hosts remaining" not in done.stdout + done.stderr
