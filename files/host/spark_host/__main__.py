@@ -32,7 +32,7 @@ def _in(module: str, name: str = "main") -> Callable[..., Any]:
     return called
 
 
-_this_host = _in("rollout.ports", "this_host")
+_this_host = _in("rollout.steps", "this_host")
 
 
 def _of_one(work: Callable[[str, Paths], int]) -> Verb:
@@ -48,12 +48,12 @@ def _one(words: Words) -> str:
 
 def _poll(words: Words, paths: Paths) -> int:
     asked = words[1] if len(words) == 2 else None
-    print_json(_in("rollout.request", "poll")(_one(words[:1]), Host(paths), asked))
+    print_json(_in("rollout.record", "poll")(_one(words[:1]), Host(paths), asked))
     return 0
 
 
 def _begin(name: str, paths: Paths) -> int:
-    print_json(_in("rollout.request", "begin")(name, Host(paths)))
+    print_json(_in("rollout.record", "begin")(name, Host(paths)))
     return 0
 
 
@@ -93,7 +93,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
         "RELEASE: change to a release (run by spark-switch@RELEASE)",
     ),
     "switch-recover": (
-        _of_one(lambda name, paths: _in("rollout.recover", "recover")(name, _this_host(paths))),
+        _of_one(lambda name, paths: _in("rollout.rollout", "recover")(name, _this_host(paths))),
         "RELEASE: finish a rollout that was killed",
     ),
     tool.SWITCH_BEGIN: (

@@ -27,8 +27,8 @@ from spark_host.engine import compile_cache, memory
 from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
 from spark_host.jobs import jobs
-from spark_host.records import boot, proof, upgrades
-from spark_host.rollout import request
+from spark_host.records import boot, proof, versions
+from spark_host.rollout import record
 from spark_host.system import cluster, systemd
 from spark_host.system.host import Host, release_names
 from spark_host.system.programs import print_json
@@ -50,18 +50,18 @@ def status(paths: Paths, live: bool) -> Status:
     with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
         running = [release for release in known if live and _is_active(release, units)]
         lives = pool.submit(_ask_all, running, paths)
-        versioning = pool.submit(proof.versions)
+        versioning = pool.submit(versions.read)
         digests = jobs.all_digests(paths)
         job_states = jobs.poll(digests, paths) if digests else []
-        versions, answers, meminfo = versioning.result(), lives.result(), memory.meminfo()
+        now, answers, meminfo = versioning.result(), lives.result(), memory.meminfo()
     return Status(
-        releases=tuple(_release(release, units, versions, host) for release in known),
+        releases=tuple(_release(release, units, now, host) for release in known),
         services={name: _service(name, known, units, host) for name in services},
         jobs=tuple(job_states),
         memory=HostMemory(meminfo["MemTotal"], meminfo["MemAvailable"]),
-        versions=versions,
-        versions_unknown=tuple(upgrades.unknown(versions)),
-        reboot_pending=upgrades.reboot_pending(),
+        versions=now,
+        versions_unknown=tuple(name for name in now if now[name] == versions.UNKNOWN),
+        reboot_pending=versions.reboot_pending(),
         live=answers[0] if answers else None,
         more_live=tuple(answers[1:]),
         events={name: loop.events(name, paths) for name in services},
@@ -77,11 +77,11 @@ def _is_active(release: Release, units: _Units) -> bool:
     return _active_state(release.serve_unit, units) == "active"
 
 
-def _release(release: Release, units: _Units, versions: dict[str, str], host: Host) -> ReleaseState:
+def _release(release: Release, units: _Units, now: dict[str, str], host: Host) -> ReleaseState:
     unit, last = units.get(release.serve_unit, {}), proof.read(release.name, host)
     unproven: str | None = "not running"
     if _is_active(release, units):
-        unproven = proof.why_not(last, release.digest, unit.get("InvocationID"), versions)
+        unproven = proof.unproven_reason(last, release.digest, unit.get("InvocationID"), now)
     return ReleaseState(
         name=release.name,
         model=release.model,
@@ -92,14 +92,14 @@ def _release(release: Release, units: _Units, versions: dict[str, str], host: Ho
         proof=last,
         unproven=unproven,
         speed=tuple(speed.describe(last.bench)) if last and last.bench else (),
-        cache=_cache_folder(release, versions, host),
+        cache=_cache_folder(release, now, host),
         change_failed=_active_state(SWITCH.of(release.name), units) == "failed",
     )
 
 
-def _cache_folder(release: Release, versions: dict[str, str], host: Host) -> str | None:
+def _cache_folder(release: Release, now: dict[str, str], host: Host) -> str | None:
     """Return the parent of a compile cache that a candidate can copy."""
-    whole = compile_cache.is_whole(release, versions.get("driver", ""), host)
+    whole = compile_cache.is_whole(release, now.get("driver", ""), host)
     proven = release.name in boot.good(release.service, host).all
     return str(Path(release.cache).parent) if release.cache and whole and proven else None
 
@@ -129,7 +129,7 @@ def _service(name: str, known: list[Release], units: _Units, host: Host) -> Serv
 
 def _rollout(names: list[str], units: _Units, host: Host) -> UnderWay | None:
     """Return the running rollout, or the first that waits."""
-    changes = (request.under_way(name, units.get(SWITCH.of(name), {}), host) for name in names)
+    changes = (record.running_rollout(name, units.get(SWITCH.of(name), {}), host) for name in names)
     pending = [change for change in changes if change]
     return next((change for change in pending if change.phase), pending[0] if pending else None)
 

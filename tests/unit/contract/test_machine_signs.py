@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from spark_host.records import upgrades
+from spark_host.records import versions
 
 from spark_deploy.hosts import gpu, survey
 from spark_deploy.hosts.facts import split_sections
@@ -64,5 +64,5 @@ def test_status_and_deploy_give_one_reason(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=RUNNING))
-    assert upgrades.reboot_pending(tmp_path) == why
+    assert versions.reboot_pending(tmp_path) == why
     assert asked_by_a_deploy(tmp_path) == why

@@ -25,7 +25,7 @@ from memory_systemd import A, B, Machine, release_of
 from spark_contract.records import Rollout
 from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host.records import boot
-from spark_host.rollout import ports, recover, request, rollout
+from spark_host.rollout import record, rollout, steps
 from spark_host.rollout.steps import FAILURES
 
 
@@ -61,10 +61,11 @@ class Model(Machine):
 
     # The host, as the tools get it.
 
-    def host(self, run: str | None = None) -> ports.Host:
-        return ports.Host(
-            self.paths, MemoryDisk(self), MemoryUnits(self), MemoryClock(self), MemoryEngines(self),
-            MemoryGateway(self), MemoryTraffic(self), MemoryCheck(self), f"boot-{self.boots}", run,
+    def host(self, run: str | None = None) -> steps.Host:
+        return steps.Host(
+            self.paths, MemoryDisk(self), MemoryUnits(self), MemoryClock(self),
+            f"boot-{self.boots}", run, None, MemoryEngines(self), MemoryGateway(self),
+            MemoryTraffic(self), MemoryCheck(self),
         )  # fmt: skip
 
     def call(
@@ -123,7 +124,7 @@ class Model(Machine):
                 other = A if self.current == B else B
                 name = self.current if fault == "again" else other
                 if name in self.known:
-                    joined = request.begin(name, self.host()).joined
+                    joined = record.begin(name, self.host()).joined
                     assert joined or fault == "other"
                     self._run_changes()
         finally:
@@ -135,7 +136,7 @@ class Model(Machine):
         """Ask for a release as a controller does, and let come what may."""
         self.known.add(name)
         try:
-            self._process(lambda: request.begin(name, self.host()))
+            self._process(lambda: record.begin(name, self.host()))
             self._run_changes()
         except PowerCut:
             self.boot()
@@ -149,7 +150,7 @@ class Model(Machine):
             unit.state, unit.run, self.current = "activating", f"change-{next(self.ids)}", name
             host = self.host(unit.run)
             ended = self._process(partial(rollout.roll_out, name, host))
-            self._process(partial(recover.recover, name, replace(host, exit_status=str(ended))))
+            self._process(partial(rollout.recover, name, replace(host, exit_status=str(ended))))
             unit.state, self.current = "inactive", before
 
     def _process(self, work: Callable[[], object]) -> object:

@@ -16,7 +16,7 @@ from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host.engine.client import SilentError
-from spark_host.rollout import ports
+from spark_host.rollout import steps
 
 CHECK_S = 3.0
 
@@ -240,7 +240,7 @@ class MemoryTraffic(MemoryPort):
 class MemoryCheck(MemoryPort):
     """The full check, which sees what is wrong with a release."""
 
-    def full(self, release: Release, host: ports.Host, report: Callable[[str], None]) -> Proof:
+    def full(self, release: Release, host: steps.Host, report: Callable[[str], None]) -> Proof:
         def effect() -> Proof:
             run = self.model.engines.get(release.name)
             self.model.pass_time(CHECK_S)
@@ -253,7 +253,7 @@ class MemoryCheck(MemoryPort):
         found: Proof = self.model.call("full check", effect, refused("systemctl show"))
         return found
 
-    def versions(self) -> dict[str, str]:
+    def read_versions(self) -> dict[str, str]:
         return self.model.call("versions", self.model.versions)
 
     def speed(self, release: Release, paths: Paths, report: Callable[[str], None]) -> Any:

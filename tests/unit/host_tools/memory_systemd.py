@@ -19,7 +19,7 @@ from spark_contract.release import Release
 from spark_contract.units import SERVE
 from spark_host.check import runner
 from spark_host.records import boot
-from spark_host.rollout import ports
+from spark_host.rollout import steps
 from stub_host import Host as FolderHost
 
 A, B = (f"main-{digit * 12}" for digit in "ab")
@@ -77,7 +77,7 @@ class Machine:
 
     paths = QuickPaths(Path("/"))
 
-    def host(self) -> ports.Host:
+    def host(self) -> steps.Host:
         """Return this host as the tools get it."""
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ from spark_contract.records import CompileCache, Finding, Proof
 from spark_contract.release import READY, Release, service_of
 from spark_contract.tool import COMPILING
 from spark_host.engine import compile_cache, container
-from spark_host.records import boot, proof
+from spark_host.records import boot, versions
 from spark_host.rollout import steps
 from spark_host.system import folders
 from spark_host.system.host import Host as Machine
@@ -59,7 +59,7 @@ class Caches:
 
 @pytest.fixture
 def caches(host: Host, monkeypatch: pytest.MonkeyPatch) -> Caches:
-    monkeypatch.setattr(proof, "driver", lambda: "580.159.03")
+    monkeypatch.setattr(versions, "driver", lambda: "580.159.03")
     return Caches(host)
 
 
@@ -141,7 +141,7 @@ def test_an_unproven_cache_of_another_driver_is_dropped(
     caches: Caches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (caches.start(CANDIDATE) / "compiled").touch()
-    monkeypatch.setattr(proof, "driver", lambda: "590.10")
+    monkeypatch.setattr(versions, "driver", lambda: "590.10")
     assert content(caches.start(CANDIDATE)) == []
 
 
@@ -168,7 +168,7 @@ def test_another_driver_starts_empty(
     caches: Caches, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     caches.proven()
-    monkeypatch.setattr(proof, "driver", lambda: "590.10")
+    monkeypatch.setattr(versions, "driver", lambda: "590.10")
     assert content(caches.start(name)) == []
 
 
@@ -263,7 +263,7 @@ def test_hostile_cache_content_does_not_block_a_start(
     assert all(one.is_symlink() for one in new.iterdir() if one.name in ("file", "folder"))
     plant(new / "nv" if is_copied else new, outside)
     caches.start(CANDIDATE)  # continues with it
-    monkeypatch.setattr(proof, "driver", lambda: "590.10")
+    monkeypatch.setattr(versions, "driver", lambda: "590.10")
     assert content(caches.start(CANDIDATE)) == []
     assert (outside / "secret").read_text() == "root's"
     assert ((outside / "secret").stat().st_uid, content(outside)) == (0, ["secret"])
@@ -305,7 +305,7 @@ def test_any_failure_starts_with_an_empty_cache(
         monkeypatch.setattr(folders, "remove_tree", lambda _: False)
         caches.host.paths.compile_cache(PROVEN).unlink()
     if broken == "driver":
-        monkeypatch.setattr(proof, "driver", lambda: "")
+        monkeypatch.setattr(versions, "driver", lambda: "")
     new = caches.start(CANDIDATE)
     assert content(new) == []
     assert new.stat().st_uid == NOBODY.pw_uid

@@ -12,7 +12,7 @@ import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_host.engine import container, serve
-from spark_host.records import proof
+from spark_host.records import versions
 from spark_host.system import docker
 from stub_host import RELEASE, REPOSITORY, Host, release_data
 
@@ -148,7 +148,7 @@ def nvidia_ctk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(FAKE)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(proof, "driver", lambda: NEW)
+    monkeypatch.setattr(versions, "driver", lambda: NEW)
     return program
 
 
@@ -195,7 +195,7 @@ def test_refresh_without_driver_or_folder_does_nothing(
 ) -> None:
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
     specification(tmp_path, SPECIFICATION.format(driver=OLD))
-    monkeypatch.setattr(proof, "driver", lambda: "")
+    monkeypatch.setattr(versions, "driver", lambda: "")
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
 
 

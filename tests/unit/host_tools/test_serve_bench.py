@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from spark_contract.release import Release
 from spark_host.check import runner, speed
-from spark_host.records import boot, proof, upgrades
-from spark_host.rollout import ports, steps
+from spark_host.records import boot, proof, versions
+from spark_host.rollout import steps
 from spark_host.watch import loop
 from stub_host import Host, release_data
 
@@ -44,12 +44,12 @@ def released(host: Host, name: str = "main-0123456789ab", **changes: Any) -> Rel
     return replace(release, engine=replace(release.engine, max_sequences=3))
 
 
-def prove(host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **versions: str) -> Record:
+def prove(host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **parts: str) -> Record:
     """Check a release fully under these versions, then do the last step of a change."""
-    monkeypatch.setattr(proof, "versions", lambda: {**NOW, **versions})
+    monkeypatch.setattr(versions, "read", lambda: {**NOW, **parts})
     runner.check(release, host.here, "full", print, invocation_id="run-1")
     record = Record()
-    steps.measured(release, ports.this_host(host.paths), record)
+    steps.measure_speed(release, steps.this_host(host.paths), record)
     return record
 
 
@@ -118,16 +118,16 @@ def test_each_changed_part_has_a_rollback_hint() -> None:
         "packages": {"docker": "docker-ce=5:28.5.1-1", "toolkit": "nvidia-container-toolkit=1.18"},
     }
     now = {**before, "versions": {**before["versions"], "docker": "29.2.1"}}  # type: ignore[dict-item]
-    assert upgrades.way_back("main", before, now) == [
+    assert versions.rollback_hints("main", before, now) == [
         "`apt-get install --allow-downgrades docker-ce=5:28.5.1-1`, then deploy again"
     ]
     now = {**before, "versions": {**before["versions"], "kernel": "6.17", "driver": "580.142"}}  # type: ignore[dict-item]
-    kernel, driver = upgrades.way_back("main", before, now)
+    kernel, driver = versions.rollback_hints("main", before, now)
     assert "grub-reboot" in kernel
     assert "6.14" in kernel
-    assert driver.startswith("driver 580.126 comes back only as a whole set")
+    assert "driver 580.126 only together with its kernel" in driver
     now = {**before, "release": "main-bbbbbbbbbbbb"}
-    assert upgrades.way_back("main", before, now) == [
+    assert versions.rollback_hints("main", before, now) == [
         "`spark-host rollback main` serves main-aaaaaaaaaaaa again"
     ]
 
@@ -149,7 +149,7 @@ def test_slowdown_after_upgrade_is_reported_with_rollback_hint(
 ) -> None:
     release = released(host)
     host.started(release, STUB_PIECE_S="0.0005")
-    monkeypatch.setattr(upgrades, "packages", lambda: {"docker": "docker-ce=5:28.5.1-1"})
+    monkeypatch.setattr(versions, "packages", lambda: {"docker": "docker-ce=5:28.5.1-1"})
     prove(host, release, monkeypatch)
     host.engines.pop().kill()
     host.started(release, STUB_PIECE_S="0.004")
@@ -199,8 +199,8 @@ def test_new_image_is_compared_with_the_previous_release(
 
 
 def test_packages_are_in_apt_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrades, "_PROGRAMS", {"shell": "dpkg", "none": "no-such-program"})
-    found = upgrades.packages()
+    monkeypatch.setattr(versions, "_PROGRAMS", {"shell": "dpkg", "none": "no-such-program"})
+    found = versions.packages()
     assert list(found) == ["shell"]
     assert found["shell"].startswith("dpkg=1")
 
@@ -208,11 +208,11 @@ def test_packages_are_in_apt_format(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failed_measurement_keeps_the_rollout(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     release = released(host)
     host.started(release)
-    monkeypatch.setattr(proof, "versions", lambda: NOW)
+    monkeypatch.setattr(versions, "read", lambda: NOW)
     runner.check(release, host.here, "full", print, invocation_id="run-1")
     host.engines[0].kill()
     host.engines[0].wait()
     record = Record()
-    steps.measured(release, ports.this_host(host.paths), record)
+    steps.measure_speed(release, steps.this_host(host.paths), record)
     assert "no speed was measured" in record.data["bench"][0]
     assert proof.read(release.name, host.here).ok

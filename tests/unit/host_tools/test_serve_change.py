@@ -15,7 +15,8 @@ from spark_contract.records import Rollout, Stopped
 from spark_contract.status import Begun, NamedRelease, Rollback, UnderWay
 from spark_contract.units import RETURN_TIMER, SWITCH
 from spark_host.records import boot
-from spark_host.rollout import recover, request, rollback
+from spark_host.rollout import record as records
+from spark_host.rollout import rollback, rollout
 from spark_host.rollout.record import Record
 
 C = f"main-{'c' * 12}"
@@ -29,7 +30,7 @@ def model() -> Model:
 
 def begun(model: Model) -> dict[str, Any]:
     """Ask for the change to a release; nothing has run yet."""
-    return request.begin(A, model.host())
+    return records.begin(A, model.host())
 
 
 def under_way(model: Model, run: str = "this-run") -> None:
@@ -48,7 +49,7 @@ def record(model: Model, **values: Any) -> None:
 
 
 def followed(model: Model, asked: Begun) -> Rollout:
-    return request.poll(A, model.host(), asked.request)
+    return records.poll(A, model.host(), asked.request)
 
 
 def test_what_an_earlier_change_left_is_gone_before_the_next_begins(model: Model) -> None:
@@ -130,7 +131,9 @@ def test_a_change_is_under_way_while_its_unit_runs_and_its_record_of_that_run_ha
 ) -> None:
     def seen() -> UnderWay | None:
         host = model.host()
-        return request.under_way(A, host.units.state(SWITCH.of(A), "ActiveState", "Job"), host)
+        return records.running_rollout(
+            A, host.units.state(SWITCH.of(A), "ActiveState", "Job"), host
+        )
 
     begun(model)
     asked_at = model.documents[model.paths.request(A)].at
@@ -157,7 +160,7 @@ def test_a_killed_change_is_only_finished_by_its_own_run(
 ) -> None:
     record(model, state="running", phase="start", **other)
     model.calls = 0
-    assert recover.recover(A, model.host("this-run")) == 0
+    assert rollout.recover(A, model.host("this-run")) == 0
     assert model.outcome(A).state == "running"
     assert model.calls == 0
 
@@ -180,7 +183,7 @@ def named(name: str) -> NamedRelease:
 
 
 def back(model: Model, wanted: str | None = None) -> Rollback:
-    return rollback.way_back("main", wanted, model.host())
+    return rollback.plan_rollback("main", wanted, model.host())
 
 
 def problem(model: Model, wanted: str | None = None) -> str:
@@ -219,7 +222,7 @@ def test_a_way_back_whose_parts_are_gone_names_one_that_is_whole(model: Model) -
     said = problem(model)
     assert f"{B}: tree" in said
     assert "is gone" in said
-    assert f"name one that is whole: {A} (lab-stub with v2), or" in said
+    assert f"name a complete release: {A} (lab-stub with v2), or" in said
     assert "model: lab-stub and profile: v2" in said
     model.gone = {A, B}
     assert "run deploy.py" in problem(model)

@@ -105,12 +105,14 @@ def test_proof_is_bound_to_run_and_versions(host: Host) -> None:
     result = check(host, release, "full")
     kept = proof.read(release.name, host.here)
     now = result.versions
-    assert proof.why_not(kept, release.digest, "run-1", now) is None
-    assert proof.why_not(kept, release.digest, "run-2", now) == (
+    assert proof.unproven_reason(kept, release.digest, "run-1", now) is None
+    assert proof.unproven_reason(kept, release.digest, "run-2", now) == (
         "the engine was started after the last check"
     )
-    assert "kernel" in (proof.why_not(kept, release.digest, "run-1", {**now, "kernel": "9"}) or "")
-    assert proof.why_not(kept, "e" * 64, "run-1", now) == "the proof is of another release"
+    assert "kernel" in (
+        proof.unproven_reason(kept, release.digest, "run-1", {**now, "kernel": "9"}) or ""
+    )
+    assert proof.unproven_reason(kept, "e" * 64, "run-1", now) == "the proof is of another release"
 
 
 def test_proof_survives_a_rotated_journal(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +157,7 @@ def test_quick_check_after_reboot_suffices_without_changes(host: Host) -> None:
     first = check(host, release, "full")
     runner.check(release, host.here, "quick", print, invocation_id="run-2")
     kept = proof.read(release.name, host.here)
-    assert proof.why_not(kept, release.digest, "run-2", first.versions) is None
+    assert proof.unproven_reason(kept, release.digest, "run-2", first.versions) is None
 
 
 def test_quick_check_alone_is_not_a_proof(host: Host) -> None:
@@ -163,7 +165,7 @@ def test_quick_check_alone_is_not_a_proof(host: Host) -> None:
     host.started(release)
     result = check(host, release, "quick")
     kept = proof.read(release.name, host.here)
-    why = proof.why_not(kept, release.digest, "run-1", result.versions)
+    why = proof.unproven_reason(kept, release.digest, "run-1", result.versions)
     assert why == "only the quick check was run"
 
 
@@ -174,4 +176,4 @@ def test_failed_check_invalidates_the_proof(host: Host) -> None:
     (host.paths.engine_run("main") / "stub-fault").write_text("garbage")
     check(host, release, "full")
     kept = proof.read(release.name, host.here)
-    assert proof.why_not(kept, release.digest, "run-1", versions) == "the last check failed"
+    assert proof.unproven_reason(kept, release.digest, "run-1", versions) == "the last check failed"

@@ -18,7 +18,7 @@ from spark_contract import files
 from spark_contract.records import FullCheck, Proof
 from spark_host.engine import serve
 from spark_host.jobs import jobs
-from spark_host.records import proof, upgrades
+from spark_host.records import proof, versions
 from spark_host.system import docker, programs, systemd
 from stub_host import Host
 
@@ -99,33 +99,32 @@ def test_waits_for_a_late_answer(late: Late) -> None:
     late.program("nvidia-smi", 0.4, says="580.142")
     late.program("nvidia-ctk", 0.4, says="version 1.19.0")
 
-    assert proof.versions() == {
+    assert versions.read() == {
         "kernel": os.uname().release, "driver": "580.142", "docker": "29.2.1", "toolkit": "1.19.0"
     }  # fmt: skip
 
 
 def test_unanswered_version_is_unknown(late: Late) -> None:
-    before = proof.versions()
+    before = versions.read()
     late.delays_s = [0.8, 0.8]
     late.program("nvidia-smi", 0.8, 0.8, says="580.142")
 
-    now = proof.versions()
+    now = versions.read()
 
-    assert (now["docker"], now["driver"]) == (upgrades.UNKNOWN, upgrades.UNKNOWN)
-    assert upgrades.unknown(now) == ["driver", "docker"]
-    assert upgrades.changed(before, now) == []
-    assert upgrades.changed(before, {**now, "toolkit": "1.20.0"}) == ["toolkit 1.19.0 -> 1.20.0"]
+    assert (now["docker"], now["driver"]) == (versions.UNKNOWN, versions.UNKNOWN)
+    assert versions.changed(before, now) == []
+    assert versions.changed(before, {**now, "toolkit": "1.20.0"}) == ["toolkit 1.19.0 -> 1.20.0"]
     # A proof that did not know does not cover what is found later.
-    assert upgrades.changed(now, before) == [
+    assert versions.changed(now, before) == [
         "driver unknown -> 580.142", "docker unknown -> 29.2.1"
     ]  # fmt: skip
 
 
 def test_absent_version_is_empty(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = proof.versions()
+    before = versions.read()
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(late.folder / "nothing-here"))
     (late.folder / "nvidia-ctk").unlink()
-    assert upgrades.changed(before, proof.versions()) == [
+    assert versions.changed(before, versions.read()) == [
         "docker 29.2.1 -> none", "toolkit 1.19.0 -> none"
     ]  # fmt: skip
 
@@ -153,12 +152,12 @@ def test_image_job_is_unknown_if_docker_is_silent(
 
 
 def test_proof_stays_valid_if_docker_is_late(host: Host, late: Late) -> None:
-    release, versions = host.release(), proof.versions()
+    release, now = host.release(), versions.read()
     late.delays_s = [0.8, 0.8]
-    full = FullCheck("run", files.now(), versions)
-    kept = Proof(release.name, release.digest, "run", "full", True, full.checked_at, (), versions,
+    full = FullCheck("run", files.now(), now)
+    kept = Proof(release.name, release.digest, "run", "full", True, full.checked_at, (), now,
                  {}, False, (), full)  # fmt: skip
-    assert proof.why_not(kept, release.digest, "run", proof.versions()) is None
+    assert proof.unproven_reason(kept, release.digest, "run", versions.read()) is None
 
 
 def test_release_is_not_broken_if_docker_is_late(host: Host, late: Late) -> None:

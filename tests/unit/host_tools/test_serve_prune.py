@@ -14,9 +14,9 @@ from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_host.prune import prune
 from spark_host.records import boot
-from spark_host.rollout import ports
-from spark_host.rollout.rollback import way_back
-from spark_host.rollout.rollout import one_at_a_time
+from spark_host.rollout import steps
+from spark_host.rollout.rollback import plan_rollback
+from spark_host.rollout.rollout import rollout_lock
 
 
 def test_what_no_kept_release_needs_goes_and_the_rest_serves_on(machine: Machine) -> None:
@@ -49,7 +49,7 @@ def test_a_disk_too_full_for_any_record_is_freed(
     assert not trees["a"].exists()
     assert not trees["b"].exists()
     # What the record could not say harms nobody, and is said when there is room.
-    assert way_back("main", None, ports.this_host(machine.paths)).came.name == D
+    assert plan_rollback("main", None, steps.this_host(machine.paths)).came.name == D
     assert machine.look(kept=1).items == ()
     assert machine.look(kept=1).kept == {C: "a way back", D: "serves"}
 
@@ -169,7 +169,7 @@ def test_a_kept_release_that_cannot_be_read_stops_everything(machine: Machine) -
 def test_a_change_under_way_stops_everything(machine: Machine) -> None:
     trees = generations(machine)
     with (
-        one_at_a_time("main", machine.host.here),
+        rollout_lock("main", machine.host.here),
         pytest.raises(HostToolError, match="another change is under way"),
     ):
         machine.prune()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import stub_host  # noqa: F401 - puts the host tools on the path
-from spark_host.records import upgrades
+from spark_host.records import versions
 
 LOADED = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.142  Release Build  (x)\n"
 
@@ -29,12 +29,12 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_whole_host_waits_for_nothing(root: Path) -> None:
-    assert upgrades.reboot_pending(root) == ""
+    assert versions.reboot_pending(root) == ""
 
 
 def test_a_newer_kernel_with_the_same_ending_waits_for_a_reboot(root: Path) -> None:
     (root / "boot/vmlinuz-6.17.0-1021-nvidia").touch()
-    assert upgrades.reboot_pending(root) == (
+    assert versions.reboot_pending(root) == (
         "kernel 6.17.0-1021-nvidia is installed, 6.17.0-1014-nvidia is running"
     )
 
@@ -42,7 +42,7 @@ def test_a_newer_kernel_with_the_same_ending_waits_for_a_reboot(root: Path) -> N
 def test_a_library_newer_than_the_module_waits_for_a_reboot(root: Path) -> None:
     folder = root / "usr/lib/aarch64-linux-gnu"
     (folder / "libnvidia-ml.so.580.142").rename(folder / "libnvidia-ml.so.580.159.03")
-    assert upgrades.reboot_pending(root) == (
+    assert versions.reboot_pending(root) == (
         "driver module 580.142 is loaded, library 580.159.03 is installed"
     )
 
@@ -50,8 +50,8 @@ def test_a_library_newer_than_the_module_waits_for_a_reboot(root: Path) -> None:
 def test_the_systems_own_word_names_the_packages(root: Path) -> None:
     (root / "run/reboot-required").touch()
     (root / "run/reboot-required.pkgs").write_text("libc6\nlibc6\n")
-    assert upgrades.reboot_pending(root) == "/run/reboot-required is set (libc6)"
+    assert versions.reboot_pending(root) == "/run/reboot-required is set (libc6)"
 
 
 def test_a_host_without_any_driver_waits_for_nothing(tmp_path: Path) -> None:
-    assert upgrades.reboot_pending(tmp_path) == ""
+    assert versions.reboot_pending(tmp_path) == ""

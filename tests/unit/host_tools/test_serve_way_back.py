@@ -19,7 +19,7 @@ from spark_host.engine.client import SilentError
 from spark_host.records import boot, proof
 from spark_host.rollout import rollout, steps
 from spark_host.rollout.record import Record
-from spark_host.rollout.rollback import way_back
+from spark_host.rollout.rollback import plan_rollback
 
 
 def faulty(model: Model, name: str, fault: str, *calls: str, times: int = 1) -> Rollout:
@@ -58,7 +58,7 @@ def test_a_release_that_cannot_be_enabled_leaves_the_old_one_good_and_no_way_bac
     assert boot.enabled("main", model.host()) == [A]
     good = boot.good("main", model.host())
     assert (good.release, good.previous) == (A, ())
-    assert "nothing to go back to" in str(way_back("main", None, model.host()).problem)
+    assert "nothing to go back to" in str(plan_rollback("main", None, model.host()).problem)
 
 
 def test_an_old_engine_that_cannot_be_stopped_serves_on_and_nothing_is_started_beside_it(
@@ -237,7 +237,7 @@ def test_a_failed_trial_keeps_no_proof_of_its_own_and_leaves_earlier_ones(
     trial.data = replace(trial.data, started_at=began, failed_phase="start", reason="it died")
     before = proof.read(A, host)
     assert before is not None
-    rollout.back(release_of(A), None, host, trial)
+    rollout.roll_back(release_of(A), None, host, trial)
     assert proof.read(A, host) == replace(before, ok=ok)
     assert trial.data.state == "failed-no-previous"
 
@@ -306,7 +306,7 @@ def test_a_speed_that_cannot_be_kept_undoes_no_change(model: Model) -> None:
     release, host = release_of(A), model.host()
     measured = replace(release, check=replace(release.check, bench=Bench(1.0, 15.0)))
     record = Record(measured, host)
-    steps.take_over(measured, host, record)
+    steps.activate(measured, host, record)
     assert "no speed was measured: [Errno 28] No space left on device" in record.data.bench[0]
     assert model.serves() == A
 

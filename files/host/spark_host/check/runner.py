@@ -27,7 +27,7 @@ from spark_host.engine import compile_cache, logs
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
 from spark_host.gateway import traffic
-from spark_host.records import boot, proof, upgrades
+from spark_host.records import boot, proof, versions
 from spark_host.system import cluster, systemd
 from spark_host.system.host import Host
 from spark_host.system.programs import Report
@@ -45,10 +45,10 @@ def speed(release: Release, paths: Paths, report: Report) -> dict[str, Any]:
     """Measure the speed of a release within the time limit of the plan."""
     limit_s = release.check.bench.limit_s if release.check.bench else 0
     bench = speed_check.measure(release, paths, limit_s, report)
-    return {**bench, "packages": upgrades.packages()}
+    return {**bench, "packages": versions.packages()}
 
 
-versions = proof.versions
+read_versions = versions.read
 
 
 def check(
@@ -95,7 +95,7 @@ def check(
     if after != before:
         findings.append(Finding("same run", False, "the engine was restarted meanwhile", 0.0))
         report(_line(findings[-1]))
-    parts = {**proof.versions(), **proof.parts(release)}
+    parts = {**versions.read(), **versions.release_versions(release)}
     result = Proof(
         release=release.name,
         digest=release.digest,

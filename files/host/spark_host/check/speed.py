@@ -19,7 +19,7 @@ from spark_contract.release import Release
 from spark_contract.tool import PHASE, SPEED
 
 from spark_host.engine.client import Engine, EngineError
-from spark_host.records import upgrades
+from spark_host.records import versions
 from spark_host.system.programs import Report
 
 _ROUNDS = 5
@@ -136,10 +136,10 @@ def add_comparison(
     """Add the last measurement, changed versions, slowdowns and rollback hints."""
     if before is None or release.check.bench is None:
         return {**now, "before": None, "changed": [], "worse": [], "way_back": []}
-    changed = upgrades.changed(before["versions"], now["versions"])
+    changed = versions.changed(before["versions"], now["versions"])
     worse = compare(now, before, release.check.bench.worse_percent)
     kept = {key: before[key] for key in before if key not in _COMPARISON_KEYS}
-    back = upgrades.way_back(release.service, before, now) if worse else []
+    back = versions.rollback_hints(release.service, before, now) if worse else []
     return {**now, "before": kept, "changed": changed, "worse": worse, "way_back": back}
 
 

@@ -22,7 +22,7 @@ from spark_contract.release import READY, Release
 from spark_contract.tool import COMPILING, PHASE
 
 from spark_host.engine import container
-from spark_host.records import boot, proof, upgrades
+from spark_host.records import boot, proof, versions
 from spark_host.system import folders
 from spark_host.system.host import Host
 from spark_host.system.programs import ProgramSilent, Report
@@ -78,15 +78,15 @@ def compiling(release: Release, invocation_id: str, host: Host) -> str:
 
 def _loaded_driver() -> str:
     try:
-        return proof.driver()
+        return versions.driver()
     except ProgramSilent:
-        return upgrades.UNKNOWN
+        return versions.UNKNOWN
 
 
 def is_whole(release: Release, driver: str, host: Host) -> bool:
     """Return whether the cache of a release is complete and fits a driver."""
     state = _state(release, host)
-    return state is not None and driver in (state.driver, upgrades.UNKNOWN)
+    return state is not None and driver in (state.driver, versions.UNKNOWN)
 
 
 def _is_usable(release: Release, driver: str, host: Host) -> bool:

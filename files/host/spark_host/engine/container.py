@@ -16,7 +16,7 @@ from spark_contract.release import Release
 from spark_contract.tool import MAKE_USERS
 from spark_contract.units import RELEASE_LABEL, SERVICE_LABEL
 
-from spark_host.records import proof
+from spark_host.records import versions
 from spark_host.system import cluster, docker, folders
 from spark_host.system.programs import ProgramSilent, Report, log, output_of
 
@@ -109,7 +109,7 @@ def refresh_cdi(report: Report, paths: Paths) -> None:
     suffixes = (".yaml", ".json")
     specs = [path for path in (paths.root / "etc/cdi").glob("*") if path.suffix in suffixes]
     try:
-        driver = proof.driver() if specs else ""
+        driver = versions.driver() if specs else ""
     except ProgramSilent as error:
         report(f"{error}: cannot compare the CDI specifications with the driver")
         return

@@ -24,7 +24,7 @@ from spark_contract.release import service_of
 from spark_host.prune import holdings
 from spark_host.prune.holdings import Folder, Image
 from spark_host.records import boot
-from spark_host.rollout.rollout import one_at_a_time
+from spark_host.rollout.rollout import rollout_lock
 from spark_host.system import docker, systemd
 from spark_host.system.host import Host, load_release, release_names
 from spark_host.system.programs import print_json
@@ -254,7 +254,7 @@ def main(words: list[str], paths: Paths) -> int:
     with ExitStack() as locks:
         services = sorted({service_of(name) for name in release_names(paths)})
         for service in services if not dry else ():
-            locks.enter_context(one_at_a_time(service, Host(paths)))
+            locks.enter_context(rollout_lock(service, Host(paths)))
         going = look(keep, paths)
         problems = [] if dry else remove(going, paths)
     print_json(going.document(problems))

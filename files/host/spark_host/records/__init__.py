@@ -1,1 +1,1 @@
-"""What is written down of releases: boot pointer, good record, proofs, versions."""
+"""Records of releases: boot pointer, good releases, proofs, versions."""

@@ -18,15 +18,15 @@ _TIMER_S = 60.0
 
 def enabled(service: str, host: Host) -> list[str]:
     """Return the releases of a service that systemd starts at boot."""
-    found = []
+    releases = []
     for link in host.disk.listed(host.paths.boot_links):
         name = SERVE.instance(link)
         try:
             if link == SERVE.of(name) and service_of(name) == service:
-                found.append(name)
+                releases.append(name)
         except HostToolError:
             continue
-    return found
+    return releases
 
 
 def good(service: str, host: Host) -> Good:
@@ -35,41 +35,36 @@ def good(service: str, host: Host) -> Good:
 
 
 def record_good(release: Release, host: Host) -> None:
-    """Record the release as the last good one, the one before it as the way back."""
+    """Record the release as the last good one, followed by earlier ones."""
     before = good(release.service, host)
-    kept = tuple(name for name in dict.fromkeys(before.all) if name != release.name)[:_KEPT]
+    previous = tuple(name for name in dict.fromkeys(before.all) if name != release.name)[:_KEPT]
+    record = Good(release.name, previous, host.clock.now())
     try:
-        host.disk.write(
-            host.paths.good(release.service), Good(release.name, kept, host.clock.now())
-        )
-    except OSError:
-        # A full disk does not keep a host from what it boots anyway.
+        host.disk.write(host.paths.good(release.service), record)
+    except OSError:  # a full disk does not matter if the record names this release already
         if before.release != release.name:
             raise
     _settle_rollback(release, host)
 
 
 def withdraw_good(release: Release, host: Host) -> None:
-    """Take back a good record that a failed trial wrote: what does not serve is not started again.
-
-    No time is compared: clocks step back.
-    """
-    found = good(release.service, host)
-    if found.release == release.name:
-        before, *previous = found.previous or (None,)
-        record = replace(found, release=before, previous=tuple(previous))
+    """Remove a failed candidate from the good record; compares no times, because clocks step."""
+    record = good(release.service, host)
+    if record.release == release.name:
+        before, *previous = record.previous or (None,)
+        record = replace(record, release=before, previous=tuple(previous))
         host.disk.write(host.paths.good(release.service), record)
 
 
 def enable_only(release: Release, host: Host) -> None:
-    """Make the release the one that boots.
+    """Make the release the only one that boots.
 
-    The order is what makes a power cut harmless: the new link first, then the good record, then
-    the old link away. With both links there, :func:`obstacle` lets only the good one start.
+    The order survives a power cut: new link, good record, then the old link is removed. While both
+    links exist, :func:`obstacle` lets only the good release start.
     """
     rivals = enabled(release.service, host)
     if rivals and good(release.service, host).release not in rivals:
-        record_good(release, host)  # two links need one that is good between them
+        record_good(release, host)  # of two links, one must be of the good release
     host.units.enable(release.serve_unit)
     record_good(release, host)
     for name in enabled(release.service, host):
@@ -78,15 +73,15 @@ def enable_only(release: Release, host: Host) -> None:
 
 
 def opens_at_start(release: Release, host: Host) -> bool:
-    """Return whether requests may pass once a start of this release has passed its quick check.
+    """Return whether the gateway opens after a start's quick check.
 
-    A candidate on trial is not enabled; the gateway opens to it only after the full check.
+    A candidate is not enabled yet: the gateway opens only after its full check.
     """
     return release.name in enabled(release.service, host)
 
 
 def is_stopped(service: str, host: Host) -> bool:
-    """Return whether someone stopped the service on purpose."""
+    """Return whether a person stopped the service."""
     return host.disk.exists(host.paths.stopped(service))
 
 
@@ -100,25 +95,25 @@ def obstacle(release: Release, host: Host) -> str | None:
 
 def _good_rival(release: Release, host: Host) -> str | None:
     rivals = enabled(release.service, host)
-    chosen = good(release.service, host).release
-    mine = release.name not in rivals or chosen not in rivals or chosen == release.name
-    return None if mine else chosen
+    last_good = good(release.service, host).release
+    allowed = release.name not in rivals or last_good not in rivals or last_good == release.name
+    return None if allowed else last_good
 
 
-def drop_left_link(release: Release, host: Host) -> None:
-    """Have only the good release boot, where a change cut off has left the candidate's link too.
+def remove_stale_link(release: Release, host: Host) -> None:
+    """Disable the candidate if an interrupted rollout enabled it next to the good release.
 
-    With that link the candidate could not be started, or clients would reach it untried.
+    With that link :func:`obstacle` would refuse the start, and clients would reach it unproven.
     """
     if _good_rival(release, host):
         host.units.disable(release.serve_unit)
 
 
 def active(service: str, host: Host) -> str | None:
-    """Return the release of a service whose unit is up or coming up, if any."""
-    mine = host.releases(service)
-    units = host.units.show([SERVE.of(name) for name in mine], ["ActiveState"])
-    for name in mine:
+    """Return the release of a service whose unit is active or starting."""
+    names = host.releases(service)
+    units = host.units.show([SERVE.of(name) for name in names], ["ActiveState"])
+    for name in names:
         state = units.get(SERVE.of(name), {}).get("ActiveState")
         if state in ("active", "activating", "reloading"):
             return name
@@ -126,72 +121,67 @@ def active(service: str, host: Host) -> str | None:
 
 
 def only_active(host: Host) -> str:
-    """Return the one release that runs on this host.
-
-    Raises:
-        HostToolError: There is none, or more than one.
-    """
+    """Return the only release that runs on this host; ``HostToolError`` for none or several."""
     services = sorted({service_of(name) for name in host.disk.names(host.paths)})
     running = [name for name in (active(service, host) for service in services) if name]
     if len(running) != 1:
         raise HostToolError(
             "check",
             f"{len(running)} releases run here: {', '.join(running) or 'none'}",
-            "name one: spark-check RELEASE",
+            "name a release: spark-check RELEASE",
             2,
         )
     return running[0]
 
 
 def stop_service(service: str, by: str, host: Host, for_s: float | None = None) -> int:
-    """Stop a service: it stays down over reboots until someone starts it again, or for a while."""
-    running = active(service, host)
-    boots = enabled(service, host)
+    """Stop a service, over reboots, until somebody starts it or ``for_s`` are over."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
+    boots, running = enabled(service, host), active(service, host)
     if marker is None or marker.by is None:
         release = running or next(iter(boots), None) or good(service, host).release
         marker = Stopped(release, marker.at if marker else host.clock.now(), by)
     until = host.clock.now(for_s) if for_s else None
-    if until:  # first, or a cut would leave it down for good
+    if until:  # first: a power cut must not leave the service stopped for good
         host.units.enable(RETURN_TIMER.of(service))
         host.units.begin(RETURN_TIMER.of(service))
-    # The marker alone keeps it down: whatever is interrupted below, no boot starts it.
+    # The marker alone prevents starts at boot, even if the rest is interrupted.
     host.disk.write(host.paths.stopped(service), replace(marker, until=until))
     if marker.until and not until:
-        _forget_return(service, host)
+        _cancel_return(service, host)
     for name in {*boots, *([running] if running else [])}:
         host.units.stop(SERVE.of(name), _STOP_S)
-    how_long = f"until {until}, or until" if until else "until"
-    print(f"{service}: stopped; it stays down {how_long} someone starts it: spark-deploy start")
+    limit = f"until {until}, or until" if until else "until"
+    print(f"{service}: stopped {limit} you run: spark-deploy start")
     return 0
 
 
 def start_when_due(service: str, host: Host) -> int:
-    """Start a service that was stopped for a while, once the while is over; asked every minute."""
+    """Start a service whose stop time is over; a timer calls this every minute."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     if marker is None or marker.until is None:
-        _forget_return(service, host)
+        _cancel_return(service, host)
     elif marker.until <= host.clock.now():
         return start_service(service, host)
     return 0
 
 
-def _forget_return(service: str, host: Host) -> None:
+def _cancel_return(service: str, host: Host) -> None:
     host.units.disable(RETURN_TIMER.of(service))
     host.units.stop(RETURN_TIMER.of(service), _TIMER_S)
 
 
 def retire_service(service: str, host: Host) -> int:
-    """End a service that nobody wants any more; what was made for it stays, for `prune` to take.
+    """Remove a service; `prune` removes its files later.
 
-    Its engine goes last: until then a run that was cut off is seen as unfinished. Its records go
-    first, for something good has to boot.
+    The records go first, because a good release must boot. The engine goes last: until then an
+    interrupted run is seen as unfinished.
     """
     host.disk.remove(host.paths.good(service))
     host.disk.remove(host.paths.stopped(service))
     host.units.disable(GATEWAY.of(service))
     host.units.stop(GATEWAY.of(service), _STOP_S)
-    _forget_return(service, host)
+    _cancel_return(service, host)
     running = active(service, host)
     for name in {*enabled(service, host), *([running] if running else [])}:
         host.units.disable(SERVE.of(name))
@@ -201,39 +191,38 @@ def retire_service(service: str, host: Host) -> int:
 
 
 def start_service(service: str, host: Host) -> int:
-    """Take back a stop by hand and start the last good release."""
+    """Remove the stop marker and start the last good release."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
-    chosen = good(service, host).release or (marker.release if marker else None)
+    name = good(service, host).release or (marker.release if marker else None)
     host.disk.remove(host.paths.stopped(service))
     if marker and marker.until:
-        _forget_return(service, host)
-    if chosen is None:
+        _cancel_return(service, host)
+    if name is None:
         raise HostToolError(service, "no proven release to start", "run the deploy for this host")
-    release = host.disk.load(chosen, host.paths)
+    release = host.disk.load(name, host.paths)
     host.units.start(release.serve_unit, release.timeouts.start_s + 900)
-    print(f"{service}: {chosen} is up")
+    print(f"{service}: {name} is up")
     return 0
 
 
 def rolled_back(service: str, host: Host) -> WayBack | None:
     """Return the rollback that brought the current release, if one did."""
-    found = host.disk.read(WayBack, host.paths.rollback(service))
+    record = host.disk.read(WayBack, host.paths.rollback(service))
     current = good(service, host).release
-    return found if found and (found.state, found.to) == ("done", current) else None
+    return record if record and (record.state, record.to) == ("done", current) else None
 
 
 def note_rollback(service: str, target: str, host: Host) -> None:
-    """Remember that the change about to begin is a way back."""
-    note = WayBack("asked", good(service, host).release, target, host.clock.now())
-    host.disk.write(host.paths.rollback(service), note)
+    """Record that the next rollout is a rollback."""
+    record = WayBack("asked", good(service, host).release, target, host.clock.now())
+    host.disk.write(host.paths.rollback(service), record)
 
 
 def _settle_rollback(release: Release, host: Host) -> None:
-    """A way back is gone once its release is good; any other good release ends the matter."""
+    """Complete a rollback once its release is good; another good release ends it."""
     path = host.paths.rollback(release.service)
-    found = host.disk.read(WayBack, path)
-    if found and found.to == release.name:
-        if found.state == "asked":
-            host.disk.write(path, replace(found, state="done"))
-    else:
+    record = host.disk.read(WayBack, path)
+    if record is None or record.to != release.name:
         host.disk.remove(path)
+    elif record.state == "asked":
+        host.disk.write(path, replace(record, state="done"))

@@ -1,1 +1,1 @@
-"""The change of a service to another release, with a way back; it starts and stops engines."""
+"""Rollouts: change a service to another release, with automatic rollback."""

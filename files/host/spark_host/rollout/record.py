@@ -1,23 +1,30 @@
-"""How a rollout stands and how it ended: one file, rewritten at every step."""
+"""The record of a rollout: requested under an id, written at every step, polled by controllers."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from spark_contract.records import Rollout
+from spark_contract.errors import ERROR
+from spark_contract.records import Request, Rollout
 from spark_contract.release import Release
+from spark_contract.status import Begun, UnderWay
 from spark_contract.tool import PHASE
+from spark_contract.units import SWITCH
 
-from spark_host.rollout.ports import Host
-from spark_host.rollout.request import request_of
+from spark_host.system.host import Host
 from spark_host.system.programs import log
+from spark_host.system.systemd import UnitState, is_queued
+
+_UNIT_FIELDS = ("ActiveState", "Job", "InvocationID", "Result")
+_RUNNING = ("activating", "active", "deactivating")
 
 
 class Record:
-    """A rollout's record, rewritten at every step; goes on from what a killed run ``left``."""
+    """A rollout's record, written at every step; continues the record ``left`` by a killed run."""
 
     def __init__(self, release: Release, host: Host, left: Rollout | None = None):
         self._host = host
@@ -28,48 +35,118 @@ class Record:
             release=release.name,
             started_at=host.clock.now(),
             boot_id=host.boot_id,
-            request=request_of(release.name, host),
+            request=request_id(release.name, host),
             invocation_id=host.invocation_id,
             state="running",
         )
 
     def set(self, **values: Any) -> None:
-        """Change fields and write the file, if that is possible.
-
-        It is for those who look: a disk that fills up must not end a rollout half way.
-        """
+        """Change fields and write the file; a full disk must not stop a rollout."""
         self.data = replace(self.data, **values)
         self.unwritten = None
         try:
             self._host.disk.write(self._path, self.data)
         except OSError as error:
-            log(f"not written down: {error}")
+            log(f"the rollout's record was not written: {error}")
             self.unwritten = error
 
     def report(self, text: str) -> None:
-        """Show what is going on, in the journal and to whoever polls."""
+        """Report progress to the journal and to controllers that poll."""
         log(text)
         self.set(progress=text)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name and time one step."""
+        """Name and time a step."""
         log(f"{PHASE}{name}")
         self.set(phase=name, progress=None)
         start = self._host.clock.monotonic()
         try:
             yield
         finally:
-            self._took(name, start)
+            self._add_time(name, start)
 
-    def _took(self, name: str, since: float) -> None:
+    def _add_time(self, name: str, since: float) -> None:
         seconds = round(self._host.clock.monotonic() - since, 3)
         self.data = replace(self.data, times_s={**self.data.times_s, name: seconds})
 
     def end(self, state: str, serving: str | None) -> None:
-        """Write the final state."""
-        self._took("total", self._began)
+        self._add_time("total", self._began)
         ended_at = self._host.clock.now()
         self.set(state=state, phase="done", serving=serving, ended_at=ended_at, progress=None)
         reason = self.data.reason
         log(f"{state}: serving {serving or 'nothing'}" + (f"; {reason}" if reason else ""))
+
+
+def begin(name: str, host: Host) -> Begun:
+    """Start a rollout in systemd, or join the running one; return the id of its record."""
+    host.disk.load(name, host.paths)
+    unit = SWITCH.of(name)
+    if _is_running(host.units.state(unit, *_UNIT_FIELDS)):
+        return Begun(name, request_id(name, host), joined=True)
+    request = Request(uuid.uuid4().hex, host.clock.now())
+    # The record of an earlier rollout would look like the result of this one.
+    host.disk.remove(host.paths.rollout(name))
+    host.disk.write(host.paths.request(name), request)
+    host.units.reload()
+    host.units.begin(unit)
+    return Begun(name, request.id, joined=False)
+
+
+def request_id(name: str, host: Host) -> str | None:
+    """Return the id of the last request for a rollout of this release."""
+    request = host.disk.read(Request, host.paths.request(name))
+    return request.id if request else None
+
+
+def poll(name: str, host: Host, request: str | None = None) -> Rollout:
+    """Return the state of the last rollout to a release.
+
+    A record of another release, another request or an earlier run of the unit does not count;
+    without ``request`` any request counts.
+    """
+    unit = host.units.state(SWITCH.of(name), *_UNIT_FIELDS)
+    running = _is_running(unit)
+    record = host.disk.read(Rollout, host.paths.rollout(name))
+    if record is not None and _belongs_to(record, name, unit if running else {}, request):
+        cut_off = record.state == "running" and not running
+        return replace(record, state="interrupted") if cut_off else record
+    if request is None or running:
+        return Rollout(name)
+    result = unit.get("Result") or unit.get("ActiveState", "inactive")
+    reason = _last_error(name, unit, host) or f"{SWITCH.of(name)} did not run ({result})"
+    return Rollout(name, state="not-started", failed_phase="begin", reason=reason)
+
+
+def running_rollout(name: str, unit: UnitState, host: Host) -> UnderWay | None:
+    """Return the rollout that the unit runs or will run; ``None`` if its record has ended."""
+    if not _is_running(unit):
+        return None
+    record = host.disk.read(Rollout, host.paths.rollout(name))
+    if record is None or not _belongs_to(record, name, unit, None):
+        request = host.disk.read(Request, host.paths.request(name))
+        return UnderWay(name, request.at if request else "", None)
+    if record.state != "running":
+        return None
+    return UnderWay(name, record.started_at, record.phase)
+
+
+def _is_running(unit: UnitState) -> bool:
+    return unit.get("ActiveState") in _RUNNING or is_queued(unit)
+
+
+def _belongs_to(record: Rollout, name: str, unit: UnitState, request: str | None) -> bool:
+    """Return whether a record is of this release, request and run; unknown ones match any."""
+    run = unit.get("InvocationID")
+    return (
+        record.release == name
+        and request in (None, record.request)
+        and not (run and record.invocation_id and run != record.invocation_id)
+    )
+
+
+def _last_error(name: str, unit: UnitState, host: Host) -> str | None:
+    """Return the error of a run that exited before it could write a record."""
+    run = unit.get("InvocationID")
+    lines = host.units.journal(run, SWITCH.of(name), lines=20) if run else []
+    return next((line[len(ERROR) :] for line in reversed(lines) if line.startswith(ERROR)), None)

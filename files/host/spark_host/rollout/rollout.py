@@ -1,8 +1,8 @@
-"""The change of a service to another release, with a way back, run by systemd on the host.
+"""The rollout of a release: started by systemd, resumed or rolled back after a kill.
 
-What is true is never kept in this process: running is asked of systemd, booting is the enabled
-unit, proven is the proof. So it may be killed at any point, and :mod:`recover` or the next boot
-finds the old release; the candidate is enabled last.
+The truth is never in this process: systemd knows what runs, the enabled unit what boots, the proof
+what is proven. So it may be killed at any point, and ``recover`` or the next boot finds the old
+release; the candidate is enabled last.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from spark_contract.errors import HostToolError
-from spark_contract.release import Release
+from spark_contract.paths import Paths
+from spark_contract.records import Rollout
+from spark_contract.release import Release, service_of
 from spark_contract.units import SWITCH
 
 from spark_host.records import boot, proof
 from spark_host.rollout import steps
-from spark_host.rollout.ports import Host
 from spark_host.rollout.record import Record
-from spark_host.system import host as system
+from spark_host.rollout.steps import Host
+from spark_host.system.host import Host as SystemHost
+from spark_host.system.host import release_names
 from spark_host.system.programs import log
 
 _BEFORE_START = ("drain", "stop", "memory")
 
 
 def roll_out(name: str, host: Host) -> int:
-    """Change the service to release ``name``; 0 only when it is proven and boots from now on."""
+    """Change the service to release ``name``; return 0 only if it is proven and boots."""
     release = host.disk.load(name, host.paths)
-    with one_at_a_time(release.service, host):
+    with rollout_lock(release.service, host):
         record = Record(release, host)
         old = _previous(release, host)
         serving = boot.active(release.service, host)
@@ -38,36 +41,36 @@ def roll_out(name: str, host: Host) -> int:
             record.set(reason=str(problem), failed_phase="prove")
             record.end("refused", serving)
             return 1
-        kept = host.units.is_active(release.serve_unit)
+        running = host.units.is_active(release.serve_unit)
         try:
-            kept = kept and _proves_running(release, host, record)
-            if kept:
-                steps.take_over(release, host, record)
+            running = running and _passes_check(release, host, record)
+            if running:
+                steps.activate(release, host, record)
             else:
-                steps.replace(release, old, host, record)
+                steps.replace_running(release, old, host, record)
         except steps.FAILURES as error:
             record.set(reason=str(error), failed_phase=record.data.phase)
-            if kept:  # a release that runs is only stopped when its check says so
+            if running:  # only a failed check stops a release that runs
                 record.end("refused", release.name)
             else:
-                back(release, old, host, record)
+                roll_back(release, old, host, record)
             return 1
         record.end("switched", release.name)
         return 0
 
 
 def _previous(release: Release, host: Host) -> Release | None:
-    candidates = (
+    names = (
         boot.active(release.service, host),
         *boot.enabled(release.service, host),
         *boot.good(release.service, host).all,
     )
-    others = (host.release(name) for name in candidates if name != release.name)
+    others = (host.release(name) for name in names if name != release.name)
     return next((other for other in others if other), None)
 
 
 def _refusal(release: Release, host: Host, record: Record) -> HostToolError | None:
-    """Prove image, tree and gateway while the old release still answers."""
+    """Check image, checkpoints and gateway while the old release still serves."""
     with record.phase("prove"):
         if boot.is_stopped(release.service, host):
             return HostToolError(
@@ -86,8 +89,8 @@ def _refusal(release: Release, host: Host, record: Record) -> HostToolError | No
         )
 
 
-def _proves_running(release: Release, host: Host, record: Record) -> bool:
-    """Prove a candidate that already runs; ``False`` when it has to be started anew."""
+def _passes_check(release: Release, host: Host, record: Record) -> bool:
+    """Check a release that runs already; ``False`` if it must be started again."""
     try:
         if not steps.is_proven(release, host):
             with record.phase("check"):
@@ -98,29 +101,26 @@ def _proves_running(release: Release, host: Host, record: Record) -> bool:
     return True
 
 
-def back(release: Release, old: Release | None, host: Host, record: Record) -> None:
-    """Stop the candidate and have the old release serve, proven, again."""
+def roll_back(release: Release, old: Release | None, host: Host, record: Record) -> None:
+    """Stop the candidate and restore the old release, proven."""
     record.report(f"failed in {record.data.failed_phase}: {record.data.reason}")
     with record.phase("rollback"):
-        # Of a candidate that was not started there are only words of its earlier runs.
+        # A candidate that was not started has only logs of earlier runs.
         if not record.data.log_tail and record.data.failed_phase not in _BEFORE_START:
             record.set(log_tail=steps.log_tail(release, host))
         host.traffic.close(release.service, host.paths)
         steps.stop(release.serve_unit, host)
         host.units.reset(release.serve_unit)
         undo = [partial(proof.withdraw, release, record.data.started_at, host)]
-        # Only this phase writes the good record: an older one of the same release stays.
+        # Only this phase writes the good record: an older record of the release stays.
         if "enable" in (*record.data.times_s, record.data.failed_phase):
             undo.append(partial(boot.withdraw_good, release, host))
         for step in undo:
             try:
                 step()
-            except OSError as error:  # first of all the old release has to come back
-                record.report(f"not taken back: {error}")
-        if old is None:
-            _give_up(release, host)
-        else:
-            failure = _restore(old, host, record)
+            except OSError as error:  # restoring the old release is more important
+                record.report(f"not withdrawn: {error}")
+        failure = _restore(old, host, record) if old else _disable_unproven(release, host)
     if old is None:
         record.end("failed-no-previous", None)
     elif failure is None:
@@ -130,13 +130,14 @@ def back(release: Release, old: Release | None, host: Host, record: Record) -> N
         record.end("rollback-failed", boot.active(release.service, host))
 
 
-def _give_up(release: Release, host: Host) -> None:
-    """Have nothing boot where nothing is good; what was good before this may be so again."""
+def _disable_unproven(release: Release, host: Host) -> str | None:
+    """Disable a release that was never good; one that was good before may be good again."""
     if boot.good(release.service, host).release != release.name:
         try:
             host.units.disable(release.serve_unit)
         except HostToolError as error:
             log(str(error))
+    return None
 
 
 def _restore(old: Release, host: Host, record: Record) -> str | None:
@@ -152,16 +153,71 @@ def _restore(old: Release, host: Host, record: Record) -> str | None:
     return None
 
 
+def recover(name: str, host: Host) -> int:
+    """Finish or roll back a killed rollout; systemd calls this at the end of each run."""
+    release = host.disk.load(name, host.paths)
+    left = host.disk.read(Rollout, host.paths.rollout(name))
+    if host.exit_status == "0":  # even if a full disk prevented the final record
+        return 0
+    if left is None or left.state != "running":
+        return 0
+    # A record of an earlier run or boot is not a matter of this run.
+    if (left.boot_id, left.invocation_id) != (host.boot_id, host.invocation_id):
+        return 0
+    if host.units.is_stopping():
+        return 0
+    with rollout_lock(release.service, host):
+        record = Record(release, host, left)
+        old = host.release(left.previous)
+        reason = f"the rollout was killed in phase {left.phase}"
+        log(reason)
+        record.set(reason=reason, failed_phase=str(left.phase))
+        # A release that already ran and was only checked again keeps serving.
+        untouched = left.serving == name and left.phase == "check" and "drain" not in left.times_s
+        if left.phase in (None, "prove") or untouched:
+            record.end("refused", boot.active(release.service, host))
+        elif left.phase in ("open", "enable", "bench") and steps.is_proven(release, host):
+            _finish(release, old, host, record)
+        else:
+            roll_back(release, old, host, record)
+    return 0
+
+
+def _finish(release: Release, old: Release | None, host: Host, record: Record) -> None:
+    """Take the last steps of a rollout whose candidate was proven before the kill."""
+    try:
+        steps.activate(release, host, record)
+    except steps.FAILURES as error:
+        reason = f"{record.data.reason}; and then: {error}"
+        record.set(reason=reason, failed_phase=record.data.phase)
+        if record.data.serving == release.name:  # it served before this rollout
+            record.end("refused", release.name)
+        else:
+            roll_back(release, old, host, record)
+    else:
+        record.set(reason=None, failed_phase=None)
+        record.end("switched", release.name)
+
+
 @contextmanager
-def one_at_a_time(service: str, host: system.Host) -> Iterator[None]:
-    """Keep every other change of the service out for the duration of a block."""
-    with ExitStack() as held:
+def rollout_lock(service: str, host: SystemHost) -> Iterator[None]:
+    """Prevent other changes of the service during a block."""
+    with ExitStack() as stack:
         try:
-            held.enter_context(host.disk.locked(host.paths.run / f"switch-{service}.lock"))
+            stack.enter_context(host.disk.locked(host.paths.run / f"switch-{service}.lock"))
         except BlockingIOError as error:
             raise HostToolError(
                 f"rollout of {service}",
                 "another change is under way",
                 f"wait for it: systemctl list-units '{SWITCH.of('*')}'",
             ) from error
+        yield
+
+
+@contextmanager
+def all_rollout_locks(paths: Paths) -> Iterator[None]:
+    """Prevent changes of every service during a block."""
+    with ExitStack() as stack:
+        for service in sorted({service_of(name) for name in release_names(paths)}):
+            stack.enter_context(rollout_lock(service, SystemHost(paths)))
         yield

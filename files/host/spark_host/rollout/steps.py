@@ -1,63 +1,93 @@
-"""The steps of a rollout: each does one thing to the host and fails with a plain sentence."""
+"""The steps of a rollout, and the parts of a host on which they act."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 from spark_contract.errors import HostToolError
+from spark_contract.machine import BOOT_ID
+from spark_contract.paths import Paths
 from spark_contract.records import Proof
 from spark_contract.release import Release, service_of
 from spark_contract.tool import PHASE, WAITED
 from spark_contract.units import SERVE
 
-from spark_host.check import speed
+from spark_host.check import runner, speed
 from spark_host.engine import compile_cache
+from spark_host.engine import serve as serve_engines
 from spark_host.engine.client import EngineError, SilentError
+from spark_host.gateway import gateway as real_gateway
+from spark_host.gateway import traffic as real_traffic
 from spark_host.records import boot, proof
-from spark_host.rollout.ports import Host
 from spark_host.rollout.record import Record
 from spark_host.system import cluster
-from spark_host.system.programs import log
-from spark_host.system.systemd import UnitState
+from spark_host.system.host import Host as SystemHost
+from spark_host.system.programs import Report, log
+from spark_host.system.systemd import UnitState, is_queued
 from spark_host.watch import loop
-
-# It runs when the gateway is open again, so it makes no outage longer; and it undoes nothing,
-# because a slower server that answers right is better than none: going back is a person's choice.
-
-
-def measured(release: Release, host: Host, record: Record) -> None:
-    """Measure a proven release unless that was done under these versions; keep the result."""
-    kept = proof.read(release.name, host)
-    if kept is None or kept.last_full is None or not proof.bench_due(release, kept):
-        return
-    with record.phase("bench"):
-        before = proof.bench_before(release, host)
-        try:
-            found = host.check.speed(release, host.paths, record.report)
-        except speed.NotMeasuredError as error:
-            record.set(bench=(str(error),))
-            return
-        now = {**found, "release": release.name, "versions": kept.last_full.versions}
-        result = speed.add_comparison(release, now, before)
-        proof.keep_bench(kept, result, host)
-        record.set(bench=tuple(speed.describe(result)))
-        for item in result["worse"]:
-            text = (
-                f"{item['text']}; the way back: {' or '.join(result['way_back']) or 'none known'}"
-            )
-            loop.event(release, "slower", text, host.paths)
-
 
 _REPORT_S = 5.0
 _TAIL_LINES = 40
 _STOP_S = 1800.0
 
 
+class Engines(Protocol):
+    """The part of ``engine/serve.py`` that rollouts use."""
+
+    def part_problem(self, release: Release) -> HostToolError | None: ...
+    def problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
+    def make_room(self, release: Release, report: Report) -> None: ...
+    def unfinished(self, release: Release, paths: Paths) -> float: ...
+
+
+class Gateway(Protocol):
+    """The part of ``gateway/gateway.py`` that rollouts use."""
+
+    def problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
+    def bring_up(self, release: Release, paths: Paths) -> None: ...
+    def wait_until_listening(self, service: str, paths: Paths) -> None: ...
+
+
+class Traffic(Protocol):
+    """The part of ``gateway/traffic.py`` that rollouts use."""
+
+    def close(self, service: str, paths: Paths) -> None: ...
+    def open_for(self, release: Release, paths: Paths) -> None: ...
+
+
+class Check(Protocol):
+    """The part of ``check/runner.py`` that rollouts use."""
+
+    def full(self, release: Release, host: SystemHost, report: Report) -> Proof: ...
+    def read_versions(self) -> dict[str, str]: ...
+    def speed(self, release: Release, paths: Paths, report: Report) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Host(SystemHost):
+    """A host on which releases can be rolled out; rollout tests replace each part."""
+
+    engines: Engines = serve_engines
+    gateway: Gateway = real_gateway
+    traffic: Traffic = real_traffic
+    check: Check = runner
+
+
+def this_host(paths: Paths) -> Host:
+    boot_id = Path(BOOT_ID).read_text().strip()
+    run, status = os.environ.get("INVOCATION_ID"), os.environ.get("EXIT_STATUS")
+    return Host(paths, boot_id=boot_id, invocation_id=run, exit_status=status)
+
+
 class TrialError(Exception):
-    """The candidate did not become a proven server; the message is a plain sentence."""
+    """The candidate failed to start or its check failed."""
 
 
-# What a step may end with: a disk can be full and a program can hang in any of them.
+# Any step may raise these: a disk can be full and a program can hang at any time.
 FAILURES = (TrialError, HostToolError, OSError, subprocess.SubprocessError)
 
 
@@ -66,12 +96,13 @@ def is_proven(release: Release, host: Host) -> bool:
     if not host.units.is_active(release.serve_unit):
         return False
     invocation = host.units.invocation(release.serve_unit)
-    found = proof.read(release.name, host)
-    return proof.why_not(found, release.digest, invocation, host.check.versions()) is None
+    last = proof.read(release.name, host)
+    versions = host.check.read_versions()
+    return proof.unproven_reason(last, release.digest, invocation, versions) is None
 
 
-def replace(release: Release, old: Release | None, host: Host, record: Record) -> None:
-    """Put a release in the place of the one that runs, prove it and have it serve."""
+def replace_running(release: Release, old: Release | None, host: Host, record: Record) -> None:
+    """Stop the running release, start and check the new one, and activate it."""
     running = host.release(boot.active(release.service, host)) or old
     with record.phase("drain"):
         host.traffic.close(release.service, host.paths)
@@ -82,15 +113,15 @@ def replace(release: Release, old: Release | None, host: Host, record: Record) -
     with record.phase("memory"):
         host.engines.make_room(release, record.report)
     with record.phase("start"):
-        boot.drop_left_link(release, host)
+        boot.remove_stale_link(release, host)
         start(release, host, record)
     with record.phase("check"):
         check(release, host, record)
-    take_over(release, host, record)
+    activate(release, host, record)
 
 
-def take_over(release: Release, host: Host, record: Record) -> None:
-    """Have a release that is proven be the one that serves, now and after a boot."""
+def activate(release: Release, host: Host, record: Record) -> None:
+    """Open the gateway to a proven release and make it boot; then measure its speed."""
     worker = cluster.is_worker(release, host.paths)
     with record.phase("open"):
         open_traffic(release, host)
@@ -98,57 +129,80 @@ def take_over(release: Release, host: Host, record: Record) -> None:
             host.gateway.wait_until_listening(release.service, host.paths)
     with record.phase("enable"):
         boot.enable_only(release, host)
-    if worker:  # what it is asked, its head is asked
+    if worker:  # only the head answers requests
         return
     try:
-        measured(release, host, record)
-    except FAILURES as error:  # a speed that nobody could keep undoes no change
+        measure_speed(release, host, record)
+    except FAILURES as error:
         record.set(bench=(f"no speed was measured: {error}",))
 
 
-def open_traffic(release: Release, host: Host) -> None:
-    """Have the gateway run and let requests through to a release."""
-    if cluster.is_worker(release, host.paths):  # the gateway of a cluster is that of its head
+def measure_speed(release: Release, host: Host, record: Record) -> None:
+    """Measure a proven release, unless this was done under the same versions.
+
+    This happens after the gateway opened, so it causes no downtime. A slow but correct release is
+    not rolled back; that is the owner's decision.
+    """
+    last = proof.read(release.name, host)
+    if last is None or last.last_full is None or not proof.bench_due(release, last):
         return
-    host.gateway.bring_up(release, host.paths)
-    host.traffic.open_for(release, host.paths)
+    with record.phase("bench"):
+        before = proof.bench_before(release, host)
+        try:
+            bench = host.check.speed(release, host.paths, record.report)
+        except speed.NotMeasuredError as error:
+            record.set(bench=(str(error),))
+            return
+        now = {**bench, "release": release.name, "versions": last.last_full.versions}
+        result = speed.add_comparison(release, now, before)
+        host.disk.write(host.paths.proof(release.name), replace(last, bench=result))
+        record.set(bench=tuple(speed.describe(result)))
+        hints = " or ".join(result["way_back"]) or "none known"
+        for item in result["worse"]:
+            loop.event(release, "slower", f"{item['text']}; to go back: {hints}", host.paths)
+
+
+def open_traffic(release: Release, host: Host) -> None:
+    """Run the gateway and open it to a release; in a cluster only the head has a gateway."""
+    if not cluster.is_worker(release, host.paths):
+        host.gateway.bring_up(release, host.paths)
+        host.traffic.open_for(release, host.paths)
 
 
 def drain(old: Release, host: Host, record: Record) -> None:
-    """Return when the engine has answered what it was asked, or its time for that is over."""
+    """Wait until the engine has answered all requests, or its time limit is over."""
     if cluster.is_worker(old, host.paths):
         _wait_for_head(old, host)
         return
     deadline = host.clock.monotonic() + old.timeouts.drain_s
-    told = 0.0
+    reported = 0.0
     while host.clock.monotonic() < deadline:
         try:
             requests = host.engines.unfinished(old, host.paths)
             left = f"requests={requests:.0f}"
-        except SilentError:  # busy, most of all with answers that want to be finished
-            requests, left = 1, "no word of the engine"
+        except SilentError:  # busy, probably with answers that should be finished
+            requests, left = 1, "no answer from the engine"
         except EngineError:
             return
         if requests <= 0:
             return
-        if host.clock.monotonic() - told >= _REPORT_S:
-            told = host.clock.monotonic()
-            record.report(f"{PHASE}drain {left} left_s={deadline - told:.0f}")
+        if host.clock.monotonic() - reported >= _REPORT_S:
+            reported = host.clock.monotonic()
+            record.report(f"{PHASE}drain {left} left_s={deadline - reported:.0f}")
         host.clock.sleep(0.2)
-    record.report(
-        f"{PHASE}drain the limit of {old.timeouts.drain_s:.0f} s passed; requests are cut"
-    )
+    limit_s = f"{old.timeouts.drain_s:.0f} s"
+    record.report(f"{PHASE}drain the limit of {limit_s} passed; unfinished requests are cut")
 
 
 def _wait_for_head(old: Release, host: Host) -> None:
-    """Compute on for the head until it has stopped, for answers of its own are computed here."""
+    """Continue until the head has stopped, because its answers are computed here, too."""
     deadline = host.clock.monotonic() + old.timeouts.drain_s + old.timeouts.stop_s
     while not cluster.missing_members(old, host.paths) and host.clock.monotonic() < deadline:
         host.clock.sleep(0.2)
 
 
 def _stop_all(service: str, host: Host) -> None:
-    """Stop the units that must make room; one that goes on is left to serve on."""
+    """Stop all units of a service; fail if a unit stays active."""
     for unit in host.units.listed(SERVE.of("*")):
         if service_of(SERVE.instance(unit)) == service:
             error = stop(unit, host)
@@ -157,7 +211,7 @@ def _stop_all(service: str, host: Host) -> None:
 
 
 def stop(unit: str, host: Host) -> HostToolError | None:
-    """Stop a unit; return what systemd had against it."""
+    """Stop a unit; return the failure."""
     try:
         host.units.stop(unit, _STOP_S)
     except HostToolError as error:
@@ -167,45 +221,48 @@ def stop(unit: str, host: Host) -> HostToolError | None:
 
 
 def start(release: Release, host: Host, record: Record) -> None:
-    """Start a release's unit and return once it is active, that is, past its quick check."""
+    """Start a release's unit and wait until it is active, which includes its quick check."""
     unit = release.serve_unit
     host.units.begin(unit)
-    begun = told = host.clock.monotonic()
+    began = reported = host.clock.monotonic()
     last = ""
     while True:
         state = host.units.state(unit, "ActiveState", "SubState", "Job", "Result", "InvocationID")
         active = state.get("ActiveState")
         if active == "active":
             return
-        pending = state.get("Job", "0") not in ("", "0")
         if state.get("SubState") == "auto-restart" or (
-            active in ("inactive", "failed") and not pending
+            active in ("inactive", "failed") and not is_queued(state)
         ):
             record.set(log_tail=log_tail(release, host))
-            raise TrialError(_why_not_started(release, state, host))
-        if host.clock.monotonic() - told >= _REPORT_S:
-            told = host.clock.monotonic()
-            lines = host.units.journal(state.get("InvocationID", ""), unit, lines=20)
-            # The check at the start reports waiting, too; the engine's own words say more.
-            said_by_engine = [line.strip() for line in lines if WAITED not in line]
-            last = said_by_engine[-1][:160] if said_by_engine else last
-            doing = compile_cache.compiling(release, state.get("InvocationID", ""), host)
-            record.report(f"{PHASE}start {WAITED}{told - begun:.0f} {doing}last: {last}")
+            raise TrialError(_start_failure(release, state, host))
+        if host.clock.monotonic() - reported >= _REPORT_S:
+            reported = host.clock.monotonic()
+            run = state.get("InvocationID", "")
+            lines = host.units.journal(run, unit, lines=20)
+            # Not the progress of the check at the start: the engine's own lines are more useful.
+            engine_lines = [line.strip() for line in lines if WAITED not in line]
+            last = engine_lines[-1][:160] if engine_lines else last
+            note = compile_cache.compiling(release, run, host)
+            record.report(f"{PHASE}start {WAITED}{reported - began:.0f} {note}last: {last}")
         host.clock.sleep(0.25)
 
 
-def _why_not_started(release: Release, state: UnitState, host: Host) -> str:
-    found = proof.read(release.name, host)
-    if found and not found.ok and found.invocation_id == state.get("InvocationID"):
-        return _failures(found)
-    last = next((line for line in reversed(log_tail(release, host)) if "error" in line.lower()), "")
-    return f"{release.serve_unit} did not start ({state.get('Result')}); {last}".rstrip("; ")
+def _start_failure(release: Release, state: UnitState, host: Host) -> str:
+    last = proof.read(release.name, host)
+    if last and not last.ok and last.invocation_id == state.get("InvocationID"):
+        return _failures(last)
+    lines = reversed(log_tail(release, host))
+    error = next((line for line in lines if "error" in line.lower()), "")
+    text = f"{release.serve_unit} did not start ({state.get('Result')}); {error}"
+    return text.rstrip("; ")
 
 
 def check(release: Release, host: Host, record: Record) -> None:
-    """Run the full check on a release that runs."""
+    """Run the full check on a running release."""
     result = host.check.full(release, host, record.report)
-    record.set(warnings=tuple(f"{one.name}: {one.detail}" for one in result.warnings))
+    warnings = (f"{finding.name}: {finding.detail}" for finding in result.warnings)
+    record.set(warnings=tuple(warnings))
     if not result.ok:
         record.set(log_tail=log_tail(release, host))
         raise TrialError(_failures(result))

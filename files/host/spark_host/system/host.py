@@ -133,6 +133,9 @@ class Host:
     disk: Disk = _DISK
     units: Units = systemd
     clock: Clock = _CLOCK
+    boot_id: str = ""
+    invocation_id: str | None = None  # of the unit that runs this process
+    exit_status: str | None = None  # of that unit's main process, if it has exited
 
     def release(self, name: str | None) -> Release | None:
         """Return a release; ``None`` if it cannot be read."""

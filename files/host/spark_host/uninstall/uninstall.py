@@ -16,7 +16,7 @@ from spark_contract.paths import Paths
 from spark_contract.release import service_of
 
 from spark_host.prune import holdings
-from spark_host.rollout.rollout import one_at_a_time
+from spark_host.rollout.rollout import rollout_lock
 from spark_host.system import docker, systemd
 from spark_host.system.host import Host, release_names
 from spark_host.system.programs import print_json, run_program
@@ -141,7 +141,7 @@ def main(verb: str, text: str, paths: Paths) -> int:
     with ExitStack() as locks:
         if verb == "uninstall":
             for service in sorted({service_of(name) for name in release_names(paths)}):
-                locks.enter_context(one_at_a_time(service, Host(paths)))
+                locks.enter_context(rollout_lock(service, Host(paths)))
         found = remove(wanted, paths) if verb == "uninstall" else ours.look(wanted, paths)
     print_json(found)
     return 1 if found.problems else 0

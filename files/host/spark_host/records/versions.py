@@ -1,0 +1,153 @@
+"""Versions of the host's parts: read, compared, and how to go back to earlier ones."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from spark_contract.machine import (
+    DRIVER_LIBRARIES,
+    DRIVER_MODULE,
+    REBOOT_MARKER,
+    REBOOT_PACKAGES,
+    BootSigns,
+    library_versions,
+    module_version,
+)
+from spark_contract.release import Release
+
+from spark_host.system import docker
+from spark_host.system.programs import ProgramSilent, output_of, patient_output_of
+
+UNKNOWN = "unknown"  # the version of a program that did not answer in time
+_PROGRAMS = {"docker": "dockerd", "toolkit": "nvidia-ctk"}
+
+
+def read() -> dict[str, str]:
+    """Return the versions whose change requires a new proof; "" for absent parts.
+
+    ``UNKNOWN`` for parts that did not answer: on an overloaded host that is not a change.
+    """
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        pending = {name: pool.submit(_read_part, reader) for name, reader in _READERS.items()}
+        parts = {name: future.result() for name, future in pending.items()}
+    return {"kernel": os.uname().release, **parts}
+
+
+def _read_part(reader: Callable[[], str]) -> str:
+    try:
+        return reader()
+    except (docker.DaemonSilent, ProgramSilent):
+        return UNKNOWN
+
+
+def release_versions(release: Release) -> dict[str, str]:
+    """Return the versions of a release's image and of our plugin in it."""
+    return {"image": release.image.base, "plugin": release.image.plugin}
+
+
+def driver() -> str:
+    """Return the version of the loaded driver; "" without a driver."""
+    loaded = Path("/proc/driver/nvidia/version")
+    if loaded.is_file():
+        # "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.159.03  Release Build"
+        return _find_version(loaded.read_text().splitlines()[0])
+    words = ("--query-gpu=driver_version", "--format=csv,noheader")
+    output = patient_output_of("nvidia-smi", *words)
+    return output.splitlines()[0].strip() if output else ""
+
+
+_READERS: dict[str, Callable[[], str]] = {
+    "driver": driver,
+    "docker": lambda: str((docker.query("/version", 5) or {}).get("Version", "")),
+    "toolkit": lambda: _find_version(patient_output_of("nvidia-ctk", "--version") or ""),
+}
+
+
+def _find_version(text: str) -> str:
+    match = re.search(r"\b\d+\.\d+(\.\d+)*\S*", text)
+    return match[0] if match else ""
+
+
+def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return ``name old -> new`` for each version that differs; unknown ones now do not count.
+
+    A version that was unknown at the time of a proof and is known now counts as changed.
+    """
+    return [
+        f"{key} {before.get(key) or 'none'} -> {now[key] or 'none'}"
+        for key in now
+        if now[key] not in (UNKNOWN, before.get(key, ""))
+    ]
+
+
+def packages() -> dict[str, str]:
+    """Return ``name=version``, as for apt, of the packages of docker and its NVIDIA toolkit."""
+    found = {}
+    for part, program in _PROGRAMS.items():
+        path = shutil.which(program)
+        owner = (path and output_of("dpkg-query", "-S", os.path.realpath(path))) or ""
+        name = owner.partition(":")[0].partition(",")[0].strip()
+        version = name and output_of("dpkg-query", "-W", "-f", "${Version}", name)
+        if version:
+            found[part] = f"{name}={version}"
+    return found
+
+
+def reboot_pending(root: Path = Path("/")) -> str:
+    """Return why the host needs a reboot, or ""; reads only files, so it is fast."""
+    libraries = root.glob(DRIVER_LIBRARIES.lstrip("/"))
+    return BootSigns(
+        kernel=os.uname().release,
+        kernels=tuple(path.name.partition("-")[2] for path in root.glob("boot/vmlinuz-*")),
+        marked=(root / REBOOT_MARKER.lstrip("/")).exists(),
+        packages=tuple(_text(root / REBOOT_PACKAGES.lstrip("/")).split()),
+        module=module_version(_text(root / DRIVER_MODULE.lstrip("/"))),
+        libraries=library_versions(path.name for path in libraries),
+    ).pending
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def rollback_hints(service: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return how a person can restore the state of an earlier measurement, part by part."""
+    old, new = before["versions"], now["versions"]
+    differ = {
+        part
+        for part in ("docker", "toolkit", "kernel", "driver")
+        if UNKNOWN not in (old.get(part), new.get(part)) and old.get(part) != new.get(part)
+    }
+    hints = []
+    if before.get("release") != now.get("release"):
+        hints.append(f"`spark-host rollback {service}` serves {before.get('release')} again")
+    for part in ("docker", "toolkit"):
+        package = before.get("packages", {}).get(part)
+        if package and part in differ:
+            hints.append(f"`apt-get install --allow-downgrades {package}`, then deploy again")
+    if "kernel" in differ:
+        entry = f"Advanced options for {_system()}>{_system()}, with Linux {old.get('kernel')}"
+        hints.append(f"`grub-reboot '{entry}' && reboot` boots the earlier kernel once")
+    if "driver" in differ:
+        hints.append(
+            f"restore driver {old.get('driver')} only together with its kernel, by the vendor's "
+            "means (DGX Dashboard, recovery image); this tool never changes it"
+        )
+    return hints
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["NAME"].removesuffix(" GNU/Linux")
+    except (OSError, KeyError):
+        return "Ubuntu"
