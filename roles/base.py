@@ -5,7 +5,7 @@ from pyinfra.api.deploy import deploy
 from spark_deploy.hosts import base
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.uninstall import note_host
-from spark_deploy.plan.machine import BasePlan
+from spark_deploy.plan.types import BasePlan
 
 
 @deploy("Base")

@@ -5,7 +5,7 @@ from pyinfra.api.deploy import deploy
 from pyinfra.api.hiddenvalue import HiddenValue
 
 from spark_deploy.hosts import access
-from spark_deploy.plan.machine import BootstrapPlan
+from spark_deploy.plan.types import BootstrapPlan
 
 
 @deploy("Bootstrap")

@@ -4,7 +4,7 @@ from pyinfra.api.deploy import deploy
 
 from spark_deploy.hosts import gpu
 from spark_deploy.hosts.facts import expect_fact
-from spark_deploy.plan.machine import CudaPlan
+from spark_deploy.plan.types import CudaPlan
 
 
 @deploy("CUDA")

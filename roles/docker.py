@@ -8,7 +8,7 @@ from spark_deploy.hosts.docker_facts import DockerState
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
 from spark_deploy.hosts.proxy import DROP_IN_PATH, configure_docker_proxy, configure_job_proxy
-from spark_deploy.plan.machine import DockerPlan
+from spark_deploy.plan.types import DockerPlan
 
 
 @deploy("Docker")

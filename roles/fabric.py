@@ -7,7 +7,7 @@ from pyinfra.api.deploy import deploy
 
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import fabric
-from spark_deploy.plan.machine import Way
+from spark_deploy.plan.types import Way
 
 
 @deploy("Fabric")

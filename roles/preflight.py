@@ -3,7 +3,7 @@
 from pyinfra.api.deploy import deploy
 
 from spark_deploy.hosts import preflight
-from spark_deploy.plan.machine import NeedsPlan
+from spark_deploy.plan.types import NeedsPlan
 
 
 @deploy("Preflight")

@@ -32,10 +32,8 @@ from spark_deploy.hosts.status import Status, UsersKnown
 from spark_deploy.hosts.uninstall import prune_host
 from spark_deploy.plan.cluster import Wave
 from spark_deploy.plan.jobs import Work
-from spark_deploy.plan.machine import NeedsPlan
-from spark_deploy.plan.managed_files import ManagedFile
 from spark_deploy.plan.release import timer_files
-from spark_deploy.plan.types import GatewayPlan, ScheduledPlan
+from spark_deploy.plan.types import GatewayPlan, ManagedFile, NeedsPlan, ScheduledPlan
 
 
 @deploy("Reboots")

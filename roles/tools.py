@@ -7,8 +7,7 @@ from pyinfra.api.deploy import deploy
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
 from spark_deploy.hosts.tools import PythonSite, install_site, install_tools, placed_tools
-from spark_deploy.plan.machine import ToolsPlan
-from spark_deploy.plan.managed_files import ManagedFile
+from spark_deploy.plan.types import ManagedFile, ToolsPlan
 
 
 @deploy("Tools")

@@ -33,7 +33,7 @@ from spark_deploy.lock.anatomy import anatomy_of, ask_hub
 from spark_deploy.lock.hub import card_of
 from spark_deploy.lock.hub_token import read_hub_token
 from spark_deploy.lock.verify_names import workplace
-from spark_deploy.plan.checkpoint import exact_sets
+from spark_deploy.plan.artifacts import exact_sets
 from spark_deploy.plan.resolve import pair_of
 
 # The same weights in formats that the engine does not read.

@@ -30,7 +30,7 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.certificates import ca_path
 from spark_deploy.hosts.gateway import TailnetAddress
 from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
-from spark_deploy.plan.memory import context_tokens
+from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.types import GatewayPlan
 

@@ -27,8 +27,8 @@ from spark_deploy.hosts.preflight import fact_arguments, judge, same_host_key
 from spark_deploy.hosts.status import stopped_text
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.lock.resolve import size
-from spark_deploy.plan.machine import NeedsPlan
 from spark_deploy.plan.memory import gib
+from spark_deploy.plan.types import NeedsPlan
 
 
 @click.command

@@ -23,11 +23,11 @@ from spark_deploy.inventory.plans import payload_identity, read_inventory
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import beside_of, resolve, wanted_by
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
-from spark_deploy.plan.checkpoint import original_bytes
+from spark_deploy.plan.artifacts import original_bytes
 from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.memory import weights_of
 from spark_deploy.plan.resolve import Request
 from spark_deploy.plan.types import HostPlan
-from spark_deploy.plan.weights import weights_of
 
 ESTIMATED_COMMIT = "0" * 40
 _ESTIMATED_SHA256 = "0" * 64

@@ -22,7 +22,7 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.inventory.host_names import hold_if_told
 from spark_deploy.lock.file import read_lock
-from spark_deploy.plan.release import document
+from spark_deploy.plan.host import document
 from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.speed import Calibration, calibrated, speed_of
 from spark_deploy.plan.types import HostPlan

@@ -16,10 +16,9 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import page
 from spark_deploy.lock.resolve import size
 from spark_deploy.lock.types import LockedSource
-from spark_deploy.plan.disk import disk_total
 from spark_deploy.plan.gateway import base_urls
+from spark_deploy.plan.host import disk_total, document
 from spark_deploy.plan.memory import gib
-from spark_deploy.plan.release import document
 from spark_deploy.plan.speed import TOLERANCE, Calibration, Speed, next_lever, speed_of
 from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, MemoryPlan, ServicePlan
 

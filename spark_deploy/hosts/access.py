@@ -15,7 +15,7 @@ from spark_deploy.config.errors import Problem
 from spark_deploy.hosts.commands import CommandFailed, run
 from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, read_fact
 from spark_deploy.hosts.host_errors import Commands, Refused, host_command, host_errors, refuse
-from spark_deploy.plan.machine import BootstrapPlan
+from spark_deploy.plan.types import BootstrapPlan
 
 ACCOUNT = "spark-deploy"  # created by bootstrap, for deploys only
 ACCOUNT_HOME = "/var/lib/spark-deploy"

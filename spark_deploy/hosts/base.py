@@ -31,8 +31,7 @@ from spark_deploy.hosts.facts import (
 from spark_deploy.hosts.files import put_files
 from spark_deploy.hosts.host_errors import Commands, host_errors
 from spark_deploy.hosts.packages import install, packages_script, parse_packages
-from spark_deploy.plan.machine import NJS, BasePlan
-from spark_deploy.plan.managed_files import FileState, ManagedFile, differing
+from spark_deploy.plan.types import NJS, BasePlan, FileState, ManagedFile, differing
 
 # A single call of systemctl prints a block per unit.
 _SHOW_UNITS = r"""

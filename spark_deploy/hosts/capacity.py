@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts.docker_facts import Container
 from spark_deploy.hosts.survey import Survey
-from spark_deploy.plan.machine import NeedsPlan
 from spark_deploy.plan.memory import START_MARGIN
+from spark_deploy.plan.types import NeedsPlan
 
 GIB = 1 << 30
 

@@ -18,8 +18,7 @@ from spark_deploy.hosts.files import put_files
 from spark_deploy.hosts.gpu import SPECIFICATION, lacks_runtime, lacks_specification
 from spark_deploy.hosts.host_errors import Commands, host_errors, refuse
 from spark_deploy.hosts.packages import add_repositories, install, repository_arguments
-from spark_deploy.plan.machine import DockerPlan
-from spark_deploy.plan.managed_files import ManagedFile
+from spark_deploy.plan.types import DockerPlan, ManagedFile
 
 GROUP = "docker"  # members can become root on the host
 

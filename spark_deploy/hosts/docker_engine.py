@@ -28,7 +28,7 @@ from spark_deploy.hosts.docker_facts import (
 from spark_deploy.hosts.facts import build_script, split_sections
 from spark_deploy.hosts.gpu import gpu_arguments, gpu_problem
 from spark_deploy.hosts.host_errors import Refused, host_command, refuse
-from spark_deploy.plan.machine import DockerPlan
+from spark_deploy.plan.types import DockerPlan
 
 NVIDIA_RUNTIME = {"path": "nvidia-container-runtime", "args": []}
 RELOADABLE = frozenset(

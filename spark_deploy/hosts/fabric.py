@@ -38,7 +38,7 @@ from spark_deploy.hosts.host_errors import (
 from spark_deploy.hosts.network import Fabric, Netplan, NetplanFiles, Reach
 from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.fabric import fabric_plan, there_already
-from spark_deploy.plan.machine import Way
+from spark_deploy.plan.types import Way
 
 _FULL_MBIT_PER_S = 200_000  # of a cable, reported by each of the two interfaces of the cage
 _LARGE_MTU = 9000

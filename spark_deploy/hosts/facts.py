@@ -18,7 +18,7 @@ from pyinfra.context import host, state
 from spark_contract.units import SERVE, SHA256
 
 from spark_deploy.hosts.commands import current_host, run
-from spark_deploy.plan.managed_files import FileState
+from spark_deploy.plan.types import FileState
 
 T = TypeVar("T")
 

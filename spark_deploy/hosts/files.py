@@ -14,7 +14,7 @@ from pyinfra.context import host
 
 from spark_deploy.hosts.commands import current_host, shell
 from spark_deploy.hosts.facts import FileStates, expect_fact, read_fact
-from spark_deploy.plan.managed_files import FileState, ManagedFile, differing
+from spark_deploy.plan.types import FileState, ManagedFile, differing
 
 _SHOWN = 2  # names of differing files; a first run would fill screens
 

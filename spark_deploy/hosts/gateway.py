@@ -21,8 +21,7 @@ from spark_deploy.hosts.files import file_states, place_files, remove_files
 from spark_deploy.hosts.host_errors import Commands, host_errors, refuse
 from spark_deploy.hosts.status import Status
 from spark_deploy.plan.gateway import gateway_file
-from spark_deploy.plan.managed_files import FileState, ManagedFile
-from spark_deploy.plan.types import GatewayPlan
+from spark_deploy.plan.types import FileState, GatewayPlan, ManagedFile
 
 
 class SymlinkTarget(LineFact):

@@ -33,7 +33,7 @@ from spark_deploy.hosts.packages import (
     repositories_script,
     repository_arguments,
 )
-from spark_deploy.plan.machine import CudaPlan
+from spark_deploy.plan.types import CudaPlan
 
 # On GB10 memory figures read ``[N/A]``, so they are not requested.
 GPU_SCRIPT = (

@@ -32,7 +32,7 @@ from spark_deploy.hosts.peer_download import with_known_peers
 from spark_deploy.hosts.status import JobStates, parse_poll, poll_command
 from spark_deploy.lock.hub_token import read_hub_token
 from spark_deploy.plan.jobs import Work
-from spark_deploy.plan.managed_files import ManagedFile
+from spark_deploy.plan.types import ManagedFile
 
 POLL_EVERY_S = 2.0
 PREPARE_TIMEOUT_S = 6 * 3600  # a first download of 80 GB on a slow line

@@ -13,7 +13,7 @@ from spark_deploy.hosts.facts import (
     is_managed,
     parse_sections,
 )
-from spark_deploy.plan.machine import Port, Ports
+from spark_deploy.plan.types import Port, Ports
 
 _PORTS_SCRIPT = r"""
 echo '== addresses'; ip addr show

@@ -21,7 +21,7 @@ from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.hosts.commands import CommandFailed, heartbeat, is_predicted, predict, run
 from spark_deploy.hosts.facts import FileStates, Sections
 from spark_deploy.hosts.host_errors import Commands, host_command, refuse
-from spark_deploy.plan.managed_files import FileState, ManagedFile
+from spark_deploy.plan.types import FileState, ManagedFile
 
 
 def packages_script(names: Sequence[str]) -> str:

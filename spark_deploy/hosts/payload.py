@@ -24,7 +24,7 @@ from spark_contract.units import UNITS_DIR
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents.digest import digest_of
 from spark_deploy.config.errors import SparkError
-from spark_deploy.plan.managed_files import ManagedFile
+from spark_deploy.plan.types import ManagedFile
 
 FILES = CHECKOUT / "files"
 SITE_REQUIREMENTS = "files/checkpoint/requirements.txt"

@@ -25,7 +25,6 @@ from spark_deploy.hosts.files import place_files
 from spark_deploy.hosts.host_errors import Commands, host_errors
 from spark_deploy.hosts.status import JobStates
 from spark_deploy.plan.jobs import Work
-from spark_deploy.plan.managed_files import ManagedFile
 from spark_deploy.plan.peer_download import (
     Member,
     State,
@@ -34,6 +33,7 @@ from spark_deploy.plan.peer_download import (
     wanted_of,
     with_peers,
 )
+from spark_deploy.plan.types import ManagedFile
 
 
 class LoginAddress(LineFact):

@@ -23,7 +23,7 @@ from spark_deploy.hosts.facts import answers_by_host, prefetch, read_fact
 from spark_deploy.hosts.gpu import GpuState
 from spark_deploy.hosts.host_errors import Commands, Refused, host_errors, warn
 from spark_deploy.hosts.survey import HostSurvey, Survey
-from spark_deploy.plan.machine import NeedsPlan
+from spark_deploy.plan.types import NeedsPlan
 
 _Finding = tuple[bool, Problem]  # whether it refuses the host
 

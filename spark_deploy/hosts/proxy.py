@@ -16,7 +16,7 @@ from spark_deploy.hosts.commands import log, shell
 from spark_deploy.hosts.facts import LineFact
 from spark_deploy.hosts.files import file_states, place_files, remove_files
 from spark_deploy.hosts.host_errors import Commands, host_errors
-from spark_deploy.plan.managed_files import ManagedFile
+from spark_deploy.plan.types import ManagedFile
 
 
 class DaemonProxy(LineFact):

@@ -33,9 +33,7 @@ from spark_deploy.hosts.releases import change_now, change_to, hold_back, interr
 from spark_deploy.hosts.status import HostStatus, Status, UsersKnown, parse_status
 from spark_deploy.hosts.survey import HostSurvey
 from spark_deploy.plan.gateway import base_urls
-from spark_deploy.plan.machine import NeedsPlan
-from spark_deploy.plan.managed_files import ManagedFile
-from spark_deploy.plan.types import GatewayPlan
+from spark_deploy.plan.types import GatewayPlan, ManagedFile, NeedsPlan
 
 
 @operation()

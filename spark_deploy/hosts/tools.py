@@ -16,8 +16,7 @@ from spark_deploy.hosts.facts import HostFact, read_fact
 from spark_deploy.hosts.files import encode_lines, place_files, unzip_script
 from spark_deploy.hosts.host_errors import Commands, host_errors, refuse
 from spark_deploy.hosts.payload import QUANTISER_REQUIREMENTS, SiteArchive, site_archive
-from spark_deploy.plan.machine import ToolsPlan
-from spark_deploy.plan.managed_files import ManagedFile
+from spark_deploy.plan.types import ManagedFile, ToolsPlan
 
 _VERSION = 'import platform, sys; print("%d.%d" % sys.version_info[:2], platform.machine())'
 

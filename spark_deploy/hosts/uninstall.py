@@ -40,10 +40,8 @@ from spark_deploy.hosts.proxy import DOCKER_DROP_IN
 from spark_deploy.hosts.status import Prunable
 from spark_deploy.hosts.tools import placed_tools
 from spark_deploy.plan.jobs import ready_jobs_of, ready_name, served_jobs_of, wanted_of
-from spark_deploy.plan.machine import SUDOERS_PATH, BasePlan
-from spark_deploy.plan.managed_files import ManagedFile
 from spark_deploy.plan.release import release_files_of, unit_files_of
-from spark_deploy.plan.types import GatewayPlan, HostPlan
+from spark_deploy.plan.types import SUDOERS_PATH, BasePlan, GatewayPlan, HostPlan, ManagedFile
 
 _TIMEOUT_S = 3600
 _RUN_AGAIN = "fix the cause above, then run again"

@@ -28,7 +28,7 @@ from spark_deploy.lock.anatomy import read_anatomy
 from spark_deploy.lock.file import checked, write_lock
 from spark_deploy.lock.resolve import beside_of, size
 from spark_deploy.lock.types import HeldNames, Lock
-from spark_deploy.plan.checkpoint import checkpoint_plan
+from spark_deploy.plan.artifacts import checkpoint_plan
 from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.types import SourcePlan
 

@@ -22,7 +22,7 @@ from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.hosts.access import ACCOUNT
 from spark_deploy.inventory.host_keys import CONNECT_TIMEOUT_S, Endpoint, readable_ssh_files
 from spark_deploy.inventory.host_names import known_of
-from spark_deploy.plan.machine import BootstrapPlan
+from spark_deploy.plan.types import BootstrapPlan
 
 PASSWORD_FILE_VARIABLE = "SPARK_BOOTSTRAP_PASSWORD_FILE"
 

@@ -24,9 +24,8 @@ from spark_deploy.inventory.host_names import KEY, held_for, host_problems, know
 from spark_deploy.lock.resolve import locked_for
 from spark_deploy.plan.cluster import Wave, waves_of
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.machine import PayloadIdentity, Ports
 from spark_deploy.plan.resolve import Request
-from spark_deploy.plan.types import HostPlan
+from spark_deploy.plan.types import HostPlan, PayloadIdentity, Ports
 
 # Hosts run at the same time; the first one asks the hub, the others wait for its answer.
 _locking = threading.Lock()

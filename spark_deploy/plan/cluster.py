@@ -14,7 +14,7 @@ from spark_deploy.config.settings.cluster import PORTS
 from spark_deploy.config.settings.service import RolloutSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.engine_arguments import rank_arguments, rank_environment
-from spark_deploy.plan.machine import Port, Ports, Way
+from spark_deploy.plan.types import Port, Ports, Way
 
 # Only the engine's own means are used: its executor for several nodes, one rank a host. Every
 # member gets the same release, in which it finds itself by its address.

@@ -11,7 +11,7 @@ from spark_contract.fabric import NETPLAN_FILE, FabricPlan, FabricPort
 
 from spark_deploy.config.errors import PlanError, Problem
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.machine import Port, Ports, Way
+from spark_deploy.plan.types import Port, Ports, Way
 
 _HEAD = """\
 # Written by `spark-deploy fabric`; `spark-deploy fabric --restore` takes it back.

@@ -18,15 +18,15 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.memory import (
     GIB,
-    context_tokens,
     gib,
     loaded_bytes,
     missing_bytes,
     runtime_bytes,
+    weights_of,
 )
-from spark_deploy.plan.weights import weights_of
 
 _WAYS = 3
 _MOST_HOSTS = 8

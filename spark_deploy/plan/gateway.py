@@ -13,8 +13,7 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.managed_files import ManagedFile
-from spark_deploy.plan.types import GatewayPlan, ServicePlan, TlsPlan
+from spark_deploy.plan.types import GatewayPlan, ManagedFile, ServicePlan, TlsPlan
 
 CONTAINER_NAME = "host.docker.internal"
 LOOPBACK = "127.0.0.1"

@@ -1,14 +1,211 @@
-"""Compare a planned release with the rules of ``catalog/guard_rails.yml``."""
+"""Facts of a planned release, and the rules of `catalog/guard_rails.yml` applied to them."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from spark_deploy.config.catalog.guard_rails import GuardRail, all_hold
+from spark_deploy.config.catalog.model import Model, PlainModel
+from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents.schema_check import closest
 from spark_deploy.config.errors import PlanError, Problem
+from spark_deploy.config.settings.engine.options import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.engine_arguments import stretches_context
+from spark_deploy.plan.types import MemoryPlan
+
+_WIDEST = 1 << 20
+_FORMAT_OPTIONS = ("quantization", "quantization-config", "hf-overrides")
+_KERNEL_OPTIONS = ("linear-backend", "moe-backend", "kernel-config")
+# Each a second spelling of one field of speculative-config.
+_DRAFT_OPTIONS = {
+    "spec-method": "method",
+    "spec-model": "model",
+    "spec-tokens": "num_speculative_tokens",
+}
+_LOGGING_OPTIONS = ("enable-log-requests", "enable-log-outputs")
+# Each lets bytes that somebody sent or stored run as Python.
+_UNPICKLING = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+# Words for weights of few bits whose scales belong to groups of inputs.
+_IN_GROUPS = ("auto-round", "gptq", "awq", "compressed-tensors", "bit")
+# Of older engines; recipes still set them, and vLLM 0.30 to 0.33 reads none (its envs.py).
+_READ_BY_NOBODY = (
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_FLASH_ATTN_VERSION",
+    "VLLM_FLASHINFER_FORCE_TENSOR_CORES",
+    "VLLM_FLASHINFER_MOE_BACKEND",
+    "VLLM_USE_FLASHINFER_MOE_FP4",
+    "VLLM_USE_TRTLLM_ATTENTION",
+    "VLLM_USE_V1",
+)
+_LOCAL_SOCKETS = ("unix://", "fd://")
+# The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0005.
+_COUNTED_CACHE_AS_USED = 24
+# The first vLLM whose cached prefixes were asked with drafts: recall-prefixes.json.
+_PREFIXES_WITH_DRAFTS = 33
+
+
+def facts_of(
+    model: Model, profile: Profile, memory: MemoryPlan, settings: Settings
+) -> dict[str, Any]:
+    """Return what rules may speak about, of the arguments the engine would really get."""
+    minor = _minor_version(settings.images.get(model.image.role, ""))
+    options = meaning(profile.options)
+    attention = _mapping(options.get("attention-config"))
+    own = _mapping(_mapping(options.get("additional-config")).get("spark"))
+    drafts = _drafts(profile, options)
+    builds_full = profile.builds_checkpoint and profile.layout == "full"
+    formats = [*_formats(model), profile.kv_cache.dtype]
+    formats += [str(options.get(name, "")) for name in _FORMAT_OPTIONS]
+    return {
+        "model": model.name,
+        "profile": profile.name,
+        "kv_cache": profile.kv_cache.dtype,
+        "speculation_method": drafts.get("method"),
+        "speculation_tokens": whole(drafts.get("num_speculative_tokens")) or 0,
+        "own_draft_model": drafts.get("model") is not None,
+        "drafts_by_option": not options.keys().isdisjoint(("speculative-config", *_DRAFT_OPTIONS)),
+        "prefix_caching": profile.prefix_caching,
+        "max_sequences": profile.limits.max_sequences,
+        "max_batched_tokens": profile.limits.max_batched_tokens,
+        "memory_fraction": memory.memory_fraction,
+        "block_tokens": memory.block_tokens,
+        "attention_backend": str(
+            options.get("attention-backend") or attention.get("backend") or ""
+        ).upper(),
+        "has_attention_backend": "attention-backend" in options or "backend" in attention,
+        "async_scheduling": options.get("async-scheduling") is not False,
+        "xqa_decode": attention.get("use_trtllm_attention") is not False,
+        "eager": options.get("enforce-eager") is True,
+        "piecewise_graphs": _mapping(options.get("compilation-config")).get("cudagraph_mode")
+        == "PIECEWISE",
+        "devices": math.prod(whole(options.get(name)) or 1 for name in DEVICE_OPTIONS),
+        "executor": str(options.get("distributed-executor-backend") or "").lower(),
+        "pipeline_stages": int(options.get("pipeline-parallel-size") or 1),
+        "expert_width_per_device": _expert_width(model, options, settings.ranks),
+        "hosts": settings.ranks,
+        "deep_gemm": _deep_gemm(profile, options),
+        "formats": " ".join(formats).lower(),
+        "online_quantisation": "quantization-config" in options,
+        "engine_counts_cache_as_used": minor is not None and minor <= _COUNTED_CACHE_AS_USED,
+        "engine_prefixes_unproven": minor is not None and minor < _PREFIXES_WITH_DRAFTS,
+        "expose": settings.serve.expose,
+        "tls": settings.serve.tls,
+        "plugin": profile.plugin,
+        "engine_mode": profile.engine_mode,
+        "shared_experts": profile.shared_experts,
+        "head": own.get("lm_head") or profile.head,
+        "vision": profile.vision,
+        "load_format": str(options.get("load-format", profile.load_format)).lower(),
+        "tree_needs_plugin": profile.tree_needs_plugin,
+        "tree_repeats_names": _repeats_names(model) and not builds_full,
+        "plugins_by_environment": "VLLM_PLUGINS" in profile.environment,
+        "trust_remote_code": options.get("trust-remote-code") not in (None, False),
+        "code_by_option": _names_code(options),
+        "atomic_add": profile.environment.get("VLLM_MARLIN_USE_ATOMIC_ADD", "0") != "0",
+        "unread_variables": not profile.environment.keys().isdisjoint(_READ_BY_NOBODY),
+        "unpickles": any(
+            profile.environment.get(name, "0").strip().lower() not in ("", "0", "false")
+            for name in _UNPICKLING
+        ),
+        "questions_logged": _logs_questions(profile.environment, options),
+        "docker_listens": _listens(settings.docker.daemon.get("hosts", ())),
+        "stretched_context": stretches_context(profile),
+        "compaction_proactiveness": settings.base.compaction_proactiveness,
+        "old_runner": not profile.environment.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip(" 0"),
+    }
+
+
+def _names_code(options: Mapping[str, Any]) -> bool:
+    """Tell whether an option names a class or a file of Python that the engine would run."""
+    compilation = _mapping(options.get("compilation-config"))
+    # A name with a dot in it is one of a module.
+    by_name = (options.get("distributed-executor-backend"), compilation.get("backend"))
+    return any(options.get(name) is not None for name in CODE_OPTIONS) or any(
+        "." in str(value or "") for value in by_name
+    )
+
+
+def _logs_questions(environment: Mapping[str, str], options: Mapping[str, Any]) -> bool:
+    """Tell whether the engine would print what people ask, or what they are answered."""
+    loud = any(options.get(name) not in (None, False) for name in _LOGGING_OPTIONS)
+    debug = environment.get("VLLM_LOGGING_LEVEL", "").strip().upper() == "DEBUG"
+    return loud or debug or "VLLM_REQUEST_BODY_LOG_LEVEL" in environment
+
+
+def _listens(hosts: Any) -> bool:
+    """Tell whether docker's daemon would take orders from others than this machine."""
+    addresses = hosts if isinstance(hosts, (list, tuple)) else (hosts,)
+    return any(not str(address).startswith(_LOCAL_SOCKETS) for address in addresses)
+
+
+def _formats(model: Model) -> list[str]:
+    """Return the words in which a tree says how its weights are stored.
+
+    Of a repository served as published nothing: there is no other tree that rules could prefer.
+    """
+    return [] if isinstance(model, PlainModel) else [model.sources.base]
+
+
+def _repeats_names(model: Model) -> bool:
+    if isinstance(model, PlainModel):
+        return model.anatomy is not None and model.anatomy.repeats_names
+    return model.sources.repeats_names
+
+
+def _minor_version(image: str) -> int | None:
+    """Return N of vLLM 0.N by the tag; a tag without vLLM's version tells nothing."""
+    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+    found = re.match(r"v?0\.(\d+)\b", tag)
+    return int(found[1]) if found else None
+
+
+def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
+    """Return how much of one routed expert a device holds."""
+    if isinstance(model, PlainModel):
+        # Where there are no experts, none in groups, or nobody knows of any, none is too narrow.
+        anatomy = model.anatomy
+        grouped = anatomy is not None and any(one in anatomy.quantisation for one in _IN_GROUPS)
+        whole = (anatomy.expert_width if anatomy and grouped else None) or _WIDEST
+    else:
+        whole = model.architecture.expert_width
+    if options.get("enable-expert-parallel") is True:
+        return whole  # experts are dealt out, not cut
+    return whole // max(ranks, int(options.get("tensor-parallel-size") or 1))
+
+
+def _deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
+    """Tell whether the environment or a choice of kernels asks for DeepGEMM."""
+    chosen = " ".join(str(options.get(name, "")) for name in _KERNEL_OPTIONS)
+    by_option = "deep_gemm" in chosen.lower().replace("-", "_")
+    return by_option or profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0"
+
+
+def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the engine's speculative configuration as it will be."""
+    drafts = profile.speculation
+    planned: dict[str, Any] = (
+        {
+            "method": drafts.method,
+            "num_speculative_tokens": drafts.tokens,
+            "model": drafts.repository,
+        }
+        if drafts
+        else {}
+    )
+    if "speculative-config" in options:
+        planned = dict(_mapping(options["speculative-config"]))
+    return planned | {
+        field: options[name] for name, field in _DRAFT_OPTIONS.items() if name in options
+    }
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def apply_rails(

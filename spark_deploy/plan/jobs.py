@@ -30,12 +30,12 @@ from spark_contract.units import DIGEST_LABEL
 from spark_deploy.config.documents.digest import digest_of
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.machine import NJS
-from spark_deploy.plan.managed_files import ManagedFile
 from spark_deploy.plan.types import (
+    NJS,
     CheckpointPlan,
     HostPlan,
     ImagePlan,
+    ManagedFile,
     PairPlan,
     RequantizedPlan,
     SourcePlan,

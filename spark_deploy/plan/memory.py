@@ -1,34 +1,107 @@
-"""How one host's memory is spent, and what to change when it does not suffice.
+"""How one host's memory is spent.
 
-Block arithmetic of the engine's hybrid cache (checked against its published block sizes): one
-attention page is raised until it holds one GDN state, layers are grouped into equal groups, and
-a request takes pages for its context in the attention group and one state in each GDN group.
+Weights of hybrid models are computed from the architecture, because files can repeat tensors or
+lack some. INT4 in groups of 128: half a byte, a 16-bit scale and a 4-bit zero per group.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from spark_deploy.config.catalog.model import Architecture, HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan import disk, plain_memory
-from spark_deploy.plan.disk import CacheShape, group_layers
-from spark_deploy.plan.engine_options import prefill_backend
+from spark_deploy.plan.kv_cache import (
+    TURBOQUANT,
+    CacheShape,
+    context_tokens,
+    measured_cache,
+    own_drafts,
+    relative_width,
+    shape_of,
+)
 from spark_deploy.plan.types import MemoryPlan
-from spark_deploy.plan.weights import Weights, of_one_rank, weights_of
 
 GIB = 1024**3
 # The engine checks against the total of the GPU driver, about 2 % above MemTotal.
 START_MARGIN = 1.02
-# (key bits, value bits, bytes of scales) of one head and token.
-_TURBOQUANT = {
-    "turboquant_k8v4": (8, 4, 4),
-    "turboquant_4bit_nc": (4, 4, 6),
-    "turboquant_k3v4_nc": (3, 4, 6),
-    "turboquant_3bit_nc": (3, 3, 6),
-}
+# vLLM's LoRA slots are all as wide as the widest adapter needs; it supports these ranks only.
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_INT4 = 0.5 + 2 / 128 + 0.5 / 128
+_INT8 = 1 + 2 / 128 + 1 / 128
+_BF16 = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of each part as the base checkpoint stores it, and as the recipe replaces it."""
+
+    experts_bytes: int
+    attention_bytes: int  # full attention and GDN projections
+    embedding_bytes: int
+    head_bytes: int
+    head_int8_bytes: int
+    shared_bytes: int
+    shared_fp8_bytes: int
+    shared_int8_bytes: int
+    routers_bytes: int
+    vision_bytes: int
+    mtp_bytes: int
+
+    @property
+    def tree_bytes(self) -> int:
+        """Unique tensors of the base checkpoint, MTP and vision included."""
+        language = self.experts_bytes + self.attention_bytes + self.shared_bytes
+        language += self.embedding_bytes + self.head_bytes + self.routers_bytes
+        return language + self.vision_bytes + self.mtp_bytes
+
+
+def weights_of(model: Architecture) -> Weights:
+    expert = 3 * model.hidden * model.expert_width
+    shared = model.layers * 3 * model.hidden * model.shared_expert_width
+    matrix = model.vocabulary * model.hidden
+    attention = model.attention_layers * _attention(model) + model.linear_layers * _gdn(model)
+    mtp_fixed, mtp_expert = mtp_layer_bytes(model)
+    return Weights(
+        experts_bytes=round(model.layers * model.experts * expert * _INT4),
+        attention_bytes=round(attention * _INT4),
+        embedding_bytes=round(matrix * _BF16),
+        head_bytes=round(matrix * _BF16),
+        head_int8_bytes=round(matrix * _INT8),
+        shared_bytes=round(shared * _BF16),
+        shared_fp8_bytes=round(shared * (1 + 2 / 128**2)),
+        shared_int8_bytes=round(shared * _INT8),
+        routers_bytes=round(model.layers * model.experts * model.hidden * _BF16),
+        vision_bytes=model.vision_bytes,
+        mtp_bytes=round(model.mtp_layers * (mtp_fixed + model.experts * mtp_expert)),
+    )
+
+
+def _attention(model: Architecture) -> int:
+    """Return the parameters of a full-attention layer; queries are doubled by their gate."""
+    queries = 2 * model.attention_heads * model.head_width
+    keys_values = 2 * model.kv_heads * model.head_width
+    return model.hidden * (queries + keys_values + model.attention_heads * model.head_width)
+
+
+def _gdn(model: Architecture) -> int:
+    """Return the parameters of a gated delta net: qkv, z, a, b in; out."""
+    net = model.linear_attention
+    if net is None:
+        return 0
+    keys, values = net.key_heads * net.head_width, net.value_heads * net.head_width
+    return model.hidden * (2 * keys + values + values + 2 * net.value_heads + values)
+
+
+def mtp_layer_bytes(model: Architecture) -> tuple[float, float]:
+    """Return the bytes of an MTP layer that every draft reads, and of one of its experts."""
+    scheme = _INT4 if model.mtp_scheme == "int4" else _BF16
+    dense = 3 * model.hidden * model.shared_expert_width + model.experts * model.hidden
+    joining = 2 * model.hidden * model.hidden
+    fixed = _attention(model) * scheme + (dense + joining) * _BF16
+    return fixed, 3 * model.hidden * model.expert_width * scheme
 
 
 def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPlan:
@@ -37,7 +110,7 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
     weights, drafter = loaded_bytes(model, profile, settings.ranks)
     runtime = runtime_bytes(model, profile)
     fixed = weights + drafter + runtime
-    budget = budget_bytes(profile, settings, fixed)
+    budget = _budget_bytes(profile, settings, fixed)
     cache_bytes = budget - fixed
     shape = shape_of(model, profile, settings.ranks)
     context = context_tokens(model, profile)
@@ -52,10 +125,10 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
         kv_cache_bytes=cache_bytes,
         block_tokens=shape.block_tokens if shape else 0,
         kv_tokens=shape.held_tokens(cache_bytes, sequences, context) if shape else None,
-        full_context_users=_requests(shape, cache_bytes, context) if shape else None,
+        full_context_users=_full_requests(shape, cache_bytes, context) if shape else None,
         needed_bytes=round(budget * START_MARGIN),
         floor_bytes=memory.floor_bytes,
-        # Rounded up when the cache is pinned: the engine refuses to start on a budget too small.
+        # Rounded up when the cache size is fixed: the engine refuses a budget too small.
         memory_fraction=math.ceil(round(budget / memory.total_bytes * 100, 6)) / 100,
         unknown=tuple(_unknown(model, profile)),
         counted_by=_counted_by(model, profile),
@@ -63,32 +136,43 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
 
 
 def _unknown(model: Model, profile: Profile) -> Iterator[str]:
-    """Yield what of the memory cannot be computed, and why."""
-    if isinstance(model, PlainModel):
-        yield from plain_memory.unknown(model, profile)
-    elif profile.speculation and profile.speculation.repository:
-        yield "KV cache of the drafter: not worked out beside layers that keep a state"
+    """Yield what part of the memory cannot be computed, and why."""
+    drafts = profile.speculation
+    if not isinstance(model, PlainModel):
+        if drafts and drafts.repository:
+            yield "KV cache of the drafter: not worked out beside layers that keep a state"
+        return
+    anatomy, drafter = model.anatomy, drafts.anatomy if drafts else None
+    if anatomy is None or not anatomy.weights:
+        yield "weights, context and KV cache: the repository's headers are not read yet"
+        return
+    if anatomy.cache_unknown and measured_cache(model, profile) is None:
+        yield f"KV cache of a token: {anatomy.cache_unknown}"
+    elif drafter is not None and drafter.cache_unknown:
+        yield f"KV cache of a token, the drafter's: {drafter.cache_unknown}"
+    elif relative_width(profile.kv_cache.dtype) is None and anatomy.cache:
+        yield f"KV cache of a token: not worked out for {profile.kv_cache.dtype}"
+    if anatomy.context_tokens is None:
+        yield "longest context: missing in config.json; set engine.max_context_tokens"
 
 
 def _counted_by(model: Model, profile: Profile) -> str:
-    found = plain_memory.counted(model, profile) if isinstance(model, PlainModel) else None
-    if found is None:
+    measured = measured_cache(model, profile) if isinstance(model, PlainModel) else None
+    if measured is None:
         return ""
-    return f"{found.by}, with contexts of up to {found.context_tokens:,} tokens"
+    return f"{measured.by}, with contexts of up to {measured.context_tokens:,} tokens"
 
 
-def _requests(shape: CacheShape, cache_bytes: int, context: int) -> float:
+def _full_requests(shape: CacheShape, cache_bytes: int, context: int) -> float:
     return round(cache_bytes // shape.block_bytes / shape.request_blocks(context), 2)
 
 
 def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
-    """Return what is missing for one request of full length; zero or less when it fits."""
-    loaded = loaded_bytes(model, profile, settings.ranks)
-    fixed = sum(loaded) + runtime_bytes(model, profile)
-    budget = budget_bytes(profile, settings, fixed)
+    """Return the bytes missing for one request of full length; zero or less when it fits."""
+    fixed = sum(loaded_bytes(model, profile, settings.ranks)) + runtime_bytes(model, profile)
+    budget = _budget_bytes(profile, settings, fixed)
     shape = shape_of(model, profile, settings.ranks)
-    # Of a cache that nobody knows, what is left is all there is; the engine says at its start
-    # whether a request fits.
+    # With an unknown cache size the engine itself reports at its start whether a request fits.
     request = (
         shape.request_blocks(context_tokens(model, profile)) * shape.block_bytes if shape else 0
     )
@@ -96,8 +180,8 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     return max(fixed + request - budget, budget - room)
 
 
-def budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
-    """Return what the engine may take in all: the fraction, but never the reserve."""
+def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
+    """Return the engine's memory limit: the configured fraction, but never the reserve."""
     memory = settings.memory
     if profile.kv_cache.size_bytes:
         return fixed_bytes + profile.kv_cache.size_bytes
@@ -109,130 +193,70 @@ def budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
 
 
 def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, int]:
-    """Return the bytes that one of so many ranks loads: of the weights, and of the drafter.
+    """Return the bytes that each rank loads: of the weights, and of the drafter.
 
-    Routers, the vision tower, adapters and a drafter of another repository are whole on every rank.
+    Routers, vision tower, adapters and a drafter with its own repository are not split over ranks.
     """
-    body, drafter = _own_bytes(model, profile, ranks)
-    return body + disk.adapters_bytes(model), drafter + disk.drafter_bytes(profile)
+    body, mtp = _own_bytes(model, profile, ranks)
+    drafter = profile.speculation.anatomy if profile.speculation else None
+    return body + _adapters_bytes(model), mtp + (drafter.weights_bytes if drafter else 0)
 
 
 def _own_bytes(model: Model, profile: Profile, ranks: int) -> tuple[int, int]:
-    """Return what is loaded of the model's own tree."""
+    factor, vision = model.memory.weights_factor, vision_bytes(model, profile)
     if isinstance(model, PlainModel):
-        return plain_memory.loaded_bytes(model, profile)
-    sizes: Weights = weights_of(model.architecture)
-    shared = {
-        "keep": sizes.shared_bytes,
-        "fp8-donor": sizes.shared_fp8_bytes,
-        "fp8-base": sizes.shared_fp8_bytes,
-        "fp8-self": sizes.shared_fp8_bytes,
-        "int8-g128": sizes.shared_int8_bytes,
-    }[profile.shared_experts]
+        if model.anatomy is None:
+            return 0, 0
+        mtp = model.anatomy.drafter_bytes if own_drafts(profile) else 0
+        return round(model.anatomy.weights_bytes * factor) + vision, round(mtp * factor)
+    sizes = weights_of(model.architecture)
+    shared = {"keep": sizes.shared_bytes, "int8-g128": sizes.shared_int8_bytes}.get(
+        profile.shared_experts, sizes.shared_fp8_bytes
+    )
     body = sizes.experts_bytes + sizes.attention_bytes + sizes.embedding_bytes
     body += shared + (sizes.head_bytes if profile.head == "keep" else sizes.head_int8_bytes)
     body = math.ceil(body / ranks) + sizes.routers_bytes
-    drafter = math.ceil(sizes.mtp_bytes / ranks) if own_drafts(profile) else 0
-    factor = model.memory.weights_factor
-    return round(body * factor) + vision_bytes(model, profile), round(drafter * factor)
+    mtp = math.ceil(sizes.mtp_bytes / ranks) if own_drafts(profile) else 0
+    return round(body * factor) + vision, round(mtp * factor)
 
 
 def vision_bytes(model: Model, profile: Profile) -> int:
-    """Return what the vision tower takes of the weights; it is never quantised."""
+    """Return the bytes of the vision tower, which is never quantised."""
     if isinstance(model, PlainModel):
-        return plain_memory.vision_bytes(model, profile)
+        # The engine drops towers on request; dropping those for pictures drops audio as well.
+        loads_towers = profile.vision or not model.vision or model.audio
+        return model.anatomy.vision_bytes if model.anatomy and loads_towers else 0
     return model.architecture.vision_bytes if profile.vision else 0
 
 
 def runtime_bytes(model: Model, profile: Profile) -> int:
-    """Return what the engine needs beside weights and cache.
+    """Return what the engine needs besides weights and cache.
 
-    A TurboQuant cache is unpacked into two 16-bit buffers of the longest context while prompts
-    are computed.
+    TurboQuant unpacks the cache into two 16-bit buffers of the longest context during prefill.
     """
     work = 0
-    if profile.kv_cache.dtype in _TURBOQUANT and isinstance(model, HybridModel):
+    if profile.kv_cache.dtype in TURBOQUANT and isinstance(model, HybridModel):
         shape = model.architecture
         work = 4 * shape.kv_heads * shape.head_width * context_tokens(model, profile)
     return model.memory.runtime_bytes + work
 
 
-def context_tokens(model: Model, profile: Profile) -> int:
-    """Return the longest request: the profile's limit, or the model's native context."""
-    return profile.limits.max_context_tokens or native_context_tokens(model)
+def adapter_rank(model: Model) -> int:
+    """Return the width of the LoRA slots; 0 without adapters."""
+    widest = max((adapter.rank for adapter in model.adapters.values()), default=0)
+    return next((rank for rank in _ADAPTER_RANKS if rank >= widest), widest) if widest else 0
 
 
-def native_context_tokens(model: Model) -> int:
-    """Return the longest context that the model was made for."""
-    if isinstance(model, PlainModel):
-        return plain_memory.context_tokens(model)
-    return model.architecture.max_context_tokens
-
-
-def shape_of(model: Model, profile: Profile, ranks: int = 1) -> CacheShape | None:
-    """Return the block arithmetic of a model's cache; ``None`` when it is not known."""
-    if isinstance(model, PlainModel):
-        return plain_memory.cache_shape(model, profile)
-    return cache_shape(of_one_rank(model.architecture, ranks), profile)
-
-
-def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
-    """Return the block arithmetic of the cache."""
-    drafts = profile.speculation.tokens if profile.speculation else 0
-    layer_bytes = layer_bytes_per_token(model, profile.kv_cache.dtype)
-    attention = model.attention_layers + (model.mtp_layers if own_drafts(profile) else 0)
-    size = group_layers([attention, model.linear_layers])
-    multiple = _block_multiple(model, profile)
-    pages = math.ceil(state_bytes(model, drafts) / layer_bytes / multiple)
-    block_tokens = max(1, pages) * multiple
-    # With prefix caching a request also holds the state at the last block's edge.
-    states = (2 if profile.prefix_caching else 1) + drafts
-    return CacheShape(
-        block_tokens=block_tokens,
-        block_bytes=block_tokens * layer_bytes * size,
-        attention_groups=math.ceil(attention / size),
-        state_blocks=math.ceil(model.linear_layers / size) * states,
-    )
-
-
-def own_drafts(profile: Profile) -> int:
-    """Return how many tokens the model's own layers draft in a step."""
-    drafts = profile.speculation
-    return drafts.tokens if drafts and drafts.by_own_layers else 0
-
-
-def _block_multiple(model: Architecture, profile: Profile) -> int:
-    """Return what a block is a multiple of.
-
-    Where prefixes are kept, FlashInfer's prefill of linear layers hands its states out every 64
-    tokens; the engine takes that prefill on a Spark by itself, for heads of 128.
-    """
-    net, chosen = model.linear_attention, prefill_backend(profile)
-    by_flashinfer = net is not None and net.head_width == 128 and chosen != "triton"
-    keeps = profile.prefix_caching and profile.engine_mode == "native"
-    return 64 if keeps and by_flashinfer else 16
-
-
-def layer_bytes_per_token(model: Architecture, dtype: str) -> int:
-    """Return the bytes of one token in the cache of one layer with full attention."""
-    if dtype in _TURBOQUANT:
-        key_bits, value_bits, scales = _TURBOQUANT[dtype]
-        head = model.head_width * (key_bits + value_bits) // 8 + scales
-        return model.kv_heads * head
-    width = 1 if dtype.startswith("fp8") else 2
-    return 2 * model.kv_heads * model.head_width * width
-
-
-def state_bytes(model: Architecture, drafts: int) -> int:
-    """Bytes of one GDN state: FP32 recurrence and the 16-bit tail of the convolution."""
-    net = model.linear_attention
-    if net is None:
-        return 0
-    recurrence = net.value_heads * net.head_width**2 * 4
-    width = (2 * net.key_heads + net.value_heads) * net.head_width
-    return recurrence + (net.kernel - 1 + drafts) * width * 2
+def _adapters_bytes(model: Model) -> int:
+    """Return the bytes of one slot per adapter, each as large as the largest."""
+    rank = adapter_rank(model)
+    sizes = [
+        adapter.anatomy.weights_bytes * rank // adapter.rank
+        for adapter in model.adapters.values()
+        if adapter.anatomy
+    ]
+    return len(model.adapters) * max(sizes, default=0)
 
 
 def gib(size_bytes: float) -> str:
-    """Write bytes for people: ``67.4 GiB``."""
     return f"{size_bytes / GIB:.1f} GiB"

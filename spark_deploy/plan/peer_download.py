@@ -14,7 +14,7 @@ from spark_contract.job import FETCH_JOB, ReceiptProof
 from spark_contract.sharing import CopyPlan, FinishedTree, Peers, SharedTree
 
 from spark_deploy.plan.jobs import PYTHON, Work
-from spark_deploy.plan.managed_files import ManagedFile
+from spark_deploy.plan.types import ManagedFile
 
 # Copies that one host sends at most where many ask; a network is ten times as fast as most lines.
 _ASKERS = 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from spark_contract import tool
 from spark_contract.documents import plain, text_of
@@ -42,7 +41,6 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents.digest import digest_of
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.cluster import spread
-from spark_deploy.plan.disk import disk_total
 from spark_deploy.plan.engine_arguments import (
     CACHE_MOUNT,
     CONTAINER_ARGUMENTS,
@@ -53,15 +51,14 @@ from spark_deploy.plan.engine_arguments import (
     lines_of,
 )
 from spark_deploy.plan.jobs import needs_mounts
-from spark_deploy.plan.machine import Ports
-from spark_deploy.plan.managed_files import ManagedFile
-from spark_deploy.plan.memory import context_tokens
+from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.types import (
     BesidePlan,
     CheckpointPlan,
-    HostPlan,
     ImagePlan,
+    ManagedFile,
     MemoryPlan,
+    Ports,
     RequantizedPlan,
     ScheduledPlan,
     ServicePlan,
@@ -169,21 +166,6 @@ def _socket_mount(service: str) -> ManagedFile:
         "Options=mode=0700,size=256k,nr_inodes=64,nosuid,nodev,noexec,nosymfollow\n"
     )
     return ManagedFile(f"{UNITS_DIR}/{mount_unit(folder)}", text.encode())
-
-
-def document(plan: HostPlan) -> dict[str, Any]:
-    """Return the whole plan of a host as plain data, with what follows from its parts."""
-    drop_in = release_files_of(plan)[-1]
-    peak_bytes, after_bytes = disk_total(plan.disk)
-    return {
-        **plain(plan),
-        "disk_total": {"peak_bytes": peak_bytes, "after_bytes": after_bytes},
-        "unit": {
-            "name": plan.serve.serve_unit,
-            "drop_in": drop_in.path,
-            "lines": drop_in.content.decode().splitlines(),
-        },
-    }
 
 
 # A prompt shows in the counters only when all of it was read. Far below what a Spark can do (3,317

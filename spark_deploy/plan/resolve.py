@@ -21,25 +21,17 @@ from spark_deploy.config.errors import PlanError, Problem, SparkError
 from spark_deploy.config.settings.engine.arguments import KvCache, Limits
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
-from spark_deploy.plan.checkpoint import refuse_impossible_trees
-from spark_deploy.plan.engine_facts import facts_of
-from spark_deploy.plan.engine_options import (
+from spark_deploy.plan.artifacts import refuse_impossible_trees
+from spark_deploy.plan.engine_arguments import (
     BRING_OWN_CLASS,
     brings_own_class,
     stretches_context,
 )
 from spark_deploy.plan.fit import refusal
-from spark_deploy.plan.guard_rails import apply_rails
-from spark_deploy.plan.machine import PayloadIdentity, Ports
-from spark_deploy.plan.memory import (
-    GIB,
-    context_tokens,
-    gib,
-    missing_bytes,
-    native_context_tokens,
-    plan_memory,
-)
-from spark_deploy.plan.types import MemoryPlan
+from spark_deploy.plan.guard_rails import apply_rails, facts_of
+from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
+from spark_deploy.plan.memory import GIB, gib, missing_bytes, plan_memory
+from spark_deploy.plan.types import MemoryPlan, PayloadIdentity, Ports
 
 _Part = TypeVar("_Part", Profile, Limits, KvCache)
 # Of a host that drafts although its profile does not: a drafter without weights gets almost none.

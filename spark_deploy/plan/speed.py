@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from spark_deploy.config.catalog.companions import Speculation
 from spark_deploy.config.catalog.model import Architecture, HybridModel
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.plan.engine_options import quantises_online
-from spark_deploy.plan.memory import layer_bytes_per_token, own_drafts, state_bytes
-from spark_deploy.plan.weights import drafter_bytes, weights_of
+from spark_deploy.plan.engine_arguments import quantises_online
+from spark_deploy.plan.kv_cache import layer_bytes_per_token, own_drafts, state_bytes
+from spark_deploy.plan.memory import mtp_layer_bytes, weights_of
 
 BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by its data sheet
 # Shares of that bandwidth. Reported by the community of INT4 kernels:
@@ -137,7 +137,7 @@ def _parts(
     yield "KV cache", _seconds(requests * context_tokens * cache, LARGE_INT4)
     yield "launches", model.layers * LAYER_S
     if drafts:
-        always, expert = drafter_bytes(model)
+        always, expert = mtp_layer_bytes(model)
         layer_s = _seconds(always + experts_touched(model, requests) * expert, SMALL) + LAYER_S
         yield "drafts", drafts * (model.mtp_layers * layer_s + head_s)
 

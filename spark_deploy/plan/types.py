@@ -1,115 +1,190 @@
 """The plan of one host: frozen data, the only thing roles and operations receive.
 
-Digests are made from content, so equal inputs give equal names on the host. Sizes are bytes, times
-are seconds. Paths are paths on the host, as text.
+Digests follow from content, so equal inputs give equal names. Sizes are bytes, times are seconds,
+paths are text and refer to the host unless noted.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from spark_contract.gateway import Gateway
 from spark_contract.images import LayersPlan
 from spark_contract.orders import BuildPlan, RequantizePlan
+from spark_contract.paths import GPU_RECEIPT
 from spark_contract.release import Release
 
-from spark_deploy.config.settings.host import PathSettings
+from spark_deploy.config.settings.host import BaseSettings, ExpectSettings, PathSettings
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import (
     DownloadSettings,
     FleetSettings,
     HubSettings,
     ProxySettings,
+    RepositorySettings,
 )
 from spark_deploy.lock.types import LockedSource
-from spark_deploy.plan.machine import BasePlan, CudaPlan, DockerPlan, NeedsPlan, ToolsPlan
+
+SUDOERS_PATH = "/etc/sudoers.d/90-spark-deploy"
+NJS = "libnginx-mod-http-js"
+"""nginx's JavaScript module; routes requests to several services by model name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedFile:
+    """A regular file that we own on a host; owner root:root."""
+
+    path: str
+    content: bytes = field(repr=False)  # may be a secret
+    mode: int = 0o644
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    mode: int
+    owner: str
+    sha256: str
+
+
+def differing(
+    files: Iterable[ManagedFile], states: dict[str, FileState]
+) -> tuple[ManagedFile, ...]:
+    """Return the files that are missing or have other content, mode or owner on the host."""
+    return tuple(
+        file
+        for file in files
+        if states.get(file.path) != FileState(file.mode, "root:root", file.sha256)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadIdentity:
+    """Digests of what this checkout installs on hosts."""
+
+    tools_digest: str  # files/host and files/checkpoint
+    image_context_digest: str  # files/image
+    python_requirements: str  # path in the checkout of the hash-pinned wheels list
+    quantiser_digest: str = ""  # of the list of AutoRound's wheels
+
+
+# One cage of a Spark's ConnectX-7 shows two interfaces, each with its own RDMA device; which of
+# the four names carries the cable differs from host to host.
+@dataclass(frozen=True, slots=True)
+class Port:
+    interface: str
+    up: bool  # link detected
+    mtu: int
+    speed_mbit_per_s: int | None
+    addresses: tuple[str, ...]  # IPv4 with prefix length: 192.168.100.10/24
+    device: str | None
+    gid_index: int | None  # of RoCE version 2 with the first address
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    ports: tuple[Port, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A route from a host to another member of its cluster."""
+
+    interface: str
+    device: str | None
+    mtu: int
+    speed_mbit_per_s: int | None
+    host: str  # the other member
+    address: str  # of the other member
+    other_mtu: int
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """One repository at one commit, fetched whole."""
+    """A repository at one commit, downloaded completely."""
 
     locked: LockedSource
-    dir: str  # on the host
+    dir: str
     hub: HubSettings
     downloads: DownloadSettings
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole tree."""
         return self.locked.size_bytes
 
     @property
     def digest(self) -> str:
-        """Identity of the tree's content (not of where it comes from)."""
+        """Identity of the content, independent of the hub."""
         return self.locked.digest
 
     @property
     def revision(self) -> str:
-        """What its receipt names."""
+        """The revision in its receipt."""
         return self.locked.commit
 
 
-class _Made:
-    """A tree that a job makes by its order."""
+@dataclass(frozen=True, slots=True)
+class RequantizedPlan:
+    """An INT4 checkpoint made from a 16-bit repository on the host."""
 
-    __slots__ = ()
-    order: RequantizePlan | BuildPlan
+    order: RequantizePlan
+    original: SourcePlan
+    calibration: str  # the calibration text itself
+    size_bytes: int  # computed from the architecture
 
     @property
     def dir(self) -> str:
-        """Where the tree will be on the host."""
         return self.order.out
 
     @property
     def digest(self) -> str:
-        """Identity of everything the tree is made from."""
         return self.order.digest
-
-
-@dataclass(frozen=True, slots=True)
-class RequantizedPlan(_Made):
-    """An INT4 tree made here from a 16-bit repository; a base like a fetched one."""
-
-    order: RequantizePlan
-    original: SourcePlan
-    calibration: str  # the text that it is tuned with
-    size_bytes: int  # computed from the architecture
 
     @property
     def revision(self) -> str:
-        """What its receipt names."""
         return self.order.digest
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointPlan(_Made):
-    """The hybrid checkpoint to build."""
-
+class CheckpointPlan:
     order: BuildPlan
     base: SourcePlan | RequantizedPlan
     donor: LockedSource | None
     output_bytes: int  # new bytes on disk (overlay: the small shard only)
     donor_bytes: int  # of the swapped tensors, read as ranges
-    keep_base: bool  # False: the base is removed once the tree is proven and serves
+    keep_base: bool  # False: remove the base once the checkpoint serves and is proven
+
+    @property
+    def dir(self) -> str:
+        return self.order.out
+
+    @property
+    def digest(self) -> str:
+        return self.order.digest
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """The engine image: a base by digest, unchanged or with our plugin layer."""
+    """The engine image: a base by digest, with or without our plugin layer."""
 
     base: str  # name@sha256:...
-    tag: str  # local name: spark-vllm:<digest12>; the base where it is unchanged
+    tag: str  # local name spark-vllm:<digest12>; equals base without the plugin
     digest: str  # of the inputs
     context_digest: str  # content of files/image
     plugin: bool
     size_bytes: int
-    layers: LayersPlan  # the base's, for when hosts lend it
+    layers: LayersPlan  # of the base, for peer download
 
 
 @dataclass(frozen=True, slots=True)
 class BesidePlan:
-    """A repository that the engine reads beside the tree, and where it sees it."""
+    """A companion repository (drafter, adapter) and its mount point in the container."""
 
     source: SourcePlan
     target: str
@@ -117,33 +192,31 @@ class BesidePlan:
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """Everything one model and profile need on a host before their engine can start."""
+    """All that a model with a profile needs on a host before its engine can start."""
 
     model: str
     profile: str
-    sources: tuple[SourcePlan, ...]  # only those fetched whole
-    checkpoint: CheckpointPlan | None  # None: the base tree is served as it is
+    sources: tuple[SourcePlan, ...]  # downloaded completely
+    checkpoint: CheckpointPlan | None  # None: the base is served unchanged
     image: ImagePlan
     cache_dir: str
-    beside: tuple[BesidePlan, ...] = field(default=(), kw_only=True)  # part of the sources
-    requantized: RequantizedPlan | None = field(default=None, kw_only=True)  # None: fetched
+    beside: tuple[BesidePlan, ...] = field(default=(), kw_only=True)  # also in sources
+    requantized: RequantizedPlan | None = field(default=None, kw_only=True)
 
     @property
     def fetched(self) -> tuple[SourcePlan, ...]:
-        """The sources that jobs of their own fetch, and that stay: not what is quantised."""
+        """The sources with a fetch job; the requantize job downloads its original itself."""
         made = self.requantized
-        return tuple(one for one in self.sources if made is None or one is not made.original)
+        return tuple(s for s in self.sources if made is None or s is not made.original)
 
     @property
     def tree(self) -> CheckpointPlan | RequantizedPlan | SourcePlan:
-        """The tree the engine loads."""
+        """The checkpoint that the engine loads."""
         return self.checkpoint or self.requantized or self.sources[0]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How one host's unified memory is spent."""
-
     total_bytes: int
     reserve_bytes: int
     weights_bytes: int
@@ -152,32 +225,31 @@ class MemoryPlan:
     graphs_bytes: int
     kv_cache_bytes: int
     block_tokens: int  # one cache block holds one GDN state, so it is this many tokens
-    kv_tokens: int | None  # None: nobody knows what a token takes, or nothing is kept
-    full_context_users: float | None  # blocks there are / blocks of one request of full length
+    kv_tokens: int | None  # None: unknown, or no cache
+    full_context_users: float | None  # total blocks / blocks of a request of full length
     needed_bytes: int  # MemAvailable required before start
     floor_bytes: int  # spark-watch stops the engine below this
-    memory_fraction: float  # as handed to the engine
+    memory_fraction: float  # gpu_memory_utilization
     unknown: tuple[str, ...] = ()  # what could not be computed, and why
-    counted_by: str = ""  # who counted a token of a cache that nobody could compute
+    counted_by: str = ""  # source of a measured cache size
 
     @property
     def engine_bytes(self) -> int:
-        """What the engine takes before its cache."""
+        """Memory of the engine without its cache."""
         return self.weights_bytes + self.drafter_bytes + self.graphs_bytes
 
     @property
     def left_bytes(self) -> int:
-        """What is left for all else."""
         return self.total_bytes - self.engine_bytes - self.kv_cache_bytes
 
     def counted_tokens(self, longest: int) -> int | None:
-        """Tokens of the cache as the engine counts: requests of full length, each with a state."""
+        """Return the engine's own figure: requests of full length, each with a state."""
         return None if self.full_context_users is None else int(self.full_context_users * longest)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """Bytes on the filesystem of ``path``: after the run, and the highest on the way."""
+    """Disk space below ``path``: the peak during the run, and what remains after it."""
 
     path: str
     what: str
@@ -187,7 +259,7 @@ class DiskUse:
 
 @dataclass(frozen=True, slots=True)
 class TlsPlan:
-    """Where the gateway's certificate comes from; paths are on the controller."""
+    """Source of the gateway's certificate; paths are on the controller."""
 
     mode: str  # "own-cert" | "private-ca"
     certificate: str  # own-cert
@@ -198,37 +270,112 @@ class TlsPlan:
 
 @dataclass(frozen=True, slots=True)
 class GatewayPlan:
-    """The only way in. It belongs to the service: no change of it restarts the engine."""
+    """The only network access. It belongs to the service: changes never restart the engine."""
 
     settings: Gateway
-    address: str | None  # what clients of the network call the host
-    key: SecretRef  # kind "generate": the host makes it once
+    address: str | None  # the host's address for network clients
+    key: SecretRef  # kind "generate": the host generates it once
     tls: TlsPlan | None
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledPlan:
-    """A time at which the host changes to a release by itself."""
+    """A time at which the host switches to a release."""
 
-    at: str  # as systemd.time writes it
+    at: str  # OnCalendar expression of systemd
     release: Release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicePlan(PairPlan):
-    """One service of a host: what its pair needs, and how it is served and reached."""
-
     memory: MemoryPlan
     serve: Release
     gateway: GatewayPlan
     warnings: tuple[str, ...]
-    schedule: tuple[ScheduledPlan, ...] = ()  # of the main one
+    schedule: tuple[ScheduledPlan, ...] = ()  # main service only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedsPlan(ExpectSettings):
+    """Requirements that preflight checks before anything is changed."""
+
+    takeover: tuple[str, ...]  # containers we may stop
+    allow_memory_holders: tuple[str, ...]  # process names that may keep memory
+    allow_containers: tuple[str, ...] = ()  # GPU containers that may keep running
+    ports: tuple[int, ...]  # must be free or used by our gateways
+    gateways: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # service -> ports
+    disk_needed_bytes: tuple[tuple[str, int], ...]  # (path, bytes still to be written at peak)
+    disk_reserve_bytes: int
+    memory_needed_bytes: int
+    memory_total_min_bytes: int
+    docker_dir: str = "/var/lib/docker"
+    # Images of the plan; if all are present, nothing more is written below docker_dir.
+    images: tuple[str, ...] = ()
+    # Bytes below docker_dir for each engine image that is missing.
+    image_bytes: tuple[tuple[str, int], ...] = ()
+    # (path, tree): if the tree exists, nothing more is written to the path.
+    disk_done_once_there: tuple[tuple[str, str], ...] = ()
+    reboot: str = "report"  # "report" | "allow" a pending reboot
+    tailscale: bool = False  # the gateway needs the host's tailnet address
+    # Files that the host may already have: (target folder, its files as (sha256, bytes)).
+    downloads: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    look_in: tuple[str, ...] = ()  # where the fetcher searches for them
+    cluster: tuple[str, ...] = ()  # members, including this host
+    ways: tuple[Way, ...] = ()  # to the other members
+
+
+@dataclass(frozen=True, slots=True)
+class BootstrapPlan:
+    """Passwordless access to a new host."""
+
+    public_key: str  # one line of authorized_keys; "": this machine, which needs no login
+    account: str | None = None  # created for deploys; None: use the login user
+    allowed_from: tuple[str, ...] = ()  # empty: the address of the login
+    sudoers_path: str = SUDOERS_PATH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BasePlan(BaseSettings):
+    """Packages and host care that need no GPU, and the folders to create."""
+
+    paths: PathSettings
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlan:
+    """CUDA toolkit: kept if ``version`` is present, otherwise installed. Never the driver."""
+
+    version: str  # "13.0"
+    package: str
+    repositories: tuple[RepositorySettings, ...]
+    package_lock_wait_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class DockerPlan:
+    """Container engine with the NVIDIA runtime."""
+
+    packages: tuple[str, ...]
+    toolkit_packages: tuple[str, ...]
+    repositories: tuple[RepositorySettings, ...]
+    daemon: dict[str, Any]  # merged into daemon.json
+    check_image: str  # by digest; a container of it must print a line starting "GPU"
+    package_lock_wait_s: int
+    receipt_path: str = GPU_RECEIPT
+    users: tuple[str, ...] = ()  # in the group docker
+    allow_containers: tuple[str, ...] = ()  # that may start with docker
+
+
+@dataclass(frozen=True, slots=True)
+class ToolsPlan:
+    """Our host tools (files/host, files/checkpoint), installed by content digest."""
+
+    digest: str
+    python_requirements: str  # path in the checkout of the hash-pinned wheels list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan(ServicePlan):
-    """All there is to do on one host: what its main service needs, and everything around it."""
-
     host: str
     paths: PathSettings
     needs: NeedsPlan
@@ -237,15 +384,14 @@ class HostPlan(ServicePlan):
     docker: DockerPlan
     tools: ToolsPlan
     disk: tuple[DiskUse, ...]
-    ready: tuple[PairPlan, ...] = ()  # other pairs to have ready
-    services: tuple[ServicePlan, ...] = ()  # beside the main one
-    releases_kept: int = 0  # ways back that pruning leaves
-    proxy: ProxySettings = field(
-        default_factory=ProxySettings
-    )  # of jobs and image pulls; never part of a digest
-    fleet: FleetSettings = field(default_factory=FleetSettings)  # never part of a digest
+    ready: tuple[PairPlan, ...] = ()  # further pairs to prepare
+    services: tuple[ServicePlan, ...] = ()  # without the main service
+    releases_kept: int = 0  # rollback targets that pruning keeps
+    # Of jobs and image pulls. Neither is ever part of a digest.
+    proxy: ProxySettings = field(default_factory=ProxySettings)
+    fleet: FleetSettings = field(default_factory=FleetSettings)
 
     @property
     def served(self) -> tuple[ServicePlan, ...]:
-        """All services, the main one first: the order in which they are rolled out."""
+        """All services in rollout order, the main service first."""
         return (self, *self.services)

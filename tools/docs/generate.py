@@ -23,15 +23,9 @@ from spark_deploy.config.catalog.types import Catalog  # noqa: E402
 from spark_deploy.config.settings.cluster import ClusterSettings  # noqa: E402
 from spark_deploy.config.settings.types import Settings  # noqa: E402
 from spark_deploy.lock.resolve import size  # noqa: E402
-from spark_deploy.plan.memory import (  # noqa: E402
-    context_tokens,
-    gib,
-    loaded_bytes,
-    missing_bytes,
-    plan_memory,
-)
+from spark_deploy.plan.kv_cache import context_tokens  # noqa: E402
+from spark_deploy.plan.memory import gib, loaded_bytes, missing_bytes, plan_memory, weights_of  # noqa: E402
 from spark_deploy.plan.resolve import problems_of  # noqa: E402
-from spark_deploy.plan.weights import weights_of  # noqa: E402
 from tools.docs import evidence, speed  # noqa: E402
 from tools.docs.commands import command_rows  # noqa: E402
 from tools.docs.declared import DOCUMENTS, all_yml, row, schema_file, settings_page  # noqa: E402

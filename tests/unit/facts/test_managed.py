@@ -12,7 +12,7 @@ import pytest
 from spark_deploy.hosts.facts import FileStates
 from spark_deploy.hosts.files import pack_files, unpack_script
 from spark_deploy.hosts.payload import read_tree
-from spark_deploy.plan.managed_files import FileState, ManagedFile, differing
+from spark_deploy.plan.types import FileState, ManagedFile, differing
 
 
 def states_of(paths: list[Path]) -> dict[str, FileState]:

@@ -15,7 +15,7 @@ from spark_deploy.lock import hub as lookup
 from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.left_out import why_left_out
 from spark_deploy.lock.types import Lock, LockedSource, SourceFile
-from spark_deploy.plan.checkpoint import locked_source, source_plan
+from spark_deploy.plan.artifacts import locked_source, source_plan
 from spark_deploy.plan.jobs import fetch_job
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.planning.plans import settings_of

@@ -10,7 +10,7 @@ import pytest
 from spark_contract.errors import ERROR
 
 from spark_deploy.hosts import fabric
-from spark_deploy.plan.machine import Way
+from spark_deploy.plan.types import Way
 from tests.unit.operations.test_releases import Answering, on, shown
 
 WAY = Way("fab0", "roce0", 9000, 200000, "spark-2", "192.168.100.12", 9000)

@@ -7,7 +7,7 @@ from typing import Any
 
 from spark_deploy.hosts.facts import FileStates
 from spark_deploy.hosts.files import expect_files, file_states, place_files
-from spark_deploy.plan.managed_files import FileState, ManagedFile
+from spark_deploy.plan.types import FileState, ManagedFile
 from tests.unit.operations.test_operations import FakeHost, on
 
 ONE, TWO = ManagedFile("/etc/one", b"1"), ManagedFile("/etc/two", b"2", 0o600)

@@ -29,8 +29,7 @@ from spark_deploy.hosts.gateway import (
 )
 from spark_deploy.hosts.status import HostStatus, Status
 from spark_deploy.plan.gateway import gateway_file
-from spark_deploy.plan.managed_files import FileState, ManagedFile
-from spark_deploy.plan.types import GatewayPlan, TlsPlan
+from spark_deploy.plan.types import FileState, GatewayPlan, ManagedFile, TlsPlan
 from tests.unit.operations.test_operations import FakeHost, on
 from tests.unit.payload.test_certificates import openssl, pair, public
 from tests.unit.statuses import told

@@ -18,7 +18,7 @@ from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.hosts import jobs
 from spark_deploy.hosts.status import Jobs, JobStates
 from spark_deploy.plan.jobs import Work
-from spark_deploy.plan.managed_files import ManagedFile
+from spark_deploy.plan.types import ManagedFile
 from tests.unit.operations.test_operations import on, shown
 from tests.unit.operations.test_releases import Answering, outcome
 

@@ -27,7 +27,7 @@ from spark_deploy.config.settings.host import PathSettings
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import access, base, docker, fabric, facts, gpu, preflight
-from spark_deploy.plan.machine import (
+from spark_deploy.plan.types import (
     BasePlan,
     BootstrapPlan,
     CudaPlan,

@@ -19,7 +19,7 @@ from spark_deploy.config.settings.sources import ProxySettings
 from spark_deploy.hosts import proxy
 from spark_deploy.hosts.facts import FileStates
 from spark_deploy.hosts.proxy import DaemonProxy
-from spark_deploy.plan.managed_files import FileState, ManagedFile
+from spark_deploy.plan.types import FileState, ManagedFile
 from tests.unit.operations.test_operations import FakeHost, on
 
 FILE = "/etc/spark/proxy.env"

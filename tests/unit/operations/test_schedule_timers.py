@@ -9,7 +9,7 @@ import pytest
 
 from spark_deploy.hosts import gateway, serve
 from spark_deploy.hosts.gateway import Calendars, Timers
-from spark_deploy.plan.managed_files import FileState, ManagedFile
+from spark_deploy.plan.types import FileState, ManagedFile
 from tests.unit.facts.test_serve_status import RELEASE, RIGHT
 from tests.unit.operations.test_releases import Answering, outcome
 from tests.unit.statuses import told

@@ -16,7 +16,7 @@ from spark_deploy.hosts import peer_download
 from spark_deploy.hosts.peer_download import LoginAddress
 from spark_deploy.hosts.status import Jobs
 from spark_deploy.plan.jobs import Work, jobs_of
-from spark_deploy.plan.managed_files import FileState, ManagedFile
+from spark_deploy.plan.types import FileState, ManagedFile
 from tests.unit.operations.test_releases import Answering, on, shown
 from tests.unit.planning.plans import plan_of
 

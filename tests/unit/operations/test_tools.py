@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roles import tools
-from spark_deploy.plan.machine import ToolsPlan
+from spark_deploy.plan.types import ToolsPlan
 
 PLAN = ToolsPlan(digest="1" * 64, python_requirements="requirements.txt")
 

@@ -21,10 +21,9 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.resolve import wanted_by
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.machine import PayloadIdentity
+from spark_deploy.plan.memory import weights_of
 from spark_deploy.plan.resolve import Request, problems_of
-from spark_deploy.plan.types import HostPlan
-from spark_deploy.plan.weights import weights_of
+from spark_deploy.plan.types import HostPlan, PayloadIdentity
 
 FIXTURE = CHECKOUT / "tests" / "fixtures" / "checkout"
 CATALOG = read_catalog(FIXTURE)

@@ -18,7 +18,8 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.lock.resolve import wanted_by
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.jobs import jobs_of, keep_of
-from spark_deploy.plan.memory import GIB, shape_of
+from spark_deploy.plan.kv_cache import shape_of
+from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.resolve import Request
 from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of

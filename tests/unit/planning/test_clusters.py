@@ -9,11 +9,10 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.cluster import ClusterSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.machine import Port, Ports
 from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.release import release_files_of
 from spark_deploy.plan.resolve import Request, problems_of
-from spark_deploy.plan.types import HostPlan
+from spark_deploy.plan.types import HostPlan, Port, Ports
 from tests.unit.planning.plans import (
     CATALOG,
     PAYLOAD,

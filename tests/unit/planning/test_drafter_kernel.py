@@ -10,8 +10,13 @@ import pytest
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import Model, PlainModel
-from spark_deploy.plan.engine_arguments import TRITON_EXPERTS_LINE, engine_options, lines_of
-from spark_deploy.plan.engine_options import pins_drafter_experts, pins_target_experts
+from spark_deploy.plan.engine_arguments import (
+    TRITON_EXPERTS_LINE,
+    engine_options,
+    lines_of,
+    pins_drafter_experts,
+    pins_target_experts,
+)
 from spark_deploy.plan.resolve import with_drafts
 from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import shipped, shipped_catalog

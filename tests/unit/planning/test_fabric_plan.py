@@ -13,7 +13,7 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.fabric import fabric_plan, there_already
-from spark_deploy.plan.machine import Port, Ports
+from spark_deploy.plan.types import Port, Ports
 from tests.unit.planning.plans import settings_of
 from tests.unit.planning.test_clusters import LAN, PAIR, of_cable
 

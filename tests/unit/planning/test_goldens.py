@@ -19,7 +19,7 @@ import pytest
 
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.release import document
+from spark_deploy.plan.host import document
 from tests.unit.planning.plans import shipped
 
 GOLDEN = Path(__file__).parent / "golden"

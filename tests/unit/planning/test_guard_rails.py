@@ -7,8 +7,7 @@ import pytest
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.engine.options import OWNED_OPTIONS
 from spark_deploy.plan.engine_arguments import engine_options
-from spark_deploy.plan.engine_facts import facts_of
-from spark_deploy.plan.guard_rails import apply_rails
+from spark_deploy.plan.guard_rails import apply_rails, facts_of
 from spark_deploy.plan.memory import plan_memory
 from tests.unit.planning.plans import CATALOG, LARGE, plan_of, settings_of, shipped_catalog, whats
 

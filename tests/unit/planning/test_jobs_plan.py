@@ -8,8 +8,7 @@ from spark_contract.images import LayersPlan
 from spark_deploy.config.settings.sources import DownloadSettings, HubSettings
 from spark_deploy.lock.types import LockedSource, SourceFile
 from spark_deploy.plan.jobs import fetch_job, image_job, jobs_of
-from spark_deploy.plan.managed_files import ManagedFile
-from spark_deploy.plan.types import ImagePlan, SourcePlan
+from spark_deploy.plan.types import ImagePlan, ManagedFile, SourcePlan
 from tests.unit.planning.plans import plan_of
 
 FILES = (SourceFile("a.safetensors", 10, sha256="b" * 64), SourceFile("c", 1, git_sha1="d" * 40))

@@ -14,9 +14,9 @@ from spark_deploy.config.catalog.companions import Speculation
 from spark_deploy.config.catalog.model import HybridModel, LinearAttention
 from spark_deploy.config.settings.engine.arguments import KvCache
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.plan.memory import GIB, cache_shape, plan_memory
+from spark_deploy.plan.kv_cache import cache_shape
+from spark_deploy.plan.memory import GIB, plan_memory, weights_of
 from spark_deploy.plan.resolve import effective_profile, pair_of, problems_of
-from spark_deploy.plan.weights import weights_of
 from tests.unit.planning.plans import (
     CATALOG,
     FIXTURE,

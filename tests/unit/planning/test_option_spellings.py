@@ -9,8 +9,7 @@ import yaml
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.errors import CatalogError, PlanError, SettingsError
 from spark_deploy.plan.engine_arguments import engine_arguments
-from spark_deploy.plan.engine_facts import facts_of
-from spark_deploy.plan.guard_rails import apply_rails
+from spark_deploy.plan.guard_rails import apply_rails, facts_of
 from spark_deploy.plan.memory import plan_memory
 from tests.unit.planning.plans import CATALOG, FIXTURE, LARGE, settings_of, whats
 

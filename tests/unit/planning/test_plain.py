@@ -15,7 +15,8 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.lock.types import SourceFile
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.jobs import jobs_of
-from spark_deploy.plan.memory import GIB, shape_of
+from spark_deploy.plan.kv_cache import shape_of
+from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.resolve import Request, problems_of
 from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from spark_contract.documents import text_of
 
-from spark_deploy.plan.disk import image_after_bytes
+from spark_deploy.plan.host import image_after_bytes
 from spark_deploy.plan.release import release_files_of
 from tests.unit.planning.plans import plan_of
 

@@ -11,7 +11,7 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.fabric import rails
-from spark_deploy.plan.machine import Port, Ports
+from spark_deploy.plan.types import Port, Ports
 from tests.unit.planning.plans import settings_of
 from tests.unit.planning.test_clusters import FABRIC, LAN, PAIR, of_cable
 from tests.unit.planning.test_fabric_plan import bare

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from spark_deploy.config.errors import SettingsError
+from spark_deploy.plan.host import document
 from spark_deploy.plan.jobs import keep_of
-from spark_deploy.plan.release import document, release_files_of, timer_files
+from spark_deploy.plan.release import release_files_of, timer_files
 from spark_deploy.plan.types import HostPlan
 from tests.unit.planning.plans import plan_of
 

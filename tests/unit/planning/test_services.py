@@ -160,6 +160,6 @@ def test_two_services_answer_to_no_common_name():
 
 
 def test_the_whole_plan_is_plain_data():
-    from spark_deploy.plan.release import document
+    from spark_deploy.plan.host import document
 
     assert json.loads(json.dumps(document(with_services(embed=SMALL))))["services"]

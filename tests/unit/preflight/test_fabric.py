@@ -9,7 +9,7 @@ from spark_contract.fabric import SpeedFound
 
 from spark_deploy.hosts.fabric import describe_speed, find_differences, judge_links, judge_speed
 from spark_deploy.plan.cluster import ways
-from spark_deploy.plan.machine import Way
+from spark_deploy.plan.types import Way
 from tests.unit.planning.test_clusters import FABRIC, clustered
 from tests.unit.preflight.surveyed import survey
 

@@ -13,8 +13,7 @@ import pytest
 
 from spark_deploy.hosts.preflight import judge
 from spark_deploy.hosts.survey import Survey
-from spark_deploy.plan.machine import NeedsPlan
-from spark_deploy.plan.types import HostPlan
+from spark_deploy.plan.types import HostPlan, NeedsPlan
 from tests.unit.facts.test_facts import CAPTURES
 from tests.unit.planning.plans import shipped
 from tests.unit.preflight.surveyed import survey

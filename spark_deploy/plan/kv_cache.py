@@ -1,0 +1,224 @@
+"""Blocks of the engine's KV cache, and how many of them a request takes.
+
+Hybrid models (checked against vLLM's published block sizes): an attention page is raised until it
+holds one GDN state, layers form groups of equal size, and a request takes pages for its context in
+each attention group and one state in each GDN group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from spark_deploy.config.catalog.anatomy import CacheLayers, CountedCache
+from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.settings.engine.options import meaning, whole
+
+# (key bits, value bits, bytes of scales) of one head and token.
+TURBOQUANT = {
+    "turboquant_k8v4": (8, 4, 4),
+    "turboquant_4bit_nc": (4, 4, 6),
+    "turboquant_k3v4_nc": (3, 4, 6),
+    "turboquant_3bit_nc": (3, 3, 6),
+}
+_PAGE_TOKENS = 16
+_GUESSED_CONTEXT_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    block_tokens: int
+    block_bytes: int  # of one block over the layers of one group
+    attention_groups: int
+    state_blocks: int  # blocks that one request needs for its states
+    window_groups: int = 0  # of layers with sliding-window attention
+    window_tokens: int = 0
+
+    def request_blocks(self, tokens: int) -> int:
+        pages = self.attention_groups * math.ceil(tokens / self.block_tokens)
+        if self.window_groups:
+            # One more: a window begins anywhere in a block.
+            kept = math.ceil(min(tokens, self.window_tokens) / self.block_tokens) + 1
+            pages += self.window_groups * kept
+        return pages + self.state_blocks
+
+    def held_tokens(self, cache_bytes: int, sequences: int, longest: int) -> int:
+        """Return the context tokens that fit next to the states of ``sequences`` requests."""
+        blocks = cache_bytes // self.block_bytes
+        if self.window_groups:
+            return int(blocks / self.request_blocks(longest) * longest)
+        left = max(blocks - self.state_blocks * sequences, 0)
+        return left // max(1, self.attention_groups) * self.block_tokens
+
+
+def context_tokens(model: Model, profile: Profile) -> int:
+    """Return the longest request: the profile's limit, or the model's native context."""
+    return profile.limits.max_context_tokens or native_context_tokens(model)
+
+
+def native_context_tokens(model: Model) -> int:
+    if isinstance(model, PlainModel):
+        known = model.anatomy.context_tokens if model.anatomy else None
+        return known or _GUESSED_CONTEXT_TOKENS
+    return model.architecture.max_context_tokens
+
+
+def own_drafts(profile: Profile) -> int:
+    """Return how many tokens the model's own MTP layers draft in a step."""
+    drafts = profile.speculation
+    return drafts.tokens if drafts and drafts.by_own_layers else 0
+
+
+def prefill_backend(profile: Profile) -> str:
+    """Return the prefill kernel chosen for gated delta nets."""
+    return str(meaning(profile.options).get("gdn-prefill-backend"))
+
+
+def shape_of(model: Model, profile: Profile, ranks: int = 1) -> CacheShape | None:
+    """Return the block arithmetic of a model's cache; ``None`` if unknown."""
+    if isinstance(model, PlainModel):
+        return _plain_shape(model, profile)
+    return cache_shape(_rank_architecture(model.architecture, ranks), profile)
+
+
+def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
+    """Return the block arithmetic of a hybrid model."""
+    drafts = profile.speculation.tokens if profile.speculation else 0
+    layer_bytes = layer_bytes_per_token(model, profile.kv_cache.dtype)
+    attention = model.attention_layers + (model.mtp_layers if own_drafts(profile) else 0)
+    size = _group_layers([attention, model.linear_layers])
+    multiple = _block_multiple(model, profile)
+    pages = math.ceil(state_bytes(model, drafts) / layer_bytes / multiple)
+    block_tokens = max(1, pages) * multiple
+    return CacheShape(
+        block_tokens=block_tokens,
+        block_bytes=block_tokens * layer_bytes * size,
+        attention_groups=math.ceil(attention / size),
+        state_blocks=math.ceil(model.linear_layers / size) * _states_per_request(profile),
+    )
+
+
+def _rank_architecture(model: Architecture, ranks: int) -> Architecture:
+    """Return the architecture with the KV heads of one rank; fewer heads than ranks repeat."""
+    net = model.linear_attention
+    return replace(
+        model,
+        kv_heads=max(1, model.kv_heads // ranks),
+        linear_attention=net
+        and replace(net, key_heads=net.key_heads // ranks, value_heads=net.value_heads // ranks),
+    )
+
+
+def _states_per_request(profile: Profile) -> int:
+    # With prefix caching a request also keeps the state at the last block's edge.
+    drafts = profile.speculation.tokens if profile.speculation else 0
+    return (2 if profile.prefix_caching else 1) + drafts
+
+
+def _block_multiple(model: Architecture, profile: Profile) -> int:
+    """Return the granularity of a block in tokens.
+
+    With prefix caching, FlashInfer's prefill of linear layers returns states every 64 tokens; the
+    engine chooses that prefill on a Spark for heads of 128.
+    """
+    net, chosen = model.linear_attention, prefill_backend(profile)
+    by_flashinfer = net is not None and net.head_width == 128 and chosen != "triton"
+    caches = profile.prefix_caching and profile.engine_mode == "native"
+    return 64 if caches and by_flashinfer else 16
+
+
+def layer_bytes_per_token(model: Architecture, dtype: str) -> int:
+    """Return the cache bytes of one token in one layer with full attention."""
+    if dtype in TURBOQUANT:
+        key_bits, value_bits, scales = TURBOQUANT[dtype]
+        head = model.head_width * (key_bits + value_bits) // 8 + scales
+        return model.kv_heads * head
+    width = 1 if dtype.startswith("fp8") else 2
+    return 2 * model.kv_heads * model.head_width * width
+
+
+def state_bytes(model: Architecture, drafts: int) -> int:
+    """Return the bytes of a GDN state: FP32 recurrence and the 16-bit tail of the convolution."""
+    net = model.linear_attention
+    if net is None:
+        return 0
+    recurrence = net.value_heads * net.head_width**2 * 4
+    width = (2 * net.key_heads + net.value_heads) * net.head_width
+    return recurrence + (net.kernel - 1 + drafts) * width * 2
+
+
+def _group_layers(kinds: Iterable[int]) -> int:
+    """Return the layers per group; all groups of the cache have the same size."""
+    counts = sorted(count for count in kinds if count) or [1]
+    return counts[-1] if counts[-1] < 1.25 * counts[0] else counts[0]
+
+
+def measured_cache(model: PlainModel, profile: Profile) -> CountedCache | None:
+    """Return the cache size that an engine measured, if it cannot be computed and applies here."""
+    measured = model.anatomy.counted if model.anatomy and model.anatomy.cache_unknown else None
+    same = measured is not None and measured.kv_cache == profile.kv_cache.dtype
+    return measured if same and profile.speculation is None else None
+
+
+def _plain_shape(model: PlainModel, profile: Profile) -> CacheShape | None:
+    if (measured := measured_cache(model, profile)) is not None:
+        return CacheShape(_PAGE_TOKENS, _PAGE_TOKENS * measured.token_bytes, 1, 0)
+    anatomy, width = model.anatomy, relative_width(profile.kv_cache.dtype)
+    if anatomy is None or anatomy.cache_unknown or not anatomy.cache or width is None:
+        return None
+    drafter = profile.speculation.anatomy if profile.speculation else None
+    if drafter is not None and drafter.cache_unknown:
+        return None
+    layers = (*anatomy.cache, *(drafter.cache if drafter else ()))
+    states = [layer for layer in layers if layer.kind == "state"]
+    attention = [layer for layer in layers if layer.kind != "state"]
+    page_tokens = whole(meaning(profile.options).get("block-size")) or _PAGE_TOKENS
+    sizes = {max(1, round(layer.token_bytes * width)) for layer in attention}
+    if len(sizes) != 1 or len(states) > 1:
+        return _summed_shape(layers, width, page_tokens)
+    return _grouped_shape(attention, states, sizes.pop(), page_tokens, profile)
+
+
+def _grouped_shape(
+    attention: list[CacheLayers],
+    states: list[CacheLayers],
+    token_bytes: int,
+    page_tokens: int,
+    profile: Profile,
+) -> CacheShape:
+    """Compute as the engine does: equal groups of layers, and a page that holds one state."""
+    drafts = profile.speculation.tokens if profile.speculation else 0
+    full = sum(layer.layers for layer in attention if layer.kind != "sliding")
+    sliding = sum(layer.layers for layer in attention if layer.kind == "sliding")
+    linear = sum(layer.layers for layer in states)
+    size = _group_layers([full, sliding, linear])
+    state_bytes = sum(layer.state_bytes + drafts * layer.draft_state_bytes for layer in states)
+    block_tokens = max(1, math.ceil(state_bytes / token_bytes / page_tokens)) * page_tokens
+    return CacheShape(
+        block_tokens=block_tokens,
+        block_bytes=block_tokens * token_bytes * size,
+        attention_groups=math.ceil(full / size),
+        state_blocks=math.ceil(linear / size) * _states_per_request(profile),
+        window_groups=math.ceil(sliding / size),
+        # The tokens of one step are in the cache as well.
+        window_tokens=max((layer.window_tokens for layer in attention), default=0)
+        + profile.limits.max_batched_tokens,
+    )
+
+
+def _summed_shape(layers: Iterable[CacheLayers], width: float, page_tokens: int) -> CacheShape:
+    """Overestimate mixed layer sizes: count each as if it kept the whole context."""
+    layers = tuple(layers)
+    per_token = sum(round(layer.token_bytes * width) * layer.layers for layer in layers)
+    states = sum(layer.state_bytes * layer.layers for layer in layers)
+    block_bytes = max(1, per_token) * page_tokens
+    return CacheShape(page_tokens, block_bytes, 1, math.ceil(states / block_bytes))
+
+
+def relative_width(dtype: str) -> float | None:
+    """Return the size of a cache type relative to 16 bits; ``None`` if unknown."""
+    if dtype in ("auto", "bfloat16", "float16"):
+        return 1.0
+    return 0.5 if dtype.startswith("fp8") else None
