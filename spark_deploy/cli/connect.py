@@ -1,6 +1,7 @@
-"""``spark-deploy connect``: how to talk to each server, from the settings.
+"""``spark-deploy connect``: URL, model name, API key and client setup of each server.
 
-Only a tailnet's address is asked of the host, when the settings do not say it.
+Output contains the command that reads the key, never the key: it stays out of histories, argv and
+files.
 """
 
 from __future__ import annotations
@@ -11,21 +12,19 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import click
-from pyinfra.api.host import Host
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
-from spark_deploy.cli.clients import CLIENTS, QUESTION, Connection
 from spark_deploy.cli.hosts import Target, all_host_names, chosen_services, select_hosts
 from spark_deploy.cli.options import Options, service_option, shared_options
 from spark_deploy.cli.query_hosts import query
 from spark_deploy.cli.terminal import next_command, note, print_result
-from spark_deploy.config.catalog.model import HybridModel, Model
-from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.certificates import ca_path
 from spark_deploy.hosts.gateway import TailnetAddress
@@ -34,45 +33,126 @@ from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.types import GatewayPlan
 
-_LOOK_EVERY_S = 0.5
+QUESTION = "What is 7823 * 4519?"
+_WEBUI_IMAGE, _WEBUI_PORT = "ghcr.io/open-webui/open-webui:main", 3000
+_OPENCODE_ANSWER_TOKENS = 32_000
+_POLL_S = 0.5
 
 
-def hold_tunnels(tunnels: Sequence[tuple[str, str, str]]) -> None:
-    """Keep tunnels open until one ends or somebody presses Ctrl-C.
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Everything a client needs for one server."""
 
-    Args:
-        tunnels: host, the URL that its tunnel makes work here, and the command of the tunnel.
-
-    Raises:
-        SparkError: there is none to hold, or one ended by itself.
-    """
-    if not tunnels:
-        raise SparkError.one("--tunnel", "these hosts need none", "see `spark-deploy connect`")
-    # Ctrl-C is noted, so that it comes between no tunnel and the note that it has to be ended.
-    pressed: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    with ExitStack() as held:
-        running: list[tuple[str, subprocess.Popen[bytes]]] = []
-        for host, base_url, command in tunnels:
-            process = subprocess.Popen(shlex.split(command), stdin=subprocess.DEVNULL)
-            held.callback(_end, process)
-            running.append((host, process))
-            note(f"{host}: {base_url}")
-        note("open until Ctrl-C")
-        while True:
-            time.sleep(_LOOK_EVERY_S)
-            if pressed:  # which ended the tunnels as well
-                note("")
-                return
-            for host, process in running:
-                if process.poll() is not None:
-                    what = f"its tunnel ended with exit code {process.returncode}"
-                    raise SparkError.one(host, what, "read what ssh says above, and try again")
+    host: str
+    base_url: str
+    users: str  # who can use base_url
+    model: str
+    names: tuple[str, ...]
+    key_path: str
+    read_key: str  # a command that prints the key
+    tunnel: str | None  # a command that forwards a local port to the host
+    ca: str | None  # a CA file for clients
+    container: str | None  # base URL inside containers of the host
+    example: str
+    context_tokens: int | None = None  # of the longest request, if known
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    process.wait(timeout=20)
+@dataclass(frozen=True, slots=True)
+class Client:
+    use: str  # one line of instructions; THIS stands for the command
+    text: Callable[[Connection], Iterator[str]]
+
+
+def _exports(**values: str) -> Iterator[str]:
+    yield from (f"export {name}={shlex.quote(value)}" for name, value in values.items())
+
+
+def _key(name: str, server: Connection) -> str:
+    return f'export {name}="$({server.read_key})"'
+
+
+def _env(server: Connection) -> Iterator[str]:
+    yield from _exports(OPENAI_BASE_URL=server.base_url, OPENAI_MODEL=server.model)
+    yield _key("OPENAI_API_KEY", server)
+    if server.ca:
+        yield from _exports(SSL_CERT_FILE=server.ca)
+
+
+def _claude(server: Connection) -> Iterator[str]:
+    yield from _exports(ANTHROPIC_BASE_URL=server.base_url.removesuffix("/v1"))
+    yield _key("ANTHROPIC_AUTH_TOKEN", server)
+    yield "unset ANTHROPIC_API_KEY"
+    models = ("", "_DEFAULT_OPUS", "_DEFAULT_SONNET", "_DEFAULT_HAIKU")
+    yield from _exports(
+        **{f"ANTHROPIC{kind}_MODEL": server.model for kind in models},
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+    )
+    if server.ca:
+        yield from _exports(NODE_EXTRA_CA_CERTS=server.ca, SSL_CERT_FILE=server.ca)
+
+
+def _python(server: Connection) -> Iterator[str]:
+    yield "import os, subprocess"
+    if server.ca:
+        yield f"os.environ['SSL_CERT_FILE'] = {server.ca!r}"
+    yield f"""from openai import OpenAI
+
+read_key = {shlex.split(server.read_key)!r}
+key = subprocess.check_output(read_key, text=True).strip()
+client = OpenAI(base_url={server.base_url!r}, api_key=key)
+answer = client.chat.completions.create(
+    model={server.model!r},
+    messages=[{{'role': 'user', 'content': {QUESTION!r}}}],
+    stream=True,
+)
+for piece in answer:
+    for choice in piece.choices:
+        print(choice.delta.content or '', end='', flush=True)
+print()"""
+
+
+def _opencode(server: Connection) -> Iterator[str]:
+    # Without a limit opencode requests 32,000 tokens, which small contexts refuse.
+    context = server.context_tokens or 0
+    limit = {"context": context, "output": min(_OPENCODE_ANSWER_TOKENS, context // 4)}
+    more = {"limit": limit} if context else {}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": server.host,
+        "options": {"baseURL": server.base_url, "apiKey": "{env:OPENAI_API_KEY}"},
+        "models": {name: {"name": name, **more} for name in server.names},
+    }
+    schema, name = "https://opencode.ai/config.json", server.host.lstrip("@")
+    config = {"$schema": schema, "model": f"{name}/{server.model}", "provider": {name: provider}}
+    yield json.dumps(config, indent=2)
+
+
+def _openwebui(server: Connection) -> Iterator[str]:
+    yield _key("OPENAI_API_KEY", server)
+    words = ["docker", "run", "-d", "--name", "open-webui", "--network", "host"]
+    # Loopback only: the first visitor becomes administrator, and the program holds the key.
+    words += ["-e", "HOST=127.0.0.1", "-e", f"PORT={_WEBUI_PORT}"]
+    words += ["-e", f"OPENAI_API_BASE_URL={server.base_url}"]
+    # Without a value docker reads the key from the environment, so it is not in argv.
+    words += ["-e", "OPENAI_API_KEY", "-v", "open-webui:/app/backend/data"]
+    if server.ca:
+        inside = "/etc/ssl/spark-ca.pem"
+        words += ["-v", f"{server.ca}:{inside}:ro", "-e", f"SSL_CERT_FILE={inside}"]
+    yield shlex.join([*words, _WEBUI_IMAGE])
+
+
+CLIENTS: dict[str, Client] = {
+    "openwebui": Client(
+        f"run these lines on Linux, then open http://127.0.0.1:{_WEBUI_PORT}", _openwebui
+    ),
+    "opencode": Client(
+        "save as opencode.json; export the key with `--for env` before starting opencode", _opencode
+    ),
+    "claude": Client('eval "$(THIS)"; claude', _claude),
+    "python": Client("pip install openai; python FILE", _python),
+    "curl": Client("run the line", lambda server: iter([server.example])),
+    "env": Client('eval "$(THIS)"', _env),
+}
 
 
 @click.command
@@ -81,61 +161,41 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 @click.option("--tunnel", is_flag=True, help="Hold SSH tunnels open until interrupted.")
 @shared_options()
 def connect(options: Options, client: str | None, service: str | None, tunnel: bool) -> int:
-    """Print connections, or one client's setup, or hold tunnels.
-
-    Raises:
-        SparkError: several hosts for one client, or a tunnel ended.
-    """
-    asked = {"for": client, "tunnel": tunnel, "json": options.json}
-    if len(two := [name for name, given in asked.items() if given]) > 1:
-        what, fix = "are two answers, and one can be given", f"leave --{two[1]} out"
-        raise SparkError.one(f"--{two[0]} and --{two[1]}", what, fix)
-    hosts = _answering(select_hosts(options, judged=False), options, service)
+    """Print connections, or one client's setup, or hold tunnels."""
+    given = {"for": client, "tunnel": tunnel, "json": options.json}
+    if len(two := [name for name, value in given.items() if value]) > 1:
+        problem, fix = "exclude each other", f"omit --{two[1]}"
+        raise SparkError.one(f"--{two[0]} and --{two[1]}", problem, fix)
+    hosts = _without_workers(select_hosts(options, judged=False), options, service)
     tailnet = _tailnet_addresses(hosts)
     places = {name: place for place, name in enumerate(all_host_names(options))}
-    found = [
+    servers = [
         connection_of(host, tailnet.get(host.name), places[host.name], service) for host in hosts
     ]
     if client:
-        _for_client(options, client, service, found)
+        _print_client(options, client, service, servers)
     elif tunnel:
-        hold_tunnels([(one.host, one.base_url, one.tunnel) for one in found if one.tunnel])
+        _hold_tunnels([server for server in servers if server.tunnel])
     else:
-        print_result(options, found, map(lines, found))
+        print_result(options, servers, map(connection_lines, servers))
     return 0
 
 
-def _answering(hosts: list[Target], options: Options, service: str | None) -> list[Target]:
-    """Return the hosts that clients can talk to: of a cluster only the head.
-
-    Raises:
-        SparkError: none of those chosen is.
-    """
+def _without_workers(hosts: list[Target], options: Options, service: str | None) -> list[Target]:
+    """Return the hosts that answer clients: in a cluster only the head."""
     if service not in (None, MAIN_SERVICE):
         return hosts
-    heads = {one.name: (*one.settings.settings.cluster.hosts, one.name)[0] for one in hosts}
-    found = [one for one in hosts if heads[one.name] == one.name]
-    if not found:
+    heads = {host.name: (*host.settings.settings.cluster.hosts, host.name)[0] for host in hosts}
+    answering = [host for host in hosts if heads[host.name] == host.name]
+    if not answering:
         [(name, head), *_] = heads.items()
-        what = f"computes for {head}, which answers for both"
-        raise SparkError.one(name, what, next_command(options, "connect", head))
-    return found
-
-
-def _for_client(options: Options, name: str, service: str | None, found: list[Connection]) -> None:
-    if len(found) != 1:
-        what = f"{len(found)} hosts: {', '.join(one.host for one in found)}"
-        raise SparkError.one(f"--for {name}", what, "name the one that the client shall ask")
-    [one], client = found, CLIENTS[name]
-    print("\n".join(client.text(one)))
-    words = ["connect", one.host, *(["--service", service] if service else [])]
-    note(f"use      {client.use.replace('THIS', next_command(options, *words, '--for', name))}")
-    if one.tunnel:
-        note(f"tunnel   in another terminal: {next_command(options, *words, '--tunnel')}")
+        problem = f"computes for {head}, which answers clients"
+        raise SparkError.one(name, problem, next_command(options, "connect", head))
+    return answering
 
 
 def _tailnet_addresses(hosts: list[Target]) -> dict[str, str]:
-    """Ask the hosts whose settings do not say what their tailnet calls them."""
+    """Read addresses that the settings do not contain from hosts."""
     unknown = [
         host
         for host in hosts
@@ -143,59 +203,104 @@ def _tailnet_addresses(hosts: list[Target]) -> dict[str, str]:
     ]
     if not unknown:
         return {}
+    answers = query(unknown, lambda host, _target: host.get_fact(TailnetAddress) or None)
+    for answer in answers:
+        if answer.value is None:
+            note(f"{answer.host.name}: tailnet address unknown: {answer.problem}")
+    return {answer.host.name: answer.value for answer in answers if answer.value}
 
-    def ask(host: Host, _listed: Target) -> str | None:
-        return host.get_fact(TailnetAddress) or None
 
-    answers = query(unknown, ask)
-    for one in answers:
-        if one.value is None:
-            note(f"{one.host.name}: its tailnet address is not known: {one.problem}")
-    return {one.host.name: one.value for one in answers if one.value}
+def _print_client(
+    options: Options, name: str, service: str | None, servers: list[Connection]
+) -> None:
+    if len(servers) != 1:
+        problem = f"{len(servers)} hosts: {', '.join(server.host for server in servers)}"
+        raise SparkError.one(f"--for {name}", problem, "name one host")
+    [server], client = servers, CLIENTS[name]
+    print("\n".join(client.text(server)))
+    words = ["connect", server.host, *(["--service", service] if service else [])]
+    command = next_command(options, *words, "--for", name)
+    note(f"use      {client.use.replace('THIS', command)}")
+    if server.tunnel:
+        note(f"tunnel   in another terminal: {next_command(options, *words, '--tunnel')}")
+
+
+def _hold_tunnels(servers: Sequence[Connection]) -> None:
+    """Keep tunnels open until one ends or Ctrl-C.
+
+    Raises:
+        SparkError: no server needs a tunnel, or a tunnel ended by itself.
+    """
+    if not servers:
+        raise SparkError.one("--tunnel", "no tunnel needed", "see `spark-deploy connect`")
+    # A handler, so that Ctrl-C cannot interrupt between start and registration of a tunnel.
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    with ExitStack() as stack:
+        running: list[tuple[str, subprocess.Popen[bytes]]] = []
+        for server in servers:
+            command = shlex.split(server.tunnel or "")
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            stack.callback(_terminate, process)
+            running.append((server.host, process))
+            note(f"{server.host}: {server.base_url}")
+        note("open until Ctrl-C")
+        while True:
+            time.sleep(_POLL_S)
+            if pressed:  # the tunnels received it, too
+                note("")
+                return
+            for name, process in running:
+                if process.poll() is not None:
+                    problem = f"its tunnel ended with exit code {process.returncode}"
+                    raise SparkError.one(name, problem, "see ssh's message above, then try again")
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.wait(timeout=20)
 
 
 def connection_of(
-    host: Target,
-    tailnet_address: str | None = None,
-    place: int = 0,
-    service: str | None = None,
+    host: Target, tailnet_address: str | None = None, place: int = 0, service: str | None = None
 ) -> Connection:
-    """Return what a client needs for ``host``.
+    """Return what a client needs for a server.
 
     Args:
         host: the host.
-        tailnet_address: what its tailnet calls it, if that had to be asked.
-        place: of the host in its inventory, from 0. Each has a port of its own here, so that
+        tailnet_address: the address in the tailnet, if it was read from the host.
+        place: of the host in its inventory, from 0. Each host has its own local port, so that
             tunnels to all hosts can be open at once.
-        service: one of those beside the main one; its ports are others, also here.
+        service: one of the additional services.
 
     Raises:
         SparkError: the host has no such service.
     """
-    name = chosen_services(host, service or MAIN_SERVICE)[0]
+    service = chosen_services(host, service or MAIN_SERVICE)[0]
     settings = host.settings.settings
-    if name != MAIN_SERVICE:
-        settings = settings.of_service(name)
-    plan = gateway_plan(settings, host.name, name)
+    if service != MAIN_SERVICE:
+        settings = settings.of_service(service)
+    plan = gateway_plan(settings, host.name, service)
     if tailnet_address:
         plan = dataclasses.replace(plan, address=tailnet_address)
     names = settings.serve.names or (settings.model,)
     local = host.name.startswith("@")
     login = [] if local else ssh_command(host)
-    read_key = shlex.join([*login, *_sudo(host), "cat", plan.settings.key_path])
+    sudo = ["sudo"] if host.data["_sudo"] else []
+    read_key = shlex.join([*login, *sudo, "cat", plan.settings.key_path])
     base_url, users = _best(plan)
-    inside = base_url == url(plan, LOOPBACK) and not local
-    # Where the port is taken ssh would go on without it (or with its IPv6 half), and the key would
-    # go to whoever has it: so it is to end, and the address is said in full.
-    port = plan.settings.port + place if inside else plan.settings.port
-    forward = ["-N", "-o", "ExitOnForwardFailure=yes"]
-    forward += ["-L", f"{LOOPBACK}:{port}:{LOOPBACK}:{plan.settings.port}"]
-    tunnel = [*login[:1], *forward, *login[1:]]
-    if inside:
-        base_url = base_url.replace(f":{plan.settings.port}/", f":{port}/")
+    tunnel, port = None, plan.settings.port
+    if base_url == url(plan, LOOPBACK) and not local:
+        # If the port is taken ssh would continue without it (or with IPv6 only), and the key would
+        # go to another program: so ssh must exit, and the address is explicit.
+        forward = f"{LOOPBACK}:{port + place}:{LOOPBACK}:{port}"
+        options = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", forward]
+        tunnel = shlex.join([*login[:1], *options, *login[1:]])
+        base_url = base_url.replace(f":{port}/", f":{port + place}/")
         users = "here, through the tunnel below"
     private = plan.tls is not None and plan.tls.mode == "private-ca"
     ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and private else None
+    model, profile = pair_of(settings, host.catalog)
     return Connection(
         host=host.name,
         base_url=base_url,
@@ -204,39 +309,33 @@ def connection_of(
         names=tuple(names),
         key_path=plan.settings.key_path,
         read_key=read_key,
-        tunnel=shlex.join(tunnel) if inside else None,
+        tunnel=tunnel,
         ca=ca,
         container=url(plan, CONTAINER_NAME) if plan.settings.expose == "docker" else None,
         example=example(base_url, names[0], read_key, ca),
-        context_tokens=_context_tokens(*pair_of(settings, host.catalog)),
+        context_tokens=(
+            context_tokens(model, profile)
+            if isinstance(model, HybridModel)
+            else profile.limits.max_context_tokens
+        ),
     )
-
-
-def _context_tokens(model: Model, profile: Profile) -> int | None:
-    """Return the longest request; of a repository served as published only the lock knows it."""
-    if isinstance(model, HybridModel):
-        return context_tokens(model, profile)
-    return profile.limits.max_context_tokens
 
 
 def _best(plan: GatewayPlan) -> tuple[str, str]:
-    """Return the URL for most clients: the network's when there is one, else the host's own."""
+    """Return the URL for most clients: of the network if served there, else the host's own."""
     urls = base_urls(plan)
-    return (
-        urls[0]
-        if plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
-        else urls[-1]
-    )
+    is_local = plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
+    return urls[0] if is_local else urls[-1]
 
 
 def login_of(host: Target) -> Login:
-    """Return how commands of ours run on a host: here, or over ssh."""
+    """Return how commands run on a host: locally or over ssh."""
     local = host.name.startswith("@")
     return Login(host.name, () if local else tuple(ssh_command(host)), bool(host.data["_sudo"]))
 
 
 def ssh_command(host: Target) -> list[str]:
-    """Return the words of an ssh command that reaches ``host`` as pyinfra does."""
+    """Return an ssh command with pyinfra's connection settings."""
     data = host.data
     words = ["ssh"]
     for flag, key in (("-F", "ssh_config_file"), ("-i", "ssh_key"), ("-p", "ssh_port")):
@@ -248,34 +347,29 @@ def ssh_command(host: Target) -> list[str]:
     return [*words, f"{user}{data.get('ssh_hostname', host.name)}"]
 
 
-def lines(one: Connection) -> Iterator[str]:
-    """Yield the connection as lines for people."""
-    yield f"{one.host}:"
-    also = f" (also {', '.join(one.names[1:])})" if one.names[1:] else ""
-    yield f"  base URL   {one.base_url} ({one.users})"
-    if one.container:
-        yield f"  containers {one.container}, on this host, with"
+def connection_lines(server: Connection) -> Iterator[str]:
+    yield f"{server.host}:"
+    aliases = f" (also {', '.join(server.names[1:])})" if server.names[1:] else ""
+    yield f"  base URL   {server.base_url} ({server.users})"
+    if server.container:
+        yield f"  containers {server.container}, on this host, with"
         yield f"             docker run --add-host {CONTAINER_NAME}:host-gateway ..."
-    yield f"  model      {one.model}{also}"
-    yield f"  API key    {one.key_path} on the host"
-    yield f"  read it    {one.read_key}"
-    if one.ca:
-        yield f"  CA         {one.ca} on this machine, made by the first deploy; clients need it:"
-        yield f"             curl --cacert {one.ca}; Python: SSL_CERT_FILE={one.ca}"
-    if one.tunnel:
-        yield f"  from here  {one.tunnel}"
-    yield f"  try        {one.example}"
-
-
-def _sudo(host: Target) -> list[str]:
-    return ["sudo"] if host.data["_sudo"] else []
+    yield f"  model      {server.model}{aliases}"
+    yield f"  API key    {server.key_path} on the host"
+    yield f"  read it    {server.read_key}"
+    if server.ca:
+        yield f"  CA         {server.ca} on this machine, created by the first deploy; for clients:"
+        yield f"             curl --cacert {server.ca}; Python: SSL_CERT_FILE={server.ca}"
+    if server.tunnel:
+        yield f"  from here  {server.tunnel}"
+    yield f"  try        {server.example}"
 
 
 def example(base_url: str, model: str, read_key: str, ca: str | None) -> str:
-    """Return a line for a shell that asks one question."""
+    """Return a shell line that sends one question."""
     body = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
     trust = f"--cacert {shlex.quote(ca)} " if ca else ""
-    # The header goes over standard input: in argv every user of this machine could read the key.
+    # Every user of this machine could read a key in argv, so the header comes from stdin.
     return (
         f"{read_key} | sed 's/^/Authorization: Bearer /' | "
         f"curl -s {trust}{base_url}/chat/completions -H @- "

@@ -18,7 +18,7 @@ sys.path.insert(0, str(CHECKOUT / "tests/unit/host_tools"))
 from stub_gateway import running
 from stub_host import Host
 
-from spark_deploy.cli.clients import CLIENTS, Connection
+from spark_deploy.cli.connect import CLIENTS, Connection
 
 pytest_plugins = ["tests.unit.host_tools.conftest"]
 OPENCODE, CLAUDE_CODE = "opencode-ai@1.18.33", "@anthropic-ai/claude-code@2.1.328"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.cli.clients import CLIENTS, Connection
+from spark_deploy.cli.connect import CLIENTS, Connection
 from tests.open_webui import READS, VERSION
 
 KEY = "sk-0123456789abcdef"

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from spark_deploy.cli import status
+from spark_deploy.cli.connect import connection_lines as connect_lines
 from spark_deploy.cli.connect import connection_of
-from spark_deploy.cli.connect import lines as connect_lines
 from spark_deploy.cli.doctor import verdict_lines as doctor_lines
 from spark_deploy.cli.hosts import Target
 from spark_deploy.cli.options import Options

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from stub_gateway import Door
 
-from spark_deploy.cli.clients import CLIENTS, QUESTION, Connection
+from spark_deploy.cli.connect import CLIENTS, QUESTION, Connection
 from tests.open_webui import READS
 
 ANSWER = "35352137"
