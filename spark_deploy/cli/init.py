@@ -1,15 +1,14 @@
-"""``spark-deploy init``: an owner's repository, ready for ``up``."""
+"""``spark-deploy init``: a folder with hosts, settings and schemas, ready for ``up``."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -31,14 +30,14 @@ PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
 INVENTORY = Path("inventory/spark.py")
 
 INVENTORY_TEXT = '''\
-"""The hosts of hosts.yml, for spark-deploy and pyinfra. Nothing here needs a change."""
+"""The hosts of hosts.yml, for spark-deploy and pyinfra. No edits needed."""
 
 from spark_deploy.inventory import hosts_of as _hosts_of
 
 globals().update(_hosts_of(__file__))
 '''
 CONFIG_TEXT = '''\
-"""What pyinfra reads where it is started: an inventory that is not there is refused."""
+"""Read by pyinfra at the start: refuses a missing inventory."""
 
 from spark_deploy.inventory import check_inventory as _check_inventory
 
@@ -46,28 +45,28 @@ _check_inventory()
 '''
 HOSTS_HEAD = """\
 # yaml-language-server: $schema=schema/hosts.schema.json
-# Your Sparks. A name that ssh knows needs nothing behind its colon; else say how to reach it:
+# Your Sparks: names that ssh knows, or names with an address:
 #   spark-2: {address: 192.168.1.22, user: nvidia}
-# "@local" is the machine that spark-deploy itself runs on.
+# "@local" is the machine that runs spark-deploy.
 hosts:
 """
 SETTINGS_TEXT = """\
 # yaml-language-server: $schema=../schema/settings.schema.json
-# What your Sparks serve. For one host alone: host_vars/NAME.yml, with the same keys.
+# Settings of all Sparks. Settings of a single host: host_vars/NAME.yml, with the same keys.
 model: MODEL
 profile: PROFILE  # OTHERS
 
-# Have another pair ready, so that a change needs no download and no build:
+# Prepare another pair, so that a change needs no download and no build:
 # keep_ready:
 #   - {model: MODEL, profile: ANOTHER}
 
-# Who may reach the server: loopback (ssh tunnel), docker, tailscale or lan. It asks for a key.
+# Access: loopback (ssh tunnel), docker, tailscale or lan. Clients need the API key.
 # serve: {expose: lan, port: 8000}
 # paths: {models_dir: /data/models}
 # Every setting with its default: `spark-deploy settings`.
 """
-_PLAIN = "plain"  # how repositories are served as they were published
 IGNORED = "/bench/\n/pyinfra-debug.log\n__pycache__/\n.*.new\n"
+_PLAIN = "plain"  # the profile of repositories served as published
 
 
 @click.command
@@ -83,91 +82,88 @@ def init(
 ) -> int:
     """Write missing files and renew schemas; keep everything else."""
     folder = Path(directory)
-    hosts = _entries(host, user) if host else _hosts_here(folder, local)
+    hosts = _host_lines(host, user) if host else _default_hosts(folder, local)
     texts = {
-        Path(HOSTS_FILE): HOSTS_HEAD + "".join(hosts),
-        Path("group_vars/all.yml"): _settings(options.model, options.profile),
-        INVENTORY: INVENTORY_TEXT,
-        Path("config.py"): CONFIG_TEXT,
-        Path(".gitignore"): IGNORED,
+        folder / HOSTS_FILE: HOSTS_HEAD + "".join(hosts),
+        folder / "group_vars/all.yml": _settings(options.model, options.profile),
+        folder / INVENTORY: INVENTORY_TEXT,
+        folder / "config.py": CONFIG_TEXT,
+        folder / ".gitignore": IGNORED,
     }
-    written = [folder / name for name, text in texts.items() if _write(folder / name, text)]
+    written = [path for path, text in texts.items() if not path.exists() and _write(path, text)]
     try:
         read_hosts(folder / HOSTS_FILE)
-        here = read_inventory(folder / INVENTORY)
+        inventory = read_inventory(folder / INVENTORY)
     except SparkError:
-        for path in written:  # else the next try would keep the mistake
+        for path in written:  # the next try would keep the mistake
             path.unlink()
             if path.parent != folder:
-                with suppress(OSError):  # other files lie there
+                with suppress(OSError):  # not empty
                     path.parent.rmdir()
         raise
-    paths = [Path(f"schema/{name}.schema.json") for name in SCHEMAS]
-    schemas = {path: (CHECKOUT / path).read_text("utf-8") for path in paths}
-    texts |= schemas
-    written += [
-        folder / name for name, text in schemas.items() if _write(folder / name, text, renew=True)
-    ]
-    kept = [folder / name for name in texts if folder / name not in written]
-    for name in texts:
-        note(f"{'kept' if folder / name in kept else 'written':<8} {folder / name}")
-    open_names = _lock(folder)
-    command = f"{_into(folder)}{shlex.quote(command_path('spark-deploy'))} up"
-    found = {
+    for name in SCHEMAS:
+        path = folder / f"schema/{name}.schema.json"
+        texts[path] = text = (CHECKOUT / f"schema/{name}.schema.json").read_text("utf-8")
+        if not path.exists() or path.read_bytes() != text.encode():
+            _write(path, text)
+            written.append(path)
+    for path in texts:
+        note(f"{'written' if path in written else 'kept':<8} {path}")
+    not_locked = _lock(folder)
+    cd = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    command = f"{cd}{shlex.quote(command_path('spark-deploy'))} up"
+    settings = {name: data[KEY].found.settings for name, data in inventory.items()}
+    data = {
         "folder": str(folder), "written": [str(path) for path in written],
-        "kept": [str(path) for path in kept], "hosts": list(_served(here)),
-        "not_locked": open_names, "next": [command],
+        "kept": [str(path) for path in texts if path not in written],
+        "hosts": [{"host": name, "model": one.model, "profile": one.profile}
+                  for name, one in settings.items()],
+        "not_locked": not_locked, "next": [command],
     }  # fmt: skip
-    before = "      (before that, if you like: `spark-deploy plan`, `spark-deploy doctor`)"
-    print_result(options, found, [[f"next: {command}", before]])
+    hint = "      (to look first: `spark-deploy plan`, `spark-deploy doctor`)"
+    print_result(options, data, [[f"next: {command}", hint]])
     return 0
 
 
-def _served(hosts: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, str]]:
-    """Yield what each host of the folder is to serve."""
-    for name, data in hosts.items():
-        settings = data[KEY].found.settings
-        yield {"host": name, "model": settings.model, "profile": settings.profile}
-
-
-def _hosts_here(folder: Path, local: bool) -> list[str]:
-    """Return the hosts of a list that is there, of this machine, or as a person says."""
+def _default_hosts(folder: Path, local: bool) -> list[str]:
+    """Return lines for this machine or for hosts entered by the user; none if hosts.yml exists."""
     if (folder / HOSTS_FILE).exists():
         return []
-    here = is_spark()
-    if local or (here and not sys.stdin.isatty()):
-        return _entries([LOCAL], None)
+    is_spark = _is_spark()
+    if local or (is_spark and not sys.stdin.isatty()):
+        return _host_lines([LOCAL], None)
     if not sys.stdin.isatty():
         fix = "name them: `spark-deploy init DIR --host spark-1=192.168.1.21 --user nvidia`"
-        raise SparkError.one("hosts", "none is named and nobody is there to ask", fix)
-    if here and click.confirm("This machine is a Spark. Serve on it?", default=True, err=True):
-        return _entries([LOCAL], None)
-    said = click.prompt("Your Spark's name or address (several: with blanks between)", err=True)
-    user = click.prompt("Login user (empty: as ssh does)", default="", show_default=False, err=True)
-    return _entries(re.findall(r"[^\s,]+", said), user or None)
+        raise SparkError.one("hosts", "no host given, and there is no terminal", fix)
+    if is_spark and click.confirm("This machine is a Spark. Serve on it?", default=True, err=True):
+        return _host_lines([LOCAL], None)
+    names = click.prompt("Name or address of your Spark (several: separate by spaces)", err=True)
+    user = click.prompt(
+        "Login user (empty: default of ssh)", default="", show_default=False, err=True
+    )
+    return _host_lines(re.findall(r"[^\s,]+", names), user or None)
 
 
-def is_spark() -> bool:
-    """Tell whether this machine says it is a DGX Spark."""
+def _is_spark() -> bool:
     try:
         return "spark" in PRODUCT_NAME.read_text("utf-8").lower()
     except OSError:
         return False
 
 
-def _entries(named: Sequence[str], user: str | None) -> list[str]:
-    """Return the lines of hosts.yml for ``NAME`` or ``NAME=ADDRESS`` or ``USER@ADDRESS``."""
+def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:
+    """Return the lines of hosts.yml for ``NAME``, ``NAME=ADDRESS`` or ``USER@ADDRESS``."""
     lines = []
-    for number, one in enumerate(named, start=1):
-        name, _, address = one.partition("=")
+    for number, host in enumerate(hosts, start=1):
+        name, _, address = host.partition("=")
         login = user
         if not name.startswith("@") and "@" in name + address:
             login, _, rest = (address or name).partition("@")
             name, address = (name, rest) if address else (rest, "")
-        if re.fullmatch(r"[\d.]+|.*:.*", name):  # an address makes a poor name
+        if re.fullmatch(r"[\d.]+|.*:.*", name):  # an address is not a host name
             name, address = f"spark-{number}", name
-        said = {"address": address, "user": login if name != LOCAL else None}
-        keys = ", ".join(f"{key}: {value}" for key, value in said.items() if value)
+        values = {"address": address, "user": login if name != LOCAL else None}
+        keys = ", ".join(f"{key}: {value}" for key, value in values.items() if value)
         quoted = f'"{name}"' if name.startswith("@") else name
         lines.append(f"  {quoted}: {{{keys}}}\n" if keys else f"  {quoted}:\n")
     return lines
@@ -175,31 +171,31 @@ def _entries(named: Sequence[str], user: str | None) -> list[str]:
 
 def _settings(model: str | None, profile: str | None) -> str:
     catalog, model = read_catalog(), model or Settings().model
-    # Some stages of the ladder are there to be compared, and say so.
-    known = [
+    # Without stages of the ladder, which exist for comparison.
+    profiles = [
         name
         for (name, of), one in catalog.profiles.items()
-        if of == model and not one.choose_when.startswith("you compare")
+        if of == model
+        and not one.choose_when.startswith("you compare")
+        and _is_possible(model, name, catalog)
     ]
-    served = [name for name in known if _is_served(model, name, catalog)]
     default = Settings().profile
-    if default in served:
-        served = [name for name in served if name != _PLAIN]  # that of models that are not ours
-    elif _PLAIN in served:
+    if default in profiles:
+        profiles = [name for name in profiles if name != _PLAIN]
+    elif _PLAIN in profiles:
         default = _PLAIN
     profile = profile or default
-    others = [name for name in served if name != profile]
-    said = {
+    others = [name for name in profiles if name != profile]
+    values = {
         "MODEL": model,
         "PROFILE": profile,
         "OTHERS": f"or {', '.join(others)}: {page('profiles')}" if others else "",
         "ANOTHER": next(iter(others), profile),
     }
-    return re.sub("|".join(said), lambda found: said[found[0]], SETTINGS_TEXT)
+    return re.sub("|".join(values), lambda match: values[match[0]], SETTINGS_TEXT)
 
 
-def _is_served(model: str, profile: str, catalog: Catalog) -> bool:
-    """Whether a pair may be chosen on a host by itself."""
+def _is_possible(model: str, profile: str, catalog: Catalog) -> bool:
     try:
         resolve(replace(Settings(), model=model, profile=profile), catalog)
     except SparkError:
@@ -207,32 +203,22 @@ def _is_served(model: str, profile: str, catalog: Catalog) -> bool:
     return True
 
 
-def _write(path: Path, text: str, *, renew: bool = False) -> bool:
-    """Write a file that is not there yet, or not as it is to be; tell whether that was so."""
-    if path.exists() and not (renew and path.read_bytes() != text.encode()):
-        return False
+def _write(path: Path, text: str) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        fix = "name a folder that may be written"
+        fix = "choose a writable folder"
         raise SparkError.one(str(path), f"cannot be written: {error.strerror}", fix) from error
     return True
 
 
 def _lock(folder: Path) -> str | None:
-    """Lock the names in use, where hub and registry answer, else return why they are not.
-
-    A deploy does it otherwise.
-    """
+    """Lock the names in use; return the problem if hub or registry fail, as a deploy locks, too."""
     try:
-        update.lock(Options(inventory=str(folder / INVENTORY)), update.Choice(missing=True))
+        update.lock_names(Options(inventory=str(folder / INVENTORY)), missing=True)
     except SparkError as error:
-        why = error.problems[0].what
-        note(f"not locked yet: {why}; `up` looks names up when it needs them")
-        return why
+        problem = error.problems[0].what
+        note(f"not locked yet: {problem}; `up` locks the names")
+        return problem
     return None
-
-
-def _into(folder: Path) -> str:
-    return "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "

@@ -274,4 +274,4 @@ def _lock(hosts: Sequence[Target], options: Options) -> None:
         for host in hosts
     )
     if any(one.names for one in missing):
-        update.lock(options, update.Choice(missing=True))
+        update.lock_names(options, missing=True)

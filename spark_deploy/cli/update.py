@@ -1,20 +1,23 @@
-"""``spark-deploy update``: write commits and digests of the names in use to the lock file."""
+"""``spark-deploy update``: lock commits and image digests of the names in use."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from spark_deploy.cli.hosts import Target, select_hosts
+from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.terminal import note
+from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
+from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.documents.declare import typed
 from spark_deploy.config.documents.schema_check import closest
 from spark_deploy.config.errors import LockError
+from spark_deploy.hosts.status import HostStatus
 from spark_deploy.inventory.host_names import hold_if_told, open_questions, unread
 from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import Names, refuse_two_revisions, resolve, wanted_by
@@ -29,106 +32,131 @@ from spark_deploy.lock.types import Lock
 @shared_options(plans=True)
 def update(options: Options, only: Sequence[str], missing: bool, check: bool, counted: bool) -> int:
     """Update each lock file once."""
-    return lock(options, Choice(tuple(only), missing, check, counted))
+    return lock_names(options, only, missing=missing, check=check, counted=counted)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What to lock."""
-
-    only: tuple[str, ...] = ()
-    missing: bool = False
-    check: bool = False
-    counted: bool = False
-
-
-def lock(options: Options, choice: Choice) -> int:
-    """Update each lock file once; 1 if ``check`` finds something missing."""
+def lock_names(
+    options: Options,
+    only: Sequence[str] = (),
+    *,
+    missing: bool = False,
+    check: bool = False,
+    counted: bool = False,
+) -> int:
+    """Update each lock file once; return 1 if ``check`` finds a missing name."""
     by_path: dict[Path, list[Target]] = {}
     for host in select_hosts(options):
         by_path.setdefault(host.settings.lock_path, []).append(host)
-    missing = 0
+    is_missing = False
     for path, hosts in by_path.items():
-        missing += _lock_file(path, hosts, choice)
+        _refuse_unknown(only, hosts)
+        lock, locked = _resolve(path, hosts, only, missing=missing or check, offline=check)
+        if check:
+            problems = {f"{name} is not locked" for name in locked} or set(_unread(hosts, lock))
+            for problem in sorted(problems):
+                note(f"{path.name}: {problem}")
+            is_missing |= bool(problems)
+            continue
+        for host in hosts:
+            lock = hold_if_told(host.settings.settings, host.catalog, lock, note)
+        _write(path, _with_cache_sizes(lock, hosts) if counted else lock)
     if options.json:
-        print(
-            json.dumps(
-                {str(path): typed(read_lock(path), nulls=False) for path in by_path}, indent=1
+        locks = {str(path): typed(read_lock(path), nulls=False) for path in by_path}
+        print(json.dumps(locks, indent=1))
+    return int(is_missing)
+
+
+def _resolve(
+    path: Path, hosts: list[Target], only: Sequence[str], *, missing: bool, offline: bool
+) -> tuple[Lock, set[str]]:
+    """Return the lock with the names of all hosts, and the names to lock."""
+    lock, done = read_lock(path), set[str]()
+    wanted = [wanted_by(host.settings.settings, host.catalog) for host in hosts]
+    refuse_two_revisions(set().union(*(names.sources for names in wanted)))
+    for host, names in zip(hosts, wanted, strict=True):
+        if only:
+            names = Names(
+                frozenset(source for source in names.sources if source[0] in only),
+                frozenset(image for image in names.images if image in only),
             )
-        )
-    return 1 if choice.check and missing else 0
+        names = (names.missing_in(lock) if missing else names).without(done)
+        done.update(names.names)
+        if names.names and not offline:
+            engines = host.catalog.engines.engines
+            lock = resolve(lock, names, host.settings.settings, engines, note)
+    return lock, done
 
 
-def _lock_file(path: Path, hosts: list[Target], choice: Choice) -> int:
-    before = lock = read_lock(path)
-    _refuse_unknown(choice.only, hosts)
-    done: set[str] = set()
-    wanted_by_all = [wanted_by(host.settings.settings, host.catalog) for host in hosts]
-    refuse_two_revisions(set().union(*(wanted.sources for wanted in wanted_by_all)))
-    for host, wanted in zip(hosts, wanted_by_all, strict=True):
-        settings = host.settings.settings
-        todo = _named(wanted, choice.only)
-        if choice.missing or choice.check:
-            todo = todo.missing_in(lock)
-        todo = todo.without(done)
-        done.update(todo.names)
-        if todo.names and not choice.check:
-            lock = resolve(lock, todo, settings, host.catalog.engines.engines, note)
-    if choice.check:
-        lacks = {f"{name} is not locked" for name in done} or _open_names(hosts, lock)
-        for what in sorted(lacks):
-            note(f"{path.name}: {what}")
-        return len(lacks)
-    for host in hosts:
-        lock = hold_if_told(host.settings.settings, host.catalog, lock, note)
-    if choice.counted:
-        from spark_deploy.cli.counted import with_counts
-
-        lock = with_counts(lock, hosts)
-    if lock == before:
-        note(f"{path}: nothing to write, {len(lock.sources) + len(lock.images)} names are locked")
-    else:
-        write_lock(path, lock)
-        note(f"{path}: written ({_difference(before, lock)})")
-    return 0
-
-
-def _open_names(hosts: list[Target], lock: Lock) -> set[str]:
-    """Return builds without verified tensor names, and repositories without read headers."""
-    asked = (open_questions(host.settings.settings, host.catalog, lock) for host in hosts)
-    lacks = {f"names of {one.build} are not held" for found in asked for one, _ in found}
-    read = (unread(host.settings.settings, host.catalog, lock) for host in hosts)
-    return lacks | {f"headers of {one.repository} are not read" for open_ in read for one in open_}
-
-
-def _named(wanted: Names, names: Sequence[str]) -> Names:
-    if not names:
-        return wanted
-    return Names(
-        frozenset(source for source in wanted.sources if source[0] in names),
-        frozenset(image for image in wanted.images if image in names),
-    )
-
-
-def _refuse_unknown(names: Sequence[str], hosts: list[Target]) -> None:
+def _refuse_unknown(only: Sequence[str], hosts: list[Target]) -> None:
     wanted = (wanted_by(host.settings.settings, host.catalog) for host in hosts)
-    known = sorted({name for one in wanted for name in one.names})
-    for name in names:
+    known = sorted({name for names in wanted for name in names.names})
+    for name in only:
         if name not in known:
             guess = closest(name, known)
-            fix = f"did you mean {guess}?" if guess else f"in use: {', '.join(known)}"
+            fix = f"did you mean {guess}?" if guess else f"choose from: {', '.join(known)}"
             raise LockError.one(f"--only {name}", "no host of the inventory uses it", fix)
 
 
-def _difference(before: Lock, after: Lock) -> str:
+def _unread(hosts: list[Target], lock: Lock) -> Iterator[str]:
+    """Yield builds without verified tensor names, and repositories without read headers."""
+    for host in hosts:
+        settings, catalog = host.settings.settings, host.catalog
+        for question, _ in open_questions(settings, catalog, lock):
+            yield f"tensor names of {question.build} are not verified"
+        for repository in unread(settings, catalog, lock):
+            yield f"headers of {repository.repository} are not read"
+
+
+def _write(path: Path, lock: Lock) -> None:
+    before = read_lock(path)
+    if lock == before:
+        count = len(lock.sources) + len(lock.images)
+        note(f"{path}: nothing to write, {count} names are locked")
+        return
+    write_lock(path, lock)
     old, new = (
         {
-            (kind, name): one
+            (kind, name): value
             for kind in ("sources", "images", "names", "anatomies")
-            for name, one in getattr(lock, kind).items()
+            for name, value in getattr(version, kind).items()
         }
-        for lock in (before, after)
+        for version in (before, lock)
     )
-    added = len(set(new) - set(old))
-    moved = sum(1 for name in set(new) & set(old) if new[name] != old[name])
-    return f"{added} added, {moved} moved"
+    moved = sum(1 for name in new.keys() & old.keys() if new[name] != old[name])
+    note(f"{path}: written ({len(new.keys() - old.keys())} added, {moved} moved)")
+
+
+def _with_cache_sizes(lock: Lock, hosts: Sequence[Target]) -> Lock:
+    """Add the KV-cache sizes that proven engines of these hosts measured."""
+    from spark_deploy.cli.query_hosts import query, read_status
+
+    for answer in query(hosts, read_status):
+        if answer.value is None:
+            note(f"{answer.host.name}: {answer.problem}")
+            continue
+        for anatomy in _measured(answer.host, answer.value, lock):
+            lock = lock.also(anatomies=[anatomy])
+            if size := anatomy.counted:
+                note(f"  {anatomy.repository}: {size.token_bytes:,} bytes per token, by {size.by}")
+    return lock
+
+
+def _measured(host: Target, status: HostStatus, lock: Lock) -> Iterator[Anatomy]:
+    for served in build_plan(host).served:
+        model = host.catalog.model(served.model)
+        anatomy = lock.anatomies.get(getattr(model, "repository", ""))
+        release = status.release(served.serve.name)
+        proof = release.proof if release else None
+        if not isinstance(model, PlainModel) or anatomy is None or not anatomy.cache_unknown:
+            continue
+        if proof is None or not proof.ok or proof.kv_cache is None:
+            note(f"  {model.repository}: {host.name} has no size of {served.serve.name} yet")
+            continue
+        engine = proof.engine.get("version") or "unknown"
+        size = CountedCache(
+            kv_cache=host.catalog.profile(served.profile, served.model).kv_cache.dtype,
+            context_tokens=served.serve.check.max_model_len,
+            token_bytes=max(1, proof.kv_cache.size_bytes // proof.kv_cache.tokens),
+            by=f"{host.name}, {served.serve.name}, engine {engine}",
+        )
+        yield replace(anatomy, counted=size)

@@ -25,10 +25,10 @@ def nobody_there(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(init, "PRODUCT_NAME", tmp_path / "product_name")
 
-    def no_hub(*_words):
+    def no_hub(*_words, **_more):
         raise LockError.one("hub", "cannot be asked", "look at the network")
 
-    monkeypatch.setattr(init.update, "lock", no_hub)
+    monkeypatch.setattr(init.update, "lock_names", no_hub)
 
 
 def made(*words: str) -> Path:

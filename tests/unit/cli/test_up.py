@@ -232,7 +232,7 @@ def test_names_are_locked_on_the_way_as_by_a_lock_command_that_nothing_was_asked
     monkeypatch.setattr(update, "select_hosts", lambda _options: [host])
     monkeypatch.setattr(update, "wanted_by", lambda *_: Names(frozenset(), frozenset()))
     monkeypatch.setattr(update, "hold_if_told", lambda *words: words[2])
-    assert update.lock(Options(), update.Choice(missing=True)) == 0
+    assert update.lock_names(Options(), missing=True) == 0
 
 
 def test_a_run_that_reaches_nobody_shows_the_reason_without_pyinfras_own_steps():
