@@ -1,11 +1,11 @@
-"""``spark-deploy bench``: measure what hosts serve, through their gateways; compare results."""
+"""``spark-deploy bench``: measure servers through their gateways; compare results."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from spark_deploy.bench import benchy, host, markdown, page, submission, vllm_be
 from spark_deploy.bench.load import Endpoint
 from spark_deploy.bench.page import measure
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served
-from spark_deploy.cli import ladder
+from spark_deploy.cli import run_pyinfra
 from spark_deploy.cli.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Target, build_plan, chosen_services, select_hosts
 from spark_deploy.cli.options import FILE, FOLDER, Options, service_option, shared_options
@@ -27,11 +27,10 @@ from spark_deploy.cli.terminal import note
 from spark_deploy.config.errors import SparkError
 from spark_deploy.ticking import ticking
 
-_HOURS_TICK_S = 30.0  # of what may take hours
-_NAME_FILES = "name files that `spark-deploy bench` wrote (DIR/HOST-TIME.json)"
-
-
+_TICK_S = 30.0  # between notes; a run takes hours
 _COUNT = click.IntRange(min=1)
+_DEPTH = click.IntRange(min=0)
+_PROTOCOL = click.Choice(["seeds", "llama-benchy", "vllm-bench"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,82 +47,128 @@ class Measurement:
     book_url: str | None = None
 
 
+def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
+    return click.option(name, *names, multiple=True, **more)
+
+
 @click.command
 @click.option("--out", metavar="DIR", default="bench", type=FOLDER, help="Folder of results.")
-@click.option(
-    "--protocol",
-    "protocols",
-    multiple=True,
-    help="Only this protocol; repeatable.",
-    type=click.Choice(["seeds", "llama-benchy", "vllm-bench"]),
-)
+@_many("--protocol", "protocols", type=_PROTOCOL, help="Only this protocol; repeatable.")
 @service_option("This service instead of the main one.")
-@click.option("--compare", multiple=True, metavar="FILE", type=FILE, help="Compare result files.")
-@click.option(
-    "--depths",
-    multiple=True,
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Context depth of llama-benchy; repeatable.",
-)
-@click.option(
-    "--clients", multiple=True, type=_COUNT, metavar="N", help="Concurrent clients; repeatable."
-)
+@_many("--compare", metavar="FILE", type=FILE, help="Compare result files.")
+@_many("--depths", type=_DEPTH, metavar="N", help="Context depth of llama-benchy; repeatable.")
+@_many("--clients", type=_COUNT, metavar="N", help="Concurrent clients; repeatable.")
 @click.option("--pp", "prompt_tokens", type=_COUNT, metavar="N", help="Tokens per prompt.")
 @click.option("--tg", "answer_tokens", type=_COUNT, metavar="N", help="Tokens per answer.")
 @click.option("--runs", type=_COUNT, metavar="N", help="Runs per measurement.")
-@click.option(
-    "--ladder", "is_ladder", is_flag=True, help="Measure every published stage, then return."
-)
+@click.option("--ladder", is_flag=True, help="Measure every published stage, then return.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before a ladder.")
 @click.option("--book-url", metavar="URL", help="Text for llama-benchy's prompts.")
 @shared_options(plans=True)
 def bench(
-    options: Options, out: str, compare: Sequence[str], is_ladder: bool, **measurement: Any
+    options: Options, out: str, compare: Sequence[str], ladder: bool, **measurement: Any
 ) -> int:
-    """Measure hosts one after the other, or compare files."""
-    return measure_or_compare(
-        options, Path(out), compare, Measurement(**measurement), is_ladder=is_ladder
-    )
+    how = Measurement(**measurement)
+    return measure_or_compare(options, Path(out), compare, how, ladder=ladder)
 
 
 def measure_or_compare(
-    options: Options, out: Path, compare: Sequence[str], how: Measurement, *, is_ladder: bool
+    options: Options, out: Path, compare: Sequence[str], how: Measurement, *, ladder: bool
 ) -> int:
     """Measure hosts one after the other, or compare files."""
     if compare:
         results = [_read(Path(name)) for name in compare]
-        _tell(options, results, _written(results, out, "comparison"))
+        _print(options, results, _write(results, out, "comparison"))
         return 0
-    if is_ladder:
-        code, results = ladder.climb(options, lambda host: _one(host, how, out)[0])
+    if ladder:
+        code, results = climb(options, lambda target: _measure_host(target, how, out)[0])
         if results:
-            _tell(options, results, _written(results, out, "ladder"))
+            _print(options, results, _write(results, out, "ladder"))
         return code
     results = []
-    for one in select_hosts(options, judged=False):
-        result, name = _one(one, how, out)
+    for target in select_hosts(options, judged=False):
+        result, name = _measure_host(target, how, out)
         results.append(result)
-        text = _written([result], out, name)
-        if not options.json:  # which is one document of all hosts
+        text = _write([result], out, name)
+        if not options.json:
             print(text)
     if options.json:
-        _tell(options, results, "")
+        _print(options, results, "")
     return 0
 
 
-def _one(one: Target, how: Measurement, out: Path) -> tuple[BenchResult, str]:
-    """Measure one host into a file of its own, and return the file's name."""
+def stages_of(target: Target) -> list[str]:
+    """Return the profiles that are stages of the host's model, in order.
+
+    Raises:
+        SparkError: there is none.
+    """
+    model = target.settings.settings.model
+    stages = {
+        profile.stage: name
+        for (name, of), profile in target.catalog.profiles.items()
+        if of == model and profile.stage
+    }
+    if not stages:
+        fix = "add a `stage` to profiles in catalog/"
+        raise SparkError.one(target.name, f"no profile is a stage of {model}", fix)
+    return [stages[stage] for stage in sorted(stages)]
+
+
+def climb(
+    options: Options, measure_host: Callable[[Target], BenchResult]
+) -> tuple[int, list[BenchResult]]:
+    """Serve and measure each stage, then serve the settings again.
+
+    Returns:
+        An exit code and the results up to a failure.
+
+    Raises:
+        SparkError: a stage does not fit, or no confirmation; nothing was changed.
+    """
+    hosts = select_hosts(options)
+    names = [target.name for target in hosts]
+    steps = [replace(options, profile=stage) for stage in stages_of(hosts[0])]
+    for step in steps:
+        for target in select_hosts(step):
+            build_plan(target)
+    stages = ", ".join(str(step.profile) for step in steps)
+    run_pyinfra.agreed(
+        options.yes,
+        f"{', '.join(names)}: serve {stages} in turn, then the settings again? "
+        "Clients get 503 during each change.",
+    )
+    results: list[BenchResult] = []
+    try:
+        for step in steps:
+            if code := _deploy(step, names):
+                note(f"{step.profile} does not serve: stopping here")
+                return code, results
+            results += [measure_host(target) for target in select_hosts(step)]
+    finally:
+        note("serving the settings again")
+        code_after = _deploy(options, names)
+    return code_after, results
+
+
+def _deploy(options: Options, names: Sequence[str]) -> int:
+    words = run_pyinfra.line("up", options, names, ["-y"])
+    run_pyinfra.show(words)
+    return run_pyinfra.watched("up", words, names, options)
+
+
+def _measure_host(target: Target, how: Measurement, out: Path) -> tuple[BenchResult, str]:
+    """Measure one host; write and return the result, and the name of the file."""
     began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    name = f"{one.name.lstrip('@')}-{began.replace(':', '')}"
+    name = f"{target.name.lstrip('@')}-{began.replace(':', '')}"
     out.mkdir(parents=True, exist_ok=True)
-    result = measured(one, how, began, out / name)
+    result = _measure(target, how, began, out / name)
     (out / f"{name}.json").write_text(text_of(result), encoding="utf-8")
     return result, name
 
 
-def _written(results: Sequence[BenchResult], out: Path, name: str) -> str:
-    """Write what people read of some results, and return it."""
+def _write(results: Sequence[BenchResult], out: Path, name: str) -> str:
+    """Write results as Markdown and HTML; return the Markdown."""
     out.mkdir(parents=True, exist_ok=True)
     text = markdown.text_of(results)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
@@ -132,7 +177,7 @@ def _written(results: Sequence[BenchResult], out: Path, name: str) -> str:
     return text
 
 
-def _tell(options: Options, results: Sequence[BenchResult], text: str) -> None:
+def _print(options: Options, results: Sequence[BenchResult], text: str) -> None:
     print(json.dumps(plain(results), indent=1) if options.json else text)
 
 
@@ -140,44 +185,46 @@ def _read(path: Path) -> BenchResult:
     try:
         return parse(BenchResult, path.read_text(encoding="utf-8"))
     except (OSError, DocumentError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise SparkError.one(str(path), f"is no result of a bench: {why}", _NAME_FILES) from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        fix = "name files that `spark-deploy bench` wrote (DIR/HOST-TIME.json)"
+        raise SparkError.one(str(path), f"is not a result of bench: {reason}", fix) from error
 
 
-def measured(one: Target, how: Measurement, began: str, files: Path) -> BenchResult:
-    """Measure one host; what others take results in is written to files of this name."""
-    service = chosen_services(one, how.service or MAIN_SERVICE)[0]
-    connection, login = connection_of(one, service=service), login_of(one)
+def _measure(target: Target, how: Measurement, began: str, files: Path) -> BenchResult:
+    """Measure one host; ``files`` is the path of further files, without extension."""
+    service = chosen_services(target, how.service or MAIN_SERVICE)[0]
+    connection, login = connection_of(target, service=service), login_of(target)
+    settings = target.settings.settings
+    port = (settings if service == MAIN_SERVICE else settings.of_service(service)).serve.port
     served, release = host.served_by(login, service)
     key = login.told(f"cat {connection.key_path}").strip()
     notes: list[str] = []
-    note(f"{one.name}: {served.model} with {served.profile} ({served.release})")
+    note(f"{target.name}: {served.model} with {served.profile} ({served.release})")
     raw = files.with_name(f"{files.name}.llama-benchy.json")
-    with ExitStack() as held:
+    with ExitStack() as stack:
         url = connection.base_url
         if connection.tunnel:
-            here = held.enter_context(host.tunnel(login, _port(one, service)))
-            url = f"http://127.0.0.1:{here}/v1"
+            url = f"http://127.0.0.1:{stack.enter_context(host.tunnel(login, port))}/v1"
         endpoint = Endpoint(url, connection.model, key, connection.ca)
-        bench = _Bench(how, login, release, endpoint, notes)
-        samples = held.enter_context(host.sampled(login))
+        run = _Run(how, login, release, endpoint, notes)
+        samples = stack.enter_context(host.sampled(login))
         before = host.drafts(login, service)
-        answers = bench.seeds()
-        benchy_version, cells = bench.grid(raw)
-        vllm_version, loads = bench.loads(_port(one, service), connection.key_path)
+        answers = run.seeds()
+        benchy_version, cells = run.grid(raw)
+        vllm_version, loads = run.loads(port, connection.key_path)
         after = host.drafts(login, service)
     drafted, accepted = (max(0, b - a) for a, b in zip(before, after, strict=True))
     result = BenchResult(
         1, began, served, answers, cells, benchy_version, drafted, accepted, tuple(samples),
-        tuple(notes), loads, vllm_version, _published(one, served),
+        tuple(notes), loads, vllm_version, _published(target, served),
     )  # fmt: skip
-    _submit(one, release, result, files, raw)
+    _write_submission(target, release, result, files, raw)
     return result
 
 
-def _published(one: Target, served: Served) -> tuple[Published, ...]:
-    """Return what others published of one request of the same pair."""
-    profile = one.catalog.profiles.get((served.profile, served.model))
+def _published(target: Target, served: Served) -> tuple[Published, ...]:
+    """Return published speeds of one request for the same pair."""
+    profile = target.catalog.profiles.get((served.profile, served.model))
     return tuple(
         Published(figure.tokens_per_s, figure.source)
         for figure in (profile.published if profile else ())
@@ -185,39 +232,34 @@ def _published(one: Target, served: Served) -> tuple[Published, ...]:
     )
 
 
-def _port(one: Target, service: str) -> int:
-    settings = one.settings.settings
-    own = settings if service == MAIN_SERVICE else settings.of_service(service)
-    return own.serve.port
-
-
-def _submit(one: Target, release: Release, result: BenchResult, files: Path, raw: Path) -> None:
-    """Write what Spark Arena and NVIDIA take, where figures of theirs were measured."""
+def _write_submission(
+    target: Target, release: Release, result: BenchResult, files: Path, raw: Path
+) -> None:
+    """Write files for Spark Arena and NVIDIA if their protocols ran on a Spark."""
     if not result.cells and not result.loads:
         return
-    if why := result.served.no_spark:
-        note(f"{one.name}: no folder for others. {why}")
+    reason, served = result.served.no_spark, None
+    if not reason:
+        try:
+            plans = build_plan(target).served
+            served = next((one for one in plans if one.serve.name == release.name), None)
+            reason = "" if served else "the release differs from the settings"
+        except SparkError as error:
+            reason = error.problems[0].line
+    if served is None:
+        note(f"{target.name}: no folder for submission. {reason}")
         return
-    try:
-        plan = build_plan(one)
-    except SparkError as error:
-        note(f"{one.name}: no folder for others: {error.problems[0].line}")
-        return
-    mine = next((s for s in plan.served if s.serve.name == release.name), None)
-    if mine is None:
-        note(f"{one.name}: what serves is not what the settings say: no folder for others")
-        return
-    locked = mine.sources[0].locked
-    origin = submission.Origin(locked.repo, locked.commit, built=mine.checkpoint is not None)
-    found = json.loads(raw.read_text()) if result.cells else None
+    locked = served.sources[0].locked
+    origin = submission.Origin(locked.repo, locked.commit, built=served.checkpoint is not None)
+    figures = json.loads(raw.read_text()) if result.cells else None
     folder = files.with_name(f"{files.name}.submission")
-    submission.write(folder, result, release, origin, found)
-    note(f"written: {folder}, for Spark Arena and others; nothing was sent")
+    submission.write(folder, result, release, origin, figures)
+    note(f"written: {folder}, for Spark Arena and NVIDIA; nothing was sent")
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
-    """Who is measured, and by what."""
+class _Run:
+    """One host under measurement."""
 
     how: Measurement
     login: host.Login
@@ -225,65 +267,64 @@ class _Bench:
     endpoint: Endpoint
     notes: list[str]
 
-    def wanted(self, protocol: str) -> bool:
+    def is_requested(self, protocol: str) -> bool:
         return not self.how.protocols or protocol in self.how.protocols
 
     @property
     def context_tokens(self) -> int:
         return self.release.check.max_model_len
 
-    def left_out(self, what: str, fix: str) -> None:
-        """Note it, or refuse where it was asked for.
+    def skip(self, problem: str, fix: str) -> None:
+        """Note a protocol that cannot run.
 
         Raises:
-            SparkError: it was asked for.
+            SparkError: protocols were requested.
         """
         if self.how.protocols:
-            raise SparkError.one(self.login.name, what, fix)
-        self.notes.append(f"{what}; {fix}")
+            raise SparkError.one(self.login.name, problem, fix)
+        self.notes.append(f"{problem}; {fix}")
 
     def seeds(self) -> tuple[Answer, ...]:
-        if not self.wanted("seeds"):
+        if not self.is_requested("seeds"):
             return ()
         return tuple(measure(self.endpoint, self.context_tokens, note))
 
     def loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
-        if not self.wanted("vllm-bench"):
+        if not self.is_requested("vllm-bench"):
             return None, ()
         how = self.how
         sizes = {"prompt_tokens": how.prompt_tokens, "answer_tokens": how.answer_tokens}
         given = {name: value for name, value in sizes.items() if value}
         cases = list(vllm_bench.cases_of(how.clients, self.context_tokens, **given))
-        found = vllm_bench.measure(self.login, self.release, port, key_path, cases, note)
-        if found[0] is None:
-            what = f"{self.release.image.tag} has no vllm bench serve"
-            self.left_out(what, "choose another protocol, or another image")
-        return found
+        result = vllm_bench.measure(self.login, self.release, port, key_path, cases, note)
+        if result[0] is None:
+            problem = f"{self.release.image.tag} has no vllm bench serve"
+            self.skip(problem, "choose another protocol or image")
+        return result
 
     def grid(self, raw: Path) -> tuple[str | None, tuple[Cell, ...]]:
-        if not self.wanted("llama-benchy"):
+        if not self.is_requested("llama-benchy"):
             return None, ()
         python = benchy.interpreter()
         if python is None:
-            what = "llama-benchy is not installed on the machine that measures"
-            self.left_out(what, "pipx install llama-benchy")
+            self.skip("llama-benchy is not installed here", "pipx install llama-benchy")
             return None, ()
         how, context_tokens = self.how, self.context_tokens
-        whole = benchy.Grid(
+        full = benchy.Grid(
             tuple(how.depths or benchy.DEPTHS),
             tuple(how.clients or benchy.CONCURRENCIES),
             how.runs or benchy.RUNS,
             how.prompt_tokens or benchy.PROMPT_TOKENS,
             how.answer_tokens or benchy.ANSWER_TOKENS,
         )
-        grid = whole.fitting(context_tokens)
-        if left := [depth for depth in whole.depths if depth not in grid.depths]:
+        grid = full.fitting(context_tokens)
+        if left := [depth for depth in full.depths if depth not in grid.depths]:
             depths = ", ".join(map(str, left))
-            self.notes.append(f"depths {depths} do not fit into {context_tokens} tokens of context")
+            self.notes.append(f"depths {depths} exceed the context of {context_tokens} tokens")
         if not grid.depths:
             return None, ()
         note(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs")
         more = ["--book-url", how.book_url] if how.book_url else []
-        whole_run = ticking("llama-benchy", note, _HOURS_TICK_S)
-        with host.tokenizer(self.login, self.release.tree.path) as folder, whole_run:
+        progress = ticking("llama-benchy", note, _TICK_S)
+        with host.tokenizer(self.login, self.release.tree.path) as folder, progress:
             return benchy.measure(python, self.endpoint, folder, grid, raw, more)

@@ -310,13 +310,13 @@ def test_comparing_needs_no_host_and_says_which_file_is_no_result(tmp_path, caps
     assert (tmp_path / "out/comparison.html").read_text().startswith("<!doctype html>")
     files[1].write_text('{"at": 1}')
     assert main(words) == 1
-    assert f"{files[1]}: is no result of a bench" in capsys.readouterr().err
+    assert f"{files[1]}: is not a result of bench" in capsys.readouterr().err
 
 
 def test_results_of_several_hosts_are_one_document_for_programs(tmp_path, monkeypatch, capsys):
     hosts = [SimpleNamespace(name=name) for name in ("a", "b")]
     monkeypatch.setattr(bench, "select_hosts", lambda options, judged: hosts)
-    monkeypatch.setattr(bench, "_one", lambda one, how, out: (result(), one.name))
+    monkeypatch.setattr(bench, "_measure_host", lambda one, how, out: (result(), one.name))
     assert main(["bench", "--out", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2
     assert (tmp_path / "b.md").exists()

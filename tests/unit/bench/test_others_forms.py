@@ -105,7 +105,7 @@ def test_only_what_a_real_gpu_computed_gets_a_folder_for_others(
     served = replace(result().served, versions=versions, portable=portable)
     found = result(cells=(), loads=(LOAD,), vllm="0.32.0", served=served)
     one = cast(Target, SimpleNamespace(name="spark-1"))
-    bench._submit(one, RELEASE, found, tmp_path / "a", tmp_path / "raw")
+    bench._write_submission(one, RELEASE, found, tmp_path / "a", tmp_path / "raw")
     told = capsys.readouterr().err
     assert (tmp_path / "a.submission").exists() == (not why)
-    assert (f"no folder for others. {why}" in told) == bool(why)
+    assert (f"no folder for submission. {why}" in told) == bool(why)

@@ -110,7 +110,7 @@ def test_a_repeated_option_keeps_every_value(words, given, monkeypatch):
 
     monkeypatch.setattr(
         bench, "measure_or_compare",
-        lambda options, out, compare, how, is_ladder: how.depths != given,
+        lambda options, out, compare, how, ladder: how.depths != given,
     )  # fmt: skip
     assert main(["bench", "spark-1", *words]) == 0
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli import ladder, run_pyinfra
+from spark_deploy.cli import bench, run_pyinfra
 from spark_deploy.cli.options import Options
 from spark_deploy.config.errors import SparkError
 from tests.unit.planning.plans import shipped_catalog
@@ -54,8 +54,8 @@ def story(monkeypatch):
         told.steps.append(("serve", profile, *hosts))
         return 3 if profile in told.red else 0
 
-    monkeypatch.setattr(ladder, "select_hosts", listed)
-    monkeypatch.setattr(ladder, "build_plan", planned)
+    monkeypatch.setattr(bench, "select_hosts", listed)
+    monkeypatch.setattr(bench, "build_plan", planned)
     monkeypatch.setattr(run_pyinfra, "watched", watched)
     return told
 
@@ -65,7 +65,7 @@ def climb(told, **more):
         told.steps.append(("measure", host.profile, host.name))
         return host.profile
 
-    return ladder.climb(replace(OPTIONS, **more), measure)
+    return bench.climb(replace(OPTIONS, **more), measure)
 
 
 def test_each_stage_is_served_then_measured_and_the_settings_come_last(story):
@@ -98,7 +98,7 @@ def test_nothing_changes_before_somebody_agreed(story, monkeypatch):
 
 def test_a_model_without_stages_is_refused():
     with pytest.raises(SparkError, match="no profile is a stage of third"):
-        ladder.stages_of(host_of("third"))
+        bench.stages_of(host_of("third"))
 
 
 def test_stages_of_one_model_have_places_of_their_own():
