@@ -74,7 +74,7 @@ def _stop_service(words: Words, paths: Paths) -> int:
 
 
 def _leaving(verb: str) -> Verb:
-    return lambda words, paths: _in("uninstall.uninstall")(verb, _one(words), paths)
+    return lambda words, paths: _in("cleanup.uninstall")(verb, _one(words), paths)
 
 
 VERBS: dict[str, tuple[Verb, str]] = {
@@ -106,7 +106,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
         "SERVICE [--to RELEASE] [--dry]: go back to a proven release",
     ),
     tool.PRUNE: (
-        _in("prune.prune"),
+        _in("cleanup.prune"),
         "[--dry] KEEP: remove what no kept release needs; KEEP is JSON",
     ),
     tool.NOTE: (_leaving(tool.NOTE), "WANTED: write down what the host is before it is changed"),

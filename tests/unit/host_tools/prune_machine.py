@@ -10,7 +10,7 @@ from typing import Any
 
 from spark_contract import files
 from spark_contract.keep import Pruning
-from spark_host.prune import prune
+from spark_host.cleanup import prune
 from spark_host.records import boot
 from stub_host import Host
 
@@ -108,7 +108,7 @@ class Machine:
         return json.dumps({**wishes, **more})
 
     def look(self, kept: int = 1, **more: Any) -> Pruning:
-        return prune.look(prune.read_keep(self.keep(kept, **more)), self.paths).document()
+        return prune.plan_prune(prune.read_keep(self.keep(kept, **more)), self.paths).document()
 
     def prune(self, kept: int = 1, **more: Any) -> int:
         return prune.main([self.keep(kept, **more)], self.paths)

@@ -12,7 +12,7 @@ import pytest
 from prune_machine import BASE, A, B, C, D, Machine, generations, names, put
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_host.prune import prune
+from spark_host.cleanup import prune
 from spark_host.records import boot
 from spark_host.rollout import steps
 from spark_host.rollout.rollback import plan_rollback
@@ -26,7 +26,7 @@ def test_what_no_kept_release_needs_goes_and_the_rest_serves_on(machine: Machine
     assert names(found, "release") == [A, B]
     assert names(found, "tree") == [f"model-{'a' * 12}", f"model-{'b' * 12}"]
     assert names(found, "source") == ["org--old-aaaaaaaaaaaa"]
-    assert found.kept == {C: "a way back", D: "serves"}
+    assert found.kept == {C: "rollback target", D: "serves"}
 
     assert machine.prune(kept=1) == 0
     assert not trees["a"].exists()
@@ -51,7 +51,7 @@ def test_a_disk_too_full_for_any_record_is_freed(
     # What the record could not say harms nobody, and is said when there is room.
     assert plan_rollback("main", None, steps.this_host(machine.paths)).came.name == D
     assert machine.look(kept=1).items == ()
-    assert machine.look(kept=1).kept == {C: "a way back", D: "serves"}
+    assert machine.look(kept=1).kept == {C: "rollback target", D: "serves"}
 
 
 def test_the_bytes_are_those_that_the_disk_gives_back(machine: Machine) -> None:
@@ -113,7 +113,7 @@ def test_a_stopped_release_stays(machine: Machine) -> None:
     machine.units.clear()
     files.remove(machine.paths.good("main"))
     put(machine.paths.stopped("main"), {"schema_version": 1, "release": B, "at": "then"})
-    assert machine.look(kept=0).kept == {B: "stopped on purpose"}
+    assert machine.look(kept=0).kept == {B: "stopped by hand"}
 
 
 def test_what_we_did_not_make_is_never_touched(machine: Machine) -> None:
@@ -197,7 +197,7 @@ def test_old_host_tools_go_unless_something_leads_to_them_or_runs_them(machine: 
     with subprocess.Popen(
         ["sleep", "60"], env={**os.environ, "PYTHONPATH": f"{run}:{site}"}
     ) as process:
-        going = prune.look(prune.read_keep(machine.keep()), machine.paths)
+        going = prune.plan_prune(prune.read_keep(machine.keep()), machine.paths)
         names = {folder.path.name for folder in going.folders if folder.kind == "tools"}
         process.kill()
     assert names == {"1" * 12, f"site-{'5' * 12}"}

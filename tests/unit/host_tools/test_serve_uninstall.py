@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from spark_contract.keep import Before, Footprint
 from spark_contract.paths import Paths, kept_aside
+from spark_host.cleanup import baseline, manifest, uninstall
+from spark_host.cleanup.manifest import Others
 from spark_host.system import docker, systemd
-from spark_host.uninstall import baseline as past
-from spark_host.uninstall import ours, packages, uninstall
-from spark_host.uninstall import packages as shared
-from spark_host.uninstall.containers import Others
 
 DAEMON_JSON = "/etc/docker/daemon.json"
 
@@ -45,7 +43,7 @@ class Apt:
         self.needs = {name.replace("_", "-"): of for name, of in needs.items()}
         self.by_hand = set(by_hand)
 
-    def told(self, *argv: str) -> str:
+    def output_of(self, *argv: str) -> str:
         if argv[0] == "dpkg-query":
             if argv[-1] in self.needs:
                 return "10\n"
@@ -82,10 +80,9 @@ def judged(
     containers: tuple[str, ...] = (),
     **more: Any,
 ) -> dict[str, str]:
-    monkeypatch.setattr(past, "told", apt.told)
-    monkeypatch.setattr(packages, "told", apt.told)
-    in_the_way = Others(containers, (), frozenset()).in_the_way(wanted())
-    found = packages.package_things(wanted(**more), before, in_the_way)
+    monkeypatch.setattr(baseline, "output_of", apt.output_of)
+    obstacles = Others(containers, (), frozenset()).obstacles(wanted())
+    found = baseline.package_things(wanted(**more), before, obstacles)
     return {thing.name: thing.stays for thing in found}
 
 
@@ -135,7 +132,7 @@ def test_a_web_server_that_somebody_started_stays(monkeypatch):
 @pytest.mark.usefixtures("quiet")
 def test_docker_stays_while_others_have_containers(monkeypatch):
     found = judged(monkeypatch, apt(), was(), containers=("db",), engine=True)
-    assert found["docker.io"] == "containers of others are there: db"
+    assert found["docker.io"] == "used by containers of others: db"
     assert "runc" not in found
 
 
@@ -166,30 +163,30 @@ def test_daemon_json_is_byte_for_byte_what_it_was(tmp_path):
     first = '{"log-opts": {"max-size": "7m"},\n   "dns": ["1.1.1.1"]}'
     paths = place(tmp_path, json.dumps({"dns": ["1.1.1.1"], **OURS}))
     before = was(files={DAEMON_JSON: first})
-    [thing] = shared.shared_things(wanted(), before, "", paths)
+    [thing] = baseline.shared_file_things(wanted(), before, "", paths)
     assert (thing.name, thing.stays) == (DAEMON_JSON, "")
-    shared.restore(DAEMON_JSON, wanted(), before, paths)
+    baseline.restore_shared_file(DAEMON_JSON, wanted(), before, paths)
     assert (tmp_path / DAEMON_JSON.lstrip("/")).read_text() == first
-    assert shared.shared_things(wanted(), before, "", paths) == []
+    assert baseline.shared_file_things(wanted(), before, "", paths) == []
 
 
 @pytest.mark.usefixtures("no_docker")
 def test_what_its_owner_wrote_into_daemon_json_since_stays(tmp_path):
     paths = place(tmp_path, json.dumps({"mtu": 9000, **OURS}))
     before = was(files={DAEMON_JSON: None})
-    shared.restore(DAEMON_JSON, wanted(), before, paths)
+    baseline.restore_shared_file(DAEMON_JSON, wanted(), before, paths)
     assert json.loads((tmp_path / DAEMON_JSON.lstrip("/")).read_text()) == {"mtu": 9000}
-    assert shared.shared_things(wanted(), before, "", paths) == []
+    assert baseline.shared_file_things(wanted(), before, "", paths) == []
 
 
 @pytest.mark.usefixtures("no_docker")
 def test_a_daemon_json_that_nobody_noted_stays_unless_a_deploy_kept_the_first(tmp_path):
     paths = place(tmp_path, json.dumps(OURS))
-    [thing] = shared.shared_things(wanted(), None, "", paths)
-    assert "was not noted" in thing.stays
+    [thing] = baseline.shared_file_things(wanted(), None, "", paths)
+    assert "is unknown" in thing.stays
     aside = paths.below(kept_aside(wanted().daemon_json))
     aside.write_text("{}")
-    assert [(t.name, t.stays) for t in shared.shared_things(wanted(), None, "", paths)] == [
+    assert [(t.name, t.stays) for t in baseline.shared_file_things(wanted(), None, "", paths)] == [
         (DAEMON_JSON, ""),
         (str(aside), ""),
     ]
@@ -199,19 +196,19 @@ def test_a_daemon_json_that_nobody_noted_stays_unless_a_deploy_kept_the_first(tm
 def test_a_host_is_noted_once_and_never_after_a_deploy(tmp_path, monkeypatch):
     paths = Paths(tmp_path)
     monkeypatch.setattr(systemd, "show", lambda *words: {})
-    monkeypatch.setattr(past, "told", lambda *argv: "ii  jq\n")
-    assert past.note(wanted(), paths)
-    first = past.noted(paths)
+    monkeypatch.setattr(baseline, "output_of", lambda *argv: "ii  jq\n")
+    assert baseline.record_baseline(wanted(), paths)
+    first = baseline.read_baseline(paths)
     assert first is not None
     assert first.packages == ("jq",)
-    monkeypatch.setattr(past, "told", lambda *argv: "ii  jq\nii  later\n")
-    assert not past.note(wanted(), paths)
-    assert past.noted(paths) == first
+    monkeypatch.setattr(baseline, "output_of", lambda *argv: "ii  jq\nii  later\n")
+    assert not baseline.record_baseline(wanted(), paths)
+    assert baseline.read_baseline(paths) == first
     # What a version before notes were taken deployed to.
     old = Paths(tmp_path / "old")
     old.state.mkdir(parents=True)
-    assert not past.note(wanted(), old)
-    assert past.noted(old) is None
+    assert not baseline.record_baseline(wanted(), old)
+    assert baseline.read_baseline(old) is None
 
 
 def test_a_folder_of_somebody_elses_under_our_names_is_not_ours(tmp_path):
@@ -221,7 +218,7 @@ def test_a_folder_of_somebody_elses_under_our_names_is_not_ours(tmp_path):
     (tmp_path / "etc/systemd/system/spark-master.service").touch()
     (tmp_path / "etc/systemd/system/spark-serve@.service").touch()
     paths = Paths(tmp_path)
-    found = [*ours._config(paths), *ours._tools(paths), *ours._units(paths)]
+    found = [*manifest._config(paths), *manifest._tools(paths), *manifest._units(paths)]
     assert {Path(thing.name).name: thing.stays for thing in found} == {
         "conf": "not made by us",
         "releases": "",
@@ -238,14 +235,16 @@ def test_each_record_that_host_tools_write_is_removed(tmp_path):
     for path in (*records, paths.gpu_receipt, paths.daily):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert [thing.name for thing in ours._records(paths) if thing.stays] == []
+    assert [thing.name for thing in manifest._records(paths) if thing.stays] == []
     (paths.state / "theirs").touch()
-    assert [Path(thing.name).name for thing in ours._records(paths) if thing.stays] == ["theirs"]
+    assert [Path(thing.name).name for thing in manifest._records(paths) if thing.stays] == [
+        "theirs"
+    ]
 
 
 def test_a_directory_that_a_purge_has_just_removed_is_no_failure(tmp_path):
     names = [str(tmp_path / name) for name in ("gone", "there")]
     Path(names[1]).mkdir()
-    going = [ours.Thing("directory", name) for name in names]
-    assert uninstall._round(going, wanted(), Paths(tmp_path)) == []
+    going = [manifest.Thing("directory", name) for name in names]
+    assert uninstall._remove_round(going, wanted(), Paths(tmp_path)) == []
     assert not Path(names[1]).exists()

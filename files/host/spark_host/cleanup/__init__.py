@@ -1,0 +1,1 @@
+"""Prune and uninstall: the resources we created on this host, and their removal."""

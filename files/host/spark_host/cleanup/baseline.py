@@ -1,0 +1,247 @@
+"""The host before the first deploy, and the packages and shared files that we changed since."""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from spark_contract import files
+from spark_contract.documents import DocumentError, parse, text_of
+from spark_contract.keep import Before, Footprint, Thing
+from spark_contract.paths import Paths, kept_aside
+
+from spark_host.system import docker, systemd
+from spark_host.system.programs import run_program
+
+RECORD = "before.json"
+_LIMIT_S = 900.0  # apt on a busy host
+# Folders that packages create at run time and leave behind when they are purged.
+REMAINS = {
+    "docker.io": ("/etc/docker", "/etc/cni", "/var/lib/containerd"),
+    "nginx-light": ("/var/www",),
+}
+_KEEP_ENGINE = "others may use it by now; --data uninstall.engine=true removes it"
+# Installed without being started; whoever started it uses it.
+_NOT_STARTED = {"nginx-light": "nginx.service"}
+
+
+def read_baseline(paths: Paths) -> Before | None:
+    """Return the recorded state before the first deploy; ``None`` without a record."""
+    try:
+        return parse(Before, (paths.state / RECORD).read_text())
+    except (FileNotFoundError, NotADirectoryError, DocumentError):
+        return None
+
+
+def record_baseline(wanted: Footprint, paths: Paths) -> bool:
+    """Record the host's state before the first deploy; return whether this was the first.
+
+    Record and state folder appear together: a host with the folder alone had a deploy before.
+    """
+    if paths.state.exists():
+        return False
+    new = paths.state.with_name(f".{paths.state.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    before = Before(
+        at=files.now(),
+        packages=installed_packages(),
+        groups=groups(),
+        masked=masked(wanted.masked),
+        boot_target=boot_target(),
+        docker_members=docker_members(),
+        images=tuple(sorted(str(image.get("Id")) for image in docker.query("/images/json") or [])),
+        directories=_folders(wanted, paths),
+        files={path: _read(paths.below(path)) for path in wanted.shared_files},
+    )
+    files.write_text(new / RECORD, text_of(before))
+    new.chmod(0o755)
+    new.rename(paths.state)
+    files.sync_directory(paths.state.parent)
+    return True
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def installed_packages() -> tuple[str, ...]:
+    lines = output_of("dpkg-query", "-W", "-f", "${db:Status-Abbrev} ${Package}\n").splitlines()
+    return tuple(sorted({line.split()[-1] for line in lines if line.startswith(("ii", "hi"))}))
+
+
+def masked(units: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the units that are permanently masked."""
+    states = systemd.show(units, ["UnitFileState"])
+    return tuple(name for name in units if states.get(name, {}).get("UnitFileState") == "masked")
+
+
+def boot_target() -> str:
+    return systemd.systemctl("get-default").stdout.strip()
+
+
+def docker_members() -> tuple[str, ...]:
+    """Return the users in the group docker."""
+    try:
+        return tuple(sorted(grp.getgrnam("docker").gr_mem))
+    except KeyError:
+        return ()
+
+
+def groups() -> tuple[str, ...]:
+    return tuple(sorted(entry.gr_name for entry in grp.getgrall()))
+
+
+def _folders(wanted: Footprint, paths: Paths) -> tuple[str, ...]:
+    """Return the folders below /etc, the parents of our data, and folders of packages."""
+    found = {folder for folder, _, _ in os.walk(paths.below("/etc"))}
+    data = (wanted.models_dir, wanted.sources_dir, wanted.cache_dir)
+    for path in (*data, *(path for remains in REMAINS.values() for path in remains)):
+        below = paths.below(path)
+        found |= {str(folder) for folder in (below, *below.parents) if folder.is_dir()}
+    return tuple(sorted(found))
+
+
+def output_of(*argv: str) -> str:
+    """Return a program's output; empty if it is not installed."""
+    return run_program(["env", "DEBIAN_FRONTEND=noninteractive", *argv], _LIMIT_S).stdout
+
+
+def package_things(
+    wanted: Footprint, before: Before | None, obstacles: Mapping[str, str]
+) -> list[Thing]:
+    """Return the packages of our settings that were not installed before.
+
+    Args:
+        wanted: their names.
+        before: without it, no package can be removed.
+        obstacles: by package, why it must stay.
+    """
+    present, engine = set(installed_packages()), (*wanted.engine_packages, *wanted.gpu_packages)
+    names = [name for name in (*wanted.packages, *engine) if name in present]
+    if before is None:
+        reason = "unknown whether it was installed before"
+        return [Thing("package", name, 0, reason) for name in names]
+    added = [name for name in names if name not in before.packages]
+    things = []
+    for name in added:
+        stays = _usage(name) or _dependents(name, added, before)
+        if name in engine:
+            stays = stays or obstacles.get(name) or ("" if wanted.engine else _KEEP_ENGINE)
+        things.append(Thing("package", name, _size_bytes(name), stays))
+    removed = [thing.name for thing in things if not thing.stays]
+    unneeded = sorted((_purged(removed, auto=True) - set(before.packages)) - set(removed))
+    together = {*removed, *unneeded}
+    # Not if the purge of a dependency would remove a package that is not in this list.
+    alone = [name for name in unneeded if not _purged([name], auto=False) - together]
+    return [*things, *(Thing("package", name, _size_bytes(name)) for name in alone)]
+
+
+def remove_packages(names: Iterable[str]) -> str:
+    """Purge packages; return the failure."""
+    listed = list(names)
+    output_of("apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120", "purge", *listed)
+    left = set(listed) & set(installed_packages())
+    return f"packages still installed: {', '.join(sorted(left))}" if left else ""
+
+
+def _usage(name: str) -> str:
+    unit = _NOT_STARTED.get(name)
+    if unit is None:
+        return ""
+    state = systemd.state(unit, "ActiveState", "UnitFileState")
+    used = state.get("ActiveState") == "active" or state.get("UnitFileState") == "enabled"
+    return f"{unit} is in use" if used else ""
+
+
+def _dependents(name: str, added: list[str], before: Before) -> str:
+    """Return which packages of the owner need a package."""
+    others = _purged([name], auto=False) - set(added)
+    owned = sorted(other for other in others if other in before.packages or _is_manual(other))
+    return f"{', '.join(owned)} needs it" if owned else ""
+
+
+def _is_manual(name: str) -> bool:
+    return output_of("apt-mark", "showmanual", name).strip() == name
+
+
+def _purged(names: list[str], *, auto: bool) -> set[str]:
+    """Return what apt would purge with ``names``; ``auto`` includes unneeded dependencies."""
+    if not names:
+        return set()
+    words = ["--auto-remove"] if auto else []
+    lines = output_of("apt-get", "-s", "-q", *words, "purge", *names).splitlines()
+    gone = (line.split() for line in lines if line.startswith(("Remv ", "Purg ")))
+    return {words[1].partition(":")[0] for words in gone}
+
+
+def _size_bytes(name: str) -> int:
+    size = output_of("dpkg-query", "-W", "-f", "${Installed-Size}\n", name).split()
+    return int(size[0]) * 1024 if size and size[0].isdigit() else 0
+
+
+def shared_file_things(
+    wanted: Footprint, before: Before | None, keep_docker: str, paths: Paths
+) -> list[Thing]:
+    """Return what we changed in files of others; ``keep_docker`` is why Docker's settings stay."""
+    things = []
+    for path in wanted.shared_files:
+        now = _read(paths.below(path))
+        was = _earlier_text(path, wanted, before, paths)
+        if now is None or now == was:
+            continue
+        known = before is not None or was is not None
+        stays = "" if known else "its earlier content is unknown; remove our part by hand"
+        if path == wanted.daemon_json:
+            if _without_our_keys(now, was, wanted) == _parse(now):
+                continue
+            stays = stays or keep_docker
+        things.append(Thing("settings", path, 0, stays))
+    copy = paths.below(kept_aside(wanted.daemon_json))
+    if copy.exists() and not any(thing.stays for thing in things):
+        things.append(Thing("file", str(copy)))
+    return things
+
+
+def restore_shared_file(path: str, wanted: Footprint, before: Before | None, paths: Paths) -> None:
+    """Restore a file: daemon.json without our keys, any other file as it was."""
+    was, target = _earlier_text(path, wanted, before, paths), paths.below(path)
+    if path == wanted.daemon_json:
+        left = _without_our_keys(_read(target) or "", was, wanted)
+        if left != _parse(was or ""):
+            was = json.dumps(left, indent=4) + "\n"
+    if was is None:
+        files.remove(target)
+    else:
+        files.write_text(target, was)
+    if path == wanted.daemon_json and docker.is_up():
+        # A reload stops no container; the rest takes effect at docker's next start.
+        systemd.systemctl("reload", "docker")
+
+
+def _earlier_text(path: str, wanted: Footprint, before: Before | None, paths: Paths) -> str | None:
+    if before is not None:
+        return before.files.get(path)
+    return _read(paths.below(kept_aside(path))) if path == wanted.daemon_json else None
+
+
+def _without_our_keys(now: str, was: str | None, wanted: Footprint) -> dict[str, Any]:
+    """Return daemon.json with our keys as before; other changes stay."""
+    current, earlier = _parse(now), _parse(was or "")
+    left = {key: value for key, value in current.items() if key not in wanted.daemon_keys}
+    return left | {key: earlier[key] for key in wanted.daemon_keys if key in earlier}
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,249 @@
+"""``spark-host prune``: removes what no kept release needs, and only what we created.
+
+A folder is renamed before its files are removed, so an interrupted prune leaves nothing that looks
+complete; the next prune finishes it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spark_contract import files, receipts, units
+from spark_contract.documents import DocumentError, parse
+from spark_contract.errors import HostToolError
+from spark_contract.job import Job, ReceiptProof
+from spark_contract.keep import Keep, Prunable, Pruning
+from spark_contract.paths import Paths
+from spark_contract.records import Stopped
+from spark_contract.release import service_of
+
+from spark_host.cleanup import resources
+from spark_host.cleanup.resources import Folder, Image
+from spark_host.records import boot
+from spark_host.rollout.rollout import all_rollout_locks
+from spark_host.system import docker, systemd
+from spark_host.system.host import Host, load_release, release_names
+from spark_host.system.programs import print_json
+
+_UP = ("active", "activating", "reloading", "deactivating")
+
+
+def read_keep(text: str) -> Keep:
+    """Parse what to keep; an absent part is an error, never "keep nothing"."""
+    try:
+        return parse(Keep, text)
+    except DocumentError as error:
+        message = f"cannot be read: {error}"
+        raise HostToolError("prune: what to keep", message, "run deploys/prune.py", 2) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a prune removes, and why the rest is kept."""
+
+    kept: dict[str, str]  # reason by release
+    releases: list[str]
+    folders: list[Folder]
+    images: list[Image]
+    jobs: list[str]
+    bytes: dict[str, int]  # by path or reference
+    others: list[Path]  # in the same folders, but not created by us
+
+    def document(self, problems: Sequence[str] = ()) -> Pruning:
+        sized = [(folder.kind, str(folder.path)) for folder in self.folders]
+        sized += [("image", image.reference) for image in self.images]
+        items = (
+            *(Prunable("release", name, 0) for name in self.releases),
+            *(Prunable(kind, name, self.bytes[name]) for kind, name in sized),
+            *(Prunable("job", name, 0) for name in self.jobs),
+        )
+        return Pruning(
+            items=items,
+            bytes=sum(item.bytes for item in items),
+            kept=self.kept,
+            not_ours=tuple(map(str, self.others)),
+            problems=tuple(problems),
+        )
+
+
+def plan_prune(keep: Keep, paths: Paths) -> Plan:
+    """Return what can be removed; changes nothing."""
+    if not docker.is_up():
+        raise HostToolError("docker", "does not answer", "systemctl status docker")
+    known = resources.known_jobs(paths)
+    kept = _kept_releases(keep, paths)
+    busy = _busy_jobs(known, paths)
+    needed = _needed_folders(keep, kept, busy, known, paths)
+    made = [path for job in known.values() if (path := _made_folder(job, paths))]
+    managed, others = [], []
+    parents = (("tree", keep.models_dir), ("source", keep.sources_dir), ("cache", keep.cache_dir))
+    for kind, parent in parents:
+        ours, rest = resources.folders(kind, paths.below(parent), made)
+        managed += ours
+        others += rest
+    folders = [folder for folder in managed if folder.of not in needed]
+    folders += [
+        Folder("cache", path, path)
+        for folder in managed
+        if folder.kind == "cache" and folder.of in needed
+        for path in sorted(folder.path.iterdir())
+        if path.name not in kept
+    ]
+    folders += resources.old_tools(paths)
+    removed_images, kept_images = _split_images(keep, kept, busy, known, paths)
+    gone = {folder.of for folder in folders}
+    freed = resources.freed_bytes(folder.path for folder in folders)
+    return Plan(
+        kept=kept,
+        releases=[name for name in release_names(paths) if name not in kept],
+        folders=folders,
+        images=removed_images,
+        jobs=sorted(
+            name
+            for name, job in known.items()
+            if name not in busy and _is_stale(job, needed, gone, removed_images, paths)
+        ),
+        bytes={
+            **{str(path): size for path, size in freed.items()},
+            **resources.image_bytes(removed_images, kept_images),
+        },
+        others=others,
+    )
+
+
+def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
+    all_names, host = release_names(paths), Host(paths)
+    serving = systemd.show([units.SERVE.of(name) for name in all_names], ["ActiveState"])
+    changes = systemd.show([units.SWITCH.of(name) for name in all_names], ["ActiveState"])
+    kept: dict[str, str] = {}
+    for service in {service_of(name) for name in all_names}:
+        record = boot.good(service, host)
+        previous = [name for name in record.previous if name in all_names]
+        stopped = host.disk.read(Stopped, paths.stopped(service))
+        reasons = [(name, "rollback target") for name in previous[: keep.releases_kept]]
+        reasons += [(name, "starts at boot") for name in boot.enabled(service, host)]
+        reasons += [(record.release, "last good release")] if record.release else []
+        reasons += [(stopped.release, "stopped by hand")] if stopped and stopped.release else []
+        kept.update({name: reason for name, reason in reasons if name in all_names})
+    for name in all_names:
+        if serving.get(units.SERVE.of(name), {}).get("ActiveState") in _UP:
+            kept[name] = "serves"
+        elif changes.get(units.SWITCH.of(name), {}).get("ActiveState") in _UP:
+            kept[name] = "rollout in progress"
+        elif name in keep.releases:
+            kept.setdefault(name, "in the settings")
+    return kept
+
+
+def _busy_jobs(known: dict[str, Job], paths: Paths) -> set[str]:
+    """Return jobs that run, wait, or continue at the next boot."""
+    states = systemd.show([job.unit for job in known.values()], ["ActiveState", "Job"])
+    busy = {
+        name
+        for name, job in known.items()
+        if (unit := states.get(job.unit, {})).get("ActiveState") in _UP or systemd.is_queued(unit)
+    }
+    links = paths.boot_links
+    for link in links.glob(units.PREPARE.of("*")) if links.is_dir() else ():
+        busy |= {conf.stem for conf in (paths.units / f"{link.name}.d").glob("*.conf")} & set(known)
+    return busy
+
+
+def _made_folder(job: Job, paths: Paths) -> Path | None:
+    return paths.below(job.proof.tree) if isinstance(job.proof, ReceiptProof) else None
+
+
+def _needed_folders(
+    keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
+) -> set[Path]:
+    needed = {paths.below(path) for path in keep.folders}
+    for release in (load_release(name, paths) for name in kept):
+        needed.add(paths.below(release.tree.path))
+        needed |= {paths.below(mount.source) for mount in release.engine.mounts}
+    for name in busy:
+        names = (name, *(after for after in known[name].after if after in known))
+        needed |= {path for n in names if (path := _made_folder(known[n], paths))}
+    for tree in list(needed):
+        # A checkpoint shares files with its base and is repaired from it.
+        receipt = receipts.found(tree)
+        if isinstance(receipt, receipts.CheckpointReceipt):
+            needed.add(paths.below(receipt.plan.base_dir))
+    return needed
+
+
+def _split_images(
+    keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
+) -> tuple[list[Image], list[Image]]:
+    """Return the images that can be removed and those that are needed."""
+    needed = set(keep.images) | resources.images_in_containers()
+    needed |= {load_release(name, paths).image.tag for name in kept}
+    needed |= {image for name in busy if (image := resources.image_of(known[name]))}
+    needed |= {job.base for job in known.values() if job.base and resources.image_of(job) in needed}
+    managed = resources.images(known, paths)
+    staying = [image for image in managed if image.reference in needed]
+    return [image for image in managed if image.reference not in needed], staying
+
+
+def _is_stale(
+    job: Job, needed: set[Path], gone: set[Path], images: list[Image], paths: Paths
+) -> bool:
+    """Return whether a job's result is removed, or absent and not needed."""
+    made = _made_folder(job, paths)
+    if made is not None:
+        return made in gone or (made not in needed and not made.exists())
+    return resources.image_of(job) in {image.reference for image in images}
+
+
+def remove(plan: Plan, paths: Paths) -> list[str]:
+    """Remove everything in the plan; return the failures."""
+    for name in plan.releases:
+        _remove_release(name, paths)
+    for folder in plan.folders:
+        resources.remove_folder(folder.path)
+    problems = [docker.remove_image(image.reference) for image in reversed(plan.images)]
+    for name in plan.jobs:
+        _remove_folder_of(paths.job(name) / "job.json")
+        shutil.rmtree(paths.units / f"{units.JOB.of(name)}.d", ignore_errors=True)
+    systemd.reload()
+    return [problem for problem in problems if problem]
+
+
+def _remove_release(name: str, paths: Paths) -> None:
+    service, host = service_of(name), Host(paths)
+    record = boot.good(service, host)
+    if name in record.previous:
+        previous = tuple(other for other in record.previous if other != name)
+        # Readers ignore names of absent releases, and the disk may be too full for any write.
+        with suppress(OSError):
+            host.disk.write(paths.good(service), replace(record, previous=previous))
+    records = (paths.proof, paths.answers, paths.rollout, paths.request, paths.compile_cache)
+    for path_of in records:
+        path_of(name).unlink(missing_ok=True)
+    for template in (units.SERVE, units.WATCH, units.PREPARE):
+        shutil.rmtree(paths.units / f"{template.of(name)}.d", ignore_errors=True)
+    (paths.boot_links / units.PREPARE.of(name)).unlink(missing_ok=True)
+    _remove_folder_of(paths.release(name))
+
+
+def _remove_folder_of(document: Path) -> None:
+    """Remove a small folder, first the document without which it is ignored."""
+    files.remove(document)
+    shutil.rmtree(document.parent)
+
+
+def main(words: list[str], paths: Paths) -> int:
+    """Run ``prune [--dry] KEEP``, where KEEP is JSON for :func:`read_keep`."""
+    dry = "--dry" in words
+    rest = [word for word in words if word != "--dry"]
+    if len(rest) != 1:
+        raise HostToolError("prune", "needs a single JSON text", "run deploys/prune.py", 2)
+    keep = read_keep(rest[0])
+    with nullcontext() if dry else all_rollout_locks(paths):
+        plan = plan_prune(keep, paths)
+        problems = [] if dry else remove(plan, paths)
+    print_json(plan.document(problems))
+    return 1 if problems else 0

@@ -1,0 +1,222 @@
+"""Checkpoints, caches, tools and images that we created, and the space their removal frees."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from spark_contract import files, receipts
+from spark_contract.errors import HostToolError
+from spark_contract.job import IMAGE_PULL_JOB, ImageProof, Job, JobRun
+from spark_contract.paths import Paths
+from spark_contract.units import CACHE_NAME, DIGEST12, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
+
+from spark_host.jobs import jobs
+from spark_host.system import docker
+from spark_host.system.folders import remove_tree
+from spark_host.system.host import read_document
+
+# Names of a checkpoint that is incomplete, damaged, or being removed.
+_UNFINISHED = re.compile(r"^(?:\.(?P<hidden>.+)\.(?:partial|pruned)|(?P<plain>.+)\.damaged)$")
+_PRUNED = ".pruned"
+_OLD_TOOLS = re.compile(
+    rf"^(site-|quantiser-)?{DIGEST12}(\.new)?$|^\.(site-|quantiser-)?{DIGEST12}\{_PRUNED}$"
+    r"|^\.new-\w+$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder that we created; ``of`` is its final or original path."""
+
+    kind: str  # "tree" | "source" | "cache" | "tools"
+    path: Path
+    of: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image that our jobs built or pulled; ``layers`` from the lowest."""
+
+    reference: str
+    size_bytes: int
+    layers: tuple[str, ...]
+
+
+def known_jobs(paths: Paths) -> dict[str, Job]:
+    """Return every readable job of this host by its twelve digits."""
+    known = {}
+    for digest12 in jobs.all_digests(paths):
+        with suppress(HostToolError):
+            known[digest12] = jobs.load(digest12, paths)
+    return known
+
+
+def folders(kind: str, parent: Path, made: Iterable[Path]) -> tuple[list[Folder], list[Path]]:
+    """Return the folders in ``parent`` that we created, and all other entries.
+
+    Ours have a name that ends in an identity, and a receipt or a job that makes them; compile
+    caches only have the name. A symlink is never ours.
+    """
+    managed, others = [], []
+    job_paths = set(made)
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        unfinished = _UNFINISHED.match(path.name)
+        of = path
+        if unfinished:
+            of = parent / (unfinished["hidden"] or unfinished["plain"])
+        if kind == "cache":
+            is_managed = bool(CACHE_NAME.match(of.name))
+        else:
+            is_managed = bool(TREE_NAME.match(of.name)) and (
+                bool(unfinished) or of in job_paths or receipts.found(path) is not None
+            )
+        if is_managed and path.is_dir() and not path.is_symlink():
+            managed.append(Folder(kind, path, of))
+        else:
+            others.append(path)
+    return managed, others
+
+
+def old_tools(paths: Paths) -> list[Folder]:
+    """Return folders of earlier host tools that no link names and no process uses."""
+    if not paths.tools.is_dir():
+        return []
+    current = {(paths.tools / link).resolve() for link in ("current", "site", "quantiser")}
+    return [
+        Folder("tools", path, path)
+        for path in sorted(paths.tools.iterdir())
+        if _OLD_TOOLS.match(path.name)
+        and path.is_dir()
+        and not path.is_symlink()
+        and path.resolve() not in current
+        and not _is_used(path)
+    ]
+
+
+def _is_used(folder: Path) -> bool:
+    """Return whether a process was started with programs or packages of a folder."""
+    name = os.fsencode(folder)
+    for process in Path("/proc").glob("[0-9]*"):
+        for file in ("cmdline", "environ"):
+            with suppress(OSError):  # it has exited
+                if name in (process / file).read_bytes():
+                    return True
+    return False
+
+
+def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
+    """Return the space that removing all of ``directories`` frees; each file counts once.
+
+    A file with links elsewhere (checkpoints share files with their base, a source may link the
+    user's cache) frees nothing.
+    """
+    freed = dict.fromkeys(directories, 0)
+    links: dict[tuple[int, int], int] = {}
+    for directory in freed:
+        for info in _files_below(directory):
+            identity = (info.st_dev, info.st_ino)
+            links[identity] = links.get(identity, 0) + 1
+            if links[identity] == info.st_nlink:
+                freed[directory] += info.st_blocks * 512
+    return freed
+
+
+def _files_below(directory: Path) -> Iterator[os.stat_result]:
+    todo = [os.fspath(directory)]
+    while todo:
+        with suppress(OSError), os.scandir(todo.pop()) as entries:  # a path too long, or removed
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    yield entry.stat(follow_symlinks=False)
+
+
+def images(known: dict[str, Job], paths: Paths) -> list[Image]:
+    """Return the images our jobs made, those with few layers first.
+
+    Built images have our label. A pulled image counts only if our job really pulled it by digest
+    and it has no tag since.
+    """
+    pulled = {
+        image
+        for digest12, job in known.items()
+        if job.kind == IMAGE_PULL_JOB and _did_work(digest12, paths) and (image := image_of(job))
+    } | {job.base for job in known.values() if job.base}
+    managed: dict[str, Image] = {}
+    for entry in docker.query("/images/json") or []:
+        tags = [tag for tag in entry.get("RepoTags") or () if tag != "<none>:<none>"]
+        if (entry.get("Labels") or {}).get(DIGEST_LABEL):
+            references = [tag for tag in tags if tag.startswith(f"{IMAGE_NAME}:")]
+        else:
+            digests = entry.get("RepoDigests") or ()
+            references = [] if tags else [ref for ref in digests if ref in pulled]
+        managed |= {ref: found for ref in references if (found := inspect_image(ref))}
+    return sorted(managed.values(), key=lambda image: (len(image.layers), image.reference))
+
+
+def inspect_image(reference: str) -> Image | None:
+    known = docker.image(reference)
+    if known is None:
+        return None
+    layers = tuple((known.get("RootFS") or {}).get("Layers") or ())
+    return Image(reference, int(known.get("Size") or 0), layers)
+
+
+def images_in_containers() -> set[str]:
+    """Return the names and ids of images of which a container exists, running or not."""
+    containers = docker.query("/containers/json?all=1") or []
+    names = {str(item.get("Image")) for item in containers}
+    for image_id in {str(item.get("ImageID")) for item in containers}:
+        known = docker.query(f"/images/{quote(image_id, safe=':')}/json") or {}
+        names |= {*(known.get("RepoTags") or ()), *(known.get("RepoDigests") or ())}
+    return names
+
+
+def image_bytes(removed: list[Image], kept: list[Image]) -> dict[str, int]:
+    """Return the space each image frees: its layers that no other image of ours has.
+
+    ``removed`` is sorted by the number of layers.
+    """
+    counted = list(kept)
+    freed = {}
+    for image in removed:
+        shared = [
+            other.size_bytes
+            for other in counted
+            if other.layers == image.layers[: len(other.layers)]
+        ]
+        is_base = any(image.layers == other.layers[: len(image.layers)] for other in kept)
+        freed[image.reference] = 0 if is_base else image.size_bytes - max(shared, default=0)
+        counted.append(image)
+    return freed
+
+
+def image_of(job: Job) -> str | None:
+    """Return the image that a job makes."""
+    return job.proof.image if isinstance(job.proof, ImageProof) else None
+
+
+def _did_work(digest12: str, paths: Paths) -> bool:
+    """Return whether a job did its work, instead of finding it done."""
+    last = read_document(JobRun, paths.job(digest12) / jobs.STATUS)
+    return last is not None and last.started_at is not None
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder; renaming it first makes an interrupted removal visible."""
+    aside = path
+    if not path.name.endswith(_PRUNED):
+        aside = path.with_name(f".{path.name.lstrip('.')}{_PRUNED}")
+        remove_tree(aside)
+        path.rename(aside)
+        files.sync_directory(path.parent)
+    if not remove_tree(aside):
+        fix = f"see why with: rm -rf {aside}; then run again"
+        raise HostToolError(str(aside), "cannot be removed", fix)
