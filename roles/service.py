@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from pyinfra.api.deploy import deploy
-from spark_contract.keep import Keep
 from spark_contract.paths import ENGINE_USER, GATEWAY_USER
 from spark_contract.release import Release
+from spark_contract.status import Keep
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.hosts.commands import in_waves, one_by_one

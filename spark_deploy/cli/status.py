@@ -9,9 +9,9 @@ from typing import Any
 import click
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
-from spark_contract.keep import Ours
 from spark_contract.records import WayBack
 from spark_contract.release import PREFIX_REUSE
+from spark_contract.status import Ours
 from spark_contract.tool import SPEED
 from spark_contract.units import MAIN_SERVICE
 

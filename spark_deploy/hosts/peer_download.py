@@ -13,9 +13,9 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.context import host
 from spark_contract.documents import text_of
+from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS, Share, SharedTree
 from spark_contract.job import ReceiptProof
 from spark_contract.paths import RECEIPT_NAME
-from spark_contract.sharing import SHARE_KEY, SHARE_SETTINGS, Share, SharedTree
 from spark_contract.units import PREPARE, SHARE_UNIT
 
 from spark_deploy.config.settings.sources import FleetSettings

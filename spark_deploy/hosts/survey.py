@@ -9,13 +9,14 @@ from pathlib import Path
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.errors import Problem
-from spark_contract.free_blocks import FreeBlocks, parse_buddyinfo
 from spark_contract.machine import (
     DRIVER_LIBRARIES,
     REBOOT_MARKER,
     REBOOT_PACKAGES,
     BootSigns,
+    FreeBlocks,
     library_versions,
+    parse_buddyinfo,
 )
 from spark_contract.paths import DAILY, RELEASES_DIR, Paths
 from spark_contract.records import DailyLook, Stopped

@@ -14,7 +14,6 @@ from spark_contract import tool
 from spark_contract.documents import DocumentError, parse, plain
 from spark_contract.errors import problem_in
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, ImageProof, Job, ReceiptProof
-from spark_contract.keep import Keep, Ours, Pruning, Thing
 from spark_contract.paths import (
     CURRENT_TOOLS,
     ENGINE_USER,
@@ -24,6 +23,7 @@ from spark_contract.paths import (
     SITE,
     STATE_DIR,
 )
+from spark_contract.status import Keep, Ours, Pruning, Thing
 from spark_contract.units import DAILY_STAMP
 
 from spark_deploy.config.errors import Problem

@@ -13,7 +13,7 @@ from http.client import HTTPException, HTTPMessage, HTTPResponse
 from pathlib import Path
 from typing import Any
 
-from spark_contract.images import (
+from spark_contract.fetching import (
     ARCHITECTURES,
     MANIFEST_TYPES,
     parse_reference,

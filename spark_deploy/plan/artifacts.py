@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from spark_contract.documents import plain
-from spark_contract.images import LayersPlan, parse_reference
+from spark_contract.fetching import LayersPlan, parse_reference
 from spark_contract.orders import (
     RECIPE_VERSION,
     Base,

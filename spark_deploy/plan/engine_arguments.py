@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spark_contract.orders import expand_all
 from spark_contract.paths import ENGINE_SOCKET, ENGINE_USER
-from spark_contract.patterns import expand_all
 
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile

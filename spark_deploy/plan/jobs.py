@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from spark_contract import orders, tool, units
 from spark_contract.documents import text_of
-from spark_contract.fetching import FetchFile, FetchPlan
-from spark_contract.images import LayersPlan
+from spark_contract.fetching import FetchFile, FetchPlan, LayersPlan
 from spark_contract.job import (
     CHECKPOINT_JOB,
     DISCARD_JOB,
@@ -22,9 +21,9 @@ from spark_contract.job import (
     JobKind,
     ReceiptProof,
 )
-from spark_contract.keep import Footprint, Keep
 from spark_contract.orders import DonorUrl
 from spark_contract.paths import CURRENT_TOOLS, SITE, hub_token_file, job_dir
+from spark_contract.status import Footprint, Keep
 from spark_contract.units import DIGEST_LABEL
 
 from spark_deploy.config.documents.digest import digest_of

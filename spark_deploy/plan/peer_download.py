@@ -8,10 +8,8 @@ from typing import Literal
 
 from spark_contract import orders, tool
 from spark_contract.documents import parse, text_of
-from spark_contract.fetching import FetchPlan
-from spark_contract.images import LayersPlan
+from spark_contract.fetching import CopyPlan, FetchPlan, FinishedTree, LayersPlan, Peers, SharedTree
 from spark_contract.job import FETCH_JOB, ReceiptProof
-from spark_contract.sharing import CopyPlan, FinishedTree, Peers, SharedTree
 
 from spark_deploy.plan.jobs import PYTHON, Work
 from spark_deploy.plan.types import ManagedFile

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from spark_contract.fetching import LayersPlan
 from spark_contract.gateway import Gateway
-from spark_contract.images import LayersPlan
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import GPU_RECEIPT
 from spark_contract.release import Release

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from spark_contract.images import PULL_STALL_S
+from spark_contract.fetching import PULL_STALL_S
 
 from tests.faults.hostile import HOST, WAYS, Fault, Ways
 from tests.faults.killing import QUESTION, Place

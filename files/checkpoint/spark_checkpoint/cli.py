@@ -15,8 +15,7 @@ from typing import NoReturn
 from spark_contract import files, orders
 from spark_contract.documents import plain
 from spark_contract.errors import ERROR, HostToolError
-from spark_contract.fetching import FetchPlan, Wire
-from spark_contract.images import LayersPlan
+from spark_contract.fetching import CopyPlan, FetchPlan, LayersPlan, Wire
 from spark_contract.orders import (
     CONFIG,
     GENERATION,
@@ -25,7 +24,6 @@ from spark_contract.orders import (
     BuildPlan,
     RequantizePlan,
 )
-from spark_contract.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import InputRefused, TransferFailed

@@ -1,15 +1,85 @@
-"""What the fetcher is told: ``fetch.json``, from controller to host."""
+"""Documents of the fetcher: downloads, peers and image layers."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 from spark_contract.documents import OPTIONAL, DocumentError, in_range, of_form, plain_directory
-from spark_contract.paths import RECEIPT_NAME
-from spark_contract.sharing import Peers
+from spark_contract.paths import CONFIG_DIR, RECEIPT_NAME
 from spark_contract.units import COMMIT, SHA256
+
+SHARE_SETTINGS = f"{CONFIG_DIR}/share.json"
+SHARE_KEY = f"{CONFIG_DIR}/share-key"  # 0600; there while the host lends
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTree:
+    """A tree whose files peers may read."""
+
+    digest: str  # of the tree: what a receipt carries
+    dir: str
+    job: str  # twelve digits of the job that makes it: peers look whether it gets on
+    # Files of a tree being fetched have their names once they are proven, those of a build do not.
+    unfinished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Where a host lends, and what."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    address: str
+    port: int
+    trees: tuple[SharedTree, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Where else the files of one tree may be."""
+
+    urls: tuple[str, ...]  # of hosts, without what of_tree adds; in the order to ask in
+    key_file: str = field(default=SHARE_KEY, metadata=OPTIONAL)
+    # So long one may stand still before it is left for the hub, or before it begins.
+    patience_s: float = field(default=30.0, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTree:
+    """A tree that a peer has whole; its receipt was read over another way than the tree will be."""
+
+    url: str  # of the host
+    receipt_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """``copy.json``: where a tree that could be built is there already."""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    digest: str  # of the tree
+    trees: tuple[FinishedTree, ...]  # in the order to ask in
+    key_file: str = field(default=SHARE_KEY, metadata=OPTIONAL)
+
+
+def of_tree(url: str, digest: str) -> str:
+    """Return the address of a tree at a peer: below it ``files/PATH`` and ``progress``."""
+    return f"{url.rstrip('/')}/{digest}"
+
+
+def growing_dir(out: Path) -> Path:
+    """Return where the work on a tree lies before it is whole; the same on every try."""
+    return out.parent / f".{out.name}.partial"
+
+
+def growing_tree(out: Path) -> Path:
+    """Return where a tree grows before it is renamed to ``out``."""
+    return growing_dir(out) / "tree"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,3 +180,76 @@ def is_inside(path: str) -> bool:
     parts = relative.parts
     return bool(parts) and not relative.is_absolute() and ".." not in parts and "\0" not in path \
         and str(relative) == path  # fmt: skip
+
+
+# What names without a host mean; this is the address behind that word.
+DOCKER_HUB = "registry-1.docker.io"
+# A pull that brings no new byte, or fewer than these, and no other news for so long is given up.
+PULL_STALL_S = 300.0
+PULL_LEAST_BYTES_PER_S = 1024
+# How registries call what ``uname -m`` says.
+ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
+MANIFEST_TYPES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+
+
+_FIELD = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A parsed image reference; ``version`` is a tag or a digest."""
+
+    host: str
+    name: str
+    version: str
+
+    def base_url(self, *, plain: bool) -> str:
+        """Return where the repository is asked; ``plain`` is HTTP without TLS."""
+        return f"{'http' if plain else 'https'}://{self.host}/v2/{self.name}"
+
+
+def parse_reference(text: str) -> Reference:
+    """Split ``host:port/name:tag@digest`` by the rules of the container engine."""
+    rest, _, digest = text.partition("@")
+    first, slash, tail = rest.partition("/")
+    has_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
+    host, rest = (first, tail) if has_host else (DOCKER_HUB, rest)
+    name, _, tag = rest.partition(":")
+    if host == DOCKER_HUB and "/" not in name:
+        name = f"library/{name}"
+    return Reference(host, name, digest or tag or "latest")
+
+
+def token_question(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[str, str]] | None:
+    """Return where the header of an answer 401 says that anybody gets a token, and what to ask.
+
+    That is the distribution token specification. Where a registry is asked over https, its token
+    comes over https, too.
+    """
+    fields = dict(_FIELD.findall(challenge))
+    realm = fields.pop("realm", "")
+    known = challenge.startswith("Bearer ") and realm.startswith(tuple(f"{s}://" for s in schemes))
+    return (realm, fields) if known else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersPlan(Wire):
+    """``layers.json``: an image's blobs as a tree, fetched like any tree and pulled from there.
+
+    They are those of the registry, byte for byte: what an image store gives back has other
+    digests on another store.
+    """
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    digest: str  # of the tree
+    reference: str  # name@sha256:...
+    plain: bool  # the registry speaks HTTP without TLS
+    out: str
+    keep: bool = field(default=False, metadata=OPTIONAL)  # for hosts that come later
+    peers: Peers | None = field(default=None, metadata=OPTIONAL)

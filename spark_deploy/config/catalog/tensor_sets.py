@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from spark_contract.patterns import PatternError, count, expand_all
+from spark_contract.orders import PatternError, count, expand_all
 
 from spark_deploy.config.documents.declare import Text, about, needed, setting
 from spark_deploy.config.settings.rules import Broken

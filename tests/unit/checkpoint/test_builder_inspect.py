@@ -9,7 +9,7 @@ from builder_trees import BASE_COMMIT, ROOT, run_tool
 from spark_checkpoint.format.headers import Header, Tensor
 from spark_checkpoint.inspect import anatomy
 from spark_checkpoint.inspect.anatomy import examine, recipe_of
-from spark_contract.patterns import expand_all
+from spark_contract.orders import expand_all
 
 
 def inspected(*arguments):

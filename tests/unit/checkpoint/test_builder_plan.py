@@ -12,8 +12,7 @@ from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.errors import HostToolError
 from spark_contract.fetching import FetchPlan
-from spark_contract.orders import BuildPlan
-from spark_contract.patterns import expand_all
+from spark_contract.orders import BuildPlan, expand_all
 
 # --- the catalog -------------------------------------------------------------------------------
 

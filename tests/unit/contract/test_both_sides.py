@@ -14,9 +14,9 @@ from spark_contract import units
 from spark_contract.documents import DocumentError, parse, read, text_of
 from spark_contract.errors import ERROR, HostToolError, problem_in
 from spark_contract.job import Progress, read_progress
-from spark_contract.keep import Keep
 from spark_contract.paths import ENGINE_SOCKET, Paths
 from spark_contract.release import Release
+from spark_contract.status import Keep
 from spark_contract.tool import HOST_TOOL
 from spark_contract.units import mount_unit
 from spark_host.cleanup.prune import read_keep

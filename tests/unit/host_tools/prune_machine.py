@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import files
-from spark_contract.keep import Pruning
+from spark_contract.status import Pruning
 from spark_host.cleanup import prune
 from spark_host.records import boot
 from stub_host import Host

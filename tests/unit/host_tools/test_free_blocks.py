@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.free_blocks import GIB, FreeBlocks, parse_buddyinfo
+from spark_contract.machine import GIB, FreeBlocks, parse_buddyinfo
 from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import runner

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from docker_daemon import Answer, Daemon, listening
 from spark_contract.documents import text_of
-from spark_contract.images import LayersPlan
+from spark_contract.fetching import LayersPlan
 from stub_host import REPOSITORY, Host
 
 LAYER = os.urandom(5 << 20)  # above what nginx reads past the page cache

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from spark_contract.documents import text_of
 from spark_contract.errors import HostToolError
-from spark_contract.sharing import SHARE_SETTINGS, Share, SharedTree, growing_tree
+from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, growing_tree
 from spark_host.gateway import share
 from stub_gateway import becomes, free_port
 from stub_host import Host

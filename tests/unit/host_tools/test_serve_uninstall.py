@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.keep import Before, Footprint
 from spark_contract.paths import Paths, kept_aside
+from spark_contract.status import Before, Footprint
 from spark_host.cleanup import baseline, manifest, uninstall
 from spark_host.cleanup.manifest import Others
 from spark_host.system import docker, systemd

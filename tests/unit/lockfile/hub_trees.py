@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from spark_contract.patterns import expand_all
+from spark_contract.orders import expand_all
 
 from tests.unit.planning.plans import shipped_catalog
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_contract.patterns import expand_all
+from spark_contract.orders import expand_all
 
 from spark_deploy.cli import main
 from spark_deploy.config.errors import LockError

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
-from spark_contract.images import parse_reference
+from spark_contract.fetching import parse_reference
 
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError

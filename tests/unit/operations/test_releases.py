@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from spark_contract.documents import read, text_of
-from spark_contract.keep import Keep, Pruning
 from spark_contract.records import Rollout
+from spark_contract.status import Keep, Pruning
 from spark_contract.tool import HOST_TOOL
 
 from spark_deploy.hosts import releases, serve

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from spark_contract.fetching import SHARE_KEY
 from spark_contract.job import JobState, ReceiptProof
-from spark_contract.sharing import SHARE_KEY
 
 from spark_deploy.config.settings.sources import FleetSettings
 from spark_deploy.hosts import peer_download

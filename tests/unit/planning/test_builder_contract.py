@@ -5,8 +5,7 @@ import json
 import pytest
 from spark_contract import documents
 from spark_contract.fetching import FetchPlan
-from spark_contract.orders import BuildPlan
-from spark_contract.patterns import expand_all
+from spark_contract.orders import BuildPlan, expand_all
 
 from spark_deploy.plan.jobs import jobs_of
 from tests.unit.planning.plans import CATALOG, plan_of

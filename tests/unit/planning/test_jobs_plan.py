@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from spark_contract.images import LayersPlan
+from spark_contract.fetching import LayersPlan
 
 from spark_deploy.config.settings.sources import DownloadSettings, HubSettings
 from spark_deploy.lock.types import LockedSource, SourceFile

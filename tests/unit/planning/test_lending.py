@@ -7,9 +7,7 @@ from collections import Counter
 
 import pytest
 from spark_contract.documents import parse
-from spark_contract.fetching import FetchPlan
-from spark_contract.images import LayersPlan
-from spark_contract.sharing import CopyPlan, FinishedTree, Peers
+from spark_contract.fetching import CopyPlan, FetchPlan, FinishedTree, LayersPlan, Peers
 
 from spark_deploy.plan.jobs import Work, jobs_of
 from spark_deploy.plan.peer_download import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from plugin_hybrids import Hybrid
 from plugin_sources import EXPERTS, LAYERS, write_sources
-from spark_contract.patterns import expand_all
+from spark_contract.orders import expand_all
 from spark_vllm.checkpoint.gate import missing_modules
 from test_plugin_checkpoint import LAYOUTS, TEXT, Damaged, check
 

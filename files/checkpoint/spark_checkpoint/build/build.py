@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from spark_contract.fetching import CopyPlan
 from spark_contract.files import now
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
 from spark_contract.receipts import (
@@ -18,7 +19,6 @@ from spark_contract.receipts import (
     RequantizedReceipt,
     SourceReceipt,
 )
-from spark_contract.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.build.config import check_config, result_config

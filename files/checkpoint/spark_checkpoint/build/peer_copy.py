@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from spark_contract import receipts
 from spark_contract.documents import DocumentError
-from spark_contract.fetching import Wire
+from spark_contract.fetching import CopyPlan, FinishedTree, Wire, of_tree
 from spark_contract.files import sync, write_all
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
@@ -21,7 +21,6 @@ from spark_contract.receipts import (
     RequantizedReceipt,
     SourceReceipt,
 )
-from spark_contract.sharing import CopyPlan, FinishedTree, of_tree
 
 from spark_checkpoint.errors import BuilderError, GateRefused
 from spark_checkpoint.progress import Progress, note

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.orders import BuildPlan, DonorUrl
-from spark_contract.patterns import expand_all, uses_up
+from spark_contract.orders import BuildPlan, DonorUrl, expand_all, uses_up
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.directory import Checkpoint

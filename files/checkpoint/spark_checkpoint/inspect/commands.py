@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.files import sync_directory
-from spark_contract.orders import BuildPlan, Described, Held
+from spark_contract.orders import BuildPlan, Described, Held, count, expand, expand_all
 from spark_contract.paths import RECEIPT_NAME
-from spark_contract.patterns import count, expand, expand_all
 from spark_contract.receipts import CheckpointReceipt, Receipt
 
 from spark_checkpoint.build.config import check_config

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract.fetching import Wire
-from spark_contract.orders import BuildPlan
-from spark_contract.patterns import expand_all
+from spark_contract.orders import BuildPlan, expand_all
 from spark_contract.units import COMMIT
 
 from spark_checkpoint.errors import GateRefused, InputRefused

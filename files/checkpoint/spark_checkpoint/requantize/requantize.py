@@ -13,12 +13,11 @@ from importlib import resources
 from pathlib import Path
 
 from spark_contract import files
+from spark_contract.fetching import CopyPlan
 from spark_contract.files import now, sync
-from spark_contract.orders import RequantizePlan
-from spark_contract.patterns import expand
+from spark_contract.orders import RequantizePlan, expand
 from spark_contract.receipts import ReceiptFile, RequantizedReceipt
 from spark_contract.records import GpuProof
-from spark_contract.sharing import CopyPlan
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.build.config import set_blocks

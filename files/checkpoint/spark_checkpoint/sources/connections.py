@@ -15,8 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlencode
 
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import Wire
-from spark_contract.images import token_question
+from spark_contract.fetching import Wire, token_question
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager
 from urllib3.connection import port_by_scheme
 from urllib3.exceptions import HTTPError

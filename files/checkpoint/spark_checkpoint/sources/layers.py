@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from spark_contract import files
-from spark_contract.fetching import FetchFile, FetchPlan, Wire
-from spark_contract.images import ARCHITECTURES, MANIFEST_TYPES, LayersPlan, parse_reference
+from spark_contract.fetching import (
+    ARCHITECTURES,
+    MANIFEST_TYPES,
+    FetchFile,
+    FetchPlan,
+    LayersPlan,
+    Wire,
+    parse_reference,
+)
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.progress import Progress

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import FetchPlan, Wire
+from spark_contract.fetching import FetchPlan, Wire, of_tree
 from spark_contract.job import read_progress
-from spark_contract.sharing import of_tree
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.progress import note

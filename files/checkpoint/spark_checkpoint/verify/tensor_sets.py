@@ -8,8 +8,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence, 
 from heapq import nsmallest
 from pathlib import Path
 
-from spark_contract.orders import BuildPlan, DonorShape, RequantizePlan
-from spark_contract.patterns import expand, expand_all, uses_up
+from spark_contract.orders import BuildPlan, DonorShape, RequantizePlan, expand, expand_all, uses_up
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.headers import SIXTEEN_BIT, Tensor

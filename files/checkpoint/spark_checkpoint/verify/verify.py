@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import FetchPlan
+from spark_contract.fetching import FetchPlan, growing_dir, growing_tree
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
 from spark_contract.receipts import AnyReceipt, Receipt, ReceiptFile, SourceReceipt
-from spark_contract.sharing import growing_dir, growing_tree
 
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
 from spark_checkpoint.format.directory import files_of, no_garbage_collection, read_index

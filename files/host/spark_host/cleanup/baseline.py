@@ -12,8 +12,8 @@ from typing import Any
 
 from spark_contract import files
 from spark_contract.documents import DocumentError, parse, text_of
-from spark_contract.keep import Before, Footprint, Thing
 from spark_contract.paths import Paths, kept_aside
+from spark_contract.status import Before, Footprint, Thing
 
 from spark_host.system import docker, systemd
 from spark_host.system.programs import run_program

@@ -11,7 +11,7 @@ from pathlib import Path
 from spark_contract import files, units
 from spark_contract.errors import HostToolError
 from spark_contract.fabric import NETPLAN_FILE
-from spark_contract.keep import Before, Footprint, Ours, Thing
+from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS
 from spark_contract.paths import (
     API_KEY,
     CONFIG_DIR,
@@ -23,7 +23,7 @@ from spark_contract.paths import (
     Paths,
 )
 from spark_contract.records import GpuProof
-from spark_contract.sharing import SHARE_KEY, SHARE_SETTINGS
+from spark_contract.status import Before, Footprint, Ours, Thing
 from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
 from spark_contract.units import DIGEST12
 

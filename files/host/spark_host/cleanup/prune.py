@@ -16,10 +16,10 @@ from spark_contract import files, receipts, units
 from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import HostToolError
 from spark_contract.job import Job, ReceiptProof
-from spark_contract.keep import Keep, Prunable, Pruning
 from spark_contract.paths import Paths
 from spark_contract.records import Stopped
 from spark_contract.release import service_of
+from spark_contract.status import Keep, Prunable, Pruning
 
 from spark_host.cleanup import resources
 from spark_host.cleanup.resources import Folder, Image

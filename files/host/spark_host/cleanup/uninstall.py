@@ -11,8 +11,8 @@ from pathlib import Path
 from spark_contract import files
 from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import HostToolError
-from spark_contract.keep import Footprint, Ours, Thing
 from spark_contract.paths import Paths
+from spark_contract.status import Footprint, Ours, Thing
 from spark_contract.tool import NOTE, UNINSTALL
 
 from spark_host.cleanup import baseline, manifest, resources

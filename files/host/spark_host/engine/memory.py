@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
-from spark_contract.free_blocks import FreeBlocks, parse_buddyinfo
+from spark_contract.machine import FreeBlocks, parse_buddyinfo
 from spark_contract.release import Release
 from spark_contract.tool import PHASE, WAITED
 

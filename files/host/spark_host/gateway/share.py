@@ -10,8 +10,8 @@ from pathlib import Path
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
+from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, growing_tree
 from spark_contract.paths import Paths, job_dir
-from spark_contract.sharing import SHARE_SETTINGS, Share, SharedTree, growing_tree
 
 from spark_host.gateway import nginx
 

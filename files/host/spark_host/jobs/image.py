@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 from spark_contract import files
 from spark_contract.errors import HostToolError
-from spark_contract.images import MANIFEST_TYPES, LayersPlan, parse_reference
+from spark_contract.fetching import MANIFEST_TYPES, LayersPlan, parse_reference
 from spark_contract.job import Progress
 from spark_contract.orders import BUILDER, LAYERS
 from spark_contract.paths import Paths

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from spark_contract.errors import HostToolError
-from spark_contract.images import (
+from spark_contract.fetching import (
     DOCKER_HUB,
     PULL_LEAST_BYTES_PER_S,
     PULL_STALL_S,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from spark_contract import documents, files
 from spark_contract.errors import HostToolError
-from spark_contract.free_blocks import FreeBlocks
+from spark_contract.machine import FreeBlocks
 from spark_contract.paths import Paths
 from spark_contract.records import Event
 from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Release, Watch
