@@ -27,7 +27,7 @@ from spark_deploy.plan.types import MemoryPlan
 GIB = 1024**3
 # The engine checks against the total of the GPU driver, about 2 % above MemTotal.
 START_MARGIN = 1.02
-# vLLM's LoRA slots are all as wide as the widest adapter needs; it supports these ranks only.
+# The engine makes all LoRA slots as wide as the widest adapter needs, in one of these ranks.
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _INT4 = 0.5 + 2 / 128 + 0.5 / 128
 _INT8 = 1 + 2 / 128 + 1 / 128

@@ -90,7 +90,7 @@ def test_only_the_engine_package_has_engine_specific_names() -> None:
 
 def test_only_engine_plan_modules_have_engine_options() -> None:
     folder = REPOSITORY / "spark_deploy/plan"
-    room = {folder / f"engine_{part}.py" for part in ("arguments", "facts", "options")}
+    room = {folder / f"{name}.py" for name in ("engine_arguments", "guard_rails", "kv_cache")}
     written = re.compile(r"[\"'](?:--)?([a-z]+(?:-[a-z]+)+)[\"']")
     options = {name for path in room for name in written.findall(path.read_text())}
     options |= set(DECIDING)
