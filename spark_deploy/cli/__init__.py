@@ -24,14 +24,14 @@ SECTIONS = {
         "start": "Start the last proven release of stopped hosts.",
         "rollback": "Return to the previous release.",
         "prune": "Remove files and images that no kept release needs.",
-        "rotate-key": "Create a new API key and reject the old one.",
+        "rotate-key": "Replace the API key; reject the old key.",
         "uninstall": "Remove this project from hosts.",
         "fabric": "Configure or measure the links between hosts.",
     },
     "Inspect": {
-        "plan": "Print what a deploy would create; change no host.",
+        "plan": "Print the plan of a deploy; change no host.",
         "status": "Show releases, checks and differences from the plan.",
-        "doctor": "Check what a deploy would refuse; change nothing.",
+        "doctor": "Check hosts as a deploy would; make no changes.",
         "connect": "Print URL, model name and client setup.",
         "top": "Show requests, tok/s, cache, memory and temperature.",
         "logs": "Print logs of engines, gateways and jobs, merged.",
@@ -41,7 +41,7 @@ SECTIONS = {
         "update": "Lock new commits and image digests.",
         "settings": "Print all settings with defaults and descriptions.",
         "add": "Add a model from a repository, shared file or recipe.",
-        "share": "Write a model, its profile and lock to one file.",
+        "share": "Write a model with profile and lock to a file.",
     },
 }
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
@@ -53,7 +53,7 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return 0 for success, 1 for a problem, 2 for wrong usage."""
+    """Run a command; return 0 for success, 1 for a problem, 2 for wrong usage."""
     _open_streams()
     try:
         code = _call(list(sys.argv[1:] if arguments is None else arguments))
@@ -76,7 +76,7 @@ def _open_streams() -> None:
 
 
 def _print_os_error(error: OSError) -> int:
-    """Print an error with its file.
+    """Print an error with the file name.
 
     Raises:
         OSError: without a file the traceback is needed.
@@ -90,7 +90,7 @@ def _print_os_error(error: OSError) -> int:
         raise error
     if not isinstance(error, BrokenPipeError):  # `spark-deploy plan | head`
         click.secho(shown(f"{where}: {error.strerror}"), fg="red", err=True)
-        fix = "check the path and its permissions"
+        fix = "check path and permissions"
         if where == "ssh":
             fix = "install the OpenSSH client: apt-get install openssh-client"
         click.echo(f"  fix: {fix}", err=True)
@@ -121,7 +121,7 @@ def _run(command: Callable[[], int]) -> int:
             print_problem(problem)
         return 1
     except click.Abort:
-        print("\nstopped; nothing was changed", file=sys.stderr)
+        print("\nstopped; no changes made", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
         print("\ninterrupted; work already started on hosts continues", file=sys.stderr)

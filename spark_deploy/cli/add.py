@@ -61,7 +61,7 @@ _TASK_COMMENTS = {
 def add(
     options: Options, place: str, is_chosen: bool, force: bool, requantize: bool, on: Sequence[str]
 ) -> int:
-    """Write the catalog file, validate it, print its plan and what is open."""
+    """Write and validate the catalog file; print the plan and open questions."""
     if requantize:
         return _requantize(options, place, on)
     # The current settings of the hosts may not fit the new model.
@@ -125,7 +125,7 @@ def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
 
 
 def _preview(options: Options, place: str, host: Target) -> int:
-    """Print what a file would add, or the content of a repository; write nothing."""
+    """Print the effect of a file, or the content of a repository; write no file."""
     data = _read_file(place)
     if data is None:
         return _inspect(options, place, host)
@@ -287,7 +287,7 @@ def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
     names = {"reasoning": family.reasoning, "tool_call": family.tool_call}
     draft.put("parsers", {k: name for k, name in names.items() if name}, f"From {family.source}.")
     checks = {k: True for k in ("tool_call", "reasoning") if names[k]}
-    draft.put("check", {**checks, "conversation": True}, "Checks besides the general questions.")
+    draft.put("check", {**checks, "conversation": True}, "In addition to the general questions.")
 
 
 def task_of(anatomy: Anatomy, found: Described, card: Card, engines: Engines) -> str:

@@ -35,8 +35,6 @@ _PROTOCOL = click.Choice(["seeds", "llama-benchy", "vllm-bench"])
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What to measure, and how."""
-
     protocols: tuple[str, ...] = ()  # empty: all that are installed
     service: str | None = None
     depths: tuple[int, ...] = ()
@@ -54,7 +52,7 @@ def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
 @click.command
 @click.option("--out", metavar="DIR", default="bench", type=FOLDER, help="Folder of results.")
 @_many("--protocol", "protocols", type=_PROTOCOL, help="Only this protocol; repeatable.")
-@service_option("This service instead of the main one.")
+@service_option("This service instead of the main service.")
 @_many("--compare", metavar="FILE", type=FILE, help="Compare result files.")
 @_many("--depths", type=_DEPTH, metavar="N", help="Context depth of llama-benchy; repeatable.")
 @_many("--clients", type=_COUNT, metavar="N", help="Concurrent clients; repeatable.")
@@ -62,7 +60,7 @@ def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
 @click.option("--tg", "answer_tokens", type=_COUNT, metavar="N", help="Tokens per answer.")
 @click.option("--runs", type=_COUNT, metavar="N", help="Runs per measurement.")
 @click.option("--ladder", is_flag=True, help="Measure every published stage, then return.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask before a ladder.")
+@click.option("-y", "--yes", is_flag=True, help="Skip the confirmation of a ladder.")
 @click.option("--book-url", metavar="URL", help="Text for llama-benchy's prompts.")
 @shared_options(plans=True)
 def bench(
@@ -75,7 +73,7 @@ def bench(
 def measure_or_compare(
     options: Options, out: Path, compare: Sequence[str], how: Measurement, *, ladder: bool
 ) -> int:
-    """Measure hosts one after the other, or compare files."""
+    """Measure hosts in turn, or compare files."""
     if compare:
         results = [_read(Path(name)) for name in compare]
         _print(options, results, _write(results, out, "comparison"))
@@ -124,7 +122,7 @@ def climb(
         An exit code and the results up to a failure.
 
     Raises:
-        SparkError: a stage does not fit, or no confirmation; nothing was changed.
+        SparkError: a stage does not fit, or no confirmation; before any change.
     """
     hosts = select_hosts(options)
     names = [target.name for target in hosts]
@@ -158,7 +156,7 @@ def _deploy(options: Options, names: Sequence[str]) -> int:
 
 
 def _measure_host(target: Target, how: Measurement, out: Path) -> tuple[BenchResult, str]:
-    """Measure one host; write and return the result, and the name of the file."""
+    """Measure a host; write and return the result, and the name of the file."""
     began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     name = f"{target.name.lstrip('@')}-{began.replace(':', '')}"
     out.mkdir(parents=True, exist_ok=True)
@@ -191,7 +189,7 @@ def _read(path: Path) -> BenchResult:
 
 
 def _measure(target: Target, how: Measurement, began: str, files: Path) -> BenchResult:
-    """Measure one host; ``files`` is the path of further files, without extension."""
+    """Measure a host; ``files`` is the path of further files, without extension."""
     service = chosen_services(target, how.service or MAIN_SERVICE)[0]
     connection, login = connection_of(target, service=service), login_of(target)
     settings = target.settings.settings
@@ -223,7 +221,7 @@ def _measure(target: Target, how: Measurement, began: str, files: Path) -> Bench
 
 
 def _published(target: Target, served: Served) -> tuple[Published, ...]:
-    """Return published speeds of one request for the same pair."""
+    """Return published speeds of single requests for the same pair."""
     profile = target.catalog.profiles.get((served.profile, served.model))
     return tuple(
         Published(figure.tokens_per_s, figure.source)
@@ -254,13 +252,11 @@ def _write_submission(
     figures = json.loads(raw.read_text()) if result.cells else None
     folder = files.with_name(f"{files.name}.submission")
     submission.write(folder, result, release, origin, figures)
-    note(f"written: {folder}, for Spark Arena and NVIDIA; nothing was sent")
+    note(f"written: {folder}, for Spark Arena and NVIDIA; not sent")
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One host under measurement."""
-
     how: Measurement
     login: host.Login
     release: Release

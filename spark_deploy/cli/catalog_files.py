@@ -81,7 +81,7 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
     """Write catalog files by (kind, name) and return their paths.
 
     Raises:
-        CatalogError: a file exists or cannot be used; nothing was changed.
+        CatalogError: a file exists or cannot be used; no file was changed.
     """
     paths = {pair: root / "catalog" / pair[0] / f"{pair[1]}.yml" for pair in texts}
     for path in paths.values():

@@ -41,11 +41,9 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Everything a client needs for one server."""
-
     host: str
     base_url: str
-    users: str  # who can use base_url
+    users: str  # users of base_url
     model: str
     names: tuple[str, ...]
     key_path: str
@@ -59,7 +57,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    use: str  # one line of instructions; THIS stands for the command
+    use: str  # an instruction; THIS is the command itself
     text: Callable[[Connection], Iterator[str]]
 
 
@@ -130,7 +128,7 @@ def _opencode(server: Connection) -> Iterator[str]:
 def _openwebui(server: Connection) -> Iterator[str]:
     yield _key("OPENAI_API_KEY", server)
     words = ["docker", "run", "-d", "--name", "open-webui", "--network", "host"]
-    # Loopback only: the first visitor becomes administrator, and the program holds the key.
+    # Loopback only: the first visitor becomes administrator, and the program has the key.
     words += ["-e", "HOST=127.0.0.1", "-e", f"PORT={_WEBUI_PORT}"]
     words += ["-e", f"OPENAI_API_BASE_URL={server.base_url}"]
     # Without a value docker reads the key from the environment, so it is not in argv.
@@ -156,12 +154,12 @@ CLIENTS: dict[str, Client] = {
 
 
 @click.command
-@click.option("--for", "client", type=click.Choice(list(CLIENTS)), help="Set up one client.")
-@service_option("This service instead of the main one.")
-@click.option("--tunnel", is_flag=True, help="Hold SSH tunnels open until interrupted.")
+@click.option("--for", "client", type=click.Choice(list(CLIENTS)), help="Set up this client.")
+@service_option("This service instead of the main service.")
+@click.option("--tunnel", is_flag=True, help="Keep SSH tunnels open until interrupted.")
 @shared_options()
 def connect(options: Options, client: str | None, service: str | None, tunnel: bool) -> int:
-    """Print connections, or one client's setup, or hold tunnels."""
+    """Print connections or the setup of a client, or keep tunnels open."""
     given = {"for": client, "tunnel": tunnel, "json": options.json}
     if len(two := [name for name, value in given.items() if value]) > 1:
         problem, fix = "exclude each other", f"omit --{two[1]}"
@@ -226,10 +224,10 @@ def _print_client(
 
 
 def _hold_tunnels(servers: Sequence[Connection]) -> None:
-    """Keep tunnels open until one ends or Ctrl-C.
+    """Keep tunnels open until Ctrl-C.
 
     Raises:
-        SparkError: no server needs a tunnel, or a tunnel ended by itself.
+        SparkError: no server needs a tunnel, or a tunnel failed.
     """
     if not servers:
         raise SparkError.one("--tunnel", "no tunnel needed", "see `spark-deploy connect`")
@@ -252,7 +250,7 @@ def _hold_tunnels(servers: Sequence[Connection]) -> None:
                 return
             for name, process in running:
                 if process.poll() is not None:
-                    problem = f"its tunnel ended with exit code {process.returncode}"
+                    problem = f"tunnel ended with exit code {process.returncode}"
                     raise SparkError.one(name, problem, "see ssh's message above, then try again")
 
 
@@ -264,14 +262,14 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
 def connection_of(
     host: Target, tailnet_address: str | None = None, place: int = 0, service: str | None = None
 ) -> Connection:
-    """Return what a client needs for a server.
+    """Return the connection of a client to a server.
 
     Args:
         host: the host.
         tailnet_address: the address in the tailnet, if it was read from the host.
-        place: of the host in its inventory, from 0. Each host has its own local port, so that
-            tunnels to all hosts can be open at once.
-        service: one of the additional services.
+        place: of the host in the inventory, from 0. Each host has a separate local port, so
+            that tunnels to all hosts can be open at once.
+        service: an additional service.
 
     Raises:
         SparkError: the host has no such service.
@@ -322,7 +320,7 @@ def connection_of(
 
 
 def _best(plan: GatewayPlan) -> tuple[str, str]:
-    """Return the URL for most clients: of the network if served there, else the host's own."""
+    """Return the URL for most clients: of the network, or the host's own."""
     urls = base_urls(plan)
     is_local = plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
     return urls[0] if is_local else urls[-1]
@@ -366,7 +364,7 @@ def connection_lines(server: Connection) -> Iterator[str]:
 
 
 def example(base_url: str, model: str, read_key: str, ca: str | None) -> str:
-    """Return a shell line that sends one question."""
+    """Return a shell line that sends a question."""
     body = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
     trust = f"--cacert {shlex.quote(ca)} " if ca else ""
     # Every user of this machine could read a key in argv, so the header comes from stdin.

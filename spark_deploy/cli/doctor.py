@@ -1,4 +1,4 @@
-"""``spark-deploy doctor``: check hosts as a deploy would, and change nothing."""
+"""``spark-deploy doctor``: check hosts as a deploy would, without changes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def read_survey(host: Host, needs: NeedsPlan) -> Survey | None:
 def verdict_of(
     answer: Answer[Survey], needs: NeedsPlan, same_keys: Mapping[str, Problem]
 ) -> dict[str, Any]:
-    """Return the verdict on one host as plain data."""
+    """Return the verdict on a host as plain data."""
     survey, name = answer.value, answer.host.name
     if survey is None:
         return {**answer.data(), "problems": [], "warnings": []}

@@ -45,7 +45,7 @@ _check_inventory()
 '''
 HOSTS_HEAD = """\
 # yaml-language-server: $schema=schema/hosts.schema.json
-# Your Sparks: names that ssh knows, or names with an address:
+# Your Sparks: names from your ssh configuration, or names with an address:
 #   spark-2: {address: 192.168.1.22, user: nvidia}
 # "@local" is the machine that runs spark-deploy.
 hosts:
@@ -63,7 +63,7 @@ profile: PROFILE  # OTHERS
 # Access: loopback (ssh tunnel), docker, tailscale or lan. Clients need the API key.
 # serve: {expose: lan, port: 8000}
 # paths: {models_dir: /data/models}
-# Every setting with its default: `spark-deploy settings`.
+# All settings with defaults: `spark-deploy settings`.
 """
 IGNORED = "/bench/\n/pyinfra-debug.log\n__pycache__/\n.*.new\n"
 _PLAIN = "plain"  # the profile of repositories served as published
@@ -80,7 +80,7 @@ _PLAIN = "plain"  # the profile of repositories served as published
 def init(
     options: Options, directory: str, host: Sequence[str], user: str | None, local: bool
 ) -> int:
-    """Write missing files and renew schemas; keep everything else."""
+    """Write missing files and renew schemas; keep all other files."""
     folder = Path(directory)
     hosts = _host_lines(host, user) if host else _default_hosts(folder, local)
     texts = {

@@ -24,7 +24,7 @@ _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Line:
-    """One line of one host's journal."""
+    """A line of a host's journal."""
 
     at_us: int
     host: str
@@ -89,7 +89,7 @@ def read_lines(host: str, text: Iterable[str]) -> Iterator[Line]:
 
 
 def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[Line]:
-    """Yield lines as they come, until every journal has ended."""
+    """Yield lines as they come, until the end of every journal."""
     lines: queue.Queue[Line | None] = queue.Queue()
 
     def read(name: str, process: subprocess.Popen[str]) -> None:

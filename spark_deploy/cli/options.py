@@ -35,9 +35,9 @@ class Options:
 def shared_options(
     *, hosts: bool = True, plans: bool = False, changes: bool = False
 ) -> Callable[[Callable[..., int]], Callable[..., Any]]:
-    """Add ``--json`` and other shared options; the command gets them as its first argument.
+    """Add ``--json`` and other shared options; passed as the first argument of the command.
 
-    The command runs after click's context has ended: an inventory has its own context.
+    The command runs after the end of click's context: an inventory has a separate context.
 
     Args:
         hosts: hosts, an inventory and ``--data``.
@@ -70,7 +70,7 @@ def shared_options(
 def _add_words(options: Options, words: tuple[str, ...]) -> None:
     files = [word for word in words if _is_inventory(word)]
     if len(files) > 1 or (files and options.inventory):
-        raise click.UsageError(f"only one inventory is possible: {' '.join(files)}")
+        raise click.UsageError(f"more than one inventory: {' '.join(files)}")
     options.inventory = files[0] if files else options.inventory
     options.limit += [word for word in words if word not in files]
 
@@ -136,6 +136,6 @@ _HOSTS = (
 _PLANS = (model_option(), profile_option())
 _CHANGES = (
     click.option("--dry", is_flag=True, help="Print changes, make none."),
-    click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation."),
+    click.option("-y", "--yes", is_flag=True, help="Skip the confirmation."),
     click.option("-v", "--verbose", is_flag=True, help="Print pyinfra's own output."),
 )

@@ -32,7 +32,7 @@ ONE_STREAM = "one_stream_tokens_per_s"
 
 @click.command
 @click.option("--estimate", is_flag=True, help="Work offline: sizes from the architecture.")
-@click.option("--on-host", is_flag=True, help="Show what hosts already have.")
+@click.option("--on-host", is_flag=True, help="Show downloads that hosts already have.")
 @click.option("-v", "--verbose", is_flag=True, help="Show files, unit and engine arguments.")
 @shared_options(plans=True)
 def plan(options: Options, estimate: bool, on_host: bool) -> int:
@@ -86,7 +86,7 @@ def _read_reuse(hosts: Sequence[Target], plans: Sequence[HostPlan]) -> dict[str,
 
 
 class MeasuredSpeed(NamedTuple):
-    """The speed of one request in a Spark's report, and the computed speed."""
+    """Measured and computed speed of single requests on a Spark."""
 
     report: str
     model: str
@@ -100,7 +100,7 @@ def read_calibration(root: Path, catalog: Catalog) -> Calibration:
 
 
 def measured_speeds(root: Path, catalog: Catalog) -> Iterator[MeasuredSpeed]:
-    """Yield the speeds in reports of the checkout and of ``root``, one for each host."""
+    """Yield the speeds in reports of the checkout and of ``root``."""
     folders = (CHECKOUT / "reports", root / "reports")
     files = [*root.glob("spark-report-*.json"), *(p for f in folders for p in f.glob("*.json"))]
     for path in sorted({path.resolve() for path in files}):

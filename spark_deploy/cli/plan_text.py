@@ -47,16 +47,7 @@ def plan_text(
     present: str = "",
     calibration: Calibration = UNMEASURED,
 ) -> Iterator[str]:
-    """Yield the summary of a plan, or all of it.
-
-    Args:
-        plan: the plan of one host.
-        model: the main model.
-        profile: the profile as this host serves it.
-        verbose: all of it.
-        present: files of the plan that the host already has.
-        calibration: measured relative to computed speed.
-    """
+    """Yield the summary of a plan, or all of it; ``present`` describes files on the host."""
     yield from summary_lines(plan, profile)
     if present:
         yield row("on the host", present)

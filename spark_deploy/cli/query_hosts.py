@@ -29,7 +29,7 @@ from spark_deploy.ticking import ticking
 T = TypeVar("T")
 
 QUIET_S = 2.0  # until a note names the hosts without an answer
-_CHECK_NETWORK = "check that the host is on and that its address and port are right"
+_CHECK_NETWORK = "check that the host is on; check address and port"
 _BOOTSTRAP = "run `spark-deploy up`, or deploys/bootstrap.py: it installs key and sudo rule"
 # By pyinfra's reasons for a failed connection.
 _FIXES = {
@@ -44,7 +44,7 @@ _FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[T]):
-    """The result of one host, or the problem instead."""
+    """The result of a host, or the problem instead."""
 
     host: Target
     value: T | None
@@ -76,9 +76,9 @@ def read_status(host: Host, _target: Target) -> HostStatus | None:
 def query(
     hosts: Sequence[Target], read: Callable[[Host, Target], T | None], *, doing: str = "querying"
 ) -> list[Answer[T]]:
-    """Return one answer for each host, in the order of ``hosts``.
+    """Return an answer for each host, in the order of ``hosts``.
 
-    ``doing`` goes in front of the names of slow hosts.
+    ``doing`` precedes the names of slow hosts in notes.
     """
     data = [(host.name, host.data) for host in hosts]
     inventory = Inventory((data, {}))  # type: ignore[no-untyped-call]  # pyinfra

@@ -141,7 +141,7 @@ def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
 def _fill(command: str, values: Mapping[str, Any], source: str) -> str:
     texts = {name: str(value) for name, value in values.items()}
     if len(command) * max(map(len, texts.values())) > _MAX_CHARACTERS:
-        raise CatalogError.one(source, "its command is too long", "use another recipe")
+        raise CatalogError.one(source, "the command is too long", "use another recipe")
     return re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), command)
 
 

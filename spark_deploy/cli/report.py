@@ -158,8 +158,8 @@ def write_report(hosts: tuple[HostReport, ...], path: Path | None) -> tuple[Repo
     return report, path
 
 
-# Reports select fields without private data; these patterns remove what a program or a vendor
-# put into a field anyway.
+# Reports select fields without private data; these patterns remove private data that a
+# program or a vendor put into a field anyway.
 _GONE = "<redacted>"
 _KEY = re.compile(
     r"(?i)\b(?:bearer|basic)\s+\S+|\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[abpr]-|AKIA)"

@@ -1,4 +1,4 @@
-"""The report of one host: selected facts and answers to the open questions."""
+"""The report of a host: selected facts and answers to the open questions."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _check(check: Finding) -> CheckResult:
 
 _WITHOUT_SERVING = ("fetched", "built", "gpu-container", "driver-trouble")
 _AS_PLANNED = 0.99  # of the tokens: the plan rounds
-_ENOUGH_TOKENS = 100_000  # generated before the absence of events counts as an answer
+_ENOUGH_TOKENS = 100_000  # generated before the absence of events is an answer
 # True: yes, False: no, None: open; and the evidence.
 Verdict = tuple[bool | None, str]
 Rule = Callable[[HostReport, Any], Verdict]
@@ -282,7 +282,7 @@ def _answers(_host: HostReport, serving: Serving) -> Verdict:
     if failed:
         return False, f"failed: {', '.join(failed)}"
     if serving.level in ("", "quick"):
-        return None, "the last check was a quick one"
+        return None, "the last check was quick"
     return True, f"{len(required)} checks passed"
 
 

@@ -222,7 +222,7 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
     """Write a shared model, profile and lock; return the files and open questions.
 
     Raises:
-        SparkError: unusable, or the hub has other files; nothing was changed.
+        SparkError: unusable, or the hub has other files; before any change.
     """
     root = host.settings.root
     wanted = {
@@ -290,7 +290,7 @@ def _open(shared: Shared, host: Target) -> Iterator[str]:
     images = {without_tag(image) for image in settings.images.values()}
     for reference, digest in shared.images.items():
         if reference not in images:
-            yield f"served with {reference}@{digest[:19]}, which is not one of your images"
+            yield f"served with {reference}@{digest[:19]}, not in your settings"
     token = read_hub_token(settings.hub)
     for repo, source in shared.sources.items():
         try:
@@ -307,6 +307,6 @@ def _open(shared: Shared, host: Target) -> Iterator[str]:
     checks = f"{sum(proof.checks.values())} of {len(proof.checks)} passed"
     portable = ", PORTABLE MODE" if proof.portable else ""
     yield (
-        f"checked by its author: {proof.level} check of {proof.checked_at}, {checks} with engine "
+        f"checked by the author: {proof.level} check of {proof.checked_at}, {checks} with engine "
         f"{proof.engine or 'unknown'}{portable}"
     )

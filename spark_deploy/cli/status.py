@@ -38,7 +38,7 @@ from spark_deploy.plan.types import HostPlan
 
 @click.command
 @click.option("--files", is_flag=True, help="List managed files, packages and units, with sizes.")
-@click.option("--planned", is_flag=True, help="With --files: what a deploy would create, offline.")
+@click.option("--planned", is_flag=True, help="With --files: list planned files, offline.")
 @shared_options(plans=True)
 def status(options: Options, files: bool, planned: bool) -> int:
     """Exit with 1 if a host does not provably serve its plan."""
@@ -107,7 +107,7 @@ def _resource_lines(answer: Answer[Ours]) -> Iterator[str]:
 
 
 def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
-    """Return the state of one host as plain data."""
+    """Return the state of a host as plain data."""
     host_status = answer.value
     if host_status is None:
         return {**answer.data(), "drift": answer.problem}
@@ -165,7 +165,7 @@ def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, 
 
 
 def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
-    """Return the release of a service, and whether its check result is current."""
+    """Return the release of a service, and whether the check result is current."""
     release, proof = host_status.release(active), {}
     if release:
         current = {"current": release.unproven is None, "why": release.unproven}
@@ -181,7 +181,7 @@ def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
 
 
 def host_fields(host_status: HostStatus) -> dict[str, Any]:
-    """Return the state of the main service and the host, as its tools report it."""
+    """Return the state of the main service and the host, as reported by the host tools."""
     told = plain(host_status.told) or {}
     service = host_status.service(MAIN_SERVICE)
     active = service.active if service else None
@@ -213,7 +213,7 @@ def _rolled_back(host_status: HostStatus, back: WayBack) -> dict[str, Any]:
 
 
 def _pair_text(host_status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
-    """Name the model and profile of a release that the plan or the host knows."""
+    """Name the model and profile of a release of the plan or the host."""
     pair = plan if plan and plan.serve.name == name else host_status.release(name)
     return f"{pair.model} with {pair.profile}, {name}" if pair else name
 

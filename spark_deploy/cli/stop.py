@@ -37,7 +37,7 @@ def stop(options: Options, service: str | None, period: str | None) -> int:
 @service_option("Only this service.")
 @shared_options()
 def start(options: Options, service: str | None) -> int:
-    """Exit with 1 if a host did not start its last proven release."""
+    """Exit with 1 if a host did not start the last proven release."""
     return _run(options, "start", [tool.START_SERVICE], service)
 
 
@@ -60,7 +60,7 @@ def _run(options: Options, command: str, words: list[str], service: str | None) 
 
 
 def _refuse_partial_cluster(hosts: Sequence[Target], options: Options, command: str) -> None:
-    """Refuse to stop one member alone: the remaining members would restart in vain."""
+    """Refuse to stop single members: the remaining members would restart in vain."""
     chosen = {host.name for host in hosts}
     for host in hosts:
         members = host.settings.settings.cluster.hosts
@@ -79,13 +79,13 @@ def _seconds(period: str) -> int:
 
 def _run_tool(host: Host, target: Target, commands: list[list[str]]) -> tuple[bool, str]:
     settings = target.settings.settings
-    # A refusal by one service does not affect the next.
+    # A refusal by a service does not affect the next service.
     lines = "; ".join(f"{tool.line(*words)} 2>&1 || failed=1" for words in commands)
     script = (
         f"if [ -x {tool.HOST_TOOL} ]; then failed=0; {lines}; exit $failed; "
         "else echo 'not set up yet; fix: run spark-deploy up'; exit 1; fi"
     )
-    # Each engine may use its whole start and stop timeout.
+    # Each engine may use the whole start and stop timeout.
     serve = settings.serve
     limit_s = (serve.start_timeout_s + serve.stop_timeout_s + 300) * len(commands)
     ok, output = host.run_shell_command(shell(script), _sudo=target.data["_sudo"], _timeout=limit_s)

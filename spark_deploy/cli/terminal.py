@@ -66,7 +66,7 @@ def print_problem(problem: Problem) -> None:
 
 
 def wrap_line(line: str, width: int) -> list[str]:
-    """Split a line at spaces, aligned with the text after its title; longer words stay whole.
+    """Split a line at spaces, aligned with the text after the title; longer words stay whole.
 
     A command continues after a backslash, so that it can be copied.
     """
@@ -116,7 +116,7 @@ def installed_program(name: str) -> Path:
 
 
 def command_path(name: str) -> str:
-    """Return a program's name, or its path if the shell would start another program."""
+    """Return a program's name, or the path if the shell would start another program."""
     program, found = installed_program(name), shutil.which(name)
     is_same = found is not None and os.path.realpath(found) == os.path.realpath(program)
     return name if is_same or not program.exists() else str(program)

@@ -55,7 +55,7 @@ class Now:
 
 
 @click.command
-@click.option("--once", is_flag=True, help="Print one sample and exit.")
+@click.option("--once", is_flag=True, help="Print a single sample and exit.")
 @service_option("Only this service.")
 @shared_options()
 def top(options: Options, once: bool, service: str | None) -> int:
@@ -92,7 +92,7 @@ def top(options: Options, once: bool, service: str | None) -> int:
 
 
 def _start(login: Login, service: str, samples: list[Sample]) -> subprocess.Popen[str]:
-    """Sample a service in the background; ``samples`` holds the last two."""
+    """Sample a service in the background; ``samples`` gets the last two."""
     script = _SAMPLE_SCRIPT.replace("FOLDER", engine_dir(service)).replace("EVERY", str(EVERY_S))
     process = subprocess.Popen(
         login.argv(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True

@@ -27,7 +27,7 @@ from spark_deploy.lock.types import Lock
 @click.command
 @click.option("--only", multiple=True, metavar="NAME", help="Only this repository or image.")
 @click.option("--missing", is_flag=True, help="Lock only names that are not locked yet.")
-@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a name is missing.")
+@click.option("--check", is_flag=True, help="Only check; exit with 1 if a name is missing.")
 @click.option("--counted", is_flag=True, help="Read measured KV-cache sizes from hosts.")
 @shared_options(plans=True)
 def update(options: Options, only: Sequence[str], missing: bool, check: bool, counted: bool) -> int:

@@ -27,8 +27,6 @@ from spark_deploy.inventory.groups import refuse_together
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One changed line of a file."""
-
     file: Path
     key: str
     before: str | None  # None: the key was missing
@@ -59,7 +57,7 @@ def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
     Raises:
         SparkError: the hosts could not serve it, or a file cannot be edited.
     """
-    # The current choice may be one that cannot be served.
+    # The current choice may be impossible to serve.
     chosen = select_hosts(options, judged=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), judged=False)
     names = {host.name for host in chosen}
@@ -159,7 +157,7 @@ def _write(file: Path, edits: Sequence[Edit], root: Path, *, dry: bool) -> None:
     Raises:
         SparkError: the keys are not single lines.
     """
-    # Bytes keep line ends; a byte order mark is not part of the first key.
+    # Bytes keep line endings; a byte order mark is not part of the first key.
     is_new = not file.is_file()
     text = schema_line(root, file, "settings") if is_new else file.read_bytes().decode()
     mark, text = ("\ufeff", text[1:]) if text.startswith("\ufeff") else ("", text)

@@ -112,7 +112,7 @@ def test_a_tunnel_that_ends_by_itself_ends_the_command_with_its_host(site: Path)
     held = start(site)
     _, said = held.communicate(timeout=30)
     assert held.returncode == 1
-    assert "spark-2: its tunnel ended with exit code 255" in said
+    assert "spark-2: tunnel ended with exit code 255" in said
 
 
 def start(site: Path) -> subprocess.Popen[str]:

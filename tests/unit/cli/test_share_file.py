@@ -191,7 +191,7 @@ def test_a_proof_is_told_without_the_host_it_is_of(
     assert CANARY not in path.read_text()
     capsys.readouterr()
     assert add(other, str(path)) == 0
-    assert "checked by its author: full check of 2020" in capsys.readouterr().out
+    assert "checked by the author: full check of 2020" in capsys.readouterr().out
 
 
 def test_no_secret_of_the_settings_has_a_way_into_the_file(
