@@ -1,11 +1,8 @@
-"""Documents: frozen dataclasses as plain JSON data, with one reader and one writer for all.
+"""Frozen dataclasses as JSON documents: the only reader and writer.
 
-A document's keys are the fields of its class. Reading is strict: a key too many, one too few or a
-value of another type is refused with the path of the key (``engine.mounts[0].source: missing``).
-A class with a ``SCHEMA_VERSION`` (``ClassVar[int]``) is written with it as ``schema_version``, and
-the reader requires it.
-
-Numbers keep the form they have, so what was read is written back byte for byte.
+Keys are field names. Reading is strict: unknown or missing keys and wrong types raise with the path
+of the key (``engine.mounts[0].source: missing``). A class with ``SCHEMA_VERSION`` is written with
+``schema_version``, which the reader requires. Numbers keep their form, so text round-trips.
 """
 
 from __future__ import annotations
@@ -24,28 +21,28 @@ _VERSION = "schema_version"
 
 
 class DocumentError(ValueError):
-    """Data is not the document it is read as; the text begins with the path of the key."""
+    """The data is not the expected document; the message begins with the path of the key."""
 
 
 OPTIONAL: Mapping[str, Any] = {"optional": True}
-"""``field(default=..., metadata=OPTIONAL)``: the key is left out while it has its default."""
+"""``field(default=..., metadata=OPTIONAL)``: omit the key if it has its default."""
 
 
 def key(name: str) -> Mapping[str, Any]:
-    """Return the metadata of a field whose key cannot be a name in Python, such as ``from``."""
+    """Return field metadata for a JSON key that is no Python name, such as ``from``."""
     return {"key": name}
 
 
 def plain(value: Any) -> Any:
-    """Return a document, or a part of one, as plain JSON data: the one writer."""
+    """Return a document as plain JSON data."""
     if is_dataclass(value) and not isinstance(value, type):
         version = getattr(value, "SCHEMA_VERSION", None)
         stated = {} if version is None else {_VERSION: version}
-        items = ((one, getattr(value, one.name)) for one in fields(value))
+        items = ((field, getattr(value, field.name)) for field in fields(value))
         return stated | {
-            one.metadata.get("key", one.name): plain(item)
-            for one, item in items
-            if not ("optional" in one.metadata and item == one.default)
+            field.metadata.get("key", field.name): plain(item)
+            for field, item in items
+            if not ("optional" in field.metadata and item == field.default)
         }
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
@@ -57,18 +54,18 @@ def plain(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Return a document as the text of its file: sorted keys, one a line."""
+    """Return a document as JSON text with sorted keys."""
     return json.dumps(plain(value), indent=1, sort_keys=True) + "\n"
 
 
 def read(kind: type[_T], data: object) -> _T:
-    """Return plain data as a document: the one reader.
+    """Return plain data as a document.
 
     Raises:
-        DocumentError: The data is of another version, or not that document at all.
+        DocumentError: wrong version or structure.
     """
-    found: _T = _read(kind, data, "")
-    return found
+    document: _T = _read(kind, data, "")
+    return document
 
 
 def parse(kind: type[_T], text: str) -> _T:
@@ -92,8 +89,8 @@ def _read(kind: Any, data: Any, path: str) -> Any:
     reader = _READERS.get(origin)
     if reader is not None:
         return reader(kind, data, path)
-    wanted = (int, float) if kind is float else (kind,)
-    if type(data) not in wanted:  # not isinstance: True is no number
+    allowed = (int, float) if kind is float else (kind,)
+    if type(data) not in allowed:  # not isinstance: True is no number
         raise _wrong(path, f"{kind.__name__} expected, not {shown(data)}")
     return data
 
@@ -103,37 +100,39 @@ def _read_fields(kind: Any, data: Any, path: str) -> Any:
     version = getattr(kind, "SCHEMA_VERSION", None)
     if version is not None:
         _one_of((version,), data.pop(_VERSION, None), _at(path, _VERSION))
-    known = {one.metadata.get("key", one.name): one for one in fields(kind)}
+    known = {field.metadata.get("key", field.name): field for field in fields(kind)}
     for name in data:
         if name not in known:
             raise _wrong(_at(path, name), "unknown")
     values = {}
-    for name, one in known.items():
+    for name, field in known.items():
         if name in data:
-            values[one.name] = _read(_hints(kind)[one.name], data[name], _at(path, name))
-        elif "optional" not in one.metadata:
+            values[field.name] = _read(_hints(kind)[field.name], data[name], _at(path, name))
+        elif "optional" not in field.metadata:
             raise _wrong(_at(path, name), "missing")
     try:
         return kind(**values)
-    except ValueError as error:  # a rule of the class itself
+    except ValueError as error:  # from __post_init__
         raise _wrong(path, str(error)) from error
 
 
 def _read_union(kind: Any, data: Any, path: str) -> Any:
-    """Of several documents the one with these keys is meant, of other types the first that fits."""
-    refused = []
-    for one in get_args(kind):
+    """Return the first alternative that fits."""
+    errors = []
+    for alternative in get_args(kind):
+        if alternative is type(None) and data is None:
+            return None
         try:
-            return None if one is type(None) and data is None else _read(one, data, path)
+            return _read(alternative, data, path)
         except DocumentError as error:
-            if one is not type(None):
-                refused.append(str(error))
-    raise DocumentError(refused[0] if len(refused) == 1 else " or ".join(refused))
+            if alternative is not type(None):
+                errors.append(str(error))
+    raise DocumentError(" or ".join(errors))
 
 
 def _one_of(known: tuple[Any, ...], data: Any, path: str) -> Any:
     # Not `in`: True would be 1.
-    if not any(type(one) is type(data) and one == data for one in known):
+    if not any(type(value) is type(data) and value == data for value in known):
         raise _wrong(path, f"{shown(data)}, known: {', '.join(map(str, known))}")
     return data
 
@@ -157,7 +156,7 @@ def _read_frozenset(kind: Any, data: Any, path: str) -> Any:
 def _read_mapping(kind: Any, data: Any, path: str) -> Any:
     item = get_args(kind)[1]
     pairs = _of(dict, "an object", data, path).items()
-    return {name: _read(item, one, _at(path, name)) for name, one in pairs}
+    return {name: _read(item, value, _at(path, name)) for name, value in pairs}
 
 
 _READERS: dict[Any, Callable[[Any, Any, str], Any]] = {
@@ -181,30 +180,29 @@ def _at(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def _wrong(path: str, what: str) -> DocumentError:
-    return DocumentError(f"{path}: {what}" if path else what)
+def _wrong(path: str, message: str) -> DocumentError:
+    return DocumentError(f"{path}: {message}" if path else message)
 
 
 def shown(data: object) -> str:
-    """Return a value as a message shows it."""
+    """Return a value shortened for a message."""
     text = repr(data)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def of_form(where: str, value: str | None, pattern: str) -> None:
-    """Refuse a text that does not match; None is left out, and right."""
+    """Raise if a text does not match; ``None`` is accepted."""
     if value is not None and not re.fullmatch(pattern, value):
         raise DocumentError(f"{where}: {value!r} is not of the form {pattern}")
 
 
 def plain_directory(where: str, value: str) -> None:
-    """Refuse what is no absolute path of a folder to make."""
+    """Raise unless the value is an absolute path without ``..`` or a hidden name."""
     path = PurePosixPath(value)
     if not path.is_absolute() or ".." in path.parts or not path.name or path.name.startswith("."):
         raise DocumentError(f"{where}: {value!r} is not a plain absolute path")
 
 
 def in_range(where: str, value: float, least: float, most: float = float("inf")) -> None:
-    """Refuse a number outside of its limits."""
     if not least <= value <= most:
         raise DocumentError(f"{where}: {value} is not from {least} to {most}")

@@ -1,17 +1,15 @@
-"""Mistakes and states that a person can act on: where, what, how to fix."""
+"""Errors that a person can act on: where, what is wrong, how to fix it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-ERROR = "error: "  # begins the last line of a tool that failed
+ERROR = "error: "  # prefix of the last line of a failed tool
 _FIX = "; fix: "
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: ``where`` it stands, ``what`` is wrong, how to ``fix`` it."""
-
     where: str
     what: str
     fix: str
@@ -21,12 +19,12 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """The problem in one line, as the tools on a host print it behind ``ERROR``."""
+        """The problem in one line, as host tools print it after ``ERROR``."""
         return f"{self.where}: {self.what}{_FIX}{self.fix}"
 
 
 def problem_in(line: str) -> Problem | None:
-    """Return the problem in a line that a tool on a host printed; ``None`` when it tells none."""
+    """Return the problem in a line of a host tool's output; ``None`` if there is none."""
     if not line.startswith(ERROR):
         return None
     text, _, fix = line.removeprefix(ERROR).partition(_FIX)
@@ -35,7 +33,7 @@ def problem_in(line: str) -> Problem | None:
 
 
 class HostToolError(Exception):
-    """A problem that ends a tool on a host; printed as one line, never as a traceback."""
+    """Ends a host tool; printed as one line, never as a traceback."""
 
     def __init__(self, where: str, what: str, fix: str, exit_code: int = 1):
         self.where = where

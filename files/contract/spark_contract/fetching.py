@@ -1,4 +1,4 @@
-"""Documents of the fetcher: downloads, peers and image layers."""
+"""Documents of the fetcher: downloads, peer downloads and image layers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from spark_contract.paths import CONFIG_DIR, RECEIPT_NAME
 from spark_contract.units import COMMIT, SHA256
 
 SHARE_SETTINGS = f"{CONFIG_DIR}/share.json"
-SHARE_KEY = f"{CONFIG_DIR}/share-key"  # 0600; there while the host lends
+SHARE_KEY = f"{CONFIG_DIR}/share-key"  # 0600; exists while the host shares files
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTree:
-    """A tree whose files peers may read."""
+    """A checkpoint that peers may read. What they receive is checked against their own hashes."""
 
-    digest: str  # of the tree: what a receipt carries
+    digest: str  # as in the receipt
     dir: str
-    job: str  # twelve digits of the job that makes it: peers look whether it gets on
-    # Files of a tree being fetched have their names once they are proven, those of a build do not.
+    job: str  # digest12 of its job; peers query the progress
+    # A download names each file once it is verified; a build only at the end.
     unfinished: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Where a host lends, and what."""
+    """``share.json``: what this host shares with peers."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -40,17 +40,17 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Where else the files of one tree may be."""
+    """Peers that may have files of a tree."""
 
-    urls: tuple[str, ...]  # of hosts, without what of_tree adds; in the order to ask in
+    urls: tuple[str, ...]  # of hosts, see tree_url; in order of preference
     key_file: str = field(default=SHARE_KEY, metadata=OPTIONAL)
-    # So long one may stand still before it is left for the hub, or before it begins.
+    # A peer that makes no progress for so long is skipped.
     patience_s: float = field(default=30.0, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedTree:
-    """A tree that a peer has whole; its receipt was read over another way than the tree will be."""
+    """A complete tree at a peer; its receipt was read through SSH."""
 
     url: str  # of the host
     receipt_sha256: str
@@ -58,46 +58,45 @@ class FinishedTree:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """``copy.json``: where a tree that could be built is there already."""
+    """``copy.json``: peers that already built a tree."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     digest: str  # of the tree
-    trees: tuple[FinishedTree, ...]  # in the order to ask in
+    trees: tuple[FinishedTree, ...]  # in order of preference
     key_file: str = field(default=SHARE_KEY, metadata=OPTIONAL)
 
 
 def of_tree(url: str, digest: str) -> str:
-    """Return the address of a tree at a peer: below it ``files/PATH`` and ``progress``."""
+    """Return the URL of a tree at a peer; below it are ``files/PATH`` and ``progress``."""
     return f"{url.rstrip('/')}/{digest}"
 
 
 def growing_dir(out: Path) -> Path:
-    """Return where the work on a tree lies before it is whole; the same on every try."""
+    """Return the work directory of a tree; the same for every attempt."""
     return out.parent / f".{out.name}.partial"
 
 
 def growing_tree(out: Path) -> Path:
-    """Return where a tree grows before it is renamed to ``out``."""
+    """Return where a tree is assembled before it is renamed to ``out``."""
     return growing_dir(out) / "tree"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """How patiently and how widely the network is used."""
+    """Network limits."""
 
-    tries: int = 8  # attempts without progress, then the next source or the end
-    # The hub itself is asked for at least so long without a new byte: lines break for hours.
+    tries: int = 8  # attempts without progress for each source
+    # Keep retrying the hub at least so long without a new byte: lines break for hours.
     outage_s: float = field(default=0.0, metadata=OPTIONAL)
     backoff_s: float = 1.0  # before the second try; doubles up to 30
-    # Sent to the hub's own host only: not to peers and mirrors, not to where the hub redirects.
+    # Sent to the hub's own host only, never to peers, mirrors or redirect targets.
     token_file: str | None = field(default=None, metadata=OPTIONAL)
     parallel: int = field(default=4, metadata=OPTIONAL)  # requests at once
-    timeout_s: float = field(default=30.0, metadata=OPTIONAL)  # a connection may stay silent
+    timeout_s: float = field(default=30.0, metadata=OPTIONAL)  # without data on a connection
     rate_limit_bytes_per_s: int | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
-        """Refuse what no network can be used with."""
         in_range("tries", self.tries, 1, 100)
         in_range("parallel", self.parallel, 1, 64)
         in_range("backoff_s", self.backoff_s, 0)
@@ -108,21 +107,22 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class FetchFile:
-    """One file to fetch; at least one of the hashes is set."""
+    """One file to fetch; at least one hash is set."""
 
     path: str  # relative, with forward slashes
     size_bytes: int
     sha256: str | None = field(default=None, metadata=OPTIONAL)
-    git_sha1: str | None = field(default=None, metadata=OPTIONAL)  # of a blob: all small files have
+    git_sha1: str | None = field(
+        default=None, metadata=OPTIONAL
+    )  # blob hash; all small files have it
 
     def __post_init__(self) -> None:
-        """Refuse a file that is outside of its tree or cannot be proven."""
         if not is_inside(self.path):
             raise DocumentError(f"files: path {self.path!r} leaves the tree")
         if self.path == RECEIPT_NAME or self.path.endswith(".part"):
             raise DocumentError(f"files: path {self.path!r} is taken")
         if self.sha256 is None and self.git_sha1 is None:
-            raise DocumentError(f"files: {self.path}: sha256 is missing, and git_sha1 as well")
+            raise DocumentError(f"files: {self.path}: sha256 and git_sha1 are missing")
         of_form(f"files: {self.path}: sha256", self.sha256, SHA256)
         of_form(f"files: {self.path}: git_sha1", self.git_sha1, COMMIT)
         in_range(f"files: {self.path}: size_bytes", self.size_bytes, 0)
@@ -130,25 +130,24 @@ class FetchFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPlan(Wire):
-    """``fetch.json``: one repository at one commit, and every place its bytes may come from."""
+    """``fetch.json``: a repository at one commit and its sources."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    digest: str  # of the tree, made by the controller
+    digest: str  # of the tree, computed by the controller
     name: str  # org/repo
     commit: str
-    out: str  # appears complete or not at all
+    out: str  # created atomically
     files: tuple[FetchFile, ...]
     urls: tuple[str, ...]  # a file's path is appended; mirrors first, the hub last
-    peers: Peers | None = field(default=None, metadata=OPTIONAL)  # asked before all of these
-    pieces: bool  # hash every 4 MiB too, so that a build in layout full reads each byte once
-    look_in: tuple[str, ...]  # globs of directories on this host, searched before any download
+    peers: Peers | None = field(default=None, metadata=OPTIONAL)  # preferred over urls
+    pieces: bool  # also hash every 4 MiB, so that a full build reads each byte once
+    look_in: tuple[str, ...]  # globs of local directories to search first
     token_file: str | None
     parallel: int  # files at once
-    rate_limit_bytes_per_s: int | None  # of all downloads together
+    rate_limit_bytes_per_s: int | None  # total
 
     def __post_init__(self) -> None:
-        """Refuse an order that cannot be followed."""
         Wire.__post_init__(self)
         of_form("digest", self.digest, SHA256)
         of_form("commit", self.commit, COMMIT)
@@ -161,33 +160,31 @@ class FetchPlan(Wire):
         if twice is not None:
             raise DocumentError(f"files: path {twice!r} is taken")
         if not paths or not (self.urls or self.look_in):
-            raise DocumentError("urls: names no source" if paths else "files: names no file")
+            raise DocumentError("urls: empty" if paths else "files: empty")
 
     @property
     def out_dir(self) -> Path:
-        """The directory to make."""
         return Path(self.out)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole tree."""
         return sum(file.size_bytes for file in self.files)
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a relative path stays in its tree, and is written the plain way."""
+    """Return whether a relative path is normalised and stays in its tree."""
     relative = PurePosixPath(path)
     parts = relative.parts
     return bool(parts) and not relative.is_absolute() and ".." not in parts and "\0" not in path \
         and str(relative) == path  # fmt: skip
 
 
-# What names without a host mean; this is the address behind that word.
+# Registry of names without a host.
 DOCKER_HUB = "registry-1.docker.io"
-# A pull that brings no new byte, or fewer than these, and no other news for so long is given up.
+# Cancel a pull that reports no progress, or less than this rate, for so long.
 PULL_STALL_S = 300.0
 PULL_LEAST_BYTES_PER_S = 1024
-# How registries call what ``uname -m`` says.
+# ``uname -m`` -> name in registries.
 ARCHITECTURES = {"aarch64": "arm64", "x86_64": "amd64"}
 MANIFEST_TYPES = (
     "application/vnd.oci.image.index.v1+json",
@@ -209,12 +206,12 @@ class Reference:
     version: str
 
     def base_url(self, *, plain: bool) -> str:
-        """Return where the repository is asked; ``plain`` is HTTP without TLS."""
+        """Return the URL of the repository; ``plain`` is HTTP without TLS."""
         return f"{'http' if plain else 'https'}://{self.host}/v2/{self.name}"
 
 
 def parse_reference(text: str) -> Reference:
-    """Split ``host:port/name:tag@digest`` by the rules of the container engine."""
+    """Split ``host:port/name:tag@digest`` by docker's rules."""
     rest, _, digest = text.partition("@")
     first, slash, tail = rest.partition("/")
     has_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
@@ -226,10 +223,10 @@ def parse_reference(text: str) -> Reference:
 
 
 def token_question(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[str, str]] | None:
-    """Return where the header of an answer 401 says that anybody gets a token, and what to ask.
+    """Return the URL and parameters for an anonymous token, from a 401 challenge.
 
-    That is the distribution token specification. Where a registry is asked over https, its token
-    comes over https, too.
+    Distribution token specification; ``schemes`` restricts the URL, so that a registry reached by
+    https cannot send clients to http.
     """
     fields = dict(_FIELD.findall(challenge))
     realm = fields.pop("realm", "")
@@ -239,10 +236,9 @@ def token_question(challenge: str, schemes: Iterable[str]) -> tuple[str, dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersPlan(Wire):
-    """``layers.json``: an image's blobs as a tree, fetched like any tree and pulled from there.
+    """``layers.json``: download the blobs of an image as a tree, and pull from there.
 
-    They are those of the registry, byte for byte: what an image store gives back has other
-    digests on another store.
+    Blobs come from the registry byte for byte: an image store returns other digests.
     """
 
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -251,5 +247,5 @@ class LayersPlan(Wire):
     reference: str  # name@sha256:...
     plain: bool  # the registry speaks HTTP without TLS
     out: str
-    keep: bool = field(default=False, metadata=OPTIONAL)  # for hosts that come later
+    keep: bool = field(default=False, metadata=OPTIONAL)  # for hosts that join later
     peers: Peers | None = field(default=None, metadata=OPTIONAL)

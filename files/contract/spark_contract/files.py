@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written aside, synced, renamed."""
+"""Durable files: written under a temporary name, synced, renamed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _T = TypeVar("_T")
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Replace ``path`` by a text, atomically and durably."""
+    """Replace ``path`` atomically and durably."""
     write_pieces(path, [text.encode()], mode)
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None:
-    """Replace ``path`` atomically and durably; its directory is created when missing."""
+    """Replace ``path`` atomically and durably; create its directory if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _forget_left(path)
+    _remove_stale(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = _new_file(aside, mode)
-    except OSError as error:  # of the file that people know
+    except OSError as error:  # name the target, not the temporary file
         raise OSError(error.errno, error.strerror, str(path)) from error
     try:
         os.fchmod(descriptor, mode)
@@ -43,18 +43,18 @@ def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
     sync_directory(path.parent)
 
 
-def _forget_left(path: Path) -> None:
-    """Remove what was written aside for this file by processes that live no more."""
+def _remove_stale(path: Path) -> None:
+    """Remove temporary files of this path whose process is gone."""
     prefix = f".{path.name}."
     with os.scandir(path.parent) as entries:
-        left = [one for one in entries if one.name.startswith(prefix)]
-    for one in left:
-        writer = one.name.removeprefix(prefix)
-        if writer.isdecimal() and not _lives(int(writer)):
-            Path(one).unlink(missing_ok=True)
+        stale = [entry for entry in entries if entry.name.startswith(prefix)]
+    for entry in stale:
+        process = entry.name.removeprefix(prefix)
+        if process.isdecimal() and not _is_running(int(process)):
+            Path(entry).unlink(missing_ok=True)
 
 
-def _lives(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -65,18 +65,18 @@ def _lives(process: int) -> bool:
 
 
 def _new_file(path: Path, mode: int) -> int:
-    """Make a file that was not there, so that no link somebody left is written through."""
+    """Create a file; never write through an existing link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
         return os.open(path, flags, mode)
-    except FileExistsError:  # of a process of this number that was killed, or a trap
+    except FileExistsError:  # a killed process had this number, or an attack
         path.unlink()
         return os.open(path, flags, mode)
 
 
 @contextmanager
 def named(descriptor: int) -> Iterator[None]:
-    """Say which file it was when a call on a descriptor fails; the kernel does not."""
+    """Add the file name to errors of calls on a descriptor; the kernel omits it."""
     try:
         yield
     except OSError as error:
@@ -86,7 +86,7 @@ def named(descriptor: int) -> Iterator[None]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write every byte; a disk that is nearly full takes a part, without an error."""
+    """Write every byte; a nearly full disk accepts a part without an error."""
     left = memoryview(data)
     with named(descriptor):
         while left:
@@ -94,7 +94,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Make the bytes of a file, or the entries of a directory, survive a power cut."""
+    """Make file content or directory entries survive a power cut."""
     with named(descriptor):
         os.fsync(descriptor)
 
@@ -109,7 +109,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Remove ``path`` durably; return whether it was there."""
+    """Remove ``path`` durably; return whether it existed."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -119,10 +119,10 @@ def remove(path: Path) -> bool:
 
 
 def load(kind: type[_T], path: Path, absent: str) -> _T:
-    """Return the document that a deploy put at ``path``.
+    """Return the document that a deploy placed at ``path``.
 
     Raises:
-        HostToolError: It is not there, which is said by ``absent``, or it is malformed.
+        HostToolError: it is missing (message ``absent``) or malformed.
     """
     fix = "run the deploy for this host again"
     try:
@@ -134,6 +134,6 @@ def load(kind: type[_T], path: Path, absent: str) -> _T:
 
 
 def now(after_s: float = 0) -> str:
-    """Return the time in UTC, to the second, as ISO 8601; or what it will be after some seconds."""
+    """Return the UTC time in seconds as ISO 8601, optionally ``after_s`` from now."""
     at = datetime.now(timezone.utc) + timedelta(seconds=after_s)
     return at.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,7 +1,7 @@
-"""Who reaches a service, and how: its gateway's settings, in ``GATEWAY_DIR``.
+"""Gateway settings of a service, in ``GATEWAY_DIR``.
 
-They belong to the service and not to a release: who may reach it, and under which limits, changes
-without touching the engine and stays the same over a way back.
+They belong to the service, not to a release: access and limits change without touching the engine
+and stay the same over a rollback.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Expose = Literal["loopback", "docker", "tailscale", "lan"]
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """One way of being reached, beside by the host itself."""
+    """Who can reach the gateway, besides the host itself."""
 
-    audience: str | None  # who else reaches it; None: nobody
-    late: bool  # its address may come after the gateway has started, and go
-    open: bool  # what leaves the host is encrypted by nothing but TLS
+    audience: str | None  # None: the host only
+    late: bool  # its address may appear after the gateway has started, and vanish
+    open: bool  # only TLS encrypts this traffic
 
 
 EXPOSURES: dict[Expose, Exposure] = {
@@ -35,7 +35,7 @@ EXPOSURES: dict[Expose, Exposure] = {
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Paths of the certificate (with its chain) and its key, both PEM."""
+    """Paths of the certificate chain and its key, both PEM."""
 
     certificate: str
     key: str
@@ -43,16 +43,14 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Hosts that serve the same: requests at this port go to the one with the fewest under way."""
+    """Hosts that serve the same model: requests to this port go to the least busy one."""
 
     port: int
-    others: tuple[str, ...]  # address:port of their gateways
+    others: tuple[str, ...]  # address:port of the other gateways
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """Where a gateway listens and what it lets through."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     service: str
@@ -63,26 +61,23 @@ class Gateway:
     key_path: str
     tls: Tls | None
     user: str = field(default=GATEWAY_USER, metadata=OPTIONAL)
-    # Documents of before it was counted have none.
     max_connections: int | None = field(default=None, metadata=OPTIONAL)
-    # Paths that the engine of another service of this host answers: path -> service.
+    # Paths answered by other services of this host: path -> service.
     routes: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
     replicas: Replicas | None = field(default=None, metadata=OPTIONAL)
-    # Of a host with several services: what clients call the models of each, this one's too. The
-    # name chooses the service, the path where there is none.
+    # Model names of each service on a host with several, including this one. Requests are routed
+    # by model name, or by path if they carry no name.
     names: dict[str, tuple[str, ...]] | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def unit(self) -> str:
-        """The unit that runs it."""
         return units.GATEWAY.of(self.service)
 
     @property
     def path(self) -> str:
-        """Where the host keeps these settings."""
         return f"{GATEWAY_DIR}/{self.service}.json"
 
 
 def tls_of(service: str) -> Tls:
-    """Return where a host keeps the certificate and the key of a service's gateway."""
+    """Return the certificate and key paths of a service's gateway."""
     return Tls(f"{GATEWAY_DIR}/{service}.crt", f"{GATEWAY_DIR}/{service}.key")

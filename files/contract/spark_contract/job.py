@@ -1,4 +1,4 @@
-"""Slow work: how a job is stated in its ``job.json``, and what is told of it while it runs."""
+"""Jobs: ``job.json``, and their status and progress."""
 
 from __future__ import annotations
 
@@ -22,25 +22,23 @@ IMAGE_JOBS: Final = (IMAGE_BUILD_JOB, IMAGE_PULL_JOB)
 
 @dataclass(frozen=True, slots=True)
 class ReceiptProof:
-    """A tree is whole: its receipt carries the digest and every file has its size."""
+    """A tree is complete: its receipt carries the digest and every file has its size."""
 
     receipt: str
     digest: str
 
     @staticmethod
     def of(tree: str, digest: str) -> ReceiptProof:
-        """Return the proof of a tree."""
         return ReceiptProof(f"{tree}/{RECEIPT_NAME}", digest)
 
     @property
     def tree(self) -> str:
-        """The tree that the receipt lies in."""
         return self.receipt.removesuffix(f"/{RECEIPT_NAME}")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageProof:
-    """Docker has the image; one that we build carries its digest as a label."""
+    """Docker has the image; an image that we build carries its digest as a label."""
 
     image: str
     label: str | None = field(default=None, metadata=OPTIONAL)
@@ -48,7 +46,7 @@ class ImageProof:
 
 @dataclass(frozen=True, slots=True)
 class AbsentProof:
-    """A tree is gone, unless a release can serve it."""
+    """A tree is removed, or a release still serves it."""
 
     absent: str
 
@@ -58,7 +56,7 @@ Proof = ReceiptProof | ImageProof | AbsentProof
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One unit of slow work, finished only when its proof is there."""
+    """A unit of slow work, finished only when its proof exists."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -69,10 +67,10 @@ class Job:
     env: dict[str, str]
     proof: Proof
     total_bytes: int | None
-    after: tuple[str, ...]  # digest12 of jobs that must have succeeded before
-    # A tree that makes the work needless.
+    after: tuple[str, ...]  # digest12 of required jobs
+    # Skip the job if this tree exists.
     unless: ReceiptProof | None = field(default=None, metadata=OPTIONAL)
-    # The image that the build of one starts from.
+    # The base of an image build.
     base: str | None = field(default=None, metadata=OPTIONAL)
 
     @property
@@ -82,18 +80,16 @@ class Job:
 
     @property
     def unit(self) -> str:
-        """Name of the systemd unit."""
         return units.JOB.of(self.digest12)
 
     @property
     def dir(self) -> str:
-        """The directory of its documents on a host."""
         return job_dir(self.digest)
 
 
 @dataclass(frozen=True, slots=True)
 class JobMemory:
-    """MemFree and Cached of /proc/meminfo around a job: its files shall not stay in memory."""
+    """MemFree and Cached of /proc/meminfo before and after a job."""
 
     free_before_bytes: int
     free_after_bytes: int
@@ -103,20 +99,20 @@ class JobMemory:
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """``status.json``: how the work on a job went the last time."""
+    """``status.json``: the last run of a job."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     state: Literal["running", "done", "failed"]
     exit_code: int | None = None
-    started_at: str | None = None  # None: it was found done
+    started_at: str | None = None  # None: it was already done
     last_lines: tuple[str, ...] = ()
     memory: JobMemory | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a phase of a job is; what is not known is ``None``."""
+    """Progress of a job's phase; unknown values are ``None``."""
 
     phase: str | None
     bytes: int | None
@@ -125,15 +121,14 @@ class Progress:
     eta_s: int | None
 
     def line(self) -> str:
-        """Return it as a line of the tool's output."""
-        told = {"bytes": self.bytes, "total": self.total,
-                "rate_bytes_per_s": self.rate_bytes_per_s, "eta_s": self.eta_s}  # fmt: skip
-        numbers = (f"{name}={'-' if one is None else one}" for name, one in told.items())
-        return " ".join([f"{PHASE}{self.phase}", *numbers])
+        names = ("bytes", "total", "rate_bytes_per_s", "eta_s")
+        numbers = ((name, getattr(self, name)) for name in names)
+        words = (f"{name}={'-' if number is None else number}" for name, number in numbers)
+        return " ".join([f"{PHASE}{self.phase}", *words])
 
 
 def read_progress(line: str, total_bytes: int | None) -> Progress:
-    """Read a line that begins with ``PHASE``; what it lacks of the total is ``total_bytes``."""
+    """Parse a line that begins with ``PHASE``; ``total_bytes`` is used if it has no total."""
     pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
     total = _number(pairs.get("total"))
     return Progress(
@@ -157,11 +152,11 @@ State = Literal["waiting", "running", "done", "failed", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Where a job stands, as ``spark-host job poll`` tells it."""
+    """A job's state, as ``spark-host job poll`` prints it."""
 
-    digest: str  # twelve digits of it for a job that cannot be read
+    digest: str  # digest12 of an unreadable job
     title: str
-    kind: str  # "" for one that cannot be read
+    kind: str  # "" if unreadable
     state: State
     result: str
     exit_code: int | None

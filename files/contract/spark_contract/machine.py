@@ -1,4 +1,8 @@
-"""Free memory, driver and boot state of a machine."""
+"""Free memory, driver and boot state of a machine.
+
+The GPU driver of a GB10 allocates system memory in blocks of 64 KiB and more; a host can have much
+free memory in smaller blocks only. Limits and their sources: docs/decisions/0005.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +15,28 @@ REBOOT_MARKER = "/run/reboot-required"
 REBOOT_PACKAGES = f"{REBOOT_MARKER}.pkgs"
 DRIVER_MODULE = "/proc/driver/nvidia/version"
 DRIVER_LIBRARIES = "/usr/lib/*-linux-gnu/libnvidia-ml.so.*.*"
-# With a point in the version: a specification of CDI also names the link `libcuda.so.1`.
+# The version contains a dot; a CDI specification also names the link `libcuda.so.1`.
 LIBCUDA = r"libcuda\.so\.[0-9]+\.[0-9][0-9.]*(\+[a-z]+)?"
 _MODULE = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?(?:\+\w+)?)\s")
 
 
 @dataclass(frozen=True, slots=True)
 class BootSigns:
-    """What a host shows of the boot that it runs, and of what was installed since."""
+    """The running boot of a host, and what was installed since."""
 
-    kernel: str  # the running one
-    kernels: tuple[str, ...]  # those in /boot
-    marked: bool  # REBOOT_MARKER is there
-    packages: tuple[str, ...]  # that REBOOT_PACKAGES names
-    module: str = ""  # version of the driver in memory; "" when none
+    kernel: str  # running
+    kernels: tuple[str, ...]  # in /boot
+    marked: bool  # REBOOT_MARKER exists
+    packages: tuple[str, ...]  # in REBOOT_PACKAGES
+    module: str = ""  # version of the loaded driver; "" if none
     libraries: tuple[str, ...] = ()  # versions of the driver's library on disk
-    mismatch: bool = False  # the library itself says that the module is not its own
+    mismatch: bool = False  # reported by the library
 
     @property
     def pending(self) -> str:
         """Why a reboot is pending, or an empty string.
 
-        A driver whose library was upgraded under the running module is the pressing kind: the GPU
-        is gone for every program that starts now.
+        A driver library newer than the loaded module is urgent: new programs cannot use the GPU.
         """
         foreign = self.module and self.libraries and self.module not in self.libraries
         if self.mismatch or foreign:
@@ -51,56 +54,52 @@ class BootSigns:
 
 
 def newest_like(kernel: str, kernels: Iterable[str]) -> str:
-    """Return the newest kernel with the ending of ``kernel`` (``-nvidia``), else an empty string.
-
-    A ``-generic`` kernel beside a running ``-nvidia`` one is not a pending update.
-    """
+    """Return the newest kernel with the suffix of ``kernel`` (``-nvidia``), or an empty string."""
     ending = f"-{kernel.rpartition('-')[2]}" if "-" in kernel else ""
-    return max((one for one in kernels if one.endswith(ending)), key=version_key, default="")
+    matching = (name for name in kernels if name.endswith(ending))
+    return max(matching, key=version_key, default="")
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """Order versions by their numbers: 6.17.0-1021-nvidia after 6.17.0-1004-nvidia."""
+    """Return the numbers of a version, so that 6.17.0-1021 sorts after 6.17.0-1004."""
     return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def module_version(text: str) -> str:
-    """Find the version in what ``DRIVER_MODULE`` says (open and proprietary wording)."""
+    """Return the version in ``DRIVER_MODULE`` (open and proprietary driver)."""
     found = _MODULE.search(text)
     return found[1] if found else ""
 
 
 def libcuda_version(text: str) -> str:
-    """Return the version of the first driver library that a text names; "" when it names none."""
+    """Return the version of the first driver library in a text, or an empty string."""
     found = re.search(LIBCUDA, text)
     return found[0].removeprefix("libcuda.so.") if found else ""
 
 
 def library_versions(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return the versions in the names of ``DRIVER_LIBRARIES``."""
+    """Return the versions in file names of ``DRIVER_LIBRARIES``."""
     return tuple(sorted({path.rpartition(".so.")[2] for path in paths}))
 
 
 GIB = 1 << 30
 DRIVER_BLOCK_BYTES = 64 << 10
-LOW_BYTES = 8 * GIB  # free in such blocks; below it, loads failed
+LOW_BYTES = 8 * GIB  # of free driver blocks; below it, loads failed
 LARGE_BLOCK_BYTES = 32 << 20  # the largest of a DGX OS kernel
 FEW_LARGE_BYTES = 200 * LARGE_BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class FreeBlocks:
-    """Free bytes of the whole host for each block size, smallest first."""
-
     by_size: tuple[tuple[int, int], ...]  # (bytes of one block, bytes free in such blocks)
 
     def free_bytes(self, smallest_bytes: int = 0) -> int:
-        """Add up blocks of at least this size, or of the largest size that the kernel keeps."""
+        """Return the free bytes in blocks of at least this size (or the kernel's largest)."""
         smallest_bytes = min(smallest_bytes, self.by_size[-1][0])
         return sum(free for size, free in self.by_size if size >= smallest_bytes)
 
     def is_low(self, needed_bytes: int) -> bool:
-        """Whether the driver may fail to allocate, whatever holds the memory."""
+        """Return whether GPU allocations may fail."""
         return self.free_bytes(DRIVER_BLOCK_BYTES) < min(LOW_BYTES, needed_bytes)
 
     @property
@@ -120,7 +119,6 @@ class FreeBlocks:
         )
 
     def __str__(self) -> str:
-        """Return the figures that the limits apply to."""
         return (
             f"{self.free_bytes() / GIB:.1f} GiB free, "
             f"{self.free_bytes(DRIVER_BLOCK_BYTES) / GIB:.1f} GiB of it in blocks of 64 KiB or "
@@ -129,7 +127,7 @@ class FreeBlocks:
 
 
 def parse_buddyinfo(text: str, page_bytes: int) -> FreeBlocks | None:
-    """Add up the zones of ``/proc/buddyinfo``; ``None`` if there is none."""
+    """Sum the zones of ``/proc/buddyinfo``; ``None`` if there are none."""
     zones = [line.split() for line in re.findall(r"^Node +\d+, zone +\w+((?: +\d+)+)", text, re.M)]
     sums = [sum(map(int, counts)) for counts in zip(*zones, strict=False)]  # by order
     sizes = [(page_bytes << order, count) for order, count in enumerate(sums)]

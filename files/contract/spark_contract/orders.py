@@ -1,4 +1,8 @@
-"""Documents of the checkpoint builder, its commands, and patterns of tensor names."""
+"""Documents and commands of the checkpoint builder, and patterns of tensor names.
+
+Patterns are shell braces: ``layers.{0..2}.{gate,up}_proj``; a range may have a step
+(``{3..47..4}``). Braces do not nest.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +25,24 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)(?:\.\.([1-9]\d*))?")
 
 
 class PatternError(HostToolError):
-    """A pattern cannot be expanded, or two patterns give the same name."""
+    """A pattern is malformed, or two patterns give the same name."""
 
     def __init__(self, pattern: str, what: str):
         super().__init__(f"pattern {pattern!r}", what, "correct the pattern", exit_code=2)
 
 
 def expand(pattern: str) -> Iterator[str]:
-    """Yield every name of ``pattern``, in its own order."""
+    """Yield every name of ``pattern`` in order."""
     return map("".join, itertools.product(*_parts(pattern)))
 
 
 def count(pattern: str) -> int:
-    """Return how many names ``pattern`` stands for, without making them."""
+    """Return the number of names without expanding them."""
     return math.prod(len(part) for part in _parts(pattern))
 
 
 def uses_up(names: set[str], patterns: Iterable[str]) -> bool:
-    """Whether the patterns give exactly these names, each once; ``names`` is taken apart.
-
-    The set is all the memory this takes: no pattern is ever expanded as a whole.
-    """
+    """Return whether the patterns give exactly these names, each once; empties ``names``."""
     for pattern in patterns:
         for name in expand(pattern):
             if name not in names:
@@ -51,7 +52,7 @@ def uses_up(names: set[str], patterns: Iterable[str]) -> bool:
 
 
 def expand_all(patterns: Iterable[str]) -> set[str]:
-    """Return all names of ``patterns``; a name given twice is a mistake."""
+    """Return all names of ``patterns``; a repeated name is an error."""
     names: set[str] = set()
     for pattern in patterns:
         for name in expand(pattern):
@@ -62,7 +63,7 @@ def expand_all(patterns: Iterable[str]) -> set[str]:
 
 
 def _parts(pattern: str) -> list[list[str]]:
-    """Split into literal text (one choice) and braces (several)."""
+    """Split into literals (one choice) and braces (several)."""
     parts: list[list[str]] = []
     position = 0
     for match in _BRACE.finditer(pattern):
@@ -89,9 +90,8 @@ def _choices(body: str, pattern: str) -> list[str]:
     return words
 
 
-# Of the builder. Raise it exactly when the bytes of a built tree change for the same plan; a
-# golden-hash test (tests/unit/checkpoint/test_builder_golden.py) fails when one happens without
-# the other.
+# Increase it when a build writes other bytes for the same plan
+# (tests/unit/checkpoint/test_builder_golden.py).
 RECIPE_VERSION = 1
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _DIRECTORY = "/.+"
@@ -102,31 +102,31 @@ WITH_DONOR = ("fp8-donor", "fp8-base")
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The complete tree that everything but the replaced tensors comes from."""
+    """The complete checkpoint that supplies all but the replaced tensors."""
 
     dir: str
-    # Its receipt must name the same: the commit of what was fetched, the digest of what was
-    # quantised here. None hashes a tree without receipt.
+    # As in its receipt: commit of a download, digest of a checkpoint quantised here. None: no
+    # receipt, hash the tree.
     revision: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class DonorDir:
-    """A donor that lies on this host."""
+    """A local donor."""
 
     dir: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DonorUrl(Wire):
-    """A donor on a hub, ``{endpoint}/{org}/{repo}/resolve/{commit}``: only ranges are read."""
+    """A donor on a hub, ``{endpoint}/{org}/{repo}/resolve/{commit}``; read in ranges."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
 class DonorShape:
-    """What a donor's headers must say of the modules of a pattern: rows and columns."""
+    """Expected shapes (rows, columns) in the donor's headers for a pattern of modules."""
 
     modules: str
     weight: tuple[int, int]
@@ -135,34 +135,33 @@ class DonorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildPlan:
-    """``plan.json``: what is made of a base and a donor, and the exact sets found on the way.
+    """``plan.json``: base, donor and the exact tensor sets.
 
-    Names are patterns (:mod:`spark_contract.orders`); modules are named without ``.weight``.
+    Names are patterns; modules are named without ``.weight``.
     """
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    digest: str  # of the plan's inputs, made by the controller
+    digest: str  # of the inputs, computed by the controller
     recipe_version: int | None = field(default=None, metadata=OPTIONAL)
     name: str
     base: Base
     donor: DonorDir | DonorUrl | None = field(default=None, metadata=OPTIONAL)
     swap: tuple[str, ...]  # modules
-    block_shape: tuple[int, int]  # rows and columns that share an FP8 scale
-    base_tensors: tuple[str, ...]  # every name outside mtp.* of the base, no more and no less
-    donor_unmatched: tuple[str, ...]  # names outside .mlp.experts. neither in the base nor swapped
-    donor_shapes: tuple[DonorShape, ...]  # none: the base's own shapes are demanded
-    mtp_tensors: tuple[str, ...]  # every mtp.* name of the result
-    # fp8-donor: the donor's FP8; fp8-base: the base is a prebuilt hybrid, held against the donor;
-    # fp8-self: our FP8 of the base's weights; int8-g128: INT8 in groups of 128, without a plugin.
+    block_shape: tuple[int, int]  # rows and columns per FP8 scale
+    base_tensors: tuple[str, ...]  # all names of the base except mtp.*, exactly
+    donor_unmatched: tuple[str, ...]  # extra names, outside .mlp.experts.
+    donor_shapes: tuple[DonorShape, ...]  # empty: same shapes as the base
+    mtp_tensors: tuple[str, ...]  # all mtp.* names of the result, exactly
+    # fp8-donor: the donor's FP8; fp8-base: prebuilt hybrid, compared with the donor; fp8-self: our
+    # FP8 of the base's weights; int8-g128: INT8 in groups of 128, needs no plugin.
     shared_experts: Scheme
     head: Literal["keep", "int8-g128"]
-    layout: Literal["overlay", "full"]  # links and one small shard, or rewritten shards
-    out: str  # appears complete or not at all
-    extra: Mapping[str, Any]  # merged into config.json, deeply and last
+    layout: Literal["overlay", "full"]  # overlay: links and one small shard
+    out: str  # created atomically
+    extra: Mapping[str, Any]  # deep-merged into config.json last
 
     def __post_init__(self) -> None:
-        """Refuse a plan that no tree can be built by."""
         of_form("digest", self.digest, SHA256)
         of_form("name", self.name, _NAME)
         of_form("base.dir", self.base.dir, _DIRECTORY)
@@ -179,13 +178,12 @@ class BuildPlan:
 
     def _refuse_contradictions(self) -> None:
         if not self.base_tensors:
-            raise DocumentError("base_tensors: names no tensor")
+            raise DocumentError("base_tensors: empty")
         if self.compares_with_donor and self.donor is None:
-            raise DocumentError(f"shared_experts: {self.shared_experts}, but there is no donor")
-        # An overlay drops plain names, and without a plugin nothing reads one.
+            raise DocumentError(f"shared_experts: {self.shared_experts} needs a donor")
+        # An overlay drops plain names and needs the plugin.
         if self.shared_experts in ("fp8-base", "int8-g128") and self.layout == "overlay":
-            said = f"layout: {self.shared_experts} fits no overlay, set layout to full"
-            raise DocumentError(said)
+            raise DocumentError(f"layout: {self.shared_experts} needs layout full")
         if any(pattern.endswith(".weight") for pattern in self.swap):
             raise DocumentError("swap: names tensors, not modules without .weight")
 
@@ -196,49 +194,43 @@ class BuildPlan:
 
     @property
     def out_dir(self) -> Path:
-        """The directory to make."""
         return Path(self.out)
 
     @property
     def base_dir(self) -> Path:
-        """The directory of the base."""
         return Path(self.base.dir)
 
     @property
     def compares_with_donor(self) -> bool:
-        """Whether a donor's FP8 weights are held against the base's, taken or not."""
+        """Whether the donor's FP8 weights are compared with the base's."""
         return self.shared_experts in WITH_DONOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequantizePlan:
-    """``requantize.json``: an INT4 tree of a 16-bit one, made by AutoRound in the engine's image.
-
-    What is packed and what stays as it is follows from the names: these, and no other.
-    """
+    """``requantize.json``: make an INT4 checkpoint with AutoRound in the engine's image."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    digest: str  # of the plan's inputs, made by the controller
+    digest: str  # of the inputs, computed by the controller
     name: str
     original: FetchPlan  # the 16-bit tree
     base_tensors: tuple[str, ...]  # every name outside mtp.* of the result, no more and no less
-    mtp_tensors: tuple[str, ...]  # every mtp.* name of the result
+    mtp_tensors: tuple[str, ...]  # all mtp.* names of the result, exactly
     layers: int
     image: str
-    packages: str  # a folder of this host with AutoRound and what the image lacks for it
-    calibration: str  # JSON lines of this host, a text each
-    gpu: str  # this host's proof of how a container gets at the GPU
-    iters: int  # 0 rounds to nearest and reads no text
+    packages: str  # folder with AutoRound and its dependencies
+    calibration: str  # file of JSON lines
+    gpu: str  # receipt of the GPU container check
+    iters: int  # 0: round to nearest, without text
     nsamples: int
     seqlen: int
     batch: int
-    memory_bytes: int  # that must be available before the container starts
-    work_bytes: int  # on disk beside the result
-    out: str  # appears complete or not at all
+    memory_bytes: int  # required before the container starts
+    work_bytes: int  # on disk, in addition to the result
+    out: str  # created atomically
 
     def __post_init__(self) -> None:
-        """Refuse a plan that no tree can be made by."""
         of_form("digest", self.digest, SHA256)
         of_form("name", self.name, _NAME)
         of_form("packages", self.packages, _DIRECTORY)
@@ -249,17 +241,16 @@ class RequantizePlan:
         for where in ("layers", "nsamples", "seqlen", "batch"):
             in_range(where, getattr(self, where), 1)
         if not self.base_tensors:
-            raise DocumentError("base_tensors: names no tensor")
+            raise DocumentError("base_tensors: empty")
 
     @property
     def out_dir(self) -> Path:
-        """The directory to make."""
         return Path(self.out)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Base and donor of a build, found to be what its order says, by their headers alone."""
+    """Numbers of the headers of base and donor, compared with an order."""
 
     base_tensors: int
     donor_tensors: int
@@ -268,20 +259,19 @@ class Held:
     mtp_from_donor: int
 
 
-# Documents of a repository that describe it, beside the headers of its weights.
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a repository says of itself: sums of its headers, and its small documents."""
+    """Summary of a repository: sums of its headers, and its small JSON files."""
 
     commit: str
-    parts: dict[str, dict[str, int]]  # text, vision and drafter: bytes by dtype
+    parts: dict[str, dict[str, int]]  # text, vision, drafter: bytes by dtype
     tensors: int
     repeats_names: bool
-    files: dict[str, int | None]  # sizes, as the hub says them
-    documents: dict[str, dict[str, Any]]  # by name, those there are
+    files: dict[str, int | None]  # sizes as the hub reports them
+    documents: dict[str, dict[str, Any]]  # by file name
 
 
 BUILDER = "spark_checkpoint"  # the package, run as `python3 -m`
@@ -307,5 +297,5 @@ TREE = "--tree"
 
 
 def argv(command: str, *words: str) -> tuple[str, ...]:
-    """Return how a host runs one of these commands."""
+    """Return the command line on a host."""
     return ("python3", "-m", BUILDER, command, *words)

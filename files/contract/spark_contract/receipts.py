@@ -1,4 +1,4 @@
-"""Receipts: written last into a tree, the only proof that it is whole."""
+"""Receipts: written last into a tree, the only evidence that it is complete."""
 
 from __future__ import annotations
 
@@ -18,59 +18,54 @@ from spark_contract.paths import RECEIPT_NAME
 
 @dataclass(frozen=True, slots=True)
 class ReceiptFile:
-    """One file a receipt vouches for: by one hash of all, by one for each piece, or by both."""
+    """A file with a hash of the whole, hashes of its pieces, or both."""
 
     path: str
     size_bytes: int
     sha256: str | None = field(default=None, metadata=OPTIONAL)
     modified_ns: int | None = field(default=None, metadata=OPTIONAL)
     pieces: tuple[str, ...] | None = field(default=None, metadata=OPTIONAL)  # "SIZE:SHA256" each
-    link_of: str | None = field(default=None, metadata=OPTIONAL)  # the base's own file
+    link_of: str | None = field(default=None, metadata=OPTIONAL)  # file of the base
     inode: int | None = field(default=None, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
-        """Refuse a file outside of the tree."""
         if not is_inside(self.path):
             raise DocumentError(f"files: path {self.path!r} leaves the tree")
 
     def is_touched(self, tree: Path) -> bool:
-        """Return whether the file may be another than the one that was hashed, by its stat."""
+        """Return whether the file may have changed since it was hashed, by its stat."""
         try:
-            stat = (tree / self.path).stat()
+            now = (tree / self.path).stat()
         except OSError:
             return True
-        seen = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
-        return seen != (self.size_bytes, self.modified_ns, self.inode)
+        recorded = (self.size_bytes, self.modified_ns, self.inode)
+        return (now.st_size, now.st_mtime_ns, now.st_ino) != recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What the receipts of all kinds of trees say."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     kind: str
-    digest: str  # of what was ordered
+    digest: str  # of the order
     files: tuple[ReceiptFile, ...]
     tool_version: str
     written_at: str
 
     def is_whole(self, tree: Path) -> bool:
-        """Return whether every file is there with its size (somebody may tidy up)."""
+        """Return whether every file exists with its size."""
         try:
             return all((tree / f.path).stat().st_size == f.size_bytes for f in self.files)
         except OSError:
             return False
 
     def touched(self, tree: Path) -> tuple[str, ...]:
-        """Return the files that may be others than those that were hashed."""
+        """Return the files that may have changed since they were hashed."""
         return tuple(file.path for file in self.files if file.is_touched(tree))
 
 
 @dataclass(frozen=True, slots=True)
 class SourceReceipt(Receipt):
-    """Of a tree that was fetched."""
-
     kind: Literal["source"]
     name: str
     commit: str
@@ -78,23 +73,19 @@ class SourceReceipt(Receipt):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReceipt(Receipt):
-    """Of a tree that was built."""
-
     kind: Literal["checkpoint"]
     recipe_version: int
     plan: BuildPlan
     tensors: int
-    report: dict[str, Any]  # for people: bytes, errors, duplicates
+    report: dict[str, Any]  # informational: bytes, errors, duplicates
 
 
 @dataclass(frozen=True, slots=True)
 class RequantizedReceipt(Receipt):
-    """Of an INT4 tree that was quantised here."""
-
     kind: Literal["requantized"]
     plan: RequantizePlan
     tensors: int
-    report: dict[str, Any]  # for people: versions, seconds, errors
+    report: dict[str, Any]  # informational: versions, seconds, errors
 
 
 AnyReceipt = SourceReceipt | CheckpointReceipt | RequantizedReceipt
@@ -104,7 +95,7 @@ def parse(text: str | bytes) -> AnyReceipt:
     """Return the receipt in a text.
 
     Raises:
-        DocumentError: It is none of ours.
+        DocumentError: it is not a receipt.
     """
     try:
         data = json.loads(text)
@@ -119,7 +110,7 @@ def parse(text: str | bytes) -> AnyReceipt:
 
 
 def found(tree: Path) -> AnyReceipt | None:
-    """Return the receipt of a tree; ``None`` when there is none that proves anything."""
+    """Return the receipt of a tree; ``None`` if it is missing or invalid."""
     try:
         return parse((tree / RECEIPT_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError, DocumentError):
@@ -127,30 +118,29 @@ def found(tree: Path) -> AnyReceipt | None:
 
 
 def exposed(tree: Path) -> str | None:
-    """Say which part of a tree somebody else could change after it was proven; ``None``: none.
+    """Return which part of a tree other users could change; ``None`` if there is none.
 
-    A hard link into somebody's home shares its owner and mode, so both are looked at.
+    A hard link shares owner and mode with a file elsewhere, so both are checked.
     """
     for place, folders, names in os.walk(tree):
         inside = (Path(place) / name for name in (*names, *folders))
         for path in (Path(place), *inside):
-            why = why_not_ours(path)
-            if why is not None:
-                return f"{path} {why}"
+            if (problem := why_not_ours(path)) is not None:
+                return f"{path} {problem}"
     return None
 
 
 def why_not_ours(file: Path | int) -> str | None:
-    """Say why a file or folder is not root's alone to write (or ours); ``None`` when it is.
+    """Return why another account could write a file or folder; ``None`` if none can.
 
     Args:
-        file: by name, or held by a descriptor.
+        file: path or open descriptor.
     """
     status = os.fstat(file) if isinstance(file, int) else file.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "is a link"
     if status.st_uid not in (0, os.geteuid()):
-        return f"belongs to account {status.st_uid}, who could change it"
+        return f"belongs to account {status.st_uid}, which could change it"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "can be written to by others than its owner"
+        return "is writable by group or everyone"
     return None

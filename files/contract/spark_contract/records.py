@@ -1,6 +1,6 @@
-"""What a host remembers about its releases: proofs, what is good, what was asked for and stopped.
+"""State files of a host: proofs, good releases, rollouts, stops.
 
-Times are UTC, as :func:`spark_contract.files.now` writes them.
+Times are UTC, see :func:`spark_contract.files.now`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spark_contract.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found; one that is not ``ok`` and weighs ``warn`` is told and ends nothing."""
+    """The result of a check; a failed one of weight ``warn`` does not fail the proof."""
 
     name: str
     ok: bool
@@ -25,7 +25,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class FullCheck:
-    """The last full check that was passed."""
+    """The last full check that passed."""
 
     invocation_id: str
     checked_at: str
@@ -34,16 +34,16 @@ class FullCheck:
 
 @dataclass(frozen=True, slots=True)
 class StartMemory:
-    """The least memory that was available on the host while an engine started."""
+    """The lowest available memory of the host while an engine started."""
 
     lowest_bytes: int
-    after_s: float  # since the engine's container was started
-    floor_bytes: int  # below it the engine would have been stopped
+    after_s: float  # since the container started
+    floor_bytes: int  # below it the watchdog stops the engine
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCount:
-    """The KV cache as the engine itself counted it at its start."""
+    """KV-cache size measured by the engine at its start."""
 
     tokens: int
     size_bytes: int
@@ -51,7 +51,7 @@ class CacheCount:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the last check of a release found, bound to one run of its unit."""
+    """Result of the last check of a release, bound to one run of its unit."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -67,37 +67,35 @@ class Proof:
     portable: bool
     stubbed: tuple[str, ...]
     last_full: FullCheck | None = None
-    bench: dict[str, Any] | None = None  # a measurement of the speed
+    bench: dict[str, Any] | None = None  # speed measurement
     start_memory: StartMemory | None = field(default=None, metadata=OPTIONAL)
-    # What the engine printed while it loaded and a check demands: journals forget.
+    # Log lines of the load that a check needs; journals are rotated.
     load_lines: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     kv_cache: CacheCount | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def failed(self) -> list[Finding]:
-        """The checks that a right server passes, and this one did not."""
-        return [one for one in self.checks if not one.ok and one.weight == "must"]
+        return [check for check in self.checks if not check.ok and check.weight == "must"]
 
     @property
     def warnings(self) -> list[Finding]:
-        """The checks that were not passed, as may happen to a right server."""
-        return [one for one in self.checks if not one.ok and one.weight == "warn"]
+        return [check for check in self.checks if not check.ok and check.weight == "warn"]
 
 
 @dataclass(frozen=True, slots=True)
 class CompileCache:
-    """``caches/<release>.json``: its compile cache is whole; written last."""
+    """``caches/<release>.json``: the compile cache is complete; written last."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     driver: str
-    copied_from: str | None  # a release; None: it started empty
-    invocation_id: str  # the run of the unit that started with it
+    copied_from: str | None  # release; None: started empty
+    invocation_id: str  # run of the unit that used it
 
 
 @dataclass(frozen=True, slots=True)
 class DailyLook:
-    """``daily.json``: what the host's daily look found wrong."""
+    """``daily.json``: problems found by the daily check."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -107,18 +105,18 @@ class DailyLook:
 
 @dataclass(frozen=True, slots=True)
 class GpuProof:
-    """``gpu-container.json``: a container that was started in this way saw the GPU."""
+    """``gpu-container.json``: a container started with these arguments used the GPU."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    key: dict[str, str]  # what it depends on
-    docker_arguments: tuple[str, ...]  # with these an engine is started
+    key: dict[str, str]  # versions it depends on
+    docker_arguments: tuple[str, ...]  # for engines
     gpu: str
 
 
 @dataclass(frozen=True, slots=True)
 class Good:
-    """The last proven release of a service, and the ways back from it, latest first."""
+    """The last proven release of a service, and rollback targets, latest first."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -128,25 +126,25 @@ class Good:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every release that was proven, latest first."""
+        """Every proven release, latest first."""
         return (*((self.release,) if self.release else ()), *self.previous)
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Who stopped a service on purpose; that the file is there keeps the service down."""
+    """A deliberate stop; while the file exists, the service stays down."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    release: str | None  # what served
+    release: str | None  # served before
     at: str
     by: str | None = field(default=None, metadata=OPTIONAL)
-    until: str | None = field(default=None, metadata=OPTIONAL)  # None: until someone starts it
+    until: str | None = field(default=None, metadata=OPTIONAL)  # None: until a manual start
 
 
 @dataclass(frozen=True, slots=True)
 class WayBack:
-    """A way back to an earlier release that was asked for, or gone."""
+    """A rollback, requested or finished."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -158,7 +156,7 @@ class WayBack:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a person may want to know of a service, as the watch saw it."""
+    """A message of the watchdog about a service."""
 
     at: str
     release: str
@@ -168,7 +166,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The id under which a rollout was last asked for."""
+    """The id of the last rollout request."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -178,14 +176,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """How the change of a service to a release stands, and how it ended."""
+    """State and result of a service's change to a release."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     release: str
     started_at: str = ""
     boot_id: str = ""
-    # Whose outcome this is: the request that was made, and the unit's run.
+    # The request and the unit's run that this result belongs to.
     request: str | None = None
     invocation_id: str | None = None
     state: str = "none"
@@ -195,7 +193,7 @@ class Rollout:
     failed_phase: str | None = None
     log_tail: tuple[str, ...] = ()
     bench: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = field(default=(), metadata=OPTIONAL)  # of the check, in sentences
+    warnings: tuple[str, ...] = field(default=(), metadata=OPTIONAL)  # of the check
     previous: str | None = None
     serving: str | None = None
     ended_at: str | None = None

@@ -1,4 +1,4 @@
-"""A release: one complete, frozen way of serving, as its ``release.json`` states it."""
+"""A release: one complete, frozen way of serving (``release.json``)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from spark_contract.errors import HostToolError
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The engine's image; ``base`` and ``plugin`` are what a proof holds for."""
+    """The engine's image; a proof is valid for ``base`` and ``plugin``."""
 
     tag: str
-    digest_label: str | None  # None: an image without our plugin carries none
+    digest_label: str | None  # None: image without our plugin
     base: str
     plugin: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The checkpoint, and the digest its receipt must carry."""
+    """A checkpoint, and the digest in its receipt."""
 
     path: str
     digest: str
@@ -31,7 +31,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A directory of the host inside the engine's container."""
+    """A host directory in the engine's container."""
 
     source: str
     target: str
@@ -46,15 +46,15 @@ class Engine:
     env: dict[str, str]
     mounts: tuple[Mount, ...]
     docker_args: tuple[str, ...]
-    user: str  # account of the host that runs the engine
-    max_sequences: int  # requests that are computed at once
-    kv_cache_bytes: int | None  # None: what is left of the engine's share of the memory
-    kind: str = field(default="vllm", metadata=OPTIONAL)  # in whose words it counts
+    user: str  # host account
+    max_sequences: int  # concurrent requests
+    kv_cache_bytes: int | None  # None: the rest of the engine's memory
+    kind: str = field(default="vllm", metadata=OPTIONAL)  # selects metric names
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a start needs, and the floor the watch defends."""
+    """Memory needed by a start, and the minimum that the watchdog enforces."""
 
     needed_bytes: int
     wait_s: float
@@ -63,8 +63,6 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Upper bounds of a start, a stop and a drain."""
-
     start_s: float
     stop_s: float
     drain_s: float
@@ -82,21 +80,21 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """How deep the context is in which a fact must be found again."""
+    """The context length for recalling a fact."""
 
     context_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What the engine finds again of a conversation: blocks of so many tokens."""
+    """Prefix cache check: block size of the engine."""
 
     block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """How long the speed is measured, and from where on it counts as clearly worse."""
+    """Time limit of the speed measurement, and the loss that counts as a regression."""
 
     limit_s: float
     worse_percent: float
@@ -104,7 +102,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """What the check asks and demands."""
+    """What the check requires."""
 
     timeout_s: float
     max_model_len: int
@@ -127,26 +125,25 @@ class CheckPlan:
         default="chat", metadata=OPTIONAL
     )
     sound: bool = field(default=False, metadata=OPTIONAL)
-    width: int | None = field(default=None, metadata=OPTIONAL)  # numbers of an embedding
+    width: int | None = field(default=None, metadata=OPTIONAL)  # dimensions of an embedding
 
     @property
     def plain_questions(self) -> tuple[Question, ...]:
-        """Those that any instruct model answers without thinking; the first at every start."""
-        return tuple(one for one in self.questions if not one.thinking)
+        """Questions without thinking; the first is used at every start."""
+        return tuple(question for question in self.questions if not question.thinking)
 
     def __post_init__(self) -> None:
-        """Refuse what is no regular expression before an engine is started for it."""
         expected = (question.expect for question in self.questions)
         for pattern in (*expected, *self.log_required, *self.log_forbidden):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """When the watch acts."""
+    """Limits of the watchdog."""
 
     stall_s: float
     interval_s: float
@@ -155,10 +152,10 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One host of a cluster, and what its rank of the engine is told beside the others."""
+    """A host of a cluster, with the arguments of its rank."""
 
-    host: str  # in the inventory
-    address: str  # on the fabric; by it a host knows which of the members it is
+    host: str  # inventory name
+    address: str  # on the fabric; identifies the member on its host
     argv: tuple[str, ...]
     env: dict[str, str]
     docker_args: tuple[str, ...]
@@ -166,30 +163,29 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Hosts that run one engine together, by rank: the first is the head, which answers.
+    """Hosts that run one engine together, by rank; rank 0 is the head, which answers.
 
-    All of them hold the same release, so its name says that they do.
+    All members have the same release.
     """
 
     members: tuple[Member, ...]
-    # Only members of the same release have the same: others cannot join by mistake.
+    # Derived from the release, so that members of another release cannot join.
     port: int
     join_s: float
 
     @property
     def head(self) -> Member:
-        """The member that clients talk to."""
         return self.members[0]
 
     @property
     def proven_port(self) -> int:
-        """Where a member lets itself be connected to while it boots and serves this release."""
+        """Port on which a member answers while it starts and serves this release."""
         return self.port + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Everything that decides how one service runs."""
+    """Everything that decides how a service runs."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -205,20 +201,20 @@ class Release:
     check: CheckPlan
     watch: Watch
     cluster: Cluster | None = field(default=None, metadata=OPTIONAL)
-    # What the engine reads beside the tree: a drafter's, adapters'.
+    # Checkpoints of a drafter and of adapters.
     beside: tuple[Tree, ...] = field(default=(), metadata=OPTIONAL)
-    # Made from all of the above and the limits of its unit, so a plan adds them last.
+    # Computed from the rest and the limits of its unit.
     name: str = field(default="", metadata=OPTIONAL)
     digest: str = field(default="", metadata=OPTIONAL)
 
     @property
     def trees(self) -> tuple[Tree, ...]:
-        """Everything whose receipt has to hold before the engine starts."""
+        """Checkpoints whose receipts must be valid before the engine starts."""
         return (self.tree, *self.beside)
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
-        """The container's directories; the writable one is this release's own compile cache."""
+        """The container's mounts; the writable one is this release's own compile cache."""
         return tuple(
             mount if mount.read_only else replace(mount, source=f"{mount.source}/{self.name}")
             for mount in self.engine.mounts
@@ -226,12 +222,10 @@ class Release:
 
     @property
     def cache(self) -> str | None:
-        """The directory of its compile cache."""
         return next((mount.source for mount in self.mounts if not mount.read_only), None)
 
     @property
     def container(self) -> str:
-        """The engine container's name."""
         return f"spark-{self.name}"
 
     @property
@@ -241,19 +235,19 @@ class Release:
 
 
 def service_of(name: str) -> str:
-    """Return the service in a release name such as ``main-0123456789ab``."""
+    """Return the service of a release name such as ``main-0123456789ab``."""
     match = units.RELEASE_NAME.match(name)
     if match is None:
         raise HostToolError(
             f"release {name!r}",
             "not of the form <service>-<12 hex digits>",
-            "name one of those that `spark-host status` lists",
+            "use a name from `spark-host status`",
             exit_code=2,
         )
     return match["service"]
 
 
-# Checks, as a proof names them; the others are named where they are declared, and nowhere else.
+# Check names that more than one module uses.
 ACCEPTANCE = "acceptance"
 CONTEXT_LENGTH = "context length"
 COUNTERS = "counters"
@@ -264,7 +258,7 @@ NEEDLE = "needle"
 PREFIX_REUSE = "prefix reuse"  # times a growing conversation
 READY = "ready"
 
-# Events, as the watch tells them.
+# Event kinds of the watchdog.
 COOLED = "cooled"
 FRAGMENTED = "fragmented"
 HOT = "hot"
@@ -286,5 +280,5 @@ RERANK: Final = "/v1/rerank"
 RESPONSES: Final = "/v1/responses"
 SCORE: Final = "/v1/score"
 
-# Those that a service beside the main one may answer on the main one's gateway.
+# Routes that other services may answer on the main gateway.
 ROUTED = (EMBEDDINGS, RERANK, SCORE, CLASSIFY, POOLING)

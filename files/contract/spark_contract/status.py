@@ -1,4 +1,4 @@
-"""Documents that `spark-host` returns: status, rollbacks, evidence, pruning, uninstall."""
+"""Documents that ``spark-host`` prints: status, rollouts, evidence, pruning, uninstall."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from spark_contract.records import DailyLook, Event, Proof, Stopped, WayBack
 
 @dataclass(frozen=True, slots=True)
 class ReleaseState:
-    """A release that lies on the host: what it serves, how it runs, how well that is proven."""
+    """A release on the host: content, unit state and proof."""
 
     name: str
     model: str
     profile: str
     names: tuple[str, ...]
-    active: str  # the state of its unit, as systemd calls it
+    active: str  # ActiveState of its unit
     restarts: int
     proof: Proof | None
-    unproven: str | None  # why the proof does not cover what runs now
-    speed: tuple[str, ...]  # what was measured, in sentences
-    # The last change to it ended as a failed unit, whatever has become of the release since.
+    unproven: str | None  # why the proof does not apply to the running engine
+    speed: tuple[str, ...]  # measurements as text
+    # The last rollout to it failed.
     change_failed: bool = field(default=False, metadata=OPTIONAL)
-    # It was proven and its compile cache is of the loaded driver; a candidate starts with a copy.
+    # Its compile cache, if a candidate can start with a copy: proven, same driver.
     cache: str | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayState:
-    """How a service's gateway runs, and how it differs from its settings."""
+    """State of a gateway, and how it differs from its settings."""
 
     active: str
     enabled: bool
@@ -42,40 +42,38 @@ class GatewayState:
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A change that systemd is carrying out on the host, whoever watches it."""
+    """A rollout in progress."""
 
     release: str
-    since: str  # "" where nobody wrote it down
-    phase: str | None  # None: it waits for its turn
+    since: str  # "" if unknown
+    phase: str | None  # None: queued
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is known of one service; releases by name."""
+    """State of a service; releases by name."""
 
-    good: str | None  # the last that was proven
-    enabled: tuple[str, ...]  # what a boot starts
+    good: str | None  # last proven release
+    enabled: tuple[str, ...]  # started at boot
     active: str | None
     stopped_by_hand: Stopped | None
-    rolled_back: WayBack | None  # the way back that brought the current release
+    rolled_back: WayBack | None  # rollback that started the current release
     traffic_open: bool
     gateway: GatewayState
-    # The host of a cluster that answers for what runs here; None: this host does itself.
+    # The head of its cluster; None: this host answers itself.
     head: str | None = field(default=None, metadata=OPTIONAL)
     rollout: UnderWay | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory of the host."""
-
     total_bytes: int
     available_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The outcome of one short question to a running engine."""
+    """Result of a short request to a running engine."""
 
     ok: bool
     release: str
@@ -85,8 +83,6 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything a controller asks of a host."""
-
     SCHEMA_VERSION: ClassVar[int] = 2
 
     releases: tuple[ReleaseState, ...]
@@ -96,16 +92,16 @@ class Status:
     versions: dict[str, str]
     versions_unknown: tuple[str, ...]
     reboot_pending: str
-    live: Live | None  # None: not asked, or nothing runs
+    live: Live | None  # None: not requested, or no engine runs
     events: dict[str, tuple[Event, ...]]  # by service, oldest first
-    # Of further engines, where a host has several services.
+    # Engines of other services.
     more_live: tuple[Live, ...] = field(default=(), metadata=OPTIONAL)
     daily: DailyLook | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedRelease:
-    """A release in people's words; ``None`` for what cannot be read of it."""
+    """A release with readable names; ``None`` if unreadable."""
 
     name: str
     model: str | None
@@ -117,7 +113,7 @@ class NamedRelease:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Where a way back leads: ``done`` when it is gone already, ``problem`` when it cannot be."""
+    """A planned rollback; ``done`` if already finished, ``problem`` if impossible."""
 
     came: NamedRelease | None = field(metadata=key("from"))
     to: NamedRelease | None
@@ -127,7 +123,7 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A rollout that was asked for, or joined; of a way back also where it leads."""
+    """A rollout that was started or joined."""
 
     release: str
     request: str | None
@@ -138,43 +134,43 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class EngineEvidence:
-    """What one run of an engine said of itself, counted, and holds in memory."""
+    """Figures of one engine run."""
 
     release: str
-    lines: tuple[str, ...] = ()  # in which it names kernels and backends
-    times_s: dict[str, float] = field(default_factory=dict)  # of its start, by step
-    sizes_bytes: dict[str, int] = field(default_factory=dict)  # as it counted them
+    lines: tuple[str, ...] = ()  # log lines about kernels and backends
+    times_s: dict[str, float] = field(default_factory=dict)  # of the start, by step
+    sizes_bytes: dict[str, int] = field(default_factory=dict)  # as logged
     kv_cache_tokens: int | None = None
-    libraries: dict[str, str] = field(default_factory=dict)  # in its processes, with versions
-    drafted_tokens: int | None = None  # since it started
+    libraries: dict[str, str] = field(default_factory=dict)  # loaded, with versions
+    drafted_tokens: int | None = None  # since the start
     accepted_tokens: int | None = None
     generated_tokens: int | None = None
-    rollout_state: str | None = None  # of the rollout that brought it
+    rollout_state: str | None = None  # of its rollout
     rollout_times_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a host shows beyond its status: ``spark-host evidence``.
+    """``spark-host evidence``: figures beyond the status.
 
-    It is made to be sent to others, so it holds numbers, versions and the engine's own fixed
-    words: never what somebody asked or was answered, and nothing that tells one host from another.
+    For sharing with others: numbers, versions and fixed log lines only, never prompts, answers or
+    anything that identifies a host.
     """
 
     SCHEMA_VERSION: ClassVar[int] = 2
 
-    firmware: dict[str, str]  # product, BIOS, parts that fwupd names
-    gpu: dict[str, float]  # temperature and power now
-    gpu_container: tuple[str, ...]  # arguments with which a container saw the GPU; () never did
-    kernel_log: dict[str, int]  # how often it tells of trouble since the boot
+    firmware: dict[str, str]  # product, BIOS, fwupd devices
+    gpu: dict[str, float]  # current temperature and power
+    gpu_container: tuple[str, ...]  # arguments of the GPU container check; () if it never passed
+    kernel_log: dict[str, int]  # error counts since boot
     engines: tuple[EngineEvidence, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """All that the plan of a host uses, and where things lie that may go."""
+    """Everything that the plan of a host uses; pruning keeps it."""
 
-    releases_kept: int  # ways back, beside those that serve or boot
+    releases_kept: int  # rollback targets, besides active and enabled ones
     releases: frozenset[str]
     folders: frozenset[str]
     images: frozenset[str]
@@ -185,8 +181,6 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Prunable:
-    """One thing that goes, and what that gives back."""
-
     kind: str  # "release" | "tree" | "source" | "cache" | "image" | "job"
     name: str
     bytes: int
@@ -199,34 +193,34 @@ class Pruning:
     items: tuple[Prunable, ...]
     bytes: int
     kept: dict[str, str]  # release -> why
-    not_ours: tuple[str, ...]  # beside ours
-    problems: tuple[str, ...]  # what could not be removed
+    not_ours: tuple[str, ...]  # unmanaged, next to managed files
+    problems: tuple[str, ...]  # failed removals
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What the settings of a host would make there, and how much of it shall go."""
+    """Resources that the settings of a host create, and what an uninstall removes."""
 
     models_dir: str
     sources_dir: str
     cache_dir: str
-    files: tuple[str, ...]  # ours alone, wherever they lie
-    shared_files: tuple[str, ...]  # somebody may have had them before
+    files: tuple[str, ...]  # managed
+    shared_files: tuple[str, ...]  # may have existed before
     daemon_json: str
-    daemon_keys: tuple[str, ...]  # keys in it that are ours
+    daemon_keys: tuple[str, ...]  # managed keys in it
     masked: tuple[str, ...]
     packages: tuple[str, ...]
     engine_packages: tuple[str, ...]  # Docker
     gpu_packages: tuple[str, ...]  # the NVIDIA toolkit, CUDA
     docker_users: tuple[str, ...]
-    access_files: tuple[str, ...]  # how this project logs in
-    models: bool  # trees and sources go, too
-    engine: bool  # what was installed of Docker and CUDA goes, too
+    access_files: tuple[str, ...]  # SSH access of the controller
+    models: bool  # remove checkpoints and sources
+    engine: bool  # remove Docker and CUDA if we installed them
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A host as it was before the first deploy changed it."""
+    """Baseline of a host before the first deploy."""
 
     at: str
     packages: tuple[str, ...]
@@ -235,13 +229,13 @@ class Before:
     boot_target: str
     docker_members: tuple[str, ...]
     images: tuple[str, ...]  # ids
-    directories: tuple[str, ...]  # of those that a deploy, or a package of it, may make
+    directories: tuple[str, ...]  # existing ones that a deploy may create
     files: dict[str, str | None] = field(default_factory=dict)  # of `shared_files`
 
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One thing of ours on a host; with ``stays`` it is left there, for that reason."""
+    """A managed resource; ``stays`` is the reason for leaving it in place."""
 
     kind: str
     name: str
@@ -251,8 +245,8 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """Everything of ours on a host, in the order in which it goes."""
+    """All managed resources of a host, in order of removal."""
 
-    noted_at: str | None  # when `Before` was written; None: nobody did
+    noted_at: str | None  # time of the baseline; None: missing
     things: tuple[Thing, ...]
-    problems: tuple[str, ...] = ()  # what could not be removed
+    problems: tuple[str, ...] = ()  # failed removals

@@ -1,4 +1,4 @@
-"""The tool on a host: its names, and the words that a controller says to it."""
+"""Commands and output prefixes of the host tool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from spark_contract.paths import CURRENT_TOOLS, SYSUSERS
 
 TOOL = "spark-host"
-CHECK_TOOL = "spark-check"  # the same tool's check, by a name of its own
+CHECK_TOOL = "spark-check"  # runs its check command
 COMMANDS_DIR = "/usr/local/bin"
 HOST_TOOL = f"{CURRENT_TOOLS}/bin/{TOOL}"
 MAKE_USERS = f"systemd-sysusers {SYSUSERS}"
@@ -36,18 +36,18 @@ UNINSTALL = "uninstall"
 
 
 def line(verb: str, *words: str) -> str:
-    """Return the line of shell that says a word of the above to the tool on a host."""
+    """Return the shell command line for a command of the host tool."""
     return shlex.join([HOST_TOOL, verb, *words])
 
 
 def when_installed(command: str) -> str:
-    """Return a line of shell that does nothing on a host without our tools."""
+    """Return a shell command that does nothing on a host without our tools."""
     return f"if [ -x {HOST_TOOL} ]; then {command}; fi"
 
 
-SPEED = "speed: "  # begins a measurement that is not worse than the one before
-PHASE = "phase="  # begins lines that tell how far work is
-WAITED = "waited_s="  # in our own lines of an engine's log, not in the engine's
-# FlashAttention 2 and Marlin hold PTX only: the driver took 3 to 5 minutes on one core (ptxas).
+SPEED = "speed: "  # prefix of a measurement without regression
+PHASE = "phase="  # prefix of progress lines
+WAITED = "waited_s="  # in our own lines of the engine's log
+# FlashAttention 2 and Marlin contain PTX only: ptxas took 3 to 5 minutes on one core.
 COMPILING = "compiling kernels for this GPU, first start only: 3 to 5 minutes"
-STAND_IN = "+labstub"  # in versions of what only stands for the real thing
+STAND_IN = "+labstub"  # in versions of lab stubs

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-COMMIT = "[0-9a-f]{40}"  # of git; also of a file as git counts it
+COMMIT = "[0-9a-f]{40}"  # git commit or blob
 SHA256 = "[0-9a-f]{64}"
-DIGEST12 = "[0-9a-f]{12}"  # the beginning of a SHA256, in names
+DIGEST12 = "[0-9a-f]{12}"  # prefix of a SHA256, in names
 
 
-# The service every host has; others may stand beside it.
 MAIN_SERVICE = "main"
 
 UNITS_DIR = "/etc/systemd/system"
@@ -25,37 +24,35 @@ class Template:
     kind: str = "service"
 
     def of(self, instance: str) -> str:
-        """Return the unit of one instance; ``*`` stands for all of them."""
+        """Return the unit of an instance; ``*`` matches all."""
         return f"{self.name}@{instance}.{self.kind}"
 
     def instance(self, unit: str) -> str:
-        """Return the instance in the name of a unit of this template."""
         return unit.removeprefix(f"{self.name}@").removesuffix(f".{self.kind}")
 
 
-SERVE = Template("spark-serve")  # of a release: its engine
-SWITCH = Template("spark-switch")  # of a release: the change to it
-WATCH = Template("spark-watch")  # of a release: who looks after its engine
-GATEWAY = Template("spark-gateway")  # of a service: its nginx
-HOURS = Template("spark-hours", "timer")  # of a release: times at which it is changed to
-RETURN = Template("spark-return")  # of a service: its start after a stop for a while
+SERVE = Template("spark-serve")  # engine of a release
+SWITCH = Template("spark-switch")  # rollout to a release
+WATCH = Template("spark-watch")  # watchdog of a release
+GATEWAY = Template("spark-gateway")  # nginx of a service
+HOURS = Template("spark-hours", "timer")  # scheduled rollouts to a release
+RETURN = Template("spark-return")  # restart of a service after a timed stop
 RETURN_TIMER = Template("spark-return", "timer")
-JOB = Template("spark-job")  # of the first twelve digits of a job's digest
-PREPARE = Template("spark-prepare", "target")  # of a release: all of its jobs
-SHARE = Template("spark-share")  # lends files to peers
+JOB = Template("spark-job")  # by digest12
+PREPARE = Template("spark-prepare", "target")  # all jobs of a release
+SHARE = Template("spark-share")  # serves files to peers
 SHARE_UNIT = SHARE.of("trees")
 DAILY_TIMER = "spark-daily.timer"
-DAILY_STAMP = f"/var/lib/systemd/timers/stamp-{DAILY_TIMER}"  # systemd's, of its last run
+DAILY_STAMP = f"/var/lib/systemd/timers/stamp-{DAILY_TIMER}"  # written by systemd at each run
 DAILY_LINK = f"{UNITS_DIR}/timers.target.wants/{DAILY_TIMER}"
 
 
 def drop_in_dir(unit: str) -> str:
-    """Return the directory of what is said of one unit beside its template."""
     return f"{UNITS_DIR}/{unit}.d"
 
 
 def mount_unit(path: str) -> str:
-    """Return the unit that mounts something at a path, as ``systemd-escape --path`` names it."""
+    """Return the mount unit of a path, as ``systemd-escape --path`` names it."""
     escaped = (
         "-" if letter == "/" else letter if _PLAIN.match(letter) else f"\\x{ord(letter):02x}"
         for letter in path.strip("/")
@@ -65,23 +62,22 @@ def mount_unit(path: str) -> str:
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.:]")
 RELEASE_NAME = re.compile(rf"^(?P<service>[a-z0-9][a-z0-9-]*)-{DIGEST12}\Z")
-# Trees we made: only what carries an identity is ours to move or to remove.
+# Built trees: only names with a digest may be moved or removed.
 TREE_NAME = re.compile(rf"^.+-{DIGEST12}\Z")
 CACHE_NAME = re.compile(rf"^{DIGEST12}-mtp\d+\Z")
 
-# Of containers that we run.
+# Labels of managed containers
 RELEASE_LABEL = "spark.release"
 SERVICE_LABEL = "spark.service"
-# Of images that we build: the digest of what went into them.
+# and of built images (digest of the inputs).
 DIGEST_LABEL = "spark.digest"
 IMAGE_NAME = "spark-vllm"
 
 
 def release_name(service: str, digest: str) -> str:
-    """Return the name of a release, which is the instance of all of its units."""
     return f"{service}-{digest[:12]}"
 
 
 def cache_name(base: str, drafts: int) -> str:
-    """Return the name of the folder of compile caches for a pinned base image."""
+    """Return the folder of compile caches for a pinned base image."""
     return f"{base.rpartition(':')[2][:12]}-mtp{drafts}"

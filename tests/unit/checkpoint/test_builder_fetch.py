@@ -242,7 +242,7 @@ BAD_ORDERS = {
     "a short commit": (["commit"], "abc", "commit: 'abc' is not of the form"),
     "an unknown key": (["speed"], 1, "speed: unknown"),
     "a word for yes or no": (["pieces"], "yes", "pieces: bool expected, not 'yes'"),
-    "no source": (["urls"], [], "names no source"),
+    "no source": (["urls"], [], "urls: empty"),
 }
 
 

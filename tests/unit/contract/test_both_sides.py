@@ -119,7 +119,7 @@ def test_a_pattern_that_is_none_is_refused_before_an_engine_starts(tmp_path: Pat
     data = json.loads(path.read_text())
     data["check"]["log_required"] = ["("]
     path.write_text(json.dumps(data))
-    with pytest.raises(HostToolError, match=r"check: '\(' is no regular expression"):
+    with pytest.raises(HostToolError, match=r"check: '\(' "):
         system.load_release(plan.serve.name, paths)
 
 
