@@ -122,7 +122,7 @@ class FetchFile:
         if self.path == RECEIPT_NAME or self.path.endswith(".part"):
             raise DocumentError(f"files: path {self.path!r} is taken")
         if self.sha256 is None and self.git_sha1 is None:
-            raise DocumentError(f"files: {self.path}: sha256 and git_sha1 are missing")
+            raise DocumentError(f"files: {self.path}: sha256 is missing, git_sha1 too")
         of_form(f"files: {self.path}: sha256", self.sha256, SHA256)
         of_form(f"files: {self.path}: git_sha1", self.git_sha1, COMMIT)
         in_range(f"files: {self.path}: size_bytes", self.size_bytes, 0)
