@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from spark_contract import files
+from spark_contract.job import JobMemory
+from spark_contract.records import Event, Finding, StartMemory
+from spark_contract.status import EngineEvidence
 
 from spark_deploy.config.errors import Problem, SparkError
 
@@ -19,30 +22,11 @@ Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
-    name: str
-    ok: bool
-    weight: str  # must, or warn
-    seconds: Annotated[float, Field(ge=0)]
-    detail: str  # empty for checks that quote prompts or answers
-
-
-@dataclass(frozen=True, slots=True)
-class WatchdogEvent:
-    at: str  # UTC
-    kind: str
-    text: str  # empty for kinds that may name addresses
-
-
-@dataclass(frozen=True, slots=True)
 class JobState:
-    """A job of the host, and how the kernel's memory changed while it ran."""
-
     kind: str
     state: str
     elapsed_s: int | None
-    free_lost_bytes: int | None = None  # MemFree
-    cached_grown_bytes: int | None = None  # Cached
+    memory: JobMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +40,13 @@ class Serving:
     restarted_since_full_check: bool
     portable: bool
     restarts: Count
-    checks: tuple[CheckResult, ...]
-    kernels: tuple[str, ...]  # the engine's log lines that name kernels and backends
-    start_times_s: dict[str, float]
-    sizes_bytes: dict[str, int]
-    kv_cache_tokens: int | None
+    checks: tuple[Finding, ...]  # without details that quote prompts or answers
+    engine: EngineEvidence
     planned_kv_cache_tokens: int | None
     planned_kv_cache_bytes: int | None
-    start_lowest_bytes: int | None  # least memory available during the start
-    start_floor_bytes: int | None  # the start would have been stopped below it
-    drafted_tokens: int | None
-    accepted_tokens: int | None
-    generated_tokens: int | None
+    start_memory: StartMemory | None
     speed: dict[str, float]  # medians of the benchmark stored with the proof
-    rollout_state: str | None
-    rollout_times_s: dict[str, float]
-    events: tuple[WatchdogEvent, ...]
+    events: tuple[Event, ...]  # without texts that may name addresses
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,9 @@ from spark_contract.status import EngineEvidence, Evidence, ReleaseState
 from spark_deploy.cli.report import (
     GB10,
     Answer,
-    CheckResult,
     HostReport,
     JobState,
     Serving,
-    WatchdogEvent,
     redact_report,
 )
 from spark_deploy.config.errors import Problem
@@ -130,11 +128,7 @@ def _subject(problem: Problem) -> str:
 
 def _jobs(status: HostStatus) -> Iterator[JobState]:
     for job in status.told.jobs if status.told else ():
-        lost = grown = None
-        if job.memory:
-            lost = job.memory.free_before_bytes - job.memory.free_after_bytes
-            grown = job.memory.cached_after_bytes - job.memory.cached_before_bytes
-        yield JobState(job.kind or "unknown", job.state, job.elapsed_s, lost, grown)
+        yield JobState(job.kind or "unknown", job.state, job.elapsed_s, job.memory)
 
 
 def _notes(data: HostData, service: str) -> Iterator[str]:
@@ -160,14 +154,13 @@ def _serving(
     status: HostStatus,
     service: str,
 ) -> Serving:
-    proof = release.proof
-    engine = engine or EngineEvidence(release.name)
+    proof, memory = release.proof, plan.memory
     same = (release.model, release.profile) == (plan.model, plan.profile)
     events = status.told.events.get(service, ()) if status.told else ()
-    start = proof.start_memory if proof else None
     full = proof.last_full if proof else None
     bench = (proof.bench if proof else None) or {}
     medians = {k: v.get("median") for k, v in bench.items() if isinstance(v, dict)}
+    tokens = memory.counted_tokens(plan.serve.check.max_model_len)
     return Serving(
         model=release.model,
         profile=release.profile,
@@ -181,32 +174,20 @@ def _serving(
         portable=bool(proof and proof.portable),
         restarts=release.restarts,
         checks=tuple(map(_check, proof.checks)) if proof else (),
-        kernels=engine.lines,
-        start_times_s=dict(engine.times_s),
-        sizes_bytes=dict(engine.sizes_bytes),
-        kv_cache_tokens=engine.kv_cache_tokens,
-        planned_kv_cache_tokens=(
-            plan.memory.counted_tokens(plan.serve.check.max_model_len) if same else None
-        ),
-        planned_kv_cache_bytes=plan.memory.kv_cache_bytes if same else None,
-        start_lowest_bytes=start.lowest_bytes if start else None,
-        start_floor_bytes=start.floor_bytes if start else None,
-        drafted_tokens=engine.drafted_tokens,
-        accepted_tokens=engine.accepted_tokens,
-        generated_tokens=engine.generated_tokens,
+        engine=engine or EngineEvidence(release.name),
+        planned_kv_cache_tokens=tokens if same else None,
+        planned_kv_cache_bytes=memory.kv_cache_bytes if same else None,
+        start_memory=proof.start_memory if proof else None,
         speed={name: value for name, value in medians.items() if isinstance(value, float)},
-        rollout_state=engine.rollout_state,
-        rollout_times_s=dict(engine.rollout_times_s),
         events=tuple(
-            WatchdogEvent(event.at, event.kind, event.text if event.kind in _FIXED_EVENTS else "")
-            for event in events
+            event if event.kind in _FIXED_EVENTS else replace(event, text="") for event in events
         ),
     )
 
 
-def _check(check: Finding) -> CheckResult:
-    detail = check.detail if check.name in _NUMERIC_CHECKS and check.ok else ""
-    return CheckResult(check.name, check.ok, check.weight, check.seconds, detail)
+def _check(check: Finding) -> Finding:
+    is_numeric = check.name in _NUMERIC_CHECKS and check.ok
+    return check if is_numeric else replace(check, detail="")
 
 
 _WITHOUT_SERVING = ("fetched", "built", "gpu-container", "driver-trouble")
@@ -263,7 +244,7 @@ def _jobs_done(kind: str, host: HostReport, _serving: object) -> Verdict:
     return len(done) == len(jobs), text
 
 
-def _find_check(serving: Serving, name: str) -> CheckResult | None:
+def _find_check(serving: Serving, name: str) -> Finding | None:
     return next((check for check in serving.checks if check.name == name), None)
 
 
@@ -287,15 +268,15 @@ def _answers(_host: HostReport, serving: Serving) -> Verdict:
 
 
 def _gdn_prefill(_host: HostReport, serving: Serving) -> Verdict:
-    line = next((line for line in serving.kernels if "GDN prefill kernel" in line), "")
+    line = next((line for line in serving.engine.lines if "GDN prefill kernel" in line), "")
     return (True, line) if line else (None, "no such line")
 
 
 def _acceptance(_host: HostReport, serving: Serving) -> Verdict:
     check = _find_check(serving, names.ACCEPTANCE)
-    if serving.drafted_tokens:
-        share = (serving.accepted_tokens or 0) / serving.drafted_tokens
-        text = f"{share:.1%} of {serving.drafted_tokens:,} drafted tokens since the start"
+    if serving.engine.drafted_tokens:
+        share = (serving.engine.accepted_tokens or 0) / serving.engine.drafted_tokens
+        text = f"{share:.1%} of {serving.engine.drafted_tokens:,} drafted tokens since the start"
         return (check.ok if check else True), text
     return (check.ok, check.detail) if check else (None, "no drafts")
 
@@ -310,17 +291,17 @@ def _no_events(*kinds: str) -> Rule:
         seen = {event.kind for event in serving.events if event.kind in kinds}
         if seen:
             return False, f"recorded {', '.join(sorted(seen))}"
-        tokens = serving.generated_tokens or 0
+        tokens = serving.engine.generated_tokens or 0
         return (True if tokens >= _ENOUGH_TOKENS else None), f"{tokens:,} tokens since the start"
 
     return rule
 
 
 def _rollout(_host: HostReport, serving: Serving) -> Verdict:
-    if serving.rollout_state is None:
+    if serving.engine.rollout_state is None:
         return None, "no rollout is recorded"
-    times = ", ".join(f"{name} {s:.0f} s" for name, s in serving.rollout_times_s.items())
-    return serving.rollout_state == "switched", f"{serving.rollout_state}: {times}"
+    times = ", ".join(f"{name} {s:.0f} s" for name, s in serving.engine.rollout_times_s.items())
+    return serving.engine.rollout_state == "switched", f"{serving.engine.rollout_state}: {times}"
 
 
 def _restarted(_host: HostReport, serving: Serving) -> Verdict:
@@ -337,7 +318,7 @@ def _gpu_container(host: HostReport, _serving: object) -> Verdict:
 
 
 def _start_time(_host: HostReport, serving: Serving) -> Verdict:
-    steps = [f"{name} {seconds:.0f} s" for name, seconds in serving.start_times_s.items()]
+    steps = [f"{name} {seconds:.0f} s" for name, seconds in serving.engine.times_s.items()]
     ready = _find_check(serving, names.READY)
     if ready and ready.ok:
         total = f"ready after {ready.seconds:.0f} s"
@@ -346,14 +327,14 @@ def _start_time(_host: HostReport, serving: Serving) -> Verdict:
 
 
 def _memory_left(_host: HostReport, serving: Serving) -> Verdict:
-    lowest, floor = serving.start_lowest_bytes, serving.start_floor_bytes
-    if lowest is None or floor is None:
+    if serving.start_memory is None:
         return None, "not recorded"
+    lowest, floor = serving.start_memory.lowest_bytes, serving.start_memory.floor_bytes
     return lowest >= floor, f"least {gib(lowest)}, floor {gib(floor)}"
 
 
 def _kv_cache(_host: HostReport, serving: Serving) -> Verdict:
-    counted, planned = serving.kv_cache_tokens, serving.planned_kv_cache_tokens
+    counted, planned = serving.engine.kv_cache_tokens, serving.planned_kv_cache_tokens
     if counted is None or not planned:
         return None, f"counted {counted or 'nothing'}, planned {planned or 'nothing'}"
     text = f"{counted:,} tokens, planned {planned:,} ({counted / planned - 1:+.0%})"

@@ -101,7 +101,7 @@ def test_a_host_with_nothing_of_ours_is_reported_too() -> None:
     older = report_of(HostData(survey_of(), told(status_of()), None))
     assert "another version" in older.notes[0]
     assert older.serving is not None
-    assert older.serving.kernels == ()
+    assert older.serving.engine.lines == ()
 
 
 def test_what_a_stand_in_shows_counts_for_no_spark() -> None:
@@ -135,7 +135,7 @@ def test_a_report_is_read_again_from_its_file(tmp_path: Path) -> None:
     path.write_text(file_text(report))
     assert read_report(path) == report
     text = path.read_text()
-    assert json.loads(text)["hosts"][0]["serving"]["kernels"] == ENGINE["lines"]
+    assert json.loads(text)["hosts"][0]["serving"]["engine"]["lines"] == ENGINE["lines"]
     for wrong in (text.replace('"at"', '"when"'), text[:-9], "# nothing\n"):
         path.write_text(wrong)
         with pytest.raises(SparkError, match=r"a\.json"):
@@ -155,7 +155,7 @@ def test_of_several_services_the_main_one_is_told_and_the_others_are_counted() -
     services = {"main": {"active": RELEASE}, "embed": {"active": "embed-0123456789ab"}}
     found = report_of(said_of(status_of(services=services)))
     assert found.serving is not None
-    assert found.serving.kv_cache_tokens == ENGINE["kv_cache_tokens"]
+    assert found.serving.engine.kv_cache_tokens == ENGINE["kv_cache_tokens"]
     assert [note[:15] for note in found.notes] == ["1 more services"]
 
 
