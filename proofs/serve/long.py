@@ -130,9 +130,9 @@ def _stalled(seen: list[dict[str, float]], limit_s: float, *, cache: bool) -> bo
     """Return whether the watch would have ended this engine at a limit of ``limit_s``."""
     from spark_contract.release import Watch
     from spark_host.engine.metrics import Metrics, Sample
-    from spark_host.watch.loop import Judge
+    from spark_host.watch.watchdog import StallDetector
 
-    judge = Judge(Watch(limit_s, EVERY_S, None))
+    judge = StallDetector(Watch(limit_s, EVERY_S, None))
     names = {"vllm:num_requests_running": "running", "vllm:generation_tokens_total": "tokens"}
     if cache:
         names["vllm:kv_cache_usage_perc"] = "usage"

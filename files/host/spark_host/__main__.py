@@ -148,7 +148,7 @@ VERBS: dict[str, tuple[Verb, str]] = {
         "lend files of trees to other hosts (run by spark-share@trees)",
     ),
     "watch": (
-        _of_one(_in("watch.loop", "run")),
+        _of_one(_in("watch.watchdog", "run")),
         "RELEASE: watch its engine (run by spark-watch@RELEASE)",
     ),
     "daily": (_daily, ": look for what decays unnoticed (run by spark-daily.timer)"),

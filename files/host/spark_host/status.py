@@ -32,7 +32,7 @@ from spark_host.rollout import record
 from spark_host.system import cluster, systemd
 from spark_host.system.host import Host, release_names
 from spark_host.system.programs import print_json
-from spark_host.watch import loop
+from spark_host.watch import watchdog
 
 _DETAIL_LENGTH = 300
 _Units = dict[str, systemd.UnitState]
@@ -64,7 +64,7 @@ def status(paths: Paths, live: bool) -> Status:
         reboot_pending=versions.reboot_pending(),
         live=answers[0] if answers else None,
         more_live=tuple(answers[1:]),
-        events={name: loop.events(name, paths) for name in services},
+        events={name: watchdog.events(name, paths) for name in services},
         daily=host.disk.read(DailyLook, paths.daily),
     )
 

@@ -37,7 +37,7 @@ class Serving:
 
     def look(self) -> list[tuple[str, str]]:
         here = replace(self.host.here, units=self)  # type: ignore[arg-type]
-        return [(one.where, one.what) for one in daily.look(here).problems]
+        return [(one.where, one.what) for one in daily.inspect(here).problems]
 
     def is_active(self, unit: str) -> bool:
         return unit in self.units
@@ -124,7 +124,7 @@ FAULTS: dict[str, tuple[Callable[[Serving], Any], str, str]] = {
     "cache of files": (lambda s: fill_the_cache(s, 80, 0), "cache", "in 51 files"),
     "clock": (lambda s: setattr(s, "clock", "no"), "clock", "not synchronised"),
     "clock back": (lambda s: s.proven(ago(-2)), "clock", "went back"),
-    "mount": (lambda s: s.tree.rmdir(), "mounts", "is not there"),
+    "mount": (lambda s: s.tree.rmdir(), "mounts", "is missing"),
     "old proof": (lambda s: s.proven(ago(90)), "proof", "was proven 90 days ago"),
     "no proof": (lambda s: s.host.paths.proof(RELEASE).unlink(), "proof", "without a proof"),
 }
@@ -169,4 +169,4 @@ def test_what_was_found_is_kept_and_told_by_status(serving: Serving) -> None:
 
 
 def test_a_host_without_releases_is_looked_at_too(host: Host) -> None:
-    assert isinstance(daily.look(system.Host(host.paths)), DailyLook)
+    assert isinstance(daily.inspect(system.Host(host.paths)), DailyLook)

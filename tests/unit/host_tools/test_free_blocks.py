@@ -14,7 +14,7 @@ from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import runner
 from spark_host.engine import logs, memory
-from spark_host.watch import guard, loop, sensors
+from spark_host.watch import sensors, start_guard, watchdog
 from stub_host import Host
 
 from lab.memory import BUDDYINFO, PROC
@@ -88,7 +88,7 @@ def test_a_start_goes_on_where_the_kernel_refuses(host: Host) -> None:
 
 
 def loading(host: Host, monkeypatch: pytest.MonkeyPatch, lines: int, **changes: Any) -> Release:
-    monkeypatch.setattr(guard, "_BLOCKS_EVERY_S", 0.05)
+    monkeypatch.setattr(start_guard, "_BLOCKS_EVERY_S", 0.05)
     log = (CAPTURES / "journalctl--nvrm-no-memory--01.txt").read_text() * lines
     monkeypatch.setattr(logs.programs, "read_output_start", lambda *_: log)
     return host.release(memory=NEEDED, **changes)
@@ -123,11 +123,11 @@ def test_rounds_that_do_not_help_become_rare(
         return parse_buddyinfo(texts["healthy" if helps and after_a_round else "low"], 4096)
 
     release = loading(host, monkeypatch, 0)
-    monkeypatch.setattr(guard, "_BLOCKS_EVERY_S", 0.02)
-    monkeypatch.setattr(guard, "_DEFRAGMENT_REST_S", 0.02)
-    monkeypatch.setattr(guard, "read_free_blocks", read)
-    monkeypatch.setattr(guard, "defragment", lambda: seen.append("round") or "")
-    with guard.StartGuard(release, host.paths):
+    monkeypatch.setattr(start_guard, "_BLOCKS_EVERY_S", 0.02)
+    monkeypatch.setattr(start_guard, "_DEFRAGMENT_REST_S", 0.02)
+    monkeypatch.setattr(start_guard, "read_free_blocks", read)
+    monkeypatch.setattr(start_guard, "defragment", lambda: seen.append("round") or "")
+    with start_guard.StartGuard(release, host.paths):
         time.sleep(1.2)
     assert seen.count("round") > 10 if helps else 1 < seen.count("round") <= 6
 
@@ -135,7 +135,7 @@ def test_rounds_that_do_not_help_become_rare(
 def test_the_next_round_waits(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[int] = []
     release = loading(host, monkeypatch, 0)
-    monkeypatch.setattr(guard, "defragment", lambda: rounds.append(1) or "")
+    monkeypatch.setattr(start_guard, "defragment", lambda: rounds.append(1) or "")
     show(host, "low")
     host.start(release, STUB_LOAD_S="1")
     check_at_start(host, release)
@@ -173,20 +173,20 @@ def test_driver_failures_of_a_start(
 def test_the_watchdog_reports_fragmentation_once(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_SENSORS_EVERY_S", 0.0)
-    monkeypatch.setattr(loop, "_follow_addresses", lambda *_: None)
+    monkeypatch.setattr(watchdog, "_SENSORS_EVERY_S", 0.0)
+    monkeypatch.setattr(watchdog, "_follow_addresses", lambda *_: None)
     monkeypatch.setattr(sensors, "read", lambda: None)
     release, over = host.release(watch__interval_s=0.01), threading.Event()
-    thread = threading.Thread(target=loop._look_beside, args=(release, host.paths, over))
+    thread = threading.Thread(target=watchdog._watch_sensors, args=(release, host.paths, over))
     thread.start()
     time.sleep(0.1)
-    before = loop.events("main", host.paths)
+    before = watchdog.events("main", host.paths)
     show(host, "fragmented")
     time.sleep(0.3)
     over.set()
     thread.join()
     assert before == ()
-    assert [event.kind for event in loop.events("main", host.paths)] == ["fragmented"]
+    assert [event.kind for event in watchdog.events("main", host.paths)] == ["fragmented"]
 
 
 def in_large_blocks(large_gib: float) -> FreeBlocks:
@@ -206,6 +206,6 @@ def in_large_blocks(large_gib: float) -> FreeBlocks:
 def test_fragmentation_near_the_limit_is_reported_once(
     samples: list[tuple[float, float]], events: int
 ) -> None:
-    fragmentation = loop.Fragmentation()
+    fragmentation = watchdog.Fragmentation()
     begun = [fragmentation.begins(in_large_blocks(gib), at_s) for at_s, gib in samples]
     assert begun.count(True) == events

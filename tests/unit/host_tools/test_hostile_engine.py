@@ -21,7 +21,7 @@ from spark_host.engine import artifacts, container, serve
 from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import traffic
 from spark_host.system import docker, systemd
-from spark_host.watch import loop
+from spark_host.watch import watchdog
 from stub_host import RELEASE, Host, release_data
 
 NOBODY = pwd.getpwnam("nobody")
@@ -252,10 +252,10 @@ def test_endless_stream_is_cut(host: Host, speech: Speech) -> None:
 
 
 def test_watchdog_survives_endless_metrics(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = loop.Judge(host.release().watch, 0)
+    judge = watchdog.StallDetector(host.release().watch, 0)
     with engine_that(host, endless) as engine, grown_by_at_most(64 << 20):
         for _ in range(3):
-            assert loop._wedged(engine, judge) is None
+            assert watchdog._sample(engine, judge) is None
 
 
 @pytest.mark.parametrize("speech", [deep_json, endless, trickling_head])

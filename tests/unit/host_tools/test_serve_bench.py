@@ -13,7 +13,7 @@ from spark_contract.release import Release
 from spark_host.check import runner, speed
 from spark_host.records import boot, proof, versions
 from spark_host.rollout import steps
-from spark_host.watch import loop
+from spark_host.watch import watchdog
 from stub_host import Host, release_data
 
 BENCH = {"limit_s": 0.3, "worse_percent": 15}
@@ -157,7 +157,7 @@ def test_slowdown_after_upgrade_is_reported_with_rollback_hint(
     told = "\n".join(record.data["bench"])
     assert "clearly slower after docker 28.5.1 -> 29.2.1: one stream: " in told
     assert "way back: `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in told
-    events = loop.events("main", host.paths)
+    events = watchdog.events("main", host.paths)
     assert {event.kind for event in events} == {"slower"}
     kept = proof.read(release.name, host.here).bench
     assert kept["versions"]["docker"] == "29.2.1"

@@ -17,7 +17,7 @@ from spark_host.engine import container
 from spark_host.engine.memory import GIB
 from spark_host.records import proof
 from spark_host.system import docker, systemd
-from spark_host.watch import guard, loop
+from spark_host.watch import start_guard, watchdog
 from stub_host import Host, wait_until
 
 FLOOR = 4 * GIB
@@ -43,7 +43,7 @@ def asked(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         return subprocess.CompletedProcess(said, 0, "", "")
 
     monkeypatch.setattr(systemd, "systemctl", systemctl)
-    monkeypatch.setattr(loop, "_UNIT_ENDS_S", 0.5)
+    monkeypatch.setattr(watchdog, "_UNIT_ENDS_S", 0.5)
     return words
 
 
@@ -98,7 +98,7 @@ def test_an_engine_that_leaves_too_little_while_it_loads_is_killed(
     assert kept is not None
     assert kept.start_memory is not None
     assert kept.start_memory.lowest_bytes == int(3.25 * GIB)
-    event = loop.events("main", host.paths)[0]
+    event = watchdog.events("main", host.paths)[0]
     assert (event.kind, "while it started" in event.text) == ("starving", True)
 
 
@@ -106,7 +106,7 @@ def test_one_moment_below_the_floor_ends_nothing_and_is_told(
     host: Host, meminfo: Path, held: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = iter([50, 3, 40])
-    monkeypatch.setattr(guard, "available_bytes", lambda: next(looks, 45) * GIB)
+    monkeypatch.setattr(start_guard, "available_bytes", lambda: next(looks, 45) * GIB)
 
     result = check_at_start(host, loading(host, load_s="1.5"))
 
@@ -124,9 +124,9 @@ def test_a_block_that_ends_at_once_has_had_a_look_however_busy_the_host_is(
         time.sleep(0.3)
         return 50 * GIB
 
-    monkeypatch.setattr(guard, "available_bytes", slowly)
-    with guard.StartGuard(loading(host, load_s="0"), host.paths) as guarded:
-        seen = guarded.seen
+    monkeypatch.setattr(start_guard, "available_bytes", slowly)
+    with start_guard.StartGuard(loading(host, load_s="0"), host.paths) as guarded:
+        seen = guarded.start_memory
     assert seen is not None
     assert seen.lowest_bytes == 50 * GIB
 

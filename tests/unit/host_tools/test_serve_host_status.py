@@ -10,7 +10,7 @@ from spark_host import status
 from spark_host.check import runner
 from spark_host.system import host as system
 from spark_host.system import systemd
-from spark_host.watch import loop
+from spark_host.watch import watchdog
 from stub_host import RELEASE, Host
 
 from spark_deploy.hosts.status import HostStatus, Status
@@ -83,7 +83,7 @@ def test_status_of_a_service_with_rollback_and_events(host: Host, told) -> None:
     release, here = host.release(), host.here
     here.disk.write(here.paths.good("main"), Good(RELEASE, (OTHER,), "then"))
     here.disk.write(here.paths.rollback("main"), WayBack("done", OTHER, RELEASE, "then"))
-    loop.event(release, "hot", "the GPU is at 91 °C", host.paths)
+    watchdog.event(release, "hot", "the GPU is at 91 °C", host.paths)
     found = told()
     main = found.service("main")
     assert (main.good, main.active, main.traffic_open) == (RELEASE, RELEASE, False)

@@ -134,7 +134,7 @@ def test_unused_tokens_are_removed(
         monkeypatch.setenv("SERVICE_RESULT", "success")
         jobs.main(["end", "1" * 12], host.paths)
     else:
-        monkeypatch.setattr(daily, "look", lambda _: DailyLook(at="", problems=()))
+        monkeypatch.setattr(daily, "inspect", lambda _: DailyLook(at="", problems=()))
         VERBS["daily"][0]([], host.paths)
     assert token.exists() == kept
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from spark_host.system import host as system
 from spark_host.watch import sensors
-from spark_host.watch.sensors import Reading, Thermometer, parse
+from spark_host.watch.sensors import GpuAlarms, Reading, parse
 from stub_host import Host
 
 COOL = Reading(61, 2400, 70.0, 95)
 
 
 @pytest.fixture
-def thermometer(host: Host) -> Thermometer:
+def thermometer(host: Host) -> GpuAlarms:
     release = host.release(watch={"stall_s": 1, "interval_s": 0.1, "hot_celsius": 90})
-    return Thermometer(system.load_release(release.name, host.paths).watch)
+    return GpuAlarms(system.load_release(release.name, host.paths).watch)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_host_without_nvidia_smi_has_no_sensors(monkeypatch: pytest.MonkeyPatc
     assert sensors.read() is None
 
 
-def test_heat_is_told_when_it_begins_and_when_it_is_over(thermometer: Thermometer) -> None:
+def test_heat_is_told_when_it_begins_and_when_it_is_over(thermometer: GpuAlarms) -> None:
     kinds = []
     for celsius in (85, 91, 93, 89, 91, 84):
         kinds += thermometer.events(Reading(celsius, 2400, None, None))
@@ -44,11 +44,11 @@ def test_heat_is_told_when_it_begins_and_when_it_is_over(thermometer: Thermomete
     assert "the GPU is at 91 °C (limit 90 °C), clock 2400 MHz" in kinds[0][1]
 
 
-def test_a_stuck_power_supply_is_told_once_it_is_sure(thermometer: Thermometer) -> None:
+def test_a_stuck_power_supply_is_told_once_it_is_sure(thermometer: GpuAlarms) -> None:
     stuck = Reading(55, 850, 22.0, 99)
     told = [thermometer.events(stuck) for _ in range(4)]
     assert [len(events) for events in told] == [0, 0, 1, 0]
-    assert "take it off the mains" in told[2][0][1]
+    assert "unplug it" in told[2][0][1]
     assert "has its power back" in thermometer.events(COOL)[0][1]
 
 
@@ -62,10 +62,10 @@ def test_a_stuck_power_supply_is_told_once_it_is_sure(thermometer: Thermometer) 
     ],
 )
 def test_a_gpu_that_idles_or_hides_a_number_is_no_fault(
-    thermometer: Thermometer, reading: Reading
+    thermometer: GpuAlarms, reading: Reading
 ) -> None:
     assert [event for _ in range(5) for event in thermometer.events(reading)] == []
 
 
-def test_a_host_that_says_nothing_makes_no_event(thermometer: Thermometer) -> None:
+def test_a_host_that_says_nothing_makes_no_event(thermometer: GpuAlarms) -> None:
     assert thermometer.events(None) == []

@@ -12,17 +12,17 @@ from spark_contract.paths import Paths
 from spark_contract.release import Release
 from spark_host.engine.metrics import Metrics
 from spark_host.system import host as system
-from spark_host.watch import loop, sensors
-from spark_host.watch.loop import Judge
+from spark_host.watch import sensors, watchdog
+from spark_host.watch.watchdog import StallDetector
 from stub_host import RELEASE, Host
 
 STALL_S = 120
 
 
 @pytest.fixture
-def judge(host: Host) -> Judge:
+def judge(host: Host) -> StallDetector:
     release = host.release(watch={"stall_s": STALL_S, "interval_s": 10, "hot_celsius": None})
-    return Judge(system.load_release(release.name, host.paths).watch)
+    return StallDetector(system.load_release(release.name, host.paths).watch)
 
 
 def seen(*, running: int = 1, prompt: int = 0, generated: int = 0, usage: float = 0.1) -> Metrics:
@@ -34,25 +34,27 @@ def seen(*, running: int = 1, prompt: int = 0, generated: int = 0, usage: float 
     )
 
 
-def test_a_long_prompt_that_fills_the_cache_chunk_by_chunk_is_no_stall(judge: Judge) -> None:
+def test_a_long_prompt_that_fills_the_cache_chunk_by_chunk_is_no_stall(
+    judge: StallDetector,
+) -> None:
     for look in range(60):  # ten minutes, and no counter of tokens moves
         said = judge.stalled(seen(usage=0.1 + look / 1000), now_s=look * 10.0)
         assert said is None
 
 
-def test_an_engine_in_which_nothing_moves_is_stalled_after_the_limit(judge: Judge) -> None:
+def test_an_engine_in_which_nothing_moves_is_stalled_after_the_limit(judge: StallDetector) -> None:
     verdicts = [judge.stalled(seen(usage=0.4), now_s=look * 10.0) for look in range(13)]
     assert verdicts[:12] == [None] * 12
     assert verdicts[12] == "1 requests are running, but no token was read or written for 120 s"
 
 
 @pytest.mark.parametrize("moving", ["prompt", "generated"])
-def test_each_counter_of_tokens_is_a_sign_of_life(judge: Judge, moving: str) -> None:
+def test_each_counter_of_tokens_is_a_sign_of_life(judge: StallDetector, moving: str) -> None:
     for look in range(60):
         assert judge.stalled(seen(**{moving: look}), now_s=look * 10.0) is None
 
 
-def test_an_engine_without_work_never_stalls(judge: Judge) -> None:
+def test_an_engine_without_work_never_stalls(judge: StallDetector) -> None:
     for look in range(60):
         assert judge.stalled(seen(running=0), now_s=look * 10.0) is None
 
@@ -70,9 +72,9 @@ def acts(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         done.append((kind, reason))
         raise SeenEnoughError
 
-    monkeypatch.setattr(loop, "act", act)
-    monkeypatch.setattr(loop, "_ANSWER_S", 0.1)
-    monkeypatch.setattr(loop, "_follow_addresses", lambda *_: None)
+    monkeypatch.setattr(watchdog, "kill_engine", act)
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(watchdog, "_follow_addresses", lambda *_: None)
     monkeypatch.setattr(sensors, "read", lambda: None)
     return done
 
@@ -87,7 +89,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, most: int) -> list[float]:
         at.append(time.monotonic())
         return 1 << 40
 
-    monkeypatch.setattr(loop, "available_bytes", available)
+    monkeypatch.setattr(watchdog, "available_bytes", available)
     return at
 
 
@@ -111,7 +113,7 @@ def test_an_engine_that_accepts_and_never_answers_is_stalled_after_the_limit(
     looked = looks(monkeypatch, most=100)
 
     with pytest.raises(SeenEnoughError):
-        loop.run(RELEASE, host.paths)
+        watchdog.run(RELEASE, host.paths)
 
     [(kind, reason)] = acts
     found = re.fullmatch(r"the engine listens, but gave no answer for (\d+) s", reason)
@@ -131,7 +133,7 @@ def test_an_engine_that_takes_no_connection_any_more_is_stalled_too(
         waiting.connect(listener.getsockname())
         looks(monkeypatch, most=100)
         with pytest.raises(SeenEnoughError):
-            loop.run(RELEASE, host.paths)
+            watchdog.run(RELEASE, host.paths)
 
     assert [kind for kind, _ in acts] == ["stalled"]
 
@@ -143,18 +145,18 @@ def test_an_engine_nobody_listens_for_is_left_to_systemd(
     looks(monkeypatch, most=50)
 
     with pytest.raises(SeenEnoughError):
-        loop.run(RELEASE, host.paths)
+        watchdog.run(RELEASE, host.paths)
 
     assert acts == []
 
 
-def test_one_answer_ends_a_silence(judge: Judge) -> None:
+def test_one_answer_ends_a_silence(judge: StallDetector) -> None:
     for look in range(60):
         assert judge.silent(now_s=look * 100.0) is None
         judge.answered()
 
 
-def test_a_watch_that_was_held_up_itself_does_not_blame_the_engine(judge: Judge) -> None:
+def test_a_watch_that_was_held_up_itself_does_not_blame_the_engine(judge: StallDetector) -> None:
     assert judge.silent(now_s=0) is None
     assert judge.silent(now_s=10_000) is None
     assert judge.silent(now_s=10_010) is not None

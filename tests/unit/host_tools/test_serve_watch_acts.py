@@ -16,7 +16,7 @@ from spark_host.engine import container
 from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import gateway
 from spark_host.system import docker, systemd
-from spark_host.watch import loop, sensors
+from spark_host.watch import sensors, watchdog
 from stub_host import RELEASE, Host
 
 UNIT = f"spark-serve@{RELEASE}.service"
@@ -41,12 +41,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         return subprocess.CompletedProcess(said, 0, "", "")
 
     monkeypatch.setattr(systemd, "systemctl", systemctl)
-    monkeypatch.setattr(loop, "_UNIT_ENDS_S", 0.0)
+    monkeypatch.setattr(watchdog, "_UNIT_ENDS_S", 0.0)
     return words
 
 
 def kinds(host: Host) -> list[str]:
-    return [event.kind for event in loop.events("main", host.paths)]
+    return [event.kind for event in watchdog.events("main", host.paths)]
 
 
 def test_an_engine_that_is_held_ends_without_docker(
@@ -54,15 +54,19 @@ def test_an_engine_that_is_held_ends_without_docker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.delattr(docker, "client")
-    loop.act(host.release(), "starving", "too little", os.pidfd_open(engine.pid), host.paths)
+    watchdog.kill_engine(
+        host.release(), "starving", "too little", os.pidfd_open(engine.pid), host.paths
+    )
     assert engine.wait(5) == -9
-    assert loop.events("main", host.paths)[0].text == "too little; the engine is stopped"
+    assert watchdog.events("main", host.paths)[0].text == "too little; the engine is stopped"
 
 
 def test_a_unit_that_outlives_its_engine_is_killed_too(
     host: Host, engine: subprocess.Popen[bytes], asked: list[tuple[str, ...]]
 ) -> None:
-    loop.act(host.release(), "starving", "too little", os.pidfd_open(engine.pid), host.paths)
+    watchdog.kill_engine(
+        host.release(), "starving", "too little", os.pidfd_open(engine.pid), host.paths
+    )
     assert asked == [("kill", "--signal=KILL", UNIT)]
     assert kinds(host) == ["starving", "kill"]
 
@@ -85,10 +89,10 @@ def test_a_docker_that_hangs_does_not_end_the_watch(
     client = docker.client
     monkeypatch.setattr(docker, "client", lambda *words, timeout_s: client(*words, timeout_s=0.3))
 
-    loop.act(host.release(), "stalled", "nothing moves", None, host.paths)
+    watchdog.kill_engine(host.release(), "stalled", "nothing moves", None, host.paths)
 
     assert asked == [("kill", "--signal=KILL", UNIT)]
-    assert "docker kill: no answer within 0 s" in loop.events("main", host.paths)[-1].text
+    assert "docker kill: no answer within 0 s" in watchdog.events("main", host.paths)[-1].text
 
 
 @pytest.mark.parametrize("disk", ["full", "hanging"])
@@ -104,11 +108,11 @@ def test_an_event_that_cannot_be_written_saves_no_engine(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(files, "write_text", write)
-    monkeypatch.setattr(loop, "_NOTE_S", 0.1)
+    monkeypatch.setattr(watchdog, "_NOTE_S", 0.1)
     release, handle = host.release(), os.pidfd_open(engine.pid)
     before = set(threading.enumerate())
     acting = threading.Thread(
-        target=loop.act, args=(release, "starving", "too little", handle, host.paths)
+        target=watchdog.kill_engine, args=(release, "starving", "too little", handle, host.paths)
     )
     acting.start()
     try:
@@ -137,13 +141,15 @@ def test_an_engine_that_ends_for_another_host_has_its_starts_back(
         assert trouble in said
         raise SeenEnoughError
 
-    monkeypatch.setattr(loop.Floor, "broken", lambda *_: trouble if low else None)
-    monkeypatch.setattr(loop.Together, "__init__", lambda self, *_: setattr(self, "lost", trouble))
-    monkeypatch.setattr(loop.Together, "begin", lambda *_: None)
-    monkeypatch.setattr(loop, "_look_beside", lambda *_: None)
-    monkeypatch.setattr(loop, "act", act)
+    monkeypatch.setattr(watchdog.Floor, "broken", lambda *_: trouble if low else None)
+    monkeypatch.setattr(
+        watchdog.ClusterWatch, "__init__", lambda self, *_: setattr(self, "lost", trouble)
+    )
+    monkeypatch.setattr(watchdog.ClusterWatch, "begin", lambda *_: None)
+    monkeypatch.setattr(watchdog, "_watch_sensors", lambda *_: None)
+    monkeypatch.setattr(watchdog, "kill_engine", act)
     with pytest.raises(SeenEnoughError):
-        loop.run(RELEASE, host.paths)
+        watchdog.run(RELEASE, host.paths)
     assert asked == ([] if low else [("reset-failed", UNIT)])
 
 
@@ -164,12 +170,12 @@ def test_a_driver_or_gateway_in_trouble_holds_up_no_look_at_the_memory(
     def metrics(self: Engine, timeout_s: float = 10) -> None:
         raise EngineError("an error says nothing")
 
-    monkeypatch.setattr(loop, "available_bytes", available)
+    monkeypatch.setattr(watchdog, "available_bytes", available)
     monkeypatch.setattr(Engine, "metrics", metrics)
     monkeypatch.setattr(sensors, "read", lambda: freed.wait(10) and None)
     try:
         with pytest.raises(SeenEnoughError):
-            loop.run(RELEASE, host.paths)
+            watchdog.run(RELEASE, host.paths)
         assert time.monotonic() - began < 5
     finally:
         freed.set()
@@ -182,9 +188,9 @@ def test_a_driver_or_gateway_in_trouble_holds_up_no_look_at_the_memory(
     monkeypatch.setattr(sensors, "read", lambda: None)
     monkeypatch.setattr(gateway, "follow", follow)
     with pytest.raises(SeenEnoughError):
-        loop.run(RELEASE, host.paths)
+        watchdog.run(RELEASE, host.paths)
     assert followed.is_set()
-    assert "/proc/1234/fd" in loop.events("main", host.paths)[-1].text
+    assert "/proc/1234/fd" in watchdog.events("main", host.paths)[-1].text
 
 
 def test_only_the_process_of_this_container_is_held(

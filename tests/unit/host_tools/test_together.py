@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_host.check import cluster, runner
+from spark_host.check import readiness as cluster
+from spark_host.check import runner
 from spark_host.system import systemd
 from spark_host.system.host import Host
-from spark_host.watch import cluster as watching
+from spark_host.watch import watchdog as watching
 from test_members import clustered, with_tables
 
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"
@@ -75,7 +76,7 @@ def test_a_member_that_leaves_after_it_had_joined_ends_the_engine(
     tmp_path: Path, over: threading.Event
 ) -> None:
     release = pair()
-    watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=True))
+    watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=True))
     watch.begin(over)
     time.sleep(0.3)
     assert watch.lost is None
@@ -87,7 +88,7 @@ def test_a_member_that_leaves_after_it_had_joined_ends_the_engine(
 def test_who_left_before_the_first_look_has_left(tmp_path: Path, over: threading.Event) -> None:
     """Systemd starts a watch after the check that all have joined."""
     release = pair()
-    watch = watching.Together(release, tables(tmp_path, release, WORKER, joined=False))
+    watch = watching.ClusterWatch(release, tables(tmp_path, release, WORKER, joined=False))
     watch.begin(over)
     wait_for(lambda: watch.lost == "spark-1 left the cluster")
     over.set()
@@ -97,8 +98,8 @@ def test_nobody_has_left_an_engine_that_was_ended_for_it(
     tmp_path: Path, over: threading.Event
 ) -> None:
     release = pair()
-    watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=False))
-    watch.forget()
+    watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=False))
+    watch.reset()
     watch.begin(over)
     time.sleep(0.4)
     over.set()
@@ -110,9 +111,9 @@ def test_a_member_that_answered_and_is_silent_for_long_ends_the_engine(
 ) -> None:
     monkeypatch.setattr(watching, "_SILENT_S", 0.3)
     answers = [True]
-    monkeypatch.setattr(watching.Together, "_answers", lambda *_: answers[0])
+    monkeypatch.setattr(watching.ClusterWatch, "_answers", lambda *_: answers[0])
     release = pair()
-    watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=True))
+    watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=True))
     watch.begin(over)
     time.sleep(0.5)
     assert watch.lost is None
@@ -126,7 +127,7 @@ def test_a_host_that_loses_its_own_address_ends_the_engine(
     tmp_path: Path, over: threading.Event
 ) -> None:
     release = pair()
-    watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=True))
+    watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=True))
     watch.begin(over)
     time.sleep(0.2)
     with_tables(tmp_path, "192.168.1.9", [])
@@ -137,7 +138,7 @@ def test_a_host_that_loses_its_own_address_ends_the_engine(
 
 def test_a_host_whose_watch_does_not_run_yet_is_there(tmp_path: Path) -> None:
     release = pair()
-    watch = watching.Together(release, tables(tmp_path, release, HEAD, joined=True))
+    watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=True))
     assert release.cluster is not None
     assert watch._answers(release.cluster.members[1])  # refused: somebody is there to refuse
 
@@ -150,7 +151,7 @@ def test_a_worker_is_proven_when_its_head_boots_the_same_release(
     at_worker = tables(tmp_path / "worker", release, WORKER, joined=False)
     assert release.cluster is not None
     with_tables(tmp_path / "worker", WORKER, [(WORKER, 40000, HEAD, release.cluster.port, "01")])
-    watching.Together(release, at_head).begin(over)
+    watching.ClusterWatch(release, at_head).begin(over)
     found: list[bool] = []
     joined = cluster.Membership(release, at_worker)
     thread = threading.Thread(

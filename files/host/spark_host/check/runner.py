@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import CacheCount, Finding, Proof
-from spark_contract.release import MEMORY, READY, Release
-from spark_contract.tool import PHASE, STAND_IN, WAITED
+from spark_contract.release import MEMORY, Release
+from spark_contract.tool import STAND_IN
 
 from spark_host.check import compare
 from spark_host.check import speed as speed_check
 from spark_host.check.checks import CHECKS, Check
-from spark_host.check.cluster import Membership, wait_for_head, wait_until_joined
 from spark_host.check.probe import CheckError, Probe
+from spark_host.check.readiness import (
+    Membership,
+    describe,
+    read_log,
+    wait_for_head,
+    wait_until_joined,
+    wait_until_ready,
+)
 from spark_host.engine import compile_cache, logs
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
@@ -31,9 +36,8 @@ from spark_host.records import boot, proof, versions
 from spark_host.system import cluster, systemd
 from spark_host.system.host import Host
 from spark_host.system.programs import Report
-from spark_host.watch.guard import StartGuard
+from spark_host.watch.start_guard import StartGuard
 
-_PROGRESS_S = 5.0
 _LEVEL_FLAGS = {f"--{level}": level for level in proof.LEVELS}
 
 
@@ -83,18 +87,18 @@ def check(
             findings = _check_worker(membership, level, report)
         else:
             note = compile_cache.compiling(release, before, host)
-            findings = [_wait_until_ready(probe, report, note, guard, membership)]
+            findings = [wait_until_ready(probe, report, note, guard, membership)]
             if findings[0].ok:
                 probe.before = _metrics_or_none(probe)
                 findings += _run_checks(probe, level, report)
     if guard is not None:
         # First, because it explains other failures.
         findings.insert(0, _memory(guard, ready=findings[0].ok))
-        report(_line(findings[0]))
+        report(describe(findings[0]))
     after = invocation_id or systemd.invocation(release.serve_unit) or ""
     if after != before:
         findings.append(Finding("same run", False, "the engine was restarted meanwhile", 0.0))
-        report(_line(findings[-1]))
+        report(describe(findings[-1]))
     parts = {**versions.read(), **versions.release_versions(release)}
     result = Proof(
         release=release.name,
@@ -108,7 +112,7 @@ def check(
         engine={"version": probe.engine_version},
         portable=release.check.portable,
         stubbed=tuple(sorted(key for key, value in parts.items() if STAND_IN in value)),
-        start_memory=guard.seen if guard else None,
+        start_memory=guard.start_memory if guard else None,
         load_lines=tuple(dict.fromkeys(probe.load_lines)),
         kv_cache=_logged_cache(probe) if findings[0].ok else None,
     )
@@ -125,7 +129,7 @@ def _check_worker(membership: Membership, level: str, report: Report) -> list[Fi
     if findings[0].ok and level != "quick":
         findings.append(wait_for_head(membership, report))
     for finding in findings:
-        report(_line(finding))
+        report(describe(finding))
     return findings
 
 
@@ -158,7 +162,7 @@ def _run_checks(probe: Probe, level: str, report: Report) -> list[Finding]:
         if proof.LEVELS.index(item.level) > rank or not item.wanted(probe):
             continue
         findings.append(_run_check(item, probe))
-        report(_line(findings[-1]))
+        report(describe(findings[-1]))
         if probe.out_of_time and not findings[-1].ok and findings[-1].weight == "must":
             report("skipping the remaining checks: the engine takes too long")
             break
@@ -176,11 +180,6 @@ def _run_check(item: Check, probe: Probe) -> Finding:
     return Finding(item.name, ok, detail, round(time.monotonic() - start, 3), weight)
 
 
-def _line(finding: Finding) -> str:
-    verdict = "ok  " if finding.ok else {"must": "FAIL", "warn": "warn"}[finding.weight]
-    return f"{verdict} {finding.name}: {finding.detail} ({finding.seconds:.2f} s)"
-
-
 def _memory(guard: StartGuard, *, ready: bool) -> Finding:
     """Return how much memory the start left."""
     if guard.starved is not None:
@@ -189,70 +188,14 @@ def _memory(guard: StartGuard, *, ready: bool) -> Finding:
     if fatal:
         fix = "reboot the host, unless the engine's log names another cause"
         return Finding(MEMORY, False, f"{failures}; fix: {fix}", 0.0)
-    seen = guard.seen
-    if seen is None:
+    memory = guard.start_memory
+    if memory is None:
         return Finding(MEMORY, False, "not measured", 0.0)
     text = (
-        f"{seen.lowest_bytes / GIB:.1f} GiB or more were available while it started "
-        f"(least after {seen.after_s:.0f} s, floor {seen.floor_bytes / GIB:.1f} GiB)"
+        f"{memory.lowest_bytes / GIB:.1f} GiB or more were available while it started "
+        f"(least after {memory.after_s:.0f} s, floor {memory.floor_bytes / GIB:.1f} GiB)"
     )
     return Finding(MEMORY, True, text + (failures and f"; {failures}"), 0.0)
-
-
-def _wait_until_ready(
-    probe: Probe, report: Report, note: str, guard: StartGuard | None, membership: Membership
-) -> Finding:
-    """Wait until the engine is healthy; report the last log line meanwhile."""
-    start = reported = time.monotonic()
-    limit_s = probe.release.timeouts.start_s
-    while True:
-        waited = time.monotonic() - start
-        try:
-            status = probe.engine.get("/health", 5).status
-            if status == 200:
-                probe.engine_version = _version(probe)
-                return Finding(READY, True, "the engine answers", round(waited, 3))
-            reason = f"/health answers HTTP {status}"
-        except EngineError as error:
-            reason = str(error)
-        failure = _start_failure(probe.release, guard, membership)
-        if failure or waited > limit_s:
-            detail = failure or f"not ready after {limit_s:.0f} s: {reason}"
-            finding = Finding(READY, False, detail, round(waited, 3))
-            report(_line(finding))
-            return finding
-        if time.monotonic() - reported >= _PROGRESS_S:
-            reported = time.monotonic()
-            # Our own progress lines are in the engine's log, too.
-            lines = (line.strip() for line in reversed(probe.read_log()) if WAITED not in line)
-            last = next(filter(None, lines), reason)
-            report(
-                f"{PHASE}load {WAITED}{waited:.0f} limit_s={limit_s:.0f} {note}last: {last[:160]}"
-            )
-        time.sleep(0.2 if waited < 10 else 1.0)
-
-
-def _start_failure(
-    release: Release, guard: StartGuard | None, membership: Membership
-) -> str | None:
-    if guard and guard.starved:
-        return "the engine was stopped"
-    if problem := membership.problem():
-        return problem
-    if "SPARK_ENGINE_LOG" in os.environ:
-        return None
-    unit = systemd.state(release.serve_unit, "ActiveState", "MainPID", "Result")
-    is_up = unit.get("ActiveState") in ("active", "activating", "reloading")
-    if is_up and unit.get("MainPID", "0") not in ("0", ""):
-        return None
-    return f"the engine ended before it was ready ({release.serve_unit}: {unit.get('Result')})"
-
-
-def _version(probe: Probe) -> str:
-    try:
-        return str(probe.engine.get("/version", 5).json().get("version", ""))
-    except EngineError:
-        return ""
 
 
 def _metrics_or_none(probe: Probe) -> Any:
@@ -260,17 +203,6 @@ def _metrics_or_none(probe: Probe) -> Any:
         return probe.engine.metrics()
     except EngineError:
         return None
-
-
-def read_log(release: Release, invocation_id: str) -> list[str]:
-    """Return the log of this run of the engine, from the journal.
-
-    ``SPARK_ENGINE_LOG`` names a file to read instead, for an engine that systemd does not run.
-    """
-    path = os.environ.get("SPARK_ENGINE_LOG")
-    if path is not None:
-        return Path(path).read_text(errors="replace").splitlines()
-    return systemd.journal(invocation_id, release.serve_unit)
 
 
 def main(words: list[str], paths: Paths) -> int:

@@ -28,7 +28,7 @@ from spark_host.system import cluster
 from spark_host.system.host import Host as SystemHost
 from spark_host.system.programs import Report, log
 from spark_host.system.systemd import UnitState, is_queued
-from spark_host.watch import loop
+from spark_host.watch import watchdog
 
 _REPORT_S = 5.0
 _TAIL_LINES = 40
@@ -159,7 +159,7 @@ def measure_speed(release: Release, host: Host, record: Record) -> None:
         record.set(bench=tuple(speed.describe(result)))
         hints = " or ".join(result["way_back"]) or "none known"
         for item in result["worse"]:
-            loop.event(release, "slower", f"{item['text']}; to go back: {hints}", host.paths)
+            watchdog.event(release, "slower", f"{item['text']}; to go back: {hints}", host.paths)
 
 
 def open_traffic(release: Release, host: Host) -> None:

@@ -1,1 +1,1 @@
-"""The watch over a running engine; it acts within the start limits and calls nobody above it."""
+"""The watchdog, the guard of a start, and the daily inspection of the host."""

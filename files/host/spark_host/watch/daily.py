@@ -1,7 +1,4 @@
-"""Once a day: what decays on a host without anybody noticing. Found, written down, and told.
-
-Nothing is repaired here; `spark-deploy status` and `doctor` tell what was found, until the next.
-"""
+"""The daily inspection: finds what decays unnoticed; `status` and `doctor` report it."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from spark_contract.units import GATEWAY, WATCH
 
 from spark_host.records import boot, proof
 from spark_host.system import folders, programs
-from spark_host.system.host import Host, load_gateway, release_names
+from spark_host.system.host import Host, load_gateway
 from spark_host.system.programs import log
 
 CERTIFICATE_DAYS = 30
@@ -27,7 +24,7 @@ PROOF_DAYS = 60
 JOURNAL_BYTES = 4 << 30
 FREE_BYTES = 5 << 30
 FREE_INODES_SHARE = 0.02
-# What an engine compiled, several times over; it has no quota.
+# Several times the size of a compile cache, which has no quota.
 CACHE_BYTES = 20 << 30
 CACHE_FILES = 200_000
 _DAY_S = 86_400
@@ -35,33 +32,29 @@ _CLOCK_S = 3_600
 _GIB = 1 << 30
 
 
-def look(host: Host) -> DailyLook:
-    """Return what is wrong now."""
-    running = [release for name in release_names(host.paths) if (release := _running(name, host))]
-    found = (
+def inspect(host: Host) -> DailyLook:
+    """Return the current problems."""
+    releases = [r for name in host.disk.names(host.paths) if (r := host.release(name))]
+    running = [release for release in releases if host.units.is_active(release.serve_unit)]
+    problems = (
         *_watched(running, host),
         *_certificates(running, host.paths),
         *_journal(host.paths),
         *_disks(running, host.paths),
         *_caches(running, host.paths),
         *_clock(running, host),
-        *_trees(host),
+        *_checkpoints(releases, host),
         *_proofs(running, host),
     )
-    return DailyLook(at=host.clock.now(), problems=tuple(found))
-
-
-def _running(name: str, host: Host) -> Release | None:
-    release = host.release(name)
-    return release if release and host.units.is_active(release.serve_unit) else None
+    return DailyLook(at=host.clock.now(), problems=tuple(problems))
 
 
 def _watched(running: list[Release], host: Host) -> Iterator[Problem]:
     for release in running:
         for unit in (WATCH.of(release.name), GATEWAY.of(release.service)):
             if not host.units.is_active(unit):
-                what = f"{unit} does not run beside {release.serve_unit}"
-                yield Problem("watch", what, f"journalctl -u {unit}; systemctl start {unit}")
+                message = f"{unit} does not run, but {release.serve_unit} does"
+                yield Problem("watch", message, f"journalctl -u {unit}; systemctl start {unit}")
 
 
 def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
@@ -74,108 +67,101 @@ def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
         if tls is None:
             continue
         path = paths.below(tls.certificate)
-        said = programs.output_of("openssl", "x509", "-in", str(path), "-noout", "-enddate")
-        ends = _end(said or "")
-        if ends is None:
+        output = programs.output_of("openssl", "x509", "-in", str(path), "-noout", "-enddate")
+        match = re.search(r"notAfter=(\w{3} +\d+ [\d:]+ \d{4}) GMT", output or "")
+        if match is None:
             yield Problem("certificate", f"{path} cannot be read", "run the deploy again")
-        elif (left := (ends - _now()).total_seconds() / _DAY_S) < CERTIFICATE_DAYS:
-            what = f"the certificate of {service} ends on {ends:%Y-%m-%d}, in {left:.0f} days"
-            fix = "renew it and run the deploy; private-ca makes a new one by itself"
-            yield Problem("certificate", what, fix)
-
-
-def _end(said: str) -> datetime | None:
-    found = re.search(r"notAfter=(\w{3} +\d+ [\d:]+ \d{4}) GMT", said)
-    if found is None:
-        return None
-    return datetime.strptime(found[1], "%b %d %H:%M:%S %Y").replace(tzinfo=timezone.utc)
+            continue
+        expiry = datetime.strptime(f"{match[1]} +0000", "%b %d %H:%M:%S %Y %z")
+        days = (expiry - _now()).total_seconds() / _DAY_S
+        if days < CERTIFICATE_DAYS:
+            date = f"{expiry:%Y-%m-%d}, in {days:.0f} days"
+            message = f"the certificate of {service} expires on {date}"
+            fix = "renew it and run the deploy; private-ca renews it by itself"
+            yield Problem("certificate", message, fix)
 
 
 def _journal(paths: Paths) -> Iterator[Problem]:
     size = 0
-    for place, _, names in os.walk(paths.below("/var/log/journal")):
-        size += sum(os.lstat(Path(place, name)).st_blocks * 512 for name in names)
+    for folder, _, names in os.walk(paths.below("/var/log/journal")):
+        size += sum(os.lstat(Path(folder, name)).st_blocks * 512 for name in names)
     if size > JOURNAL_BYTES:
-        what = f"the journal takes {size / _GIB:.1f} GiB"
-        yield Problem("journal", what, "journalctl --vacuum-size=2G; set SystemMaxUse=2G")
+        message = f"the journal takes {size / _GIB:.1f} GiB"
+        yield Problem("journal", message, "journalctl --vacuum-size=2G; set SystemMaxUse=2G")
 
 
 def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
-    places = {
+    folders = {
         paths.root,
         paths.below("/var"),
         *(paths.below(tree.path) for release in running for tree in release.trees),
-        *_written(running, paths),
+        *_cache_folders(running, paths),
     }
-    seen: set[int] = set()
-    for place in sorted(place for place in places if place.exists()):
-        device = place.stat().st_dev
-        if device in seen:
-            continue
-        seen.add(device)
-        room = os.statvfs(place)
+    devices = {folder.stat().st_dev: folder for folder in sorted(folders, reverse=True)
+               if folder.exists()}  # fmt: skip
+    for folder in sorted(devices.values()):
+        room = os.statvfs(folder)
         free = room.f_bavail * room.f_frsize
         if free < FREE_BYTES:
-            what = f"{free / _GIB:.1f} GiB are free on the disk of {place}"
-            yield Problem("disk", what, "spark-deploy prune, or df -h")
+            message = f"{free / _GIB:.1f} GiB are free on the disk of {folder}"
+            yield Problem("disk", message, "spark-deploy prune, or df -h")
         if room.f_files and room.f_favail < FREE_INODES_SHARE * room.f_files:
-            what = f"{room.f_favail} of {room.f_files} inodes are free on the disk of {place}"
-            yield Problem("disk", what, "find what made so many small files: df -i")
+            message = f"{room.f_favail} of {room.f_files} inodes are free on the disk of {folder}"
+            yield Problem("disk", message, "find the folder with many small files: df -i")
 
 
-def _written(running: list[Release], paths: Paths) -> set[Path]:
-    """Return the folders of the host's disk that engines write to."""
+def _cache_folders(running: list[Release], paths: Paths) -> set[Path]:
     return {paths.below(release.cache) for release in running if release.cache}
 
 
 def _caches(running: list[Release], paths: Paths) -> Iterator[Problem]:
-    for folder in sorted(_written(running, paths)):
+    for folder in sorted(_cache_folders(running, paths)):
         size, count = folders.measure(folder, CACHE_BYTES, CACHE_FILES)
         if size > CACHE_BYTES or count > CACHE_FILES:
-            what = f"{folder} holds {size / _GIB:.1f} GiB in {count} files; a compiler's is smaller"
-            fix = "spark-deploy logs: who wrote it? Stop the engine, remove it, start it again"
-            yield Problem("cache", what, fix)
+            message = f"{folder} holds {size / _GIB:.1f} GiB in {count} files, more than a compiler"
+            fix = "find the writer (spark-deploy logs), stop the engine, remove it, start it again"
+            yield Problem("cache", message, fix)
 
 
 def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
     if programs.output_of("timedatectl", "show", "--property=NTPSynchronized", "--value") == "no":
-        fix = "timedatectl set-ntp true; look whether a time server can be reached"
+        fix = "timedatectl set-ntp true; check that a time server can be reached"
         yield Problem("clock", "is not synchronised", fix)
     for release in running:
         age_s = _age_s(proof.read(release.name, host))
         if age_s is not None and age_s < -_CLOCK_S:
-            what = f"went back: {release.name} was proven {-age_s / 3600:.0f} hours from now"
-            yield Problem("clock", what, "set it right, then spark-check")
+            hours = -age_s / 3600
+            message = f"went back: the proof of {release.name} is dated {hours:.0f} h in the future"
+            yield Problem("clock", message, "correct it, then run spark-check")
 
 
-def _trees(host: Host) -> Iterator[Problem]:
-    for service in sorted({r.service for n in release_names(host.paths) if (r := host.release(n))}):
+def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
+    for service in sorted({release.service for release in releases}):
         for name in boot.enabled(service, host):
             release = host.release(name)
-            gone = [
-                tree.path for tree in (release.trees if release else ())
-                if not host.paths.below(tree.path).is_dir()
-            ]  # fmt: skip
-            if gone:
-                what = f"{gone[0]}, which {name} boots with, is not there"
-                yield Problem("mounts", what, "mount its disk (findmnt --verify), or deploy again")
+            for tree in release.trees if release else ():
+                if not host.paths.below(tree.path).is_dir():
+                    message = f"{tree.path} is missing; {name} needs it at boot"
+                    fix = "mount its disk (findmnt --verify), or deploy again"
+                    yield Problem("mounts", message, fix)
+                    break
 
 
 def _proofs(running: list[Release], host: Host) -> Iterator[Problem]:
     for release in running:
         age_s = _age_s(proof.read(release.name, host))
         if age_s is None:
-            yield Problem("proof", f"{release.name} runs without a proof", "spark-check")
+            yield Problem("proof", f"{release.name} runs without a proof", "run spark-check")
         elif age_s > PROOF_DAYS * _DAY_S:
-            what = f"{release.name} was proven {age_s / _DAY_S:.0f} days ago"
-            yield Problem("proof", what, "spark-check")
+            message = f"{release.name} was proven {age_s / _DAY_S:.0f} days ago"
+            yield Problem("proof", message, "run spark-check")
 
 
-def _age_s(found: Proof | None) -> float | None:
-    if found is None:
+def _age_s(last: Proof | None) -> float | None:
+    if last is None:
         return None
     try:
-        checked = datetime.fromisoformat(found.checked_at.replace("Z", "+00:00"))
+        checked = datetime.fromisoformat(last.checked_at.replace("Z", "+00:00"))
     except ValueError:
         return None
     return (_now() - checked).total_seconds()
@@ -186,10 +172,10 @@ def _now() -> datetime:
 
 
 def main(words: list[str], paths: Paths) -> int:
-    """Run ``daily``: look, and write down what was found."""
+    """Run ``daily``: inspect the host and write the problems."""
     host = Host(paths)
-    found = look(host)
-    for one in found.problems:
-        log(one.line)
-    host.disk.write(paths.daily, found)
+    result = inspect(host)
+    for problem in result.problems:
+        log(problem.line)
+    host.disk.write(paths.daily, result)
     return 0

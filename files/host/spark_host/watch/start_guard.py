@@ -1,10 +1,9 @@
-"""The guard of an engine's start: while weights load, hosts die.
+"""The guard of an engine's start: stops the engine before the host runs out of memory.
 
-Loading, profiling, graph capture and warm-up each allocate many GiB within seconds, and a host that
-runs out of them answers nobody any more. So the memory is looked at four times a second from the
-start of the container until its release is proven, by threads of their own: neither docker, nor a
-disk, nor an engine that is asked a question may hold up a look. Reading the checkpoint fills the
-page cache and breaks up free memory; another thread drops caches and compacts memory meanwhile.
+Loading, profiling, graph capture and warm-up each allocate many GiB within seconds, and a host
+without memory stops answering. So threads sample the memory four times a second until the release
+is proven; neither docker, nor a disk, nor the engine can delay them. Reading the checkpoint fills
+the page cache and fragments memory, so another thread drops caches and compacts memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from spark_contract.release import FRAGMENTED, STARVING, Release
 
 from spark_host.engine import container, logs
 from spark_host.engine.memory import Floor, available_bytes, defragment, read_free_blocks
-from spark_host.watch import loop
+from spark_host.watch import watchdog
 
 _EVERY_S = 0.25
 _NOTE_S = 2.0
@@ -28,32 +27,32 @@ _DEFRAGMENT_REST_S = 10.0  # between two rounds, each of which takes seconds
 _LONGEST_REST_S = 40.0  # after rounds that did not help
 _FIX = (
     "lower engine.memory_fraction (or pin engine.kv_cache_gib), "
-    "or stop what else holds memory on this host"
+    "or stop other programs that use memory on this host"
 )
 
 
 class StartGuard:
-    """Keeps the floor of the host's memory during a block; ends the engine below it."""
+    """Guards the host's memory during a block; kills the engine below the floor."""
 
     def __init__(self, release: Release, paths: Paths):
         self._release, self._paths = release, paths
         self._floor = Floor(release.memory.floor_bytes)
-        self._over, self._told = threading.Event(), threading.Event()
-        self._looked = threading.Event()
+        self._stop, self._noted = threading.Event(), threading.Event()
+        self._sampled = threading.Event()
         self._began = time.monotonic()
         self._lowest_after_s = 0.0
-        self._held: int | None = None
+        self._pidfd: int | None = None
         self.starved: str | None = None
-        """Why the engine was ended; ``None`` while there is memory enough."""
+        """Why the engine was killed; ``None`` while there is enough memory."""
         blocks = read_free_blocks()
         # After the compaction that precedes a launch.
         self._fragmented = blocks if blocks is not None and blocks.is_fragmented else None
 
     def __enter__(self) -> StartGuard:
-        for work in (self._look, self._hold, self._keep_blocks_free):
+        for work in (self._sample, self._open_process, self._keep_blocks_free):
             threading.Thread(target=work, daemon=True).start()
-        # A block that ends at once, as the check of a worker whose head is there, has one look.
-        self._looked.wait(_NOTE_S)
+        # Even a block that ends at once, as a worker's check, needs a sample.
+        self._sampled.wait(_NOTE_S)
         return self
 
     def __exit__(
@@ -62,23 +61,23 @@ class StartGuard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over.set()
-        if self.starved is not None:  # this process may end now
-            self._told.wait(_NOTE_S)
+        self._stop.set()
+        if self.starved is not None:  # this process may exit now
+            self._noted.wait(_NOTE_S)
 
     @property
-    def seen(self) -> StartMemory | None:
-        """The least memory that was available, and when; ``None`` before the first look."""
+    def start_memory(self) -> StartMemory | None:
+        """The least available memory and its time; ``None`` before the first sample."""
         lowest = self._floor.lowest_bytes
         if lowest is None:
             return None
         return StartMemory(lowest, round(self._lowest_after_s, 1), self._floor.bytes)
 
     def read_driver_failures(self, *, ready: bool) -> tuple[str, bool]:
-        """Describe failed allocations of the GPU driver; whether they fail the start.
+        """Describe failed allocations of the GPU driver, and whether they fail the start.
 
-        Healthy starts log such lines, too: the driver tries again with smaller blocks. So two
-        things of three have to come together: a line, a fragmented host, an engine not ready.
+        Healthy starts log such lines, too: the driver tries again with smaller blocks. So two of
+        three must come together: a line, a fragmented host, an engine that is not ready.
         """
         lines = logs.count_kernel_faults(time.monotonic() - self._began)[logs.NO_MEMORY]
         texts = []
@@ -91,28 +90,28 @@ class StartGuard:
             texts.append(f"memory was fragmented at the launch: {self._fragmented}")
         return "; ".join(texts), bool(texts) and (not ready or len(texts) == 2)
 
-    def _look(self) -> None:
-        while not self._over.is_set():
+    def _sample(self) -> None:
+        while not self._stop.is_set():
             before = self._floor.lowest_bytes
             reason = self._floor.broken(available_bytes())
             if self._floor.lowest_bytes != before:
                 self._lowest_after_s = time.monotonic() - self._began
-            self._looked.set()
+            self._sampled.set()
             if reason is not None:
-                self._end(reason)
+                self._kill(reason)
                 return
-            self._over.wait(_EVERY_S)
+            self._stop.wait(_EVERY_S)
 
     def _keep_blocks_free(self) -> None:
         wait_s, rest_s = _BLOCKS_EVERY_S, _DEFRAGMENT_REST_S
-        while not self._over.wait(wait_s):
+        while not self._stop.wait(wait_s):
             wait_s = _BLOCKS_EVERY_S
             if not self._is_low():
                 continue
             if problem := defragment():
-                loop.event(self._release, FRAGMENTED, problem, self._paths)
+                watchdog.event(self._release, FRAGMENTED, problem, self._paths)
                 return
-            # A round that does not help costs the loading engine a core and its disk.
+            # A round without success costs the loading engine CPU and disk time.
             rest_s = min(2 * rest_s, _LONGEST_REST_S) if self._is_low() else _DEFRAGMENT_REST_S
             wait_s = rest_s
 
@@ -120,17 +119,17 @@ class StartGuard:
         blocks = read_free_blocks()
         return blocks is not None and blocks.is_low(self._release.memory.needed_bytes)
 
-    def _hold(self) -> None:
-        """Get hold of the container's first process, once docker has made it."""
-        while self._held is None and not self._over.is_set():
-            self._held = container.open_process(self._release.container)
-            self._over.wait(_EVERY_S)
+    def _open_process(self) -> None:
+        """Open the container's first process once docker has started it."""
+        while self._pidfd is None and not self._stop.is_set():
+            self._pidfd = container.open_process(self._release.container)
+            self._stop.wait(_EVERY_S)
 
-    def _end(self, reason: str) -> None:
+    def _kill(self, reason: str) -> None:
         stopped = f"{reason} (memory.floor_gib): the engine was stopped while it started"
-        # Before anything is written: at the speed at which weights load a disk is too slow.
-        problem = container.kill_container(self._release.container, self._held)
+        # Before the event is written: memory shrinks faster than a disk writes.
+        problem = container.kill_container(self._release.container, self._pidfd)
         self.starved = f"{stopped}; fix: {_FIX}"
-        loop.event(self._release, STARVING, stopped, self._paths)
-        self._told.set()
-        loop.kill_unit_after(problem, self._release, self._paths)
+        watchdog.event(self._release, STARVING, stopped, self._paths)
+        self._noted.set()
+        watchdog.kill_unit_after(problem, self._release, self._paths)

@@ -1,0 +1,324 @@
+"""The watchdog: stops a stalled engine, or any engine on a host that runs out of memory.
+
+It only kills the engine's container. systemd restarts the unit after ``RestartSec``, counts the
+start and gives up at the start limit, so the loop ends and the host stays reachable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+
+from spark_contract import documents, files
+from spark_contract.errors import HostToolError
+from spark_contract.machine import FreeBlocks
+from spark_contract.paths import Paths
+from spark_contract.records import Event
+from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Member, Release, Watch
+
+from spark_host.engine import container
+from spark_host.engine.client import Engine, EngineError, SilentError
+from spark_host.engine.memory import Floor, available_bytes, read_free_blocks
+from spark_host.engine.metrics import Metrics
+from spark_host.gateway import gateway
+from spark_host.records import boot
+from spark_host.system import cluster, systemd
+from spark_host.system.host import Host, load_release
+from spark_host.watch import sensors
+
+_EVENTS_KEPT = 1000
+_UNFRAGMENTED_S = 600.0  # without fragmentation, before it is reported again
+_SENSORS_EVERY_S = 20.0
+_ANSWER_S = 5.0
+_WORKER_S = 0.5
+# Failed attempts in a row, because a delayed watchdog or a busy host may miss a single attempt.
+_SILENT_SAMPLES = 3
+_SILENT_S = 10.0  # of a member on the fabric
+_CONNECT_S = 3.0
+_BACKLOG = 64
+_NOTE_S = 2.0
+_UNIT_ENDS_S = 20.0
+_event_lock = threading.Lock()
+
+
+@dataclass(slots=True)
+class StallDetector:
+    plan: Watch
+    moved_at_s: float | None = None
+    last_progress: tuple[float, ...] = ()
+    silent_since_s: float | None = None
+    silent_samples: int = 0
+
+    def silent(self, now_s: float) -> str | None:
+        """Record that the engine did not answer in time; return why it counts as stalled.
+
+        The metrics come from the process that sends every token, so no client is served meanwhile.
+        A busy host answers late, but not as late as a stall takes. No starting engine is watched:
+        systemd starts the watchdog after the unit's check.
+        """
+        if self.silent_since_s is None:
+            self.silent_since_s = now_s
+        self.silent_samples += 1
+        silent_s = now_s - self.silent_since_s
+        if silent_s < self.plan.stall_s or self.silent_samples < _SILENT_SAMPLES:
+            return None
+        return f"the engine listens, but gave no answer for {silent_s:.0f} s"
+
+    def answered(self) -> None:
+        """Reset the silence: the engine answered, or no engine listens."""
+        self.silent_since_s, self.silent_samples = None, 0
+
+    def stalled(self, metrics: Metrics | None, now_s: float) -> str | None:
+        """Return why the engine counts as stalled, or ``None``.
+
+        Without metrics no engine listens, or it returned an error: systemd handles dead engines.
+        """
+        if metrics is None:
+            return None
+        progress = metrics.progress
+        if metrics.running <= 0 or progress != self.last_progress or self.moved_at_s is None:
+            self.last_progress, self.moved_at_s = progress, now_s
+            return None
+        flat_s = now_s - self.moved_at_s
+        if flat_s < self.plan.stall_s:
+            return None
+        return (
+            f"{metrics.running:.0f} requests are running, but no token was read or written "
+            f"for {flat_s:.0f} s"
+        )
+
+
+class ClusterWatch:
+    """Watches the other members of a cluster in a thread, because connecting may hang.
+
+    The kernel reports at once when a rank exits. A host without power or cable reports nothing, so
+    each watchdog also connects to the others.
+    """
+
+    def __init__(self, release: Release, paths: Paths):
+        self._release, self._paths = release, paths
+        # All had joined when the unit passed its check, before systemd started the watchdog. So a
+        # member that is missing at the first sample has left.
+        self._complete = True
+        self._silent: dict[str, list[float]] = {}
+        self._reached: set[str] = set()
+        self._listener: socket.socket | None = None
+        self.lost: str | None = None
+        """Why the engine cannot continue; ``None`` while all members are there."""
+
+    def begin(self, stop: threading.Event) -> None:
+        if self._release.cluster is not None:
+            threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
+
+    def reset(self) -> None:
+        """Start again after the engine was stopped."""
+        self._complete, self.lost = False, None
+        self._silent.clear()
+
+    def _watch(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            try:
+                self._show_proven()
+                self.lost = self.lost or self._find_left() or self._find_silent()
+            except HostToolError as error:  # this host lost its own address, as without a cable
+                self.lost = str(error)
+            stop.wait(min(self._release.watch.interval_s, _SILENT_S / _SILENT_SAMPLES))
+
+    def _find_left(self) -> str | None:
+        missing = cluster.missing_names(self._release, self._paths)
+        self._complete = self._complete or not missing
+        return f"{missing} left the cluster" if missing and self._complete else None
+
+    def _find_silent(self) -> str | None:
+        """Return which member stopped answering."""
+        own = cluster.own_member(self._release, self._paths)
+        members = self._release.cluster.members if self._release.cluster else ()
+        for member in members:
+            now = time.monotonic()
+            if member == own:
+                continue
+            if self._answers(member):
+                self._reached.add(member.host)
+                self._silent.pop(member.host, None)
+            elif member.host in self._reached:
+                samples = self._silent.setdefault(member.host, [])
+                samples.append(now)
+                silent_s = now - samples[0]
+                if len(samples) >= _SILENT_SAMPLES and silent_s >= _SILENT_S:
+                    return f"{member.host} gave no answer on the fabric for {silent_s:.0f} s"
+        return None
+
+    def _answers(self, member: Member) -> bool:
+        """Return whether the host is up, even if it refuses the connection."""
+        try:
+            socket.create_connection((member.address, self._port()), _CONNECT_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _show_proven(self) -> None:
+        """Accept connections while this release boots here, which means that it is proven."""
+        proven = boot.opens_at_start(self._release, Host(self._paths))
+        own = cluster.own_member(self._release, self._paths)
+        if proven and own and self._listener is None:
+            with contextlib.suppress(OSError):  # the next sample tries again
+                self._listener = socket.create_server(
+                    (own.address, self._port()), backlog=_BACKLOG, reuse_port=False
+                )
+                self._listener.setblocking(False)
+        elif not proven and self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        while self._listener is not None:
+            try:
+                self._listener.accept()[0].close()
+            except OSError:
+                return
+
+    def _port(self) -> int:
+        return self._release.cluster.proven_port if self._release.cluster else 0
+
+
+def run(name: str, paths: Paths) -> int:
+    """Watch a release until its unit stops; systemd then stops the watchdog."""
+    release = load_release(name, paths)
+    engine = Engine.of(release, paths)
+    detector, floor = StallDetector(release.watch), Floor(release.memory.floor_bytes)
+    worker, members = cluster.is_worker(release, paths), ClusterWatch(release, paths)
+    pidfd = None
+    stop = threading.Event()
+    threading.Thread(target=_watch_sensors, args=(release, paths, stop), daemon=True).start()
+    members.begin(stop)
+    try:
+        while True:
+            if pidfd is None:
+                pidfd = container.open_process(release.container)
+            reason = floor.broken(available_bytes())
+            if reason is not None:
+                kill_engine(release, STARVING, reason, pidfd, paths)
+                floor.low_samples = 0
+            if members.lost is not None:
+                # Its own starts did not fail, so they must not use up the start limit.
+                systemd.reset(release.serve_unit, _ANSWER_S)
+                kill_engine(release, "member", members.lost, pidfd, paths)
+                members.reset()
+            reason = None if worker else _sample(engine, detector)
+            if reason is not None:
+                kill_engine(release, STALLED, reason, pidfd, paths)
+                detector.moved_at_s = None
+                detector.answered()
+            # Workers are sampled faster: their weights load after they joined.
+            time.sleep(_WORKER_S if worker else release.watch.interval_s)
+    finally:
+        stop.set()
+
+
+def _sample(engine: Engine, detector: StallDetector) -> str | None:
+    """Query the engine's metrics; return why it counts as stalled, or ``None``."""
+    try:
+        metrics = engine.metrics(_ANSWER_S)
+    except SilentError:
+        return detector.silent(time.monotonic())
+    except EngineError:
+        metrics = None
+    detector.answered()
+    return detector.stalled(metrics, time.monotonic())
+
+
+class Fragmentation:
+    """Reports fragmentation once while the free blocks stay near the limit."""
+
+    def __init__(self) -> None:
+        self._fragmented_at_s: float | None = None
+
+    def begins(self, blocks: FreeBlocks, now_s: float) -> bool:
+        """Return whether memory is fragmented for the first time since it recovered."""
+        before_s = self._fragmented_at_s
+        if blocks.is_fragmented:
+            self._fragmented_at_s = now_s
+            return before_s is None or now_s - before_s >= _UNFRAGMENTED_S
+        if blocks.is_recovered:
+            self._fragmented_at_s = None
+        return False
+
+
+def _watch_sensors(release: Release, paths: Paths, stop: threading.Event) -> None:
+    """Report sensors and follow addresses in a thread: these programs hang on a host in trouble."""
+    alarms, sampled_s, last = sensors.GpuAlarms(release.watch), float("-inf"), None
+    fragmentation = Fragmentation()
+    while not stop.is_set():
+        if time.monotonic() - sampled_s >= _SENSORS_EVERY_S:
+            sampled_s = time.monotonic()
+            for kind, text in alarms.events(sensors.read()):
+                event(release, kind, text, paths)
+            blocks = read_free_blocks()
+            if blocks is not None and fragmentation.begins(blocks, sampled_s):
+                text = f"memory is fragmented: {blocks}; reboot the host before its next start"
+                event(release, FRAGMENTED, text, paths)
+        last = _follow_addresses(release, paths, last)
+        stop.wait(release.watch.interval_s)
+
+
+def _follow_addresses(release: Release, paths: Paths, last: str | None) -> str | None:
+    """Reload the gateway after an address of a bridge or tunnel changed.
+
+    Returns the message, so that a persistent failure makes a single event.
+    """
+    try:
+        message = gateway.follow(release.service, paths)
+    except (HostToolError, OSError, subprocess.SubprocessError) as error:
+        # The latter two: a gateway that exits meanwhile, or hangs.
+        message = str(error)
+    if message is not None and message != last:
+        event(release, "gateway", message, paths)
+    return message
+
+
+def kill_engine(release: Release, kind: str, reason: str, pidfd: int | None, paths: Paths) -> None:
+    """Write an event and kill the engine, by the first process or through docker.
+
+    systemd decides about another start.
+    """
+    text = f"{reason}; the engine is stopped"
+    # First, because systemd stops this watchdog with the unit; but a slow disk must not delay it.
+    note = threading.Thread(target=event, args=(release, kind, text, paths), daemon=True)
+    note.start()
+    note.join(_NOTE_S)
+    kill_unit_after(container.kill_container(release.container, pidfd), release, paths)
+
+
+def kill_unit_after(problem: str, release: Release, paths: Paths) -> None:
+    """Kill the unit if killing the engine failed, or if the unit does not stop with it."""
+    if not problem:
+        time.sleep(_UNIT_ENDS_S)
+        problem = f"its unit is still active after {_UNIT_ENDS_S:.0f} s"
+    event(release, KILLED, f"{problem}; killing the unit", paths)
+    systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
+
+
+def event(release: Release, kind: str, text: str, paths: Paths) -> None:
+    """Append an event to the service's file, and print it to the journal."""
+    path = paths.events(release.service)
+    line = documents.plain(Event(files.now(), release.name, kind, text))
+    print(f"{kind}: {text}", flush=True)
+    try:
+        with _event_lock:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_text().splitlines()[-_EVENTS_KEPT + 1 :] if path.exists() else []
+            files.write_text(path, "\n".join([*lines, json.dumps(line)]) + "\n")
+    except OSError as error:  # a full disk must not stop the watchdog
+        print(f"event not kept: {error}", flush=True)
+
+
+def events(service: str, paths: Paths) -> tuple[Event, ...]:
+    """Return the last ten events of a service, oldest first."""
+    path = paths.events(service)
+    lines = path.read_text().splitlines()[-10:] if path.exists() else ()
+    return tuple(documents.parse(Event, line) for line in lines)
