@@ -77,7 +77,7 @@ def test_a_stop_for_a_while_ends_by_itself_over_a_reboot(place: Place) -> None:
     guest = place.guest
     release = guest.release()
     code, said = place.site.tool("stop", NAME, "--for", "2m")
-    assert (code, "it stays down until 20" in said) == (0, True), said
+    assert (code, "stopped until 20" in said) == (0, True), said
     assert guest.serving() == []
     guest.reboot()
     assert guest.serving() == []

@@ -118,7 +118,11 @@ def test_a_bare_host_is_bare_again_and_what_stays_is_said_first(tmp_path: Path) 
     run = uninstall(site)
 
     assert run.exit_code == 0, run.stderr[-3000:]
-    said = [line for line in dry.stderr.splitlines() if " stays " in line]
+    said = [
+        line
+        for line in dry.stderr.splitlines()
+        if line.lstrip().startswith("keep ") or "keep   " in line
+    ]
     left = [line for line in difference(before, snapshot(guest)) if "spark" in line]
     # A tree stands for all files in it; folders lead to what stays.
     paths = [re.findall(r"/[^ ]*", line)[0] for line in left if " d " not in line]
@@ -150,7 +154,7 @@ def test_what_others_have_is_untouched_and_a_killed_uninstall_is_finished_by_the
     guest.run(SOMEBODY, timeout_s=300)
     before = snapshot(guest)
     serve(site, guest)
-    code, told = site.tool("manifest", "--json")
+    code, told = site.tool("status", "--files", "--json")
     assert code == 0, told
     [said] = json.loads(told)
     assert {"tree", "image", "unit", "tools", "record", "service"} <= {

@@ -21,39 +21,38 @@ Verb = Callable[[Words, Paths], int]
 
 
 def _in(module: str, name: str = "main") -> Callable[..., Any]:
-    """Return a function whose module is imported when it is called.
+    """Return a function whose module is imported at the call: imports dominate short verbs."""
 
-    Most of what a short verb takes is Python importing: each pays for its own modules alone.
-    """
+    def call(*arguments: object) -> Any:
+        return getattr(importlib.import_module(f"spark_host.{module}"), name)(*arguments)
 
-    def called(*given: object) -> Any:
-        return getattr(importlib.import_module(f"spark_host.{module}"), name)(*given)
-
-    return called
+    return call
 
 
 _this_host = _in("rollout.steps", "this_host")
+_poll_rollout = _in("rollout.record", "poll")
+_begin_rollout = _in("rollout.record", "begin")
 
 
-def _of_one(work: Callable[[str, Paths], int]) -> Verb:
-    """Return a verb that is given the name of one release or service, and nothing else."""
-    return lambda words, paths: work(_one(words), paths)
+def _named(work: Callable[[str, Paths], int]) -> Verb:
+    """Return a verb whose only argument is the name of a release or service."""
+    return lambda words, paths: work(_name(words), paths)
 
 
-def _one(words: Words) -> str:
+def _name(words: Words) -> str:
     if len(words) != 1:
-        raise HostToolError("spark-host", f"wants one name, got {words}", "spark-host help", 2)
+        raise HostToolError("spark-host", f"needs a single name, got {words}", "spark-host help", 2)
     return words[0]
 
 
 def _poll(words: Words, paths: Paths) -> int:
-    asked = words[1] if len(words) == 2 else None
-    print_json(_in("rollout.record", "poll")(_one(words[:1]), Host(paths), asked))
+    request = words[1] if len(words) == 2 else None
+    print_json(_poll_rollout(_name(words[:1]), Host(paths), request))
     return 0
 
 
 def _begin(name: str, paths: Paths) -> int:
-    print_json(_in("rollout.record", "begin")(name, Host(paths)))
+    print_json(_begin_rollout(name, Host(paths)))
     return 0
 
 
@@ -64,131 +63,98 @@ def _daily(words: Words, paths: Paths) -> int:
 
 
 def _stop_service(words: Words, paths: Paths) -> int:
-    more = dict(zip(words[1::2], words[2::2], strict=False))
-    for_s = more.pop("--for", None)
-    by = more.pop("--by", os.environ.get("SUDO_USER", "root"))
-    if more or len(words) % 2 == 0 or not (for_s or "1").isdigit():
-        raise HostToolError("spark-host stop-service", f"does not take {words}", "see its help", 2)
+    options = dict(zip(words[1::2], words[2::2], strict=False))
+    for_s = options.pop("--for", None)
+    by = options.pop("--by", os.environ.get("SUDO_USER", "root"))
+    if options or len(words) % 2 == 0 or not (for_s or "1").isdigit():
+        raise HostToolError("spark-host stop-service", f"unknown words {words}", "see help", 2)
     stop: Callable[..., int] = _in("records.boot", "stop_service")
     return stop(words[0], by, Host(paths), float(for_s) if for_s else None)
 
 
-def _leaving(verb: str) -> Verb:
-    return lambda words, paths: _in("cleanup.uninstall")(verb, _one(words), paths)
+def _on_service(work: Callable[..., int]) -> Verb:
+    return lambda words, paths: work(_name(words), Host(paths))
 
 
+def _on_rollout(work: Callable[..., int]) -> Verb:
+    return lambda words, paths: work(_name(words), _this_host(paths))
+
+
+def _uninstall(verb: str) -> Verb:
+    return lambda words, paths: _in("cleanup.uninstall")(verb, _name(words), paths)
+
+
+def _rollback(words: Words, paths: Paths) -> int:
+    code: int = _in("rollout.rollback", "rollback")(words, _this_host(paths))
+    return code
+
+
+def _share(words: Words, paths: Paths) -> int:
+    code: int = _in("gateway.share", "run")(paths)
+    return code
+
+
+_CHECK = "[RELEASE] [--quick|--full|--deep] [--json], --record [FILE], --compare RELEASE"
 VERBS: dict[str, tuple[Verb, str]] = {
-    tool.STATUS: (_in("status"), "[--live]: everything about this host as JSON"),
-    tool.EVIDENCE: (
-        _in("evidence"),
-        "what the running engine shows, fit to be sent to others, as JSON",
-    ),
-    tool.CHECK: (
-        _in("check.runner"),
-        "[RELEASE] [--quick|--full|--deep] [--json]: prove the running engine; --record [FILE] and "
-        "--compare RELEASE: keep what it answers, and hold it against another",
-    ),
-    "switch": (
-        _of_one(lambda name, paths: _in("rollout.rollout", "roll_out")(name, _this_host(paths))),
-        "RELEASE: change to a release (run by spark-switch@RELEASE)",
-    ),
+    tool.STATUS: (_in("status"), "[--live]: print the state of this host as JSON"),
+    tool.EVIDENCE: (_in("evidence"), "print facts about engines, safe to publish, as JSON"),
+    tool.CHECK: (_in("check.runner"), f"{_CHECK}: check the running engine"),
+    "switch": (_on_rollout(_in("rollout.rollout", "roll_out")), "RELEASE: roll out a release"),
     "switch-recover": (
-        _of_one(lambda name, paths: _in("rollout.rollout", "recover")(name, _this_host(paths))),
-        "RELEASE: finish a rollout that was killed",
+        _on_rollout(_in("rollout.rollout", "recover")), "RELEASE: finish a killed rollout"
     ),
-    tool.SWITCH_BEGIN: (
-        _of_one(_begin),
-        "RELEASE: ask for the change, or join the one under way",
-    ),
-    tool.SWITCH_POLL: (_poll, "RELEASE [REQUEST]: how the last change to it stands, as JSON"),
-    tool.ROLLBACK: (
-        lambda words, paths: _in("rollout.rollback", "rollback")(words, _this_host(paths)),
-        "SERVICE [--to RELEASE] [--dry]: go back to a proven release",
-    ),
-    tool.PRUNE: (
-        _in("cleanup.prune"),
-        "[--dry] KEEP: remove what no kept release needs; KEEP is JSON",
-    ),
-    tool.NOTE: (_leaving(tool.NOTE), "WANTED: write down what the host is before it is changed"),
-    tool.MANIFEST: (
-        _leaving(tool.MANIFEST),
-        "WANTED: list everything of ours, and what would stay",
-    ),
-    tool.UNINSTALL: (_leaving(tool.UNINSTALL), "WANTED: remove what is ours; WANTED is JSON"),
-    tool.STOP_SERVICE: (
-        _stop_service,
-        "SERVICE [--by WHO] [--for SECONDS]: stop it until someone starts it again, or for a while",
-    ),
+    tool.SWITCH_BEGIN: (_named(_begin), "RELEASE: start a rollout, or join the running one"),
+    tool.SWITCH_POLL: (_poll, "RELEASE [REQUEST]: print the state of a rollout as JSON"),
+    tool.ROLLBACK: (_rollback, "SERVICE [--to RELEASE] [--dry]: go back to a proven release"),
+    tool.PRUNE: (_in("cleanup.prune"), "[--dry] KEEP: remove what no kept release needs"),
+    tool.NOTE: (_uninstall(tool.NOTE), "FOOTPRINT: record the host before the first deploy"),
+    tool.MANIFEST: (_uninstall(tool.MANIFEST), "FOOTPRINT: list everything we created"),
+    tool.UNINSTALL: (_uninstall(tool.UNINSTALL), "FOOTPRINT: remove everything we created"),
+    tool.STOP_SERVICE: (_stop_service, "SERVICE [--by WHO] [--for SECONDS]: stop a service"),
     "start-when-due": (
-        _of_one(lambda name, paths: _in("records.boot", "start_when_due")(name, Host(paths))),
-        "SERVICE: start it when a while is over (run by spark-return@SERVICE)",
+        _on_service(_in("records.boot", "start_when_due")), "SERVICE: start it when due"
     ),
     tool.RETIRE_SERVICE: (
-        _of_one(lambda name, paths: _in("records.boot", "retire_service")(name, Host(paths))),
-        "SERVICE: end it for good; what was made for it stays until a prune",
+        _on_service(_in("records.boot", "retire_service")), "SERVICE: remove a service"
     ),
     tool.START_SERVICE: (
-        _of_one(lambda name, paths: _in("records.boot", "start_service")(name, Host(paths))),
+        _on_service(_in("records.boot", "start_service")),
         "SERVICE: start the last proven release again",
     ),
-    "gateway": (
-        _of_one(_in("gateway.gateway", "run")),
-        "SERVICE: run its nginx (run by spark-gateway@SERVICE)",
-    ),
+    "gateway": (_named(_in("gateway.gateway", "run")), "SERVICE: run its nginx"),
     tool.GATEWAY_RELOAD: (
-        _of_one(_in("gateway.gateway", "reload")),
-        "SERVICE: take over a new key or new settings",
+        _named(_in("gateway.gateway", "reload")), "SERVICE: apply a new key or settings"
     ),
-    tool.GATEWAY_NEW_KEY: (
-        _of_one(_in("gateway.gateway", "new_key")),
-        "SERVICE: replace its API key, the old one is refused",
-    ),
-    "share": (
-        lambda words, paths: _in("gateway.share", "run")(paths),
-        "lend files of trees to other hosts (run by spark-share@trees)",
-    ),
-    "watch": (
-        _of_one(_in("watch.watchdog", "run")),
-        "RELEASE: watch its engine (run by spark-watch@RELEASE)",
-    ),
-    "daily": (_daily, ": look for what decays unnoticed (run by spark-daily.timer)"),
-    tool.JOB: (_in("jobs.jobs"), "run D12 | poll [D12...]: run a job, or tell how jobs stand"),
+    tool.GATEWAY_NEW_KEY: (_named(_in("gateway.gateway", "new_key")), "SERVICE: replace its key"),
+    "share": (_share, ": serve checkpoint files to other hosts"),
+    "watch": (_named(_in("watch.watchdog", "run")), "RELEASE: watch its engine"),
+    "daily": (_daily, ": inspect the host"),
+    tool.JOB: (_in("jobs.jobs"), "run D12 | poll [D12...]: run a job, or print states of jobs"),
     tool.IMAGE: (
         _in("jobs.image"),
-        "[--layers LAYERS.json] REFERENCE [COMMAND...]: pull an image, then run a command with it",
+        "[--layers LAYERS.json] REFERENCE [COMMAND...]: pull an image, then run a command",
     ),
     tool.FABRIC: (
-        _in("system.fabric_addresses"),
-        "try|confirm|restore: addresses of the ports between hosts, from a plan on standard input",
+        _in("system.fabric_addresses"), "try|settled|confirm|restore: set fabric addresses"
     ),
-    tool.FABRIC_SPEED: (
-        _in("system.fabric_speed"),
-        "listen|send: one end of a short test of a way between hosts, from an order on standard "
-        "input",
-    ),
-    tool.FENCE: (
-        _in("system.cluster", "fence"),
-        "up|down RELEASE: let members alone reach the ports of a cluster (run by its unit)",
-    ),
-    "may-start": (_of_one(_in("engine.serve", "may_start")), "RELEASE: whether its unit may start"),
-    "prepare": (
-        _of_one(_in("engine.serve", "prepare")),
-        "RELEASE: make the host ready for its start",
-    ),
-    "serve": (
-        _of_one(_in("engine.serve", "run")),
-        "RELEASE: run its engine (run by spark-serve@RELEASE)",
-    ),
-    "stop": (_of_one(_in("engine.serve", "stop")), "RELEASE: stop its engine"),
-    "after-stop": (
-        _of_one(_in("engine.serve", "after_stop")),
-        "RELEASE: clean up after its engine",
-    ),
+    tool.FABRIC_SPEED: (_in("system.fabric_speed"), "listen|send: measure the fabric"),
+    tool.FENCE: (_in("system.cluster", "fence"), "up|down RELEASE: firewall a cluster's ports"),
+    "may-start": (_named(_in("engine.serve", "may_start")), "RELEASE: whether its unit may start"),
+    "prepare": (_named(_in("engine.serve", "prepare")), "RELEASE: prepare the host for its start"),
+    "serve": (_named(_in("engine.serve", "run")), "RELEASE: run its engine"),
+    "stop": (_named(_in("engine.serve", "stop")), "RELEASE: stop its engine"),
+    "after-stop": (_named(_in("engine.serve", "after_stop")), "RELEASE: clean up after its engine"),
+}  # fmt: skip
+_FIXES = {
+    errno.ENOSPC: "free space on its disk: df -h, deploys/prune.py",
+    errno.EROFS: "find out why its disk is read-only: dmesg",
+    errno.EACCES: "run it as root: sudo",
+    errno.EPERM: "run it as root: sudo",
 }
 
 
 def main(argv: Words) -> int:
-    """Run one verb; a deliberate error is one line on stderr."""
+    """Run a verb; an expected error is a single line on stderr."""
     if not argv or argv[0] not in VERBS:
         for verb, (_, text) in VERBS.items():
             print(f"spark-host {verb} {text}", file=sys.stderr)
@@ -199,22 +165,11 @@ def main(argv: Words) -> int:
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         return error.exit_code
     except OSError as error:
-        print(f"{ERROR}{_in_words(argv[0], error)}", file=sys.stderr, flush=True)
+        where = error.filename or f"spark-host {argv[0]}"
+        fix = _FIXES.get(error.errno or 0, "see `journalctl -xe`, then run it again")
+        line = Problem(where, str(error.strerror or error), fix).line
+        print(f"{ERROR}{line}", file=sys.stderr, flush=True)
         return 1
-
-
-def _in_words(verb: str, error: OSError) -> str:
-    where = error.filename or f"spark-host {verb}"
-    fix = _FIXES.get(error.errno or 0, "see `journalctl -xe`, then run it again")
-    return Problem(where, str(error.strerror or error), fix).line
-
-
-_FIXES = {
-    errno.ENOSPC: "free space on its disk: df -h, deploys/prune.py",
-    errno.EROFS: "find out why its disk is read-only: dmesg",
-    errno.EACCES: "run it as root: sudo",
-    errno.EPERM: "run it as root: sudo",
-}
 
 
 if __name__ == "__main__":
