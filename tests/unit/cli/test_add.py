@@ -115,7 +115,7 @@ def test_one_command_writes_a_file_that_plans(
     assert add(site, "org/Tiny-Chat", "--force") == 0
 
 
-def test_a_script_reads_what_was_written_what_is_open_and_what_comes_next(
+def test_json_lists_files_open_questions_and_next_commands(
     hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(hub, "org/Tiny-Chat", CONFIG, tokenizer_config__json={"chat_template": "x"})
@@ -138,7 +138,7 @@ def test_a_script_reads_what_was_written_what_is_open_and_what_comes_next(
     assert found["next"] == [f"spark-deploy up a {same}"]
 
 
-def test_a_script_reads_why_what_was_written_cannot_be_served(
+def test_json_contains_the_problems_of_an_impossible_model(
     hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(hub, "org/new", {**CONFIG, "architectures": ["BrandNewForCausalLM"]},
@@ -153,7 +153,7 @@ def test_a_script_reads_why_what_was_written_cannot_be_served(
     assert found["files"] == [str(site / "catalog/models/new.yml")]
 
 
-def test_the_file_names_its_schema_where_one_lies(hub: Hub, site: Path) -> None:
+def test_the_file_names_an_existing_schema(hub: Hub, site: Path) -> None:
     publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
     (site / "schema").mkdir()
     (site / "schema/plain_model.schema.json").write_text("{}")
@@ -173,7 +173,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("repo", KINDS)
-def test_what_a_model_is_for_is_read_from_its_files(hub: Hub, site: Path, repo: str) -> None:
+def test_the_task_is_read_from_files_and_hub(hub: Hub, site: Path, repo: str) -> None:
     files, listing, task = KINDS[repo]
     publish(hub, repo, CONFIG, listing, **files)
     assert add(site, repo) == 0
@@ -182,7 +182,7 @@ def test_what_a_model_is_for_is_read_from_its_files(hub: Hub, site: Path, repo: 
     assert "parsers" not in data
 
 
-def test_what_nobody_knows_is_left_out_and_said(
+def test_unknown_values_are_left_out_and_reported(
     hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {**CONFIG, "model_type": "nobody", "auto_map": {"AutoModel": "m.Model"}}
@@ -195,7 +195,7 @@ def test_what_nobody_knows_is_left_out_and_said(
     assert "parsers" not in yaml.safe_load((site / "catalog/models/odd.yml").read_text())
 
 
-def test_an_architecture_that_no_engine_lists_is_refused_and_the_file_stays(
+def test_an_unknown_architecture_is_refused_and_the_file_stays(
     hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(hub, "org/new", {**CONFIG, "architectures": ["BrandNewForCausalLM"]},
@@ -207,7 +207,7 @@ def test_an_architecture_that_no_engine_lists_is_refused_and_the_file_stays(
 
 
 @pytest.mark.parametrize("place", ["org", "../../etc/passwd", "org/nothing", "org/na me"])
-def test_what_is_no_repository_is_one_line_and_no_file(
+def test_an_invalid_repository_is_one_problem_and_no_file(
     site: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert add(site, place) == 1
@@ -216,7 +216,7 @@ def test_what_is_no_repository_is_one_line_and_no_file(
     assert not list((site / "catalog").rglob("*.yml"))
 
 
-def test_words_of_a_hub_break_no_line_of_the_file(hub: Hub, site: Path) -> None:
+def test_texts_of_a_hub_stay_in_their_comment_line(hub: Hub, site: Path) -> None:
     publish(hub, "org/words", CONFIG, {"tags": ["license:mit\nkind: hybrid\x1b[2J"]},
             tokenizer_config__json={"chat_template": "x"})  # fmt: skip
     assert add(site, "org/words") == 0
@@ -225,8 +225,7 @@ def test_words_of_a_hub_break_no_line_of_the_file(hub: Hub, site: Path) -> None:
     assert all(line.isprintable() for line in text.splitlines())
 
 
-def test_a_profile_is_that_of_the_new_model_alone(hub: Hub, site: Path) -> None:
-    """What hosts serve now need not go with it."""
+def test_the_profile_applies_to_the_new_model_only(hub: Hub, site: Path) -> None:
     publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
     profiles = site / "catalog/profiles"
     profiles.mkdir(parents=True)
@@ -236,9 +235,7 @@ def test_a_profile_is_that_of_the_new_model_alone(hub: Hub, site: Path) -> None:
     assert add(site, "org/tiny", "--profile", "mine") == 0
 
 
-def test_a_recipe_is_added_by_the_same_command(
-    hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_is_added(hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     publish(hub, "org/Dense-NVFP4", CONFIG)
     recipe = CHECKOUT / "tests/fixtures/recipes/spark-vllm-docker-1.yaml"
     assert add(site, str(recipe)) == 0
@@ -251,7 +248,7 @@ def test_a_recipe_is_added_by_the_same_command(
     ]
 
 
-def test_it_chooses_what_it_wrote_when_it_is_told_to(hub: Hub, site: Path) -> None:
+def test_use_selects_the_new_model(hub: Hub, site: Path) -> None:
     publish(hub, "org/new", CONFIG, tokenizer_config__json={"chat_template": "{{ messages }}"})
     assert add(site, "org/new") == 0
     settings = site / "group_vars/spark.yml"
@@ -270,7 +267,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("present", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_a_choice_that_cannot_be_served_is_replaced_by_what_is_added(
+def test_use_replaces_a_choice_that_cannot_be_served(
     hub: Hub, site: Path, present: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(hub, "org/new", CONFIG, tokenizer_config__json={"chat_template": "{{ messages }}"})
@@ -281,7 +278,7 @@ def test_a_choice_that_cannot_be_served_is_replaced_by_what_is_added(
     assert (chosen["model"], chosen["profile"]) == ("new", "plain")
 
 
-def test_what_else_a_host_has_ready_or_changes_to_at_night_is_no_part_of_a_new_model(
+def test_a_schedule_does_not_apply_to_the_new_model(
     hub: Hub, site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(hub, "org/new", CONFIG, tokenizer_config__json={"chat_template": "{{ messages }}"})

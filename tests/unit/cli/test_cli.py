@@ -15,18 +15,18 @@ from tests.unit.planning.plans import made_up_lock, shipped_catalog
 
 @pytest.fixture
 def spark_deploy(capsys, monkeypatch, tmp_path):
-    """Run one command in an empty folder; returns exit code, output and messages."""
+    """Run a command in an empty folder; return exit code, output and messages."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str):
         code = main(arguments)
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return run
 
 
-def test_a_plan_needs_neither_host_nor_hub_when_it_estimates(spark_deploy):
+def test_an_estimated_plan_works_offline(spark_deploy):
     code, out, _ = spark_deploy("plan", "-v", "--estimate", "--profile", "v2-tq")
     assert code == 0
     for part in ("turboquant_k8v4", "(estimated, not locked)", "KV cache of", "release     main-"):
@@ -34,7 +34,7 @@ def test_a_plan_needs_neither_host_nor_hub_when_it_estimates(spark_deploy):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "text"),
     [
         (("checkpoint.layout=overlay",), "(overlay; "),
         (("checkpoint.layout=full",), "(full; "),
@@ -46,21 +46,21 @@ def test_a_plan_needs_neither_host_nor_hub_when_it_estimates(spark_deploy):
         ),
     ],
 )
-def test_every_way_to_a_checkpoint_can_be_estimated(spark_deploy, data, said):
+def test_every_kind_of_checkpoint_can_be_estimated(spark_deploy, data, text):
     code, out, err = spark_deploy(
-        "plan", "-v", "--estimate", *(word for one in data for word in ("--data", one))
+        "plan", "-v", "--estimate", *(word for item in data for word in ("--data", item))
     )
     assert (code, err) == (0, "")
-    assert said in out
+    assert text in out
 
 
-def test_a_plan_as_json_is_a_list_with_one_entry_for_each_host(spark_deploy):
+def test_a_plan_as_json_is_a_list_of_hosts(spark_deploy):
     _, out, _ = spark_deploy("plan", "--estimate", "--json")
     [plan] = json.loads(out)
     assert (plan["host"], plan["model"], plan["profile"]) == ("spark-1", "qwen3.5-122b", "v2")
 
 
-def test_a_plan_names_the_unit_with_its_limits_and_what_the_disk_takes_in_all(spark_deploy):
+def test_a_verbose_plan_shows_the_unit_and_total_disk_use(spark_deploy):
     _, text, _ = spark_deploy("plan", "-v", "--estimate")
     _, out, _ = spark_deploy("plan", "--estimate", "--json")
     [plan] = json.loads(out)
@@ -88,14 +88,14 @@ def test_a_plan_names_the_unit_with_its_limits_and_what_the_disk_takes_in_all(sp
         (("--inventory", "nothing.py"), "is not an inventory file"),
     ],
 )
-def test_a_mistake_is_one_message_with_a_fix(spark_deploy, arguments, message):
+def test_each_mistake_gets_one_message_with_a_fix(spark_deploy, arguments, message):
     code, out, err = spark_deploy("plan", "--estimate", *arguments)
     assert (code, out) == (1, "")
     assert message in err
     assert "fix:" in err
 
 
-def test_lock_check_names_what_is_missing_and_writes_nothing(spark_deploy, tmp_path):
+def test_update_check_lists_missing_names_without_writing(spark_deploy, tmp_path):
     (tmp_path / "group_vars").mkdir()
     inventory = tmp_path / "sparks.py"
     inventory.write_text(
@@ -109,7 +109,7 @@ def test_lock_check_names_what_is_missing_and_writes_nothing(spark_deploy, tmp_p
 
 
 @pytest.mark.usefixtures("lock_path")
-def test_a_lock_as_json_is_what_is_written_in_its_file(spark_deploy, tmp_path):
+def test_update_json_prints_the_lock_file(spark_deploy, tmp_path):
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "sparks.py").write_text(
         "from spark_deploy.inventory.groups import group_from as _g\n"
@@ -121,7 +121,7 @@ def test_a_lock_as_json_is_what_is_written_in_its_file(spark_deploy, tmp_path):
     assert code in (0, 1)
 
 
-def test_an_update_of_a_name_nobody_uses_is_refused_with_a_guess(spark_deploy):
+def test_an_unused_name_to_update_gets_a_suggestion(spark_deploy):
     code, _, err = spark_deploy("update", "--only", "Intel/Qwen3.5-122B-A10B-int4-AutoRund")
     assert code == 1
     assert "did you mean Intel/Qwen3.5-122B-A10B-int4-AutoRound?" in err
@@ -136,7 +136,7 @@ def lock_path(tmp_path):
 
 
 @pytest.mark.usefixtures("lock_path")
-def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spark_deploy, tmp_path):
+def test_the_default_inventory_is_in_the_working_directory(spark_deploy, tmp_path):
     (tmp_path / "inventory").mkdir()
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "inventory/spark.py").write_text(
@@ -150,7 +150,7 @@ def test_without_an_inventory_the_manifest_is_that_of_the_working_directory(spar
         assert re.search(rf"^  file +/usr/local/bin/{command}$", out, re.MULTILINE)
 
 
-def test_the_plan_says_what_the_proof_will_ask(spark_deploy):
+def test_a_verbose_plan_lists_the_checks(spark_deploy):
     code, out, err = spark_deploy("plan", "-v", "--estimate", "--data", "engine.vision=true")
     assert (code, err) == (0, "")
     [line] = [line for line in out.splitlines() if line.startswith("  check ")]
@@ -158,7 +158,7 @@ def test_the_plan_says_what_the_proof_will_ask(spark_deploy):
         assert part in line
 
 
-def test_without_one_there_it_is_that_of_the_checkout(spark_deploy, lock_path, monkeypatch):
+def test_the_fallback_inventory_is_in_the_checkout(spark_deploy, lock_path, monkeypatch):
     # The checkout's own folder holds no lock of made-up names.
     monkeypatch.setattr(HostSettings, "lock_path", lock_path)
     code, out, err = spark_deploy("status", "--files", "--planned", "--json")
@@ -168,9 +168,7 @@ def test_without_one_there_it_is_that_of_the_checkout(spark_deploy, lock_path, m
     assert {entry["kind"] for entry in owned} >= {"file", "package", "tree", "image", "enabled"}
 
 
-def test_an_inventory_of_a_lab_that_is_not_up_names_the_command_that_brings_it_up(
-    spark_deploy, monkeypatch, tmp_path
-):
+def test_the_inventory_of_a_missing_lab_names_the_make_target(spark_deploy, monkeypatch, tmp_path):
     monkeypatch.setenv("SPARK_LAB_DIR", str(tmp_path))
     inventory = str(CHECKOUT / "inventory/lab.py")
     code, _, err = spark_deploy("status", "--files", "--planned", inventory)
@@ -179,7 +177,7 @@ def test_an_inventory_of_a_lab_that_is_not_up_names_the_command_that_brings_it_u
     assert re.search(rf"^{target}:", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
 
 
-def test_the_command_runs_outside_a_test_too(tmp_path):
+def test_the_command_runs_in_a_clean_process(tmp_path):
     run = "import sys; from spark_deploy.cli import main; sys.exit(main())"
     environment = {"PYTHONPATH": str(CHECKOUT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     command = [sys.executable, "-c", run, "connect"]
@@ -188,20 +186,20 @@ def test_the_command_runs_outside_a_test_too(tmp_path):
     assert "http://127.0.0.1:8000/v1" in done.stdout
 
 
-def test_defaults_as_json_end_with_their_line(spark_deploy):
+def test_settings_json_ends_with_a_line_end(spark_deploy):
     _, out, _ = spark_deploy("settings", "--json")
     assert out.endswith("}\n")
     assert json.loads(out)["model"]
 
 
-def test_the_defaults_begin_with_what_an_owner_does_with_them(spark_deploy):
+def test_settings_begin_with_instructions_for_owners(spark_deploy):
     _, out, _ = spark_deploy("settings")
     head = " ".join(out.split("\n\n")[0].replace("\n#", "").split())
     assert "into group_vars/all.yml of your own folder" in head
     assert "make docs" not in head
 
 
-def test_a_hub_that_is_away_is_told_in_words_and_with_the_way_around_it(spark_deploy):
+def test_an_unreachable_hub_gets_a_message_with_the_offline_option(spark_deploy):
     code, out, err = spark_deploy("plan", "--data", "hub.endpoint=http://127.0.0.1:9")
     assert (code, out) == (1, "")
     assert "the hub cannot be asked: ConnectError: Connection refused" in err
@@ -209,7 +207,7 @@ def test_a_hub_that_is_away_is_told_in_words_and_with_the_way_around_it(spark_de
     assert fix.endswith("; or add --estimate to work offline")
 
 
-def test_a_plan_of_what_nobody_read_claims_no_more_than_it_knows(spark_deploy):
+def test_a_plan_of_an_unread_repository_marks_unknown_values(spark_deploy):
     pair = ("--model", "qwen3-4b", "--profile", "plain")
     _, out, _ = spark_deploy("plan", "--estimate", *pair)
     assert "qwen3-4b with plain fits as far as known\n" in out
@@ -217,20 +215,20 @@ def test_a_plan_of_what_nobody_read_claims_no_more_than_it_knows(spark_deploy):
     assert "NOT KNOWN   weights, context and KV cache" in out
 
 
-def test_what_is_neither_folder_nor_repository_is_asked_of_no_hub(spark_deploy):
+def test_an_invalid_repository_name_is_refused_offline(spark_deploy):
     code, out, err = spark_deploy("add", "--dry", "./hosts.yml")
     assert (code, out) == (1, "")
     assert "./hosts.yml: is neither a directory nor org/name" in err
 
 
-def test_a_comparison_of_nothing_says_what_to_name(spark_deploy):
+def test_a_missing_result_file_gets_a_message(spark_deploy):
     code, out, err = spark_deploy("bench", "--compare", "nothing.json")
     assert (code, out) == (1, "")
     assert "No such file or directory" in err
     assert "Errno" not in err
 
 
-def test_a_release_of_no_such_form_is_refused_before_anything_is_run(spark_deploy):
+def test_an_invalid_release_name_is_refused_before_any_command(spark_deploy):
     code, out, err = spark_deploy("rollback", "spark-1", "--to", "x", "-y")
     assert (code, out) == (1, "")
     assert err.startswith('--to: "x" does not have the form that is needed')
@@ -238,7 +236,7 @@ def test_a_release_of_no_such_form_is_refused_before_anything_is_run(spark_deplo
     assert "pyinfra" not in err
 
 
-def test_a_place_that_cannot_be_written_is_one_message(spark_deploy, tmp_path):
+def test_an_unwritable_path_gets_one_message(spark_deploy, tmp_path):
     (tmp_path / "file").write_text("")
     recorded = str(CHECKOUT / "docs/screens/recorded/bench.json")
     code, out, err = spark_deploy("bench", "--compare", recorded, "--out", "file/below")
@@ -250,7 +248,7 @@ def test_a_place_that_cannot_be_written_is_one_message(spark_deploy, tmp_path):
     "words",
     [("--runs", "0"), ("--pp", "-4"), ("--tg", "0"), ("--clients", "0")],
 )
-def test_nothing_is_measured_less_than_once(spark_deploy, words):
+def test_counts_of_a_benchmark_are_positive(spark_deploy, words):
     code, out, err = spark_deploy("bench", *words)
     assert (code, out) == (2, "")
     assert words[0] in err

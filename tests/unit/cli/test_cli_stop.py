@@ -1,4 +1,4 @@
-"""`stop` and `start` give every chosen host its order, through the host's own tools."""
+"""``stop`` and ``start`` run the host tools on every selected host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(command: str, options: Options, **given: Any) -> int:
 
 
 @pytest.mark.parametrize("command", ["stop", "start"])
-def test_one_member_of_a_cluster_is_not_taken_from_the_others(
+def test_a_single_member_of_a_cluster_is_refused(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SimpleNamespace(cluster=SimpleNamespace(hosts=("spark-1", "spark-2")))
@@ -58,7 +58,7 @@ def test_one_member_of_a_cluster_is_not_taken_from_the_others(
         ("stop", None, "embed", ["stop-service embed --by "]),
     ],
 )
-def test_each_host_is_given_its_order_and_what_it_says_is_shown(
+def test_hosts_run_one_command_per_service_and_the_output_is_shown(
     command: str,
     period: str | None,
     chosen: str | None,
@@ -66,12 +66,12 @@ def test_each_host_is_given_its_order_and_what_it_says_is_shown(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[str] = []
+    commands: list[str] = []
 
     class Host:
         def run_shell_command(self, words: Any, **_: Any) -> tuple[bool, Any]:
-            asked.append(str(words))
-            return True, SimpleNamespace(stdout="as you say\n")
+            commands.append(str(words))
+            return True, SimpleNamespace(stdout="stopped\n")
 
     monkeypatch.setattr(stop, "select_hosts", lambda _, judged: [LISTED])
     monkeypatch.setattr(
@@ -79,13 +79,13 @@ def test_each_host_is_given_its_order_and_what_it_says_is_shown(
         lambda hosts, run, doing: [Answer(one, run(Host(), one)) for one in hosts],
     )  # fmt: skip
     assert run(command, Options(), service=chosen, **({"period": period} if period else {})) == 0
-    assert capsys.readouterr().out == "spark-1: as you say\n"
-    assert len(asked) == 1
-    assert all(order in asked[0] for order in orders)
-    assert asked[0].count(f"{command}-service") == (1 if chosen else 2)
+    assert capsys.readouterr().out == "spark-1: stopped\n"
+    assert len(commands) == 1
+    assert all(order in commands[0] for order in orders)
+    assert commands[0].count(f"{command}-service") == (1 if chosen else 2)
 
 
-def test_a_service_that_the_host_does_not_have_is_refused_with_a_guess(
+def test_an_unknown_service_gets_a_suggestion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stop, "select_hosts", lambda _, judged: [LISTED])
@@ -94,17 +94,17 @@ def test_a_service_that_the_host_does_not_have_is_refused_with_a_guess(
 
 
 @pytest.mark.parametrize("command", ["stop", pytest.param("start", marks=pytest.mark.slow)])
-def test_both_commands_are_there(command: str, tmp_path: Path) -> None:
+def test_both_commands_patch_gevent_in_time(command: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "spark_deploy", command, str(tmp_path / "none.py")],
         cwd=CHECKOUT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    # Nothing else: a warning there says that gevent came too late.
+    # A warning here would mean that gevent patched too late.
     assert re.fullmatch(r"\S+none.py: is not an inventory file\n  fix: .*\n", done.stderr)
 
 
 @pytest.mark.parametrize("period", ["", "1", "h", "0h", "-1h", "1w", "1.5h", "1h30m", "²h"])
-def test_a_period_that_is_none_is_refused_before_a_host_is_asked(period: str) -> None:
+def test_an_invalid_period_is_refused_before_any_query(period: str) -> None:
     with pytest.raises(SparkError, match="is not a period"):
         run("stop", Options(), period=period)

@@ -1,4 +1,4 @@
-"""Words, help and completion: one table for all commands, and nothing heavy before they run."""
+"""Help, options and completion of all commands."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def run(*words, **environment):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_in_plain_words(name, capsys):
+def test_every_command_has_help(name, capsys):
     assert main([name, "--help"]) == 0
     said = capsys.readouterr().out
     assert COMMANDS[name][:40] in said
@@ -32,7 +32,7 @@ def test_every_command_has_help_in_plain_words(name, capsys):
             assert re.search(rf"{option}\b.*\S", said)
 
 
-def test_every_command_that_prints_for_people_prints_for_programs_too():
+def test_every_command_has_a_json_option():
     with click.Context(GROUP) as context:
         names = GROUP.list_commands(context)
         made = [GROUP.get_command(context, name) for name in names]
@@ -55,7 +55,7 @@ OWN = ("--inventory", "own/inventory/spark.py")
     ],
     ids=lambda words: words[0],
 )
-def test_what_a_program_reads_is_one_document(words, tmp_path, monkeypatch, capsys):
+def test_json_output_is_one_document(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(init, "_lock", lambda folder: None)  # which would ask a hub
     main(["init", "own", "--host", "a"])
@@ -64,7 +64,7 @@ def test_what_a_program_reads_is_one_document(words, tmp_path, monkeypatch, caps
     assert json.loads(capsys.readouterr().out)
 
 
-def test_help_lists_every_command_and_loads_no_pyinfra():
+def test_help_lists_every_command_without_importing_pyinfra():
     code = (
         "import sys; from spark_deploy.cli import main; main(['--help'])\n"
         "sys.exit(any(m.split('.')[0] in ('pyinfra', 'gevent', 'pydantic') for m in sys.modules))"
@@ -77,18 +77,18 @@ def test_help_lists_every_command_and_loads_no_pyinfra():
     assert set(COMMANDS) <= set(listed)
 
 
-def test_a_version_is_said():
+def test_version_is_printed():
     assert re.fullmatch(r"spark-deploy (\d+\.\d+\.\d+\S*|unknown.*)\n", run("--version").stdout)
 
 
 @pytest.mark.parametrize("words", [("nope",), ("plan", "--nope"), ("top", "a.py", "b.py")])
-def test_bad_usage_is_2_with_a_word_about_help(words, capsys):
+def test_wrong_usage_exits_with_2_and_mentions_help(words, capsys):
     assert main(words) == 2
     said = capsys.readouterr()
     assert (said.out, "--help" in said.err) == ("", True)
 
 
-def test_a_host_is_named_with_or_without_limit(monkeypatch):
+def test_hosts_are_arguments_or_limit_options(monkeypatch):
     seen = []
     monkeypatch.setattr(top, "select_hosts", lambda options, judged: seen.append(options) or [])
     assert main(["top", "spark-1", "x/hosts.py", "--limit", "spark-2", "--json", "--once"]) == 0
@@ -127,7 +127,7 @@ def test_bash_completes_commands_and_names_of_the_catalog(line, expected):
     assert expected <= {found.split(",")[1] for found in done.stdout.splitlines()}
 
 
-def test_a_command_that_is_none_gets_a_guess(capsys):
+def test_an_unknown_command_gets_a_suggestion(capsys):
     assert main(["statsu"]) == 2
     assert "Did you mean status?" in capsys.readouterr().err
 
@@ -142,7 +142,7 @@ def test_a_command_that_is_none_gets_a_guess(capsys):
         ("rotate-key inventory/spark.py <&-", 1, "confirmation: needs a terminal"),
     ],
 )
-def test_an_output_that_takes_nothing_is_no_traceback(line, code, said):
+def test_a_closed_or_full_output_is_no_traceback(line, code, said):
     command = f"{sys.executable} -m spark_deploy {line}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=CHECKOUT, capture_output=True, text=True, check=False
@@ -152,7 +152,7 @@ def test_an_output_that_takes_nothing_is_no_traceback(line, code, said):
     assert "Exception ignored" not in done.stderr
 
 
-def test_what_a_command_may_be_about_is_completed():
+def test_arguments_are_completed():
     for words, expected in (
         ("use v", "plain,v2-tq"), ("use qwen3.5-1", "plain,qwen3.5-122b"),
         ("share qwen3.5-122b/v2-", "plain,qwen3.5-122b/v2-tq"), ("add my.", "file,my."),
@@ -165,7 +165,7 @@ def test_what_a_command_may_be_about_is_completed():
         assert expected in done.stdout.splitlines()
 
 
-def test_hosts_of_the_folder_are_completed_as_far_as_they_can_be_read(tmp_path, monkeypatch):
+def test_hosts_are_completed_from_a_readable_hosts_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert host_names(None, None, "") == []
     for text, expected in (
@@ -180,18 +180,18 @@ PLANNING = {"up", "plan", "status", "doctor", "bench", "prune", "update"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_another_model_is_offered_where_a_plan_is_made_of_it(name, capsys):
+def test_planning_commands_have_a_model_option(name, capsys):
     assert main([name, "--help"]) == 0
     said = capsys.readouterr().out
     assert ("Plan with this model instead" in said) == (name in PLANNING)
 
 
-def test_no_number_of_lines_is_below_zero(capsys):
+def test_a_negative_number_of_lines_is_refused(capsys):
     assert main(["logs", "-n", "-5"]) == 2
     assert "-n" in capsys.readouterr().err
 
 
-def test_a_host_that_is_away_is_told_in_words(tmp_path):
+def test_an_unreachable_host_gets_a_message(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     (tmp_path / "sparks.py").write_text("spark = ['127.0.0.1']\n")
@@ -201,7 +201,7 @@ def test_a_host_that_is_away_is_told_in_words(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_terminal_without_unicode_gets_every_answer(tmp_path):
+def test_output_works_on_an_ascii_terminal(tmp_path):
     folder = tmp_path / "own"
     spoken = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     words = ("init", str(folder), "--host", "a", "--profile", "v2")
@@ -211,7 +211,7 @@ def test_a_terminal_without_unicode_gets_every_answer(tmp_path):
     assert "profile: v2 ? agent (a)" in done.stdout
 
 
-def test_a_model_of_ones_own_is_completed_in_its_folder(tmp_path, monkeypatch):
+def test_models_of_the_own_catalog_are_completed(tmp_path, monkeypatch):
     (tmp_path / "catalog/models").mkdir(parents=True)
     (tmp_path / "catalog/models/mine-4b.yml").write_text("")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`spark-deploy connect`: for one client, and tunnels that are held open."""
+"""``spark-deploy connect``: URLs, setup of clients, and tunnels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from spark_deploy.cli import main
+from spark_deploy.cli.connect import connection_lines, connection_of
+from tests.unit.cli.targets import target_of
 
 
 @pytest.fixture
@@ -26,12 +29,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_client_is_told_of_one_host(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_client_setup_requires_one_host(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["connect", "--for", "env"]) == 1
     assert "2 hosts: spark-1, spark-2" in capsys.readouterr().err
 
 
-def test_a_host_has_the_same_port_here_whether_it_is_named_alone_or_not(
+def test_the_local_port_of_a_host_does_not_depend_on_the_selection(
     site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["connect", "spark-2", "--for", "env"]) == 0
@@ -44,7 +47,7 @@ def test_a_host_has_the_same_port_here_whether_it_is_named_alone_or_not(
 
 
 @pytest.mark.parametrize("client", ["env", "claude"])
-def test_what_is_to_be_typed_next_is_about_the_same_server(
+def test_suggested_commands_keep_service_and_inventory(
     client: str, site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (site / "inventory/spark.py").rename(site / "inventory/other.py")
@@ -64,7 +67,7 @@ def test_what_is_to_be_typed_next_is_about_the_same_server(
         ]
 
 
-def test_where_the_shell_finds_no_such_program_its_path_is_said(
+def test_suggested_commands_use_a_path_outside_of_path(
     site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -73,7 +76,7 @@ def test_where_the_shell_finds_no_such_program_its_path_is_said(
     assert f'eval "$({ours} connect spark-1 --for env)"' in capsys.readouterr().err
 
 
-def test_of_a_cluster_clients_are_told_of_the_head_alone(
+def test_clients_of_a_cluster_connect_to_the_head(
     site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (site / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1, spark-2]}\n")
@@ -83,10 +86,10 @@ def test_of_a_cluster_clients_are_told_of_the_head_alone(
     assert "spark-2: computes for spark-1, which answers" in capsys.readouterr().err
 
 
-def test_tunnels_of_all_hosts_stay_open_until_interrupted_and_end_with_it(
+def test_tunnels_stay_open_until_interrupted(
     site: Path,
 ) -> None:
-    """With an ssh that stays, and writes down that it was ended."""
+    """The stub of ssh stays, and logs that it was terminated."""
     ssh = site / "ssh"
     ssh.write_text(
         "#!/bin/bash\ntrap 'echo ended >> $0.log; exit 0' TERM\n"
@@ -105,7 +108,7 @@ def test_tunnels_of_all_hosts_stay_open_until_interrupted_and_end_with_it(
 
 
 @pytest.mark.slow
-def test_a_tunnel_that_ends_by_itself_ends_the_command_with_its_host(site: Path) -> None:
+def test_a_failed_tunnel_ends_the_command_and_is_named(site: Path) -> None:
     ssh = site / "ssh"
     ssh.write_text('#!/bin/sh\ncase "$*" in *spark-2) exit 255;; esac\nexec sleep 60\n')
     ssh.chmod(0o755)
@@ -132,7 +135,7 @@ def wait(done) -> None:
     raise AssertionError("not in time")
 
 
-def test_whom_to_talk_to_does_not_hang_on_a_choice_that_can_be_served(site: Path) -> None:
+def test_connect_works_with_settings_that_cannot_be_served(site: Path) -> None:
     (site / "group_vars/spark.yml").write_text("model: qwen3.5-397b\n")
     assert main(["plan", "--estimate"]) == 1
     assert main(["connect", "spark-1", "--for", "env"]) == 0
@@ -146,15 +149,72 @@ def test_whom_to_talk_to_does_not_hang_on_a_choice_that_can_be_served(site: Path
         (("--tunnel", "--json"), "--tunnel and --json"),
     ],
 )
-def test_two_forms_of_one_answer_are_refused(
+def test_exclusive_options_are_refused(
     site: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["connect", "spark-1", *words]) == 1
     assert said in capsys.readouterr().err
 
 
-def test_an_address_behind_a_tunnel_says_so(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_through_a_tunnel_is_marked(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["connect"]) == 0
     told = capsys.readouterr().out
     assert "http://127.0.0.1:8001/v1 (here, through the tunnel below)" in told
     assert "(this host)" not in told
+
+
+TUNNEL = "ssh -N -o ExitOnForwardFailure=yes -L 127.0.0.1:8000:127.0.0.1:8000 spark@10.0.0.9"
+LOCAL_URL = "http://127.0.0.1:8000/v1"
+PRIVATE_CA = {
+    "serve.expose": "lan", "serve.tls": "private-ca", "serve.ca_dir": "/keys/ca",
+    "serve.address": "spark.example.org",
+}  # fmt: skip
+OWN_CERTIFICATE = {
+    "serve.expose": "lan", "serve.tls": "own-cert", "serve.tls_certificate": "/c.pem",
+    "serve.tls_key": "/k.pem",
+}  # fmt: skip
+TAILNET = {"serve.expose": "tailscale"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "url", "tunnel"),
+    [
+        ({}, {}, LOCAL_URL, TUNNEL),
+        ({}, {"place": 2}, "http://127.0.0.1:8002/v1", TUNNEL.replace("8000:1", "8002:1")),
+        ({"serve.expose": "lan", "serve.port": 9000}, {}, "http://10.0.0.9:9000/v1", None),
+        ({"serve.expose": "lan"}, {"place": 2}, "http://10.0.0.9:8000/v1", None),
+        ({"serve.expose": "docker"}, {}, LOCAL_URL, TUNNEL),
+        (PRIVATE_CA, {}, "https://spark.example.org:8000/v1", None),
+        (OWN_CERTIFICATE, {}, "https://10.0.0.9:8000/v1", None),
+        (TAILNET, {}, LOCAL_URL, TUNNEL),
+        (TAILNET, {"tailnet_address": "100.101.102.103"}, "http://100.101.102.103:8000/v1", None),
+        ({**TAILNET, "serve.address": "a.tail"}, {}, "http://a.tail:8000/v1", None),
+    ],
+)
+def test_each_kind_of_gateway_has_a_url_and_a_tunnel_if_needed(
+    tmp_path: Path, settings: dict[str, Any], more: dict[str, Any], url: str, tunnel: str | None
+) -> None:
+    server = connection_of(target_of(tmp_path, **settings), **more)
+    assert (server.base_url, server.tunnel) == (url, tunnel)
+    assert f"{url}/chat/completions" in server.example
+    # A shell would put the key into argv, readable by every user of the machine.
+    assert "$(" not in server.example
+    assert (server.ca, "--cacert /keys/ca/ca.pem" in server.example) == (
+        ("/keys/ca/ca.pem", True) if settings is PRIVATE_CA else (None, False)
+    )
+
+
+def test_a_connection_names_models_key_tunnel_and_containers(tmp_path: Path) -> None:
+    server = connection_of(target_of(tmp_path, **{"serve.expose": "docker"}))
+    assert (server.model, server.names) == ("lab-model", ("lab-model", "other"))
+    assert server.read_key == "ssh spark@10.0.0.9 sudo cat /etc/spark/api-key"
+    text = "\n".join(connection_lines(server))
+    assert "from here  ssh -N" in text
+    assert "containers http://host.docker.internal:8000/v1" in text
+    assert "--add-host host.docker.internal:host-gateway" in text
+
+
+@pytest.mark.parametrize("sudo", [True, False])
+def test_this_machine_needs_no_ssh(tmp_path: Path, sudo: bool) -> None:
+    server = connection_of(target_of(tmp_path, "@local", {"_sudo": sudo}))
+    assert (server.tunnel, server.read_key) == (None, f"{'sudo ' * sudo}cat /etc/spark/api-key")

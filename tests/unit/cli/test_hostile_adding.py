@@ -1,4 +1,4 @@
-"""``spark-deploy add`` of what nobody should publish: a whole file, or one line and no file."""
+"""``spark-deploy add`` with hostile sources: a valid file, or a problem and no file."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 def answers_of(hub: Hub) -> dict[str, bytes]:
-    """Return what the hub says of the repository, by the end of the path that asks for it."""
+    """Return the hub's answers by the end of the path."""
     folder = hub.root / REPO / "resolve" / COMMIT
     found = {name: (folder / name).read_bytes() for name in (*SAID, INDEX)}
     return {**found, "main": (hub.root / f"api/models/{REPO}/revision/main").read_bytes()}
 
 
 def drawn(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
-    """Return what is written when one answer is another; nothing when it is refused in a line."""
+    """Return the draft with one answer replaced; empty if refused with one problem."""
     hub.fault = lambda one, path, data: one.serve(answer) or True if path.endswith(end) else None
     try:
         found = ask_hub(f"{REPO}@main", HubSettings(endpoint=hub.url), all_documents=True)
@@ -81,9 +81,7 @@ def drawn(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_whatever_a_hub_says_a_file_of_the_catalog_is_drawn_or_one_line(
-    hub: Hub, data: st.DataObject
-) -> None:
+def test_any_answer_of_a_hub_gives_a_draft_or_one_problem(hub: Hub, data: st.DataObject) -> None:
     end, said = data.draw(st.sampled_from(sorted(answers_of(hub).items())))
     assert drawn(hub, end, data.draw(hostile(said))).get("kind", "plain") == "plain"
 
@@ -145,7 +143,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_no_repository_can_say_is_refused(hub: Hub, case: str) -> None:
+def test_impossible_answers_are_refused(hub: Hub, case: str) -> None:
     end, answer = REFUSED[case]
     assert drawn(hub, end, answer(hub)) == {}
 
@@ -153,7 +151,7 @@ def test_what_no_repository_can_say_is_refused(hub: Hub, case: str) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(one, marks=pytest.mark.slow) if one == LONG else one for one in TAKEN]
 )
-def test_what_is_odd_and_no_matter_stays_out_of_the_file(hub: Hub, case: str) -> None:
+def test_odd_answers_stay_out_of_the_file(hub: Hub, case: str) -> None:
     end, answer = TAKEN[case]
     assert drawn(hub, end, answer(hub))["repository"] == REPO
 
@@ -181,7 +179,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_of_a_stranger_is_refused_at_once_and_nothing_is_written(
+def test_a_hostile_file_is_refused_without_writing(
     hub: Hub, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, said = FILES[case]
@@ -198,7 +196,7 @@ def test_a_file_of_a_stranger_is_refused_at_once_and_nothing_is_written(
 RECIPE = 'model: org/tiny\nsummary: x\ndescription: "a\\e[2Jb"\n"\\e[2J": 1\ncommand: vllm serve x'
 
 
-def test_words_of_a_recipe_move_no_cursor(
+def test_a_recipe_cannot_send_control_characters(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.fault = None
@@ -210,11 +208,11 @@ def test_words_of_a_recipe_move_no_cursor(
 
 
 class Ended(BaseException):
-    """Ctrl-C, or what else ends a process in the middle."""
+    """An interruption."""
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_files_are_taken_all_or_none_whatever_ends_it(
+def test_files_are_written_all_or_none(
     tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = {"kind": "plain", "summary": "s", "choose_when": "c", "repository": "org/x"}

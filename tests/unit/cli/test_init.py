@@ -1,4 +1,4 @@
-"""A folder of one's own: written once, read by spark-deploy and pyinfra, mistakes by name."""
+"""``spark-deploy init``: the folder, existing files, and mistakes."""
 
 import io
 import json
@@ -19,8 +19,8 @@ from tests import forked
 
 
 @pytest.fixture(autouse=True)
-def nobody_there(monkeypatch, tmp_path):
-    """No terminal, no hub, and a machine that is no Spark."""
+def offline(monkeypatch, tmp_path):
+    """No terminal, no hub, and not a Spark."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     monkeypatch.setattr(init, "PRODUCT_NAME", tmp_path / "product_name")
@@ -50,19 +50,19 @@ def hosts(folder: Path) -> dict:
         (("--local",), {"@local": None}),
     ],
 )  # fmt: skip
-def test_hosts_are_written_as_they_are_named(words, expected, capsys):
+def test_hosts_are_written_from_options(words, expected, capsys):
     folder = made(*words)
     assert hosts(folder) == expected
     assert "next: cd own && spark-deploy up" in capsys.readouterr().out
 
 
-def test_pages_that_are_named_are_said_to_lie_elsewhere():
+def test_links_to_pages_name_the_project():
     assert re.search(
         r"\S+\.md of dgx-spark-deploy\n", (made("--host", "a") / "group_vars/all.yml").read_text()
     )
 
 
-def test_a_script_reads_what_was_written_and_what_comes_next(capsys):
+def test_json_lists_written_files_and_the_next_command(capsys):
     folder = made("--host", "a", "--profile", "agent")
     (folder / "hosts.yml").unlink()
     capsys.readouterr()
@@ -75,7 +75,7 @@ def test_a_script_reads_what_was_written_and_what_comes_next(capsys):
     assert found["next"] == ["cd own && spark-deploy up"]
 
 
-def test_several_hosts_may_be_typed_with_commas(monkeypatch):
+def test_several_hosts_can_be_separated_by_commas(monkeypatch):
     said = iter(["10.0.0.7, spark-2,spark-3", ""])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(init.click, "prompt", lambda *_words, **_more: next(said))
@@ -88,13 +88,13 @@ def test_on_a_spark_it_serves_on_this_machine(tmp_path):
     assert hosts(made()) == {"@local": None}
 
 
-def test_with_nobody_to_ask_and_no_host_it_says_how_to_name_one(capsys):
+def test_without_terminal_and_hosts_the_fix_is_an_option(capsys):
     assert main(["init", "own"]) == 1
     assert "--host spark-1=192.168.1.21" in capsys.readouterr().err
     assert not Path("own/hosts.yml").exists()
 
 
-def test_what_is_there_stays(capsys):
+def test_existing_files_are_kept(capsys):
     folder = made("--host", "a", "--profile", "agent")
     (folder / "group_vars/all.yml").write_text("profile: base\n")
     (folder / "hosts.yml").write_text("hosts: {b: }\n")
@@ -104,7 +104,7 @@ def test_what_is_there_stays(capsys):
     assert "kept     own/hosts.yml" in capsys.readouterr().err
 
 
-def test_schemas_are_those_of_the_version_that_writes_them(capsys):
+def test_schemas_are_renewed(capsys):
     folder = made("--host", "a")
     old = folder / "schema/settings.schema.json"
     now = old.read_text()
@@ -114,13 +114,13 @@ def test_schemas_are_those_of_the_version_that_writes_them(capsys):
     assert "written  own/schema/settings.schema.json" in capsys.readouterr().err
 
 
-def test_a_model_as_it_was_published_needs_no_profile_and_is_offered_those_that_serve_it():
+def test_a_published_model_gets_the_plain_profile():
     text = (made("--host", "a", "--model", "qwen3-4b") / "group_vars/all.yml").read_text()
     assert yaml.safe_load(text)["profile"] == "plain"
     assert "v2" not in text, "it is for trees of our own"
 
 
-def test_the_plan_follows_the_settings_that_were_written(capsys, monkeypatch):
+def test_the_written_settings_can_be_planned(capsys, monkeypatch):
     folder = made("--host", "a=10.0.0.7", "--profile", "agent")
     monkeypatch.chdir(folder)
     capsys.readouterr()
@@ -129,7 +129,7 @@ def test_the_plan_follows_the_settings_that_were_written(capsys, monkeypatch):
     assert (plan["host"], plan["profile"]) == ("a", "agent")
 
 
-def test_every_setting_it_shows_in_a_comment_is_one(monkeypatch):
+def test_commented_settings_are_valid(monkeypatch):
     folder = made("--host", "a")
     path = folder / "group_vars/all.yml"
     lines = path.read_text().splitlines()
@@ -142,7 +142,7 @@ def test_every_setting_it_shows_in_a_comment_is_one(monkeypatch):
     assert main(["plan", "--estimate"]) == 0
 
 
-def test_every_profile_that_the_front_page_lets_one_choose_is_named_beside_the_chosen_one():
+def test_settings_list_the_profiles_of_the_readme():
     page = (CHECKOUT / "README.md").read_text("utf-8").partition("## Which profile")[2]
     choices = set(re.findall(r"^\| `([\w-]+)` \|", page, re.M))
     text = (made("--host", "a", "--profile", "agent") / "group_vars/all.yml").read_text()
@@ -152,7 +152,7 @@ def test_every_profile_that_the_front_page_lets_one_choose_is_named_beside_the_c
     assert choices <= {"agent"} | named  # a profile of one's own is named, too, but on no page
 
 
-def test_pyinfra_reads_the_same_hosts_and_refuses_an_inventory_that_is_not_there():
+def test_pyinfra_reads_the_same_hosts_and_refuses_a_missing_inventory():
     folder = made("--host", "a=10.0.0.7", "--user", "nvidia")
 
     def ask(*words):
@@ -180,7 +180,7 @@ def test_pyinfra_reads_the_same_hosts_and_refuses_an_inventory_that_is_not_there
         ),
     ],
 )
-def test_a_mistake_in_the_list_is_named(text, said, monkeypatch, capsys):
+def test_a_mistake_in_the_hosts_file_gets_a_message(text, said, monkeypatch, capsys):
     folder = made("--host", "a")
     (folder / "hosts.yml").write_text(text)
     monkeypatch.chdir(folder)
@@ -188,7 +188,7 @@ def test_a_mistake_in_the_list_is_named(text, said, monkeypatch, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_hosts_are_found_where_nothing_is_chosen_for_them(monkeypatch):
+def test_a_folder_without_settings_is_valid(monkeypatch):
     folder = made("--host", "a")
     (folder / "group_vars/all.yml").unlink()
     (folder / "group_vars").rmdir()  # as after a clone: no version control keeps an empty folder
@@ -197,7 +197,7 @@ def test_hosts_are_found_where_nothing_is_chosen_for_them(monkeypatch):
 
 
 @pytest.mark.parametrize("hangs_up", [True, False], ids=["hangs up", "refuses"])
-def test_up_says_of_a_host_that_is_away_that_it_is_away_and_asks_no_password(hangs_up):
+def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         made("--host", "spark-1=127.0.0.1")
@@ -231,7 +231,7 @@ def test_up_says_of_a_host_that_is_away_that_it_is_away_and_asks_no_password(han
         (("--host", ""), "hosts.yml"),
     ],
 )
-def test_a_mistake_leaves_no_file_that_the_next_try_would_keep(words, said, capsys):
+def test_a_mistake_leaves_no_files(words, said, capsys):
     assert main(["init", "own", *words]) == 1
     told = capsys.readouterr().err
     assert said in told

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command in its own way: nothing is left hidden, and what is said is true."""
+"""Ctrl-C: exit codes, messages, and the cursor of the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ globals().update(_hosts_of(__file__))
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose one host takes connections and never says a word."""
+    """A folder with a host that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = []
         serving = threading.Thread(
@@ -42,7 +42,7 @@ def site(tmp_path: Path) -> Iterator[Path]:
 
 
 def interrupted(site: Path, *words: str, once: str) -> tuple[int, str]:
-    """Run a command at a terminal of its own, and interrupt its group once it said something."""
+    """Run a command in a terminal; interrupt the process group after some output."""
     ours, its = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "spark_deploy", *words],
@@ -56,7 +56,7 @@ def interrupted(site: Path, *words: str, once: str) -> tuple[int, str]:
     while True:
         try:
             said += os.read(ours, 65536).decode(errors="replace")
-        except OSError:  # its end of the terminal is closed
+        except OSError:  # the terminal was closed
             break
         if not told and once in said:
             told = True
@@ -66,7 +66,7 @@ def interrupted(site: Path, *words: str, once: str) -> tuple[int, str]:
     return process.wait(timeout=20), said
 
 
-def test_a_deploy_that_is_interrupted_gives_the_terminal_back(site: Path) -> None:
+def test_an_interrupted_deploy_restores_the_cursor(site: Path) -> None:
     code, said = interrupted(site, "rollback", "-y", once="connecting")
     assert code == 130
     assert "interrupted: what hosts work on goes on" in said
@@ -74,13 +74,13 @@ def test_a_deploy_that_is_interrupted_gives_the_terminal_back(site: Path) -> Non
 
 
 @pytest.mark.slow
-def test_at_a_question_nothing_has_begun(site: Path) -> None:
+def test_an_interrupted_question_changes_nothing(site: Path) -> None:
     code, said = interrupted(site, "rotate-key", once="[y/N]")
     assert (code, "no changes made" in said) == (130, True)
     assert "goes on" not in said
 
 
 @pytest.mark.slow
-def test_who_looks_on_may_stop_looking(site: Path) -> None:
+def test_an_interrupted_tunnel_is_a_success(site: Path) -> None:
     code, said = interrupted(site, "connect", "--tunnel", once="open until Ctrl-C")
     assert (code, "interrupted" in said) == (0, False)

@@ -1,4 +1,4 @@
-"""Journals of several hosts become one stream by time, readable, and never wait for each other."""
+"""``spark-deploy logs``: journals of several hosts, merged by time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def entry(at_us: int, unit: str, text: object) -> str:
     return json.dumps({"__REALTIME_TIMESTAMP": str(at_us), "_SYSTEMD_UNIT": unit, "MESSAGE": text})
 
 
-def test_lines_are_named_by_what_printed_them_and_half_ones_are_left_out():
+def test_lines_name_the_unit_and_incomplete_lines_are_skipped():
     text = [
         entry(1, "spark-serve@main-0.service", "loading"),
         entry(2, "spark-gateway@main.service", [104, 105]),
@@ -29,7 +29,7 @@ def test_lines_are_named_by_what_printed_them_and_half_ones_are_left_out():
 
 @pytest.fixture
 def hosts(monkeypatch, tmp_path):
-    """Two hosts whose ssh prints a journal that was written down; the first one is slow."""
+    """Two hosts with recorded journals; the first is slow."""
     for name, wait, times in (("a", 0.3, (1, 4)), ("b", 0, (2, 3))):
         lines = "\n".join(entry(at, "spark-serve@x.service", f"{name}{at}") for at in times)
         (tmp_path / name).write_text(f"import time; time.sleep({wait}); print({lines!r})\n")
@@ -49,19 +49,19 @@ def run() -> int:
 @pytest.mark.usefixtures("hosts")
 def test_hosts_are_merged_by_time(capsys):
     assert run() == 0
-    told = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
-    assert told == ["a1", "b2", "b3", "a4"]
+    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert texts == ["a1", "b2", "b3", "a4"]
 
 
-def test_a_host_that_cannot_be_read_is_named_and_the_others_are_shown(hosts, capsys):
+def test_an_unreadable_journal_is_reported(hosts, capsys):
     (hosts / "a").write_text("raise SystemExit(255)")
     assert run() == 1
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) == 2
-    assert said.err.startswith("a: journal unreadable")
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 2
+    assert captured.err.startswith("a: journal unreadable")
 
 
-def test_following_asks_for_lines_as_they_come():
+def test_the_journal_command_follows_on_request():
     assert " -f " in logs.journal_command(5, follow=True)
     assert " -f " not in logs.journal_command(5, follow=False)
     assert "-u 'spark-serve@*.service'" in logs.journal_command(5, follow=False)

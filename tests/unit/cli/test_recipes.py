@@ -1,4 +1,4 @@
-"""Recipes of others: what is used becomes a catalog file, and everything else is named."""
+"""Recipes of other projects become catalog files; unused keys are reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ REPOSITORY = {
     "nvidia.yaml": ("maker/A-Model-NVFP4", "main"),
     "vllm-project.yaml": ("org/Some-MoE-FP8", "main"),
 }
-# Keys whose part in the file a reader finds above; each other one must be named.
+# Used keys; every other key must be reported.
 USED = {
     "sparkrun-2.yaml": {"recipe_version", "name", "description", "model", "model_revision",
                         "defaults", "env", "command", "min_nodes", "max_nodes"},
@@ -68,7 +68,7 @@ USED = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_recipe_becomes_a_file_that_the_catalog_takes(name: str, tmp_path: Path) -> None:
+def test_a_recipe_becomes_a_valid_catalog_file(name: str, tmp_path: Path) -> None:
     draft = draft_of_recipe(READ[name], name)
     folder = tmp_path / "catalog/models"
     folder.mkdir(parents=True)
@@ -84,14 +84,14 @@ def test_a_recipe_becomes_a_file_that_the_catalog_takes(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", READ)
-def test_every_key_is_used_or_named_as_not_used(name: str) -> None:
+def test_every_key_is_used_or_reported(name: str) -> None:
     draft = draft_of_recipe(READ[name], name)
     said = "\n".join(draft.open)
     for key in READ[name].keys() - USED[name]:
         assert f"not used: {key}:" in said, key
 
 
-def test_what_would_run_code_or_fetch_more_is_named() -> None:
+def test_code_and_secrets_are_reported_and_not_used() -> None:
     said = {name: "\n".join(draft_of_recipe(data, name).open) for name, data in READ.items()}
     assert "--trust-remote-code: foreign code is not run" in said["sparkrun-2.yaml"]
     assert "environment HF_TOKEN" in said["sparkrun-2.yaml"]
@@ -109,7 +109,7 @@ def test_what_would_run_code_or_fetch_more_is_named() -> None:
     assert "hf_secret" not in "".join(draft_of_recipe(d, n).text() for n, d in READ.items())
 
 
-def test_a_parser_that_the_engine_does_not_have_is_named_and_left_out() -> None:
+def test_an_unknown_parser_is_reported_and_left_out() -> None:
     engine = shipped_catalog().engines.engines["0.33.0"]
     said = "--reasoning-parser nano_v3 --tool-call-parser qwen3_coder"
     draft = draft_of_recipe({"model": "org/x", "command": f"vllm serve {said}"}, "r", engine)
@@ -126,24 +126,24 @@ SEVERAL = (
 
 
 @pytest.mark.parametrize("changes", SEVERAL, ids=str)
-def test_a_recipe_for_several_hosts_says_so(changes: dict[str, Any]) -> None:
+def test_a_recipe_for_several_hosts_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CatalogError, match=r"is for \d+ GPUs"):
         draft_of_recipe({**READ["sparkrun-2.yaml"], **changes}, "r.yaml")
 
 
 @pytest.mark.parametrize("command", ["python -m sglang.launch_server", "vllm 'serve"])
-def test_a_command_of_which_nothing_is_taken_says_so(command: str) -> None:
+def test_a_command_without_vllm_serve_is_reported(command: str) -> None:
     draft = draft_of_recipe({"model": "org/x", "command": command}, "r.yaml")
     assert "not used: command: it does not call `vllm serve`" in draft.open
 
 
-def test_a_command_that_would_fill_all_memory_is_refused() -> None:
+def test_a_command_that_expands_too_far_is_refused() -> None:
     data = {"model": "org/x", "command": "{a}" * 10_000, "defaults": {"a": "x" * 1_000_000}}
     with pytest.raises(CatalogError, match="too long"):
         draft_of_recipe(data, "r.yaml")
 
 
-def test_values_that_no_profile_can_say_are_named(tmp_path: Path) -> None:
+def test_values_that_a_profile_cannot_express_are_reported(tmp_path: Path) -> None:
     said = "--max-model-len auto --kv-cache-dtype nvfp4 --max-num-seqs -1 --seed 1"
     data = {"model": "org/x", "command": f"vllm serve org/x {said}"}
     draft = draft_of_recipe(data, "r.yaml")
@@ -164,14 +164,14 @@ def written(data: dict[str, Any], name: str) -> tuple[str, tuple[Problem, ...]]:
 @settings(max_examples=40, deadline=None)
 @given(value=ANYTHING)
 @pytest.mark.parametrize("name", READ)
-def test_whatever_a_key_holds_there_is_a_draft_or_one_line(name: str, value: Any) -> None:
+def test_any_value_gives_a_draft_or_one_problem(name: str, value: Any) -> None:
     for key in READ[name]:
         text, problems = written({**READ[name], key: value}, name)
         assert all(problem.line.isprintable() for problem in problems)
         assert len(problems) == 1 or yaml.safe_load(text)["kind"] == "plain"
 
 
-def test_every_shipped_repository_names_its_source_and_that_nobody_here_ran_it() -> None:
+def test_shipped_repositories_name_source_and_missing_run() -> None:
     catalog = shipped_catalog()
     shipped = {n: m for n, m in catalog.models.items() if isinstance(m, PlainModel)}
     assert len(shipped) >= 8

@@ -1,4 +1,4 @@
-"""What a host is doing is told by rates between two looks, and nothing is made up."""
+"""``spark-deploy top``: samples, rates and the table."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def shown(text: str) -> list[str]:
     return list(top.table([now]))[1].split()
 
 
-def test_speed_and_acceptance_are_those_between_two_looks():
-    told = shown(look(10, 1000, 100, 80) + look(12, 1100, 200, 160))
-    assert told == ["spark-1", "2", "1", "50.0", "80%", "25%", "6.7", "61", "48"]
+def test_rates_compare_two_samples():
+    cells = shown(look(10, 1000, 100, 80) + look(12, 1100, 200, 160))
+    assert cells == ["spark-1", "2", "1", "50.0", "80%", "25%", "6.7", "61", "48"]
 
 
-def test_an_engine_that_began_anew_has_no_speed():
+def test_a_restarted_engine_has_no_rate():
     assert shown(look(10, 1000) + look(12, 10))[3] == "-"
 
 
-def test_a_host_without_an_engine_is_still_a_host():
+def test_a_host_without_an_engine_is_shown():
     text = "at 1\nmemory 7000000\ngpu [N/A],[N/A]\nend\n"
     assert shown(text) == ["spark-1", "-", "-", "-", "-", "-", "6.7", "-", "-"]
 
 
-def test_a_look_that_was_cut_short_is_none():
+def test_an_incomplete_sample_is_skipped():
     assert list(top.read_samples(look(1, 5).splitlines()[:-1])) == []
 
 
 @pytest.mark.parametrize(("script", "code"), [("print(TEXT)", 0), ("raise SystemExit(255)", 1)])
-def test_one_look_is_printed_and_a_host_that_cannot_be_asked_is_red(
+def test_once_prints_one_sample_and_fails_without_an_answer(
     monkeypatch, tmp_path, capsys, script, code
 ):
     (tmp_path / "ssh").write_text(f"TEXT = {look(1, 5) + look(3, 25)!r}\n{script}\n")
@@ -62,10 +62,10 @@ def test_one_look_is_printed_and_a_host_that_cannot_be_asked_is_red(
     assert found["tokens_per_s"] == (10.0 if code == 0 else None)
 
 
-def test_each_service_has_a_line_of_its_own_and_an_engine_of_its_own(monkeypatch, tmp_path, capsys):
-    asked = tmp_path / "asked"
+def test_each_service_has_a_line(monkeypatch, tmp_path, capsys):
+    commands = tmp_path / "commands"
     (tmp_path / "ssh").write_text(
-        f"import sys; open({str(asked)!r}, 'a').write(sys.argv[-1]); print({look(1, 5)!r})\n"
+        f"import sys; open({str(commands)!r}, 'a').write(sys.argv[-1]); print({look(1, 5)!r})\n"
     )
     one = SimpleNamespace(name="a", data={"_sudo": False})
     monkeypatch.setattr(top, "select_hosts", lambda options, judged: [one])
@@ -74,16 +74,16 @@ def test_each_service_has_a_line_of_its_own_and_an_engine_of_its_own(monkeypatch
     assert top.top.callback.__wrapped__(Options(json=True), once=True, service=None) == 0
     assert [now["host"] for now in json.loads(capsys.readouterr().out)] == ["a", "a/embed"]
     for folder in ("engines/main/engine.sock", "engines/embed/engine.sock"):
-        assert folder in asked.read_text()
+        assert folder in commands.read_text()
 
 
 @pytest.mark.parametrize("columns", [80, 100, 160])
-def test_a_line_is_no_wider_than_the_screen_and_keeps_a_name_where_it_can(columns: int) -> None:
+def test_lines_fit_the_screen(columns: int) -> None:
     names = ["spark-kitchen-1.lan", "spark-kitchen-2.lan", "spark-of-the-cellar.home.example"]
     found = [top.now_of(name, []) for name in names]
     lines = list(top.table(found, columns))
     assert max(map(len, lines)) <= columns
     assert [line.split()[0] for line in lines[1:3]] == names[:2]
     assert list(top.table(found))[3].startswith(names[2])
-    # With room for all of it nothing stands closer.
+    # With enough room columns keep their width.
     assert list(top.table(found[:2], 100)) == list(top.table(found[:2]))

@@ -33,7 +33,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_one_word_changes_in_the_line_that_says_it_and_comments_stay(site, capsys):
+def test_the_line_of_the_key_changes_and_comments_stay(site, capsys):
     assert main(["use", "agent"]) == 0
     assert (site / "group_vars/all.yml").read_text() == ALL.replace("v2  #", "agent  #")
     said = capsys.readouterr()
@@ -43,7 +43,7 @@ def test_one_word_changes_in_the_line_that_says_it_and_comments_stay(site, capsy
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "with a mark of byte order"])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["", "of Windows"])
-def test_lines_end_as_they_did_and_no_key_is_said_twice(site, mark, end):
+def test_line_ends_are_kept_and_keys_stay_unique(site, mark, end):
     common, own = site / "group_vars/all.yml", site / "host_vars/b.yml"
     common.write_bytes(mark + ALL.encode().replace(b"\n", end))
     own.parent.mkdir()
@@ -54,7 +54,7 @@ def test_lines_end_as_they_did_and_no_key_is_said_twice(site, mark, end):
     assert own.read_bytes() == mark + b"profile: agent" + end
 
 
-def test_a_file_that_it_makes_names_the_schema_where_one_lies(site):
+def test_a_new_file_names_an_existing_schema(site):
     (site / "schema").mkdir()
     (site / "schema/settings.schema.json").write_text("{}")
     assert main(["use", "agent", "b"]) == 0
@@ -62,14 +62,14 @@ def test_a_file_that_it_makes_names_the_schema_where_one_lies(site):
     assert (site / "host_vars/b.yml").read_text() == f"{head}profile: agent\n"
 
 
-def test_model_and_profile_can_be_named_together(site):
+def test_model_and_profile_can_be_selected_together(site):
     assert main(["use", "qwen3.5-122b/v2-tq"]) == 0
     told = yaml.safe_load((site / "group_vars/all.yml").read_text())
     assert (told["model"], told["profile"]) == ("qwen3.5-122b", "v2-tq")
     assert told["memory"] == {"reserve_gib": 13}
 
 
-def test_a_choice_for_one_of_two_hosts_goes_to_a_file_of_its_own(site):
+def test_a_choice_for_one_host_is_written_to_host_vars(site):
     assert main(["use", "agent", "b"]) == 0
     assert (site / "group_vars/all.yml").read_text() == ALL
     assert yaml.safe_load((site / "host_vars/b.yml").read_text()) == {"profile": "agent"}
@@ -78,19 +78,19 @@ def test_a_choice_for_one_of_two_hosts_goes_to_a_file_of_its_own(site):
     assert (site / "host_vars/b.yml").read_text() == "profile: v2\n"
 
 
-def test_what_cannot_be_served_is_refused_and_nothing_is_written(site, capsys):
+def test_an_impossible_choice_is_refused_without_writing(site, capsys):
     assert main(["use", "qwen3.5-397b"]) == 1
     assert "does not fit" in capsys.readouterr().err
     assert (site / "group_vars/all.yml").read_text() == ALL
     assert not (site / "host_vars").exists()
 
 
-def test_a_name_that_is_in_no_catalog_gets_a_guess(site, capsys):
+def test_an_unknown_name_gets_a_suggestion(site, capsys):
     assert main(["use", "agnt"]) == 1
     assert "did you mean agent?" in capsys.readouterr().err
 
 
-def test_a_dry_run_and_a_choice_that_stands_there_write_nothing(site, capsys):
+def test_a_dry_run_and_a_repeated_choice_write_nothing(site, capsys):
     assert main(["use", "agent", "--dry"]) == 0
     assert "v2 → agent" in capsys.readouterr().out
     assert main(["use", "v2"]) == 0
@@ -98,7 +98,7 @@ def test_a_dry_run_and_a_choice_that_stands_there_write_nothing(site, capsys):
     assert (site / "group_vars/all.yml").read_text() == ALL
 
 
-def test_a_file_in_another_form_is_left_alone_and_the_owner_is_told_what_to_write(site, capsys):
+def test_a_file_in_another_form_is_kept_and_the_fix_is_shown(site, capsys):
     text = "{model: qwen3.5-35b, profile: v2}\n"
     (site / "group_vars/all.yml").write_text(text)
     assert main(["use", "agent"]) == 1
@@ -113,7 +113,7 @@ def test_a_choice_that_cannot_be_served_can_be_replaced(site, present):
     assert "model: qwen3.5-122b " in (site / "group_vars/all.yml").read_text()
 
 
-def test_what_hosts_choose_that_were_not_named_is_left_for_them(site, capsys):
+def test_settings_of_other_hosts_are_not_judged(site, capsys):
     (site / "host_vars").mkdir()
     (site / "host_vars/a.yml").write_text("model: qwen3.5-397b\n")
     assert main(["use", "agent", "b"]) == 0
@@ -123,7 +123,7 @@ def test_what_hosts_choose_that_were_not_named_is_left_for_them(site, capsys):
     assert "does not fit" in capsys.readouterr().err
 
 
-def test_a_choice_that_breaks_a_rule_between_settings_is_refused_for_its_host(site, capsys):
+def test_a_choice_against_a_cross_check_is_refused(site, capsys):
     night = "schedule: [{at: '20:00', model: qwen3.5-35b, profile: v2}]\n"
     (site / "host_vars").mkdir()
     (site / "host_vars/b.yml").write_text(night)
@@ -132,7 +132,7 @@ def test_a_choice_that_breaks_a_rule_between_settings_is_refused_for_its_host(si
     assert "b: schedule: no time leads back to qwen3.5-35b with agent" in capsys.readouterr().err
 
 
-def test_what_changes_can_be_read_by_programs(site, capsys):
+def test_json_lists_the_edits(site, capsys):
     assert main(["use", "agent", "--json", "--dry"]) == 0
     [edit] = json.loads(capsys.readouterr().out)
     assert (edit["file"], edit["key"]) == (str(site / "group_vars/all.yml"), "profile")

@@ -1,4 +1,4 @@
-"""Hosts for the report: a Spark as it was captured, and what its tools tell of an engine."""
+"""Data for reports: a captured Spark, and the status of a serving engine."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ EVIDENCE["engines"].append(
 
 
 def survey_of(case: str = "factory_spark", **sections: Any) -> Survey:
-    """Return what a captured host says, with other sections in place of its own."""
+    """Return the survey of a captured host, with some sections replaced."""
     data = yaml.safe_load((SURVEYS / f"{case}.yml").read_text())["sections"]
     found: Survey = HostSurvey().process(output_of({**data, **sections}))
     return found
 
 
 def status_of(**changes: Any) -> dict[str, Any]:
-    """Return what the tools of a serving host tell, as plain data."""
+    """Return the status of a serving host as plain data."""
     release = {"name": RELEASE, "model": PLAN.model, "profile": PLAN.profile, "proof": PROOF}
     return {
         "releases": [release],
@@ -81,11 +81,10 @@ def status_of(**changes: Any) -> dict[str, Any]:
 def said_of(
     status: dict[str, Any] | None = None, evidence: dict[str, Any] | None = None, **survey: Any
 ) -> HostData:
-    """Return everything that a serving Spark says."""
+    """Return the data of a serving Spark."""
     shown = read(Evidence, EVIDENCE if evidence is None else evidence)
     return HostData(survey_of(**survey), told(status_of() if status is None else status), shown)
 
 
 def report_of(said: HostData | None = None) -> HostReport:
-    """Return the report of one host."""
     return host_report(1, said or said_of(), PLAN, "main")

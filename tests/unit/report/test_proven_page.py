@@ -54,17 +54,17 @@ def test_the_report_of_a_spark_fills_the_column_and_is_linked(page: Page) -> Non
     assert "| yes: least 17.0 GiB, floor 4.0 GiB ([2026-11-22](../../reports/0.json)) |" in told
 
 
-def test_a_lab_host_fills_nothing(page: Page) -> None:
+def test_a_lab_host_is_ignored(page: Page) -> None:
     stubbed = report_of(said_of(stubs=["ii  labstub-driver 580.159.03+labstub"]))
     assert page(stubbed) == page()
 
 
-def test_answers_of_several_hosts_stand_beside_each_other(page: Page) -> None:
+def test_answers_of_several_hosts_share_a_row(page: Page) -> None:
     text = page(report_of(), report_of())
     assert row(text, "| How fast is it?").count("yes: one_stream") == 2
 
 
-def test_a_file_that_was_changed_by_hand_is_refused(page: Page, tmp_path: Path) -> None:
+def test_an_edited_file_is_refused(page: Page, tmp_path: Path) -> None:
     page(report_of())
     path = tmp_path / "reports/0.json"
     path.write_text(path.read_text().replace('"state": "yes"', '"state": "surely"'))

@@ -20,7 +20,7 @@ COMPUTED = speed_of(LARGE.architecture, V2).tokens_per_s
 
 
 @pytest.fixture(autouse=True)
-def no_reports_of_others(monkeypatch, tmp_path):
+def without_shipped_reports(monkeypatch, tmp_path):
     monkeypatch.setattr(plan, "CHECKOUT", tmp_path / "checkout")
 
 
@@ -39,7 +39,7 @@ def write(folder: Path, name: str, *hosts: HostReport) -> None:
     (folder / name).write_text(file_text(report))
 
 
-def test_what_a_spark_measured_moves_the_range_of_the_plan_and_is_named(tmp_path):
+def test_a_measured_speed_shifts_the_planned_range(tmp_path):
     write(tmp_path, "spark-report-1.json", host_that_measured(COMPUTED * 0.8))
     found = plan.read_calibration(tmp_path, CATALOG)
     assert found.reports == 1
@@ -53,7 +53,7 @@ def test_what_a_spark_measured_moves_the_range_of_the_plan_and_is_named(tmp_path
     assert "(computed, times 0.80 by 1 report of a Spark: docs/reference/speed.md of dgx" in after
 
 
-def test_of_several_it_takes_the_median_wherever_they_lie(tmp_path):
+def test_several_reports_give_the_median(tmp_path):
     write(tmp_path, "spark-report-1.json", host_that_measured(COMPUTED * 0.5))
     write(tmp_path / "reports", "any.json", host_that_measured(COMPUTED * 0.9))
     write(tmp_path / "checkout/reports", "one.json", host_that_measured(COMPUTED * 1.1))
@@ -73,12 +73,12 @@ def test_of_several_it_takes_the_median_wherever_they_lie(tmp_path):
         replace(host_that_measured(1.0), serving=None),
     ],
 )
-def test_hosts_of_the_lab_and_what_nobody_can_compute_move_nothing(tmp_path, host):
+def test_other_hosts_and_unknown_pairs_are_ignored(tmp_path, host):
     write(tmp_path, "spark-report-1.json", host)
     assert plan.read_calibration(tmp_path, CATALOG) == Calibration()
 
 
-def test_a_file_that_is_no_report_is_told_and_left_out(tmp_path, capsys):
+def test_an_invalid_report_is_reported_and_ignored(tmp_path, capsys):
     (tmp_path / "spark-report-1.json").write_text("# nothing\n")
     write(tmp_path, "spark-report-2.json", host_that_measured(COMPUTED))
     assert plan.read_calibration(tmp_path, CATALOG).reports == 1

@@ -25,7 +25,7 @@ TOKENS = st.builds(
     st.sampled_from(["hf_", "sk-", "ghp_", "nvapi-", "Bearer "]),
     st.text(ALNUM, min_size=20, max_size=40),
 )
-# As `openssl rand` and Python's secrets make them; they say nothing of themselves.
+# Like those of `openssl rand` and Python's secrets, without a prefix.
 KEYS = st.one_of(
     st.text("0123456789abcdef", min_size=32, max_size=64).filter(
         lambda key: any(c.isdigit() for c in key)
@@ -44,7 +44,7 @@ def whole(said: Any) -> str:
 
 
 @given(canary=CANARIES, before=st.sampled_from(["", "it said ", "at="]), after=st.just(" there"))
-def test_a_text_loses_what_is_nobodys_business(canary: str, before: str, after: str) -> None:
+def test_secrets_and_addresses_are_redacted(canary: str, before: str, after: str) -> None:
     assert canary.rpartition(" ")[2] not in redacted(f"{before}{canary}{after}")
 
 
@@ -60,11 +60,11 @@ def test_a_text_loses_what_is_nobodys_business(canary: str, before: str, after: 
         "--device=nvidia.com/gpu=all", "81% of 70 drafted tokens were accepted (floor 50%)",
     ],
 )  # fmt: skip
-def test_what_a_reader_needs_stays(text: str) -> None:
+def test_technical_texts_are_kept(text: str) -> None:
     assert redacted(text) == text
 
 
-def test_people_and_logins_go() -> None:
+def test_people_and_logins_are_redacted() -> None:
     assert redacted("https://me:secret@proxy/ of ann@example.org in /home/ann/x") == (
         "https://<redacted>@proxy/ of <redacted> in /home/<redacted>/x"
     )
@@ -73,8 +73,8 @@ def test_people_and_logins_go() -> None:
 # Without shrinking: each example makes a whole report.
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(canary=CANARIES, prompt=PROMPTS)
-def test_no_canary_gets_into_a_report_from_anywhere(canary: str, prompt: str) -> None:
-    """Each text of a host that a person, a program or a vendor fills has a canary in it."""
+def test_no_field_leaks_a_secret(canary: str, prompt: str) -> None:
+    """Every text field that a person, a program or a vendor fills contains a canary."""
     text = f"{prompt} {canary}"
     quoting = [{**one, "detail": f"{one['detail']} {text}"} for one in CHECKS]
     quoting += [{"name": "needle", "ok": False, "detail": text},

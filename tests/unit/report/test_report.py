@@ -1,4 +1,4 @@
-"""A report says what the host shows, answers what is open, and can be read again from its file."""
+"""``doctor --report``: content, answers to open questions, and the file."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def without(**proof: object) -> HostData:
     return said_of(status_of(releases=[release]))
 
 
-def test_every_open_question_is_answered_by_a_function_of_its_name() -> None:
+def test_every_open_question_has_a_rule() -> None:
     assert [one.id for one in QUESTIONS.all] == list(ANSWERS)
 
 
-def test_a_spark_that_serves_what_is_proven_answers_nearly_all() -> None:
+def test_a_proven_spark_answers_most_questions() -> None:
     found = answers_of(report_of())
     assert {name for name, state in found.items() if state == "yes"} == {
         "deployed", "neighbours", "fetched", "built", "loaded", "answers", "gdn-prefill",
@@ -56,15 +56,15 @@ def test_a_spark_that_serves_what_is_proven_answers_nearly_all() -> None:
     assert found["needle"] == found["local"] == found["restarted"] == "open"
 
 
-def test_an_answer_says_what_it_was_taken_from() -> None:
-    told_of = {one.id: one.text for one in report_of().answers}
-    assert told_of["acceptance"] == "75.0% of 4,000 drafted tokens since the start"
-    assert told_of["memory-left"] == "least 17.0 GiB, floor 4.0 GiB"
-    assert told_of["kv-cache"].startswith(
+def test_answers_contain_the_evidence() -> None:
+    texts = {one.id: one.text for one in report_of().answers}
+    assert texts["acceptance"] == "75.0% of 4,000 drafted tokens since the start"
+    assert texts["memory-left"] == "least 17.0 GiB, floor 4.0 GiB"
+    assert texts["kv-cache"].startswith(
         f"{PLANNED_TOKENS + 1000:,} tokens, planned {PLANNED_TOKENS:,} ("
     )
-    assert told_of["speed"] == "one_stream_tokens_per_s 51.5"
-    assert "requested=triton" in told_of["gdn-prefill"]
+    assert texts["speed"] == "one_stream_tokens_per_s 51.5"
+    assert "requested=triton" in texts["gdn-prefill"]
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_an_answer_says_what_it_was_taken_from() -> None:
         (said_of(status_of(services={"main": {}})), "deployed", "open"),
     ],
 )
-def test_what_a_host_does_not_show_stays_open_and_what_went_wrong_is_a_no(
+def test_missing_evidence_is_open_and_failures_are_no(
     said: HostData, question: str, state: str
 ) -> None:
     assert answers_of(report_of(said))[question] == state
 
 
-def test_a_host_with_nothing_of_ours_is_reported_too() -> None:
+def test_a_host_without_our_tools_is_reported() -> None:
     found = report_of(HostData(survey_of(), told({}), None))
     assert len(found.notes) == 1
     assert (found.serving, found.is_spark) == (None, True)
@@ -104,32 +104,30 @@ def test_a_host_with_nothing_of_ours_is_reported_too() -> None:
     assert older.serving.engine.lines == ()
 
 
-def test_what_a_stand_in_shows_counts_for_no_spark() -> None:
+def test_stand_ins_answer_nothing() -> None:
     assert report_of().is_spark
     stubbed = report_of(said_of(stubs=["ii  labstub-driver 580.159.03+labstub"]))
     assert stubbed.stand_ins
     assert not stubbed.is_spark
     assert set(answers_of(stubbed).values()) == {"open"}
-    told_of = {one.id: one.text for one in stubbed.answers}
-    assert told_of["driver-trouble"] == "stand-ins; 0 Xid lines since the boot"
+    texts = {one.id: one.text for one in stubbed.answers}
+    assert texts["driver-trouble"] == "stand-ins; 0 Xid lines since the boot"
 
 
-def test_a_machine_with_another_gpu_answers_nothing_for_sparks() -> None:
+def test_other_gpus_answer_nothing() -> None:
     found = with_answers(replace(report_of(), versions={"gpu": "NVIDIA H200"}))
     assert set(answers_of(found).values()) == {"open"}
     assert found.answers[0].text.startswith("not a Spark: NVIDIA H200; ")
 
 
 @pytest.mark.parametrize(("tokens", "state"), [(0.995, "yes"), (0.98, "no")])
-def test_a_cache_is_as_planned_where_the_engine_counts_as_much_as_the_plan_does(
-    tokens: float, state: str
-) -> None:
+def test_the_kv_cache_is_compared_with_the_plan(tokens: float, state: str) -> None:
     counted = {**ENGINE, "kv_cache_tokens": int(PLANNED_TOKENS * tokens)}
     found = report_of(said_of(evidence={**EVIDENCE, "engines": [counted]}))
     assert answers_of(found)["kv-cache"] == state
 
 
-def test_a_report_is_read_again_from_its_file(tmp_path: Path) -> None:
+def test_a_report_can_be_read_from_a_file(tmp_path: Path) -> None:
     report = Report(1, "2026-11-22T12:00:00Z", "1.0", (report_of(),))
     path = tmp_path / "a.json"
     path.write_text(file_text(report))
@@ -151,7 +149,7 @@ def test_a_report_names_the_release_and_never_the_host() -> None:
     assert found.versions["nccl"] == "2.29.3"
 
 
-def test_of_several_services_the_main_one_is_told_and_the_others_are_counted() -> None:
+def test_additional_services_are_counted_only() -> None:
     services = {"main": {"active": RELEASE}, "embed": {"active": "embed-0123456789ab"}}
     found = report_of(said_of(status_of(services=services)))
     assert found.serving is not None
@@ -159,18 +157,18 @@ def test_of_several_services_the_main_one_is_told_and_the_others_are_counted() -
     assert [note[:15] for note in found.notes] == ["1 more services"]
 
 
-def test_a_host_that_cannot_be_asked_is_named_here_and_left_out_of_the_file(
+def test_an_unreachable_host_is_reported_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hosts = [SimpleNamespace(name=name) for name in ("spark-a3f2", "spark-b7c1")]
-    answers = [Answer(hosts[0], said_of()), Answer(hosts[1], None, "cannot be reached: no")]
+    answers = [Answer(hosts[0], said_of()), Answer(hosts[1], None, "unreachable: no")]
     for name, result in {"select_hosts": hosts, "build_plan": PLAN, "query": answers}.items():
         monkeypatch.setattr(doctor, name, lambda *_, result=result, **__: result)
     out = tmp_path / "sent.json"
     assert doctor.doctor.callback.__wrapped__(Options(), is_report=True, out=str(out)) == 1
-    told = capsys.readouterr()
-    assert "spark-b7c1: cannot be reached: no" in told.err
-    assert "spark-a3f2 is host-1 in the report" in told.err
-    assert "host-1: 17 yes, 1 no, 3 open of 21 questions" in told.out
+    captured = capsys.readouterr()
+    assert "spark-b7c1: unreachable: no" in captured.err
+    assert "spark-a3f2 is host-1 in the report" in captured.err
+    assert "host-1: 17 yes, 1 no, 3 open of 21 questions" in captured.out
     assert "spark-a3f2" not in out.read_text()
     assert len(read_report(out).hosts) == 1

@@ -1,4 +1,4 @@
-"""Lines at every width: nothing lost, nothing wider, and what is wrong can be seen."""
+"""Output at every width of the terminal."""
 
 import contextlib
 import fcntl
@@ -25,7 +25,7 @@ WORDS = st.lists(st.text("abcdef.,-/", min_size=1, max_size=12), min_size=1, max
 
 
 @given(WORDS, st.sampled_from([80, 100, 160]), st.sampled_from(["", "  serves      ", "host: "]))
-def test_a_wrapped_line_keeps_every_word_and_is_no_wider(words, width, title):
+def test_a_wrapped_line_keeps_every_word_within_the_width(words, width, title):
     line = title + " ".join(words)
     found = wrap_line(line, width)
     assert " ".join(found).split() == line.split()
@@ -33,7 +33,7 @@ def test_a_wrapped_line_keeps_every_word_and_is_no_wider(words, width, title):
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_a_plan_stands_in_its_columns_at_every_width(width, capsys):
+def test_a_wrapped_plan_keeps_the_columns(width, capsys):
     assert main(["plan", "--estimate"]) == 0
     text = capsys.readouterr().out
     out = io.StringIO()
@@ -45,7 +45,7 @@ def test_a_plan_stands_in_its_columns_at_every_width(width, capsys):
     assert all(line.startswith(" " * 14) for line in follow_up)
 
 
-def test_a_word_that_is_wider_than_the_screen_stays_whole():
+def test_a_long_word_is_not_split():
     assert wrap_line(f"  engine  {'x' * 90} --flag", 80)[-2:] == [f"  engine  {'x' * 90}",
                                                               "          --flag"]  # fmt: skip
 
@@ -54,13 +54,13 @@ def test_a_word_that_is_wider_than_the_screen_stays_whole():
     ("line", "word"),
     [("  REFUSED   disk: full", "REFUSED"), ("  WARNING     odd", "WARNING")],
 )
-def test_what_is_wrong_stands_out(line, word):
+def test_problems_are_highlighted(line, word):
     [span] = styled(line).spans
     assert line[span.start : span.end] == word
     assert "bold" in str(span.style)
 
 
-def test_the_plan_answers_first_and_keeps_units_and_arguments_for_verbose(capsys):
+def test_units_and_arguments_need_verbose(capsys):
     assert main(["plan", "--estimate"]) == 0
     brief = capsys.readouterr().out
     assert main(["plan", "--estimate", "--verbose"]) == 0
@@ -74,7 +74,7 @@ def test_the_plan_answers_first_and_keeps_units_and_arguments_for_verbose(capsys
         assert part not in brief
 
 
-def test_the_plan_of_a_cluster_sends_clients_to_its_head_alone(tmp_path, capsys):
+def test_the_plan_of_a_cluster_sends_clients_to_the_head(tmp_path, capsys):
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "group_vars/spark.yml").write_text(
         "model: qwen3.5-122b\ncluster: {hosts: [spark-1, spark-2]}\n"
@@ -90,8 +90,8 @@ def test_the_plan_of_a_cluster_sends_clients_to_its_head_alone(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_a_command_can_be_copied_from_a_narrow_screen(width, tmp_path, monkeypatch, capsys):
-    """A line break in it goes on behind a backslash, and never inside quotes."""
+def test_a_wrapped_command_can_be_copied(width, tmp_path, monkeypatch, capsys):
+    """Lines continue after a backslash, never inside quotes."""
     (tmp_path / "sparks.py").write_text("spark = ['spark-1.of-a-long-domain.example']\n")
     monkeypatch.chdir(tmp_path)
     assert main(["connect", "--inventory", "sparks.py"]) == 0
@@ -112,8 +112,7 @@ def test_a_command_can_be_copied_from_a_narrow_screen(width, tmp_path, monkeypat
 @pytest.mark.parametrize(
     "width", [80, *(pytest.param(n, marks=pytest.mark.slow) for n in (100, 160))]
 )
-def test_a_mistake_is_told_within_the_width_of_the_terminal(width, tmp_path):
-    """As a person sees it, whose terminal is no file."""
+def test_an_error_message_fits_the_terminal(width, tmp_path):
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     words = [sys.executable, "-m", "spark_deploy", "plan", "--model", "qwen3.5-397b"]
@@ -122,7 +121,7 @@ def test_a_mistake_is_told_within_the_width_of_the_terminal(width, tmp_path):
     with subprocess.Popen([*words, inventory], cwd=tmp_path, stderr=slave, env=env) as process:
         os.close(slave)
         said = b""
-        with contextlib.suppress(OSError):  # the end, when nobody writes any more
+        with contextlib.suppress(OSError):  # the end of the output
             while more := os.read(master, 1 << 16):
                 said += more
     os.close(master)

@@ -1,0 +1,21 @@
+"""A host of the virtual lab as commands select it."""
+
+from pathlib import Path
+
+from spark_deploy.cli.hosts import Target
+from spark_deploy.config.settings.load import load_hosts
+from tests.unit.planning.plans import shipped_catalog
+
+CATALOG = shipped_catalog()
+
+
+def target_of(tmp_path: Path, name: str = "lab-1", data: dict | None = None, **settings) -> Target:
+    overrides = {
+        "model": "lab-stub",
+        "ssh.hostname": "10.0.0.9",
+        "serve.names": ["lab-model", "other"],
+        **settings,
+    }
+    found = load_hosts({"lab": [name]}, root=tmp_path, overrides=overrides)[name]
+    data = data or {"ssh_hostname": "10.0.0.9", "ssh_user": "spark", "_sudo": True}
+    return Target(name, data, found, CATALOG)

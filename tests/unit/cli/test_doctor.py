@@ -1,0 +1,169 @@
+"""``spark-deploy doctor``: verdicts, other engines, files that hosts already have."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spark_deploy.cli import doctor, main, plan
+from spark_deploy.cli.query_hosts import Answer
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import LockError
+from spark_deploy.hosts.disk import Stored
+from spark_deploy.hosts.survey import Survey, stopped_script
+from tests.unit.operations.test_operations import NEEDS
+from tests.unit.preflight.surveyed import OLLAMA, survey
+
+RUNNING = OLLAMA.replace("STATE", "running").replace("RESTART", "always")
+SECOND = RUNNING.replace("ollama", "vllm").replace("a1", "b2")
+SHARDS = (("a" * 64, 40_000_000_000), ("b" * 64, 32_000_000_000))
+FILES = frozenset({("66306", *SHARDS[0]), ("66306", "c" * 64, 5_000_000_000)})
+
+
+def verdict_of(host_survey: Survey, **needs: Any) -> dict[str, Any]:
+    host: Any = SimpleNamespace(name="spark-1", data={})
+    return doctor.verdict_of(Answer(host, host_survey), dataclasses.replace(NEEDS, **needs), {})
+
+
+def text_of(verdict: dict[str, Any]) -> str:
+    return "\n".join(doctor.verdict_lines(verdict))
+
+
+def test_a_verdict_shows_problems_and_warnings_with_fixes() -> None:
+    verdict = {
+        "host": "lab-1", "reachable": True, "stubbed": ["driver 580+labstub"], "stopped": {},
+        "problems": [{"where": "disk /", "what": "1 GiB free", "fix": "free 9 GiB"}],
+        "warnings": [{"where": "kernel", "what": "a reboot is pending", "fix": "reboot"}],
+        "looks": {"system": "debian 12 on x86_64"}, "move": [],
+    }  # fmt: skip
+    text = text_of(verdict)
+    for part in (
+        "would refuse it for 1 reason\n", "REFUSED   disk /: 1 GiB free", "fix: free 9 GiB",
+        "warning   kernel", "stand-ins driver 580+labstub",
+    ):  # fmt: skip
+        assert part in text
+
+
+@pytest.mark.parametrize(("lines", "is_shown"), [(["0"], False), (["3"], True), ([], False)])
+def test_failed_allocations_of_the_driver_are_shown(lines: list[str], is_shown: bool) -> None:
+    rows = verdict_of(survey(driver_memory=lines))["looks"]
+    assert ("driver" in rows) == is_shown
+    assert "blocks" in rows
+
+
+def test_other_engines_are_listed_with_the_commands_that_replace_them() -> None:
+    verdict = verdict_of(survey(containers=[RUNNING, SECOND]))
+    text = text_of(verdict)
+    assert "  others    ollama (ollama/ollama, running), vllm (vllm/vllm, running)\n" in text
+    first, second = verdict["move"]
+    *command, option, setting = shlex.split(first)
+    key, _, value = setting.partition("=")
+    assert command == ["spark-deploy", "up", "spark-1"]
+    assert (option, key, json.loads(value)) == ("--data", "takeover", ["ollama", "vllm"])
+    assert second == "spark-deploy connect spark-1"
+    assert f"  move      {first}\n  then      {second}" in text
+
+
+@pytest.mark.parametrize("setting", ["takeover", "allow_containers"])
+def test_listed_containers_need_no_replacement(setting: str) -> None:
+    assert verdict_of(survey(containers=[RUNNING]), **{setting: ("ollama",)})["move"] == []
+    assert verdict_of(survey(containers=[]))["move"] == []
+
+
+def test_stopped_services_are_listed_and_stay_stopped() -> None:
+    record = '{"schema_version":1,"release":"main-1","at":"NOON","by":"ann@desk","until":"ONE"}'
+    verdict = verdict_of(survey(containers=[], stopped=["main", record, "small", "torn"]))
+    assert text_of(verdict).startswith(
+        "spark-1: a deploy would go ahead, and leave main and small stopped\n  stopped   "
+    )
+    assert list(verdict["stopped"]) == ["main", "small"]
+    for part in ("ann@desk", "NOON until ONE"):
+        assert part in verdict["stopped"]["main"]
+    assert "unknown time" in verdict["stopped"]["small"]
+    assert "stopped" not in text_of(verdict_of(survey(containers=[])))
+
+
+def test_the_survey_reads_each_stop_as_one_line(tmp_path: Path) -> None:
+    def lines() -> list[str]:
+        script = ["sh", "-ec", stopped_script(str(tmp_path)) + "exit 0"]
+        return subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n")
+
+    assert lines() == ["== stopped", ""]
+    (tmp_path / "main.json").write_text('{\n "at": "NOON"\n}\n')
+    assert lines() == ["== stopped", "main", '{ "at": "NOON"}', ""]
+
+
+def test_files_on_the_host_reduce_the_download() -> None:
+    downloads = (("/srv/spark/sources/x", SHARDS),)
+    stored = Stored(files=FILES, folders={"a" * 64: "/data/hub"})
+    host_survey = dataclasses.replace(survey(containers=[]), stored=stored)
+    rows = verdict_of(host_survey, downloads=downloads)["looks"]
+    assert rows["reuse"].startswith("Reusing 40.0 of 72.0 GB found in /data/hub; ")
+    assert "reuse" not in verdict_of(survey(containers=[]), downloads=downloads)["looks"]
+
+
+@pytest.mark.parametrize(
+    ("found_bytes", "whole_bytes", "text"),
+    [
+        (12_900_000, 12_900_000, "Reusing 12.9 of 12.9 MB; "),
+        (12_900_000, 72_000_000_000, "Reusing 12.9 MB of 72.0 GB; "),
+        (0, 72_000_000_000, ""),
+    ],
+)
+def test_small_files_get_a_readable_unit(found_bytes: int, whole_bytes: int, text: str) -> None:
+    assert doctor.reuse_text(doctor.Reuse(found_bytes, whole_bytes, ())).startswith(text)
+
+
+def test_plan_on_host_shows_files_that_hosts_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queried: list[str] = []
+    is_reached = True
+
+    def query(hosts: list[Any], _read: Any) -> list[Answer[Any]]:
+        queried.extend(host.name for host in hosts)
+        needs = plan.build_plan(hosts[0], estimate=True).needs
+        [(sha256, size_bytes)] = {file for _, files in needs.downloads for file in files}
+        stored = Stored(files=frozenset({("1", sha256, size_bytes)}), folders={sha256: "/d/hub"})
+        found = dataclasses.replace(survey(), stored=stored) if is_reached else None
+        return [Answer(host, found, "is off") for host in hosts]
+
+    monkeypatch.setattr(plan, "query", query)
+    monkeypatch.setattr("gevent.monkey.patch_all", lambda: None)  # would affect later tests
+    words = ["plan", "--estimate", "--profile", "base", str(CHECKOUT / "inventory/spark.py")]
+    assert main(words) == 0
+    assert (queried, "Reusing" in capsys.readouterr().out) == ([], False)
+    assert main([*words, "--on-host"]) == 0
+    whole = r"on the host +Reusing (\S+) of \1 GB found in /d/hub"
+    assert re.search(whole, capsys.readouterr().out)
+    assert main([*words, "--on-host", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["reuse"]["folders"] == ["/d/hub"]
+    is_reached = False
+    assert main([*words, "--on-host"]) == 1
+    assert "spark-1: is off" in capsys.readouterr().err
+
+
+def test_an_unreachable_hub_is_queried_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts: list[Any] = [SimpleNamespace(name=f"spark-{number}") for number in (1, 2, 3)]
+    calls = []
+
+    def build_plan(host: Any, *, estimate: bool) -> Any:
+        calls.append((host.name, estimate))
+        if not estimate:
+            raise LockError.one("hub", "unreachable", "check the network")
+        return SimpleNamespace(needs=host.name)
+
+    monkeypatch.setattr(doctor, "build_plan", build_plan)
+    assert doctor._needs(hosts) == {host.name: host.name for host in hosts}
+    assert [name for name, estimate in calls if not estimate] == ["spark-1"]
+    assert capsys.readouterr().err.count("unreachable") == 1

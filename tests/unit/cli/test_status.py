@@ -1,0 +1,173 @@
+"""``spark-deploy status``: text and data from documents of lab hosts."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from spark_deploy.cli import status
+from spark_deploy.cli.doctor import verdict_lines
+from spark_deploy.cli.hosts import Target
+from spark_deploy.cli.options import Options
+from spark_deploy.cli.query_hosts import Answer
+from spark_deploy.cli.status import status_lines, summary_of
+from spark_deploy.hosts.status import Count, HostStatus
+from tests.unit.cli.targets import target_of
+from tests.unit.statuses import told
+
+RELEASE = "main-aaaaaaaaaaaa"
+PROOF = {
+    "level": "full",
+    "checked_at": "2020-01-01T00:00:00Z",
+    "checks": [{"name": "ready", "ok": True}, {"name": "copy", "ok": True}],
+    "stubbed": ["driver"],
+}
+
+
+def document(checks: list[dict] | None = None, **proof) -> dict:
+    """Return the shortened status of a lab host."""
+    return {
+        "releases": [{
+            "name": RELEASE, "model": "lab-stub", "profile": "v2", "names": ["lab-model"],
+            "restarts": 2, "speed": ["speed: one stream 31.0 tokens/s", "way back: turn round"],
+            "proof": {**PROOF, "checks": [*PROOF["checks"], *(checks or [])], **proof},
+        }],
+        "services": {"main": {
+            "good": RELEASE, "enabled": [RELEASE], "active": RELEASE, "stopped_by_hand": None,
+            "traffic_open": True, "gateway": {"active": "active"},
+        }},
+        "jobs": [
+            {"title": "fetch a", "state": "done"},
+            {"title": "build b", "state": "running", "progress": {"bytes": 1, "total": 4}},
+        ],
+        "reboot_pending": "/run/reboot-required is set (libc6)",
+        "memory": {"total_bytes": 16 * 2**30, "available_bytes": 4 * 2**30},
+        "live": {"ok": True, "release": RELEASE, "seconds": 0.16},
+        "events": {"main": [{"at": "2026-11-21T10:00:00Z", "kind": "stall", "text": "restarted"}]},
+    }  # fmt: skip
+
+
+def text_of(tmp_path: Path, data: dict | HostStatus, target: Target | None = None) -> str:
+    host_status = data if isinstance(data, HostStatus) else told(data)
+    return "\n".join(status_lines(summary_of(Answer(target or target_of(tmp_path), host_status))))
+
+
+def test_a_serving_host_shows_release_check_and_differences(tmp_path):
+    text = text_of(tmp_path, document())
+    for part in (
+        f"lab-1: lab-stub with v2 as lab-model ({RELEASE})", "the plan is not locked yet",
+        "full check, 2 of 2 passed", "days ago", "stand-ins: driver",
+        "speed    one stream 31.0 tokens/s", "speed    way back: turn round",
+        "reboot   pending: /run/reboot-required is set (libc6)", "answered in 0.2 s",
+        "4.0 GiB of 16.0 GiB available, 2 restarts", "build b: running 25 %",
+        "2026-11-21T10:00:00Z stall: restarted",
+    ):  # fmt: skip
+        assert part in text
+    assert "fetch a" not in text
+
+
+REUSE = "turn 2 began to answer after 0.31 s, turn 1 after 4.02 s"
+WARNING = {"name": "repeat", "ok": False, "detail": "two texts", "weight": "warn"}
+START = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}
+
+
+@pytest.mark.parametrize(
+    ("data", "line", "is_shown"),
+    [
+        (document([{"name": "prefix reuse", "ok": True, "detail": REUSE}]), REUSE, True),
+        (document([{"name": "prefix reuse", "ok": False, "detail": REUSE}]), REUSE, False),
+        (document([WARNING]), "  warned   repeat: two texts", True),
+        (document(start_memory=START), "start 9.0 GiB, floor 4.0 GiB), 2 restarts", True),
+    ],
+)
+def test_details_of_checks_are_shown(tmp_path, data, line, is_shown):
+    assert (f"{line}\n" in text_of(tmp_path, data)) is is_shown
+
+
+def test_an_outdated_check_shows_the_reason(tmp_path):
+    data = document()
+    data["releases"][0]["unproven"] = "the driver changed"
+    assert "no longer current: the driver changed" in text_of(tmp_path, data)
+
+
+def test_stopped_and_rolled_back_services_show_time_and_person(tmp_path):
+    data = document()
+    data["services"]["main"]["stopped_by_hand"] = {
+        "schema_version": 1, "release": RELEASE, "at": "2026-11-21T10:00:00Z", "by": "ann@desk",
+    }  # fmt: skip
+    data["services"]["main"]["rolled_back"] = {
+        "schema_version": 1, "state": "done", "from": "main-b", "to": RELEASE,
+        "at": "2026-11-21T09:00:00Z",
+    }  # fmt: skip
+    text = text_of(tmp_path, data)
+    assert "stopped on purpose by ann@desk and is down since 2026-11-21T10:00:00Z" in text
+    assert "rolled back from main-b at 2026-11-21T09:00:00Z, by hand" in text
+    data["releases"].append({**data["releases"][0], "name": "main-b", "profile": "v2-tq"})
+    assert "rolled back from lab-stub with v2-tq, main-b at" in text_of(tmp_path, data)
+
+
+def test_a_rollout_in_progress_is_shown_for_every_service(tmp_path):
+    data = document()
+    rollout = {"release": RELEASE, "since": "2026-11-21T10:00:00Z", "phase": "start"}
+    data["services"]["main"].update(active=None, rollout=rollout)
+    data["services"]["small"] = data["services"]["main"] | {"enabled": ["small-1"]}
+    text, line = (
+        text_of(tmp_path, data),
+        "of lab-stub with v2 is under way since 2026-11-21T10:00:00Z",
+    )
+    assert f"\n  rollout  {line} (" in text
+    assert f"  service  small: serves nothing\n           rollout {line} (" in text
+    assert "under way" not in text_of(tmp_path, document())
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [({"main": Count(2, 1)}, {"running": 2, "waiting": 1}), ({}, None)],
+)
+def test_requests_of_running_engines_are_counted(tmp_path, monkeypatch, capsys, counts, expected):
+    host = SimpleNamespace(
+        get_fact=lambda fact, services=None: counts if services else told(document())
+    )
+    target, run = target_of(tmp_path), status.status.callback.__wrapped__
+    monkeypatch.setattr(status, "select_hosts", lambda options, judged: [target])
+    monkeypatch.setattr(status, "query", lambda hosts, read: [Answer(target, read(host, target))])
+    run(Options(), files=False, planned=False)
+    assert ("2 running, 1 waiting" in capsys.readouterr().out) == bool(expected)
+    run(Options(json=True), files=False, planned=False)
+    assert json.loads(capsys.readouterr().out)[0]["requests"] == expected
+
+
+def test_each_pair_to_keep_ready_lists_missing_jobs(tmp_path):
+    summary = summary_of(Answer(target_of(tmp_path), told(document())))
+    pair = {"model": "lab-tiny", "profile": "base"}
+    summary["ready"] = [{**pair, "missing": []}, {**pair, "missing": ["fetch x", "build y"]}]
+    text = "\n".join(status_lines(summary))
+    assert "lab-tiny with base: a rollout needs no download and no build" in text
+    assert "lab-tiny with base: not ready: fetch x, build y" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({}, "lab-1: not set up yet"),
+        (HostStatus(None, "its host tools are of another version"), "lab-1: release unknown: its"),
+    ],
+)
+def test_a_host_without_readable_tools_claims_no_release(tmp_path, data, line):
+    text = text_of(tmp_path, data)
+    assert text.startswith(line)
+    assert "serves nothing" not in text
+
+
+@pytest.mark.parametrize("lines", [status_lines, verdict_lines])
+def test_an_unreachable_host_is_one_line(lines):
+    host = {"host": "lab-1", "reachable": False, "problem": "unreachable: refused"}
+    assert list(lines(host)) == ["lab-1: unreachable: refused"]
+
+
+def test_a_running_release_is_shown_even_if_the_settings_cannot_be_served(tmp_path):
+    text = text_of(tmp_path, document(), target_of(tmp_path).serving("no-such-model", "v2"))
+    assert f"lab-stub with v2 as lab-model ({RELEASE})" in text
+    assert "the settings cannot be served: " in text
+    assert "no-such-model" in text
