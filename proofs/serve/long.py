@@ -38,7 +38,7 @@ class Sampler:
 
     def run(self) -> None:
         """Sample; each line says when, how much runs, tokens and share of the cache in use."""
-        from spark_host.engine.metrics import Metrics
+        from spark_host.engine.client import Metrics
 
         while not self._over.is_set():
             found = Metrics.parse(ask(self.sock, "GET", "/metrics")[1])
@@ -129,7 +129,7 @@ def _longest_flat_s(seen: list[dict[str, float]], keys: tuple[str, ...]) -> floa
 def _stalled(seen: list[dict[str, float]], limit_s: float, *, cache: bool) -> bool:
     """Return whether the watch would have ended this engine at a limit of ``limit_s``."""
     from spark_contract.release import Watch
-    from spark_host.engine.metrics import Metrics, Sample
+    from spark_host.engine.client import Metrics, Sample
     from spark_host.watch.watchdog import StallDetector
 
     judge = StallDetector(Watch(limit_s, EVERY_S, None))

@@ -13,7 +13,7 @@ import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.job import ReceiptProof
 from spark_contract.release import Release
-from spark_host.engine import artifacts, container, serve
+from spark_host.engine import container, serve
 from spark_host.jobs import jobs
 from stub_host import REPOSITORY, Host, release_data
 
@@ -74,7 +74,7 @@ def forget_stats(made: Path, *keys: str) -> None:
 def proven(host: Host, made: Path) -> list[str]:
     """Prove the tree as a start does; return what was said."""
     said: list[str] = []
-    artifacts.verify_checkpoints(
+    serve.verify_checkpoints(
         host.release(tree={"path": str(made), "digest": "d" * 64}), said.append
     )
     return said
@@ -135,7 +135,7 @@ def test_receipt_without_stats_is_completed_by_hashing(
 def test_rollout_verifies_before_the_old_engine_stops(
     host: Host, served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifacts, "check", lambda _: None)
+    monkeypatch.setattr(serve, "check_artifacts", lambda _: None)
     release = host.release(tree={"path": str(served), "digest": "d" * 64})
     assert serve.problem(release, host.paths) is None
     flip(served / SHARD)
@@ -150,7 +150,7 @@ def test_start_verifies_after_removing_the_container(
     order: list[str] = []
     monkeypatch.setattr(serve.docker, "is_up", lambda: True)
     monkeypatch.setattr(serve.docker, "remove_container", lambda _: order.append("removed"))
-    monkeypatch.setattr(artifacts, "check", lambda _: order.append("parts"))
+    monkeypatch.setattr(serve, "check_artifacts", lambda _: order.append("parts"))
     flip(served / SHARD)
     release = host.release(tree={"path": str(served), "digest": "d" * 64})
     with pytest.raises(HostToolError, match="has sha256"):
@@ -165,14 +165,14 @@ def test_drafter_and_adapter_are_verified_too(host: Host, served: Path, tmp_path
     write_receipt(drafter, [entry(drafter / SHARD)])
     both = [{"path": str(path), "digest": "d" * 64} for path in (served, drafter)]
     release = host.release(tree=both[0], beside=both[1:])
-    artifacts.check_checkpoints(release)
+    serve.check_checkpoints(release)
     other = host.release(tree=both[0], beside=[{**both[1], "digest": "e" * 64}])
     with pytest.raises(HostToolError) as refused:
-        artifacts.check_checkpoints(other)
+        serve.check_checkpoints(other)
     assert str(drafter) in refused.value.where
     replace(drafter / SHARD, damaged=True)
     with pytest.raises(HostToolError, match="drafter"):
-        artifacts.verify_checkpoints(release, print)
+        serve.verify_checkpoints(release, print)
 
 
 NOBODY = pwd.getpwnam("nobody")
@@ -184,7 +184,7 @@ def of(host: Host, user: str, **more: object) -> Release:
 
 def refusal(release: Release) -> HostToolError:
     with pytest.raises(HostToolError) as refused:
-        artifacts.check_checkpoints(release)
+        serve.check_checkpoints(release)
     return refused.value
 
 
@@ -218,7 +218,7 @@ def test_refuses_checkpoint_writable_by_others(
         engine={**release_data()["engine"], "user": "nobody"},
     )
     held = ReceiptProof(str(tree / "receipt.json"), "d")
-    artifacts.check_checkpoints(release)
+    serve.check_checkpoints(release)
     assert jobs.receipt_holds(held)
 
     os.chown(tree / what, owner, 0)
@@ -252,7 +252,7 @@ def test_refuses_checkpoint_that_the_engine_cannot_read(
         tree={"path": str(tree), "digest": "d"},
         engine={**release_data()["engine"], "user": "nobody"},
     )
-    artifacts.check_checkpoints(release)
+    serve.check_checkpoints(release)
 
     (tree / what).chmod(mode)
 

@@ -17,7 +17,7 @@ import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
 from spark_host import status
-from spark_host.engine import artifacts, container, serve
+from spark_host.engine import container, serve
 from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import traffic
 from spark_host.system import docker, systemd
@@ -49,7 +49,7 @@ def victim(tmp_path: Path) -> Path:
 def prepared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Release:
     """A release whose start was prepared; its engine runs as nobody."""
     monkeypatch.setattr(docker, "is_up", lambda: True)
-    monkeypatch.setattr(artifacts, "check", lambda _: None)
+    monkeypatch.setattr(serve, "check_artifacts", lambda _: None)
     release = host.release(engine={**release_data()["engine"], "user": "nobody"})
     assert serve.prepare(RELEASE, host.paths) == 0
     return release

@@ -11,8 +11,7 @@ from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import runner
 from spark_host.engine import serve
-from spark_host.engine.client import Engine
-from spark_host.engine.metrics import ENGINES
+from spark_host.engine.client import ENGINES, Engine
 from stub_host import REPOSITORY, Host, release_data
 
 from spark_deploy.config.settings.engine.arguments import DECIDING

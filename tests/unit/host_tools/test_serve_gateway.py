@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from spark_contract.errors import HostToolError
-from spark_host.gateway import gateway, routes, traffic
+from spark_host.gateway import gateway, nginx, traffic
 from stub_gateway import QUESTION, Door, as_a_unit_does, long_answer, running
 from stub_host import REPOSITORY, Host
 
@@ -60,7 +60,7 @@ def test_allow_list_matches_the_engines_routes() -> None:
     paths = {line.split()[0].replace("{response_id}", "resp_0a-1_b") for line in lines}
     allowed = [
         re.escape(route.path) + route.pattern.replace("?<", "?P<") + route.end
-        for route in routes.ROUTES
+        for route in nginx.ROUTES
     ]
     assert {path for path in paths if any(re.fullmatch(one, path) for one in allowed)} == {
         "/v1/chat/completions",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_host.engine.metrics import Metrics
+from spark_host.engine.client import Metrics
 from spark_host.system import host as system
 from spark_host.watch import sensors, watchdog
 from spark_host.watch.watchdog import StallDetector

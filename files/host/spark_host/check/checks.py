@@ -17,8 +17,7 @@ from spark_contract.release import MODELS
 
 from spark_host.check import pooling, questions
 from spark_host.check.probe import CheckError, Probe, Weight, short, wait_for_value
-from spark_host.engine.client import EngineError
-from spark_host.engine.metrics import Metrics
+from spark_host.engine.client import EngineError, Metrics
 
 _DRAFTS_WANTED = 60
 _ALMOST_NONE = 0.1  # a drafter without weights; above it a server is slow, but healthy

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from spark_contract.release import CHAT, COMPLETIONS, CheckPlan, Release
 
-from spark_host.engine.client import Engine, EngineError
-from spark_host.engine.metrics import Metrics
+from spark_host.engine.client import Engine, EngineError, Metrics
 
 Message = dict[str, Any]
 Weight = Literal["must", "warn"]

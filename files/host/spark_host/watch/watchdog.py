@@ -22,9 +22,8 @@ from spark_contract.records import Event
 from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Member, Release, Watch
 
 from spark_host.engine import container
-from spark_host.engine.client import Engine, EngineError, SilentError
+from spark_host.engine.client import Engine, EngineError, Metrics, SilentError
 from spark_host.engine.memory import Floor, available_bytes, read_free_blocks
-from spark_host.engine.metrics import Metrics
 from spark_host.gateway import gateway
 from spark_host.records import boot
 from spark_host.system import cluster, systemd
