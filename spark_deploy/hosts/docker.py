@@ -12,12 +12,13 @@ from spark_contract.paths import kept_aside
 
 from spark_deploy.hosts import docker_engine
 from spark_deploy.hosts.commands import log, log_once
-from spark_deploy.hosts.docker_facts import DAEMON_JSON, Docker, DockerState
+from spark_deploy.hosts.docker_facts import Docker, DockerState
 from spark_deploy.hosts.facts import read_fact
 from spark_deploy.hosts.files import put_files
 from spark_deploy.hosts.gpu import SPECIFICATION, lacks_runtime, lacks_specification
 from spark_deploy.hosts.host_errors import Commands, host_errors, refuse
 from spark_deploy.hosts.packages import add_repositories, install, repository_arguments
+from spark_deploy.plan.jobs import DAEMON_JSON
 from spark_deploy.plan.types import DockerPlan, ManagedFile
 
 GROUP = "docker"  # members can become root on the host

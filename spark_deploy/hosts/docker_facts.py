@@ -30,8 +30,8 @@ from spark_deploy.hosts.packages import (
     parse_repositories,
     repositories_script,
 )
+from spark_deploy.plan.jobs import DAEMON_JSON
 
-DAEMON_JSON = "/etc/docker/daemon.json"
 # Only compared fields: the whole of `docker info` contains proxies with passwords. CDISpecDirs
 # is last, because a client without CDI fails there; the lines before still count.
 _INFO = re.findall(

@@ -30,7 +30,7 @@ from spark_deploy.plan.peer_download import (
     State,
     lacks,
     shared_trees,
-    wanted_of,
+    trees_to_share,
     with_peers,
 )
 from spark_deploy.plan.types import ManagedFile
@@ -88,7 +88,7 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     if len(members) < 2 or current_host() not in _members:
         host.noop("no other host of this run shares")
         return
-    wanted = wanted_of(host.name, members)
+    wanted = trees_to_share(host.name, members)
     own = _members[current_host()].trees
     trees = tuple(
         tree

@@ -31,7 +31,6 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import base
 from spark_deploy.hosts.access import ACCOUNT_HOME
 from spark_deploy.hosts.commands import CommandFailed, heartbeat, log_once, run
-from spark_deploy.hosts.docker_facts import DAEMON_JSON
 from spark_deploy.hosts.facts import HostFact, read_fact
 from spark_deploy.hosts.gpu import SPECIFICATION
 from spark_deploy.hosts.host_errors import Commands, Refused, host_command, host_errors, refuse
@@ -39,7 +38,13 @@ from spark_deploy.hosts.payload import Payload, memory_command, packed_tools
 from spark_deploy.hosts.proxy import DOCKER_DROP_IN
 from spark_deploy.hosts.status import Prunable
 from spark_deploy.hosts.tools import placed_tools
-from spark_deploy.plan.jobs import ready_jobs_of, ready_name, served_jobs_of, wanted_of
+from spark_deploy.plan.jobs import (
+    DAEMON_JSON,
+    footprint_of,
+    ready_jobs_of,
+    ready_name,
+    served_jobs_of,
+)
 from spark_deploy.plan.release import release_files_of, unit_files_of
 from spark_deploy.plan.types import SUDOERS_PATH, BasePlan, GatewayPlan, HostPlan, ManagedFile
 
@@ -115,7 +120,7 @@ class OursOnHost(HostFact[Ours]):
 
 def uninstall_request(settings: Settings) -> str:
     """Return, as JSON, the resources to look for on a host."""
-    wanted = wanted_of(
+    wanted = footprint_of(
         settings,
         files=(
             *(base.HOLD_PATH, base.COMPACTION_PATH),

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from spark_contract.documents import plain
-from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.catalog.model import Model, PlainModel
@@ -27,6 +26,7 @@ from spark_deploy.plan.artifacts import (
 )
 from spark_deploy.plan.cluster import ways
 from spark_deploy.plan.gateway import gateway_plan, named
+from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.release import cache_dir, release_files_of, serve_plan
 from spark_deploy.plan.resolve import Request, Resolved, resolve, resolve_service
 from spark_deploy.plan.types import (
@@ -47,93 +47,17 @@ from spark_deploy.plan.types import (
     ToolsPlan,
 )
 
-# Which of them share a filesystem, and what is free or there already, only the host knows:
-# preflight and ``doctor`` compare (``spark_deploy/hosts/capacity.py``).
-
-
-_GIB = 1024**3
 # The engine image of 0.31.0: 11.0 GB compressed, 26.4 GB unpacked; a pull needs both.
 _UNPACKED = 2.5
-_CACHE_BYTES = 4 * _GIB  # of the release that serves and of the one before it
-
-
-def disk_plan(docker_dir: str, pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
-    """Return the use of every folder; image and cache are estimates, the rest is exact.
-
-    Each path is the folder of one artefact, so that what lies there already can be subtracted.
-    What pairs share counts once.
-
-    Args:
-        docker_dir: where the container engine keeps images.
-        pairs: the one to serve, then those to have ready.
-    """
-    uses: dict[tuple[str, str], DiskUse] = {}
-    for pair in pairs:
-        for use in _of_pair(docker_dir, pair):
-            uses.setdefault((use.path, use.what), use)
-    return tuple(uses.values())
-
-
-def _of_pair(docker_dir: str, pair: PairPlan) -> Iterator[DiskUse]:
-    kept = pair.checkpoint is None or pair.checkpoint.keep_base
-    beside = {one.source.dir for one in pair.beside}
-    for source in pair.sources:
-        size = source.size_bytes
-        stays = kept or source.dir in beside
-        yield DiskUse(source.dir, source.locked.repo, size, size if stays else 0)
-    if pair.requantized:
-        made = pair.requantized
-        what = f"INT4 tree {made.order.name}"
-        yield DiskUse(made.dir, what, made.order.work_bytes, made.size_bytes)
-    if pair.checkpoint:
-        size = pair.checkpoint.output_bytes
-        yield DiskUse(pair.checkpoint.dir, f"checkpoint {pair.checkpoint.order.name}", size, size)
-    after = image_after_bytes(pair.image)
-    yield DiskUse(docker_dir, f"image {pair.image.tag}", image_peak_bytes(pair.image), after)
-    yield DiskUse(pair.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES)
-
-
-def image_after_bytes(image: ImagePlan) -> int:
-    """Return what an image takes once it is unpacked."""
-    return round(image.size_bytes * _UNPACKED)
-
-
-def image_peak_bytes(image: ImagePlan) -> int:
-    """Return what an image takes while it arrives."""
-    return image.size_bytes + image_after_bytes(image)
-
-
-def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
-    """Return what a bare host with one filesystem needs at most on the way, and what it keeps."""
-    return sum(use.peak_bytes for use in uses), sum(use.after_bytes for use in uses)
-
-
-def done_once_there(checkpoint: CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
-    """Return (path, tree) pairs: with the tree in place, the path takes no more bytes.
-
-    A tree appears by one rename, so it is whole when it is there, also when it is smaller than
-    planned (names that the base holds twice come out once); a base not kept is not fetched again.
-    """
-    if checkpoint is None or checkpoint.order.layout != "full":
-        return ()
-    beside = () if checkpoint.keep_base else ((checkpoint.base.dir, checkpoint.dir),)
-    return ((checkpoint.dir, checkpoint.dir), *beside)
-
-
-def needed_by_path(uses: Sequence[DiskUse]) -> tuple[tuple[str, int], ...]:
-    """Return the peak of every folder, for preflight."""
-    total: dict[str, int] = {}
-    for use in uses:
-        total[use.path] = total.get(use.path, 0) + use.peak_bytes
-    return tuple(sorted(total.items()))
+_CACHE_BYTES = 4 * GIB  # compile caches of the current and the previous release
 
 
 def plan_host(request: Request) -> HostPlan:
-    """Return everything there is to do on one host, or raise ``SparkError``."""
+    """Return everything to do on a host, or raise ``SparkError``."""
     request = replace(request, catalog=request.catalog.knowing(request.lock.anatomies))
     settings, lock = request.settings, request.lock
-    served = resolve(settings, request.catalog)
-    main = _service_plan(MAIN_SERVICE, served, request)
+    resolved = resolve(settings, request.catalog)
+    main = _service_plan(MAIN_SERVICE, resolved, request)
     services = tuple(
         _service_plan(name, resolve_service(settings, name, request.catalog), request)
         for name in settings.services
@@ -141,32 +65,39 @@ def plan_host(request: Request) -> HostPlan:
     others = [resolve(settings.of_pair(other), request.catalog) for other in settings.ready_pairs]
     ready = tuple(pair_plan(other, request) for other in others)
     pairs = (main, *services, *ready)
-    timed = {(one.model, one.profile) for one in settings.schedule}
+    scheduled = {(change.model, change.profile) for change in settings.schedule}
     releases = {(main.model, main.profile): main.serve} | {
-        (part.model, part.profile): _release(MAIN_SERVICE, one, part, request)
-        for one, part in zip(others, ready, strict=True)
-        if (part.model, part.profile) in timed
+        (pair.model, pair.profile): serve_plan(MAIN_SERVICE, other, pair, request.fabric)
+        for other, pair in zip(others, ready, strict=True)
+        if (pair.model, pair.profile) in scheduled
     }
     main = replace(
         main,
         gateway=named(main, services),
         schedule=tuple(
-            ScheduledPlan(one.at, releases[one.model, one.profile]) for one in settings.schedule
+            ScheduledPlan(change.at, releases[change.model, change.profile])
+            for change in settings.schedule
         ),
     )
-    docker = _docker(served.model, settings, lock)
+    docker = _docker(resolved.model, settings, lock)
     disk = disk_plan(settings.paths.docker_dir, pairs)
+    needs = _needs(settings, (main, *services), disk, docker.check_image, pairs)
     return HostPlan(
         **_fields(main),
         host=request.host,
         paths=settings.paths,
         needs=replace(
-            _needs(settings, (main, *services), disk, docker.check_image, pairs),
+            needs,
             cluster=settings.cluster.hosts,
             ways=ways(settings, request.host, request.fabric),
         ),
         base=base_plan(settings),
-        cuda=_cuda(settings),
+        cuda=CudaPlan(
+            settings.cuda.version,
+            settings.cuda.package,
+            _repositories(settings, settings.cuda.repositories),
+            settings.base.package_lock_wait_s,
+        ),
         docker=docker,
         tools=tools_plan(request.payload),
         disk=disk,
@@ -179,54 +110,37 @@ def plan_host(request: Request) -> HostPlan:
 
 
 def base_plan(settings: Settings) -> BasePlan:
-    """Return what every host of ours has, whatever it serves."""
+    """Return what every managed host gets, whatever it serves."""
     base = BasePlan(paths=settings.paths, **_fields(settings.base))
-    # What chooses among several services runs inside nginx.
+    # Routing between several services runs inside nginx.
     return replace(base, packages=(*base.packages, NJS)) if settings.services else base
 
 
 def tools_plan(payload: PayloadIdentity) -> ToolsPlan:
-    """Return the tools that every host of ours has."""
     return ToolsPlan(payload.tools_digest, payload.python_requirements)
 
 
-def _service_plan(name: str, served: Resolved, request: Request) -> ServicePlan:
-    """Return one service of the host."""
-    pair = pair_plan(served, request)
+def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePlan:
+    pair = pair_plan(resolved, request)
     return ServicePlan(
         **_fields(pair),
-        memory=served.memory,
-        serve=_release(name, served, pair, request),
-        gateway=gateway_plan(served.settings, request.host, name),
-        warnings=served.warnings,
+        memory=resolved.memory,
+        serve=serve_plan(name, resolved, pair, request.fabric),
+        gateway=gateway_plan(resolved.settings, request.host, name),
+        warnings=resolved.warnings,
     )
 
 
-def _release(service: str, served: Resolved, pair: PairPlan, request: Request) -> Release:
-    return serve_plan(
-        service,
-        served.model,
-        served.profile,
-        served.settings,
-        pair.tree,
-        pair.image,
-        served.memory,
-        pair.beside,
-        request.fabric,
-    )
-
-
-def pair_plan(served: Resolved, request: Request) -> PairPlan:
-    """Return what one model and profile need on the host."""
-    model, profile, settings = served.model, served.profile, served.settings
+def pair_plan(resolved: Resolved, request: Request) -> PairPlan:
+    """Return what a model with a profile needs on the host."""
+    model, profile, settings = resolved.model, resolved.profile, resolved.settings
     if isinstance(model, PlainModel) and model.anatomy is None:
-        what = "its headers are not read yet, so nobody knows what it takes"
-        fix = "run `spark-deploy update --missing` while the hub answers"
+        what = "size unknown: headers not read yet"
+        fix = "run `spark-deploy update --missing` with access to the hub"
         raise PlanError.one(f"lock: {model.repository}", what, fix)
     lock, payload = request.lock, request.payload
     image = image_plan(model, profile, settings, lock, payload)
-    cache = cache_dir(settings, profile, image)
-    more = beside_plans(model, profile, settings, lock)
+    companions = beside_plans(model, profile, settings, lock)
     made = requantized_plan(model, settings, lock, image, payload.quantiser_digest)
     checkpoint = checkpoint_plan(model, profile, settings, lock, made)
     if made:
@@ -235,9 +149,15 @@ def pair_plan(served: Resolved, request: Request) -> PairPlan:
         base = checkpoint.base
     else:
         base = source_plan(served_source(model, lock), settings)
-    sources = (base, *(one.source for one in more))
     return PairPlan(
-        model.name, profile.name, sources, checkpoint, image, cache, beside=more, requantized=made
+        model.name,
+        profile.name,
+        (base, *(companion.source for companion in companions)),
+        checkpoint,
+        image,
+        cache_dir(settings, profile, image),
+        beside=companions,
+        requantized=made,
     )
 
 
@@ -248,44 +168,34 @@ def _needs(
     check_image: str,
     pairs: tuple[PairPlan, ...],
 ) -> NeedsPlan:
-    images = {pair.image.tag: image_peak_bytes(pair.image) for pair in pairs}
+    images = {pair.image.tag: _image_peak_bytes(pair.image) for pair in pairs}
+    gateways = {service.serve.service: _ports_of(service) for service in services}
     sources = {
         source.dir: tuple((f.sha256, f.size_bytes) for f in source.locked.files if f.sha256)
         for pair in pairs
         for source in pair.sources
     }
+    done = (path for pair in pairs for path in _done_once_there(pair.checkpoint))
     return NeedsPlan(
         **_fields(settings.expect),
         takeover=settings.takeover,
         allow_memory_holders=settings.allow_memory_holders,
         allow_containers=tuple(settings.allow_containers),
-        ports=tuple(port for one in services for port in _ports_of(one)),
-        gateways={one.serve.service: _ports_of(one) for one in services},
-        disk_needed_bytes=needed_by_path(disk),
+        ports=tuple(port for ports in gateways.values() for port in ports),
+        gateways=gateways,
+        disk_needed_bytes=_peak_by_path(disk),
         disk_reserve_bytes=settings.disk.reserve_bytes,
-        memory_needed_bytes=sum(one.memory.needed_bytes for one in services),
+        memory_needed_bytes=sum(service.memory.needed_bytes for service in services),
         # MemTotal of two equal machines differs by firmware settings.
         memory_total_min_bytes=round(settings.memory.total_bytes * 0.98),
         docker_dir=settings.paths.docker_dir,
         images=(check_image, *images),
         image_bytes=tuple(images.items()),
-        disk_done_once_there=tuple(
-            dict.fromkeys(done for pair in pairs for done in done_once_there(pair.checkpoint))
-        ),
+        disk_done_once_there=tuple(dict.fromkeys(done)),
         reboot=settings.reboot,
         tailscale=settings.serve.expose == "tailscale",
         downloads=tuple(sources.items()),
         look_in=settings.downloads.look_in,
-    )
-
-
-def _cuda(settings: Settings) -> CudaPlan:
-    cuda = settings.cuda
-    return CudaPlan(
-        cuda.version,
-        cuda.package,
-        _repositories(settings, cuda.repositories),
-        settings.base.package_lock_wait_s,
     )
 
 
@@ -318,12 +228,77 @@ def _ports_of(service: ServicePlan) -> tuple[int, ...]:
 
 
 def _fields(part: PairPlan | BaseSettings | ExpectSettings) -> dict[str, Any]:
-    """Return a part as arguments for the plan that adds to it."""
+    """Return the fields of a part as arguments for the plan that extends it."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
+def disk_plan(docker_dir: str, pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
+    """Return the use of every folder; image and cache are estimates, the rest is exact.
+
+    Each path is the folder of one artefact, so that existing files can be subtracted. Shared
+    artefacts count once. Free space and shared file systems are checked on the host
+    (``spark_deploy/hosts/capacity.py``).
+    """
+    uses: dict[tuple[str, str], DiskUse] = {}
+    for pair in pairs:
+        for use in _pair_uses(docker_dir, pair):
+            uses.setdefault((use.path, use.what), use)
+    return tuple(uses.values())
+
+
+def _pair_uses(docker_dir: str, pair: PairPlan) -> Iterator[DiskUse]:
+    keeps_base = pair.checkpoint is None or pair.checkpoint.keep_base
+    companions = {companion.source.dir for companion in pair.beside}
+    for source in pair.sources:
+        size = source.size_bytes
+        stays = keeps_base or source.dir in companions
+        yield DiskUse(source.dir, source.locked.repo, size, size if stays else 0)
+    if made := pair.requantized:
+        what = f"INT4 tree {made.order.name}"
+        yield DiskUse(made.dir, what, made.order.work_bytes, made.size_bytes)
+    if tree := pair.checkpoint:
+        size = tree.output_bytes
+        yield DiskUse(tree.dir, f"checkpoint {tree.order.name}", size, size)
+    peak, after = _image_peak_bytes(pair.image), image_after_bytes(pair.image)
+    yield DiskUse(docker_dir, f"image {pair.image.tag}", peak, after)
+    yield DiskUse(pair.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES)
+
+
+def image_after_bytes(image: ImagePlan) -> int:
+    """Return the size of the unpacked image."""
+    return round(image.size_bytes * _UNPACKED)
+
+
+def _image_peak_bytes(image: ImagePlan) -> int:
+    return image.size_bytes + image_after_bytes(image)
+
+
+def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
+    """Return peak and final use of an empty host with one file system."""
+    return sum(use.peak_bytes for use in uses), sum(use.after_bytes for use in uses)
+
+
+def _done_once_there(checkpoint: CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
+    """Return (path, tree) pairs: if the tree exists, the path needs no more bytes.
+
+    A tree is created by one rename, so it is complete if it exists, even if smaller than planned
+    (repeated names are written once); a base that is not kept is not fetched again.
+    """
+    if checkpoint is None or checkpoint.order.layout != "full":
+        return ()
+    base = () if checkpoint.keep_base else ((checkpoint.base.dir, checkpoint.dir),)
+    return ((checkpoint.dir, checkpoint.dir), *base)
+
+
+def _peak_by_path(uses: Sequence[DiskUse]) -> tuple[tuple[str, int], ...]:
+    total: dict[str, int] = {}
+    for use in uses:
+        total[use.path] = total.get(use.path, 0) + use.peak_bytes
+    return tuple(sorted(total.items()))
+
+
 def document(plan: HostPlan) -> dict[str, Any]:
-    """Return the whole plan of a host as plain data, with what follows from its parts."""
+    """Return the plan of a host as plain data, with totals and the unit's limits."""
     drop_in = release_files_of(plan)[-1]
     peak_bytes, after_bytes = disk_total(plan.disk)
     return {

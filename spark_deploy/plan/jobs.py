@@ -1,7 +1,8 @@
-"""What leaving a host is about: everything that its settings would make there."""
+"""Jobs that bring checkpoints and images to a host, and what pruning and uninstall may remove."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from spark_contract import orders, tool, units
@@ -21,7 +22,7 @@ from spark_contract.job import (
     JobKind,
     ReceiptProof,
 )
-from spark_contract.orders import DonorUrl
+from spark_contract.orders import BuildPlan, DonorUrl, RequantizePlan
 from spark_contract.paths import CURRENT_TOOLS, SITE, hub_token_file, job_dir
 from spark_contract.status import Footprint, Keep
 from spark_contract.units import DIGEST_LABEL
@@ -40,56 +41,79 @@ from spark_deploy.plan.types import (
     SourcePlan,
 )
 
-# The formats are the contract with the host tools: ``job.json`` (files/host), ``fetch.json`` and
-# ``plan.json`` (files/checkpoint).
+DAEMON_JSON = "/etc/docker/daemon.json"
+PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}  # host tools and the builder's packages
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A job with the files that lie beside its ``job.json``."""
+    """A job with the input files of its directory."""
 
     job: Job
     inputs: tuple[ManagedFile, ...] = ()
     hub: HubSettings | None = None  # whose token the job sends
-    layers: LayersPlan | None = None  # of the image that the job makes or starts from
+    layers: LayersPlan | None = None  # of the image that the job pulls or builds on
 
     def files(self) -> tuple[ManagedFile, ...]:
         """Return job.json, its inputs, and the unit's ordering."""
-        described = ManagedFile(f"{self.job.dir}/job.json", text_of(self.job).encode())
+        job_json = ManagedFile(f"{self.job.dir}/job.json", text_of(self.job).encode())
         order = f"{units.drop_in_dir(self.job.unit)}/order.conf"
-        return (*self.inputs, described, ManagedFile(order, self._order().encode()))
+        return (*self.inputs, job_json, ManagedFile(order, self._order().encode()))
 
     def _order(self) -> str:
-        """Return the drop-in that says what has to be there before the job."""
-        before = [units.JOB.of(digest12) for digest12 in self.job.after]
+        required = [units.JOB.of(digest12) for digest12 in self.job.after]
         if self.job.kind in IMAGE_JOBS:
-            before.append("docker.service")
-        text = f"Requires={' '.join(before)}\nAfter={' '.join(before)}\n" if before else ""
+            required.append("docker.service")
+        names = " ".join(required)
+        text = f"Requires={names}\nAfter={names}\n" if required else ""
         if isinstance(self.job.proof, ReceiptProof):
-            # Else a boot without that disk would fill the root's.
+            # A boot without that disk must not fill the root file system.
             text += needs_mounts(self.job.proof.receipt)
         return f"[Unit]\n{text}"
 
 
 def needs_mounts(*paths: str) -> str:
-    """Return the line of a unit that waits for the file systems of ``paths``."""
+    """Return the unit line that waits for the file systems of ``paths``."""
     return f"RequiresMountsFor={' '.join(path.replace('%', '%%') for path in paths)}\n"
-
-
-# Where the tools' packages and the builder's own are.
-PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}
 
 
 def _receipt(tree: SourcePlan | CheckpointPlan | RequantizedPlan) -> ReceiptProof:
     return ReceiptProof.of(tree.dir, tree.digest)
 
 
+_COMMANDS = {  # of the checkpoint builder, with the name of the order in the job's directory
+    FETCH_JOB: (orders.FETCH, "fetch.json"),
+    REQUANTIZE_JOB: (orders.REQUANTIZE, "requantize.json"),
+    CHECKPOINT_JOB: (orders.BUILD, "plan.json"),
+}
+
+
+def _builder_work(
+    digest: str,
+    kind: JobKind,
+    title: str,
+    order: FetchPlan | RequantizePlan | BuildPlan,
+    total_bytes: int | None,
+    hub: HubSettings | None,
+    *,
+    after: tuple[str, ...] = (),
+    unless: ReceiptProof | None = None,
+    inputs: tuple[ManagedFile, ...] = (),
+) -> Work:
+    command, name = _COMMANDS[kind]
+    path = f"{job_dir(digest)}/{name}"
+    proof = ReceiptProof.of(order.out, order.digest)
+    argv = orders.argv(command, path)
+    job = Job(digest, kind, title, argv, PYTHON, proof, total_bytes, after, unless)
+    return Work(job, (*inputs, ManagedFile(path, text_of(order).encode())), hub=hub)
+
+
 def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
-    """Fetch one repository at its commit, every file checked against the lock.
+    """Download a repository at its commit; every file is checked against the lock.
 
     Args:
         source: the repository.
-        tree: what is built from it; when that keeps no base, nothing is fetched once it is there.
+        tree: built from it; if it keeps no base, the download is skipped once it exists.
     """
     identity = {"kind": FETCH_JOB, "source": source.digest, "dir": source.dir}
     unless = None
@@ -97,31 +121,16 @@ def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
         unless = _receipt(tree)
         identity["unless"] = tree.digest
     digest = digest_of(identity)
-    where = job_dir(digest)
-    order = fetch_order(
-        source,
-        pieces=tree is not None and tree.order.layout == "full",
-        token_file=hub_token_file(digest),
-    )
-    job = Job(
-        digest=digest,
-        kind=FETCH_JOB,
-        title=f"fetch {source.locked.repo}@{source.locked.commit[:12]}",
-        argv=orders.argv(orders.FETCH, f"{where}/fetch.json"),
-        env=PYTHON,
-        proof=_receipt(source),
-        total_bytes=source.size_bytes,
-        after=(),
-        unless=unless,
-    )
-    files = (ManagedFile(f"{where}/fetch.json", text_of(order).encode()),)
-    return Work(job, files, hub=source.hub)
+    pieces = tree is not None and tree.order.layout == "full"
+    order = fetch_order(source, pieces=pieces, token_file=hub_token_file(digest))
+    title = f"fetch {source.locked.repo}@{source.locked.commit[:12]}"
+    size = source.size_bytes
+    return _builder_work(digest, FETCH_JOB, title, order, size, source.hub, unless=unless)
 
 
 def fetch_order(
     source: SourcePlan, *, pieces: bool = False, token_file: str | None = None
 ) -> FetchPlan:
-    """Return what the fetcher is told of a repository."""
     locked, hub, downloads = source.locked, source.hub, source.downloads
     return FetchPlan(
         digest=source.digest,
@@ -129,7 +138,8 @@ def fetch_order(
         commit=locked.commit,
         out=source.dir,
         files=tuple(
-            FetchFile(one.path, one.size_bytes, one.sha256, one.git_sha1) for one in locked.files
+            FetchFile(file.path, file.size_bytes, file.sha256, file.git_sha1)
+            for file in locked.files
         ),
         urls=tuple(
             f"{root.rstrip('/')}/{locked.repo}/resolve/{locked.commit}/"
@@ -149,62 +159,41 @@ def fetch_order(
 def requantize_job(plan: RequantizedPlan, image: Job) -> Work:
     """Quantise a 16-bit repository in the engine's image.
 
-    It fetches that repository itself: a host that copies the result needs nothing of it.
+    The job downloads the repository itself: a host that copies the result does not need it.
     """
     digest = digest_of({"kind": REQUANTIZE_JOB, "tree": plan.digest, "dir": plan.dir})
-    where = job_dir(digest)
-    job = Job(
-        digest=digest,
-        kind=REQUANTIZE_JOB,
-        title=f"quantise {plan.order.name}-int4-{plan.digest[:12]}",
-        argv=orders.argv(orders.REQUANTIZE, f"{where}/requantize.json"),
-        env=PYTHON,
-        proof=_receipt(plan),
-        total_bytes=None,
-        after=(image.digest12,),
-    )
     original = replace(plan.order.original, token_file=hub_token_file(digest))
-    text = ManagedFile(f"{where}/calibration.jsonl", plan.calibration.encode())
+    text = ManagedFile(f"{job_dir(digest)}/calibration.jsonl", plan.calibration.encode())
     order = replace(plan.order, original=original, calibration=text.path)
-    files = (text, ManagedFile(f"{where}/requantize.json", text_of(order).encode()))
-    return Work(job, files, hub=plan.original.hub)
+    title, hub = f"quantise {plan.order.name}-int4-{plan.digest[:12]}", plan.original.hub
+    after = (image.digest12,)
+    return _builder_work(
+        digest, REQUANTIZE_JOB, title, order, None, hub, after=after, inputs=(text,)
+    )
 
 
 def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
-    """Build the hybrid tree from the whole base and ranges of the donor."""
+    """Build the hybrid checkpoint from the complete base and ranges of the donor."""
     digest = digest_of({"kind": CHECKPOINT_JOB, "checkpoint": plan.digest, "dir": plan.dir})
-    where = job_dir(digest)
-    job = Job(
-        digest=digest,
-        kind=CHECKPOINT_JOB,
-        title=f"build {plan.order.name}-{plan.digest[:12]}",
-        argv=orders.argv(orders.BUILD, f"{where}/plan.json"),
-        env=PYTHON,
-        proof=_receipt(plan),
-        total_bytes=plan.output_bytes,
-        after=(base.digest12,),
-    )
     order, donor, hub = plan.order, plan.order.donor, None
     if isinstance(donor, DonorUrl):
         order = replace(order, donor=replace(donor, token_file=hub_token_file(digest)))
         hub = (plan.base if isinstance(plan.base, SourcePlan) else plan.base.original).hub
-    files = (ManagedFile(f"{where}/plan.json", text_of(order).encode()),)
-    return Work(job, files, hub=hub)
+    title, after = f"build {plan.order.name}-{plan.digest[:12]}", (base.digest12,)
+    return _builder_work(digest, CHECKPOINT_JOB, title, order, plan.output_bytes, hub, after=after)
 
 
 def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:
     """Return the removal of bases that are not kept: the last work, after the proof."""
-    found = {work.job.digest: work for one in plan.served for work in _discard_jobs(one)}
-    return tuple(found.values())
+    return _unique(work for service in plan.served for work in _discard_jobs(service))
 
 
 def _discard_jobs(pair: PairPlan) -> tuple[Work, ...]:
     tree = pair.checkpoint
     if tree is None or tree.keep_base or not isinstance(tree.base, SourcePlan):
         return ()
-    digest = digest_of({"kind": DISCARD_JOB, "base": tree.base.dir, "tree": tree.dir})
     job = Job(
-        digest=digest,
+        digest=digest_of({"kind": DISCARD_JOB, "base": tree.base.dir, "tree": tree.dir}),
         kind=DISCARD_JOB,
         title=f"remove {tree.base.locked.repo}@{tree.base.locked.commit[:12]}",
         argv=orders.argv(orders.DISCARD, tree.base.dir, orders.TREE, tree.dir),
@@ -217,10 +206,10 @@ def _discard_jobs(pair: PairPlan) -> tuple[Work, ...]:
 
 
 def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
-    """Build the engine image, or pull it where no plugin is wanted.
+    """Build the engine image, or pull it if it needs no plugin.
 
     Args:
-        plan: the image slice.
+        plan: the image.
         context: the build context, with paths relative to its root.
     """
     kind: JobKind = IMAGE_BUILD_JOB if plan.plugin else IMAGE_PULL_JOB
@@ -242,62 +231,57 @@ def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
         after=(),
         base=plan.base if plan.plugin else None,
     )
-    if not plan.plugin:
-        return Work(job, layers=plan.layers)
     files = (ManagedFile(f"{inside}/{file.path}", file.content, file.mode) for file in context)
-    return Work(job, tuple(files), layers=plan.layers)
+    return Work(job, tuple(files) if plan.plugin else (), layers=plan.layers)
 
 
 def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    """Return every job of one model and profile, in an order that respects ``after``."""
-    beside = {one.source.dir for one in pair.beside}
+    """Return every job of a pair, in an order that respects ``after``."""
+    companions = {companion.source.dir for companion in pair.beside}
     fetches = {
-        source.dir: fetch_job(source, None if source.dir in beside else pair.checkpoint)
+        source.dir: fetch_job(source, None if source.dir in companions else pair.checkpoint)
         for source in pair.fetched
     }
-    image, made = image_job(pair.image, context), pair.requantized
-    if made is not None:
-        tree = requantize_job(made, image.job)
-        built = (checkpoint_job(pair.checkpoint, tree.job),) if pair.checkpoint else ()
-        return (*fetches.values(), image, tree, *built)
-    jobs = list(fetches.values())
-    if pair.checkpoint is not None:
-        jobs.append(checkpoint_job(pair.checkpoint, fetches[pair.checkpoint.base.dir].job))
-    return (*jobs, image)
+    image, tree = image_job(pair.image, context), pair.checkpoint
+    if pair.requantized is not None:
+        made = requantize_job(pair.requantized, image.job)
+        built = (checkpoint_job(tree, made.job),) if tree else ()
+        return (*fetches.values(), image, made, *built)
+    built = (checkpoint_job(tree, fetches[tree.base.dir].job),) if tree else ()
+    return (*fetches.values(), *built, image)
 
 
 def served_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
     """Return the jobs of all services of a host, each once."""
-    found = {work.job.digest: work for one in plan.served for work in jobs_of(one, context)}
-    return tuple(found.values())
+    return _unique(work for service in plan.served for work in jobs_of(service, context))
 
 
 def ready_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    """Return the jobs that only the pairs to have ready need."""
+    """Return the jobs that only pairs of ``keep_ready`` need."""
     served = {work.job.digest for work in served_jobs_of(plan, context)}
-    more = {
-        work.job.digest: work
-        for pair in plan.ready
-        for work in jobs_of(pair, context)
-        if work.job.digest not in served
-    }
-    return tuple(more.values())
+    jobs = _unique(work for pair in plan.ready for work in jobs_of(pair, context))
+    return tuple(work for work in jobs if work.job.digest not in served)
+
+
+def _unique(works: Iterable[Work]) -> tuple[Work, ...]:
+    return tuple({work.job.digest: work for work in works}.values())
 
 
 def ready_name(job: Job) -> str:
-    """Return what the operation for a job of a pair to have ready is called."""
+    """Return the name of the operation that prepares a pair."""
     return f"Have ready: {job.title}"
 
 
 def keep_of(plan: HostPlan) -> Keep:
-    """Return what ``spark-host prune`` reads."""
-    releases = [one.serve for one in plan.served] + [one.release for one in plan.schedule]
+    """Return what ``spark-host prune`` must keep."""
+    releases = [service.serve for service in plan.served]
+    releases += [scheduled.release for scheduled in plan.schedule]
     folders = {mount.source for release in releases for mount in release.engine.mounts}
     images = {plan.docker.check_image}
     for pair in (*plan.served, *plan.ready):
-        # Of a 16-bit repository nothing is needed once its INT4 tree is there.
-        made = {pair.requantized.dir} if pair.requantized else set()
-        folders |= {pair.cache_dir, pair.tree.dir, *(one.dir for one in pair.fetched)} | made
+        # The 16-bit repository is not needed once its INT4 checkpoint exists.
+        folders |= {pair.requantized.dir} if pair.requantized else set()
+        folders |= {pair.cache_dir, pair.tree.dir, *(source.dir for source in pair.fetched)}
         images |= {pair.image.tag, pair.image.base}
     return Keep(
         releases_kept=plan.releases_kept,
@@ -310,10 +294,7 @@ def keep_of(plan: HostPlan) -> Keep:
     )
 
 
-DAEMON_JSON = "/etc/docker/daemon.json"
-
-
-def wanted_of(
+def footprint_of(
     settings: Settings,
     *,
     files: tuple[str, ...],
@@ -325,10 +306,10 @@ def wanted_of(
 
     Args:
         settings: of the host.
-        files: files of host care, ours alone.
-        shared_files: files that a deploy may change and somebody else may have made.
+        files: managed files of the base role.
+        shared_files: files that a deploy may change and that may have existed before.
         masked: units that a deploy masks.
-        access_files: how this project logs in.
+        access_files: SSH access of the controller.
     """
     docker = settings.docker
     return Footprint(

@@ -49,7 +49,7 @@ def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
     return tuple(found.values())
 
 
-def wanted_of(me: str, members: Sequence[Member]) -> frozenset[str]:
+def trees_to_share(me: str, members: Sequence[Member]) -> frozenset[str]:
     """Return the trees of a host that another one lacks."""
     mine = next(one.trees for one in members if one.name == me)
     return frozenset(
@@ -109,7 +109,7 @@ def _through_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[M
     Who asks no peer keeps the blobs, so that hosts which come later find them in the lab.
     """
     urls = peers_of(me, layers.digest, members)
-    if not urls and layers.digest not in wanted_of(me, members):
+    if not urls and layers.digest not in trees_to_share(me, members):
         return work
     order = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
     file = ManagedFile(f"{work.job.dir}/layers.json", text_of(order).encode())

@@ -1,10 +1,9 @@
-"""When a host changes between releases by itself, and the timers that have it do so."""
+"""The release of a service, and its files on the host: document, unit limits, timers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from spark_contract import tool
 from spark_contract.documents import plain, text_of
@@ -36,7 +35,7 @@ from spark_contract.units import (
 )
 
 from spark_deploy.config.catalog.asked import questions_of
-from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
+from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents.digest import digest_of
 from spark_deploy.config.settings.types import Settings
@@ -52,50 +51,47 @@ from spark_deploy.plan.engine_arguments import (
 )
 from spark_deploy.plan.jobs import needs_mounts
 from spark_deploy.plan.kv_cache import context_tokens
+from spark_deploy.plan.resolve import Resolved
 from spark_deploy.plan.types import (
-    BesidePlan,
-    CheckpointPlan,
     ImagePlan,
     ManagedFile,
-    MemoryPlan,
+    PairPlan,
     Ports,
-    RequantizedPlan,
     ScheduledPlan,
     ServicePlan,
-    SourcePlan,
 )
-
-# They belong to the release because they follow from its load time.
-
 
 _DELAY_S = 60
 _BURST = 3  # failing starts
-_STARTING_STEPS = 3  # ExecStartPre, ExecStart, ExecStartPost: systemd times each by itself
+_STARTING_STEPS = 3  # ExecStartPre, ExecStart, ExecStartPost: systemd limits each separately
 _STOPPING_STEPS = 3  # ExecStop, the signals, ExecStopPost: likewise
+# The counters include a prompt only when it was read completely. Far below a Spark's speed (3,317
+# tokens/s were published for two of them at 2K), because reading slows down with the context.
+_SLOWEST_PROMPT_TOKENS_PER_S = 1000
 
 
 def limits(release: Release) -> str:
-    """Return the drop-in with this release's time and start limits."""
-    again = start_limits(release)
+    """Return the drop-in with the release's time and start limits, which follow its load time."""
+    start = start_limits(release)
     directories = (mount.source for mount in release.engine.mounts)
     return (
         "[Unit]\n"
         f"{needs_mounts(*directories, engine_dir(release.service))}"
-        f"StartLimitIntervalSec={again['interval_s']}\n"
-        f"StartLimitBurst={again['burst']}\n"
+        f"StartLimitIntervalSec={start['interval_s']}\n"
+        f"StartLimitBurst={start['burst']}\n"
         "[Service]\n"
-        f"RestartSec={again['delay_s']}\n"
+        f"RestartSec={start['delay_s']}\n"
         f"TimeoutStartSec={_start_step_s(release)}\n"
         f"TimeoutStopSec={_stop_step_s(release)}\n"
     )
 
 
 def start_limits(release: Release) -> dict[str, float]:
-    """Return how often a failing engine is started again, and within which time.
+    """Return how often systemd restarts a failing engine, and within which time.
 
-    The limit must trigger even if every step hangs to its own: a shorter interval would let such
-    an engine start for ever. The price: as many crashes within these hours, each after serving
-    well, end the service too.
+    The limit must trigger even if every step runs into its timeout: with a shorter interval such
+    an engine would restart for ever. The price: as many crashes within these hours, each after
+    serving well, stop the service too.
     """
     starting_s = _STARTING_STEPS * _start_step_s(release)
     stopping_s = _STOPPING_STEPS * _stop_step_s(release)
@@ -112,22 +108,23 @@ def _stop_step_s(release: Release) -> float:
 
 
 def unit_files_of(units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
-    """Return the static units, and the commands that people and our own messages use by name."""
+    """Return the static units and the commands in PATH."""
     return (*units, _command(tool.CHECK_TOOL, f" {tool.CHECK}"), _command(tool.TOOL, ""))
 
 
 def _command(name: str, verb: str) -> ManagedFile:
     path = f"{tool.COMMANDS_DIR}/{name}"
-    # Sockets, proofs and journals are root's; who logs in to look is mostly not.
+    # Sockets, proofs and journals belong to root; login users mostly are not.
     as_root = f'[ "$(id -u)" = 0 ] || exec sudo -- {path} "$@"'
     text = f'#!/bin/sh\n{as_root}\nexec {tool.HOST_TOOL}{verb} "$@"\n'
     return ManagedFile(path, text.encode(), 0o755)
 
 
 def release_files_of(plan: ServicePlan) -> tuple[ManagedFile, ...]:
-    """Return release.json and the unit's limits, of what is served and of what has its times."""
-    others = {one.release.name: one.release for one in plan.schedule if one.release != plan.serve}
-    files = (file for release in (*others.values(), plan.serve) for file in _files(release))
+    """Return release.json and unit limits of the current and the scheduled releases."""
+    scheduled = {change.release.name: change.release for change in plan.schedule}
+    scheduled.pop(plan.serve.name, None)
+    files = (file for release in (*scheduled.values(), plan.serve) for file in _files(release))
     return tuple({file.path: file for file in files}.values())
 
 
@@ -135,27 +132,27 @@ def _files(release: Release) -> tuple[ManagedFile, ...]:
     return (
         ManagedFile(release_file(release.name), text_of(release).encode()),
         _socket_mount(release.service),
-        *_reaching(release),
+        *_cluster_drop_ins(release),
         ManagedFile(f"{drop_in_dir(release.serve_unit)}/50-release.conf", limits(release).encode()),
     )
 
 
-def _reaching(release: Release) -> Iterator[ManagedFile]:
-    """Yield what lets members of a cluster reach each other, and nobody else."""
+def _cluster_drop_ins(release: Release) -> Iterator[ManagedFile]:
+    """Yield drop-ins that let members of a cluster, and only them, reach each other."""
     if release.cluster is not None:
         addresses = " ".join(member.address for member in release.cluster.members)
         path = f"{drop_in_dir(WATCH.of(release.name))}/50-cluster.conf"
         yield ManagedFile(path, f"[Service]\nIPAddressAllow={addresses}\n".encode())
-        # With all of root's rights, which the unit has not; a start does not depend on it.
+        # "-+": with root's rights, which the unit lacks; a start does not depend on it.
         up, down = (tool.line(tool.FENCE, order, release.name) for order in ("up", "down"))
         text = f"[Service]\nExecStartPre=-+{up}\nExecStopPost=-+{down}\n"
         yield ManagedFile(f"{drop_in_dir(release.serve_unit)}/50-cluster.conf", text.encode())
 
 
 def _socket_mount(service: str) -> ManagedFile:
-    """Return the mount unit of the folder in which the engine makes its socket.
+    """Return the mount unit of the engine's socket folder.
 
-    Whatever the engine writes there fills a file system of its own, and no link in it is followed.
+    A separate file system limits what the engine can fill, and follows no symbolic link.
     """
     folder = engine_dir(service)
     text = (
@@ -168,26 +165,14 @@ def _socket_mount(service: str) -> ManagedFile:
     return ManagedFile(f"{UNITS_DIR}/{mount_unit(folder)}", text.encode())
 
 
-# A prompt shows in the counters only when all of it was read. Far below what a Spark can do (3,317
-# tokens/s were published for two of them at 2K), because reading slows down as the context grows.
-_SLOWEST_PROMPT_TOKENS_PER_S = 1000
-
-
 def serve_plan(
-    service: str,
-    model: Model,
-    profile: Profile,
-    settings: Settings,
-    tree: CheckpointPlan | RequantizedPlan | SourcePlan,
-    image: ImagePlan,
-    memory: MemoryPlan,
-    beside: Sequence[BesidePlan] = (),
-    fabric: Mapping[str, Ports] = MappingProxyType({}),
+    service: str, resolved: Resolved, pair: PairPlan, fabric: Mapping[str, Ports]
 ) -> Release:
-    """Return the release of the service, its digest made from its own content."""
-    serve = settings.serve
+    """Return the release of a service, with a digest of its content."""
+    model, profile = resolved.model, resolved.profile
+    settings, memory, serve = resolved.settings, resolved.memory, resolved.settings.serve
+    image, tree = pair.image, pair.tree
     names = serve.names or (model.name,)
-    cache = cache_dir(settings, profile, image)
     release = Release(
         service=service,
         model=model.name,
@@ -200,7 +185,7 @@ def serve_plan(
             plugin=image.context_digest[:12],
         ),
         tree=Tree(tree.dir, tree.digest),
-        beside=tuple(Tree(one.source.dir, one.source.digest) for one in beside),
+        beside=tuple(Tree(part.source.dir, part.source.digest) for part in pair.beside),
         engine=Engine(
             argv=engine_arguments(model, profile, memory, names),
             env=engine_environment(
@@ -211,8 +196,8 @@ def serve_plan(
             ),
             mounts=(
                 Mount(tree.dir, MODEL_MOUNT, True),
-                *(Mount(one.source.dir, one.target, True) for one in beside),
-                Mount(cache, CACHE_MOUNT, False),
+                *(Mount(part.source.dir, part.target, True) for part in pair.beside),
+                Mount(pair.cache_dir, CACHE_MOUNT, False),
             ),
             docker_args=CONTAINER_ARGUMENTS,
             user=ENGINE_USER,
@@ -221,114 +206,94 @@ def serve_plan(
         ),
         memory=Memory(memory.needed_bytes, settings.memory.start_wait_s, memory.floor_bytes),
         timeouts=Timeouts(serve.start_timeout_s, serve.stop_timeout_s, serve.drain_s),
-        check=check_plan(model, profile, settings, memory, plugin=image.plugin),
+        check=_check_plan(resolved, plugin=image.plugin),
         watch=Watch(
-            _stall_s(settings, context_tokens(model, profile)),
+            # The longest prompt must not reach the limit while it is read.
+            max(
+                settings.watch.stall_s,
+                -(-context_tokens(model, profile) // _SLOWEST_PROMPT_TOKENS_PER_S),
+            ),
             settings.watch.interval_s,
             settings.watch.hot_celsius,
         ),
     )
     if settings.cluster.hosts:
         release = spread(release, settings, fabric)
-        release = replace(release, check=_of_cluster(release.check, profile))
+        if profile.engine_mode == "native":  # the other mode uses no GPU library
+            forbidden = (*release.check.log_forbidden, WEDGING_LINE)
+            release = replace(release, check=replace(release.check, log_forbidden=forbidden))
     digest = digest_of({**plain(release), "restart": start_limits(release)})
     return replace(release, name=release_name(service, digest), digest=digest)
 
 
 def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
-    """Return the folder of compile caches on the host, one in it for each release.
+    """Return the folder of compile caches; each release has its own folder in it.
 
-    It is named by the base image and the number of drafts: an engine's cache is not keyed on the
-    latter and breaks when it changes. The plugin is not part: compilers store by source.
+    It depends on the base image and the number of drafts: the engine's cache key lacks the latter
+    and breaks when it changes. The plugin is not part: compilers key on the source.
     """
     drafts = profile.speculation.tokens if profile.speculation else 0
     return f"{settings.paths.cache_dir}/{cache_name(image.base, drafts)}"
 
 
-def check_plan(
-    model: Model, profile: Profile, settings: Settings, memory: MemoryPlan, *, plugin: bool
-) -> CheckPlan:
-    """Return what the proof demands: of the model, of the profile, and of the plugin's log."""
+def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
+    """Return the requirements of the proof: by model, profile and the plugin's log."""
+    model, profile, settings = resolved.model, resolved.profile, resolved.settings
     required, forbidden = lines_of(model, profile, plugin=plugin)
-    pools = isinstance(model, PlainModel) and model.pools
+    published = model if isinstance(model, PlainModel) else None
+    pools = published is not None and published.pools
+    task = published.task if published else "chat"
+    sees = model.architecture.vision_bytes > 0 if isinstance(model, HybridModel) else model.vision
+    anatomy = published.anatomy if published and task == "embedding" else None
+    longest = context_tokens(model, profile)
     return CheckPlan(
         timeout_s=settings.check.timeout_s,
-        max_model_len=context_tokens(model, profile),
+        max_model_len=longest,
         questions=tuple(
-            Question(one.prompt, one.expect, one.max_tokens, one.thinking)
-            for one in questions_of(model)
+            Question(question.prompt, question.expect, question.max_tokens, question.thinking)
+            for question in questions_of(model)
         ),
         copy=tuple(model.check.copy),
         tool_call=model.check.tool_call and model.parsers.tool_call is not None,
         reasoning=model.check.reasoning and model.parsers.reasoning is not None,
         repeat=model.check.repeat and not pools,
         conversation=model.check.conversation,
-        # Only for `spark-check --deep`: reading so much takes minutes.
-        needle=None if pools else Needle(context_tokens(model, profile) * 3 // 4),
-        image=profile.vision and _sees(model),
+        # Only for `spark-check --deep`: such a prompt takes minutes.
+        needle=None if pools else Needle(longest * 3 // 4),
+        image=profile.vision and sees,
         acceptance_floor=profile.check.acceptance_floor if profile.speculation else None,
-        # The first turn must fill a block: only whole blocks are found again.
-        prefix=Prefix(memory.block_tokens) if profile.check.prefix_reuse else None,
+        # The first turn must fill a block: only whole blocks are cached.
+        prefix=Prefix(resolved.memory.block_tokens) if profile.check.prefix_reuse else None,
         log_required=required,
         log_forbidden=forbidden,
         portable=plugin and profile.engine_mode == "portable",
         metrics_required=dict(profile.check.metrics_required),
-        bench=_bench(model, settings),
-        task=model.task if isinstance(model, PlainModel) else "chat",
-        sound=isinstance(model, PlainModel) and model.audio,
-        width=_width(model),
+        bench=Bench(settings.check.bench_s, settings.check.bench_worse_percent)
+        if task == "chat"
+        else None,
+        task=task,
+        sound=published is not None and published.audio,
+        # Dimensions of the embedding; a layer after the model may change them.
+        width=anatomy.width if anatomy else None,
     )
 
 
-def _bench(model: Model, settings: Settings) -> Bench | None:
-    """Return how the speed is measured, which is of chats."""
-    if isinstance(model, PlainModel) and model.task != "chat":
-        return None
-    return Bench(settings.check.bench_s, settings.check.bench_worse_percent)
-
-
-def _width(model: Model) -> int | None:
-    """Return how many numbers an embedding has; a layer behind the model may make it another."""
-    if not isinstance(model, PlainModel) or model.task != "embedding":
-        return None
-    return model.anatomy.width if model.anatomy else None
-
-
-def _sees(model: Model) -> bool:
-    if isinstance(model, HybridModel):
-        return model.architecture.vision_bytes > 0
-    return model.vision
-
-
-def _of_cluster(check: CheckPlan, profile: Profile) -> CheckPlan:
-    """Return what is demanded of several hosts beside: a library that does not wedge them."""
-    if profile.engine_mode != "native":  # no GPU, and another library
-        return check
-    return replace(check, log_forbidden=(*check.log_forbidden, WEDGING_LINE))
-
-
-def _stall_s(settings: Settings, longest_prompt_tokens: int) -> int:
-    """Return a limit that the longest prompt cannot reach while it is read."""
-    reading_s = -(-longest_prompt_tokens // _SLOWEST_PROMPT_TOKENS_PER_S)
-    return max(settings.watch.stall_s, reading_s)
-
-
 def timer_files(schedule: Sequence[ScheduledPlan]) -> tuple[ManagedFile, ...]:
-    """Return a timer for each release of a schedule.
+    """Return a timer for each scheduled release.
 
-    It starts the same unit as a deploy does: proven, with a way back. A time that passed while the
-    host was off is left out: of several missed ones, nobody could say which is to win.
+    It starts the same unit as a deploy: with proof and rollback. Times that passed while the host
+    was off are skipped: it is undefined which of several missed ones should win.
     """
     times: dict[str, list[str]] = {}
-    for one in schedule:
-        times.setdefault(one.release.name, []).append(one.at)
+    for change in schedule:
+        times.setdefault(change.release.name, []).append(change.at)
     return tuple(
-        ManagedFile(f"{UNITS_DIR}/{HOURS.of(name)}", _text(name, at).encode())
+        ManagedFile(f"{UNITS_DIR}/{HOURS.of(name)}", _timer(name, at).encode())
         for name, at in times.items()
     )
 
 
-def _text(release: str, times: Sequence[str]) -> str:
+def _timer(release: str, times: Sequence[str]) -> str:
     calendar = "".join(f"OnCalendar={at}\n" for at in times)
     return (
         f"[Unit]\nDescription=Times at which the Spark service changes to {release}\n\n"

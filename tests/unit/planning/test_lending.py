@@ -15,7 +15,7 @@ from spark_deploy.plan.peer_download import (
     State,
     peers_of,
     shared_trees,
-    wanted_of,
+    trees_to_share,
     with_peers,
 )
 from tests.unit.planning.plans import plan_of
@@ -84,11 +84,11 @@ def test_those_who_have_a_tree_are_asked_by_turns() -> None:
 
 
 def test_a_tree_is_lent_only_while_another_host_lacks_it() -> None:
-    assert wanted_of("a", members("++")) == frozenset()
-    assert wanted_of("a", members("+-")) == {TREE}
-    assert wanted_of("b", members("+-")) == frozenset()
+    assert trees_to_share("a", members("++")) == frozenset()
+    assert trees_to_share("a", members("+-")) == {TREE}
+    assert trees_to_share("b", members("+-")) == frozenset()
     other = Member("b", "b", {"e" * 64: "missing"})
-    assert wanted_of("a", [*members("+"), other]) == frozenset()
+    assert trees_to_share("a", [*members("+"), other]) == frozenset()
 
 
 WORKS = jobs_of(plan_of("large", "v2"), ())
