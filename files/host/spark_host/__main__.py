@@ -21,7 +21,7 @@ Verb = Callable[[Words, Paths], int]
 
 
 def _in(module: str, name: str = "main") -> Callable[..., Any]:
-    """Return a function whose module is imported at the call: imports dominate short verbs."""
+    """Import the module at the call only: imports dominate short verbs."""
 
     def call(*arguments: object) -> Any:
         return getattr(importlib.import_module(f"spark_host.{module}"), name)(*arguments)
@@ -35,7 +35,7 @@ _begin_rollout = _in("rollout.record", "begin")
 
 
 def _named(work: Callable[[str, Paths], int]) -> Verb:
-    """Return a verb whose only argument is the name of a release or service."""
+    """Return a verb with a single argument: the name of a release or service."""
     return lambda words, paths: work(_name(words), paths)
 
 
@@ -103,10 +103,10 @@ VERBS: dict[str, tuple[Verb, str]] = {
     "switch-recover": (
         _on_rollout(_in("rollout.rollout", "recover")), "RELEASE: finish a killed rollout"
     ),
-    tool.SWITCH_BEGIN: (_named(_begin), "RELEASE: start a rollout, or join the running one"),
+    tool.SWITCH_BEGIN: (_named(_begin), "RELEASE: start a rollout, or join the running rollout"),
     tool.SWITCH_POLL: (_poll, "RELEASE [REQUEST]: print the state of a rollout as JSON"),
     tool.ROLLBACK: (_rollback, "SERVICE [--to RELEASE] [--dry]: go back to a proven release"),
-    tool.PRUNE: (_in("cleanup.prune"), "[--dry] KEEP: remove what no kept release needs"),
+    tool.PRUNE: (_in("cleanup.prune"), "[--dry] KEEP: remove unneeded files and images"),
     tool.NOTE: (_uninstall(tool.NOTE), "FOOTPRINT: record the host before the first deploy"),
     tool.MANIFEST: (_uninstall(tool.MANIFEST), "FOOTPRINT: list everything we created"),
     tool.UNINSTALL: (_uninstall(tool.UNINSTALL), "FOOTPRINT: remove everything we created"),
@@ -121,13 +121,13 @@ VERBS: dict[str, tuple[Verb, str]] = {
         _on_service(_in("records.boot", "start_service")),
         "SERVICE: start the last proven release again",
     ),
-    "gateway": (_named(_in("gateway.gateway", "run")), "SERVICE: run its nginx"),
+    "gateway": (_named(_in("gateway.gateway", "run")), "SERVICE: run the nginx"),
     tool.GATEWAY_RELOAD: (
         _named(_in("gateway.gateway", "reload")), "SERVICE: apply a new key or settings"
     ),
-    tool.GATEWAY_NEW_KEY: (_named(_in("gateway.gateway", "new_key")), "SERVICE: replace its key"),
+    tool.GATEWAY_NEW_KEY: (_named(_in("gateway.gateway", "new_key")), "SERVICE: replace the key"),
     "share": (_share, ": serve checkpoint files to other hosts"),
-    "watch": (_named(_in("watch.watchdog", "run")), "RELEASE: watch its engine"),
+    "watch": (_named(_in("watch.watchdog", "run")), "RELEASE: watch the engine"),
     "daily": (_daily, ": inspect the host"),
     tool.JOB: (_in("jobs.jobs"), "run D12 | poll [D12...]: run a job, or print states of jobs"),
     tool.IMAGE: (
@@ -139,11 +139,11 @@ VERBS: dict[str, tuple[Verb, str]] = {
     ),
     tool.FABRIC_SPEED: (_in("system.fabric_speed"), "listen|send: measure the fabric"),
     tool.FENCE: (_in("system.cluster", "fence"), "up|down RELEASE: firewall a cluster's ports"),
-    "may-start": (_named(_in("engine.serve", "may_start")), "RELEASE: whether its unit may start"),
-    "prepare": (_named(_in("engine.serve", "prepare")), "RELEASE: prepare the host for its start"),
-    "serve": (_named(_in("engine.serve", "run")), "RELEASE: run its engine"),
-    "stop": (_named(_in("engine.serve", "stop")), "RELEASE: stop its engine"),
-    "after-stop": (_named(_in("engine.serve", "after_stop")), "RELEASE: clean up after its engine"),
+    "may-start": (_named(_in("engine.serve", "may_start")), "RELEASE: whether the unit may start"),
+    "prepare": (_named(_in("engine.serve", "prepare")), "RELEASE: prepare the host for a start"),
+    "serve": (_named(_in("engine.serve", "run")), "RELEASE: run the engine"),
+    "stop": (_named(_in("engine.serve", "stop")), "RELEASE: stop the engine"),
+    "after-stop": (_named(_in("engine.serve", "after_stop")), "RELEASE: clean up after the engine"),
 }  # fmt: skip
 _FIXES = {
     errno.ENOSPC: "free space on its disk: df -h, deploys/prune.py",

@@ -49,7 +49,7 @@ def test_a_stuck_power_supply_is_told_once_it_is_sure(thermometer: GpuAlarms) ->
     told = [thermometer.events(stuck) for _ in range(4)]
     assert [len(events) for events in told] == [0, 0, 1, 0]
     assert "unplug it" in told[2][0][1]
-    assert "has its power back" in thermometer.events(COOL)[0][1]
+    assert "has power again" in thermometer.events(COOL)[0][1]
 
 
 @pytest.mark.parametrize(

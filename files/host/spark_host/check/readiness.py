@@ -156,7 +156,7 @@ def _start_failure(
     is_up = unit.get("ActiveState") in ("active", "activating", "reloading")
     if is_up and unit.get("MainPID", "0") not in ("0", ""):
         return None
-    return f"the engine ended before it was ready ({release.serve_unit}: {unit.get('Result')})"
+    return f"the engine exited before it was ready ({release.serve_unit}: {unit.get('Result')})"
 
 
 def _version(probe: Probe) -> str:

@@ -26,7 +26,7 @@ REMAINS = {
     "nginx-light": ("/var/www",),
 }
 _KEEP_ENGINE = "others may use it by now; --data uninstall.engine=true removes it"
-# Installed without being started; whoever started it uses it.
+# Installed without being started; if it runs, the owner uses it.
 _NOT_STARTED = {"nginx-light": "nginx.service"}
 
 
@@ -41,7 +41,7 @@ def read_baseline(paths: Paths) -> Before | None:
 def record_baseline(wanted: Footprint, paths: Paths) -> bool:
     """Record the host's state before the first deploy; return whether this was the first.
 
-    Record and state folder appear together: a host with the folder alone had a deploy before.
+    Record and state folder appear together: a host with only the folder had a deploy before.
     """
     if paths.state.exists():
         return False
@@ -198,7 +198,7 @@ def shared_file_things(
         if now is None or now == was:
             continue
         known = before is not None or was is not None
-        stays = "" if known else "its earlier content is unknown; remove our part by hand"
+        stays = "" if known else "the earlier content is unknown; remove our part by hand"
         if path == wanted.daemon_json:
             if _without_our_keys(now, was, wanted) == _parse(now):
                 continue

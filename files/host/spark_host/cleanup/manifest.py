@@ -1,4 +1,4 @@
-"""The manifest: everything we created on this host, in the order of its removal."""
+"""The manifest: everything we created on this host, in the order of removal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _NEEDS_BASELINE = ("package", "tree", "source", "image", "settings")
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Containers that are not ours."""
+    """Containers that we did not create."""
 
     containers: tuple[str, ...]
     with_gpu: tuple[str, ...]
@@ -108,7 +108,7 @@ def _other_containers() -> Others:
         return Others((), (), frozenset())
     if not docker.is_up():
         fix = "systemctl start docker, then run again"
-        raise HostToolError("docker", "does not answer, so its containers are unknown", fix)
+        raise HostToolError("docker", "does not answer, so the containers are unknown", fix)
     ours = set(docker.engine_containers())
     names, gpu, images = [], [], set()
     for item in docker.query("/containers/json?all=1") or []:

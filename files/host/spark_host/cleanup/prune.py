@@ -1,7 +1,7 @@
-"""``spark-host prune``: removes what no kept release needs, and only what we created.
+"""``spark-host prune``: removes managed files and images that no kept release needs.
 
-A folder is renamed before its files are removed, so an interrupted prune leaves nothing that looks
-complete; the next prune finishes it.
+A folder is renamed before its files are removed, so after an interrupted prune
+no folder looks complete; the next prune finishes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UP = ("active", "activating", "reloading", "deactivating")
 
 
 def read_keep(text: str) -> Keep:
-    """Parse what to keep; an absent part is an error, never "keep nothing"."""
+    """Parse the request; an absent part is an error, never an empty list."""
     try:
         return parse(Keep, text)
     except DocumentError as error:
@@ -43,7 +43,7 @@ def read_keep(text: str) -> Keep:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a prune removes, and why the rest is kept."""
+    """The removed resources, and the reasons for the rest."""
 
     kept: dict[str, str]  # reason by release
     releases: list[str]
@@ -71,7 +71,7 @@ class Plan:
 
 
 def plan_prune(keep: Keep, paths: Paths) -> Plan:
-    """Return what can be removed; changes nothing."""
+    """Find removable resources; read-only."""
     if not docker.is_up():
         raise HostToolError("docker", "does not answer", "systemctl status docker")
     known = resources.known_jobs(paths)
@@ -168,7 +168,7 @@ def _needed_folders(
         names = (name, *(after for after in known[name].after if after in known))
         needed |= {path for n in names if (path := _made_folder(known[n], paths))}
     for tree in list(needed):
-        # A checkpoint shares files with its base and is repaired from it.
+        # A checkpoint shares files with its base and is repaired from there.
         receipt = receipts.found(tree)
         if isinstance(receipt, receipts.CheckpointReceipt):
             needed.add(paths.below(receipt.plan.base_dir))

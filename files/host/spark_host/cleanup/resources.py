@@ -32,7 +32,7 @@ _OLD_TOOLS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that we created; ``of`` is its final or original path."""
+    """A folder that we created; ``of`` is the final or original path."""
 
     kind: str  # "tree" | "source" | "cache" | "tools"
     path: Path
@@ -49,7 +49,7 @@ class Image:
 
 
 def known_jobs(paths: Paths) -> dict[str, Job]:
-    """Return every readable job of this host by its twelve digits."""
+    """Return every readable job of this host by twelve digits of the digest."""
     known = {}
     for digest12 in jobs.all_digests(paths):
         with suppress(HostToolError):
@@ -60,8 +60,8 @@ def known_jobs(paths: Paths) -> dict[str, Job]:
 def folders(kind: str, parent: Path, made: Iterable[Path]) -> tuple[list[Folder], list[Path]]:
     """Return the folders in ``parent`` that we created, and all other entries.
 
-    Ours have a name that ends in an identity, and a receipt or a job that makes them; compile
-    caches only have the name. A symlink is never ours.
+    Managed folders have a name with a digest, and a receipt or a job that makes them; compile
+    caches only have the name. A symlink is never managed.
     """
     managed, others = [], []
     job_paths = set(made)
@@ -111,10 +111,10 @@ def _is_used(folder: Path) -> bool:
 
 
 def freed_bytes(directories: Iterable[Path]) -> dict[Path, int]:
-    """Return the space that removing all of ``directories`` frees; each file counts once.
+    """Return the space that removing all of ``directories`` frees.
 
     A file with links elsewhere (checkpoints share files with their base, a source may link the
-    user's cache) frees nothing.
+    user's cache) frees no space.
     """
     freed = dict.fromkeys(directories, 0)
     links: dict[tuple[int, int], int] = {}
@@ -141,8 +141,8 @@ def _files_below(directory: Path) -> Iterator[os.stat_result]:
 def images(known: dict[str, Job], paths: Paths) -> list[Image]:
     """Return the images our jobs made, those with few layers first.
 
-    Built images have our label. A pulled image counts only if our job really pulled it by digest
-    and it has no tag since.
+    Built images have our label. A pulled image is ours only if our job really pulled it by
+    digest and it has no tag since.
     """
     pulled = {
         image
@@ -180,7 +180,7 @@ def images_in_containers() -> set[str]:
 
 
 def image_bytes(removed: list[Image], kept: list[Image]) -> dict[str, int]:
-    """Return the space each image frees: its layers that no other image of ours has.
+    """Return the space each image frees: layers that no other managed image has.
 
     ``removed`` is sorted by the number of layers.
     """
@@ -204,7 +204,7 @@ def image_of(job: Job) -> str | None:
 
 
 def _did_work(digest12: str, paths: Paths) -> bool:
-    """Return whether a job did its work, instead of finding it done."""
+    """Return whether a job did the work, instead of finding it done."""
     last = read_document(JobRun, paths.job(digest12) / jobs.STATUS)
     return last is not None and last.started_at is not None
 

@@ -116,7 +116,7 @@ def main(verb: str, text: str, paths: Paths) -> int:
     try:
         wanted = parse(Footprint, text)
     except DocumentError as error:
-        fix = "run it from its deploy"
+        fix = "run deploys/uninstall.py"
         raise HostToolError(verb, f"cannot be read: {error}", fix, 2) from error
     if verb == NOTE:
         baseline.record_baseline(wanted, paths)

@@ -35,7 +35,7 @@ def good(service: str, host: Host) -> Good:
 
 
 def record_good(release: Release, host: Host) -> None:
-    """Record the release as the last good one, followed by earlier ones."""
+    """Record the release as the last good release, before the earlier good releases."""
     before = good(release.service, host)
     previous = tuple(name for name in dict.fromkeys(before.all) if name != release.name)[:_KEPT]
     record = Good(release.name, previous, host.clock.now())
@@ -57,14 +57,14 @@ def withdraw_good(release: Release, host: Host) -> None:
 
 
 def enable_only(release: Release, host: Host) -> None:
-    """Make the release the only one that boots.
+    """Make only this release start at boot.
 
     The order survives a power cut: new link, good record, then the old link is removed. While both
     links exist, :func:`obstacle` lets only the good release start.
     """
     rivals = enabled(release.service, host)
     if rivals and good(release.service, host).release not in rivals:
-        record_good(release, host)  # of two links, one must be of the good release
+        record_good(release, host)  # one of two links must be the good release's
     host.units.enable(release.serve_unit)
     record_good(release, host)
     for name in enabled(release.service, host):
@@ -75,7 +75,7 @@ def enable_only(release: Release, host: Host) -> None:
 def opens_at_start(release: Release, host: Host) -> bool:
     """Return whether the gateway opens after a start's quick check.
 
-    A candidate is not enabled yet: the gateway opens only after its full check.
+    A candidate is not enabled yet: the gateway opens only after the full check.
     """
     return release.name in enabled(release.service, host)
 
@@ -135,7 +135,7 @@ def only_active(host: Host) -> str:
 
 
 def stop_service(service: str, by: str, host: Host, for_s: float | None = None) -> int:
-    """Stop a service, over reboots, until somebody starts it or ``for_s`` are over."""
+    """Stop a service, over reboots, until a start by hand, or for ``for_s`` seconds."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     boots, running = enabled(service, host), active(service, host)
     if marker is None or marker.by is None:
@@ -145,7 +145,7 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
     if until:  # first: a power cut must not leave the service stopped for good
         host.units.enable(RETURN_TIMER.of(service))
         host.units.begin(RETURN_TIMER.of(service))
-    # The marker alone prevents starts at boot, even if the rest is interrupted.
+    # The marker prevents starts at boot, even if the rest is interrupted.
     host.disk.write(host.paths.stopped(service), replace(marker, until=until))
     if marker.until and not until:
         _cancel_return(service, host)
@@ -206,7 +206,7 @@ def start_service(service: str, host: Host) -> int:
 
 
 def rolled_back(service: str, host: Host) -> WayBack | None:
-    """Return the rollback that brought the current release, if one did."""
+    """Return the rollback to the current release, if any."""
     record = host.disk.read(WayBack, host.paths.rollback(service))
     current = good(service, host).release
     return record if record and (record.state, record.to) == ("done", current) else None
@@ -219,7 +219,7 @@ def note_rollback(service: str, target: str, host: Host) -> None:
 
 
 def _settle_rollback(release: Release, host: Host) -> None:
-    """Complete a rollback once its release is good; another good release ends it."""
+    """Complete a rollback when the release is good; another good release cancels the rollback."""
     path = host.paths.rollback(release.service)
     record = host.disk.read(WayBack, path)
     if record is None or record.to != release.name:

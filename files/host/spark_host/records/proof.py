@@ -57,7 +57,7 @@ def bench_due(release: Release, proof: Proof) -> bool:
 
 
 def bench_before(release: Release, host: Host) -> dict[str, Any] | None:
-    """Return the last measurement of this release, or of a comparable one.
+    """Return the last measurement of this or a comparable release.
 
     Comparable: a proven release of the same service, model and profile.
     """

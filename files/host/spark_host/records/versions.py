@@ -1,4 +1,4 @@
-"""Versions of the host's parts: read, compared, and how to go back to earlier ones."""
+"""Versions of the host's parts: read, compared, and how to go back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PROGRAMS = {"docker": "dockerd", "toolkit": "nvidia-ctk"}
 
 
 def read() -> dict[str, str]:
-    """Return the versions whose change requires a new proof; "" for absent parts.
+    """Return versions; a changed version requires a new proof; "" for absent parts.
 
     ``UNKNOWN`` for parts that did not answer: on an overloaded host that is not a change.
     """
@@ -76,9 +76,9 @@ def _find_version(text: str) -> str:
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return ``name old -> new`` for each version that differs; unknown ones now do not count.
+    """Return ``name old -> new`` for each version that differs; versions unknown now are skipped.
 
-    A version that was unknown at the time of a proof and is known now counts as changed.
+    A version that was unknown at the time of a proof and is known now is a change.
     """
     return [
         f"{key} {before.get(key) or 'none'} -> {now[key] or 'none'}"
@@ -88,7 +88,7 @@ def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def packages() -> dict[str, str]:
-    """Return ``name=version``, as for apt, of the packages of docker and its NVIDIA toolkit."""
+    """Return ``name=version``, as for apt, of the packages of docker and the NVIDIA toolkit."""
     found = {}
     for part, program in _PROGRAMS.items():
         path = shutil.which(program)

@@ -79,7 +79,7 @@ class Record:
 
 
 def begin(name: str, host: Host) -> Begun:
-    """Start a rollout in systemd, or join the running one; return the id of its record."""
+    """Start a rollout in systemd, or join the running rollout; return the request id."""
     host.disk.load(name, host.paths)
     unit = SWITCH.of(name)
     if _is_running(host.units.state(unit, *_UNIT_FIELDS)):
@@ -103,7 +103,7 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
     """Return the state of the last rollout to a release.
 
     A record of another release, another request or an earlier run of the unit does not count;
-    without ``request`` any request counts.
+    without ``request`` any request matches.
     """
     unit = host.units.state(SWITCH.of(name), *_UNIT_FIELDS)
     running = _is_running(unit)
@@ -119,7 +119,7 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
 
 
 def running_rollout(name: str, unit: UnitState, host: Host) -> UnderWay | None:
-    """Return the rollout that the unit runs or will run; ``None`` if its record has ended."""
+    """Return the rollout that the unit runs or will run; ``None`` if the record is final."""
     if not _is_running(unit):
         return None
     record = host.disk.read(Rollout, host.paths.rollout(name))
@@ -136,7 +136,7 @@ def _is_running(unit: UnitState) -> bool:
 
 
 def _belongs_to(record: Rollout, name: str, unit: UnitState, request: str | None) -> bool:
-    """Return whether a record is of this release, request and run; unknown ones match any."""
+    """Return whether a record is of this release, request and run; unknown values match any."""
     run = unit.get("InvocationID")
     return (
         record.release == name

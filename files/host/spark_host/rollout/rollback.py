@@ -16,7 +16,7 @@ from spark_host.system.programs import print_json
 
 
 def plan_rollback(service: str, name: str | None, host: Host) -> Rollback:
-    """Return the target of a rollback: release ``name``, or the last good one before this."""
+    """Return the target of a rollback: release ``name``, or the previous good release."""
     current = boot.good(service, host).release
     came, to = _describe(current, host), None
     try:

@@ -1,7 +1,7 @@
 """The rollout of a release: started by systemd, resumed or rolled back after a kill.
 
-The truth is never in this process: systemd knows what runs, the enabled unit what boots, the proof
-what is proven. So it may be killed at any point, and ``recover`` or the next boot finds the old
+No state is only in this process: systemd knows the running unit, the boot link and the proof are
+files. So it may be killed at any point, and ``recover`` or the next boot finds the old
 release; the candidate is enabled last.
 """
 
@@ -131,7 +131,7 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
 
 
 def _disable_unproven(release: Release, host: Host) -> str | None:
-    """Disable a release that was never good; one that was good before may be good again."""
+    """Disable a release that was never good; a formerly good release may be good again."""
     if boot.good(release.service, host).release != release.name:
         try:
             host.units.disable(release.serve_unit)
@@ -184,7 +184,7 @@ def recover(name: str, host: Host) -> int:
 
 
 def _finish(release: Release, old: Release | None, host: Host, record: Record) -> None:
-    """Take the last steps of a rollout whose candidate was proven before the kill."""
+    """Take the last steps after a kill, because the candidate is proven."""
     try:
         steps.activate(release, host, record)
     except steps.FAILURES as error:

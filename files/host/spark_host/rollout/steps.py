@@ -84,7 +84,7 @@ def this_host(paths: Paths) -> Host:
 
 
 class TrialError(Exception):
-    """The candidate failed to start or its check failed."""
+    """The candidate failed to start, or failed the check."""
 
 
 # Any step may raise these: a disk can be full and a program can hang at any time.
@@ -102,7 +102,7 @@ def is_proven(release: Release, host: Host) -> bool:
 
 
 def replace_running(release: Release, old: Release | None, host: Host, record: Record) -> None:
-    """Stop the running release, start and check the new one, and activate it."""
+    """Stop the running release, start, check and activate the new release."""
     running = host.release(boot.active(release.service, host)) or old
     with record.phase("drain"):
         host.traffic.close(release.service, host.paths)
@@ -121,7 +121,7 @@ def replace_running(release: Release, old: Release | None, host: Host, record: R
 
 
 def activate(release: Release, host: Host, record: Record) -> None:
-    """Open the gateway to a proven release and make it boot; then measure its speed."""
+    """Open the gateway to a proven release and make it boot; then measure the speed."""
     worker = cluster.is_worker(release, host.paths)
     with record.phase("open"):
         open_traffic(release, host)
@@ -170,7 +170,7 @@ def open_traffic(release: Release, host: Host) -> None:
 
 
 def drain(old: Release, host: Host, record: Record) -> None:
-    """Wait until the engine has answered all requests, or its time limit is over."""
+    """Wait until the engine has answered all requests, or the time limit is over."""
     if cluster.is_worker(old, host.paths):
         _wait_for_head(old, host)
         return
@@ -195,7 +195,7 @@ def drain(old: Release, host: Host, record: Record) -> None:
 
 
 def _wait_for_head(old: Release, host: Host) -> None:
-    """Continue until the head has stopped, because its answers are computed here, too."""
+    """Continue until the head has stopped, because the answers are computed here, too."""
     deadline = host.clock.monotonic() + old.timeouts.drain_s + old.timeouts.stop_s
     while not cluster.missing_members(old, host.paths) and host.clock.monotonic() < deadline:
         host.clock.sleep(0.2)
@@ -221,7 +221,7 @@ def stop(unit: str, host: Host) -> HostToolError | None:
 
 
 def start(release: Release, host: Host, record: Record) -> None:
-    """Start a release's unit and wait until it is active, which includes its quick check."""
+    """Start a release's unit and wait until it is active, which includes the quick check."""
     unit = release.serve_unit
     host.units.begin(unit)
     began = reported = host.clock.monotonic()

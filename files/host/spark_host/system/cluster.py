@@ -1,7 +1,7 @@
-"""The members of a cluster: this host's rank, who has joined, and the firewall of its ports.
+"""The members of a cluster: rank, joined members, and the firewall of the ports.
 
 The engine's ranks keep connections to the port of the head, and the kernel closes them when a
-process exits, so the kernel's tables show who has joined and who has left.
+process exits, so the kernel's tables show joined and missing members.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def is_worker(release: Release, paths: Paths) -> bool:
 
 
 def missing_members(release: Release, paths: Paths) -> list[Member]:
-    """Return members that have not joined: the head sees all others, a worker only the head."""
+    """Return members that have not joined: the head sees all workers, a worker only the head."""
     cluster = release.cluster
     if cluster is None:
         return []
@@ -112,12 +112,12 @@ def _add_chain(program: str, chain: str, cluster: Cluster, jump: tuple[str, ...]
     addresses = [member.address for member in cluster.members] if program == "iptables" else []
     sources = [("-i", "lo"), *(("-s", address) for address in addresses)]
     rules = [("-A", chain, *source, "-j", "RETURN") for source in sources]
-    # The jump is last, so that the chain is complete from its first packet.
+    # The jump is last, so that the chain is complete from the first packet.
     for order in (("-N", chain), *rules, ("-A", chain, "-j", "DROP"), ("-I", *jump)):
         done = run_program([program, *_WAIT, *order], _IPTABLES_S)
         if done.returncode != 0:
             raise HostToolError(
                 "fence",
                 f"the ports of the cluster stay open to all hosts ({error_line(done)})",
-                "separate its network from others, or let only members in by a firewall",
+                "separate the network, or let only members in by a firewall",
             )

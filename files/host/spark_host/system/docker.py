@@ -22,7 +22,7 @@ API_SOCKET = "/var/run/docker.sock"
 PATIENT_S = 60.0  # the second try, for busy hosts
 
 
-class DaemonSilent(HostToolError):  # noqa: N818 - named after what happened
+class DaemonSilent(HostToolError):  # noqa: N818 - named after the event
     """The daemon accepted a query but did not answer in time, so the answer is unknown."""
 
 

@@ -1,7 +1,7 @@
 """Sets the addresses of the ports between hosts: temporary first, permanent after confirmation.
 
 The trial file is in netplan's folder below /run. A timer or a power cut removes it, so no host
-keeps a network that nobody can reach.
+keeps a network that cannot be reached.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spark_host.system.programs import error_line, run_program
 _APPLY_S = 30.0  # less than the controller's time limit for a command
 _PAUSE_S = 0.5
 _STILL_S = 2.0  # without changes, the network manager has finished
-# netplan stops NetworkManager to apply a change, which removes the addresses of all its interfaces;
+# netplan stops NetworkManager to apply a change, which removes the addresses of all interfaces;
 # a lease returns a few seconds later.
 _REGAIN_S = 10.0
 _TRIED = f"{RUN_DIR}/fabric.json"
@@ -77,12 +77,12 @@ def _locked(paths: Paths) -> Iterator[None]:
 
 
 def _try(plan: FabricPlan, paths: Paths) -> None:
-    """Write the trial file, schedule its removal, then apply it."""
+    """Write the trial file, schedule the removal, then apply it."""
     trial = paths.below(NETPLAN_TRIAL)
     if paths.below(NETPLAN_FILE).exists():
         fix = "remove it first: spark-deploy fabric --restore"
         raise HostToolError(NETPLAN_FILE, "another managed network is in use", fix)
-    if trial.exists():  # replacing it would leave its addresses behind
+    if trial.exists():  # replacing it would leave addresses behind
         raise HostToolError(NETPLAN_TRIAL, "another trial is running", TRY_AGAIN)
     # systemd may still have the timer of a trial that has just ended.
     run_program(["systemctl", "stop", f"{RETURN_UNIT}.timer", f"{RETURN_UNIT}.service"], _APPLY_S)
@@ -111,7 +111,7 @@ def _try(plan: FabricPlan, paths: Paths) -> None:
 
 
 def _confirm(paths: Paths) -> None:
-    """Make the trial permanent once it has settled; the second call does nothing."""
+    """Make the trial permanent once it has settled; the second call has no effect."""
     trial, kept = paths.below(NETPLAN_TRIAL), paths.below(NETPLAN_FILE)
     if not trial.exists() and kept.exists():
         return
@@ -156,7 +156,7 @@ def _reset_ports(record: FabricRecord) -> None:
 def _restore_others(record: FabricRecord) -> None:
     """Restore addresses and routes of other interfaces if the trial removed them.
 
-    Seen with networkd 252: it gave the address of a port to another interface, which lost its own
+    Seen with networkd 252: it gave the address of a port to another interface, which lost the old
     address, and crashed.
     """
     until = time.monotonic() + _REGAIN_S

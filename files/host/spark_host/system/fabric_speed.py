@@ -31,7 +31,7 @@ _MEET_S = 10.0  # until both sides are there
 _STRANGERS = 64  # connections with a wrong token, after which the listener exits
 _RETRY_S = 0.1
 _WELCOME = b"+"
-# Close a stream without waiting for its last bytes.
+# Close a stream without waiting for the last bytes.
 _LINGER = struct.pack("ii", 1, 0)
 
 

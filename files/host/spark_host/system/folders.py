@@ -37,7 +37,7 @@ def give(path: Path, owner: int, group: int, mode: int) -> None:
 
 
 def empty(path: Path) -> None:
-    """Remove the entries of a folder; a link is removed, not its target."""
+    """Remove the entries of a folder; a link is removed, not the target."""
     if not path.is_dir():
         return
     with _opened(path) as folder:
@@ -92,7 +92,7 @@ def opened_socket(path: Path) -> Iterator[str]:
     """Open the socket at ``path``; yield a name that stays bound to it.
 
     Raises:
-        FileNotFoundError: Nothing is there.
+        FileNotFoundError: It is missing.
         HostToolError: It is not a socket.
     """
     with _opened(path.parent) as folder:

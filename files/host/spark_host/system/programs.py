@@ -17,8 +17,8 @@ _PATIENT_S = 60.0  # the second try, for busy hosts
 Report = Callable[[str], None]  # receives a progress line
 
 
-class ProgramSilent(Exception):  # noqa: N818 - named after what happened
-    """The program did not exit in time, so its answer is unknown."""
+class ProgramSilent(Exception):  # noqa: N818 - named after the event
+    """The program did not exit in time, so the answer is unknown."""
 
 
 def run_program(

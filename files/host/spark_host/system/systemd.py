@@ -39,9 +39,9 @@ def show(units: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState
 
 
 def loaded(patterns: Iterable[str], properties: Iterable[str]) -> dict[str, UnitState]:
-    """Return properties of the units that systemd has loaded; others are inactive.
+    """Return properties of the units that systemd has loaded; all other units are inactive.
 
-    Much faster than naming units, because systemd loads each named unit from its files.
+    Much faster than naming units, because systemd reads the files of each named unit.
     """
     words = ("show", "--all", "-p", ",".join(["Id", *properties]), "--", *patterns)
     return _parse_states(_query(*words))
@@ -89,7 +89,7 @@ def reload() -> None:
 
 
 def reset(unit: str, limit_s: float = _LIMIT_S) -> None:
-    """Reset a unit's failure and its start counter."""
+    """Reset failure and start counter of a unit."""
     systemctl("reset-failed", unit, timeout_s=limit_s)
 
 

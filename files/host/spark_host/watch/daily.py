@@ -1,4 +1,4 @@
-"""The daily inspection: finds what decays unnoticed; `status` and `doctor` report it."""
+"""The daily inspection: finds slow decay; `status` and `doctor` report it."""
 
 from __future__ import annotations
 

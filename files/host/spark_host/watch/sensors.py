@@ -57,7 +57,7 @@ def _number(word: str) -> float | None:
 
 @dataclass(slots=True)
 class GpuAlarms:
-    """Turns samples into events: one when a state begins, one when it ends."""
+    """Turns samples into events when a state starts or stops."""
 
     plan: Watch
     hot: bool = False
@@ -77,7 +77,7 @@ class GpuAlarms:
             clock = "" if reading.clock_mhz is None else f", clock {reading.clock_mhz:.0f} MHz"
             text = (
                 f"the GPU is at {celsius:.0f} °C (limit {limit:.0f} °C){clock}; "
-                "improve its air flow, or cap its clock: nvidia-smi -lgc 300,2200"
+                "improve the air flow, or cap the clock: nvidia-smi -lgc 300,2200"
             )
             return [(release.HOT, text)]
         if self.hot and celsius <= limit - _COOLED_C:
@@ -94,11 +94,11 @@ class GpuAlarms:
         if weak and not self.weak and self.weak_samples >= _SAMPLES:
             self.weak = True
             text = (
-                f"the GPU is {busy:.0f} % busy at only {clock:.0f} MHz and {power:.0f} W: its "
+                f"the GPU is {busy:.0f} % busy at only {clock:.0f} MHz and {power:.0f} W: the "
                 "power supply is stuck; shut down, unplug it for a minute, start again"
             )
             return [(release.POWER, text)]
         if self.weak and not weak and busy >= _BUSY_PERCENT:
             self.weak = False
-            return [(release.POWER, f"the GPU has its power back: {clock:.0f} MHz, {power:.0f} W")]
+            return [(release.POWER, f"the GPU has power again: {clock:.0f} MHz, {power:.0f} W")]
         return []

@@ -51,7 +51,7 @@ class StartGuard:
     def __enter__(self) -> StartGuard:
         for work in (self._sample, self._open_process, self._keep_blocks_free):
             threading.Thread(target=work, daemon=True).start()
-        # Even a block that ends at once, as a worker's check, needs a sample.
+        # Even a very short block, as a worker's check, needs a sample.
         self._sampled.wait(_NOTE_S)
         return self
 
@@ -67,7 +67,7 @@ class StartGuard:
 
     @property
     def start_memory(self) -> StartMemory | None:
-        """The least available memory and its time; ``None`` before the first sample."""
+        """The least available memory and the time; ``None`` before the first sample."""
         lowest = self._floor.lowest_bytes
         if lowest is None:
             return None

@@ -1,7 +1,7 @@
 """The watchdog: stops a stalled engine, or any engine on a host that runs out of memory.
 
 It only kills the engine's container. systemd restarts the unit after ``RestartSec``, counts the
-start and gives up at the start limit, so the loop ends and the host stays reachable.
+start and gives up at the start limit, so the host stays reachable.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StallDetector:
     silent_samples: int = 0
 
     def silent(self, now_s: float) -> str | None:
-        """Record that the engine did not answer in time; return why it counts as stalled.
+        """Record that the engine did not answer in time; return the reason for a stall.
 
         The metrics come from the process that sends every token, so no client is served meanwhile.
         A busy host answers late, but not as late as a stall takes. No starting engine is watched:
@@ -73,7 +73,7 @@ class StallDetector:
         self.silent_since_s, self.silent_samples = None, 0
 
     def stalled(self, metrics: Metrics | None, now_s: float) -> str | None:
-        """Return why the engine counts as stalled, or ``None``.
+        """Return the reason for a stall, or ``None``.
 
         Without metrics no engine listens, or it returned an error: systemd handles dead engines.
         """
@@ -95,8 +95,8 @@ class StallDetector:
 class ClusterWatch:
     """Watches the other members of a cluster in a thread, because connecting may hang.
 
-    The kernel reports at once when a rank exits. A host without power or cable reports nothing, so
-    each watchdog also connects to the others.
+    The kernel reports at once when a rank exits. A host without power or cable cannot report,
+    so each watchdog also connects to the other members.
     """
 
     def __init__(self, release: Release, paths: Paths):
@@ -124,7 +124,7 @@ class ClusterWatch:
             try:
                 self._show_proven()
                 self.lost = self.lost or self._find_left() or self._find_silent()
-            except HostToolError as error:  # this host lost its own address, as without a cable
+            except HostToolError as error:  # this host lost the address, as without a cable
                 self.lost = str(error)
             stop.wait(min(self._release.watch.interval_s, _SILENT_S / _SILENT_SAMPLES))
 
@@ -186,7 +186,7 @@ class ClusterWatch:
 
 
 def run(name: str, paths: Paths) -> int:
-    """Watch a release until its unit stops; systemd then stops the watchdog."""
+    """Watch a release until the unit stops; systemd then stops the watchdog."""
     release = load_release(name, paths)
     engine = Engine.of(release, paths)
     detector, floor = StallDetector(release.watch), Floor(release.memory.floor_bytes)
@@ -204,7 +204,7 @@ def run(name: str, paths: Paths) -> int:
                 kill_engine(release, STARVING, reason, pidfd, paths)
                 floor.low_samples = 0
             if members.lost is not None:
-                # Its own starts did not fail, so they must not use up the start limit.
+                # These starts did not fail, so they must not use up the start limit.
                 systemd.reset(release.serve_unit, _ANSWER_S)
                 kill_engine(release, "member", members.lost, pidfd, paths)
                 members.reset()
@@ -220,7 +220,7 @@ def run(name: str, paths: Paths) -> int:
 
 
 def _sample(engine: Engine, detector: StallDetector) -> str | None:
-    """Query the engine's metrics; return why it counts as stalled, or ``None``."""
+    """Query the engine's metrics; return the reason for a stall, or ``None``."""
     try:
         metrics = engine.metrics(_ANSWER_S)
     except SilentError:
@@ -259,7 +259,7 @@ def _watch_sensors(release: Release, paths: Paths, stop: threading.Event) -> Non
                 event(release, kind, text, paths)
             blocks = read_free_blocks()
             if blocks is not None and fragmentation.begins(blocks, sampled_s):
-                text = f"memory is fragmented: {blocks}; reboot the host before its next start"
+                text = f"memory is fragmented: {blocks}; reboot the host before the next start"
                 event(release, FRAGMENTED, text, paths)
         last = _follow_addresses(release, paths, last)
         stop.wait(release.watch.interval_s)
@@ -297,7 +297,7 @@ def kill_unit_after(problem: str, release: Release, paths: Paths) -> None:
     """Kill the unit if killing the engine failed, or if the unit does not stop with it."""
     if not problem:
         time.sleep(_UNIT_ENDS_S)
-        problem = f"its unit is still active after {_UNIT_ENDS_S:.0f} s"
+        problem = f"the unit is still active after {_UNIT_ENDS_S:.0f} s"
     event(release, KILLED, f"{problem}; killing the unit", paths)
     systemd.systemctl("kill", "--signal=KILL", release.serve_unit)
 
