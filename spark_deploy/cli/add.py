@@ -113,7 +113,6 @@ class _Added:
 
 
 def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
-    """Run the AutoRound job of a catalog model on a host."""
     options = replace(options, model=model, profile=None, limit=[*options.limit, *hosts])
     code = run_pyinfra.run("requantize", options, {"checkpoint.requantized": True})
     if code == 0 and not options.dry:
@@ -184,7 +183,6 @@ def _orders(model: HybridModel) -> Iterator[orders.BuildPlan]:
 
 
 def _write(place: str, host: Target, profile: str, *, force: bool) -> _Added:
-    """Write the catalog files of a shared file, a recipe or a repository."""
     data = _read_file(place)
     if data is not None and "shared" in data:
         shared = share.read_shared(data, place)
@@ -215,7 +213,6 @@ def _plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str]:
 
 
 def _read_file(place: str) -> dict[str, Any] | None:
-    """Return the content of a local file; None if there is no such file."""
     path = Path(place)
     if not path.is_file():
         return None
@@ -230,7 +227,6 @@ def _engine(host: Target) -> Engine | None:
 
 
 def _of_repository(place: str, host: Target) -> Draft:
-    """Return the catalog file of ``ORG/NAME[@REVISION]``."""
     repository, _, revision = place.partition("@")
     if not is_repository(repository):
         problem = "is neither a file nor ORG/NAME[@REVISION]"
@@ -244,8 +240,6 @@ def _of_repository(place: str, host: Target) -> Draft:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Metadata of a repository on the hub."""
-
     license: str = ""
     gated: bool = False
     task: str = ""  # the hub's name: text-generation, sentence-similarity, ...
@@ -259,7 +253,6 @@ def draft_of(
     families: Families,
     revision: str,
 ) -> Draft:
-    """Return the catalog file of a repository at the requested revision."""
     draft = Draft(anatomy.repository, anatomy.commit)
     draft.about = list(_about(anatomy, found, card, revision))
     task = task_of(anatomy, found, card, engines)

@@ -73,7 +73,6 @@ def bench(
 def measure_or_compare(
     options: Options, out: Path, compare: Sequence[str], how: Measurement, *, ladder: bool
 ) -> int:
-    """Measure hosts in turn, or compare files."""
     if compare:
         results = [_read(Path(name)) for name in compare]
         _print(options, results, _write(results, out, "comparison"))
@@ -166,7 +165,6 @@ def _measure_host(target: Target, how: Measurement, out: Path) -> tuple[BenchRes
 
 
 def _write(results: Sequence[BenchResult], out: Path, name: str) -> str:
-    """Write results as Markdown and HTML; return the Markdown."""
     out.mkdir(parents=True, exist_ok=True)
     text = markdown.text_of(results)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
@@ -221,7 +219,6 @@ def _measure(target: Target, how: Measurement, began: str, files: Path) -> Bench
 
 
 def _published(target: Target, served: Served) -> tuple[Published, ...]:
-    """Return published speeds of single requests for the same pair."""
     profile = target.catalog.profiles.get((served.profile, served.model))
     return tuple(
         Published(figure.tokens_per_s, figure.source)

@@ -46,7 +46,6 @@ class Draft:
         return re.sub(r"[^a-z0-9._-]+", "-", stem).strip("._-") or "model"
 
     def put(self, key: str, value: Any, comment: str = "") -> None:
-        """Set a key unless the value is empty."""
         if value:
             self.keys[key], self.comments[key] = value, comment
 
@@ -90,7 +89,9 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
     before = {path: path.read_bytes() if path.exists() else None for path in paths.values()}
     try:
         for pair, path in paths.items():
-            schema = _schema_of(pair[0], texts[pair])
+            is_plain = re.search(r"^kind: plain\b", texts[pair], re.MULTILINE)
+            schema = "plain_model" if is_plain else "model"
+            schema = "profile" if pair[0] == "profiles" else schema
             files.write_text(path, schema_line(root, path, schema) + texts[pair])
         _check(root, list(texts))
     except BaseException:  # also a full disk or Ctrl-C: all files or none
@@ -106,12 +107,6 @@ def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool
             note(f"{name}: the new file replaces the shipped file in {kind}")
         note(f"{path}: written")
     return list(paths.values())
-
-
-def _schema_of(kind: str, text: str) -> str:
-    if kind == "profiles":
-        return "profile"
-    return "plain_model" if re.search(r"^kind: plain\b", text, re.MULTILINE) else "model"
 
 
 def _check(root: Path, pairs: list[tuple[str, str]]) -> None:

@@ -159,7 +159,6 @@ CLIENTS: dict[str, Client] = {
 @click.option("--tunnel", is_flag=True, help="Keep SSH tunnels open until interrupted.")
 @shared_options()
 def connect(options: Options, client: str | None, service: str | None, tunnel: bool) -> int:
-    """Print connections or the setup of a client, or keep tunnels open."""
     given = {"for": client, "tunnel": tunnel, "json": options.json}
     if len(two := [name for name, value in given.items() if value]) > 1:
         problem, fix = "exclude each other", f"omit --{two[1]}"
@@ -239,7 +238,8 @@ def _hold_tunnels(servers: Sequence[Connection]) -> None:
         for server in servers:
             command = shlex.split(server.tunnel or "")
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-            stack.callback(_terminate, process)
+            stack.callback(process.wait, timeout=20)
+            stack.callback(process.terminate)
             running.append((server.host, process))
             note(f"{server.host}: {server.base_url}")
         note("open until Ctrl-C")
@@ -252,11 +252,6 @@ def _hold_tunnels(servers: Sequence[Connection]) -> None:
                 if process.poll() is not None:
                     problem = f"tunnel ended with exit code {process.returncode}"
                     raise SparkError.one(name, problem, "see ssh's message above, then try again")
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    process.wait(timeout=20)
 
 
 def connection_of(
@@ -327,7 +322,6 @@ def _best(plan: GatewayPlan) -> tuple[str, str]:
 
 
 def login_of(host: Target) -> Login:
-    """Return how commands run on a host: locally or over ssh."""
     local = host.name.startswith("@")
     return Login(host.name, () if local else tuple(ssh_command(host)), bool(host.data["_sudo"]))
 

@@ -103,7 +103,6 @@ def read_survey(host: Host, needs: NeedsPlan) -> Survey | None:
 def verdict_of(
     answer: Answer[Survey], needs: NeedsPlan, same_keys: Mapping[str, Problem]
 ) -> dict[str, Any]:
-    """Return the verdict on a host as plain data."""
     survey, name = answer.value, answer.host.name
     if survey is None:
         return {**answer.data(), "problems": [], "warnings": []}
@@ -121,7 +120,6 @@ def verdict_of(
 
 
 def takeover_commands(host: str, survey: Survey, needs: NeedsPlan) -> list[str]:
-    """Return the commands that replace other engines on the host."""
     containers = competing_containers(survey.containers, [*needs.takeover, *needs.allow_containers])
     if not containers:
         return []
@@ -179,15 +177,12 @@ def _survey_rows(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Files that a deploy does not download because the host has them."""
-
     found_bytes: int
     whole_bytes: int  # of the plan
     folders: tuple[str, ...]  # by size, largest first
 
 
 def reusable(stored: Stored, needs: NeedsPlan) -> Reuse:
-    """Compare the files on a host with the downloads of a plan, by hash."""
     wanted = {file for _, files in needs.downloads for file in files}
     present = {(sha256, size_bytes) for _, sha256, size_bytes in stored.files}
     bytes_in: dict[str, int] = {}

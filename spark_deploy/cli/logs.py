@@ -24,15 +24,12 @@ _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Line:
-    """A line of a host's journal."""
-
     at_us: int
     host: str
     part: str
     text: str
 
     def shown(self) -> str:
-        """Return the line in local time."""
         at = datetime.fromtimestamp(self.at_us / 1e6).strftime("%m-%d %H:%M:%S")
         return shown(f"{at}  {self.host}  {self.part:<7}  {self.text}")
 

@@ -46,7 +46,10 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
         offline = "; or add --estimate to work offline"
         raise LockError([replace(one, fix=one.fix + offline) for one in error.problems]) from error
     for host in () if estimate else hosts:
-        _verify_names(host)
+        # Tensor names are compared with the catalog unless the lock file records the result.
+        path = host.settings.lock_path
+        lock = host.looked_up.get(path) or read_lock(path)
+        host.looked_up[path] = hold_if_told(host.settings.settings, host.catalog, lock, note)
     reuse = _read_reuse(hosts, plans) if on_host else {}
     texts = (
         plan_text(
@@ -65,15 +68,7 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
     return 0 if not on_host or len(reuse) == len(hosts) else 1
 
 
-def _verify_names(host: Target) -> None:
-    """Compare tensor names with the catalog unless the lock file records it."""
-    path = host.settings.lock_path
-    lock = host.looked_up.get(path) or read_lock(path)
-    host.looked_up[path] = hold_if_told(host.settings.settings, host.catalog, lock, note)
-
-
 def _read_reuse(hosts: Sequence[Target], plans: Sequence[HostPlan]) -> dict[str, Reuse]:
-    """Return which files of the plans each answering host has."""
     needs = {host_plan.host: host_plan.needs for host_plan in plans}
     reuse: dict[str, Reuse] = {}
     for answer in query(hosts, lambda host, target: read_survey(host, needs[target.name])):

@@ -125,7 +125,6 @@ def _memory_summary(plan: HostPlan, profile: Profile) -> str:
 def plan_lines(
     plan: HostPlan, model: Model, profile: Profile, calibration: Calibration = UNMEASURED
 ) -> Iterator[str]:
-    """Yield every part of a plan; the profile is as this host serves it."""
     yield row("release", plan.serve.name)
     yield row("model", model.summary)
     yield row("profile", profile.summary)
@@ -255,7 +254,6 @@ def _free_memory(memory: MemoryPlan) -> str:
 def speed_lines(
     plan: HostPlan, model: Model, profile: Profile, calibration: Calibration = UNMEASURED
 ) -> Iterator[str]:
-    """Yield the computed speed, or why it is unknown."""
     reason = _no_speed(plan, model, profile)
     if reason or not isinstance(model, HybridModel):
         yield row("speed", f"not computed for {reason}")

@@ -44,8 +44,6 @@ _FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[T]):
-    """The result of a host, or the problem instead."""
-
     host: Target
     value: T | None
     problem: str = ""
@@ -146,8 +144,6 @@ def _reason(host: Host, state: State, error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AccessResult:
-    """Hosts that are not ready for a deploy."""
-
     silent: tuple[Seen, ...]
     closed: tuple[Endpoint, ...]  # our key does not log in, or sudo requires a password
 

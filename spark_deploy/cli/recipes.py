@@ -88,7 +88,6 @@ def draft_of_recipe(data: Mapping[str, Any], source: str, engine: Engine | None 
 
 
 def _environment(recipe: Recipe) -> dict[str, str]:
-    """Return the permitted variables; report the rest."""
     given = {str(name): str(value) for name, value in recipe.environment.items()}
     refused = {name: reason for name, reason, _ in engine_options.environment_problems(given)}
     odd = {name for name in given if not re.fullmatch("[A-Z_][A-Z0-9_]*", name)}
@@ -213,7 +212,6 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
 
 
 def _variant(variants: Mapping[str, Any]) -> str:
-    """Return the variant with overrides for a Spark, or the default."""
     for name, variant in variants.items():
         if _SPARK in _mapping(_mapping(variant).get("hardware_overrides")):
             return str(name)

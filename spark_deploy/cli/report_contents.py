@@ -66,6 +66,7 @@ def _host_report(
     engines = evidence.engines if evidence else ()
     engine = next((e for e in engines if release and e.release == release.name), None)
     verdict = judge(plan.needs, survey)
+    jobs = data.status.told.jobs if data.status.told else ()
     return HostReport(
         name=f"host-{number}",
         local=local,
@@ -80,7 +81,9 @@ def _host_report(
         unmanaged_containers=sum(not container.managed for container in survey.containers),
         refusals=tuple(_subject(problem) for problem in verdict.problems),
         warnings=tuple(_subject(problem) for problem in verdict.warnings),
-        jobs=tuple(_jobs(data.status)),
+        jobs=tuple(
+            JobState(job.kind or "unknown", job.state, job.elapsed_s, job.memory) for job in jobs
+        ),
         notes=tuple(_notes(data, service)),
         serving=_serving(release, engine, plan, data.status, service) if release else None,
         answers=(),
@@ -124,11 +127,6 @@ def _subject(problem: Problem) -> str:
     word, _, rest = problem.where.partition(" ")
     private = word in ("container", "process", "port") or rest.startswith("/")
     return word if private or "/" in problem.where else problem.where
-
-
-def _jobs(status: HostStatus) -> Iterator[JobState]:
-    for job in status.told.jobs if status.told else ():
-        yield JobState(job.kind or "unknown", job.state, job.elapsed_s, job.memory)
 
 
 def _notes(data: HostData, service: str) -> Iterator[str]:
@@ -199,7 +197,6 @@ Rule = Callable[[HostReport, Any], Verdict]
 
 
 def with_answers(host: HostReport) -> HostReport:
-    """Return the report with an answer to each open question."""
     return replace(host, answers=tuple(_answer(name, host) for name in ANSWERS))
 
 

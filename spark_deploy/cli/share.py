@@ -50,8 +50,6 @@ _UNPROVEN = "no queried host serves and has checked it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """A locked repository."""
-
     revision: str = needed("Requested revision.", maxLength=200)
     commit: str = needed("Commit of the revision.", pattern=f"^{COMMIT}$")
 
@@ -71,8 +69,6 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """The file."""
-
     shared: Literal[1] = needed("Version of this format.")
     name: str = needed("Name of the model.", **CATALOG_NAME)
     model: dict[str, Any] = needed("File of the model.")
@@ -89,7 +85,6 @@ class Shared:
 @click.option("--unasked", is_flag=True, help="Work offline; include no check result.")
 @shared_options()
 def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
-    """Write the file and print a summary."""
     hosts = select_hosts(options, judged=False)
     host = hosts[0].serving(*_pair(choice, hosts[0]))
     plan = build_plan(host)
@@ -285,7 +280,6 @@ def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
 
 
 def _open(shared: Shared, host: Target) -> Iterator[str]:
-    """Yield warnings for the user of a shared file."""
     settings = host.settings.settings
     images = {without_tag(image) for image in settings.images.values()}
     for reference, digest in shared.images.items():

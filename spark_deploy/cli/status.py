@@ -9,7 +9,6 @@ from typing import Any
 import click
 from pyinfra.api.host import Host
 from spark_contract.documents import plain
-from spark_contract.records import WayBack
 from spark_contract.release import PREFIX_REUSE
 from spark_contract.status import Ours
 from spark_contract.tool import SPEED
@@ -107,7 +106,6 @@ def _resource_lines(answer: Answer[Ours]) -> Iterator[str]:
 
 
 def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
-    """Return the state of a host as plain data."""
     host_status = answer.value
     if host_status is None:
         return {**answer.data(), "drift": answer.problem}
@@ -131,7 +129,6 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
 
 
 def _plan(host: Target) -> tuple[HostPlan | None, str]:
-    """Return the plan, or why there is none."""
     lock = read_lock(host.settings.lock_path)
     try:
         if wanted_by(host.settings.settings, host.catalog).missing_in(lock).names:
@@ -142,7 +139,6 @@ def _plan(host: Target) -> tuple[HostPlan | None, str]:
 
 
 def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, Any]]:
-    """Return the state of every additional service, planned or running."""
     planned = {one.serve.service: one.serve.name for one in plan.services} if plan else {}
     running = {
         name: service.active
@@ -185,7 +181,10 @@ def host_fields(host_status: HostStatus) -> dict[str, Any]:
     told = plain(host_status.told) or {}
     service = host_status.service(MAIN_SERVICE)
     active = service.active if service else None
-    release, back = host_status.release(active), service.rolled_back if service else None
+    release, rolled_back = host_status.release(active), None
+    if service and (back := service.rolled_back):
+        pair = _pair_text(host_status, back.came, None)
+        rolled_back = {"from": back.came, "from_pair": pair, "to": back.to, "at": back.at}
     return {
         **_serving(host_status, active),
         "restarts": release.restarts if release else None,
@@ -195,7 +194,7 @@ def host_fields(host_status: HostStatus) -> dict[str, Any]:
         "reboot_pending": told.get("reboot_pending", ""),
         "stopped": host_status.stopped(MAIN_SERVICE),
         "rollout": _rollout(host_status, MAIN_SERVICE),
-        "rolled_back": _rolled_back(host_status, back) if back else None,
+        "rolled_back": rolled_back,
         "jobs": [job for job in told.get("jobs", ()) if job["state"] != "done"],
         "events": told.get("events", {}).get(MAIN_SERVICE, []),
         "daily": told.get("daily") or {},
@@ -207,19 +206,12 @@ def _rollout(host_status: HostStatus, service: str) -> dict[str, Any] | None:
     return {**plain(rollout), "text": rollout_text(host_status, rollout)} if rollout else None
 
 
-def _rolled_back(host_status: HostStatus, back: WayBack) -> dict[str, Any]:
-    pair = _pair_text(host_status, back.came, None)
-    return {"from": back.came, "from_pair": pair, "to": back.to, "at": back.at}
-
-
 def _pair_text(host_status: HostStatus, name: str | None, plan: HostPlan | None) -> str | None:
-    """Name the model and profile of a release of the plan or the host."""
     pair = plan if plan and plan.serve.name == name else host_status.release(name)
     return f"{pair.model} with {pair.profile}, {name}" if pair else name
 
 
 def _readiness(plan: HostPlan, host_status: HostStatus) -> list[dict[str, Any]]:
-    """Return the unfinished jobs of each pair in ``keep_ready``."""
     jobs = host_status.told.jobs if host_status.told else ()
     done = {job.digest for job in jobs if job.state == "done"}
     context = read_payload().image_context

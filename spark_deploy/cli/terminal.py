@@ -90,7 +90,6 @@ def wrap_line(line: str, width: int) -> list[str]:
 
 
 def styled(line: str) -> Text:
-    """Highlight a warning, or the first word of an unindented line."""
     text = Text(line)
     if not line.startswith(" ") and ": " in line:
         text.stylize("bold", 0, line.index(": "))
@@ -105,13 +104,11 @@ def short_list(names: Sequence[str]) -> str:
 
 
 def next_command(options: Options, *words: str) -> str:
-    """Return a command to type next, for the same inventory."""
     inventory = ["--inventory", str(options.inventory)] if options.inventory else []
     return shlex.join([command_path("spark-deploy"), *words, *inventory])
 
 
 def installed_program(name: str) -> Path:
-    """Return a program of this Python environment."""
     return Path(sys.executable).with_name(name)
 
 

@@ -126,7 +126,6 @@ def read_samples(lines: Iterable[str]) -> Iterator[Sample]:
 
 
 def now_of(host: str, samples: Sequence[Sample]) -> Now:
-    """Return values and rates of the last two samples; no rates across a restart."""
     if not samples:
         return Now(host, *[None] * 8)
     last, before = samples[-1], samples[0]

@@ -31,7 +31,6 @@ from spark_deploy.lock.types import Lock
 @click.option("--counted", is_flag=True, help="Read measured KV-cache sizes from hosts.")
 @shared_options(plans=True)
 def update(options: Options, only: Sequence[str], missing: bool, check: bool, counted: bool) -> int:
-    """Update each lock file once."""
     return lock_names(options, only, missing=missing, check=check, counted=counted)
 
 

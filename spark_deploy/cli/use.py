@@ -41,7 +41,6 @@ class Edit:
 @click.option("--dry", is_flag=True, help="Print the edits, make none.")
 @shared_options()
 def use(options: Options, choice: str) -> int:
-    """Write the choice into settings files; change no host."""
     edits, hosts = select(options, choice)
     print_result(options, edits_data(edits), ([edit_line(edit)] for edit in edits), between="\n")
     if not edits:
