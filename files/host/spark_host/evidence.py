@@ -94,7 +94,6 @@ def firmware(root: Path = Path("/")) -> dict[str, str]:
 
 
 def _capsules(text: str) -> dict[str, str]:
-    """Return the versions of devices that fwupd updates through UEFI."""
     try:
         devices = json.loads(text).get("Devices", ())
     except (ValueError, AttributeError):
@@ -124,7 +123,6 @@ _PACKAGES = {
 
 
 def container_libraries(container_id: str, proc: Path = Path("/proc")) -> dict[str, str]:
-    """Return the versions of libraries that a container's processes have mapped."""
     versions: dict[str, set[str]] = {}
     package_folders: set[Path] = set()
     for process in _processes(container_id, proc):

@@ -98,7 +98,6 @@ def _release(release: Release, units: _Units, now: dict[str, str], host: Host) -
 
 
 def _cache_folder(release: Release, now: dict[str, str], host: Host) -> str | None:
-    """Return the parent of a compile cache that a candidate can copy."""
     whole = compile_cache.is_whole(release, now.get("driver", ""), host)
     proven = release.name in boot.good(release.service, host).all
     return str(Path(release.cache).parent) if release.cache and whole and proven else None
@@ -128,14 +127,12 @@ def _service(name: str, known: list[Release], units: _Units, host: Host) -> Serv
 
 
 def _rollout(names: list[str], units: _Units, host: Host) -> UnderWay | None:
-    """Return the running rollout, or the first that waits."""
     changes = (record.running_rollout(name, units.get(SWITCH.of(name), {}), host) for name in names)
     pending = [change for change in changes if change]
     return next((change for change in pending if change.phase), pending[0] if pending else None)
 
 
 def _head(release: Release, paths: Paths) -> str | None:
-    """Return the head of the cluster if this host is a worker."""
     try:
         worker = cluster.is_worker(release, paths)
     except HostToolError:  # without an address of the cluster; the engine's start reports that

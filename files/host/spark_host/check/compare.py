@@ -59,8 +59,6 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How similar the answers of two releases are."""
-
     one: str  # the recorded release
     other: str  # the running release
     prompts: int
@@ -248,7 +246,6 @@ def compare(name: str, host: Host) -> Comparison:
 
 
 def main(words: list[str], host: Host) -> int:
-    """Run ``check --record [FILE]`` or ``check --compare RELEASE [--json]``."""
     match [word for word in words if word != "--json"], "--json" in words:
         case ["--compare", name], as_json:
             comparison = compare(name, host)

@@ -28,8 +28,6 @@ class CheckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A complete streamed answer."""
-
     text: str
     wait_s: float  # until the first text
     tokens: int

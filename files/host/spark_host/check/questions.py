@@ -332,7 +332,6 @@ def sound(probe: Probe) -> str:
 
 
 def wav(seconds: int) -> bytes:
-    """Return a tone as a WAV file: mono, 16 bit."""
     samples = (
         round(12_000 * math.sin(2 * math.pi * _TONE_HZ * index / _RATE_HZ))
         for index in range(seconds * _RATE_HZ)

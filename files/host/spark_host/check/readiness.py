@@ -28,8 +28,6 @@ _CONNECT_S = 3.0
 
 @dataclass(slots=True)
 class Membership:
-    """Whether all members of a starting engine's cluster have joined."""
-
     release: Release
     paths: Paths
     began_s: float = field(default_factory=time.monotonic)
@@ -52,7 +50,6 @@ class Membership:
 
 
 def wait_until_joined(membership: Membership, report: Report) -> Finding:
-    """Wait until this worker's rank is connected to the head."""
 
     def poll(_: float) -> tuple[bool, str] | None:
         if problem := membership.problem():

@@ -46,7 +46,6 @@ def full(release: Release, host: Host, report: Report) -> Proof:
 
 
 def speed(release: Release, paths: Paths, report: Report) -> dict[str, Any]:
-    """Measure the speed of a release within the time limit of the plan."""
     limit_s = release.check.bench.limit_s if release.check.bench else 0
     bench = speed_check.measure(release, paths, limit_s, report)
     return {**bench, "packages": versions.packages()}
@@ -134,7 +133,6 @@ def _check_worker(membership: Membership, level: str, report: Report) -> list[Fi
 
 
 def _logged_cache(probe: Probe) -> CacheCount | None:
-    """Return the size of the KV cache according to the engine's log."""
     messages = list(logs.start_messages(probe.read_log()))
     tokens = logs.kv_cache_tokens(messages)
     fixed_bytes = probe.release.engine.kv_cache_bytes
@@ -181,7 +179,6 @@ def _run_check(item: Check, probe: Probe) -> Finding:
 
 
 def _memory(guard: StartGuard, *, ready: bool) -> Finding:
-    """Return how much memory the start left."""
     if guard.starved is not None:
         return Finding(MEMORY, False, guard.starved, 0.0)
     failures, fatal = guard.read_driver_failures(ready=ready)

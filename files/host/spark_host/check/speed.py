@@ -59,8 +59,6 @@ MEASURES = (
 
 @dataclass(slots=True)
 class Samples:
-    """The values of all rounds, by measure."""
-
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     tokens: int = 0
     rounds: int = 0
@@ -133,7 +131,6 @@ _COMPARISON_KEYS = ("before", "changed", "worse", "way_back")
 def add_comparison(
     release: Release, now: dict[str, Any], before: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Add the last measurement, changed versions, slowdowns and rollback hints."""
     if before is None or release.check.bench is None:
         return {**now, "before": None, "changed": [], "worse": [], "way_back": []}
     changed = versions.changed(before["versions"], now["versions"])

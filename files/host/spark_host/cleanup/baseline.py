@@ -78,7 +78,6 @@ def installed_packages() -> tuple[str, ...]:
 
 
 def masked(units: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the units that are permanently masked."""
     states = systemd.show(units, ["UnitFileState"])
     return tuple(name for name in units if states.get(name, {}).get("UnitFileState") == "masked")
 
@@ -88,7 +87,6 @@ def boot_target() -> str:
 
 
 def docker_members() -> tuple[str, ...]:
-    """Return the users in the group docker."""
     try:
         return tuple(sorted(grp.getgrnam("docker").gr_mem))
     except KeyError:
@@ -145,7 +143,6 @@ def package_things(
 
 
 def remove_packages(names: Iterable[str]) -> str:
-    """Purge packages; return the failure."""
     listed = list(names)
     output_of("apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120", "purge", *listed)
     left = set(listed) & set(installed_packages())
@@ -211,7 +208,6 @@ def shared_file_things(
 
 
 def restore_shared_file(path: str, wanted: Footprint, before: Before | None, paths: Paths) -> None:
-    """Restore a file: daemon.json without our keys, any other file as it was."""
     was, target = _earlier_text(path, wanted, before, paths), paths.below(path)
     if path == wanted.daemon_json:
         left = _without_our_keys(_read(target) or "", was, wanted)

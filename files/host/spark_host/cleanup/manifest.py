@@ -58,8 +58,6 @@ _NEEDS_BASELINE = ("package", "tree", "source", "image", "settings")
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Containers that we did not create."""
-
     containers: tuple[str, ...]
     with_gpu: tuple[str, ...]
     images: frozenset[str]  # ids
@@ -124,7 +122,6 @@ def _other_containers() -> Others:
 
 
 def _images(before: Before | None, others: Others, paths: Paths) -> Iterator[Thing]:
-    """Yield our images, those with many layers first."""
     images = resources.images(resources.known_jobs(paths), paths)
     images += _gpu_check_image({image.reference for image in images}, paths)
     sizes = resources.image_bytes(images, [])
@@ -272,7 +269,6 @@ def _records(paths: Paths) -> Iterator[Thing]:
 
 
 def _empty_folders(wanted: Footprint, before: Before | None, paths: Paths) -> Iterator[Thing]:
-    """Yield folders that we created and that are empty now."""
     data = {paths.below(p) for p in (wanted.models_dir, wanted.sources_dir, wanted.cache_dir)}
     candidates = {paths.below(CONFIG_DIR), paths.state, paths.tools, *data}
     if before is not None:
@@ -294,7 +290,6 @@ def _empty_folders(wanted: Footprint, before: Before | None, paths: Paths) -> It
 
 
 def _remains(before: Before | None, paths: Paths) -> Iterator[Thing]:
-    """Yield what purged packages left behind."""
     if before is None:
         return
     present = baseline.installed_packages()

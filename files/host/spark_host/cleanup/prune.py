@@ -178,7 +178,6 @@ def _needed_folders(
 def _split_images(
     keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
 ) -> tuple[list[Image], list[Image]]:
-    """Return the images that can be removed and those that are needed."""
     needed = set(keep.images) | resources.images_in_containers()
     needed |= {load_release(name, paths).image.tag for name in kept}
     needed |= {image for name in busy if (image := resources.image_of(known[name]))}
@@ -236,7 +235,6 @@ def _remove_folder_of(document: Path) -> None:
 
 
 def main(words: list[str], paths: Paths) -> int:
-    """Run ``prune [--dry] KEEP``, where KEEP is JSON for :func:`read_keep`."""
     dry = "--dry" in words
     rest = [word for word in words if word != "--dry"]
     if len(rest) != 1:

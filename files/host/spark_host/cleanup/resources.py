@@ -49,7 +49,6 @@ class Image:
 
 
 def known_jobs(paths: Paths) -> dict[str, Job]:
-    """Return every readable job of this host by twelve digits of the digest."""
     known = {}
     for digest12 in jobs.all_digests(paths):
         with suppress(HostToolError):
@@ -100,7 +99,6 @@ def old_tools(paths: Paths) -> list[Folder]:
 
 
 def _is_used(folder: Path) -> bool:
-    """Return whether a process was started with programs or packages of a folder."""
     name = os.fsencode(folder)
     for process in Path("/proc").glob("[0-9]*"):
         for file in ("cmdline", "environ"):
@@ -199,7 +197,6 @@ def image_bytes(removed: list[Image], kept: list[Image]) -> dict[str, int]:
 
 
 def image_of(job: Job) -> str | None:
-    """Return the image that a job makes."""
     return job.proof.image if isinstance(job.proof, ImageProof) else None
 
 

@@ -112,7 +112,6 @@ def _run(*argv: str) -> None:
 
 
 def main(verb: str, text: str, paths: Paths) -> int:
-    """Run ``note``, ``manifest`` or ``uninstall``; ``text`` is a ``Footprint`` in JSON."""
     try:
         wanted = parse(Footprint, text)
     except DocumentError as error:

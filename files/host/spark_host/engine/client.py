@@ -31,8 +31,6 @@ _MAX_LINE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Names of an engine's metrics."""
-
     running: str  # requests
     waiting: str  # requests
     generated: str  # tokens
@@ -87,7 +85,6 @@ class Metrics:
 
     @classmethod
     def parse(cls, text: str, dialect: Dialect = DEFAULT) -> Metrics:
-        """Parse the Prometheus text format; lines that are not samples are skipped."""
         samples: list[Sample] = []
         for raw_line in StringIO(text):  # line by line: a hostile text may have millions
             line = raw_line.rstrip("\r\n")
@@ -120,7 +117,6 @@ class Metrics:
 
     @property
     def unfinished(self) -> float:
-        """Requests running or waiting."""
         return self.running + (self.total(self.dialect.waiting) or 0.0)
 
     @property
@@ -179,8 +175,6 @@ class SilentError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A complete HTTP answer."""
-
     status: int
     body: bytes
 
@@ -195,8 +189,6 @@ class Reply:
 
 
 class _Reader(io.RawIOBase):
-    """Reads from a socket up to a limit of bytes and a deadline."""
-
     def __init__(self, source: socket.socket, limit_bytes: int, deadline: float):
         self._source, self._limit_bytes, self._deadline = source, limit_bytes, deadline
         self._left_bytes = limit_bytes
@@ -215,8 +207,6 @@ class _Reader(io.RawIOBase):
 
 
 class _Response(HTTPResponse):
-    """An HTTP response that is read through a :class:`_Reader`."""
-
     def __init__(self, source: socket.socket, limit_bytes: int, deadline: float, method: str):
         super().__init__(source, method=method)
         self.fp.close()

@@ -97,7 +97,6 @@ def _is_usable(release: Release, driver: str, host: Host) -> bool:
 
 
 def _is_rejected(release: Release, state: CompileCache, host: Host) -> bool:
-    """Return whether the engine answered in the cache's last run and failed a check."""
     result = proof.read(release.name, host)
     if result is None or result.invocation_id != state.invocation_id:
         return False

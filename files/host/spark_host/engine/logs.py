@@ -91,7 +91,6 @@ _KERNEL_LOG_LIMIT_S = 30.0
 
 
 def count_kernel_faults(last_s: float | None = None) -> dict[str, int]:
-    """Count GPU faults and failed allocations since the boot, or in the last seconds."""
     argv = ["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "cat"]
     if last_s is not None:
         argv.append(f"--since=-{last_s:.0f}s")

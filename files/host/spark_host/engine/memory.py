@@ -21,7 +21,6 @@ _LOW_SAMPLES = 2  # in a row: a single low sample may be a spike
 
 
 def meminfo() -> dict[str, int]:
-    """Return /proc/meminfo in bytes."""
     source = Path(os.environ.get("SPARK_MEMINFO", "/proc/meminfo"))
     values = {}
     for line in source.read_text().splitlines():
@@ -102,7 +101,6 @@ class Floor:
 
 
 def check_total(needed_bytes: int) -> None:
-    """Raise ``HostToolError`` if the host has less memory in total than needed."""
     total = meminfo()["MemTotal"]
     if needed_bytes > total:
         raise HostToolError(

@@ -82,7 +82,6 @@ def run(name: str, paths: Paths) -> int:
 
 
 def stop(name: str, paths: Paths) -> int:
-    """Stop the engine; docker kills it after ``stop_s``."""
     release = load_release(name, paths)
     seconds = int(release.timeouts.stop_s)
     done = docker.client("stop", "-t", str(seconds), release.container, timeout_s=seconds + 60)
@@ -105,7 +104,6 @@ def after_stop(name: str, paths: Paths) -> int:
 
 
 def part_problem(release: Release) -> HostToolError | None:
-    """Return the first error in the release's image or checkpoints."""
     try:
         check_artifacts(release)
     except HostToolError as error:
@@ -129,7 +127,6 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
 
 
 def make_room(release: Release, report: Report) -> None:
-    """Remove every container of the service and wait until the release's memory is free."""
     for name in docker.engine_containers(release.service):
         docker.remove_container(name)
     memory.wait_for_memory(release, report)
@@ -203,7 +200,6 @@ def _take_engine_lock(release: Release, paths: Paths) -> None:
 
 
 def _lock_holder(service: str, paths: Paths) -> str | None:
-    """Return the release that holds the engine lock; ``None`` if it is free."""
     descriptor = _open_lock(service, paths)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -30,7 +30,6 @@ _USABLE_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 
 
 def run(service: str, paths: Paths) -> int:
-    """Render the configuration of a service and become nginx."""
     settings = load_gateway(service, paths)
     folder = _install_config(settings, paths)
     # nginx leaves bodies with a file name behind when it is killed.
@@ -98,7 +97,6 @@ def follow(service: str, paths: Paths) -> str | None:
 
 
 def boots(service: str, paths: Paths) -> bool:
-    """Return whether the gateway starts at boot."""
     return (paths.boot_links / units.GATEWAY.of(service)).is_symlink()
 
 
@@ -131,7 +129,6 @@ def key_problem(service: str, paths: Paths) -> str | None:
 
 
 def problem(release: Release, paths: Paths) -> HostToolError | None:
-    """Return why this release's gateway cannot run here."""
     try:
         nginx.program(paths)
         user = load_gateway(release.service, paths).user
@@ -174,7 +171,6 @@ def _wait(problem_now: Callable[[], str | None], settings: Gateway) -> None:
 
 
 def _master(service: str, paths: Paths) -> int | None:
-    """Return the process id of the running nginx."""
     try:
         pid = int((paths.gateway_run(service) / "nginx.pid").read_text())
         os.kill(pid, 0)
@@ -184,7 +180,6 @@ def _master(service: str, paths: Paths) -> int | None:
 
 
 def _workers(master: int) -> frozenset[int]:
-    """Return the workers that accept connections."""
     children = Path(f"/proc/{master}/task/{master}/children").read_text().split()
     return frozenset(int(pid) for pid in children if b"shutting down" not in _title(pid))
 
@@ -246,7 +241,6 @@ def _rendered(settings: Gateway, paths: Paths) -> dict[Path, str]:
 
 
 def make_key(settings: Gateway, paths: Paths) -> None:
-    """Create a random API key if there is none."""
     path = paths.below(settings.key_path)
     if path.exists():
         os.chmod(path, 0o600)

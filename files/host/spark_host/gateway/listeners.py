@@ -36,8 +36,6 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """The listeners that are possible now, and why a listener is missing."""
-
     listeners: tuple[Listener, ...]
     missing: str | None
 
@@ -67,7 +65,6 @@ def wanted(settings: Gateway) -> Listeners:
 
 
 def listening(pid: int, port: int) -> frozenset[str]:
-    """Return the addresses on which a process listens on ``port``."""
     inodes = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
         try:
@@ -109,7 +106,6 @@ def _bridge_address() -> str | None:
 
 
 def _is_local(address: str) -> bool:
-    """Return whether an interface of this host has the address now."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

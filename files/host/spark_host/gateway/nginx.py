@@ -30,8 +30,6 @@ _MODEL = "(?<id>[A-Za-z0-9][A-Za-z0-9._:-]*)"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The engine that answers."""
-
     service: str
     upstream: str
     when_open: str  # the directive that refuses requests while traffic is closed
@@ -49,7 +47,6 @@ class Route:
 
     @property
     def takes_name(self) -> bool:
-        """Whether the body of a request names a model."""
         return self.method == "POST" and not self.pattern
 
     @property
@@ -193,12 +190,10 @@ def keys_text(key: str) -> str:
 
 
 def bodies(settings: Gateway, paths: Paths) -> Path:
-    """Return the folder of request bodies that do not fit into memory."""
     return paths.gateway_bodies(settings.service) / "body"
 
 
 def config_text(settings: Gateway, paths: Paths) -> str:
-    """Return the nginx configuration of a service's gateway."""
     run = paths.gateway_run(settings.service)
     named = settings.names or {}
     targets = {
@@ -274,7 +269,6 @@ def _upstream(target: Target, paths: Paths) -> str:
 
 
 def _limits(settings: Gateway, client: str) -> str:
-    """Return the limits per client address."""
     lines = []
     if rate := settings.max_requests_per_s:
         lines += [f"limit_req_zone {client} zone=clients:1m rate={rate}r/s;"]

@@ -17,7 +17,6 @@ from spark_host.gateway import nginx
 
 
 def run(paths: Paths) -> int:
-    """Render the configuration and become nginx."""
     share = files.load(Share, paths.below(SHARE_SETTINGS), "nothing is shared")
     try:
         # systemd.exec(5): the writable folder of the unit, and the credentials.

@@ -28,7 +28,6 @@ def close(service: str, paths: Paths) -> None:
 
 
 def open_for(release: Release, paths: Paths) -> None:
-    """Forward requests to this release's engine."""
     service = release.service
     make_folder(service, paths)
     # vLLM creates the socket with the umask of the container, so only root could connect.

@@ -100,7 +100,6 @@ def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 def _config_text(run: str, port: int, blobs: Path, manifests: Path) -> str:
-    """Return the configuration of the part of a registry that a pull by digest needs."""
     locations = map(_manifest_location, sorted(manifests.glob("sha256:*")))
     values = {
         "RUN": run,

@@ -42,7 +42,6 @@ _TOKEN_UNUSED_S = 60.0  # the command that writes a token starts the job right a
 
 
 def load(digest12: str, paths: Paths) -> Job:
-    """Return the job, or raise ``HostToolError`` if it is absent or malformed."""
     return files.load(Job, paths.job(digest12) / "job.json", "no such job")
 
 
@@ -227,7 +226,6 @@ def _is_queued(unit: systemd.UnitState) -> bool:
 
 
 def poll(digests: list[str], paths: Paths) -> list[JobState]:
-    """Return the state of each job."""
     fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
     loaded = systemd.loaded([units.JOB.of("*")], fields)
     states = {
@@ -322,7 +320,6 @@ def _elapsed_s(last: JobRun | None) -> int | None:
 
 
 def main(words: list[str], paths: Paths) -> int:
-    """Run ``job run D12``, ``job end D12`` or ``job poll D12...``."""
     match words:
         case ["run", digest12]:
             return run(digest12, paths)

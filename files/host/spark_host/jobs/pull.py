@@ -62,7 +62,6 @@ class Layers:
         self._phase, self._phase_at = "pull", now
 
     def take(self, event: dict[str, Any], now: float) -> None:
-        """Record an object of docker's answer."""
         layer, status = str(event.get("id")), str(event.get("status"))
         with self._lock:
             if "progressDetail" in event:
@@ -91,7 +90,6 @@ class Layers:
         return not self._status or not _LOCAL.issuperset(self._status.values())
 
     def stalled(self, now: float) -> str | None:
-        """Return a message if the pull makes no progress."""
         with self._lock:
             idle_s = now - self._progress_at
             if not self._is_downloading():

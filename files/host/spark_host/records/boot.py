@@ -17,7 +17,6 @@ _TIMER_S = 60.0
 
 
 def enabled(service: str, host: Host) -> list[str]:
-    """Return the releases of a service that systemd starts at boot."""
     releases = []
     for link in host.disk.listed(host.paths.boot_links):
         name = SERVE.instance(link)
@@ -30,7 +29,6 @@ def enabled(service: str, host: Host) -> list[str]:
 
 
 def good(service: str, host: Host) -> Good:
-    """Return the record of proven releases."""
     return host.disk.read(Good, host.paths.good(service)) or Good()
 
 
@@ -81,7 +79,6 @@ def opens_at_start(release: Release, host: Host) -> bool:
 
 
 def is_stopped(service: str, host: Host) -> bool:
-    """Return whether a person stopped the service."""
     return host.disk.exists(host.paths.stopped(service))
 
 
@@ -110,7 +107,6 @@ def remove_stale_link(release: Release, host: Host) -> None:
 
 
 def active(service: str, host: Host) -> str | None:
-    """Return the release of a service whose unit is active or starting."""
     names = host.releases(service)
     units = host.units.show([SERVE.of(name) for name in names], ["ActiveState"])
     for name in names:
@@ -191,7 +187,6 @@ def retire_service(service: str, host: Host) -> int:
 
 
 def start_service(service: str, host: Host) -> int:
-    """Remove the stop marker and start the last good release."""
     marker = host.disk.read(Stopped, host.paths.stopped(service))
     name = good(service, host).release or (marker.release if marker else None)
     host.disk.remove(host.paths.stopped(service))
@@ -206,14 +201,12 @@ def start_service(service: str, host: Host) -> int:
 
 
 def rolled_back(service: str, host: Host) -> WayBack | None:
-    """Return the rollback to the current release, if any."""
     record = host.disk.read(WayBack, host.paths.rollback(service))
     current = good(service, host).release
     return record if record and (record.state, record.to) == ("done", current) else None
 
 
 def note_rollback(service: str, target: str, host: Host) -> None:
-    """Record that the next rollout is a rollback."""
     record = WayBack("asked", good(service, host).release, target, host.clock.now())
     host.disk.write(host.paths.rollback(service), record)
 

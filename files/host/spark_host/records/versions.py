@@ -48,12 +48,10 @@ def _read_part(reader: Callable[[], str]) -> str:
 
 
 def release_versions(release: Release) -> dict[str, str]:
-    """Return the versions of a release's image and of our plugin in it."""
     return {"image": release.image.base, "plugin": release.image.plugin}
 
 
 def driver() -> str:
-    """Return the version of the loaded driver; "" without a driver."""
     loaded = Path("/proc/driver/nvidia/version")
     if loaded.is_file():
         # "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.159.03  Release Build"

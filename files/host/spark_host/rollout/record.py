@@ -51,13 +51,11 @@ class Record:
             self.unwritten = error
 
     def report(self, text: str) -> None:
-        """Report progress to the journal and to controllers that poll."""
         log(text)
         self.set(progress=text)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name and time a step."""
         log(f"{PHASE}{name}")
         self.set(phase=name, progress=None)
         start = self._host.clock.monotonic()
@@ -79,7 +77,6 @@ class Record:
 
 
 def begin(name: str, host: Host) -> Begun:
-    """Start a rollout in systemd, or join the running rollout; return the request id."""
     host.disk.load(name, host.paths)
     unit = SWITCH.of(name)
     if _is_running(host.units.state(unit, *_UNIT_FIELDS)):
@@ -94,7 +91,6 @@ def begin(name: str, host: Host) -> Begun:
 
 
 def request_id(name: str, host: Host) -> str | None:
-    """Return the id of the last request for a rollout of this release."""
     request = host.disk.read(Request, host.paths.request(name))
     return request.id if request else None
 

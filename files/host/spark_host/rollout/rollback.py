@@ -90,7 +90,6 @@ def _refuse_incomplete(release: Release, host: Host) -> None:
 
 
 def rollback(words: list[str], host: Host) -> int:
-    """Run ``rollback SERVICE [--to RELEASE] [--dry]``."""
     if not words or words[0].startswith("-"):
         raise HostToolError("rollback", "no service named", "rollback SERVICE [--to R] [--dry]", 2)
     dry = "--dry" in words

@@ -102,7 +102,6 @@ def _passes_check(release: Release, host: Host, record: Record) -> bool:
 
 
 def roll_back(release: Release, old: Release | None, host: Host, record: Record) -> None:
-    """Stop the candidate and restore the old release, proven."""
     record.report(f"failed in {record.data.failed_phase}: {record.data.reason}")
     with record.phase("rollback"):
         # A candidate that was not started has only logs of earlier runs.
@@ -201,7 +200,6 @@ def _finish(release: Release, old: Release | None, host: Host, record: Record) -
 
 @contextmanager
 def rollout_lock(service: str, host: SystemHost) -> Iterator[None]:
-    """Prevent other changes of the service during a block."""
     with ExitStack() as stack:
         try:
             stack.enter_context(host.disk.locked(host.paths.run / f"switch-{service}.lock"))
@@ -216,7 +214,6 @@ def rollout_lock(service: str, host: SystemHost) -> Iterator[None]:
 
 @contextmanager
 def all_rollout_locks(paths: Paths) -> Iterator[None]:
-    """Prevent changes of every service during a block."""
     with ExitStack() as stack:
         for service in sorted({service_of(name) for name in release_names(paths)}):
             stack.enter_context(rollout_lock(service, SystemHost(paths)))

@@ -92,7 +92,6 @@ FAILURES = (TrialError, HostToolError, OSError, subprocess.SubprocessError)
 
 
 def is_proven(release: Release, host: Host) -> bool:
-    """Return whether a release runs and its proof covers this run."""
     if not host.units.is_active(release.serve_unit):
         return False
     invocation = host.units.invocation(release.serve_unit)
@@ -202,7 +201,6 @@ def _wait_for_head(old: Release, host: Host) -> None:
 
 
 def _stop_all(service: str, host: Host) -> None:
-    """Stop all units of a service; fail if a unit stays active."""
     for unit in host.units.listed(SERVE.of("*")):
         if service_of(SERVE.instance(unit)) == service:
             error = stop(unit, host)
@@ -211,7 +209,6 @@ def _stop_all(service: str, host: Host) -> None:
 
 
 def stop(unit: str, host: Host) -> HostToolError | None:
-    """Stop a unit; return the failure."""
     try:
         host.units.stop(unit, _STOP_S)
     except HostToolError as error:
@@ -259,7 +256,6 @@ def _start_failure(release: Release, state: UnitState, host: Host) -> str:
 
 
 def check(release: Release, host: Host, record: Record) -> None:
-    """Run the full check on a running release."""
     result = host.check.full(release, host, record.report)
     warnings = (f"{finding.name}: {finding.detail}" for finding in result.warnings)
     record.set(warnings=tuple(warnings))
@@ -273,6 +269,5 @@ def _failures(result: Proof) -> str:
 
 
 def log_tail(release: Release, host: Host) -> tuple[str, ...]:
-    """Return the last lines of a release's last run."""
     invocation = host.units.invocation(release.serve_unit) or ""
     return tuple(host.units.journal(invocation, release.serve_unit, lines=_TAIL_LINES))

@@ -45,7 +45,6 @@ def rank(release: Release, paths: Paths) -> int:
 
 
 def own_member(release: Release, paths: Paths) -> Member | None:
-    """Return this host's member; ``None`` without a cluster."""
     return release.cluster.members[rank(release, paths)] if release.cluster else None
 
 
@@ -69,7 +68,6 @@ def missing_names(release: Release, paths: Paths) -> str:
 
 
 def _connected_addresses(port: int, paths: Paths) -> set[str]:
-    """Return the remote addresses of connections from or to a port."""
     addresses = set()
     for name in ("tcp", "tcp6"):
         table = paths.below(f"/proc/net/{name}")

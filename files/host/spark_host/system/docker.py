@@ -27,8 +27,6 @@ class DaemonSilent(HostToolError):  # noqa: N818 - named after the event
 
 
 class _SocketConnection(HTTPConnection):
-    """HTTP over a unix socket."""
-
     def __init__(self, path: str, timeout_s: float):
         super().__init__("docker", timeout=timeout_s)
         self._path = path
@@ -40,7 +38,6 @@ class _SocketConnection(HTTPConnection):
 
 
 def connection(timeout_s: float) -> HTTPConnection:
-    """Return a connection to the daemon that is not open yet."""
     return _SocketConnection(os.environ.get("SPARK_DOCKER_SOCKET", API_SOCKET), timeout_s)
 
 
@@ -86,7 +83,6 @@ def gpu_arguments(paths: Paths) -> tuple[str, ...]:
 
 
 def is_up() -> bool:
-    """Return whether the daemon answers within 5 s."""
     try:
         return _get("/version", 5) is not None
     except (TimeoutError, BlockingIOError):
@@ -100,7 +96,6 @@ def image(reference: str) -> dict[str, Any] | None:
 
 
 def image_label(reference: str) -> str | None:
-    """Return the digest label of an image; ``None`` if image or label is absent."""
     config = (image(reference) or {}).get("Config") or {}
     value = (config.get("Labels") or {}).get(DIGEST_LABEL)
     return None if value is None else str(value)
@@ -136,7 +131,6 @@ def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[s
 
 
 def remove_container(name: str) -> None:
-    """Remove a container, running or not; an absent container is fine."""
     client("rm", "-f", name)
 
 

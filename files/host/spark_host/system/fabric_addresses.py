@@ -232,7 +232,6 @@ def _is_applying() -> bool:
 
 
 def _addresses() -> dict[str, tuple[str, ...]]:
-    """Return this host's global addresses by interface."""
     shown = _ip("-j", "address", "show", "scope", "global")
     return {
         link["ifname"]: tuple(
@@ -246,7 +245,6 @@ def _addresses() -> dict[str, tuple[str, ...]]:
 
 
 def _default_routes() -> tuple[str, ...]:
-    """Return the default routes except those that a router advertises."""
     shown = [_ip(version, "route", "show", "default") for version in ("-4", "-6")]
     lines = (line.strip() for text in shown for line in text.splitlines())
     return tuple(line for line in lines if line and " proto ra " not in f"{line} ")

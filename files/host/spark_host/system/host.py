@@ -39,7 +39,6 @@ def read_document(kind: type[_T], path: Path) -> _T | None:
 
 
 def write_document(path: Path, document: Any) -> None:
-    """Replace ``path`` by a document, atomically and durably."""
     files.write_text(path, documents.text_of(document))
 
 
@@ -60,7 +59,6 @@ def load_release(name: str, paths: Paths) -> Release:
 
 
 def release_names(paths: Paths) -> list[str]:
-    """Return the names of all releases on this host."""
     if not paths.releases.is_dir():
         return []
     names = (entry.name for entry in paths.releases.iterdir())
@@ -85,8 +83,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 class Disk:
-    """Documents, locks and releases."""
-
     read = staticmethod(read_document)
     write = staticmethod(write_document)
     remove = staticmethod(files.remove)
@@ -98,8 +94,6 @@ class Disk:
 
 
 class Clock:
-    """Time in seconds, and as text for documents."""
-
     monotonic = staticmethod(time.monotonic)
     sleep = staticmethod(time.sleep)
     now = staticmethod(files.now)
@@ -145,5 +139,4 @@ class Host:
             return None
 
     def releases(self, service: str) -> list[str]:
-        """Return the names of a service's releases on this host."""
         return [name for name in self.disk.names(self.paths) if service_of(name) == service]

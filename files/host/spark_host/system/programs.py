@@ -45,7 +45,6 @@ def run_program(
 
 
 def error_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line of a failed program's output."""
     lines = (done.stderr or done.stdout).strip().splitlines()
     return lines[-1] if lines else f"exit code {done.returncode}"
 
@@ -136,7 +135,6 @@ def _abandon(name: str, child: subprocess.Popen[str]) -> None:
 
 
 def print_json(document: object) -> None:
-    """Print a document as a line of JSON."""
     print(json.dumps(documents.plain(document)), flush=True)
 
 

@@ -89,7 +89,6 @@ def reload() -> None:
 
 
 def reset(unit: str, limit_s: float = _LIMIT_S) -> None:
-    """Reset failure and start counter of a unit."""
     systemctl("reset-failed", unit, timeout_s=limit_s)
 
 
@@ -118,13 +117,11 @@ def disable(unit: str) -> None:
 
 
 def listed(pattern: str) -> list[str]:
-    """Return the loaded units that match ``pattern``, in any state."""
     output = _query("list-units", "--all", "--plain", "--no-legend", pattern)
     return [line.split()[0] for line in output.splitlines() if line.strip()]
 
 
 def is_stopping() -> bool:
-    """Return whether the machine is shutting down."""
     return systemctl("is-system-running").stdout.strip() == "stopping"
 
 

@@ -33,7 +33,6 @@ _GIB = 1 << 30
 
 
 def inspect(host: Host) -> DailyLook:
-    """Return the current problems."""
     releases = [r for name in host.disk.names(host.paths) if (r := host.release(name))]
     running = [release for release in releases if host.units.is_active(release.serve_unit)]
     problems = (
@@ -172,7 +171,6 @@ def _now() -> datetime:
 
 
 def main(words: list[str], paths: Paths) -> int:
-    """Run ``daily``: inspect the host and write the problems."""
     host = Host(paths)
     result = inspect(host)
     for problem in result.problems:

@@ -34,14 +34,12 @@ class Reading:
 
 
 def read() -> Reading | None:
-    """Return a sample; ``None`` if nvidia-smi is absent or does not answer."""
     query = f"--query-gpu={','.join(_FIELDS)}"
     output = output_of("nvidia-smi", query, "--format=csv,noheader,nounits")
     return None if output is None else parse(output)
 
 
 def parse(text: str) -> Reading | None:
-    """Parse the line of the first GPU; ``None`` if it has another format."""
     words = (text.splitlines() or [""])[0].split(",")
     if len(words) != len(_FIELDS):
         return None
@@ -57,15 +55,12 @@ def _number(word: str) -> float | None:
 
 @dataclass(slots=True)
 class GpuAlarms:
-    """Turns samples into events when a state starts or stops."""
-
     plan: Watch
     hot: bool = False
     weak_samples: int = 0
     weak: bool = False
 
     def events(self, reading: Reading | None) -> list[tuple[str, str]]:
-        """Return kind and text of each event of a sample."""
         return [] if reading is None else [*self._heat(reading), *self._power(reading)]
 
     def _heat(self, reading: Reading) -> list[tuple[str, str]]:

@@ -120,7 +120,6 @@ class StartGuard:
         return blocks is not None and blocks.is_low(self._release.memory.needed_bytes)
 
     def _open_process(self) -> None:
-        """Open the container's first process once docker has started it."""
         while self._pidfd is None and not self._stop.is_set():
             self._pidfd = container.open_process(self._release.container)
             self._stop.wait(_EVERY_S)

@@ -115,7 +115,6 @@ class ClusterWatch:
             threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
 
     def reset(self) -> None:
-        """Start again after the engine was stopped."""
         self._complete, self.lost = False, None
         self._silent.clear()
 
@@ -134,7 +133,6 @@ class ClusterWatch:
         return f"{missing} left the cluster" if missing and self._complete else None
 
     def _find_silent(self) -> str | None:
-        """Return which member stopped answering."""
         own = cluster.own_member(self._release, self._paths)
         members = self._release.cluster.members if self._release.cluster else ()
         for member in members:
@@ -220,7 +218,6 @@ def run(name: str, paths: Paths) -> int:
 
 
 def _sample(engine: Engine, detector: StallDetector) -> str | None:
-    """Query the engine's metrics; return the reason for a stall, or ``None``."""
     try:
         metrics = engine.metrics(_ANSWER_S)
     except SilentError:
@@ -232,8 +229,6 @@ def _sample(engine: Engine, detector: StallDetector) -> str | None:
 
 
 class Fragmentation:
-    """Reports fragmentation once while the free blocks stay near the limit."""
-
     def __init__(self) -> None:
         self._fragmented_at_s: float | None = None
 
