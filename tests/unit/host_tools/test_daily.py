@@ -130,12 +130,12 @@ FAULTS: dict[str, tuple[Callable[[Serving], Any], str, str]] = {
 }
 
 
-def test_a_sound_host_has_nothing_to_tell(serving: Serving) -> None:
+def test_healthy_host_has_no_problems(serving: Serving) -> None:
     with_certificate(serving, 300)
     assert serving.look() == []
 
 
-def test_an_ordinary_cache_is_nothing_to_tell(
+def test_cache_of_usual_size_is_no_problem(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(daily, "CACHE_BYTES", 0)
@@ -145,7 +145,7 @@ def test_an_ordinary_cache_is_nothing_to_tell(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_decay_is_found_and_nothing_else(
+def test_each_problem_is_reported(
     serving: Serving, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(daily, "JOURNAL_BYTES", daily.JOURNAL_BYTES)
@@ -158,7 +158,7 @@ def test_each_decay_is_found_and_nothing_else(
     assert what in found[0][1]
 
 
-def test_what_was_found_is_kept_and_told_by_status(serving: Serving) -> None:
+def test_status_includes_daily_problems(serving: Serving) -> None:
     serving.clock = "no"
     assert daily.main([], serving.host.paths) == 0
     [kept] = serving.host.here.disk.read(DailyLook, serving.host.paths.daily).problems
@@ -168,5 +168,5 @@ def test_what_was_found_is_kept_and_told_by_status(serving: Serving) -> None:
     assert told.problems == (kept,)
 
 
-def test_a_host_without_releases_is_looked_at_too(host: Host) -> None:
+def test_inspects_a_host_without_releases(host: Host) -> None:
     assert isinstance(daily.inspect(system.Host(host.paths)), DailyLook)

@@ -50,14 +50,14 @@ def connected(order: SpeedOrder) -> socket.socket:
             time.sleep(0.01)
 
 
-def test_it_counts_what_arrived_and_sends_no_byte_more_than_it_may(order: SpeedOrder) -> None:
+def test_sends_exactly_the_byte_limit(order: SpeedOrder) -> None:
     with listening(order):
         found = speed.send(order)
     assert found.arrived_bytes == order.most_bytes
     assert 0 < found.took_s < order.most_s
 
 
-def test_an_end_that_takes_nothing_costs_the_time_and_not_more(order: SpeedOrder) -> None:
+def test_stalled_receiver_ends_at_the_time_limit(order: SpeedOrder) -> None:
     slow = dataclasses.replace(order, most_bytes=10**9, most_s=0.5)
     kept = []
 
@@ -76,7 +76,7 @@ def test_an_end_that_takes_nothing_costs_the_time_and_not_more(order: SpeedOrder
     assert found.took_s < 1
 
 
-def test_who_does_not_know_the_word_is_turned_away_and_the_test_goes_on(order: SpeedOrder) -> None:
+def test_wrong_token_is_rejected(order: SpeedOrder) -> None:
     with listening(order):
         with connected(order) as stranger:
             stranger.sendall(b"x" * len(TOKEN))
@@ -85,7 +85,7 @@ def test_who_does_not_know_the_word_is_turned_away_and_the_test_goes_on(order: S
     assert found.arrived_bytes == order.most_bytes
 
 
-def test_it_listens_at_the_address_of_the_fabric_alone(order: SpeedOrder) -> None:
+def test_listens_only_on_the_fabric_address(order: SpeedOrder) -> None:
     with listening(order):
         connected(order).close()
         with pytest.raises(ConnectionRefusedError):
@@ -93,30 +93,26 @@ def test_it_listens_at_the_address_of_the_fabric_alone(order: SpeedOrder) -> Non
         speed.send(order)
 
 
-def test_a_listener_that_nobody_asks_ends_by_itself(
-    order: SpeedOrder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listener_times_out(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_MEET_S", 0.2)
     with pytest.raises(HostToolError, match="0 of 4 connections came"):
         speed.listen(order)
 
 
-def test_a_way_without_an_end_is_named(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_listener_is_named(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_MEET_S", 0.2)
     with pytest.raises(HostToolError, match=r"lo to 127.0.0.1:\d+.*no connection") as caught:
         speed.send(order)
     assert "firewall" in str(caught.value)
 
 
-def test_an_interface_that_is_not_there_is_named(
-    order: SpeedOrder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_interface_is_named(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_MEET_S", 0.2)
     with pytest.raises(HostToolError, match="No such device"):
         speed.send(dataclasses.replace(order, interface="fab7"))
 
 
-def test_the_order_comes_on_standard_input_and_the_answer_is_one_document(
+def test_order_on_stdin_result_as_json(
     order: SpeedOrder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with listening(order):

@@ -84,7 +84,7 @@ def asked(paths: Paths) -> str:
     return (paths.root / "asked").read_text()
 
 
-def test_a_try_lies_where_no_boot_finds_it_and_its_end_is_planned_before_it_begins(
+def test_trial_is_temporary_and_its_end_is_scheduled_first(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(paths, monkeypatch, "try")
@@ -97,9 +97,7 @@ def test_a_try_lies_where_no_boot_finds_it_and_its_end_is_planned_before_it_begi
     assert order[1].endswith("netplan apply")
 
 
-def test_a_second_try_leaves_the_first_and_its_way_back(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_trial_is_refused(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(paths, monkeypatch, "try")
     before = asked(paths)
     with pytest.raises(HostToolError, match="another trial is running"):
@@ -109,9 +107,7 @@ def test_a_second_try_leaves_the_first_and_its_way_back(
     assert mtu(paths) == 1500
 
 
-def test_what_is_confirmed_is_kept_and_the_end_of_the_try_changes_nothing_any_more(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_confirmed_trial_is_permanent(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(paths, monkeypatch, "try")
     ask(paths, monkeypatch, "confirm")
     ask(paths, monkeypatch, "confirm")
@@ -121,9 +117,7 @@ def test_what_is_confirmed_is_kept_and_the_end_of_the_try_changes_nothing_any_mo
     assert not paths.below(NETPLAN_TRIAL).exists()
 
 
-def test_what_nobody_confirms_is_gone_and_is_said_to_be(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unconfirmed_trial_is_removed(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(paths, monkeypatch, "try")
     ask(paths, monkeypatch, "restore", "--unconfirmed")
     assert mtu(paths) == 1500
@@ -133,18 +127,14 @@ def test_what_nobody_confirms_is_gone_and_is_said_to_be(
         ask(paths, monkeypatch, "confirm")
 
 
-def test_a_user_of_the_host_cannot_hold_up_the_way_back(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_file_is_private(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     # Whoever may open the lock to read it may hold it, and the old network would never return.
     ask(paths, monkeypatch, "try")
     ask(paths, monkeypatch, "confirm")
     assert (paths.run / "fabric.lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_power_cut_in_a_try_leaves_nothing_of_it(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_power_cut_removes_the_trial(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(paths, monkeypatch, "try")
     shutil.rmtree(paths.below("/run"))
     assert list(paths.below("/etc").rglob("*")) == []
@@ -153,7 +143,7 @@ def test_a_power_cut_in_a_try_leaves_nothing_of_it(
 
 
 @pytest.mark.usefixtures("soon_over")
-def test_a_port_that_never_gets_its_address_is_not_kept(
+def test_port_without_address_is_not_confirmed(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(paths, monkeypatch, "try")
@@ -163,9 +153,7 @@ def test_a_port_that_never_gets_its_address_is_not_kept(
     assert not paths.below(NETPLAN_FILE).exists()
 
 
-def test_a_file_that_netplan_refuses_is_not_left_behind(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejected_netplan_file_is_removed(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     (paths.root / "refuses").write_text("1")
     with pytest.raises(HostToolError, match="netplan rejects the file"):
         ask(paths, monkeypatch, "try")
@@ -173,7 +161,7 @@ def test_a_file_that_netplan_refuses_is_not_left_behind(
     assert "apply" not in asked(paths)
 
 
-def test_taking_it_back_gives_what_was_before_and_keeps_a_copy(
+def test_restore_removes_the_network_and_keeps_a_copy(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(paths, monkeypatch, "try")
@@ -188,7 +176,7 @@ def test_taking_it_back_gives_what_was_before_and_keeps_a_copy(
     assert asked(paths).count("netplan apply\n") == 3  # of systemd-run's two words, and one more
 
 
-def test_a_way_in_that_the_try_broke_comes_back_with_the_old_network(
+def test_restore_repairs_other_interfaces(
     paths: Paths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What was seen of networkd 252: another interface has the port's address, none of its own."""
@@ -203,7 +191,7 @@ def test_a_way_in_that_the_try_broke_comes_back_with_the_old_network(
     assert "eth0 lost 10.0.0.5/24" in capsys.readouterr().out
 
 
-def test_ipv6_comes_back_beside_an_ipv4_that_stayed_but_not_what_a_router_advertises(
+def test_restores_static_ipv6_but_no_advertised_route(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     four = {"local": "10.0.0.5", "prefixlen": 24}
@@ -236,9 +224,7 @@ def flush_for_a_while(paths: Paths, looks: int) -> None:
     )
 
 
-def test_settled_waits_until_other_interfaces_have_their_addresses_again(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settled_waits_for_other_interfaces(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(paths, monkeypatch, "try")
     flush_for_a_while(paths, looks=5)
     monkeypatch.setattr(fabric, "_STILL_S", 0.0)
@@ -247,7 +233,7 @@ def test_settled_waits_until_other_interfaces_have_their_addresses_again(
     assert len((paths.root / "looks").read_text().splitlines()) > 5
 
 
-def test_settled_leaves_an_address_that_stays_away_to_the_login(
+def test_settled_ignores_an_address_that_stays_missing(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(paths, monkeypatch, "try")
@@ -255,7 +241,7 @@ def test_settled_leaves_an_address_that_stays_away_to_the_login(
     ask(paths, monkeypatch, "settled")
 
 
-def test_restore_adds_no_address_that_its_manager_brings_back(
+def test_restore_adds_no_address_that_returns_by_itself(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(paths, monkeypatch, "try")
@@ -265,9 +251,7 @@ def test_restore_adds_no_address_that_its_manager_brings_back(
     assert "address replace" not in asked(paths)
 
 
-def test_a_new_lease_of_another_interface_is_left_alone(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_lease_is_not_replaced(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(paths, monkeypatch, "try")
     renewed = [{"ifname": "eth0", "addr_info": [{"local": "10.0.0.77", "prefixlen": 24}]}]
     (paths.root / "others").write_text(json.dumps(renewed))
@@ -275,9 +259,7 @@ def test_a_new_lease_of_another_interface_is_left_alone(
     assert "dev eth0" not in asked(paths).replace(ROUTES, "")
 
 
-def test_nothing_is_settled_while_netplan_is_at_work(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_not_settled_while_netplan_runs(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """A login before its end would prove the old network."""
     ask(paths, monkeypatch, "try")
     at_work = (
@@ -295,9 +277,7 @@ def test_nothing_is_settled_while_netplan_is_at_work(
 
 
 @pytest.mark.usefixtures("soon_over")
-def test_a_netplan_that_never_ends_proves_nothing(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_netplan_is_not_confirmed(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(paths, monkeypatch, "try")
     at_work = "#!/bin/sh\necho Id=spark-fabric-apply.service; echo ActiveState=active\n"
     (paths.root / "bin/systemctl").write_text(at_work)
@@ -307,9 +287,7 @@ def test_a_netplan_that_never_ends_proves_nothing(
 
 
 @pytest.mark.usefixtures("soon_over")
-def test_nothing_is_settled_while_addresses_come_and_go(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_not_settled_while_addresses_change(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who manages the network goes on after netplan's end: the way in may be lost only then."""
     ask(paths, monkeypatch, "try")
     (paths.root / "bin/ip").write_text(
@@ -322,9 +300,7 @@ def test_nothing_is_settled_while_addresses_come_and_go(
         ask(paths, monkeypatch, "settled")
 
 
-def test_the_way_in_comes_back_also_where_netplan_fails(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restores_addresses_if_netplan_fails(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(paths, monkeypatch, "try")
     (paths.root / "others").write_text("[]")
     (paths.root / "bin/netplan").write_text("#!/bin/sh\nexit 1\n")

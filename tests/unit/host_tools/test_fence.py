@@ -41,7 +41,7 @@ def chain(release: Release) -> str:
     return f"SPARK-{release.name[-12:]}"
 
 
-def test_members_and_the_host_itself_are_let_in_and_all_others_dropped(asked: Path) -> None:
+def test_only_members_and_loopback_are_accepted(asked: Path) -> None:
     fence.fence(["up", "any"], Paths(asked.parent))
     name = chain(clustered())
     jump = f"INPUT -p tcp --dport {PORT}:{PORT + 1} -j {name}"
@@ -57,23 +57,21 @@ def test_members_and_the_host_itself_are_let_in_and_all_others_dropped(asked: Pa
     assert len(name) < 29, "no kernel takes a longer one"
 
 
-def test_afterwards_nothing_of_it_stays_also_where_nothing_was(asked: Path) -> None:
+def test_down_removes_the_chain_and_ignores_absent_rules(asked: Path) -> None:
     (asked.parent / "refuses").write_text("-")
     fence.fence(["down", "any"], Paths(asked.parent))
     orders = [line.split()[0] for line in told(asked, "iptables")]
     assert orders == ["-D", "-F", "-X"]
 
 
-def test_a_release_that_serves_alone_has_no_fence(
-    asked: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fence_without_cluster(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = dataclasses.replace(clustered(), cluster=None)
     monkeypatch.setattr(fence, "load_release", lambda name, paths: alone)
     fence.fence(["up", "any"], Paths(asked.parent))
     assert not asked.exists()
 
 
-def test_a_host_that_cannot_do_it_is_told_what_stays_open(asked: Path) -> None:
+def test_iptables_failure_is_reported(asked: Path) -> None:
     (asked.parent / "refuses").write_text("-N")
     with pytest.raises(
         HostToolError, match=r"stay open to all hosts \(No chain by that name"

@@ -61,19 +61,19 @@ def with_tables(
 
 
 @pytest.mark.parametrize(("address", "rank"), [(HEAD, 0), (WORKER, 1)])
-def test_a_host_is_the_member_whose_address_it_has(tmp_path: Path, address: str, rank: int) -> None:
+def test_rank_follows_the_address(tmp_path: Path, address: str, rank: int) -> None:
     paths = with_tables(tmp_path, address, [])
     assert cluster.rank(clustered(), paths) == rank
     assert cluster.is_worker(clustered(), paths) == bool(rank)
 
 
-def test_a_host_that_has_no_address_of_the_cluster_starts_nothing(tmp_path: Path) -> None:
+def test_host_without_member_address_is_refused(tmp_path: Path) -> None:
     paths = with_tables(tmp_path, "192.168.100.99", [])
     with pytest.raises(HostToolError, match=f"0 of its addresses .*spark-2 {WORKER}"):
         cluster.rank(clustered(), paths)
 
 
-def test_a_host_that_serves_alone_looks_at_no_table(tmp_path: Path) -> None:
+def test_rank_is_0_without_cluster(tmp_path: Path) -> None:
     alone, paths = read(Release, release_data()), Paths(tmp_path)
     assert cluster.rank(alone, paths) == 0
     assert cluster.own_member(alone, paths) is None
@@ -93,14 +93,14 @@ def test_a_host_that_serves_alone_looks_at_no_table(tmp_path: Path) -> None:
         (WORKER, [(WORKER, 40000, HEAD, PORT + 2, "01")], ["spark-1"]),
     ],
 )
-def test_who_has_joined_is_read_from_connections_through_the_port_of_the_head(
+def test_joined_members_have_a_connection_to_the_head(
     tmp_path: Path, here: str, connections: list[tuple[str, int, str, int, str]], missing: list[str]
 ) -> None:
     paths = with_tables(tmp_path, here, connections)
     assert [one.host for one in cluster.missing_members(clustered(), paths)] == missing
 
 
-def test_connections_over_the_newer_table_count_as_well(tmp_path: Path) -> None:
+def test_reads_connections_of_tcp6(tmp_path: Path) -> None:
     paths = with_tables(tmp_path, HEAD, [])
     local, remote = (f"{'0' * 16}FFFF0000{digits(*end)}" for end in ((HEAD, PORT), (WORKER, 9)))
     table = tmp_path / "proc/net/tcp6"
@@ -108,7 +108,7 @@ def test_connections_over_the_newer_table_count_as_well(tmp_path: Path) -> None:
     assert cluster.missing_members(clustered(), paths) == []
 
 
-def test_a_rank_is_started_with_what_its_member_is_told(
+def test_container_gets_the_member_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(docker, "gpu_arguments", lambda paths: [])

@@ -120,7 +120,7 @@ PLAIN = ("a first release", "another release")
 @pytest.mark.parametrize(
     "name", [one if one in PLAIN else pytest.param(one, marks=pytest.mark.slow) for one in STORIES]
 )
-def test_one_fault_at_every_call(name: str) -> None:
+def test_a_fault_at_every_call(name: str) -> None:
     story = STORIES[name]
     calls = lives_through(story, {}).calls_of_first
     for number in range(1, calls + 1):
@@ -130,7 +130,7 @@ def test_one_fault_at_every_call(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a first release", "another release", "the way back"])
-def test_killed_at_every_call_and_again_while_it_recovers(name: str) -> None:
+def test_two_kills_at_every_call(name: str) -> None:
     story = STORIES[name]
     calls = lives_through(story, {}).calls_of_first
     for number in range(1, calls + 1):

@@ -52,7 +52,7 @@ def followed(model: Model, asked: Begun) -> Rollout:
     return records.poll(A, model.host(), asked.request)
 
 
-def test_what_an_earlier_change_left_is_gone_before_the_next_begins(model: Model) -> None:
+def test_begin_removes_the_previous_record(model: Model) -> None:
     record(model)
     asked = begun(model)
     assert model.paths.rollout(A) not in model.documents
@@ -71,9 +71,7 @@ def test_what_an_earlier_change_left_is_gone_before_the_next_begins(model: Model
     ],
     ids=["another release", "an older request", "no request", "an earlier run of the unit"],
 )
-def test_a_stale_record_is_never_taken_for_the_outcome_of_this_change(
-    model: Model, stale: dict[str, Any]
-) -> None:
+def test_stale_record_is_ignored(model: Model, stale: dict[str, Any]) -> None:
     asked = begun(model)
     under_way(model)
     record(model)
@@ -82,7 +80,7 @@ def test_a_stale_record_is_never_taken_for_the_outcome_of_this_change(
     assert followed(model, asked).state == "none"
 
 
-def test_a_change_whose_unit_never_ran_is_said_to_have_failed(model: Model) -> None:
+def test_unit_that_never_ran_is_a_failure(model: Model) -> None:
     asked = begun(model)
     record(model, request="of-yesterday")
     failed(model)
@@ -91,7 +89,7 @@ def test_a_change_whose_unit_never_ran_is_said_to_have_failed(model: Model) -> N
     assert "did not run (exit-code)" in found.reason
 
 
-def test_a_change_that_ended_before_its_record_is_told_in_its_last_words(model: Model) -> None:
+def test_failure_without_record_reports_the_last_error(model: Model) -> None:
     asked = begun(model)
     failed(model, "run")
     model.words = [
@@ -102,14 +100,14 @@ def test_a_change_that_ended_before_its_record_is_told_in_its_last_words(model: 
     assert found.reason == "rollout of main: another change is under way; fix: wait for it"
 
 
-def test_a_change_that_waits_its_turn_has_not_failed(model: Model) -> None:
+def test_queued_rollout_has_not_failed(model: Model) -> None:
     asked = begun(model)
     model.unit(SWITCH.of(A)).sub = "start"  # its job is queued
     found = followed(model, asked)
     assert found.state == "none"
 
 
-def test_a_change_under_way_is_joined_under_its_own_id(model: Model) -> None:
+def test_begin_joins_a_running_rollout(model: Model) -> None:
     first = begun(model)
     under_way(model)
     record(model, state="running")
@@ -120,13 +118,13 @@ def test_a_change_under_way_is_joined_under_its_own_id(model: Model) -> None:
     assert followed(model, second).state == "running"
 
 
-def test_a_change_that_ended_in_the_middle_is_told_as_interrupted(model: Model) -> None:
+def test_killed_rollout_is_interrupted(model: Model) -> None:
     asked = begun(model)
     record(model, state="running")
     assert followed(model, asked).state == "interrupted"
 
 
-def test_a_change_is_under_way_while_its_unit_runs_and_its_record_of_that_run_has_not_ended(
+def test_running_rollout_needs_unit_and_open_record(
     model: Model,
 ) -> None:
     def seen() -> UnderWay | None:
@@ -148,16 +146,14 @@ def test_a_change_is_under_way_while_its_unit_runs_and_its_record_of_that_run_ha
     assert seen() == UnderWay(A, asked_at, None)
 
 
-def test_the_record_of_a_change_says_whose_outcome_it_is(model: Model) -> None:
+def test_record_contains_request_and_run(model: Model) -> None:
     asked = begun(model)
     written = Record(release_of(A), model.host("this-run")).data
     assert (written.request, written.invocation_id) == (asked.request, "this-run")
 
 
 @pytest.mark.parametrize("other", [{"invocation_id": "an-earlier-run"}, {"boot_id": "boot-0"}])
-def test_a_killed_change_is_only_finished_by_its_own_run(
-    model: Model, other: dict[str, str]
-) -> None:
+def test_only_the_same_run_recovers_a_rollout(model: Model, other: dict[str, str]) -> None:
     record(model, state="running", phase="start", **other)
     model.calls = 0
     assert rollout.recover(A, model.host("this-run")) == 0
@@ -165,7 +161,7 @@ def test_a_killed_change_is_only_finished_by_its_own_run(
     assert model.calls == 0
 
 
-def test_a_unit_that_systemd_refuses_is_an_error_with_its_words(model: Model) -> None:
+def test_refused_unit_is_an_error(model: Model) -> None:
     model.faults = {6: "fail"}
     with pytest.raises(HostToolError, match=f"systemctl start {SWITCH.of(A)}: did not answer"):
         begun(model)
@@ -192,31 +188,31 @@ def problem(model: Model, wanted: str | None = None) -> str:
     return f"{found.where}: {found.what}; {found.fix}"
 
 
-def test_the_way_back_is_the_release_before(model: Model) -> None:
+def test_rollback_targets_the_previous_release(model: Model) -> None:
     good(model, A, B)
     way = back(model)
     assert (way.came, way.to) == (named(B), named(A))
     assert (way.done, way.problem) == (None, None)
 
 
-def test_a_named_release_is_gone_to(model: Model) -> None:
+def test_rollback_to_a_named_release(model: Model) -> None:
     good(model, A, B, C)
     assert back(model, A).to == named(A)
 
 
-def test_with_nothing_before_the_way_back_says_so(model: Model) -> None:
+def test_rollback_without_previous_release_is_refused(model: Model) -> None:
     good(model, A)
     assert "nothing to go back to" in problem(model)
 
 
-def test_a_release_that_is_not_there_is_refused_with_those_that_are(model: Model) -> None:
+def test_rollback_to_an_absent_release_lists_the_present_ones(model: Model) -> None:
     good(model, A, B)
     model.known.discard(C)
     there = f"{A} (lab-stub with v2); {B} (lab-stub with v2)"
     assert f"{C}: is not a release on this host (there: {there})" in problem(model, C)
 
 
-def test_a_way_back_whose_parts_are_gone_names_one_that_is_whole(model: Model) -> None:
+def test_rollback_to_an_incomplete_release_names_a_complete_one(model: Model) -> None:
     good(model, A, B, C)
     model.gone = {B}
     said = problem(model)
@@ -228,13 +224,13 @@ def test_a_way_back_whose_parts_are_gone_names_one_that_is_whole(model: Model) -
     assert "run deploy.py" in problem(model)
 
 
-def test_a_service_that_was_stopped_is_not_rolled_back(model: Model) -> None:
+def test_stopped_service_is_not_rolled_back(model: Model) -> None:
     good(model, A, B)
     model.documents[model.paths.stopped("main")] = Stopped(B, "now")
     assert "stopped on purpose" in problem(model)
 
 
-def test_a_second_rollback_does_not_return_to_what_was_left(model: Model) -> None:
+def test_second_rollback_does_not_toggle(model: Model) -> None:
     good(model, A, B)
     boot.note_rollback("main", A, model.host())
     good(model, A)
@@ -246,7 +242,7 @@ def test_a_second_rollback_does_not_return_to_what_was_left(model: Model) -> Non
     assert back(model, B).to == named(B)
 
 
-def test_a_rollback_that_failed_is_none(model: Model) -> None:
+def test_failed_rollback_does_not_count(model: Model) -> None:
     good(model, A, B)
     boot.note_rollback("main", A, model.host())
     good(model, B)  # the old one came back
@@ -254,7 +250,7 @@ def test_a_rollback_that_failed_is_none(model: Model) -> None:
     assert back(model).to == named(A)
 
 
-def test_the_next_change_ends_a_rollback(model: Model) -> None:
+def test_next_rollout_clears_the_rollback(model: Model) -> None:
     good(model, A, B)
     boot.note_rollback("main", A, model.host())
     good(model, A, C)
@@ -262,7 +258,7 @@ def test_the_next_change_ends_a_rollback(model: Model) -> None:
     assert back(model).to == named(A)
 
 
-def test_a_dry_rollback_asks_for_nothing(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_rollback_changes_nothing(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     good(model, A, B)
     assert rollback.rollback(["main", "--dry"], model.host()) == 0
     assert json.loads(capsys.readouterr().out)["to"]["name"] == A
@@ -275,7 +271,7 @@ def test_a_dry_rollback_asks_for_nothing(model: Model, capsys: pytest.CaptureFix
     assert (begun.release, begun.joined, begun.came, begun.to) == (A, False, named(B), named(A))
 
 
-def test_a_stop_keeps_who_and_when_over_a_second_stop(model: Model) -> None:
+def test_second_stop_keeps_the_first_author(model: Model) -> None:
     good(model, A)
     boot.stop_service("main", "ann@desk", model.host())
     first = model.documents[model.paths.stopped("main")]
@@ -284,7 +280,7 @@ def test_a_stop_keeps_who_and_when_over_a_second_stop(model: Model) -> None:
     assert (first.by, first.release) == ("ann@desk", A)
 
 
-def test_a_stop_for_a_while_ends_by_itself_and_takes_its_timer_along(model: Model) -> None:
+def test_timed_stop_ends_and_removes_its_timer(model: Model) -> None:
     good(model, A)
     timer = RETURN_TIMER.of("main")
     boot.stop_service("main", "ann", model.host(), 3600)
@@ -298,7 +294,7 @@ def test_a_stop_for_a_while_ends_by_itself_and_takes_its_timer_along(model: Mode
     assert timer not in model.links
 
 
-def test_a_stop_for_good_after_one_for_a_while_is_for_good(model: Model) -> None:
+def test_permanent_stop_replaces_a_timed_stop(model: Model) -> None:
     good(model, A)
     boot.stop_service("main", "ann", model.host(), 60)
     boot.stop_service("main", "ben", model.host())
@@ -308,7 +304,7 @@ def test_a_stop_for_good_after_one_for_a_while_is_for_good(model: Model) -> None
     assert boot.is_stopped("main", model.host())
 
 
-def test_nothing_is_stopped_for_a_while_without_what_brings_it_back(model: Model) -> None:
+def test_timed_stop_enables_the_timer_first(model: Model) -> None:
     good(model, A)
     host = model.host()
     asked: list[str] = []
@@ -322,7 +318,7 @@ def test_nothing_is_stopped_for_a_while_without_what_brings_it_back(model: Model
     assert asked == ["timer", "marker"], "cut off in between it would stay down for good"
 
 
-def test_a_start_by_hand_ends_a_stop_for_a_while(model: Model) -> None:
+def test_manual_start_ends_a_timed_stop(model: Model) -> None:
     good(model, A)
     boot.stop_service("main", "ann", model.host(), 60)
     boot.start_service("main", model.host())
@@ -332,7 +328,7 @@ def test_a_start_by_hand_ends_a_stop_for_a_while(model: Model) -> None:
     assert boot.active("main", model.host()) == A
 
 
-def test_a_record_of_today_is_written_as_before(model: Model) -> None:
+def test_rollout_record_round_trips(model: Model) -> None:
     record(model)
     said = documents.plain(model.outcome(A))
     assert documents.read(Rollout, said) == model.outcome(A)

@@ -30,7 +30,7 @@ files.write_text(Path(sys.argv[1]), "the next one" * 20)
 """
 
 
-def test_a_record_that_does_not_fit_any_more_leaves_the_one_before(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_previous_record(tmp_path: Path) -> None:
     path = tmp_path / "good.json"
     files.write_text(path, "the one before")
 
@@ -57,7 +57,7 @@ def full(host: Host) -> system.Host:
     return replace(host.here, disk=FullDisk(Model()))
 
 
-def test_an_engine_that_answers_right_comes_up_though_its_proof_cannot_be_kept(
+def test_full_disk_does_not_fail_a_check(
     host: Host,
 ) -> None:
     release, told = host.release(), list[str]()
@@ -68,7 +68,7 @@ def test_an_engine_that_answers_right_comes_up_though_its_proof_cannot_be_kept(
 
 
 @pytest.mark.slow
-def test_a_proof_that_does_not_hold_any_more_goes_though_the_disk_is_full(
+def test_full_disk_removes_an_invalid_proof(
     host: Host,
 ) -> None:
     release = host.release()
@@ -88,7 +88,7 @@ def test_a_proof_that_does_not_hold_any_more_goes_though_the_disk_is_full(
         (ConnectionResetError(errno.ECONNRESET, "reset by peer"), "spark-host status: reset by"),
     ],
 )
-def test_what_the_system_refuses_is_one_line_and_no_traceback(
+def test_os_error_is_a_single_line(
     error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def status(words: list[str], paths: object) -> int:

@@ -77,7 +77,7 @@ def later(seconds: float, meminfo: Path, gib: float) -> threading.Timer:
     return timer
 
 
-def test_an_engine_that_leaves_too_little_while_it_loads_is_killed(
+def test_engine_below_the_floor_is_killed_while_it_loads(
     host: Host, meminfo: Path, held: None
 ) -> None:
     release = loading(host)
@@ -102,7 +102,7 @@ def test_an_engine_that_leaves_too_little_while_it_loads_is_killed(
     assert (event.kind, "while it started" in event.text) == ("starving", True)
 
 
-def test_one_moment_below_the_floor_ends_nothing_and_is_told(
+def test_single_low_sample_is_only_recorded(
     host: Host, meminfo: Path, held: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = iter([50, 3, 40])
@@ -117,9 +117,7 @@ def test_one_moment_below_the_floor_ends_nothing_and_is_told(
     assert (result.start_memory.lowest_bytes, result.start_memory.floor_bytes) == (3 * GIB, FLOOR)
 
 
-def test_a_block_that_ends_at_once_has_had_a_look_however_busy_the_host_is(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_very_short_check_has_a_memory_sample(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly() -> int:
         time.sleep(0.3)
         return 50 * GIB
@@ -131,9 +129,7 @@ def test_a_block_that_ends_at_once_has_had_a_look_however_busy_the_host_is(
     assert seen.lowest_bytes == 50 * GIB
 
 
-def test_the_memory_is_guarded_until_the_last_question_is_answered(
-    host: Host, meminfo: Path, held: None
-) -> None:
+def test_memory_is_guarded_until_the_check_ends(host: Host, meminfo: Path, held: None) -> None:
     release = loading(host, load_s="0")
     # It answers, and so slowly that the memory goes while it is asked.
     (host.paths.engine_run("main") / "stub-fault").write_text("wedge")
@@ -145,7 +141,7 @@ def test_the_memory_is_guarded_until_the_last_question_is_answered(
     assert host.engines[-1].wait(2) == -9
 
 
-def test_without_a_handle_docker_is_asked_and_the_memory_is_looked_at_meanwhile(
+def test_without_pidfd_docker_kills_the_engine(
     host: Host, meminfo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[tuple[str, ...]] = []
@@ -173,7 +169,7 @@ def test_without_a_handle_docker_is_asked_and_the_memory_is_looked_at_meanwhile(
     assert killed == [("kill", release.container)]
 
 
-def test_an_engine_that_may_not_be_killed_directly_is_ended_by_docker(
+def test_unkillable_process_is_killed_by_docker(
     host: Host, meminfo: Path, held: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> None:
@@ -191,7 +187,7 @@ def test_an_engine_that_may_not_be_killed_directly_is_ended_by_docker(
     assert check_at_start(host, release).failed[0].name == "memory"
 
 
-def test_a_unit_that_goes_on_without_its_engine_is_killed(
+def test_unit_that_survives_its_engine_is_killed(
     host: Host, meminfo: Path, asked: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(container, "open_process", lambda _: None)
@@ -206,9 +202,7 @@ def test_a_unit_that_goes_on_without_its_engine_is_killed(
     assert asked == [("kill", "--signal=KILL", release.serve_unit)]
 
 
-def test_the_full_check_of_the_same_run_keeps_the_lowest_memory_of_its_start(
-    host: Host, meminfo: Path, held: None
-) -> None:
+def test_full_check_keeps_the_memory_of_the_start(host: Host, meminfo: Path, held: None) -> None:
     release = loading(host, load_s="0.4")
     leave(meminfo, 17)
     assert check_at_start(host, release).ok

@@ -11,12 +11,12 @@ import pytest
 from spark_host.system import programs
 
 
-def test_what_it_prints_comes_in_plain_english(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_run_in_the_c_locale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     assert programs.output_of("sh", "-c", 'echo " $LC_ALL "; echo second') == "C \nsecond"
 
 
-def test_a_program_in_python_finds_its_own_modules(
+def test_python_programs_do_not_inherit_our_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "beside_it.py").write_text("said = 'found'\n")
@@ -30,14 +30,14 @@ def test_a_program_in_python_finds_its_own_modules(
 
 
 @pytest.mark.parametrize("argv", [("no-such-program",), ("false",), ("sleep", "5")])
-def test_absent_failed_and_hanging_programs_say_nothing(
+def test_absent_failed_and_hanging_programs_have_no_output(
     monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(programs, "_LIMIT_S", 0.3)
     assert programs.output_of(*argv) is None
 
 
-def test_a_program_that_no_signal_ends_holds_up_nobody_and_is_not_started_again(
+def test_stuck_program_does_not_block_and_is_not_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stands for one that hangs in its driver: not even SIGKILL ends it before the driver does."""

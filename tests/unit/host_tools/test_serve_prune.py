@@ -19,7 +19,7 @@ from spark_host.rollout.rollback import plan_rollback
 from spark_host.rollout.rollout import rollout_lock
 
 
-def test_what_no_kept_release_needs_goes_and_the_rest_serves_on(machine: Machine) -> None:
+def test_prune_removes_only_unneeded_files(machine: Machine) -> None:
     trees = generations(machine)
     found = machine.look(kept=1)
 
@@ -35,9 +35,7 @@ def test_what_no_kept_release_needs_goes_and_the_rest_serves_on(machine: Machine
     assert boot.good("main", machine.host.here).previous == (C,)
 
 
-def test_a_disk_too_full_for_any_record_is_freed(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_works_on_a_full_disk(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     trees = generations(machine)
 
     def write(path: Path, text: str, mode: int = 0o644) -> None:
@@ -54,7 +52,7 @@ def test_a_disk_too_full_for_any_record_is_freed(
     assert machine.look(kept=1).kept == {C: "rollback target", D: "serves"}
 
 
-def test_the_bytes_are_those_that_the_disk_gives_back(machine: Machine) -> None:
+def test_reported_bytes_match_the_freed_space(machine: Machine) -> None:
     generations(machine)
     promised, before = machine.look(kept=1).bytes, machine.used_bytes()
     machine.prune(kept=1)
@@ -63,7 +61,7 @@ def test_the_bytes_are_those_that_the_disk_gives_back(machine: Machine) -> None:
     assert promised > 3 * 64 * 1024
 
 
-def test_a_file_that_others_link_gives_back_nothing(machine: Machine) -> None:
+def test_linked_file_frees_no_space(machine: Machine) -> None:
     trees = generations(machine)
     hub = machine.paths.root / "home"
     hub.mkdir()
@@ -74,13 +72,13 @@ def test_a_file_that_others_link_gives_back_nothing(machine: Machine) -> None:
     assert by_name[f"model-{'a' * 12}"] <= 8192 < by_name[f"model-{'b' * 12}"]
 
 
-def test_a_second_run_finds_nothing(machine: Machine) -> None:
+def test_second_prune_removes_nothing(machine: Machine) -> None:
     generations(machine)
     machine.prune()
     assert machine.look().items == ()
 
 
-def test_dry_touches_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_prune_changes_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     generations(machine)
     before = sorted(machine.paths.root.rglob("*"))
     assert prune.main(["--dry", machine.keep()], machine.paths) == 0
@@ -88,7 +86,7 @@ def test_dry_touches_nothing(machine: Machine, capsys: pytest.CaptureFixture[str
     assert sorted(machine.paths.root.rglob("*")) == before
 
 
-def test_what_the_plan_uses_and_keeps_ready_stays(machine: Machine) -> None:
+def test_planned_releases_and_files_are_kept(machine: Machine) -> None:
     trees = generations(machine)
     machine.image("spark-vllm:ready", "l9", size=50)
     kept = machine.look(
@@ -100,7 +98,7 @@ def test_what_the_plan_uses_and_keeps_ready_stays(machine: Machine) -> None:
     assert names(kept, "image") == []
 
 
-def test_the_release_that_serves_stays_whatever_the_records_say(machine: Machine) -> None:
+def test_serving_release_is_kept(machine: Machine) -> None:
     generations(machine)
     files.remove(machine.paths.good("main"))
     machine.units[f"spark-serve@{A}.service"] = {"ActiveState": "active"}
@@ -108,7 +106,7 @@ def test_the_release_that_serves_stays_whatever_the_records_say(machine: Machine
     assert machine.look(kept=0).kept == {A: "serves"}
 
 
-def test_a_stopped_release_stays(machine: Machine) -> None:
+def test_stopped_release_is_kept(machine: Machine) -> None:
     generations(machine)
     machine.units.clear()
     files.remove(machine.paths.good("main"))
@@ -116,7 +114,7 @@ def test_a_stopped_release_stays(machine: Machine) -> None:
     assert machine.look(kept=0).kept == {B: "stopped by hand"}
 
 
-def test_what_we_did_not_make_is_never_touched(machine: Machine) -> None:
+def test_unmanaged_files_are_kept(machine: Machine) -> None:
     generations(machine)
     strangers = [
         machine.folder("models", "my-finetune"),
@@ -139,7 +137,7 @@ def test_what_we_did_not_make_is_never_touched(machine: Machine) -> None:
     assert {Path(path).name for path in found.not_ours} >= {path.name for path in strangers}
 
 
-def test_caches_go_with_the_last_release_that_mounts_them(machine: Machine) -> None:
+def test_cache_is_removed_with_its_last_release(machine: Machine) -> None:
     tree = machine.tree("model-111111111111")
     ours = machine.folder("cache", "0123456789ab-mtp2")
     other = machine.folder("cache", "ba9876543210-mtp0")
@@ -158,7 +156,7 @@ def test_caches_go_with_the_last_release_that_mounts_them(machine: Machine) -> N
     assert (other / A / "nv").is_dir()
 
 
-def test_a_kept_release_that_cannot_be_read_stops_everything(machine: Machine) -> None:
+def test_unreadable_kept_release_stops_the_prune(machine: Machine) -> None:
     trees = generations(machine)
     (machine.paths.releases / D / "release.json").write_text("{")
     with pytest.raises(HostToolError, match="malformed"):
@@ -166,7 +164,7 @@ def test_a_kept_release_that_cannot_be_read_stops_everything(machine: Machine) -
     assert all(tree.is_dir() for tree in trees.values())
 
 
-def test_a_change_under_way_stops_everything(machine: Machine) -> None:
+def test_running_rollout_stops_the_prune(machine: Machine) -> None:
     trees = generations(machine)
     with (
         rollout_lock("main", machine.host.here),
@@ -177,14 +175,14 @@ def test_a_change_under_way_stops_everything(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("wishes", ["{}", "[]", "nonsense", '{"releases_kept": "many"}'])
-def test_wishes_that_cannot_be_read_keep_everything(machine: Machine, wishes: str) -> None:
+def test_unreadable_request_removes_nothing(machine: Machine, wishes: str) -> None:
     trees = generations(machine)
     with pytest.raises(HostToolError, match="what to keep"):
         prune.main([wishes], machine.paths)
     assert all(tree.is_dir() for tree in trees.values())
 
 
-def test_old_host_tools_go_unless_something_leads_to_them_or_runs_them(machine: Machine) -> None:
+def test_old_tools_are_removed_unless_linked_or_running(machine: Machine) -> None:
     tools = machine.paths.tools
     old, now, run, site, packages = (
         tools / name for name in ("1" * 12, "2" * 12, "3" * 12, f"site-{'4' * 12}", "site-mine")

@@ -12,7 +12,7 @@ from spark_contract import files
 from spark_host.system import docker
 
 
-def test_images_go_with_their_base_and_only_their_own_layers_count(machine: Machine) -> None:
+def test_image_frees_only_its_own_layers(machine: Machine) -> None:
     generations(machine)
     machine.image("spark-vllm:two", "b1", "b2", "p2", size=130)
     machine.image(BASE, "b1", "b2", size=100, label=None)
@@ -29,7 +29,7 @@ def test_images_go_with_their_base_and_only_their_own_layers_count(machine: Mach
     assert not machine.paths.job("0" * 12).exists()
 
 
-def test_the_base_of_an_image_that_stays_stays(machine: Machine) -> None:
+def test_base_of_a_kept_image_is_kept(machine: Machine) -> None:
     generations(machine)
     machine.image(BASE, "l1", size=100, label=None)
     proof = {"image": "spark-vllm:one", "label": "f" * 64}
@@ -37,7 +37,7 @@ def test_the_base_of_an_image_that_stays_stays(machine: Machine) -> None:
     assert names(machine.look(), "image") == []
 
 
-def test_a_pulled_image_goes_only_when_our_job_pulled_it_and_nobody_named_it(
+def test_pulled_image_needs_our_job_and_no_tag(
     machine: Machine,
 ) -> None:
     generations(machine)
@@ -56,7 +56,7 @@ def test_a_pulled_image_goes_only_when_our_job_pulled_it_and_nobody_named_it(
 
 
 @pytest.mark.parametrize("name", [".model-{}.partial", "model-{}.damaged", ".model-{}.pruned"])
-def test_what_unfinished_work_left_goes_too(machine: Machine, name: str) -> None:
+def test_unfinished_folders_are_removed(machine: Machine, name: str) -> None:
     generations(machine)
     left = machine.folder("models", name.format("9" * 12))
     assert names(machine.look(), "tree") == [
@@ -67,7 +67,7 @@ def test_what_unfinished_work_left_goes_too(machine: Machine, name: str) -> None
 
 
 @pytest.mark.parametrize("how", ["runs", "goes on at the next boot"])
-def test_work_under_way_keeps_what_it_makes(machine: Machine, how: str) -> None:
+def test_results_of_running_jobs_are_kept(machine: Machine, how: str) -> None:
     generations(machine)
     growing = machine.folder("models", f".model-{'9' * 12}.partial")
     source = machine.source("org--third-cccccccccccc")
@@ -95,7 +95,7 @@ def test_work_under_way_keeps_what_it_makes(machine: Machine, how: str) -> None:
     assert machine.paths.job("2" * 12).is_dir()
 
 
-def test_an_image_that_docker_will_not_give_up_is_said_and_the_rest_goes(
+def test_image_failure_is_reported_and_the_rest_removed(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trees = generations(machine)

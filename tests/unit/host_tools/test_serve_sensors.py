@@ -27,16 +27,16 @@ def thermometer(host: Host) -> GpuAlarms:
         ("", None),
     ],
 )
-def test_a_field_is_a_number_or_absent(text: str, reading: Reading | None) -> None:
+def test_parses_numbers_or_none(text: str, reading: Reading | None) -> None:
     assert parse(text) == reading
 
 
-def test_a_host_without_nvidia_smi_has_no_sensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sample_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert sensors.read() is None
 
 
-def test_heat_is_told_when_it_begins_and_when_it_is_over(thermometer: GpuAlarms) -> None:
+def test_heat_makes_two_events(thermometer: GpuAlarms) -> None:
     kinds = []
     for celsius in (85, 91, 93, 89, 91, 84):
         kinds += thermometer.events(Reading(celsius, 2400, None, None))
@@ -44,7 +44,7 @@ def test_heat_is_told_when_it_begins_and_when_it_is_over(thermometer: GpuAlarms)
     assert "the GPU is at 91 °C (limit 90 °C), clock 2400 MHz" in kinds[0][1]
 
 
-def test_a_stuck_power_supply_is_told_once_it_is_sure(thermometer: GpuAlarms) -> None:
+def test_stuck_power_supply_makes_an_event(thermometer: GpuAlarms) -> None:
     stuck = Reading(55, 850, 22.0, 99)
     told = [thermometer.events(stuck) for _ in range(4)]
     assert [len(events) for events in told] == [0, 0, 1, 0]
@@ -61,11 +61,9 @@ def test_a_stuck_power_supply_is_told_once_it_is_sure(thermometer: GpuAlarms) ->
         Reading(None, 850, None, 99),
     ],
 )
-def test_a_gpu_that_idles_or_hides_a_number_is_no_fault(
-    thermometer: GpuAlarms, reading: Reading
-) -> None:
+def test_idle_or_incomplete_samples_make_no_event(thermometer: GpuAlarms, reading: Reading) -> None:
     assert [event for _ in range(5) for event in thermometer.events(reading)] == []
 
 
-def test_a_host_that_says_nothing_makes_no_event(thermometer: GpuAlarms) -> None:
+def test_missing_sample_makes_no_event(thermometer: GpuAlarms) -> None:
     assert thermometer.events(None) == []

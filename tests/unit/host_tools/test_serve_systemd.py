@@ -22,17 +22,17 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemd, "_JOURNAL_S", 0.2)
 
 
-def test_a_request_that_takes_too_long_has_failed_and_says_so() -> None:
+def test_timed_out_request_fails() -> None:
     said = systemd.systemctl("stop", "x.service", timeout_s=0.2)
     assert (said.returncode, said.stderr) == (124, "no answer within 0 s")
 
 
-def test_a_question_without_an_answer_is_not_taken_for_nothing_there() -> None:
+def test_timed_out_query_is_not_an_empty_answer() -> None:
     with pytest.raises(HostToolError, match="systemctl show: no answer"):
         systemd.state("x.service", "ActiveState")
     with pytest.raises(HostToolError, match="systemctl list-units: no answer"):
         systemd.listed("spark-serve@*.service")
 
 
-def test_a_journal_that_does_not_answer_says_so_in_its_place() -> None:
+def test_timed_out_journal_is_a_log_line() -> None:
     assert systemd.journal("", "x.service") == ["(journalctl gave no answer within 0 s)"]

@@ -99,7 +99,7 @@ def apt(**more: tuple[str, ...]) -> Apt:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_packages_go_with_what_came_along_and_dockers_stay_unless_asked_for(monkeypatch):
+def test_packages_are_removed_with_dependencies_except_docker(monkeypatch):
     found = judged(monkeypatch, apt(), was())
     assert {name for name, stays in found.items() if not stays} == {"jq", "libjq1", "nginx-light"}
     assert "--data uninstall.engine=true" in found["docker.io"]
@@ -108,14 +108,14 @@ def test_packages_go_with_what_came_along_and_dockers_stay_unless_asked_for(monk
 
 
 @pytest.mark.usefixtures("quiet")
-def test_what_was_there_before_is_not_even_listed(monkeypatch):
+def test_earlier_packages_are_not_listed(monkeypatch):
     found = judged(monkeypatch, apt(), was(packages=("jq", "libjq1", "libc6")))
     assert "jq" not in found
     assert "libjq1" not in found
 
 
 @pytest.mark.usefixtures("quiet")
-def test_what_somebody_installed_later_keeps_what_it_needs(monkeypatch):
+def test_packages_needed_by_the_owner_stay(monkeypatch):
     later = apt(theirs=("jq",))
     later.by_hand.add("theirs")
     found = judged(monkeypatch, later, was())
@@ -124,20 +124,20 @@ def test_what_somebody_installed_later_keeps_what_it_needs(monkeypatch):
     assert "theirs" not in found
 
 
-def test_a_web_server_that_somebody_started_stays(monkeypatch):
+def test_running_nginx_stays(monkeypatch):
     monkeypatch.setattr(systemd, "state", lambda *words: {"UnitFileState": "enabled"})
     assert judged(monkeypatch, apt(), was())["nginx-light"] == "nginx.service is in use"
 
 
 @pytest.mark.usefixtures("quiet")
-def test_docker_stays_while_others_have_containers(monkeypatch):
+def test_docker_stays_for_other_containers(monkeypatch):
     found = judged(monkeypatch, apt(), was(), containers=("db",), engine=True)
     assert found["docker.io"] == "used by containers of others: db"
     assert "runc" not in found
 
 
 @pytest.mark.usefixtures("quiet")
-def test_without_a_note_of_what_was_there_no_package_goes(monkeypatch):
+def test_packages_stay_without_a_baseline(monkeypatch):
     found = judged(monkeypatch, apt(), None, engine=True)
     assert set(found) == {"jq", "nginx-light", "docker.io"}
     assert all(found.values())
@@ -159,7 +159,7 @@ OURS = {"log-opts": {"max-size": "50m"}, "runtimes": {"nvidia": {}}}
 
 
 @pytest.mark.usefixtures("no_docker")
-def test_daemon_json_is_byte_for_byte_what_it_was(tmp_path):
+def test_daemon_json_is_restored_byte_for_byte(tmp_path):
     first = '{"log-opts": {"max-size": "7m"},\n   "dns": ["1.1.1.1"]}'
     paths = place(tmp_path, json.dumps({"dns": ["1.1.1.1"], **OURS}))
     before = was(files={DAEMON_JSON: first})
@@ -171,7 +171,7 @@ def test_daemon_json_is_byte_for_byte_what_it_was(tmp_path):
 
 
 @pytest.mark.usefixtures("no_docker")
-def test_what_its_owner_wrote_into_daemon_json_since_stays(tmp_path):
+def test_later_keys_in_daemon_json_stay(tmp_path):
     paths = place(tmp_path, json.dumps({"mtu": 9000, **OURS}))
     before = was(files={DAEMON_JSON: None})
     baseline.restore_shared_file(DAEMON_JSON, wanted(), before, paths)
@@ -180,7 +180,7 @@ def test_what_its_owner_wrote_into_daemon_json_since_stays(tmp_path):
 
 
 @pytest.mark.usefixtures("no_docker")
-def test_a_daemon_json_that_nobody_noted_stays_unless_a_deploy_kept_the_first(tmp_path):
+def test_daemon_json_without_baseline_needs_a_copy(tmp_path):
     paths = place(tmp_path, json.dumps(OURS))
     [thing] = baseline.shared_file_things(wanted(), None, "", paths)
     assert "is unknown" in thing.stays
@@ -193,7 +193,7 @@ def test_a_daemon_json_that_nobody_noted_stays_unless_a_deploy_kept_the_first(tm
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_host_is_noted_once_and_never_after_a_deploy(tmp_path, monkeypatch):
+def test_baseline_is_recorded_once(tmp_path, monkeypatch):
     paths = Paths(tmp_path)
     monkeypatch.setattr(systemd, "show", lambda *words: {})
     monkeypatch.setattr(baseline, "output_of", lambda *argv: "ii  jq\n")
@@ -211,7 +211,7 @@ def test_a_host_is_noted_once_and_never_after_a_deploy(tmp_path, monkeypatch):
     assert baseline.read_baseline(old) is None
 
 
-def test_a_folder_of_somebody_elses_under_our_names_is_not_ours(tmp_path):
+def test_unmanaged_folders_in_our_places_stay(tmp_path):
     for name in ("etc/spark/conf", "etc/spark/releases", "usr/local/lib/spark/jars"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "etc/systemd/system").mkdir(parents=True)
@@ -227,7 +227,7 @@ def test_a_folder_of_somebody_elses_under_our_names_is_not_ours(tmp_path):
     }
 
 
-def test_each_record_that_host_tools_write_is_removed(tmp_path):
+def test_every_state_file_is_removed(tmp_path):
     paths = Paths(tmp_path)
     of_release = (paths.proof, paths.compile_cache, paths.answers, paths.rollout, paths.request)
     of_service = (paths.rollback, paths.good, paths.stopped, paths.events)
@@ -242,7 +242,7 @@ def test_each_record_that_host_tools_write_is_removed(tmp_path):
     ]
 
 
-def test_a_directory_that_a_purge_has_just_removed_is_no_failure(tmp_path):
+def test_vanished_folder_is_no_failure(tmp_path):
     names = [str(tmp_path / name) for name in ("gone", "there")]
     Path(names[1]).mkdir()
     going = [manifest.Thing("directory", name) for name in names]

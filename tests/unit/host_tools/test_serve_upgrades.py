@@ -28,18 +28,18 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_whole_host_waits_for_nothing(root: Path) -> None:
+def test_consistent_host_needs_no_reboot(root: Path) -> None:
     assert versions.reboot_pending(root) == ""
 
 
-def test_a_newer_kernel_with_the_same_ending_waits_for_a_reboot(root: Path) -> None:
+def test_newer_kernel_needs_a_reboot(root: Path) -> None:
     (root / "boot/vmlinuz-6.17.0-1021-nvidia").touch()
     assert versions.reboot_pending(root) == (
         "kernel 6.17.0-1021-nvidia is installed, 6.17.0-1014-nvidia is running"
     )
 
 
-def test_a_library_newer_than_the_module_waits_for_a_reboot(root: Path) -> None:
+def test_newer_driver_library_needs_a_reboot(root: Path) -> None:
     folder = root / "usr/lib/aarch64-linux-gnu"
     (folder / "libnvidia-ml.so.580.142").rename(folder / "libnvidia-ml.so.580.159.03")
     assert versions.reboot_pending(root) == (
@@ -47,11 +47,11 @@ def test_a_library_newer_than_the_module_waits_for_a_reboot(root: Path) -> None:
     )
 
 
-def test_the_systems_own_word_names_the_packages(root: Path) -> None:
+def test_reboot_marker_names_packages(root: Path) -> None:
     (root / "run/reboot-required").touch()
     (root / "run/reboot-required.pkgs").write_text("libc6\nlibc6\n")
     assert versions.reboot_pending(root) == "/run/reboot-required is set (libc6)"
 
 
-def test_a_host_without_any_driver_waits_for_nothing(tmp_path: Path) -> None:
+def test_host_without_driver_needs_no_reboot(tmp_path: Path) -> None:
     assert versions.reboot_pending(tmp_path) == ""

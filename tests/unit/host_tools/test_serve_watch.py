@@ -34,7 +34,7 @@ def seen(*, running: int = 1, prompt: int = 0, generated: int = 0, usage: float 
     )
 
 
-def test_a_long_prompt_that_fills_the_cache_chunk_by_chunk_is_no_stall(
+def test_growing_cache_usage_is_no_stall(
     judge: StallDetector,
 ) -> None:
     for look in range(60):  # ten minutes, and no counter of tokens moves
@@ -42,19 +42,19 @@ def test_a_long_prompt_that_fills_the_cache_chunk_by_chunk_is_no_stall(
         assert said is None
 
 
-def test_an_engine_in_which_nothing_moves_is_stalled_after_the_limit(judge: StallDetector) -> None:
+def test_engine_without_progress_stalls_after_the_limit(judge: StallDetector) -> None:
     verdicts = [judge.stalled(seen(usage=0.4), now_s=look * 10.0) for look in range(13)]
     assert verdicts[:12] == [None] * 12
     assert verdicts[12] == "1 requests are running, but no token was read or written for 120 s"
 
 
 @pytest.mark.parametrize("moving", ["prompt", "generated"])
-def test_each_counter_of_tokens_is_a_sign_of_life(judge: StallDetector, moving: str) -> None:
+def test_each_token_counter_is_progress(judge: StallDetector, moving: str) -> None:
     for look in range(60):
         assert judge.stalled(seen(**{moving: look}), now_s=look * 10.0) is None
 
 
-def test_an_engine_without_work_never_stalls(judge: StallDetector) -> None:
+def test_idle_engine_never_stalls(judge: StallDetector) -> None:
     for look in range(60):
         assert judge.stalled(seen(running=0), now_s=look * 10.0) is None
 
@@ -104,7 +104,7 @@ def listener(host: Host) -> Iterator[socket.socket]:
         yield listening
 
 
-def test_an_engine_that_accepts_and_never_answers_is_stalled_after_the_limit(
+def test_silent_engine_stalls_after_the_limit(
     host: Host,
     listener: socket.socket,
     acts: list[tuple[str, str]],
@@ -122,7 +122,7 @@ def test_an_engine_that_accepts_and_never_answers_is_stalled_after_the_limit(
     assert len(looked) >= 3
 
 
-def test_an_engine_that_takes_no_connection_any_more_is_stalled_too(
+def test_engine_with_a_full_queue_stalls(
     host: Host,
     listener: socket.socket,
     acts: list[tuple[str, str]],
@@ -138,7 +138,7 @@ def test_an_engine_that_takes_no_connection_any_more_is_stalled_too(
     assert [kind for kind, _ in acts] == ["stalled"]
 
 
-def test_an_engine_nobody_listens_for_is_left_to_systemd(
+def test_absent_engine_is_left_to_systemd(
     host: Host, acts: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.release(watch={"stall_s": 0, "interval_s": 0.001, "hot_celsius": None})
@@ -150,13 +150,13 @@ def test_an_engine_nobody_listens_for_is_left_to_systemd(
     assert acts == []
 
 
-def test_one_answer_ends_a_silence(judge: StallDetector) -> None:
+def test_an_answer_resets_the_silence(judge: StallDetector) -> None:
     for look in range(60):
         assert judge.silent(now_s=look * 100.0) is None
         judge.answered()
 
 
-def test_a_watch_that_was_held_up_itself_does_not_blame_the_engine(judge: StallDetector) -> None:
+def test_delayed_watchdog_does_not_blame_the_engine(judge: StallDetector) -> None:
     assert judge.silent(now_s=0) is None
     assert judge.silent(now_s=10_000) is None
     assert judge.silent(now_s=10_010) is not None

@@ -49,7 +49,7 @@ def kinds(host: Host) -> list[str]:
     return [event.kind for event in watchdog.events("main", host.paths)]
 
 
-def test_an_engine_that_is_held_ends_without_docker(
+def test_engine_with_pidfd_is_killed_without_docker(
     host: Host, engine: subprocess.Popen[bytes], asked: list[tuple[str, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -61,7 +61,7 @@ def test_an_engine_that_is_held_ends_without_docker(
     assert watchdog.events("main", host.paths)[0].text == "too little; the engine is stopped"
 
 
-def test_a_unit_that_outlives_its_engine_is_killed_too(
+def test_unit_that_outlives_its_engine_is_killed(
     host: Host, engine: subprocess.Popen[bytes], asked: list[tuple[str, ...]]
 ) -> None:
     watchdog.kill_engine(
@@ -71,14 +71,14 @@ def test_a_unit_that_outlives_its_engine_is_killed_too(
     assert kinds(host) == ["starving", "kill"]
 
 
-def test_an_engine_that_ended_by_itself_meanwhile_is_no_error() -> None:
+def test_killing_an_exited_engine_is_no_error() -> None:
     child = subprocess.Popen(["true"])
     handle = os.pidfd_open(child.pid)
     child.wait()
     assert container.kill_container("spark-x", handle) == ""
 
 
-def test_a_docker_that_hangs_does_not_end_the_watch(
+def test_hanging_docker_does_not_stop_the_watchdog(
     host: Host, asked: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = host.paths.root / "bin/docker"
@@ -96,7 +96,7 @@ def test_a_docker_that_hangs_does_not_end_the_watch(
 
 
 @pytest.mark.parametrize("disk", ["full", "hanging"])
-def test_an_event_that_cannot_be_written_saves_no_engine(
+def test_unwritable_event_does_not_prevent_the_kill(
     host: Host, engine: subprocess.Popen[bytes], asked: list[tuple[str, ...]],
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], disk: str,
 ) -> None:  # fmt: skip
@@ -131,7 +131,7 @@ class SeenEnoughError(Exception):
 
 
 @pytest.mark.parametrize("trouble", ["a member left", "too little memory"])
-def test_an_engine_that_ends_for_another_host_has_its_starts_back(
+def test_engine_killed_for_a_lost_member_keeps_its_starts(
     host: Host, asked: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     host.release()
@@ -153,7 +153,7 @@ def test_an_engine_that_ends_for_another_host_has_its_starts_back(
     assert asked == ([] if low else [("reset-failed", UNIT)])
 
 
-def test_a_driver_or_gateway_in_trouble_holds_up_no_look_at_the_memory(
+def test_hanging_driver_does_not_delay_memory_samples(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.release(watch={"stall_s": 100, "interval_s": 0.01, "hot_celsius": None})
@@ -193,7 +193,7 @@ def test_a_driver_or_gateway_in_trouble_holds_up_no_look_at_the_memory(
     assert "/proc/1234/fd" in watchdog.events("main", host.paths)[-1].text
 
 
-def test_only_the_process_of_this_container_is_held(
+def test_pidfd_is_opened_only_for_this_container(
     engine: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Path(f"/proc/{engine.pid}/cgroup").read_text().splitlines()[-1]

@@ -38,7 +38,7 @@ def model() -> Model:
     return made
 
 
-def test_a_first_release_that_cannot_be_enabled_is_not_what_a_start_would_take() -> None:
+def test_first_release_that_cannot_be_enabled_is_not_good() -> None:
     model = Model()
     result = faulty(model, B, "fail", "enable")
     assert (result.state, result.failed_phase) == ("failed-no-previous", "enable")
@@ -49,7 +49,7 @@ def test_a_first_release_that_cannot_be_enabled_is_not_what_a_start_would_take()
         boot.start_service("main", model.host())
 
 
-def test_a_release_that_cannot_be_enabled_leaves_the_old_one_good_and_no_way_back_to_itself(
+def test_release_that_cannot_be_enabled_leaves_the_old_good(
     model: Model,
 ) -> None:
     result = faulty(model, B, "fail", "enable")
@@ -61,7 +61,7 @@ def test_a_release_that_cannot_be_enabled_leaves_the_old_one_good_and_no_way_bac
     assert "nothing to go back to" in str(plan_rollback("main", None, model.host()).problem)
 
 
-def test_an_old_engine_that_cannot_be_stopped_serves_on_and_nothing_is_started_beside_it(
+def test_unstoppable_old_engine_keeps_serving(
     model: Model,
 ) -> None:
     result = faulty(model, B, "fail", "stop")
@@ -74,9 +74,7 @@ def test_an_old_engine_that_cannot_be_stopped_serves_on_and_nothing_is_started_b
 
 
 @pytest.mark.parametrize("phase", ["stop", "start"])
-def test_the_log_of_a_candidates_earlier_run_is_not_told_as_that_of_this_change(
-    model: Model, phase: str
-) -> None:
+def test_log_tail_is_not_of_an_earlier_run(model: Model, phase: str) -> None:
     if phase == "start":
         model.broken[B] = "dies"
     result = faulty(model, B, "fail", *(["stop"] if phase == "stop" else []))
@@ -85,9 +83,7 @@ def test_the_log_of_a_candidates_earlier_run_is_not_told_as_that_of_this_change(
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_change_killed_while_it_enables_goes_back_when_that_fails_again(
-    model: Model, fails: bool
-) -> None:
+def test_killed_enable_is_rolled_back_if_it_fails_again(model: Model, fails: bool) -> None:
     model.troubles = {"enable": ["kill before", *(["fail"] if fails else [])]}
     model.deploy(B)
     result, serves = model.outcome(B), A if fails else B
@@ -100,7 +96,7 @@ def test_a_change_killed_while_it_enables_goes_back_when_that_fails_again(
     assert boot.good("main", model.host()).release == serves
 
 
-def test_a_good_record_from_before_the_trial_stays_whatever_the_clock_did(model: Model) -> None:
+def test_earlier_good_record_survives_clock_steps(model: Model) -> None:
     host = model.host()
     host.disk.write(host.paths.good("main"), Good(A, (), "999999999"))  # then it stepped back
     model.upgrade()
@@ -114,7 +110,7 @@ def test_a_good_record_from_before_the_trial_stays_whatever_the_clock_did(model:
     assert boot.enabled("main", host) == [A]
 
 
-def test_a_candidate_that_cannot_be_stopped_is_at_least_reached_by_nobody(model: Model) -> None:
+def test_unstoppable_candidate_gets_no_traffic(model: Model) -> None:
     model.troubles = {"enable": ["fail"], "stop": ["", "fail"]}
 
     model.deploy(B)
@@ -124,7 +120,7 @@ def test_a_candidate_that_cannot_be_stopped_is_at_least_reached_by_nobody(model:
     assert model.open_to is None
 
 
-def test_a_gateway_that_cannot_have_its_port_fails_a_first_change_in_phase_open() -> None:
+def test_taken_port_fails_the_first_rollout_in_phase_open() -> None:
     model = Model()
     result = faulty(model, B, "fail", "bring up")
     assert (result.state, result.failed_phase) == ("failed-no-previous", "open")
@@ -134,9 +130,7 @@ def test_a_gateway_that_cannot_have_its_port_fails_a_first_change_in_phase_open(
 
 
 @pytest.mark.parametrize(("times", "state"), [(1, "rolled-back"), (2, "rollback-failed")])
-def test_a_gateway_that_cannot_have_its_port_leaves_the_old_release_running_and_good(
-    model: Model, times: int, state: str
-) -> None:
+def test_taken_port_keeps_the_old_release(model: Model, times: int, state: str) -> None:
     result = faulty(model, B, "fail", "bring up", times=times)
     assert (result.state, result.failed_phase) == (state, "open")
     assert str(result.reason).count("gateway: did not answer") == times
@@ -145,21 +139,21 @@ def test_a_gateway_that_cannot_have_its_port_leaves_the_old_release_running_and_
     assert boot.good("main", model.host()).release == A
 
 
-def test_a_step_that_the_system_refuses_is_the_reason_of_the_way_back(model: Model) -> None:
+def test_failed_step_is_the_reason_of_the_rollback(model: Model) -> None:
     result = faulty(model, B, "fail", "open")
     assert (result.state, result.failed_phase) == ("rolled-back", "open")
     assert "I/O error" in str(result.reason)
     assert model.serves() == A
 
 
-def test_a_server_that_runs_and_is_proven_is_not_stopped_for_its_gateway(model: Model) -> None:
+def test_proven_engine_is_not_stopped_for_its_gateway(model: Model) -> None:
     result = faulty(model, A, "fail", "bring up", times=9)
     assert (result.state, result.failed_phase) == ("refused", "open")
     assert "gateway: did not answer" in str(result.reason)
     assert (result.serving, model.serves()) == (A, A)
 
 
-def test_a_server_proven_anew_is_not_stopped_when_that_was_killed_and_its_gateway_fails(
+def test_rechecked_engine_survives_kill_and_gateway_failure(
     model: Model,
 ) -> None:
     model.deploy(B)
@@ -172,9 +166,7 @@ def test_a_server_proven_anew_is_not_stopped_when_that_was_killed_and_its_gatewa
 
 
 @pytest.mark.parametrize("fault", ["kill after", "fail", "full"])
-def test_a_server_that_is_only_proven_anew_is_not_left_for_an_older_one(
-    model: Model, fault: str
-) -> None:
+def test_rechecked_engine_is_not_rolled_back(model: Model, fault: str) -> None:
     model.deploy(B)
     model.upgrade()
     faulty(model, B, fault, "full check")
@@ -182,7 +174,7 @@ def test_a_server_that_is_only_proven_anew_is_not_left_for_an_older_one(
     assert boot.enabled("main", model.host()) == [B]
 
 
-def test_a_change_that_ended_well_is_not_undone_for_a_record_that_did_not_fit(
+def test_successful_rollout_survives_an_unwritten_record(
     model: Model,
 ) -> None:
     model.deploy(B)
@@ -191,7 +183,7 @@ def test_a_change_that_ended_well_is_not_undone_for_a_record_that_did_not_fit(
     assert model.serves() == B
 
 
-def test_a_power_cut_between_two_links_does_not_refuse_the_next_change(model: Model) -> None:
+def test_power_cut_between_two_links_allows_the_next_rollout(model: Model) -> None:
     faulty(model, B, "cut after", "enable")
     assert boot.enabled("main", model.host()) == [A, B]
     assert model.serves() == A
@@ -199,7 +191,7 @@ def test_a_power_cut_between_two_links_does_not_refuse_the_next_change(model: Mo
     assert (model.outcome(B).state, model.serves()) == ("switched", B)
 
 
-def test_a_first_release_boots_before_it_is_called_good() -> None:
+def test_first_release_is_enabled_before_it_is_good() -> None:
     model = Model()
     faulty(model, B, "cut after", "enable")
     assert model.serves() == B
@@ -207,7 +199,7 @@ def test_a_first_release_boots_before_it_is_called_good() -> None:
     assert model.serves() == A
 
 
-def test_the_only_good_release_still_boots_after_it_was_stopped_in_a_change(model: Model) -> None:
+def test_only_good_release_boots_after_a_killed_rollout(model: Model) -> None:
     model.boot()
     faulty(model, A, "stop", "gateway")
     assert boot.enabled("main", model.host()) == [A]
@@ -217,7 +209,7 @@ def test_the_only_good_release_still_boots_after_it_was_stopped_in_a_change(mode
 
 
 @pytest.mark.parametrize("times", [0, 1])
-def test_a_change_killed_after_its_proof_is_finished_or_else_undone(
+def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(
     model: Model, times: int
 ) -> None:
     model.troubles = {"bring up": ["kill before", *["fail"] * times]}
@@ -229,9 +221,7 @@ def test_a_change_killed_after_its_proof_is_finished_or_else_undone(
 
 
 @pytest.mark.parametrize(("began", "ok"), [("000000000", False), ("999999999", True)])
-def test_a_failed_trial_keeps_no_proof_of_its_own_and_leaves_earlier_ones(
-    model: Model, began: str, ok: bool
-) -> None:
+def test_failed_candidate_loses_only_its_own_proof(model: Model, began: str, ok: bool) -> None:
     host = model.host()
     trial = Record(release_of(A), host)
     trial.data = replace(trial.data, started_at=began, failed_phase="start", reason="it died")
@@ -242,7 +232,7 @@ def test_a_failed_trial_keeps_no_proof_of_its_own_and_leaves_earlier_ones(
     assert trial.data.state == "failed-no-previous"
 
 
-def test_an_engine_too_busy_for_its_metrics_is_waited_for_as_long_as_a_drain_may_take(
+def test_busy_engine_is_drained_up_to_the_limit(
     model: Model,
 ) -> None:
     answers = iter([SilentError("late"), 3.0, SilentError("late"), 0.0])
@@ -261,7 +251,7 @@ def test_an_engine_too_busy_for_its_metrics_is_waited_for_as_long_as_a_drain_may
     assert list(answers) == []
 
 
-def test_nobody_new_is_let_in_while_the_old_engine_ends_its_answers(model: Model) -> None:
+def test_drain_accepts_no_new_requests(model: Model) -> None:
     seen: list[str | None] = []
 
     class Asked(MemoryEngines):
@@ -278,7 +268,7 @@ def known(model: Model, name: str) -> Model:
     return model
 
 
-def test_a_disk_that_fills_up_in_a_change_leaves_the_old_release_serving(
+def test_disk_that_fills_up_keeps_the_old_release(
     model: Model, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model.troubles = {"unfinished": ["full"]}
@@ -290,9 +280,7 @@ def test_a_disk_that_fills_up_in_a_change_leaves_the_old_release_serving(
     assert f"rolled-back: serving {A}; [Errno 28] No space left on device: " in said
 
 
-def test_a_change_on_a_full_disk_is_refused_before_anything_is_touched(
-    model: Model, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rollout_on_a_full_disk_is_refused(model: Model, capfd: pytest.CaptureFixture[str]) -> None:
     model.troubles = {"begin": ["full"]}
     engines = dict(model.engines)
     model.deploy(B)
@@ -302,7 +290,7 @@ def test_a_change_on_a_full_disk_is_refused_before_anything_is_touched(
     assert "fix: free space" in said
 
 
-def test_a_speed_that_cannot_be_kept_undoes_no_change(model: Model) -> None:
+def test_unwritable_speed_does_not_fail_the_rollout(model: Model) -> None:
     release, host = release_of(A), model.host()
     measured = replace(release, check=replace(release.check, bench=Bench(1.0, 15.0)))
     record = Record(measured, host)
@@ -311,7 +299,7 @@ def test_a_speed_that_cannot_be_kept_undoes_no_change(model: Model) -> None:
     assert model.serves() == A
 
 
-def test_what_a_right_server_may_show_is_told_of_a_change_that_is_done() -> None:
+def test_warnings_are_reported_after_a_rollout() -> None:
     model = Model()
     model.doubts = "two texts"
     model.deploy(A)
@@ -321,7 +309,7 @@ def test_what_a_right_server_may_show_is_told_of_a_change_that_is_done() -> None
 
 
 @pytest.mark.parametrize("troubles", [{}, {"stop": ["fail"]}, {"disable": ["fail"]}])
-def test_a_service_that_is_retired_neither_runs_nor_boots_though_the_first_try_failed(
+def test_retired_service_neither_runs_nor_boots(
     model: Model, troubles: dict[str, list[str]]
 ) -> None:
     model.troubles = dict(troubles)

@@ -72,9 +72,7 @@ def wait_for(what: object, seconds: float = 5) -> None:
     raise TimeoutError
 
 
-def test_a_member_that_leaves_after_it_had_joined_ends_the_engine(
-    tmp_path: Path, over: threading.Event
-) -> None:
+def test_member_that_leaves_stops_the_engine(tmp_path: Path, over: threading.Event) -> None:
     release = pair()
     watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=True))
     watch.begin(over)
@@ -85,7 +83,7 @@ def test_a_member_that_leaves_after_it_had_joined_ends_the_engine(
     over.set()
 
 
-def test_who_left_before_the_first_look_has_left(tmp_path: Path, over: threading.Event) -> None:
+def test_member_missing_at_the_first_sample_has_left(tmp_path: Path, over: threading.Event) -> None:
     """Systemd starts a watch after the check that all have joined."""
     release = pair()
     watch = watching.ClusterWatch(release, tables(tmp_path, release, WORKER, joined=False))
@@ -94,9 +92,7 @@ def test_who_left_before_the_first_look_has_left(tmp_path: Path, over: threading
     over.set()
 
 
-def test_nobody_has_left_an_engine_that_was_ended_for_it(
-    tmp_path: Path, over: threading.Event
-) -> None:
+def test_reset_forgets_missing_members(tmp_path: Path, over: threading.Event) -> None:
     release = pair()
     watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=False))
     watch.reset()
@@ -106,7 +102,7 @@ def test_nobody_has_left_an_engine_that_was_ended_for_it(
     assert watch.lost is None
 
 
-def test_a_member_that_answered_and_is_silent_for_long_ends_the_engine(
+def test_silent_member_stops_the_engine(
     tmp_path: Path, over: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watching, "_SILENT_S", 0.3)
@@ -123,9 +119,7 @@ def test_a_member_that_answered_and_is_silent_for_long_ends_the_engine(
     assert str(watch.lost).startswith("spark-2 gave no answer on the fabric for")
 
 
-def test_a_host_that_loses_its_own_address_ends_the_engine(
-    tmp_path: Path, over: threading.Event
-) -> None:
+def test_lost_own_address_stops_the_engine(tmp_path: Path, over: threading.Event) -> None:
     release = pair()
     watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=True))
     watch.begin(over)
@@ -136,16 +130,14 @@ def test_a_host_that_loses_its_own_address_ends_the_engine(
     assert "this host has 0 of its addresses" in str(watch.lost)
 
 
-def test_a_host_whose_watch_does_not_run_yet_is_there(tmp_path: Path) -> None:
+def test_refused_connection_counts_as_an_answer(tmp_path: Path) -> None:
     release = pair()
     watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=True))
     assert release.cluster is not None
     assert watch._answers(release.cluster.members[1])  # refused: somebody is there to refuse
 
 
-def test_a_worker_is_proven_when_its_head_boots_the_same_release(
-    tmp_path: Path, over: threading.Event
-) -> None:
+def test_worker_is_proven_with_its_head(tmp_path: Path, over: threading.Event) -> None:
     release = pair()
     at_head = tables(tmp_path / "head", release, HEAD, joined=True)
     at_worker = tables(tmp_path / "worker", release, WORKER, joined=False)
@@ -166,7 +158,7 @@ def test_a_worker_is_proven_when_its_head_boots_the_same_release(
     assert found == [True]
 
 
-def test_a_worker_whose_head_goes_back_fails_its_proof(tmp_path: Path) -> None:
+def test_worker_fails_when_its_head_rolls_back(tmp_path: Path) -> None:
     release = pair()
     assert release.cluster is not None
     join = (WORKER, 40000, HEAD, release.cluster.port, "01")
@@ -178,7 +170,7 @@ def test_a_worker_whose_head_goes_back_fails_its_proof(tmp_path: Path) -> None:
     assert (found.ok, found.detail) == (False, "spark-1 left the cluster")
 
 
-def test_a_head_that_left_since_the_start_is_not_waited_for(tmp_path: Path) -> None:
+def test_worker_does_not_wait_for_a_head_that_left(tmp_path: Path) -> None:
     """It goes back, and waits for this worker to do so: both would wait for as long."""
     release = pair(join_s=3)
     assert release.cluster is not None
@@ -191,7 +183,7 @@ def test_a_head_that_left_since_the_start_is_not_waited_for(tmp_path: Path) -> N
     assert (found.name, found.ok, found.detail) == ("joined", False, "spark-1 left the cluster")
 
 
-def test_another_run_is_joined_anew(tmp_path: Path) -> None:
+def test_new_run_joins_again(tmp_path: Path) -> None:
     release = pair(join_s=0.2)
     assert release.cluster is not None
     join = (WORKER, 40000, HEAD, release.cluster.port, "01")
@@ -203,7 +195,7 @@ def test_another_run_is_joined_anew(tmp_path: Path) -> None:
     assert found.detail == "spark-1 did not join within 0 s"
 
 
-def test_a_start_without_the_others_ends_in_time(tmp_path: Path) -> None:
+def test_start_without_members_times_out(tmp_path: Path) -> None:
     release = pair(join_s=0.2)
     paths = tables(tmp_path, release, WORKER, joined=False)
     found = cluster.wait_until_joined(cluster.Membership(release, paths), lambda _: None)
@@ -211,7 +203,7 @@ def test_a_start_without_the_others_ends_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("came", [True, False])
-def test_only_a_start_that_the_others_never_came_to_is_not_counted(
+def test_start_without_members_resets_the_start_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, came: bool
 ) -> None:
     asked: list[tuple[str, ...]] = []
