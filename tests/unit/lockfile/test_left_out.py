@@ -92,7 +92,7 @@ def test_a_lock_from_before_with_such_files_is_refused_with_the_way_on() -> None
         SourceFile("modeling_x.py", 1, git_sha1="b" * 40),
     )
     old = Lock.of([LockedSource(REPO, "main", "1" * 40, files)])
-    with pytest.raises(PlanError, match=r"modeling_x\.py is not fetched any more") as caught:
+    with pytest.raises(PlanError, match=r"modeling_x\.py is excluded") as caught:
         locked_source(old, REPO, "main")
     assert f"update --only {REPO}" in caught.value.problems[0].fix
 

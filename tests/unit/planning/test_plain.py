@@ -172,7 +172,7 @@ def test_a_parser_that_the_engine_does_not_have_is_refused_before_a_byte() -> No
 
 
 def test_profiles_that_build_trees_are_for_other_models() -> None:
-    assert "choose profile plain" in refused(profile="v2")
+    assert "profile plain" in refused(profile="v2")
 
 
 def test_without_a_lock_only_what_can_be_known_is_judged() -> None:

@@ -34,9 +34,9 @@ def test_the_hybrid_stands_in_for_the_base_and_the_donor_stays():
     ("choices", "said"),
     [
         ({"checkpoint.layout": "overlay"}, "set checkpoint.layout: full"),
-        ({"model": "small"}, "this model names no prebuilt hybrid"),
-        ({"profile": "v2-native"}, "this profile wants int8-g128"),
-        ({"profile": "base"}, "this profile wants keep"),
+        ({"model": "small"}, "no prebuilt hybrid"),
+        ({"profile": "v2-native"}, "int8-g128"),
+        ({"profile": "base"}, "needs keep"),
     ],
 )
 def test_where_a_hybrid_cannot_serve_the_plan_says_so(choices, said):
