@@ -1,4 +1,4 @@
-"""A release of the stub engine, checked; and what the check found."""
+"""Checks a release of the stub engine."""
 
 from __future__ import annotations
 

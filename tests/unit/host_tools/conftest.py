@@ -1,4 +1,4 @@
-"""A stub engine of one's own, run by the test and reached over its unix socket."""
+"""Fixtures: a stub engine, reached over its unix socket, and a real nginx."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 @pytest.fixture(scope="session")
 def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This machine's nginx, or else the one the lab gives its guests, unpacked."""
     found = found_nginx(tmp_path_factory.mktemp("nginx"))
     if found is None:
         missing("needs nginx, or the lab's packages: python -m lab prepare")
@@ -73,7 +72,6 @@ def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nginx_with_names(host: Host, nginx_program: Path) -> None:
-    """Have the host's nginx know its own JavaScript."""
     if not put_below(host.paths.root, nginx_program):
         missing("needs libnginx-mod-http-js, or the lab's packages: python -m lab prepare")
 

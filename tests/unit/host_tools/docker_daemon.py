@@ -1,4 +1,4 @@
-"""Plays docker's daemon on a unix socket: what it answers to a pull is a script of the test."""
+"""A scripted docker daemon on a unix socket."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class Answer:
-    """An answer under way, in chunks, as docker's are."""
-
     def __init__(self, handler: BaseHTTPRequestHandler) -> None:
         self._handler = handler
 
     def says(self, *objects: dict[str, Any]) -> None:
-        """Send objects, one a line."""
         for one in objects:
             self.sends(json.dumps(one).encode() + b"\r\n")
 
@@ -31,7 +28,6 @@ class Answer:
         self._handler.wfile.flush()
 
     def repeats(self, *objects: dict[str, Any], every_s: float = 0.05) -> None:
-        """Say the same again and again until nobody listens."""
         while True:
             self.says(*objects)
             time.sleep(every_s)
@@ -41,8 +37,6 @@ Script = Callable[[Answer, str], object]
 
 
 class Daemon:
-    """What docker was asked, what it holds, and what it says to a pull."""
-
     def __init__(self) -> None:
         self.images: set[str] = set()
         self.pulled: list[str] = []
@@ -52,7 +46,6 @@ class Daemon:
         self.script: Script = lambda answer, reference: self.has(answer, reference)
 
     def has(self, answer: Answer, reference: str) -> None:
-        """Hold the image, and say so."""
         self.images.add(reference)
         answer.says({"status": f"Status: Downloaded newer image for {reference}"})
 

@@ -1,4 +1,4 @@
-"""A gateway before three services, whose engines are recorders."""
+"""A gateway for three services with recording engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ class House:
         return found
 
     def taken(self) -> dict[str, list[str]]:
-        """Return the paths that reached each engine since this was asked last."""
         return {
             name: [line.split()[1] for line in lines]
             for name, engine in self.engines.items()
@@ -49,7 +48,6 @@ class House:
 
 
 def prepare(host: Host, service: str, names: list[str]) -> None:
-    """Have a service beside the main one, with its traffic open."""
     settings = replace(host.gateway(), service=service, port=18081)
     host.paths.gateway_settings(service).write_text(text_of(settings))
     release = host.release(f"{service}-0123456789ab", service=service, names=names)

@@ -1,7 +1,7 @@
-"""A host in memory, and what goes wrong with it.
+"""A simulated host with faults.
 
-Every call of a port is a point at which a test can let something go wrong, and after every call
-and every event the host proves that nothing is wrong with itself.
+Each call of a port is a point at which a test can inject a fault. After each call and each event
+the host checks the invariants.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ class PowerCut(BaseException):
 
 @dataclass
 class Model(Machine):
-    """The whole host, and what is going to happen to it: faults by the number of the call."""
-
     faults: dict[int, str] = field(default_factory=dict)
     troubles: dict[str, list[str]] = field(default_factory=dict)  # the same, by the call's name
     gateway_runs: bool = False
@@ -74,7 +72,6 @@ class Model(Machine):
         effect: Callable[[], Any] = lambda: None,
         error: Exception | None = None,
     ) -> Any:
-        """Do what a port is asked for, or what goes wrong instead."""
         if self.quiet:
             return effect()
         self.calls += 1
@@ -133,7 +130,6 @@ class Model(Machine):
     # Histories.
 
     def deploy(self, name: str) -> None:
-        """Ask for a release as a controller does, and let come what may."""
         self.known.add(name)
         try:
             self._process(lambda: record.begin(name, self.host()))
@@ -163,7 +159,6 @@ class Model(Machine):
         return None
 
     def boot(self) -> None:
-        """Start again with nothing but what lies on the disk."""
         self.history.append("boot")
         self.units, self.engines, self.open_to, self.asked = {}, {}, None, []
         self.locks, self.current, self.stopping, self.quiet = set(), None, False, False
@@ -174,12 +169,10 @@ class Model(Machine):
         self.settle()
 
     def settle(self) -> None:
-        """Let time pass until systemd has nothing more to do."""
         while (due_s := min((unit.due_s for unit in self.units.values()), default=1e9)) < 1e9:
             self._pass_until(due_s)
 
     def upgrade(self) -> None:
-        """Put another driver on the host: what was proven has to be proven again."""
         self.driver += 1
 
     # What is true.
@@ -194,7 +187,6 @@ class Model(Machine):
         return found
 
     def prove(self) -> None:
-        """Nothing of this may ever be so, whatever happened."""
         host = self.host()
         good, stopped = boot.good("main", host), boot.is_stopped("main", host)
         seen = (self.open_to, *self.engines.items(), *self.links, good, stopped)

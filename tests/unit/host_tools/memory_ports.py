@@ -1,4 +1,4 @@
-"""The ports of a host in memory; each call goes through :class:`memory_host.Model`."""
+"""Simulated ports of a host; each call passes :class:`memory_host.Model`."""
 
 from __future__ import annotations
 
@@ -203,8 +203,6 @@ class MemoryEngines(MemoryPort):
 
 
 class MemoryGateway(MemoryPort):
-    """nginx and its unit."""
-
     def problem(self, release: Release, paths: Paths) -> HostToolError | None:
         return MemoryEngines(self.model)._told("gateway")
 
@@ -238,8 +236,6 @@ class MemoryTraffic(MemoryPort):
 
 
 class MemoryCheck(MemoryPort):
-    """The full check, which sees what is wrong with a release."""
-
     def full(self, release: Release, host: steps.Host, report: Callable[[str], None]) -> Proof:
         def effect() -> Proof:
             run = self.model.engines.get(release.name)

@@ -36,8 +36,6 @@ def release_of(name: str) -> Release:
 
 
 class QuickPaths(Paths):
-    """Paths that are put together once: histories ask for them a million times."""
-
     units = Path("/etc/systemd/system")
     run = Path("/run/spark")
     proof, rollout, request = (staticmethod(cache(partial(getattr(Paths, name), Paths(Path("/")))))
@@ -48,8 +46,6 @@ class QuickPaths(Paths):
 
 @dataclass
 class Unit:
-    """What systemd knows of a unit."""
-
     state: str = "inactive"
     sub: str = "dead"
     result: str = "success"
@@ -60,8 +56,6 @@ class Unit:
 
 @dataclass
 class Machine:
-    """The units and engines of a host, and its time."""
-
     broken: dict[str, str] = field(default_factory=dict)  # release -> at which step it fails
     doubts: str = ""  # what the full check warns of
     documents: dict[Path, Any] = field(default_factory=dict)
@@ -82,7 +76,6 @@ class Machine:
         raise NotImplementedError
 
     def prove(self) -> None:
-        """Insist that nothing is so that may never be."""
         raise NotImplementedError
 
     def unit(self, name: str) -> Unit:
@@ -164,7 +157,6 @@ class Machine:
         return {"driver": str(self.driver)}
 
     def proof(self, release: Release, level: str, ok: bool, host: Any) -> Proof:
-        """Write what a check found, by the tools' own rules."""
         run = self.unit(release.serve_unit).run
         findings = [Finding("answers", ok, "it answers" if ok else "it is wrong", 1.0)]
         if self.doubts and level == "full":

@@ -1,4 +1,4 @@
-"""A stand-in for the engine that answers everything and remembers what reached it, byte by byte."""
+"""A stand-in for the engine that answers every request and records the bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
 
 @dataclass
 class Recorder:
-    """What came in: the first line of each request, the size of its body, the last body whole."""
-
     lines: list[str] = field(default_factory=list)
     bodies: list[int] = field(default_factory=list)
     last: bytes = b""
@@ -33,7 +31,6 @@ class Recorder:
         return found
 
     def serve(self, connection: socket.socket) -> None:
-        """Read one request whole, remember it, answer when nobody holds answers back."""
         with connection:
             data = b""
             while b"\r\n\r\n" not in data:

@@ -61,10 +61,6 @@ class Door:
 
 
 def free_port() -> int:
-    """Return a port that is free on every address and that no client is given as its own.
-
-    What the kernel offers lies among those, and a gateway that widens would meet one of them.
-    """
     for port in random.sample(range(20000, 32000), 50):
         with socket.socket() as probe:
             try:
@@ -76,7 +72,6 @@ def free_port() -> int:
 
 
 def long_answer(gate: Door) -> http.client.HTTPResponse:
-    """Ask for two seconds of pieces and return once the first one is there."""
     body = {
         **QUESTION,
         "stream": True,
@@ -96,12 +91,6 @@ class _Became(Exception):  # noqa: N818 - no error
 
 
 def becomes(run: Callable[[], int], **environment: str) -> list[str]:
-    """Return the command that a verb of the tool becomes: Python takes longer than nginx to start.
-
-    Args:
-        run: the verb.
-        environment: what its unit gives it.
-    """
 
     def execv(program: str, words: list[str]) -> None:
         raise _Became(*words)
@@ -126,7 +115,6 @@ def as_a_unit_does(host: Host) -> list[str]:
 def running(
     host: Host, *, engine: bool = True, command: list[str] | None = None, **changes: Any
 ) -> Iterator[Door]:
-    """Run a gateway on a free port before the stub, or before what listens in its place."""
     settings = host.gateway(port=free_port(), **changes)
     release = host.release()
     if engine:

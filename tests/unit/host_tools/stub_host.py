@@ -1,4 +1,4 @@
-"""A directory that stands for a host, with stub engines run below it."""
+"""A folder that acts as a host, with stub engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ STUB_DIR = REPOSITORY / "lab" / "stub_engine"
 
 
 def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
-    """Return a whole release.json; ``section__key=value`` changes one value."""
     data: dict[str, Any] = {
         "schema_version": 1,
         "name": name,
@@ -102,8 +101,6 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
 
 @dataclass
 class Host:
-    """A directory that stands for a host's root, and the engines started below it."""
-
     paths: Paths
     program: Path
     engines: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -153,7 +150,6 @@ class Host:
         return self.paths.root / "engine.log"
 
     def start(self, release: Release, fault: str = "", **environment: str) -> Engine:
-        """Run the stub with the release's arguments; return its client at once."""
         socket = self.paths.engine_socket(release.service)
         socket.parent.mkdir(parents=True, exist_ok=True)
         argv = [str(socket) if "engine.sock" in word else word for word in release.engine.argv]

@@ -1,4 +1,4 @@
-"""Answers of two releases are held against each other, step by step, as far as both began alike."""
+"""Comparison of recorded answers, step by step up to the first different token."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ OLD, NEW = "main-0123456789ab", "main-ba9876543210"
 
 
 class Words:
-    """An engine that says for each prompt what it is told, with log-probabilities."""
-
     def __init__(self) -> None:
         self.said: dict[str, list[tuple[str, dict[str, float]]]] = {}
         self.asked: list[dict[str, Any]] = []
@@ -50,7 +48,6 @@ class Words:
 
 @pytest.fixture
 def words(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Words]:
-    """Say what the engine on this host says; ``serves`` names the release that runs."""
     engine = Words()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""What `connect --for` prints, run by a shell and by the real clients against a real gateway."""
+"""The output of `connect`, used by a shell and by real clients of a real gateway."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ ANSWER = "35352137"
 
 @pytest.fixture
 def connection(gate: Door, tmp_path: Path) -> Connection:
-    """A connection to the gateway; its key is read by a command, as over SSH."""
     key = gate.host.paths.below(gate.settings.key_path)
     return Connection(
         host="spark-1",
@@ -43,7 +42,6 @@ def text_of(client: str, connection: Connection) -> str:
 
 
 def run_after(client: str, connection: Connection, program: str) -> str:
-    """Let a shell take what is printed, then a Python with nothing but its environment."""
     done = subprocess.run(
         ["bash", "-euc", f'eval "$1"; {sys.executable} -c "$2"', "-",
          text_of(client, connection), program],
@@ -168,7 +166,6 @@ def test_open_webui_gets_the_key_from_the_environment(
 def test_open_webui_example_uses_known_variables_and_loopback(
     connection: Connection,
 ) -> None:
-    """Its first visitor becomes its administrator, and it holds the key."""
     for ca in (None, "/home/me/ca.pem"):
         argv = shlex.split(text_of("openwebui", replace(connection, ca=ca)).splitlines()[1])
         given = dict(

@@ -1,4 +1,4 @@
-"""A release's compile cache: its own, else a copy of a proven one, else empty."""
+"""The compile cache of a release: reused, copied from a proven release, or empty."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 
 
 class Caches:
-    """A host whose releases have compile caches."""
-
     def __init__(self, host: Host):
         self.host, self.here = host, Machine(host.paths)
         self.reports: list[str] = []
@@ -48,7 +46,6 @@ class Caches:
         return self.host.paths.below(str(release.cache))
 
     def proven(self, name: str = PROVEN, key: str = KEY) -> Path:
-        """Start and prove a release whose engine compiles one kernel."""
         folder = self.start(name, key)
         boot.record_good(self.release(name, key), self.here)
         (folder / "nv").mkdir()

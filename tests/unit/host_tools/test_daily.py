@@ -1,4 +1,4 @@
-"""What decays on a host without anybody noticing is found by a daily look, and told."""
+"""The daily inspection reports each problem."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ def ago(days: float) -> str:
 
 @dataclass
 class Serving:
-    """A host that serves a proven release, with nothing wrong."""
-
     host: Host
     units: set[str] = field(default_factory=lambda: set(UNITS))
     clock: str = "yes"

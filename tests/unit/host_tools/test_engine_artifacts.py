@@ -32,7 +32,6 @@ def entry(path: Path) -> dict[str, object]:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree with its receipt, and the builder where a host has it."""
     homes = (str(REPOSITORY / "files" / home) for home in ("contract", "checkpoint"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(homes))
     made = tmp_path / "tree"
@@ -54,7 +53,6 @@ def flip(path: Path) -> None:
 
 
 def replace(path: Path, *, damaged: bool) -> None:
-    """Put another file in its place, of the same size and time."""
     status, other = path.stat(), path.with_name("other")
     other.write_bytes(path.read_bytes())
     if damaged:
@@ -72,7 +70,6 @@ def forget_stats(made: Path, *keys: str) -> None:
 
 
 def proven(host: Host, made: Path) -> list[str]:
-    """Prove the tree as a start does; return what was said."""
     said: list[str] = []
     serve.verify_checkpoints(
         host.release(tree={"path": str(made), "digest": "d" * 64}), said.append

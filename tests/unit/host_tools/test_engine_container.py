@@ -29,7 +29,6 @@ HOSTILE = {
 
 @pytest.fixture
 def client(host: Host, tmp_path: Path) -> Path:
-    """A docker client that writes down what it was given."""
     program = tmp_path / "bin/docker"
     program.parent.mkdir()
     program.write_text(

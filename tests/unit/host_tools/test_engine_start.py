@@ -106,8 +106,6 @@ CHAT, EMBED = "main-0123456789ab", "embed-0123456789ab"
 
 @dataclass
 class Systemd:
-    """What systemd says of units, and after how many questions another state holds."""
-
     states: dict[str, tuple[str, str]] = field(default_factory=dict)
     then: dict[int, dict[str, tuple[str, str]]] = field(default_factory=dict)
     asked: int = 0
@@ -188,8 +186,6 @@ PATIENCE_S = 30.0  # far more than any of these waits takes
 
 @dataclass
 class World:
-    """What the gate sees; it changes when the gate has said so many sentences."""
-
     meminfo: Path
     containers: list[str] = field(default_factory=list)
     neighbours: list[str] = field(default_factory=list)  # engines of other services

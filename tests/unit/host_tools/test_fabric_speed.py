@@ -1,4 +1,4 @@
-"""The test of a way between hosts is bounded, takes its own sender alone, and ends by itself."""
+"""The throughput test is limited, authenticated, and stops by itself."""
 
 from __future__ import annotations
 

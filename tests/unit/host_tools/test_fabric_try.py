@@ -1,4 +1,4 @@
-"""A network between hosts is tried before it is kept, and nothing of a try outlives a reboot."""
+"""A network between hosts is temporary until it is confirmed."""
 
 from __future__ import annotations
 
@@ -179,7 +179,6 @@ def test_restore_removes_the_network_and_keeps_a_copy(
 def test_restore_repairs_other_interfaces(
     paths: Paths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was seen of networkd 252: another interface has the port's address, none of its own."""
     ask(paths, monkeypatch, "try")
     broken = [{"ifname": "eth0", "addr_info": [{"local": "192.168.100.11", "prefixlen": 24}]}]
     (paths.root / "others").write_text(json.dumps(broken))
@@ -215,7 +214,6 @@ def test_restores_static_ipv6_but_no_advertised_route(
 
 
 def flush_for_a_while(paths: Paths, looks: int) -> None:
-    """Have eth0 lose its address and regain it: netplan stops NetworkManager while it applies."""
     late = "echo look >> $HERE/looks; [ $(wc -l < $HERE/looks) -gt $LOOKS ] || { echo '[]'; exit; }"
     (paths.root / "bin/ip").write_text(
         IP.replace("cat $HERE/others", f"{late}; cat $HERE/others")
@@ -260,7 +258,6 @@ def test_new_lease_is_not_replaced(paths: Paths, monkeypatch: pytest.MonkeyPatch
 
 
 def test_not_settled_while_netplan_runs(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A login before its end would prove the old network."""
     ask(paths, monkeypatch, "try")
     at_work = (
         "#!/bin/sh\necho look >> $HERE/looks; now=deactivating\n"
@@ -288,7 +285,6 @@ def test_hanging_netplan_is_not_confirmed(paths: Paths, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("soon_over")
 def test_not_settled_while_addresses_change(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who manages the network goes on after netplan's end: the way in may be lost only then."""
     ask(paths, monkeypatch, "try")
     (paths.root / "bin/ip").write_text(
         IP.replace(

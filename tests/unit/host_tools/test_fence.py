@@ -1,4 +1,4 @@
-"""Members of a cluster alone reach the ports of their release, and nothing of it stays behind."""
+"""Only members reach the ports of a cluster."""
 
 from __future__ import annotations
 

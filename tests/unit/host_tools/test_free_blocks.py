@@ -1,4 +1,4 @@
-"""Free memory in large blocks: what counts as low or fragmented, and what a start does about it."""
+"""Free memory in large blocks: limits, and defragmentation at a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody without a key reaches the gateway: what he can take of the host and of other clients."""
+"""Limits of the gateway against clients without a key."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def knock(
 
 
 def status(connection: socket.socket) -> int:
-    """Return the status of the answer; 0 when the connection ends without one."""
     try:
         head = connection.recv(4096)
     except ConnectionResetError:

@@ -106,7 +106,6 @@ def test_older_release_is_routed_by_its_own_names(house):
 
 
 def answered(house: House, bodies: list[bytes]) -> list[int]:
-    """Ask for all of them at once; return the statuses, once each has one or waits in an engine."""
     with ThreadPoolExecutor(len(bodies)) as together:
         asked = [together.submit(house.raw, CHAT, body) for body in bodies]
         deadline = time.monotonic() + 20

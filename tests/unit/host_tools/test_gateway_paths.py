@@ -1,4 +1,4 @@
-"""What reaches the engine is the list of allowed paths, however a request spells its path."""
+"""Only allowed paths reach the engine, in any spelling."""
 
 from __future__ import annotations
 
@@ -77,7 +77,6 @@ def watched(host: Host, nginx_program: Path) -> Iterator[Watched]:
 
 
 def spellings(path: str) -> Iterator[str]:
-    """Yield ways to write a path, or to lead to it past another one."""
     yield path
     yield from (f"{path}{end}" for end in ("/", "//", "/.", "/..", "?", "?x=1", "#x", ";x", "%20"))
     yield from (f"{path}{end}" for end in ("%00", "%0d%0a", "%3f", "%23", "%2f", "\\", "\t", ".js"))
@@ -97,7 +96,6 @@ def spellings(path: str) -> Iterator[str]:
 
 
 def corpus() -> list[tuple[str, str]]:
-    """Return methods and targets: what is allowed, what is not, and what lies in between."""
     allowed = [line.split(" ", 1)[1] for line in ALLOWED]
     listed = (REPOSITORY / "tests/fixtures/engine-routes-0.32.0.txt").read_text().splitlines()
     routes = [line.split()[0].replace("{response_id}", "resp_1") for line in listed]

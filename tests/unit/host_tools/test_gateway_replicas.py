@@ -1,4 +1,4 @@
-"""One address for several hosts: a real nginx, the stub engine here, another gateway beside it."""
+"""An address for several hosts: a real nginx, the stub engine, and another gateway."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ PATH = "/v1/chat/completions"
 
 
 class Other(ThreadingHTTPServer):
-    """The gateway of another host: what it says is the test's choice."""
-
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answering)
         self.status = 200

@@ -21,7 +21,6 @@ BODY = {"model": "vectors", "input": "Berlin"}
 
 @pytest.fixture
 def routed(host: Host, nginx_program: Path) -> Iterator[tuple[Door, Recorder, Recorder]]:
-    """A gateway of ``main`` that has ``embed`` answer one path; each engine is a recorder."""
     (host.paths.root / "usr/sbin").mkdir(parents=True)
     (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
     own = replace(host.gateway(), service="embed", port=18081)

@@ -1,4 +1,4 @@
-"""An engine that was taken over by somebody else: what root does about it stays harmless."""
+"""A hostile engine cannot make root change other files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 
 
 def mounted_for(host: Host, release: Release) -> list[Path]:
-    """Return the folders of the host that docker is told to put into the container, writable."""
     argv = container.docker_argv(release, host.paths)
     mounts = [argv[at + 1] for at, word in enumerate(argv) if word == "--mount"]
     fields = [dict(part.partition("=")[::2] for part in text.split(",")) for text in mounts]
@@ -38,7 +37,6 @@ def mounted_for(host: Host, release: Release) -> list[Path]:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A file of root that the engine would like to have written or opened to others."""
     path = tmp_path / "shadow"
     path.write_text("root:secret\n")
     path.chmod(0o600)
@@ -47,7 +45,6 @@ def victim(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def prepared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Release:
-    """A release whose start was prepared; its engine runs as nobody."""
     monkeypatch.setattr(docker, "is_up", lambda: True)
     monkeypatch.setattr(serve, "check_artifacts", lambda _: None)
     release = host.release(engine={**release_data()["engine"], "user": "nobody"})
@@ -57,7 +54,6 @@ def prepared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Release:
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Act with the engine's rights, as a program in its container would."""
     os.setegid(NOBODY.pw_gid)
     os.seteuid(NOBODY.pw_uid)
     try:

@@ -1,4 +1,4 @@
-"""A host of a cluster finds its rank and the other members in the kernel's tables."""
+"""Rank and members of a cluster from the kernel's tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def digits(address: str, port: int) -> str:
 def with_tables(
     root: Path, address: str, connections: list[tuple[str, int, str, int, str]]
 ) -> Paths:
-    """Lay down what the kernel of a host shows: its addresses, and connections with a state."""
     net = root / "proc/net"
     net.mkdir(parents=True, exist_ok=True)
     (net / "fib_trie").write_text(

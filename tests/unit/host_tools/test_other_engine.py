@@ -1,4 +1,4 @@
-"""Another engine is a row of data: the stub counts under other names, and is proven as ever."""
+"""Another engine is a row of metric names."""
 
 from __future__ import annotations
 

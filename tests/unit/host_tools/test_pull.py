@@ -1,4 +1,4 @@
-"""A pull is watched: what docker tells is progress, and a registry that stalls hangs nobody."""
+"""Progress and stall timeout of an image pull."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ A, B = "a" * 12, "b" * 12
 
 
 def layer(name: str, status: str, current: int = 0, total: int = 0) -> dict[str, Any]:
-    """Return what docker says of a layer."""
     detail = {"current": current, "total": total} if total else {}
     return {"status": status, "progressDetail": detail, "id": name}
 
@@ -43,7 +42,6 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
 
 
 def refused(stall_s: float = STALL_S) -> str:
-    """Return the one line in which a pull ends."""
     with pytest.raises(HostToolError) as caught:
         pulls.pull(REFERENCE, stall_s=stall_s)
     said = str(caught.value)

@@ -1,4 +1,4 @@
-"""Whatever fails, hangs, is killed or cut off in a rollout: a proven release comes out of it."""
+"""After any fault, kill or power cut in a rollout, a proven release serves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ FAULTS = ("kill before", "kill after", "cut before", "cut after", "reboot", "fai
 
 @dataclass(frozen=True)
 class Story:
-    """What lies on the host when the rollout under test begins, and what it is to."""
-
     before: tuple[str, ...] = ()  # deployed without a fault
     wanted: str = B
     broken: str = ""  # the step at which the wanted release fails
@@ -59,7 +57,6 @@ STORIES = {
 
 
 def ends_well(model: Model, story: Story) -> None:
-    """Whatever state a history left: no fault from now on, and the host is whole again."""
     model.faults.clear()
     model.calls_of_first = model.calls
     model.full = False
@@ -90,7 +87,6 @@ def ends_well(model: Model, story: Story) -> None:
 
 
 def lives_through(story: Story, faults: dict[int, str], then: Sequence[str] = ()) -> Model:
-    """Have the rollout of a story meet these faults, and prove that it ends well."""
     model = story.begun()
     served = model.serves()
     model.faults = dict(faults)

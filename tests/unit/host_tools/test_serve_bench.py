@@ -1,4 +1,4 @@
-"""The speed is measured once under new versions, and a clear loss is said with a way back."""
+"""The speed is measured once per versions; a clear loss is reported."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ NOW = {"kernel": "6.17", "driver": "580.142", "docker": "28.5.1", "toolkit": "1.
 
 
 class Record:
-    """Stands for the switch's record."""
-
     def __init__(self) -> None:
         self.data: dict[str, Any] = {"phases": []}
 

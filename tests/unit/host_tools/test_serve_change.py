@@ -1,4 +1,4 @@
-"""A change is followed under its own id, and a way back leads where it says."""
+"""Requests and records of rollouts, rollbacks, and stopped services."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ C = f"main-{'c' * 12}"
 
 @pytest.fixture
 def model() -> Model:
-    """A host that knows three releases."""
     return Model(known={A, B, C})
 
 
 def begun(model: Model) -> dict[str, Any]:
-    """Ask for the change to a release; nothing has run yet."""
     return records.begin(A, model.host())
 
 

@@ -1,4 +1,4 @@
-"""How a check ends: engines that never answer, limits of time, and what its proof is bound to."""
+"""Time limits of a check, and the run to which a proof is bound."""
 
 from __future__ import annotations
 

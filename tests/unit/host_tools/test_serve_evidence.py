@@ -1,4 +1,4 @@
-"""What a host shows of a running engine: its own fixed words, numbers, and what it really holds."""
+"""Evidence of a running engine: fixed messages, numbers and versions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def test_reports_mapped_libraries(tmp_path: Path) -> None:
 
 @pytest.fixture
 def shown(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Return what the command prints, as the controller reads it."""
     states = {"ActiveState": "active", "InvocationID": "run-1"}
     monkeypatch.setattr(systemd, "show", lambda units, _: dict.fromkeys(units, states))
     monkeypatch.setattr(docker, "container", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Who reaches the gateway: addresses, TLS and limits that change while it runs."""
+"""Addresses, TLS and limits of a running gateway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from stub_host import Host
 
 
 def addresses(port: int) -> set[str]:
-    """Ask ss who listens."""
     out = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True, check=True).stdout
     found = (line.split()[3].rpartition(":") for line in out.splitlines())
     return {address for address, _, number in found if number == str(port)}
@@ -165,7 +164,6 @@ def test_errors_fit_openai_and_anthropic_clients(gate: Door) -> None:
 
 @pytest.fixture
 def tailscale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in command that prints what the file beside it says, and fails without it."""
     program, state = tmp_path / "bin/tailscale", tmp_path / "bin/address"
     program.parent.mkdir()
     program.write_text(

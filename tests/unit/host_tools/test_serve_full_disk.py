@@ -45,8 +45,6 @@ def test_full_disk_keeps_the_previous_record(tmp_path: Path) -> None:
 
 
 class FullDisk(MemoryDisk):
-    """Nothing can be written any more."""
-
     def write(self, path: Path, document: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 

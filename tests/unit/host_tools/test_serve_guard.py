@@ -1,4 +1,4 @@
-"""An engine that eats the host's memory while it loads is ended before the host dies."""
+"""The start guard kills an engine before the host runs out of memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ FLOOR = 4 * GIB
 
 @pytest.fixture
 def meminfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the host says of its memory; see :func:`leave`."""
     path = tmp_path / "meminfo"
     monkeypatch.setenv("SPARK_MEMINFO", str(path))
     leave(path, 60)
@@ -34,7 +33,6 @@ def meminfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def asked(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What systemd was asked for; the engine ends with its unit."""
     words: list[tuple[str, ...]] = []
 
     def systemctl(*said: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -55,7 +53,6 @@ def leave(meminfo: Path, gib: float) -> None:
 
 @pytest.fixture
 def held(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the stub stand for the first process of its container."""
     monkeypatch.setattr(container, "open_process", lambda _: os.pidfd_open(host.engines[-1].pid))
 
 

@@ -1,4 +1,4 @@
-"""What a host tells of itself, as the controller reads it."""
+"""`spark-host status` as the controller reads it."""
 
 import json
 
@@ -20,7 +20,6 @@ OTHER = "main-ffffffffffff"
 
 @pytest.fixture
 def told(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Return what the command prints of a host whose unit is up, as the controller reads it."""
 
     def ask(**unit: str) -> HostStatus:
         states = {"ActiveState": "active", "InvocationID": "run-1", "NRestarts": "2", **unit}

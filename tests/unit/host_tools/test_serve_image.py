@@ -1,4 +1,4 @@
-"""An image taken from its blobs: a real nginx on the loopback address, a docker that pulls."""
+"""An image from local blobs: a real nginx and a docker that pulls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def daemon(host: Host) -> Iterator[Daemon]:
 
 
 def pulls(daemon: Daemon, answer: Answer, reference: str) -> None:
-    """Do what docker does: ask the address in the name, by digest, and check each."""
     address, _, name = reference.partition("/")
     name, _, version = name.partition("@")
     if not address.startswith("127.0.0.1:"):

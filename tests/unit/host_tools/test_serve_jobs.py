@@ -1,4 +1,4 @@
-"""Jobs end well only with their proof, and say where they stand."""
+"""Results and states of jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ D12 = "0123456789ab"
 
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
-    """What systemd answers about each unit; empty means it never saw it."""
     states: dict[str, dict[str, str]] = {}
     monkeypatch.setattr(systemd, "loaded", lambda patterns, fields: states)
     return states
@@ -75,7 +74,6 @@ RECEIPT = (
 def test_hub_token_is_removed_with_its_job_and_dependents(
     host: Host, monkeypatch: pytest.MonkeyPatch, result: str, stopping: bool, left: str
 ) -> None:
-    """Job 2 needs 1, 3 needs 2; a host that reboots goes on with all of them."""
     after = {"1": [], "2": ["1"], "3": ["2"], "4": []}
     digests = {name: name * 12 for name in after}
     for name, digest in digests.items():

@@ -26,15 +26,12 @@ IMAGE = {"Config": {"Labels": {"spark.digest": "e" * 64}}}
 
 
 class Late:
-    """A docker daemon that takes its time, and programs that do."""
-
     def __init__(self, folder: Path) -> None:
         self.delays_s: list[float] = []
         self.version = "29.2.1"
         self.folder = folder
 
     def program(self, name: str, *delays_s: float, says: str) -> None:
-        """Put a program on the path that sleeps for these times, one for each call."""
         for number, delay_s in enumerate(delays_s):
             (self.folder / f"{name}.{number}").write_text(str(delay_s))
         path = self.folder / name

@@ -1,4 +1,4 @@
-"""Checks of servers that answer with numbers, and of base models: each fails by its fault."""
+"""Checks of pooling and base models; each fails by its fault."""
 
 from __future__ import annotations
 

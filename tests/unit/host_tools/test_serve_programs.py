@@ -1,4 +1,4 @@
-"""A program of the host is asked with a limit, and its absence is no error."""
+"""Programs run with time limits; an absent program is no error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def test_absent_failed_and_hanging_programs_have_no_output(
 def test_stuck_program_does_not_block_and_is_not_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Stands for one that hangs in its driver: not even SIGKILL ends it before the driver does."""
     started: list[subprocess.Popen[str]] = []
 
     class Stuck(subprocess.Popen):  # type: ignore[type-arg]

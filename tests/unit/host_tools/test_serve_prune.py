@@ -1,4 +1,4 @@
-"""Pruning removes what nothing kept needs, says its bytes truly, and touches nothing else."""
+"""Prune removes only unneeded files and reports the freed space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pruning of images, and of what unfinished work left: only what nobody else needs or named."""
+"""Prune of images and unfinished folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heat and a stuck power supply become one event each, in words that say what to do."""
+"""Heat and a stuck power supply make an event each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host lends: a real nginx on a port of 127.0.0.1."""
+"""Peer downloads from a real nginx on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ KEY = "key-of-this-run-1234"
 
 @dataclass
 class Lender:
-    """A host that lends, and how to ask it."""
-
     root: Path
     port: int
 

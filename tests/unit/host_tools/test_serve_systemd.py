@@ -1,4 +1,4 @@
-"""A systemd that does not answer is told apart from one that has nothing to say."""
+"""A timeout of systemd is not an empty answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from spark_host.system import systemd
 
 @pytest.fixture(autouse=True)
 def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of systemd that take a question and say nothing."""
     for name in ("systemctl", "journalctl"):
         (tmp_path / name).write_text("#!/bin/sh\nexec sleep 30\n")
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""What is ours and may go: never what was there before, what others need, or what is unknown."""
+"""Uninstall removes only managed resources."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ def was(**more: Any) -> Before:
 
 
 class Apt:
-    """Packages with what each depends on; those of ``by_hand`` nobody removes by the way."""
-
     def __init__(self, *by_hand: str, **needs: tuple[str, ...]):
         self.needs = {name.replace("_", "-"): of for name, of in needs.items()}
         self.by_hand = set(by_hand)

@@ -1,4 +1,4 @@
-"""The units are what systemd accepts, and they cannot loop for ever."""
+"""systemd accepts the units, and no unit restarts forever."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ def test_systemd_accepts_every_unit(tmp_path: Path) -> None:
 
 
 def outlasts_all_its_starts(unit: dict[str, str], service: dict[str, str]) -> bool:
-    """Add up what systemd allows: every step is timed by itself, and so is every stop."""
     commands = section("spark-serve@.service", "Service")
     starting = [name for name in commands if name.startswith("ExecStart")]
     stopping = [name for name in commands if name.startswith("ExecStop")]

@@ -1,4 +1,4 @@
-"""The host tools see a pending reboot in files alone, quickly enough for every status."""
+"""A pending reboot is read from files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ LOADED = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  580.142  Rel
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host with its newest kernel running and its driver whole."""
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="6.17.0-1014-nvidia"))
     for path in ("run", "boot", "proc/driver/nvidia", "usr/lib/aarch64-linux-gnu"):
         (tmp_path / path).mkdir(parents=True)

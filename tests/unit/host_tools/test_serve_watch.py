@@ -1,4 +1,4 @@
-"""A wedged engine is told from one that reads a long prompt, starts or has died."""
+"""Stalled engines are told apart from busy, starting and dead engines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ class SeenEnoughError(Exception):
 
 @pytest.fixture
 def acts(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Run the watch fast, write down what it does instead of doing it, and end it then."""
     done: list[tuple[str, str]] = []
 
     def act(release: Release, kind: str, reason: str, held: int | None, paths: Paths) -> None:
@@ -80,7 +79,6 @@ def acts(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def looks(monkeypatch: pytest.MonkeyPatch, most: int) -> list[float]:
-    """Have the watch look that many times at most; return when it looked."""
     at: list[float] = []
 
     def available() -> int:
@@ -95,7 +93,6 @@ def looks(monkeypatch: pytest.MonkeyPatch, most: int) -> list[float]:
 
 @pytest.fixture
 def listener(host: Host) -> Iterator[socket.socket]:
-    """A socket in the engine's place: it takes connections and never says a word."""
     path = host.paths.engine_socket(host.release().service)
     path.parent.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as listening:

@@ -1,4 +1,4 @@
-"""The watch ends an engine on a host in trouble: docker, disk and driver may all hang."""
+"""The watchdog kills an engine even if docker, disk and driver hang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ UNIT = f"spark-serve@{RELEASE}.service"
 
 @pytest.fixture
 def engine() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that stands for the engine's first one."""
     child = subprocess.Popen(["sleep", "60"])
     yield child
     child.kill()
@@ -33,7 +32,6 @@ def engine() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What systemd was asked for; the unit is taken to go on at once."""
     words: list[tuple[str, ...]] = []
 
     def systemctl(*said: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
-"""A candidate whose last steps fail is taken back, and nothing names it good afterwards.
+"""A candidate whose last steps fail is rolled back, and is not good afterwards.
 
-Faults are put at every call by ``test_rollout_histories.py``; here is what people are told of them.
+Faults at every call are in `test_rollout_histories.py`; these tests check the reports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A member notices who joins, who leaves and who is silent, and is proven by its head."""
+"""Members of a cluster notice joins, losses and silence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ HEAD, WORKER = "127.0.0.2", "127.0.0.3"
 
 
 def free_port() -> int:
-    """Return a port after which one is free."""
     with socket.socket() as free:
         free.bind((HEAD, 0))
         return int(free.getsockname()[1]) - 1
@@ -52,7 +51,6 @@ def tables(root: Path, release: Release, here: str, *, joined: bool) -> Paths:
 
 
 def boots(release: Release, root: Path) -> None:
-    """Have this release be the one that boots, which only a proven one is."""
     links = root / "etc/systemd/system/multi-user.target.wants"
     links.mkdir(parents=True)
     (links / release.serve_unit).symlink_to("/etc/systemd/system/spark-serve@.service")
@@ -171,7 +169,6 @@ def test_worker_fails_when_its_head_rolls_back(tmp_path: Path) -> None:
 
 
 def test_worker_does_not_wait_for_a_head_that_left(tmp_path: Path) -> None:
-    """It goes back, and waits for this worker to do so: both would wait for as long."""
     release = pair(join_s=3)
     assert release.cluster is not None
     join = (WORKER, 40000, HEAD, release.cluster.port, "01")
