@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from spark_contract.tool import STAND_IN
 
-from spark_deploy.config.documents.declare import later, needed
+from spark_deploy.config.documents import CLOSED
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class Answer:
     """One answer of the seeds' protocol; tokens as the server's usage block counts them."""
 
-    prompt: str = needed("Name of the prompt.")
-    run: int = needed("1 is the warm-up, of which no figure is shown.", minimum=1)
-    asked_tokens: int = needed("The most that was asked for.", minimum=1)
-    prompt_tokens: int = needed("Tokens of the prompt.", minimum=0)
-    completion_tokens: int = needed("Tokens of the answer.", minimum=0)
-    first_token_s: float = needed("From the question to the first piece of the answer.", minimum=0)
-    wall_s: float = needed("From the question to the end of the answer.", minimum=0)
+    prompt: str
+    """Name of the prompt."""
+    run: PositiveInt
+    """1 is the warm-up, of which no figure is shown."""
+    asked_tokens: PositiveInt
+    """The most that was asked for."""
+    prompt_tokens: NonNegativeInt
+    """Tokens of the prompt."""
+    completion_tokens: NonNegativeInt
+    """Tokens of the answer."""
+    first_token_s: NonNegativeFloat
+    """From the question to the first piece of the answer."""
+    wall_s: NonNegativeFloat
+    """From the question to the end of the answer."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -28,36 +36,56 @@ class Answer:
         return self.completion_tokens / self.wall_s if self.wall_s else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class Cell:
     """One case of llama-benchy: a depth and a number of clients; means over its runs."""
 
-    depth_tokens: int = needed("Tokens of the conversation before.", minimum=0)
-    concurrency: int = needed("Clients at a time.", minimum=1)
-    prompt_tokens: int = needed("Tokens of the prompt (pp).", minimum=0)
-    generated_tokens: int = needed("Tokens of the answer (tg).", minimum=0)
-    prefill_tokens_per_s: float | None = needed("Of all clients together.")
-    decode_tokens_per_s: float | None = needed("Of all clients together.")
-    decode_deviation: float | None = needed("Standard deviation of it over the runs.")
-    first_response_ms: float | None = needed("Mean time to the first response.")
+    depth_tokens: NonNegativeInt
+    """Tokens of the conversation before."""
+    concurrency: PositiveInt
+    """Clients at a time."""
+    prompt_tokens: NonNegativeInt
+    """Tokens of the prompt (pp)."""
+    generated_tokens: NonNegativeInt
+    """Tokens of the answer (tg)."""
+    prefill_tokens_per_s: float | None
+    """Of all clients together."""
+    decode_tokens_per_s: float | None
+    """Of all clients together."""
+    decode_deviation: float | None
+    """Standard deviation of it over the runs."""
+    first_response_ms: float | None
+    """Mean time to the first response."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class Load:
     """One case of `vllm bench serve`: random prompts, greedy, answers of a fixed length."""
 
-    concurrency: int = needed("Clients at a time.", minimum=1)
-    prompt_tokens: int = needed("Asked for in each prompt.", minimum=1)
-    answer_tokens: int = needed("Asked for in each answer.", minimum=1)
-    requests: int = needed("Asked after the warm-up.", minimum=1)
-    completed: int = needed("Of them answered whole.", minimum=0)
-    seed: int = needed("Of the random prompts: a new one for each case, so nothing is cached.")
-    sent_tokens: int = needed("Of all prompts together.", minimum=0)
-    answered_tokens: int = needed("Of all answers together.", minimum=0)
-    output_tokens_per_s: float = needed("Of all clients together.", minimum=0)
-    first_token_ms: float = needed("Mean time to the first token (ttft).", minimum=0)
-    token_ms: float = needed("Mean time of each token after it (tpot).", minimum=0)
-    request_ms: float = needed("Mean time of a whole request (e2el).", minimum=0)
+    concurrency: PositiveInt
+    """Clients at a time."""
+    prompt_tokens: PositiveInt
+    """Asked for in each prompt."""
+    answer_tokens: PositiveInt
+    """Asked for in each answer."""
+    requests: PositiveInt
+    """Asked after the warm-up."""
+    completed: NonNegativeInt
+    """Of them answered whole."""
+    seed: int
+    """Of the random prompts: a new one for each case, so nothing is cached."""
+    sent_tokens: NonNegativeInt
+    """Of all prompts together."""
+    answered_tokens: NonNegativeInt
+    """Of all answers together."""
+    output_tokens_per_s: NonNegativeFloat
+    """Of all clients together."""
+    first_token_ms: NonNegativeFloat
+    """Mean time to the first token (ttft)."""
+    token_ms: NonNegativeFloat
+    """Mean time of each token after it (tpot)."""
+    request_ms: NonNegativeFloat
+    """Mean time of a whole request (e2el)."""
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -72,28 +100,40 @@ class Load:
         return 1000 / self.token_ms if self.token_ms else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class Sample:
     """The host at one moment of the bench."""
 
-    at_s: float = needed("Since the bench began.", minimum=0)
-    available_bytes: int = needed("MemAvailable.", minimum=0)
-    temperature_c: float | None = needed("Of the GPU.")
-    power_w: float | None = needed("Of the GPU.")
+    at_s: NonNegativeFloat
+    """Since the bench began."""
+    available_bytes: NonNegativeInt
+    """MemAvailable."""
+    temperature_c: float | None
+    """Of the GPU."""
+    power_w: float | None
+    """Of the GPU."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class Served:
     """What was measured."""
 
-    host: str = needed("Name in the inventory.")
-    release: str = needed("Name of the release that served.")
-    model: str = needed("Name in the catalog.")
-    profile: str = needed("Name in the catalog.")
-    image: str = needed("Image of the engine.")
-    tree: str = needed("Path of the tree on the host.")
-    versions: dict[str, str] = needed("Kernel, driver, docker and so on, as the host says.")
-    portable: bool = later(False, "Whether the engine computed without quantised kernels.")
+    host: str
+    """Name in the inventory."""
+    release: str
+    """Name of the release that served."""
+    model: str
+    """Name in the catalog."""
+    profile: str
+    """Name in the catalog."""
+    image: str
+    """Image of the engine."""
+    tree: str
+    """Path of the tree on the host."""
+    versions: dict[str, str]
+    """Kernel, driver, docker and so on, as the host says."""
+    portable: bool = False
+    """Whether the engine computed without quantised kernels."""
 
     @property
     def no_spark(self) -> str:
@@ -105,31 +145,45 @@ class Served:
         return f"{''.join(parts)}This says nothing of a Spark." if parts else ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class Published:
     """What others measured of the same model and profile, one request at a time."""
 
-    tokens_per_s: float = needed("Their figure.", minimum=0)
-    source: str = needed("Whose it is, and the stack that it was measured on.")
+    tokens_per_s: NonNegativeFloat
+    """Their figure."""
+    source: str
+    """Whose it is, and the stack that it was measured on."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class BenchResult:
     """One run of `spark-deploy bench` against one host."""
 
-    schema_version: Literal[1] = needed("Format of this file.")
-    at: str = needed("When it began, UTC.")
-    served: Served = needed()
-    answers: tuple[Answer, ...] = needed("Protocol `seeds`; empty when it was not asked for.")
-    cells: tuple[Cell, ...] = needed("Protocol `llama-benchy`; empty when it was not asked for.")
-    llama_benchy: str | None = needed("Version of llama-benchy.")
-    drafted_tokens: int = needed("By the engine's counters, over the whole bench.", minimum=0)
-    accepted_tokens: int = needed("Of them accepted.", minimum=0)
-    samples: tuple[Sample, ...] = needed("The host while it was measured.")
-    notes: tuple[str, ...] = needed("What was left out, and why.")
-    loads: tuple[Load, ...] = later((), "Protocol `vllm-bench`; empty when it was not asked for.")
-    vllm: str | None = later(None, "Version of vLLM, of that protocol.")
-    published: tuple[Published, ...] = later((), "Figures of others, to be read beside `seeds`.")
+    schema_version: Literal[1]
+    """Format of this file."""
+    at: str
+    """When it began, UTC."""
+    served: Served
+    answers: tuple[Answer, ...]
+    """Protocol `seeds`; empty when it was not asked for."""
+    cells: tuple[Cell, ...]
+    """Protocol `llama-benchy`; empty when it was not asked for."""
+    llama_benchy: str | None
+    """Version of llama-benchy."""
+    drafted_tokens: NonNegativeInt
+    """By the engine's counters, over the whole bench."""
+    accepted_tokens: NonNegativeInt
+    """Of them accepted."""
+    samples: tuple[Sample, ...]
+    """The host while it was measured."""
+    notes: tuple[str, ...]
+    """What was left out, and why."""
+    loads: tuple[Load, ...] = ()
+    """Protocol `vllm-bench`; empty when it was not asked for."""
+    vllm: str | None = None
+    """Version of vLLM, of that protocol."""
+    published: tuple[Published, ...] = ()
+    """Figures of others, to be read beside `seeds`."""
 
     @property
     def acceptance_fraction(self) -> float | None:

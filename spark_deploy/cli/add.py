@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,13 +21,13 @@ from spark_deploy.cli.plan_text import plan_lines, row
 from spark_deploy.cli.recipes import draft_of_recipe
 from spark_deploy.cli.terminal import next_command, note, print_problem, print_result
 from spark_deploy.config.catalog.anatomy import Anatomy
-from spark_deploy.config.catalog.companions import HUB_REPOSITORY, is_repository
+from spark_deploy.config.catalog.companions import is_repository
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.types import Engine, Engines, Families
-from spark_deploy.config.documents.shown import one_line, shown
-from spark_deploy.config.documents.yaml_files import read_mapping
 from spark_deploy.config.errors import CatalogError, SparkError
+from spark_deploy.config.printable import one_line, shown
+from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.lock.anatomy import anatomy_of, ask_hub
 from spark_deploy.lock.hub import card_of
 from spark_deploy.lock.hub_token import read_hub_token
@@ -149,7 +148,7 @@ def _inspect(options: Options, place: str, host: Target) -> int:
     """
     if Path(place).is_dir():
         place = str(Path(place).absolute())
-    elif not re.match(HUB_REPOSITORY["pattern"], place.partition("@")[0]):
+    elif not is_repository(place.partition("@")[0]):
         raise CatalogError.one(place, "is neither a directory nor org/name", "check the spelling")
     with workplace(host.settings.settings.hub) as builder:
         words = [orders.JSON] if options.json else []

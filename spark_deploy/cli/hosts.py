@@ -14,8 +14,8 @@ from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.schema_check import closest
 from spark_deploy.config.errors import SettingsError, SparkError
+from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.host_names import KEY, read_repositories

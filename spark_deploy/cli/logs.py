@@ -17,7 +17,7 @@ from spark_deploy.cli.connect import login_of
 from spark_deploy.cli.hosts import select_hosts
 from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.terminal import note
-from spark_deploy.config.documents.shown import shown
+from spark_deploy.config.printable import shown
 
 _PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
 

@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from spark_deploy.config.documents.shown import in_words
+from spark_deploy.config.printable import in_words
 
 _STEP = re.compile(r"--> Starting operation: (?P<role>[^|]+?) \| (?P<name>.+?)\s*$")
 _HOST = re.compile(r"^ {4}\[(?P<host>[^\]]+)\]\s+(?P<text>.*?)\s*$")

@@ -18,8 +18,8 @@ from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.cli.hosts import Target
 from spark_deploy.cli.terminal import note, short_list
-from spark_deploy.config.documents.shown import in_words
 from spark_deploy.config.errors import Problem, SparkError, unreachable
+from spark_deploy.config.printable import in_words
 from spark_deploy.hosts.status import HostStatus, Status
 from spark_deploy.inventory import host_keys, login
 from spark_deploy.inventory.host_keys import Endpoint, Seen, readable_ssh_files

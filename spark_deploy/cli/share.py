@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 import yaml
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from spark_contract import files
 from spark_contract.records import Proof
 from spark_contract.units import COMMIT
@@ -26,10 +28,10 @@ from spark_deploy.cli.query_hosts import query, read_status
 from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.checkout import catalog_names
-from spark_deploy.config.documents.declare import convert, needed, schema_of, setting, typed
-from spark_deploy.config.documents.schema_check import dotted, problems_of
+from spark_deploy.config.documents import CLOSED, convert, schema_of, typed
 from spark_deploy.config.errors import CatalogError, LockError, Problem
-from spark_deploy.config.settings.service import CATALOG_NAME
+from spark_deploy.config.schema_errors import dotted, problems_of
+from spark_deploy.config.settings.service import CatalogName
 from spark_deploy.lock import hub
 from spark_deploy.lock.file import checked, read_lock, write_lock
 from spark_deploy.lock.hub_token import read_hub_token
@@ -48,35 +50,56 @@ _SECRET_KEY = re.compile(r"(?i)(token|secret|password|api[-_]?key)$")
 _UNPROVEN = "no queried host serves and has checked it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Identity:
-    revision: str = needed("Requested revision.", maxLength=200)
-    commit: str = needed("Commit of the revision.", pattern=f"^{COMMIT}$")
+    """A locked repository."""
+
+    revision: str = Field(max_length=200)
+    """Requested revision."""
+    commit: str = Field(json_schema_extra={"pattern": f"^{COMMIT}$"})
+    """Commit of the revision."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Summary:
     """The last check of the pair on the author's host."""
 
-    level: str = needed("quick, full or deep.", maxLength=20)
-    ok: bool = needed("Whether all required checks passed.")
-    checked_at: str = needed("Time in UTC.", maxLength=40)
-    engine: str = needed("Version of the engine.", maxLength=80)
-    portable: bool = needed("Without the kernels of a Spark.")
-    stubbed: tuple[str, ...] = setting((), "Stand-ins of the virtual lab.")
-    checks: dict[str, bool] = setting(dict, "Checks by name: whether they passed.")
+    level: str = Field(max_length=20)
+    """quick, full or deep."""
+    ok: bool
+    """Whether all required checks passed."""
+    checked_at: str = Field(max_length=40)
+    """Time in UTC."""
+    engine: str = Field(max_length=80)
+    """Version of the engine."""
+    portable: bool
+    """Without the kernels of a Spark."""
+    stubbed: tuple[str, ...] = ()
+    """Stand-ins of the virtual lab."""
+    checks: dict[str, bool] = Field(default_factory=dict)
+    """Checks by name: whether they passed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class Shared:
-    shared: Literal[1] = needed("Version of this format.")
-    name: str = needed("Name of the model.", **CATALOG_NAME)
-    model: dict[str, Any] = needed("File of the model.")
-    profile_name: str = needed("Name of the profile.", **CATALOG_NAME)
-    profile: dict[str, Any] = needed("File of the profile.")
-    sources: dict[str, Identity] = setting(dict, "Locked repositories.")
-    images: dict[str, str] = setting(dict, "Locked images; for information.")
-    proof: Summary | None = setting(None, "Null: no queried host serves it.")
+    """The file."""
+
+    shared: Literal[1]
+    """Version of this format."""
+    name: CatalogName
+    """Name of the model."""
+    model: dict[str, Any]
+    """File of the model."""
+    profile_name: CatalogName
+    """Name of the profile."""
+    profile: dict[str, Any]
+    """File of the profile."""
+    sources: dict[str, Identity] = Field(default_factory=dict)
+    """Locked repositories."""
+    images: dict[str, str] = Field(default_factory=dict)
+    """Locked images; for information."""
+    proof: Summary | None = None
+    """Null: no queried host serves it."""
 
 
 @click.command

@@ -15,8 +15,8 @@ from rich.text import Text
 from spark_contract.documents import plain
 
 from spark_deploy.cli.options import Options
-from spark_deploy.config.documents.shown import shown
 from spark_deploy.config.errors import Problem
+from spark_deploy.config.printable import shown
 
 _TITLE = re.compile(r"^(?:\S+: | *\S+(?: \S+)? {2,}| {2,})")
 _COMMAND = re.compile(  # to be copied into a shell

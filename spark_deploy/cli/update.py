@@ -14,9 +14,9 @@ from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.terminal import note
 from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
 from spark_deploy.config.catalog.model import PlainModel
-from spark_deploy.config.documents.declare import typed
-from spark_deploy.config.documents.schema_check import closest
+from spark_deploy.config.documents import typed
 from spark_deploy.config.errors import LockError
+from spark_deploy.config.schema_errors import closest
 from spark_deploy.hosts.status import HostStatus
 from spark_deploy.inventory.host_names import hold_if_told, open_questions, unread
 from spark_deploy.lock.file import read_lock, write_lock

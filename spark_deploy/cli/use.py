@@ -18,9 +18,9 @@ from spark_deploy.cli.hosts import Target, select_hosts
 from spark_deploy.cli.options import Options, names_of, shared_options
 from spark_deploy.cli.terminal import next_command, note, print_result
 from spark_deploy.config.catalog.types import Catalog
-from spark_deploy.config.documents.schema_check import closest, dotted
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
-from spark_deploy.config.settings.cross_checks import broken
+from spark_deploy.config.schema_errors import closest, dotted
+from spark_deploy.config.settings.cross_checks import broken_rules
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.inventory.groups import refuse_together
 
@@ -118,7 +118,7 @@ def _check(all_hosts: Sequence[Target], chosen: set[str], wanted: dict[str, Any]
             after[host.name] = replace(host.settings, settings=settings)
             problems += [
                 Problem(f"{host.name}: {dotted(one.key)}", one.what, one.fix)
-                for one in broken(settings)
+                for one in broken_rules(settings)
             ]
     if problems:
         raise SettingsError(problems)

@@ -194,7 +194,7 @@ NJS_MODULES = (NJS, "nginx-module-njs")
 
 
 def planned_packages(plan: BasePlan) -> tuple[str, ...]:
-    return (*plan.packages, *(["earlyoom"] if plan.earlyoom else []))
+    return (*plan.packages, *(["earlyoom"] if plan.settings.earlyoom else []))
 
 
 def fact_arguments(plan: BasePlan) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def install_packages(plan: BasePlan) -> Commands:
         return
     # Our gateway is a separate instance; the package's default site must not open port 80.
     nginx = any(package.startswith("nginx") for package in missing)
-    yield install(missing, plan.package_lock_wait_s, ["nginx.service"] if nginx else [])
+    yield install(missing, plan.settings.package_lock_wait_s, ["nginx.service"] if nginx else [])
 
 
 @operation()
@@ -264,7 +264,7 @@ def create_directories(plan: BasePlan) -> Commands:
 @host_errors
 def hold_driver(plan: BasePlan) -> Commands:
     """Keep driver packages out of unattended upgrades, or allow them again."""
-    held = plan.hold_driver_in_unattended_upgrades
+    held = plan.settings.hold_driver_in_unattended_upgrades
     if not (yield from _sync([HOLD_FILE], read_state(plan).files, wanted=held)):
         host.noop(
             "unattended upgrades skip driver packages"
@@ -279,17 +279,17 @@ def disable_sleep(plan: BasePlan) -> Commands:
     """Keep the host from suspending: a sleeping server cannot be woken over the network."""
     units = read_state(plan).units
     awake = [target for target in SLEEP_TARGETS if units.get(target) != "masked"]
-    if plan.disable_sleep and awake:
+    if plan.settings.disable_sleep and awake:
         yield StringCommand("systemctl", "mask", *awake)
     else:
-        host.noop("sleep is disabled" if plan.disable_sleep else "sleep is left as it is")
+        host.noop("sleep is disabled" if plan.settings.disable_sleep else "sleep is left as it is")
 
 
 @operation()
 @host_errors
 def protect_login(plan: BasePlan) -> Commands:
     """Guarantee memory to SSH and login sessions, or remove the guarantee."""
-    state, wanted = read_state(plan), plan.protect_login
+    state, wanted = read_state(plan), plan.settings.protect_login
     changed = yield from _sync(GUARANTEE_FILES, state.files, wanted=wanted)
     # Stale units: a run was interrupted between the files and the reload.
     if changed or state.stale_units:
@@ -302,7 +302,7 @@ def protect_login(plan: BasePlan) -> Commands:
 @host_errors
 def set_compaction(plan: BasePlan) -> Commands:
     """Set how much the kernel compacts memory in the background, or restore the default."""
-    state, wanted = read_state(plan), plan.compaction_proactiveness
+    state, wanted = read_state(plan), plan.settings.compaction_proactiveness
     if wanted is None:
         file = compaction_file(_KERNEL_COMPACTION)
         if not (yield from _sync([file], state.files, wanted=False)):
@@ -324,7 +324,7 @@ def set_compaction(plan: BasePlan) -> Commands:
 def set_boot_target(plan: BasePlan) -> Commands:
     """Boot without the desktop if ``headless``; a running desktop is not stopped."""
     target = read_state(plan).boot_target
-    if not plan.headless or target == "multi-user.target":
+    if not plan.settings.headless or target == "multi-user.target":
         host.noop(f"boots into {target}")
         return
     log("takes effect at the next boot")
@@ -336,7 +336,7 @@ def set_boot_target(plan: BasePlan) -> Commands:
 def run_earlyoom(plan: BasePlan) -> Commands:
     """Run earlyoom with our preferences if enabled; compares the arguments of the process."""
     state = read_state(plan)
-    if not plan.earlyoom:
+    if not plan.settings.earlyoom:
         host.noop("earlyoom is not enabled")
         return
     changed = yield from _sync([EARLYOOM_FILE], state.files, wanted=True)

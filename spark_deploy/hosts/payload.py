@@ -22,7 +22,7 @@ from spark_contract.tool import TOOL
 from spark_contract.units import UNITS_DIR
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.digest import digest_of
+from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import SparkError
 from spark_deploy.plan.types import ManagedFile
 

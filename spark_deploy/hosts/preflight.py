@@ -55,33 +55,35 @@ def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     In this order because each check works when later ones fail: the PCI id is readable while the
     driver is broken, and a broken driver on the right board does not make it a wrong host.
     """
+    expect = needs.expect
     seen = survey.identity
-    if seen.arch != needs.arch:
+    if seen.arch != expect.arch:
         fix = "take this host out of the inventory, or set expect.arch for another machine"
-        yield _error("architecture", f"{seen.arch or 'unknown'}, expected {needs.arch}", fix)
+        yield _error("architecture", f"{seen.arch or 'unknown'}, expected {expect.arch}", fix)
         return
-    if needs.pci_ids and not set(seen.pci) & set(needs.pci_ids):
+    if expect.pci_ids and not set(seen.pci) & set(expect.pci_ids):
         nvidia = ", ".join(device for device in seen.pci if device.startswith("10de:"))
         yield _error(
             "PCI",
-            f"no device {' or '.join(needs.pci_ids)} (NVIDIA devices found: {nvidia or 'none'})",
+            f"no device {' or '.join(expect.pci_ids)} (NVIDIA devices found: {nvidia or 'none'})",
             "not the expected board, or the GPU fell off the bus: power-cycle, look at lspci",
         )
         return
-    if (seen.os_id, seen.os_version) != (needs.os_id, needs.os_version):
+    if (seen.os_id, seen.os_version) != (expect.os_id, expect.os_version):
         yield _error(
             "operating system",
-            f"{seen.os_name or seen.os_id or 'unknown'}, expected {needs.os_id} {needs.os_version}",
+            f"{seen.os_name or seen.os_id or 'unknown'}, "
+            f"expected {expect.os_id} {expect.os_version}",
             "install that release, or set expect.os_id and expect.os_version if you know it works",
         )
-    if needs.dgx_release in ("require", "warn") and not seen.dgx_release:
+    if expect.dgx_release in ("require", "warn") and not seen.dgx_release:
         problem = Problem(
             "DGX OS",
             "/etc/dgx-release is missing",
             "plain Ubuntu needs kernel parameters and a watchdog driver of DGX OS, or the board "
             "resets about every 20 minutes; set expect.dgx_release: ignore when you have them",
         )
-        yield needs.dgx_release == "require", problem
+        yield expect.dgx_release == "require", problem
     yield from _driver(needs, survey.gpu)
 
 
@@ -104,11 +106,11 @@ def _driver(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
         yield _error("driver", message, _DRIVER_FIX[gpu.smi])
         return
     names = [each.name for each in gpu.gpus]
-    if needs.gpu_name and needs.gpu_name not in names:
-        message = f"{', '.join(names)}, expected {needs.gpu_name}"
+    if needs.expect.gpu_name and needs.expect.gpu_name not in names:
+        message = f"{', '.join(names)}, expected {needs.expect.gpu_name}"
         yield _error("GPU", message, "set expect.gpu_name")
-    if version_key(gpu.driver_version) < version_key(needs.driver_min):
-        message = f"{gpu.driver_version} is older than {needs.driver_min}"
+    if version_key(gpu.driver_version) < version_key(needs.expect.driver_min):
+        message = f"{gpu.driver_version} is older than {needs.expect.driver_min}"
         yield _error(
             "driver", message, "update with the DGX Dashboard (the whole set, then reboot)"
         )
@@ -167,7 +169,7 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         yield _warning("reboot", f"pending: {pending}", fix)
     for daily in survey.daily:
         yield _warning(f"daily check: {daily.where}", daily.what, daily.fix)
-    if survey.gpu.torn_score and needs.updates != "ignore":
+    if survey.gpu.torn_score and needs.expect.updates != "ignore":
         message = (
             f"torn score {survey.gpu.torn_score:g} against {survey.gpu.torn_name or 'its set'}"
         )
@@ -177,7 +179,7 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
             "finish it with the DGX Dashboard (or apt full-upgrade) and reboot, or set "
             "expect.updates",
         )
-        yield needs.updates == "require", problem
+        yield needs.expect.updates == "require", problem
     yield from _half_installed(survey)
 
 

@@ -235,13 +235,13 @@ def list_resources(plan: HostPlan, payload: Payload) -> tuple[Owned, ...]:
 
 
 def _base_resources(plan: HostPlan) -> Iterator[Owned]:
-    settings, install = plan.base, "Base | Install packages"
+    settings, install = plan.base.settings, "Base | Install packages"
     if settings.hold_driver_in_unattended_upgrades:
         hold = "Base | Hold driver packages in unattended upgrades"
         yield from _file_resources((base.HOLD_FILE,), hold)
-    for package in base.planned_packages(settings):
+    for package in base.planned_packages(plan.base):
         yield Owned("package", package, install)
-    for path in base.owned_directories(settings):
+    for path in base.owned_directories(plan.base):
         yield Owned("directory", path, "Base | Create directories")
     if settings.disable_sleep:
         for target in base.SLEEP_TARGETS:

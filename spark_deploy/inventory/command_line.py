@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from spark_deploy.config.documents.schema_check import closest
 from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.schema_errors import closest
 
 # Deploys that make no plan: what hosts are to serve need not be possible for them.
 _PLAN_NOTHING = {"rollback.py", "rotate_key.py", "unbootstrap.py", "uninstall.py"}

@@ -17,8 +17,8 @@ from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
 from paramiko.ssh_exception import ConfigParseError
 from pyinfra.connectors.sshuserclient.client import SSHClient, get_host_keys
 
-from spark_deploy.config.documents.shown import one_line
 from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.printable import one_line
 from spark_deploy.inventory.host_names import LOCAL
 
 # known_hosts format: sshd(8). Fingerprints are printed as `ssh-keygen -l` does (SHA256, base64

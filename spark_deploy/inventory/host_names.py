@@ -18,8 +18,8 @@ from spark_contract.orders import BuildPlan
 
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog
-from spark_deploy.config.documents.schema_check import closest
 from spark_deploy.config.errors import LockError, Problem, SettingsError
+from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.certificates import is_address

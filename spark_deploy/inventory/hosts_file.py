@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spark_deploy.config.documents.declare import Text, convert, needed, setting
-from spark_deploy.config.documents.schema_check import problems_of
-from spark_deploy.config.documents.yaml_files import load_schema, read_mapping
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from spark_deploy.config.documents import CLOSED, Text, convert
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.settings.rules import ADDRESS, LOGIN
+from spark_deploy.config.schema_errors import problems_of
+from spark_deploy.config.settings.patterns import Address, Login
+from spark_deploy.config.yaml_files import load_schema, read_mapping
 from spark_deploy.inventory.groups import Group, group_from, vars_root
 
 HOSTS_FILE = "hosts.yml"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class HostEntry:
     """How to reach one host; what is left out is left to ~/.ssh/config."""
 
-    address: str | None = setting(
-        None, "Address, where the name is none that ssh knows.", **ADDRESS
-    )
-    user: str | None = setting(None, "Login user.", **LOGIN)
-    port: int | None = setting(None, "SSH port.", minimum=1, maximum=65535)
-    key_file: Text | None = setting(None, "Private key on the controller.")
+    address: Address | None = None
+    """Address, where the name is none that ssh knows."""
+    user: Login | None = None
+    """Login user."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """SSH port."""
+    key_file: Text | None = None
+    """Private key on the controller."""
 
     def data(self) -> dict[str, Any]:
         """Return it as pyinfra's data of a host."""
@@ -39,13 +43,12 @@ class HostEntry:
         return {key: value for key, value in found.items() if value is not None}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class HostList:
     """hosts.yml: names of hosts, and how to reach each; "@local" is the machine this runs on."""
 
-    hosts: dict[str, HostEntry | None] = needed(
-        "By name. A name that ssh knows needs nothing behind its colon.", minProperties=1
-    )
+    hosts: dict[str, HostEntry | None] = Field(min_length=1)
+    """By name. A name that ssh knows needs nothing behind its colon."""
 
 
 def read_hosts(path: Path) -> HostList:

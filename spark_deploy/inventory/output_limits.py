@@ -18,7 +18,7 @@ from pyinfra.api.output import echo
 from pyinfra.connectors import util
 from pyinfra.connectors.util import OutputLine
 
-from spark_deploy.config.documents.shown import heard
+from spark_deploy.config.printable import heard
 from spark_deploy.inventory.login import refuse_prompt
 
 MOST_BYTES = 128 << 20

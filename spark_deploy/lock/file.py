@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 from spark_contract import files
 
-from spark_deploy.config.documents.declare import convert, typed
-from spark_deploy.config.documents.schema_check import problems_of
-from spark_deploy.config.documents.yaml_files import load_schema, read_mapping
+from spark_deploy.config.documents import convert, typed
 from spark_deploy.config.errors import LockError
+from spark_deploy.config.schema_errors import problems_of
+from spark_deploy.config.yaml_files import load_schema, read_mapping
 from spark_deploy.lock.types import Lock
 
 _HEAD = """\

@@ -27,8 +27,8 @@ from spark_contract.documents import DocumentError
 from spark_contract.fetching import FetchFile
 from spark_contract.units import COMMIT
 
-from spark_deploy.config.documents.shown import in_words, one_line
 from spark_deploy.config.errors import LockError
+from spark_deploy.config.printable import in_words, one_line
 from spark_deploy.lock.left_out import parted
 from spark_deploy.lock.types import LockedSource, SourceFile
 

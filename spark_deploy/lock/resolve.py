@@ -23,8 +23,8 @@ from spark_contract.fetching import (
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, version_of
-from spark_deploy.config.documents.shown import in_words, one_line
 from spark_deploy.config.errors import LockError, Problem
+from spark_deploy.config.printable import in_words, one_line
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.file import checked, read_lock, write_lock
 from spark_deploy.lock.hub import LIMIT_S, opened, within

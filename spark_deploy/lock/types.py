@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
+from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 from spark_contract.units import COMMIT, SHA256
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.companions import HUB_REPOSITORY
-from spark_deploy.config.documents.declare import knowing_keys, needed, of_key, setting
-from spark_deploy.config.documents.digest import digest_of
+from spark_deploy.config.documents import CLOSED, FromKey, digest_of, name_entries
 
-_GIT_HASH = f"^{COMMIT}$"
-_SHA256 = f"^{SHA256}$"
+_Commit = Annotated[str, Field(json_schema_extra={"pattern": f"^{COMMIT}$"})]
+_Sha256 = Annotated[str, Field(json_schema_extra={"pattern": f"^{SHA256}$"})]
+_AtCommit = Annotated[str, Field(json_schema_extra={"pattern": f"^.+@{COMMIT}$"})]
+_ImageDigest = Annotated[str, Field(json_schema_extra={"pattern": f"^sha256:{SHA256}$"})]
 _ONE_HASH: JsonDict = {"oneOf": [{"required": ["sha256"]}, {"required": ["git_sha1"]}]}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", json_schema_extra=_ONE_HASH))
 class SourceFile:
     """One file; sha256 for large files, git_sha1 (blob) for small ones."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(json_schema_extra=_ONE_HASH)
+    path: str = Field(json_schema_extra={"pattern": r"^(?!/)(?!.*(^|/)\.\.(/|$)).+$"})
+    """Path in the repository."""
+    size_bytes: int = Field(ge=0)
+    """Bytes."""
+    sha256: _Sha256 | SkipJsonSchema[None] = None
+    """Of the content."""
+    git_sha1: _Commit | SkipJsonSchema[None] = None
+    """Of the git blob."""
 
-    path: str = needed("Path in the repository.", pattern=r"^(?!/)(?!.*(^|/)\.\.(/|$)).+$")
-    size_bytes: int = needed("Bytes.", minimum=0)
-    sha256: str | SkipJsonSchema[None] = setting(None, "Of the content.", pattern=_SHA256)
-    git_sha1: str | SkipJsonSchema[None] = setting(None, "Of the git blob.", pattern=_GIT_HASH)
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class LockedSource:
     """One repository at one commit."""
 
-    repo: SkipJsonSchema[str] = of_key()
-    revision: str = needed("Branch or tag that was looked up.")
-    commit: str = needed("Full commit.", pattern=_GIT_HASH)
-    files: tuple[SourceFile, ...] = needed("Every file of the commit that is fetched.")
-    left_out: dict[str, str] = setting(
-        dict, "Files of the commit that are not fetched, by path, and why not."
-    )
+    repo: FromKey
+    revision: str
+    """Branch or tag that was looked up."""
+    commit: _Commit
+    """Full commit."""
+    files: tuple[SourceFile, ...]
+    """Every file of the commit that is fetched."""
+    left_out: dict[str, str] = Field(default_factory=dict)
+    """Files of the commit that are not fetched, by path, and why not."""
 
     @property
     def size_bytes(self) -> int:
@@ -56,15 +61,15 @@ class LockedSource:
         return digest_of({"repo": self.repo, "commit": self.commit, "files": self.files})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class LockedImage:
     """One image at one digest."""
 
-    reference: SkipJsonSchema[str] = of_key()
-    digest: str = needed(
-        "Of the manifest or manifest list the tag names.", pattern=f"^sha256:{SHA256}$"
-    )
-    size_bytes: int = needed("Compressed layers of the expected architecture.", minimum=0)
+    reference: FromKey
+    digest: _ImageDigest
+    """Of the manifest or manifest list the tag names."""
+    size_bytes: Annotated[int, Field(ge=0)]
+    """Compressed layers of the expected architecture."""
 
     @property
     def pinned(self) -> str:
@@ -72,42 +77,49 @@ class LockedImage:
         return f"{without_tag(self.reference)}@{self.digest}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class HeldNames:
     """Sources of a build whose names and shapes were held against the catalog, by their headers."""
 
-    build: SkipJsonSchema[str] = of_key()
-    question: str = needed("Digest of what was asked, commits and sets.", pattern=_SHA256)
-    base: str = needed("Repository and commit of the base.", pattern=f"^.+@{COMMIT}$")
-    donor: str | SkipJsonSchema[None] = setting(
-        None, "Repository and commit of the donor.", pattern=f"^.+@{COMMIT}$"
-    )
-    base_tensors: int = setting(0, "Names that the base has.", minimum=0)
-    donor_tensors: int = setting(0, "Names of the donor that a build may ask for.", minimum=0)
-    swapped_modules: int = setting(0, "Modules whose weights are compared or replaced.", minimum=0)
-    mtp_tensors: int = setting(0, "Names of the drafter.", minimum=0)
-    mtp_from_donor: int = setting(0, "Of these, names that only the donor has.", minimum=0)
+    build: FromKey
+    question: _Sha256
+    """Digest of what was asked, commits and sets."""
+    base: _AtCommit
+    """Repository and commit of the base."""
+    donor: _AtCommit | SkipJsonSchema[None] = None
+    """Repository and commit of the donor."""
+    base_tensors: int = Field(default=0, ge=0)
+    """Names that the base has."""
+    donor_tensors: int = Field(default=0, ge=0)
+    """Names of the donor that a build may ask for."""
+    swapped_modules: int = Field(default=0, ge=0)
+    """Modules whose weights are compared or replaced."""
+    mtp_tensors: int = Field(default=0, ge=0)
+    """Names of the drafter."""
+    mtp_from_donor: int = Field(default=0, ge=0)
+    """Of these, names that only the donor has."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class Lock:
     """Names and their identities; written by `spark-deploy update`."""
 
-    schema_version: Literal[1] = needed("Format of this file.")
-    sources: Annotated[dict[str, LockedSource], knowing_keys("repo")] = needed(
-        "Repositories by name.", propertyNames=HUB_REPOSITORY
+    schema_version: Literal[1]
+    """Format of this file."""
+    sources: Annotated[
+        dict[str, LockedSource],
+        name_entries("repo"),
+        Field(json_schema_extra={"propertyNames": HUB_REPOSITORY}),
+    ]
+    """Repositories by name."""
+    images: Annotated[dict[str, LockedImage], name_entries("reference")]
+    """Container images by reference."""
+    names: Annotated[dict[str, HeldNames], name_entries("build")] = Field(default_factory=dict)
+    """What was found of the names of each build, before its sources are downloaded."""
+    anatomies: Annotated[dict[str, Anatomy], name_entries("repository")] = Field(
+        default_factory=dict, json_schema_extra={"propertyNames": HUB_REPOSITORY}
     )
-    images: Annotated[dict[str, LockedImage], knowing_keys("reference")] = needed(
-        "Container images by reference."
-    )
-    names: Annotated[dict[str, HeldNames], knowing_keys("build")] = setting(
-        dict, "What was found of the names of each build, before its sources are downloaded."
-    )
-    anatomies: Annotated[dict[str, Anatomy], knowing_keys("repository")] = setting(
-        dict,
-        "What headers and config.json of repositories say that are served as published.",
-        propertyNames=HUB_REPOSITORY,
-    )
+    """What headers and config.json of repositories say that are served as published."""
 
     @classmethod
     def of(

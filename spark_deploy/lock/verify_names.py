@@ -21,7 +21,7 @@ from spark_contract.errors import problem_in
 from spark_contract.orders import BuildPlan, DonorUrl, Held
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.digest import digest_of
+from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.lock.hub_token import read_hub_token

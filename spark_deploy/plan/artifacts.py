@@ -22,7 +22,7 @@ from spark_contract.units import IMAGE_NAME
 
 from spark_deploy.config.catalog.model import Architecture, HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.config.documents.digest import digest_of
+from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.left_out import why_left_out

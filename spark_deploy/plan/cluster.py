@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from spark_contract.release import Cluster, Member, Release
 
-from spark_deploy.config.documents.digest import digest_of
+from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError, Problem
 from spark_deploy.config.settings.cluster import PORTS
 from spark_deploy.config.settings.service import RolloutSettings

@@ -12,8 +12,8 @@ from spark_contract.paths import ENGINE_SOCKET, ENGINE_USER
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.errors import PlanError
-from spark_deploy.config.settings.engine.arguments import told
-from spark_deploy.config.settings.engine.options import canonical, meaning, structure
+from spark_deploy.config.settings.engine_arguments import option_values
+from spark_deploy.config.settings.engine_options import canonical, meaning, structure
 from spark_deploy.plan.kv_cache import context_tokens, prefill_backend
 from spark_deploy.plan.memory import adapter_rank
 from spark_deploy.plan.types import MemoryPlan
@@ -134,10 +134,9 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
     return {
         # The watch asks every few seconds; the journal is for what clients ask.
         "disable-access-log-for-endpoints": "/health,/metrics",
-        **told(profile.limits),
+        **option_values(profile.limits, profile.kv_cache),
         "max-model-len": context_tokens(model, profile),
         "gpu-memory-utilization": memory.memory_fraction,
-        **told(profile.kv_cache),
         "kv-cache-dtype": None if profile.kv_cache.dtype == "auto" else profile.kv_cache.dtype,
         "load-format": "spark_portable" if portable else profile.load_format,
         "enable-prefix-caching": profile.prefix_caching,

@@ -166,10 +166,10 @@ def _levers(
     reserve_gib = math.ceil(settings.memory.reserve_bytes / GIB)
     share_gib = min(_share_gib(settings), settings.memory.total_bytes // GIB + 1)
     names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
-    pinned = settings.engine.kv_cache_bytes is not None
+    pinned = settings.engine.kv_cache_gib is not None
     levers = [
         Lever("vision", "set engine.vision to false", [False] * profile.vision, _engine("vision")),
-        Lever("cache", "drop engine.kv_cache_gib", [None] * pinned, _engine("kv_cache_bytes")),
+        Lever("cache", "drop engine.kv_cache_gib", [None] * pinned, _engine("kv_cache_gib")),
         Lever("fraction", "raise engine.memory_fraction to {}", higher, _engine("memory_fraction")),
         Lever(
             "reserve",
@@ -240,7 +240,7 @@ def _profile(settings: Settings, name: str) -> Settings:
 
 
 def _reserve(settings: Settings, size_gib: int) -> Settings:
-    return replace(settings, memory=replace(settings.memory, reserve_bytes=size_gib * GIB))
+    return replace(settings, memory=replace(settings.memory, reserve_gib=size_gib))
 
 
 def _share_gib(settings: Settings) -> int:
@@ -252,7 +252,7 @@ def _share(settings: Settings, size_gib: int) -> Settings:
     """Lower what services may take to this size together, each by the same part."""
     part = size_gib / max(1, _share_gib(settings))
     services = {
-        name: replace(one, memory_bytes=int(one.memory_bytes * part))
+        name: replace(one, memory_gib=one.memory_gib * part)
         for name, one in settings.services.items()
     }
     return replace(settings, services=services)

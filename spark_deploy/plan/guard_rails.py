@@ -11,9 +11,9 @@ from typing import Any
 from spark_deploy.config.catalog.guard_rails import GuardRail, all_hold
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.config.documents.schema_check import closest
 from spark_deploy.config.errors import PlanError, Problem
-from spark_deploy.config.settings.engine.options import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
+from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.settings.engine_options import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.engine_arguments import stretches_context
 from spark_deploy.plan.types import MemoryPlan

@@ -11,7 +11,6 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.errors import PlanError
-from spark_deploy.config.settings.host import BaseSettings, ExpectSettings
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
@@ -111,9 +110,9 @@ def plan_host(request: Request) -> HostPlan:
 
 def base_plan(settings: Settings) -> BasePlan:
     """Return what every managed host gets, whatever it serves."""
-    base = BasePlan(paths=settings.paths, **_fields(settings.base))
-    # Routing between several services runs inside nginx.
-    return replace(base, packages=(*base.packages, NJS)) if settings.services else base
+    # nginx's JavaScript module chooses among several services.
+    packages = (*settings.base.packages, *([NJS] if settings.services else ()))
+    return BasePlan(settings=settings.base, packages=packages, paths=settings.paths)
 
 
 def tools_plan(payload: PayloadIdentity) -> ToolsPlan:
@@ -177,7 +176,7 @@ def _needs(
     }
     done = (path for pair in pairs for path in _done_once_there(pair.checkpoint))
     return NeedsPlan(
-        **_fields(settings.expect),
+        expect=settings.expect,
         takeover=settings.takeover,
         allow_memory_holders=settings.allow_memory_holders,
         allow_containers=tuple(settings.allow_containers),
@@ -227,7 +226,7 @@ def _ports_of(service: ServicePlan) -> tuple[int, ...]:
     return (settings.port, *([settings.replicas.port] if settings.replicas else ()))
 
 
-def _fields(part: PairPlan | BaseSettings | ExpectSettings) -> dict[str, Any]:
+def _fields(part: PairPlan) -> dict[str, Any]:
     """Return the fields of a part as arguments for the plan that extends it."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
 

@@ -27,7 +27,7 @@ from spark_contract.paths import CURRENT_TOOLS, SITE, hub_token_file, job_dir
 from spark_contract.status import Footprint, Keep
 from spark_contract.units import DIGEST_LABEL
 
-from spark_deploy.config.documents.digest import digest_of
+from spark_deploy.config.documents import digest_of
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.types import (

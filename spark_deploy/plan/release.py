@@ -37,7 +37,7 @@ from spark_contract.units import (
 from spark_deploy.config.catalog.asked import questions_of
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.config.documents.digest import digest_of
+from spark_deploy.config.documents import digest_of
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.cluster import spread
 from spark_deploy.plan.engine_arguments import (

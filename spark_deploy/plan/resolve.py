@@ -16,9 +16,9 @@ from spark_deploy.config.catalog.companions import Speculation
 from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import CALLED, Catalog, Engines, version_of
-from spark_deploy.config.documents.schema_check import closest
 from spark_deploy.config.errors import PlanError, Problem, SparkError
-from spark_deploy.config.settings.engine.arguments import KvCache, Limits
+from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.settings.engine_arguments import KvCache, Limits
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan.artifacts import refuse_impossible_trees
@@ -51,7 +51,7 @@ def effective_profile(profile: Profile, settings: Settings) -> Profile:
     return dataclasses.replace(
         _put_in(profile, engine),
         limits=_put_in(profile.limits, engine),
-        kv_cache=_put_in(profile.kv_cache, {"size_bytes": settings.engine.kv_cache_bytes}),
+        kv_cache=_put_in(profile.kv_cache, {"size_gib": settings.engine.kv_cache_gib}),
         layout=settings.checkpoint.layout or profile.layout,
     )
 

@@ -296,9 +296,10 @@ class ServicePlan(PairPlan):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NeedsPlan(ExpectSettings):
+class NeedsPlan:
     """Requirements that preflight checks before anything is changed."""
 
+    expect: ExpectSettings
     takeover: tuple[str, ...]  # containers we may stop
     allow_memory_holders: tuple[str, ...]  # process names that may keep memory
     allow_containers: tuple[str, ...] = ()  # GPU containers that may keep running
@@ -335,9 +336,11 @@ class BootstrapPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BasePlan(BaseSettings):
+class BasePlan:
     """Packages and host care that need no GPU, and the folders to create."""
 
+    settings: BaseSettings
+    packages: tuple[str, ...]
     paths: PathSettings
 
 

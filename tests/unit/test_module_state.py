@@ -11,7 +11,7 @@ from tests.unit.test_rooms import MODULES, none, tree_of
 # Remembered is what follows from the code or the checkout alone. The payload is read once, so that
 # every host of a run gets the same bytes, whatever becomes of the checkout meanwhile.
 REMEMBER = {
-    "spark_deploy/config/documents/declare.py",
+    "spark_deploy/config/documents.py",
     "spark_deploy/hosts/payload.py",
     "files/checkpoint/spark_checkpoint/format/headers.py",
     "files/checkpoint/spark_checkpoint/format/numbers.py",

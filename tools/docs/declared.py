@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import textwrap
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from spark_deploy.config.catalog.guard_rails import GuardRails, OpenQuestions
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Engines, Families
-from spark_deploy.config.documents.declare import schema_of, typed
+from spark_deploy.config.documents import schema_of, typed
+from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.types import COMMAND_FLAGS, EXPERT, Settings
 from spark_deploy.inventory.hosts_file import HostList
 from spark_deploy.lock.types import Lock
@@ -45,11 +45,10 @@ def schema_file(name: str) -> Iterator[str]:
 def all_yml() -> Iterator[str]:
     """Yield the lines of ``group_vars/all.yml``: every setting, its default and its meaning."""
     keys, defaults = schema_of(Settings, "settings")["properties"], typed(Settings())
-    headings = {field.name: field.metadata["heading"] for field in dataclasses.fields(Settings)}
     yield from ALL_YML_HEAD.splitlines()
     for key, part in keys.items():
-        if headings[key]:
-            heading, _, text = headings[key].partition("\n")
+        if key in HEADINGS:
+            heading, _, text = HEADINGS[key].partition("\n")
             yield from ("", f"# --- {heading} ".ljust(WIDTH - 5, "-"))
             yield from ("#", *_comment(text)) if text else ()
         yield ""
@@ -110,7 +109,7 @@ def settings_page() -> Iterator[str]:
     yield from _table(
         "Options of one command", "Pass them with `--data` to the command or its deploy.", flags
     )
-    secret = schema["$defs"]["SecretRef"]
+    secret = schema_of(SecretRef, "secret")
     yield from _table("A secret", secret["description"], _keys(secret))
     for key, (part, _) in everything.items():
         each = part.get("items") or part.get("additionalProperties")
@@ -151,8 +150,8 @@ def _form(part: dict[str, Any]) -> str:
         return " or ".join(map(_form, part["anyOf"]))
     if "const" in part:
         return f"`{part['const']}`"
-    if "$ref" in part:
-        return "a secret"
+    if "env" in part.get("properties", {}):
+        return "a secret or null" if "null" in part["type"] else "a secret"
     kinds = part["type"] if isinstance(part["type"], list) else [part["type"]]
     return " or ".join(TYPES.get(str(kind), str(kind)) for kind in kinds)
 
@@ -161,6 +160,20 @@ def row(*cells: object) -> str:
     texts = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
     return f"| {' | '.join(texts)} |".replace("|  |", "| |")
 
+
+# Chapters of group_vars/all.yml by the key that begins each, with an optional paragraph.
+HEADINGS = {
+    "model": "What to serve\n"
+    "One release is one frozen way of serving: model, profile, engine, memory, watch, check, and "
+    "the names and time limits of serve. Changing any of it restarts the engine and checks it; if "
+    "the check fails, the previous release returns. Port, exposure, TLS, key and request limits "
+    "restart nothing.",
+    "memory": "Memory: one pool for CPU and GPU",
+    "lock_file": "Where things come from",
+    "expect": "What a host must be",
+    "base": "What a host gets",
+    "ssh": "How to reach a host",
+}
 
 ALL_YML_HEAD = """\
 # yaml-language-server: $schema=../schema/settings.schema.json

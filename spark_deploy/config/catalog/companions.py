@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 
 from spark_deploy.config.catalog.anatomy import Anatomy
-from spark_deploy.config.documents.declare import form, needed, setting
-from spark_deploy.config.settings.rules import Broken
+from spark_deploy.config.documents import CLOSED, Violation, form
 
 HUB_REPOSITORY = form(
     "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$",
     "ORG/NAME as the hub has it, without its address", "Qwen/Qwen3-0.6B",
 )  # fmt: skip
+HubRepository = Annotated[str, Field(json_schema_extra=HUB_REPOSITORY)]
 # Which methods draft with weights of another repository.
 OF_A_REPOSITORY = ("dflash", "eagle3", "draft_model")
 _MOST_MTP_TOKENS = 8
@@ -24,32 +25,28 @@ _MOST_MTP_TOKENS = 8
 
 def is_repository(name: str) -> bool:
     """Whether a hub could have a repository of this name; none is as long as 200 characters."""
-    return len(name) < 200 and bool(re.fullmatch(HUB_REPOSITORY["pattern"], name))
+    return len(name) < 200 and bool(re.fullmatch(str(HUB_REPOSITORY["pattern"]), name))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Speculation:
     """Draft tokens that the model only has to confirm."""
 
-    method: Literal["mtp", "dflash", "eagle3", "ngram", "draft_model"] = needed(
-        "How drafts are made. mtp: by layers of the model's own, which some publish in a "
-        "repository apart; dflash and eagle3: by a drafter made for this model; draft_model: by a "
-        "smaller model with the same vocabulary; ngram: by words that follow elsewhere in the same "
-        "request, without weights."
-    )
-    tokens: int = needed("Draft tokens in each step.", minimum=1, maximum=16)
-    repository: str | None = setting(
-        None,
-        "The drafter's repository of the model hub; needed by dflash, eagle3 and draft_model.",
-        **HUB_REPOSITORY,
-    )
-    revision: str = setting("main", "Of that repository: branch, tag or commit.")
-    longest_match: int | None = setting(
-        None, "With ngram: most words that are looked for.", minimum=1, maximum=64
-    )
-    shortest_match: int | None = setting(
-        None, "With ngram: fewest words that are looked for.", minimum=1, maximum=64
-    )
+    method: Literal["mtp", "dflash", "eagle3", "ngram", "draft_model"]
+    """How drafts are made. mtp: by layers of the model's own, which some publish in a repository
+    apart; dflash and eagle3: by a drafter made for this model; draft_model: by a smaller model with
+    the same vocabulary; ngram: by words that follow elsewhere in the same request, without
+    weights."""
+    tokens: int = Field(ge=1, le=16)
+    """Draft tokens in each step."""
+    repository: HubRepository | None = None
+    """The drafter's repository of the model hub; needed by dflash, eagle3 and draft_model."""
+    revision: str = "main"
+    """Of that repository: branch, tag or commit."""
+    longest_match: int | None = Field(default=None, ge=1, le=64)
+    """With ngram: most words that are looked for."""
+    shortest_match: int | None = Field(default=None, ge=1, le=64)
+    """With ngram: fewest words that are looked for."""
     # What the drafter's files say at the locked commit; nobody writes it.
     anatomy: SkipJsonSchema[Anatomy | None] = None
 
@@ -58,31 +55,34 @@ class Speculation:
         """Whether the model's own tree holds what drafts."""
         return self.method == "mtp" and self.repository is None
 
-    def broken(self) -> Iterator[Broken]:
+    def broken(self) -> Iterator[Violation]:
         """Yield what does not fit the method."""
         if self.method in OF_A_REPOSITORY and self.repository is None:
             what = f"is needed by {self.method}: its weights are not the model's"
-            yield Broken(("repository",), what, "name the drafter's repository")
+            yield Violation(("repository",), what, "name the drafter's repository")
         if self.method == "ngram" and self.repository is not None:
             what = "ngram drafts without weights"
-            yield Broken(("repository",), what, "leave it out, or choose another method")
+            yield Violation(("repository",), what, "leave it out, or choose another method")
         if self.method == "mtp" and self.tokens > _MOST_MTP_TOKENS:
             what = f"{self.tokens} are more than one layer can draft to any use"
-            yield Broken(("tokens",), what, f"draft {_MOST_MTP_TOKENS} or fewer")
+            yield Violation(("tokens",), what, f"draft {_MOST_MTP_TOKENS} or fewer")
         for key in ("longest_match", "shortest_match"):
             if self.method != "ngram" and getattr(self, key) is not None:
-                yield Broken((key,), f"{self.method} looks for no words", "leave it out")
+                yield Violation((key,), f"{self.method} looks for no words", "leave it out")
         if (self.shortest_match or 0) > (self.longest_match or 64):
             what = f"{self.shortest_match} is above longest_match {self.longest_match}"
-            yield Broken(("shortest_match",), what, "make it as small or smaller")
+            yield Violation(("shortest_match",), what, "make it as small or smaller")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Adapter:
     """A LoRA adapter that is served under a name of its own beside the model."""
 
-    repository: str = needed("Repository of the model hub.", **HUB_REPOSITORY)
-    revision: str = setting("main", "Branch, tag or commit that the lock starts from.")
-    rank: int = needed("`r` of its adapter_config.json.", minimum=1, maximum=512)
+    repository: HubRepository
+    """Repository of the model hub."""
+    revision: str = "main"
+    """Branch, tag or commit that the lock starts from."""
+    rank: int = Field(ge=1, le=512)
+    """`r` of its adapter_config.json."""
     # What its files say at the locked commit; nobody writes it.
     anatomy: SkipJsonSchema[Anatomy | None] = None

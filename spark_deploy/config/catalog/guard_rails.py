@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from spark_deploy.config.documents.declare import Schema, needed, setting
-from spark_deploy.config.settings.rules import RAIL_NAME
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from spark_deploy.config.documents import CLOSED, Schema
+from spark_deploy.config.settings.patterns import RailName
 
 _COMPARISONS = {
     "is": {"description": "Equal to this value."},
@@ -51,59 +53,70 @@ def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) 
     return bool(value < facts[other])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class GuardRail:
     """A combination known to end badly."""
 
-    rule: str = needed("Short name.", **RAIL_NAME)
-    applies: dict[str, dict[str, Any]] = needed(
-        "Facts of the planned release and what each must be; all must hold.",
-        minProperties=1,
-        additionalProperties=COMPARISON,
+    rule: RailName
+    """Short name."""
+    applies: dict[str, dict[str, Any]] = Field(
+        min_length=1, json_schema_extra={"additionalProperties": COMPARISON}
     )
-    effect: Literal["refuse", "warn"] = needed("refuse the plan or warn in it.")
-    reason: str = needed("What would happen, in a sentence.")
-    fix: str = needed("What to do instead.")
-    evidence: Literal["measured", "read", "reported"] = needed(
-        "measured: a result file of ours shows it; read: in source; reported: by others only."
-    )
-    source: str = needed("Where this is known from.")
-    may_be_overridden: bool = setting(
-        False, "Whether `override_rails` of a host may name a refusing rail; it warns then."
-    )
+    """Facts of the planned release and what each must be; all must hold."""
+    effect: Literal["refuse", "warn"]
+    """refuse the plan or warn in it."""
+    reason: str
+    """What would happen, in a sentence."""
+    fix: str
+    """What to do instead."""
+    evidence: Literal["measured", "read", "reported"]
+    """measured: a result file of ours shows it; read: in source; reported: by others only."""
+    source: str
+    """Where this is known from."""
+    may_be_overridden: bool = False
+    """Whether `override_rails` of a host may name a refusing rail; it warns then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class GuardRails:
     """Combinations that are known to end badly."""
 
-    rails: tuple[GuardRail, ...] = needed("The rules.")
+    rails: tuple[GuardRail, ...]
+    """The rules."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Question:
     """Something that only a DGX Spark can tell."""
 
-    id: str = needed("Its name; the function of this name answers it.", pattern="^[a-z-]+$")
-    question: str = needed("The question, in a sentence.", minLength=1)
-    how: str = needed("How the host answers it.", minLength=1)
+    id: str = Field(json_schema_extra={"pattern": "^[a-z-]+$"})
+    """Its name; the function of this name answers it."""
+    question: str = Field(min_length=1)
+    """The question, in a sentence."""
+    how: str = Field(min_length=1)
+    """How the host answers it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Part:
     """A part of the project, and what showed that it works."""
 
-    part: str = needed("What it is.", minLength=1)
-    lab: str = needed("What the virtual lab showed.")
-    gpu: str = needed("What GPUs that are not a Spark's showed.")
-    questions: tuple[Question, ...] = needed("What is open.", minItems=1)
+    part: str = Field(min_length=1)
+    """What it is."""
+    lab: str
+    """What the virtual lab showed."""
+    gpu: str
+    """What GPUs that are not a Spark's showed."""
+    questions: tuple[Question, ...] = Field(min_length=1)
+    """What is open."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class OpenQuestions:
     """What is proven, where, and what is open."""
 
-    parts: tuple[Part, ...] = needed("In the order of the page.", minItems=1)
+    parts: tuple[Part, ...] = Field(min_length=1)
+    """In the order of the page."""
 
     @property
     def all(self) -> tuple[Question, ...]:

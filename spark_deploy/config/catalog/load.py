@@ -7,23 +7,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ValidationError
 
 from spark_deploy.config.catalog.guard_rails import GuardRails, OpenQuestions, all_hold
-from spark_deploy.config.catalog.model import RENAMED, AnyModel, HybridModel, Model, PlainModel
+from spark_deploy.config.catalog.model import RENAMED, HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, Engines, Families, Lazily
 from spark_deploy.config.checkout import CHECKOUT, catalog_files, catalog_names
-from spark_deploy.config.documents.declare import Schema, convert
-from spark_deploy.config.documents.schema_check import dotted, problems_of
-from spark_deploy.config.documents.yaml_files import load_schema, read_mapping
+from spark_deploy.config.documents import BROKEN, Schema, convert, violations
 from spark_deploy.config.errors import CatalogError, Problem
+from spark_deploy.config.schema_errors import dotted, problems_of
 from spark_deploy.config.settings.load import merge
+from spark_deploy.config.yaml_files import load_schema, read_mapping
 
 _Data = dict[str, Any]
 _Document = TypeVar(
     "_Document", HybridModel, PlainModel, Profile, GuardRails, Engines, Families, OpenQuestions
 )
+_CheckedProfile = Annotated[Profile, BROKEN]
+_CheckedPlain = Annotated[PlainModel, BROKEN]
+_CheckedHybrid = Annotated[HybridModel, BROKEN]
 # What is said of one profile is not true of those that differ from it.
 _OWN_OF_PROFILES = ("summary", "choose_when", "published", "stage", "proven")
 
@@ -52,7 +57,7 @@ def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catal
         with _noting(broken, f"profiles/{name}"):
             data = files.joined("profiles", name, own=_OWN_OF_PROFILES)
             shown = f"catalog/profiles/{name}.yml"
-            return _checked(Profile, data, profile_schema, shown, name=name), data
+            return _checked(_CheckedProfile, data, profile_schema, shown, name=name), data
 
     def wanted(pair: tuple[str, str]) -> Profile | None:
         name, model = pair
@@ -152,9 +157,9 @@ def _model(name: str, files: _Files) -> Model:
     # Whatever else it says: only one word chooses the form that the file is checked against.
     if data.get("kind") == "plain":
         schema = load_schema("plain_model", checkout=files.checkout)
-        return _checked(PlainModel, data, schema, shown, name=name)
+        return _checked(_CheckedPlain, data, schema, shown, name=name)
     schema = load_schema("model", checkout=files.checkout)
-    return _checked(HybridModel, data, schema, shown, name=name)
+    return _checked(_CheckedHybrid, data, schema, shown, name=name)
 
 
 def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:
@@ -165,7 +170,7 @@ def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Pro
         changed = merge(changed, change, null_keeps=False)
     if changes:
         shown = f"catalog/models/{model.name}.yml: changes of profile {plain.name}"
-        plain = _checked(Profile, changed, schema, shown, name=plain.name)
+        plain = _checked(_CheckedProfile, changed, schema, shown, name=plain.name)
     return dataclasses.replace(plain, engine_mode=model.image.engine_mode)
 
 
@@ -182,10 +187,8 @@ def _checked(
     """Return a document that follows its schema and its own rules."""
     if problems := list(problems_of(data, schema, lambda path: shown, RENAMED)):
         raise CatalogError(problems)
-    document = convert(kind, {**data, **of_file})
-    broken = tuple(document.broken()) if isinstance(document, (AnyModel, Profile)) else ()
-    if broken:
-        raise CatalogError(
-            [Problem(f"{shown}: {dotted(one.key)}", one.what, one.fix) for one in broken]
-        )
-    return document
+    try:
+        return convert(kind, {**data, **of_file})
+    except ValidationError as error:
+        broken = [Problem(f"{shown}: {dotted(v.key)}", v.what, v.fix) for v in violations(error)]
+        raise CatalogError(broken) from error

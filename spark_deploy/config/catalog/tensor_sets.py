@@ -3,67 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from spark_contract.orders import PatternError, count, expand_all
 
-from spark_deploy.config.documents.declare import Text, about, needed, setting
-from spark_deploy.config.settings.rules import Broken
+from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation
 
 _SETS = ("swap", "base", "mtp", "donor_unmatched")
 
-_Edge = Annotated[int, about(minimum=1)]
+_Edge = Annotated[int, Field(ge=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class DonorShape:
     """What the donor holds for some swapped modules."""
 
-    modules: Text = needed("Pattern of swapped modules of one shape.")
-    weight: tuple[_Edge, _Edge] = needed("Rows and columns of the FP8 weight.")
-    scale: tuple[_Edge, _Edge] = needed("Rows and columns of the grid of block scales.")
-    source: Text = needed("Where these numbers are from.")
+    modules: Text
+    """Pattern of swapped modules of one shape."""
+    weight: tuple[_Edge, _Edge]
+    """Rows and columns of the FP8 weight."""
+    scale: tuple[_Edge, _Edge]
+    """Rows and columns of the grid of block scales."""
+    source: Text
+    """Where these numbers are from."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Counts:
     """How many names each set has, by somebody else's count or by arithmetic."""
 
-    base: int = needed("Tensors of the base without MTP.", minimum=0)
-    mtp: int = needed("Tensors of the drafter.", minimum=0)
-    swap: int = needed("Modules swapped.", minimum=0)
-    donor_unmatched: int = needed("Donor tensors without a partner.", minimum=0)
-    source: Text = needed("Who counted, or how it was computed.")
+    base: int = Field(ge=0)
+    """Tensors of the base without MTP."""
+    mtp: int = Field(ge=0)
+    """Tensors of the drafter."""
+    swap: int = Field(ge=0)
+    """Modules swapped."""
+    donor_unmatched: int = Field(ge=0)
+    """Donor tensors without a partner."""
+    source: Text
+    """Who counted, or how it was computed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Tensors:
     """Exact sets of names as patterns with shell braces, expanded exactly and compared as sets."""
 
-    swap: tuple[Text, ...] = needed("Modules whose weight comes from the donor.", uniqueItems=True)
-    block_shape: tuple[_Edge, _Edge] = setting(
-        (128, 128), "Rows and columns that share one FP8 scale."
-    )
-    base: tuple[Text, ...] = needed(
-        "Tensors of the base without MTP.", uniqueItems=True, minItems=1
-    )
-    mtp: tuple[Text, ...] = setting((), "Tensors of the drafter in the base.", uniqueItems=True)
-    donor_unmatched: tuple[Text, ...] = setting(
-        (),
-        "Donor tensors outside the routed experts that the base stores in another form.",
-        uniqueItems=True,
-    )
-    donor_shapes: tuple[DonorShape, ...] = setting(
-        (),
-        "What the donor holds for every swapped module; compared with its headers before a byte of "
-        "its weights is asked for.",
-    )
-    counts: Counts | None = setting(
-        None, "How many names the patterns must stand for; null when nobody counted."
-    )
+    swap: tuple[Text, ...] = Field(json_schema_extra=UNIQUE)
+    """Modules whose weight comes from the donor."""
+    block_shape: tuple[_Edge, _Edge] = (128, 128)
+    """Rows and columns that share one FP8 scale."""
+    base: tuple[Text, ...] = Field(min_length=1, json_schema_extra=UNIQUE)
+    """Tensors of the base without MTP."""
+    mtp: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
+    """Tensors of the drafter in the base."""
+    donor_unmatched: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
+    """Donor tensors outside the routed experts that the base stores in another form."""
+    donor_shapes: tuple[DonorShape, ...] = ()
+    """What the donor holds for every swapped module; compared with its headers before a byte of its
+    weights is asked for."""
+    counts: Counts | None = None
+    """How many names the patterns must stand for; null when nobody counted."""
 
-    def broken(self, *, donor: str | None) -> Iterator[Broken]:
+    def broken(self, *, donor: str | None) -> Iterator[Violation]:
         """Yield patterns that cannot be read, other counts, and shapes that do not fit the swap."""
         problems = list(self._unreadable())
         yield from problems
@@ -71,16 +74,16 @@ class Tensors:
             yield from self._miscounted()
             yield from self._misshapen(donor)
 
-    def _unreadable(self) -> Iterator[Broken]:
+    def _unreadable(self) -> Iterator[Violation]:
         patterns = [(key, pattern) for key in _SETS for pattern in getattr(self, key)]
         patterns += [("donor_shapes", shape.modules) for shape in self.donor_shapes]
         for key, pattern in patterns:
             try:
                 count(pattern)
             except PatternError as error:
-                yield Broken((key,), f"{pattern!r}: {error.what}", error.fix)
+                yield Violation((key,), f"{pattern!r}: {error.what}", error.fix)
 
-    def _miscounted(self) -> Iterator[Broken]:
+    def _miscounted(self) -> Iterator[Violation]:
         if self.counts is None:
             return
         for key in _SETS:
@@ -89,24 +92,24 @@ class Tensors:
                 source = self.counts.source
                 fix = f"correct the patterns, or the count after a look at its source: {source}"
                 what = f"stands for {found} names, counts.{key} says {said}"
-                yield Broken((key,), what, fix)
+                yield Violation((key,), what, fix)
 
-    def _misshapen(self, donor: str | None) -> Iterator[Broken]:
+    def _misshapen(self, donor: str | None) -> Iterator[Violation]:
         where = ("donor_shapes",)
         if donor is not None or self.donor_shapes:
             try:
                 described = expand_all([shape.modules for shape in self.donor_shapes])
             except PatternError as error:
-                yield Broken(where, f"{error.where} {error.what}", "describe each module once")
+                yield Violation(where, f"{error.where} {error.what}", "describe each module once")
                 return
             odd = sorted(described ^ expand_all(self.swap))
             if odd:
                 what = f"describes other modules than tensors.swap names, {odd[0]} among {len(odd)}"
-                yield Broken(where, what, "describe each swapped module, and no other")
+                yield Violation(where, what, "describe each swapped module, and no other")
         for shape in self.donor_shapes:
             edges = zip(shape.weight, self.block_shape, strict=True)
             grid = [-(-edge // step) for edge, step in edges]
             if list(shape.scale) != grid:
                 what = f"{shape.modules}: scale {list(shape.scale)} is no grid of"
                 fix = f"a weight of {list(shape.weight)} has scales {grid}"
-                yield Broken(where, f"{what} {list(self.block_shape)} blocks", fix)
+                yield Violation(where, f"{what} {list(self.block_shape)} blocks", fix)

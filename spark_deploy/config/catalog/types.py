@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TypeVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.guard_rails import GuardRail
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.config.documents.declare import needed, setting
+from spark_deploy.config.documents import CLOSED
 from spark_deploy.config.errors import CatalogError, Problem
 
 CALLED = "vLLM"
 _VERSION = re.compile(r"v?(0\.\d+\.\d+)(?![\d.])")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Engine:
     """One version of the engine."""
 
-    source: str = needed("Wheel and file that the names are from.")
-    generates: tuple[str, ...] = needed("Architectures that answer with text.")
-    pools: tuple[str, ...] = needed("Architectures that answer with numbers.")
-    tool_call: tuple[str, ...] = needed("Its parsers of tool calls.")
-    reasoning: tuple[str, ...] = needed("Its parsers of reasoning.")
+    source: str
+    """Wheel and file that the names are from."""
+    generates: tuple[str, ...]
+    """Architectures that answer with text."""
+    pools: tuple[str, ...]
+    """Architectures that answer with numbers."""
+    tool_call: tuple[str, ...]
+    """Its parsers of tool calls."""
+    reasoning: tuple[str, ...]
+    """Its parsers of reasoning."""
 
     def lists(self, architecture: str) -> bool:
         """Whether the engine has a class for an architecture."""
         return architecture in self.generates or architecture in self.pools
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Engines:
     """Architectures and parsers of each supported engine; written from its sources by a test."""
 
-    engines: dict[str, Engine] = needed("By version.")
+    engines: dict[str, Engine]
+    """By version."""
 
     def of_image(self, reference: str) -> tuple[str, Engine | None]:
         """Return the version that an image's tag tells, and what is known of it."""
@@ -83,7 +93,7 @@ class Lazily(Mapping[_K, _V]):
         return sum(1 for _ in self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Catalog:
     """Everything there is to choose from, and the rules between it."""
 
@@ -161,22 +171,28 @@ def _known(model: Model, anatomies: Mapping[str, Anatomy]) -> Model:
     return model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Family:
     """Names of parsers that no file of a repository says."""
 
-    model_types: tuple[str, ...] = needed("model_type of config.json.", minItems=1)
-    name: str = setting("", "Regular expression found in the repository's name; empty fits all.")
-    reasoning: str | None = setting(None, "Reasoning parser of the engine; null for none.")
-    tool_call: str | None = setting(None, "Tool call parser of the engine; null for none.")
-    source: str = needed("Where this is known from.", minLength=1)
+    model_types: tuple[str, ...] = Field(min_length=1)
+    """model_type of config.json."""
+    name: str = ""
+    """Regular expression found in the repository's name; empty fits all."""
+    reasoning: str | None = None
+    """Reasoning parser of the engine; null for none."""
+    tool_call: str | None = None
+    """Tool call parser of the engine; null for none."""
+    source: str = Field(min_length=1)
+    """Where this is known from."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Families:
     """Families in the order in which they are tried."""
 
-    families: tuple[Family, ...] = needed("The first that fits counts.")
+    families: tuple[Family, ...]
+    """The first that fits counts."""
 
     def of(self, model_type: str, repository: str) -> Family | None:
         """Return the family of a repository; ``None``: it is not known."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
 from spark_contract.gateway import EXPOSURES
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.config.documents.schema_check import closest
-from spark_deploy.config.settings.rules import Broken, broken_in_sections
+from spark_deploy.config.documents import Violation, rules
+from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.service import PairSettings
 from spark_deploy.config.settings.types import Settings
 
 
-def unknown_names(settings: Settings, catalog: Callable[[str], Sequence[str]]) -> Iterator[Broken]:
+def _unknown_names(
+    settings: Settings, catalog: Callable[[str], Sequence[str]]
+) -> Iterator[Violation]:
     """Yield every model and profile that is in no catalog.
 
     Args:
@@ -30,15 +34,19 @@ def unknown_names(settings: Settings, catalog: Callable[[str], Sequence[str]]) -
             if name not in known:
                 guess = closest(name, known)
                 fix = f"set one of these, or add catalog/{key}s/{name}.yml"
-                yield Broken(
+                yield Violation(
                     (*prefix, key),
                     f"'{name}' is not a {key} (known: {', '.join(known)})",
                     f"did you mean {guess}?" if guess else fix,
                 )
 
 
-def broken(settings: Settings) -> Iterator[Broken]:
-    """Yield every broken rule of all sections."""
+def broken_rules(
+    settings: Settings, catalog: Callable[[str], Sequence[str]] | None = None
+) -> Iterator[Violation]:
+    """Yield every broken rule; models and profiles are looked up in a catalog, if there is one."""
+    if catalog:
+        yield from _unknown_names(settings, catalog)
     yield from _unready_times(settings)
     for role in ("cuda", "docker"):
         for name in getattr(settings, role).repositories:
@@ -46,69 +54,81 @@ def broken(settings: Settings) -> Iterator[Broken]:
                 known = ", ".join(sorted(settings.repositories)) or "none"
                 what = f"'{name}' is not described (known: {known})"
                 fix = f"describe it under repositories: {{{name}: ...}}"
-                yield Broken((role, "repositories"), what, fix)
+                yield Violation((role, "repositories"), what, fix)
     yield from _broken_services(settings)
     yield from _broken_replicas(settings)
-    yield from broken_in_sections(settings)
+    yield from _broken_in_sections(settings)
 
 
-def _unready_times(settings: Settings) -> Iterator[Broken]:
+def _unready_times(settings: Settings) -> Iterator[Violation]:
     served = PairSettings(settings.model, settings.profile)
     timed = [PairSettings(one.model, one.profile) for one in settings.schedule]
     for place, pair in enumerate(timed):
         if pair not in (served, *settings.keep_ready):
             what = f"{pair.model} with {pair.profile} is not kept ready"
             fix = f"keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
-            yield Broken(("schedule", place), what, fix)
+            yield Violation(("schedule", place), what, fix)
     if timed and settings.ranks > 1:
         what = "the members of a cluster change together, and a host's timer changes it alone"
-        yield Broken(("schedule",), what, "leave the schedule out, or the cluster")
+        yield Violation(("schedule",), what, "leave the schedule out, or the cluster")
     if timed and served not in timed:
         what = f"no time leads back to {served.model} with {served.profile}"
         fix = "add a time for it, or make the pair of another time the model and profile"
-        yield Broken(("schedule",), what, fix)
+        yield Violation(("schedule",), what, fix)
 
 
-def _broken_replicas(settings: Settings) -> Iterator[Broken]:
+def _broken_replicas(settings: Settings) -> Iterator[Violation]:
     replicas = settings.replicas
     if not replicas.hosts:
         return
     if settings.cluster.hosts:
         what = "hosts of a cluster serve together, replicas each by itself"
-        yield Broken(("replicas", "hosts"), what, "leave one of the two out")
+        yield Violation(("replicas", "hosts"), what, "leave one of the two out")
     if EXPOSURES[settings.serve.expose].audience is None or settings.serve.expose == "docker":
         what = f"replicas do not reach each other with expose: {settings.serve.expose}"
-        yield Broken(("serve", "expose"), what, "set tailscale, or lan")
+        yield Violation(("serve", "expose"), what, "set tailscale, or lan")
     if settings.serve.tls != "off":
         what = "replicas speak to each other without TLS"
-        yield Broken(("serve", "tls"), what, "set expose: tailscale, which encrypts by itself")
+        yield Violation(("serve", "tls"), what, "set expose: tailscale, which encrypts by itself")
     if settings.serve.api_key.kind == "generate":
         what = "each host would make a key of its own, and clients know one"
         fix = "name one for all: {env: NAME}, {file: PATH} or {command: [PROGRAM]}"
-        yield Broken(("serve", "api_key"), what, fix)
+        yield Violation(("serve", "api_key"), what, fix)
     if settings.rollout.at_once == "all" or settings.rollout.at_once >= len(replicas.hosts):
         what = "all replicas would be away at the same time"
-        yield Broken(("rollout", "at_once"), what, f"at most {len(replicas.hosts) - 1}")
+        yield Violation(("rollout", "at_once"), what, f"at most {len(replicas.hosts) - 1}")
 
 
-def _broken_services(settings: Settings) -> Iterator[Broken]:
+def _broken_services(settings: Settings) -> Iterator[Violation]:
     ports, answered = {settings.serve.port: "serve.port"}, dict[str, str]()
     if settings.replicas.hosts and ports.setdefault(settings.replicas.port, "") == "serve.port":
         what = f"{settings.replicas.port} is serve.port, too"
-        yield Broken(("replicas", "port"), what, "choose another one")
-    for name, one in settings.services.items():
+        yield Violation(("replicas", "port"), what, "choose another one")
+    for name, service in settings.services.items():
         where = ("services", name)
         if name == MAIN_SERVICE:
             fix = "give it another name; model and profile at the top are the main one's"
-            yield Broken(where, "is the name of the main service", fix)
-        taken = ports.setdefault(one.port, f"services.{name}.port")
-        for path in one.paths:
+            yield Violation(where, "is the name of the main service", fix)
+        taken = ports.setdefault(service.port, f"services.{name}.port")
+        for path in service.paths:
             first = answered.setdefault(path, name)
             if first != name:
                 what = f"{path} is answered by services.{first}"
-                yield Broken((*where, "paths"), what, "leave it with one of them")
+                yield Violation((*where, "paths"), what, "leave it with one of them")
         if taken != f"services.{name}.port":
-            what = f"{one.port} is the port of {taken}"
-            yield Broken((*where, "port"), what, "give each service a port of its own")
-        for found in one.broken(settings.memory.total_bytes):
-            yield found._replace(key=(*where, *found.key))
+            what = f"{service.port} is the port of {taken}"
+            yield Violation((*where, "port"), what, "give each service a port of its own")
+        for violation in service.broken(settings.memory.total_gib):
+            yield violation._replace(key=(*where, *violation.key))
+
+
+def _broken_in_sections(settings: Settings) -> Iterator[Violation]:
+    for field in dataclasses.fields(settings):
+        section = getattr(settings, field.name)
+        if hasattr(section, "broken"):
+            for violation in section.broken():
+                set_by = violation.set_by and (field.name, *violation.set_by)
+                yield violation._replace(key=(field.name, *violation.key), set_by=set_by)
+
+
+CheckedSettings = Annotated[Settings, rules(broken_rules)]

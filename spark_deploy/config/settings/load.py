@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from spark_deploy.config.checkout import CHECKOUT, catalog_names
-from spark_deploy.config.documents.declare import convert
-from spark_deploy.config.documents.plain_data import KeyPath
-from spark_deploy.config.documents.schema_check import dotted, problems_of
-from spark_deploy.config.documents.yaml_files import load_schema, read_mapping
+from spark_deploy.config.documents import KeyPath, Violation, convert, violations
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.settings.cross_checks import broken, unknown_names
-from spark_deploy.config.settings.engine.calibration import with_calibration
-from spark_deploy.config.settings.engine.chat_template import with_template
-from spark_deploy.config.settings.rules import Broken, control_characters
+from spark_deploy.config.schema_errors import dotted, problems_of
+from spark_deploy.config.settings.cross_checks import CheckedSettings
+from spark_deploy.config.settings.owner_files import with_calibration, with_template
+from spark_deploy.config.settings.patterns import control_characters
 from spark_deploy.config.settings.types import Settings
+from spark_deploy.config.yaml_files import load_schema, read_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,22 +173,26 @@ def _host_settings(
         if place[:2] != ("engine", "options")  # JSON text, and an argument of its own
     ]
     found += problems_of(data, schema, where)
-    settings = typing.cast(Settings, None if found else convert(Settings, data))
+    settings = typing.cast(Settings, None)
     if not found:
-        catalog = functools.partial(catalog_names, checkout=checkout, own=root)
-        found = [
-            Problem(f"{where(one.set_by or one.key)}: {dotted(one.key)}", one.what, one.fix)
-            for one in (*(unknown_names(settings, catalog) if judged else ()), *broken(settings))
-        ]
+        catalog = functools.partial(catalog_names, checkout=checkout, own=root) if judged else None
+        try:
+            settings = convert(CheckedSettings, data, catalog)
+        except ValidationError as error:
+            found = [
+                Problem(f"{where(broken.set_by or broken.key)}: {dotted(broken.key)}",
+                        broken.what, broken.fix)
+                for broken in violations(error)
+            ]  # fmt: skip
     if not found:
         # Files of this machine that settings name: their content takes part from here on.
         engine = with_template(settings.engine, root)
         texts = with_calibration(settings.requantize, root)
         for section, read in (("engine", engine), ("requantize", texts)):
-            if isinstance(read, Broken):
+            if isinstance(read, Violation):
                 place = (section, *read.key)
                 found.append(Problem(f"{where(place)}: {dotted(place)}", read.what, read.fix))
-        if not (isinstance(engine, Broken) or isinstance(texts, Broken)):
+        if not (isinstance(engine, Violation) or isinstance(texts, Violation)):
             settings = dataclasses.replace(settings, engine=engine, requantize=texts)
     problems.extend(found)
     return HostSettings(host, group, root, settings, data)

@@ -1,37 +1,36 @@
-"""Where a secret is on the controller, declared; nothing is read here."""
+"""Settings that say where a secret is on the controller; nothing is read here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 
-from spark_deploy.config.documents.declare import Text, form, setting
+from spark_deploy.config.documents import Text, form
 
 _Nothing = SkipJsonSchema[None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(
+    frozen=True,
+    slots=True,
+    kw_only=True,
+    config=ConfigDict(extra="forbid", json_schema_extra={"minProperties": 1, "maxProperties": 1}),
+)
 class SecretRef:
     """Where the controller reads a secret; exactly one of the keys."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        json_schema_extra={"minProperties": 1, "maxProperties": 1}
+    env: str | _Nothing = Field(
+        default=None,
+        json_schema_extra=form("^[A-Za-z_][A-Za-z0-9_]*$", "the variable's name alone", "HF_TOKEN"),
     )
-
-    env: str | _Nothing = setting(
-        None,
-        "Name of a variable of the controller.",
-        **form("^[A-Za-z_][A-Za-z0-9_]*$", "the variable's name alone", "HF_TOKEN"),
-    )
-    file: Text | _Nothing = setting(None, "Path on the controller; the first line is the secret.")
-    command: tuple[Text, ...] | _Nothing = setting(
-        None,
-        "Program and arguments run on the controller; the first line it prints is the secret.",
-        minItems=1,
-    )
+    """Name of a variable of the controller."""
+    file: Text | _Nothing = None
+    """Path on the controller; the first line is the secret."""
+    command: Annotated[tuple[Text, ...], Field(min_length=1)] | _Nothing = None
+    """Program and arguments run on the controller; the first line it prints is the secret."""
 
     @property
     def kind(self) -> str:
@@ -42,8 +41,8 @@ class SecretRef:
     @property
     def value(self) -> tuple[str, ...]:
         """Return the name, path or argument list."""
-        one = self.env or self.file
-        return (one,) if one else self.command or ()
+        name = self.env or self.file
+        return (name,) if name else self.command or ()
 
 
 GENERATED = SecretRef()

@@ -3,78 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
 from spark_contract.gateway import EXPOSURES, Expose
+from spark_contract.release import EMBEDDINGS, ROUTED
 from spark_contract.units import DIGEST12
 
-from spark_deploy.config.documents.declare import (
-    GIB,
-    MIB,
-    Gib,
-    Mib,
-    about,
-    form,
-    in_gib,
-    needed,
-    setting,
-)
-from spark_deploy.config.settings.rules import Broken
-from spark_deploy.config.settings.secrets import GENERATED, OwnSecret
+from spark_deploy.config.documents import CLOSED, GIB, MIB, UNIQUE, Gib, Violation, form
+from spark_deploy.config.settings.engine import ServiceEngineSettings
+from spark_deploy.config.settings.patterns import text
+from spark_deploy.config.settings.secrets import OwnSecret, SecretRef
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class CheckpointSettings:
     """How the tree that a profile asks for is kept on the host."""
 
-    layout: Literal["overlay", "full"] | None = setting(
-        None,
-        "overlay: hard links to the base and one small file, for the plugin; takes seconds. full: "
-        "every file written anew, readable by any tool. null keeps the profile's.",
-    )
-    prebuilt: bool = setting(
-        False,
-        "true starts from the model's ready hybrid repository (sources.hybrid) instead of the INT4 "
-        "base: it passes the same gates and is held against the donor. Only with layout full.",
-    )
-    requantized: bool = setting(
-        False,
-        "Build from your own INT4 checkpoint, made from sources.original by "
-        "`spark-deploy add MODEL --requantize`.",
-    )
-    keep_base: bool = setting(
-        True,
-        "false removes the downloaded base once a full tree was proven byte by byte and serves: "
-        "disk for one tree instead of two, and a rebuild downloads it again (`plan` says how "
-        "much). An overlay needs its base.",
-    )
+    layout: Literal["overlay", "full"] | None = None
+    """overlay: hard links to the base and one small file, for the plugin; takes seconds. full:
+    every file written anew, readable by any tool. null keeps the profile's."""
+    prebuilt: bool = False
+    """true starts from the model's ready hybrid repository (sources.hybrid) instead of the INT4
+    base: it passes the same gates and is held against the donor. Only with layout full."""
+    requantized: bool = False
+    """Build from your own INT4 checkpoint, made from sources.original by `spark-deploy add MODEL
+    --requantize`."""
+    keep_base: bool = True
+    """false removes the downloaded base once a full tree was proven byte by byte and serves: disk
+    for one tree instead of two, and a rebuild downloads it again (`plan` says how much). An overlay
+    needs its base."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class RequantizeSettings:
     """How `spark-deploy add MODEL --requantize` has AutoRound make an INT4 tree.
 
     What is packed and what stays in 16 bits is said by the model's exact sets of names.
     """
 
-    iters: int = setting(
-        200,
-        "Steps of tuning for each block; 0 rounds to nearest and needs no text.",
-        minimum=0,
-        maximum=5000,
-    )
-    nsamples: int = setting(128, "Pieces of text that it tunes with.", minimum=1, maximum=4096)
-    seqlen: int = setting(2048, "Tokens of a piece.", minimum=16, maximum=32768)
-    batch: int = setting(8, "Pieces of one step.", minimum=1, maximum=64)
-    calibration: str | None = setting(
-        None,
-        'File of this machine with the text: JSON lines, each {"text": ...}, best of what the '
-        "model will be asked; together at least nsamples times seqlen tokens. Its content is part "
-        "of what the tree is named by.",
-        examples=["calibration.jsonl"],
-    )
+    iters: int = Field(default=200, ge=0, le=5000)
+    """Steps of tuning for each block; 0 rounds to nearest and needs no text."""
+    nsamples: int = Field(default=128, ge=1, le=4096)
+    """Pieces of text that it tunes with."""
+    seqlen: int = Field(default=2048, ge=16, le=32768)
+    """Tokens of a piece."""
+    batch: int = Field(default=8, ge=1, le=64)
+    """Pieces of one step."""
+    calibration: str | None = Field(default=None, examples=["calibration.jsonl"])
+    """File of this machine with the text: JSON lines, each {"text": ...}, best of what the model
+    will be asked; together at least nsamples times seqlen tokens. Its content is part of what the
+    tree is named by."""
 
 
 CATALOG_NAME = form(
@@ -83,9 +63,17 @@ CATALOG_NAME = form(
 SERVED_NAME = form(
     "^[A-Za-z0-9][A-Za-z0-9._/:-]*$", "one word that clients ask with", "qwen3.5-122b"
 )
-_TLS_NAME = form("^[A-Za-z0-9.:*-]+$", "a name or an address alone", "spark.example.org")
-_FILE = form("^(/|~/).+$", "a path that begins with / or ~/", "~/certificates/spark.pem")
-_AUDIENCES = ", ".join(f"{one.audience or 'nobody'} ({name})" for name, one in EXPOSURES.items())
+_TlsName = Annotated[
+    str, text("^[A-Za-z0-9.:*-]+$", "a name or an address alone", "spark.example.org")
+]
+_File = Annotated[
+    str, text("^(/|~/).+$", "a path that begins with / or ~/", "~/certificates/spark.pem")
+]
+CatalogName = Annotated[str, Field(json_schema_extra=CATALOG_NAME)]
+ServedName = Annotated[str, Field(json_schema_extra=SERVED_NAME)]
+_AUDIENCES = ", ".join(
+    f"{exposure.audience or 'nobody'} ({name})" for name, exposure in EXPOSURES.items()
+)
 
 # YAML reads the bare word off as false.
 _Tls = Annotated[
@@ -97,171 +85,131 @@ _Tls = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class PairSettings:
     """A model and a profile by name."""
 
-    model: str = needed("The stem of a file in catalog/models.", **CATALOG_NAME)
-    profile: str = needed("The stem of a file in catalog/profiles.", **CATALOG_NAME)
+    model: CatalogName
+    """The stem of a file in catalog/models."""
+    profile: CatalogName
+    """The stem of a file in catalog/profiles."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class ScheduledSettings(PairSettings):
     """A pair and when a host changes to it by itself."""
 
-    at: str = needed(
-        "When, as systemd.time writes it, in the host's time zone unless one is named.",
-        **form(
+    at: str = Field(
+        max_length=80,
+        examples=["Mon..Fri 08:00", "20:00 Europe/Berlin"],
+        json_schema_extra=form(
             "^[A-Za-z0-9*.,:/~_ -]+$",
             "a time as systemd's OnCalendar= takes it",
             "Mon..Fri 08:00",
         ),
-        maxLength=80,
-        examples=["Mon..Fri 08:00", "20:00 Europe/Berlin"],
     )
+    """When, as systemd.time writes it, in the host's time zone unless one is named."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class ReleaseSettings:
     """Ways back to releases that were proven before."""
 
-    keep: int = setting(
-        2,
-        "How many earlier proven releases `deploys/prune.py` leaves on a host, with their trees "
-        "and images.",
-        minimum=0,
-        maximum=10,
-    )
-    rollback_to: str | None = setting(
-        None,
-        "Where a rollback goes: a release by name, usually given by `spark-deploy rollback --to "
-        "NAME`; null means the main service's before this one.",
-        **form(
+    keep: int = Field(default=2, ge=0, le=10)
+    """How many earlier proven releases `deploys/prune.py` leaves on a host, with their trees and
+    images."""
+    rollback_to: str | None = Field(
+        default=None,
+        examples=["main-0123456789ab"],
+        json_schema_extra=form(
             f"^[a-z0-9][a-z0-9-]*-{DIGEST12}$",
             "a release as `spark-deploy status` names it",
             "main-0123456789ab",
         ),
-        examples=["main-0123456789ab"],
     )
+    """Where a rollback goes: a release by name, usually given by `spark-deploy rollback --to NAME`;
+    null means the main service's before this one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class RolloutSettings:
     """How a change goes over several hosts; where nothing is served, all hosts start at once."""
 
-    at_once: Annotated[int, about(minimum=1)] | Literal["all"] = setting(
-        1,
-        "How many hosts replace what they serve at the same time, or all; the next ones follow "
-        "when these are proven, and a failure leaves the rest as they are.",
-        examples=[2, "all"],
-    )
-    canary: str | None = setting(
-        None,
-        "The host that replaces what it serves first and alone, by its name in the inventory; "
-        "null: the first of the inventory.",
-        minLength=1,
-        examples=["spark-1"],
-    )
+    at_once: Annotated[int, Field(ge=1)] | Literal["all"] = Field(default=1, examples=[2, "all"])
+    """How many hosts replace what they serve at the same time, or all; the next ones follow when
+    these are proven, and a failure leaves the rest as they are."""
+    canary: str | None = Field(default=None, min_length=1, examples=["spark-1"])
+    """The host that replaces what it serves first and alone, by its name in the inventory; null:
+    the first of the inventory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class ServeSettings:
     """Names, gateway and time limits of the service."""
 
-    names: tuple[Annotated[str, about(**SERVED_NAME)], ...] = setting(
-        (),
-        "Names clients may use for the model, all served at once. The first is what `connect` "
-        "prints and should stay the same when model or profile change. Empty: the model's catalog "
-        "name.",
-        uniqueItems=True,
-        examples=[["assistant", "qwen"]],
+    names: tuple[ServedName, ...] = Field(
+        default=(), examples=[["assistant", "qwen"]], json_schema_extra=UNIQUE
     )
-    port: int = setting(8000, "Port of the gateway.", minimum=1, maximum=65535)
-    expose: Expose = setting(
-        "loopback",
-        f"Who reaches the gateway beside this host: {_AUDIENCES}; lan listens on every address. "
-        "The API key is demanded in all cases. Takes effect without restarting the engine.",
+    """Names clients may use for the model, all served at once. The first is what `connect` prints
+    and should stay the same when model or profile change. Empty: the model's catalog name."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """Port of the gateway."""
+    expose: Expose = Field(
+        default="loopback",
+        description=f"Who reaches the gateway apart from this host: {_AUDIENCES}; lan listens on "
+        "every address. The API key is always required. The engine is not restarted.",
     )
-    address: str | None = setting(
-        None,
-        "Name or address under which clients of the network reach this host; certificates cover "
-        "it. null: ssh.hostname, else the name in the inventory.",
-        **form("^[A-Za-z0-9.:-]+$", "a name or an address alone", "spark.example.org"),
+    address: str | None = Field(
+        default=None,
         examples=["spark.example.org"],
+        json_schema_extra=form(
+            "^[A-Za-z0-9.:-]+$", "a name or an address alone", "spark.example.org"
+        ),
     )
-    tls: _Tls = setting(
-        "off",
-        "With expose: lan. off; own-cert: the two files below; private-ca: this machine makes a CA "
-        "once in ca_dir, and a certificate for each host that later runs renew in time. The host "
-        "itself is always spoken to over plain HTTP on 127.0.0.1.",
-    )
-    tls_certificate: str | None = setting(
-        None,
-        "With own-cert: PEM file on the controller with the certificate and its chain.",
-        **_FILE,
-    )
-    tls_key: str | None = setting(
-        None,
-        "With own-cert: PEM file on the controller with the unencrypted key.",
-        **_FILE,
-    )
-    tls_names: tuple[Annotated[str, about(**_TLS_NAME)], ...] = setting(
-        (),
-        "With private-ca: names and addresses that certificates cover beside serve.address.",
-        uniqueItems=True,
-    )
-    ca_dir: str = setting(
-        "~/.config/spark-deploy/ca",
-        "With private-ca: folder on the controller that holds the CA, ca.pem for clients and "
-        "ca-key.pem. Made when absent; keep a copy.",
-        **_FILE,
-    )
-    api_key: OwnSecret = setting(
-        GENERATED,
-        "generate: the host makes a random key once and keeps it. Or where the controller reads "
-        "it: {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}.",
-    )
-    max_body_bytes: Mib = setting(
-        32 * MIB,
-        "Largest request body, in MiB; images travel in it as base64.",
-        key="max_body_mib",
-        type="integer",
-        minimum=1,
-        maximum=4096,
-    )
-    max_requests_per_s: int | None = setting(
-        50,
-        "Requests that one client address may send per second on average, with bursts of twice "
-        "that, those with a wrong key included; null for no limit.",
-        minimum=1,
-    )
-    max_connections: int | None = setting(
-        256,
-        "Requests of one client address that may be under way at once, those without a key "
-        "included; null for no limit. A proxy before the gateway is one address.",
-        minimum=1,
-    )
-    start_timeout_s: int = setting(
-        2400,
-        "Seconds an engine may take from start to its first proven answer; the first start "
-        "compiles kernels and loads 70 GB.",
-        minimum=10,
-    )
-    stop_timeout_s: int = setting(
-        120, "Seconds an engine may take to stop before it is killed.", minimum=5
-    )
-    drain_s: int = setting(
-        30,
-        "Seconds that answers in flight may take before a change of release stops the old engine; "
-        "longer ones are cut off.",
-        minimum=0,
-    )
+    """Name or address under which clients of the network reach this host; certificates cover it.
+    null: ssh.hostname, else the name in the inventory."""
+    tls: _Tls = "off"
+    """With expose: lan. off; own-cert: the two files below; private-ca: this machine makes a CA
+    once in ca_dir, and a certificate for each host that later runs renew in time. The host itself
+    is always spoken to over plain HTTP on 127.0.0.1."""
+    tls_certificate: _File | None = None
+    """With own-cert: PEM file on the controller with the certificate and its chain."""
+    tls_key: _File | None = None
+    """With own-cert: PEM file on the controller with the unencrypted key."""
+    tls_names: tuple[_TlsName, ...] = Field(default=(), json_schema_extra=UNIQUE)
+    """With private-ca: names and addresses that certificates cover beside serve.address."""
+    ca_dir: _File = "~/.config/spark-deploy/ca"
+    """With private-ca: folder on the controller that holds the CA, ca.pem for clients and
+    ca-key.pem. Made when absent; keep a copy."""
+    api_key: OwnSecret = Field(default_factory=SecretRef)
+    """generate: the host makes a random key once and keeps it. Or where the controller reads it:
+    {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
+    max_body_mib: int = Field(default=32, ge=1, le=4096)
+    """Largest request body, in MiB; images travel in it as base64."""
+    max_requests_per_s: int | None = Field(default=50, ge=1)
+    """Requests that one client address may send per second on average, with bursts of twice that,
+    those with a wrong key included; null for no limit."""
+    max_connections: int | None = Field(default=256, ge=1)
+    """Requests of one client address that may be under way at once, those without a key included;
+    null for no limit. A proxy before the gateway is one address."""
+    start_timeout_s: int = Field(default=2400, ge=10)
+    """Seconds an engine may take from start to its first proven answer; the first start compiles
+    kernels and loads 70 GB."""
+    stop_timeout_s: int = Field(default=120, ge=5)
+    """Seconds an engine may take to stop before it is killed."""
+    drain_s: int = Field(default=30, ge=0)
+    """Seconds that answers in flight may take before a change of release stops the old engine;
+    longer ones are cut off."""
 
-    def broken(self) -> Iterator[Broken]:
+    @property
+    def max_body_bytes(self) -> int:
+        return self.max_body_mib * MIB
+
+    def broken(self) -> Iterator[Violation]:
         """Yield what is wrong with TLS."""
         if self.tls != "off" and not EXPOSURES[self.expose].open:
             what = f"{self.tls} with expose: {self.expose}"
-            yield Broken(
+            yield Violation(
                 ("tls",),
                 f"{what}; TLS is for what leaves the host in the open",
                 "set serve.expose: lan, or serve.tls: off",
@@ -269,94 +217,114 @@ class ServeSettings:
         for key in ("tls_certificate", "tls_key"):
             if self.tls == "own-cert" and not getattr(self, key):
                 what = "is needed with tls: own-cert"
-                yield Broken((key,), what, "name a PEM file of this machine", set_by=("tls",))
+                yield Violation((key,), what, "name a PEM file of this machine", set_by=("tls",))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class MemorySettings:
     """The one memory pool that CPU and GPU share."""
 
-    total_bytes: Gib = setting(
-        round(119.7 * GIB),
-        "What MemTotal of the host shows, never the number on the box: 119.7 on a 128 GB Spark; "
-        "newer units show 121.7.",
-        key="total_gib",
-        exclusiveMinimum=0,
-    )
-    reserve_bytes: Gib = setting(
-        12 * GIB,
-        "Left to the system and to other workloads; raise it for them.",
-        key="reserve_gib",
-        minimum=0,
-    )
-    start_wait_s: int = setting(
-        300,
-        "Seconds to wait before a start for memory that a stopped engine gives back late.",
-        minimum=0,
-    )
-    floor_bytes: Gib = setting(
-        4 * GIB,
-        "Less available memory than this, while the engine starts or serves, and it is stopped "
-        "before the host dies.",
-        key="floor_gib",
-        minimum=0,
-    )
+    total_gib: Gib = Field(default=119.7, gt=0)
+    """What MemTotal of the host shows, never the number on the box: 119.7 on a 128 GB Spark; newer
+    units show 121.7."""
+    reserve_gib: Gib = Field(default=12, ge=0)
+    """Left to the system and to other workloads; raise it for them."""
+    start_wait_s: int = Field(default=300, ge=0)
+    """Seconds to wait before a start for memory that a stopped engine gives back late."""
+    floor_gib: Gib = Field(default=4, ge=0)
+    """Less available memory than this, while the engine starts or serves, and it is stopped before
+    the host dies."""
 
-    def broken(self) -> Iterator[Broken]:
+    @property
+    def total_bytes(self) -> int:
+        return round(self.total_gib * GIB)
+
+    @property
+    def reserve_bytes(self) -> int:
+        return round(self.reserve_gib * GIB)
+
+    @property
+    def floor_bytes(self) -> int:
+        return round(self.floor_gib * GIB)
+
+    def broken(self) -> Iterator[Violation]:
         """Yield what does not add up."""
-        reserve, total, floor = map(
-            in_gib, (self.reserve_bytes, self.total_bytes, self.floor_bytes)
-        )
+        reserve, total, floor = self.reserve_gib, self.total_gib, self.floor_gib
         if reserve >= total:
-            what = f"reserve_gib {reserve} leaves nothing of {total} GiB"
-            yield Broken(("reserve_gib",), what, "lower it below memory.total_gib")
+            what = f"reserve_gib {reserve:g} leaves nothing of {total:g} GiB"
+            yield Violation(("reserve_gib",), what, "lower it below memory.total_gib")
         if floor > reserve:
-            what = f"the watch would stop every engine: floor {floor} GiB is above the"
+            what = f"the watch would stop every engine: floor {floor:g} GiB is above the"
             fix = "keep floor_gib at or below memory.reserve_gib"
-            yield Broken(("floor_gib",), f"{what} reserve {reserve} GiB", fix)
+            yield Violation(("floor_gib",), f"{what} reserve {reserve:g} GiB", fix)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class WatchSettings:
     """When a serving engine is restarted."""
 
-    stall_s: int = setting(
-        120,
-        "Seconds with running requests and no progress, or without any answer, before a restart; "
-        "never less than a second per 1000 tokens of context, because a long prompt is counted "
-        "only when all of it was read.",
-        minimum=5,
-    )
-    interval_s: int = setting(10, "Seconds between two looks.", minimum=1)
-    hot_celsius: int = setting(
-        90,
-        "Temperature of the GPU from which on the watch writes an event; it stops nothing for it. "
-        "Boards switch themselves off without a word near 105.",
-        minimum=40,
-        maximum=110,
-    )
+    stall_s: int = Field(default=120, ge=5)
+    """Seconds with running requests and no progress, or without any answer, before a restart; never
+    less than a second per 1000 tokens of context, because a long prompt is counted only when all of
+    it was read."""
+    interval_s: int = Field(default=10, ge=1)
+    """Seconds between two looks."""
+    hot_celsius: int = Field(default=90, ge=40, le=110)
+    """Temperature of the GPU from which on the watch writes an event; it stops nothing for it.
+    Boards switch themselves off without a word near 105."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class CheckSettings:
     """The proof after every start, and the measurement after it."""
 
-    timeout_s: int = setting(
-        600,
-        "Seconds each check of the proof may take; one that runs out of them ends the proof.",
-        minimum=5,
+    timeout_s: int = Field(default=600, ge=5)
+    """Seconds each check of the proof may take; one that runs out of them ends the proof."""
+    bench_s: int = Field(default=120, ge=0, le=1800)
+    """Seconds the speed is measured for, with the gateway open, after a proof under new versions of
+    driver, kernel, docker, toolkit, image or plugin; 0 leaves it out."""
+    bench_worse_percent: int = Field(default=15, ge=1, le=90)
+    """A speed that is worse than at the last proof by more than this is reported, with a way
+    back."""
+
+
+SERVICE_NAME = form(
+    "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 small letters, digits and dashes", "search"
+)
+# What the engine is told is a share in hundredths of the whole memory.
+_SHARES = 100
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class ServiceSettings:
+    """One more service of a host: release, proof, watch, gateway and way back of its own."""
+
+    model: CatalogName
+    """The stem of a file in catalog/models."""
+    profile: CatalogName
+    """The stem of a file in catalog/profiles."""
+    port: int = Field(ge=1, le=65535)
+    """Port of its gateway."""
+    memory_gib: Gib = Field(gt=0)
+    """What its engine may take in all; the main one gets that much less. Rounded down to a
+    hundredth of memory.total_gib."""
+    names: tuple[ServedName, ...] = Field(default=(), json_schema_extra=UNIQUE)
+    """As serve.names."""
+    paths: tuple[Literal[ROUTED], ...] = Field(  # type: ignore[valid-type]
+        default=(), examples=[[EMBEDDINGS]], json_schema_extra=UNIQUE
     )
-    bench_s: int = setting(
-        120,
-        "Seconds the speed is measured for, with the gateway open, after a proof under new "
-        "versions of driver, kernel, docker, toolkit, image or plugin; 0 leaves it out.",
-        minimum=0,
-        maximum=1800,
-    )
-    bench_worse_percent: int = setting(
-        15,
-        "A speed that is worse than at the last proof by more than this is reported, with a way "
-        "back.",
-        minimum=1,
-        maximum=90,
-    )
+    """Paths of the main service's gateway that this one answers when a request names no model; one
+    that does goes to the service of that name."""
+    engine: ServiceEngineSettings = Field(default_factory=ServiceEngineSettings)
+
+    @property
+    def memory_bytes(self) -> int:
+        return round(self.memory_gib * GIB)
+
+    def broken(self, total_gib: Gib) -> Iterator[Violation]:
+        """Yield what does not add up; keys are seen from the service."""
+        if self.memory_gib * _SHARES < total_gib:
+            what = f"{self.memory_gib:g} GiB are less than a hundredth of the memory"
+            fix = f"give it {total_gib / _SHARES:.3f} GiB or more"
+            yield Violation(("memory_gib",), what, fix)
+        yield from (each._replace(key=("engine", *each.key)) for each in self.engine.broken())

@@ -7,12 +7,14 @@ Each stands once: type, default, meaning and limits where it is declared, rules 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from spark_deploy.config.documents.declare import Gib, Text, about, knowing_keys, section, setting
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Text, name_entries
 from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings, ReplicasSettings
-from spark_deploy.config.settings.engine.engine import EngineSettings
+from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.host import (
     BaseSettings,
     CudaSettings,
@@ -22,9 +24,16 @@ from spark_deploy.config.settings.host import (
     PathSettings,
     SshSettings,
 )
-from spark_deploy.config.settings.rules import BELOW, CONTAINER, IMAGE, IMAGE_ROLE, RAIL_NAME
+from spark_deploy.config.settings.patterns import (
+    IMAGE_ROLE,
+    RAIL_NAME,
+    ContainerName,
+    ImageName,
+    RelativePath,
+)
 from spark_deploy.config.settings.service import (
-    CATALOG_NAME,
+    SERVICE_NAME,
+    CatalogName,
     CheckpointSettings,
     CheckSettings,
     MemorySettings,
@@ -34,9 +43,9 @@ from spark_deploy.config.settings.service import (
     RolloutSettings,
     ScheduledSettings,
     ServeSettings,
+    ServiceSettings,
     WatchSettings,
 )
-from spark_deploy.config.settings.services import SERVICE_NAME, ServiceSettings
 from spark_deploy.config.settings.sources import (
     REPOSITORY_NAME,
     DownloadSettings,
@@ -77,65 +86,50 @@ EXPERT = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class UninstallSettings:
     """What `deploys/uninstall.py` takes along; usually given as --data uninstall.models=true."""
 
-    models: bool = setting(False, "Remove downloaded and built models, too.")
-    engine: bool = setting(
-        False,
-        "Remove Docker, the NVIDIA container toolkit and CUDA, too, where a deploy installed them "
-        "and nobody else has containers.",
-    )
+    models: bool = False
+    """Remove downloaded and built models, too."""
+    engine: bool = False
+    """Remove Docker, the NVIDIA container toolkit and CUDA, too, where a deploy installed them and
+    nobody else has containers."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CLOSED)
 class Settings:
     """Keys of group_vars/*.yml and host_vars/*.yml. Defaults: group_vars/all.yml."""
 
-    model: str = setting(
-        "qwen3.5-122b",
-        "Which model to serve: the stem of a file in catalog/models.",
-        heading="What to serve\n"
-        "What the engine, its proof and its watch are told is one frozen release: model, profile, "
-        "engine, memory, watch, check, and names and time limits of serve. Changing any of it "
-        "restarts the engine, proven, with a way back. Port, exposure, TLS, key and limits of "
-        "requests restart nothing.",
-        **CATALOG_NAME,
+    model: CatalogName = Field(
+        default="qwen3.5-122b",
         examples=["qwen3.5-122b"],
     )
-    profile: str = setting(
-        "v2",
-        "How to serve it: the stem of a file in catalog/profiles.",
-        **CATALOG_NAME,
-        examples=["v2", "v2-tq"],
-    )
-    keep_ready: tuple[PairSettings, ...] = setting(
-        (),
-        "Other model and profile pairs whose downloads, tree and image a host has ready, so that "
-        "a change to one of them needs no download and no build.",
-        uniqueItems=True,
+    """Which model to serve: the stem of a file in catalog/models."""
+    profile: CatalogName = Field(default="v2", examples=["v2", "v2-tq"])
+    """How to serve it: the stem of a file in catalog/profiles."""
+    keep_ready: tuple[PairSettings, ...] = Field(
+        default=(),
         examples=[[{"model": "qwen3.5-122b", "profile": "base"}]],
+        json_schema_extra=UNIQUE,
     )
-    schedule: tuple[ScheduledSettings, ...] = setting(
-        (),
-        "Times at which a host changes between pairs by itself, each change proven, with a way "
-        "back. Every pair is the one above or stands in keep_ready, and the one above has a time "
-        "as well. A deploy leaves a pair alone that was changed to in this way.",
-        uniqueItems=True,
+    """Other model and profile pairs whose downloads, tree and image a host has ready, so that a
+    change to one of them needs no download and no build."""
+    schedule: tuple[ScheduledSettings, ...] = Field(
+        default=(),
         examples=[
             [
                 {"at": "08:00", "model": "qwen3.5-122b", "profile": "v2"},
                 {"at": "20:00", "model": "qwen3.5-122b", "profile": "agent"},
             ]
         ],
+        json_schema_extra=UNIQUE,
     )
-    services: dict[str, ServiceSettings] = setting(
-        dict,
-        "More services on this host, by name, such as an embedding model beside the main one. "
-        "Each is rolled out, proven, watched and rolled back by itself; one that is not listed "
-        "any more is stopped.",
-        propertyNames=SERVICE_NAME,
+    """Times at which a host changes between pairs by itself, each change proven, with a way back.
+    Every pair is the one above or stands in keep_ready, and the one above has a time as well. A
+    deploy leaves a pair alone that was changed to in this way."""
+    services: dict[str, ServiceSettings] = Field(
+        default_factory=dict,
         examples=[
             {
                 "embed": {
@@ -146,52 +140,45 @@ class Settings:
                 }
             }
         ],
+        json_schema_extra={"propertyNames": SERVICE_NAME},
     )
-    releases: ReleaseSettings = section(ReleaseSettings)
-    rollout: RolloutSettings = section(RolloutSettings)
-    serve: ServeSettings = section(ServeSettings)
-    engine: EngineSettings = section(EngineSettings)
-    checkpoint: CheckpointSettings = section(CheckpointSettings)
-    requantize: RequantizeSettings = section(RequantizeSettings)
-    cluster: ClusterSettings = section(ClusterSettings)
-    replicas: ReplicasSettings = section(ReplicasSettings)
-    fabric: FabricSettings = section(FabricSettings)
-    memory: MemorySettings = section(MemorySettings, heading="Memory: one pool for CPU and GPU")
-    watch: WatchSettings = section(WatchSettings)
-    check: CheckSettings = section(CheckSettings)
-    lock_file: str = setting(
-        "spark.lock.yml",
-        "Path of the lock, relative to the folder that holds the inventory's group_vars. The lock "
-        "turns names into commits and digests.",
-        heading="Where things come from",
-        **BELOW,
-        examples=["spark.lock.yml"],
-    )
-    locked: Literal["first-use", "required"] = setting(
-        "first-use",
-        "first-use: a name that is not locked is locked when a run meets it; required: such a run "
-        "is refused.",
-    )
-    images: dict[str, Annotated[str, about(**IMAGE)]] = setting(
-        lambda: {
+    """More services on this host, by name, such as an embedding model beside the main one. Each is
+    rolled out, proven, watched and rolled back by itself; one that is not listed any more is
+    stopped."""
+    releases: ReleaseSettings = Field(default_factory=ReleaseSettings)
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    serve: ServeSettings = Field(default_factory=ServeSettings)
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    requantize: RequantizeSettings = Field(default_factory=RequantizeSettings)
+    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
+    replicas: ReplicasSettings = Field(default_factory=ReplicasSettings)
+    fabric: FabricSettings = Field(default_factory=FabricSettings)
+    memory: MemorySettings = Field(default_factory=MemorySettings)
+    watch: WatchSettings = Field(default_factory=WatchSettings)
+    check: CheckSettings = Field(default_factory=CheckSettings)
+    lock_file: RelativePath = Field(default="spark.lock.yml", examples=["spark.lock.yml"])
+    """Path of the lock, relative to the folder that holds the inventory's group_vars. The lock
+    turns names into commits and digests."""
+    locked: Literal["first-use", "required"] = "first-use"
+    """first-use: a name that is not locked is locked when a run meets it; required: such a run is
+    refused."""
+    images: dict[str, ImageName] = Field(
+        default_factory=lambda: {
             "engine": "vllm/vllm-openai:v0.33.0",
             "gpu_check": "nvidia/cuda:13.0.2-base-ubuntu24.04",
         },
-        "Container images by role; a tag is locked to its digest. `engine` and `gpu_check` (must "
-        "print a GPU line; proves the runtime) are always needed; models may name further ones.",
-        required=["engine", "gpu_check"],
-        propertyNames=IMAGE_ROLE,
+        json_schema_extra={"required": ["engine", "gpu_check"], "propertyNames": IMAGE_ROLE},
     )
-    registries: RegistrySettings = section(RegistrySettings)
-    hub: HubSettings = section(HubSettings)
-    downloads: DownloadSettings = section(DownloadSettings)
-    fleet: FleetSettings = section(FleetSettings)
-    proxy: ProxySettings = section(ProxySettings)
-    repositories: Annotated[dict[str, RepositorySettings], knowing_keys("name")] = setting(
-        dict,
-        "Signed apt repositories by name; cuda.repositories and docker.repositories choose among "
-        "them.",
-        propertyNames=REPOSITORY_NAME,
+    """Container images by role; a tag is locked to its digest. `engine` and `gpu_check` (must print
+    a GPU line; proves the runtime) are always needed; models may name further ones."""
+    registries: RegistrySettings = Field(default_factory=RegistrySettings)
+    hub: HubSettings = Field(default_factory=HubSettings)
+    downloads: DownloadSettings = Field(default_factory=DownloadSettings)
+    fleet: FleetSettings = Field(default_factory=FleetSettings)
+    proxy: ProxySettings = Field(default_factory=ProxySettings)
+    repositories: Annotated[dict[str, RepositorySettings], name_entries("name")] = Field(
+        default_factory=dict,
         examples=[
             {
                 "vendor": {
@@ -203,49 +190,46 @@ class Settings:
                 }
             }
         ],
+        json_schema_extra={"propertyNames": REPOSITORY_NAME},
     )
-    expect: ExpectSettings = section(ExpectSettings, heading="What a host must be")
-    reboot: Literal["report", "allow"] = setting(
-        "report",
-        "What becomes of a pending reboot (new kernel or driver): report tells it; allow has the "
-        "deploy reboot such hosts, one after the other, each proven again before the next. A cause "
-        "that stays is not tried twice.",
+    """Signed apt repositories by name; cuda.repositories and docker.repositories choose among
+    them."""
+    expect: ExpectSettings = Field(default_factory=ExpectSettings)
+    reboot: Literal["report", "allow"] = "report"
+    """What becomes of a pending reboot (new kernel or driver): report tells it; allow has the
+    deploy reboot such hosts, one after the other, each proven again before the next. A cause that
+    stays is not tried twice."""
+    takeover: tuple[ContainerName, ...] = Field(
+        default=(), examples=[["old-vllm"]], json_schema_extra=UNIQUE
     )
-    takeover: tuple[Annotated[str, about(**CONTAINER)], ...] = setting(
-        (),
-        "Containers of others (by name) that a run may stop and disable because they hold the GPU "
-        "memory.",
-        uniqueItems=True,
-        examples=[["old-vllm"]],
+    """Containers of others (by name) that a run may stop and disable because they hold the GPU
+    memory."""
+    allow_memory_holders: tuple[Text, ...] = Field(
+        default=(), examples=[["gnome-shell"]], json_schema_extra=UNIQUE
     )
-    allow_memory_holders: tuple[Text, ...] = setting(
-        (),
-        "Names of processes that may hold memory or the GPU next to the engine; preflight leaves "
-        "them out.",
-        uniqueItems=True,
-        examples=[["gnome-shell"]],
+    """Names of processes that may hold memory or the GPU next to the engine; preflight leaves them
+    out."""
+    allow_containers: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict, examples=[{"comfyui": 12}]
     )
-    allow_containers: dict[str, Annotated[Gib, about(minimum=0)]] = setting(
-        dict,
-        "Containers of others (by name) that serve models or hold the GPU and may stay, with the "
-        "GiB each may take; the engine gets that much less, beside memory.reserve_gib.",
-        examples=[{"comfyui": 12}],
-    )
-    override_rails: dict[str, Annotated[Text, about(minLength=8)]] = setting(
-        dict,
-        "Refusing guard rails that you take on for this host, by name, and why; the plan warns of "
-        "each. Only rails with `may_be_overridden: true` in catalog/guard_rails.yml.",
-        propertyNames=RAIL_NAME,
+    """Containers of others (by name) that serve models or hold the GPU and may stay, with the GiB
+    each may take; the engine gets that much less, beside memory.reserve_gib."""
+    override_rails: dict[str, Annotated[str, Field(min_length=8)]] = Field(
+        default_factory=dict,
         examples=[{"trust-remote-code": "the parser in our image was reviewed in November"}],
+        json_schema_extra={"propertyNames": RAIL_NAME},
     )
-    base: BaseSettings = section(BaseSettings, heading="What a host gets")
-    cuda: CudaSettings = section(CudaSettings)
-    docker: DockerSettings = section(DockerSettings)
-    disk: DiskSettings = section(DiskSettings)
-    paths: PathSettings = section(PathSettings)
-    uninstall: UninstallSettings = section(UninstallSettings)
-    ssh: SshSettings = section(SshSettings, heading="How to reach a host")
-    sudo: bool = setting(True, "The login user is not root.")
+    """Refusing guard rails that you take on for this host, by name, and why; the plan warns of
+    each. Only rails with `may_be_overridden: true` in catalog/guard_rails.yml."""
+    base: BaseSettings = Field(default_factory=BaseSettings)
+    cuda: CudaSettings = Field(default_factory=CudaSettings)
+    docker: DockerSettings = Field(default_factory=DockerSettings)
+    disk: DiskSettings = Field(default_factory=DiskSettings)
+    paths: PathSettings = Field(default_factory=PathSettings)
+    uninstall: UninstallSettings = Field(default_factory=UninstallSettings)
+    ssh: SshSettings = Field(default_factory=SshSettings)
+    sudo: bool = True
+    """The login user is not root."""
 
     @property
     def ranks(self) -> int:
@@ -255,8 +239,9 @@ class Settings:
     @property
     def kept_bytes(self) -> int:
         """Return what the engine must leave: the reserve, what containers and services may take."""
+        containers = sum(self.allow_containers.values())
         others = sum(service.memory_bytes for service in self.services.values())
-        return self.memory.reserve_bytes + sum(self.allow_containers.values()) + others
+        return self.memory.reserve_bytes + round(containers * GIB) + others
 
     @property
     def ready_pairs(self) -> tuple[PairSettings, ...]:
@@ -266,24 +251,27 @@ class Settings:
 
     def of_service(self, name: str) -> Settings:
         """Return these settings as they are for one of the services beside the main one."""
-        one = self.services[name]
+        service = self.services[name]
         return dataclasses.replace(
             self,
-            model=one.model,
-            profile=one.profile,
+            model=service.model,
+            profile=service.profile,
             keep_ready=(),
             services={},
             schedule=(),
             cluster=ClusterSettings(),
             replicas=ReplicasSettings(),
-            serve=dataclasses.replace(self.serve, port=one.port, names=one.names),
+            serve=dataclasses.replace(self.serve, port=service.port, names=service.names),
             engine=EngineSettings(
-                **{f.name: getattr(one.engine, f.name) for f in dataclasses.fields(one.engine)}
+                **{
+                    f.name: getattr(service.engine, f.name)
+                    for f in dataclasses.fields(service.engine)
+                }
             ),
             # All but its own share is others'.
             allow_containers={},
             memory=dataclasses.replace(
-                self.memory, reserve_bytes=self.memory.total_bytes - one.memory_bytes
+                self.memory, reserve_gib=self.memory.total_gib - service.memory_gib
             ),
         )
 

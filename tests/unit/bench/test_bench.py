@@ -266,15 +266,6 @@ def test_a_result_follows_its_schema_and_comes_back_as_it_was():
     assert parse(BenchResult, text_of(result())) == result()
 
 
-def test_a_result_of_before_the_third_protocol_is_still_one():
-    """Written by an earlier version in the virtual lab."""
-    earlier = (CHECKOUT / "tests/fixtures/bench-of-two-protocols.json").read_text()
-    assert "loads" not in earlier
-    found = parse(BenchResult, earlier)
-    assert (found.loads, found.vllm, len(found.warm())) == ((), None, 5)
-    assert parse(BenchResult, text_of(found)) == found
-
-
 def test_figures_of_the_virtual_lab_say_that_they_are_none_of_a_spark():
     lab = parse(BenchResult, (CHECKOUT / "tests/fixtures/bench-of-two-protocols.json").read_text())
     said = "Stand-ins: driver 580.159.03+labstub, toolkit 1.19.0+labstub. This says nothing of a "

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from spark_deploy.cli.share import read_shared
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.declare import typed
+from spark_deploy.config.documents import typed
 from spark_deploy.config.errors import SparkError
 from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.plan.host import plan_host

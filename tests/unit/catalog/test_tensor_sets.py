@@ -8,8 +8,8 @@ import yaml
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.tensor_sets import Tensors
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.declare import convert
-from spark_deploy.config.documents.schema_check import dotted
+from spark_deploy.config.documents import convert
+from spark_deploy.config.schema_errors import dotted
 from tests.unit.planning.plans import shipped_catalog
 
 SHOWN = "catalog/models/qwen3.5-122b.yml"

@@ -231,7 +231,7 @@ def test_a_missing_result_file_gets_a_message(spark_deploy):
 def test_an_invalid_release_name_is_refused_before_any_command(spark_deploy):
     code, out, err = spark_deploy("rollback", "spark-1", "--to", "x", "-y")
     assert (code, out) == (1, "")
-    assert err.startswith('--to: "x" does not have the form that is needed')
+    assert err.startswith('--to: "x" does not have the required form')
     assert "--data" not in err
     assert "pyinfra" not in err
 

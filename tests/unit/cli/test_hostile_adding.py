@@ -16,9 +16,9 @@ from spark_contract import files
 from spark_deploy.cli import catalog_files
 from spark_deploy.cli.add import Card, draft_of
 from spark_deploy.config.catalog.load import read_families
-from spark_deploy.config.documents.yaml_files import read_mapping
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.sources import HubSettings
+from spark_deploy.config.yaml_files import read_mapping
 from spark_deploy.lock.anatomy import anatomy_of, ask_hub
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
@@ -167,7 +167,7 @@ FILES = {
     "aliases of aliases": (aliases(12), "holds more than 200000 values"),
     "a million values": (f"a: [{'1,' * 1_000_000}]", "holds more than 200000 values"),
     "nine megabytes": (f"a: {'x' * 9_000_000}", "is larger than"),
-    "addresses in addresses": (f"shared: 1\nname: '{'://' * 300_000}'", "does not have the form"),
+    "addresses in addresses": (f"shared: 1\nname: '{'://' * 300_000}'", "the required form"),
     "a date for a name": ("model: 2026-01-01\ncommand: vllm serve", "names no repository"),
     "a file name for a repository": ("model: org/../../x\ncommand: vllm serve x", "no repository"),
     "a line more": ('model: "org/x\\n"\ncommand: vllm serve x', "no repository"),

@@ -14,8 +14,8 @@ from spark_deploy.cli.recipes import draft_of_recipe
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.yaml_files import read_mapping
 from spark_deploy.config.errors import CatalogError, Problem
+from spark_deploy.config.yaml_files import read_mapping
 from tests.unit.hostile import ANYTHING
 from tests.unit.planning.plans import shipped_catalog
 

@@ -24,7 +24,7 @@ from spark_host.jobs import jobs
 from spark_host.system import host as system
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.digest import digest_of
+from spark_deploy.config.documents import digest_of
 from spark_deploy.plan.gateway import gateway_file
 from spark_deploy.plan.jobs import discard_jobs_of, jobs_of, keep_of
 from spark_deploy.plan.release import limits, release_files_of

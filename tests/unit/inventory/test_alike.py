@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.load import HostSettings
@@ -20,7 +21,7 @@ SET_BY_HAND = {
     ("serve", "names"): ("one", "two"),
     ("engine", "options"): {"seed": 1},
     ("engine", "environment"): {"A_B": "c"},
-    ("allow_containers",): {"comfyui": 12 << 30},
+    ("allow_containers",): {"comfyui": 12},
     ("images",): {**HERE.images, "engine": "vllm/vllm-openai:v0.32.0"},
 }
 
@@ -70,7 +71,10 @@ def test_a_member_that_would_have_another_release_is_refused() -> None:
     ours, changing = digest(HERE), set()
     for path, value in leaves(HERE):
         for other in others(path, value):
-            member = put(HERE, path, other)
+            try:
+                member = put(HERE, path, other)
+            except ValidationError:  # not a value it may have
+                continue
             if digest(member) not in (ours, None):
                 changing.add(".".join(path))
                 assert refused(member), f"{'.'.join(path)} changes the release"

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from pyinfra.connectors import util
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.shown import heard, shown
 from spark_deploy.config.errors import SparkError
+from spark_deploy.config.printable import heard, shown
 from spark_deploy.inventory import output_limits
 
 OWNED = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"

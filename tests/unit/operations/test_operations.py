@@ -23,7 +23,7 @@ from pyinfra.api.state import StateStage
 from pyinfra.context import ctx_host, ctx_state
 
 from spark_deploy.config.settings.cluster import ClusterSettings
-from spark_deploy.config.settings.host import PathSettings
+from spark_deploy.config.settings.host import BaseSettings, ExpectSettings, PathSettings
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import access, base, docker, fabric, facts, gpu, preflight
@@ -52,13 +52,7 @@ VENDOR = RepositorySettings(
     key_sha256="ab" * 32,
 )
 NEEDS = NeedsPlan(
-    arch="aarch64",
-    pci_ids=("10de:2e12",),
-    gpu_name="NVIDIA GB10",
-    os_id="ubuntu",
-    os_version="24.04",
-    driver_min="580",
-    dgx_release="warn",
+    expect=ExpectSettings(),
     takeover=(),
     allow_memory_holders=(),
     ports=(8000,),
@@ -72,9 +66,8 @@ NEEDS = NeedsPlan(
 PLANS: dict[str, Any] = {
     "fabric": Settings(cluster=ClusterSettings(hosts=("spark-1", "spark-2"))),
     "base": BasePlan(
+        settings=BaseSettings(),
         packages=("curl", "nginx-light"),
-        hold_driver_in_unattended_upgrades=True,
-        disable_sleep=True,
         paths=PathSettings(),
     ),
     "gpu": CudaPlan(
@@ -164,6 +157,8 @@ def test_an_operation_does_what_the_state_asks_for(case: Path) -> None:
     data = yaml.safe_load(case.read_text())
     module, _, name = case.parent.name.partition(".")
     changes = {key: frozen(value) for key, value in data.get("plan", {}).items()}
+    if "settings" in changes:
+        changes["settings"] = BaseSettings(**changes["settings"])
     plan = dataclasses.replace(PLANS[module], **changes)
     host = FakeHost(sections_of(data["fact"]))
     with on(host):

@@ -9,7 +9,6 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.cluster import ClusterSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.host import plan_host
-from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.release import release_files_of
 from spark_deploy.plan.resolve import Request, problems_of
 from spark_deploy.plan.types import HostPlan, Port, Ports
@@ -206,7 +205,7 @@ def test_experts_of_one_group_on_a_rank_are_refused() -> None:
 
 def test_prefixes_on_two_hosts_of_the_397b_are_refused() -> None:
     catalog = shipped_catalog()
-    wide = dataclasses.replace(Settings().memory, total_bytes=400 * GIB)
+    wide = dataclasses.replace(Settings().memory, total_gib=400)
     pair = dataclasses.replace(
         Settings(), model="qwen3.5-397b", profile="agent", memory=wide,
         cluster=ClusterSettings(hosts=PAIR),

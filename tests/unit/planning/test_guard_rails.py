@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.config.errors import PlanError
-from spark_deploy.config.settings.engine.options import OWNED_OPTIONS
+from spark_deploy.config.settings.engine_options import OWNED_OPTIONS
 from spark_deploy.plan.engine_arguments import engine_options
 from spark_deploy.plan.guard_rails import apply_rails, facts_of
 from spark_deploy.plan.memory import plan_memory

@@ -77,8 +77,8 @@ def test_systemd_takes_the_timers_and_their_times(tmp_path: Path) -> None:
     [
         ([{"at": "20:00", "model": "small", "profile": "v2"}, TIMES[0]], "is not kept ready"),
         ([TIMES[1]], "no time leads back to large with v2"),
-        ([{"at": "20:00\nUnit=reboot.target", **DAY}], "does not have the form"),
-        ([{"at": "", **DAY}], "does not have the form"),
+        ([{"at": "20:00\nUnit=reboot.target", **DAY}], "the required form"),
+        ([{"at": "", **DAY}], "the required form"),
         ([{**DAY}], "at"),
     ],
 )

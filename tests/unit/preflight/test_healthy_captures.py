@@ -105,7 +105,7 @@ NEEDS = {
     if isinstance(plan, HostPlan)
 }
 # Of the virtual lab: what it expects of a machine is no Spark.
-PAIRS = [name for name, needs in NEEDS.items() if needs.arch == "aarch64"]
+PAIRS = [name for name, needs in NEEDS.items() if needs.expect.arch == "aarch64"]
 
 
 def seen(host: str, needs: NeedsPlan, **sections: Any) -> Survey:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lab.memory import BUDDYINFO
+from spark_deploy.config.settings.host import ExpectSettings
 from spark_deploy.hosts import disk
 from spark_deploy.hosts.preflight import judge, same_host_key
 from tests.unit.operations.test_operations import NEEDS
@@ -114,8 +115,8 @@ def test_another_release_of_the_system_is_refused() -> None:
 )
 def test_plain_ubuntu_is_judged_by_the_rule(rule: str, refused: int, warned: int) -> None:
     plain = survey(dgx_release=[])
-    assert len(problems(plain, dgx_release=rule)) == refused
-    assert len(warnings(plain, dgx_release=rule)) == warned
+    assert len(problems(plain, expect=ExpectSettings(dgx_release=rule))) == refused
+    assert len(warnings(plain, expect=ExpectSettings(dgx_release=rule))) == warned
 
 
 def test_a_user_without_free_sudo_is_sent_to_bootstrap() -> None:
@@ -130,7 +131,10 @@ def test_a_torn_vendor_update_is_judged_by_the_rule(
     rule: str, refused: int, warned: int, score: str
 ) -> None:
     torn = survey(torn=[f'{{"name": "OTA2.2", "torn": {score}}}'])
-    found = problems(torn, updates=rule), warnings(torn, updates=rule)
+    found = (
+        problems(torn, expect=ExpectSettings(updates=rule)),
+        warnings(torn, expect=ExpectSettings(updates=rule)),
+    )
     assert (len(found[0]), len(found[1])) == (refused, warned)
     assert all(f"torn score {score} against OTA2.2" in line for line in (*found[0], *found[1]))
 
@@ -138,7 +142,7 @@ def test_a_torn_vendor_update_is_judged_by_the_rule(
 @pytest.mark.parametrize("score", ["0", "0.0", '"?"'])
 def test_a_whole_set_of_the_vendor_is_not_spoken_of(score: str) -> None:
     whole = survey(torn=[f'{{"name": "OTA2.2", "torn": {score}}}'])
-    assert problems(whole, updates="require") == warnings(whole) == []
+    assert problems(whole, expect=ExpectSettings(updates="require")) == warnings(whole) == []
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import yaml
 from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.declare import GIB, convert, notes_of, schema_of, typed
-from spark_deploy.config.settings.engine.arguments import KvCache, Limits
-from spark_deploy.config.settings.engine.engine import EngineSettings
+from spark_deploy.config.documents import GIB, convert, schema_of, typed
+from spark_deploy.config.settings.engine import EngineSettings
+from spark_deploy.config.settings.engine_arguments import INSTEAD
 from spark_deploy.config.settings.types import COMMAND_FLAGS, Settings
 
 DECLARATION = "spark_deploy/config/settings/service.py"
@@ -23,8 +23,8 @@ PARTS = (
     "docs", "group_vars", "schema",
     "catalog", "proofs", "tools", "tests", "lab", "reports",
 )  # fmt: skip
-# Placed behind the watch's interval; the second place is the code that uses it.
-MADE_UP = '    nap_s: int = setting(7, "Seconds of a nap.", minimum=1)\n'
+# Placed before the watch's interval; the second place is the code that uses it.
+MADE_UP = '    nap_s: int = Field(default=7, ge=1)\n    """Seconds of a nap."""\n'
 USE = """
 import pathlib, sys
 from spark_deploy.config.errors import SettingsError
@@ -42,16 +42,15 @@ except SettingsError as error:
     print(error)
 """
 # The same of an argument of the engine; the second place is the profile that says a value.
-ARGUMENTS = "spark_deploy/config/settings/engine/arguments.py"
-MADE_UP_ARGUMENT = (
-    '    naps: int | None = setting(None, "Naps.", minimum=1, note=Option("max-naps"))\n'
-)
+ARGUMENTS = "spark_deploy/config/settings/engine_arguments.py"
+MADE_UP_ARGUMENT = '    naps: int | None = Field(default=None, ge=1)\n    """Naps."""\n'
+MADE_UP_OPTION = '    ("limits", "naps"): Option("max-naps"),\n'
 USE_ARGUMENT = """
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.cli.recipes import read_arguments
 from spark_deploy.plan.memory import plan_memory
 from spark_deploy.plan.engine_arguments import engine_arguments
-from spark_deploy.config.settings.engine.options import option_problems
+from spark_deploy.config.settings.engine_options import option_problems
 from spark_deploy.config.settings.types import Settings
 catalog = read_catalog()
 model, settings = catalog.model("qwen3.5-122b"), Settings()
@@ -97,7 +96,7 @@ def test_a_new_setting_is_typed_in_one_place_and_used_in_another(checkout, tmp_p
     declaration = checkout / DECLARATION
     before = declaration.read_text("utf-8")
     line = next(line for line in before.splitlines(True) if "    interval_s: int" in line)
-    declaration.write_text(before.replace(line, line + MADE_UP))
+    declaration.write_text(before.replace(line, MADE_UP + line))
 
     was = contents(checkout)
     run(checkout, "tools/docs/generate.py")
@@ -112,7 +111,7 @@ def test_a_new_setting_is_typed_in_one_place_and_used_in_another(checkout, tmp_p
     (own / "group_vars").mkdir(parents=True)
     default, chosen, *refusal = run(checkout, "-c", USE, str(own)).splitlines()
     assert (default, chosen) == ("7", "9")
-    assert "group_vars/a.yml: watch.nap_s: 0 is below 1" in "".join(refusal)
+    assert "group_vars/a.yml: watch.nap_s: 0 is less than the minimum of 1" in "".join(refusal)
     assert "fix: use 1 or more. Seconds of a nap." in "".join(refusal)
 
 
@@ -121,7 +120,10 @@ def test_a_new_argument_of_the_engine_is_typed_in_one_place_and_said_in_another(
     declaration, profile = checkout / ARGUMENTS, checkout / "catalog/profiles/v2.yml"
     before = declaration.read_text("utf-8")
     line = next(line for line in before.splitlines(True) if "    max_batched_tokens" in line)
-    declaration.write_text(before.replace(line, MADE_UP_ARGUMENT + line))
+    option = next(line for line in before.splitlines(True) if '("kv_cache", "dtype")' in line)
+    declaration.write_text(
+        before.replace(line, MADE_UP_ARGUMENT + line).replace(option, MADE_UP_OPTION + option)
+    )
     profile.write_text(profile.read_text("utf-8").replace("\nlimits:\n", "\nlimits:\n  naps: 3\n"))
 
     was = contents(checkout)
@@ -137,8 +139,9 @@ def test_a_new_argument_of_the_engine_is_typed_in_one_place_and_said_in_another(
 
 
 def test_what_owners_are_told_to_set_instead_of_an_option_is_a_setting():
-    chosen = {option.setting for cls in (Limits, KvCache) for option in notes_of(cls).values()}
-    assert {f"engine.{key}" for key in typed(EngineSettings())} > chosen - {None}
+    chosen = {fix.removeprefix("set ") for fix in INSTEAD.values() if "profile" not in fix}
+    assert chosen
+    assert {f"engine.{key}" for key in typed(EngineSettings())} > chosen
 
 
 def test_all_yml_says_what_the_declarations_say():

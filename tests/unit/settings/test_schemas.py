@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.schema_check import dotted
+from spark_deploy.config.schema_errors import dotted
 from spark_deploy.config.settings.load import merge
 
 SCHEMAS = sorted((CHECKOUT / "schema").glob("*.schema.json"))

@@ -103,7 +103,7 @@ WRONG = {
     "key on the wrong level": ("port: 80", "port: unknown key", "did you mean serve.port?"),
     "a proxy with a login": (
         "proxy: {http: 'http://ann:p/w@rd@proxy:3128'}",
-        'proxy.http: "http://...@proxy:3128" has none of the forms',
+        'proxy.http: "http://...@proxy:3128" has none of the accepted forms',
         "{env: NAME}",
     ),
     "misspelt nested key": (
@@ -113,12 +113,12 @@ WRONG = {
     ),
     "a container that takes less than nothing": (
         "allow_containers: {comfyui: -1}",
-        "allow_containers.comfyui: -1 is below 0",
+        "allow_containers.comfyui: -1 is less than the minimum of 0",
         "use 0 or more",
     ),
     "a user that is none": (
         'docker: {users: ["ann; reboot"]}',
-        'docker.users[0]: "ann; reboot" does not have the form',
+        'docker.users[0]: "ann; reboot" does not have the required form',
         "write the name of one account, such as spark",
     ),
     "unknown profile": (
@@ -132,7 +132,11 @@ WRONG = {
         '"http" is not a whole number',
         "write a whole number from 1 to 65535",
     ),
-    "port out of range": ("serve: {port: 70000}", "70000 is above 65535", "use 65535 or less"),
+    "port out of range": (
+        "serve: {port: 70000}",
+        "70000 is greater than the maximum of 65535",
+        "use 65535 or less",
+    ),
     "number for text": ("expect: {os_version: 24.04}", "24.04 is not text", 'quotes: "24.04"'),
     "unknown exposure": (
         "serve: {expose: web}",
@@ -151,14 +155,18 @@ WRONG = {
     ),
     "certificate by a path of nowhere": (
         "serve: {tls_certificate: cert.pem}",
-        "does not have the form",
+        "does not have the required form",
         "write a path that begins with / or ~/, such as ~/certificates/spark.pem",
     ),
-    "secret in clear": ("serve: {api_key: hunter2}", "none of the forms", "use one of these forms"),
+    "secret in clear": (
+        "serve: {api_key: hunter2}",
+        "none of the accepted forms",
+        "use one of these forms",
+    ),
     "two places for a secret": (
         "hub: {token: {env: A, file: b}}",
         "hub.token",
-        "use one of these forms. Where the controller reads",
+        "keep one key. Where the controller reads",
     ),
     "unknown model to have ready": (
         "keep_ready: [{model: qwen3.5-35, profile: v2}]",
@@ -167,15 +175,19 @@ WRONG = {
     ),
     "half a pair": (
         "keep_ready: [{model: qwen3.5-35b}]",
-        "profile is missing",
+        "'profile' is a required property",
         "add profile. A model and a profile",
     ),
     "a way back by another name": (
         "releases: {rollback_to: yesterday}",
-        "does not have the form",
+        "does not have the required form",
         "write a release as `spark-deploy status` names it, such as main-0123456789ab",
     ),
-    "no number of ways back": ("releases: {keep: -1}", "-1 is below 0", "use 0 or more"),
+    "no number of ways back": (
+        "releases: {keep: -1}",
+        "-1 is less than the minimum of 0",
+        "use 0 or more",
+    ),
     "memory reserve too large": ("memory: {reserve_gib: 120}", "leaves nothing", "lower it"),
     "floor above the reserve": ("memory: {floor_gib: 20}", "stop every engine", "at or below"),
     "repository not described": (
@@ -189,7 +201,7 @@ WRONG = {
         "folder of its own",
     ),
     "place that is fixed": ("paths: {state_dir: /data}", "state_dir: unknown key", "paths."),
-    "no try at all": ("downloads: {tries: 0}", "0 is below 1", "use 1 or more"),
+    "no try at all": ("downloads: {tries: 0}", "0 is less than the minimum of 1", "use 1 or more"),
     "pause as text": (
         "downloads: {retry_pause_s: long}",
         "retry_pause_s",
@@ -197,7 +209,7 @@ WRONG = {
     ),
     "relative path": (
         "paths: {models_dir: models}",
-        "does not have the form",
+        "does not have the required form",
         "write an absolute path",
     ),
     "option with its own setting": (
@@ -232,7 +244,11 @@ WRONG = {
         "a line break",
         "in one line",
     ),
-    "too many at once": ("engine: {max_sequences: 5000}", "5000 is above 1024", "use 1024 or less"),
+    "too many at once": (
+        "engine: {max_sequences: 5000}",
+        "5000 is greater than the maximum of 1024",
+        "use 1024 or less",
+    ),
     "a template that nobody mounts": (
         "engine: {options: {chat-template: /home/me/chat.jinja}}",
         "/home/me/chat.jinja would not be found",
@@ -248,7 +264,11 @@ WRONG = {
         "/data/sql would not be found",
         "/vllm-workspace/...",
     ),
-    "infinite": ("memory: {total_gib: .inf}", "memory.total_gib: inf is no number", "finite"),
+    "infinite": (
+        "memory: {total_gib: .inf}",
+        "memory.total_gib: inf is not a usable number",
+        "finite",
+    ),
     "too large a float": (
         "memory: {total_gib: 1.0e+300}",
         "memory.total_gib: is a number too",
@@ -259,8 +279,12 @@ WRONG = {
         "seed: is a number",
         "below",
     ),
-    "not a number": ("engine: {memory_fraction: .nan}", "memory_fraction: nan is no", "finite"),
-    "not a number for the engine": ("engine: {options: {seed: .nan}}", "seed: nan is no", "finite"),
+    "not a number": ("engine: {memory_fraction: .nan}", "memory_fraction: nan is not", "finite"),
+    "not a number for the engine": (
+        "engine: {options: {seed: .nan}}",
+        "seed: nan is not",
+        "finite",
+    ),
     "a date": ("profile: 2026-01-31", "2026-01-31 is a date", 'quotes: "2026-01-31"'),
     "a 13th month": ("profile: 2026-13-31", "holds a value that is none", "put it in quotes"),
     "a key that is a list": ("? [a]\n: 1", "a key is a list or a mapping", "correct the YAML"),

@@ -129,7 +129,6 @@ GOOD_FILE = SourceFile("model.safetensors", 1, "a" * 64, None)
         LockedSource("org/repo", "main", "a" * 40, (SourceFile("/etc/x", 1, "a" * 64, None),)),
         LockedSource("org/repo", "main", "a" * 40, (SourceFile("a\nb", 1, "a" * 64, None),)),
         LockedSource("org/repo", "main", "a" * 40, (SourceFile("x", 1, "a" * 64 + "\n", None),)),
-        LockedSource("org/repo", "main", "a" * 40, (SourceFile("x", -1, "a" * 64, None),)),
     ],
 )
 def test_what_a_hub_answers_is_held_against_the_lock_s_form_before_it_is_used(

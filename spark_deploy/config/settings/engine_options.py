@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spark_deploy.config.settings.engine.arguments import INSTEAD
+from spark_deploy.config.settings.engine_arguments import INSTEAD
 
 # Options that a setting or the gateway already decides.
 OWNED_OPTIONS = {

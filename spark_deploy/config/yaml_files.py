@@ -1,7 +1,4 @@
-"""Read YAML mappings, saying where they are wrong, and our schemas.
-
-Duplicate keys are mistakes, not overrides.
-"""
+"""Read YAML mappings and schemas; refuse duplicate keys and values that no document can hold."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from typing import Any
 import yaml
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.documents.plain_data import MOST_VALUES, odd_values
-from spark_deploy.config.documents.schema_check import dotted
 from spark_deploy.config.errors import Problem
+from spark_deploy.config.schema_errors import MAX_VALUES, dotted, unusable_values
 
 # Ten times as fast, and every deploy and command reads the whole catalog. PyYAML's wheels have it.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -52,9 +48,9 @@ class _TooLargeError(Exception):
     """A file is larger than any settings are."""
 
 
-_DEPTH = 100
-_MOST_BYTES = 8 << 20
-_MOST_EVENTS = 2 * MOST_VALUES
+_MAX_BYTES = 8 << 20
+_MAX_EVENTS = 2 * MAX_VALUES
+_MAX_YAML_LEVELS = 100
 
 
 def _load(path: Path, loader: Any) -> Any:
@@ -65,17 +61,17 @@ def _load(path: Path, loader: Any) -> Any:
         _TooLargeError: reading it would take minutes, or all memory.
     """
     with path.open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise _TooLargeError(f"is larger than {_MOST_BYTES} bytes")
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise _TooLargeError(f"is larger than {_MAX_BYTES} bytes")
     text = data.decode("utf-8")
     depth = 0
     for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
-        if number > _MOST_EVENTS:
-            raise _TooLargeError(f"holds more than {MOST_VALUES} values")
+        if number > _MAX_EVENTS:
+            raise _TooLargeError(f"holds more than {MAX_VALUES} values")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
-            if depth > _DEPTH:
+            if depth > _MAX_YAML_LEVELS:
                 raise RecursionError
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
@@ -113,11 +109,10 @@ def read_mapping(
     if not isinstance(data, dict):
         what = f"holds a {type(data).__name__}, not keys and values"
         return {}, [Problem(shown, what, "write one `key: value` a line")]
-    if odd := [
-        Problem(f"{shown}: {dotted(path)}", what, fix) for path, what, fix in odd_values(data)
-    ]:
-        return {}, odd
-    return data, []
+    problems = [
+        Problem(f"{shown}: {dotted(path)}", what, fix) for path, what, fix in unusable_values(data)
+    ]
+    return ({} if problems else data), problems
 
 
 def _no_yaml(error: yaml.YAMLError, path: Path, shown: str) -> Problem:

@@ -1,0 +1,76 @@
+"""Settings of the engine: what an owner may say instead of the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from spark_deploy.config.documents import CLOSED, Gib, Violation, form
+from spark_deploy.config.settings.engine_options import environment_problems, option_problems
+
+ENVIRONMENT_NAMES = form(
+    "^[A-Z_][A-Z0-9_]*$", "the variable's name in capitals, digits and _", "NCCL_DEBUG"
+)
+OPTION_NAMES = form(
+    "^[a-z][a-z0-9_-]*$", "the option without its dashes and its value", "max-log-len"
+)
+
+
+def broken_words(options: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Violation]:
+    """Yield options and variables that nobody may give the engine."""
+    for option, what, fix in option_problems(options):
+        yield Violation(("options", option), what, fix)
+    for name, what, fix in environment_problems(environment):
+        yield Violation(("environment", name), what, fix)
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class ServiceEngineSettings:
+    """Values of the profile replaced for one service; null keeps the profile's."""
+
+    max_context_tokens: int | None = Field(default=None, ge=64)
+    """Longest prompt plus answer, in tokens."""
+    max_sequences: int | None = Field(default=None, ge=1, le=1024)
+    """Requests computed at the same time."""
+    kv_cache_gib: Gib | None = Field(default=None, gt=0)
+    """Pins the KV cache to this size (GiB) instead of deriving it from the memory fraction."""
+    drafts: int | None = Field(default=None, ge=0, le=3, examples=[1])
+    """Draft tokens of each step, by the model's own MTP layer; 0 switches them off. The proof then
+    demands that half of them are accepted."""
+    head: Literal["keep", "int8-g128", "int8-triton"] | None = None
+    """The LM head, in the words of a profile's `head`; another tree is built where it needs one."""
+    chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
+    """File of this machine with a Jinja template that replaces the tree's own; a relative path
+    counts from the inventory's folder. Its text is part of the release: a changed file changes the
+    host over, with proof and way back."""
+    vision: bool | None = None
+    """true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."""
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        examples=[{"seed": 1}],
+        json_schema_extra={"propertyNames": OPTION_NAMES},
+    )
+    """More options of `vllm serve`: name without dashes (words joined by - or _) to value. true
+    gives a bare flag, null drops an option of the profile."""
+    environment: dict[str, str] = Field(
+        default_factory=dict,
+        examples=[{"VLLM_LOG_STATS_INTERVAL": "30"}],
+        json_schema_extra={"propertyNames": ENVIRONMENT_NAMES},
+    )
+    """More environment variables of the engine. Never secrets: they are visible on the host."""
+
+    def broken(self) -> Iterator[Violation]:
+        """Yield options and variables that must not be given here."""
+        return broken_words(self.options, self.environment)
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class EngineSettings(ServiceEngineSettings):
+    """Values of the profile replaced for a group or host; null keeps the profile's."""
+
+    memory_fraction: float | None = Field(default=None, gt=0, le=0.95)
+    """Share of memory.total_gib the engine may take in all; above 0.82 hosts were reported to
+    thrash or freeze."""

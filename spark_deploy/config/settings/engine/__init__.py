@@ -1,1 +1,0 @@
-"""What an owner may tell the engine itself: options, variables, a template, a text to tune with."""
