@@ -53,7 +53,7 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     made = Host(Paths(root), stub_program)
     before = set(threading.enumerate())
     yield made
-    # What a test started to the side writes below this host, too.
+    # Threads of a test write below this host, too.
     for thread in set(threading.enumerate()) - before:
         thread.join(20)
     for engine in made.engines:

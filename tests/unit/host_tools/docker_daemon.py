@@ -41,7 +41,7 @@ class Daemon:
         self.images: set[str] = set()
         self.pulled: list[str] = []
         self.auth: list[str | None] = []
-        self.left = threading.Event()  # who asked hung up in the middle of an answer
+        self.left = threading.Event()  # the client disconnected
         self.status = 200
         self.script: Script = lambda answer, reference: self.has(answer, reference)
 
@@ -85,7 +85,7 @@ def listening(path: Path) -> Iterator[Daemon]:
             try:
                 made.script(Answer(self), reference)
                 self.wfile.write(b"0\r\n\r\n")
-            except ConnectionAbortedError:  # the script's way to die
+            except ConnectionAbortedError:  # the script disconnects
                 self.close_connection = True
             except OSError:
                 made.left.set()

@@ -47,15 +47,15 @@ class Model(Machine):
     known: set[str] = field(default_factory=set)  # releases that a deploy brought
     locks: set[Path] = field(default_factory=set)
     boots: int = 1
-    gone: set[str] = field(default_factory=set)  # releases whose image or tree is
+    gone: set[str] = field(default_factory=set)  # releases with a missing image or tree
     words: list[str] = field(default_factory=lambda: ["what its last run said"])  # in the journal
     calls: int = 0
     calls_of_first: int = 0
-    proven: set[str] = field(default_factory=set)  # releases whose full check was passed
+    proven: set[str] = field(default_factory=set)  # releases that passed a full check
     asked: list[str] = field(default_factory=list)  # changes that systemd shall start
-    current: str | None = None  # the change under way
+    current: str | None = None  # the running rollout
     history: list[str] = field(default_factory=list)
-    _seen: tuple[object, ...] = ()  # what was proven last
+    _seen: tuple[object, ...] = ()  # at the last check of the invariants
 
     # The host, as the tools get it.
 
@@ -175,7 +175,7 @@ class Model(Machine):
     def upgrade(self) -> None:
         self.driver += 1
 
-    # What is true.
+    # Invariants.
 
     def serves(self) -> str | None:
         """Return the release that answers clients."""

@@ -164,7 +164,7 @@ class MemoryClock(MemoryPort):
         return self.model.at_s
 
     def sleep(self, seconds: float, /) -> None:
-        # Nobody waits for nothing: the next event comes at once.
+        # Skip to the next event.
         due_s = min((unit.due_s for unit in self.model.units.values()), default=0.0)
         wait_s = due_s - self.model.at_s if due_s < float("inf") else 0.0
         self.model.call("sleep", lambda: self.model.pass_time(max(seconds, wait_s, 0.5)))

@@ -50,22 +50,22 @@ class Unit:
     sub: str = "dead"
     result: str = "success"
     run: str = ""
-    due_s: float = float("inf")  # when its present state ends
+    due_s: float = float("inf")  # of the next state
     starts: int = 0
 
 
 @dataclass
 class Machine:
     broken: dict[str, str] = field(default_factory=dict)  # release -> at which step it fails
-    doubts: str = ""  # what the full check warns of
+    doubts: str = ""  # warnings of the full check
     documents: dict[Path, Any] = field(default_factory=dict)
     links: set[str] = field(default_factory=set)  # units that start with the host
     units: dict[str, Unit] = field(default_factory=dict)
-    engines: dict[str, str] = field(default_factory=dict)  # release -> run of its unit
+    engines: dict[str, str] = field(default_factory=dict)  # run of the unit by release
     open_to: str | None = None
     driver: int = 1
     at_s: float = 0.0
-    proven_runs: set[str] = field(default_factory=set)  # whose quick check was passed
+    proven_runs: set[str] = field(default_factory=set)  # runs that passed the quick check
     ids: Iterator[int] = field(default_factory=count)
     quiet: bool = False  # calls of ports succeed
 
@@ -103,7 +103,7 @@ class Machine:
             unit.state, unit.sub, unit.result = "inactive", "dead", "exec-condition"
             return
         unit.state, unit.sub, unit.starts = "activating", "start", unit.starts + 1
-        if self.engines:  # the lock of the engine is held
+        if self.engines:  # another process has the engine lock
             self._fails(unit)
             return
         self.open_to = None

@@ -50,7 +50,9 @@ class Recorder:
             self.bodies.append(len(body))
             self.last = body
             self.hold.wait(20)
-            with suppress(BrokenPipeError, ConnectionResetError):  # who asked may be gone
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # the client may have disconnected
                 connection.sendall(HEAD % len(self.says) + self.says)
 
 

@@ -109,7 +109,7 @@ def test_compares_a_release_with_recorded_answers(
     assert ask(host, "--compare", OLD, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["prompts"], found["same_answers"]) == (2, 1)
-    # What follows the step at which answers part has another beginning, and is not compared.
+    # Steps after the first difference have another prefix.
     assert (found["steps"], found["same_top"]) == (2, 1)
     near = 0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4)
     far = 0.9 * math.log(0.9 / 0.1) + 0.1 * math.log(0.1 / 0.9)

@@ -97,7 +97,7 @@ WRONG = Finding("arithmetic", False, "", 0.0)
         ("1", (SILENT,), True),  # out of time
         ("1", (ANSWERED, replace(WRONG, weight="warn")), True),
         ("1", (ANSWERED,), True),
-        ("0", (ANSWERED, WRONG), True),  # of an earlier run: the last one was killed
+        ("0", (ANSWERED, WRONG), True),  # of an earlier run, because the last run was killed
     ],
 )
 def test_rejected_candidate_gets_a_new_copy(
@@ -182,7 +182,7 @@ def test_only_the_start_with_an_empty_cache_compiles(
         return bool(compile_cache.compiling(release, run, caches.here))
 
     assert compiles(PROVEN, "1")
-    assert compiles(PROVEN, "again")  # the first one was killed
+    assert compiles(PROVEN, "again")  # the first run was killed
     boot.record_good(caches.release(PROVEN), caches.here)
     assert not compiles(PROVEN, "2")
     assert not compiles(CANDIDATE, "3")

@@ -98,7 +98,7 @@ def fill_the_journal(serving: Serving) -> None:
 def fill_the_cache(serving: Serving, files: int, size: int) -> None:
     cache = serving.host.paths.below(f"/srv/spark/cache/x/{RELEASE}")
     (cache / "deep").mkdir(parents=True)
-    (cache / "deep/link").symlink_to("/")  # followed by nobody
+    (cache / "deep/link").symlink_to("/")  # never followed
     for number in range(files):
         (cache / f"deep/{number}").write_bytes(bytes(size))
     mount = {"source": "/srv/spark/cache/x", "target": "/cache", "read_only": False}

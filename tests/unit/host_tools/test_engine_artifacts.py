@@ -224,7 +224,7 @@ def test_refuses_checkpoint_writable_by_others(
     problem = refusal(release)
     assert str(tree / what).rstrip("/") in problem.what
     assert "run the deploy again" in problem.fix
-    # The job that makes the tree is done only while nobody else can change what it proved.
+    # The job is done only while no other account can write to the checkpoint.
     assert not jobs.receipt_holds(held)
 
 

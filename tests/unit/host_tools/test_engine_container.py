@@ -66,7 +66,7 @@ def started(host: Host, client: Path, variables: dict[str, str]) -> dict[str, st
 def test_docker_client_gets_no_engine_variables(host: Host, client: Path) -> None:
     found = started(host, client, HOSTILE)
     assert found.pop("PATH").endswith(":/usr/bin:/bin")
-    # The shell that stands in for the client adds its own.
+    # Without the variables of the stub's shell.
     assert set(found) - {"PWD", "SHLVL", "_", "OLDPWD"} <= {"HOME", "LC_ALL"}
     said = "\n".join(fields(client.parent.parent / "argv"))
     assert "evil.so" not in said

@@ -38,7 +38,7 @@ def test_engine_gets_the_proven_gpu_arguments(host: Host, arguments: tuple[str, 
     host.proven_gpu(*arguments)
     release = host.release()
     argv = container.docker_argv(release, host.paths)
-    given = argv[: argv.index(release.image.tag)]  # what comes later is the engine's
+    given = argv[: argv.index(release.image.tag)]  # later arguments are the engine's
     assert [word for word in given if word.startswith(("--runtime", "--device"))] == [*arguments]
 
 

@@ -17,7 +17,7 @@ from stub_host import Paths
 PORT = FabricPort("fab0", "192.168.100.11/24", 9000)
 PLAN = FabricPlan("network: {version: 2}\n", (PORT,), 60)
 
-# Programs that note their words; `netplan apply` gives the port what the newest file stands for.
+# Programs that record their arguments; `netplan apply` configures the port.
 NETPLAN = """#!/bin/sh
 echo "netplan $*" >> $HERE/asked
 [ "$1" = generate ] && exit $(cat $HERE/refuses 2>/dev/null || echo 0)
@@ -128,7 +128,7 @@ def test_unconfirmed_trial_is_removed(paths: Paths, monkeypatch: pytest.MonkeyPa
 
 
 def test_lock_file_is_private(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Whoever may open the lock to read it may hold it, and the old network would never return.
+    # A user who can read the file could lock it and prevent the restore.
     ask(paths, monkeypatch, "try")
     ask(paths, monkeypatch, "confirm")
     assert (paths.run / "fabric.lock").stat().st_mode & 0o777 == 0o600
@@ -173,7 +173,7 @@ def test_restore_removes_the_network_and_keeps_a_copy(
     assert mtu(paths) == 1500
     assert not paths.below(NETPLAN_FILE).exists()
     assert paths.below("/var/lib/spark/fabric/removed.yaml").read_text() == PLAN.netplan
-    assert asked(paths).count("netplan apply\n") == 3  # of systemd-run's two words, and one more
+    assert asked(paths).count("netplan apply\n") == 3  # two by systemd-run, and another
 
 
 def test_restore_repairs_other_interfaces(
@@ -265,7 +265,7 @@ def test_not_settled_while_netplan_runs(paths: Paths, monkeypatch: pytest.Monkey
         'echo "Id=spark-fabric-apply.service"; echo "ActiveState=$now"\n'
     )
     (paths.root / "bin/systemctl").write_text(at_work.replace("$HERE", str(paths.root)))
-    monkeypatch.setattr(fabric, "_STILL_S", 0.0)  # nothing but netplan is waited for
+    monkeypatch.setattr(fabric, "_STILL_S", 0.0)  # wait only for netplan
     ask(paths, monkeypatch, "settled")
     assert len((paths.root / "looks").read_text().splitlines()) > 3
     ask(paths, monkeypatch, "restore", "--unconfirmed")

@@ -12,7 +12,7 @@ from spark_host.system import cluster as fence
 from stub_host import Paths
 from test_members import HEAD, PORT, WORKER, clustered
 
-# Notes what it is told; refuses what $HERE/refuses names.
+# Records its arguments; fails for those in $HERE/refuses.
 IPTABLES = """#!/bin/sh
 echo "${0##*/} $*" >> $HERE/asked
 [ -e $HERE/refuses ] || exit 0
@@ -45,12 +45,12 @@ def test_only_members_and_loopback_are_accepted(asked: Path) -> None:
     fence.fence(["up", "any"], Paths(asked.parent))
     name = chain(clustered())
     jump = f"INPUT -p tcp --dport {PORT}:{PORT + 1} -j {name}"
-    gone = [f"-D {jump}", f"-F {name}", f"-X {name}"]  # what a start that was cut has left
+    gone = [f"-D {jump}", f"-F {name}", f"-X {name}"]  # of an interrupted start
     assert told(asked, "iptables") == [
         *gone, f"-N {name}", f"-A {name} -i lo -j RETURN", f"-A {name} -s {HEAD} -j RETURN",
         f"-A {name} -s {WORKER} -j RETURN", f"-A {name} -j DROP", f"-I {jump}",
     ]  # fmt: skip
-    # The store listens there, too, and no member comes that way.
+    # The store listens on IPv6, too, and no member uses it.
     assert told(asked, "ip6tables") == [
         *gone, f"-N {name}", f"-A {name} -i lo -j RETURN", f"-A {name} -j DROP", f"-I {jump}",
     ]  # fmt: skip

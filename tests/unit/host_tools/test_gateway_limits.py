@@ -133,13 +133,13 @@ def test_number_of_large_bodies_is_limited(host: Host, nginx_program: Path) -> N
         told, _, _ = select.select(begun, [], [], 0)
         assert [status(connection) for connection in told] == [429] * 8
         assert kept_bytes(door)["var"] <= 32 * length
-        # Small ones go on meanwhile, and whole ones arrive.
+        # Small requests continue meanwhile.
         assert door.chat(Authorization=f"Bearer {door.key}") == 200
         assert recorder.bodies
 
 
 def test_large_bodies_without_key_do_not_block_clients(host: Host, nginx_program: Path) -> None:
-    # A refused request lives on while its body is thrown away; the room of others is not its.
+    # A refused request continues while nginx discards the body, without a share of the limit.
     with (
         gateway_with(host, nginx_program, max_body_bytes=8 * MIB) as (door, recorder),
         ExitStack() as open_,
@@ -247,7 +247,7 @@ def test_headers_of_all_connections_fit_into_memory(host: Host, nginx_program: P
         usual = asking(f"/v1/models?{name}", door.key, method="GET", length=0)
         assert status(knock(door, usual)) == 200
     unit = (CHECKOUT / "files/units/spark-gateway@.service").read_text()
-    # Should it not fit after all, a worker ends and the next one begins.
+    # If it does not fit, nginx replaces the worker.
     assert "OOMPolicy=continue" in unit
 
 

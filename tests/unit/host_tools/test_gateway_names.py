@@ -54,7 +54,7 @@ def test_path_query_and_body_are_forwarded_unchanged(house):
     assert house.raw("/v1/embeddings?a=%2F&b=1", body)[0] == 200
     assert house.taken() == {"embed": ["/v1/embeddings?a=%2F&b=1"]}
     assert house.engines["embed"].last == body
-    # The engine has its own path for these, whoever was chosen.
+    # The engine's path differs, for each service.
     assert house.ask("/v1/classify", {"model": "ranker"})[0] == 200
     assert house.taken() == {"rank": ["/classify"]}
 
@@ -139,7 +139,7 @@ def test_limits_count_a_request_once(host: Host, nginx_with_names: None) -> None
         body = json.dumps({"model": "embedder"}).encode()
         assert answered(house, [body] * 9) == [200] * 6 + [429] * 3
         time.sleep(2.2)
-        # One, and a burst of twice the rate.
+        # A request, and a burst of twice the rate.
         assert [house.raw(CHAT, body)[0] for _ in range(10)] == [200] * 10
 
 
@@ -186,7 +186,7 @@ def test_named_answers_are_streamed(host: Host, nginx_with_names: None) -> None:
         names = {"main": ["main-model"], "embed": ["embedder"]}
         door = stack.enter_context(running(host, names=names))
         answer = long_answer(door)
-        # While one streams, the other is asked through the same address.
+        # While an answer streams, the second service answers.
         key = {"Authorization": f"Bearer {door.key}"}
         assert door.ask("/v1/embeddings", {"model": "embedder"}, **key)[0] == 200
         assert len(embed.taken()) == 1

@@ -14,7 +14,7 @@ from recorder import Recorder, recording
 from stub_gateway import Door, running
 from stub_host import REPOSITORY, Host
 
-# Method and target, as they may stand in what the engine gets.
+# Allowed methods and targets in the engine's requests.
 KEYLESS = re.compile(r"GET /health HTTP/1\.1")
 WITH_KEY = re.compile(
     r"(GET /health"
@@ -25,7 +25,7 @@ WITH_KEY = re.compile(
     r"|GET /v1/models(/[A-Za-z0-9][A-Za-z0-9._:-]*)?"
     r"|GET /v1/responses/resp_[A-Za-z0-9_-]+)(\?[!-~]*)? HTTP/1\.1"
 )
-# One request of each kind that has to arrive.
+# A request of each allowed kind.
 ALLOWED = (
     "GET /health",
     "POST /v1/chat/completions",
@@ -63,7 +63,7 @@ class Watched:
             try:
                 while piece := connection.recv(65536):
                     answer += piece
-            except (ConnectionResetError, TimeoutError):  # the latter: kept for one more request
+            except (ConnectionResetError, TimeoutError):  # the latter for another request
                 pass
             return answer
 
@@ -131,7 +131,7 @@ def test_only_allowed_path_spellings_reach_the_engine(
         watched.send(request(method, target, key))
     reached = watched.recorder.taken()
     assert {line for line in reached if not WITH_KEY.fullmatch(line)} == set()
-    # A dot or a letter written in another way is the same path, and arrives as the plain one.
+    # An encoded dot or letter is the same path, and is forwarded in plain form.
     wanted = {re.sub("/v1/(classify|pooling)", r"/\1", line) for line in ALLOWED}
     assert {line.removesuffix(" HTTP/1.1") for line in reached} >= wanted
     assert 2 * len(asked) >= 2000

@@ -101,7 +101,7 @@ def test_balancer_prefers_the_least_busy_host(two: Two) -> None:
     while not two.other.asked:
         busy.append(threading.Thread(target=two.ask))
         busy[-1].start()
-        busy[-1].join(1)  # only the other one keeps it
+        busy[-1].join(1)  # only the second replica has it
     assert [two.who() for _ in range(5)] == ["own"] * 5
     two.other.hold.set()
     busy[-1].join()

@@ -86,7 +86,7 @@ def test_rank_is_0_without_cluster(tmp_path: Path) -> None:
         (HEAD, [(HEAD, PORT, WORKER, 40000, "01")], []),
         (WORKER, [(WORKER, 40000, HEAD, PORT, "01")], []),
         (WORKER, [], ["spark-1"]),
-        # Asked for, or over already; and one of another release's port.
+        # Not established, closing, and to the port of another release.
         (WORKER, [(WORKER, 40000, HEAD, PORT, "02")], ["spark-1"]),
         (WORKER, [(WORKER, 40000, HEAD, PORT, "08")], ["spark-1"]),
         (WORKER, [(WORKER, 40000, HEAD, PORT + 2, "01")], ["spark-1"]),

@@ -23,7 +23,7 @@ OTHER = dataclasses.replace(
         for name, said in dataclasses.asdict(ENGINES["vllm"]).items()
     },
 )
-# One room knows an engine by its names; `image.plugin` and paths of ours are no such names.
+# Only a single package contains engine-specific names.
 ROOM = REPOSITORY / "files/host/spark_host/engine"
 NAMES = re.compile(r"vllm:|KV cache size:|VLLM_")
 
@@ -98,7 +98,7 @@ def test_only_engine_plan_modules_have_engine_options() -> None:
         (str(path.relative_to(folder)), said)
         for path in folder.rglob("*.py")
         if path not in room
-        # The name itself as well, but for what our own image is called.
+        # The name, too, except in the name of our image.
         for said in (
             *options.intersection(written.findall(path.read_text())),
             *re.findall(r"(?i)(?<!spark-)vllm\w*", path.read_text()),

@@ -23,7 +23,7 @@ class Story:
     before: tuple[str, ...] = ()  # deployed without a fault
     wanted: str = B
     broken: str = ""  # the step at which the wanted release fails
-    event: str = ""  # what happened before
+    event: str = ""  # before the rollout
 
     def begun(self) -> Model:
         model = Model()
@@ -95,7 +95,7 @@ def lives_through(story: Story, faults: dict[int, str], then: Sequence[str] = ()
         for step in then:
             {A: partial(model.deploy, A), B: partial(model.deploy, B),
              "boot": model.boot, "upgrade": model.upgrade}[step]()  # fmt: skip
-        # Two things at once, a candidate and its way back, may fail: that is "rollback-failed".
+        # With two faults both candidate and rollback may fail.
         alone = len(faults) == 1 and not then and "stop" not in faults.values()
         if served and alone and not story.broken:
             model.settle()
@@ -109,7 +109,7 @@ def lives_through(story: Story, faults: dict[int, str], then: Sequence[str] = ()
     return model
 
 
-# The stories that others vary are told at every check, all of them before a change is taken.
+# Always tested; the other stories are slow tests.
 PLAIN = ("a first release", "another release")
 
 

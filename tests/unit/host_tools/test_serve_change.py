@@ -100,7 +100,7 @@ def test_failure_without_record_reports_the_last_error(model: Model) -> None:
 
 def test_queued_rollout_has_not_failed(model: Model) -> None:
     asked = begun(model)
-    model.unit(SWITCH.of(A)).sub = "start"  # its job is queued
+    model.unit(SWITCH.of(A)).sub = "start"  # the job is queued
     found = followed(model, asked)
     assert found.state == "none"
 
@@ -243,7 +243,7 @@ def test_second_rollback_does_not_toggle(model: Model) -> None:
 def test_failed_rollback_does_not_count(model: Model) -> None:
     good(model, A, B)
     boot.note_rollback("main", A, model.host())
-    good(model, B)  # the old one came back
+    good(model, B)  # rolled back
     assert boot.rolled_back("main", model.host()) is None
     assert back(model).to == named(A)
 

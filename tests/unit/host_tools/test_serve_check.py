@@ -29,7 +29,7 @@ EXACT = [
     {"prompt": "What is the capital of France?", "expect": "Paris", "max_tokens": 32},
     {"prompt": "What is 7823 * 4519?", "expect": "35352137", "max_tokens": 32},
 ]
-# The fault, the one check it violates, and words of what that check says.
+# The fault, the failed check, and a part of the message.
 VIOLATIONS = [
     ("wrong-name", "served names", "serves the names ['other', 'other']"),
     ("wrong-context", "context length", "is 2048, the release wants 4096"),
@@ -51,7 +51,7 @@ VIOLATIONS = [
     ("no-cache-info", "metrics", "no sample of vllm:cache_config_info has"),
     ("unhealthy-later", "health", "HTTP 503 after the check"),
 ]
-# What a right server may show as well.
+# A healthy server may show these, too.
 DOUBTS = [
     ("unsteady", "repeat", "the same greedy request gave"),
     ("sampler-wrong", "sampled", "which does not match"),
@@ -76,7 +76,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_each_fault_fails_its_check(
     host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, violated: str, sentence: str
 ) -> None:
-    # The faults of one kind of answer must not show in another check: each question stands alone.
+    # Each fault shows only in the checks of the same kind.
     alone = {
         "wrong-arithmetic": ("conversation", "parallel", "repeat"),
         "stream-cut": ("parallel",),
@@ -119,7 +119,7 @@ def test_wrong_answer_after_thinking_only_warns(host: Host) -> None:
 
     assert (result.ok, set(warned(result))) == (True, {"answers"})
     assert "was answered '35352138'" in warned(result)["answers"]
-    # At a start nothing is asked that takes thinking, whatever the order.
+    # No question at a start needs thinking.
     release = host.release(check__questions=[product, EXACT[0]], check__prefix=None)
     [first] = [one for one in check(host, release, "quick").checks if one.name == "first answer"]
     assert "capital of France" in first.detail
@@ -165,7 +165,7 @@ def test_page_lists_every_check_with_level_and_weight() -> None:
         never = healthy_and_failing.startswith("cannot")
         assert broken_by, name
         assert never <= (weight == "`must`"), name
-        # A part that a healthy server may fail is a warning, or the whole check is one.
+        # Failures that a healthy server may have are warnings.
         assert never or weight == "`warn`" or "reported as a warning" in healthy_and_failing
 
 
@@ -200,7 +200,7 @@ def test_broken_engine_fails_the_quick_check(host: Host, fault: str, sentence: s
     result = check(host, release, "quick")
     problems = failed(result)
     assert sentence in problems["first answer"]
-    # Where not one answer came there were no tokens to count either.
+    # Without answers there are no tokens to count.
     also = {"counters", "metrics"} if fault == "error-500" else set()
     assert set(problems) == {"first answer", *also}
 
@@ -215,7 +215,7 @@ def test_restart_during_the_check_fails_it(host: Host, monkeypatch: pytest.Monke
 
     assert failed(result) == {"same run": "the engine was restarted meanwhile"}
     assert not result.ok
-    # The proof is bound to the run that was asked, so it never covers the one that serves now.
+    # The proof is bound to the checked run, so it does not cover the next run.
     assert result.invocation_id == "run-1"
 
 

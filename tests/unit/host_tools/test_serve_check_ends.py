@@ -38,7 +38,7 @@ def test_progress_shows_last_engine_log_line(host: Host, monkeypatch: pytest.Mon
 
     def report(line: str) -> None:
         told.append(line)
-        with host.log.open("a") as log:  # the unit's journal holds what its check prints as well
+        with host.log.open("a") as log:  # the journal contains the check's output, too
             log.write(f"{line}\n")
 
     host.here.disk.write(host.paths.compile_cache(release.name), CompileCache("580", None, "run-1"))
@@ -70,7 +70,7 @@ def test_trickling_answer_ends_at_the_limit(host: Host) -> None:
 
 
 def test_slow_answers_end_the_whole_check(host: Host) -> None:
-    # Each answer comes in time; together they take longer than one check may.
+    # Each answer is in time, but together they exceed the limit of a check.
     release = host.release(check__timeout_s=1.0, check__copy=["abcd" * 6] * 4)
     host.started(release, STUB_PIECE_S="0.06")
     result = check(host, release)
@@ -125,7 +125,7 @@ def test_proof_survives_a_rotated_journal(host: Host, monkeypatch: pytest.Monkey
     kept = proof.read(release.name, host.here)
     assert kept is not None
     assert kept.load_lines == first.load_lines
-    # Of another run they say nothing.
+    # Not of another run.
     other = runner.check(release, host.here, "full", print, invocation_id="run-2")
     assert [finding.name for finding in other.failed] == ["log lines"]
 

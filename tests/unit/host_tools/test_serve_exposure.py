@@ -150,14 +150,14 @@ def test_requests_above_the_limit_get_429_with_retry_after(gate: Door) -> None:
     assert len(good) + len(refused) == 8
     assert all(again == "1" for _, again, _ in refused)
     assert json.loads(refused[0][2])["error"]["type"] == "rate_limit_error"
-    # Who guesses at keys is slowed down as well.
+    # Requests with a wrong key are limited, too.
     assert 429 in {gate.ask("/v1/models")[0] for _ in range(5)}
 
 
 def test_errors_fit_openai_and_anthropic_clients(gate: Door) -> None:
     _, _, text = gate.ask("/v1/messages", {})
     body = json.loads(text)
-    assert body["type"] == "error"  # what Anthropic's clients read
+    assert body["type"] == "error"  # for Anthropic's clients
     assert body["error"]["type"] == "authentication_error"
     assert body["error"]["message"]
 
@@ -177,7 +177,7 @@ def tailscale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.skipif("[::1]" not in HERE, reason="needs IPv6")
 def test_both_loopback_addresses_are_bound(gate: Door) -> None:
-    # Many programs ask ::1 first. Who listened there was sent their keys.
+    # Many clients try ::1 first: another listener there would receive their keys.
     with (
         socket.socket(socket.AF_INET6) as taken,
         pytest.raises(OSError, match="Address already in use"),

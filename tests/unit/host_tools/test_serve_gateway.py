@@ -55,7 +55,7 @@ def test_allowed_paths_reach_the_engine(gate: Door) -> None:
 
 
 def test_allow_list_matches_the_engines_routes() -> None:
-    # What vLLM 0.32.0 printed at a start in the lab, as "path method".
+    # Routes of vLLM 0.32.0, from its log, as "path method".
     lines = (REPOSITORY / "tests/fixtures/engine-routes-0.32.0.txt").read_text().splitlines()
     paths = {line.split()[0].replace("{response_id}", "resp_0a-1_b") for line in lines}
     allowed = [

@@ -128,7 +128,7 @@ def test_very_short_check_has_a_memory_sample(host: Host, monkeypatch: pytest.Mo
 
 def test_memory_is_guarded_until_the_check_ends(host: Host, meminfo: Path, held: None) -> None:
     release = loading(host, load_s="0")
-    # It answers, and so slowly that the memory goes while it is asked.
+    # A slow answer, while memory runs out.
     (host.paths.engine_run("main") / "stub-fault").write_text("wedge")
     later(0.6, meminfo, 1)
 
@@ -211,7 +211,7 @@ def test_full_check_keeps_the_memory_of_the_start(host: Host, meminfo: Path, hel
     assert kept.level == "full"
     assert kept.start_memory is not None
     assert kept.start_memory.lowest_bytes == 17 * GIB
-    # Of another run nothing is known.
+    # Not of another run.
     runner.check(release, host.here, "full", print, "run-2")
     kept = proof.read(release.name, host.here)
     assert kept is not None

@@ -89,7 +89,7 @@ def test_status_of_a_service_with_rollback_and_events(host: Host, told) -> None:
     assert (main.rolled_back.came, main.rolled_back.to) == (OTHER, RELEASE)
     [event] = found.told.events["main"]
     assert (event.release, event.kind, event.text) == (RELEASE, "hot", "the GPU is at 91 °C")
-    # As its file is read by people, and by older tools.
+    # The format of the file.
     assert json.loads(host.paths.events("main").read_text()) == {
         "at": event.at, "release": RELEASE, "kind": "hot", "text": "the GPU is at 91 °C",
     }  # fmt: skip

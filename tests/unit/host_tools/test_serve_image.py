@@ -19,7 +19,7 @@ from spark_contract.documents import text_of
 from spark_contract.fetching import LayersPlan
 from stub_host import REPOSITORY, Host
 
-LAYER = os.urandom(5 << 20)  # above what nginx reads past the page cache
+LAYER = os.urandom(5 << 20)  # above the limit of nginx's direct I/O
 DOCKER = """#!{python}
 import json, sys
 with open({seen!r}, "a") as log:
@@ -114,7 +114,7 @@ def test_pulls_from_local_blobs_then_builds(place: Path, daemon: Daemon) -> None
     assert here.startswith("127.0.0.1:")
     assert here.endswith(f"/lab/engine@{digest(MANIFEST)}")
     assert there == REFERENCE
-    # The job's own command, and its exit code.
+    # The command of the job, and the exit code.
     assert (seen, code) == ([["image", "rm", here], ["build", "."]], 7)
     assert not (place / "tree").exists()
 

@@ -161,7 +161,7 @@ def test_memory_before_and_after_a_job_is_reported(
     assert jobs.run(D12, host.paths) == 0
     told = "MemFree 100.00 GiB before, 98.00 GiB after, Cached 1.00 GiB before, 3.00 GiB after"
     assert told in capfd.readouterr().out
-    assert jobs.run(D12, host.paths) == 0  # found done, which forgets nothing
+    assert jobs.run(D12, host.paths) == 0  # already done
     assert poll(host)[0]["memory"] == {
         "free_before_bytes": 100 << 30, "free_after_bytes": 98 << 30,
         "cached_before_bytes": 1 << 30, "cached_after_bytes": 3 << 30,
@@ -324,7 +324,7 @@ def test_full_disk_keeps_the_jobs_own_error(
     said = capfd.readouterr().out
     assert "error: the disk is full" in said
     assert "status.json: not written" in said
-    # What the status cannot say, the journal of the run does.
+    # The journal has the error that the status lacks.
     units[JOB.of(D12)] = {
         "ActiveState": "failed",
         "Result": "exit-code",

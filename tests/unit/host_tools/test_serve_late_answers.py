@@ -63,7 +63,7 @@ def late(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
         def handle(self) -> None:
             try:
                 super().handle()
-            except BrokenPipeError:  # who asked has gone
+            except BrokenPipeError:  # the client has disconnected
                 return
 
         def finish(self) -> None:
@@ -111,7 +111,7 @@ def test_unanswered_version_is_unknown(late: Late) -> None:
     assert (now["docker"], now["driver"]) == (versions.UNKNOWN, versions.UNKNOWN)
     assert versions.changed(before, now) == []
     assert versions.changed(before, {**now, "toolkit": "1.20.0"}) == ["toolkit 1.19.0 -> 1.20.0"]
-    # A proof that did not know does not cover what is found later.
+    # A proof with an unknown version does not cover a known version.
     assert versions.changed(now, before) == [
         "driver unknown -> 580.142", "docker unknown -> 29.2.1"
     ]  # fmt: skip

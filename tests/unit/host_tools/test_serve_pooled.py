@@ -46,7 +46,7 @@ def test_healthy_pooling_model_passes(
     assert result.ok, result.failed
     around = {"ready", "served names", "context length", "log lines", "counters", "health"}
     assert {item.name for item in result.checks} == names | around
-    # A start is not opened on a health answer alone.
+    # A health answer is not enough for a start.
     quick = {item.name for item in check(host, release, "quick").checks}
     assert quick & names == {next(iter(sorted(names)))}
 
@@ -72,7 +72,7 @@ VIOLATIONS = [
 def test_live_status_asks_a_pooling_model_for_numbers(
     host: Host, asked: dict[str, object], said: str
 ) -> None:
-    # The real engine knows no chat for such a model: it answers 404.
+    # The real engine answers 404 to chat requests of such a model.
     release = release_of(host, asked)
     host.started(release)
     found = status.ask(release, host.paths)

@@ -24,7 +24,7 @@ def test_python_programs_do_not_inherit_our_variables(
         "#!/usr/bin/python3\nimport beside_it\nprint(beside_it.said)\n"
     )
     (tmp_path / "program").chmod(0o755)
-    # What our launcher sets for our own tools; netplan would not start with it.
+    # Set by our launcher; netplan would not start with it.
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     assert programs.output_of(str(tmp_path / "program")) == "found"
 

@@ -46,7 +46,7 @@ def test_prune_works_on_a_full_disk(machine: Machine, monkeypatch: pytest.Monkey
         assert machine.prune(kept=1) == 0
     assert not trees["a"].exists()
     assert not trees["b"].exists()
-    # What the record could not say harms nobody, and is said when there is room.
+    # The record is corrected by the next prune.
     assert plan_rollback("main", None, steps.this_host(machine.paths)).came.name == D
     assert machine.look(kept=1).items == ()
     assert machine.look(kept=1).kept == {C: "rollback target", D: "serves"}
@@ -68,7 +68,7 @@ def test_linked_file_frees_no_space(machine: Machine) -> None:
     os.link(trees["a"] / "weights", hub / "users-own")
     found = machine.look(kept=1)
     by_name = {Path(item.name).name: item.bytes for item in found.items}
-    # Beside the linked weights only the receipt is left.
+    # Except for the linked weights, only the receipt.
     assert by_name[f"model-{'a' * 12}"] <= 8192 < by_name[f"model-{'b' * 12}"]
 
 
@@ -126,7 +126,7 @@ def test_unmanaged_files_are_kept(machine: Machine) -> None:
     link = machine.paths.root / "srv/models/linked-0123456789ab"
     link.symlink_to(strangers[0])
     machine.image("ollama/ollama:latest", "x", size=9, label=None)
-    machine.image(BASE, "l1", size=100, label=None)  # pulled, but by no job of ours
+    machine.image(BASE, "l1", size=100, label=None)  # pulled without a job
 
     found = machine.look(kept=0)
     machine.prune(kept=0)

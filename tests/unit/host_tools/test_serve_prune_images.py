@@ -25,7 +25,7 @@ def test_image_frees_only_its_own_layers(machine: Machine) -> None:
     sizes = {item.name: item.bytes for item in found.items if item.kind == "image"}
     assert sizes == {BASE: 100, "spark-vllm:two": 30}
     machine.prune()
-    assert machine.removed == ["spark-vllm:two", BASE]  # the one on top first
+    assert machine.removed == ["spark-vllm:two", BASE]  # the top image first
     assert not machine.paths.job("0" * 12).exists()
 
 

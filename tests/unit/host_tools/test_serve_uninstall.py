@@ -202,7 +202,7 @@ def test_baseline_is_recorded_once(tmp_path, monkeypatch):
     monkeypatch.setattr(baseline, "output_of", lambda *argv: "ii  jq\nii  later\n")
     assert not baseline.record_baseline(wanted(), paths)
     assert baseline.read_baseline(paths) == first
-    # What a version before notes were taken deployed to.
+    # A host with a state folder without a baseline.
     old = Paths(tmp_path / "old")
     old.state.mkdir(parents=True)
     assert not baseline.record_baseline(wanted(), old)

@@ -89,7 +89,7 @@ def test_start_limit_of_every_planned_release_can_trigger() -> None:
 def test_log_rate_limit_allows_a_start() -> None:
     service = section("spark-serve@.service", "Service")
     interval_s, burst = (int(service[f"LogRateLimit{name}"]) for name in ("IntervalSec", "Burst"))
-    assert interval_s > 0  # with 0 the limit is whatever journald.conf says
+    assert interval_s > 0  # with 0 the limit is from journald.conf
     assert 5_000 <= burst <= 20_000
     assert burst / interval_s <= 500
 
@@ -121,7 +121,7 @@ def test_reference_lists_exposure_of_every_unit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", sorted(path.name for path in UNITS.glob("*.service")))
 def test_printed_lines_cannot_set_a_log_level(unit: str) -> None:
-    # What begins with <0> went to every terminal of the host, escapes and all; engines print it.
+    # journald would print lines with <0> on every terminal of the host.
     assert section(unit, "Service").get("SyslogLevelPrefix") == "no"
 
 

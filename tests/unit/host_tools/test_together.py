@@ -132,7 +132,7 @@ def test_refused_connection_counts_as_an_answer(tmp_path: Path) -> None:
     release = pair()
     watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=True))
     assert release.cluster is not None
-    assert watch._answers(release.cluster.members[1])  # refused: somebody is there to refuse
+    assert watch._answers(release.cluster.members[1])  # a refusal is an answer
 
 
 def test_worker_is_proven_with_its_head(tmp_path: Path, over: threading.Event) -> None:
@@ -149,7 +149,7 @@ def test_worker_is_proven_with_its_head(tmp_path: Path, over: threading.Event) -
     )
     thread.start()
     time.sleep(0.8)
-    assert found == []  # the head runs, but nobody has proven it
+    assert found == []  # the head runs, but is not proven
     boots(release, tmp_path / "head")
     thread.join(10)
     over.set()
