@@ -4,6 +4,7 @@ from pyinfra.api.deploy import deploy
 
 from spark_deploy.hosts import base
 from spark_deploy.hosts.facts import expect_fact
+from spark_deploy.hosts.files import expect_files
 from spark_deploy.hosts.uninstall import note_host
 from spark_deploy.plan.types import BasePlan
 
@@ -12,6 +13,7 @@ from spark_deploy.plan.types import BasePlan
 def apply(*, plan: BasePlan, request: str) -> None:
     """Prepare the host; ``request`` is the result of ``uninstall_request``."""
     expect_fact(base.BaseState, lambda: base.fact_arguments(plan))
+    expect_files(base.MANAGED_PATHS)
     note_host(name="Note the state before the first deploy", plan=plan, request=request)
     # First: a damaged file in apt.conf.d stops every installation after it.
     base.hold_driver(name="Hold driver packages in unattended upgrades", plan=plan)

@@ -7,6 +7,7 @@ from spark_deploy.hosts import docker
 from spark_deploy.hosts.docker_facts import DockerState
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
+from spark_deploy.hosts.packages import repository_files
 from spark_deploy.hosts.proxy import DROP_IN_PATH, configure_docker_proxy, configure_job_proxy
 from spark_deploy.plan.types import DockerPlan
 
@@ -14,7 +15,7 @@ from spark_deploy.plan.types import DockerPlan
 @deploy("Docker")
 def apply(*, plan: DockerPlan, proxy: ProxySettings) -> None:
     """Let containers use the GPU; an installed engine and the settings are kept."""
-    expect_files((DROP_IN_PATH,))
+    expect_files((DROP_IN_PATH, *repository_files(plan.repositories)))
     expect_fact(DockerState, lambda: docker.fact_arguments(plan), slow=True)
     docker.add_docker_repositories(name="Add package repositories", plan=plan)
     docker.install_engine(name="Install engine and NVIDIA toolkit", plan=plan)

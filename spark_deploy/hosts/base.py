@@ -1,7 +1,7 @@
 """Packages, directories and host care that need no GPU."""
 
 import shlex
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +21,11 @@ from spark_contract.paths import (
 from spark_contract.units import drop_in_dir
 
 from spark_deploy.hosts.commands import log
-from spark_deploy.hosts.facts import (
-    FileStates,
-    HostFact,
-    build_script,
-    parse_sections,
-    read_fact,
-)
-from spark_deploy.hosts.files import put_files
+from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, read_fact
+from spark_deploy.hosts.files import place_files, remove_files
 from spark_deploy.hosts.host_errors import Commands, host_errors
 from spark_deploy.hosts.packages import install, packages_script, parse_packages
-from spark_deploy.plan.types import NJS, BasePlan, FileState, ManagedFile, differing
+from spark_deploy.plan.types import NJS, BasePlan, ManagedFile
 
 # A single call of systemctl prints a block per unit.
 _SHOW_UNITS = r"""
@@ -57,7 +51,6 @@ pid=$(property MainPID earlyoom.service | cut -d' ' -f2)
 class Base:
     packages: dict[str, str]  # requested packages that are installed
     directories: dict[str, tuple[str, str]]  # path: (mode "755", owner "root:root")
-    files: dict[str, FileState]
     units: dict[str, str]  # unit: result of is-enabled ("masked", "static", ...)
     stale_units: tuple[str, ...]  # their files changed since systemd read them
     boot_target: str  # "graphical.target" | "multi-user.target"
@@ -72,7 +65,6 @@ class BaseState(HostFact[Base]):
         self,
         packages: Sequence[str],
         directories: Sequence[str],
-        files: Sequence[str],
         units: Sequence[str],
     ) -> str:
         places = " ".join(shlex.quote(path) for path in directories)
@@ -80,7 +72,6 @@ class BaseState(HostFact[Base]):
         return build_script(
             packages_script(packages),
             f"echo '== directories'; stat -L -c '%F|%a|%U:%G|%n' -- {places} 2>/dev/null",
-            f"echo '== files'; {FileStates().command(files)}",
             _SHOW_UNITS.format(units=f"{names} {_CARE_UNITS}"),
             f"echo '== units'; property UnitFileState {names}",
             _CARE_SCRIPT,
@@ -92,7 +83,6 @@ class BaseState(HostFact[Base]):
         return Base(
             packages=parse_packages(sections["packages"]),
             directories=parse_directories(sections["directories"]),
-            files=FileStates().process(sections["files"]),
             stale_units=tuple(stale),
             boot_target=sections.first("boot-target"),
             earlyoom=sections.first("earlyoom"),
@@ -165,6 +155,10 @@ GUARANTEE_FILES = tuple(
     )
     for unit, (section, size) in _GUARANTEES.items()
 )
+MANAGED_PATHS = (
+    *(HOLD_PATH, EARLYOOM_PATH, COMPACTION_PATH),
+    *(file.path for file in GUARANTEE_FILES),
+)
 
 
 def compaction_file(proactiveness: int) -> ManagedFile:
@@ -201,31 +195,12 @@ def fact_arguments(plan: BasePlan) -> dict[str, Any]:
     return {
         "packages": (*planned_packages(plan), *NGINX, *NJS_MODULES),
         "directories": tuple(owned_directories(plan)),
-        "files": (
-            *(HOLD_PATH, EARLYOOM_PATH, COMPACTION_PATH),
-            *(file.path for file in GUARANTEE_FILES),
-        ),
         "units": SLEEP_TARGETS,
     }
 
 
 def read_state(plan: BasePlan) -> Base:
     return read_fact(BaseState, **fact_arguments(plan))
-
-
-def _sync(
-    files: Sequence[ManagedFile], present: dict[str, FileState], *, wanted: bool
-) -> Generator[StringCommand, None, bool]:
-    """Yield the command that repairs or removes ``files``; return whether there was any."""
-    if wanted:
-        wrong = differing(files, present)
-        if wrong:
-            yield put_files(wrong)
-    else:
-        wrong = tuple(file for file in files if file.path in present)
-        if wrong:
-            yield StringCommand("rm", "-f", *(file.path for file in wrong))
-    return bool(wrong)
 
 
 @operation()
@@ -264,13 +239,11 @@ def create_directories(plan: BasePlan) -> Commands:
 @host_errors
 def hold_driver(plan: BasePlan) -> Commands:
     """Keep driver packages out of unattended upgrades, or allow them again."""
-    held = plan.settings.hold_driver_in_unattended_upgrades
-    if not (yield from _sync([HOLD_FILE], read_state(plan).files, wanted=held)):
-        host.noop(
-            "unattended upgrades skip driver packages"
-            if held
-            else "unattended upgrades are not managed"
-        )
+    if plan.settings.hold_driver_in_unattended_upgrades:
+        if not (yield from place_files((HOLD_FILE,))):
+            host.noop("unattended upgrades skip driver packages")
+    elif not (yield from remove_files((HOLD_PATH,))):
+        host.noop("unattended upgrades are not managed")
 
 
 @operation()
@@ -289,10 +262,13 @@ def disable_sleep(plan: BasePlan) -> Commands:
 @host_errors
 def protect_login(plan: BasePlan) -> Commands:
     """Guarantee memory to SSH and login sessions, or remove the guarantee."""
-    state, wanted = read_state(plan), plan.settings.protect_login
-    changed = yield from _sync(GUARANTEE_FILES, state.files, wanted=wanted)
+    wanted = plan.settings.protect_login
+    if wanted:
+        changed = yield from place_files(GUARANTEE_FILES)
+    else:
+        changed = yield from remove_files([file.path for file in GUARANTEE_FILES])
     # Stale units: a run was interrupted between the files and the reload.
-    if changed or state.stale_units:
+    if changed or read_state(plan).stale_units:
         yield "systemctl daemon-reload"
     else:
         host.noop("memory is guaranteed" if wanted else "no memory is guaranteed")
@@ -302,18 +278,17 @@ def protect_login(plan: BasePlan) -> Commands:
 @host_errors
 def set_compaction(plan: BasePlan) -> Commands:
     """Set how much the kernel compacts memory in the background, or restore the default."""
-    state, wanted = read_state(plan), plan.settings.compaction_proactiveness
+    wanted = plan.settings.compaction_proactiveness
     if wanted is None:
-        file = compaction_file(_KERNEL_COMPACTION)
-        if not (yield from _sync([file], state.files, wanted=False)):
+        if not (yield from remove_files((COMPACTION_PATH,))):
             host.noop("compaction is left as it is")
             return
         # The kernel keeps no earlier value: first the default, then the setting of other files.
         yield f"sysctl -q vm.compaction_proactiveness={_KERNEL_COMPACTION}"
         yield "/usr/lib/systemd/systemd-sysctl --prefix=/vm/compaction_proactiveness"
         return
-    changed = yield from _sync([compaction_file(wanted)], state.files, wanted=True)
-    if changed or state.compaction_proactiveness != str(wanted):
+    changed = yield from place_files((compaction_file(wanted),))
+    if changed or read_state(plan).compaction_proactiveness != str(wanted):
         yield f"sysctl -q -p {COMPACTION_PATH}"
     else:
         host.noop(f"compaction is at {wanted}")
@@ -335,12 +310,11 @@ def set_boot_target(plan: BasePlan) -> Commands:
 @host_errors
 def run_earlyoom(plan: BasePlan) -> Commands:
     """Run earlyoom with our preferences if enabled; compares the arguments of the process."""
-    state = read_state(plan)
     if not plan.settings.earlyoom:
         host.noop("earlyoom is not enabled")
         return
-    changed = yield from _sync([EARLYOOM_FILE], state.files, wanted=True)
-    if changed or state.earlyoom != EARLYOOM_ARGUMENTS:
+    changed = yield from place_files((EARLYOOM_FILE,))
+    if changed or read_state(plan).earlyoom != EARLYOOM_ARGUMENTS:
         yield "systemctl enable -q earlyoom && systemctl restart earlyoom"
     else:
         host.noop("earlyoom runs with our preferences")

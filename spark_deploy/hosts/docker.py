@@ -17,7 +17,7 @@ from spark_deploy.hosts.facts import read_fact
 from spark_deploy.hosts.files import put_files
 from spark_deploy.hosts.gpu import SPECIFICATION, lacks_runtime, lacks_specification
 from spark_deploy.hosts.host_errors import Commands, host_errors, refuse
-from spark_deploy.hosts.packages import add_repositories, install, repository_arguments
+from spark_deploy.hosts.packages import add_repositories, install
 from spark_deploy.plan.jobs import DAEMON_JSON
 from spark_deploy.plan.types import DockerPlan, ManagedFile
 
@@ -28,7 +28,7 @@ def fact_arguments(plan: DockerPlan) -> dict[str, Any]:
     return {
         "packages": (*plan.packages, *plan.toolkit_packages),
         "receipt_path": plan.receipt_path,
-        **repository_arguments(plan.repositories),
+        "urls": tuple(repository.url for repository in plan.repositories),
         "users": plan.users,
     }
 
@@ -65,7 +65,7 @@ def add_docker_repositories(plan: DockerPlan) -> Commands:
     """Add the repositories of ``plan`` if packages have to be installed from them."""
     state = read_state(plan)
     needed = bool(missing_packages(plan, state))
-    yield from add_repositories(plan.repositories, state.repositories, needed=needed)
+    yield from add_repositories(plan.repositories, state.known_urls, needed=needed)
 
 
 @operation()

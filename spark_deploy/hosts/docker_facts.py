@@ -24,11 +24,9 @@ from spark_deploy.hosts.facts import (
     parse_sections,
 )
 from spark_deploy.hosts.packages import (
-    Repositories,
+    known_urls_script,
     packages_script,
     parse_packages,
-    parse_repositories,
-    repositories_script,
 )
 from spark_deploy.plan.jobs import DAEMON_JSON
 
@@ -102,7 +100,7 @@ class Docker:
     kernel: str
     serving: tuple[str, ...]
     packages: dict[str, str]
-    repositories: Repositories
+    known_urls: tuple[str, ...]
     receipt: GpuProof | None  # of the last GPU check in a container
     groups: dict[str, tuple[str, ...]]  # of each requested user that exists
     silent: tuple[str, ...] = ()  # those of docker, toolkit, driver that did not answer in time
@@ -125,7 +123,6 @@ class DockerState(HostFact[Docker]):
         packages: Sequence[str],
         receipt_path: str,
         urls: Sequence[str] = (),
-        repository_files: Sequence[str] = (),
         users: Sequence[str] = (),
     ) -> str:
         return build_script(
@@ -133,7 +130,7 @@ class DockerState(HostFact[Docker]):
             f"limit_s={_LIMITS_S[0]} patient_s={_LIMITS_S[1]}",
             _SCRIPT,
             packages_script(packages),
-            repositories_script(urls, repository_files),
+            known_urls_script(urls),
             f"echo '== receipt'; cat {shlex.quote(receipt_path)}",
             "echo; echo '== groups'",
             *(f"id -nG -- {shlex.quote(user)} | sed s/^/{shlex.quote(user)}' '/" for user in users),
@@ -162,7 +159,7 @@ class DockerState(HostFact[Docker]):
             kernel=sections.first("kernel"),
             serving=tuple(filter(None, sections["serving"])),
             packages=parse_packages(sections["packages"]),
-            repositories=parse_repositories(sections),
+            known_urls=tuple(sections["known-urls"]),
             receipt=_parse_receipt(sections.text("receipt")),
             silent=tuple(word for line in sections["silent"] for word in line.split()),
             groups={

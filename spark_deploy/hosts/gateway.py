@@ -3,7 +3,6 @@
 import re
 import shlex
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pyinfra.api.command import StringCommand
@@ -46,18 +45,13 @@ class TailnetAddress(LineFact):
         return "tailscale ip -4 2>/dev/null; true"
 
 
-@dataclass(frozen=True, slots=True)
-class HostCertificate:
-    """Certificate and public key of a gateway, PEM; empty when absent."""
+class GatewayCertificate(HostFact[tuple[bytes, bytes]]):
+    """Certificate and public key of a gateway, PEM; empty when absent.
 
-    certificate: bytes = b""
-    public_key: bytes = b""
+    Uses openssl, on which ca-certificates depends.
+    """
 
-
-class GatewayCertificate(HostFact[HostCertificate]):
-    """Uses openssl, on which ca-certificates depends."""
-
-    default = HostCertificate
+    default = staticmethod(lambda: (b"", b""))
 
     def command(self, certificate: str, key: str) -> str:
         return (
@@ -65,9 +59,9 @@ class GatewayCertificate(HostFact[HostCertificate]):
             f"openssl pkey -in {shlex.quote(key)} -pubout 2>/dev/null; true"
         )
 
-    def process(self, output: Iterable[str]) -> HostCertificate:
+    def process(self, output: Iterable[str]) -> tuple[bytes, bytes]:
         certificate, _, key = "\n".join(output).partition("== key")
-        return HostCertificate(certificate.strip().encode(), key.strip().encode())
+        return certificate.strip().encode(), key.strip().encode()
 
 
 # Changed files take effect by a reload, which finishes running answers. The change of release
@@ -162,8 +156,8 @@ def _issue_certificate(
     from spark_deploy.hosts.certificates import issue, why_renew
 
     tls = tls_of(plan.settings.service)
-    present = host.get_fact(GatewayCertificate, certificate=tls.certificate, key=tls.key)
-    why = why_renew(present.certificate, present.public_key, names, ca_dir)
+    certificate, key = host.get_fact(GatewayCertificate, certificate=tls.certificate, key=tls.key)
+    why = why_renew(certificate, key, names, ca_dir)
     why = why or _exposed({tls.certificate: 0o644, tls.key: 0o600})
     if not why:
         return False

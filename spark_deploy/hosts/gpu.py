@@ -26,12 +26,9 @@ from spark_deploy.hosts.facts import (
 )
 from spark_deploy.hosts.host_errors import Commands, host_errors
 from spark_deploy.hosts.packages import (
-    Repositories,
     add_repositories,
     install,
-    parse_repositories,
-    repositories_script,
-    repository_arguments,
+    known_urls_script,
 )
 from spark_deploy.plan.types import CudaPlan
 
@@ -180,19 +177,19 @@ class Toolkit:
 @dataclass(frozen=True, slots=True)
 class Cuda:
     toolkits: tuple[Toolkit, ...]
-    repositories: Repositories
+    known_urls: tuple[str, ...]
 
 
 class CudaState(HostFact[Cuda]):
     """Everything the CUDA role compares, read by a single command."""
 
-    def command(self, urls: Sequence[str] = (), repository_files: Sequence[str] = ()) -> str:
-        return build_script(_TOOLKITS, repositories_script(urls, repository_files))
+    def command(self, urls: Sequence[str] = ()) -> str:
+        return build_script(_TOOLKITS, known_urls_script(urls))
 
     def process(self, output: list[str]) -> Cuda:
         sections = parse_sections(output)
         toolkits = (*parse_version_json(sections["version-json"]), *parse_nvcc(sections["nvcc"]))
-        return Cuda(toolkits, parse_repositories(sections))
+        return Cuda(toolkits, tuple(sections["known-urls"]))
 
 
 def parse_version_json(lines: Iterable[str]) -> Iterator[Toolkit]:
@@ -218,7 +215,7 @@ def parse_nvcc(lines: Iterable[str]) -> Iterator[Toolkit]:
 
 
 def fact_arguments(plan: CudaPlan) -> dict[str, Any]:
-    return repository_arguments(plan.repositories)
+    return {"urls": tuple(repository.url for repository in plan.repositories)}
 
 
 def find_toolkit(toolkits: Sequence[Toolkit], version: str) -> Toolkit | None:
@@ -240,7 +237,7 @@ def add_cuda_repositories(plan: CudaPlan) -> Commands:
     """Add the repositories of ``plan`` if the toolkit has to be installed from them."""
     state = read_fact(CudaState, **fact_arguments(plan))
     needed = find_toolkit(state.toolkits, plan.version) is None
-    yield from add_repositories(plan.repositories, state.repositories, needed=needed)
+    yield from add_repositories(plan.repositories, state.known_urls, needed=needed)
 
 
 @operation()

@@ -5,10 +5,8 @@ apt-get of apt 2.6 to 2.8: `-s` prints an `Inst`/`Remv` line for each package th
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from time import monotonic
-from typing import Any
 
 import gevent
 from pyinfra.api.command import FunctionCommand
@@ -19,7 +17,7 @@ from spark_contract.units import UNITS_DIR
 
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.hosts.commands import CommandFailed, heartbeat, is_predicted, predict, run
-from spark_deploy.hosts.facts import FileStates, Sections
+from spark_deploy.hosts.files import file_states
 from spark_deploy.hosts.host_errors import Commands, host_command, refuse
 from spark_deploy.plan.types import FileState, ManagedFile
 
@@ -45,29 +43,15 @@ def parse_packages(lines: Iterable[str]) -> dict[str, str]:
     return dict(line.split("\t", 1) for line in lines if "\t" in line)
 
 
-@dataclass(frozen=True, slots=True)
-class Repositories:
-    files: Mapping[str, FileState]  # our key and source files that exist
-    known_urls: tuple[str, ...]  # repository addresses named in unmanaged files
-
-
-def repositories_script(urls: Sequence[str], files: Sequence[str]) -> str:
-    """Print the state of our files, and each address that an unmanaged source names."""
-    addresses = " ".join(shlex.quote(url) for url in urls)
-    states = FileStates().command(files) if files else "true"
+def known_urls_script(urls: Sequence[str]) -> str:
+    """Print those of ``urls`` that an unmanaged source of apt names."""
     return rf"""
-echo '== repository-files'; {states}
 echo '== known-urls'
-for url in {addresses}; do
+for url in {" ".join(map(shlex.quote, urls))}; do
   others=$(ls /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | grep -v /spark-)
   [ -n "$others" ] && grep -qsF -- "$url" $others && echo "$url"
 done
 """
-
-
-def parse_repositories(sections: Sections) -> Repositories:
-    states = FileStates().process(sections["repository-files"])
-    return Repositories(states, tuple(sections["known-urls"]))
 
 
 # A Spark's driver, kernel and firmware are one factory set; half a set leaves no GPU at all.
@@ -118,45 +102,41 @@ def sources_file(repository: RepositorySettings) -> ManagedFile:
     return ManagedFile(path, ("\n".join(lines) + "\n").encode())
 
 
-def repository_arguments(repositories: Sequence[RepositorySettings]) -> dict[str, Any]:
+def repository_files(repositories: Iterable[RepositorySettings]) -> tuple[str, ...]:
     pairs = ((key_path(each), sources_file(each).path) for each in repositories)
-    return {
-        "urls": tuple(repository.url for repository in repositories),
-        "repository_files": tuple(path for pair in pairs for path in pair),
-    }
+    return tuple(path for pair in pairs for path in pair)
 
 
-def repositories_to_add(
-    wanted: Sequence[RepositorySettings], state: Repositories, *, needed: bool
-) -> tuple[RepositorySettings, ...]:
+def _repositories_to_add(
+    wanted: Sequence[RepositorySettings], known_urls: Sequence[str], *, needed: bool
+) -> Iterator[RepositorySettings]:
     """Pick the repositories that have to be added or repaired.
 
     A repository that another file names already is skipped (apt refuses two keys for a
     source), and none is added while no package has to be installed.
     """
-    wrong = []
+    states = file_states(repository_files(wanted))
     for repository in wanted:
         source, key = sources_file(repository), key_path(repository)
         right = {
             source.path: FileState(source.mode, "root:root", source.sha256),
             key: FileState(0o644, "root:root", repository.key_sha256),
         }
-        added = source.path in state.files
-        if not added and (not needed or repository.url in state.known_urls):
+        added = source.path in states
+        if not added and (not needed or repository.url in known_urls):
             continue
         change = f"repository {repository.name}"
-        differs = any(state.files.get(path) != expected for path, expected in right.items())
+        differs = any(states.get(path) != expected for path, expected in right.items())
         if differs and not is_predicted(change):
             predict(change)
-            wrong.append(repository)
-    return tuple(wrong)
+            yield repository
 
 
 def add_repositories(
-    wanted: Sequence[RepositorySettings], state: Repositories, *, needed: bool
+    wanted: Sequence[RepositorySettings], known_urls: Sequence[str], *, needed: bool
 ) -> Commands:
     """Add repositories to the host if packages have to be installed from them."""
-    wrong = repositories_to_add(wanted, state, needed=needed)
+    wrong = tuple(_repositories_to_add(wanted, known_urls, needed=needed))
     if not wrong:
         host.noop("repositories are as planned" if needed else "no package has to be installed")
     for repository in wrong:

@@ -12,7 +12,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tarfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -161,26 +160,13 @@ def _merge(wheels: Path, path: Path) -> None:
 
 
 # For verbs that must work on a host without our tools, with older tools, or half of them: the tools
-# are sent on standard input and imported from memory.
+# are sent on standard input as a zip and imported from memory.
 _LOADER = """
-import base64, importlib.abc, importlib.util, io, sys, tarfile
-class Sent(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    def __init__(self, text):
-        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text)), mode="r:xz") as tar:
-            self.files = {name: tar.extractfile(name).read().decode() for name in tar.getnames()}
-    def path(self, name):
-        base = name.replace(".", "/")
-        return next((p for p in (base + "/__init__.py", base + ".py") if p in self.files), None)
-    def find_spec(self, name, path=None, target=None):
-        found = self.path(name)
-        package = bool(found) and found.endswith("/__init__.py")
-        spec = importlib.util.spec_from_loader(name, self, is_package=package) if found else None
-        return spec
-    def is_package(self, name):
-        return self.path(name).endswith("/__init__.py")
-    def get_source(self, name):
-        return self.files[self.path(name)]
-sys.meta_path.insert(0, Sent(sys.stdin.read()))
+import base64, os, sys
+zip = os.memfd_create("spark-host")
+with open(zip, "wb", closefd=False) as out:
+    out.write(base64.b64decode(sys.stdin.read()))
+sys.path.insert(0, f"/proc/self/fd/{zip}")
 from spark_host.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -194,10 +180,8 @@ def memory_command(*words: str) -> str:
 
 def packed_tools() -> str:
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:xz") as tar:
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
         for file in read_payload().tools:
             if file.path.startswith(_SENT_PACKAGES):
-                info = tarfile.TarInfo(file.path)
-                info.size = len(file.content)
-                tar.addfile(info, io.BytesIO(file.content))
+                out.writestr(file.path, file.content)
     return base64.encodebytes(buffer.getvalue()).decode()

@@ -22,7 +22,6 @@ from spark_deploy.hosts.certificates import issue
 from spark_deploy.hosts.facts import FileStates
 from spark_deploy.hosts.gateway import (
     GatewayCertificate,
-    HostCertificate,
     SymlinkTarget,
     TailnetAddress,
     WatchTools,
@@ -75,8 +74,9 @@ class Host(FakeHost):
             return self.tools
         if fact is GatewayCertificate:
             crt, key = (self.files.get(path) for path in arguments.values())
-            return HostCertificate(
-                crt.content.strip() if crt else b"", public(key.content).strip() if key else b""
+            return (
+                crt.content.strip() if crt else b"",
+                public(key.content).strip() if key else b"",
             )
         assert fact is FileStates
         return {
@@ -284,7 +284,7 @@ def test_a_host_without_anything_of_ours_is_told_to_deploy_first() -> None:
 
 def test_what_hosts_say_is_read() -> None:
     read = GatewayCertificate().process(["-----BEGIN C", "x", "== key", "-----BEGIN P", "y"])
-    assert read == HostCertificate(b"-----BEGIN C\nx", b"-----BEGIN P\ny")
-    assert GatewayCertificate().process(["== key"]) == HostCertificate(b"", b"")
+    assert read == (b"-----BEGIN C\nx", b"-----BEGIN P\ny")
+    assert GatewayCertificate().process(["== key"]) == (b"", b"")
     assert TailnetAddress().process(["100.101.102.103"]) == "100.101.102.103"
     assert TailnetAddress().process([]) == ""
