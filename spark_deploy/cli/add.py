@@ -231,10 +231,10 @@ def _of_repository(place: str, host: Target) -> Draft:
         problem = "is neither a file nor ORG/NAME[@REVISION]"
         raise CatalogError.one(place, problem, "check the spelling")
     revision, hub = revision or "main", host.settings.settings.hub
-    found = ask_hub(f"{repository}@{revision}", hub, all_documents=True)
-    card = Card(*card_of(hub.endpoint, repository, found.commit, read_hub_token(hub)))
-    anatomy = anatomy_of(repository, found)
-    return draft_of(anatomy, found, card, host.catalog.engines, read_families(), revision)
+    content = ask_hub(f"{repository}@{revision}", hub, all_documents=True)
+    card = Card(*card_of(hub.endpoint, repository, content.commit, read_hub_token(hub)))
+    anatomy = anatomy_of(repository, content)
+    return draft_of(anatomy, content, card, host.catalog.engines, read_families(), revision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,27 +246,27 @@ class Card:
 
 def draft_of(
     anatomy: Anatomy,
-    found: Described,
+    content: Described,
     card: Card,
     engines: Engines,
     families: Families,
     revision: str,
 ) -> Draft:
     draft = Draft(anatomy.repository, anatomy.commit)
-    draft.about = list(_about(anatomy, found, card, revision))
-    task = task_of(anatomy, found, card, engines)
+    draft.about = list(_about(anatomy, content, card, revision))
+    task = task_of(anatomy, content, card, engines)
     if task != "chat":
         draft.put("task", task, _TASK_COMMENTS[task])
     if anatomy.vision_bytes and anatomy.architecture.endswith("ForConditionalGeneration"):
         draft.put("vision", True, "It has a vision tower; `engine.vision: on` uses it.")
-    if isinstance(found.documents.get(CONFIG, {}).get("audio_config"), dict):
+    if isinstance(content.documents.get(CONFIG, {}).get("audio_config"), dict):
         draft.put("audio", True, "config.json describes an audio tower; checks send two sounds.")
-    if any(path.startswith("model") for path in found.files):
-        patterns = [form for form in _OTHER_FORMATS if fnmatch.filter(found.files, form)]
+    if any(path.startswith("model") for path in content.files):
+        patterns = [form for form in _OTHER_FORMATS if fnmatch.filter(content.files, form)]
         draft.put("leave_out", patterns, "The same weights in other formats; not downloaded.")
     if task == "chat":
         _add_parsers(draft, anatomy, families)
-    draft.open += _open(anatomy, found)
+    draft.open += _open(anatomy, content)
     return draft
 
 
@@ -282,25 +282,25 @@ def _add_parsers(draft: Draft, anatomy: Anatomy, families: Families) -> None:
     draft.put("check", {**checks, "conversation": True}, "In addition to the general questions.")
 
 
-def task_of(anatomy: Anatomy, found: Described, card: Card, engines: Engines) -> str:
+def task_of(anatomy: Anatomy, content: Described, card: Card, engines: Engines) -> str:
     name, architecture = anatomy.repository.lower(), anatomy.architecture
     if card.task == "text-ranking" or "rerank" in name:
         return "reranking"
     if card.task in ("text-classification", "zero-shot-classification"):
         return "classification"
     is_embedding = card.task in ("sentence-similarity", "feature-extraction")
-    if is_embedding or "modules.json" in found.files or "embedding" in name:
+    if is_embedding or "modules.json" in content.files or "embedding" in name:
         return "embedding"
     for engine in engines.engines.values():
         if architecture in engine.pools and architecture not in engine.generates:
             return "embedding"
-    template = found.documents.get(TOKENIZER, {}).get("chat_template")
-    has_file = any(path.startswith("chat_template.") for path in found.files)
+    template = content.documents.get(TOKENIZER, {}).get("chat_template")
+    has_file = any(path.startswith("chat_template.") for path in content.files)
     return "chat" if template or has_file else "completion"
 
 
-def _about(anatomy: Anatomy, found: Described, card: Card, revision: str) -> Iterator[str]:
-    total = sum(size for size in found.files.values() if size and 0 < size < _MAX_FILE_BYTES)
+def _about(anatomy: Anatomy, content: Described, card: Card, revision: str) -> Iterator[str]:
+    total = sum(size for size in content.files.values() if size and 0 < size < _MAX_FILE_BYTES)
     yield (
         f"Written by `spark-deploy add` from {anatomy.repository} at {revision}, commit "
         f"{anatomy.commit[:12]}. Not checked yet: a deploy does."
@@ -315,7 +315,7 @@ def _about(anatomy: Anatomy, found: Described, card: Card, revision: str) -> Ite
     )
     if anatomy.context_tokens:
         yield f"context: {anatomy.context_tokens:,} tokens"
-    config = found.documents.get(GENERATION, {})
+    config = content.documents.get(GENERATION, {})
     sampling = [f"{key} {config[key]}" for key in _SAMPLING if _is_plausible(config.get(key))]
     if sampling:
         yield f"sampling recommended by the publisher (the engine uses it): {', '.join(sampling)}"
@@ -326,10 +326,10 @@ def _is_plausible(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < 10**6  # type: ignore[arg-type]
 
 
-def _open(anatomy: Anatomy, found: Described) -> Iterator[str]:
+def _open(anatomy: Anatomy, content: Described) -> Iterator[str]:
     if anatomy.cache_unknown:
         yield f"KV cache of a token: {anatomy.cache_unknown}; set engine.kv_cache_gib to be sure"
     if anatomy.drafter_bytes:
         yield "speculation: it has a built-in drafter; measure how many drafts pay off"
-    if found.documents.get(CONFIG, {}).get("auto_map"):
+    if content.documents.get(CONFIG, {}).get("auto_map"):
         yield "config.json names custom code; not downloaded, the engine's own class is used"

@@ -237,7 +237,7 @@ def _write_submission(
     if not reason:
         try:
             plans = build_plan(target).served
-            served = next((one for one in plans if one.serve.name == release.name), None)
+            served = next((plan for plan in plans if plan.serve.name == release.name), None)
             reason = "" if served else "the release differs from the settings"
         except SparkError as error:
             reason = error.problems[0].line

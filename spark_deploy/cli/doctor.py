@@ -42,10 +42,12 @@ def doctor(options: Options, is_report: bool, out: str | None) -> int:
         return _report(options, hosts, Path(out) if out else None)
     needs = _needs(hosts)
     answers = query(hosts, lambda host, target: read_survey(host, needs[target.name]))
-    same_keys = same_host_key({one.host.name: one.value for one in answers if one.value})
-    verdicts = [verdict_of(one, needs[one.host.name], same_keys) for one in answers]
+    same_keys = same_host_key(
+        {answer.host.name: answer.value for answer in answers if answer.value}
+    )
+    verdicts = [verdict_of(answer, needs[answer.host.name], same_keys) for answer in answers]
     print_result(options, verdicts, map(verdict_lines, verdicts))
-    return 0 if all(one["reachable"] and not one["problems"] for one in verdicts) else 1
+    return 0 if all(verdict["reachable"] and not verdict["problems"] for verdict in verdicts) else 1
 
 
 def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
@@ -170,7 +172,8 @@ def _survey_rows(survey: Survey, needs: NeedsPlan) -> Iterator[tuple[str, str]]:
         )
     yield "serving", ", ".join(survey.serving) or "no managed service"
     if containers := competing_containers(survey.containers):
-        yield "others", ", ".join(f"{one.name} ({one.image}, {one.state})" for one in containers)
+        engines = (f"{engine.name} ({engine.image}, {engine.state})" for engine in containers)
+        yield "others", ", ".join(engines)
     if text := reuse_text(reusable(survey.stored, needs)):
         yield "reuse", text
 
@@ -199,7 +202,7 @@ def reuse_text(reuse: Reuse) -> str:
     if not reuse.found_bytes:
         return ""
     where = f" found in {', '.join(reuse.folders)}" if reuse.folders else ""
-    found, whole = size(reuse.found_bytes), size(reuse.whole_bytes)
-    if found.split()[1] == whole.split()[1]:
-        found = found.split()[0]
-    return f"Reusing {found} of {whole}{where}; no download, no move"
+    part, whole = size(reuse.found_bytes), size(reuse.whole_bytes)
+    if part.split()[1] == whole.split()[1]:
+        part = part.split()[0]
+    return f"Reusing {part} of {whole}{where}; no download, no move"

@@ -61,19 +61,22 @@ def select_hosts(options: Options, *, judged: bool = True) -> list[Target]:
     pair = {key: getattr(options, key) for key in ("model", "profile") if getattr(options, key)}
     data = [*options.data, *(f"{key}={value}" for key, value in pair.items())]
     try:
-        found = read_inventory(
+        inventory = read_inventory(
             inventory_path(options),
             data=data, limit=options.limit, exclude=options.exclude, judged=judged,
         )  # fmt: skip
     except SettingsError as error:
         flags = {f"--data: {key}": f"--{key}" for key in pair}
         raise SettingsError(
-            [replace(one, where=flags.get(one.where, one.where)) for one in error.problems]
+            [
+                replace(problem, where=flags.get(problem.where, problem.where))
+                for problem in error.problems
+            ]
         ) from error
     looked_up: dict[Path, Lock] = {}
     return [
         Target(name, host_data, host_data[KEY].found, host_data[KEY].catalog, looked_up)
-        for name, host_data in found.items()
+        for name, host_data in inventory.items()
     ]
 
 

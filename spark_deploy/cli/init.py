@@ -116,8 +116,8 @@ def init(
     data = {
         "folder": str(folder), "written": [str(path) for path in written],
         "kept": [str(path) for path in texts if path not in written],
-        "hosts": [{"host": name, "model": one.model, "profile": one.profile}
-                  for name, one in settings.items()],
+        "hosts": [{"host": name, "model": chosen.model, "profile": chosen.profile}
+                  for name, chosen in settings.items()],
         "not_locked": not_locked, "next": [command],
     }  # fmt: skip
     hint = "      (to look first: `spark-deploy plan`, `spark-deploy doctor`)"
@@ -174,9 +174,9 @@ def _settings(model: str | None, profile: str | None) -> str:
     # Without stages of the ladder, which exist for comparison.
     profiles = [
         name
-        for (name, of), one in catalog.profiles.items()
+        for (name, of), profile_file in catalog.profiles.items()
         if of == model
-        and not one.choose_when.startswith("you compare")
+        and not profile_file.choose_when.startswith("you compare")
         and _is_possible(model, name, catalog)
     ]
     default = Settings().profile

@@ -44,7 +44,9 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
         if estimate:
             raise
         offline = "; or add --estimate to work offline"
-        raise LockError([replace(one, fix=one.fix + offline) for one in error.problems]) from error
+        raise LockError(
+            [replace(problem, fix=problem.fix + offline) for problem in error.problems]
+        ) from error
     for host in () if estimate else hosts:
         # Tensor names are compared with the catalog unless the lock file records the result.
         path = host.settings.lock_path

@@ -91,7 +91,7 @@ def query(
         ]
 
         def slow() -> str:
-            names = [one.name for one, task in zip(hosts, tasks, strict=True) if not task.ready()]
+            names = [host.name for host, task in zip(hosts, tasks, strict=True) if not task.ready()]
             return f"{doing} {short_list(names)}"
 
         with ticking(slow, note, first_s=QUIET_S):
@@ -164,8 +164,10 @@ def check_access(hosts: Sequence[Target]) -> AccessResult:
     doing = f"connecting to {short_list([host.name for host in hosts])}"
     with ticking(doing, note, first_s=QUIET_S), ThreadPoolExecutor(max_workers=16) as pool:
         results = list(pool.map(login.try_key, endpoints))
-        closed = [one for one, result in zip(endpoints, results, strict=True) if not result.ready]
-        seen = list(pool.map(host_keys.look, [one for one in closed if not one.is_local]))
+        pairs = zip(endpoints, results, strict=True)
+        closed = [endpoint for endpoint, access in pairs if not access.ready]
+        remote = [endpoint for endpoint in closed if not endpoint.is_local]
+        seen = list(pool.map(host_keys.look, remote))
     silent = tuple(host for host in seen if host.state == "unreachable")
     unreached = [host.endpoint for host in silent]
-    return AccessResult(silent, tuple(one for one in closed if one not in unreached))
+    return AccessResult(silent, tuple(endpoint for endpoint in closed if endpoint not in unreached))

@@ -359,7 +359,7 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
             speculation[key] = config[name]
     schema = schema_of(Speculation, "s")
     problems = [problem.what for problem in problems_of(speculation, schema, lambda path: "")]
-    problems = problems or [one.what for one in convert(Speculation, speculation).broken()]
+    problems = problems or [problem.what for problem in convert(Speculation, speculation).broken()]
     if problems:
         arguments.unused.append(f"--speculative-config: {problems[0]}")
         return

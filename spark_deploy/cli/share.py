@@ -117,9 +117,9 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
     files.write_text(path, text_of(shared), 0o644)
     engine = host.settings.settings.engine
     left_out = [
-        f"engine.{one.name}"
-        for one in fields(engine)
-        if getattr(engine, one.name) not in (None, {})
+        f"engine.{field.name}"
+        for field in fields(engine)
+        if getattr(engine, field.name) not in (None, {})
     ]
     data = {
         "file": str(path), "model": shared.name, "profile": shared.profile_name,
@@ -162,7 +162,10 @@ def _shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
         model=read_file("models", plan.model, own=root),
         profile_name=plan.profile,
         profile=read_file("profiles", plan.profile, own=root),
-        sources={one.repo: Identity(revision=one.revision, commit=one.commit) for one in locked},
+        sources={
+            source.repo: Identity(revision=source.revision, commit=source.commit)
+            for source in locked
+        },
         images={image: digest},
         proof=_summary(proof) if proof else None,
     )
@@ -243,14 +246,14 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
         SparkError: unusable, or the hub has other files; before any change.
     """
     root = host.settings.root
-    wanted = {
+    contents = {
         ("models", shared.name): shared.model,
         ("profiles", shared.profile_name): shared.profile,
     }
     texts = {
         (kind, name): f"# Added by `spark-deploy add` from a shared file of {shared.name}.\n"
         + yaml.safe_dump(dict(keys), sort_keys=False, width=96, allow_unicode=True)
-        for (kind, name), keys in wanted.items()
+        for (kind, name), keys in contents.items()
         if _existing(kind, name, root) != keys
     }
     is_new = ("profiles", shared.profile_name) in texts
@@ -295,11 +298,11 @@ def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
             problem = f"locked here at {known.commit[:12]}, shared at {source.commit[:12]}"
             fix = f"remove it from {host.settings.lock_path.name}, or serve your own"
             raise LockError.one(repo, problem, fix)
-        found = hub.look_up(settings.endpoint, repo, source.commit, token)
-        if found.commit != source.commit:
+        on_hub = hub.look_up(settings.endpoint, repo, source.commit, token)
+        if on_hub.commit != source.commit:
             problem = f"the hub has no commit {source.commit}"
             raise LockError.one(repo, problem, "ask the author of the file")
-        yield replace(found, revision=source.revision)
+        yield replace(on_hub, revision=source.revision)
 
 
 def _open(shared: Shared, host: Target) -> Iterator[str]:

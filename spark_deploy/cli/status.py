@@ -49,8 +49,8 @@ def status(options: Options, files: bool, planned: bool) -> int:
 
     def read(host: Host, target: Target) -> HostStatus | None:
         host_status = read_status(host, target)
-        told = host_status.told if host_status else None
-        services = told.services if told else {}
+        state = host_status.told if host_status else None
+        services = state.services if state else {}
         if active := tuple(name for name, service in services.items() if service.active):
             counts[target.name] = host.get_fact(Requests, services=active)
         return host_status
@@ -84,7 +84,7 @@ def _managed_files(options: Options) -> int:
         return read_resources(uninstall_request(target.settings.settings))
 
     answers = query(select_hosts(options, judged=False), read)
-    data = [{**one.data(), **(plain(one.value) if one.value else {})} for one in answers]
+    data = [{**answer.data(), **(plain(answer.value) or {})} for answer in answers]
     print_result(options, data, map(_resource_lines, answers), between="\n")
     return 0 if all(answer.value is not None for answer in answers) else 1
 
@@ -114,7 +114,8 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
     wanted = host_status.due(plan.serve, scheduled).name if plan else None
     drift = host_status.unproven(MAIN_SERVICE, wanted) if wanted else no_plan
     services = _services(plan, host_status)
-    more = "; ".join(f"{one['service']}: {one['drift']}" for one in services if one["drift"])
+    drifts = {service["service"]: service["drift"] for service in services}
+    more = "; ".join(f"{name}: {text}" for name, text in drifts.items() if text)
     return {
         **answer.data(),
         "installed": host_status.installed,
@@ -139,7 +140,8 @@ def _plan(host: Target) -> tuple[HostPlan | None, str]:
 
 
 def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, Any]]:
-    planned = {one.serve.service: one.serve.name for one in plan.services} if plan else {}
+    releases = [service.serve for service in plan.services] if plan else []
+    planned = {release.service: release.name for release in releases}
     running = {
         name: service.active
         for name, service in (host_status.told.services if host_status.told else {}).items()
@@ -178,7 +180,7 @@ def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
 
 def host_fields(host_status: HostStatus) -> dict[str, Any]:
     """Return the state of the main service and the host, as reported by the host tools."""
-    told = plain(host_status.told) or {}
+    data = plain(host_status.told) or {}
     service = host_status.service(MAIN_SERVICE)
     active = service.active if service else None
     release, rolled_back = host_status.release(active), None
@@ -188,16 +190,16 @@ def host_fields(host_status: HostStatus) -> dict[str, Any]:
     return {
         **_serving(host_status, active),
         "restarts": release.restarts if release else None,
-        "memory": told.get("memory", {}),
-        "versions": told.get("versions", {}),
+        "memory": data.get("memory", {}),
+        "versions": data.get("versions", {}),
         "versions_unknown": host_status.unknown_versions(),
-        "reboot_pending": told.get("reboot_pending", ""),
+        "reboot_pending": data.get("reboot_pending", ""),
         "stopped": host_status.stopped(MAIN_SERVICE),
         "rollout": _rollout(host_status, MAIN_SERVICE),
         "rolled_back": rolled_back,
-        "jobs": [job for job in told.get("jobs", ()) if job["state"] != "done"],
-        "events": told.get("events", {}).get(MAIN_SERVICE, []),
-        "daily": told.get("daily") or {},
+        "jobs": [job for job in data.get("jobs", ()) if job["state"] != "done"],
+        "events": data.get("events", {}).get(MAIN_SERVICE, []),
+        "daily": data.get("daily") or {},
     }
 
 

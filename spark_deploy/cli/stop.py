@@ -53,10 +53,10 @@ def _run(options: Options, command: str, words: list[str], service: str | None) 
     results = []
     for answer in query(hosts, run, doing="stopping" if command == "stop" else "starting"):
         ok, output = answer.value or (False, "")
-        results.append({**answer.data(), "ok": ok, "said": output})
-    texts = ([f"{one['host']}: {one['said'] or one['problem']}"] for one in results)
+        results.append({**answer.data(), "ok": ok, "output": output})
+    texts = ([f"{result['host']}: {result['output'] or result['problem']}"] for result in results)
     print_result(options, results, texts, between="\n")
-    return 0 if all(one["ok"] for one in results) else 1
+    return 0 if all(result["ok"] for result in results) else 1
 
 
 def _refuse_partial_cluster(hosts: Sequence[Target], options: Options, command: str) -> None:

@@ -114,6 +114,6 @@ def installed_program(name: str) -> Path:
 
 def command_path(name: str) -> str:
     """Return a program's name, or the path if the shell would start another program."""
-    program, found = installed_program(name), shutil.which(name)
-    is_same = found is not None and os.path.realpath(found) == os.path.realpath(program)
+    program, in_path = installed_program(name), shutil.which(name)
+    is_same = in_path is not None and os.path.realpath(in_path) == os.path.realpath(program)
     return name if is_same or not program.exists() else str(program)

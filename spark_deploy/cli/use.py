@@ -117,8 +117,8 @@ def _check(all_hosts: Sequence[Target], chosen: set[str], wanted: dict[str, Any]
             settings = replace(host.settings.settings, **wanted)
             after[host.name] = replace(host.settings, settings=settings)
             problems += [
-                Problem(f"{host.name}: {dotted(one.key)}", one.what, one.fix)
-                for one in broken_rules(settings)
+                Problem(f"{host.name}: {dotted(error.key)}", error.what, error.fix)
+                for error in broken_rules(settings)
             ]
     if problems:
         raise SettingsError(problems)

@@ -1,4 +1,4 @@
-"""What all tests of the command line take for granted."""
+"""Environment of all tests of the command line."""
 
 import os
 import sys

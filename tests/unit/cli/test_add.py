@@ -1,4 +1,4 @@
-"""``spark-deploy add``: a catalog file from a repository, checked, planned, with what is open."""
+"""``spark-deploy add``: a catalog file from a repository, checked, planned, with open questions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def publish(
     hub: Hub, repo: str, config: dict[str, Any], listing: dict[str, Any] | None = None, **files: Any
 ) -> None:
-    """Have a repository in the hub, with small documents and what the hub says beside them."""
+    """Publish a repository with documents and metadata on the hub."""
     folder = hub.root / repo / "resolve" / COMMIT
     folder.mkdir(parents=True)
     for name, content in files.items():
@@ -59,7 +59,7 @@ def site(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_site(root: Path, hub: Hub) -> Path:
-    """Write a folder of an owner, whose images are locked."""
+    """Write an owner's folder with locked images."""
     (root / "group_vars").mkdir(parents=True)
     choices = f"hub: {{endpoint: {hub.url!r}}}\n"
     (root / "group_vars/spark.yml").write_text(choices)
@@ -97,7 +97,7 @@ def test_one_command_writes_a_file_that_plans(
     assert add(site, "org/Tiny-Chat") == 0
     path = site / "catalog/models/tiny-chat.yml"
     text, data = path.read_text(), yaml.safe_load(path.read_text())
-    # Pinned to what was read; parsers with where they are known from; sampling without guesses.
+    # Pinned to the read commit; parsers with a source; sampling without guesses.
     assert (data["repository"], data["revision"]) == ("org/Tiny-Chat", COMMIT)
     assert data["parsers"] == {"reasoning": "qwen3", "tool_call": "hermes"}
     assert "# From vllm-project/recipes" in text
@@ -109,7 +109,7 @@ def test_one_command_writes_a_file_that_plans(
     out = capsys.readouterr().out
     assert "org/Tiny-Chat at 555555555555" in out
     assert "UNPROVEN" in out
-    # A second time nothing is written over.
+    # An existing file is not overwritten.
     assert add(site, "org/Tiny-Chat") == 1
     assert "--force" in capsys.readouterr().err
     assert add(site, "org/Tiny-Chat", "--force") == 0

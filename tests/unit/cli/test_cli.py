@@ -159,7 +159,7 @@ def test_a_verbose_plan_lists_the_checks(spark_deploy):
 
 
 def test_the_fallback_inventory_is_in_the_checkout(spark_deploy, lock_path, monkeypatch):
-    # The checkout's own folder holds no lock of made-up names.
+    # The checkout has no lock of the test's names.
     monkeypatch.setattr(HostSettings, "lock_path", lock_path)
     code, out, err = spark_deploy("status", "--files", "--planned", "--json")
     assert (code, err) == (0, "")

@@ -57,7 +57,7 @@ OWN = ("--inventory", "own/inventory/spark.py")
 )
 def test_json_output_is_one_document(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(init, "_lock", lambda folder: None)  # which would ask a hub
+    monkeypatch.setattr(init, "_lock", lambda folder: None)  # needs a hub
     main(["init", "own", "--host", "a"])
     capsys.readouterr()
     main([*words, "--json"])

@@ -95,7 +95,7 @@ def listed(hub: Hub, *more: str, size: int = 1, **changes: Any) -> bytes:
 
 
 def of_length(number: int) -> bytes:
-    """Return the beginning of a file whose header says how long it is."""
+    """Return the beginning of a file with this header length."""
     return number.to_bytes(8, "little") + b"{}"
 
 
@@ -105,7 +105,7 @@ REFUSED = {
     "more shards than any model": (
         "main", lambda hub: listed(hub, *(f"{n}.safetensors" for n in range(5000))),
     ),
-    "a header longer than its file": (SHARD, lambda hub: of_length(1000)),
+    "a header longer than the file": (SHARD, lambda hub: of_length(1000)),
     "a header of eight exabytes": (SHARD, lambda hub: of_length(2**63)),
     "a name of a megabyte": (
         SHARD, lambda hub: of_length(1_000_006)[:8] + b'{"' + b"x" * 1_000_000 + b'":1}',
@@ -122,8 +122,8 @@ REFUSED = {
 }  # fmt: skip
 LONG = "an index of a million names"
 TAKEN = {
-    "a size that no number holds": ("main", lambda hub: listed(hub, size=10**400)),
-    "a size below nothing": ("main", lambda hub: listed(hub, size=-(10**30))),
+    "a size that exceeds every number": ("main", lambda hub: listed(hub, size=10**400)),
+    "a negative size": ("main", lambda hub: listed(hub, size=-(10**30))),
     "names that lead elsewhere": (
         "main", lambda hub: listed(hub, "../../x.json", "/etc/passwd", "a\x1b[2J", "\u202egnp.exe"),
     ),
@@ -157,7 +157,7 @@ def test_odd_answers_stay_out_of_the_file(hub: Hub, case: str) -> None:
 
 
 def aliases(levels: int) -> str:
-    """Return a few lines that hold eight to the power of the levels values."""
+    """Return a few lines that expand to 8**levels values."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, levels)]
     return "\n".join(lines)

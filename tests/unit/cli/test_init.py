@@ -134,7 +134,7 @@ def test_commented_settings_are_valid(monkeypatch):
     path = folder / "group_vars/all.yml"
     lines = path.read_text().splitlines()
     assert len(lines) <= 15
-    # What a person gets who takes the comments away.
+    # The file without the comment signs.
     opened = [line.removeprefix("# ") for line in lines if line.startswith(("# keep", "#   - ",
               "# serve", "# paths"))]  # fmt: skip
     path.write_text("\n".join([*lines, *opened]))
@@ -148,7 +148,7 @@ def test_settings_list_the_profiles_of_the_readme():
     text = (made("--host", "a", "--profile", "agent") / "group_vars/all.yml").read_text()
     named = set(re.search(r"^profile: agent  # or (.*): docs", text, re.M)[1].split(", "))
     assert "v2-tq" in choices
-    assert "plain" not in named  # that is for models of others
+    assert "plain" not in named  # for published models
     assert choices <= {"agent"} | named  # a profile of one's own is named, too, but on no page
 
 

@@ -34,7 +34,7 @@ def test_known_connection_errors_get_a_fix(reason: str, fix: str | None) -> None
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """One host that is ready, one that rejects our key, one that is off and slow."""
+    """A ready host, a host that rejects our key, and a slow host that is off."""
 
     def look(endpoint: Endpoint) -> Seen:
         time.sleep(0.2 if endpoint.host == "off" else 0)

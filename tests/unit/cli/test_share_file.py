@@ -1,4 +1,4 @@
-"""``spark-deploy share`` and ``add FILE``: the same release elsewhere, and no secret on the way."""
+"""``spark-deploy share`` and ``add FILE``: the same release elsewhere, and no secrets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def release_of(root: Path, model: str) -> Any:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folders of two owners of the same hub, the first of whom added a model and shared it."""
+    """Folders of two owners; the first added and shared a model."""
     root = tmp_path_factory.mktemp("shared")
     with Hub(root / "hub") as hub, pytest.MonkeyPatch.context() as patch:
         forked.have_builder(patch)
@@ -138,7 +138,7 @@ def test_a_commit_that_the_hub_does_not_confirm_is_refused_and_nothing_is_writte
 def test_a_repository_of_another_model_is_not_locked_by_a_stranger(
     other: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Anybody can propose a commit to a public repository, and the hub knows it from then on."""
+    """Everyone can propose a commit to a public repository; the hub then lists it."""
     before = (other / "spark.lock.yml").read_bytes()
     data = yaml.safe_load(file.read_text())
     data["sources"]["org/another"] = {"revision": "main", "commit": "5" * 40}

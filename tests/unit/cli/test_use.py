@@ -1,4 +1,4 @@
-"""`use` writes a choice where the owner keeps it, and leaves everything else as it is."""
+"""`use` edits the settings file of the choice and keeps the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_deploy.inventory import group_from as _group_from
 spark = _group_from("spark", hosts=["a", "b"], file=__file__)
 """
 ALL = """\
-# What both serve.
+# Settings of both.
 model: qwen3.5-35b   # small enough
 profile: v2  # fast
 memory: {reserve_gib: 13}
@@ -73,7 +73,7 @@ def test_a_choice_for_one_host_is_written_to_host_vars(site):
     assert main(["use", "agent", "b"]) == 0
     assert (site / "group_vars/all.yml").read_text() == ALL
     assert yaml.safe_load((site / "host_vars/b.yml").read_text()) == {"profile": "agent"}
-    # From then on that file says it.
+    # The new file is used from then on.
     assert main(["use", "v2", "b"]) == 0
     assert (site / "host_vars/b.yml").read_text() == "profile: v2\n"
 

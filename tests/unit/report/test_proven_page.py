@@ -1,4 +1,4 @@
-"""The column of DGX Sparks in what-is-proven.md is made of the reports that lie in reports/."""
+"""The column of DGX Sparks in what-is-proven.md is generated from reports/."""
 
 from __future__ import annotations
 

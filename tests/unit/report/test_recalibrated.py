@@ -1,4 +1,4 @@
-"""A Spark's report moves the speed that plans compute, and nothing else does."""
+"""Reports of Sparks correct the computed speed of plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that was asked, and nothing that tells one owner from another, gets into a report."""
+"""Reports contain no prompts and no private data."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_no_field_leaks_a_secret(canary: str, prompt: str) -> None:
     quoting = [{**one, "detail": f"{one['detail']} {text}"} for one in CHECKS]
     quoting += [{"name": "needle", "ok": False, "detail": text},
                 {"name": "acceptance", "ok": False, "detail": text}]  # fmt: skip
-    quoting[3] = CHECKS[3]  # in numbers of ours
+    quoting[3] = CHECKS[3]  # numbers only
     proof = {**PROOF, "checks": [one for one in quoting if one["name"] != "log lines"]}
     release = {**status_of()["releases"][0], "proof": proof, "names": [text], "speed": [text]}
     status = status_of(
