@@ -49,7 +49,8 @@ def status(paths: Paths, live: bool) -> Status:
     units = systemd.loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
     with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
         running = [release for release in known if live and _is_active(release, units)]
-        lives = pool.submit(_ask_all, running, paths)
+        running.sort(key=lambda release: release.service != MAIN_SERVICE)
+        lives = pool.submit(lambda: [ask(release, paths) for release in running])
         versioning = pool.submit(versions.read)
         digests = jobs.all_digests(paths)
         job_states = jobs.poll(digests, paths) if digests else []
@@ -138,11 +139,6 @@ def _head(release: Release, paths: Paths) -> str | None:
     except HostToolError:  # without an address of the cluster; the engine's start reports that
         return None
     return release.cluster.head.host if release.cluster and worker else None
-
-
-def _ask_all(running: list[Release], paths: Paths) -> list[Live]:
-    ordered = sorted(running, key=lambda release: release.service != MAIN_SERVICE)
-    return [ask(release, paths) for release in ordered]
 
 
 def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:

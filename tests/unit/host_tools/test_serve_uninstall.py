@@ -47,7 +47,7 @@ class Apt:
                 return "10\n"
             return "".join(f"ii  {name}\n" for name in self.needs)
         if argv[0] == "apt-mark":
-            return f"{argv[2]}\n" if argv[2] in self.by_hand else ""
+            return "".join(f"{name}\n" for name in argv[2:] if name in self.by_hand)
         names = [word for word in argv[argv.index("purge") + 1 :]]
         gone = self._with_those_that_need(set(names))
         if "--auto-remove" in argv:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from spark_host.watch.start_guard import StartGuard
 
 _PROGRESS_S = 5.0
 _POLL_S = 0.5
-_CONNECT_S = 3.0
 
 
 @dataclass(slots=True)
@@ -71,7 +70,7 @@ def wait_for_head(membership: Membership, report: Report) -> Finding:
         if problem := membership.problem():
             return False, problem
         cluster = release.cluster
-        if cluster is None or _accepts(cluster.head.address, cluster.proven_port):
+        if cluster is None or clusters.can_connect(cluster.head, cluster, if_refused=False):
             return True, "the head is proven and serves"
         if waited > limit_s:
             return False, f"the head was not proven within {limit_s:.0f} s"
@@ -94,14 +93,6 @@ def _wait(
         time.sleep(_POLL_S)
 
 
-def _accepts(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), _CONNECT_S).close()
-    except OSError:
-        return False
-    return True
-
-
 def describe(finding: Finding) -> str:
     verdict = "ok  " if finding.ok else {"must": "FAIL", "warn": "warn"}[finding.weight]
     return f"{verdict} {finding.name}: {finding.detail} ({finding.seconds:.2f} s)"
@@ -118,7 +109,9 @@ def wait_until_ready(
         try:
             status = probe.engine.get("/health", 5).status
             if status == 200:
-                probe.engine_version = _version(probe)
+                with suppress(EngineError):
+                    version = probe.engine.get("/version", 5).json().get("version", "")
+                    probe.engine_version = str(version)
                 return Finding(READY, True, "the engine answers", round(waited, 3))
             reason = f"/health answers HTTP {status}"
         except EngineError as error:
@@ -154,13 +147,6 @@ def _start_failure(
     if is_up and unit.get("MainPID", "0") not in ("0", ""):
         return None
     return f"the engine exited before it was ready ({release.serve_unit}: {unit.get('Result')})"
-
-
-def _version(probe: Probe) -> str:
-    try:
-        return str(probe.engine.get("/version", 5).json().get("version", ""))
-    except EngineError:
-        return ""
 
 
 def read_log(release: Release, invocation_id: str) -> list[str]:

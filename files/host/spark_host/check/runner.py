@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from spark_contract import documents
@@ -88,7 +88,8 @@ def check(
             note = compile_cache.compiling(release, before, host)
             findings = [wait_until_ready(probe, report, note, guard, membership)]
             if findings[0].ok:
-                probe.before = _metrics_or_none(probe)
+                with suppress(EngineError):
+                    probe.before = probe.engine.metrics()
                 findings += _run_checks(probe, level, report)
     if guard is not None:
         # First, because it explains other failures.
@@ -193,13 +194,6 @@ def _memory(guard: StartGuard, *, ready: bool) -> Finding:
         f"(least after {memory.after_s:.0f} s, floor {memory.floor_bytes / GIB:.1f} GiB)"
     )
     return Finding(MEMORY, True, text + (failures and f"; {failures}"), 0.0)
-
-
-def _metrics_or_none(probe: Probe) -> Any:
-    try:
-        return probe.engine.metrics()
-    except EngineError:
-        return None
 
 
 def main(words: list[str], paths: Paths) -> int:

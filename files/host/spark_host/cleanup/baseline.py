@@ -161,12 +161,9 @@ def _usage(name: str) -> str:
 def _dependents(name: str, added: list[str], before: Before) -> str:
     """Return which packages of the owner need a package."""
     others = _purged([name], auto=False) - set(added)
-    owned = sorted(other for other in others if other in before.packages or _is_manual(other))
+    manual = output_of("apt-mark", "showmanual", *sorted(others)).split() if others else []
+    owned = sorted(others & {*manual, *before.packages})
     return f"{', '.join(owned)} needs it" if owned else ""
-
-
-def _is_manual(name: str) -> bool:
-    return output_of("apt-mark", "showmanual", name).strip() == name
 
 
 def _purged(names: list[str], *, auto: bool) -> set[str]:

@@ -46,7 +46,7 @@ def _remove_round(things: list[Thing], wanted: Footprint, paths: Paths) -> list[
     before = baseline.read_baseline(paths)
     together: dict[str, Callable[[list[str]], str]] = {
         "service": _stop_units,
-        "image": _remove_images,
+        "image": lambda names: next(filter(None, map(docker.remove_image, names)), ""),
         "package": baseline.remove_packages,
     }
     remove_folder = lambda name: resources.remove_folder(Path(name))  # noqa: E731
@@ -80,10 +80,6 @@ def _stop_units(names: list[str]) -> str:
     for name in names:
         systemd.reset(name)
     return "" if done.returncode == 0 else f"systemctl stop: {done.stderr.strip()}"
-
-
-def _remove_images(references: list[str]) -> str:
-    return next(filter(None, map(docker.remove_image, references)), "")
 
 
 def _remove_empty_folder(name: str) -> None:

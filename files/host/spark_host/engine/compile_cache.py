@@ -25,7 +25,7 @@ from spark_host.engine import container
 from spark_host.records import boot, proof, versions
 from spark_host.system import folders
 from spark_host.system.host import Host
-from spark_host.system.programs import ProgramSilent, Report
+from spark_host.system.programs import Report
 
 # Several times the size of a real cache; a copy takes seconds.
 _MOST_BYTES, _MOST_FILES = 8 << 30, 200_000
@@ -35,7 +35,7 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     """Keep a usable cache of a release, or start with a copy or an empty folder."""
     if release.cache is None:
         return
-    driver = _loaded_driver()
+    driver = versions.read_part(versions.driver)
     proven = release.name in boot.good(release.service, host).all
     usable = _is_usable(release, driver, host)
     if proven and usable:
@@ -74,13 +74,6 @@ def compiling(release: Release, invocation_id: str, host: Host) -> str:
     if state is None or state.copied_from is not None or release.check.portable:
         return ""
     return f"{COMPILING}; " if state.invocation_id == invocation_id else ""
-
-
-def _loaded_driver() -> str:
-    try:
-        return versions.driver()
-    except ProgramSilent:
-        return versions.UNKNOWN
 
 
 def is_whole(release: Release, driver: str, host: Host) -> bool:

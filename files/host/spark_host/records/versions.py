@@ -35,12 +35,13 @@ def read() -> dict[str, str]:
     ``UNKNOWN`` for parts that did not answer: on an overloaded host that is not a change.
     """
     with ThreadPoolExecutor(max_workers=3) as pool:
-        pending = {name: pool.submit(_read_part, reader) for name, reader in _READERS.items()}
+        pending = {name: pool.submit(read_part, reader) for name, reader in _READERS.items()}
         parts = {name: future.result() for name, future in pending.items()}
     return {"kernel": os.uname().release, **parts}
 
 
-def _read_part(reader: Callable[[], str]) -> str:
+def read_part(reader: Callable[[], str]) -> str:
+    """Return a version, ``UNKNOWN`` if the program does not answer in time."""
     try:
         return reader()
     except (docker.DaemonSilent, ProgramSilent):

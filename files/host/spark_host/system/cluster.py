@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Sequence
 
 from spark_contract.errors import HostToolError
@@ -20,6 +21,7 @@ from spark_host.system.programs import error_line, run_program
 _ESTABLISHED = "01"
 _LOCAL = re.compile(r"\|-- ([0-9.]+)\n\s+/32 host LOCAL")
 _IPTABLES_S = 10.0
+_CONNECT_S = 3.0
 _WAIT = ("-w", "5")  # for other programs that change rules
 
 
@@ -79,6 +81,17 @@ def _connected_addresses(port: int, paths: Paths) -> set[str]:
                 number = int.from_bytes(bytes.fromhex(digits), "little")
                 addresses.add(str(ipaddress.IPv4Address(number)))
     return addresses
+
+
+def can_connect(member: Member, cluster: Cluster, *, if_refused: bool) -> bool:
+    """Return whether the watchdog of a proven member accepts a connection."""
+    try:
+        socket.create_connection((member.address, cluster.proven_port), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return if_refused
+    except OSError:
+        return False
+    return True
 
 
 def fence(words: Sequence[str], paths: Paths) -> int:

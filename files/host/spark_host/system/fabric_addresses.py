@@ -209,7 +209,9 @@ def _wait_until_settled(paths: Paths) -> FabricRecord:
     seen, since = None, 0.0
     while time.monotonic() < began + _APPLY_S:
         missing = [port for port in record.ports if not _is_set(port)]
-        now = (missing, _is_applying(), _addresses(), _default_routes())
+        state = systemd.state(f"{APPLY_UNIT}.service", "ActiveState").get("ActiveState")
+        applying = state not in ("inactive", "failed", None)
+        now = (missing, applying, _addresses(), _default_routes())
         if now != seen:
             seen, since = now, time.monotonic()
         regained = not _lost(record, now[2]) or time.monotonic() >= began + _REGAIN_S
@@ -224,11 +226,6 @@ def _wait_until_settled(paths: Paths) -> FabricRecord:
         message = f"netplan did not finish within {_APPLY_S:.0f} s"
     fix = f"read `journalctl -u {APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
     raise HostToolError("fabric", message, fix)
-
-
-def _is_applying() -> bool:
-    state = systemd.state(f"{APPLY_UNIT}.service", "ActiveState").get("ActiveState")
-    return state not in ("inactive", "failed", None)
 
 
 def _addresses() -> dict[str, tuple[str, ...]]:

@@ -38,7 +38,6 @@ _WORKER_S = 0.5
 # Failed attempts in a row, because a delayed watchdog or a busy host may miss a single attempt.
 _SILENT_SAMPLES = 3
 _SILENT_S = 10.0  # of a member on the fabric
-_CONNECT_S = 3.0
 _BACKLOG = 64
 _NOTE_S = 2.0
 _UNIT_ENDS_S = 20.0
@@ -151,14 +150,8 @@ class ClusterWatch:
         return None
 
     def _answers(self, member: Member) -> bool:
-        """Return whether the host is up, even if it refuses the connection."""
-        try:
-            socket.create_connection((member.address, self._port()), _CONNECT_S).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-        return True
+        config = self._release.cluster
+        return config is not None and cluster.can_connect(member, config, if_refused=True)
 
     def _show_proven(self) -> None:
         """Accept connections while this release boots here, which means that it is proven."""
