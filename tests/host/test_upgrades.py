@@ -100,7 +100,7 @@ def test_a_server_that_got_clearly_slower_is_told_with_a_way_back(pair: Pair) ->
 
     only(run, CDI, GPU_PROOF, f"Serve | Serve the release on {FIRST}")
     assert f"clearly slower after driver {NEW} -> 580.178.04+labstub: one stream" in run.stderr
-    assert f"way back: driver {NEW} comes back only as a whole set" in run.stderr
+    assert f"to go back: restore driver {NEW} only together with its kernel" in run.stderr
     assert any("clearly slower" in text for text in told["proof"]["speed"])
     assert told["events"][-1]["kind"] == "slower"
     # It answers right, so it serves on.

@@ -154,7 +154,7 @@ def test_slowdown_after_upgrade_is_reported_with_rollback_hint(
     record = prove(host, release, monkeypatch, docker="29.2.1")
     told = "\n".join(record.data["bench"])
     assert "clearly slower after docker 28.5.1 -> 29.2.1: one stream: " in told
-    assert "way back: `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in told
+    assert "to go back: `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in told
     events = watchdog.events("main", host.paths)
     assert {event.kind for event in events} == {"slower"}
     kept = proof.read(release.name, host.here).bench

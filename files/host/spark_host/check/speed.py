@@ -150,7 +150,7 @@ def describe(bench: dict[str, Any]) -> Iterator[str]:
         since = f" after {', '.join(bench['changed'])}" if bench["changed"] else ""
         yield f"clearly slower{since}: {item['text']}"
     for text in bench["way_back"]:
-        yield f"way back: {text}"
+        yield f"to go back: {text}"
 
 
 def _run_round(release: Release, engine: Engine, samples: Samples, timeout_s: float) -> None:
