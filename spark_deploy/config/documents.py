@@ -140,10 +140,9 @@ class _WithDocstrings(GenerateJsonSchema):
     def dataclass_schema(self, schema: core_schema.DataclassSchema) -> Schema:
         result = super().dataclass_schema(schema)
         # pydantic puts fields without ``Field(...)`` last.
-        order = list(schema["cls"].__dataclass_fields__)
-        result["properties"] = dict(
-            sorted(result["properties"].items(), key=lambda item: order.index(item[0]))
-        )
+        declared = result["properties"]
+        order = [name for name in schema["cls"].__dataclass_fields__ if name in declared]
+        result["properties"] = {name: declared[name] for name in dict.fromkeys([*order, *declared])}
         for cls in schema["cls"].__mro__[:-1]:
             for name, text in _texts_below_fields(cls).items():
                 if name in result["properties"]:

@@ -52,6 +52,7 @@ _keys: WeakKeyDictionary[Host, str] = WeakKeyDictionary()
 _members: WeakKeyDictionary[Host, Member] = WeakKeyDictionary()
 _sharing: WeakSet[Host] = WeakSet()
 _STATES: dict[str, State] = {"done": "there", "running": "under way"}
+_PORT = 8010
 
 
 @operation()
@@ -102,9 +103,9 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     address = fleet.address or read_fact(LoginAddress, _sudo=False)
     serves = bool(trees and address)
     if serves:
-        settings = text_of(Share(address, fleet.port, trees))
+        settings = text_of(Share(address, _PORT, trees))
         files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
-        _note_url(address, fleet.port, trees)
+        _note_url(address, _PORT, trees)
     elif trees:
         host.log("serves no peers: the address is not known; set fleet.address")
     yield from place_files(files)

@@ -10,7 +10,6 @@ from spark_contract.release import Cluster, Member, Release
 
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError, Problem
-from spark_deploy.config.settings.cluster import PORTS
 from spark_deploy.config.settings.service import RolloutSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.engine_arguments import rank_arguments, rank_environment
@@ -23,6 +22,9 @@ from spark_deploy.plan.types import Port, Ports, Way
 # Of `docker run`: RDMA pins the memory it moves. The engine keeps no right of root for that.
 _PINNED = "--ulimit=memlock=-1:-1"
 _RDMA = "--device=/dev/infiniband"
+# Each release has two of these ports on the fabric, so members of different releases never meet.
+_FIRST_PORT = 29500
+_PORTS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +170,8 @@ def spread(release: Release, settings: Settings, found: Mapping[str, Ports]) -> 
     Its ports follow from everything else in it.
     """
     joined = links(settings, found)
-    offset = int(digest_of({"release": release, "links": joined})[:8], 16) % (PORTS // 2)
-    port = settings.cluster.port + 2 * offset
+    offset = int(digest_of({"release": release, "links": joined})[:8], 16) % (_PORTS // 2)
+    port = _FIRST_PORT + 2 * offset
     members = tuple(_member(link, rank, port, joined) for rank, link in enumerate(joined))
     # On the network of the host, because ranks are told each other's ports only as they run.
     arguments = ("--network=host" if one == "--network=none" else one

@@ -18,6 +18,8 @@ from spark_deploy.plan.types import GatewayPlan, ManagedFile, ServicePlan, TlsPl
 CONTAINER_NAME = "host.docker.internal"
 LOOPBACK = "127.0.0.1"
 
+_MAX_CONNECTIONS = 256  # of one client address; a proxy before the gateway is one address
+
 
 def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> GatewayPlan:
     """Return the gateway of a service.
@@ -35,7 +37,7 @@ def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> 
             port=serve.port,
             max_body_bytes=serve.max_body_bytes,
             max_requests_per_s=serve.max_requests_per_s,
-            max_connections=serve.max_connections,
+            max_connections=_MAX_CONNECTIONS,
             key_path=API_KEY,
             routes={path: name for name, one in settings.services.items() for path in one.paths},
             tls=None if serve.tls == "off" else tls_of(service),

@@ -11,6 +11,12 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.errors import PlanError
+from spark_deploy.config.settings.host import (
+    BASE_PACKAGES,
+    DOCKER_DIR,
+    DOCKER_PACKAGES,
+    TOOLKIT_PACKAGES,
+)
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
@@ -79,7 +85,7 @@ def plan_host(request: Request) -> HostPlan:
         ),
     )
     docker = _docker(resolved.model, settings, lock)
-    disk = disk_plan(settings.paths.docker_dir, pairs)
+    disk = disk_plan(DOCKER_DIR, pairs)
     needs = _needs(settings, (main, *services), disk, docker.check_image, pairs)
     return HostPlan(
         **_fields(main),
@@ -111,7 +117,7 @@ def plan_host(request: Request) -> HostPlan:
 def base_plan(settings: Settings) -> BasePlan:
     """Return what every managed host gets, whatever it serves."""
     # nginx's JavaScript module chooses among several services.
-    packages = (*settings.base.packages, *([NJS] if settings.services else ()))
+    packages = (*BASE_PACKAGES, *([NJS] if settings.services else ()))
     return BasePlan(settings=settings.base, packages=packages, paths=settings.paths)
 
 
@@ -187,7 +193,7 @@ def _needs(
         memory_needed_bytes=sum(service.memory.needed_bytes for service in services),
         # MemTotal of two equal machines differs by firmware settings.
         memory_total_min_bytes=round(settings.memory.total_bytes * 0.98),
-        docker_dir=settings.paths.docker_dir,
+        docker_dir=DOCKER_DIR,
         images=(check_image, *images),
         image_bytes=tuple(images.items()),
         disk_done_once_there=tuple(dict.fromkeys(done)),
@@ -206,8 +212,8 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
             {*daemon.get("insecure-registries", ()), *settings.registries.insecure}
         )
     return DockerPlan(
-        packages=docker.packages,
-        toolkit_packages=docker.toolkit_packages,
+        packages=DOCKER_PACKAGES,
+        toolkit_packages=TOOLKIT_PACKAGES,
         repositories=_repositories(settings, docker.repositories),
         daemon=daemon,
         users=docker.users,

@@ -28,6 +28,7 @@ from spark_contract.status import Footprint, Keep
 from spark_contract.units import DIGEST_LABEL
 
 from spark_deploy.config.documents import digest_of
+from spark_deploy.config.settings.host import BASE_PACKAGES, DOCKER_PACKAGES, TOOLKIT_PACKAGES
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.types import (
@@ -321,9 +322,9 @@ def footprint_of(
         daemon_json=DAEMON_JSON,
         daemon_keys=tuple(sorted({*docker.daemon, "runtimes", "insecure-registries"})),
         masked=masked,
-        packages=(*settings.base.packages, "earlyoom", NJS),
-        engine_packages=docker.packages,
-        gpu_packages=(*docker.toolkit_packages, settings.cuda.package),
+        packages=(*BASE_PACKAGES, "earlyoom", NJS),
+        engine_packages=DOCKER_PACKAGES,
+        gpu_packages=(*TOOLKIT_PACKAGES, settings.cuda.package),
         docker_users=docker.users,
         access_files=access_files,
         models=settings.uninstall.models,

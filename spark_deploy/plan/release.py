@@ -68,6 +68,8 @@ _STOPPING_STEPS = 3  # ExecStop, the signals, ExecStopPost: likewise
 # The counters include a prompt only when it was read completely. Far below a Spark's speed (3,317
 # tokens/s were published for two of them at 2K), because reading slows down with the context.
 _SLOWEST_PROMPT_TOKENS_PER_S = 1000
+_HOT_CELSIUS = 90  # boards switch themselves off near 105 without an event
+_BENCH_WORSE_PERCENT = 15
 
 
 def limits(release: Release) -> str:
@@ -214,7 +216,7 @@ def serve_plan(
                 -(-context_tokens(model, profile) // _SLOWEST_PROMPT_TOKENS_PER_S),
             ),
             settings.watch.interval_s,
-            settings.watch.hot_celsius,
+            _HOT_CELSIUS,
         ),
     )
     if settings.cluster.hosts:
@@ -268,9 +270,7 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
         log_forbidden=forbidden,
         portable=plugin and profile.engine_mode == "portable",
         metrics_required=dict(profile.check.metrics_required),
-        bench=Bench(settings.check.bench_s, settings.check.bench_worse_percent)
-        if task == "chat"
-        else None,
+        bench=Bench(settings.check.bench_s, _BENCH_WORSE_PERCENT) if task == "chat" else None,
         task=task,
         sound=published is not None and published.audio,
         # Dimensions of the embedding; a layer after the model may change them.

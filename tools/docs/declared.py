@@ -55,7 +55,11 @@ def all_yml() -> Iterator[str]:
         if "properties" not in part:
             yield from _entry(key, part, defaults[key])
             continue
-        inside = {k: v for k, v in part["properties"].items() if f"{key}.{k}" not in COMMAND_FLAGS}
+        inside = {
+            k: v
+            for k, v in part["properties"].items()
+            if f"{key}.{k}" not in COMMAND_FLAGS and k in defaults[key]
+        }
         if not inside:
             continue
         yield from (*_comment(part["description"]), f"{key}:")
@@ -123,6 +127,8 @@ Leaf = tuple[dict[str, Any], str]  # schema and default
 def _leaves(properties: dict[str, Any], defaults: dict[str, Any]) -> Iterator[tuple[str, Leaf]]:
     for key, part in properties.items():
         for inner, leaf in part.get("properties", {}).items():
+            if inner not in defaults[key]:  # vLLM's name for another setting
+                continue
             yield f"{key}.{inner}", (leaf, f"`{json.dumps(defaults[key][inner])}`")
         if "properties" not in part:
             yield key, (part, f"`{json.dumps(defaults[key])}`")
@@ -189,5 +195,7 @@ SETTINGS_INTRODUCTION = (
     "Later wins: `group_vars/all.yml` of this project, then beside your inventory "
     "`group_vars/all.yml`, the group's file and the host's file, then `--data key=value` "
     "(dots reach inside: `--data serve.port=9000`). Mappings are merged key by key, lists are "
-    "replaced whole. A mistake in any of them ends a run before the first connection."
+    "replaced whole. A mistake in any of them ends a run before the first connection. vLLM's names "
+    "`max_model_len`, `max_num_seqs`, `gpu_memory_utilization` and `num_speculative_tokens` are "
+    "accepted below `engine`."
 )

@@ -11,8 +11,6 @@ from pydantic.dataclasses import dataclass
 from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, form
 from spark_deploy.config.settings.patterns import Interface, IpAddress
 
-# What the engine keeps open between hosts: see planning/cluster.py.
-PORTS = 2000
 _FIRST = 11  # the last number of the first host's addresses on a cable
 
 
@@ -33,14 +31,6 @@ class ClusterSettings:
     )
     """Network over which they reach each other, such as 192.168.100.0/24; its addresses have to
     stay the same. null: the one in which every member has an address on a port with RDMA."""
-    port: int = Field(
-        default=29500,
-        ge=1024,
-        le=65535 - PORTS,
-    )
-    """First of the 2,000 ports among which a release has its own two on the fabric: members of
-    different releases never meet. The engine opens others at random; all of them are for the
-    members alone."""
     join_s: int = Field(default=600, ge=120)
     """Seconds a start waits for the other members before it ends, to be tried again a minute later;
     well above that minute, so that members find each other."""

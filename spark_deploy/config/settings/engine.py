@@ -5,18 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from spark_deploy.config.documents import CLOSED, Gib, Violation, form
+from spark_deploy.config.documents import Gib, Violation, form
 from spark_deploy.config.settings.engine_options import environment_problems, option_problems
 
 ENVIRONMENT_NAMES = form(
     "^[A-Z_][A-Z0-9_]*$", "the variable's name in capitals, digits and _", "NCCL_DEBUG"
 )
+# vLLM's names, accepted for settings of the engine.
+VLLM_NAMES = {
+    "max_model_len": "max_context_tokens",
+    "max_num_seqs": "max_sequences",
+    "gpu_memory_utilization": "memory_fraction",
+    "num_speculative_tokens": "drafts",
+}
 OPTION_NAMES = form(
     "^[a-z][a-z0-9_-]*$", "the option without its dashes and its value", "max-log-len"
 )
+
+
+def _accept_vllm_names(schema: dict[str, Any]) -> None:
+    properties = schema["properties"]
+    for alias, name in VLLM_NAMES.items():
+        if name in properties:
+            text = f"vLLM's name for `{name}`."
+            properties[alias] = {**properties[name], "description": text}
+
+
+_CONFIG = ConfigDict(extra="forbid", json_schema_extra=_accept_vllm_names)
 
 
 def broken_words(options: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Violation]:
@@ -27,7 +45,7 @@ def broken_words(options: Mapping[str, Any], environment: Mapping[str, str]) -> 
         yield Violation(("environment", name), what, fix)
 
 
-@dataclass(frozen=True, slots=True, config=CLOSED)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class ServiceEngineSettings:
     """Values of the profile replaced for one service; null keeps the profile's."""
 
@@ -67,7 +85,7 @@ class ServiceEngineSettings:
         return broken_words(self.options, self.environment)
 
 
-@dataclass(frozen=True, slots=True, config=CLOSED)
+@dataclass(frozen=True, slots=True, config=_CONFIG)
 class EngineSettings(ServiceEngineSettings):
     """Values of the profile replaced for a group or host; null keeps the profile's."""
 

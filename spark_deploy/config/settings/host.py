@@ -11,9 +11,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation, form
-from spark_deploy.config.settings.patterns import Address, Folder, Login, Package, SshSource, text
+from spark_deploy.config.settings.patterns import Address, Folder, Login, SshSource, text
 from spark_deploy.config.settings.sources import RepositoryNames
 
+BASE_PACKAGES = ("ca-certificates", "curl", "jq", "nginx-light", "pciutils", "python3")
+DOCKER_PACKAGES = ("docker.io",)
+TOOLKIT_PACKAGES = ("nvidia-container-toolkit",)
+DOCKER_DIR = "/var/lib/docker"  # for the disk plan; a running docker reports its own
 _PciId = Annotated[
     str, text("^[0-9a-f]{4}:[0-9a-f]{4}$", "VENDOR:DEVICE as `lspci -n` prints it", "10de:2e12")
 ]
@@ -70,11 +74,6 @@ class BaseSettings:
     back; the rest stays.
     """
 
-    packages: tuple[Package, ...] = Field(
-        default=("ca-certificates", "curl", "jq", "nginx-light", "pciutils", "python3"),
-        json_schema_extra=UNIQUE,
-    )
-    """Packages of the distribution that our tools need."""
     package_lock_wait_s: int = Field(default=1800, ge=0, le=86400)
     """Seconds to wait while somebody else installs packages on a host, as timers do after a boot;
     the holder is named meanwhile."""
@@ -106,23 +105,19 @@ class CudaSettings:
         json_schema_extra=form(r"^[0-9]+\.[0-9]+$", "two numbers and a dot, in quotes", "13.0"),
     )
     """Toolkit version that must be there; quote it."""
-    package: Package = "cuda-toolkit-13-0"
-    """Package that installs it."""
     repositories: RepositoryNames = Field(default=(), json_schema_extra=UNIQUE)
     """Names from `repositories` to add before the toolkit is installed; unused when it is
     present."""
+
+    @property
+    def package(self) -> str:
+        return f"cuda-toolkit-{self.version.replace('.', '-')}"
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class DockerSettings:
     """Container engine and NVIDIA runtime; kept when present."""
 
-    packages: tuple[Package, ...] = Field(default=("docker.io",), json_schema_extra=UNIQUE)
-    """Installed when no engine is there."""
-    toolkit_packages: tuple[Package, ...] = Field(
-        default=("nvidia-container-toolkit",), json_schema_extra=UNIQUE
-    )
-    """Installed when the NVIDIA runtime is not there."""
     repositories: RepositoryNames = Field(default=(), json_schema_extra=UNIQUE)
     """Names from `repositories` to add before the engine or the runtime is installed; unused when
     it is present."""
@@ -162,8 +157,6 @@ class PathSettings:
     of copied."""
     cache_dir: Folder = "/srv/spark/cache"
     """Compile caches of engines, one for each release."""
-    docker_dir: Folder = "/var/lib/docker"
-    """Where the container engine keeps images, for the disk plan; a docker that runs is asked."""
 
     def broken(self) -> Iterator[Violation]:
         """Yield folders that are not ours to fill, and such that lie inside each other."""

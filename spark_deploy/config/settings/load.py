@@ -23,6 +23,7 @@ from spark_deploy.config.documents import KeyPath, Violation, convert, violation
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.schema_errors import dotted, problems_of
 from spark_deploy.config.settings.cross_checks import CheckedSettings
+from spark_deploy.config.settings.engine import VLLM_NAMES
 from spark_deploy.config.settings.owner_files import with_calibration, with_template
 from spark_deploy.config.settings.patterns import control_characters
 from spark_deploy.config.settings.types import Settings
@@ -74,7 +75,8 @@ def load_hosts(
     """
     problems: list[Problem] = []
     common = _common_layers(root, checkout, problems)
-    last = [Layer("--data", undot(overrides))] if overrides else []
+    data = _with_own_names(undot(overrides or {}), "--data", problems)
+    last = [Layer("--data", data)] if overrides else []
     found: dict[str, HostSettings] = {}
     for group, hosts in groups.items():
         middle = _file_layer(root / "group_vars" / f"{group}.yml", root, checkout, problems)
@@ -143,7 +145,26 @@ def _file_layer(path: Path, root: Path, checkout: Path, problems: list[Problem])
     shown = path.relative_to(base).as_posix()
     data, found = read_mapping(path, shown=shown)
     problems.extend(found)
-    return [Layer(shown, data)]
+    return [Layer(shown, _with_own_names(data, shown, problems))]
+
+
+def _with_own_names(data: dict[str, Any], shown: str, problems: list[Problem]) -> dict[str, Any]:
+    """Return a layer whose engine settings have our names instead of vLLM's."""
+    services = data.get("services")
+    owners: dict[str, Any] = {"": data}
+    if isinstance(services, dict):
+        owners |= {f"services.{name}.": service for name, service in services.items()}
+    for place, owner in owners.items():
+        engine = owner.get("engine") if isinstance(owner, dict) else None
+        if not isinstance(engine, dict):
+            continue
+        for alias in engine.keys() & VLLM_NAMES.keys():
+            name = VLLM_NAMES[alias]
+            if name in engine:
+                where, what = f"{shown}: {place}engine.{alias}", f"is another name of {name}"
+                problems.append(Problem(where, what, "keep one of the two"))
+            engine[name] = engine.pop(alias)
+    return data
 
 
 def _host_settings(

@@ -189,9 +189,6 @@ class ServeSettings:
     max_requests_per_s: int | None = Field(default=50, ge=1)
     """Requests that one client address may send per second on average, with bursts of twice that,
     those with a wrong key included; null for no limit."""
-    max_connections: int | None = Field(default=256, ge=1)
-    """Requests of one client address that may be under way at once, those without a key included;
-    null for no limit. A proxy before the gateway is one address."""
     start_timeout_s: int = Field(default=2400, ge=10)
     """Seconds an engine may take from start to its first proven answer; the first start compiles
     kernels and loads 70 GB."""
@@ -269,9 +266,6 @@ class WatchSettings:
     it was read."""
     interval_s: int = Field(default=10, ge=1)
     """Seconds between two looks."""
-    hot_celsius: int = Field(default=90, ge=40, le=110)
-    """Temperature of the GPU from which on the watch writes an event; it stops nothing for it.
-    Boards switch themselves off without a word near 105."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -283,9 +277,6 @@ class CheckSettings:
     bench_s: int = Field(default=120, ge=0, le=1800)
     """Seconds the speed is measured for, with the gateway open, after a proof under new versions of
     driver, kernel, docker, toolkit, image or plugin; 0 leaves it out."""
-    bench_worse_percent: int = Field(default=15, ge=1, le=90)
-    """A speed that is worse than at the last proof by more than this is reported, with a way
-    back."""
 
 
 SERVICE_NAME = form(

@@ -140,8 +140,6 @@ class FleetSettings:
     address: IpAddress | None = Field(default=None, examples=["192.168.100.11"])
     """Address of this host at which the others fetch from it, best on the fastest network. null:
     the one that it was logged in at."""
-    port: int = Field(default=8010, ge=1024, le=65535)
-    """Port at which it lends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)

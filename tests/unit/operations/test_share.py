@@ -104,11 +104,11 @@ def test_of_hosts_that_have_nothing_the_first_fetches_and_the_others_take_from_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = Lab(monkeypatch, a="", b="", c="")
-    opened = lab.lend(port=9000)
+    opened = lab.lend()
     assert all("systemctl restart spark-share@trees.service" in one[1] for one in opened.values())
     assert lab.asked("a") == []
-    assert lab.asked("b") == ["http://10.0.0.a:9000"]
-    assert lab.asked("c") == ["http://10.0.0.b:9000", "http://10.0.0.a:9000"]
+    assert lab.asked("b") == ["http://10.0.0.a:8010"]
+    assert lab.asked("c") == ["http://10.0.0.b:8010", "http://10.0.0.a:8010"]
 
 
 def test_a_host_that_is_added_takes_all_from_those_that_have_it(

@@ -89,6 +89,31 @@ def test_the_word_off_is_what_it_says_though_yaml_reads_it_as_false(root):
         assert load(root)["spark-1"].settings.serve.tls == "off"
 
 
+VLLM = {
+    "max_model_len": ("max_context_tokens", 4096),
+    "max_num_seqs": ("max_sequences", 4),
+    "gpu_memory_utilization": ("memory_fraction", 0.5),
+    "num_speculative_tokens": ("drafts", 1),
+}
+
+
+@pytest.mark.parametrize("alias", VLLM)
+def test_accepts_the_names_of_vllm_for_engine_settings(root, alias):
+    name, value = VLLM[alias]
+    write(root, "group_vars/spark.yml", f"engine: {{{alias}: {value}}}\n")
+    assert getattr(load(root)["spark-1"].settings.engine, name) == value
+    write(root, "host_vars/spark-1.yml", f"engine: {{{name}: null}}\n")
+    assert getattr(load(root)["spark-1"].settings.engine, name) is None
+    overrides = {f"engine.{alias}": value}
+    assert getattr(load(root, overrides=overrides)["spark-1"].settings.engine, name) == value
+
+
+def test_refuses_both_names_of_one_setting_in_a_file(root):
+    text = "engine: {max_num_seqs: 4, max_sequences: 5}\n"
+    write(root, "group_vars/spark.yml", text)
+    assert "group_vars/spark.yml: engine.max_num_seqs" in refused(root)
+
+
 @pytest.mark.parametrize("expose", get_args(Expose))
 def test_tls_goes_with_what_leaves_the_host_in_the_open(root, expose):
     write(root, "group_vars/spark.yml", f"serve: {{expose: {expose}, tls: private-ca}}\n")

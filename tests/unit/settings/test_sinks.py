@@ -45,11 +45,6 @@ HOSTILE = [
     *(repository(key_sha256=text) for text in (KEY + "\n", KEY[1:])),
     {"repositories": {"vendor\n": REPOSITORY}},
     # An option of apt-get, a file, a shell.
-    *(nested("base.packages", [text]) for text in ("-oAPT::Get::x=1", "--reinstall", "./x.deb")),
-    *(nested("base.packages", [text]) for text in ("/x.deb", "curl;id", "curl jq", "curl\n", "")),
-    *(nested("docker.packages", [text]) for text in ("-oAPT::x=y", "$(id)", "docker.io\n")),
-    *(nested("docker.toolkit_packages", [text]) for text in ("-o", "a&&b")),
-    *(nested("cuda.package", text) for text in ("-oDpkg::x=y", "cuda\n", "a b", "")),
     nested("cuda.version", "13.0\n"),
     # More than one field of --mount, a unit's specifier, a folder that is not ours.
     *(nested(key, f"/data/a{text}") for key in FOLDERS for text in (",readonly", "%h", ":ro")),
@@ -84,7 +79,6 @@ HOSTILE = [
 GOOD = [
     repository(suite="./", components=[]),
     repository(suite="noble-updates/main", components=["main", "non-free-firmware"]),
-    nested("base.packages", ["g++", "libc6:arm64", "nginx-light=1.24.0-2ubuntu7", "python3.12"]),
     *(nested("paths.models_dir", text) for text in ("/data", "/mnt/disk-2/models", "/srv/x/m")),
     nested("downloads.look_in", ["/home/*/.cache/huggingface/hub", "/data/[ab]?"]),
     nested("lock_file", "locks/spark.lock.yml"),
