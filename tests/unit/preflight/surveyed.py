@@ -1,4 +1,4 @@
-"""What a host says of itself, and what preflight makes of it."""
+"""Surveys of hosts that differ from a factory Spark, and what preflight concludes from them."""
 
 from __future__ import annotations
 
@@ -24,29 +24,50 @@ HEALTHY = {
         "/var/lib/docker\t0\t/dev/nvme0n1p2\t3670016000\t/",
     ],
 }
-OLLAMA = (
+_OLLAMA = (
     '{"id":"a1","name":"/ollama","image":"ollama/ollama","state":"STATE","restart":"RESTART",'
     '"runtime":"runc","requests":null,"labels":null}'
 )
 
 
+def ollama(state: str = "running", restart: str = "always", name: str = "ollama") -> str:
+    text = _OLLAMA.replace("STATE", state).replace("RESTART", restart)
+    return text.replace("/ollama", f"/{name}", 1)
+
+
 def survey(**sections: Any) -> Survey:
     case = Path(__file__).parents[1] / "facts" / "HostSurvey" / "factory_spark.yml"
-    seen = yaml.safe_load(case.read_text())["sections"]
-    return HostSurvey().process(
-        output_of({**seen, **HEALTHY, **{k.replace("_", "-"): v for k, v in sections.items()}})
-    )
+    factory = yaml.safe_load(case.read_text())["sections"]
+    own = {name.replace("_", "-"): lines for name, lines in sections.items()}
+    return HostSurvey().process(output_of({**factory, **HEALTHY, **own}))
 
 
-def problems(seen: Survey, **needs: Any) -> list[str]:
-    return [str(p) for p in judge(dataclasses.replace(NEEDS, **needs), seen).problems]
+def problems(surveyed: Survey, **needs: Any) -> list[str]:
+    return [str(p) for p in judge(dataclasses.replace(NEEDS, **needs), surveyed).problems]
 
 
-def warnings(seen: Survey, **needs: Any) -> list[str]:
-    return [str(p) for p in judge(dataclasses.replace(NEEDS, **needs), seen).warnings]
+def warnings(surveyed: Survey, **needs: Any) -> list[str]:
+    return [str(p) for p in judge(dataclasses.replace(NEEDS, **needs), surveyed).warnings]
 
 
-def one(found: list[str], *words: str) -> None:
-    assert len(found) == 1, found
-    for word in words:
-        assert word in found[0]
+@dataclasses.dataclass
+class Case:
+    """What preflight concludes: for each problem and warning, its place and words, split by `|`."""
+
+    sections: dict[str, Any]
+    problems: list[str] | None = dataclasses.field(default_factory=list)
+    warnings: list[str] | None = None  # None: not compared
+    needs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> None:
+        surveyed = survey(**self.sections)
+        _compare(self.problems, problems(surveyed, **self.needs))
+        _compare(self.warnings, warnings(surveyed, **self.needs))
+
+
+def _compare(expected: list[str] | None, messages: list[str]) -> None:
+    if expected is None:
+        return
+    assert len(messages) == len(expected), messages
+    for words, message in zip(expected, messages, strict=True):
+        assert [word for word in words.split("|") if word not in message] == [], message

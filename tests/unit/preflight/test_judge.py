@@ -1,4 +1,4 @@
-"""Preflight names every reason against a host, in words that say what to do."""
+"""Preflight reports every reason against a host, with a fix."""
 
 from __future__ import annotations
 
@@ -14,186 +14,169 @@ from spark_deploy.config.settings.host import ExpectSettings
 from spark_deploy.hosts import disk
 from spark_deploy.hosts.preflight import judge, same_host_key
 from tests.unit.operations.test_operations import NEEDS
-from tests.unit.preflight.surveyed import OLLAMA, one, problems, survey, warnings
+from tests.unit.preflight.surveyed import Case, ollama, survey
+
+RULES: list[tuple[Any, int, int]] = [("require", 1, 0), ("warn", 0, 1), ("ignore", 0, 0)]
+NO_DRIVER = {"capture": "nvidia-smi--no-driver--01.txt"}
+MISMATCH = {"capture": "nvidia-smi--driver-library-mismatch--01.txt"}
+ROOT = "root/root/755//"
+POOL = ["MemTotal: 127601228 kB", "MemAvailable: 120639488 kB"]
 
 
-def test_a_factory_spark_fits() -> None:
-    assert problems(survey()) == []
-    assert warnings(survey()) == []
+def kernel(release: str, parameters: str) -> dict[str, Any]:
+    return {
+        "uname": ["aarch64", release],
+        "kernels": [release],
+        "kernel_parameters": [parameters],
+    }
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("ann/ann/755//data", "belongs to ann"),
-        ("1007/1007/755//data", "belongs to 1007"),
-        ("root/root/777//data", "by everybody"),
-        ("root/users/2775//data", "by group users"),
-    ],
-)
-def test_models_lie_where_nobody_but_root_can_put_others_in_their_place(
-    line: str, words: str
-) -> None:
-    found = problems(survey(above=["root/root/755//", line]))
-    one(found, "/data: ", words, "chown root: /data")
+def fragmented(name: str) -> dict[str, Any]:
+    return {"buddyinfo": ["4096", *(BUDDYINFO / f"{name}.txt").read_text().splitlines()]}
 
 
-@pytest.mark.parametrize(
-    "line", ["root/root/755//srv", "root/root/1777//tmp", "root/root/775//srv", "root/staff/755//a"]
-)
-def test_folders_above_in_which_only_root_can_replace_something_are_fine(line: str) -> None:
-    assert problems(survey(above=["root/root/755//", line])) == []
+def writable(line: str, words: str) -> Case:
+    return Case({"above": [ROOT, line]}, [f"/data: |{words}|chown root: /data"])
 
 
-def test_the_folders_above_are_asked_for_as_they_are_and_as_links_lead(tmp_path: Path) -> None:
-    (tmp_path / "real/of ann").mkdir(parents=True)
-    (tmp_path / "real/of ann").chmod(0o777)
-    (tmp_path / "data").symlink_to(tmp_path / "real/of ann")
-    script = disk.disk_script([f"{tmp_path}/data/models/new"])
-    said = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False).stdout
-    lines = said.partition("== above\n")[2].partition("== ")[0].splitlines()
-    found = {one.path: one for one in disk.parse_above(lines)}
-    assert found[f"{tmp_path}/data"].writer
-    assert found[f"{tmp_path}/real/of ann"].writer
-    assert {"/", str(tmp_path), f"{tmp_path}/real"} <= set(found)
+CASES = {
+    "factory Spark": Case({}, [], []),
+    # Other users must not be able to replace models.
+    "owned by a user": writable("ann/ann/755//data", "belongs to ann"),
+    "owned by an unknown user": writable("1007/1007/755//data", "belongs to 1007"),
+    "world-writable": writable("root/root/777//data", "by everybody"),
+    "group-writable": writable("root/users/2775//data", "by group users"),
+    "root only": Case({"above": [ROOT, "root/root/755//srv"]}),
+    "sticky": Case({"above": [ROOT, "root/root/1777//tmp"]}),
+    "group root": Case({"above": [ROOT, "root/root/775//srv"]}),
+    "other group without write access": Case({"above": [ROOT, "root/staff/755//a"]}),
+    # Identity; a wrong architecture or board hides what follows from it.
+    "architecture": Case(
+        {"uname": ["x86_64", "6.1"], "smi": [], "pci": []},
+        ["architecture|x86_64, expected aarch64"],
+    ),
+    "board": Case({"pci": ["10de:2e03"], "smi": []}, ["PCI|no device 10de:2e12|10de:2e03"]),
+    "no nvidia-smi": Case({"smi": []}, ["driver|not installed|never installs"]),
+    "no driver": Case({"smi": [NO_DRIVER, "rc=9"]}, ["driver|couldn't communicate|reboot"]),
+    "mismatch": Case({"smi": [MISMATCH, "rc=18"]}, ["driver|version mismatch|reboot"]),
+    "no devices": Case({"smi": ["No devices were found", "rc=6"]}, ["driver|power-cycle"]),
+    "smi crashes": Case({"smi": ["Segmentation fault", "rc=139"]}, ["driver|Segmentation|dmesg"]),
+    "old driver": Case(
+        {"smi": ["NVIDIA GB10, 575.99.01", "rc=0"], "module": []},
+        ["driver|575.99.01 is older than 580"],
+    ),
+    "other module": Case({"smi": ["NVIDIA GB10, 580.159.03", "rc=0"]}, ["580.142|580.159.03"]),
+    "two driver branches": Case(
+        {"driver_packages": ["ii  nvidia-driver-580-open 580.1", "ii  nvidia-driver-590 590.4"]},
+        ["driver|several branches|580, 590"],
+    ),
+    "operating system": Case(
+        {"os_release": ["ID=ubuntu", 'VERSION_ID="26.04"']}, ["expected ubuntu 24.04"]
+    ),
+    # Health
+    "sudo": Case({"sudo": ["no", "ann"]}, ["sudo|ann cannot become root|bootstrap"]),
+    # As a Spark comes out of its box.
+    "half-installed language": Case(
+        {"dpkg_audit": ["not configured:", " language-pack-gnome-de-base  translations"]},
+        [],
+        ["packages|language-pack-gnome-de-base"],
+    ),
+    "memory of a kexec handover": Case(
+        {"meminfo": [*POOL, "CmaTotal: 0 kB", "CmaFree: 9748480 kB"]},
+        [],
+        ["kernel|9.3 GiB|kho=off"],
+    ),
+    "CMA": Case({"meminfo": [*POOL, "CmaTotal: 131072 kB", "CmaFree: 118784 kB"]}, [], []),
+    "faulty kernel": Case(
+        kernel("7.0.0-1019-nvidia", "quiet"), [], ["kernel|7.0.0-1019-nvidia|kho=off"]
+    ),
+    "faulty kernel with parameter": Case(kernel("7.0.0-1019-nvidia", "quiet kho=off"), [], []),
+    "newer kernel": Case(kernel("6.17.0-1032-nvidia", "quiet"), [], []),
+    "blocks healthy": Case(fragmented("healthy"), [], []),
+    "blocks fragmented": Case(fragmented("fragmented"), [], ["memory: fragmented"]),
+    "blocks low": Case(fragmented("low"), [], []),
+    "docker down": Case({"containers": ["unreachable failed"]}, [], ["docker|its unit is failed"]),
+    "docker silent": Case({"containers": ["unreachable active"]}, ["docker|does not answer"]),
+    "pending reboot": Case({"reboot": ["required", "libc6"]}, [], ["reboot|libc6"]),
+    "smaller pool": Case(
+        {}, ["memory|119.7 GiB in total"], needs={"memory_total_min_bytes": 200 << 30}
+    ),
+    "no tailscale, not needed": Case({"tailscale": ["sh: 1: tailscale: not found"]}),
+    "no tailscale": Case(
+        {"tailscale": ["sh: 1: tailscale: not found"]},
+        ["tailscale|not found|`tailscale up`"],
+        needs={"tailscale": True},
+    ),
+    "tailscale stopped": Case(
+        {"tailscale": ["no current Tailscale IPs; state: Stopped"]},
+        ["tailscale|state: Stopped|serve.expose"],
+        needs={"tailscale": True},
+    ),
+    "tailscale": Case({"tailscale": ["100.101.102.103"]}, needs={"tailscale": True}),
+}
 
 
-def test_another_architecture_is_the_only_thing_said_of_a_wrong_host() -> None:
-    one(problems(survey(uname=["x86_64", "6.1"], smi=[], pci=[])), "x86_64, expected aarch64")
+@pytest.mark.parametrize("name", CASES)
+def test_each_condition_is_a_problem_a_warning_or_neither(name: str) -> None:
+    CASES[name].check()
 
 
-def test_a_board_without_the_gpu_names_what_it_has() -> None:
-    one(
-        problems(survey(pci=["10de:2e03"], smi=[])),
-        "no device 10de:2e12",
-        "10de:2e03",
-    )
+@pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
+def test_plain_ubuntu_is_judged_by_the_rule(rule: Any, refused: int, warned: int) -> None:
+    needs = {"expect": ExpectSettings(dgx_release=rule)}
+    Case({"dgx_release": []}, ["DGX OS"] * refused, ["DGX OS"] * warned, needs).check()
 
 
-@pytest.mark.parametrize(
-    ("smi", "what", "fix"),
-    [
-        ([], "not installed", "never installs"),
-        ([{"capture": "nvidia-smi--no-driver--01.txt"}, "rc=9"], "couldn't communicate", "reboot"),
-        (
-            [{"capture": "nvidia-smi--driver-library-mismatch--01.txt"}, "rc=18"],
-            "version mismatch",
-            "reboot",
-        ),
-        (["No devices were found", "rc=6"], "No devices", "power-cycle"),
-        (["Segmentation fault", "rc=139"], "Segmentation", "dmesg"),
-    ],
-)
-def test_each_broken_driver_is_told_apart_on_the_right_board(
-    smi: list[Any], what: str, fix: str
-) -> None:
-    one(problems(survey(smi=smi)), "driver", what, fix)
-
-
-def test_an_old_driver_is_refused_and_left_alone() -> None:
-    found = problems(survey(smi=["NVIDIA GB10, 575.99.01", "rc=0"], module=[]))
-    one(found, "575.99.01 is older than 580")
-
-
-def test_a_module_that_is_not_the_librarys_is_named() -> None:
-    one(problems(survey(smi=["NVIDIA GB10, 580.159.03", "rc=0"])), "580.142", "580.159.03")
-
-
-def test_two_driver_branches_are_refused() -> None:
-    found = problems(
-        survey(driver_packages=["ii  nvidia-driver-580-open 580.1", "ii  nvidia-driver-590 590.4"])
-    )
-    one(found, "several branches", "580, 590")
-
-
-def test_another_release_of_the_system_is_refused() -> None:
-    one(problems(survey(os_release=["ID=ubuntu", 'VERSION_ID="26.04"'])), "expected ubuntu 24.04")
-
-
-@pytest.mark.parametrize(
-    ("rule", "refused", "warned"), [("require", 1, 0), ("warn", 0, 1), ("ignore", 0, 0)]
-)
-def test_plain_ubuntu_is_judged_by_the_rule(rule: str, refused: int, warned: int) -> None:
-    plain = survey(dgx_release=[])
-    assert len(problems(plain, expect=ExpectSettings(dgx_release=rule))) == refused
-    assert len(warnings(plain, expect=ExpectSettings(dgx_release=rule))) == warned
-
-
-def test_a_user_without_free_sudo_is_sent_to_bootstrap() -> None:
-    one(problems(survey(sudo=["no", "ann"])), "ann cannot become root", "bootstrap")
-
-
-@pytest.mark.parametrize(
-    ("rule", "refused", "warned"), [("require", 1, 0), ("warn", 0, 1), ("ignore", 0, 0)]
-)
+@pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
 @pytest.mark.parametrize("score", ["1", "2.6", "3", "6"])
 def test_a_torn_vendor_update_is_judged_by_the_rule(
-    rule: str, refused: int, warned: int, score: str
+    rule: Any, refused: int, warned: int, score: str
 ) -> None:
-    torn = survey(torn=[f'{{"name": "OTA2.2", "torn": {score}}}'])
-    found = (
-        problems(torn, expect=ExpectSettings(updates=rule)),
-        warnings(torn, expect=ExpectSettings(updates=rule)),
-    )
-    assert (len(found[0]), len(found[1])) == (refused, warned)
-    assert all(f"torn score {score} against OTA2.2" in line for line in (*found[0], *found[1]))
+    sections = {"torn": [f'{{"name": "OTA2.2", "torn": {score}}}']}
+    words, needs = f"torn score {score} against OTA2.2", {"expect": ExpectSettings(updates=rule)}
+    Case(sections, [words] * refused, [words] * warned, needs).check()
 
 
 @pytest.mark.parametrize("score", ["0", "0.0", '"?"'])
-def test_a_whole_set_of_the_vendor_is_not_spoken_of(score: str) -> None:
-    whole = survey(torn=[f'{{"name": "OTA2.2", "torn": {score}}}'])
-    assert problems(whole, expect=ExpectSettings(updates="require")) == warnings(whole) == []
+def test_a_complete_vendor_set_is_not_mentioned(score: str) -> None:
+    sections = {"torn": [f'{{"name": "OTA2.2", "torn": {score}}}']}
+    Case(sections, [], [], {"expect": ExpectSettings(updates="require")}).check()
 
 
 @pytest.mark.parametrize(
     "name", ["docker.io", "libnvidia-compute-580", "linux-image-6.17", "libc6"]
 )
-def test_half_installed_packages_that_an_engine_stands_on_are_refused(name: str) -> None:
-    found = problems(survey(dpkg_audit=["bad:", f" {name}  something", " language-pack-de  x"]))
-    one(found, f"half installed: {name}\n", "dpkg --configure -a")
-
-
-def test_half_installed_packages_of_others_are_a_warning() -> None:
-    # As a Spark comes out of its box.
-    seen = survey(dpkg_audit=["not configured:", " language-pack-gnome-de-base  translations"])
-    assert problems(seen) == []
-    one(warnings(seen), "language-pack-gnome-de-base", "does not need")
-
-
-def test_memory_that_is_free_only_by_count_is_told_with_the_cure() -> None:
-    kept = ["MemTotal: 127601228 kB", "MemAvailable: 120639488 kB", "CmaTotal: 0 kB"]
-    seen = survey(meminfo=[*kept, "CmaFree: 9748480 kB"])
-    assert problems(seen) == []
-    one(warnings(seen), "9.3 GiB", "kho=off")
-    assert warnings(survey(meminfo=[*kept[:2], "CmaTotal: 131072 kB", "CmaFree: 118784 kB"])) == []
+def test_half_installed_packages_of_the_engine_are_refused(name: str) -> None:
+    audit = ["bad:", f" {name}  something", " language-pack-de  x"]
+    Case({"dpkg_audit": audit}, [f"half installed: {name}\n|dpkg --configure -a"]).check()
 
 
 @pytest.mark.parametrize(
-    ("kernel", "parameters", "named"),
+    ("ahead_s", "expected"),
     [
-        ("7.0.0-1019-nvidia", "quiet", True),
-        ("7.0.0-1019-nvidia", "quiet kho=off", False),
-        ("6.17.0-1032-nvidia", "quiet", False),
+        (-86_400, ["clock|1,440 minutes behind|timedatectl"]),
+        (7_200, ["clock|ahead|timedatectl"]),
+        (-20, []),
     ],
 )
-def test_a_kernel_with_a_known_fault_is_named_unless_its_cure_is_set(
-    kernel: str, parameters: str, named: bool
-) -> None:
-    seen = survey(uname=["aarch64", kernel], kernels=[kernel], kernel_parameters=[parameters])
-    assert problems(seen) == []
-    assert len([line for line in warnings(seen) if kernel in line and "kho=off" in line]) == named
+def test_a_wrong_clock_is_a_warning(ahead_s: int, expected: list[str]) -> None:
+    Case({"clock": [str(int(time.time()) + ahead_s)]}, [], expected).check()
 
 
-@pytest.mark.parametrize(("name", "count"), [("healthy", 0), ("fragmented", 1), ("low", 0)])
-def test_fragmented_memory_is_a_warning(name: str, count: int) -> None:
-    lines = (BUDDYINFO / f"{name}.txt").read_text().splitlines()
-    seen = survey(buddyinfo=["4096", *lines])
-    assert problems(seen) == []
-    found = [line for line in warnings(seen) if line.startswith("memory: fragmented")]
-    assert len(found) == count
+def test_parent_directories_are_read_as_named_and_as_links_resolve(tmp_path: Path) -> None:
+    (tmp_path / "real/of ann").mkdir(parents=True)
+    (tmp_path / "real/of ann").chmod(0o777)
+    (tmp_path / "data").symlink_to(tmp_path / "real/of ann")
+    script = disk.disk_script([f"{tmp_path}/data/models/new"])
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    lines = done.stdout.partition("== above\n")[2].partition("== ")[0].splitlines()
+    parents = {parent.path: parent for parent in disk.parse_above(lines)}
+    assert parents[f"{tmp_path}/data"].writer
+    assert parents[f"{tmp_path}/real/of ann"].writer
+    assert {"/", str(tmp_path), f"{tmp_path}/real"} <= set(parents)
 
 
-def test_hosts_that_show_one_ssh_host_key_are_told_of_each_other() -> None:
+def test_hosts_with_the_same_ssh_host_key_are_reported() -> None:
     key, other = (survey(host_key=[f"SHA256:{word}"]) for word in ("one", "other"))
     without = survey(host_key=[])
     found = same_host_key({"a": key, "b": other, "c": key, "d": without, "e": without})
@@ -203,47 +186,13 @@ def test_hosts_that_show_one_ssh_host_key_are_told_of_each_other() -> None:
     }
 
 
-def test_a_daemon_that_is_down_is_a_warning_and_one_that_hangs_a_problem() -> None:
-    assert problems(survey(containers=["unreachable failed"])) == []
-    one(warnings(survey(containers=["unreachable failed"])), "its unit is failed")
-    one(problems(survey(containers=["unreachable active"])), "does not answer")
-
-
-def test_a_pending_reboot_is_only_a_warning() -> None:
-    seen = survey(reboot=["required", "libc6"])
-    assert problems(seen) == []
-    one(warnings(seen), "libc6")
-
-
-def test_a_smaller_machine_is_refused() -> None:
-    one(problems(survey(), memory_total_min_bytes=200 << 30), "119.7 GiB in total")
-
-
-def test_everything_is_said_at_once() -> None:
-    seen = survey(
+def test_all_problems_are_reported_at_once() -> None:
+    surveyed = survey(
         sudo=["no", "ann"],
         smi=[],
         dpkg_audit=[" libc6  broken"],
-        containers=[OLLAMA.replace("STATE", "running").replace("RESTART", "always")],
+        containers=[ollama()],
         meminfo=["MemTotal: 125513944 kB", "MemAvailable: 1000 kB"],
     )
-    where = [str(p).split(":")[0] for p in judge(NEEDS, seen).problems]
+    where = [str(p).split(":")[0] for p in judge(NEEDS, surveyed).problems]
     assert where == ["driver", "sudo", "packages", "container ollama", "memory"]
-
-
-def test_a_tailnet_is_only_asked_for_when_the_gateway_needs_it() -> None:
-    silent = survey(tailscale=["sh: 1: tailscale: not found"])
-    assert problems(silent) == []
-    one(problems(silent, tailscale=True), "tailscale", "not found", "`tailscale up`")
-    stopped = survey(tailscale=["no current Tailscale IPs; state: Stopped"])
-    one(problems(stopped, tailscale=True), "state: Stopped", "serve.expose")
-    assert problems(survey(tailscale=["100.101.102.103"]), tailscale=True) == []
-
-
-@pytest.mark.parametrize(("away_s", "words"), [(-86_400, "1,440 minutes behind"), (7_200, "ahead")])
-def test_a_clock_that_is_hours_away_is_a_warning(away_s: int, words: str) -> None:
-    one(warnings(survey(clock=[str(int(time.time()) + away_s)])), "clock", words, "timedatectl")
-
-
-def test_a_clock_that_is_seconds_away_is_none() -> None:
-    assert warnings(survey(clock=[str(int(time.time()) - 20)])) == []

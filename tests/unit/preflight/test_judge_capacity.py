@@ -1,138 +1,114 @@
-"""Preflight says what disk and memory lack, and which setting or which neighbour it is about."""
+"""Preflight reports missing disk space and memory, and the setting that helps."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from tests.unit.preflight.surveyed import one, problems, survey, warnings
+from tests.unit.preflight.surveyed import Case, problems, survey
+
+TOTAL = "MemTotal: 125513944 kB"
+IMAGE = {"images": ["spark-vllm:0123456789ab"]}
 
 
-def test_memory_that_the_kernel_keeps_for_its_handover_is_not_available() -> None:
-    kept = ["MemTotal: 125513944 kB", "MemAvailable: 120000000 kB", "CmaTotal: 0 kB"]
-    without = survey(meminfo=[*kept, "CmaFree: 0 kB"]).memory.available_bytes
-    assert survey(meminfo=[*kept, "CmaFree: 9000000 kB"]).memory.available_bytes == (
-        without - 9000000 * 1024
+def memory(available_kib: int, total: str = TOTAL, **more: Any) -> dict[str, Any]:
+    return {"meminfo": [total, f"MemAvailable: {available_kib} kB"], **more}
+
+
+def places(
+    present_kib: int, available_kib: int, docker: str = "/dev/b", **more: Any
+) -> dict[str, Any]:
+    mount = "/" if docker == "/dev/a" else "/var/lib/docker"
+    return {
+        "places": [
+            f"/srv/spark/models/x\t{present_kib}\t/dev/a\t{available_kib}\t/",
+            f"/var/lib/docker\t0\t{docker}\t{available_kib}\t{mount}",
+        ],
+        **more,
+    }
+
+
+def small(total_gib: int, needed_gib: int = 90) -> dict[str, Any]:
+    return {"memory_total_min_bytes": total_gib << 30, "memory_needed_bytes": needed_gib << 30}
+
+
+CASES = {
+    "a process holds the memory": Case(
+        memory(60000000, processes=["9 41943040 /user.slice/x llama-server"]),
+        ["process llama-server|40.0 GiB", "memory|57.2 GiB available"],
+    ),
+    # The reported share suffices with the engine's own margin:
+    # 0.74 * 1.02 * 125513944 <= 96000000 < 0.75 * 1.02 * 125513944
+    "too little memory": Case(
+        memory(96000000),
+        ["memory|91.6 GiB available|needs 97.0 GiB|lower engine.memory_fraction to 0.74"],
+        needs=small(110, 97),
+    ),
+    "smaller pool than planned": Case(
+        memory(115000000, "MemTotal: 119000000 kB"),
+        ["memory|113.5 GiB in total|set memory.total_gib to 113.4"],
+        needs=small(117),
+    ),
+    "host smaller than the engine": Case(
+        memory(23000000, "MemTotal: 24641536 kB"),
+        [
+            "23.5 GiB in total, the plan expects 117.0 GiB|needs 97.0 GiB|smaller model or profile"
+            "|`spark-deploy plan --data memory.total_gib=23.5`"
+        ],
+        needs=small(117, 97),
+    ),
+    "a process, and enough memory": Case(
+        {"processes": ["9 2097152 /user.slice/x gnome-shell"]}, [], ["process gnome-shell"]
+    ),
+    "an allowed process": Case(
+        {"processes": ["9 2097152 /user.slice/x gnome-shell"]},
+        [],
+        [],
+        {"allow_memory_holders": ("gnome-shell",)},
+    ),
+    "two places on a filesystem": Case(
+        places(0, 104857600, "/dev/a"),
+        [
+            "disk /: 100.0 GiB free, 100.0 GiB to be written and 20.0 GiB kept free|free 20.0 GiB"
+            "|`docker image prune -a` frees up to 11.5 GiB: it removes every image that no "
+            "container uses, yours and those kept for rollback"
+        ],
+    ),
+    "bytes in place": Case(places(83886080, 26214400, **IMAGE)),
+    "full disk, nothing to write": Case(places(83886080, 1024, "/dev/a", **IMAGE)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_lack_is_a_problem_with_its_fix(name: str) -> None:
+    CASES[name].check()
+
+
+def test_memory_kept_for_a_kexec_handover_is_not_available() -> None:
+    kept = [TOTAL, "MemAvailable: 120000000 kB", "CmaTotal: 0 kB"]
+    without, with_handover = (
+        survey(meminfo=[*kept, f"CmaFree: {kib} kB"]).memory.available_bytes for kib in (0, 9000000)
     )
+    assert with_handover == without - 9000000 * 1024
 
 
-def test_a_process_that_holds_memory_is_named_when_memory_does_not_suffice() -> None:
-    seen = survey(
-        processes=["9 41943040 /user.slice/x llama-server"],
-        meminfo=["MemTotal: 125513944 kB", "MemAvailable: 60000000 kB"],
-    )
-    found = problems(seen)
-    assert "llama-server" in found[0]
-    assert "40.0 GiB" in found[0]
-    assert "57.2 GiB available" in found[1]
-
-
-def test_too_little_memory_names_the_setting_with_which_the_engine_could_start() -> None:
-    seen = survey(meminfo=["MemTotal: 125513944 kB", "MemAvailable: 96000000 kB"])
-    needed = 97 << 30
-    one(
-        problems(seen, memory_needed_bytes=needed),
-        "91.6 GiB available, the engine needs 97.0 GiB to start",
-        "lower engine.memory_fraction to 0.74 for this host",
-    )
-    # What is named suffices: this share of the pool, and the engine's own margin.
-    assert 0.74 * 1.02 * 125513944 <= 96000000 < 0.75 * 1.02 * 125513944
-
-
-def test_a_smaller_pool_than_planned_names_the_setting_of_its_size() -> None:
-    seen = survey(meminfo=["MemTotal: 119000000 kB", "MemAvailable: 115000000 kB"])
-    fix = "set memory.total_gib to 113.4 for this host"
-    one(problems(seen, memory_total_min_bytes=117 << 30), "113.5 GiB in total", fix)
-
-
-def test_a_host_smaller_than_the_engine_is_told_to_choose_another_model_and_no_setting_alone() -> (
-    None
-):
-    seen = survey(meminfo=["MemTotal: 24641536 kB", "MemAvailable: 23000000 kB"])
-    found = problems(seen, memory_needed_bytes=97 << 30, memory_total_min_bytes=117 << 30)
-    one(
-        found,
-        "23.5 GiB in total, the plan expects 117.0 GiB and the engine needs 97.0 GiB",
-        "choose a smaller model or profile for this host",
-        "`spark-deploy plan --data memory.total_gib=23.5` shows whether it fits",
-    )
-
-
-def test_a_process_that_holds_memory_is_a_warning_when_memory_suffices() -> None:
-    seen = survey(processes=["9 2097152 /user.slice/x gnome-shell"])
-    assert problems(seen) == []
-    one(warnings(seen), "gnome-shell")
-    assert warnings(seen, allow_memory_holders=("gnome-shell",)) == []
-
-
-def test_disk_is_added_up_per_filesystem_with_what_pruning_frees() -> None:
-    seen = survey(
-        places=[
-            "/srv/spark/models/x\t0\t/dev/a\t104857600\t/",
-            "/var/lib/docker\t0\t/dev/a\t104857600\t/",
-        ]
-    )
-    one(
-        problems(seen),
-        "disk /: 100.0 GiB free, 100.0 GiB to be written and 20.0 GiB kept free",
-        "free 20.0 GiB",
-        "`docker image prune -a` frees up to 11.5 GiB: it removes every image that no "
-        "container uses, yours and those kept for rollback",
-    )
-
-
-def test_nobody_is_told_to_remove_containers_or_volumes_of_theirs() -> None:
+def test_no_fix_removes_containers_or_volumes() -> None:
     kinds = ("Images", "Containers", "Local Volumes", "Build Cache")
-    seen = survey(
-        places=[
-            "/srv/spark/models/x\t0\t/dev/a\t1024\t/",
-            "/var/lib/docker\t0\t/dev/a\t1024\t/",
-        ],
-        docker_df=[json.dumps({"Type": kind, "Reclaimable": "9.7GB (40%)"}) for kind in kinds],
-    )
-    [said] = problems(seen)
-    assert "docker image prune -a" in said
-    assert "docker builder prune -a" in said
-    assert "system prune" not in said
-    assert "container prune" not in said
-    assert "volume" not in said
+    rows = [json.dumps({"Type": kind, "Reclaimable": "9.7GB (40%)"}) for kind in kinds]
+    [problem] = problems(survey(**places(0, 1024, "/dev/a", docker_df=rows)))
+    assert "docker image prune -a" in problem
+    assert "docker builder prune -a" in problem
+    for other in ("system prune", "container prune", "volume"):
+        assert other not in problem
 
 
-def test_bytes_already_in_place_are_not_asked_for_again() -> None:
-    seen = survey(
-        places=[
-            "/srv/spark/models/x\t83886080\t/dev/a\t26214400\t/",
-            "/var/lib/docker\t0\t/dev/b\t26214400\t/var/lib/docker",
-        ],
-        images=["spark-vllm:0123456789ab"],
-    )
-    assert problems(seen) == []
-
-
-@pytest.mark.parametrize(("device", "fits"), [("7", True), ("8", False)])
-def test_bytes_that_can_be_linked_need_no_room_and_those_of_another_disk_do(device, fits) -> None:
-    seen = survey(
-        places=[
-            "/srv/spark/models/x\t0\t/dev/a\t26214400\t/",
-            "/var/lib/docker\t0\t/dev/b\t26214400\t/var/lib/docker",
-        ],
-        images=["spark-vllm:0123456789ab"],
-        stored=[
-            "device\t/srv/spark/models/x\t7",
-            f"file\t{device}\t{80 << 30}\t/home/ann/.cache/huggingface/hub/x/blobs/{'ab' * 32}",
-        ],
-    )
-    found = problems(seen, downloads=(("/srv/spark/models/x", (("ab" * 32, 80 << 30),)),))
-    assert found == [] if fits else "80.0 GiB to be written" in found[0]
-
-
-def test_a_full_disk_stops_nobody_when_nothing_is_left_to_write() -> None:
-    seen = survey(
-        places=[
-            "/srv/spark/models/x\t83886080\t/dev/a\t1024\t/",
-            "/var/lib/docker\t0\t/dev/a\t1024\t/",
-        ],
-        images=["spark-vllm:0123456789ab"],
-    )
-    assert problems(seen) == []
+@pytest.mark.parametrize(("device", "expected"), [("7", []), ("8", ["80.0 GiB to be written"])])
+def test_only_files_that_can_be_linked_need_no_room(device: str, expected: list[str]) -> None:
+    stored = [
+        "device\t/srv/spark/models/x\t7",
+        f"file\t{device}\t{80 << 30}\t/home/ann/.cache/huggingface/hub/x/blobs/{'ab' * 32}",
+    ]
+    needs = {"downloads": (("/srv/spark/models/x", (("ab" * 32, 80 << 30),)),)}
+    Case(places(0, 26214400, stored=stored, **IMAGE), expected, None, needs).check()
