@@ -11,12 +11,12 @@ from spark_contract.errors import ERROR
 
 from spark_deploy.hosts import fabric
 from spark_deploy.plan.types import Way
-from tests.unit.operations.test_releases import Answering, on, shown
+from tests.unit.operations.test_operations import FakeHost, on, shown
 
 WAY = Way("fab0", "roce0", 9000, 200000, "spark-2", "192.168.100.12", 9000)
 
 
-class End(Answering):
+class End(FakeHost):
     """A host on the cable; ``rdma`` is the output of its ib_write_bw, ``None``: not installed."""
 
     def __init__(self, said: str = "", wrong: str = "", rdma: str | None = None):

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from spark_deploy.hosts.facts import FileStates
 from spark_deploy.hosts.files import expect_files, file_states, place_files
-from spark_deploy.plan.types import FileState, ManagedFile
+from spark_deploy.plan.types import ManagedFile
 from tests.unit.operations.test_operations import FakeHost, on
 
 ONE, TWO = ManagedFile("/etc/one", b"1"), ManagedFile("/etc/two", b"2", 0o600)
 
 
 class Disk(FakeHost):
-    """A host with files, which counts what it is asked."""
+    """A host with files that records the paths of each query."""
 
     def __init__(self, *files: ManagedFile):
-        super().__init__({})
-        self.files = {one.path: FileState(one.mode, "root:root", one.sha256) for one in files}
+        super().__init__(files=files)
         self.questions: list[tuple[str, ...]] = []
 
-    def get_fact(self, fact: Any, *, paths: Sequence[str]) -> Any:  # type: ignore[override]
-        assert fact is FileStates
-        self.questions.append(tuple(paths))
-        return {path: self.files[path] for path in paths if path in self.files}
+    def get_fact(self, fact: Any, **arguments: Any) -> Any:
+        self.questions.append(tuple(arguments["paths"]))
+        return super().get_fact(fact, **arguments)
 
 
 def placed(*files: ManagedFile) -> list[Any]:
@@ -48,7 +44,7 @@ def test_after_a_command_it_is_asked_again() -> None:
         assert len(placed(TWO)) == 1
         done = type("Done", (), {"operation_meta": type("Meta", (), {"executed": True})})
         state.ops[host]["an operation"] = done
-        host.files[TWO.path] = FileState(TWO.mode, "root:root", TWO.sha256)
+        host.files[TWO.path] = TWO
         assert placed(TWO) == []
     assert len(host.questions) == 2
 

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import re
 import subprocess
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pyinfra.api.command import FunctionCommand, StringCommand
+from pyinfra.api.command import FunctionCommand
 from spark_contract.gateway import Gateway, tls_of
 
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import GENERATED, SecretRef
 from spark_deploy.hosts import gateway
 from spark_deploy.hosts.certificates import issue
-from spark_deploy.hosts.facts import FileStates
 from spark_deploy.hosts.gateway import (
     GatewayCertificate,
-    SymlinkTarget,
     TailnetAddress,
     WatchTools,
 )
-from spark_deploy.hosts.status import HostStatus, Status
+from spark_deploy.hosts.status import HostStatus
 from spark_deploy.plan.gateway import gateway_file
-from spark_deploy.plan.types import FileState, GatewayPlan, ManagedFile, TlsPlan
-from tests.unit.operations.test_operations import FakeHost, on
+from spark_deploy.plan.types import GatewayPlan, ManagedFile, TlsPlan
+from tests.unit.operations.test_operations import FakeHost, on, sent_files
 from tests.unit.payload.test_certificates import openssl, pair, public
 from tests.unit.statuses import told
 
@@ -51,75 +46,53 @@ def lan(tls: TlsPlan | None = None) -> GatewayPlan:
 RELOAD = "/usr/local/lib/spark/current/bin/spark-host gateway-reload main"
 
 
-class Host(FakeHost):
-    """A host with files, a certificate and a gateway in some state."""
-
-    def __init__(self, *files: ManagedFile, active: bool = True, difference: str | None = None):
-        super().__init__({})
-        self.files = {f.path: f for f in files}
-        gate = {"active": "active" if active else "inactive", "difference": difference}
-        self.status = told({"services": {"main": {"gateway": gate, "active": RELEASE}}})
-        self.state: Any = None
-        self.watched_by = self.tools = "/usr/local/lib/spark/111111111111"
-
-    def get_fact(self, fact: Any, **arguments: Any) -> Any:
-        command = fact().command(**arguments)
-        assert isinstance(command, str)
-        if fact is Status:
-            return self.status
-        if fact is WatchTools:
-            assert f"spark-watch@{RELEASE}.service" in command
-            return self.watched_by
-        if fact is SymlinkTarget:
-            return self.tools
-        if fact is GatewayCertificate:
-            crt, key = (self.files.get(path) for path in arguments.values())
-            return (
-                crt.content.strip() if crt else b"",
-                public(key.content).strip() if key else b"",
-            )
-        assert fact is FileStates
-        return {
-            path: FileState(file.mode, "root:root", file.sha256)
-            for path in arguments["paths"]
-            if (file := self.files.get(path))
-        }
+OLD_TOOLS, NEW_TOOLS = (f"/usr/local/lib/spark/{digit * 12}" for digit in "13")
 
 
-def run(host: Host, plan: GatewayPlan, executing: bool = True) -> list[Any]:
-    with on(host, executing) as state:
-        host.state = state
+def host_with(
+    *files: ManagedFile, active: bool = True, difference: str | None = None, tools: str = OLD_TOOLS
+) -> FakeHost:
+    """Return a host with files and a gateway; its watchdog runs the old tools."""
+    contents = {file.path: file.content for file in files}
+    gate = {"active": "active" if active else "inactive", "difference": difference}
+    return FakeHost(
+        files=files,
+        Status=told({"services": {"main": {"gateway": gate, "active": RELEASE}}}),
+        WatchTools=OLD_TOOLS,
+        SymlinkTarget=tools,
+        GatewayCertificate=lambda certificate, key: (
+            contents.get(certificate, b"").strip(),
+            public(contents[key]).strip() if key in contents else b"",
+        ),
+    )
+
+
+def run(host: FakeHost, plan: GatewayPlan, executing: bool = True) -> list[Any]:
+    with on(host, executing):
         return list(gateway.configure_gateway._inner(plan))
 
 
-def sent(command: StringCommand) -> list[bytes]:
-    """Unpack what a command brings on its standard input."""
-    raw = base64.b64decode(command.connector_arguments["_stdin"])
-    with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
-        return [tar.extractfile(member).read() for member in tar.getmembers()]
-
-
 def test_a_gateway_as_planned_is_left_alone() -> None:
-    host = Host(gateway_file(PLAN))
+    host = host_with(gateway_file(PLAN))
     assert run(host, PLAN) == []
     assert host.noops == ["the gateway is as planned"]
 
 
 def test_changed_settings_are_sent_and_taken_over_without_the_engine() -> None:
     wider = lan()
-    commands = run(Host(gateway_file(PLAN)), wider)
-    assert sent(commands[0]) == [gateway_file(wider).content]
+    commands = run(host_with(gateway_file(PLAN)), wider)
+    assert sent_files(commands[0]) == [gateway_file(wider).content]
     assert [str(command) for command in commands[1:]] == [RELOAD]
 
 
 def test_before_the_first_release_there_is_nothing_to_reload() -> None:
-    commands = run(Host(active=False), PLAN)
+    commands = run(host_with(active=False), PLAN)
     assert len(commands) == 1
-    assert sent(commands[0]) == [gateway_file(PLAN).content]
+    assert sent_files(commands[0]) == [gateway_file(PLAN).content]
 
 
 def test_a_gateway_that_runs_with_something_else_is_reloaded_and_says_why() -> None:
-    host = Host(gateway_file(PLAN), difference="listens on 0.0.0.0")
+    host = host_with(gateway_file(PLAN), difference="listens on 0.0.0.0")
     assert [str(command) for command in run(host, PLAN)] == [RELOAD]
     assert host.logs == ["gateway: listens on 0.0.0.0"]
 
@@ -132,22 +105,21 @@ def test_a_watch_of_older_code_cannot_render_the_gateway_its_own_way_again(expos
     """It follows late addresses with the code that it began with, and would undo the reload."""
     settings = dataclasses.replace(PLAN.settings, expose=expose)
     plan = dataclasses.replace(PLAN, settings=settings)
-    host = Host(gateway_file(plan), difference="its settings or its key changed")
+    host = host_with(gateway_file(plan), difference="its settings or its key changed")
     assert [str(command) for command in run(host, plan)] == [RELOAD]
-    host.tools = "/usr/local/lib/spark/333333333333"
+    host.facts["SymlinkTarget"] = NEW_TOOLS
     assert [str(command) for command in run(host, plan)] == [RENEWED, RELOAD]
-    host.watched_by = ""
+    host.facts["WatchTools"] = ""
     assert [str(command) for command in run(host, plan)] == [RELOAD]
 
 
 def test_a_watch_that_renders_nothing_or_the_same_goes_on() -> None:
-    early = Host(gateway_file(PLAN), difference="its settings or its key changed")
-    early.tools = "/usr/local/lib/spark/333333333333"
+    early = host_with(
+        gateway_file(PLAN), difference="its settings or its key changed", tools=NEW_TOOLS
+    )
     assert [str(command) for command in run(early, PLAN)] == [RELOAD]
     docker = dataclasses.replace(PLAN, settings=dataclasses.replace(PLAN.settings, expose="docker"))
-    same = Host(gateway_file(docker))
-    same.tools = "/usr/local/lib/spark/333333333333"
-    assert run(same, docker) == []
+    assert run(host_with(gateway_file(docker), tools=NEW_TOOLS), docker) == []
 
 
 def test_the_code_of_a_watch_is_that_of_its_process(tmp_path: Path) -> None:
@@ -179,7 +151,7 @@ def test_the_code_of_a_watch_is_that_of_its_process(tmp_path: Path) -> None:
 
 def test_a_certificate_of_an_earlier_exposure_is_taken_away() -> None:
     left = ManagedFile(TLS.key, b"old", 0o600)
-    commands = run(Host(gateway_file(PLAN), left), PLAN)
+    commands = run(host_with(gateway_file(PLAN), left), PLAN)
     assert str(commands[0]) == f"rm -f -- {TLS.key}"
     assert str(commands[1]) == RELOAD
 
@@ -192,13 +164,13 @@ def key_plan(tmp_path: Path) -> GatewayPlan:
 
 
 def test_a_key_of_the_controller_travels_on_standard_input_only(key_plan: GatewayPlan) -> None:
-    host = Host(gateway_file(key_plan))
+    host = host_with(gateway_file(key_plan))
     commands = run(host, key_plan)
-    assert sent(commands[0]) == [b"a-key-of-my-own-0123456789\n"]
+    assert sent_files(commands[0]) == [b"a-key-of-my-own-0123456789\n"]
     assert "put 0 600 /etc/spark/api-key" in str(commands[0])
     assert "a-key-of" not in " ".join([*map(str, commands), *host.logs])
     there = ManagedFile("/etc/spark/api-key", b"a-key-of-my-own-0123456789\n", 0o600)
-    assert run(Host(gateway_file(key_plan), there), key_plan) == []
+    assert run(host_with(gateway_file(key_plan), there), key_plan) == []
 
 
 def test_an_unusable_key_of_the_controller_is_refused_without_showing_it(tmp_path: Path) -> None:
@@ -206,7 +178,7 @@ def test_an_unusable_key_of_the_controller_is_refused_without_showing_it(tmp_pat
     key.write_text("blank in it 0123456789\n")
     plan = dataclasses.replace(PLAN, key=SecretRef(file=str(key)))
     with pytest.raises(SettingsError, match=r"serve\.api_key") as raised:
-        run(Host(), plan)
+        run(host_with(), plan)
     assert "blank" not in str(raised.value)
 
 
@@ -214,9 +186,9 @@ def test_the_user_s_own_certificate_is_sent_with_its_key_for_root_alone(tmp_path
     certificate, key = pair(tmp_path, "DNS:spark.example.org")
     tls = TlsPlan("own-cert", certificate, key, "", ("spark.example.org",))
     plan = lan(tls)
-    host = Host(gateway_file(plan))
+    host = host_with(gateway_file(plan))
     commands = run(host, plan)
-    assert sent(commands[0]) == [Path(certificate).read_bytes(), Path(key).read_bytes()]
+    assert sent_files(commands[0]) == [Path(certificate).read_bytes(), Path(key).read_bytes()]
     assert re.search(r"put 1 600 \S+/main\.key", str(commands[0]))
     assert str(commands[-1]) == RELOAD
     assert "PRIVATE" not in " ".join([*map(str, commands), *host.logs])
@@ -229,54 +201,52 @@ def private(tmp_path: Path) -> GatewayPlan:
 
 
 def test_a_prediction_makes_no_ca(private: GatewayPlan) -> None:
-    commands = run(Host(gateway_file(private)), private, executing=False)
+    commands = run(host_with(gateway_file(private)), private, executing=False)
     assert [str(command) for command in commands] == ["true", RELOAD]
     assert not Path(private.tls.ca_dir).exists()
 
 
 def test_a_host_gets_a_certificate_of_the_ca_once(private: GatewayPlan, tmp_path: Path) -> None:
-    host = Host(gateway_file(private))
-    certificate, key = sent(run(host, private)[0])
+    host = host_with(gateway_file(private))
+    certificate, key = sent_files(run(host, private)[0])
     (tmp_path / "leaf.pem").write_bytes(certificate)
     openssl("verify", "-CAfile", f"{private.tls.ca_dir}/ca.pem", tmp_path / "leaf.pem")
     assert any("there is no CA" in line for line in host.logs)
 
     crt = ManagedFile(TLS.certificate, certificate)
-    good = Host(gateway_file(private), crt, ManagedFile(TLS.key, key, 0o600))
+    good = host_with(gateway_file(private), crt, ManagedFile(TLS.key, key, 0o600))
     assert run(good, private) == []
-    exposed = Host(gateway_file(private), crt, ManagedFile(TLS.key, key))
-    assert len(sent(run(exposed, private)[0])) == 2
+    exposed = host_with(gateway_file(private), crt, ManagedFile(TLS.key, key))
+    assert len(sent_files(run(exposed, private)[0])) == 2
     assert any("has not the mode 600" in line for line in exposed.logs)
 
 
 def test_a_certificate_that_ends_soon_is_renewed(private: GatewayPlan) -> None:
     due = issue(private.tls.names, private.tls.ca_dir, days=20)
-    host = Host(
+    host = host_with(
         gateway_file(private),
         ManagedFile(TLS.certificate, due.certificate),
         ManagedFile(TLS.key, due.key, 0o600),
     )
     commands = run(host, private)
-    assert sent(commands[0])[0] != due.certificate
+    assert sent_files(commands[0])[0] != due.certificate
     assert str(commands[-1]) == RELOAD
     assert any("it ends on" in line for line in host.logs)
 
 
 def test_a_new_key_is_made_on_the_host_or_refused_with_the_place_to_change_it() -> None:
-    with on(Host()):
+    with on(host_with()):
         made = list(gateway.replace_key._inner(PLAN))
     assert [str(c) for c in made] == [RELOAD.replace("gateway-reload", "gateway-new-key")]
     given = dataclasses.replace(PLAN, key=SecretRef(env="SPARK_KEY"))
-    with on(Host()):
+    with on(host_with()):
         refused = list(gateway.replace_key._inner(given))
     assert isinstance(refused[0], FunctionCommand)
     assert "env SPARK_KEY" in refused[0].args[0]
 
 
 def test_a_host_without_anything_of_ours_is_told_to_deploy_first() -> None:
-    host = Host()
-    host.status = HostStatus(None)
-    with on(host):
+    with on(FakeHost(Status=HostStatus(None))):
         [refused] = gateway.replace_key._inner(PLAN)
     assert isinstance(refused, FunctionCommand)
     assert "no release was deployed here yet" in refused.args[0]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,7 @@ from spark_deploy.hosts import jobs
 from spark_deploy.hosts.status import Jobs, JobStates
 from spark_deploy.plan.jobs import Work
 from spark_deploy.plan.types import ManagedFile
-from tests.unit.operations.test_operations import on, shown
-from tests.unit.operations.test_releases import Answering, outcome
+from tests.unit.operations.test_operations import FakeHost, on, outcome, sent_files, shown
 
 NOW, BEFORE = "main-aaaaaaaaaaaa", "main-bbbbbbbbbbbb"
 TARGET = f"spark-prepare@{NOW}.target"
@@ -34,17 +30,17 @@ WORK = Work(JOB, (ManagedFile("/i", b"i"),))
 CANARY = "hf_canary0123456789"
 
 
-def host(state: State, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> Answering:
+def host(state: State, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> FakeHost:
     told = JobState(JOB.digest, JOB.title, JOB.kind, state, "said", None, None, None, "said", ())
     states = {JOB.digest12: told}
-    return Answering(JobStates=Jobs(states, linked, pulled), FileStates={})
+    return FakeHost(JobStates=Jobs(states, linked, pulled), FileStates={})
 
 
-def prepared(seen: Answering, *, retire_others: bool = True) -> list[str]:
+def prepared(seen: FakeHost, *, retire_others: bool = True) -> list[str]:
     return outcome(seen, jobs.wait_for_jobs, (JOB,), NOW, 60, retire_others)
 
 
-def job(seen: Answering) -> list[str]:
+def job(seen: FakeHost) -> list[str]:
     return outcome(seen, jobs.start_job, WORK, NOW, (JOB.digest12,))
 
 
@@ -65,14 +61,10 @@ def test_it_is_taken_away_before_the_wait_for_the_present_choice() -> None:
 
 def test_without_jobs_what_boots_is_known_from_an_answer_that_is_still_true() -> None:
     seen = host("done", ("spark-prepare@main-ready.target",))
-    asked: list[Any] = []
-    answer = seen.get_fact
-    seen.get_fact = lambda fact, **words: asked.append(words) or answer(fact, **words)  # type: ignore[method-assign]
-    with on(seen) as state:
-        state.failed_hosts = set()
+    with on(seen):
         assert list(jobs.wait_for_jobs._inner((JOB,), NOW, 60, False)) == []
         *_, command = map(shown, jobs.wait_for_jobs._inner((), "main-ready", 60, False))
-    assert len(asked) == 1
+    assert seen.asked == 1
     assert "spark-prepare@main-ready.target" in command
 
 
@@ -132,14 +124,8 @@ def test_a_token_travels_on_standard_input_when_work_begins_and_at_no_other_time
     text = "".join(map(str, begun)) + "".join(map(repr, begun))
     assert CANARY not in text
     assert (f"600 /var/lib/spark/jobs/{JOB.digest12}/hub-token" in text) == sent
-    archives = [command.connector_arguments.get("_stdin") for command in begun]
-    with_token = [one for one in archives if one and f"{CANARY}\n".encode() in members(one)]
+    with_token = [command for command in begun if f"{CANARY}\n".encode() in sent_files(command)]
     assert bool(with_token) == sent
     # One command brings the token and starts the job, whose end removes it.
     starting = [one for one in begun if "systemctl start --no-block" in str(one)]
     assert all("hub-token" not in str(one) for one in begun if one not in starting)
-
-
-def members(archive: str) -> list[bytes]:
-    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive))) as tar:
-        return [file.read() for each in tar if (file := tar.extractfile(each))]

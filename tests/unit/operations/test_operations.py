@@ -8,9 +8,13 @@ cases, or `like: <Fact>/<case>` and sections that differ), further `arguments`, 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 import re
+import tarfile
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +36,8 @@ from spark_deploy.plan.types import (
     BootstrapPlan,
     CudaPlan,
     DockerPlan,
+    FileState,
+    ManagedFile,
     NeedsPlan,
     Way,
 )
@@ -96,23 +102,41 @@ def frozen(value: Any) -> Any:
 
 
 class FakeHost:
-    """Answers facts from one case and records what operations say."""
+    """Answers facts by name, from its files, or from sections; records messages.
+
+    A callable fact gets the arguments.
+    """
 
     name = "spark-1"
     current_op_global_arguments: Any = None
 
-    def __init__(self, sections: dict[str, Any]):
+    def __init__(
+        self,
+        sections: dict[str, Any] | None = None,
+        *,
+        files: Iterable[ManagedFile] | None = None,
+        **facts: Any,
+    ):
         from tests.unit.facts.test_facts import output_of
 
-        self.output = output_of(sections)
+        self.output = output_of(sections or {})
+        self.facts = facts
+        self.files = None if files is None else {file.path: file for file in files}
         self.asked = 0
         self.noops: list[str] = []
         self.logs: list[str] = []
+        self.state: Any = SimpleNamespace(inventory=[], results={}, is_executing=True)
 
     def get_fact(self, fact: Any, **arguments: Any) -> Any:
         arguments.pop("_sudo", None)
         assert isinstance(fact().command(**arguments), str)
         self.asked += 1
+        if fact.__name__ in self.facts:
+            answer = self.facts[fact.__name__]
+            return answer(**arguments) if callable(answer) else answer
+        if fact is facts.FileStates and self.files is not None:
+            present = [file for path in arguments["paths"] if (file := self.files.get(path))]
+            return {file.path: state_of(file) for file in present}
         return fact().process(self.output)
 
     def noop(self, text: str) -> None:
@@ -124,13 +148,19 @@ class FakeHost:
     log_styled = log
 
 
+def state_of(file: ManagedFile) -> FileState:
+    return FileState(file.mode, "root:root", file.sha256)
+
+
 @contextmanager
-def on(host: FakeHost, executing: bool = True):
+def on(host: Any, executing: bool = True):
+    host.state.is_executing = executing
     state = SimpleNamespace(
         is_executing=executing,
         current_stage=StateStage.Execute if executing else StateStage.Prepare,
         inventory=SimpleNamespace(get_host=lambda name: host),
         ops=defaultdict(dict),
+        failed_hosts=set(),
     )
     with ctx_state.use(state), ctx_host.use(host):
         yield state
@@ -150,6 +180,20 @@ def shown(command: Any) -> str:
     if isinstance(command, FunctionCommand):
         return f"{command.function.__name__}({', '.join(map(str, command.args))})"
     return str(command)
+
+
+def outcome(host: FakeHost, operation: Any, *arguments: Any, executing: bool = True) -> list[str]:
+    with on(host, executing):
+        return [shown(command) for command in operation._inner(*arguments)]
+
+
+def sent_files(command: Any) -> list[bytes]:
+    """Unpack the files on a command's standard input."""
+    archive = base64.b64decode(command.connector_arguments.get("_stdin", ""))
+    if not archive:
+        return []
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        return [file.read() for member in tar if (file := tar.extractfile(member))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 import subprocess
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,9 @@ from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import ProxySettings
 from spark_deploy.hosts import proxy
-from spark_deploy.hosts.facts import FileStates
 from spark_deploy.hosts.proxy import DaemonProxy
-from spark_deploy.plan.types import FileState, ManagedFile
-from tests.unit.operations.test_operations import FakeHost, on
+from spark_deploy.plan.types import ManagedFile
+from tests.unit.operations.test_operations import FakeHost, on, sent_files
 
 FILE = "/etc/spark/proxy.env"
 PASSWORD = "canary-5d1f"
@@ -29,22 +25,12 @@ NONE = ProxySettings()
 DROP_IN = proxy.DOCKER_DROP_IN
 
 
-class Host(FakeHost):
-    """A host with files, and a docker that runs with a proxy or another."""
-
-    def __init__(self, *files: ManagedFile, daemon: str = "same"):
-        super().__init__({})
-        self.files = {file.path: FileState(file.mode, "root:root", file.sha256) for file in files}
-        self.daemon = daemon
-
-    def get_fact(self, fact: Any, **arguments: Any) -> Any:
-        if fact is DaemonProxy:
-            return self.daemon
-        assert fact is FileStates
-        return {path: self.files[path] for path in arguments["paths"] if path in self.files}
+def host_with(*files: ManagedFile, daemon: str = "same") -> FakeHost:
+    """Return a host with files, and a docker that runs with this proxy or another."""
+    return FakeHost(files=files, DaemonProxy=daemon)
 
 
-def commands(host: Host, operation: Any, settings: ProxySettings) -> list[StringCommand]:
+def commands(host: FakeHost, operation: Any, settings: ProxySettings) -> list[StringCommand]:
     with on(host):
         return list(operation._inner(settings))
 
@@ -56,13 +42,11 @@ def secret(tmp_path: Path) -> ProxySettings:
 
 
 def test_a_password_travels_on_standard_input_into_a_file_of_root_alone(secret):
-    [command] = commands(Host(), proxy.configure_job_proxy, secret)
+    [command] = commands(host_with(), proxy.configure_job_proxy, secret)
     assert PASSWORD not in repr(command) + str(command)
-    sent = base64.b64decode(command.connector_arguments["_stdin"])
-    with tarfile.open(fileobj=io.BytesIO(sent)) as tar:
-        text = tar.extractfile("0").read().decode()  # type: ignore[union-attr]
+    [content] = sent_files(command)
     address = f"http://ann:{PASSWORD}@proxy:3128"
-    assert text.splitlines() == [
+    assert content.decode().splitlines() == [
         f"https_proxy={address}", f"HTTPS_PROXY={address}", "no_proxy=lan,10.0.0.1",
         "NO_PROXY=lan,10.0.0.1",
     ]  # fmt: skip
@@ -70,36 +54,38 @@ def test_a_password_travels_on_standard_input_into_a_file_of_root_alone(secret):
 
 
 def test_a_second_run_changes_nothing_and_no_proxy_takes_the_file_away(secret):
-    there = Host(proxy.proxy_file(secret))
+    there = host_with(proxy.proxy_file(secret))
     assert commands(there, proxy.configure_job_proxy, secret) == []
     [command] = commands(there, proxy.configure_job_proxy, NONE)
     assert str(command) == f"rm -f -- {FILE}"
-    assert commands(Host(), proxy.configure_job_proxy, NONE) == []
+    assert commands(host_with(), proxy.configure_job_proxy, NONE) == []
 
 
 def test_docker_is_restarted_where_it_runs_with_another_proxy_and_only_there():
-    placed, restarted = commands(Host(daemon="differs"), proxy.configure_docker_proxy, OPEN)
+    placed, restarted = commands(host_with(daemon="differs"), proxy.configure_docker_proxy, OPEN)
     assert proxy.DROP_IN_PATH in str(placed)
     assert "systemctl restart docker.service" in str(restarted)
-    [restarted] = commands(Host(DROP_IN, daemon="differs"), proxy.configure_docker_proxy, OPEN)
+    [restarted] = commands(host_with(DROP_IN, daemon="differs"), proxy.configure_docker_proxy, OPEN)
     assert "systemctl restart docker.service" in str(restarted)
-    assert commands(Host(DROP_IN), proxy.configure_docker_proxy, OPEN) == []
+    assert commands(host_with(DROP_IN), proxy.configure_docker_proxy, OPEN) == []
 
 
 @pytest.mark.parametrize("daemon", ["same", "same-proxy"])
 def test_docker_that_has_this_proxy_by_its_owners_hand_is_left_alone(daemon):
     """Its restart would restart every container of the owner's."""
-    assert commands(Host(daemon=daemon), proxy.configure_docker_proxy, OPEN) == []
+    assert commands(host_with(daemon=daemon), proxy.configure_docker_proxy, OPEN) == []
 
 
 def test_names_that_need_no_proxy_are_kept_as_set_where_the_proxy_is_ours():
-    [restarted] = commands(Host(DROP_IN, daemon="same-proxy"), proxy.configure_docker_proxy, OPEN)
+    [restarted] = commands(
+        host_with(DROP_IN, daemon="same-proxy"), proxy.configure_docker_proxy, OPEN
+    )
     assert "systemctl restart docker.service" in str(restarted)
 
 
 def test_a_proxy_that_the_owner_gave_docker_stays_unless_ours_was_there():
-    assert commands(Host(daemon="differs"), proxy.configure_docker_proxy, NONE) == []
-    removed, restarted = commands(Host(DROP_IN), proxy.configure_docker_proxy, NONE)
+    assert commands(host_with(daemon="differs"), proxy.configure_docker_proxy, NONE) == []
+    removed, restarted = commands(host_with(DROP_IN), proxy.configure_docker_proxy, NONE)
     assert str(removed) == f"rm -f -- {proxy.DROP_IN_PATH}"
     assert "systemctl restart docker.service" in str(restarted)
 
@@ -111,7 +97,7 @@ def test_what_systemd_would_read_otherwise_is_refused_without_being_shown(tmp_pa
     (tmp_path / "proxy").write_text(address)
     settings = ProxySettings(http=SecretRef(file=str(tmp_path / "proxy")))
     with pytest.raises(SettingsError) as caught:
-        commands(Host(), proxy.configure_job_proxy, settings)
+        commands(host_with(), proxy.configure_job_proxy, settings)
     assert "proxy.http" in str(caught.value)
     assert address not in str(caught.value)
 

@@ -14,7 +14,7 @@ from spark_contract.machine import BOOT_ID
 
 from spark_deploy.hosts import preflight, serve
 from spark_deploy.hosts.serve import RebootedFor
-from spark_deploy.hosts.status import HostStatus, Status
+from spark_deploy.hosts.status import HostStatus
 from tests.unit.operations.test_operations import NEEDS, FakeHost, on, sections_of, shown
 
 KERNEL = {"kernels": ["6.17.0-1021-nvidia", "6.17.0-1029-nvidia"]}
@@ -23,25 +23,15 @@ SERVE: Any = SimpleNamespace(service="main", start_timeout_s=10)
 ALLOWED = dataclasses.replace(NEEDS, reboot="allow")
 
 
-class Host(FakeHost):
-    """A Spark from the factory; `marker` is what it was rebooted for before."""
-
-    def __init__(self, marker: str = "", **sections: Any):
-        seen = {k.replace("_", "-"): v for k, v in sections.items()}
-        super().__init__(sections_of({"like": "HostSurvey/factory_spark", **seen}))
-        self.marker = marker
-        self.status = HostStatus(None)
-
-    def get_fact(self, fact: Any, **arguments: Any) -> Any:
-        if fact is RebootedFor:
-            assert "/var/lib/spark/receipts/rebooted-for" in fact().command(**arguments)
-            return fact().process([self.marker] if self.marker else [])
-        if fact is Status:
-            return self.status
-        return super().get_fact(fact, **arguments)
+def factory_spark(
+    marker: str = "", status: HostStatus = HostStatus(None), **sections: Any
+) -> FakeHost:
+    """Return a Spark from the factory; ``marker`` is the reason of an earlier reboot."""
+    like = sections_of({"like": "HostSurvey/factory_spark", **sections})
+    return FakeHost(like, RebootedFor=marker, Status=status)
 
 
-def asked(host: Host, failed: tuple[str, ...] = (), executing: bool = True) -> list[str]:
+def asked(host: FakeHost, failed: tuple[str, ...] = (), executing: bool = True) -> list[str]:
     others = [FakeHost({}) for _ in failed]
     for other, name in zip(others, failed, strict=True):
         other.name = name
@@ -52,7 +42,7 @@ def asked(host: Host, failed: tuple[str, ...] = (), executing: bool = True) -> l
 
 
 def test_a_host_without_a_cause_is_left_up() -> None:
-    host = Host()
+    host = factory_spark()
     assert asked(host) == []
     assert host.noops == ["no reboot is pending"]
 
@@ -73,13 +63,13 @@ def test_a_host_without_a_cause_is_left_up() -> None:
     ],
 )
 def test_each_cause_reboots_the_host_and_is_named(sections: dict[str, Any], why: str) -> None:
-    commands = asked(Host(**sections))
+    commands = asked(factory_spark(**sections))
     assert len(commands) == 1
     assert commands[0].startswith(f"_reboot({why}, ")
 
 
 def test_a_cause_that_a_reboot_did_not_cure_is_not_tried_again() -> None:
-    host = Host(marker=PENDING, **KERNEL)
+    host = factory_spark(marker=PENDING, **KERNEL)
     assert asked(host) == []
     assert "was rebooted for this already" in host.noops[0]
 
@@ -117,12 +107,12 @@ def test_what_a_reboot_is_for_is_noted_under_the_boot_that_ends(
 
     monkeypatch.setattr(serve, "run_reconnecting", gone)
     monkeypatch.setattr(serve.gevent, "sleep", lambda _: None)
-    assert not serve._reboot(None, Host(), PENDING, ALLOWED, SERVE)  # type: ignore[arg-type]
+    assert not serve._reboot(None, factory_spark(), PENDING, ALLOWED, SERVE)  # type: ignore[arg-type]
     assert noted == [f"the-boot-before\n{PENDING}"]
 
 
 def test_a_host_is_not_rebooted_after_another_failed() -> None:
-    commands = asked(Host(**KERNEL), failed=("spark-0",))
+    commands = asked(factory_spark(**KERNEL), failed=("spark-0",))
     assert len(commands) == 1
     assert commands[0].startswith("_refuse(")
     assert "not rebooted, because spark-0 failed first" in commands[0]
@@ -130,9 +120,8 @@ def test_a_host_is_not_rebooted_after_another_failed() -> None:
 
 def test_a_host_whose_tools_cannot_be_understood_is_not_rebooted() -> None:
     """Afterwards nobody could tell whether it serves again."""
-    host = Host(**KERNEL)
-    host.status = HostStatus(None, "its host tools are of another version (x)")
-    commands = asked(host)
+    status = HostStatus(None, "its host tools are of another version (x)")
+    commands = asked(factory_spark(status=status, **KERNEL))
     assert len(commands) == 1
     assert commands[0].startswith("_refuse(")
     assert "its host tools are of another version" in commands[0]
@@ -140,7 +129,9 @@ def test_a_host_whose_tools_cannot_be_understood_is_not_rebooted() -> None:
 
 
 def test_preflight_does_not_judge_what_a_reboot_will_change() -> None:
-    host = Host(smi=["Failed to initialize NVML: Driver/library version mismatch", "rc=18"])
+    host = factory_spark(
+        smi=["Failed to initialize NVML: Driver/library version mismatch", "rc=18"]
+    )
     with on(host, executing=False):
         commands = [shown(c) for c in preflight.check_host._inner(ALLOWED)]
     assert commands[0].startswith("_refuse(")

@@ -16,7 +16,7 @@ from spark_deploy.hosts import releases, serve
 from spark_deploy.hosts.status import Prunable, WayBack
 from spark_deploy.hosts.uninstall import prune_host
 from tests.unit.facts.test_serve_status import RELEASE, RIGHT
-from tests.unit.operations.test_operations import FakeHost, on, shown
+from tests.unit.operations.test_operations import FakeHost, on, outcome
 from tests.unit.statuses import told
 
 A = {"name": "main-aaaaaaaaaaaa", "model": "m", "profile": "v2"}
@@ -24,31 +24,12 @@ B = {"name": "main-bbbbbbbbbbbb", "model": "m", "profile": "v2-tq"}
 KEEP = Keep(2, frozenset(), frozenset(), frozenset(), "/m", "/s", "/c")
 
 
-class Answering(FakeHost):
-    """A host whose facts are given."""
-
-    def __init__(self, **facts: Any):
-        super().__init__({})
-        self.facts = facts
-        self.state = SimpleNamespace(inventory=[], results={}, is_executing=True)
-
-    def get_fact(self, fact: Any, **arguments: Any) -> Any:
-        assert isinstance(fact().command(**arguments), str)
-        return self.facts[fact.__name__]
-
-
-def outcome(host: Answering, operation: Any, *arguments: Any, executing: bool = True) -> list[str]:
-    host.state.is_executing = executing
-    with on(host, executing):
-        return [shown(command) for command in operation._inner(*arguments)]
-
-
 def way(answer: dict[str, Any]) -> Any:
     return WayBack().process([json.dumps(answer)])
 
 
-def back(answer: dict[str, Any], **more: Any) -> tuple[Answering, list[str]]:
-    host = Answering(WayBack=way(answer))
+def back(answer: dict[str, Any], **more: Any) -> tuple[FakeHost, list[str]]:
+    host = FakeHost(WayBack=way(answer))
     for name, value in more.items():
         setattr(host.state, name, value)
     return host, outcome(host, releases.roll_back, "main", None, 60)
@@ -60,7 +41,7 @@ def test_a_rollback_is_one_command_to_the_named_release() -> None:
 
 
 def test_a_dry_rollback_says_from_where_to_where() -> None:
-    host = Answering(WayBack=way({"from": B, "to": A}))
+    host = FakeHost(WayBack=way({"from": B, "to": A}))
     commands = outcome(host, releases.roll_back, "main", None, 60, executing=False)
     assert len(commands) == 1
     assert host.logs == [
@@ -81,14 +62,14 @@ def test_a_rollback_that_cannot_be_done_fails_with_the_hosts_words() -> None:
 
 def test_a_dry_rollback_that_will_be_refused_says_why_and_predicts_no_change() -> None:
     problem = {"where": "main", "what": "was stopped on purpose", "fix": "start it first"}
-    host = Answering(WayBack=way({"from": A, "to": None, "problem": problem}))
+    host = FakeHost(WayBack=way({"from": A, "to": None, "problem": problem}))
     assert outcome(host, releases.roll_back, "main", None, 60, executing=False) == []
     assert host.logs == ["main: was stopped on purpose", "  fix: start it first"]
     assert host.noops == ["refused"]
 
 
 def test_a_host_with_older_tools_is_told_to_deploy_first() -> None:
-    [command] = outcome(Answering(WayBack=WayBack.default()), releases.roll_back, "main", None, 60)
+    [command] = outcome(FakeHost(WayBack=WayBack.default()), releases.roll_back, "main", None, 60)
     assert command.startswith("_refuse(")
     assert "run deploy.py for this host first" in command
 
@@ -109,7 +90,7 @@ MALFORMED = (
 def test_what_the_host_tools_refuse_is_told_in_their_words(
     fact: Any, operation: Any, arguments: tuple[Any, ...]
 ) -> None:
-    host = Answering(**{fact.__name__: fact().process(["phase=x", MALFORMED])})
+    host = FakeHost(**{fact.__name__: fact().process(["phase=x", MALFORMED])})
     [command] = outcome(host, operation, *arguments)
     assert command.startswith("_refuse(/etc/spark/releases/main-aaaaaaaaaaaa/release.json: malf")
     assert "fix: run the deploy for this host again" in command
@@ -123,7 +104,7 @@ def test_tools_that_do_not_know_a_verb_give_no_answer() -> None:
 
 
 def test_a_failure_elsewhere_leaves_this_host_alone() -> None:
-    other = FakeHost({})
+    other = FakeHost()
     other.name = "spark-0"
     results = {other: SimpleNamespace(error_ops={"op"})}
     _, [command] = back({"from": B, "to": A}, inventory=[other], results=results)
@@ -131,11 +112,11 @@ def test_a_failure_elsewhere_leaves_this_host_alone() -> None:
 
 
 def test_after_a_rollback_the_run_is_red_unless_what_serves_is_proven() -> None:
-    good = Answering(Status=told(RIGHT))
+    good = FakeHost(Status=told(RIGHT))
     assert outcome(good, releases.verify_rollback, "main", "m/v2-tq") == []
 
     closed = {**RIGHT["services"]["main"], "traffic_open": False}
-    bad = Answering(Status=told({**RIGHT, "services": {"main": closed}}))
+    bad = FakeHost(Status=told({**RIGHT, "services": {"main": closed}}))
     [command] = outcome(bad, releases.verify_rollback, "main", "m/v2-tq")
     assert "gateway is closed" in command
 
@@ -155,7 +136,7 @@ FOUND = {
 
 @pytest.mark.parametrize("executing", [False, True])
 def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
-    host = Answering(Prunable=read(Pruning, FOUND))
+    host = FakeHost(Prunable=read(Pruning, FOUND))
     commands = outcome(host, prune_host, KEEP, executing=executing)
     text = "\n".join(host.logs)
     assert len(commands) == 1
@@ -168,7 +149,7 @@ def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
 
 
 def test_a_prune_with_nothing_to_do_does_nothing() -> None:
-    host = Answering(Prunable=read(Pruning, {**FOUND, "items": [], "bytes": 0}))
+    host = FakeHost(Prunable=read(Pruning, {**FOUND, "items": [], "bytes": 0}))
     assert outcome(host, prune_host, KEEP) == []
     assert host.noops == ["nothing to remove"]
 
@@ -182,7 +163,7 @@ def test_a_prune_with_nothing_to_do_does_nothing() -> None:
 )
 def test_a_rollback_says_where_the_next_up_goes_and_how_to_stay(chosen: str, then: str) -> None:
     release = {**RIGHT["releases"][0], "model": "m", "profile": "v2"}
-    host = Answering(Status=told({**RIGHT, "releases": [release]}))
+    host = FakeHost(Status=told({**RIGHT, "releases": [release]}))
     assert outcome(host, releases.verify_rollback, "main", chosen) == []
     assert host.logs == [f"serves m/v2 ({RELEASE}), proven; the next `spark-deploy up` {then}"]
 
@@ -191,9 +172,9 @@ def plan() -> Any:
     return SimpleNamespace(service="main", name=RELEASE, cluster=None)
 
 
-def status(**service: Any) -> Answering:
+def status(**service: Any) -> FakeHost:
     of_main = {**RIGHT["services"]["main"], **service}
-    return Answering(Status=told({**RIGHT, "services": {"main": of_main}}))
+    return FakeHost(Status=told({**RIGHT, "services": {"main": of_main}}))
 
 
 def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
@@ -223,12 +204,12 @@ def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() ->
 
 def test_a_change_ended_by_force_after_its_proof_leaves_no_failed_unit() -> None:
     [release] = RIGHT["releases"]
-    host = Answering(Status=told({**RIGHT, "releases": [{**release, "change_failed": True}]}))
+    host = FakeHost(Status=told({**RIGHT, "releases": [{**release, "change_failed": True}]}))
     assert outcome(host, serve.roll_out, plan(), 60) == [
         f"systemctl reset-failed spark-switch@{RELEASE}.service"
     ]
     down = {**RIGHT["services"]["main"], "active": None}
-    host = Answering(
+    host = FakeHost(
         Status=told(
             {**RIGHT, "releases": [{**release, "change_failed": True}], "services": {"main": down}}
         )
@@ -277,7 +258,6 @@ def test_a_first_start_waits_for_no_other_host_and_a_replacement_does() -> None:
 
 def test_a_dry_run_foretells_the_first_start_of_a_host_once() -> None:
     host = status(active=None, good=None)
-    host.state.is_executing = False
     with on(host, executing=False) as state:
         state.inventory.get_host = lambda name: host
         first = list(serve.start_service._inner(plan(), 60))

@@ -11,21 +11,21 @@ from spark_deploy.hosts import gateway, serve
 from spark_deploy.hosts.gateway import Calendars, Timers
 from spark_deploy.plan.types import FileState, ManagedFile
 from tests.unit.facts.test_serve_status import RELEASE, RIGHT
-from tests.unit.operations.test_releases import Answering, outcome
+from tests.unit.operations.test_operations import FakeHost, outcome, state_of
 from tests.unit.statuses import told
 
 NAME = "spark-hours@main-aaaaaaaaaaaa.timer"
 OLD = "spark-hours@main-bbbbbbbbbbbb.timer"
 TIMER = ManagedFile(f"/etc/systemd/system/{NAME}", b"[Timer]\n")
-HERE = FileState(TIMER.mode, "root:root", TIMER.sha256)
+HERE = state_of(TIMER)
 PLAN: Any = SimpleNamespace(name="main-cccccccccccc", service="main", cluster=None)
 NIGHT: Any = SimpleNamespace(name=RELEASE, service="main")
 
 
 def changed(
     timers: dict[str, bool], files: dict[str, FileState], wanted: list[ManagedFile], bad: str = ""
-) -> tuple[Answering, list[str]]:
-    host = Answering(Timers=timers, FileStates=files, Calendars=bad)
+) -> tuple[FakeHost, list[str]]:
+    host = FakeHost(Timers=timers, FileStates=files, Calendars=bad)
     return host, outcome(host, gateway.set_timers, ["20:00"] if wanted else [], wanted)
 
 
@@ -70,13 +70,13 @@ def test_what_a_time_changed_to_is_left_alone_and_judged_instead(judged: str) ->
     status = told(RIGHT)
     assert status.due(PLAN, [NIGHT]) is NIGHT
     if judged == "rolled_out":
-        host = Answering(Status=status)
+        host = FakeHost(Status=status)
         assert outcome(host, serve.roll_out, PLAN, 60, [NIGHT]) == []
         assert host.noops == [f"{RELEASE} is served by schedule"]
 
 
 def test_without_a_schedule_the_plan_is_what_is_served() -> None:
-    host = Answering(Status=told(RIGHT))
+    host = FakeHost(Status=told(RIGHT))
     assert outcome(host, serve.roll_out, PLAN, 60) == [f"change_now({PLAN.name}, 60)"]
 
 

@@ -17,7 +17,7 @@ from spark_deploy.hosts.peer_download import LoginAddress
 from spark_deploy.hosts.status import Jobs
 from spark_deploy.plan.jobs import Work, jobs_of
 from spark_deploy.plan.types import FileState, ManagedFile
-from tests.unit.operations.test_releases import Answering, on, shown
+from tests.unit.operations.test_operations import FakeHost, on, shown
 from tests.unit.planning.plans import plan_of
 
 WORKS = jobs_of(plan_of("large", "v2"), ())
@@ -42,8 +42,8 @@ class Lab:
         )
         self.current: Any = None
 
-    def _host(self, name: str, state: str) -> Answering:
-        host = Answering()
+    def _host(self, name: str, state: str) -> FakeHost:
+        host = FakeHost()
         host.name = name
         told = {
             work.job.digest12: JobState(
