@@ -17,18 +17,22 @@ from spark_deploy.hosts.serve import RebootedFor
 from spark_deploy.hosts.status import HostStatus
 from tests.unit.operations.test_operations import NEEDS, FakeHost, on, sections_of, shown
 
+NOTE = "/var/lib/spark/receipts/rebooted-for"
+MISMATCH = ["Failed to initialize NVML: Driver/library version mismatch", "rc=18"]
 KERNEL = {"kernels": ["6.17.0-1021-nvidia", "6.17.0-1029-nvidia"]}
 PENDING = "kernel 6.17.0-1029-nvidia is installed, 6.17.0-1021-nvidia is running"
 SERVE: Any = SimpleNamespace(service="main", start_timeout_s=10)
 ALLOWED = dataclasses.replace(NEEDS, reboot="allow")
 
 
-def factory_spark(
-    marker: str = "", status: HostStatus = HostStatus(None), **sections: Any
-) -> FakeHost:
+def factory_spark(marker: str = "", status: HostStatus | None = None, **sections: Any) -> FakeHost:
     """Return a Spark from the factory; ``marker`` is the reason of an earlier reboot."""
     like = sections_of({"like": "HostSurvey/factory_spark", **sections})
-    return FakeHost(like, RebootedFor=marker, Status=status)
+    return FakeHost(
+        like,
+        RebootedFor=lambda path: marker if path == NOTE else "",
+        Status=status or HostStatus(None),
+    )
 
 
 def asked(host: FakeHost, failed: tuple[str, ...] = (), executing: bool = True) -> list[str]:
@@ -57,7 +61,7 @@ def test_a_host_without_a_cause_is_left_up() -> None:
             "driver module 580.142 is loaded, library 580.159.03 is installed",
         ),
         (
-            {"smi": ["Failed to initialize NVML: Driver/library version mismatch", "rc=18"]},
+            {"smi": MISMATCH},
             "driver module 580.142 is loaded, library of another version is installed",
         ),
     ],
@@ -129,9 +133,7 @@ def test_a_host_whose_tools_cannot_be_understood_is_not_rebooted() -> None:
 
 
 def test_preflight_does_not_judge_what_a_reboot_will_change() -> None:
-    host = factory_spark(
-        smi=["Failed to initialize NVML: Driver/library version mismatch", "rc=18"]
-    )
+    host = factory_spark(smi=MISMATCH)
     with on(host, executing=False):
         commands = [shown(c) for c in preflight.check_host._inner(ALLOWED)]
     assert commands[0].startswith("_refuse(")
