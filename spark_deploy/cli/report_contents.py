@@ -14,14 +14,7 @@ from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB
 from spark_contract.records import Finding
 from spark_contract.status import EngineEvidence, Evidence, ReleaseState
 
-from spark_deploy.cli.report import (
-    GB10,
-    Answer,
-    HostReport,
-    JobState,
-    Serving,
-    redact_report,
-)
+from spark_deploy.cli.report import GB10, Answer, HostReport, JobState, Serving, redact_report
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts.preflight import judge
 from spark_deploy.hosts.status import Evidence as EvidenceFact

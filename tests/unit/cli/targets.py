@@ -16,6 +16,6 @@ def target_of(tmp_path: Path, name: str = "lab-1", data: dict | None = None, **s
         "serve.names": ["lab-model", "other"],
         **settings,
     }
-    found = load_hosts({"lab": [name]}, root=tmp_path, overrides=overrides)[name]
+    result = load_hosts({"lab": [name]}, root=tmp_path, overrides=overrides)[name]
     data = data or {"ssh_hostname": "10.0.0.9", "ssh_user": "spark", "_sudo": True}
-    return Target(name, data, found, CATALOG)
+    return Target(name, data, result, CATALOG)

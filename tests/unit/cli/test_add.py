@@ -82,8 +82,8 @@ def _images(inventory: Path) -> list[str]:
     return list(Settings().images.values())
 
 
-def add(site: Path, place: str, *more: str) -> int:
-    return main(["add", place, "--inventory", str(site / "sparks.py"), *more])
+def add(site: Path, place: str, *extra: str) -> int:
+    return main(["add", place, "--inventory", str(site / "sparks.py"), *extra])
 
 
 def test_one_command_writes_a_file_that_plans(
@@ -120,22 +120,22 @@ def test_json_lists_files_open_questions_and_next_commands(
 ) -> None:
     publish(hub, "org/Tiny-Chat", CONFIG, tokenizer_config__json={"chat_template": "x"})
     assert add(site, "org/Tiny-Chat", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["files"] == [str(site / "catalog/models/tiny-chat.yml")]
-    assert (found["model"], found["profile"]) == ("tiny-chat", "plain")
-    assert found["fetched_bytes"] > 0
-    assert "org/Tiny-Chat" in found["unproven"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["files"] == [str(site / "catalog/models/tiny-chat.yml")]
+    assert (result["model"], result["profile"]) == ("tiny-chat", "plain")
+    assert result["fetched_bytes"] > 0
+    assert "org/Tiny-Chat" in result["unproven"]
     # As they are to be typed here: the inventory is not that of the folder.
     same = f"--inventory {site / 'sparks.py'}"
     expected = [f"spark-deploy use tiny-chat/plain {same}", f"spark-deploy up {same}"]
-    assert (found["next"], found["problems"]) == (expected, [])
+    assert (result["next"], result["problems"]) == (expected, [])
 
     assert add(site, "org/Tiny-Chat", "--json", "--use", "--force") == 0
-    found = json.loads(capsys.readouterr().out)
-    chosen = {(one["key"], one["after"], one["file"]) for one in found["chosen"]}
+    result = json.loads(capsys.readouterr().out)
+    chosen = {(item["key"], item["after"], item["file"]) for item in result["chosen"]}
     settings = str(site / "group_vars/spark.yml")
     assert chosen == {("model", "tiny-chat", settings), ("profile", "plain", settings)}
-    assert found["next"] == [f"spark-deploy up a {same}"]
+    assert result["next"] == [f"spark-deploy up a {same}"]
 
 
 def test_json_contains_the_problems_of_an_impossible_model(
@@ -144,13 +144,13 @@ def test_json_contains_the_problems_of_an_impossible_model(
     publish(hub, "org/new", {**CONFIG, "architectures": ["BrandNewForCausalLM"]},
             tokenizer_config__json={"chat_template": "x"})  # fmt: skip
     assert add(site, "org/new", "--json") == 1
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    [problem] = found["problems"]
+    text = capsys.readouterr()
+    result = json.loads(text.out)
+    [problem] = result["problems"]
     assert "BrandNewForCausalLM" in problem["what"]
-    assert "BrandNewForCausalLM" in said.err
-    assert (found["release"], found["next"]) == (None, [])
-    assert found["files"] == [str(site / "catalog/models/new.yml")]
+    assert "BrandNewForCausalLM" in text.err
+    assert (result["release"], result["next"]) == (None, [])
+    assert result["files"] == [str(site / "catalog/models/new.yml")]
 
 
 def test_the_file_names_an_existing_schema(hub: Hub, site: Path) -> None:

@@ -76,7 +76,7 @@ def test_hosts_run_one_command_per_service_and_the_output_is_shown(
     monkeypatch.setattr(stop, "select_hosts", lambda _, judged: [LISTED])
     monkeypatch.setattr(
         stop, "query",
-        lambda hosts, run, doing: [Answer(one, run(Host(), one)) for one in hosts],
+        lambda hosts, run, doing: [Answer(item, run(Host(), item)) for item in hosts],
     )  # fmt: skip
     assert run(command, Options(), service=chosen, **({"period": period} if period else {})) == 0
     assert capsys.readouterr().out == "spark-1: stopped\n"

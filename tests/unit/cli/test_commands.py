@@ -24,19 +24,21 @@ def run(*words, **environment):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name, capsys):
     assert main([name, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert COMMANDS[name][:40] in said
-    assert not re.search(r"``|`|\x1b|\*\*", said)
+    text = capsys.readouterr().out
+    assert COMMANDS[name][:40] in text
+    assert not re.search(r"``|`|\x1b|\*\*", text)
     if name not in ("init", "settings"):
         for option in ("--inventory", "--limit", "--data"):
-            assert re.search(rf"{option}\b.*\S", said)
+            assert re.search(rf"{option}\b.*\S", text)
 
 
 def test_every_command_has_a_json_option():
     with click.Context(GROUP) as context:
         names = GROUP.list_commands(context)
         made = [GROUP.get_command(context, name) for name in names]
-    without = {one.name for one in made if all("--json" not in given.opts for given in one.params)}
+    without = {
+        item.name for item in made if all("--json" not in given.opts for given in item.params)
+    }
     assert without == set()
 
 
@@ -84,8 +86,8 @@ def test_version_is_printed():
 @pytest.mark.parametrize("words", [("nope",), ("plan", "--nope"), ("top", "a.py", "b.py")])
 def test_wrong_usage_exits_with_2_and_mentions_help(words, capsys):
     assert main(words) == 2
-    said = capsys.readouterr()
-    assert (said.out, "--help" in said.err) == ("", True)
+    text = capsys.readouterr()
+    assert (text.out, "--help" in text.err) == ("", True)
 
 
 def test_hosts_are_arguments_or_limit_options(monkeypatch):
@@ -124,7 +126,7 @@ def test_bash_completes_commands_and_names_of_the_catalog(line, expected):
     done = run(
         COMP_WORDS=line, COMP_CWORD=str(len(words) - 1), _SPARK_DEPLOY_COMPLETE="bash_complete"
     )
-    assert expected <= {found.split(",")[1] for found in done.stdout.splitlines()}
+    assert expected <= {result.split(",")[1] for result in done.stdout.splitlines()}
 
 
 def test_an_unknown_command_gets_a_suggestion(capsys):
@@ -133,7 +135,7 @@ def test_an_unknown_command_gets_a_suggestion(capsys):
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "said"),
+    ("line", "code", "text"),
     [
         ("settings > /dev/full", 1, "output: No space left on device"),
         ("--help > /dev/full", 1, "output: No space left on device"),
@@ -142,13 +144,13 @@ def test_an_unknown_command_gets_a_suggestion(capsys):
         ("rotate-key inventory/spark.py <&-", 1, "confirmation: needs a terminal"),
     ],
 )
-def test_a_closed_or_full_output_is_no_traceback(line, code, said):
+def test_a_closed_or_full_output_is_no_traceback(line, code, text):
     command = f"{sys.executable} -m spark_deploy {line}"
     done = subprocess.run(
         ["bash", "-c", command], cwd=CHECKOUT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
-    assert done.stderr.startswith(said) if not said else said in done.stderr
+    assert done.stderr.startswith(text) if not text else text in done.stderr
     assert "Exception ignored" not in done.stderr
 
 
@@ -182,8 +184,8 @@ PLANNING = {"up", "plan", "status", "doctor", "bench", "prune", "update"}
 @pytest.mark.parametrize("name", COMMANDS)
 def test_planning_commands_have_a_model_option(name, capsys):
     assert main([name, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert ("Plan with this model instead" in said) == (name in PLANNING)
+    text = capsys.readouterr().out
+    assert ("Plan with this model instead" in text) == (name in PLANNING)
 
 
 def test_a_negative_number_of_lines_is_refused(capsys):

@@ -38,10 +38,10 @@ def test_the_local_port_of_a_host_does_not_depend_on_the_selection(
     site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["connect", "spark-2", "--for", "env"]) == 0
-    told = capsys.readouterr()
-    assert "export OPENAI_BASE_URL=http://127.0.0.1:8001/v1" in told.out
-    assert "spark-deploy connect spark-2 --tunnel" in told.err
-    assert 'eval "$(spark-deploy connect spark-2 --for env)"' in told.err
+    captured = capsys.readouterr()
+    assert "export OPENAI_BASE_URL=http://127.0.0.1:8001/v1" in captured.out
+    assert "spark-deploy connect spark-2 --tunnel" in captured.err
+    assert 'eval "$(spark-deploy connect spark-2 --for env)"' in captured.err
     assert main(["connect"]) == 0
     assert "http://127.0.0.1:8001/v1 " in capsys.readouterr().out
 
@@ -52,18 +52,18 @@ def test_suggested_commands_keep_service_and_inventory(
 ) -> None:
     (site / "inventory/spark.py").rename(site / "inventory/other.py")
     small = {"model": "jina-embeddings-v5-small", "profile": "plain", "port": 8001, "memory_gib": 6}
-    told = {"model": "qwen3.5-35b", "services": {"small": small}}
-    (site / "group_vars/spark.yml").write_text(yaml.safe_dump(told))
+    captured = {"model": "qwen3.5-35b", "services": {"small": small}}
+    (site / "group_vars/spark.yml").write_text(yaml.safe_dump(captured))
     where = ["--inventory", "inventory/other.py"]
-    for more in ([], ["--service", "small"]):
-        assert main(["connect", "spark-1", *more, "--for", client, *where]) == 0
+    for extra in ([], ["--service", "small"]):
+        assert main(["connect", "spark-1", *extra, "--for", client, *where]) == 0
         use, tunnel = capsys.readouterr().err.splitlines()
-        said = (
+        text = (
             re.findall(r"spark-deploy (connect .*?)[)\"]", use) + tunnel.split("spark-deploy ")[1:]
         )
-        assert [one.split() for one in said] == [
-            ["connect", "spark-1", *more, "--for", client, *where],
-            ["connect", "spark-1", *more, "--tunnel", *where],
+        assert [item.split() for item in text] == [
+            ["connect", "spark-1", *extra, "--for", client, *where],
+            ["connect", "spark-1", *extra, "--tunnel", *where],
         ]
 
 
@@ -101,9 +101,9 @@ def test_tunnels_stay_open_until_interrupted(
     wait(lambda: log.exists() and log.read_text().count("-L 127.0.0.1:") == 2)
     assert held.poll() is None
     held.send_signal(signal.SIGINT)
-    _, said = held.communicate(timeout=30)
-    assert held.returncode == 0, said
-    assert "spark-1: http://127.0.0.1:8000/v1\nspark-2: http://127.0.0.1:8001/v1" in said
+    _, text = held.communicate(timeout=30)
+    assert held.returncode == 0, text
+    assert "spark-1: http://127.0.0.1:8000/v1\nspark-2: http://127.0.0.1:8001/v1" in text
     assert log.read_text().count("ended") == 2
 
 
@@ -113,9 +113,9 @@ def test_a_failed_tunnel_ends_the_command_and_is_named(site: Path) -> None:
     ssh.write_text('#!/bin/sh\ncase "$*" in *spark-2) exit 255;; esac\nexec sleep 60\n')
     ssh.chmod(0o755)
     held = start(site)
-    _, said = held.communicate(timeout=30)
+    _, text = held.communicate(timeout=30)
     assert held.returncode == 1
-    assert "spark-2: tunnel ended with exit code 255" in said
+    assert "spark-2: tunnel ended with exit code 255" in text
 
 
 def start(site: Path) -> subprocess.Popen[str]:
@@ -142,7 +142,7 @@ def test_connect_works_with_settings_that_cannot_be_served(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (("--for", "env", "--json"), "--for and --json"),
         (("--for", "env", "--tunnel"), "--for and --tunnel"),
@@ -150,17 +150,17 @@ def test_connect_works_with_settings_that_cannot_be_served(site: Path) -> None:
     ],
 )
 def test_exclusive_options_are_refused(
-    site: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    site: Path, words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["connect", "spark-1", *words]) == 1
-    assert said in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 def test_a_url_through_a_tunnel_is_marked(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["connect"]) == 0
-    told = capsys.readouterr().out
-    assert "http://127.0.0.1:8001/v1 (here, through the tunnel below)" in told
-    assert "(this host)" not in told
+    captured = capsys.readouterr().out
+    assert "http://127.0.0.1:8001/v1 (here, through the tunnel below)" in captured
+    assert "(this host)" not in captured
 
 
 TUNNEL = "ssh -N -o ExitOnForwardFailure=yes -L 127.0.0.1:8000:127.0.0.1:8000 spark@10.0.0.9"
@@ -177,7 +177,7 @@ TAILNET = {"serve.expose": "tailscale"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "more", "url", "tunnel"),
+    ("settings", "extra", "url", "tunnel"),
     [
         ({}, {}, LOCAL_URL, TUNNEL),
         ({}, {"place": 2}, "http://127.0.0.1:8002/v1", TUNNEL.replace("8000:1", "8002:1")),
@@ -192,9 +192,9 @@ TAILNET = {"serve.expose": "tailscale"}
     ],
 )
 def test_each_kind_of_gateway_has_a_url_and_a_tunnel_if_needed(
-    tmp_path: Path, settings: dict[str, Any], more: dict[str, Any], url: str, tunnel: str | None
+    tmp_path: Path, settings: dict[str, Any], extra: dict[str, Any], url: str, tunnel: str | None
 ) -> None:
-    server = connection_of(target_of(tmp_path, **settings), **more)
+    server = connection_of(target_of(tmp_path, **settings), **extra)
     assert (server.base_url, server.tunnel) == (url, tunnel)
     assert f"{url}/chat/completions" in server.example
     # A shell would put the key into argv, readable by every user of the machine.

@@ -133,8 +133,8 @@ def test_plan_on_host_shows_files_that_hosts_have(
         needs = plan.build_plan(hosts[0], estimate=True).needs
         [(sha256, size_bytes)] = {file for _, files in needs.downloads for file in files}
         stored = Stored(files=frozenset({("1", sha256, size_bytes)}), folders={sha256: "/d/hub"})
-        found = dataclasses.replace(survey(), stored=stored) if is_reached else None
-        return [Answer(host, found, "is off") for host in hosts]
+        result = dataclasses.replace(survey(), stored=stored) if is_reached else None
+        return [Answer(host, result, "is off") for host in hosts]
 
     monkeypatch.setattr(plan, "query", query)
     monkeypatch.setattr("gevent.monkey.patch_all", lambda: None)  # would affect later tests

@@ -43,8 +43,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         forked.have_builder(patch)
         folder = running.root / REPO / "resolve" / COMMIT
         folder.mkdir(parents=True)
-        for name, said in SAID.items():
-            (folder / name).write_text(json.dumps(said))
+        for name, text in SAID.items():
+            (folder / name).write_text(json.dumps(text))
         write_repository(running.root, REPO, ENTRIES, COMMIT, SAID["config.json"])
         yield running
 
@@ -52,24 +52,24 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 def answers_of(hub: Hub) -> dict[str, bytes]:
     """Return the hub's answers by the end of the path."""
     folder = hub.root / REPO / "resolve" / COMMIT
-    found = {name: (folder / name).read_bytes() for name in (*SAID, INDEX)}
-    return {**found, "main": (hub.root / f"api/models/{REPO}/revision/main").read_bytes()}
+    result = {name: (folder / name).read_bytes() for name in (*SAID, INDEX)}
+    return {**result, "main": (hub.root / f"api/models/{REPO}/revision/main").read_bytes()}
 
 
 def drawn(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
     """Return the draft with one answer replaced; empty if refused with one problem."""
-    hub.fault = lambda one, path, data: one.serve(answer) or True if path.endswith(end) else None
+    hub.fault = lambda item, path, data: item.serve(answer) or True if path.endswith(end) else None
     try:
-        found = ask_hub(f"{REPO}@main", HubSettings(endpoint=hub.url), all_documents=True)
-        anatomy = anatomy_of(REPO, found)
+        result = ask_hub(f"{REPO}@main", HubSettings(endpoint=hub.url), all_documents=True)
+        anatomy = anatomy_of(REPO, result)
         card, engines = Card("mit", True, "text-generation"), shipped_catalog().engines
-        draft = draft_of(anatomy, found, card, engines, read_families(), "main")
+        draft = draft_of(anatomy, result, card, engines, read_families(), "main")
     except SparkError as error:
         [problem] = error.problems
         assert problem.line.isprintable()
         assert len(problem.line) < 4200  # ten names of each kind, and no megabyte
         return {}
-    assert all(len(one) < 1000 for one in draft.open)
+    assert all(len(item) < 1000 for item in draft.open)
     path = hub.root / "draft.yml"
     path.write_text(draft.text())
     data, problems = read_mapping(path, shown="draft")
@@ -82,16 +82,16 @@ def drawn(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_answer_of_a_hub_gives_a_draft_or_one_problem(hub: Hub, data: st.DataObject) -> None:
-    end, said = data.draw(st.sampled_from(sorted(answers_of(hub).items())))
-    assert drawn(hub, end, data.draw(hostile(said))).get("kind", "plain") == "plain"
+    end, text = data.draw(st.sampled_from(sorted(answers_of(hub).items())))
+    assert drawn(hub, end, data.draw(hostile(text))).get("kind", "plain") == "plain"
 
 
-def listed(hub: Hub, *more: str, size: int = 1, **changes: Any) -> bytes:
+def listed(hub: Hub, *extra: str, size: int = 1, **changes: Any) -> bytes:
     """Return the list of files with more of them, the first of a size, and other keys."""
-    said = json.loads(answers_of(hub)["main"])
-    said["siblings"][0]["size"] = size
-    said["siblings"] += [{"rfilename": name, "size": 1} for name in more]
-    return json.dumps({**said, **changes}).encode()
+    text = json.loads(answers_of(hub)["main"])
+    text["siblings"][0]["size"] = size
+    text["siblings"] += [{"rfilename": name, "size": 1} for name in extra]
+    return json.dumps({**text, **changes}).encode()
 
 
 def of_length(number: int) -> bytes:
@@ -149,7 +149,7 @@ def test_impossible_answers_are_refused(hub: Hub, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=pytest.mark.slow) if one == LONG else one for one in TAKEN]
+    "case", [pytest.param(item, marks=pytest.mark.slow) if item == LONG else item for item in TAKEN]
 )
 def test_odd_answers_stay_out_of_the_file(hub: Hub, case: str) -> None:
     end, answer = TAKEN[case]
@@ -182,12 +182,12 @@ FILES = {
 def test_a_hostile_file_is_refused_without_writing(
     hub: Hub, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, said = FILES[case]
+    text, output = FILES[case]
     site = make_site(tmp_path / "site", hub)
     (tmp_path / "r.yaml").write_text(text)
     assert add(site, str(tmp_path / "r.yaml")) == 1
     err = capsys.readouterr().err
-    assert said in err
+    assert output in err
     assert "Traceback" not in err
     assert len(err) < 2000
     assert not list(site.rglob("catalog/*/*"))
@@ -236,6 +236,6 @@ def test_files_are_written_all_or_none(
     monkeypatch.setattr(catalog_files.files, "write_text", may_end(files.write_text))
     with pytest.raises(Ended):
         catalog_files.write_files(tmp_path, texts, force=True)
-    found = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert [path.name for path in found] == ["mine.yml"]
-    assert found[0].read_text() == "# mine\n"
+    result = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in result] == ["mine.yml"]
+    assert result[0].read_text() == "# mine\n"

@@ -67,18 +67,18 @@ def test_json_lists_written_files_and_the_next_command(capsys):
     (folder / "hosts.yml").unlink()
     capsys.readouterr()
     assert main(["init", "own", "--host", "b", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["written"] == ["own/hosts.yml"]
-    assert "own/group_vars/all.yml" in found["kept"]
-    assert found["hosts"] == [{"host": "b", "model": "qwen3.5-122b", "profile": "agent"}]
-    assert found["not_locked"] == "cannot be asked"
-    assert found["next"] == ["cd own && spark-deploy up"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["written"] == ["own/hosts.yml"]
+    assert "own/group_vars/all.yml" in result["kept"]
+    assert result["hosts"] == [{"host": "b", "model": "qwen3.5-122b", "profile": "agent"}]
+    assert result["not_locked"] == "cannot be asked"
+    assert result["next"] == ["cd own && spark-deploy up"]
 
 
 def test_several_hosts_can_be_separated_by_commas(monkeypatch):
-    said = iter(["10.0.0.7, spark-2,spark-3", ""])
+    text = iter(["10.0.0.7, spark-2,spark-3", ""])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    monkeypatch.setattr(init.click, "prompt", lambda *_words, **_more: next(said))
+    monkeypatch.setattr(init.click, "prompt", lambda *_words, **_more: next(text))
     expected = {"spark-1": {"address": "10.0.0.7"}, "spark-2": None, "spark-3": None}
     assert hosts(made()) == expected
 
@@ -167,7 +167,7 @@ def test_pyinfra_reads_the_same_hosts_and_refuses_a_missing_inventory():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("hosts: {a: {adress: 10.0.0.7}}\n", "did you mean hosts.a.address?"),
         ("hosts: {}\n", "hosts.yml"),
@@ -180,12 +180,12 @@ def test_pyinfra_reads_the_same_hosts_and_refuses_a_missing_inventory():
         ),
     ],
 )
-def test_a_mistake_in_the_hosts_file_gets_a_message(text, said, monkeypatch, capsys):
+def test_a_mistake_in_the_hosts_file_gets_a_message(text, output, monkeypatch, capsys):
     folder = made("--host", "a")
     (folder / "hosts.yml").write_text(text)
     monkeypatch.chdir(folder)
     assert main(["plan", "--estimate"]) == 1
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_a_folder_without_settings_is_valid(monkeypatch):
@@ -201,8 +201,8 @@ def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         made("--host", "spark-1=127.0.0.1")
-        told = {"spark-1": {"address": "127.0.0.1", "port": port}}
-        Path("own/hosts.yml").write_text(yaml.safe_dump({"hosts": told}))
+        captured = {"spark-1": {"address": "127.0.0.1", "port": port}}
+        Path("own/hosts.yml").write_text(yaml.safe_dump({"hosts": captured}))
         over = threading.Event()
 
         def hang_up() -> None:
@@ -222,7 +222,7 @@ def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (("--host", "a", "--model", "nope"), "'nope' is not a model"),
         (("--host", "a", "--model", "qwen3.5-397b"), "does not fit on one host"),
@@ -231,11 +231,11 @@ def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
         (("--host", ""), "hosts.yml"),
     ],
 )
-def test_a_mistake_leaves_no_files(words, said, capsys):
+def test_a_mistake_leaves_no_files(words, text, capsys):
     assert main(["init", "own", *words]) == 1
-    told = capsys.readouterr().err
-    assert said in told
-    assert "Traceback" not in told
-    assert "written" not in told
+    captured = capsys.readouterr().err
+    assert text in captured
+    assert "Traceback" not in captured
+    assert "written" not in captured
     assert not list(Path().glob("own/*"))
     assert hosts(made("--host", "a")) == {"a": None}

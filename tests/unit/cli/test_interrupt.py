@@ -52,35 +52,35 @@ def interrupted(site: Path, *words: str, once: str) -> tuple[int, str]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     os.close(its)
-    said, told = "", False
+    text, captured = "", False
     while True:
         try:
-            said += os.read(ours, 65536).decode(errors="replace")
+            text += os.read(ours, 65536).decode(errors="replace")
         except OSError:  # the terminal was closed
             break
-        if not told and once in said:
-            told = True
+        if not captured and once in text:
+            captured = True
             time.sleep(1 if "rollback" in words and "-y" in words else 0.1)
             os.killpg(process.pid, signal.SIGINT)
     os.close(ours)
-    return process.wait(timeout=20), said
+    return process.wait(timeout=20), text
 
 
 def test_an_interrupted_deploy_restores_the_cursor(site: Path) -> None:
-    code, said = interrupted(site, "rollback", "-y", once="connecting")
+    code, text = interrupted(site, "rollback", "-y", once="connecting")
     assert code == 130
-    assert "interrupted: what hosts work on goes on" in said
-    assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l") > 0, "the cursor can be seen again"
+    assert "interrupted: what hosts work on goes on" in text
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") > 0, "the cursor can be seen again"
 
 
 @pytest.mark.slow
 def test_an_interrupted_question_changes_nothing(site: Path) -> None:
-    code, said = interrupted(site, "rotate-key", once="[y/N]")
-    assert (code, "no changes made" in said) == (130, True)
-    assert "goes on" not in said
+    code, text = interrupted(site, "rotate-key", once="[y/N]")
+    assert (code, "no changes made" in text) == (130, True)
+    assert "goes on" not in text
 
 
 @pytest.mark.slow
 def test_an_interrupted_tunnel_is_a_success(site: Path) -> None:
-    code, said = interrupted(site, "connect", "--tunnel", once="open until Ctrl-C")
-    assert (code, "interrupted" in said) == (0, False)
+    code, text = interrupted(site, "connect", "--tunnel", once="open until Ctrl-C")
+    assert (code, "interrupted" in text) == (0, False)

@@ -23,8 +23,8 @@ def test_lines_name_the_unit_and_incomplete_lines_are_skipped():
         json.dumps({"__REALTIME_TIMESTAMP": "3", "UNIT": "spark-job@1.service", "MESSAGE": "done"}),
         '{"__REALTIME_TI',
     ]
-    found = [(line.part, line.text) for line in logs.read_lines("a", text)]
-    assert found == [("engine", "loading"), ("gateway", "hi"), ("job", "done")]
+    result = [(line.part, line.text) for line in logs.read_lines("a", text)]
+    assert result == [("engine", "loading"), ("gateway", "hi"), ("job", "done")]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def hosts(monkeypatch, tmp_path):
     listed = [SimpleNamespace(name=name, data=data) for name in ("a", "b")]
     monkeypatch.setattr(logs, "select_hosts", lambda options, judged: listed)
     monkeypatch.setattr(
-        connect, "ssh_command", lambda one: [sys.executable, str(tmp_path / one.name)]
+        connect, "ssh_command", lambda item: [sys.executable, str(tmp_path / item.name)]
     )
     return tmp_path
 

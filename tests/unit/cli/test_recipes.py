@@ -86,33 +86,33 @@ def test_a_recipe_becomes_a_valid_catalog_file(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", READ)
 def test_every_key_is_used_or_reported(name: str) -> None:
     draft = draft_of_recipe(READ[name], name)
-    said = "\n".join(draft.open)
+    text = "\n".join(draft.open)
     for key in READ[name].keys() - USED[name]:
-        assert f"not used: {key}:" in said, key
+        assert f"not used: {key}:" in text, key
 
 
 def test_code_and_secrets_are_reported_and_not_used() -> None:
-    said = {name: "\n".join(draft_of_recipe(data, name).open) for name, data in READ.items()}
-    assert "--trust-remote-code: foreign code is not run" in said["sparkrun-2.yaml"]
-    assert "environment HF_TOKEN" in said["sparkrun-2.yaml"]
-    assert "defaults.never_said: not in the command" in said["sparkrun-2.yaml"]
-    assert "pre_exec: foreign commands are not run" in said["sparkrun-2.yaml"]
-    assert "--served-model-name: is decided elsewhere" in said["sparkrun-2.yaml"]
-    assert "--quantization: is decided elsewhere" in said["spark-vllm-docker-1.yaml"]
-    assert "mods: the engine image is images.engine" in said["spark-vllm-docker-1.yaml"]
-    assert "features.spec_decoding: it is opt-in" in said["vllm-project.yaml"]
-    assert "variants.default" in said["vllm-project.yaml"]
-    assert "not marked as verified on a DGX Spark" in said["vllm-project.yaml"]
-    assert "--seed ${SEED}: the value depends on a shell" in said["nvidia.yaml"]
+    text = {name: "\n".join(draft_of_recipe(data, name).open) for name, data in READ.items()}
+    assert "--trust-remote-code: foreign code is not run" in text["sparkrun-2.yaml"]
+    assert "environment HF_TOKEN" in text["sparkrun-2.yaml"]
+    assert "defaults.never_said: not in the command" in text["sparkrun-2.yaml"]
+    assert "pre_exec: foreign commands are not run" in text["sparkrun-2.yaml"]
+    assert "--served-model-name: is decided elsewhere" in text["sparkrun-2.yaml"]
+    assert "--quantization: is decided elsewhere" in text["spark-vllm-docker-1.yaml"]
+    assert "mods: the engine image is images.engine" in text["spark-vllm-docker-1.yaml"]
+    assert "features.spec_decoding: it is opt-in" in text["vllm-project.yaml"]
+    assert "variants.default" in text["vllm-project.yaml"]
+    assert "not marked as verified on a DGX Spark" in text["vllm-project.yaml"]
+    assert "--seed ${SEED}: the value depends on a shell" in text["nvidia.yaml"]
     for word in ("HEAD_IP=$(hostname -i)", "2>&1", "|", "tee", "log"):
-        assert f"command: {word}: only " in said["nvidia.yaml"]
+        assert f"command: {word}: only " in text["nvidia.yaml"]
     assert "hf_secret" not in "".join(draft_of_recipe(d, n).text() for n, d in READ.items())
 
 
 def test_an_unknown_parser_is_reported_and_left_out() -> None:
     engine = shipped_catalog().engines.engines["0.33.0"]
-    said = "--reasoning-parser nano_v3 --tool-call-parser qwen3_coder"
-    draft = draft_of_recipe({"model": "org/x", "command": f"vllm serve {said}"}, "r", engine)
+    text = "--reasoning-parser nano_v3 --tool-call-parser qwen3_coder"
+    draft = draft_of_recipe({"model": "org/x", "command": f"vllm serve {text}"}, "r", engine)
     assert "not used: parsers.reasoning nano_v3: your engine has no such parser" in draft.open
     assert yaml.safe_load(draft.text())["parsers"] == {"tool_call": "qwen3_coder"}
 
@@ -144,12 +144,12 @@ def test_a_command_that_expands_too_far_is_refused() -> None:
 
 
 def test_values_that_a_profile_cannot_express_are_reported(tmp_path: Path) -> None:
-    said = "--max-model-len auto --kv-cache-dtype nvfp4 --max-num-seqs -1 --seed 1"
-    data = {"model": "org/x", "command": f"vllm serve org/x {said}"}
+    text = "--max-model-len auto --kv-cache-dtype nvfp4 --max-num-seqs -1 --seed 1"
+    data = {"model": "org/x", "command": f"vllm serve org/x {text}"}
     draft = draft_of_recipe(data, "r.yaml")
-    said = "\n".join(draft.open)
+    text = "\n".join(draft.open)
     for option in ("--max-model-len auto", "--kv-cache-dtype nvfp4", "--max-num-seqs -1"):
-        assert f"{option}: not possible in a profile" in said
+        assert f"{option}: not possible in a profile" in text
     assert yaml.safe_load(draft.text())["changes"] == [{"set": {"options": {"seed": 1}}}]
 
 
@@ -177,8 +177,8 @@ def test_shipped_repositories_name_source_and_missing_run() -> None:
     assert len(shipped) >= 8
     for name, model in shipped.items():
         text = (CHECKOUT / f"catalog/models/{name}.yml").read_text()
-        said = " ".join(text.replace("#", " ").split())
-        assert "Written by `spark-deploy add` from " in said, name
-        assert "imported; not run by this project" in said, name
+        output = " ".join(text.replace("#", " ").split())
+        assert "Written by `spark-deploy add` from " in output, name
+        assert "imported; not run by this project" in output, name
         assert model.imported, name
-        assert not re.search(r"(?i)tokens?/s|tok/s|tokens per second", said), name
+        assert not re.search(r"(?i)tokens?/s|tok/s|tokens per second", output), name

@@ -24,8 +24,8 @@ from tests.unit.statuses import told
 CANARY = "canary-4f9c2d7b1e"
 
 
-def share(root: Path, choice: str, *more: str) -> int:
-    return main(["share", choice, "--inventory", str(root / "sparks.py"), *more])
+def share(root: Path, choice: str, *extra: str) -> int:
+    return main(["share", choice, "--inventory", str(root / "sparks.py"), *extra])
 
 
 def share_online(root: Path, out: Path) -> int:
@@ -39,8 +39,8 @@ def release_of(root: Path, model: str) -> Any:
     options = Options(
         inventory=str(root / "sparks.py"), model=model, profile="plain",
     )  # fmt: skip
-    found = select_hosts(options)
-    return build_plan(found[0]).serve
+    result = select_hosts(options)
+    return build_plan(result[0]).serve
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +77,9 @@ def test_what_is_shared_is_the_same_release_elsewhere(
 ) -> None:
     capsys.readouterr()
     assert add(other, str(file)) == 0
-    said = capsys.readouterr().out
-    assert "OPEN        shared without a check result" in said
-    assert "spark-deploy use tiny/plain" in said
+    text = capsys.readouterr().out
+    assert "OPEN        shared without a check result" in text
+    assert "spark-deploy use tiny/plain" in text
     assert release_of(other, "tiny") == release_of(site, "tiny")
     assert not (other / "catalog/profiles").exists(), "ours says the same"
 
@@ -92,13 +92,13 @@ def test_a_script_reads_what_the_file_holds_and_that_it_proves_nothing(
     path = tmp_path / "a file.yml"
     capsys.readouterr()
     assert share(site, "tiny/plain", "--unasked", "--json", "--out", str(path)) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["file"], found["model"], found["profile"]) == (str(path), "tiny", "plain")
-    assert found["sources"]["org/tiny"]["commit"] == COMMIT
-    assert found["left_out"] == ["engine.max_sequences"]
-    assert (found["proof"], found["unproven"]) == (None, command._UNPROVEN)
-    assert found["fetched_bytes"] > 0
-    assert found["next"] == [f"spark-deploy add '{path}'"]
+    result = json.loads(capsys.readouterr().out)
+    assert (result["file"], result["model"], result["profile"]) == (str(path), "tiny", "plain")
+    assert result["sources"]["org/tiny"]["commit"] == COMMIT
+    assert result["left_out"] == ["engine.max_sequences"]
+    assert (result["proof"], result["unproven"]) == (None, command._UNPROVEN)
+    assert result["fetched_bytes"] > 0
+    assert result["next"] == [f"spark-deploy add '{path}'"]
 
 
 def test_a_host_that_cannot_be_asked_for_a_proof_is_named(
@@ -159,8 +159,8 @@ def test_a_commit_that_its_revision_is_not_at_is_told(
     data["model"]["revision"] = data["sources"]["org/tiny"]["revision"] = "stable"
     file.write_text(yaml.safe_dump(data))
     assert add(other, str(file)) == 0
-    said = "OPEN        org/tiny: stable is now 777777777777, shared at 555555555555"
-    assert said in capsys.readouterr().out
+    text = "OPEN        org/tiny: stable is now 777777777777, shared at 555555555555"
+    assert text in capsys.readouterr().out
 
 
 def test_a_profile_of_ours_is_replaced_by_a_strangers_only_when_told_so(
@@ -186,8 +186,8 @@ def test_a_proof_is_told_without_the_host_it_is_of(
     monkeypatch.setattr(command, "query", lambda hosts, ask: [Answer(hosts[0], status)])
     path = tmp_path / "proven.yml"
     assert share_online(site, path) == 0
-    found = yaml.safe_load(path.read_text())["proof"]
-    assert (found["ok"], found["engine"], found["checks"]) == (True, "0.33.0", {"answers": True})
+    result = yaml.safe_load(path.read_text())["proof"]
+    assert (result["ok"], result["engine"], result["checks"]) == (True, "0.33.0", {"answers": True})
     assert CANARY not in path.read_text()
     capsys.readouterr()
     assert add(other, str(path)) == 0
@@ -224,7 +224,7 @@ def test_what_looks_like_a_secret_in_a_catalog_file_is_refused(
     path.write_text(yaml.safe_dump({**data, "changes": [{"set": {"environment": environment}}]}))
     file.unlink()
     assert share(site, "tiny/plain", "--unasked", "--out", str(file)) == 1
-    said = capsys.readouterr().err
-    assert "looks like a secret" in said
-    assert not any(value in said for value in environment.values())
+    text = capsys.readouterr().err
+    assert "looks like a secret" in text
+    assert not any(value in text for value in environment.values())
     assert not file.exists()

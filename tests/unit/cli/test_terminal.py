@@ -27,9 +27,9 @@ WORDS = st.lists(st.text("abcdef.,-/", min_size=1, max_size=12), min_size=1, max
 @given(WORDS, st.sampled_from([80, 100, 160]), st.sampled_from(["", "  serves      ", "host: "]))
 def test_a_wrapped_line_keeps_every_word_within_the_width(words, width, title):
     line = title + " ".join(words)
-    found = wrap_line(line, width)
-    assert " ".join(found).split() == line.split()
-    assert max(map(len, found)) <= width
+    result = wrap_line(line, width)
+    assert " ".join(result).split() == line.split()
+    assert max(map(len, result)) <= width
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -101,8 +101,8 @@ def test_a_wrapped_command_can_be_copied(width, tmp_path, monkeypatch, capsys):
     for line in lines:
         if line[13:] not in typed:
             continue
-        shown = [one[13:] for one in wrap_line(line, width)]
-        assert all(one.endswith(" \\") for one in shown[:-1])
+        shown = [item[13:] for item in wrap_line(line, width)]
+        assert all(item.endswith(" \\") for item in shown[:-1])
         as_a_shell_reads = "\n".join(shown).replace("\\\n", "")
         assert shlex.split(as_a_shell_reads) == shlex.split(line[13:])
         whole = [word for word in shown if len(word) > width - 13]
@@ -120,12 +120,12 @@ def test_an_error_message_fits_the_terminal(width, tmp_path):
     inventory = str(CHECKOUT / "inventory/spark.py")
     with subprocess.Popen([*words, inventory], cwd=tmp_path, stderr=slave, env=env) as process:
         os.close(slave)
-        said = b""
+        text = b""
         with contextlib.suppress(OSError):  # the end of the output
-            while more := os.read(master, 1 << 16):
-                said += more
+            while extra := os.read(master, 1 << 16):
+                text += extra
     os.close(master)
-    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said.decode()).splitlines()
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.decode()).splitlines()
     assert process.returncode == 1
     assert "does not fit on one host" in " ".join(line.strip() for line in lines)
     assert max(map(len, lines)) <= width

@@ -53,13 +53,13 @@ def test_once_prints_one_sample_and_fails_without_an_answer(
     monkeypatch, tmp_path, capsys, script, code
 ):
     (tmp_path / "ssh").write_text(f"TEXT = {look(1, 5) + look(3, 25)!r}\n{script}\n")
-    one = SimpleNamespace(name="a", data={"_sudo": False})
-    monkeypatch.setattr(top, "select_hosts", lambda options, judged: [one])
+    item = SimpleNamespace(name="a", data={"_sudo": False})
+    monkeypatch.setattr(top, "select_hosts", lambda options, judged: [item])
     monkeypatch.setattr(top, "chosen_services", lambda host, service: ["main"])
     monkeypatch.setattr(connect, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
     assert top.top.callback.__wrapped__(Options(json=True), once=True, service=None) == code
-    [found] = json.loads(capsys.readouterr().out)
-    assert found["tokens_per_s"] == (10.0 if code == 0 else None)
+    [result] = json.loads(capsys.readouterr().out)
+    assert result["tokens_per_s"] == (10.0 if code == 0 else None)
 
 
 def test_each_service_has_a_line(monkeypatch, tmp_path, capsys):
@@ -67,8 +67,8 @@ def test_each_service_has_a_line(monkeypatch, tmp_path, capsys):
     (tmp_path / "ssh").write_text(
         f"import sys; open({str(commands)!r}, 'a').write(sys.argv[-1]); print({look(1, 5)!r})\n"
     )
-    one = SimpleNamespace(name="a", data={"_sudo": False})
-    monkeypatch.setattr(top, "select_hosts", lambda options, judged: [one])
+    item = SimpleNamespace(name="a", data={"_sudo": False})
+    monkeypatch.setattr(top, "select_hosts", lambda options, judged: [item])
     monkeypatch.setattr(top, "chosen_services", lambda host, service: ["main", "embed"])
     monkeypatch.setattr(connect, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
     assert top.top.callback.__wrapped__(Options(json=True), once=True, service=None) == 0
@@ -80,10 +80,10 @@ def test_each_service_has_a_line(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("columns", [80, 100, 160])
 def test_lines_fit_the_screen(columns: int) -> None:
     names = ["spark-kitchen-1.lan", "spark-kitchen-2.lan", "spark-of-the-cellar.home.example"]
-    found = [top.now_of(name, []) for name in names]
-    lines = list(top.table(found, columns))
+    result = [top.now_of(name, []) for name in names]
+    lines = list(top.table(result, columns))
     assert max(map(len, lines)) <= columns
     assert [line.split()[0] for line in lines[1:3]] == names[:2]
-    assert list(top.table(found))[3].startswith(names[2])
+    assert list(top.table(result))[3].startswith(names[2])
     # With enough room columns keep their width.
-    assert list(top.table(found[:2], 100)) == list(top.table(found[:2]))
+    assert list(top.table(result[:2], 100)) == list(top.table(result[:2]))

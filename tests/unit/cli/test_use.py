@@ -36,9 +36,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_line_of_the_key_changes_and_comments_stay(site, capsys):
     assert main(["use", "agent"]) == 0
     assert (site / "group_vars/all.yml").read_text() == ALL.replace("v2  #", "agent  #")
-    said = capsys.readouterr()
-    assert "profile: v2 → agent (a, b)" in said.out
-    assert "spark-deploy up a b" in said.err
+    text = capsys.readouterr()
+    assert "profile: v2 → agent (a, b)" in text.out
+    assert "spark-deploy up a b" in text.err
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "with a mark of byte order"])
@@ -64,9 +64,9 @@ def test_a_new_file_names_an_existing_schema(site):
 
 def test_model_and_profile_can_be_selected_together(site):
     assert main(["use", "qwen3.5-122b/v2-tq"]) == 0
-    told = yaml.safe_load((site / "group_vars/all.yml").read_text())
-    assert (told["model"], told["profile"]) == ("qwen3.5-122b", "v2-tq")
-    assert told["memory"] == {"reserve_gib": 13}
+    captured = yaml.safe_load((site / "group_vars/all.yml").read_text())
+    assert (captured["model"], captured["profile"]) == ("qwen3.5-122b", "v2-tq")
+    assert captured["memory"] == {"reserve_gib": 13}
 
 
 def test_a_choice_for_one_host_is_written_to_host_vars(site):

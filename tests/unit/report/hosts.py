@@ -62,8 +62,8 @@ EVIDENCE["engines"].append(
 def survey_of(case: str = "factory_spark", **sections: Any) -> Survey:
     """Return the survey of a captured host, with some sections replaced."""
     data = yaml.safe_load((SURVEYS / f"{case}.yml").read_text())["sections"]
-    found: Survey = HostSurvey().process(output_of({**data, **sections}))
-    return found
+    result: Survey = HostSurvey().process(output_of({**data, **sections}))
+    return result
 
 
 def status_of(**changes: Any) -> dict[str, Any]:
@@ -86,5 +86,5 @@ def said_of(
     return HostData(survey_of(**survey), told(status_of() if status is None else status), shown)
 
 
-def report_of(said: HostData | None = None) -> HostReport:
-    return host_report(1, said or said_of(), PLAN, "main")
+def report_of(text: HostData | None = None) -> HostReport:
+    return host_report(1, text or said_of(), PLAN, "main")

@@ -34,18 +34,18 @@ def host_that_measured(tokens_per_s: float | None, **changes: object) -> HostRep
 
 def write(folder: Path, name: str, *hosts: HostReport) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    numbered = tuple(replace(one, name=f"host-{place + 1}") for place, one in enumerate(hosts))
+    numbered = tuple(replace(item, name=f"host-{place + 1}") for place, item in enumerate(hosts))
     report = Report(1, "2026-11-22T00:00:00Z", "0", numbered)
     (folder / name).write_text(file_text(report))
 
 
 def test_a_measured_speed_shifts_the_planned_range(tmp_path):
     write(tmp_path, "spark-report-1.json", host_that_measured(COMPUTED * 0.8))
-    found = plan.read_calibration(tmp_path, CATALOG)
-    assert found.reports == 1
-    assert found.factor == pytest.approx(0.8)
+    result = plan.read_calibration(tmp_path, CATALOG)
+    assert result.reports == 1
+    assert result.factor == pytest.approx(0.8)
     [before], [after] = (
-        [next(iter(speed_lines(plan_of(), LARGE, V2, one)))] for one in (Calibration(), found)
+        [next(iter(speed_lines(plan_of(), LARGE, V2, item)))] for item in (Calibration(), result)
     )
     assert "37 to 51 tokens/s for one request" in before
     assert "30 to 40 tokens/s for one request" in after
@@ -57,8 +57,8 @@ def test_several_reports_give_the_median(tmp_path):
     write(tmp_path, "spark-report-1.json", host_that_measured(COMPUTED * 0.5))
     write(tmp_path / "reports", "any.json", host_that_measured(COMPUTED * 0.9))
     write(tmp_path / "checkout/reports", "one.json", host_that_measured(COMPUTED * 1.1))
-    found = plan.read_calibration(tmp_path, CATALOG)
-    assert (found.reports, round(found.factor, 6)) == (3, 0.9)
+    result = plan.read_calibration(tmp_path, CATALOG)
+    assert (result.reports, round(result.factor, 6)) == (3, 0.9)
     assert calibrated([]) == Calibration(1.0, 0)
 
 

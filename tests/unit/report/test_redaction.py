@@ -39,8 +39,8 @@ CANARIES = st.one_of(MACS, PUBLIC, PUBLIC6, TOKENS, KEYS, SERIALS)
 PROMPTS = st.text("abcdefghijklmnop ", min_size=12, max_size=40).map("CANARY {}".format)
 
 
-def whole(said: Any) -> str:
-    return file_text(Report(1, "now", "1.0", (report_of(said),)))
+def whole(text: Any) -> str:
+    return file_text(Report(1, "now", "1.0", (report_of(text),)))
 
 
 @given(canary=CANARIES, before=st.sampled_from(["", "it said ", "at="]), after=st.just(" there"))
@@ -76,11 +76,11 @@ def test_people_and_logins_are_redacted() -> None:
 def test_no_field_leaks_a_secret(canary: str, prompt: str) -> None:
     """Every text field that a person, a program or a vendor fills contains a canary."""
     text = f"{prompt} {canary}"
-    quoting = [{**one, "detail": f"{one['detail']} {text}"} for one in CHECKS]
+    quoting = [{**item, "detail": f"{item['detail']} {text}"} for item in CHECKS]
     quoting += [{"name": "needle", "ok": False, "detail": text},
                 {"name": "acceptance", "ok": False, "detail": text}]  # fmt: skip
     quoting[3] = CHECKS[3]  # numbers only
-    proof = {**PROOF, "checks": [one for one in quoting if one["name"] != "log lines"]}
+    proof = {**PROOF, "checks": [item for item in quoting if item["name"] != "log lines"]}
     release = {**status_of()["releases"][0], "proof": proof, "names": [text], "speed": [text]}
     status = status_of(
         releases=[release],
@@ -104,7 +104,7 @@ def test_no_field_leaks_a_secret(canary: str, prompt: str) -> None:
         "requests": None,
         "labels": {text: text},
     }
-    found = whole(
+    result = whole(
         said_of(
             status,
             evidence,
@@ -115,5 +115,5 @@ def test_no_field_leaks_a_secret(canary: str, prompt: str) -> None:
         )
     )
     for secret in (canary.rpartition(" ")[2], prompt.strip()):
-        assert secret not in found
-    assert "of 4,000 drafted tokens" in found
+        assert secret not in result
+    assert "of 4,000 drafted tokens" in result

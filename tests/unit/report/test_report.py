@@ -34,7 +34,7 @@ ENGINE = EVIDENCE["engines"][0]
 
 
 def answers_of(host: HostReport) -> dict[str, str]:
-    return {one.id: one.state for one in host.answers}
+    return {item.id: item.state for item in host.answers}
 
 
 def without(**proof: object) -> HostData:
@@ -43,21 +43,21 @@ def without(**proof: object) -> HostData:
 
 
 def test_every_open_question_has_a_rule() -> None:
-    assert [one.id for one in QUESTIONS.all] == list(ANSWERS)
+    assert [item.id for item in QUESTIONS.all] == list(ANSWERS)
 
 
 def test_a_proven_spark_answers_most_questions() -> None:
-    found = answers_of(report_of())
-    assert {name for name, state in found.items() if state == "yes"} == {
+    result = answers_of(report_of())
+    assert {name for name, state in result.items() if state == "yes"} == {
         "deployed", "neighbours", "fetched", "built", "loaded", "answers", "gdn-prefill",
         "acceptance", "watch", "rollout", "gpu-container", "start-time", "memory-left", "kv-cache",
         "speed", "heat", "driver-trouble",
     }  # fmt: skip
-    assert found["needle"] == found["local"] == found["restarted"] == "open"
+    assert result["needle"] == result["local"] == result["restarted"] == "open"
 
 
 def test_answers_contain_the_evidence() -> None:
-    texts = {one.id: one.text for one in report_of().answers}
+    texts = {item.id: item.text for item in report_of().answers}
     assert texts["acceptance"] == "75.0% of 4,000 drafted tokens since the start"
     assert texts["memory-left"] == "least 17.0 GiB, floor 4.0 GiB"
     assert texts["kv-cache"].startswith(
@@ -68,7 +68,7 @@ def test_answers_contain_the_evidence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "question", "state"),
+    ("text", "question", "state"),
     [
         (without(portable=True), "answers", "open"),
         (without(level="quick"), "answers", "open"),
@@ -89,15 +89,15 @@ def test_answers_contain_the_evidence() -> None:
     ],
 )
 def test_missing_evidence_is_open_and_failures_are_no(
-    said: HostData, question: str, state: str
+    text: HostData, question: str, state: str
 ) -> None:
-    assert answers_of(report_of(said))[question] == state
+    assert answers_of(report_of(text))[question] == state
 
 
 def test_a_host_without_our_tools_is_reported() -> None:
-    found = report_of(HostData(survey_of(), told({}), None))
-    assert len(found.notes) == 1
-    assert (found.serving, found.is_spark) == (None, True)
+    result = report_of(HostData(survey_of(), told({}), None))
+    assert len(result.notes) == 1
+    assert (result.serving, result.is_spark) == (None, True)
     older = report_of(HostData(survey_of(), told(status_of()), None))
     assert "another version" in older.notes[0]
     assert older.serving is not None
@@ -110,21 +110,21 @@ def test_stand_ins_answer_nothing() -> None:
     assert stubbed.stand_ins
     assert not stubbed.is_spark
     assert set(answers_of(stubbed).values()) == {"open"}
-    texts = {one.id: one.text for one in stubbed.answers}
+    texts = {item.id: item.text for item in stubbed.answers}
     assert texts["driver-trouble"] == "stand-ins; 0 Xid lines since the boot"
 
 
 def test_other_gpus_answer_nothing() -> None:
-    found = with_answers(replace(report_of(), versions={"gpu": "NVIDIA H200"}))
-    assert set(answers_of(found).values()) == {"open"}
-    assert found.answers[0].text.startswith("not a Spark: NVIDIA H200; ")
+    result = with_answers(replace(report_of(), versions={"gpu": "NVIDIA H200"}))
+    assert set(answers_of(result).values()) == {"open"}
+    assert result.answers[0].text.startswith("not a Spark: NVIDIA H200; ")
 
 
 @pytest.mark.parametrize(("tokens", "state"), [(0.995, "yes"), (0.98, "no")])
 def test_the_kv_cache_is_compared_with_the_plan(tokens: float, state: str) -> None:
     counted = {**ENGINE, "kv_cache_tokens": int(PLANNED_TOKENS * tokens)}
-    found = report_of(said_of(evidence={**EVIDENCE, "engines": [counted]}))
-    assert answers_of(found)["kv-cache"] == state
+    result = report_of(said_of(evidence={**EVIDENCE, "engines": [counted]}))
+    assert answers_of(result)["kv-cache"] == state
 
 
 def test_a_report_can_be_read_from_a_file(tmp_path: Path) -> None:
@@ -141,20 +141,20 @@ def test_a_report_can_be_read_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_report_names_the_release_and_never_the_host() -> None:
-    found = report_of()
-    assert found.name == "host-1"
-    assert found.serving is not None
-    assert found.serving.release == RELEASE
-    assert found.versions["image"] == "vllm@sha256:" + "a1" * 32
-    assert found.versions["nccl"] == "2.29.3"
+    result = report_of()
+    assert result.name == "host-1"
+    assert result.serving is not None
+    assert result.serving.release == RELEASE
+    assert result.versions["image"] == "vllm@sha256:" + "a1" * 32
+    assert result.versions["nccl"] == "2.29.3"
 
 
 def test_additional_services_are_counted_only() -> None:
     services = {"main": {"active": RELEASE}, "embed": {"active": "embed-0123456789ab"}}
-    found = report_of(said_of(status_of(services=services)))
-    assert found.serving is not None
-    assert found.serving.engine.kv_cache_tokens == ENGINE["kv_cache_tokens"]
-    assert [note[:15] for note in found.notes] == ["1 more services"]
+    result = report_of(said_of(status_of(services=services)))
+    assert result.serving is not None
+    assert result.serving.engine.kv_cache_tokens == ENGINE["kv_cache_tokens"]
+    assert [note[:15] for note in result.notes] == ["1 more services"]
 
 
 def test_an_unreachable_host_is_reported_and_left_out(
