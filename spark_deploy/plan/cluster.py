@@ -1,4 +1,8 @@
-"""In which waves a change goes over hosts. Pure."""
+"""Clusters: links between members, the release of all ranks, and rollout waves. Pure.
+
+The engine's own executor for several nodes is used, one rank per host. Every member gets the same
+release and finds itself in it by address.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,7 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.engine_arguments import rank_arguments, rank_environment
 from spark_deploy.plan.types import Port, Ports, Way
 
-# Only the engine's own means are used: its executor for several nodes, one rank a host. Every
-# member gets the same release, in which it finds itself by its address.
-
-
-# Of `docker run`: RDMA pins the memory it moves. The engine keeps no right of root for that.
+# Arguments of `docker run`: RDMA pins memory, and the engine has no root rights for that.
 _PINNED = "--ulimit=memlock=-1:-1"
 _RDMA = "--device=/dev/infiniband"
 # Each release has two of these ports on the fabric, so members of different releases never meet.
@@ -29,52 +29,50 @@ _PORTS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How one member reaches the others."""
+    """How a member reaches the others."""
 
     host: str
     address: str
     interface: str
-    devices: tuple[str, ...]  # RDMA; none: plain TCP
+    devices: tuple[str, ...]  # RDMA; empty: TCP
     gid_index: int | None
 
 
-def links(settings: Settings, found: Mapping[str, Ports]) -> tuple[Link, ...]:
+def links(settings: Settings, ports: Mapping[str, Ports]) -> tuple[Link, ...]:
     """Return how the members reach each other, by rank.
 
-    ``found`` is what the hosts said; without a word of them the addresses are left open.
+    ``ports`` are those of each host; if empty, addresses stay placeholders.
 
     Raises:
-        PlanError: a member has no address in a network of all.
+        PlanError: a member has no address in a common network.
     """
     hosts = settings.cluster.hosts
-    if not found:
+    if not ports:
         return tuple(Link(host, f"ADDRESS-OF-{host}", "INTERFACE", (), None) for host in hosts)
-    network = _network(settings, found)
-    if problems := list(_ambiguous(hosts, found, network)):
+    network = _network(settings, ports)
+    if problems := list(_ambiguous(hosts, ports, network)):
         raise PlanError(problems)
-    return tuple(_link(host, found[host].ports, network) for host in hosts)
+    return tuple(_link(host, ports[host].ports, network) for host in hosts)
 
 
 def _ambiguous(
     hosts: Sequence[str], found: Mapping[str, Ports], network: ipaddress.IPv4Network
 ) -> Iterator[Problem]:
-    """Yield what has packets arrive elsewhere: an address twice, or a cable's network twice."""
+    """Yield addresses used twice, and networks on two cables of a host: packets would go astray."""
     owners: dict[str, str] = {}
     for host in hosts:
         ports = _way_ports(found[host].ports, network)
         for address in (text.partition("/")[0] for port in ports for text in port.addresses):
             if (other := owners.setdefault(address, host)) != host:
-                what = f"has {address}, as {other} has"
-                fix = "name each machine once in cluster.hosts, and give each address to one port"
+                what = f"has {address}, like {other}"
+                fix = "list each machine once in cluster.hosts; use each address on one port only"
                 yield Problem(f"{host}: cluster", what, fix)
-        seen: dict[ipaddress.IPv4Network, Port] = {}
-        for port in (one for one in found[host].ports if one.up and one.addresses):
-            first = seen.setdefault(_net(port), port)
+        first_ports: dict[ipaddress.IPv4Network, Port] = {}
+        for port in (p for p in found[host].ports if p.up and p.addresses):
+            first = first_ports.setdefault(_net(port), port)
             if first is not port and (first.device or port.device):
-                what = (
-                    f"{_net(port)} is the network of {first.interface} as well: packets take either"
-                )
-                fix = "give each cabled port a network of its own (netplan)"
+                what = f"{_net(port)} is also the network of {first.interface}: ambiguous routes"
+                fix = "give each cabled port a separate network (netplan)"
                 yield Problem(f"{host}: {port.interface}", what, fix)
 
 
@@ -102,18 +100,17 @@ def _unreachable(host: str, ports: Sequence[Port], subnet: str | None) -> Proble
         f"{'up' if port.up else 'down'} {', '.join(port.addresses) or 'without address'}"
         for port in ports
     ]
-    wanted = f"in {subnet}" if subnet else "on a port with RDMA that all members share a network by"
+    required = f"in {subnet}" if subnet else "on an RDMA port in a network of all members"
     return Problem(
         f"{host}: cluster",
-        f"has no address {wanted} (found: {'; '.join(seen) or 'no interface'})",
-        "give the cabled port an address (netplan), or name another network by cluster.subnet",
+        f"has no address {required} (found: {'; '.join(seen) or 'no interface'})",
+        "give the cabled port an address (netplan), or set cluster.subnet to another network",
     )
 
 
 def _link(host: str, ports: Sequence[Port], network: ipaddress.IPv4Network) -> Link:
     main = next(_of(ports, network))
-    # Both twins of a cage carry half of the cable each; one with another GID index would need
-    # a variable of its own, which there is not.
+    # Both twins of a cage carry half of the cable; NCCL has one GID index for all devices.
     twins = [port for port in ports if port.device and port.up and port.addresses]
     same = [port for port in twins if main.device and port.gid_index == main.gid_index]
     return Link(
@@ -130,8 +127,8 @@ def _of(ports: Sequence[Port], network: ipaddress.IPv4Network) -> Iterator[Port]
 
 
 def _address(port: Port, network: ipaddress.IPv4Network) -> str:
-    plain = (one.partition("/")[0] for one in port.addresses)
-    return next((one for one in plain if ipaddress.IPv4Address(one) in network), "")
+    addresses = (text.partition("/")[0] for text in port.addresses)
+    return next((text for text in addresses if ipaddress.IPv4Address(text) in network), "")
 
 
 def _net(port: Port) -> ipaddress.IPv4Network:
@@ -139,7 +136,7 @@ def _net(port: Port) -> ipaddress.IPv4Network:
 
 
 def ways(settings: Settings, host: str, found: Mapping[str, Ports]) -> tuple[Way, ...]:
-    """Return every way from a host to the others: by all interfaces that have RDMA."""
+    """Return every route from a host to the other members, over all interfaces with RDMA."""
     if not found:
         return ()
     network = _network(settings, found)
@@ -165,17 +162,17 @@ def _way_ports(ports: Sequence[Port], network: ipaddress.IPv4Network) -> list[Po
 
 
 def spread(release: Release, settings: Settings, found: Mapping[str, Ports]) -> Release:
-    """Return the release of a host as that of all members of its cluster.
+    """Return the release for all members of the host's cluster.
 
-    Its ports follow from everything else in it.
+    Its port follows from the rest of the release.
     """
     joined = links(settings, found)
     offset = int(digest_of({"release": release, "links": joined})[:8], 16) % (_PORTS // 2)
     port = _FIRST_PORT + 2 * offset
     members = tuple(_member(link, rank, port, joined) for rank, link in enumerate(joined))
-    # On the network of the host, because ranks are told each other's ports only as they run.
-    arguments = ("--network=host" if one == "--network=none" else one
-                 for one in release.engine.docker_args)  # fmt: skip
+    # Host network: ranks exchange further ports only while they run.
+    arguments = ("--network=host" if word == "--network=none" else word
+                 for word in release.engine.docker_args)  # fmt: skip
     return replace(
         release,
         engine=replace(release.engine, docker_args=tuple(arguments)),
@@ -187,26 +184,26 @@ def _member(link: Link, rank: int, port: int, joined: Sequence[Link]) -> Member:
     return Member(
         host=link.host,
         address=link.address,
-        argv=rank_arguments(rank, [one.address for one in joined], port),
+        argv=rank_arguments(rank, [member.address for member in joined], port),
         env=_environment(link),
         docker_args=(_PINNED, _RDMA) if link.devices else (),
     )
 
 
 def _environment(link: Link) -> dict[str, str]:
-    """Return what the libraries of a rank need to take the fabric and nothing else."""
-    named = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_NET_DEVICES")
-    found = {name: link.interface for name in named} | rank_environment(link.address)
+    """Return the variables with which a rank's libraries use only the fabric."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_NET_DEVICES")
+    variables = {name: link.interface for name in names} | rank_environment(link.address)
     if not link.devices:
-        return {**found, "NCCL_IB_DISABLE": "1"}
-    found |= {
+        return {**variables, "NCCL_IB_DISABLE": "1"}
+    variables |= {
         "NCCL_IB_DISABLE": "0",
         "NCCL_IB_HCA": ",".join(link.devices),
         "NCCL_IGNORE_CPU_AFFINITY": "1",
     }
     if link.gid_index is not None:
-        found["NCCL_IB_GID_INDEX"] = str(link.gid_index)
-    return found
+        variables["NCCL_IB_GID_INDEX"] = str(link.gid_index)
+    return variables
 
 
 Wave = tuple[str, ...]
@@ -217,32 +214,32 @@ def waves_of(
 ) -> tuple[Wave, ...]:
     """Return which hosts change together, wave after wave.
 
-    Canaries come first, each alone; then the others in their order. A wave is as large as the most
-    careful host in it allows. The members of a cluster are one wave: they can only change together.
+    Canaries come first, each alone; then the others in their order. The smallest ``at_once`` of its
+    hosts limits a wave. The members of a cluster are one wave: they can only change together.
 
     Args:
-        rollouts: settings of every host, in the order of the inventory.
-        clusters: hosts that serve one model together.
+        rollouts: settings of every host, in inventory order.
+        clusters: members of each cluster.
     """
-    together = [wave for wave in dict.fromkeys(clusters) if wave]
-    alone = {n: one for n, one in rollouts.items() if not any(n in wave for wave in together)}
-    found = list(_waves_alone(alone))
-    for wave in together:
-        first = any(one.canary in wave for one in rollouts.values())
-        found.insert(0 if first else len(found), wave)
-    return tuple(found)
+    unique = [wave for wave in dict.fromkeys(clusters) if wave]
+    members = {name for wave in unique for name in wave}
+    waves = _single_waves({n: rollout for n, rollout in rollouts.items() if n not in members})
+    canaries = {rollout.canary for rollout in rollouts.values()}
+    for wave in unique:
+        waves.insert(0 if canaries.intersection(wave) else len(waves), wave)
+    return tuple(waves)
 
 
-def _waves_alone(rollouts: Mapping[str, RolloutSettings]) -> tuple[Wave, ...]:
-    canaries = [name for name in rollouts if any(one.canary == name for one in rollouts.values())]
+def _single_waves(rollouts: Mapping[str, RolloutSettings]) -> list[Wave]:
+    canaries = [name for name in rollouts if any(r.canary == name for r in rollouts.values())]
     waves: list[Wave] = [(name,) for name in canaries]
     wave: Wave = ()
     for name in rollouts:
         if name in canaries:
             continue
         limits = [rollouts[member].at_once for member in (*wave, name)]
-        if wave and len(wave) >= min(len(rollouts) if one == "all" else one for one in limits):
+        if wave and len(wave) >= min(len(rollouts) if n == "all" else n for n in limits):
             waves.append(wave)
             wave = ()
         wave = (*wave, name)
-    return (*waves, wave) if wave else tuple(waves)
+    return [*waves, wave] if wave else waves

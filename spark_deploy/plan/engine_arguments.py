@@ -1,4 +1,7 @@
-"""Arguments and environment of the engine, and the log lines that prove them."""
+"""Arguments and environment of the engine, and the log lines that prove them.
+
+vLLM's parser reads a value that begins with ``-`` as an option; such values are refused.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from spark_deploy.plan.types import MemoryPlan
 def pins_drafter_experts(model: Model, profile: Profile) -> bool:
     """Return whether the plan chooses the kernel of the MTP layer's experts.
 
-    For 16-bit experts the engine's own choice depends on the GPU. INT4 experts get Marlin on every
-    GPU and would lose it; an engine without a GPU has no Triton.
+    For 16-bit experts the engine's default depends on the GPU. INT4 experts get Marlin on every GPU
+    and would lose it; an engine without a GPU has no Triton.
     """
     drafts = profile.speculation
     if drafts is None or not drafts.by_own_layers or profile.engine_mode == "portable":
@@ -34,7 +37,7 @@ def pins_drafter_experts(model: Model, profile: Profile) -> bool:
 
 
 def pins_target_experts(model: Model, profile: Profile) -> bool:
-    """Return whether the plan chooses the kernel of a plain repository's 16-bit experts."""
+    """Return whether the plan chooses the kernel of a published model's 16-bit experts."""
     options = meaning(profile.options)
     chosen = "moe-backend" in options or "moe_backend" in (options.get("kernel-config") or {})
     stays_16_bit = not (quantises_online(profile) or "quantization" in options)
@@ -54,25 +57,21 @@ def _has_16_bit_experts(model: PlainModel) -> bool:
 
 
 def quantises_online(profile: Profile) -> bool:
-    """Return whether the engine makes weights smaller while it loads them."""
+    """Return whether the engine quantises weights while loading."""
     return "quantization-config" in profile.options
 
 
 def brings_own_class(profile: Profile) -> bool:
-    """Return whether architectures that the engine does not list are loaded all the same."""
+    """Return whether vLLM loads architectures that it does not list."""
     return meaning(profile.options).get("model-impl") in ("transformers", "terratorch")
 
 
 def stretches_context(profile: Profile) -> bool:
-    """Return whether options change how positions are counted, as for longer contexts."""
+    """Return whether options change position encoding, as for longer contexts."""
     return "rope" in str(meaning(profile.options).get("hf-overrides", "")).lower()
 
 
 BRING_OWN_CLASS = "set engine.options.model-impl"
-
-
-# A value that begins with ``-`` would be read as an option by the engine's parser, and quoting
-# cannot stop that: such values are written ``--name=value`` or refused.
 
 
 MODEL_MOUNT = "/model"
@@ -80,35 +79,35 @@ CACHE_MOUNT = "/cache"
 DRAFTER_MOUNT = "/drafter"
 ADAPTERS_MOUNT = "/adapters"
 HEAD_TIMES = f"{CACHE_MOUNT}/spark-lm-head.json"
-"""What the engine measured of the opt-in head at its first start on this host."""
+"""Measurement of the opt-in head, written at the first start on a host."""
 
-# Proofs ran without both. Autotuning times FlashInfer's kernels beside loaded weights; the warm-up
-# compiles kernels that no request may ever need.
+# Proofs ran without both. Autotuning runs FlashInfer's kernels with loaded weights; the warm-up
+# compiles kernels that may never be used.
 KERNEL_CONFIG = {"enable_flashinfer_autotune": False, "enable_jit_warmup": False}
 
-# Of `docker run` for every release; the GPU's follow from the host. What the engine keeps of a
-# container's usual rights, and why: docs/decisions/0004.
+# `docker run` arguments of every release; GPU arguments follow from the host. Reasons:
+# docs/decisions/0004.
 CONTAINER_ARGUMENTS = (
-    "--pull=never",  # what is proven to be on the host, or nothing
+    "--pull=never",  # only images that the host already has
     "--network=none",
     "--ipc=private",
-    # One engine on one GPU shares little between its processes, and counts only what it uses.
+    # One engine on one GPU shares little memory between processes; only used pages count.
     "--shm-size=2g",
     "--cap-drop=ALL",
     "--security-opt=no-new-privileges",
     "--read-only",
-    # Compilers build there and load what they built; the cache allows that as well.
+    # Compilers build and load libraries there, as in the cache.
     "--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777,size=4g",
-    # Threads count, too: compilers start some for each core.
+    # Includes threads: compilers start several per core.
     "--pids-limit=8192",
 )
 
 
 def option_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Turn a mapping into arguments, in the order of the mapping.
+    """Turn a mapping into arguments, in order.
 
-    ``True`` is a bare flag, ``False`` its ``--no-`` form, ``None`` leaves the option out, a list
-    gives several values and a mapping becomes compact JSON.
+    ``True`` is a flag, ``False`` its ``--no-`` form, ``None`` omits the option, a list gives
+    several values and a mapping becomes compact JSON.
     """
     arguments: list[str] = []
     for name, value in options.items():
@@ -132,7 +131,7 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
     """Return the options of ``vllm serve`` that follow from model, profile and memory plan."""
     portable = profile.engine_mode == "portable"
     return {
-        # The watch asks every few seconds; the journal is for what clients ask.
+        # The watchdog polls these every few seconds.
         "disable-access-log-for-endpoints": "/health,/metrics",
         **option_values(profile.limits, profile.kv_cache),
         "max-model-len": context_tokens(model, profile),
@@ -145,8 +144,8 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "reasoning-parser": model.parsers.reasoning,
         "enable-auto-tool-choice": True if model.parsers.tool_call else None,
         "tool-call-parser": model.parsers.tool_call,
-        "speculative-config": _drafts_told(model, profile),
-        **_adapters_told(model),
+        "speculative-config": _speculative_config(model, profile),
+        **_adapter_options(model),
         **_further_options(model, profile),
     }
 
@@ -160,28 +159,27 @@ def _pools(model: Model) -> bool:
     return isinstance(model, PlainModel) and model.pools
 
 
-def _drafts_told(model: Model, profile: Profile) -> Mapping[str, Any] | None:
-    """Return the engine's speculative configuration."""
+def _speculative_config(model: Model, profile: Profile) -> Mapping[str, Any] | None:
+    """Return ``speculative-config``."""
     drafts = profile.speculation
     if drafts is None:
         return None
-    told: dict[str, Any] = {"method": drafts.method, "num_speculative_tokens": drafts.tokens}
+    config: dict[str, Any] = {"method": drafts.method, "num_speculative_tokens": drafts.tokens}
     if drafts.repository:
-        told["model"] = DRAFTER_MOUNT
+        config["model"] = DRAFTER_MOUNT
         if profile.engine_mode == "portable":
-            # That format is for trees of ours; a drafter is as it was published.
-            told["draft_load_config"] = {"load_format": "safetensors"}
+            # The portable format is for checkpoints built here; drafters are published ones.
+            config["draft_load_config"] = {"load_format": "safetensors"}
     if pins_drafter_experts(model, profile):
-        # By itself the engine takes FlashInfer CUTLASS on a GB10, whose 85 files may first have to
-        # be compiled beside the loaded weights. Proofs ran with Triton. The engine's own
-        # moe-backend would reach the INT4 experts of the model as well.
-        told["moe_backend"] = "triton"
-    words = {"prompt_lookup_max": drafts.longest_match, "prompt_lookup_min": drafts.shortest_match}
-    return {**told, **{name: count for name, count in words.items() if count is not None}}
+        # The default on a GB10 is FlashInfer CUTLASS, whose 85 files may have to be compiled while
+        # weights are loaded. Proofs ran with Triton. The global moe-backend would also affect the
+        # model's INT4 experts.
+        config["moe_backend"] = "triton"
+    lookup = {"prompt_lookup_max": drafts.longest_match, "prompt_lookup_min": drafts.shortest_match}
+    return {**config, **{name: count for name, count in lookup.items() if count is not None}}
 
 
-def _adapters_told(model: Model) -> dict[str, Any]:
-    """Return the options for adapters; none without."""
+def _adapter_options(model: Model) -> dict[str, Any]:
     if not model.adapters:
         return {}
     modules = [f"{name}={ADAPTERS_MOUNT}/{number}" for number, name in enumerate(model.adapters)]
@@ -194,7 +192,7 @@ def _adapters_told(model: Model) -> dict[str, Any]:
 
 
 def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
-    """Return the profile's own options, joined with the plan's choice of kernels."""
+    """Return the profile's own options, combined with the plan's choice of kernels."""
     options = {canonical(name): value for name, value in profile.options.items()}
     if options.setdefault("kernel-config", {}) is not None:
         defaults = dict(KERNEL_CONFIG)
@@ -206,16 +204,16 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
         spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES, **own.get("spark", {})}
         options["additional-config"] = {**own, "spark": spark}
     if pins_target_experts(model, profile):
-        # Every expert is 16-bit: what holds for the drafter holds for the whole engine.
+        # All experts are 16-bit, so the drafter's kernel is right for the whole engine.
         options["moe-backend"] = "triton"
     return options
 
 
 def _mapping_of(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the mapping that an option holds, for the plan to add its own keys."""
+    """Return an option's mapping, to which the plan adds keys."""
     own = structure(options.get(name) or {})
     if not isinstance(own, Mapping):
-        what = f"{own!r} is not a mapping, and the plan adds keys to it"
+        what = f"{own!r} is not a mapping, but the plan adds keys to it"
         raise PlanError.one(f"engine option {name}", what, "write it as a mapping")
     return own
 
@@ -232,19 +230,18 @@ def engine_arguments(
 def engine_environment(
     profile: Profile, *, plugin: bool, start_timeout_s: int, image: str
 ) -> dict[str, str]:
-    """Return the environment of the engine; it holds no secret.
+    """Return the engine's environment; it contains no secret.
 
-    The container has a loopback and no network, so every library that looks for an interface is
-    told to use that one.
+    The container has only a loopback interface, so every library is configured to use it.
     """
     environment = {
-        # Its account has neither a home nor a name in the image; libraries ask for both.
+        # The account has no home and no name in the image; libraries need both.
         "HOME": CACHE_MOUNT,
         "USER": ENGINE_USER,
         "XDG_CACHE_HOME": CACHE_MOUNT,
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # Skips its warm-up: it is not used for this architecture, and lists of that change.
+        # Skips the warm-up: DeepGEMM is not used for this architecture.
         "VLLM_USE_DEEP_GEMM": "0",
         # top_k and top_p by Triton as in the proofs; FlashInfer would compile its own kernels.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -263,22 +260,17 @@ def engine_environment(
     if plugin:
         environment["VLLM_PLUGINS"] = "spark"
     if profile.head == "int8-triton":
-        # What it measures holds for this image only, and it cannot ask which one it runs in.
+        # Its measurement is valid for one image, which it cannot query.
         environment["SPARK_IMAGE"] = image
     return {**environment, **profile.environment}
 
 
 def rank_arguments(rank: int, addresses: Sequence[str], port: int) -> tuple[str, ...]:
-    """Return what one host of a cluster is told beside: its place among the addresses of all."""
+    """Return the arguments of one rank, given the addresses of all."""
     count = str(len(addresses))
     argv = ["--tensor-parallel-size", count, "--nnodes", count, "--node-rank", str(rank)]
     argv += ["--master-addr", addresses[0], "--master-port", str(port)]
     return (*argv, "--headless") if rank else tuple(argv)
-
-
-def rank_environment(address: str) -> dict[str, str]:
-    """Return the variable that tells the engine of one host its own address."""
-    return {"VLLM_HOST_IP": address}
 
 
 def _value(name: str, value: Any) -> str:
@@ -289,12 +281,16 @@ def _value(name: str, value: Any) -> str:
     return text
 
 
+def rank_environment(address: str) -> dict[str, str]:
+    return {"VLLM_HOST_IP": address}
+
+
 PREFILL_LINES = {
     "triton": r"Using Triton/FLA GDN prefill kernel \(requested=triton\b",
     "flashinfer": r"Using FlashInfer GDN prefill kernel \(requested=flashinfer\b",
 }
 TRITON_EXPERTS_LINE = r"Using TRITON Unquantized MoE (LoRA )?backend"
-# Before 2.29.3 ranks on this CPU are reported to wait for each other for ever after some minutes.
+# NCCL before 2.29.3 is reported to deadlock on this CPU after some minutes.
 WEDGING_LINE = r"is using nccl==2\.(\d|1\d|2[0-8])\.|is using nccl==2\.29\.[0-2]\b"
 _FINITE_LINE = r"spark: all numbers of \d+ tensors and the logits of \d+ heads of \w+ are finite"
 _PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
@@ -303,7 +299,7 @@ _PORTABLE_LINE = r"spark portable mode: dequantised \d+ tensors to bfloat16"
 def lines_of(
     model: Model, profile: Profile, *, plugin: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the lines that have to be in the log, and those that must not."""
+    """Return the log lines that are required, and those that are forbidden."""
     required = list(profile.check.log_required)
     forbidden = list(profile.check.log_forbidden)
     if plugin and isinstance(model, HybridModel) and profile.shared_experts.startswith("fp8"):
@@ -323,14 +319,14 @@ def lines_of(
 
 
 def prefill_line(model: Model, profile: Profile) -> list[str]:
-    """Return the pattern of the line in which the engine names the prefill kernel it was told."""
+    """Return the pattern of the engine's log line about its prefill kernel."""
     line = PREFILL_LINES.get(prefill_backend(profile))
     nets = isinstance(model, HybridModel) and model.architecture.linear_layers > 0
     return [line] if line and nets else []
 
 
 def plugin_line(model: HybridModel) -> str:
-    """Return the pattern of the line in which the plugin states the exact sets it found."""
+    """Return the pattern of the plugin's log line about its exact tensor sets."""
     names = expand_all(model.tensors.swap)
     modules = {name.replace(".gate_proj", ".gate_up_proj") for name in names}
     modules -= {name for name in modules if name.endswith(".up_proj")}

@@ -1,6 +1,6 @@
 """Suggest the cheapest changes of settings with which a pair fits into memory.
 
-Each suggestion was judged the way a plan is, guard rails included: applied as printed, it fits.
+Each suggestion is checked like a plan, guard rails included.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Fits = Callable[[Settings], bool]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lever:
-    """One setting a user can change; each further value leaves the engine more memory."""
+    """A setting that a user can change; each further value leaves the engine more memory."""
 
-    setting: str  # two changes of one setting are no way
+    setting: str  # a suggestion changes a setting only once
     advice: str  # with {} for the value
     values: Sequence[Any]
     change: Change
@@ -51,15 +51,15 @@ class Lever:
 def refusal(
     model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
 ) -> PlanError:
-    """Return the error that says what is missing and the three cheapest ways to fit.
+    """Return the error with the missing memory and the three cheapest suggestions.
 
-    ``fits`` judges settings the way a plan does.
+    ``fits`` checks settings like a plan.
     """
     weights, drafter = loaded_bytes(model, profile, settings.ranks)
-    where = "one host" if settings.ranks == 1 else f"{settings.ranks} hosts, on each"
+    hosts = "one host" if settings.ranks == 1 else f"{settings.ranks} hosts, on each"
     memory = settings.memory
     what = (
-        f"does not fit on {where}: weights {gib(weights)}, drafter {gib(drafter)}, runtime "
+        f"does not fit on {hosts}: weights {gib(weights)}, drafter {gib(drafter)}, runtime "
         f"{gib(runtime_bytes(model, profile))} and the KV cache of one request of "
         f"{context_tokens(model, profile):,} tokens are "
         f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
@@ -83,7 +83,7 @@ def refusal(
 
 
 def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
-    """Return the fewest hosts that can serve the model together as it is."""
+    """Return the smallest cluster that can serve the model unchanged."""
     for count in range(settings.ranks + 1, _MOST_HOSTS + 1):
         hosts = tuple(f"host-{number}" for number in range(count))
         cluster = replace(settings.cluster, hosts=hosts)
@@ -93,23 +93,23 @@ def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
 
 
 def ways_to_fit(levers: Sequence[Lever], settings: Settings, fits: Fits) -> list[str]:
-    """Return up to three ways, the least intrusive first: single changes, then pairs and so on."""
+    """Return up to three suggestions, the least intrusive first: single changes, then pairs."""
     ways: dict[tuple[Lever, ...], str] = {}
     sizes = range(1, len({lever.setting for lever in levers}) + 1)
-    for chosen in (one for size in sizes for one in itertools.combinations(levers, size)):
+    for chosen in (group for size in sizes for group in itertools.combinations(levers, size)):
         if len(ways) == _WAYS:
             break
         once = len({lever.setting for lever in chosen}) == len(chosen)
         if not once or any(set(way) <= set(chosen) for way in ways):
             continue
         if values := _least_values(chosen, settings, fits):
-            advice = (lever.advice.format(one) for lever, one in zip(chosen, values, strict=True))
-            ways[chosen] = " and ".join(advice)
+            pairs = zip(chosen, values, strict=True)
+            ways[chosen] = " and ".join(lever.advice.format(value) for lever, value in pairs)
     return list(ways.values())
 
 
 def _least_values(chosen: Sequence[Lever], settings: Settings, fits: Fits) -> list[Any]:
-    """Return the least change of each setting with which they fit together; empty if none do."""
+    """Return the smallest change of each setting with which they fit together; empty if none do."""
     values = [lever.values[-1] for lever in chosen]
 
     def fits_with(place: int, value: Any) -> bool:
@@ -135,22 +135,19 @@ def _least_values(chosen: Sequence[Lever], settings: Settings, fits: Fits) -> li
 def _smaller_model(
     model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
 ) -> list[str]:
-    """Name the largest model that fits as it is and takes requests as long; it answers otherwise.
-
-    Empty when there is none.
-    """
+    """Suggest the largest other model that fits and takes requests as long."""
     if not isinstance(model, HybridModel):
-        return []  # for what somebody chose a repository, another one may be no answer at all
-    wanted = context_tokens(model, profile)
+        return []  # a repository of the user's choice has no substitute
+    context = context_tokens(model, profile)
     fitting = [
         other
         for other in catalog.models.values()
         if isinstance(other, HybridModel)
         and other.name != model.name
-        and other.architecture.max_context_tokens >= wanted
+        and other.architecture.max_context_tokens >= context
         and fits(replace(settings, model=other.name))
     ]
-    largest = max(fitting, key=lambda one: weights_of(one.architecture).tree_bytes, default=None)
+    largest = max(fitting, key=lambda m: weights_of(m.architecture).tree_bytes, default=None)
     return [f"choose model {largest.name}"] if largest else []
 
 
@@ -161,8 +158,8 @@ def _levers(
     catalog: Catalog,
     fractions: Sequence[float],
 ) -> list[Lever]:
-    """Return the changes that apply here, in the order of what they cost a user."""
-    higher = [one for one in fractions if one > profile.limits.memory_fraction]
+    """Return the changes that apply here, in order of their cost for a user."""
+    higher = [value for value in fractions if value > profile.limits.memory_fraction]
     reserve_gib = math.ceil(settings.memory.reserve_bytes / GIB)
     share_gib = min(_share_gib(settings), settings.memory.total_bytes // GIB + 1)
     names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
@@ -201,7 +198,7 @@ def _levers(
 
 
 def _all_fractions(catalog: Catalog) -> list[float]:
-    """Return every memory fraction, in hundredths, that no guard rail on it alone refuses."""
+    """Return every memory fraction, in hundredths, that no guard rail refuses by itself."""
     refused = (
         rail.applies["memory_fraction"].get("above", 1.0)
         for rail in catalog.rails
@@ -212,18 +209,19 @@ def _all_fractions(catalog: Catalog) -> list[float]:
 
 
 def _halves(tokens: int) -> list[int]:
-    """Return half of a context, half of that and so on, as long as they are of use."""
+    """Return a context halved repeatedly, down to the useful minimum."""
     halves = (tokens >> number for number in range(1, tokens.bit_length()))
-    return [one for one in halves if one >= _LEAST_CONTEXT_TOKENS]
+    return [size for size in halves if size >= _LEAST_CONTEXT_TOKENS]
 
 
 def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
-    """Return the other profiles, those first that are most like this one."""
-    others = [one for (_, served), one in sorted(catalog.profiles.items()) if served == model.name]
+    """Return the model's other profiles, the most similar first."""
+    profiles = sorted(catalog.profiles.items())
+    others = [other for (_, served), other in profiles if served == model.name]
     others.sort(
-        key=lambda one: (
-            (one.speculation is None) != (profile.speculation is None),
-            one.plugin != profile.plugin,
+        key=lambda other: (
+            (other.speculation is None) != (profile.speculation is None),
+            other.plugin != profile.plugin,
         )
     )
     return [other.name for other in others if other.name != profile.name]
@@ -244,12 +242,12 @@ def _reserve(settings: Settings, size_gib: int) -> Settings:
 
 
 def _share_gib(settings: Settings) -> int:
-    """Return what the services beside the main one may take together."""
-    return sum(one.memory_bytes for one in settings.services.values()) // GIB
+    """Return the memory of all additional services."""
+    return sum(service.memory_bytes for service in settings.services.values()) // GIB
 
 
 def _share(settings: Settings, size_gib: int) -> Settings:
-    """Lower what services may take to this size together, each by the same part."""
+    """Lower the memory of additional services to this total, each by the same factor."""
     part = size_gib / max(1, _share_gib(settings))
     services = {
         name: replace(one, memory_gib=one.memory_gib * part)

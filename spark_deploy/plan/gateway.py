@@ -1,4 +1,4 @@
-"""Who may reach a service, and how: from the settings alone, apart from any release."""
+"""Access to a service: gateway settings, TLS and URLs, independent of any release."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> 
     """Return the gateway of a service.
 
     Args:
-        settings: of the host, as they are for the service.
-        host: its name in the inventory; ``@local`` is this machine.
-        service: its name.
+        settings: of the service on this host.
+        host: inventory name; ``@local`` is this machine.
+        service: name of the service.
     """
     serve = settings.serve
     return GatewayPlan(
@@ -39,7 +39,9 @@ def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> 
             max_requests_per_s=serve.max_requests_per_s,
             max_connections=_MAX_CONNECTIONS,
             key_path=API_KEY,
-            routes={path: name for name, one in settings.services.items() for path in one.paths},
+            routes={
+                path: name for name, other in settings.services.items() for path in other.paths
+            },
             tls=None if serve.tls == "off" else tls_of(service),
             replicas=_replicas(settings, host) if service == MAIN_SERVICE else None,
         ),
@@ -50,35 +52,35 @@ def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> 
 
 
 def named(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPlan:
-    """Return the gateway of the main service, which sends a request where its model is served.
+    """Return the main gateway, which routes requests by model name.
 
     Raises:
-        PlanError: Two services would answer to the same name.
+        PlanError: two services have the same model name.
     """
     if not others:
         return main.gateway
-    names = {service_of(one.serve.name): one.serve.names for one in (main, *others)}
+    names = {service_of(plan.serve.name): plan.serve.names for plan in (main, *others)}
     first: dict[str, str] = {}
     for service, own in names.items():
         for name in own:
             if first.setdefault(name, service) != service:
-                what = f"{name} is what clients call the model of {first[name]}, too"
-                raise PlanError.one(f"services.{service}.names", what, "give it a name of its own")
+                what = f"{name} is also a model name of {first[name]}"
+                raise PlanError.one(f"services.{service}.names", what, "use a unique name")
     return replace(main.gateway, settings=replace(main.gateway.settings, names=names))
 
 
 def _replicas(settings: Settings, host: str) -> Replicas | None:
     replicas = settings.replicas
     others = (name for name in replicas.hosts if name != host)
-    at = (_shown(replicas.addresses[name]) for name in others if name in replicas.addresses)
-    found = tuple(f"{address}:{settings.serve.port}" for address in at)
-    return Replicas(replicas.port, found) if replicas.hosts else None
+    addresses = (replicas.addresses[name] for name in others if name in replicas.addresses)
+    gateways = tuple(f"{_shown(address)}:{settings.serve.port}" for address in addresses)
+    return Replicas(replicas.port, gateways) if replicas.hosts else None
 
 
 def address_of(settings: Settings, host: str) -> str | None:
-    """Return what clients of the network call a host; ``None`` when nobody said so."""
+    """Return the host's address for network clients; ``None`` if unknown."""
     if settings.serve.expose == "tailscale":
-        # The name SSH uses need not be one of the tailnet.
+        # The SSH name may not exist in the tailnet.
         return settings.serve.address
     known = settings.serve.address or settings.ssh.hostname
     return known or (None if host.startswith("@") else host)
@@ -99,12 +101,11 @@ def _tls(settings: Settings, host: str) -> TlsPlan | None:
 
 
 def gateway_file(plan: GatewayPlan) -> ManagedFile:
-    """Return the gateway's settings as the host tools read them."""
     return ManagedFile(plan.settings.path, text_of(plan.settings).encode())
 
 
 def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
-    """Return each base URL with who uses it; the host's own comes first."""
+    """Return each base URL with its audience; the host's own URL first."""
     here = (url(plan, LOOPBACK), "the host itself")
     audience = EXPOSURES[plan.settings.expose].audience
     if audience is None:
@@ -114,12 +115,12 @@ def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
     there = (url(plan, address), audience)
     if plan.settings.replicas is None:
         return (here, there)
-    together = replace(plan, settings=replace(plan.settings, port=plan.settings.replicas.port))
-    return (here, there, (url(together, address), f"{audience}, all replicas"))
+    balanced = replace(plan, settings=replace(plan.settings, port=plan.settings.replicas.port))
+    return (here, there, (url(balanced, address), f"{audience}, all replicas"))
 
 
 def url(plan: GatewayPlan, address: str) -> str:
-    """Return the base URL of an address; TLS ends at everything but this host."""
+    """Return the base URL of an address; TLS is used for all but the loopback."""
     scheme = "https" if plan.tls and address != LOOPBACK else "http"
     return f"{scheme}://{_shown(address)}:{plan.settings.port}/v1"
 

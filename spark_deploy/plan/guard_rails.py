@@ -21,19 +21,19 @@ from spark_deploy.plan.types import MemoryPlan
 _WIDEST = 1 << 20
 _FORMAT_OPTIONS = ("quantization", "quantization-config", "hf-overrides")
 _KERNEL_OPTIONS = ("linear-backend", "moe-backend", "kernel-config")
-# Each a second spelling of one field of speculative-config.
+# Alternative spellings of speculative-config fields.
 _DRAFT_OPTIONS = {
     "spec-method": "method",
     "spec-model": "model",
     "spec-tokens": "num_speculative_tokens",
 }
 _LOGGING_OPTIONS = ("enable-log-requests", "enable-log-outputs")
-# Each lets bytes that somebody sent or stored run as Python.
+# Each allows unpickling of untrusted data.
 _UNPICKLING = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-# Words for weights of few bits whose scales belong to groups of inputs.
+# Quantisation names with scales per group of inputs.
 _IN_GROUPS = ("auto-round", "gptq", "awq", "compressed-tensors", "bit")
-# Of older engines; recipes still set them, and vLLM 0.30 to 0.33 reads none (its envs.py).
-_READ_BY_NOBODY = (
+# Variables of older engines; recipes still set them, vLLM 0.30 to 0.33 ignores them (envs.py).
+_IGNORED_VARIABLES = (
     "VLLM_ATTENTION_BACKEND",
     "VLLM_FLASH_ATTN_VERSION",
     "VLLM_FLASHINFER_FORCE_TENSOR_CORES",
@@ -43,16 +43,16 @@ _READ_BY_NOBODY = (
     "VLLM_USE_V1",
 )
 _LOCAL_SOCKETS = ("unix://", "fd://")
-# The last vLLM, 0.24, that took the page cache for memory in use: docs/decisions/0005.
+# vLLM up to 0.24 counted the page cache as used memory: docs/decisions/0005.
 _COUNTED_CACHE_AS_USED = 24
-# The first vLLM whose cached prefixes were asked with drafts: recall-prefixes.json.
+# First vLLM minor version tested with cached prefixes and drafts: recall-prefixes.json.
 _PREFIXES_WITH_DRAFTS = 33
 
 
 def facts_of(
     model: Model, profile: Profile, memory: MemoryPlan, settings: Settings
 ) -> dict[str, Any]:
-    """Return what rules may speak about, of the arguments the engine would really get."""
+    """Return the facts that rules may use, of the arguments that the engine will get."""
     minor = _minor_version(settings.images.get(model.image.role, ""))
     options = meaning(profile.options)
     attention = _mapping(options.get("attention-config"))
@@ -107,7 +107,7 @@ def facts_of(
         "trust_remote_code": options.get("trust-remote-code") not in (None, False),
         "code_by_option": _names_code(options),
         "atomic_add": profile.environment.get("VLLM_MARLIN_USE_ATOMIC_ADD", "0") != "0",
-        "unread_variables": not profile.environment.keys().isdisjoint(_READ_BY_NOBODY),
+        "unread_variables": not profile.environment.keys().isdisjoint(_IGNORED_VARIABLES),
         "unpickles": any(
             profile.environment.get(name, "0").strip().lower() not in ("", "0", "false")
             for name in _UNPICKLING
@@ -121,9 +121,9 @@ def facts_of(
 
 
 def _names_code(options: Mapping[str, Any]) -> bool:
-    """Tell whether an option names a class or a file of Python that the engine would run."""
+    """Return whether an option names a Python class or file that the engine would run."""
     compilation = _mapping(options.get("compilation-config"))
-    # A name with a dot in it is one of a module.
+    # A name with a dot is a module path.
     by_name = (options.get("distributed-executor-backend"), compilation.get("backend"))
     return any(options.get(name) is not None for name in CODE_OPTIONS) or any(
         "." in str(value or "") for value in by_name
@@ -131,22 +131,22 @@ def _names_code(options: Mapping[str, Any]) -> bool:
 
 
 def _logs_questions(environment: Mapping[str, str], options: Mapping[str, Any]) -> bool:
-    """Tell whether the engine would print what people ask, or what they are answered."""
+    """Return whether the engine would log prompts or answers."""
     loud = any(options.get(name) not in (None, False) for name in _LOGGING_OPTIONS)
     debug = environment.get("VLLM_LOGGING_LEVEL", "").strip().upper() == "DEBUG"
     return loud or debug or "VLLM_REQUEST_BODY_LOG_LEVEL" in environment
 
 
 def _listens(hosts: Any) -> bool:
-    """Tell whether docker's daemon would take orders from others than this machine."""
+    """Return whether docker's daemon would accept remote connections."""
     addresses = hosts if isinstance(hosts, (list, tuple)) else (hosts,)
     return any(not str(address).startswith(_LOCAL_SOCKETS) for address in addresses)
 
 
 def _formats(model: Model) -> list[str]:
-    """Return the words in which a tree says how its weights are stored.
+    """Return the words that describe a checkpoint's weight format.
 
-    Of a repository served as published nothing: there is no other tree that rules could prefer.
+    Empty for published repositories: there is no alternative that rules could prefer.
     """
     return [] if isinstance(model, PlainModel) else [model.sources.base]
 
@@ -158,35 +158,35 @@ def _repeats_names(model: Model) -> bool:
 
 
 def _minor_version(image: str) -> int | None:
-    """Return N of vLLM 0.N by the tag; a tag without vLLM's version tells nothing."""
+    """Return N of vLLM 0.N in the image's tag; ``None`` without a version."""
     tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
     found = re.match(r"v?0\.(\d+)\b", tag)
     return int(found[1]) if found else None
 
 
 def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
-    """Return how much of one routed expert a device holds."""
+    """Return the width of a routed expert on one device."""
     if isinstance(model, PlainModel):
-        # Where there are no experts, none in groups, or nobody knows of any, none is too narrow.
+        # Without experts, without groups, or if unknown, no expert is too narrow.
         anatomy = model.anatomy
-        grouped = anatomy is not None and any(one in anatomy.quantisation for one in _IN_GROUPS)
+        grouped = anatomy is not None and any(name in anatomy.quantisation for name in _IN_GROUPS)
         whole = (anatomy.expert_width if anatomy and grouped else None) or _WIDEST
     else:
         whole = model.architecture.expert_width
     if options.get("enable-expert-parallel") is True:
-        return whole  # experts are dealt out, not cut
+        return whole  # whole experts per device
     return whole // max(ranks, int(options.get("tensor-parallel-size") or 1))
 
 
 def _deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
-    """Tell whether the environment or a choice of kernels asks for DeepGEMM."""
+    """Return whether environment or kernel options select DeepGEMM."""
     chosen = " ".join(str(options.get(name, "")) for name in _KERNEL_OPTIONS)
     by_option = "deep_gemm" in chosen.lower().replace("-", "_")
     return by_option or profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0"
 
 
 def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the engine's speculative configuration as it will be."""
+    """Return the engine's effective ``speculative-config``."""
     drafts = profile.speculation
     planned: dict[str, Any] = (
         {
@@ -218,7 +218,7 @@ def apply_rails(
     Args:
         rails: the rules.
         facts: of the planned release.
-        overridden: names of refusing rails that the owner of the host takes on, and why.
+        overridden: refusing rules that the owner overrides, and why.
     """
     _refuse_unknown(rails, facts)
     hits = [rail for rail in rails if all_hold(rail.applies, facts)]
@@ -231,7 +231,7 @@ def apply_rails(
             why = overridden[rail.rule]
             warnings.append(f"{rail.rule} is overridden ({why}): {rail.reason} ({rail.source})")
         else:
-            fix = f"{rail.fix}, or take it on: override_rails: {{{rail.rule}: WHY}}"
+            fix = f"{rail.fix}, or set override_rails: {{{rail.rule}: WHY}}"
             where = f"model {facts['model']} with profile {facts['profile']}"
             what = f"refused by guard rail {rail.rule}: {rail.reason} ({rail.source})"
             refused.append(Problem(where, what, fix if rail.may_be_overridden else rail.fix))
@@ -241,26 +241,26 @@ def apply_rails(
 
 
 def _no_overrides(rails: Sequence[GuardRail], overridden: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield each override of a rail that is not there, or that nobody may override."""
+    """Yield overrides of unknown rules, and of rules that cannot be overridden."""
     known = [rail.rule for rail in rails if rail.may_be_overridden]
     for rule in sorted(set(overridden).difference(known)):
-        there = any(rail.rule == rule for rail in rails)
-        what = "is no rail that may be overridden" if there else "is no guard rail"
+        exists = any(rail.rule == rule for rail in rails)
+        what = "cannot be overridden" if exists else "is not a guard rail"
         guess = closest(rule, known)
-        fix = f"did you mean {guess}?" if guess else f"these may: {', '.join(known)}"
+        fix = f"did you mean {guess}?" if guess else f"allowed: {', '.join(known)}"
         yield Problem(f"override_rails: {rule}", what, fix)
 
 
 def _refuse_unknown(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> None:
-    """Refuse rails about facts that nobody states: they would never hold."""
+    """Refuse rules about unknown facts: they would never apply."""
     problems = []
     for rail in rails:
-        others = (one["below_fact"] for one in rail.applies.values() if "below_fact" in one)
+        others = (test["below_fact"] for test in rail.applies.values() if "below_fact" in test)
         for name in (*rail.applies, *others):
             if name not in facts:
                 guess = closest(name, list(facts))
                 fix = f"did you mean {guess}?" if guess else f"known: {', '.join(sorted(facts))}"
                 where = f"catalog/guard_rails.yml: {rail.rule}: {name}"
-                problems.append(Problem(where, "is no fact of a release", fix))
+                problems.append(Problem(where, "is not a fact of a release", fix))
     if problems:
         raise PlanError(problems)

@@ -1,4 +1,4 @@
-"""Which host lends which tree to whom: one fetches, the others take from it. Pure."""
+"""Peer download: one host downloads, the others copy from it. Pure."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from spark_contract.job import FETCH_JOB, ReceiptProof
 from spark_deploy.plan.jobs import PYTHON, Work
 from spark_deploy.plan.types import ManagedFile
 
-# Copies that one host sends at most where many ask; a network is ten times as fast as most lines.
-_ASKERS = 8
-# "needless": it is not there, and what it would be for is.
+# Copies that one host sends at once; a local network is ten times as fast as most lines.
+_COPIES = 8
+# "needless": missing, but its result exists.
 State = Literal["there", "under way", "missing", "needless"]
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A host of the run, with the trees that it has or shall have."""
+    """A host of the run, with the state of its trees."""
 
     name: str
-    url: str  # where it lends
+    url: str  # of its share
     trees: dict[str, State]  # by digest
-    receipts: dict[str, str] = field(default_factory=dict)  # sha256 of those of built trees
+    receipts: dict[str, str] = field(default_factory=dict)  # sha256, of built trees
 
 
 def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
-    """Return the trees of jobs that peers can use: of those that are built only whole ones.
+    """Return the trees that jobs can share: downloads while they run, builds when complete.
 
-    Of an image they are the blobs of its base; those of several jobs are one tree.
+    The blobs of an image's base count as one tree.
     """
-    found: dict[str, SharedTree] = {}
+    trees: dict[str, SharedTree] = {}
     for work in jobs:
         proof, name = work.job.proof, work.job.digest12
         if isinstance(proof, ReceiptProof):
             whole_only = work.job.kind != FETCH_JOB
-            found[proof.digest] = SharedTree(proof.digest, proof.tree, name, not whole_only)
+            trees[proof.digest] = SharedTree(proof.digest, proof.tree, name, not whole_only)
         elif work.layers is not None:
             layers = work.layers
-            found.setdefault(
+            trees.setdefault(
                 layers.digest, SharedTree(layers.digest, layers.out, name, unfinished=True)
             )
-    return tuple(found.values())
+    return tuple(trees.values())
 
 
 def trees_to_share(me: str, members: Sequence[Member]) -> frozenset[str]:
     """Return the trees of a host that another one lacks."""
-    mine = next(one.trees for one in members if one.name == me)
+    mine = next(member.trees for member in members if member.name == me)
     return frozenset(
         digest
         for digest in mine
@@ -61,35 +61,34 @@ def trees_to_share(me: str, members: Sequence[Member]) -> frozenset[str]:
 
 
 def lacks(state: State) -> bool:
-    """Return whether a host wants a tree that it does not have."""
+    """Return whether a host in this state needs the tree."""
     return state in ("under way", "missing")
 
 
 def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
-    """Return where a host asks for a tree, in that order.
+    """Return the URLs from which a host copies a tree, in order.
 
-    First who has it, beginning with another one for each asker. Then who is at it, and of those
-    that begin now the ones before this host, the nearest first: so none waits for one that waits
-    for it, and the first of all goes to the hub. Among many hosts only the first ask who has it,
-    and each one the nearest few: nobody sends more copies than its network carries in the time
-    that the line brings one.
+    First hosts that have it, each client starting with another one; then hosts that download it;
+    then hosts before this one that start now, the nearest first. So no two hosts wait for each
+    other, and the first host uses the hub. Of many hosts only the first copy from complete ones and
+    the others from neighbours, so that no host sends more copies than its network carries.
     """
-    place = [one.name for one in members].index(me)
-    rank = sum(one.trees.get(digest) == "missing" for one in members[:place])
+    place = [member.name for member in members].index(me)
+    rank = sum(member.trees.get(digest) == "missing" for member in members[:place])
 
     def among(state: State, some: Sequence[Member]) -> list[str]:
-        return [one.url for one in some if one.name != me and one.trees.get(digest) == state]
+        return [m.url for m in some if m.name != me and m.trees.get(digest) == state]
 
     there = among("there", members)
-    there = there if rank < _ASKERS * len(there) else []
+    there = there if rank < _COPIES * len(there) else []
     turn = place % len(there) if there else 0
-    at_it = among("under way", members)
+    running = among("under way", members)
     before = among("missing", members[:place])
-    return (*there[turn:], *there[:turn], *at_it, *reversed(before[-_ASKERS:]))
+    return (*there[turn:], *there[:turn], *running, *reversed(before[-_COPIES:]))
 
 
 def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
-    """Return a job that knows which hosts have what it makes."""
+    """Return a job that copies from peers if they have its result."""
     proof = work.job.proof
     if work.layers is not None:
         return _through_layers(work, work.layers, me, members)
@@ -97,16 +96,16 @@ def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
         return work
     urls = peers_of(me, proof.digest, members)
     if work.job.kind == FETCH_JOB and urls:
-        return replace(work, inputs=tuple(_naming(file, Peers(urls)) for file in work.inputs))
-    receipts = {one.url: one.receipts.get(proof.digest) for one in members}
-    there = tuple(FinishedTree(url, known) for url in urls if (known := receipts[url]))
-    return _or_copied(work, CopyPlan(proof.digest, there)) if there else work
+        return replace(work, inputs=tuple(_add_peers(file, Peers(urls)) for file in work.inputs))
+    receipts = {member.url: member.receipts.get(proof.digest) for member in members}
+    built = tuple(FinishedTree(url, sha256) for url in urls if (sha256 := receipts[url]))
+    return _or_copied(work, CopyPlan(proof.digest, built)) if built else work
 
 
 def _through_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[Member]) -> Work:
-    """Return the job of an image that takes its base from peers, or has it to lend.
+    """Return the job of an image that copies its base from peers, or shares it.
 
-    Who asks no peer keeps the blobs, so that hosts which come later find them in the lab.
+    A host without peers keeps the blobs for hosts that join later.
     """
     urls = peers_of(me, layers.digest, members)
     if not urls and layers.digest not in trees_to_share(me, members):
@@ -119,7 +118,7 @@ def _through_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[M
     return replace(work, job=job, inputs=(*work.inputs, file))
 
 
-def _naming(file: ManagedFile, peers: Peers) -> ManagedFile:
+def _add_peers(file: ManagedFile, peers: Peers) -> ManagedFile:
     order = replace(parse(FetchPlan, file.content.decode()), peers=peers)
     return replace(file, content=text_of(order).encode())
 
