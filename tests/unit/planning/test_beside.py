@@ -134,7 +134,7 @@ def test_an_adapter_has_a_name_a_mount_and_a_slot() -> None:
 
 
 def test_adapters_and_drafts_together_are_refused() -> None:
-    with pytest.raises(PlanError, match="nobody proved that drafts fit"):
+    with pytest.raises(PlanError, match="unverified with adapters"):
         plan(drafting("ngram"), model=ADAPTED)
 
 

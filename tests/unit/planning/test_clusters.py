@@ -142,12 +142,12 @@ def moved(ports: tuple[Port, ...], *addresses: str) -> tuple[Port, ...]:
         # The cable in the network of the hosts: it would be served over the slow one, unnoticed.
         (moved((LAN, *of_cable(0, 11)), "192.168.100.2/24", "192.168.100.11/24",
                "192.168.101.11/24"),
-         "spark-2: enp1s0f0np0: 192.168.100.0/24 is the network of enP7s7 as well"),
+         "spark-2: enp1s0f0np0: 192.168.100.0/24 is also the network of enP7s7"),
         (moved((LAN, *of_cable(0, 11)), "192.168.1.2/24", "192.168.100.11/24",
                "192.168.100.12/24"),
-         "spark-2: enP2p1s0f0np0: 192.168.100.0/24 is the network of enp1s0f0np0 as well"),
+         "spark-2: enP2p1s0f0np0: 192.168.100.0/24 is also the network of enp1s0f0np0"),
         # One machine under two names, or an address given twice.
-        ((LAN, *of_cable(1, 10)), "spark-2: cluster: has 192.168.100.10, as spark-1 has"),
+        ((LAN, *of_cable(1, 10)), "spark-2: cluster: has 192.168.100.10"),
     ],
 )  # fmt: skip
 def test_networks_in_which_packets_could_arrive_elsewhere_are_refused(
@@ -194,8 +194,8 @@ def test_what_cannot_be_cut_evenly_is_refused_with_what_could() -> None:
     three = dataclasses.replace(Settings(), cluster=ClusterSettings(hosts=("a", "b", "c")))
     problem = problems_of(three, shipped_catalog())[0]
     assert problem.where == "cluster.hosts"
-    assert "2 heads of keys and values" in problem.what
-    assert problem.fix == "name 2 or 4 hosts"
+    assert "2 KV heads" in problem.what
+    assert problem.fix == "use 2 or 4 hosts"
 
 
 def test_experts_of_one_group_on_a_rank_are_refused() -> None:

