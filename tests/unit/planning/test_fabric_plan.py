@@ -87,7 +87,7 @@ def test_what_it_must_not_touch_is_refused(
 
 
 def test_a_host_that_is_not_named_gets_no_address() -> None:
-    with pytest.raises(PlanError, match="fabric.hosts"):
+    with pytest.raises(PlanError, match=r"fabric\.hosts"):
         plan("spark-9", LAN, *bare(1))
 
 
