@@ -130,42 +130,39 @@ def _together(model: HybridModel, count: int) -> str:
 
 
 def profile_sections() -> Iterator[str]:
-    """Yield a section per profile."""
-    for name in catalog().profile_names:
-        yield from _profile(name)
+    """Yield tables: when to choose a profile, memory for each model, published figures."""
+    profiles = [catalog().profile(name, Settings().model) for name in catalog().profile_names]
+    yield "| profile | choose this when | shared experts, LM head, KV cache, drafts | plugin |"
+    yield "|---|---|---|---|"
+    for shown in profiles:
+        drafts = shown.speculation.tokens if shown.speculation else 0
+        parts = f"{shown.shared_experts}, {shown.head}, {shown.kv_cache.dtype}, {drafts}"
+        yield row(f"`{shown.name}`", shown.choose_when, parts, "yes" if shown.plugin else "no")
+    for model in _for_sparks():
+        yield from ("", f"### Memory of {model.name}", "")
+        yield "| profile | weights | drafter | KV cache | tokens | full-length requests |"
+        yield "|---|---|---|---|---|---|"
+        for shown in profiles:
+            yield _memory_row(model, catalog().profile(shown.name, model.name))
+    yield from (
+        "",
+        "### Published",
+        "",
+        "| profile | what | figure | source |",
+        "|---|---|---|---|",
+    )
+    for shown in profiles:
+        for figure in shown.published:
+            yield row(f"`{shown.name}`", figure.what, figure.value, figure.source)
 
 
 def rail_rows() -> Iterator[str]:
     known = {"measured": "*measured here*", "read": "*read in source*"}
-    yield from ("| rule | effect | why | instead | known | from |", "|---|---|---|---|---|---|")
+    yield from ("| rule | effect | why | instead | known |", "|---|---|---|---|---|")
     for rail in catalog().rails:
         evidence = known.get(rail.evidence, "*reported*")
         effect = f"{rail.effect} †" if rail.may_be_overridden else rail.effect
-        yield row(f"`{rail.rule}`", effect, rail.reason, rail.fix, evidence, rail.source)
-
-
-def _profile(name: str) -> Iterator[str]:
-    shown = catalog().profile(name, Settings().model)
-    yield from ("", f"## {name}", "", f"{shown.summary}.", "")
-    yield from (f"**Choose this when** {shown.choose_when}.", "")
-    drafts = (
-        f"{shown.speculation.tokens} draft tokens ({shown.speculation.method})"
-        if shown.speculation
-        else "no drafts"
-    )
-    plugin = "with our plugin" if shown.plugin else "unmodified engine image"
-    yield (
-        f"Shared experts {shown.shared_experts}, LM head {shown.head}, KV cache "
-        f"{shown.kv_cache.dtype}, {drafts}, {plugin}."
-    )
-    yield from ("", "| model | weights | drafter | KV cache | tokens | full-length requests |")
-    yield "|---|---|---|---|---|---|"
-    for model in _for_sparks():
-        yield _memory_row(model, catalog().profile(name, model.name))
-    if shown.published:
-        yield from ("", "| published | figure | source |", "|---|---|---|")
-        for figure in shown.published:
-            yield row(figure.what, figure.value, figure.source)
+        yield row(f"`{rail.rule}`", effect, rail.reason, rail.fix, evidence)
 
 
 def profile_proofs() -> Iterator[str]:
@@ -182,11 +179,11 @@ def profile_proofs() -> Iterator[str]:
 def _memory_row(model: Model, profile: Profile) -> str:
     weights, drafter = (gib(value) for value in loaded_bytes(model, profile))
     if not _fits(model, profile):
-        return f"| {model.name} | {weights} | {drafter} | does not fit on one host | | |"
+        return f"| `{profile.name}` | {weights} | {drafter} | does not fit on one host | | |"
     plan = plan_memory(model, profile, Settings())
     requests = f"{plan.full_context_users:.1f} of {context_tokens(model, profile):,}"
     cells = (
-        model.name,
+        f"`{profile.name}`",
         weights,
         drafter,
         gib(plan.kv_cache_bytes),
