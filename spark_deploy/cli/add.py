@@ -21,9 +21,9 @@ from spark_deploy.cli.plan_text import plan_lines, row
 from spark_deploy.cli.recipes import draft_of_recipe
 from spark_deploy.cli.terminal import next_command, note, print_problem, print_result
 from spark_deploy.config.catalog.anatomy import Anatomy
-from spark_deploy.config.catalog.companions import is_repository
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.catalog.model import HybridModel
+from spark_deploy.config.catalog.profile import is_repository
 from spark_deploy.config.catalog.types import Engine, Engines, Families
 from spark_deploy.config.errors import CatalogError, SparkError
 from spark_deploy.config.printable import one_line, shown

@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark_deploy.cli.catalog_files import Draft
-from spark_deploy.config.catalog.companions import OF_A_REPOSITORY, Speculation, is_repository
-from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.catalog.profile import OF_A_REPOSITORY, Profile, Speculation, is_repository
 from spark_deploy.config.catalog.types import Engine
 from spark_deploy.config.documents import convert, schema_of
 from spark_deploy.config.errors import CatalogError
 from spark_deploy.config.schema_errors import problems_of
 from spark_deploy.config.settings import engine_options
-from spark_deploy.config.settings.engine_arguments import DECIDING
-from spark_deploy.config.settings.engine_options import DEVICE_OPTIONS
+from spark_deploy.config.settings.engine_options import DECIDING, DEVICE_OPTIONS
 
 _SPARK = "dgx_spark_gb10"
 _SERVICE = "set by the gateway and serve.names"

@@ -12,7 +12,7 @@ from pydantic.json_schema import SkipJsonSchema
 from spark_contract.units import COMMIT, SHA256
 
 from spark_deploy.config.catalog.anatomy import Anatomy
-from spark_deploy.config.catalog.companions import HUB_REPOSITORY
+from spark_deploy.config.catalog.profile import HUB_REPOSITORY
 from spark_deploy.config.documents import CLOSED, FromKey, digest_of, name_entries
 
 _Commit = Annotated[str, Field(json_schema_extra={"pattern": f"^{COMMIT}$"})]

@@ -34,8 +34,7 @@ from spark_contract.units import (
     release_name,
 )
 
-from spark_deploy.config.catalog.asked import questions_of
-from spark_deploy.config.catalog.model import HybridModel, PlainModel
+from spark_deploy.config.catalog.model import HybridModel, PlainModel, questions_of
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.settings.types import Settings

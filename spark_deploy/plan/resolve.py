@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from spark_deploy.config.catalog.companions import Speculation
 from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
-from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.catalog.profile import Profile, Speculation
 from spark_deploy.config.catalog.types import CALLED, Catalog, Engines, version_of
 from spark_deploy.config.errors import PlanError, Problem, SparkError
 from spark_deploy.config.schema_errors import closest
-from spark_deploy.config.settings.engine_arguments import KvCache, Limits
+from spark_deploy.config.settings.engine_options import KvCache, Limits
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan.artifacts import refuse_impossible_trees

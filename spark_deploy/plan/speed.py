@@ -13,9 +13,8 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from spark_deploy.config.catalog.companions import Speculation
 from spark_deploy.config.catalog.model import Architecture, HybridModel
-from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.catalog.profile import Profile, Speculation
 from spark_deploy.plan.engine_arguments import quantises_online
 from spark_deploy.plan.kv_cache import layer_bytes_per_token, own_drafts, state_bytes
 from spark_deploy.plan.memory import mtp_layer_bytes, weights_of

@@ -21,14 +21,10 @@ class CacheLayers:
 
     kind: Literal["full", "sliding", "latent", "state"]
     """full and sliding: keys and values; latent: what MLA keeps; state: one for each request."""
-    layers: int = Field(ge=1)
-    """How many."""
-    token_bytes: int = Field(default=0, ge=0)
-    """Of one layer and token, in 16 bit."""
-    window_tokens: int = Field(default=0, ge=0)
-    """How far a sliding window reaches."""
-    state_bytes: int = Field(default=0, ge=0)
-    """Of one layer and request."""
+    layers: int = Field(ge=1, description="How many.")
+    token_bytes: int = Field(default=0, ge=0, description="Of one layer and token, in 16 bit.")
+    window_tokens: int = Field(default=0, ge=0, description="How far a sliding window reaches.")
+    state_bytes: int = Field(default=0, ge=0, description="Of one layer and request.")
     draft_state_bytes: int = Field(default=0, ge=0)
     """Of these, more for each draft token."""
 
@@ -37,14 +33,10 @@ class CacheLayers:
 class CountedCache:
     """What an engine said of a cache that nobody could compute, in its first start on a host."""
 
-    kv_cache: str
-    """Type of the cache that it counted."""
-    context_tokens: int = Field(ge=1)
-    """Longest context that it was started with."""
-    token_bytes: int = Field(ge=1)
-    """Bytes of one token over all layers."""
-    by: str = Field(max_length=200)
-    """Host and release whose proof holds it."""
+    kv_cache: str = Field(description="Type of the cache that it counted.")
+    context_tokens: int = Field(ge=1, description="Longest context that it was started with.")
+    token_bytes: int = Field(ge=1, description="Bytes of one token over all layers.")
+    by: str = Field(max_length=200, description="Host and release whose proof holds it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -56,10 +48,8 @@ class Anatomy:
     """The commit that was read."""
     leave_out: tuple[str, ...] = ()
     """Shell patterns of files that were not looked at, because nobody fetches them."""
-    architecture: str = ""
-    """Class that config.json names."""
-    model_type: str = ""
-    """Type that config.json names."""
+    architecture: str = Field(default="", description="Class that config.json names.")
+    model_type: str = Field(default="", description="Type that config.json names.")
     quantisation: str = ""
     """How config.json says weights are stored; empty: it does not."""
     weights: dict[str, int] = Field(
@@ -67,20 +57,17 @@ class Anatomy:
         json_schema_extra={"additionalProperties": {"type": "integer", "minimum": 0}},
     )
     """Bytes that are always loaded, by dtype."""
-    repeats_names: bool = False
-    """Files hold some tensors twice."""
+    repeats_names: bool = Field(default=False, description="Files hold some tensors twice.")
     vision_bytes: int = Field(default=0, ge=0)
     """Towers and projectors of pictures and sound."""
     drafter_bytes: int = Field(default=0, ge=0)
     """The model's own layers of speculation."""
     context_tokens: PositiveInt | SkipJsonSchema[None] = None
     """Longest context of config.json."""
-    width: PositiveInt | SkipJsonSchema[None] = None
-    """hidden_size."""
+    width: PositiveInt | SkipJsonSchema[None] = Field(default=None, description="hidden_size.")
     expert_width: PositiveInt | SkipJsonSchema[None] = None
     """moe_intermediate_size."""
-    cache: tuple[CacheLayers, ...] = ()
-    """What layers keep of a request."""
+    cache: tuple[CacheLayers, ...] = Field(default=(), description="What layers keep of a request.")
     cache_unknown: str = ""
     """Why nobody here can say what they keep; empty when the cache is known."""
     counted: CountedCache | SkipJsonSchema[None] = None

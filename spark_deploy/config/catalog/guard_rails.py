@@ -57,22 +57,17 @@ def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) 
 class GuardRail:
     """A combination known to end badly."""
 
-    rule: RailName
-    """Short name."""
+    rule: RailName = Field(description="Short name.")
     applies: dict[str, dict[str, Any]] = Field(
         min_length=1, json_schema_extra={"additionalProperties": COMPARISON}
     )
     """Facts of the planned release and what each must be; all must hold."""
-    effect: Literal["refuse", "warn"]
-    """refuse the plan or warn in it."""
-    reason: str
-    """What would happen, in a sentence."""
-    fix: str
-    """What to do instead."""
+    effect: Literal["refuse", "warn"] = Field(description="refuse the plan or warn in it.")
+    reason: str = Field(description="What would happen, in a sentence.")
+    fix: str = Field(description="What to do instead.")
     evidence: Literal["measured", "read", "reported"]
     """measured: a result file of ours shows it; read: in source; reported: by others only."""
-    source: str
-    """Where this is known from."""
+    source: str = Field(description="Where this is known from.")
     may_be_overridden: bool = False
     """Whether `override_rails` of a host may name a refusing rail; it warns then."""
 
@@ -81,8 +76,7 @@ class GuardRail:
 class GuardRails:
     """Combinations that are known to end badly."""
 
-    rails: tuple[GuardRail, ...]
-    """The rules."""
+    rails: tuple[GuardRail, ...] = Field(description="The rules.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -91,32 +85,25 @@ class Question:
 
     id: str = Field(json_schema_extra={"pattern": "^[a-z-]+$"})
     """Its name; the function of this name answers it."""
-    question: str = Field(min_length=1)
-    """The question, in a sentence."""
-    how: str = Field(min_length=1)
-    """How the host answers it."""
+    question: str = Field(min_length=1, description="The question, in a sentence.")
+    how: str = Field(min_length=1, description="How the host answers it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Part:
     """A part of the project, and what showed that it works."""
 
-    part: str = Field(min_length=1)
-    """What it is."""
-    lab: str
-    """What the virtual lab showed."""
-    gpu: str
-    """What GPUs that are not a Spark's showed."""
-    questions: tuple[Question, ...] = Field(min_length=1)
-    """What is open."""
+    part: str = Field(min_length=1, description="What it is.")
+    lab: str = Field(description="What the virtual lab showed.")
+    gpu: str = Field(description="What GPUs that are not a Spark's showed.")
+    questions: tuple[Question, ...] = Field(min_length=1, description="What is open.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class OpenQuestions:
     """What is proven, where, and what is open."""
 
-    parts: tuple[Part, ...] = Field(min_length=1)
-    """In the order of the page."""
+    parts: tuple[Part, ...] = Field(min_length=1, description="In the order of the page.")
 
     @property
     def all(self) -> tuple[Question, ...]:

@@ -10,9 +10,8 @@ from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 
 from spark_deploy.config.catalog.anatomy import Anatomy
-from spark_deploy.config.catalog.companions import Adapter, HubRepository
 from spark_deploy.config.catalog.guard_rails import COMPARISON
-from spark_deploy.config.catalog.profile import TRAITS
+from spark_deploy.config.catalog.profile import TRAITS, Adapter, HubRepository
 from spark_deploy.config.catalog.tensor_sets import Tensors
 from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation
 from spark_deploy.config.settings.patterns import IMAGE_ROLE
@@ -31,8 +30,7 @@ RENAMED = {
 class Sources:
     """Repositories of the model hub; the lock adds the commit."""
 
-    base: HubRepository
-    """Complete INT4 tree."""
+    base: HubRepository = Field(description="Complete INT4 tree.")
     donor: HubRepository | None = None
     """FP8 tree that shared experts come from; null when there is none."""
     hybrid: HubRepository | None = None
@@ -40,8 +38,7 @@ class Sources:
     none."""
     original: HubRepository | None = None
     """16-bit repository for `spark-deploy add MODEL --requantize`; null if none."""
-    revision: str = "main"
-    """Branch or tag the lock starts from."""
+    revision: str = Field(default="main", description="Branch or tag the lock starts from.")
     repeats_names: bool = False
     """The base's files hold some tensors twice, which fastsafetensors refuses."""
 
@@ -50,52 +47,36 @@ class Sources:
 class LinearAttention:
     """Sizes of a gated delta net."""
 
-    key_heads: int = Field(ge=1)
-    """linear_num_key_heads."""
-    value_heads: int = Field(ge=1)
-    """linear_num_value_heads."""
-    head_width: int = Field(ge=1)
-    """linear_key_head_dim and linear_value_head_dim."""
-    kernel: int = Field(default=4, ge=1)
-    """linear_conv_kernel_dim."""
+    key_heads: int = Field(ge=1, description="linear_num_key_heads.")
+    value_heads: int = Field(ge=1, description="linear_num_value_heads.")
+    head_width: int = Field(ge=1, description="linear_key_head_dim and linear_value_head_dim.")
+    kernel: int = Field(default=4, ge=1, description="linear_conv_kernel_dim.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Architecture:
     """Numbers of config.json that sizes are computed from."""
 
-    layers: int = Field(ge=1)
-    """Layers of the language model."""
+    layers: int = Field(ge=1, description="Layers of the language model.")
     full_attention_every: int = Field(ge=1)
     """Every how many layers one has full attention; the others are gated delta nets."""
-    hidden: int = Field(ge=1)
-    """hidden_size."""
-    vocabulary: int = Field(ge=1)
-    """vocab_size."""
-    experts: int = Field(ge=1)
-    """Experts of a layer."""
-    experts_per_token: int = Field(ge=1)
-    """Routed experts of a token."""
-    expert_width: int = Field(ge=1)
-    """moe_intermediate_size."""
-    shared_expert_width: int = Field(ge=1)
-    """shared_expert_intermediate_size."""
+    hidden: int = Field(ge=1, description="hidden_size.")
+    vocabulary: int = Field(ge=1, description="vocab_size.")
+    experts: int = Field(ge=1, description="Experts of a layer.")
+    experts_per_token: int = Field(ge=1, description="Routed experts of a token.")
+    expert_width: int = Field(ge=1, description="moe_intermediate_size.")
+    shared_expert_width: int = Field(ge=1, description="shared_expert_intermediate_size.")
     attention_heads: int = Field(ge=1)
     """num_attention_heads; queries are gated, so their projection is twice as wide."""
-    kv_heads: int = Field(ge=1)
-    """num_key_value_heads."""
-    head_width: int = Field(ge=1)
-    """head_dim."""
+    kv_heads: int = Field(ge=1, description="num_key_value_heads.")
+    head_width: int = Field(ge=1, description="head_dim.")
     linear_attention: LinearAttention | None = None
     """Sizes of the gated delta nets; null when every layer has full attention."""
-    mtp_layers: int = Field(ge=0)
-    """Layers of the built-in drafter; 0 for none."""
+    mtp_layers: int = Field(ge=0, description="Layers of the built-in drafter; 0 for none.")
     mtp_scheme: Literal["bf16", "int4"]
     """How the MTP experts and attention are stored."""
-    vision_bytes: int = Field(ge=0)
-    """Bytes of the vision tower."""
-    max_context_tokens: int = Field(ge=1)
-    """max_position_embeddings, in tokens."""
+    vision_bytes: int = Field(ge=0, description="Bytes of the vision tower.")
+    max_context_tokens: int = Field(ge=1, description="max_position_embeddings, in tokens.")
 
     @property
     def attention_layers(self) -> int:
@@ -119,10 +100,8 @@ class Architecture:
 class Parsers:
     """Names of the engine's parsers."""
 
-    reasoning: str | None = None
-    """Reasoning parser; null for none."""
-    tool_call: str | None = None
-    """Tool call parser; null for none."""
+    reasoning: str | None = Field(default=None, description="Reasoning parser; null for none.")
+    tool_call: str | None = Field(default=None, description="Tool call parser; null for none.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -155,10 +134,8 @@ class ModelMemory:
 class Question:
     """One question whose answer can be checked."""
 
-    prompt: str
-    """What is asked."""
-    expect: str
-    """Regular expression the answer must match."""
+    prompt: str = Field(description="What is asked.")
+    expect: str = Field(description="Regular expression the answer must match.")
     max_tokens: int = Field(default=512, ge=1)
     """Longest answer, with what is thought before it."""
     thinking: bool = False
@@ -175,14 +152,12 @@ class ModelCheck:
     any, those are asked that every model of its task answers."""
     copy: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Strings the model must repeat exactly."""
-    tool_call: bool = False
-    """Demand a tool call."""
+    tool_call: bool = Field(default=False, description="Demand a tool call.")
     reasoning: bool = False
     """Demand that reasoning and answer come apart."""
     conversation: bool = False
     """Demand right answers in each turn of a conversation that grows."""
-    repeat: bool = True
-    """Demand the same greedy answer twice."""
+    repeat: bool = Field(default=True, description="Demand the same greedy answer twice.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -197,8 +172,7 @@ class Change:
         },
     )
     """Traits of the profile's file and what each must be; without any, every profile."""
-    set: dict[str, Any] = Field(min_length=1)
-    """Keys of the profile, merged key by key."""
+    set: dict[str, Any] = Field(min_length=1, description="Keys of the profile, merged key by key.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -208,10 +182,8 @@ class AnyModel:
     name: SkipJsonSchema[str]  # of the file
     based_on: CatalogName | SkipJsonSchema[None] = None
     """Another model whose keys this file changes; one step only."""
-    summary: str = Field(max_length=100)
-    """What this model is, in one line."""
-    choose_when: str = Field(max_length=160)
-    """Who should take it, in one line."""
+    summary: str = Field(max_length=100, description="What this model is, in one line.")
+    choose_when: str = Field(max_length=160, description="Who should take it, in one line.")
     parsers: Parsers = Field(default_factory=Parsers)
     image: ModelImage = Field(default_factory=ModelImage)
     memory: ModelMemory = Field()
@@ -260,8 +232,7 @@ class PlainModel(AnyModel):
 
     kind: Literal["plain"]
     """plain: a repository that is served as it was published."""
-    repository: HubRepository
-    """Repository of the model hub."""
+    repository: HubRepository = Field(description="Repository of the model hub.")
     revision: str = "main"
     """Branch, tag or commit that the lock starts from."""
     task: Task = "chat"
@@ -286,3 +257,41 @@ class PlainModel(AnyModel):
 
 
 Model = HybridModel | PlainModel
+
+# Room for a model that cannot be told not to think.
+_TOKENS = 1024
+
+_CHAT = (
+    Question(
+        prompt="What is the capital of France? Answer with one word.",
+        expect=r"\bParis\b",
+        max_tokens=_TOKENS,
+    ),
+    Question(
+        prompt="How many days has a week? Answer with one word.",
+        expect=r"(?i)\b(7|seven)\b",
+        max_tokens=_TOKENS,
+    ),
+    Question(
+        prompt="What is the capital of Japan? Answer with one word.",
+        expect=r"\bTokyo\b",
+        max_tokens=_TOKENS,
+    ),
+)
+
+# A base model goes on with a text.
+_COMPLETION = (
+    Question(prompt="The capital of France is the city of", expect=r"^\W*Paris\b", max_tokens=8),
+    Question(prompt="Monday, Tuesday, Wednesday, Thursday,", expect=r"^\W*Friday\b", max_tokens=8),
+    Question(prompt="1, 2, 3, 4, 5, 6,", expect=r"^\W*7\b", max_tokens=8),
+)
+_OF_TASK = {
+    "chat": _CHAT,
+    "completion": _COMPLETION,
+}
+
+
+def questions_of(model: Model) -> tuple[Question, ...]:
+    """Return what a model is asked: its own questions, else those of its task."""
+    task = model.task if isinstance(model, PlainModel) else "chat"
+    return model.check.questions or _OF_TASK.get(task, ())

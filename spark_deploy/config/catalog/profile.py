@@ -2,19 +2,91 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
 from spark_contract.orders import Scheme
 
-from spark_deploy.config.catalog.companions import Speculation
+from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, form
 from spark_deploy.config.settings.engine import ENVIRONMENT_NAMES, OPTION_NAMES, broken_words
-from spark_deploy.config.settings.engine_arguments import KvCache, Limits
+from spark_deploy.config.settings.engine_options import KvCache, Limits
 from spark_deploy.config.settings.service import CatalogName
+
+HUB_REPOSITORY = form(
+    "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$",
+    "ORG/NAME as the hub has it, without its address", "Qwen/Qwen3-0.6B",
+)  # fmt: skip
+HubRepository = Annotated[str, Field(json_schema_extra=HUB_REPOSITORY)]
+# Which methods draft with weights of another repository.
+OF_A_REPOSITORY = ("dflash", "eagle3", "draft_model")
+_MOST_MTP_TOKENS = 8
+
+
+def is_repository(name: str) -> bool:
+    """Whether a hub could have a repository of this name; none is as long as 200 characters."""
+    return len(name) < 200 and bool(re.fullmatch(str(HUB_REPOSITORY["pattern"]), name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
+class Speculation:
+    """Draft tokens that the model only has to confirm."""
+
+    method: Literal["mtp", "dflash", "eagle3", "ngram", "draft_model"]
+    """How drafts are made. mtp: by layers of the model's own, which some publish in a repository
+    apart; dflash and eagle3: by a drafter made for this model; draft_model: by a smaller model with
+    the same vocabulary; ngram: by words that follow elsewhere in the same request, without
+    weights."""
+    tokens: int = Field(ge=1, le=16, description="Draft tokens in each step.")
+    repository: HubRepository | None = None
+    """The drafter's repository of the model hub; needed by dflash, eagle3 and draft_model."""
+    revision: str = Field(default="main", description="Of that repository: branch, tag or commit.")
+    longest_match: int | None = Field(default=None, ge=1, le=64)
+    """With ngram: most words that are looked for."""
+    shortest_match: int | None = Field(default=None, ge=1, le=64)
+    """With ngram: fewest words that are looked for."""
+    # What the drafter's files say at the locked commit; nobody writes it.
+    anatomy: SkipJsonSchema[Anatomy | None] = None
+
+    @property
+    def by_own_layers(self) -> bool:
+        """Whether the model's own tree holds what drafts."""
+        return self.method == "mtp" and self.repository is None
+
+    def broken(self) -> Iterator[Violation]:
+        """Yield what does not fit the method."""
+        if self.method in OF_A_REPOSITORY and self.repository is None:
+            what = f"is needed by {self.method}: its weights are not the model's"
+            yield Violation(("repository",), what, "name the drafter's repository")
+        if self.method == "ngram" and self.repository is not None:
+            what = "ngram drafts without weights"
+            yield Violation(("repository",), what, "leave it out, or choose another method")
+        if self.method == "mtp" and self.tokens > _MOST_MTP_TOKENS:
+            what = f"{self.tokens} are more than one layer can draft to any use"
+            yield Violation(("tokens",), what, f"draft {_MOST_MTP_TOKENS} or fewer")
+        for key in ("longest_match", "shortest_match"):
+            if self.method != "ngram" and getattr(self, key) is not None:
+                yield Violation((key,), f"{self.method} looks for no words", "leave it out")
+        if (self.shortest_match or 0) > (self.longest_match or 64):
+            what = f"{self.shortest_match} is above longest_match {self.longest_match}"
+            yield Violation(("shortest_match",), what, "make it as small or smaller")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
+class Adapter:
+    """A LoRA adapter that is served under a name of its own beside the model."""
+
+    repository: HubRepository = Field(description="Repository of the model hub.")
+    revision: str = "main"
+    """Branch, tag or commit that the lock starts from."""
+    rank: int = Field(ge=1, le=512, description="`r` of its adapter_config.json.")
+    # What its files say at the locked commit; nobody writes it.
+    anatomy: SkipJsonSchema[Anatomy | None] = None
+
 
 # What a model's changes may depend on, in the words of the guard rails.
 TRAITS: dict[str, Callable[[Profile], Any]] = {
@@ -32,12 +104,9 @@ TRAITS: dict[str, Callable[[Profile], Any]] = {
 class Figure:
     """A number someone else published."""
 
-    what: str
-    """What was measured, and where."""
-    value: str
-    """The figure with its unit."""
-    source: str
-    """Who published it, and the stack that it was measured on."""
+    what: str = Field(description="What was measured, and where.")
+    value: str = Field(description="The figure with its unit.")
+    source: str = Field(description="Who published it, and the stack that it was measured on.")
     model: CatalogName | None = None
     """With tokens_per_s: the model of catalog/models that it is about."""
     tokens_per_s: float | None = Field(default=None, gt=0)
@@ -52,14 +121,12 @@ class Figure:
 class ResultRow:
     """A row of one of this project's result files."""
 
-    what: str
-    """What was shown, with its limits."""
+    what: str = Field(description="What was shown, with its limits.")
     result: str = Field(
         json_schema_extra=form(r"^[a-z0-9-]+\.json$", "the file's name alone", "recall.json")
     )
     """File of proofs/results/gpu."""
-    claim: str
-    """The row's claim in that file, word for word."""
+    claim: str = Field(description="The row's claim in that file, word for word.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -96,10 +163,8 @@ class Profile:
     based_on: CatalogName | SkipJsonSchema[None] = None
     """Another profile whose keys this file changes, but for what is published and proven of it; one
     step only."""
-    summary: str = Field(max_length=100)
-    """What this profile is, in one line."""
-    choose_when: str = Field(max_length=160)
-    """Who should take it, in one line."""
+    summary: str = Field(max_length=100, description="What this profile is, in one line.")
+    choose_when: str = Field(max_length=160, description="Who should take it, in one line.")
     published: tuple[Figure, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Figures of others, each with its source; never our own measurements."""
     stage: PositiveInt | SkipJsonSchema[None] = None
@@ -131,8 +196,7 @@ class Profile:
     limits: Limits = Field()
     prefix_caching: bool = False
     """Keep the KV cache of shared prompt beginnings."""
-    vision: bool = False
-    """Keep the vision tower."""
+    vision: bool = Field(default=False, description="Keep the vision tower.")
     options: dict[str, Any] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": OPTION_NAMES}
     )

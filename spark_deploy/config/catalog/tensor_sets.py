@@ -20,30 +20,21 @@ _Edge = Annotated[int, Field(ge=1)]
 class DonorShape:
     """What the donor holds for some swapped modules."""
 
-    modules: Text
-    """Pattern of swapped modules of one shape."""
-    weight: tuple[_Edge, _Edge]
-    """Rows and columns of the FP8 weight."""
-    scale: tuple[_Edge, _Edge]
-    """Rows and columns of the grid of block scales."""
-    source: Text
-    """Where these numbers are from."""
+    modules: Text = Field(description="Pattern of swapped modules of one shape.")
+    weight: tuple[_Edge, _Edge] = Field(description="Rows and columns of the FP8 weight.")
+    scale: tuple[_Edge, _Edge] = Field(description="Rows and columns of the grid of block scales.")
+    source: Text = Field(description="Where these numbers are from.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Counts:
     """How many names each set has, by somebody else's count or by arithmetic."""
 
-    base: int = Field(ge=0)
-    """Tensors of the base without MTP."""
-    mtp: int = Field(ge=0)
-    """Tensors of the drafter."""
-    swap: int = Field(ge=0)
-    """Modules swapped."""
-    donor_unmatched: int = Field(ge=0)
-    """Donor tensors without a partner."""
-    source: Text
-    """Who counted, or how it was computed."""
+    base: int = Field(ge=0, description="Tensors of the base without MTP.")
+    mtp: int = Field(ge=0, description="Tensors of the drafter.")
+    swap: int = Field(ge=0, description="Modules swapped.")
+    donor_unmatched: int = Field(ge=0, description="Donor tensors without a partner.")
+    source: Text = Field(description="Who counted, or how it was computed.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)

@@ -26,16 +26,11 @@ _VERSION = re.compile(r"v?(0\.\d+\.\d+)(?![\d.])")
 class Engine:
     """One version of the engine."""
 
-    source: str
-    """Wheel and file that the names are from."""
-    generates: tuple[str, ...]
-    """Architectures that answer with text."""
-    pools: tuple[str, ...]
-    """Architectures that answer with numbers."""
-    tool_call: tuple[str, ...]
-    """Its parsers of tool calls."""
-    reasoning: tuple[str, ...]
-    """Its parsers of reasoning."""
+    source: str = Field(description="Wheel and file that the names are from.")
+    generates: tuple[str, ...] = Field(description="Architectures that answer with text.")
+    pools: tuple[str, ...] = Field(description="Architectures that answer with numbers.")
+    tool_call: tuple[str, ...] = Field(description="Its parsers of tool calls.")
+    reasoning: tuple[str, ...] = Field(description="Its parsers of reasoning.")
 
     def lists(self, architecture: str) -> bool:
         """Whether the engine has a class for an architecture."""
@@ -46,8 +41,7 @@ class Engine:
 class Engines:
     """Architectures and parsers of each supported engine; written from its sources by a test."""
 
-    engines: dict[str, Engine]
-    """By version."""
+    engines: dict[str, Engine] = Field(description="By version.")
 
     def of_image(self, reference: str) -> tuple[str, Engine | None]:
         """Return the version that an image's tag tells, and what is known of it."""
@@ -175,24 +169,21 @@ def _known(model: Model, anatomies: Mapping[str, Anatomy]) -> Model:
 class Family:
     """Names of parsers that no file of a repository says."""
 
-    model_types: tuple[str, ...] = Field(min_length=1)
-    """model_type of config.json."""
+    model_types: tuple[str, ...] = Field(min_length=1, description="model_type of config.json.")
     name: str = ""
     """Regular expression found in the repository's name; empty fits all."""
     reasoning: str | None = None
     """Reasoning parser of the engine; null for none."""
     tool_call: str | None = None
     """Tool call parser of the engine; null for none."""
-    source: str = Field(min_length=1)
-    """Where this is known from."""
+    source: str = Field(min_length=1, description="Where this is known from.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Families:
     """Families in the order in which they are tried."""
 
-    families: tuple[Family, ...]
-    """The first that fits counts."""
+    families: tuple[Family, ...] = Field(description="The first that fits counts.")
 
     def of(self, model_type: str, repository: str) -> Family | None:
         """Return the family of a repository; ``None``: it is not known."""

@@ -56,8 +56,7 @@ class ReplicasSettings:
     """Names in the inventory of the hosts. Each also listens at `port` and hands every request to
     the one that has the fewest under way and serves what was proven; the first is what `connect`
     tells. They need the same choices and one serve.api_key, so write it into group_vars."""
-    port: int = Field(default=8008, ge=1, le=65535)
-    """Port for all of them together."""
+    port: int = Field(default=8008, ge=1, le=65535, description="Port for all of them together.")
     addresses: dict[str, IpAddress] = Field(
         default_factory=dict, examples=[{"spark-1": "192.168.100.11", "spark-2": "192.168.100.12"}]
     )

@@ -44,19 +44,15 @@ def _belongs_to_system(folder: str) -> bool:
 class ExpectSettings:
     """What a host must be; preflight refuses anything else before it changes something."""
 
-    arch: str = "aarch64"
-    """As `uname -m` prints it."""
+    arch: str = Field(default="aarch64", description="As `uname -m` prints it.")
     pci_ids: tuple[_PciId, ...] = Field(
         default=("10de:2e12",), min_length=1, json_schema_extra=UNIQUE
     )
     """Any one of these vendor:device pairs must be present (10de:2e12 is GB10); read without the
     driver."""
-    gpu_name: str = "NVIDIA GB10"
-    """As nvidia-smi prints it."""
-    os_id: str = "ubuntu"
-    """ID of /etc/os-release."""
-    os_version: str = "24.04"
-    """VERSION_ID of /etc/os-release; quote it."""
+    gpu_name: str = Field(default="NVIDIA GB10", description="As nvidia-smi prints it.")
+    os_id: str = Field(default="ubuntu", description="ID of /etc/os-release.")
+    os_version: str = Field(default="24.04", description="VERSION_ID of /etc/os-release; quote it.")
     driver_min: _Driver = "580"
     """Smallest driver version accepted; quote it."""
     dgx_release: Literal["require", "warn", "ignore"] = "warn"
@@ -150,8 +146,7 @@ class PathSettings:
     /etc/spark, /var/lib/spark, /usr/local/lib/spark.
     """
 
-    models_dir: Folder = "/srv/spark/models"
-    """Built checkpoints."""
+    models_dir: Folder = Field(default="/srv/spark/models", description="Built checkpoints.")
     sources_dir: Folder = "/srv/spark/sources"
     """Verified source trees. On the same filesystem as models_dir, base shards are linked instead
     of copied."""
@@ -189,11 +184,8 @@ class SshSettings:
     )
     """Addresses that spark-deploy's key is taken from, as sshd reads them; empty: the address that
     this machine shows the host at bootstrap."""
-    port: int | None = Field(default=None, ge=1, le=65535)
-    """SSH port."""
-    key_file: Text | None = None
-    """Private key on the controller."""
-    config_file: Text | None = None
-    """Another file than ~/.ssh/config."""
+    port: int | None = Field(default=None, ge=1, le=65535, description="SSH port.")
+    key_file: Text | None = Field(default=None, description="Private key on the controller.")
+    config_file: Text | None = Field(default=None, description="Another file than ~/.ssh/config.")
     known_hosts_file: Text | None = None
     """Another file than ~/.ssh/known_hosts."""

@@ -47,10 +47,8 @@ class RequantizeSettings:
     """Steps of tuning for each block; 0 rounds to nearest and needs no text."""
     nsamples: int = Field(default=128, ge=1, le=4096)
     """Pieces of text that it tunes with."""
-    seqlen: int = Field(default=2048, ge=16, le=32768)
-    """Tokens of a piece."""
-    batch: int = Field(default=8, ge=1, le=64)
-    """Pieces of one step."""
+    seqlen: int = Field(default=2048, ge=16, le=32768, description="Tokens of a piece.")
+    batch: int = Field(default=8, ge=1, le=64, description="Pieces of one step.")
     calibration: str | None = Field(default=None, examples=["calibration.jsonl"])
     """File of this machine with the text: JSON lines, each {"text": ...}, best of what the model
     will be asked; together at least nsamples times seqlen tokens. Its content is part of what the
@@ -89,10 +87,8 @@ _Tls = Annotated[
 class PairSettings:
     """A model and a profile by name."""
 
-    model: CatalogName
-    """The stem of a file in catalog/models."""
-    profile: CatalogName
-    """The stem of a file in catalog/profiles."""
+    model: CatalogName = Field(description="The stem of a file in catalog/models.")
+    profile: CatalogName = Field(description="The stem of a file in catalog/profiles.")
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -152,8 +148,7 @@ class ServeSettings:
     )
     """Names clients may use for the model, all served at once. The first is what `connect` prints
     and should stay the same when model or profile change. Empty: the model's catalog name."""
-    port: int = Field(default=8000, ge=1, le=65535)
-    """Port of the gateway."""
+    port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
         default="loopback",
         description=f"Who reaches the gateway apart from this host: {_AUDIENCES}; lan listens on "
@@ -264,8 +259,7 @@ class WatchSettings:
     """Seconds with running requests and no progress, or without any answer, before a restart; never
     less than a second per 1000 tokens of context, because a long prompt is counted only when all of
     it was read."""
-    interval_s: int = Field(default=10, ge=1)
-    """Seconds between two looks."""
+    interval_s: int = Field(default=10, ge=1, description="Seconds between two looks.")
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -290,12 +284,9 @@ _SHARES = 100
 class ServiceSettings:
     """One more service of a host: release, proof, watch, gateway and way back of its own."""
 
-    model: CatalogName
-    """The stem of a file in catalog/models."""
-    profile: CatalogName
-    """The stem of a file in catalog/profiles."""
-    port: int = Field(ge=1, le=65535)
-    """Port of its gateway."""
+    model: CatalogName = Field(description="The stem of a file in catalog/models.")
+    profile: CatalogName = Field(description="The stem of a file in catalog/profiles.")
+    port: int = Field(ge=1, le=65535, description="Port of its gateway.")
     memory_gib: Gib = Field(gt=0)
     """What its engine may take in all; the main one gets that much less. Rounded down to a
     hundredth of memory.total_gib."""

@@ -100,8 +100,7 @@ class ProxySettings:
 class DownloadSettings:
     """How hosts fetch model files."""
 
-    parallel: int = Field(default=4, ge=1, le=64)
-    """Files fetched at the same time."""
+    parallel: int = Field(default=4, ge=1, le=64, description="Files fetched at the same time.")
     rate_limit_mib_per_s: float | None = Field(default=None, gt=0)
     """Highest rate of one host in MiB per second; null for none."""
     tries: int = Field(default=8, ge=1, le=100)
@@ -147,13 +146,10 @@ class RepositorySettings:
     """One signed apt repository."""
 
     name: FromKey
-    url: Url
-    """Base URL."""
-    suite: Suite
-    """Suite, or ./ for a flat repository."""
+    url: Url = Field(description="Base URL.")
+    suite: Suite = Field(description="Suite, or ./ for a flat repository.")
     components: tuple[Component, ...] = Field(json_schema_extra=UNIQUE)
     """Components; empty for a flat repository."""
-    key_url: Url
-    """Where the signing key lies."""
+    key_url: Url = Field(description="Where the signing key lies.")
     key_sha256: _Sha256
     """sha256 of the key file's content; anything else is refused."""

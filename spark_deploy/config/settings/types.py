@@ -88,8 +88,7 @@ EXPERT = frozenset({
 class UninstallSettings:
     """What `deploys/uninstall.py` takes along; usually given as --data uninstall.models=true."""
 
-    models: bool = False
-    """Remove downloaded and built models, too."""
+    models: bool = Field(default=False, description="Remove downloaded and built models, too.")
     engine: bool = False
     """Remove Docker, the NVIDIA container toolkit and CUDA, too, where a deploy installed them and
     nobody else has containers."""
@@ -226,8 +225,7 @@ class Settings:
     paths: PathSettings = Field(default_factory=PathSettings)
     uninstall: UninstallSettings = Field(default_factory=UninstallSettings)
     ssh: SshSettings = Field(default_factory=SshSettings)
-    sudo: bool = True
-    """The login user is not root."""
+    sudo: bool = Field(default=True, description="The login user is not root.")
 
     @property
     def ranks(self) -> int:

@@ -11,8 +11,8 @@ from spark_contract.documents import parse, text_of
 from spark_contract.release import Release
 
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
-from spark_deploy.config.catalog.companions import Adapter, Speculation
 from spark_deploy.config.catalog.model import PlainModel
+from spark_deploy.config.catalog.profile import Adapter, Speculation
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import PlanError
 from spark_deploy.lock.resolve import wanted_by

@@ -10,9 +10,9 @@ import yaml
 from spark_contract.tool import COMPILING
 
 from spark_deploy.cli.plan_text import plan_lines, summary_lines
-from spark_deploy.config.catalog.companions import Speculation
 from spark_deploy.config.catalog.model import HybridModel, LinearAttention
-from spark_deploy.config.settings.engine_arguments import KvCache
+from spark_deploy.config.catalog.profile import Speculation
+from spark_deploy.config.settings.engine_options import KvCache
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.plan.kv_cache import cache_shape
 from spark_deploy.plan.memory import GIB, plan_memory, weights_of

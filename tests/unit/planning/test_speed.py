@@ -7,7 +7,7 @@ import types
 import pytest
 
 from spark_deploy.cli.plan_text import plan_lines, speed_lines
-from spark_deploy.config.catalog.companions import Speculation
+from spark_deploy.config.catalog.profile import Speculation
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.speed import (

@@ -13,7 +13,7 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import GIB, convert, schema_of, typed
 from spark_deploy.config.settings.engine import EngineSettings
-from spark_deploy.config.settings.engine_arguments import INSTEAD
+from spark_deploy.config.settings.engine_options import INSTEAD
 from spark_deploy.config.settings.types import COMMAND_FLAGS, Settings
 
 DECLARATION = "spark_deploy/config/settings/service.py"
@@ -42,7 +42,7 @@ except SettingsError as error:
     print(error)
 """
 # The same of an argument of the engine; the second place is the profile that says a value.
-ARGUMENTS = "spark_deploy/config/settings/engine_arguments.py"
+ARGUMENTS = "spark_deploy/config/settings/engine_options.py"
 MADE_UP_ARGUMENT = '    naps: int | None = Field(default=None, ge=1)\n    """Naps."""\n'
 MADE_UP_OPTION = '    ("limits", "naps"): Option("max-naps"),\n'
 USE_ARGUMENT = """
