@@ -13,6 +13,7 @@ from spark_deploy.hosts import disk, docker_facts, gpu
 from spark_deploy.hosts.facts import split_sections
 from spark_deploy.hosts.peer_download import LoginAddress
 from spark_deploy.hosts.survey import audit_script, engine_memory_script, parse_audit
+from tests.unit.shell import install_stub, run_script
 
 
 @pytest.mark.parametrize(
@@ -26,75 +27,52 @@ from spark_deploy.hosts.survey import audit_script, engine_memory_script, parse_
 )
 def test_the_host_s_own_address_of_the_login_is_read(variable: str, address: str) -> None:
     fact = LoginAddress()
-    said = subprocess.run(
-        ["sh", "-c", fact.command()],
-        env={"SSH_CONNECTION": variable} if variable else {},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert fact.process(said.stdout.splitlines()) == address
+    environment = {"SSH_CONNECTION": variable} if variable else {}
+    assert fact.process(run_script(fact.command(), **environment)) == address
 
 
 @pytest.mark.parametrize("complaint", ["", "W: /etc/apt/sources.list.d/dgx.sources: no Release"])
 def test_a_complaint_on_the_other_stream_does_not_hide_the_score(
     tmp_path: Path, complaint: str
 ) -> None:
-    tool = tmp_path / "nvidia-spark-ota-check"
-    tool.write_text(
-        f'#!/bin/sh\necho "{complaint}" >&2\necho \'{{"name": "OTA2.2", "torn": 2.6}}\'\n'
-    )
-    tool.chmod(0o755)
-    found = subprocess.run(
-        ["sh", "-c", gpu.GPU_SCRIPT],
-        capture_output=True, text=True, check=False, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-    )  # fmt: skip
-    assert gpu.parse_gpu(split_sections(found.stdout.splitlines())).torn_score == 2.6
+    script = f'echo "{complaint}" >&2\necho \'{{"name": "OTA2.2", "torn": 2.6}}\''
+    install_stub(tmp_path, "nvidia-spark-ota-check", script)
+    lines = run_script(f"{gpu.GPU_SCRIPT}\n:", tmp_path)
+    assert gpu.parse_gpu(split_sections(lines)).torn_score == 2.6
 
 
 def test_each_running_engine_is_printed_with_the_need_of_its_release(tmp_path: Path) -> None:
     known, unknown = (f"spark-serve@{name}-0123456789ab.service" for name in ("main", "code"))
-    systemctl = tmp_path / "systemctl"
-    systemctl.write_text(f"#!/bin/sh\necho '{known} loaded active'\necho '{unknown} loaded active'")
-    systemctl.chmod(0o755)
+    units = f"echo '{known} loaded active'\necho '{unknown} loaded active'"
+    install_stub(tmp_path, "systemctl", units)
     release = tmp_path / "main-0123456789ab/release.json"
     release.parent.mkdir()
     release.write_text('{\n "memory": {\n  "wait_s": 60.0,\n  "needed_bytes": 123\n }\n}\n')
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["sh", "-c", engine_memory_script(str(tmp_path))],
-        env={"PATH": path}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines() == ["== engine-memory", f"{known} 123", f"{unknown} "]
+    lines = run_script(engine_memory_script(str(tmp_path)), tmp_path)
+    assert lines == ["== engine-memory", f"{known} 123", f"{unknown} "]
 
 
 HOLD = (
     "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(); input()"
 )
-AUDIT = """#!/bin/sh
+AUDIT = """
 echo "The following packages are only half configured:"
 echo " nginx    small web server"
 """
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A database of packages of which one is half installed."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/dpkg").write_text(AUDIT)
-    (tmp_path / "bin/dpkg").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    install_stub(tmp_path / "bin", "dpkg", AUDIT)
     for lock in ("lock", "lock-frontend"):
         (tmp_path / lock).touch()
     return tmp_path
 
 
 def half_installed(folder: Path) -> tuple[str, ...]:
-    said = subprocess.run(
-        ["sh", "-c", audit_script(str(folder))], capture_output=True, text=True, check=False
-    )
-    assert said.stderr == ""
-    return parse_audit(said.stdout.splitlines())
+    return parse_audit(run_script(f"exec 2>&1\n{audit_script(str(folder))}\n:", folder / "bin"))
 
 
 def test_what_nobody_installs_is_half_installed(folder: Path) -> None:
@@ -121,14 +99,10 @@ OTHER = "/dev/shm"
 
 def place(tmp_path: Path, **tools: str) -> disk.Place:
     for name, text in tools.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    found = subprocess.run(
-        ["sh", "-c", disk.disk_script([EXPECTED], [EXPECTED])],
-        capture_output=True, text=True, check=False, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-    )  # fmt: skip
-    [one] = disk.parse_places(split_sections(found.stdout.splitlines())["places"])
-    return one
+        install_stub(tmp_path, name, text)
+    lines = run_script(f"{disk.disk_script([EXPECTED], [EXPECTED])}\n:", tmp_path)
+    [place] = disk.parse_places(split_sections(lines)["places"])
+    return place
 
 
 def test_a_docker_that_was_moved_is_followed(tmp_path: Path) -> None:
@@ -161,24 +135,21 @@ ANSWER = {
 }
 
 
+def read_docker(folder: Path) -> docker_facts.Docker:
+    fact = docker_facts.DockerState()
+    return fact.process(run_script(fact.command((), str(folder / "receipt.json")), folder))
+
+
 def look(folder: Path, monkeypatch: pytest.MonkeyPatch, **delays_s: float) -> docker_facts.Docker:
-    """Look at a host on which each program sleeps at its first call, and ``docker`` at all."""
+    """Read a host on which each program sleeps at its first call, and ``docker`` at all."""
     monkeypatch.setattr(docker_facts, "_LIMITS_S", (0.4, 0.9))
     for name, answer in ANSWER.items():
         delay_s = delays_s.get(name.replace("-", "_"), 0)
         asked = folder / f"{name}.asked"
         once = "" if name == "docker" else f"[ -e {asked} ] || "
-        program = folder / name
-        program.write_text(
-            f"#!/bin/sh\n{once}sleep {delay_s}\ntouch {asked}\ncat <<'END'\n{answer}\nEND\n"
-        )
-        program.chmod(0o755)
-    script = docker_facts.DockerState().command((), str(folder / "receipt.json"))
-    said = subprocess.run(
-        ["sh", "-c", script], capture_output=True, text=True, check=True,
-        env={"PATH": f"{folder}:/usr/bin:/bin"},
-    )  # fmt: skip
-    return docker_facts.DockerState().process(said.stdout.splitlines())
+        answering = f"{once}sleep {delay_s}\ntouch {asked}\ncat <<'END'\n{answer}\nEND"
+        install_stub(folder, name, answering)
+    return read_docker(folder)
 
 
 @pytest.mark.slow
@@ -198,11 +169,5 @@ def test_what_never_answers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_fails_at_once_is_not_silent(tmp_path: Path) -> None:
     for name in ANSWER:
-        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
-        (tmp_path / name).chmod(0o755)
-    script = docker_facts.DockerState().command((), str(tmp_path / "receipt.json"))
-    said = subprocess.run(
-        ["sh", "-c", script], capture_output=True, text=True, check=True, timeout=20,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-    )  # fmt: skip
-    assert docker_facts.DockerState().process(said.stdout.splitlines()).silent == ()
+        install_stub(tmp_path, name, "exit 1")
+    assert read_docker(tmp_path).silent == ()

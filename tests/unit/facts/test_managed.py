@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import io
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -13,16 +12,12 @@ from spark_deploy.hosts.facts import FileStates
 from spark_deploy.hosts.files import pack_files, unpack_script
 from spark_deploy.hosts.payload import read_tree
 from spark_deploy.plan.types import FileState, ManagedFile, differing
+from tests.unit.shell import run_script
 
 
 def states_of(paths: list[Path]) -> dict[str, FileState]:
-    """Ask a real shell the fact's question."""
     fact = FileStates()
-    done = subprocess.run(
-        ["sh", "-c", fact.command([str(path) for path in paths])],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return fact.process(done.stdout.splitlines())
+    return fact.process(run_script(fact.command([str(path) for path in paths])))
 
 
 def test_the_fact_tells_mode_and_content_of_regular_files_only(tmp_path: Path) -> None:
@@ -75,11 +70,7 @@ def test_a_file_is_written_beside_its_target_and_renamed_over_it(tmp_path: Path)
 
     # Only root may give files to root; the rest of the script is what is looked at here.
     script = script.replace("-o root -g root ", "")
-    subprocess.run(
-        ["sh", "-c", script],
-        input=pack_files([ManagedFile(str(target), b"new\n")]).encode(),
-        check=True,
-    )
+    run_script(script, stdin=pack_files([ManagedFile(str(target), b"new\n")]))
 
     assert target.read_bytes() == b"new\n"
     assert target.stat().st_mode & 0o777 == 0o640

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,17 +9,12 @@ import pytest
 from pyinfra.api.exceptions import FactProcessError
 
 from spark_deploy.hosts import facts
-
-
-def said(script: str, path: str = os.defpath) -> list[str]:
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True,
-                          timeout=20, env={"PATH": path})  # fmt: skip
-    return done.stdout.splitlines()
+from tests.unit.shell import install_stub, run_script
 
 
 def test_two_sides_of_a_script_run_at_once_and_are_told_one_after_the_other() -> None:
     began = time.monotonic()
-    lines = said(
+    lines = run_script(
         facts.build_script(
             "echo '== a'; sleep 0.5; echo 1", parallel=("echo '== b'; sleep 0.5; echo 2",)
         )
@@ -36,7 +29,7 @@ def test_a_side_that_does_not_come_to_its_end_makes_the_answer_one_that_was_cut_
 ) -> None:
     script = facts.build_script(f"sh -c '{one}' || exit 1", parallel=(other,))
     with pytest.raises(FactProcessError, match="cut off"):
-        facts.parse_sections(said(script))
+        facts.parse_sections(run_script(script))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +45,5 @@ def test_a_script_says_whether_sudo_works_and_never_runs_twice(
 ) -> None:
     user = '[ "$1" = -un ] && echo ann || echo 1000'
     for name, text in (("sudo", sudo), ("id", user)):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    assert said(facts.as_root("echo asked"), f"{tmp_path}:{os.defpath}") == ["== sudo", *told]
+        install_stub(tmp_path, name, text)
+    assert run_script(facts.as_root("echo asked"), tmp_path) == ["== sudo", *told]

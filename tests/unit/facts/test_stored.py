@@ -8,6 +8,7 @@ import pytest
 from spark_deploy.hosts.disk import Stored, parse_stored, stored_script
 from spark_deploy.hosts.facts import split_sections
 from tests.receipts import source_receipt
+from tests.unit.shell import run_script
 
 MIB = 1 << 20
 
@@ -36,8 +37,7 @@ def disk(tmp_path):
 def look(root, wanted, look_in=("sources", "home/*/.cache/huggingface/hub")):
     target = str(root / "sources/org--name-4567")
     script = stored_script([target], [f"{root}/{folder}" for folder in look_in])
-    out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
-    found = parse_stored(split_sections(out.splitlines())["stored"])
+    found = parse_stored(split_sections(run_script(script))["stored"])
     return found, found.linkable_bytes(target, wanted)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socketserver
-import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -14,6 +13,7 @@ import pytest
 from spark_deploy.hosts import status
 from spark_deploy.hosts.status import Count, JobStates, Requests
 from spark_deploy.hosts.tools import PythonSite, QuantiserSite, Site
+from tests.unit.shell import run_script
 
 
 def test_links_of_the_boot_pulled_jobs_and_a_lending_host_are_told_apart() -> None:
@@ -31,15 +31,8 @@ def test_links_of_the_boot_pulled_jobs_and_a_lending_host_are_told_apart() -> No
     ("said", "found"),
     [
         (
-            ["3.12 aarch64", "/usr/local/lib/spark/site-a", "ab", "/usr/local/lib/spark/c", "/t"],
-            Site(
-                "3.12",
-                "aarch64",
-                "/usr/local/lib/spark/site-a",
-                "ab",
-                "/usr/local/lib/spark/c",
-                "/t",
-            ),
+            ["3.12 aarch64", "/opt/site-a", "ab", "/opt/c", "/t"],
+            Site("3.12", "aarch64", "/opt/site-a", "ab", "/opt/c", "/t"),
         ),
         (["3.11 x86_64", "-", "-", "-", "-"], Site("3.11", "x86_64", "", "", "", "")),
         (["-", "-", "-", "-", "-"], Site("", "", "", "", "", "")),
@@ -101,5 +94,4 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_engines_are_asked_by_their_sockets(engines: Path) -> None:
     fact = Requests()
     script = fact.command(("main", "silent", "odd'; exit 3; '"))
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
-    assert fact.process(done.stdout.splitlines()) == {"main": Count(running=3, waiting=4)}
+    assert fact.process(run_script(script)) == {"main": Count(running=3, waiting=4)}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from spark_deploy.hosts import docker_engine, packages
 from spark_deploy.hosts.commands import CommandFailed
 from spark_deploy.hosts.host_errors import Refused
 from tests.unit.facts.test_facts import lines_of
+from tests.unit.shell import install_stub, run_script
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_each_way_a_container_misses_the_gpu_has_its_own_words(capture: str, wor
     assert problem.fix
 
 
-STUB = """#!/bin/sh
+STUB = """
 echo "$(basename $0) $*" >>LOG
 case "$*" in *FragmentPath*) echo "OWNED" ;; esac
 """
@@ -126,15 +125,11 @@ def test_a_service_of_the_owner_is_neither_masked_nor_disabled(tmp_path, unit: s
     units.mkdir()
     tools.mkdir()
     for name in ("systemctl", "apt-get"):
-        (tools / name).write_text(STUB.replace("LOG", str(log)).replace("OWNED", unit))
-        (tools / name).chmod(0o755)
+        install_stub(tools, name, STUB.replace("LOG", str(log)).replace("OWNED", unit))
     if not ours:
         (units / "nginx.service").write_text("[Service]\n")
     script = packages._install_script("nginx-light", ["nginx.service"])
-    subprocess.run(
-        ["sh", "-c", script.replace("/etc/systemd/system", str(units))],
-        env={"PATH": f"{tools}:/usr/bin:/bin"}, check=True,
-    )  # fmt: skip
+    run_script(script.replace("/etc/systemd/system", str(units)), tools)
     assert (units / "nginx.service").exists() is not ours
     said = log.read_text()
     assert "install nginx-light" in said
@@ -151,15 +146,10 @@ def test_a_service_of_the_owner_is_neither_masked_nor_disabled(tmp_path, unit: s
     ],
 )
 def test_keys_come_through_the_proxy_that_apt_was_told(tmp_path, said, http, https):
-    (tmp_path / "apt-config").write_text(f"#!/bin/sh\ncat <<'E'\n{said}\nE\n")
-    (tmp_path / "apt-config").chmod(0o755)
+    install_stub(tmp_path, "apt-config", f"cat <<'E'\n{said}\nE")
     show = "env | grep -E '^https?_proxy=' | sort || :"
-    done = subprocess.run(
-        ["sh", "-euc", f"{packages._APT_PROXY}\n{show}"],
-        capture_output=True, text=True, check=True,
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )  # fmt: skip
-    found = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    lines = run_script(f"set -eu\n{packages._APT_PROXY}\n{show}", tmp_path)
+    found = dict(line.split("=", 1) for line in lines)
     assert (found.get("http_proxy", ""), found.get("https_proxy", "")) == (http, https)
 
 
@@ -172,35 +162,25 @@ def test_keys_come_through_the_proxy_that_apt_was_told(tmp_path, said, http, htt
     ],
 )
 def test_lists_that_cannot_be_had_hold_no_run_up_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apt_get: str, said: str
+    tmp_path: Path, apt_get: str, said: str
 ) -> None:
-    (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{apt_get}\n")
-    (tmp_path / "apt-get").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    done = refreshed(tmp_path)
-    assert done.returncode == 0
-    assert done.stdout.startswith(said)
+    install_stub(tmp_path, "apt-get", apt_get)
+    lines = run_script(packages.update_script(1, str(tmp_path)), tmp_path)
+    assert "\n".join(lines).startswith(said)
 
 
-def refreshed(lists: Path) -> subprocess.CompletedProcess[str]:
-    script = packages.update_script(1, str(lists))
-    return subprocess.run(
-        ["sh", "-c", script], capture_output=True, text=True, timeout=30, check=False
-    )
-
-
-def test_lists_that_a_power_cut_left_empty_are_fetched_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_that_a_power_cut_left_empty_are_fetched_again(tmp_path: Path) -> None:
     # Seen in the lab: apt took an empty list for current and did not know the package.
     lists = tmp_path / "lists"
     (lists / "partial").mkdir(parents=True)
     for name in ("lock", "torn_Packages", "whole_Packages", "partial/begun"):
         (lists / name).write_text("Package: a\n" if name.startswith("whole") else "")
-    (tmp_path / "apt-get").write_text(f"#!/bin/sh\nls {lists}\n")
-    (tmp_path / "apt-get").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert refreshed(lists).stdout.split() == ["lock", "partial", "whole_Packages"]
+    install_stub(tmp_path, "apt-get", f"ls {lists}")
+    assert run_script(packages.update_script(1, str(lists)), tmp_path) == [
+        "lock",
+        "partial",
+        "whole_Packages",
+    ]
     assert (lists / "partial/begun").exists()
 
 

@@ -26,6 +26,7 @@ from spark_deploy.plan.gateway import gateway_file
 from spark_deploy.plan.types import GatewayPlan, ManagedFile, TlsPlan
 from tests.unit.operations.test_operations import FakeHost, on, sent_files
 from tests.unit.payload.test_certificates import openssl, pair, public
+from tests.unit.shell import install_stub, run_script
 from tests.unit.statuses import told
 
 PLAN = GatewayPlan(
@@ -126,20 +127,13 @@ def test_the_code_of_a_watch_is_that_of_its_process(tmp_path: Path) -> None:
     running = subprocess.Popen(
         ["sleep", "60"], env={"PATH": "/bin:/usr/bin", "PYTHONPATH": "/tools/1:/tools/site"}
     )
-    systemctl = tmp_path / "systemctl"
-    systemctl.write_text(
-        "#!/bin/sh\n"
-        f'case "$*" in *spark-watch@main-1.service) echo {running.pid};; *) echo 0;; esac\n'
-    )
-    systemctl.chmod(0o755)
+    pid_of = f'case "$*" in *spark-watch@main-1.service) echo {running.pid};; *) echo 0;; esac'
+    install_stub(tmp_path, "systemctl", pid_of)
 
     def seen(release: str) -> str:
-        said = subprocess.run(
-            ["sh", "-c", WatchTools().command(release=release)],
-            env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert said.stderr == ""
-        return WatchTools().process(said.stdout.splitlines())
+        return WatchTools().process(
+            run_script("exec 2>&1\n" + WatchTools().command(release=release), tmp_path)
+        )
 
     try:
         assert seen("main-1") == "/tools/1"

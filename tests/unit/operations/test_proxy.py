@@ -17,6 +17,7 @@ from spark_deploy.hosts import proxy
 from spark_deploy.hosts.proxy import DaemonProxy
 from spark_deploy.plan.types import ManagedFile
 from tests.unit.operations.test_operations import FakeHost, on, sent_files
+from tests.unit.shell import install_stub, run_script
 
 FILE = "/etc/spark/proxy.env"
 PASSWORD = "canary-5d1f"
@@ -126,14 +127,10 @@ def test_the_fact_compares_a_process_with_the_file_and_tells_neither(tmp_path, i
     daemon = subprocess.Popen(
         ["sleep", "60"], env={**clean, **dict(line.split("=", 1) for line in inside)}
     )
-    (tmp_path / "systemctl").write_text(f"#!/bin/sh\necho {daemon.pid}\n")
-    (tmp_path / "systemctl").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["sh", "-c", DaemonProxy().command(str(file))],
-        capture_output=True, text=True, env={**clean, "PATH": path}, check=True,
-    )  # fmt: skip
-    daemon.kill()
-    daemon.wait()
-    assert DaemonProxy().process(done.stdout.splitlines()) == said
-    assert done.stdout == f"{said}\n"
+    install_stub(tmp_path, "systemctl", f"echo {daemon.pid}")
+    try:
+        lines = run_script(DaemonProxy().command(str(file)), tmp_path)
+    finally:
+        daemon.kill()
+        daemon.wait()
+    assert lines == [said] == [DaemonProxy().process(lines)]

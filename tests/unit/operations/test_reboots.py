@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from spark_deploy.hosts import preflight, serve
 from spark_deploy.hosts.serve import RebootedFor
 from spark_deploy.hosts.status import HostStatus
 from tests.unit.operations.test_operations import NEEDS, FakeHost, on, sections_of, shown
+from tests.unit.shell import run_script
 
 NOTE = "/var/lib/spark/receipts/rebooted-for"
 MISMATCH = ["Failed to initialize NVML: Driver/library version mismatch", "rc=18"]
@@ -84,8 +84,7 @@ def test_a_reboot_that_never_came_about_was_not_tried(tmp_path: Path) -> None:
 
     def seen() -> str:
         command = RebootedFor().command(path=str(marker))
-        said = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
-        return RebootedFor().process(said.stdout.splitlines())
+        return RebootedFor().process(run_script(command))
 
     assert seen() == ""
     marker.write_text(f"{this_boot}\n{PENDING}")

@@ -8,7 +8,6 @@ warned of, in the words that lead to the cure.
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from spark_host.engine import logs
 from spark_deploy.hosts.gpu import CudaState, Toolkit
 from tests.unit.facts.test_facts import CAPTURES
 from tests.unit.preflight.surveyed import problems, survey, warnings
+from tests.unit.shell import install_stub, run_script
 
 MODULE = {"580.142": "proc-driver-nvidia-version--580.142--03.txt",
           "580.126.09": "proc-driver-nvidia-version--580.126.09--01.txt"}  # fmt: skip
@@ -161,13 +161,8 @@ def test_a_toolkit_is_found_by_what_its_compiler_prints(tmp_path: Path) -> None:
     """The script's own sed, on the output of the real tool in its place."""
     nvcc = tmp_path / "bin/nvcc"
     nvcc.parent.mkdir()
-    nvcc.write_text(f"#!/bin/sh\ncat {CAPTURES}/nvcc--version--02.txt\n")
-    nvcc.chmod(0o755)
-    found = subprocess.run(
-        ["sh", "-c", CudaState().command()],
-        capture_output=True, text=True, check=True, env={"PATH": f"{nvcc.parent}:/usr/bin:/bin"},
-    )  # fmt: skip
-    toolkits = CudaState().process(found.stdout.splitlines()).toolkits
+    install_stub(nvcc.parent, "nvcc", f"cat {CAPTURES}/nvcc--version--02.txt")
+    toolkits = CudaState().process(run_script(CudaState().command(), nvcc.parent)).toolkits
     assert Toolkit(str(tmp_path), "13.0.88") in toolkits
 
 

@@ -1,0 +1,25 @@
+"""Scripts of hosts, run by a real shell with stand-in programs."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def install_stub(folder: Path, name: str, script: str) -> Path:
+    """Write a shell script as program ``name``."""
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return program
+
+
+def run_script(script: str, *folders: Path, stdin: str = "", **environment: str) -> list[str]:
+    """Run a script with the programs of ``folders`` first; return the lines of its output."""
+    path = ":".join([*map(str, folders), "/usr/bin:/bin"])
+    done = subprocess.run(
+        ["sh", "-c", script], input=stdin, capture_output=True, text=True, timeout=30, check=False,
+        env={"PATH": path, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
