@@ -47,6 +47,7 @@ SECTIONS = {
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
 _MODULES = {
     "start": "stop",
+    "settings": "use",
     **dict.fromkeys(("rollback", "prune", "rotate-key", "uninstall", "fabric"), "run_pyinfra"),
 }
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)

@@ -1,7 +1,8 @@
-"""``spark-deploy use``: select a model or profile in the owner's settings files."""
+"""``spark-deploy use`` and ``settings``: edit the choice in settings files; print all settings."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from spark_deploy.cli.hosts import Target, select_hosts
 from spark_deploy.cli.options import Options, names_of, shared_options
 from spark_deploy.cli.terminal import next_command, note, print_result
 from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
 from spark_deploy.config.schema_errors import closest, dotted
 from spark_deploy.config.settings.cross_checks import broken_rules
@@ -47,6 +49,14 @@ def use(options: Options, choice: str) -> int:
         note("already selected")
     elif not options.dry:
         note(f"to deploy it: {next_command(options, 'up', *hosts)}")
+    return 0
+
+
+@click.command
+@shared_options(hosts=False)
+def settings(options: Options) -> int:
+    text = (CHECKOUT / "group_vars/all.yml").read_text("utf-8")
+    print(json.dumps(yaml.safe_load(text), indent=1) if options.json else text.rstrip("\n"))
     return 0
 
 
@@ -114,11 +124,11 @@ def _check(all_hosts: Sequence[Target], chosen: set[str], wanted: dict[str, Any]
     for host in all_hosts:
         after[host.name] = host.settings
         if host.name in chosen:
-            settings = replace(host.settings.settings, **wanted)
-            after[host.name] = replace(host.settings, settings=settings)
+            edited = replace(host.settings.settings, **wanted)
+            after[host.name] = replace(host.settings, settings=edited)
             problems += [
                 Problem(f"{host.name}: {dotted(error.key)}", error.what, error.fix)
-                for error in broken_rules(settings)
+                for error in broken_rules(edited)
             ]
     if problems:
         raise SettingsError(problems)
