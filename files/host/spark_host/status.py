@@ -21,7 +21,7 @@ from spark_contract.status import (
 )
 from spark_contract.units import GATEWAY, MAIN_SERVICE, SERVE, SWITCH
 
-from spark_host.check import pooling, speed
+from spark_host.check import checks, speed
 from spark_host.check.probe import CheckError, Probe
 from spark_host.engine import compile_cache, memory
 from spark_host.engine.client import Engine
@@ -158,8 +158,8 @@ def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
 
 
 def _answer(probe: Probe) -> str:
-    if probe.plan.task in pooling.ASKED:
-        return pooling.ASKED[probe.plan.task](probe)
+    if probe.plan.task in checks.POOLING:
+        return checks.POOLING[probe.plan.task](probe)
     questions = probe.plan.questions
     return probe.say(questions[0].prompt if questions else "Hello", 8)
 
