@@ -77,22 +77,30 @@ def test_a_verbose_plan_shows_the_unit_and_total_disk_use(spark_deploy):
     assert f"{sums[0]} GB, {sums[1]} GB at peak, in total on an empty host" in text
 
 
+LOCKED = "Intel/Qwen3.5-122B-A10B-int4-AutoRound"
+PLAN = ("plan", "--estimate")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (("--model", "qwen3.5-397b"), "does not fit on one host"),
-        (("--profile", "v3"), "--profile: 'v3' is not a profile"),
-        (("--limit", "spark-9"), "matches no host or group"),
-        (("--data", "serve.port=x"), "is not a whole number"),
-        (("nothing.py",), "is not an inventory file"),
-        (("--inventory", "nothing.py"), "is not an inventory file"),
+        ((*PLAN, "--model", "qwen3.5-397b"), "does not fit on one host"),
+        ((*PLAN, "--profile", "v3"), "--profile: 'v3' is not a profile"),
+        ((*PLAN, "--limit", "spark-9"), "matches no host or group"),
+        ((*PLAN, "--data", "serve.port=x"), "is not a whole number"),
+        ((*PLAN, "nothing.py"), "is not an inventory file"),
+        ((*PLAN, "--inventory", "nothing.py"), "is not an inventory file"),
+        (("update", "--only", LOCKED.replace("Round", "Rund")), f"did you mean {LOCKED}?"),
+        (("add", "--dry", "./hosts.yml"), "./hosts.yml: is neither a directory nor org/name"),
+        (("bench", "--compare", "nothing.json"), "No such file or directory"),
     ],
 )
-def test_each_mistake_gets_one_message_with_a_fix(spark_deploy, arguments, message):
-    code, out, err = spark_deploy("plan", "--estimate", *arguments)
+def test_each_mistake_gets_one_message_with_a_fix(spark_deploy, words, message):
+    code, out, err = spark_deploy(*words)
     assert (code, out) == (1, "")
     assert message in err
     assert "fix:" in err
+    assert "Errno" not in err
 
 
 def test_update_check_lists_missing_names_without_writing(spark_deploy, tmp_path):
@@ -119,12 +127,6 @@ def test_update_json_prints_the_lock_file(spark_deploy, tmp_path):
     [(path, lock)] = json.loads(out).items()
     assert (Path(path).name, "sources" in lock, "images" in lock) == ("spark.lock.yml", True, True)
     assert code in (0, 1)
-
-
-def test_an_unused_name_to_update_gets_a_suggestion(spark_deploy):
-    code, _, err = spark_deploy("update", "--only", "Intel/Qwen3.5-122B-A10B-int4-AutoRund")
-    assert code == 1
-    assert "did you mean Intel/Qwen3.5-122B-A10B-int4-AutoRound?" in err
 
 
 @pytest.fixture
@@ -213,19 +215,6 @@ def test_a_plan_of_an_unread_repository_marks_unknown_values(spark_deploy):
     assert "qwen3-4b with plain fits as far as known\n" in out
     assert "downloads   files of unknown size and" in out
     assert "NOT KNOWN   weights, context and KV cache" in out
-
-
-def test_an_invalid_repository_name_is_refused_offline(spark_deploy):
-    code, out, err = spark_deploy("add", "--dry", "./hosts.yml")
-    assert (code, out) == (1, "")
-    assert "./hosts.yml: is neither a directory nor org/name" in err
-
-
-def test_a_missing_result_file_gets_a_message(spark_deploy):
-    code, out, err = spark_deploy("bench", "--compare", "nothing.json")
-    assert (code, out) == (1, "")
-    assert "No such file or directory" in err
-    assert "Errno" not in err
 
 
 def test_an_invalid_release_name_is_refused_before_any_command(spark_deploy):
