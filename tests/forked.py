@@ -26,7 +26,7 @@ import pytest
 
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.lock import verify_names
+from spark_deploy.lock import headers
 from tests.judged_once import remember
 
 PYINFRA = ("pyinfra_cli.cli", "spark_deploy.inventory.groups")
@@ -66,7 +66,7 @@ def have_builder(monkeypatch: pytest.MonkeyPatch) -> None:
         words = command[command.index("-m") + 1 :]
         return run(words, cwd=how["cwd"], env=how["env"], ready=BUILDER)
 
-    monkeypatch.setattr(verify_names, "subprocess", SimpleNamespace(run=reader, DEVNULL=None))
+    monkeypatch.setattr(headers, "subprocess", SimpleNamespace(run=reader, DEVNULL=None))
 
 
 @cache

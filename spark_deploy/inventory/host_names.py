@@ -23,11 +23,10 @@ from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.certificates import is_address
-from spark_deploy.lock import verify_names
-from spark_deploy.lock.anatomy import read_anatomy
-from spark_deploy.lock.file import checked, write_lock
+from spark_deploy.lock import headers
+from spark_deploy.lock.file import HeldNames, Lock, checked, write_lock
+from spark_deploy.lock.headers import read_anatomy
 from spark_deploy.lock.resolve import beside_of, size
-from spark_deploy.lock.types import HeldNames, Lock
 from spark_deploy.plan.artifacts import checkpoint_plan
 from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.types import SourcePlan
@@ -184,7 +183,7 @@ def open_questions(
             continue  # no hub has its base; the builder holds it when it is there
         plan = checkpoint_plan(*pair_of(one, catalog), one, lock)
         if plan is not None and isinstance(plan.base, SourcePlan):
-            asked = verify_names.question(plan.order, plan.base.locked, plan.donor)
+            asked = headers.question(plan.order, plan.base.locked, plan.donor)
             if not lock.holds(asked):
                 yield asked, plan.order
 
@@ -224,7 +223,7 @@ def hold_names(settings: Settings, catalog: Catalog, lock: Lock, say: Say) -> Lo
     """
     lock = read_repositories(settings, catalog, lock, say)
     for asked, order in open_questions(settings, catalog, lock):
-        found = verify_names.hold(asked, order, settings.hub)
+        found = headers.check_names(asked, order, settings.hub)
         lock = lock.also(names=[found])
         say(f"  {asked.build}: {_found(found)} are as the catalog says")
     return lock
@@ -234,7 +233,7 @@ def hold_if_told(settings: Settings, catalog: Catalog, lock: Lock, say: Say) -> 
     """Return what ``hold_names`` does; a hub that is silent is said, and asked the next time."""
     try:
         return hold_names(settings, catalog, lock, say)
-    except verify_names.HubSilent as error:
+    except headers.HubSilent as error:
         say(f"names are not held against the catalog yet: {error.problems[0].line}")
         return lock
 

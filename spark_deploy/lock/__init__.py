@@ -1,1 +1,1 @@
-"""Names to identities: the lock file, and the hub and registries that are asked."""
+"""Resolve names to commits and digests: lock file, hub and registries."""

@@ -1,17 +1,10 @@
-"""Ask a model hub which commit a branch stands at and which files it holds, with their hashes."""
+"""Look up the commit and the files of a hub repository."""
 
 from __future__ import annotations
 
 import re
-import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from http.client import HTTPMessage
-from queue import Empty, Queue
-from typing import IO, TypeVar
-from urllib.parse import urlsplit
+from collections.abc import Iterator
 
 import httpx2
 from huggingface_hub import HfApi, get_session
@@ -29,65 +22,19 @@ from spark_contract.units import COMMIT
 
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.printable import in_words, one_line
-from spark_deploy.lock.left_out import parted
-from spark_deploy.lock.types import LockedSource, SourceFile
-
-# A look-up reads a few megabytes at most: a line of 15 KB/s brings them by then.
-LIMIT_S = 300.0
-
-T = TypeVar("T")
-
-
-def within(limit_s: float, ask: Callable[[], T]) -> T:
-    """Return what is answered in time.
-
-    Raises:
-        TimeoutError: nothing whole was; nobody waits for it any more.
-    """
-    told: Queue[tuple[T | None, BaseException | None]] = Queue()
-
-    def run() -> None:
-        try:
-            told.put((ask(), None))
-        except BaseException as error:  # whatever it is, it is raised where it was asked for
-            told.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        answer, error = told.get(timeout=limit_s)
-    except Empty:
-        raise TimeoutError(f"no whole answer within {limit_s:.0f} s") from None
-    if error is not None:
-        raise error
-    return answer  # type: ignore[return-value]
-
-
-class _PlainRedirects(urllib.request.HTTPRedirectHandler):
-    """Leads from http to http or https, and from https to https; to no other protocol."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str,
-        headers: HTTPMessage, newurl: str,
-    ) -> urllib.request.Request | None:  # fmt: skip
-        before, after = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
-        if after not in ("https", before):
-            raise urllib.error.URLError(f"it redirects from {before} to {after}")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-opened = urllib.request.build_opener(_PlainRedirects).open
-
+from spark_deploy.lock.file import LockedSource, SourceFile, parted
+from spark_deploy.lock.registry import LIMIT_S, within
 
 _TIMEOUT_S = 30
-_LONGEST_S = 300  # of one answer, however steadily it comes
-_LONGEST_BYTES = 64 << 20  # each file takes some 300 of them
+_LONGEST_S = 300
+_LONGEST_BYTES = 64 << 20  # each file takes about 300
 _COMMIT = re.compile(COMMIT)
 _ODD_ANSWERS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _MOST_BYTES = 1 << 50  # no file is larger
 
 
 class _Bounded(httpx2.SyncByteStream):
-    """The body of an answer, up to a size and a time."""
+    """A response body with a limit on size and time."""
 
     def __init__(self, body: httpx2.SyncByteStream) -> None:
         self._body = body
@@ -110,7 +57,7 @@ def _bound(response: httpx2.Response) -> None:
 
 
 def _have_bounded_answers() -> None:
-    """Have the hub's own client read no answer without end, and ask for none that is packed."""
+    """Limit responses of the hub client, and request them uncompressed."""
     client = get_session()
     client.headers["Accept-Encoding"] = "identity"
     hooks = client.event_hooks
@@ -121,8 +68,7 @@ def _have_bounded_answers() -> None:
 def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
     """Return the commit of ``revision`` and its files.
 
-    Large files carry the sha256 of their content; small ones have nothing but the sha1 of their
-    git blob (``lfs`` and ``blobId`` of the hub's ``?blobs=true`` answer).
+    Large files have a sha256, small ones a git blob sha1 (``lfs`` and ``blobId`` of the hub API).
     """
     where = f"{endpoint}/{repo}"
     _have_bounded_answers()
@@ -148,10 +94,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
 
 
 def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple[str, bool, str]:
-    """Return licence, whether it is gated, and the hub's word for what it is for; words of others.
-
-    What the hub does not say, or not in a form of its own, is empty.
-    """
+    """Return licence, gating and task as the hub states them; unknown ones are empty."""
     _have_bounded_answers()
     try:
         info = _asked(endpoint, repo, revision, token)
@@ -211,7 +154,7 @@ def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSour
             raise LockError.one(where, what, "set hub.endpoint to a hub that does")
         files.append(_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
     if not info.sha or not files:
-        raise LockError.one(where, "the hub names no commit or no files", "check the repository")
+        raise LockError.one(where, "the hub lists no commit or no files", "check the repository")
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
         raise _no_hub(where, f"it names the commit {info.sha}")
     if len({file.path for file in files}) != len(files):
@@ -219,14 +162,14 @@ def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSour
     files.sort(key=lambda file: file.path)
     kept, left_out = parted(where, files)
     if not kept:
-        raise LockError.one(where, "it holds nothing that is fetched", "check the repository")
+        raise LockError.one(where, "has no file to download", "check the repository")
     return LockedSource(repo, revision, info.sha, kept, left_out)
 
 
 def _file(
     where: str, path: object, size_bytes: object, sha256: object, git_sha1: object
 ) -> SourceFile:
-    """Return a file that a host can be told to fetch: the order's own rules decide."""
+    """Return a file after checking it with the rules of the download job."""
     named = {"sha256": sha256} if sha256 else {"git_sha1": git_sha1}
     try:
         one = documents.read(FetchFile, {"path": path, "size_bytes": size_bytes, **named})

@@ -1,4 +1,4 @@
-"""The token for a hub: ``hub.token``, or the user's Hugging Face login."""
+"""Read the hub token from ``hub.token`` or the user's Hugging Face login."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _TOKEN = re.compile(r"[!-~]{1,512}")
 
 
 def read_hub_token(hub: HubSettings) -> str | None:
-    """Return the token for ``hub.endpoint``: ``hub.token``, else the user's Hugging Face login."""
     if hub.token is None:
         return _read_login(hub.endpoint)
     token = read_secret(hub.token, setting="hub.token")

@@ -1,7 +1,6 @@
-"""What the layers of a model keep of a request, from ``config.json``; for kinds known by name.
+"""Compute the KV cache and state of each layer from ``config.json``.
 
-Nothing is guessed: a configuration that names its layers in no known way makes the cache unknown,
-and so does one with a detail that changes the bytes.
+Unknown layer types, or fields that change the size in unknown ways, make the cache unknown.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from spark_deploy.config.catalog.anatomy import CacheLayers
 from spark_deploy.config.errors import LockError
 
 _LARGEST = 1 << 32
-# Where configurations of models that take more than text keep those of the language model.
+# Sections of the language model in multimodal configurations.
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
-class Missing(Exception):  # noqa: N818 - nothing is wrong: a number is not there
-    """A number that the cache depends on is not in the configuration."""
+class Missing(Exception):  # noqa: N818 - not an error
+    """The cache size cannot be computed from the configuration."""
 
 
 class Numbers:
-    """A configuration, the language model's part first."""
+    """Reads config.json; the language model's section has precedence."""
 
     def __init__(self, where: str, config: Mapping[str, Any]) -> None:
         self.where = where
@@ -35,19 +34,15 @@ class Numbers:
         self._parts = (inner, config)
 
     def get(self, name: str) -> Any:
-        """Return what is said under a name, whatever it is; null is not there."""
+        """Return the first value that is not null."""
         return next((part[name] for part in self._parts if part.get(name) is not None), None)
 
     def outer(self, name: str) -> Any:
-        """Return what the whole configuration says, past the language model's part."""
+        """Return a value of the top level."""
         return self._parts[1].get(name)
 
     def count(self, *names: str) -> int | None:
-        """Return the first of the numbers that is there.
-
-        Raises:
-            LockError: It is no number that a model could have.
-        """
+        """Return the first number present; raise LockError if it is out of range."""
         for name in names:
             value = self.get(name)
             if value is None:
@@ -59,28 +54,28 @@ class Numbers:
         return None
 
     def needed(self, *names: str) -> int:
-        """Return the first of the numbers that is there; ``Missing`` when none is."""
+        """Return the first number present, or raise Missing."""
         value = self.count(*names)
         if not value:
-            raise Missing(f"config.json says no {names[0]}")
+            raise Missing(f"config.json lacks {names[0]}")
         return value
 
     def text(self, name: str) -> str:
-        """Return a short word; empty when it is not there, or none."""
+        """Return a short printable string, or an empty one."""
         value = self.get(name)
         fits = isinstance(value, str) and len(value) <= 100 and value.isprintable()
         return str(value) if fits else ""
 
     def words(self, name: str) -> tuple[str, ...]:
-        """Return a list of words; empty when it is not there, or none."""
+        """Return a list as strings, or an empty tuple."""
         value = self.get(name)
         return tuple(map(str, value)) if isinstance(value, list) and len(value) < 4096 else ()
 
 
 _SIXTEEN_BIT_BYTES = 2
 _MOST_LAYERS = 1024
-_STATE_BYTES = 4  # recurrences are kept in 32 bit
-# Every layer of these keeps keys and values of the whole context, unless `layer_types` says more.
+_STATE_BYTES = 4  # recurrent state is float32
+# Every layer is full attention, unless `layer_types` differs.
 _ALL_FULL = frozenset((
     "apertus", "arcee", "cohere", "ernie4_5", "ernie4_5_moe", "exaone", "gemma", "glm", "glm4",
     "glm4_moe", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2",
@@ -93,8 +88,8 @@ _ENCODERS = frozenset((
     "bert", "deberta-v2", "distilbert", "electra", "gte", "jina_bert", "modernbert", "mpnet",
     "new", "nomic_bert", "roberta", "snowflake_arctic_embed", "xlm-roberta",
 ))  # fmt: skip
-# Details that change what a layer keeps in ways nobody worked out here.
-_UNTOLD = (
+# Fields that change the cache size in ways not implemented here.
+_UNSUPPORTED = (
     "attention_k_eq_v", "compress_ratios", "cross_attention_layers", "index_head_dim",
     "index_topk", "num_kv_shared_layers", "num_global_key_value_heads", "global_head_dim",
     "per_layer_config", "block_configs",
@@ -102,26 +97,26 @@ _UNTOLD = (
 
 
 def cache_layers(config: Numbers) -> tuple[CacheLayers, ...]:
-    """Return what the layers keep; nothing for an encoder.
+    """Return the cache of each kind of layer; empty for an encoder.
 
     Raises:
-        Missing: it cannot be said, and why.
+        Missing: the size is unknown, with the reason.
     """
     kind = config.text("model_type")
     if kind in _ENCODERS:
         return ()
-    for name in _UNTOLD:
+    for name in _UNSUPPORTED:
         if config.get(name):
-            raise Missing(f"config.json has {name}, whose bytes nobody worked out here")
+            raise Missing(f"config.json has {name}, whose cache size is unknown")
     names = Counter(_layer_names(config, kind))
     return tuple(_LAYERS[name](config, number) for name, number in sorted(names.items()))
 
 
 def _layer_names(config: Numbers, kind: str) -> list[str]:
-    """Return the name of each layer that keeps something."""
+    """Return the kind of each layer that has a cache or state."""
     layers = config.needed("num_hidden_layers", "n_layer", "num_layers")
     if layers > _MOST_LAYERS:
-        raise Missing(f"config.json says {layers} layers")
+        raise Missing(f"config.json has {layers} layers")
     if config.get("kv_lora_rank") is not None:
         return ["latent"] * layers
     if said := config.words("layer_types"):
@@ -132,7 +127,7 @@ def _layer_names(config: Numbers, kind: str) -> list[str]:
     if pattern := config.text("hybrid_override_pattern"):
         return _of_pattern(pattern, layers)
     if kind not in _ALL_FULL:
-        raise Missing(f"layers of {kind or 'a model without model_type'} are not known here")
+        raise Missing(f"layers of {kind or 'a model without model_type'} are unknown")
     window = config.count("sliding_window")
     sliding = window is not None and config.get("use_sliding_window") is not False
     return ["sliding_attention" if sliding else "full_attention"] * layers
@@ -143,14 +138,14 @@ def _as_said(said: tuple[str, ...], layers: int) -> list[str]:
         raise Missing(f"layer_types names {len(said)} layers of {layers}")
     odd = next((name for name in said if name not in _LAYERS), None)
     if odd is not None:
-        raise Missing(f"layers of type {odd[:40]!r} are of no kind known here")
+        raise Missing(f"layers of type {odd[:40]!r} are unknown")
     return list(said)
 
 
 def _of_pattern(pattern: str, layers: int) -> list[str]:
-    """Nemotron-H: M is a Mamba-2 layer, * is attention, - and E keep nothing."""
+    """Nemotron-H: M is Mamba-2, * is attention, - and E have no cache."""
     if len(pattern) != layers or set(pattern) - set("M*-E"):
-        raise Missing("hybrid_override_pattern is of no form known here")
+        raise Missing("hybrid_override_pattern has an unknown form")
     return [{"M": "mamba", "*": "full_attention"}[sign] for sign in pattern if sign in "M*"]
 
 
@@ -197,7 +192,7 @@ def _mamba(config: Numbers, layers: int) -> CacheLayers:
     state = config.needed("ssm_state_size", "mamba_d_state", "state_size")
     groups = config.needed("n_groups", "mamba_n_groups")
     kernel = config.needed("conv_kernel", "mamba_d_conv")
-    # The engine keeps the recurrence in the type that the configuration names, else in 16 bit.
+    # The engine stores the state in the configured dtype, else in 16 bit.
     wide = config.text("mamba_ssm_cache_dtype") == "float32"
     recurrence = heads * width * state * (_STATE_BYTES if wide else _SIXTEEN_BIT_BYTES)
     tail = (heads * width + 2 * groups * state) * _SIXTEEN_BIT_BYTES
@@ -209,7 +204,7 @@ def _mamba(config: Numbers, layers: int) -> CacheLayers:
     )
 
 
-# By the words of `layer_types`.
+# Keys are the values of `layer_types`.
 _LAYERS: dict[str, Callable[[Numbers, int], CacheLayers]] = {
     "full_attention": _full,
     "attention": _full,

@@ -173,7 +173,7 @@ def test_a_cache_that_nobody_knows_is_planned_with_once_an_engine_counted_it(
     site: Site, guest: Guest
 ) -> None:
     said = added(site, "org/tiny-odd")
-    assert "NOT KNOWN: KV cache of a token: layers of gpt2 are not known here" in said
+    assert "NOT KNOWN: KV cache of a token: layers of gpt2 are unknown" in said
     # Two turns are longer than what it learnt by heart.
     served(site, "tiny-odd")
     assert planned(site)["memory"]["kv_tokens"] is None

@@ -190,7 +190,7 @@ def test_unknown_values_are_left_out_and_reported(
     assert add(site, "org/odd") == 0
     out = capsys.readouterr().out
     assert "parsers: unknown for nobody" in out
-    assert "KV cache of a token: layers of nobody are not known here" in out
+    assert "KV cache of a token: layers of nobody are unknown" in out
     assert "custom code; not downloaded" in out
     assert "parsers" not in yaml.safe_load((site / "catalog/models/odd.yml").read_text())
 

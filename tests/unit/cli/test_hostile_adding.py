@@ -19,7 +19,7 @@ from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.config.yaml_files import read_mapping
-from spark_deploy.lock.anatomy import anatomy_of, ask_hub
+from spark_deploy.lock.headers import anatomy_of, ask_hub
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.cli.test_add import COMMIT, CONFIG, ENTRIES, add, make_site

@@ -17,9 +17,8 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.inventory.host_names import held_for, hold_names, unread
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.anatomy import anatomy_of
-from spark_deploy.lock.file import checked, read_lock, write_lock
-from spark_deploy.lock.types import Lock
+from spark_deploy.lock.file import Lock, checked, read_lock, write_lock
+from spark_deploy.lock.headers import anatomy_of
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.examples import examples
 from tests.unit.hostile import hostile
@@ -164,12 +163,12 @@ def test_the_cache_follows_from_the_kinds_of_layers(kind: str) -> None:
 
 
 UNKNOWN = {
-    "another type of model": ({"model_type": "nobody"}, "layers of nobody are not known here"),
+    "another type of model": ({"model_type": "nobody"}, "layers of nobody are unknown"),
     "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "'odd' are of no kind"),
     "layers that do not add up": ({"layer_types": ["full_attention"]}, "names 1 layers of 2"),
     "a detail": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers, whose bytes"),
-    "a number is missing": ({"num_attention_heads": "gone"}, "says no num_attention_heads"),
-    "no layers": ({"num_hidden_layers": 0}, "says no num_hidden_layers"),
+    "a number is missing": ({"num_attention_heads": "gone"}, "lacks num_attention_heads"),
+    "no layers": ({"num_hidden_layers": 0}, "lacks num_hidden_layers"),
 }
 
 

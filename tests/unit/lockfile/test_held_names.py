@@ -18,10 +18,9 @@ from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.host_names import held_for, hold_names
+from spark_deploy.lock import headers
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock import verify_names
-from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.types import Lock, LockedImage
+from spark_deploy.lock.file import Lock, LockedImage, read_lock, write_lock
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (
@@ -190,22 +189,6 @@ def test_a_lock_from_before_is_read_checked_and_completed(
     assert path.read_text() == whole
 
 
-def test_a_lock_with_digests_that_nobody_reads_now_is_read_and_nobody_is_asked(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = inventory(tmp_path, hub, monkeypatch)
-    assert main(["update", "--missing", "inventory.py"]) == 0
-    path = here / "spark.lock.yml"
-    whole = path.read_text()
-    gone = "".join(f"    {side}_headers: {'a' * 64}\n" for side in ("base", "donor"))
-    path.write_text(whole.replace("    swapped_modules:", f"{gone}    swapped_modules:"))
-    assert path.read_text() != whole
-    hub.requests.clear()
-    assert main(["update", "inventory.py", "--check"]) == 0
-    assert main(["plan", "inventory.py"]) == 0
-    assert hub.requests == []
-
-
 def test_another_commit_is_asked_again_and_the_old_finding_goes(
     hub: Hub, settings: Settings, lock: Lock
 ) -> None:
@@ -276,7 +259,7 @@ def test_the_token_reaches_the_hub_and_no_command_line_no_lock_and_no_file_that_
         assert (more["cwd"] / "token").stat().st_mode & 0o777 == 0o600
         return real(argv, **more)
 
-    monkeypatch.setattr(verify_names.subprocess, "run", run)
+    monkeypatch.setattr(headers.subprocess, "run", run)
     secret = dataclasses.replace(settings.hub, token=SecretRef(env="CANARY_TOKEN"))
     held = hold_names(dataclasses.replace(settings, hub=secret), CATALOG, lock, seen.append)
     write_lock(tmp_path / "spark.lock.yml", held)
@@ -299,7 +282,7 @@ def test_a_reader_that_dies_is_one_clear_line(
     settings: Settings, lock: Lock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = subprocess.CompletedProcess([], -9, "", "")
-    monkeypatch.setattr(verify_names.subprocess, "run", lambda *_, **__: killed)
+    monkeypatch.setattr(headers.subprocess, "run", lambda *_, **__: killed)
     with pytest.raises(LockError, match="the reader of its headers ended with -9") as caught:
         hold_names(settings, CATALOG, lock, quiet)
     assert len(caught.value.problems) == 1

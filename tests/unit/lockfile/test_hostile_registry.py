@@ -17,7 +17,7 @@ from http.client import HTTPMessage
 import pytest
 
 from spark_deploy.config.errors import LockError
-from spark_deploy.lock import hub, resolve
+from spark_deploy.lock import registry
 
 OK = b"HTTP/1.1 200 OK\r\n"
 REFUSED = b"HTTP/1.1 401 no\r\nContent-Length: 0\r\nWWW-Authenticate: "
@@ -60,7 +60,7 @@ def answering(head: bytes, more: bytes = b"", pause_s: float = 0.0) -> Iterator[
 
 def refused(address: str) -> str:
     with pytest.raises(LockError) as caught:
-        resolve.look_up(f"{address}/a/b:1", arch="aarch64", insecure=[address])
+        registry.look_up(f"{address}/a/b:1", arch="aarch64", insecure=[address])
     [problem] = caught.value.problems
     assert problem.fix
     assert len(problem.line) < 600
@@ -83,7 +83,7 @@ def test_an_answer_without_end_is_not_waited_for() -> None:
 def test_an_answer_that_trickles_is_not_waited_for(
     head: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolve, "LIMIT_S", 0.5)
+    monkeypatch.setattr(registry, "LIMIT_S", 0.5)
     with answering(head, b"x", pause_s=0.05) as address:
         began = time.monotonic()
         assert "no whole answer within" in refused(address)
@@ -104,7 +104,7 @@ def test_a_redirect_leads_to_no_other_protocol(target: str) -> None:
      ("https", "http", False), ("https", "ftp", False), ("http", "ftp", False)],
 )  # fmt: skip
 def test_a_redirect_never_leads_from_tls_to_none(before: str, after: str, goes: bool) -> None:
-    handler = hub._PlainRedirects()
+    handler = registry._PlainRedirects()
     asked = urllib.request.Request(f"{before}://registry.invalid/v2/")
     there = partial(
         handler.redirect_request, asked, io.BytesIO(), 302, "x", HTTPMessage(), f"{after}://a/"

@@ -16,10 +16,9 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.service import PairSettings
-from spark_deploy.lock import hub, resolve
-from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock import hub, registry
+from spark_deploy.lock.file import Lock, read_lock, write_lock
 from spark_deploy.lock.resolve import locked_for, wanted_by
-from spark_deploy.lock.types import Lock
 from tests import forked
 from tests.unit.planning.plans import shipped_catalog
 
@@ -194,7 +193,7 @@ def test_one_repository_at_two_revisions_is_refused_before_one_lock_drops_the_ot
     )
     ready = (PairSettings(model="older", profile="base"),)
     both = dataclasses.replace(settings, profile="base", keep_ready=ready)
-    with pytest.raises(LockError, match=r"lab/tiny-int4: is asked for at main and at v1; "):
+    with pytest.raises(LockError, match=r"lab/tiny-int4: is requested at main and v1; "):
         locked_for(both, catalog, tmp_path / "spark.lock.yml", lambda text: None)
     assert Server.asked == []
 
@@ -219,19 +218,19 @@ def test_a_hub_that_is_down_is_one_clear_line():
 
 
 def test_the_size_is_that_of_the_wanted_platform_and_the_digest_that_of_the_tag(server):
-    found = resolve.look_up(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
+    found = registry.look_up(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
     assert (found.digest, found.size_bytes) == (sha(INDEX), 1000)
 
 
 def test_an_image_without_the_platform_is_refused(server):
     with pytest.raises(LockError, match="no linux/amd64 image"):
-        resolve.look_up(f"{server}/lab/engine:many", arch="x86_64", insecure=[server])
+        registry.look_up(f"{server}/lab/engine:many", arch="x86_64", insecure=[server])
 
 
 @pytest.mark.parametrize("tag", ["plain", "older"])
 def test_an_engine_is_an_image_that_starts_vllm(server, tag):
     image = f"{server}/lab/engine:{tag}"
-    assert resolve.look_up(image, arch="x86_64", insecure=[server], engine=True).size_bytes == 1000
+    assert registry.look_up(image, arch="x86_64", insecure=[server], engine=True).size_bytes == 1000
 
 
 @pytest.mark.parametrize(
@@ -241,20 +240,20 @@ def test_an_engine_is_an_image_that_starts_vllm(server, tag):
 def test_an_image_that_is_no_engine_is_refused_before_it_is_pulled(server, tag, what):
     image = f"{server}/lab/engine:{tag}"
     with pytest.raises(LockError, match=f"is no engine: it {what}"):
-        resolve.look_up(image, arch="x86_64", insecure=[server], engine=True)
-    assert resolve.look_up(image, arch="x86_64", insecure=[server]).size_bytes == 1000
+        registry.look_up(image, arch="x86_64", insecure=[server], engine=True)
+    assert registry.look_up(image, arch="x86_64", insecure=[server]).size_bytes == 1000
 
 
 def test_a_configuration_of_other_bytes_is_refused(server, monkeypatch):
     digest = sha(CONFIGURATIONS["plain"])
     monkeypatch.setitem(MANIFESTS, digest, CONFIGURATIONS["nginx"])
     with pytest.raises(LockError, match=f"other bytes than {digest}"):
-        resolve.look_up(f"{server}/lab/engine:plain", arch="x", insecure=[server], engine=True)
+        registry.look_up(f"{server}/lab/engine:plain", arch="x", insecure=[server], engine=True)
 
 
 def test_an_unknown_tag_is_refused(server):
     with pytest.raises(LockError, match="no such image or tag"):
-        resolve.look_up(f"{server}/lab/engine:v9", arch="x86_64", insecure=[server])
+        registry.look_up(f"{server}/lab/engine:v9", arch="x86_64", insecure=[server])
 
 
 def test_an_engine_whose_tag_does_not_exist_names_the_supported_versions(
@@ -272,12 +271,12 @@ def test_an_engine_whose_tag_does_not_exist_names_the_supported_versions(
 def test_bytes_that_differ_from_the_claimed_digest_are_refused(server):
     Server.broken.add("lie")
     with pytest.raises(LockError, match="sent other bytes"):
-        resolve.look_up(f"{server}/lab/engine:plain", arch="x86_64", insecure=[server])
+        registry.look_up(f"{server}/lab/engine:plain", arch="x86_64", insecure=[server])
 
 
 def test_a_registry_without_tls_must_be_declared(server):
     with pytest.raises(LockError, match=r"registries\.insecure"):
-        resolve.look_up(f"{server}/lab/engine:plain", arch="x86_64")
+        registry.look_up(f"{server}/lab/engine:plain", arch="x86_64")
 
 
 @pytest.mark.parametrize(

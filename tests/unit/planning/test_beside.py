@@ -90,12 +90,10 @@ def test_a_drafter_is_fetched_verified_mounted_and_counted(method: str) -> None:
 
 
 def test_a_drafter_whose_cache_is_unknown_leaves_the_cache_unknown() -> None:
-    odd = dataclasses.replace(DRAFTER, cache=(), cache_unknown="layers of x are not known here")
+    odd = dataclasses.replace(DRAFTER, cache=(), cache_unknown="layers of x are unknown")
     found = plan(drafting("eagle3", repository=DRAFT), read=(ANATOMY, odd))
     assert found.memory.kv_tokens is None
-    assert found.memory.unknown == (
-        "KV cache of a token, the drafter's: layers of x are not known here",
-    )
+    assert found.memory.unknown == ("KV cache of a token, the drafter's: layers of x are unknown",)
 
 
 def test_drafts_from_the_request_itself_take_no_bytes() -> None:

@@ -12,7 +12,7 @@ from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers, CountedCac
 from spark_deploy.config.catalog.model import Parsers, PlainModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import PlanError
-from spark_deploy.lock.types import SourceFile
+from spark_deploy.lock.file import SourceFile
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.kv_cache import shape_of
@@ -129,11 +129,11 @@ def test_a_window_costs_what_it_keeps() -> None:
 
 
 def test_a_cache_that_is_not_known_is_said_and_bounded_by_the_fraction() -> None:
-    anatomy = dataclasses.replace(ANATOMY, cache=(), cache_unknown="layers of x are not known here")
+    anatomy = dataclasses.replace(ANATOMY, cache=(), cache_unknown="layers of x are unknown")
     memory = plan(anatomy=anatomy).memory
     assert memory.kv_tokens is None
     assert memory.full_context_users is None
-    assert memory.unknown == ("KV cache of a token: layers of x are not known here",)
+    assert memory.unknown == ("KV cache of a token: layers of x are unknown",)
     assert memory.needed_bytes == plan().memory.needed_bytes
     pinned = plan(anatomy=anatomy, **{"engine.kv_cache_gib": 8}).memory
     assert pinned.kv_cache_bytes == 8 * GIB
@@ -186,7 +186,7 @@ def test_a_model_without_questions_is_asked_what_any_instruct_model_answers() ->
     assert not asked.tool_call
 
 
-UNKNOWN = dataclasses.replace(ANATOMY, cache=(), cache_unknown="layers of odd are not known here")
+UNKNOWN = dataclasses.replace(ANATOMY, cache=(), cache_unknown="layers of odd are unknown")
 COUNTED = CountedCache(
     kv_cache="auto", context_tokens=131072, token_bytes=10_000, by="spark-1, main-abc, engine 1"
 )

@@ -23,7 +23,7 @@ from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.hosts.status import Evidence
 from spark_deploy.inventory.plans import read_inventory
-from spark_deploy.lock import hub, resolve
+from spark_deploy.lock import hub, registry
 from spark_deploy.lock.file import read_lock
 from spark_deploy.plan.resolve import problems_of
 from tests.unit.examples import examples
@@ -295,7 +295,7 @@ def registry_says(monkeypatch):
 def test_any_answer_of_a_registry(registry_says, body):
     registry_says(body, body)
     try:
-        resolve.look_up("registry.invalid/a:b", arch="aarch64")
+        registry.look_up("registry.invalid/a:b", arch="aarch64")
     except SparkError as error:
         said(error)
 
@@ -314,7 +314,7 @@ def test_any_configuration_of_an_engines_image(registry_says, answer):
     manifest = json.dumps({"config": {"digest": digest}, "layers": []}).encode()
     registry_says(manifest, configuration)
     with pytest.raises(LockError) as caught:
-        resolve.look_up("registry.invalid/a:b", arch="aarch64", engine=True)
+        registry.look_up("registry.invalid/a:b", arch="aarch64", engine=True)
     said(caught.value)
 
 
@@ -351,5 +351,5 @@ def test_any_question_for_a_login_and_any_token(registry_says, body, challenge):
     asks = f'Bearer realm="https://auth.invalid/token",service="{challenge}"'
     registry_says(b"first", body, body, status=401, headers={"WWW-Authenticate": asks})
     with pytest.raises(LockError) as caught:
-        resolve.look_up("registry.invalid/a:b", arch="aarch64")
+        registry.look_up("registry.invalid/a:b", arch="aarch64")
     said(caught.value)

@@ -1,0 +1,217 @@
+"""Read headers of locked repositories and compare their names with the catalog.
+
+The checkpoint builder reads them in a subprocess, with the rules that hosts apply; its memory and
+the length of its answer are independent of what a hub sends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spark_contract import documents, orders
+from spark_contract.documents import DocumentError, plain, text_of
+from spark_contract.errors import problem_in
+from spark_contract.orders import (
+    ALL_DOCUMENTS,
+    CONFIG,
+    DESCRIBE,
+    LEAVE_OUT,
+    BuildPlan,
+    Described,
+    DonorUrl,
+    Held,
+)
+
+from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents import digest_of
+from spark_deploy.config.errors import LockError
+from spark_deploy.config.settings.sources import HubSettings
+from spark_deploy.lock.file import HeldNames, LockedSource
+from spark_deploy.lock.hub_token import read_hub_token
+from spark_deploy.lock.kv_cache_spec import Missing, Numbers, cache_layers
+
+_UNANSWERED = 4  # the builder's exit code when reading or the network failed
+# Fields that do not affect the names: locations and output.
+_NOT_ASKED = ("digest", "recipe_version", "base", "donor", "layout", "out", "extra")
+
+
+class HubSilent(LockError):  # noqa: N818 - named after what happened
+    """The hub did not send the headers."""
+
+
+def question(order: BuildPlan, base: LockedSource, donor: LockedSource | None) -> HeldNames:
+    """Return the identity of a check of names; its counts are not known yet."""
+    asked = {key: said for key, said in plain(order).items() if key not in _NOT_ASKED}
+    places = [f"{one.repo}@{one.commit}" for one in (base, donor) if one is not None]
+    return HeldNames(
+        build=f"{order.name}, shared experts {order.shared_experts}, head {order.head}",
+        question=digest_of({"builder": asked, "places": places}),
+        base=places[0],
+        donor=places[1] if donor is not None else None,
+    )
+
+
+def check_names(asked: HeldNames, order: BuildPlan, hub: HubSettings) -> HeldNames:
+    """Check the sources of a build by their headers, and return ``asked`` with its counts.
+
+    Raises:
+        HubSilent: the hub did not send the headers.
+        LockError: a host would refuse to build from these sources.
+    """
+    with workplace(hub) as builder:
+        if isinstance(order.donor, DonorUrl):
+            order = replace(
+                order, donor=DonorUrl(url=order.donor.url, token_file=builder.token_file, tries=3)
+            )
+        (builder.folder / "plan.json").write_text(text_of(order), encoding="utf-8")
+        said = builder.ask(orders.HOLD, "plan.json", asked.base)
+    try:
+        found = documents.parse(Held, said)
+    except DocumentError as error:
+        what, fix = (
+            f"the builder's answer is malformed: {error}",
+            "restore the checkout (git status)",
+        )
+        raise LockError.one(asked.base, what, fix) from error
+    return replace(
+        asked,
+        base_tensors=found.base_tensors,
+        donor_tensors=found.donor_tensors,
+        swapped_modules=found.swapped_modules,
+        mtp_tensors=found.mtp_tensors,
+        mtp_from_donor=found.mtp_from_donor,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """The checkpoint builder of this checkout, with hub and token file."""
+
+    folder: Path
+    endpoint: str
+    token_file: str | None
+
+    def ask(self, *words: str) -> str:
+        """Return the output of a command; the token is passed as a file, never in argv."""
+        told = [orders.ENDPOINT, self.endpoint]
+        told += [orders.TOKEN_FILE, self.token_file] if self.token_file else []
+        homes = (str(CHECKOUT / "files" / home) for home in ("contract", "checkpoint"))
+        # In an empty folder: Python modules of the current directory are not importable.
+        done = subprocess.run(
+            [sys.executable, "-m", orders.BUILDER, *words, *told],
+            cwd=self.folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(homes)},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return done.stdout
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        problem = problem_in(last)
+        if problem is None:
+            what = f"the reader of its headers ended with {done.returncode} {last[:200]!r}"
+            raise LockError.one(words[-1], what, "check the free memory of this machine")
+        raise (HubSilent if done.returncode == _UNANSWERED else LockError)([problem])
+
+
+@contextmanager
+def workplace(hub: HubSettings) -> Iterator[Builder]:
+    """Yield the builder in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="spark-names-") as folder:
+        token_file, token = None, read_hub_token(hub)
+        if token is not None:
+            token_file = f"{folder}/token"
+            private = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(private, "w", encoding="utf-8") as file:
+                file.write(token)
+        yield Builder(Path(folder), hub.endpoint, token_file)
+
+
+_MOST_BYTES = 1 << 50
+
+
+def read_anatomy(
+    repository: str, commit: str, hub: HubSettings, *, leave_out: tuple[str, ...] = ()
+) -> Anatomy:
+    """Read headers and config.json of a repository at a commit.
+
+    Raises:
+        HubSilent: the hub did not send them.
+        LockError: the repository is not a model.
+    """
+    found = ask_hub(f"{repository}@{commit}", hub, leave_out=leave_out)
+    return replace(anatomy_of(repository, found), leave_out=leave_out)
+
+
+def ask_hub(
+    place: str, hub: HubSettings, *, leave_out: tuple[str, ...] = (), all_documents: bool = False
+) -> Described:
+    """Return headers and documents of a repository, read by the builder."""
+    words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
+    words += [ALL_DOCUMENTS] if all_documents else []
+    with workplace(hub) as builder:
+        said = builder.ask(DESCRIBE, *words, place)
+    try:
+        return documents.parse(Described, said)
+    except DocumentError as error:
+        what = f"the reader's answer is malformed: {error}"
+        raise LockError.one(place, what, "restore the checkout (git status)") from error
+
+
+def anatomy_of(repository: str, found: Described) -> Anatomy:
+    """Return the numbers that plans need from headers and config.json."""
+    where = f"{repository}@{found.commit[:12]}: {CONFIG}"
+    config = Numbers(where, found.documents.get(CONFIG, {}))
+    sizes = {part: sum(by_dtype.values()) for part, by_dtype in found.parts.items()}
+    if sum(sizes.values()) > _MOST_BYTES:
+        what = f"headers add up to {sum(sizes.values())} bytes"
+        raise LockError.one(where, what, "choose another commit of the repository")
+    cache: tuple[CacheLayers, ...] = ()
+    unknown = ""
+    try:
+        cache = cache_layers(config)
+    except Missing as missing:
+        unknown = str(missing)
+    return Anatomy(
+        repository=repository,
+        commit=found.commit,
+        architecture=_architecture(config),
+        model_type=config.text("model_type"),
+        quantisation=quantisation_of(config),
+        weights=found.parts.get("text", {}),
+        repeats_names=found.repeats_names,
+        vision_bytes=sizes.get("vision", 0),
+        drafter_bytes=sizes.get("drafter", 0),
+        context_tokens=config.count("max_position_embeddings", "n_positions", "max_seq_len")
+        or None,
+        width=config.count("hidden_size", "n_embd", "d_model") or None,
+        expert_width=config.count("moe_intermediate_size") or None,
+        cache=cache,
+        cache_unknown=unknown,
+    )
+
+
+def _architecture(config: Numbers) -> str:
+    # Of the whole configuration: a part of it names the class of that part.
+    named = config.outer("architectures")
+    first = named[0] if isinstance(named, list) and named else ""
+    fits = isinstance(first, str) and len(first) <= 100 and first.isidentifier()
+    return first if fits else ""
+
+
+def quantisation_of(config: Numbers) -> str:
+    """Return the quantisation of weights as text, or an empty string."""
+    said = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(said, dict):
+        return ""
+    words = Numbers(config.where, said)
+    told = (words.text(key) for key in ("quant_method", "quant_algo", "format", "fmt"))
+    bits = said.get("bits")
+    counted = f"{bits} bit" if type(bits) is int and 0 < bits < 64 else ""
+    return ", ".join(dict.fromkeys(word for word in (*told, counted) if word))
