@@ -164,9 +164,9 @@ def test_the_cache_follows_from_the_kinds_of_layers(kind: str) -> None:
 
 UNKNOWN = {
     "another type of model": ({"model_type": "nobody"}, "layers of nobody are unknown"),
-    "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "'odd' are of no kind"),
+    "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "'odd' are unknown"),
     "layers that do not add up": ({"layer_types": ["full_attention"]}, "names 1 layers of 2"),
-    "a detail": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers, whose bytes"),
+    "a detail": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers, whose cache"),
     "a number is missing": ({"num_attention_heads": "gone"}, "lacks num_attention_heads"),
     "no layers": ({"num_hidden_layers": 0}, "lacks num_hidden_layers"),
 }

@@ -181,7 +181,7 @@ def test_a_lock_from_before_is_read_checked_and_completed(
     path.write_text(old)
     capsys.readouterr()
     assert main(["update", "inventory.py", "--check"]) == 1
-    assert f"spark.lock.yml: names of {BUILD} are not held" in capsys.readouterr().err
+    assert f"names of {BUILD} are not verified" in capsys.readouterr().err
     assert main(["plan", "inventory.py"]) == 0
     assert f"{BUILD}: 464 names of {BASE} and " in capsys.readouterr().err
     assert path.read_text() == old
