@@ -20,8 +20,9 @@ from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.host_names import KEY, read_repositories
 from spark_deploy.inventory.plans import payload_identity, read_inventory
-from spark_deploy.lock.file import Lock, LockedImage, LockedSource, SourceFile, read_lock
+from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import beside_of, resolve, wanted_by
+from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.artifacts import original_bytes
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.memory import weights_of

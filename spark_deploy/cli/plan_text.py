@@ -14,8 +14,8 @@ from spark_deploy.cli.hosts import ESTIMATED_COMMIT
 from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import page
-from spark_deploy.lock.file import LockedSource
 from spark_deploy.lock.resolve import size
+from spark_deploy.lock.types import LockedSource
 from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.host import disk_total, document
 from spark_deploy.plan.memory import gib

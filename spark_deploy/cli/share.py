@@ -33,8 +33,9 @@ from spark_deploy.config.errors import CatalogError, LockError, Problem
 from spark_deploy.config.schema_errors import dotted, problems_of
 from spark_deploy.config.settings.service import CatalogName
 from spark_deploy.lock import hub
-from spark_deploy.lock.file import LockedSource, checked, read_lock, without_tag, write_lock
+from spark_deploy.lock.file import checked, read_lock, write_lock
 from spark_deploy.lock.hub_token import read_hub_token
+from spark_deploy.lock.types import LockedSource, without_tag
 from spark_deploy.plan.types import HostPlan
 
 _HEAD = """\

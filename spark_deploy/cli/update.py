@@ -19,8 +19,9 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.hosts.status import HostStatus
 from spark_deploy.inventory.host_names import hold_if_told, open_questions, unread
-from spark_deploy.lock.file import Lock, read_lock, write_lock
+from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import Names, refuse_two_revisions, resolve, wanted_by
+from spark_deploy.lock.types import Lock
 
 
 @click.command

@@ -24,9 +24,10 @@ from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.certificates import is_address
 from spark_deploy.lock import headers
-from spark_deploy.lock.file import HeldNames, Lock, checked, write_lock
+from spark_deploy.lock.file import checked, write_lock
 from spark_deploy.lock.headers import read_anatomy
 from spark_deploy.lock.resolve import beside_of, size
+from spark_deploy.lock.types import HeldNames, Lock
 from spark_deploy.plan.artifacts import checkpoint_plan
 from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.types import SourcePlan

@@ -34,9 +34,9 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.sources import HubSettings
-from spark_deploy.lock.file import HeldNames, LockedSource
 from spark_deploy.lock.hub_token import read_hub_token
 from spark_deploy.lock.kv_cache_spec import Missing, Numbers, cache_layers
+from spark_deploy.lock.types import HeldNames, LockedSource
 
 _UNANSWERED = 4  # the builder's exit code when reading or the network failed
 # Fields that do not affect the names: locations and output.

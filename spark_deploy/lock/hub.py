@@ -22,8 +22,8 @@ from spark_contract.units import COMMIT
 
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.printable import in_words, one_line
-from spark_deploy.lock.file import LockedSource, SourceFile, parted
 from spark_deploy.lock.registry import LIMIT_S, within
+from spark_deploy.lock.types import LockedSource, SourceFile, parted
 
 _TIMEOUT_S = 30
 _LONGEST_S = 300

@@ -23,9 +23,7 @@ from spark_contract.fetching import (
 
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.printable import in_words, one_line
-from spark_deploy.lock.file import (
-    LockedImage,
-)
+from spark_deploy.lock.types import LockedImage
 
 # A look-up reads a few megabytes at most: a line of 15 KB/s brings them by then.
 LIMIT_S = 300.0

@@ -25,7 +25,7 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.file import Lock, LockedImage, LockedSource, why_left_out
+from spark_deploy.lock.types import Lock, LockedImage, LockedSource, why_left_out
 from spark_deploy.plan.engine_arguments import ADAPTERS_MOUNT, DRAFTER_MOUNT
 from spark_deploy.plan.jobs import fetch_order
 from spark_deploy.plan.memory import weights_of

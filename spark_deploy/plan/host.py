@@ -19,7 +19,7 @@ from spark_deploy.config.settings.host import (
 )
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.file import Lock
+from spark_deploy.lock.types import Lock
 from spark_deploy.plan.artifacts import (
     beside_plans,
     checkpoint_plan,

@@ -19,7 +19,7 @@ from spark_deploy.config.errors import PlanError, Problem, SparkError
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.engine_options import KvCache, Limits
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.file import Lock
+from spark_deploy.lock.types import Lock
 from spark_deploy.plan.artifacts import refuse_impossible_trees
 from spark_deploy.plan.engine_arguments import (
     BRING_OWN_CLASS,

@@ -26,7 +26,7 @@ from spark_deploy.config.settings.sources import (
     ProxySettings,
     RepositorySettings,
 )
-from spark_deploy.lock.file import LockedSource
+from spark_deploy.lock.types import LockedSource
 
 SUDOERS_PATH = "/etc/sudoers.d/90-spark-deploy"
 NJS = "libnginx-mod-http-js"

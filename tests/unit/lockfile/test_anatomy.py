@@ -17,8 +17,9 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.inventory.host_names import held_for, hold_names, unread
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.file import Lock, checked, read_lock, write_lock
+from spark_deploy.lock.file import checked, read_lock, write_lock
 from spark_deploy.lock.headers import anatomy_of
+from spark_deploy.lock.types import Lock
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.examples import examples
 from tests.unit.hostile import hostile

@@ -20,7 +20,8 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.host_names import held_for, hold_names
 from spark_deploy.lock import headers
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.file import Lock, LockedImage, read_lock, write_lock
+from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock.types import Lock, LockedImage
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (

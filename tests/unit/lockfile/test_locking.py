@@ -17,8 +17,9 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.service import PairSettings
 from spark_deploy.lock import hub, registry
-from spark_deploy.lock.file import Lock, read_lock, write_lock
+from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import locked_for, wanted_by
+from spark_deploy.lock.types import Lock
 from tests import forked
 from tests.unit.planning.plans import shipped_catalog
 

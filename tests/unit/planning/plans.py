@@ -18,8 +18,8 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import PlanError, Problem
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.file import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.memory import weights_of
 from spark_deploy.plan.resolve import Request, problems_of

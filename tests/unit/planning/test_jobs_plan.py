@@ -6,7 +6,7 @@ from dataclasses import replace
 from spark_contract.fetching import LayersPlan
 
 from spark_deploy.config.settings.sources import DownloadSettings, HubSettings
-from spark_deploy.lock.file import LockedSource, SourceFile
+from spark_deploy.lock.types import LockedSource, SourceFile
 from spark_deploy.plan.jobs import fetch_job, image_job, jobs_of
 from spark_deploy.plan.types import ImagePlan, ManagedFile, SourcePlan
 from tests.unit.planning.plans import plan_of

@@ -12,7 +12,7 @@ from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers, CountedCac
 from spark_deploy.config.catalog.model import Parsers, PlainModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import PlanError
-from spark_deploy.lock.file import SourceFile
+from spark_deploy.lock.types import SourceFile
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.kv_cache import shape_of

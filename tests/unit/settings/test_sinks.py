@@ -10,7 +10,7 @@ import yaml
 from spark_deploy.config.errors import LockError, SettingsError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.lock import hub, resolve
-from spark_deploy.lock.file import Lock, LockedSource, SourceFile
+from spark_deploy.lock.types import Lock, LockedSource, SourceFile
 
 KEY = "0" * 64
 REPOSITORY = {"url": "https://a.example", "suite": "noble", "components": ["main"],

@@ -1,0 +1,223 @@
+"""Types of the lock, and which files of a repository are downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.config import JsonDict
+from pydantic.dataclasses import dataclass
+from pydantic.json_schema import SkipJsonSchema
+from spark_contract.units import COMMIT, SHA256
+
+from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.profile import HUB_REPOSITORY
+from spark_deploy.config.documents import CLOSED, FromKey, digest_of, name_entries
+from spark_deploy.config.errors import LockError
+
+_Commit = Annotated[str, Field(json_schema_extra={"pattern": f"^{COMMIT}$"})]
+_Sha256 = Annotated[str, Field(json_schema_extra={"pattern": f"^{SHA256}$"})]
+_AtCommit = Annotated[str, Field(json_schema_extra={"pattern": f"^.+@{COMMIT}$"})]
+_ImageDigest = Annotated[str, Field(json_schema_extra={"pattern": f"^sha256:{SHA256}$"})]
+_ONE_HASH: JsonDict = {"oneOf": [{"required": ["sha256"]}, {"required": ["git_sha1"]}]}
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", json_schema_extra=_ONE_HASH))
+class SourceFile:
+    """One file; sha256 for large files, git_sha1 (blob) for small ones."""
+
+    path: str = Field(json_schema_extra={"pattern": r"^(?!/)(?!.*(^|/)\.\.(/|$)).+$"})
+    """Path in the repository."""
+    size_bytes: int = Field(ge=0)
+    """Bytes."""
+    sha256: _Sha256 | SkipJsonSchema[None] = None
+    """Of the content."""
+    git_sha1: _Commit | SkipJsonSchema[None] = None
+    """Of the git blob."""
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class LockedSource:
+    """One repository at one commit."""
+
+    repo: FromKey
+    revision: str
+    """Branch or tag that was looked up."""
+    commit: _Commit
+    """Full commit."""
+    files: tuple[SourceFile, ...]
+    """Every file of the commit that is fetched."""
+    left_out: dict[str, str] = Field(default_factory=dict)
+    """Files of the commit that are not fetched, by path, and why not."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files that are downloaded."""
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """Identity of the content, independent of the hub."""
+        return digest_of({"repo": self.repo, "commit": self.commit, "files": self.files})
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class LockedImage:
+    """One image at one digest."""
+
+    reference: FromKey
+    digest: _ImageDigest
+    """Of the manifest or manifest list the tag names."""
+    size_bytes: Annotated[int, Field(ge=0)]
+    """Compressed layers of the expected architecture."""
+
+    @property
+    def pinned(self) -> str:
+        """``name@sha256:...``, the only form that reaches a host."""
+        return f"{without_tag(self.reference)}@{self.digest}"
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class HeldNames:
+    """Tensor counts of sources whose headers match the catalog."""
+
+    build: FromKey
+    question: _Sha256
+    """Digest of what was asked, commits and sets."""
+    base: _AtCommit
+    """Repository and commit of the base."""
+    donor: _AtCommit | SkipJsonSchema[None] = None
+    """Repository and commit of the donor."""
+    base_tensors: int = Field(default=0, ge=0)
+    """Names that the base has."""
+    donor_tensors: int = Field(default=0, ge=0)
+    """Names of the donor that a build may ask for."""
+    swapped_modules: int = Field(default=0, ge=0)
+    """Modules whose weights are compared or replaced."""
+    mtp_tensors: int = Field(default=0, ge=0)
+    """Names of the drafter."""
+    mtp_from_donor: int = Field(default=0, ge=0)
+    """Of these, names that only the donor has."""
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class Lock:
+    """Names and their identities; written by `spark-deploy update`."""
+
+    schema_version: Literal[1]
+    """Format of this file."""
+    sources: Annotated[
+        dict[str, LockedSource],
+        name_entries("repo"),
+        Field(json_schema_extra={"propertyNames": HUB_REPOSITORY}),
+    ]
+    """Repositories by name."""
+    images: Annotated[dict[str, LockedImage], name_entries("reference")]
+    """Container images by reference."""
+    names: Annotated[dict[str, HeldNames], name_entries("build")] = Field(default_factory=dict)
+    """What was found of the names of each build, before its sources are downloaded."""
+    anatomies: Annotated[dict[str, Anatomy], name_entries("repository")] = Field(
+        default_factory=dict, json_schema_extra={"propertyNames": HUB_REPOSITORY}
+    )
+    """What headers and config.json of repositories say that are served as published."""
+
+    @classmethod
+    def of(
+        cls,
+        sources: Iterable[LockedSource] = (),
+        images: Iterable[LockedImage] = (),
+        names: Iterable[HeldNames] = (),
+        anatomies: Iterable[Anatomy] = (),
+    ) -> Lock:
+        """Return a sorted lock; later entries replace earlier ones of the same name."""
+        by_repo = {source.repo: source for source in sources}
+        by_reference = {image.reference: image for image in images}
+        locked = {f"{source.repo}@{source.commit}" for source in by_repo.values()} | {None}
+        by_build = {held.build: held for held in names if {held.base, held.donor} <= locked}
+        read = {
+            one.repository: one for one in anatomies if f"{one.repository}@{one.commit}" in locked
+        }
+        return cls(
+            schema_version=1,
+            sources=dict(sorted(by_repo.items())),
+            images=dict(sorted(by_reference.items())),
+            names=dict(sorted(by_build.items())),
+            anatomies=dict(sorted(read.items())),
+        )
+
+    def also(
+        self,
+        sources: Iterable[LockedSource] = (),
+        images: Iterable[LockedImage] = (),
+        names: Iterable[HeldNames] = (),
+        anatomies: Iterable[Anatomy] = (),
+    ) -> Lock:
+        """Return this lock with more entries, which replace those of the same name."""
+        return Lock.of(
+            [*self.sources.values(), *sources],
+            [*self.images.values(), *images],
+            [*self.names.values(), *names],
+            [*self.anatomies.values(), *anatomies],
+        )
+
+    def holds(self, asked: HeldNames) -> bool:
+        """Return whether these sources passed the same check."""
+        found = self.names.get(asked.build)
+        return found is not None and found.question == asked.question
+
+    def source(self, repo: str, revision: str) -> LockedSource | None:
+        found = self.sources.get(repo)
+        return found if found and found.revision == revision else None
+
+
+def without_tag(reference: str) -> str:
+    """Remove tag and digest from an image reference; keep the registry's port."""
+    name = reference.split("@", 1)[0]
+    head, slash, last = name.rpartition("/")
+    return f"{head}{slash}{last.split(':', 1)[0]}"
+
+
+_PICKLE = "reading it can run code (pickle)"
+_CODE = "is code"
+_PICKLES = (
+    *("bin", "ckpt", "dill", "h5", "joblib", "keras", "mar", "nemo", "npy", "npz"),
+    *("pickle", "pkl", "pt", "pt2", "pth", "t7"),
+)
+_PROGRAMS = (
+    *("bash", "dll", "dylib", "exe", "ipynb", "jar", "js"),
+    *("py", "pyc", "pyd", "pyo", "pyz", "sh", "so", "whl"),
+)
+_WHY = {**dict.fromkeys(_PICKLES, _PICKLE), **dict.fromkeys(_PROGRAMS, _CODE)}
+
+
+def why_left_out(path: str) -> str | None:
+    """Return why a file is not downloaded, or None."""
+    # A library's version may follow: libx.so.1
+    suffixes = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
+    if ".so" in suffixes:
+        return _CODE
+    return _WHY.get(suffixes[-1].removeprefix(".")) if suffixes else None
+
+
+def parted(
+    where: str, files: Iterable[SourceFile]
+) -> tuple[tuple[SourceFile, ...], dict[str, str]]:
+    """Return the files to download, and the reason for each other path.
+
+    Raises:
+        LockError: all weights are pickle files.
+    """
+    kept, left = [], {}
+    for file in files:
+        why = why_left_out(file.path)
+        if why is None:
+            kept.append(file)
+        else:
+            left[file.path] = why
+    pickles = [path for path, why in left.items() if why == _PICKLE]
+    if pickles and not any(file.path.endswith(".safetensors") for file in kept):
+        what = f"its weights are in pickle files only ({pickles[0]}), and those are not fetched"
+        raise LockError.one(where, what, "name a repository that holds them as safetensors")
+    return tuple(kept), left
