@@ -48,7 +48,6 @@ _INT4_RATIO = 2 / (0.5 + 2 / 128 + 0.5 / 128)
 
 
 def locked_source(lock: Lock, repo: str, revision: str) -> LockedSource:
-    """Return the locked commit of ``repo``."""
     source = lock.source(repo, revision)
     if source is None:
         fix = "run `spark-deploy update --missing`, or set locked: first-use"
@@ -213,7 +212,6 @@ def exact_sets(model: HybridModel) -> dict[str, Any]:
 
 
 def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
-    """Return the new bytes on disk: replaced tensors, or the complete checkpoint."""
     sizes = weights_of(model.architecture)
     new = old = 0
     if profile.shared_experts not in ("keep", "fp8-base"):
@@ -307,7 +305,6 @@ def original_bytes(model: Architecture) -> int:
 def image_plan(
     model: Model, profile: Profile, settings: Settings, lock: Lock, payload: PayloadIdentity
 ) -> ImagePlan:
-    """Return the plan of the engine image."""
     base = locked_image(model, settings, lock, model.image.role)
     plugin = profile.plugin and model.image.plugin
     # The plugin's content is part of the identity only if it is used.
@@ -344,7 +341,6 @@ def _layers(base: str, settings: Settings) -> LayersPlan:
 
 
 def locked_image(model: Model, settings: Settings, lock: Lock, role: str) -> LockedImage:
-    """Return the locked image of a role of the settings."""
     reference = settings.images.get(role)
     if reference is None:
         what = f"needs the image role '{role}', which is missing in the settings"

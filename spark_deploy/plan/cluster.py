@@ -29,8 +29,6 @@ _PORTS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How a member reaches the others."""
-
     host: str
     address: str
     interface: str

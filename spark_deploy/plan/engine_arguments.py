@@ -56,7 +56,6 @@ def _has_16_bit_experts(model: PlainModel) -> bool:
 
 
 def quantises_online(profile: Profile) -> bool:
-    """Return whether the engine quantises weights while loading."""
     return "quantization-config" in profile.options
 
 
@@ -159,7 +158,6 @@ def _pools(model: Model) -> bool:
 
 
 def _speculative_config(model: Model, profile: Profile) -> Mapping[str, Any] | None:
-    """Return ``speculative-config``."""
     drafts = profile.speculation
     if drafts is None:
         return None
@@ -209,7 +207,6 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
 
 
 def _mapping_of(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return an option's mapping, to which the plan adds keys."""
     own = structure(options.get(name) or {})
     if not isinstance(own, Mapping):
         what = f"{own!r} is not a mapping, but the plan adds keys to it"
@@ -220,7 +217,6 @@ def _mapping_of(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def engine_arguments(
     model: Model, profile: Profile, memory: MemoryPlan, names: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return everything after ``vllm serve``."""
     served = [_value("served-model-name", name) for name in names]
     options = option_arguments(engine_options(model, profile, memory))
     return (MODEL_MOUNT, "--served-model-name", *served, *options, "--uds", ENGINE_SOCKET)
@@ -265,7 +261,6 @@ def engine_environment(
 
 
 def rank_arguments(rank: int, addresses: Sequence[str], port: int) -> tuple[str, ...]:
-    """Return the arguments of one rank, given the addresses of all."""
     count = str(len(addresses))
     argv = ["--tensor-parallel-size", count, "--nnodes", count, "--node-rank", str(rank)]
     argv += ["--master-addr", addresses[0], "--master-port", str(port)]
@@ -318,7 +313,6 @@ def lines_of(
 
 
 def prefill_line(model: Model, profile: Profile) -> list[str]:
-    """Return the pattern of the engine's log line about its prefill kernel."""
     line = PREFILL_LINES.get(prefill_backend(profile))
     nets = isinstance(model, HybridModel) and model.architecture.linear_layers > 0
     return [line] if line and nets else []

@@ -67,7 +67,6 @@ def netplan_of(ports: Sequence[FabricPort]) -> str:
 
 
 def _chosen(host: str, settings: Settings, found: Ports) -> list[Port]:
-    """Return the ports in the order of the networks."""
     fabric, known = settings.fabric, {port.interface: port for port in found.ports}
     if fabric.interfaces:
         missing = [name for name in fabric.interfaces if name not in known]

@@ -83,7 +83,6 @@ def refusal(
 
 
 def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
-    """Return the smallest cluster that can serve the model unchanged."""
     for count in range(settings.ranks + 1, _MOST_HOSTS + 1):
         hosts = tuple(f"host-{number}" for number in range(count))
         cluster = replace(settings.cluster, hosts=hosts)
@@ -209,13 +208,11 @@ def _all_fractions(catalog: Catalog) -> list[float]:
 
 
 def _halves(tokens: int) -> list[int]:
-    """Return a context halved repeatedly, down to the useful minimum."""
     halves = (tokens >> number for number in range(1, tokens.bit_length()))
     return [size for size in halves if size >= _LEAST_CONTEXT_TOKENS]
 
 
 def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
-    """Return the model's other profiles, the most similar first."""
     profiles = sorted(catalog.profiles.items())
     others = [other for (_, served), other in profiles if served == model.name]
     others.sort(
@@ -242,12 +239,10 @@ def _reserve(settings: Settings, size_gib: int) -> Settings:
 
 
 def _share_gib(settings: Settings) -> int:
-    """Return the memory of all additional services."""
     return sum(service.memory_bytes for service in settings.services.values()) // GIB
 
 
 def _share(settings: Settings, size_gib: int) -> Settings:
-    """Lower the memory of additional services to this total, each by the same factor."""
     part = size_gib / max(1, _share_gib(settings))
     services = {
         name: replace(one, memory_gib=one.memory_gib * part)

@@ -120,7 +120,6 @@ def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
 
 
 def url(plan: GatewayPlan, address: str) -> str:
-    """Return the base URL of an address; TLS is used for all but the loopback."""
     scheme = "https" if plan.tls and address != LOOPBACK else "http"
     return f"{scheme}://{_shown(address)}:{plan.settings.port}/v1"
 

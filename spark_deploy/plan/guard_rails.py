@@ -138,7 +138,6 @@ def _logs_questions(environment: Mapping[str, str], options: Mapping[str, Any]) 
 
 
 def _listens(hosts: Any) -> bool:
-    """Return whether docker's daemon would accept remote connections."""
     addresses = hosts if isinstance(hosts, (list, tuple)) else (hosts,)
     return any(not str(address).startswith(_LOCAL_SOCKETS) for address in addresses)
 
@@ -165,7 +164,6 @@ def _minor_version(image: str) -> int | None:
 
 
 def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
-    """Return the width of a routed expert on one device."""
     if isinstance(model, PlainModel):
         # Without experts, without groups, or if unknown, no expert is too narrow.
         anatomy = model.anatomy
@@ -179,14 +177,12 @@ def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
 
 
 def _deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
-    """Return whether environment or kernel options select DeepGEMM."""
     chosen = " ".join(str(options.get(name, "")) for name in _KERNEL_OPTIONS)
     by_option = "deep_gemm" in chosen.lower().replace("-", "_")
     return by_option or profile.environment.get("VLLM_USE_DEEP_GEMM", "0") != "0"
 
 
 def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the engine's effective ``speculative-config``."""
     drafts = profile.speculation
     planned: dict[str, Any] = (
         {

@@ -58,7 +58,6 @@ _CACHE_BYTES = 4 * GIB  # compile caches of the current and the previous release
 
 
 def plan_host(request: Request) -> HostPlan:
-    """Return everything to do on a host, or raise ``SparkError``."""
     request = replace(request, catalog=request.catalog.knowing(request.lock.anatomies))
     settings, lock = request.settings, request.lock
     resolved = resolve(settings, request.catalog)
@@ -137,7 +136,6 @@ def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePla
 
 
 def pair_plan(resolved: Resolved, request: Request) -> PairPlan:
-    """Return what a model with a profile needs on the host."""
     model, profile, settings = resolved.model, resolved.profile, resolved.settings
     if isinstance(model, PlainModel) and model.anatomy is None:
         what = "size unknown: headers not read yet"
@@ -270,7 +268,6 @@ def _pair_uses(docker_dir: str, pair: PairPlan) -> Iterator[DiskUse]:
 
 
 def image_after_bytes(image: ImagePlan) -> int:
-    """Return the size of the unpacked image."""
     return round(image.size_bytes * _UNPACKED)
 
 

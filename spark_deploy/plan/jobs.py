@@ -48,15 +48,12 @@ PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}  # host tools and the builder
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A job with the input files of its directory."""
-
     job: Job
     inputs: tuple[ManagedFile, ...] = ()
     hub: HubSettings | None = None  # whose token the job sends
     layers: LayersPlan | None = None  # of the image that the job pulls or builds on
 
     def files(self) -> tuple[ManagedFile, ...]:
-        """Return job.json, its inputs, and the unit's ordering."""
         job_json = ManagedFile(f"{self.job.dir}/job.json", text_of(self.job).encode())
         order = f"{units.drop_in_dir(self.job.unit)}/order.conf"
         return (*self.inputs, job_json, ManagedFile(order, self._order().encode()))
@@ -74,7 +71,6 @@ class Work:
 
 
 def needs_mounts(*paths: str) -> str:
-    """Return the unit line that waits for the file systems of ``paths``."""
     return f"RequiresMountsFor={' '.join(path.replace('%', '%%') for path in paths)}\n"
 
 
@@ -253,12 +249,10 @@ def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...
 
 
 def served_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    """Return the jobs of all services of a host, each once."""
     return _unique(work for service in plan.served for work in jobs_of(service, context))
 
 
 def ready_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
-    """Return the jobs that only pairs of ``keep_ready`` need."""
     served = {work.job.digest for work in served_jobs_of(plan, context)}
     jobs = _unique(work for pair in plan.ready for work in jobs_of(pair, context))
     return tuple(work for work in jobs if work.job.digest not in served)
@@ -274,7 +268,6 @@ def ready_name(job: Job) -> str:
 
 
 def keep_of(plan: HostPlan) -> Keep:
-    """Return what ``spark-host prune`` must keep."""
     releases = [service.serve for service in plan.served]
     releases += [scheduled.release for scheduled in plan.schedule]
     folders = {mount.source for release in releases for mount in release.engine.mounts}

@@ -66,13 +66,11 @@ def native_context_tokens(model: Model) -> int:
 
 
 def own_drafts(profile: Profile) -> int:
-    """Return how many tokens the model's own MTP layers draft in a step."""
     drafts = profile.speculation
     return drafts.tokens if drafts and drafts.by_own_layers else 0
 
 
 def prefill_backend(profile: Profile) -> str:
-    """Return the prefill kernel chosen for gated delta nets."""
     return str(meaning(profile.options).get("gdn-prefill-backend"))
 
 
@@ -84,7 +82,6 @@ def shape_of(model: Model, profile: Profile, ranks: int = 1) -> CacheShape | Non
 
 
 def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
-    """Return the block arithmetic of a hybrid model."""
     drafts = profile.speculation.tokens if profile.speculation else 0
     layer_bytes = layer_bytes_per_token(model, profile.kv_cache.dtype)
     attention = model.attention_layers + (model.mtp_layers if own_drafts(profile) else 0)
@@ -130,7 +127,6 @@ def _block_multiple(model: Architecture, profile: Profile) -> int:
 
 
 def layer_bytes_per_token(model: Architecture, dtype: str) -> int:
-    """Return the cache bytes of one token in one layer with full attention."""
     if dtype in TURBOQUANT:
         key_bits, value_bits, scales = TURBOQUANT[dtype]
         head = model.head_width * (key_bits + value_bits) // 8 + scales
@@ -188,7 +184,6 @@ def _grouped_shape(
     page_tokens: int,
     profile: Profile,
 ) -> CacheShape:
-    """Compute as the engine does: equal groups of layers, and a page that holds one state."""
     drafts = profile.speculation.tokens if profile.speculation else 0
     full = sum(layer.layers for layer in attention if layer.kind != "sliding")
     sliding = sum(layer.layers for layer in attention if layer.kind == "sliding")

@@ -248,7 +248,6 @@ def adapter_rank(model: Model) -> int:
 
 
 def _adapters_bytes(model: Model) -> int:
-    """Return the bytes of one slot per adapter, each as large as the largest."""
     rank = adapter_rank(model)
     sizes = [
         adapter.anatomy.weights_bytes * rank // adapter.rank

@@ -22,8 +22,6 @@ State = Literal["there", "under way", "missing", "needless"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A host of the run, with the state of its trees."""
-
     name: str
     url: str  # of its share
     trees: dict[str, State]  # by digest
@@ -61,7 +59,6 @@ def trees_to_share(me: str, members: Sequence[Member]) -> frozenset[str]:
 
 
 def lacks(state: State) -> bool:
-    """Return whether a host in this state needs the tree."""
     return state in ("under way", "missing")
 
 

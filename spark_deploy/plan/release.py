@@ -109,7 +109,6 @@ def _stop_step_s(release: Release) -> float:
 
 
 def unit_files_of(units: tuple[ManagedFile, ...]) -> tuple[ManagedFile, ...]:
-    """Return the static units and the commands in PATH."""
     return (*units, _command(tool.CHECK_TOOL, f" {tool.CHECK}"), _command(tool.TOOL, ""))
 
 
@@ -169,7 +168,6 @@ def _socket_mount(service: str) -> ManagedFile:
 def serve_plan(
     service: str, resolved: Resolved, pair: PairPlan, fabric: Mapping[str, Ports]
 ) -> Release:
-    """Return the release of a service, with a digest of its content."""
     model, profile = resolved.model, resolved.profile
     settings, memory, serve = resolved.settings, resolved.memory, resolved.settings.serve
     image, tree = pair.image, pair.tree

@@ -78,7 +78,6 @@ def _apply(part: _Part, chosen: Mapping[str, Any]) -> _Part:
 
 
 def limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
-    """Yield limits of the effective profile that the model or the engine cannot meet."""
     most, context = native_context_tokens(model), context_tokens(model, profile)
     if context > most and _knows_context(model) and not stretches_context(profile):
         what = f"{context:,} tokens exceed the context of {model.name} ({most:,})"
@@ -120,7 +119,6 @@ def architecture_problems(
 
 
 def parser_problems(model: Model, settings: Settings, engines: Engines) -> Iterator[Problem]:
-    """Yield parsers that the engine does not have."""
     version, engine = engines.of_image(settings.images.get(model.image.role, ""))
     if engine is None:
         return
@@ -135,14 +133,12 @@ def parser_problems(model: Model, settings: Settings, engines: Engines) -> Itera
 
 
 def _can_draft(model: Model) -> bool:
-    """Return whether the model has MTP layers, or may have."""
     if isinstance(model, PlainModel):
         return model.anatomy is None or model.anatomy.drafter_bytes > 0
     return model.architecture.mtp_layers > 0
 
 
 def _knows_context(model: Model) -> bool:
-    """Return whether the model's longest context is known."""
     if isinstance(model, PlainModel):
         return model.anatomy is not None and model.anatomy.context_tokens is not None
     return True
@@ -182,7 +178,6 @@ _GROUP = 128
 
 
 def spread_problems(model: Model, profile: Profile, settings: Settings) -> Iterator[Problem]:
-    """Yield why the model cannot be split over the hosts of the cluster."""
     ranks = settings.ranks
     if isinstance(model, PlainModel):
         if ranks > 1:
@@ -221,8 +216,6 @@ def _uneven(shape: Architecture, ranks: int, group: int) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The complete input of a plan."""
-
     host: str
     settings: Settings
     catalog: Catalog

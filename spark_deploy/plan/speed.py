@@ -37,8 +37,6 @@ _WORTH = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Time and tokens of one decode step."""
-
     parts_s: tuple[tuple[str, float], ...]  # by cause
     tokens_per_step: float  # all requests
 
@@ -92,7 +90,6 @@ def experts_touched(model: Architecture, tokens: int) -> float:
 
 
 def next_lever(model: HybridModel, profile: Profile) -> Lever | None:
-    """Return the setting with the largest gain, if it is at least one percent."""
     now = speed_of(model.architecture, profile).tokens_per_s
     levers = [
         Lever(setting, speed_of(model.architecture, other).tokens_per_s / now - 1)

@@ -66,8 +66,6 @@ def differing(
 
 @dataclass(frozen=True, slots=True)
 class PayloadIdentity:
-    """Digests of what this checkout installs on hosts."""
-
     tools_digest: str  # files/host and files/checkpoint
     image_context_digest: str  # files/image
     python_requirements: str  # path in the checkout of the hash-pinned wheels list
@@ -94,8 +92,6 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A route from a host to another member of its cluster."""
-
     interface: str
     device: str | None
     mtu: int
@@ -107,8 +103,6 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """A repository at one commit, downloaded completely."""
-
     locked: LockedSource
     dir: str
     hub: HubSettings
@@ -125,7 +119,6 @@ class SourcePlan:
 
     @property
     def revision(self) -> str:
-        """The revision in its receipt."""
         return self.locked.commit
 
 
@@ -171,8 +164,6 @@ class CheckpointPlan:
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """The engine image: a base by digest, with or without our plugin layer."""
-
     base: str  # name@sha256:...
     tag: str  # local name spark-vllm:<digest12>; equals base without the plugin
     digest: str  # of the inputs
@@ -184,8 +175,6 @@ class ImagePlan:
 
 @dataclass(frozen=True, slots=True)
 class BesidePlan:
-    """A companion repository (drafter, adapter) and its mount point in the container."""
-
     source: SourcePlan
     target: str
 
@@ -211,7 +200,6 @@ class PairPlan:
 
     @property
     def tree(self) -> CheckpointPlan | RequantizedPlan | SourcePlan:
-        """The checkpoint that the engine loads."""
         return self.checkpoint or self.requantized or self.sources[0]
 
 
@@ -235,7 +223,6 @@ class MemoryPlan:
 
     @property
     def engine_bytes(self) -> int:
-        """Memory of the engine without its cache."""
         return self.weights_bytes + self.drafter_bytes + self.graphs_bytes
 
     @property
@@ -280,8 +267,6 @@ class GatewayPlan:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledPlan:
-    """A time at which the host switches to a release."""
-
     at: str  # OnCalendar expression of systemd
     release: Release
 
@@ -297,8 +282,6 @@ class ServicePlan(PairPlan):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeedsPlan:
-    """Requirements that preflight checks before anything is changed."""
-
     expect: ExpectSettings
     takeover: tuple[str, ...]  # containers we may stop
     allow_memory_holders: tuple[str, ...]  # process names that may keep memory
@@ -327,8 +310,6 @@ class NeedsPlan:
 
 @dataclass(frozen=True, slots=True)
 class BootstrapPlan:
-    """Passwordless access to a new host."""
-
     public_key: str  # one line of authorized_keys; "": this machine, which needs no login
     account: str | None = None  # created for deploys; None: use the login user
     allowed_from: tuple[str, ...] = ()  # empty: the address of the login
@@ -371,8 +352,6 @@ class DockerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ToolsPlan:
-    """Our host tools (files/host, files/checkpoint), installed by content digest."""
-
     digest: str
     python_requirements: str  # path in the checkout of the hash-pinned wheels list
 

@@ -34,7 +34,6 @@ def key(name: str) -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a document as plain JSON data."""
     if is_dataclass(value) and not isinstance(value, type):
         version = getattr(value, "SCHEMA_VERSION", None)
         stated = {} if version is None else {_VERSION: version}
@@ -54,7 +53,6 @@ def plain(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Return a document as JSON text with sorted keys."""
     return json.dumps(plain(value), indent=1, sort_keys=True) + "\n"
 
 
@@ -69,7 +67,6 @@ def read(kind: type[_T], data: object) -> _T:
 
 
 def parse(kind: type[_T], text: str) -> _T:
-    """Return the document in a JSON text; see :func:`read`."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

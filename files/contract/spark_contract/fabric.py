@@ -25,8 +25,6 @@ class FabricPort:
 
 @dataclass(frozen=True, slots=True)
 class FabricPlan:
-    """Input of ``spark-host fabric try``."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     netplan: str  # content of the file
@@ -49,8 +47,6 @@ class FabricRecord:
 
 @dataclass(frozen=True, slots=True)
 class SpeedOrder:
-    """Input of both ends of a speed measurement, on standard input."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     interface: str  # the sender binds to it

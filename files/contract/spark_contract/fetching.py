@@ -29,8 +29,6 @@ class SharedTree:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """``share.json``: what this host shares with peers."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     address: str
@@ -40,8 +38,6 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Peers that may have files of a tree."""
-
     urls: tuple[str, ...]  # of hosts, see tree_url; in order of preference
     key_file: str = field(default=SHARE_KEY, metadata=OPTIONAL)
     # A peer that makes no progress for so long is skipped.
@@ -68,7 +64,6 @@ class CopyPlan:
 
 
 def of_tree(url: str, digest: str) -> str:
-    """Return the URL of a tree at a peer; below it are ``files/PATH`` and ``progress``."""
     return f"{url.rstrip('/')}/{digest}"
 
 
@@ -84,8 +79,6 @@ def growing_tree(out: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """Network limits."""
-
     tries: int = 8  # attempts without progress for each source
     # Keep retrying the hub at least so long without a new byte: lines break for hours.
     outage_s: float = field(default=0.0, metadata=OPTIONAL)
@@ -206,7 +199,6 @@ class Reference:
     version: str
 
     def base_url(self, *, plain: bool) -> str:
-        """Return the URL of the repository; ``plain`` is HTTP without TLS."""
         return f"{'http' if plain else 'https'}://{self.host}/v2/{self.name}"
 
 

@@ -16,7 +16,6 @@ _T = TypeVar("_T")
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Replace ``path`` atomically and durably."""
     write_pieces(path, [text.encode()], mode)
 
 
@@ -44,7 +43,6 @@ def write_pieces(path: Path, pieces: Iterable[bytes], mode: int = 0o644) -> None
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove temporary files of this path whose process is gone."""
     prefix = f".{path.name}."
     with os.scandir(path.parent) as entries:
         stale = [entry for entry in entries if entry.name.startswith(prefix)]
@@ -109,7 +107,6 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Remove ``path`` durably; return whether it existed."""
     try:
         path.unlink()
     except FileNotFoundError:

@@ -18,8 +18,6 @@ Expose = Literal["loopback", "docker", "tailscale", "lan"]
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """Who can reach the gateway, besides the host itself."""
-
     audience: str | None  # None: the host only
     late: bool  # its address may appear after the gateway has started, and vanish
     open: bool  # only TLS encrypts this traffic
@@ -79,5 +77,4 @@ class Gateway:
 
 
 def tls_of(service: str) -> Tls:
-    """Return the certificate and key paths of a service's gateway."""
     return Tls(f"{GATEWAY_DIR}/{service}.crt", f"{GATEWAY_DIR}/{service}.key")

@@ -75,7 +75,6 @@ class Job:
 
     @property
     def digest12(self) -> str:
-        """The instance name of the job's unit."""
         return self.digest[:12]
 
     @property
@@ -89,8 +88,6 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobMemory:
-    """MemFree and Cached of /proc/meminfo before and after a job."""
-
     free_before_bytes: int
     free_after_bytes: int
     cached_before_bytes: int
@@ -112,8 +109,6 @@ class JobRun:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a job's phase; unknown values are ``None``."""
-
     phase: str | None
     bytes: int | None
     total: int | None

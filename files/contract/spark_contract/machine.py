@@ -66,7 +66,6 @@ def version_key(version: str) -> tuple[int, ...]:
 
 
 def module_version(text: str) -> str:
-    """Return the version in ``DRIVER_MODULE`` (open and proprietary driver)."""
     found = _MODULE.search(text)
     return found[1] if found else ""
 
@@ -78,7 +77,6 @@ def libcuda_version(text: str) -> str:
 
 
 def library_versions(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return the versions in file names of ``DRIVER_LIBRARIES``."""
     return tuple(sorted({path.rpartition(".so.")[2] for path in paths}))
 
 
@@ -99,7 +97,6 @@ class FreeBlocks:
         return sum(free for size, free in self.by_size if size >= smallest_bytes)
 
     def is_low(self, needed_bytes: int) -> bool:
-        """Return whether GPU allocations may fail."""
         return self.free_bytes(DRIVER_BLOCK_BYTES) < min(LOW_BYTES, needed_bytes)
 
     @property

@@ -32,7 +32,6 @@ class PatternError(HostToolError):
 
 
 def expand(pattern: str) -> Iterator[str]:
-    """Yield every name of ``pattern`` in order."""
     return map("".join, itertools.product(*_parts(pattern)))
 
 
@@ -112,8 +111,6 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class DonorDir:
-    """A local donor."""
-
     dir: str
 
 
@@ -250,8 +247,6 @@ class RequantizePlan:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Numbers of the headers of base and donor, compared with an order."""
-
     base_tensors: int
     donor_tensors: int
     swapped_modules: int
@@ -264,8 +259,6 @@ CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokeni
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Summary of a repository: sums of its headers, and its small JSON files."""
-
     commit: str
     parts: dict[str, dict[str, int]]  # text, vision, drafter: bytes by dtype
     tensors: int
@@ -297,5 +290,4 @@ TREE = "--tree"
 
 
 def argv(command: str, *words: str) -> tuple[str, ...]:
-    """Return the command line on a host."""
     return ("python3", "-m", BUILDER, command, *words)

@@ -34,7 +34,6 @@ ENGINES_DIR = f"{RUN_DIR}/engines"
 
 
 def kept_aside(path: str) -> str:
-    """Return the backup path of a file that a deploy replaced."""
     return f"{path}.before-spark"
 
 
@@ -47,7 +46,6 @@ def release_file(name: str) -> str:
 
 
 def engine_dir(service: str) -> str:
-    """Return the directory of a service's engine socket."""
     return f"{ENGINES_DIR}/{service}"
 
 
@@ -58,8 +56,6 @@ def hub_token_file(digest: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """All paths, derived from one root."""
-
     root: Path
 
     def below(self, path: str | Path) -> Path:
@@ -74,7 +70,6 @@ class Paths:
 
     @property
     def state(self) -> Path:
-        """State that survives a reboot."""
         return self.below(STATE_DIR)
 
     @property
@@ -88,7 +83,6 @@ class Paths:
 
     @property
     def boot_links(self) -> Path:
-        """Links to the units that systemd starts at boot."""
         return self.below(BOOT_LINKS)
 
     @property
@@ -137,7 +131,6 @@ class Paths:
         return self.state / "stopped" / f"{service}.json"
 
     def events(self, service: str) -> Path:
-        """Return the watchdog's events: JSON lines."""
         return self.state / "events" / f"{service}.jsonl"
 
     def service_run(self, service: str) -> Path:
@@ -163,7 +156,6 @@ class Paths:
         return self.below(GATEWAY_DIR) / f"{service}.json"
 
     def gateway_run(self, service: str) -> Path:
-        """Return the directory of the rendered gateway configuration."""
         return self.root / "run/spark-gateway" / service
 
     def gateway_bodies(self, service: str) -> Path:

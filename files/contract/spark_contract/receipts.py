@@ -53,14 +53,12 @@ class Receipt:
     written_at: str
 
     def is_whole(self, tree: Path) -> bool:
-        """Return whether every file exists with its size."""
         try:
             return all((tree / f.path).stat().st_size == f.size_bytes for f in self.files)
         except OSError:
             return False
 
     def touched(self, tree: Path) -> tuple[str, ...]:
-        """Return the files that may have changed since they were hashed."""
         return tuple(file.path for file in self.files if file.is_touched(tree))
 
 
@@ -110,7 +108,6 @@ def parse(text: str | bytes) -> AnyReceipt:
 
 
 def found(tree: Path) -> AnyReceipt | None:
-    """Return the receipt of a tree; ``None`` if it is missing or invalid."""
     try:
         return parse((tree / RECEIPT_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError, DocumentError):

@@ -25,8 +25,6 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class FullCheck:
-    """The last full check that passed."""
-
     invocation_id: str
     checked_at: str
     versions: dict[str, str]
@@ -34,8 +32,6 @@ class FullCheck:
 
 @dataclass(frozen=True, slots=True)
 class StartMemory:
-    """The lowest available memory of the host while an engine started."""
-
     lowest_bytes: int
     after_s: float  # since the container started
     floor_bytes: int  # below it the watchdog stops the engine
@@ -43,8 +39,6 @@ class StartMemory:
 
 @dataclass(frozen=True, slots=True)
 class CacheCount:
-    """KV-cache size measured by the engine at its start."""
-
     tokens: int
     size_bytes: int
 
@@ -126,7 +120,6 @@ class Good:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every proven release, latest first."""
         return (*((self.release,) if self.release else ()), *self.previous)
 
 
@@ -156,8 +149,6 @@ class WayBack:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A message of the watchdog about a service."""
-
     at: str
     release: str
     kind: str
@@ -166,8 +157,6 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The id of the last rollout request."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     id: str
@@ -176,8 +165,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """State and result of a service's change to a release."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     release: str

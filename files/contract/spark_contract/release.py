@@ -23,16 +23,12 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A checkpoint, and the digest in its receipt."""
-
     path: str
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A host directory in the engine's container."""
-
     source: str
     target: str
     read_only: bool
@@ -40,8 +36,6 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How the engine's container is started."""
-
     argv: tuple[str, ...]
     env: dict[str, str]
     mounts: tuple[Mount, ...]
@@ -70,8 +64,6 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt whose answer must match a regular expression."""
-
     prompt: str
     expect: str
     max_tokens: int
@@ -80,8 +72,6 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """The context length for recalling a fact."""
-
     context_tokens: int
 
 
@@ -102,8 +92,6 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """What the check requires."""
-
     timeout_s: float
     max_model_len: int
     questions: tuple[Question, ...]
@@ -143,8 +131,6 @@ class CheckPlan:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Limits of the watchdog."""
-
     stall_s: float
     interval_s: float
     hot_celsius: float | None
@@ -152,8 +138,6 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A host of a cluster, with the arguments of its rank."""
-
     host: str  # inventory name
     address: str  # on the fabric; identifies the member on its host
     argv: tuple[str, ...]
@@ -185,8 +169,6 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Everything that decides how a service runs."""
-
     SCHEMA_VERSION: ClassVar[int] = 1
 
     service: str
@@ -230,12 +212,10 @@ class Release:
 
     @property
     def serve_unit(self) -> str:
-        """The unit whose activity means that this release runs."""
         return units.SERVE.of(self.name)
 
 
 def service_of(name: str) -> str:
-    """Return the service of a release name such as ``main-0123456789ab``."""
     match = units.RELEASE_NAME.match(name)
     if match is None:
         raise HostToolError(

@@ -13,8 +13,6 @@ from spark_contract.records import DailyLook, Event, Proof, Stopped, WayBack
 
 @dataclass(frozen=True, slots=True)
 class ReleaseState:
-    """A release on the host: content, unit state and proof."""
-
     name: str
     model: str
     profile: str
@@ -32,8 +30,6 @@ class ReleaseState:
 
 @dataclass(frozen=True, slots=True)
 class GatewayState:
-    """State of a gateway, and how it differs from its settings."""
-
     active: str
     enabled: bool
     key_problem: str | None
@@ -42,8 +38,6 @@ class GatewayState:
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A rollout in progress."""
-
     release: str
     since: str  # "" if unknown
     phase: str | None  # None: queued
@@ -51,8 +45,6 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """State of a service; releases by name."""
-
     good: str | None  # last proven release
     enabled: tuple[str, ...]  # started at boot
     active: str | None
@@ -73,8 +65,6 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Result of a short request to a running engine."""
-
     ok: bool
     release: str
     seconds: float
@@ -101,8 +91,6 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class NamedRelease:
-    """A release with readable names; ``None`` if unreadable."""
-
     name: str
     model: str | None
     profile: str | None
@@ -123,8 +111,6 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A rollout that was started or joined."""
-
     release: str
     request: str | None
     joined: bool
@@ -134,8 +120,6 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class EngineEvidence:
-    """Figures of one engine run."""
-
     release: str
     lines: tuple[str, ...] = ()  # log lines about kernels and backends
     times_s: dict[str, float] = field(default_factory=dict)  # of the start, by step
@@ -188,8 +172,6 @@ class Prunable:
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """What a prune removes, and why the rest stays."""
-
     items: tuple[Prunable, ...]
     bytes: int
     kept: dict[str, str]  # release -> why
@@ -220,8 +202,6 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """Baseline of a host before the first deploy."""
-
     at: str
     packages: tuple[str, ...]
     groups: tuple[str, ...]
@@ -245,8 +225,6 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """All managed resources of a host, in order of removal."""
-
     noted_at: str | None  # time of the baseline; None: missing
     things: tuple[Thing, ...]
     problems: tuple[str, ...] = ()  # failed removals

@@ -36,7 +36,6 @@ UNINSTALL = "uninstall"
 
 
 def line(verb: str, *words: str) -> str:
-    """Return the shell command line for a command of the host tool."""
     return shlex.join([HOST_TOOL, verb, *words])
 
 

@@ -24,7 +24,6 @@ class Template:
     kind: str = "service"
 
     def of(self, instance: str) -> str:
-        """Return the unit of an instance; ``*`` matches all."""
         return f"{self.name}@{instance}.{self.kind}"
 
     def instance(self, unit: str) -> str:
@@ -79,5 +78,4 @@ def release_name(service: str, digest: str) -> str:
 
 
 def cache_name(base: str, drafts: int) -> str:
-    """Return the folder of compile caches for a pinned base image."""
     return f"{base.rpartition(':')[2][:12]}-mtp{drafts}"
