@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL
+from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL, RETURN_UNIT
 
 from spark_deploy.hosts.facts import (
     HostFact,
@@ -99,6 +99,8 @@ _PROFILES = "/etc/NetworkManager/system-connections/*.nmconnection"
 _NETPLAN_SCRIPT = rf"""
 echo '== there'; command -v netplan
 echo '== tried'; ls {NETPLAN_TRIAL} 2>/dev/null
+# The restore removes the file first, the addresses seconds later.
+systemctl is-active --quiet {RETURN_UNIT}.service && echo restoring
 echo '== ours'; head -c {_MOST_BYTES} {NETPLAN_FILE} 2>/dev/null
 echo; echo '== named'
 # A profile that NetworkManager used before wins over netplan's new one.
@@ -120,7 +122,7 @@ class Netplan:
     """Checked before an interface gets an address."""
 
     installed: bool
-    in_trial: bool  # our trial is running
+    in_trial: bool  # our trial is running, or its restore
     ours: str  # the file we wrote; "" if there is none
     named: dict[str, str]  # interface: another file that configures it
     below: dict[str, str]  # interface: the bridge or bond it is part of

@@ -11,6 +11,7 @@ import pytest
 
 from spark_deploy.hosts import disk, docker_facts, gpu
 from spark_deploy.hosts.facts import split_sections
+from spark_deploy.hosts.network import NetplanFiles
 from spark_deploy.hosts.peer_download import LoginAddress
 from spark_deploy.hosts.survey import audit_script, engine_memory_script, parse_audit
 from tests.unit.shell import install_stub, run_script
@@ -90,6 +91,16 @@ def test_what_somebody_installs_right_now_is_not(folder: Path, lock: str) -> Non
     assert half_installed(folder) == ()
     holder.communicate("\n")
     assert half_installed(folder) == ("nginx",)
+
+
+@pytest.mark.parametrize(("status", "in_trial"), [(0, True), (3, False)])
+def test_a_restore_that_still_runs_counts_as_a_trial(
+    tmp_path: Path, status: int, in_trial: bool
+) -> None:
+    units = f'[ "$*" = "is-active --quiet spark-fabric-return.service" ] && exit {status}; exit 4'
+    install_stub(tmp_path, "systemctl", units)
+    fact = NetplanFiles()
+    assert fact.process(run_script(fact.command(), tmp_path)).in_trial is in_trial
 
 
 EXPECTED = "/var/lib/docker"
