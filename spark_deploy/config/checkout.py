@@ -28,9 +28,9 @@ def catalog_files(
 ) -> dict[str, Path]:
     """Return the file of each name; one in ``own``, beside an inventory, wins over ours."""
     folders = [checkout] if own is None or own.resolve() == checkout.resolve() else [checkout, own]
-    found = {
+    files = {
         path.stem: path
         for folder in folders
         for path in sorted((folder / "catalog" / kind).glob("*.yml"))
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))

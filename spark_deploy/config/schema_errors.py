@@ -132,7 +132,7 @@ def _fix(error: jsonschema.ValidationError) -> str:
         there: Any = error.instance
         return f"add {', '.join(name for name in limit if name not in there)}"
     forms = limit if error.validator in ("oneOf", "anyOf") else [schema]
-    if texts := [one["patternErrorMessage"] for one in forms if "patternErrorMessage" in one]:
+    if texts := [form["patternErrorMessage"] for form in forms if "patternErrorMessage" in form]:
         return " or ".join(texts)
     fixes = {
         "minimum": f"use {limit} or more",
@@ -192,7 +192,7 @@ def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
         for number, value in enumerate(data):
             yield from unusable_values(value, (*path, number))
     else:
-        yield from ((path, what, fix) for what, fix in _wrong_with(data))
+        yield from ((path, message, fix) for message, fix in _wrong_with(data))
 
 
 def _wrong_with(scalar: Any) -> Iterator[tuple[str, str]]:
@@ -207,8 +207,8 @@ def _wrong_with(scalar: Any) -> Iterator[tuple[str, str]]:
             yield "holds half a character", "write the text again"
     elif scalar is not None:
         shown = str(scalar)[:60]
-        what = f"{shown} is a {type(scalar).__name__}, not text or a number"
-        yield what, f'write text in quotes: "{shown}"'
+        message = f"{shown} is a {type(scalar).__name__}, not text or a number"
+        yield message, f'write text in quotes: "{shown}"'
 
 
 def _holds_too_many(data: Any) -> bool:

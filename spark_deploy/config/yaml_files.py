@@ -107,10 +107,11 @@ def read_mapping(
     if data is None:
         return {}, []
     if not isinstance(data, dict):
-        what = f"holds a {type(data).__name__}, not keys and values"
-        return {}, [Problem(shown, what, "write one `key: value` a line")]
+        message = f"holds a {type(data).__name__}, not keys and values"
+        return {}, [Problem(shown, message, "write one `key: value` a line")]
     problems = [
-        Problem(f"{shown}: {dotted(path)}", what, fix) for path, what, fix in unusable_values(data)
+        Problem(f"{shown}: {dotted(path)}", message, fix)
+        for path, message, fix in unusable_values(data)
     ]
     return ({} if problems else data), problems
 
@@ -118,12 +119,12 @@ def read_mapping(
 def _no_yaml(error: yaml.YAMLError, path: Path, shown: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     where = f"{shown} line {mark.line + 1}" if mark else shown
-    what = str(getattr(error, "problem", None) or "is not YAML")
-    if mark and "cannot start any token" in what:
+    message = str(getattr(error, "problem", None) or "is not YAML")
+    if mark and "cannot start any token" in message:
         line = path.read_text(encoding="utf-8").split("\n")[mark.line]
         if line[mark.column : mark.column + 1] == "\t":
             return Problem(where, "holds a tab where YAML takes only blanks", "write blanks there")
-    return Problem(where, what, "correct the YAML of that line or the one above")
+    return Problem(where, message, "correct the YAML of that line or the one above")
 
 
 def load_schema(name: str, *, checkout: Path = CHECKOUT) -> dict[str, Any]:

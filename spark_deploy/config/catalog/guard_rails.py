@@ -33,7 +33,7 @@ COMPARISON: Schema = {
 
 def all_hold(conditions: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> bool:
     """Return whether every named fact is as its comparison says; no condition always holds."""
-    return all(_holds(facts[fact], one, facts) for fact, one in conditions.items())
+    return all(_holds(facts[fact], condition, facts) for fact, condition in conditions.items())
 
 
 def _holds(value: Any, comparison: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
@@ -108,4 +108,4 @@ class OpenQuestions:
     @property
     def all(self) -> tuple[Question, ...]:
         """Every question, in the order of the page."""
-        return tuple(one for part in self.parts for one in part.questions)
+        return tuple(question for part in self.parts for question in part.questions)

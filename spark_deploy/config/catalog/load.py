@@ -117,8 +117,8 @@ class _Files:
             return data
         below = self._read(kind, parent, ours=parent == name)
         if "based_on" in below:
-            what = f"is based on {parent}, which is itself based on another"
-            raise CatalogError.one(shown, what, f"base it on {below['based_on']} directly")
+            message = f"is based on {parent}, which is itself based on another"
+            raise CatalogError.one(shown, message, f"base it on {below['based_on']} directly")
         inherited = {key: value for key, value in below.items() if key not in own}
         return merge(inherited, data, null_keeps=False)
 

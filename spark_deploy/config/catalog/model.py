@@ -89,11 +89,10 @@ class Architecture:
         return self.layers - self.attention_layers
 
     def broken(self) -> Iterator[Violation]:
-        """Yield sizes that are missing."""
         if self.linear_layers and self.linear_attention is None:
-            what = f"is missing, and {self.linear_layers} layers have no full attention"
+            message = f"is missing, and {self.linear_layers} layers have no full attention"
             fix = "give its sizes, or set full_attention_every: 1"
-            yield Violation(("linear_attention",), what, fix)
+            yield Violation(("linear_attention",), message, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -196,11 +195,10 @@ class AnyModel:
     """What this model needs otherwise than profiles say; later ones win."""
 
     def broken(self) -> Iterator[Violation]:
-        """Yield what of this file does not fit each other."""
         if self.check.questions and self.check.questions[0].thinking:
-            what = "the first question is asked at every start, and this one needs thinking"
+            message = "the first question is asked at every start, and this one needs thinking"
             fix = "put one first that any instruct model answers with thinking: off"
-            yield Violation(("check", "questions"), what, fix)
+            yield Violation(("check", "questions"), message, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -214,11 +212,10 @@ class HybridModel(AnyModel):
     tensors: Tensors = Field()
 
     def broken(self) -> Iterator[Violation]:
-        """Yield what of this file does not fit each other."""
-        for one in self.tensors.broken(donor=self.sources.donor):
-            yield one._replace(key=("tensors", *one.key))
-        for one in self.architecture.broken():
-            yield one._replace(key=("architecture", *one.key))
+        for violation in self.tensors.broken(donor=self.sources.donor):
+            yield violation._replace(key=("tensors", *violation.key))
+        for violation in self.architecture.broken():
+            yield violation._replace(key=("architecture", *violation.key))
         # Without slots of its own a class made anew by dataclass has no `super()`.
         yield from AnyModel.broken(self)
 

@@ -58,22 +58,21 @@ class Speculation:
         return self.method == "mtp" and self.repository is None
 
     def broken(self) -> Iterator[Violation]:
-        """Yield what does not fit the method."""
         if self.method in OF_A_REPOSITORY and self.repository is None:
-            what = f"is needed by {self.method}: its weights are not the model's"
-            yield Violation(("repository",), what, "name the drafter's repository")
+            message = f"is needed by {self.method}: its weights are not the model's"
+            yield Violation(("repository",), message, "name the drafter's repository")
         if self.method == "ngram" and self.repository is not None:
-            what = "ngram drafts without weights"
-            yield Violation(("repository",), what, "leave it out, or choose another method")
+            message = "ngram drafts without weights"
+            yield Violation(("repository",), message, "leave it out, or choose another method")
         if self.method == "mtp" and self.tokens > _MOST_MTP_TOKENS:
-            what = f"{self.tokens} are more than one layer can draft to any use"
-            yield Violation(("tokens",), what, f"draft {_MOST_MTP_TOKENS} or fewer")
+            message = f"{self.tokens} are more than one layer can draft to any use"
+            yield Violation(("tokens",), message, f"draft {_MOST_MTP_TOKENS} or fewer")
         for key in ("longest_match", "shortest_match"):
             if self.method != "ngram" and getattr(self, key) is not None:
                 yield Violation((key,), f"{self.method} looks for no words", "leave it out")
         if (self.shortest_match or 0) > (self.longest_match or 64):
-            what = f"{self.shortest_match} is above longest_match {self.longest_match}"
-            yield Violation(("shortest_match",), what, "make it as small or smaller")
+            message = f"{self.shortest_match} is above longest_match {self.longest_match}"
+            yield Violation(("shortest_match",), message, "make it as small or smaller")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -230,7 +229,6 @@ class Profile:
         return self.shared_experts.startswith("fp8") or overlay
 
     def broken(self) -> Iterator[Violation]:
-        """Yield options and variables that must not be given here, and drafts of no form."""
-        for one in self.speculation.broken() if self.speculation else ():
-            yield one._replace(key=("speculation", *one.key))
+        for violation in self.speculation.broken() if self.speculation else ():
+            yield violation._replace(key=("speculation", *violation.key))
         yield from broken_words(self.options, self.environment)

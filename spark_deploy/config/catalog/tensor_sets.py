@@ -58,7 +58,6 @@ class Tensors:
     """How many names the patterns must stand for; null when nobody counted."""
 
     def broken(self, *, donor: str | None) -> Iterator[Violation]:
-        """Yield patterns that cannot be read, other counts, and shapes that do not fit the swap."""
         problems = list(self._unreadable())
         yield from problems
         if not problems:
@@ -78,12 +77,12 @@ class Tensors:
         if self.counts is None:
             return
         for key in _SETS:
-            found, said = sum(map(count, getattr(self, key))), getattr(self.counts, key)
-            if found != said:
+            actual, expected = sum(map(count, getattr(self, key))), getattr(self.counts, key)
+            if actual != expected:
                 source = self.counts.source
                 fix = f"correct the patterns, or the count after a look at its source: {source}"
-                what = f"stands for {found} names, counts.{key} says {said}"
-                yield Violation((key,), what, fix)
+                message = f"stands for {actual} names, counts.{key} says {expected}"
+                yield Violation((key,), message, fix)
 
     def _misshapen(self, donor: str | None) -> Iterator[Violation]:
         where = ("donor_shapes",)
@@ -95,12 +94,14 @@ class Tensors:
                 return
             odd = sorted(described ^ expand_all(self.swap))
             if odd:
-                what = f"describes other modules than tensors.swap names, {odd[0]} among {len(odd)}"
-                yield Violation(where, what, "describe each swapped module, and no other")
+                message = (
+                    f"describes other modules than tensors.swap names, {odd[0]} among {len(odd)}"
+                )
+                yield Violation(where, message, "describe each swapped module, and no other")
         for shape in self.donor_shapes:
             edges = zip(shape.weight, self.block_shape, strict=True)
             grid = [-(-edge // step) for edge, step in edges]
             if list(shape.scale) != grid:
-                what = f"{shape.modules}: scale {list(shape.scale)} is no grid of"
+                message = f"{shape.modules}: scale {list(shape.scale)} is no grid of"
                 fix = f"a weight of {list(shape.weight)} has scales {grid}"
-                yield Violation(where, f"{what} {list(self.block_shape)} blocks", fix)
+                yield Violation(where, f"{message} {list(self.block_shape)} blocks", fix)

@@ -111,9 +111,9 @@ class Catalog:
         """Return what somebody should know who reads the plan of a pair."""
         named = (f"models/{model}", f"profiles/{profile}")
         return tuple(
-            f"catalog/{one}.yml beside the inventory is used instead of ours"
-            for one in named
-            if one in self.replaced
+            f"catalog/{entry}.yml beside the inventory is used instead of ours"
+            for entry in named
+            if entry in self.replaced
         )
 
     def profile(self, name: str, model: str) -> Profile:
@@ -149,15 +149,17 @@ class Catalog:
     def _refuse(
         self, kind: str, name: str, known: tuple[str, ...], *reasons: tuple[str, ...]
     ) -> None:
-        said = [problem for reason in reasons for problem in self.broken.get(reason, ())]
+        problems = [problem for reason in reasons for problem in self.broken.get(reason, ())]
         fix = f"known here: {', '.join(known)}"
-        raise CatalogError(said or [Problem(f"catalog/{kind}/{name}.yml", "does not exist", fix)])
+        raise CatalogError(
+            problems or [Problem(f"catalog/{kind}/{name}.yml", "does not exist", fix)]
+        )
 
 
 def _known(model: Model, anatomies: Mapping[str, Anatomy]) -> Model:
     adapters = {
-        name: replace(one, anatomy=anatomies.get(one.repository))
-        for name, one in model.adapters.items()
+        name: replace(entry, anatomy=anatomies.get(entry.repository))
+        for name, entry in model.adapters.items()
     }
     model = replace(model, adapters=adapters)
     if isinstance(model, PlainModel):
@@ -189,9 +191,9 @@ class Families:
         """Return the family of a repository; ``None``: it is not known."""
         return next(
             (
-                one
-                for one in self.families
-                if model_type in one.model_types and re.search(one.name, repository)
+                entry
+                for entry in self.families
+                if model_type in entry.model_types and re.search(entry.name, repository)
             ),
             None,
         )

@@ -16,30 +16,27 @@ _FIRST = 11  # the last number of the first host's addresses on a cable
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ClusterSettings:
-    """Hosts that serve one model together, each with its part of every layer; null: none."""
+    """Hosts that serve one model together (tensor parallel); empty: none."""
 
     hosts: tuple[Text, ...] = Field(
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
     )
-    """Names in the inventory of the hosts that serve one model together, one rank each; the first
-    is the head, which clients talk to. A host that is not named serves by itself. Members need the
-    same choices, so write it into group_vars."""
+    """Inventory names of the hosts, one rank each; clients talk to the first. All members need the
+    same settings, so write it into group_vars."""
     subnet: str | None = Field(
         default=None,
         examples=["192.168.100.0/24"],
         json_schema_extra=form(r"^[0-9.]+/[0-9]+$", "a network with its size", "192.168.100.0/24"),
     )
-    """Network over which they reach each other, such as 192.168.100.0/24; its addresses have to
-    stay the same. null: the one in which every member has an address on a port with RDMA."""
+    """Network between the members; addresses must stay the same. null: the network in which every
+    member has an RDMA port."""
     join_s: int = Field(default=600, ge=120)
-    """Seconds a start waits for the other members before it ends, to be tried again a minute later;
-    well above that minute, so that members find each other."""
+    """Seconds to wait for the other members at a start; it is retried a minute later."""
 
     def broken(self) -> Iterator[Violation]:
-        """Yield what no cluster can be made of."""
         if len(self.hosts) == 1:
-            what = f"{self.hosts[0]} alone is no cluster"
-            yield Violation(("hosts",), what, "name two hosts or more, or none")
+            message = f"{self.hosts[0]} alone is no cluster"
+            yield Violation(("hosts",), message, "name two hosts or more, or none")
         try:
             ipaddress.IPv4Network(self.subnet or "0.0.0.0/0")
         except ValueError as error:
@@ -48,26 +45,25 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ReplicasSettings:
-    """Hosts that serve the same, each by itself, behind one address; without hosts: none."""
+    """Hosts that serve the same model independently behind one address; empty: none."""
 
     hosts: tuple[Text, ...] = Field(
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
     )
-    """Names in the inventory of the hosts. Each also listens at `port` and hands every request to
-    the one that has the fewest under way and serves what was proven; the first is what `connect`
-    tells. They need the same choices and one serve.api_key, so write it into group_vars."""
-    port: int = Field(default=8008, ge=1, le=65535, description="Port for all of them together.")
+    """Inventory names of the hosts. Each listens at `port` and routes a request to the proven host
+    with the fewest running requests; `connect` prints the first. All need the same settings and the
+    same serve.api_key, so write it into group_vars."""
+    port: int = Field(default=8008, ge=1, le=65535, description="Shared port of the replicas.")
     addresses: dict[str, IpAddress] = Field(
         default_factory=dict, examples=[{"spark-1": "192.168.100.11", "spark-2": "192.168.100.12"}]
     )
-    """Addresses at which they reach each other, by name, best on the fastest network; who is not
-    named is reached as by clients."""
+    """Addresses between the hosts by name, best in the fastest network; default: the address for
+    clients."""
 
     def broken(self) -> Iterator[Violation]:
-        """Yield what no replicas can be made of."""
         if len(self.hosts) == 1:
-            what = f"{self.hosts[0]} alone has no replica"
-            yield Violation(("hosts",), what, "name two hosts or more, or none")
+            message = f"{self.hosts[0]} alone has no replica"
+            yield Violation(("hosts",), message, "name two hosts or more, or none")
         for name in self.addresses:
             if name not in self.hosts:
                 yield Violation(("addresses", name), "is none of the hosts", "name it there, too")
@@ -75,7 +71,7 @@ class ReplicasSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class FabricSettings:
-    """What `spark-deploy fabric` sets up. A deploy never does: it takes the network it finds."""
+    """Network setup of `spark-deploy fabric`. A deploy never changes the network."""
 
     hosts: tuple[Text, ...] = Field(
         default=(),
@@ -87,24 +83,22 @@ class FabricSettings:
     networks: tuple[Text, ...] = Field(
         default=("192.168.100.0/24", "192.168.101.0/24"), min_length=1, json_schema_extra=UNIQUE
     )
-    """One network for each interface of the cabled cage, in the order of their names; nothing else
-    at your place may use them. One network for both breaks routing."""
+    """A private network for each cabled interface, in the order of their names. A shared network
+    breaks routing."""
     interfaces: tuple[Interface, ...] = Field(
         default=(), examples=[["enp1s0f0np0", "enP2p1s0f0np0"]], json_schema_extra=UNIQUE
     )
-    """The interfaces, in the order of the networks. Empty: those with RDMA and a cable, which have
-    to be as many as the networks. They may differ from host to host: write them into host_vars
-    then."""
+    """Interfaces in the order of the networks. Empty: all cabled RDMA interfaces. If they differ
+    between hosts, use host_vars."""
     mtu: int = Field(default=9000, ge=1280, le=9216)
-    """Largest packet; the same at both ends."""
+    """MTU; the same at both ends."""
     confirm_s: int = Field(default=90, ge=20, le=600)
-    """Seconds after which the old network returns by itself, unless a new login over the address
-    that deploys use has confirmed the new one."""
+    """Seconds until the old network returns, unless a new login over it succeeded."""
     measure: bool = False
-    """Set nothing up: send 1 GB at most, for 2.5 seconds at most, from each host to the next over
-    each cabled port. On the command line: `spark-deploy fabric --measure`."""
+    """Only measure: send up to 1 GB (2.5 seconds) from each host to the next over each cabled port.
+    Command: `spark-deploy fabric --measure`."""
     restore: bool = False
-    """Take back what was set up. Given on the command line: `spark-deploy fabric --restore`."""
+    """Restore the old network. Command: `spark-deploy fabric --restore`."""
 
     def address(self, number: int, network: str) -> str:
         """Return the address of the host of this number, with the length of the network."""
@@ -112,7 +106,6 @@ class FabricSettings:
         return f"{found[_FIRST + number]}/{found.prefixlen}"
 
     def broken(self) -> Iterator[Violation]:
-        """Yield what no network can be made of."""
         for number, text in enumerate(self.networks):
             key = ("networks", number)
             try:
@@ -131,5 +124,7 @@ class FabricSettings:
                 ("measure",), "there is nothing to measure after restore", "leave one out"
             )
         if self.interfaces and len(self.interfaces) != len(self.networks):
-            what = f"{len(self.interfaces)} interfaces for {len(self.networks)} networks"
-            yield Violation(("interfaces",), what, "name one interface for each of fabric.networks")
+            message = f"{len(self.interfaces)} interfaces for {len(self.networks)} networks"
+            yield Violation(
+                ("interfaces",), message, "name one interface for each of fabric.networks"
+            )

@@ -27,7 +27,7 @@ def _unknown_names(
     for prefix, pair in [
         ((), settings),
         *((("keep_ready", i), p) for i, p in enumerate(settings.keep_ready)),
-        *((("services", name), one) for name, one in settings.services.items()),
+        *((("services", name), entry) for name, entry in settings.services.items()),
     ]:
         for key in ("model", "profile"):
             name, known = getattr(pair, key), catalog(f"{key}s")
@@ -52,9 +52,9 @@ def broken_rules(
         for name in getattr(settings, role).repositories:
             if name not in settings.repositories:
                 known = ", ".join(sorted(settings.repositories)) or "none"
-                what = f"'{name}' is not described (known: {known})"
+                message = f"'{name}' is not described (known: {known})"
                 fix = f"describe it under repositories: {{{name}: ...}}"
-                yield Violation((role, "repositories"), what, fix)
+                yield Violation((role, "repositories"), message, fix)
     yield from _broken_services(settings)
     yield from _broken_replicas(settings)
     yield from _broken_in_sections(settings)
@@ -62,19 +62,19 @@ def broken_rules(
 
 def _unready_times(settings: Settings) -> Iterator[Violation]:
     served = PairSettings(settings.model, settings.profile)
-    timed = [PairSettings(one.model, one.profile) for one in settings.schedule]
+    timed = [PairSettings(entry.model, entry.profile) for entry in settings.schedule]
     for place, pair in enumerate(timed):
         if pair not in (served, *settings.keep_ready):
-            what = f"{pair.model} with {pair.profile} is not kept ready"
+            message = f"{pair.model} with {pair.profile} is not kept ready"
             fix = f"keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
-            yield Violation(("schedule", place), what, fix)
+            yield Violation(("schedule", place), message, fix)
     if timed and settings.ranks > 1:
-        what = "the members of a cluster change together, and a host's timer changes it alone"
-        yield Violation(("schedule",), what, "leave the schedule out, or the cluster")
+        message = "the members of a cluster change together, and a host's timer changes it alone"
+        yield Violation(("schedule",), message, "leave the schedule out, or the cluster")
     if timed and served not in timed:
-        what = f"no time leads back to {served.model} with {served.profile}"
+        message = f"no time leads back to {served.model} with {served.profile}"
         fix = "add a time for it, or make the pair of another time the model and profile"
-        yield Violation(("schedule",), what, fix)
+        yield Violation(("schedule",), message, fix)
 
 
 def _broken_replicas(settings: Settings) -> Iterator[Violation]:
@@ -82,28 +82,30 @@ def _broken_replicas(settings: Settings) -> Iterator[Violation]:
     if not replicas.hosts:
         return
     if settings.cluster.hosts:
-        what = "hosts of a cluster serve together, replicas each by itself"
-        yield Violation(("replicas", "hosts"), what, "leave one of the two out")
+        message = "hosts of a cluster serve together, replicas each by itself"
+        yield Violation(("replicas", "hosts"), message, "leave one of the two out")
     if EXPOSURES[settings.serve.expose].audience is None or settings.serve.expose == "docker":
-        what = f"replicas do not reach each other with expose: {settings.serve.expose}"
-        yield Violation(("serve", "expose"), what, "set tailscale, or lan")
+        message = f"replicas do not reach each other with expose: {settings.serve.expose}"
+        yield Violation(("serve", "expose"), message, "set tailscale, or lan")
     if settings.serve.tls != "off":
-        what = "replicas speak to each other without TLS"
-        yield Violation(("serve", "tls"), what, "set expose: tailscale, which encrypts by itself")
+        message = "replicas speak to each other without TLS"
+        yield Violation(
+            ("serve", "tls"), message, "set expose: tailscale, which encrypts by itself"
+        )
     if settings.serve.api_key.kind == "generate":
-        what = "each host would make a key of its own, and clients know one"
+        message = "each host would make a key of its own, and clients know one"
         fix = "name one for all: {env: NAME}, {file: PATH} or {command: [PROGRAM]}"
-        yield Violation(("serve", "api_key"), what, fix)
+        yield Violation(("serve", "api_key"), message, fix)
     if settings.rollout.at_once == "all" or settings.rollout.at_once >= len(replicas.hosts):
-        what = "all replicas would be away at the same time"
-        yield Violation(("rollout", "at_once"), what, f"at most {len(replicas.hosts) - 1}")
+        message = "all replicas would be away at the same time"
+        yield Violation(("rollout", "at_once"), message, f"at most {len(replicas.hosts) - 1}")
 
 
 def _broken_services(settings: Settings) -> Iterator[Violation]:
     ports, answered = {settings.serve.port: "serve.port"}, dict[str, str]()
     if settings.replicas.hosts and ports.setdefault(settings.replicas.port, "") == "serve.port":
-        what = f"{settings.replicas.port} is serve.port, too"
-        yield Violation(("replicas", "port"), what, "choose another one")
+        message = f"{settings.replicas.port} is serve.port, too"
+        yield Violation(("replicas", "port"), message, "choose another one")
     for name, service in settings.services.items():
         where = ("services", name)
         if name == MAIN_SERVICE:
@@ -113,11 +115,11 @@ def _broken_services(settings: Settings) -> Iterator[Violation]:
         for path in service.paths:
             first = answered.setdefault(path, name)
             if first != name:
-                what = f"{path} is answered by services.{first}"
-                yield Violation((*where, "paths"), what, "leave it with one of them")
+                message = f"{path} is answered by services.{first}"
+                yield Violation((*where, "paths"), message, "leave it with one of them")
         if taken != f"services.{name}.port":
-            what = f"{service.port} is the port of {taken}"
-            yield Violation((*where, "port"), what, "give each service a port of its own")
+            message = f"{service.port} is the port of {taken}"
+            yield Violation((*where, "port"), message, "give each service a port of its own")
         for violation in service.broken(settings.memory.total_gib):
             yield violation._replace(key=(*where, *violation.key))
 

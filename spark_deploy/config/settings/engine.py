@@ -39,15 +39,15 @@ _CONFIG = ConfigDict(extra="forbid", json_schema_extra=_accept_vllm_names)
 
 def broken_words(options: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Violation]:
     """Yield options and variables that nobody may give the engine."""
-    for option, what, fix in option_problems(options):
-        yield Violation(("options", option), what, fix)
-    for name, what, fix in environment_problems(environment):
-        yield Violation(("environment", name), what, fix)
+    for option, message, fix in option_problems(options):
+        yield Violation(("options", option), message, fix)
+    for name, message, fix in environment_problems(environment):
+        yield Violation(("environment", name), message, fix)
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class ServiceEngineSettings:
-    """Values of the profile replaced for one service; null keeps the profile's."""
+    """Engine settings of one service; null: the profile's value."""
 
     max_context_tokens: int | None = Field(default=None, ge=64)
     """Longest prompt plus answer, in tokens."""
@@ -56,14 +56,13 @@ class ServiceEngineSettings:
     kv_cache_gib: Gib | None = Field(default=None, gt=0)
     """Pins the KV cache to this size (GiB) instead of deriving it from the memory fraction."""
     drafts: int | None = Field(default=None, ge=0, le=3, examples=[1])
-    """Draft tokens of each step, by the model's own MTP layer; 0 switches them off. The proof then
-    demands that half of them are accepted."""
+    """Draft tokens of each step by the model's MTP layer; 0: none. The check then requires that
+    half of them are accepted."""
     head: Literal["keep", "int8-g128", "int8-triton"] | None = None
-    """The LM head, in the words of a profile's `head`; another tree is built where it needs one."""
+    """LM head, as `head` of a profile; may need a new checkpoint."""
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
-    """File of this machine with a Jinja template that replaces the tree's own; a relative path
-    counts from the inventory's folder. Its text is part of the release: a changed file changes the
-    host over, with proof and way back."""
+    """Local file with a Jinja chat template, relative to the inventory's folder. Its text is part
+    of the release: a changed file is a new release."""
     vision: bool | None = None
     """true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."""
     options: dict[str, Any] = Field(
@@ -81,13 +80,12 @@ class ServiceEngineSettings:
     """More environment variables of the engine. Never secrets: they are visible on the host."""
 
     def broken(self) -> Iterator[Violation]:
-        """Yield options and variables that must not be given here."""
         return broken_words(self.options, self.environment)
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class EngineSettings(ServiceEngineSettings):
-    """Values of the profile replaced for a group or host; null keeps the profile's."""
+    """Engine settings; null: the profile's value."""
 
     memory_fraction: float | None = Field(default=None, gt=0, le=0.95)
     """Share of memory.total_gib the engine may take in all; above 0.82 hosts were reported to

@@ -188,11 +188,11 @@ def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]
         elif name in DEVICE_OPTIONS and value is not None and whole(value) is None:
             yield option, f"{value!r} is no whole number", "write a number such as 1"
         elif name not in _NO_FILES and (file := _file_of_nobody(structure(value))):
-            what = f"{file} would not be found: no file of yours is in the engine's container"
+            message = f"{file} would not be found: no file of yours is in the engine's container"
             fix = "name one of the image (/vllm-workspace/...) or the tree (/model/...), or drop it"
             if name == "chat-template":
                 fix = "set engine.chat_template: FILE, which takes a file of this machine"
-            yield option, what, fix
+            yield option, message, fix
 
 
 def _file_of_nobody(value: Any) -> str | None:
@@ -265,11 +265,11 @@ def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, 
     """Yield (name, what, fix) for each variable that must not be given."""
     for name in sorted(environment):
         if _SECRET.search(name):
-            what = "looks like a secret; the environment of a unit can be read by others"
-            yield name, what, "use hub.token or serve.api_key with {env|file|command: ...}"
-        for pattern, what, fix in _REFUSED:
+            message = "looks like a secret; the environment of a unit can be read by others"
+            yield name, message, "use hub.token or serve.api_key with {env|file|command: ...}"
+        for pattern, message, fix in _REFUSED:
             if pattern.fullmatch(name):
-                yield name, what, fix
+                yield name, message, fix
         value = environment[name]
         if any(letter in value for letter in "\n\r\0"):
             yield name, "is more than one line", "write it in one line"

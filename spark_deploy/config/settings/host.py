@@ -42,54 +42,49 @@ def _belongs_to_system(folder: str) -> bool:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ExpectSettings:
-    """What a host must be; preflight refuses anything else before it changes something."""
+    """Required properties of a host; preflight refuses other hosts before any change."""
 
     arch: str = Field(default="aarch64", description="As `uname -m` prints it.")
     pci_ids: tuple[_PciId, ...] = Field(
         default=("10de:2e12",), min_length=1, json_schema_extra=UNIQUE
     )
-    """Any one of these vendor:device pairs must be present (10de:2e12 is GB10); read without the
-    driver."""
+    """At least one of these vendor:device pairs must be present (10de:2e12 is GB10)."""
     gpu_name: str = Field(default="NVIDIA GB10", description="As nvidia-smi prints it.")
     os_id: str = Field(default="ubuntu", description="ID of /etc/os-release.")
     os_version: str = Field(default="24.04", description="VERSION_ID of /etc/os-release; quote it.")
     driver_min: _Driver = "580"
     """Smallest driver version accepted; quote it."""
     dgx_release: Literal["require", "warn", "ignore"] = "warn"
-    """What a missing /etc/dgx-release means."""
+    """Reaction to a missing /etc/dgx-release."""
     updates: Literal["require", "warn", "ignore"] = "warn"
-    """What a vendor's update means that was not finished (the torn score of nvidia-spark-ota-check
-    is above 0): a server in use often shows one and serves."""
+    """Reaction to an unfinished vendor update (torn score of nvidia-spark-ota-check above 0)."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class BaseSettings:
-    """Packages and host care that need no GPU.
+    """Packages and host settings without GPU.
 
-    Switched off again, only the driver's hold, protect_login and compaction_proactiveness are taken
-    back; the rest stays.
+    When switched off, only the driver hold, protect_login and compaction_proactiveness are
+    reverted.
     """
 
     package_lock_wait_s: int = Field(default=1800, ge=0, le=86400)
-    """Seconds to wait while somebody else installs packages on a host, as timers do after a boot;
-    the holder is named meanwhile."""
+    """Seconds to wait for another package installation, such as timers after a boot."""
     hold_driver_in_unattended_upgrades: bool = True
-    """Keep unattended upgrades from touching driver, CUDA and kernel packages: half an upgrade of
-    the driver takes the GPU away."""
+    """Exclude driver, CUDA and kernel packages from unattended upgrades; a partial driver upgrade
+    disables the GPU."""
     disable_sleep: bool = True
-    """Mask suspend and hibernate: a server that suspends cannot be woken over the net."""
+    """Mask suspend and hibernate."""
     protect_login: bool = True
-    """Guarantee memory to SSH and login sessions (cgroup v2), so that a host that runs out can
-    still be reached."""
+    """Guarantee memory to SSH and login sessions (cgroup v2), so that you can log in when memory
+    runs out."""
     headless: bool = False
-    """Boot into multi-user.target; the desktop holds several GiB. Takes effect at the next boot."""
+    """Boot into multi-user.target from the next boot; the desktop uses several GiB."""
     earlyoom: bool = False
-    """Install earlyoom and let it prefer the engine when memory runs out, before the kernel starts
-    to thrash."""
+    """Install earlyoom; it stops the engine first when memory runs out."""
     compaction_proactiveness: int | None = Field(default=None, ge=0, le=100)
-    """The kernel's vm.compaction_proactiveness (20 unless set): how much it compacts memory in the
-    background. Null leaves it as it is. 0 is reported about 10 % faster, and may leave the GPU
-    driver without contiguous memory after days."""
+    """vm.compaction_proactiveness of the kernel (default 20); null: unchanged. 0 is reported about
+    10 % faster, but may leave the GPU driver without contiguous memory after days."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -100,10 +95,9 @@ class CudaSettings:
         default="13.0",
         json_schema_extra=form(r"^[0-9]+\.[0-9]+$", "two numbers and a dot, in quotes", "13.0"),
     )
-    """Toolkit version that must be there; quote it."""
+    """Required toolkit version, in quotes; installed if missing."""
     repositories: RepositoryNames = Field(default=(), json_schema_extra=UNIQUE)
-    """Names from `repositories` to add before the toolkit is installed; unused when it is
-    present."""
+    """Entries of `repositories` to add before installing the toolkit."""
 
     @property
     def package(self) -> str:
@@ -112,26 +106,24 @@ class CudaSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class DockerSettings:
-    """Container engine and NVIDIA runtime; kept when present."""
+    """Container engine and NVIDIA runtime (docker.io, nvidia-container-toolkit), if missing."""
 
     repositories: RepositoryNames = Field(default=(), json_schema_extra=UNIQUE)
-    """Names from `repositories` to add before the engine or the runtime is installed; unused when
-    it is present."""
+    """Entries of `repositories` to add before installing engine or runtime."""
     daemon: dict[str, Any] = Field(
         default_factory=dict, examples=[{"log-opts": {"max-size": "50m"}}]
     )
-    """Keys merged into /etc/docker/daemon.json; everything else in that file stays."""
+    """Keys merged into /etc/docker/daemon.json."""
     users: tuple[_User, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """Users that may use docker without sudo, from their next login on; as good as root, and
-    nothing here needs it. Others are left as they are."""
+    """Users that may use docker without sudo from their next login; equivalent to root."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class DiskSettings:
-    """Room to keep."""
+    """Disk space to keep free."""
 
     reserve_gib: Gib = Field(default=20, ge=0)
-    """Stays free on every filesystem written to."""
+    """Kept free on every filesystem."""
 
     @property
     def reserve_bytes(self) -> int:
@@ -140,7 +132,7 @@ class DiskSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class PathSettings:
-    """Where large data lives on a host, for instance on another disk.
+    """Folders for large data on a host.
 
     Absolute, without a slash at the end. Configuration, state and tools have fixed places:
     /etc/spark, /var/lib/spark, /usr/local/lib/spark.
@@ -148,24 +140,27 @@ class PathSettings:
 
     models_dir: Folder = Field(default="/srv/spark/models", description="Built checkpoints.")
     sources_dir: Folder = "/srv/spark/sources"
-    """Verified source trees. On the same filesystem as models_dir, base shards are linked instead
-    of copied."""
+    """Verified downloads. On the filesystem of models_dir, base shards are linked instead of
+    copied."""
     cache_dir: Folder = "/srv/spark/cache"
-    """Compile caches of engines, one for each release."""
+    """Compile caches of engines, per release."""
 
     def broken(self) -> Iterator[Violation]:
-        """Yield folders that are not ours to fill, and such that lie inside each other."""
         for key in ("models_dir", "sources_dir", "cache_dir"):
             if _belongs_to_system(getattr(self, key)):
-                what = f"{getattr(self, key)} is the system's, or others than root may write there"
+                message = (
+                    f"{getattr(self, key)} is the system's, or others than root may write there"
+                )
                 yield Violation(
-                    (key,), what, "name a folder of root's own, such as /srv/spark/models"
+                    (key,), message, "name a folder of root's own, such as /srv/spark/models"
                 )
         paths = ((getattr(self, field.name), field.name) for field in dataclasses.fields(self))
         for (path, key), (other, other_key) in itertools.pairwise(sorted(paths)):
             if other == path or other.startswith(path + "/"):
-                what = f"{other} lies inside paths.{key} ({path})"
-                yield Violation((other_key,), what, "give every kind of data a folder of its own")
+                message = f"{other} lies inside paths.{key} ({path})"
+                yield Violation(
+                    (other_key,), message, "give every kind of data a folder of its own"
+                )
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -175,15 +170,15 @@ class SshSettings:
     hostname: Address | None = None
     """Address, when the inventory name does not resolve."""
     user: Login | None = None
-    """Login user. spark-deploy is the account that deploys/bootstrap.py makes; any other is one
-    that the host has, and bootstrap lets it be root without a password."""
+    """Login user. spark-deploy is the account that deploys/bootstrap.py creates; bootstrap gives
+    any other user sudo without a password."""
     first_user: Login | None = None
-    """Account that bootstrap logs in with to make spark-deploy; null leaves it to ~/.ssh/config."""
+    """Login user of bootstrap while it creates spark-deploy; null: from ~/.ssh/config."""
     allowed_from: tuple[SshSource, ...] = Field(
         default=(), examples=[["192.168.1.0/24"]], json_schema_extra=UNIQUE
     )
-    """Addresses that spark-deploy's key is taken from, as sshd reads them; empty: the address that
-    this machine shows the host at bootstrap."""
+    """Addresses from which spark-deploy's key is accepted (`from=` of sshd); empty: this machine's
+    address during bootstrap."""
     port: int | None = Field(default=None, ge=1, le=65535, description="SSH port.")
     key_file: Text | None = Field(default=None, description="Private key on the controller.")
     config_file: Text | None = Field(default=None, description="Another file than ~/.ssh/config.")

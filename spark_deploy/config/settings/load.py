@@ -163,8 +163,8 @@ def _with_own_names(data: dict[str, Any], shown: str, problems: list[Problem]) -
         for alias in engine.keys() & VLLM_NAMES.keys():
             name = VLLM_NAMES[alias]
             if name in engine:
-                where, what = f"{shown}: {place}engine.{alias}", f"is another name of {name}"
-                problems.append(Problem(where, what, "keep one of the two"))
+                where, message = f"{shown}: {place}engine.{alias}", f"is another name of {name}"
+                problems.append(Problem(where, message, "keep one of the two"))
             engine[name] = engine.pop(alias)
     return data
 
@@ -274,8 +274,8 @@ def with_template(engine: EngineSettings, root: Path) -> EngineSettings | Violat
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        what = f"{path} cannot be read ({type(error).__name__})"
-        return Violation(_KEY, what, "name a text file of this machine")
+        message = f"{path} cannot be read ({type(error).__name__})"
+        return Violation(_KEY, message, "name a text file of this machine")
     if wrong := _wrong_with(text):
         return Violation(_KEY, f"{path} {wrong}", "name a file with a Jinja template of a chat")
     return dataclasses.replace(engine, options={**engine.options, OPTION: text})

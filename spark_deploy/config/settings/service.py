@@ -19,21 +19,20 @@ from spark_deploy.config.settings.secrets import OwnSecret, SecretRef
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class CheckpointSettings:
-    """How the tree that a profile asks for is kept on the host."""
+    """How the checkpoint of a profile is stored on the host."""
 
     layout: Literal["overlay", "full"] | None = None
-    """overlay: hard links to the base and one small file, for the plugin; takes seconds. full:
-    every file written anew, readable by any tool. null keeps the profile's."""
+    """overlay: hard links to the base plus a small file; needs the plugin, takes seconds. full: a
+    complete copy that any tool can read. null: the profile's layout."""
     prebuilt: bool = False
-    """true starts from the model's ready hybrid repository (sources.hybrid) instead of the INT4
-    base: it passes the same gates and is held against the donor. Only with layout full."""
+    """Start from the model's ready hybrid repository (sources.hybrid) instead of the INT4 base. It
+    passes the same checks and is compared with the FP8 source. Only with layout full."""
     requantized: bool = False
     """Build from your own INT4 checkpoint, made from sources.original by `spark-deploy add MODEL
     --requantize`."""
     keep_base: bool = True
-    """false removes the downloaded base once a full tree was proven byte by byte and serves: disk
-    for one tree instead of two, and a rebuild downloads it again (`plan` says how much). An overlay
-    needs its base."""
+    """false removes the downloaded base after a full checkpoint was verified and serves. This saves
+    disk, but a rebuild downloads the base again. An overlay needs its base."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -48,11 +47,10 @@ class RequantizeSettings:
     nsamples: int = Field(default=128, ge=1, le=4096)
     """Pieces of text that it tunes with."""
     seqlen: int = Field(default=2048, ge=16, le=32768, description="Tokens of a piece.")
-    batch: int = Field(default=8, ge=1, le=64, description="Pieces of one step.")
+    batch: int = Field(default=8, ge=1, le=64, description="Samples in a step.")
     calibration: str | None = Field(default=None, examples=["calibration.jsonl"])
-    """File of this machine with the text: JSON lines, each {"text": ...}, best of what the model
-    will be asked; together at least nsamples times seqlen tokens. Its content is part of what the
-    tree is named by."""
+    """Local file with the calibration text: JSON lines, each {"text": ...}, at least nsamples times
+    seqlen tokens. Use text like your requests. Its content is part of the checkpoint's digest."""
 
 
 CATALOG_NAME = form(
@@ -87,8 +85,8 @@ _Tls = Annotated[
 class PairSettings:
     """A model and a profile by name."""
 
-    model: CatalogName = Field(description="The stem of a file in catalog/models.")
-    profile: CatalogName = Field(description="The stem of a file in catalog/profiles.")
+    model: CatalogName = Field(description="A file name in catalog/models without .yml.")
+    profile: CatalogName = Field(description="A file name in catalog/profiles without .yml.")
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -104,16 +102,15 @@ class ScheduledSettings(PairSettings):
             "Mon..Fri 08:00",
         ),
     )
-    """When, as systemd.time writes it, in the host's time zone unless one is named."""
+    """Time as in systemd.time, in the host's time zone unless you add another."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ReleaseSettings:
-    """Ways back to releases that were proven before."""
+    """Rollback targets."""
 
     keep: int = Field(default=2, ge=0, le=10)
-    """How many earlier proven releases `deploys/prune.py` leaves on a host, with their trees and
-    images."""
+    """Earlier proven releases that `deploys/prune.py` keeps, with their checkpoints and images."""
     rollback_to: str | None = Field(
         default=None,
         examples=["main-0123456789ab"],
@@ -123,20 +120,19 @@ class ReleaseSettings:
             "main-0123456789ab",
         ),
     )
-    """Where a rollback goes: a release by name, usually given by `spark-deploy rollback --to NAME`;
-    null means the main service's before this one."""
+    """Release to roll back to, usually set by `spark-deploy rollback --to NAME`; null: the previous
+    release of the main service."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class RolloutSettings:
-    """How a change goes over several hosts; where nothing is served, all hosts start at once."""
+    """How a change proceeds over several hosts. If no host serves yet, all start at once."""
 
     at_once: Annotated[int, Field(ge=1)] | Literal["all"] = Field(default=1, examples=[2, "all"])
-    """How many hosts replace what they serve at the same time, or all; the next ones follow when
-    these are proven, and a failure leaves the rest as they are."""
+    """Hosts that change at the same time, or all. The next hosts follow after these are proven;
+    after a failure the rest stay unchanged."""
     canary: str | None = Field(default=None, min_length=1, examples=["spark-1"])
-    """The host that replaces what it serves first and alone, by its name in the inventory; null:
-    the first of the inventory."""
+    """Host that changes first and alone, by its inventory name; null: the first host."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -146,8 +142,8 @@ class ServeSettings:
     names: tuple[ServedName, ...] = Field(
         default=(), examples=[["assistant", "qwen"]], json_schema_extra=UNIQUE
     )
-    """Names clients may use for the model, all served at once. The first is what `connect` prints
-    and should stay the same when model or profile change. Empty: the model's catalog name."""
+    """Model names that clients may use. `connect` prints the first, so keep it when model or
+    profile change. Empty: the model's catalog name."""
     port: int = Field(default=8000, ge=1, le=65535, description="Port of the gateway.")
     expose: Expose = Field(
         default="loopback",
@@ -161,71 +157,67 @@ class ServeSettings:
             "^[A-Za-z0-9.:-]+$", "a name or an address alone", "spark.example.org"
         ),
     )
-    """Name or address under which clients of the network reach this host; certificates cover it.
-    null: ssh.hostname, else the name in the inventory."""
+    """Name or address that clients in the network use for this host; certificates include it. null:
+    ssh.hostname, otherwise the inventory name."""
     tls: _Tls = "off"
-    """With expose: lan. off; own-cert: the two files below; private-ca: this machine makes a CA
-    once in ca_dir, and a certificate for each host that later runs renew in time. The host itself
-    is always spoken to over plain HTTP on 127.0.0.1."""
+    """With expose: lan. own-cert: your certificate and key files; private-ca: this machine creates
+    a CA in ca_dir and a certificate for each host, and renews it. On the host, 127.0.0.1 stays
+    plain HTTP."""
     tls_certificate: _File | None = None
     """With own-cert: PEM file on the controller with the certificate and its chain."""
     tls_key: _File | None = None
     """With own-cert: PEM file on the controller with the unencrypted key."""
     tls_names: tuple[_TlsName, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """With private-ca: names and addresses that certificates cover beside serve.address."""
+    """With private-ca: more names and addresses for the certificates."""
     ca_dir: _File = "~/.config/spark-deploy/ca"
-    """With private-ca: folder on the controller that holds the CA, ca.pem for clients and
-    ca-key.pem. Made when absent; keep a copy."""
+    """With private-ca: local folder of the CA: ca.pem for clients, and ca-key.pem. Created if
+    missing; keep a copy."""
     api_key: OwnSecret = Field(default_factory=SecretRef)
     """generate: the host makes a random key once and keeps it. Or where the controller reads it:
     {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}."""
     max_body_mib: int = Field(default=32, ge=1, le=4096)
     """Largest request body, in MiB; images travel in it as base64."""
     max_requests_per_s: int | None = Field(default=50, ge=1)
-    """Requests that one client address may send per second on average, with bursts of twice that,
-    those with a wrong key included; null for no limit."""
+    """Average requests a second from a client address, with bursts of twice that; requests with a
+    wrong key count. null: no limit."""
     start_timeout_s: int = Field(default=2400, ge=10)
-    """Seconds an engine may take from start to its first proven answer; the first start compiles
-    kernels and loads 70 GB."""
+    """Seconds from start to the first checked answer. The first start compiles kernels and loads 70
+    GB."""
     stop_timeout_s: int = Field(default=120, ge=5)
     """Seconds an engine may take to stop before it is killed."""
     drain_s: int = Field(default=30, ge=0)
-    """Seconds that answers in flight may take before a change of release stops the old engine;
-    longer ones are cut off."""
+    """Seconds that running answers get before a change of release stops the engine."""
 
     @property
     def max_body_bytes(self) -> int:
         return self.max_body_mib * MIB
 
     def broken(self) -> Iterator[Violation]:
-        """Yield what is wrong with TLS."""
         if self.tls != "off" and not EXPOSURES[self.expose].open:
-            what = f"{self.tls} with expose: {self.expose}"
+            message = f"{self.tls} with expose: {self.expose}"
             yield Violation(
                 ("tls",),
-                f"{what}; TLS is for what leaves the host in the open",
+                f"{message}; TLS is for what leaves the host in the open",
                 "set serve.expose: lan, or serve.tls: off",
             )
         for key in ("tls_certificate", "tls_key"):
             if self.tls == "own-cert" and not getattr(self, key):
-                what = "is needed with tls: own-cert"
-                yield Violation((key,), what, "name a PEM file of this machine", set_by=("tls",))
+                message = "is needed with tls: own-cert"
+                yield Violation((key,), message, "name a PEM file of this machine", set_by=("tls",))
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class MemorySettings:
-    """The one memory pool that CPU and GPU share."""
+    """Memory that CPU and GPU share."""
 
     total_gib: Gib = Field(default=119.7, gt=0)
-    """What MemTotal of the host shows, never the number on the box: 119.7 on a 128 GB Spark; newer
-    units show 121.7."""
+    """MemTotal of the host: 119.7 on a 128 GB Spark; newer units show 121.7."""
     reserve_gib: Gib = Field(default=12, ge=0)
-    """Left to the system and to other workloads; raise it for them."""
+    """Memory for the system and other workloads."""
     start_wait_s: int = Field(default=300, ge=0)
-    """Seconds to wait before a start for memory that a stopped engine gives back late."""
+    """Seconds to wait before a start until a stopped engine has freed its memory."""
     floor_gib: Gib = Field(default=4, ge=0)
-    """Less available memory than this, while the engine starts or serves, and it is stopped before
-    the host dies."""
+    """The engine is stopped when less memory is available, at start or later."""
 
     @property
     def total_bytes(self) -> int:
@@ -240,15 +232,14 @@ class MemorySettings:
         return round(self.floor_gib * GIB)
 
     def broken(self) -> Iterator[Violation]:
-        """Yield what does not add up."""
         reserve, total, floor = self.reserve_gib, self.total_gib, self.floor_gib
         if reserve >= total:
-            what = f"reserve_gib {reserve:g} leaves nothing of {total:g} GiB"
-            yield Violation(("reserve_gib",), what, "lower it below memory.total_gib")
+            message = f"reserve_gib {reserve:g} leaves nothing of {total:g} GiB"
+            yield Violation(("reserve_gib",), message, "lower it below memory.total_gib")
         if floor > reserve:
-            what = f"the watch would stop every engine: floor {floor:g} GiB is above the"
+            message = f"the watch would stop every engine: floor {floor:g} GiB is above the"
             fix = "keep floor_gib at or below memory.reserve_gib"
-            yield Violation(("floor_gib",), f"{what} reserve {reserve:g} GiB", fix)
+            yield Violation(("floor_gib",), f"{message} reserve {reserve:g} GiB", fix)
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -256,21 +247,20 @@ class WatchSettings:
     """When a serving engine is restarted."""
 
     stall_s: int = Field(default=120, ge=5)
-    """Seconds with running requests and no progress, or without any answer, before a restart; never
-    less than a second per 1000 tokens of context, because a long prompt is counted only when all of
-    it was read."""
-    interval_s: int = Field(default=10, ge=1, description="Seconds between two looks.")
+    """Seconds without progress of running requests, or without an answer, before a restart. Long
+    contexts get at least a second per 1000 tokens."""
+    interval_s: int = Field(default=10, ge=1, description="Seconds between two checks.")
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class CheckSettings:
-    """The proof after every start, and the measurement after it."""
+    """The check after every start, and the speed measurement after it."""
 
     timeout_s: int = Field(default=600, ge=5)
-    """Seconds each check of the proof may take; one that runs out of them ends the proof."""
+    """Seconds for each check; a check that takes longer fails."""
     bench_s: int = Field(default=120, ge=0, le=1800)
-    """Seconds the speed is measured for, with the gateway open, after a proof under new versions of
-    driver, kernel, docker, toolkit, image or plugin; 0 leaves it out."""
+    """Seconds of the speed measurement after a driver, kernel, docker, toolkit, image or plugin
+    change; 0: none."""
 
 
 SERVICE_NAME = form(
@@ -282,21 +272,20 @@ _SHARES = 100
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ServiceSettings:
-    """One more service of a host: release, proof, watch, gateway and way back of its own."""
+    """Another service of a host, with a release, check, watchdog, gateway and rollback."""
 
-    model: CatalogName = Field(description="The stem of a file in catalog/models.")
-    profile: CatalogName = Field(description="The stem of a file in catalog/profiles.")
+    model: CatalogName = Field(description="A file name in catalog/models without .yml.")
+    profile: CatalogName = Field(description="A file name in catalog/profiles without .yml.")
     port: int = Field(ge=1, le=65535, description="Port of its gateway.")
     memory_gib: Gib = Field(gt=0)
-    """What its engine may take in all; the main one gets that much less. Rounded down to a
-    hundredth of memory.total_gib."""
+    """Memory of its engine; the main service gets that much less. Rounded down to 1 % of
+    memory.total_gib."""
     names: tuple[ServedName, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """As serve.names."""
     paths: tuple[Literal[ROUTED], ...] = Field(  # type: ignore[valid-type]
         default=(), examples=[[EMBEDDINGS]], json_schema_extra=UNIQUE
     )
-    """Paths of the main service's gateway that this one answers when a request names no model; one
-    that does goes to the service of that name."""
+    """Paths that the main gateway routes to this service if a request names no model."""
     engine: ServiceEngineSettings = Field(default_factory=ServiceEngineSettings)
 
     @property
@@ -304,9 +293,10 @@ class ServiceSettings:
         return round(self.memory_gib * GIB)
 
     def broken(self, total_gib: Gib) -> Iterator[Violation]:
-        """Yield what does not add up; keys are seen from the service."""
         if self.memory_gib * _SHARES < total_gib:
-            what = f"{self.memory_gib:g} GiB are less than a hundredth of the memory"
+            message = f"{self.memory_gib:g} GiB are less than a hundredth of the memory"
             fix = f"give it {total_gib / _SHARES:.3f} GiB or more"
-            yield Violation(("memory_gib",), what, fix)
-        yield from (each._replace(key=("engine", *each.key)) for each in self.engine.broken())
+            yield Violation(("memory_gib",), message, fix)
+        yield from (
+            violation._replace(key=("engine", *violation.key)) for violation in self.engine.broken()
+        )

@@ -45,7 +45,7 @@ class HubSettings:
     endpoint: Url = "https://huggingface.co"
     """Base URL of the hub, without a slash at the end."""
     mirrors: tuple[Url, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """Base URLs tried before the endpoint; they serve the same paths, hashes decide."""
+    """Base URLs tried before the endpoint; hashes are verified."""
     token: SecretRef | None = None
     """Where the controller reads a token for gated repositories: {env: NAME}, {file: PATH} or
     {command: [PROGRAM, ARGUMENT]}; null: your Hugging Face login (HF_TOKEN or `hf auth login`),
@@ -74,10 +74,7 @@ _PROXY_MEANING = (
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ProxySettings:
-    """The way out of hosts that have no other: downloads of jobs, and image pulls.
-
-    Packages come the way that apt was told by the host's owner.
-    """
+    """HTTP proxy for downloads and image pulls. For packages, configure apt on the host."""
 
     http: _ProxyUrl = Field(default=None, description=_PROXY_MEANING.format("http"))
     https: _ProxyUrl = Field(
@@ -88,7 +85,7 @@ class ProxySettings:
     direct: tuple[_Direct, ...] = Field(
         default=("localhost", "127.0.0.1", "::1"), json_schema_extra=UNIQUE
     )
-    """Names, domains and addresses that are reached without the proxy (no_proxy)."""
+    """Names, domains and addresses without proxy (no_proxy)."""
 
     @property
     def used(self) -> bool:
@@ -98,20 +95,19 @@ class ProxySettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class DownloadSettings:
-    """How hosts fetch model files."""
+    """How hosts download model files."""
 
-    parallel: int = Field(default=4, ge=1, le=64, description="Files fetched at the same time.")
+    parallel: int = Field(default=4, ge=1, le=64, description="Files downloaded at the same time.")
     rate_limit_mib_per_s: float | None = Field(default=None, gt=0)
-    """Highest rate of one host in MiB per second; null for none."""
+    """Maximum MiB per second of a host; null: unlimited."""
     tries: int = Field(default=8, ge=1, le=100)
-    """Attempts without a new byte before a download, or a build that reads from the hub, gives up a
-    mirror, and after outage_s the hub; the next run goes on from there."""
+    """Attempts without a new byte before a download switches to the next mirror, and after outage_s
+    fails; the next run resumes."""
     retry_pause_s: float = Field(default=1.0, ge=0, le=30)
-    """Seconds before the second attempt; the pause doubles each time, up to 30 (8 attempts: about a
-    minute)."""
+    """Seconds before the second attempt; doubles each time, up to 30."""
     outage_s: float = Field(default=6 * 3600.0, ge=0, le=7 * 86400)
-    """Seconds without a new byte that jobs keep asking the hub, every 30 seconds at most: a line
-    that is broken for hours costs these hours and nothing else. 0: only tries counts."""
+    """Seconds without a new byte during which jobs retry the hub, at least every 30 seconds. 0:
+    only tries counts."""
     look_in: tuple[Glob, ...] = Field(
         default=(
             "/srv/spark/sources",
@@ -120,8 +116,8 @@ class DownloadSettings:
         ),
         json_schema_extra=UNIQUE,
     )
-    """Folders on the host (shell globs) that may hold the bytes already; files that only root can
-    write to are linked, others copied, none is moved."""
+    """Folders on the host (shell globs) with existing model files. Files that only root can write
+    are linked, the rest copied."""
 
     @property
     def rate_limit_bytes_per_s(self) -> int | None:
@@ -130,15 +126,13 @@ class DownloadSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class FleetSettings:
-    """How the hosts of one run lend each other what they have fetched."""
+    """Peer downloads between the hosts of a run."""
 
     share: bool = True
-    """While a host of a run lacks files of a model, or an image, that another one has or fetches,
-    they are lent: hub and registry send them once. Read-only, over plain HTTP with a key of the
-    run, and closed when the run ends."""
+    """Hosts of a run copy model files and images from each other, so the hub sends each file only
+    once. Read-only over plain HTTP with a key of the run, until the run ends."""
     address: IpAddress | None = Field(default=None, examples=["192.168.100.11"])
-    """Address of this host at which the others fetch from it, best on the fastest network. null:
-    the one that it was logged in at."""
+    """Address for peer downloads, best in the fastest network. null: the login address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -150,6 +144,6 @@ class RepositorySettings:
     suite: Suite = Field(description="Suite, or ./ for a flat repository.")
     components: tuple[Component, ...] = Field(json_schema_extra=UNIQUE)
     """Components; empty for a flat repository."""
-    key_url: Url = Field(description="Where the signing key lies.")
+    key_url: Url = Field(description="URL of the signing key.")
     key_sha256: _Sha256
-    """sha256 of the key file's content; anything else is refused."""
+    """sha256 of the key file."""

@@ -86,12 +86,12 @@ EXPERT = frozenset({
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class UninstallSettings:
-    """What `deploys/uninstall.py` takes along; usually given as --data uninstall.models=true."""
+    """What `deploys/uninstall.py` also removes; usually --data uninstall.models=true."""
 
-    models: bool = Field(default=False, description="Remove downloaded and built models, too.")
+    models: bool = Field(default=False, description="Remove downloaded and built models.")
     engine: bool = False
-    """Remove Docker, the NVIDIA container toolkit and CUDA, too, where a deploy installed them and
-    nobody else has containers."""
+    """Remove Docker, the NVIDIA container toolkit and CUDA if a deploy installed them and no
+    unmanaged containers exist."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -102,16 +102,16 @@ class Settings:
         default="qwen3.5-122b",
         examples=["qwen3.5-122b"],
     )
-    """Which model to serve: the stem of a file in catalog/models."""
+    """Model to serve: a file name in catalog/models without .yml."""
     profile: CatalogName = Field(default="v2", examples=["v2", "v2-tq"])
-    """How to serve it: the stem of a file in catalog/profiles."""
+    """Profile to serve it with: a file name in catalog/profiles without .yml."""
     keep_ready: tuple[PairSettings, ...] = Field(
         default=(),
         examples=[[{"model": "qwen3.5-122b", "profile": "base"}]],
         json_schema_extra=UNIQUE,
     )
-    """Other model and profile pairs whose downloads, tree and image a host has ready, so that a
-    change to one of them needs no download and no build."""
+    """More model and profile pairs to download and build, so that switching needs no download or
+    build."""
     schedule: tuple[ScheduledSettings, ...] = Field(
         default=(),
         examples=[
@@ -122,9 +122,9 @@ class Settings:
         ],
         json_schema_extra=UNIQUE,
     )
-    """Times at which a host changes between pairs by itself, each change proven, with a way back.
-    Every pair is the one above or stands in keep_ready, and the one above has a time as well. A
-    deploy leaves a pair alone that was changed to in this way."""
+    """Times at which a host switches between pairs, each switch checked and rolled back on failure.
+    Each entry must be the default pair or be listed in keep_ready; the default pair needs an entry
+    too. A deploy keeps the scheduled pair."""
     services: dict[str, ServiceSettings] = Field(
         default_factory=dict,
         examples=[
@@ -139,9 +139,8 @@ class Settings:
         ],
         json_schema_extra={"propertyNames": SERVICE_NAME},
     )
-    """More services on this host, by name, such as an embedding model beside the main one. Each is
-    rolled out, proven, watched and rolled back by itself; one that is not listed any more is
-    stopped."""
+    """More services on this host by name, such as an embedding model. Each is released, checked and
+    rolled back separately. Remove a service from the list and the next `up` stops it."""
     releases: ReleaseSettings = Field(default_factory=ReleaseSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     serve: ServeSettings = Field(default_factory=ServeSettings)
@@ -155,11 +154,10 @@ class Settings:
     watch: WatchSettings = Field(default_factory=WatchSettings)
     check: CheckSettings = Field(default_factory=CheckSettings)
     lock_file: RelativePath = Field(default="spark.lock.yml", examples=["spark.lock.yml"])
-    """Path of the lock, relative to the folder that holds the inventory's group_vars. The lock
-    turns names into commits and digests."""
+    """Path of the lock file, relative to the parent folder of group_vars. It pins names to commits
+    and digests."""
     locked: Literal["first-use", "required"] = "first-use"
-    """first-use: a name that is not locked is locked when a run meets it; required: such a run is
-    refused."""
+    """first-use: a run locks new names; required: a run refuses names that are not locked."""
     images: dict[str, ImageName] = Field(
         default_factory=lambda: {
             "engine": "vllm/vllm-openai:v0.33.0",
@@ -167,8 +165,8 @@ class Settings:
         },
         json_schema_extra={"required": ["engine", "gpu_check"], "propertyNames": IMAGE_ROLE},
     )
-    """Container images by role; a tag is locked to its digest. `engine` and `gpu_check` (must print
-    a GPU line; proves the runtime) are always needed; models may name further ones."""
+    """Container images by role; tags are locked to digests. `engine` and `gpu_check` (prints a GPU
+    line to verify the runtime) are required; models may need more."""
     registries: RegistrySettings = Field(default_factory=RegistrySettings)
     hub: HubSettings = Field(default_factory=HubSettings)
     downloads: DownloadSettings = Field(default_factory=DownloadSettings)
@@ -189,35 +187,32 @@ class Settings:
         ],
         json_schema_extra={"propertyNames": REPOSITORY_NAME},
     )
-    """Signed apt repositories by name; cuda.repositories and docker.repositories choose among
-    them."""
+    """Signed apt repositories by name, for cuda.repositories and docker.repositories."""
     expect: ExpectSettings = Field(default_factory=ExpectSettings)
     reboot: Literal["report", "allow"] = "report"
-    """What becomes of a pending reboot (new kernel or driver): report tells it; allow has the
-    deploy reboot such hosts, one after the other, each proven again before the next. A cause that
-    stays is not tried twice."""
+    """Pending reboot (new kernel or driver). report: only print it; allow: reboot such hosts one by
+    one and check each before the next. A cause that remains is not retried."""
     takeover: tuple[ContainerName, ...] = Field(
         default=(), examples=[["old-vllm"]], json_schema_extra=UNIQUE
     )
-    """Containers of others (by name) that a run may stop and disable because they hold the GPU
+    """Unmanaged containers (by name) that a run may stop and disable because they use GPU
     memory."""
     allow_memory_holders: tuple[Text, ...] = Field(
         default=(), examples=[["gnome-shell"]], json_schema_extra=UNIQUE
     )
-    """Names of processes that may hold memory or the GPU next to the engine; preflight leaves them
-    out."""
+    """Process names that may use memory or the GPU next to the engine."""
     allow_containers: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict, examples=[{"comfyui": 12}]
     )
-    """Containers of others (by name) that serve models or hold the GPU and may stay, with the GiB
-    each may take; the engine gets that much less, beside memory.reserve_gib."""
+    """Unmanaged containers (by name) that may use the GPU, and GiB for each; the engine gets that
+    much less."""
     override_rails: dict[str, Annotated[str, Field(min_length=8)]] = Field(
         default_factory=dict,
         examples=[{"trust-remote-code": "the parser in our image was reviewed in November"}],
         json_schema_extra={"propertyNames": RAIL_NAME},
     )
-    """Refusing guard rails that you take on for this host, by name, and why; the plan warns of
-    each. Only rails with `may_be_overridden: true` in catalog/guard_rails.yml."""
+    """Guard rails to override on this host, by name, with a reason; the plan warns. Only rails with
+    `may_be_overridden: true` in catalog/guard_rails.yml."""
     base: BaseSettings = Field(default_factory=BaseSettings)
     cuda: CudaSettings = Field(default_factory=CudaSettings)
     docker: DockerSettings = Field(default_factory=DockerSettings)
@@ -225,7 +220,7 @@ class Settings:
     paths: PathSettings = Field(default_factory=PathSettings)
     uninstall: UninstallSettings = Field(default_factory=UninstallSettings)
     ssh: SshSettings = Field(default_factory=SshSettings)
-    sudo: bool = Field(default=True, description="The login user is not root.")
+    sudo: bool = Field(default=True, description="Use sudo. Set false when you log in as root.")
 
     @property
     def ranks(self) -> int:
