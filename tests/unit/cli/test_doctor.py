@@ -20,9 +20,9 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.hosts.disk import Stored
 from spark_deploy.hosts.survey import Survey, stopped_script
 from tests.unit.operations.test_operations import NEEDS
-from tests.unit.preflight.surveyed import OLLAMA, survey
+from tests.unit.preflight.surveyed import ollama, survey
 
-RUNNING = OLLAMA.replace("STATE", "running").replace("RESTART", "always")
+RUNNING = ollama()
 SECOND = RUNNING.replace("ollama", "vllm").replace("a1", "b2")
 SHARDS = (("a" * 64, 40_000_000_000), ("b" * 64, 32_000_000_000))
 FILES = frozenset({("66306", *SHARDS[0]), ("66306", "c" * 64, 5_000_000_000)})
