@@ -212,8 +212,8 @@ def waves_of(
 ) -> tuple[Wave, ...]:
     """Return which hosts change together, wave after wave.
 
-    Canaries come first, each alone; then the others in their order. The smallest ``at_once`` of its
-    hosts limits a wave. The members of a cluster are one wave: they can only change together.
+    Canaries come first, one per wave; then the other hosts in order. The smallest ``at_once`` of
+    the hosts limits a wave. The members of a cluster are one wave: they can only change together.
 
     Args:
         rollouts: settings of every host, in inventory order.

@@ -105,7 +105,7 @@ def gateway_file(plan: GatewayPlan) -> ManagedFile:
 
 
 def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
-    """Return each base URL with its audience; the host's own URL first."""
+    """Return each base URL with the audience; the URL of the host itself first."""
     here = (url(plan, LOOPBACK), "the host itself")
     audience = EXPOSURES[plan.settings.expose].audience
     if audience is None:

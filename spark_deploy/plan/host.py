@@ -1,4 +1,4 @@
-"""The plan of one host: settings, catalog, lock and payload joined. Pure."""
+"""The plan of a host: settings, catalog, lock and payload joined. Pure."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.settings.engine_options import meaning, whole
 
-# (key bits, value bits, bytes of scales) of one head and token.
+# (key bits, value bits, bytes of scales) of a head and token.
 TURBOQUANT = {
     "turboquant_k8v4": (8, 4, 4),
     "turboquant_4bit_nc": (4, 4, 6),
@@ -30,9 +30,9 @@ _GUESSED_CONTEXT_TOKENS = 8192
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     block_tokens: int
-    block_bytes: int  # of one block over the layers of one group
+    block_bytes: int  # of a block over the layers of a group
     attention_groups: int
-    state_blocks: int  # blocks that one request needs for its states
+    state_blocks: int  # blocks per request
     window_groups: int = 0  # of layers with sliding-window attention
     window_tokens: int = 0
 
@@ -98,7 +98,7 @@ def cache_shape(model: Architecture, profile: Profile) -> CacheShape:
 
 
 def _rank_architecture(model: Architecture, ranks: int) -> Architecture:
-    """Return the architecture with the KV heads of one rank; fewer heads than ranks repeat."""
+    """Return the architecture with the KV heads of a rank; fewer heads than ranks repeat."""
     net = model.linear_attention
     return replace(
         model,
@@ -197,7 +197,7 @@ def _grouped_shape(
         attention_groups=math.ceil(full / size),
         state_blocks=math.ceil(linear / size) * _states_per_request(profile),
         window_groups=math.ceil(sliding / size),
-        # The tokens of one step are in the cache as well.
+        # The tokens of a step are in the cache as well.
         window_tokens=max((layer.window_tokens for layer in attention), default=0)
         + profile.limits.max_batched_tokens,
     )

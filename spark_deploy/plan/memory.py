@@ -1,4 +1,4 @@
-"""How one host's memory is spent.
+"""How a host's memory is spent.
 
 Weights of hybrid models are computed from the architecture, because files can repeat tensors or
 lack some. INT4 in groups of 128: half a byte, a 16-bit scale and a 4-bit zero per group.
@@ -172,7 +172,7 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     fixed = sum(loaded_bytes(model, profile, settings.ranks)) + runtime_bytes(model, profile)
     budget = _budget_bytes(profile, settings, fixed)
     shape = shape_of(model, profile, settings.ranks)
-    # With an unknown cache size the engine itself reports at its start whether a request fits.
+    # With an unknown cache size the engine itself reports at the start whether a request fits.
     request = (
         shape.request_blocks(context_tokens(model, profile)) * shape.block_bytes if shape else 0
     )
@@ -230,7 +230,7 @@ def vision_bytes(model: Model, profile: Profile) -> int:
 
 
 def runtime_bytes(model: Model, profile: Profile) -> int:
-    """Return what the engine needs besides weights and cache.
+    """Return what the engine needs in addition to weights and cache.
 
     TurboQuant unpacks the cache into two 16-bit buffers of the longest context during prefill.
     """

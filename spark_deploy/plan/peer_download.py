@@ -16,14 +16,14 @@ from spark_deploy.plan.types import ManagedFile
 
 # Copies that one host sends at once; a local network is ten times as fast as most lines.
 _COPIES = 8
-# "needless": missing, but its result exists.
+# "needless": missing, but the result exists.
 State = Literal["there", "under way", "missing", "needless"]
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
     name: str
-    url: str  # of its share
+    url: str  # of the shared files
     trees: dict[str, State]  # by digest
     receipts: dict[str, str] = field(default_factory=dict)  # sha256, of built trees
 
@@ -31,7 +31,7 @@ class Member:
 def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
     """Return the trees that jobs can share: downloads while they run, builds when complete.
 
-    The blobs of an image's base count as one tree.
+    The blobs of an image's base are a single tree.
     """
     trees: dict[str, SharedTree] = {}
     for work in jobs:
@@ -48,7 +48,7 @@ def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
 
 
 def trees_to_share(me: str, members: Sequence[Member]) -> frozenset[str]:
-    """Return the trees of a host that another one lacks."""
+    """Return the trees of a host that another host lacks."""
     mine = next(member.trees for member in members if member.name == me)
     return frozenset(
         digest
@@ -65,7 +65,7 @@ def lacks(state: State) -> bool:
 def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
     """Return the URLs from which a host copies a tree, in order.
 
-    First hosts that have it, each client starting with another one; then hosts that download it;
+    First hosts that have it, each client starting at another host; then hosts that download it;
     then hosts before this one that start now, the nearest first. So no two hosts wait for each
     other, and the first host uses the hub. Of many hosts only the first copy from complete ones and
     the others from neighbours, so that no host sends more copies than its network carries.
@@ -85,7 +85,7 @@ def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]
 
 
 def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
-    """Return a job that copies from peers if they have its result."""
+    """Return a job that copies from peers if they have the result."""
     proof = work.job.proof
     if work.layers is not None:
         return _through_layers(work, work.layers, me, members)

@@ -1,4 +1,4 @@
-"""The plan of one host: frozen data, the only thing roles and operations receive.
+"""The plan of a host: frozen data, the only thing roles and operations receive.
 
 Digests follow from content, so equal inputs give equal names. Sizes are bytes, times are seconds,
 paths are text and refer to the host unless noted.

@@ -22,7 +22,7 @@ IMAGE_JOBS: Final = (IMAGE_BUILD_JOB, IMAGE_PULL_JOB)
 
 @dataclass(frozen=True, slots=True)
 class ReceiptProof:
-    """A tree is complete: its receipt carries the digest and every file has its size."""
+    """A tree is complete: the receipt has the digest and all file sizes match."""
 
     receipt: str
     digest: str
@@ -38,7 +38,7 @@ class ReceiptProof:
 
 @dataclass(frozen=True, slots=True)
 class ImageProof:
-    """Docker has the image; an image that we build carries its digest as a label."""
+    """Docker has the image; an image that we build has the digest as a label."""
 
     image: str
     label: str | None = field(default=None, metadata=OPTIONAL)
@@ -56,7 +56,7 @@ Proof = ReceiptProof | ImageProof | AbsentProof
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A unit of slow work, finished only when its proof exists."""
+    """A unit of slow work, finished only when the proof exists."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -123,7 +123,7 @@ class Progress:
 
 
 def read_progress(line: str, total_bytes: int | None) -> Progress:
-    """Parse a line that begins with ``PHASE``; ``total_bytes`` is used if it has no total."""
+    """Parse a line that begins with ``PHASE``; ``total_bytes`` is used if the line has no total."""
     pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
     total = _number(pairs.get("total"))
     return Progress(

@@ -89,7 +89,7 @@ FEW_LARGE_BYTES = 200 * LARGE_BLOCK_BYTES
 
 @dataclass(frozen=True, slots=True)
 class FreeBlocks:
-    by_size: tuple[tuple[int, int], ...]  # (bytes of one block, bytes free in such blocks)
+    by_size: tuple[tuple[int, int], ...]  # (bytes of a block, bytes free in such blocks)
 
     def free_bytes(self, smallest_bytes: int = 0) -> int:
         """Return the free bytes in blocks of at least this size (or the kernel's largest)."""

@@ -1,4 +1,4 @@
-"""A release: one complete, frozen way of serving (``release.json``)."""
+"""A release: a complete, frozen way of serving (``release.json``)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Time limit of the speed measurement, and the loss that counts as a regression."""
+    """Time limit of the speed measurement, and the loss reported as a regression."""
 
     limit_s: float
     worse_percent: float
@@ -147,7 +147,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Hosts that run one engine together, by rank; rank 0 is the head, which answers.
+    """Hosts that run an engine together, by rank; rank 0 is the head, which answers.
 
     All members have the same release.
     """
@@ -191,7 +191,7 @@ class Release:
 
     @property
     def trees(self) -> tuple[Tree, ...]:
-        """Checkpoints whose receipts must be valid before the engine starts."""
+        """Checkpoints that need valid receipts before the engine starts."""
         return (self.tree, *self.beside)
 
     @property

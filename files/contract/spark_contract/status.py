@@ -17,7 +17,7 @@ class ReleaseState:
     model: str
     profile: str
     names: tuple[str, ...]
-    active: str  # ActiveState of its unit
+    active: str  # ActiveState of the unit
     restarts: int
     proof: Proof | None
     unproven: str | None  # why the proof does not apply to the running engine
@@ -52,7 +52,7 @@ class Service:
     rolled_back: WayBack | None  # rollback that started the current release
     traffic_open: bool
     gateway: GatewayState
-    # The head of its cluster; None: this host answers itself.
+    # The head of the cluster; None: this host answers itself.
     head: str | None = field(default=None, metadata=OPTIONAL)
     rollout: UnderWay | None = field(default=None, metadata=OPTIONAL)
 
@@ -129,7 +129,7 @@ class EngineEvidence:
     drafted_tokens: int | None = None  # since the start
     accepted_tokens: int | None = None
     generated_tokens: int | None = None
-    rollout_state: str | None = None  # of its rollout
+    rollout_state: str | None = None  # of the rollout
     rollout_times_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -154,7 +154,7 @@ class Evidence:
 class Keep:
     """Everything that the plan of a host uses; pruning keeps it."""
 
-    releases_kept: int  # rollback targets, besides active and enabled ones
+    releases_kept: int  # rollback targets, in addition to active and enabled ones
     releases: frozenset[str]
     folders: frozenset[str]
     images: frozenset[str]
@@ -181,7 +181,7 @@ class Pruning:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Resources that the settings of a host create, and what an uninstall removes."""
+    """Resources that the settings of a host create, and that an uninstall removes."""
 
     models_dir: str
     sources_dir: str
