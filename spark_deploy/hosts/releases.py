@@ -95,23 +95,19 @@ def change_now(state: State, host: Host, release: str, timeout_s: int) -> bool:
 def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bool:
     interrupt(host)
     try:
-        return _run_change(host, begin, timeout_s)
+        ok, out, err = run_reconnecting(host, begin)
+        if not ok:
+            host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
+            return False
+        begun = parse(Begun, out)
+        if begun.joined:
+            host.log("a change to this release is already running; watching it")
+        # The id identifies the outcome of this change.
+        words = filter(None, (begun.release, begun.request))
+        return _watch(host, begun.release, tool.line(tool.SWITCH_POLL, *words), timeout_s)
     except ConnectError as error:
         fix = "run again when it is back: the host finishes the change, or takes it back, by itself"
         raise Refused(unreachable(f"{host.name}: change", str(error), fix)) from error
-
-
-def _run_change(host: Host, begin: str, timeout_s: int) -> bool:
-    ok, out, err = run_reconnecting(host, begin)
-    if not ok:
-        host.log_styled(f"the change did not begin: {(err or out).strip()}", fg="red")
-        return False
-    begun = parse(Begun, out)
-    if begun.joined:
-        host.log("a change to this release is already running; watching it")
-    # The id identifies the outcome of this change.
-    words = [begun.release, *([begun.request] if begun.request else [])]
-    return _watch(host, begun.release, tool.line(tool.SWITCH_POLL, *words), timeout_s)
 
 
 def _watch(host: Host, release: str, poll: str, timeout_s: int) -> bool:
