@@ -23,7 +23,7 @@ from checkpoint_trees import (
     split,
     write_shard,
 )
-from spark_checkpoint.format.piece_hashes import PIECE_BYTES, Piece, prove_file
+from spark_checkpoint.receipt import PIECE_BYTES, Piece, prove_file
 
 Quantise = Callable[[Any, tuple[int, int]], tuple[Any, Any]]
 

@@ -22,7 +22,7 @@ KEPT = {
     # Processes that no signal ends: the kernel keeps them, and who started them has to know.
     "files/host/spark_host/system/programs.py": "_stuck",
     # Which socket an answer comes over, while the answer lives: urllib3 has no place for it.
-    "files/checkpoint/spark_checkpoint/sources/stall_timeout.py": "_sockets",
+    "files/checkpoint/spark_checkpoint/sources/pacing.py": "_sockets",
     # A script of its own, that nothing imports.
     "files/checkpoint/spark_checkpoint/requantize/autoround_job.py": "ROOT",
 }

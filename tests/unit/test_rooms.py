@@ -40,7 +40,8 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("files/checkpoint/spark_checkpoint/storage.py", ""),
         ("files/checkpoint/spark_checkpoint/format", "numpy"),
         ("files/checkpoint/spark_checkpoint/receipt.py", ""),
-        ("files/checkpoint/spark_checkpoint/verify", ""),
+        ("files/checkpoint/spark_checkpoint/tensor_sets.py", ""),
+        ("files/checkpoint/spark_checkpoint/verify.py", ""),
         ("files/checkpoint/spark_checkpoint/sources", "urllib3"),
         ("files/checkpoint/spark_checkpoint/build", "numpy"),
         (

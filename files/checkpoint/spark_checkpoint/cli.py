@@ -33,7 +33,7 @@ from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.sources.layers import fetch_layers
 from spark_checkpoint.storage import room_left
-from spark_checkpoint.verify.verify import verify_checkpoint
+from spark_checkpoint.verify import verify_checkpoint
 
 _LONGEST_LINE = 4000
 _FIXES = {

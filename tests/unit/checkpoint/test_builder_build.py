@@ -17,7 +17,7 @@ from spark_checkpoint.build import layouts
 from spark_checkpoint.cli import read_build_plan
 from spark_checkpoint.errors import TreeDiffers
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.verify.tensor_sets import overlay_name
+from spark_checkpoint.tensor_sets import overlay_name
 
 LAYOUTS = ("overlay", "full")
 

@@ -8,7 +8,7 @@ import pytest
 from builder_judge import MODULE, donor_values, refused, relative
 from builder_shards import BLOCK, Raw, bf16_tensor, bf16_values, fp8_pair
 from builder_trees import DONOR_SHAPES
-from spark_checkpoint.verify import tensor_sets
+from spark_checkpoint import tensor_sets
 
 
 def test_a_base_with_16_bit_attention_is_refused_and_named(workshop):

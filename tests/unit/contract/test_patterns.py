@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spark_checkpoint.verify.tensor_sets import groups
+from spark_checkpoint.tensor_sets import groups
 from spark_contract.orders import PatternError, count, expand, expand_all, uses_up
 
 from tests.unit.planning.plans import shipped_catalog

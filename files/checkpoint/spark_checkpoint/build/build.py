@@ -21,10 +21,15 @@ from spark_contract.receipts import (
 )
 
 from spark_checkpoint import TOOL_VERSION
-from spark_checkpoint.build.config import check_config, result_config
-from spark_checkpoint.build.layouts import Layout, Writer, finished_file, result_bytes
+from spark_checkpoint.build.layouts import (
+    Layout,
+    Writer,
+    check_config,
+    finished_file,
+    result_bytes,
+    result_config,
+)
 from spark_checkpoint.build.new_tensors import Surgery, graft_mtp
-from spark_checkpoint.build.peer_copy import copy_from_peer
 from spark_checkpoint.build.source_checks import Sources, check_sources, donor_tensors
 from spark_checkpoint.build.write import Changes, Staging
 from spark_checkpoint.errors import GateRefused, TreeDiffers
@@ -39,12 +44,20 @@ from spark_checkpoint.format.directory import (
 )
 from spark_checkpoint.format.headers import SIXTEEN_BIT, Tensor, tensor_bytes
 from spark_checkpoint.format.numbers import GROUP, PACK
-from spark_checkpoint.format.piece_hashes import PIECE_BYTES, Piece, Proof, pieces_of, prove_file
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import load_receipt, write_receipt
+from spark_checkpoint.receipt import (
+    PIECE_BYTES,
+    Piece,
+    Proof,
+    load_receipt,
+    pieces_of,
+    prove_file,
+    write_receipt,
+)
+from spark_checkpoint.sources.peers import copy_from_peer
 from spark_checkpoint.storage import WORKERS, clear, hash_file, refuse_without_room, write_json
-from spark_checkpoint.verify.tensor_sets import HEAD, WEIGHT, swapped_modules
-from spark_checkpoint.verify.verify import check_files, make_checkpoint
+from spark_checkpoint.tensor_sets import HEAD, WEIGHT, swapped_modules
+from spark_checkpoint.verify import check_files, make_checkpoint
 
 _FIX = "delete the source directory and fetch it again"
 

@@ -35,7 +35,7 @@ from spark_checkpoint.format.numbers import (
 )
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import WORKERS
-from spark_checkpoint.verify.tensor_sets import FP8, SCALE, WEIGHT, scale_of
+from spark_checkpoint.tensor_sets import FP8, SCALE, WEIGHT, scale_of
 
 # Weights quantised at once: their float32 copies stay in the processor's cache.
 _CODE_WEIGHTS = 64 << 10

@@ -13,7 +13,7 @@ from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.directory import Checkpoint
 from spark_checkpoint.format.headers import SIXTEEN_BIT, Tensor
 from spark_checkpoint.sources.donor import Donor, open_donor
-from spark_checkpoint.verify.tensor_sets import (
+from spark_checkpoint.tensor_sets import (
     FP8,
     HEAD,
     MTP_PREFIX,

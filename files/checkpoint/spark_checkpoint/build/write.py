@@ -16,8 +16,8 @@ from spark_contract.files import named, sync, write_all
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.directory import Span, read_span
 from spark_checkpoint.format.headers import DTYPE_BITS, emit_header
-from spark_checkpoint.format.piece_hashes import Piece, PieceHasher, Proof
 from spark_checkpoint.progress import Progress
+from spark_checkpoint.receipt import Piece, PieceHasher, Proof
 from spark_checkpoint.storage import COPY_BYTES, Passed, Stamp, file_bytes, stamp_of
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from spark_checkpoint.build.layouts import OVERLAY_SHARD
 from spark_checkpoint.format.directory import natural_order
 from spark_checkpoint.format.headers import Header, Tensor
-from spark_checkpoint.verify.tensor_sets import MTP_PREFIX, SCALE
+from spark_checkpoint.tensor_sets import MTP_PREFIX, SCALE
 
 _LAYER = re.compile(r"^model\.language_model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

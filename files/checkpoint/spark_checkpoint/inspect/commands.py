@@ -14,7 +14,7 @@ from spark_contract.orders import BuildPlan, Described, Held, count, expand, exp
 from spark_contract.paths import RECEIPT_NAME
 from spark_contract.receipts import CheckpointReceipt, Receipt
 
-from spark_checkpoint.build.config import check_config
+from spark_checkpoint.build.layouts import check_config
 from spark_checkpoint.build.source_checks import check_sources, donor_tensors
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.directory import CONFIG_NAME, checkpoint_from_headers, natural_order
@@ -22,7 +22,7 @@ from spark_checkpoint.inspect.anatomy import examine
 from spark_checkpoint.inspect.inspection import Subject, match_plan_names
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.receipt import load_receipt
-from spark_checkpoint.verify.tensor_sets import (
+from spark_checkpoint.tensor_sets import (
     SCALE,
     WEIGHT,
     base_patterns,
@@ -32,7 +32,7 @@ from spark_checkpoint.verify.tensor_sets import (
     swapped_modules,
     unmatched_donor_names,
 )
-from spark_checkpoint.verify.verify import verify_checkpoint
+from spark_checkpoint.verify import verify_checkpoint
 
 # The first match in a tensor name decides its part of the model.
 _PARTS = {

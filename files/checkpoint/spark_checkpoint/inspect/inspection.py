@@ -26,7 +26,7 @@ from spark_checkpoint.format.directory import (
 from spark_checkpoint.format.headers import Header, read_header
 from spark_checkpoint.inspect.anatomy import examine, plain_name, recipe_of, scales_missing
 from spark_checkpoint.sources.donor import UrlFiles
-from spark_checkpoint.verify.tensor_sets import (
+from spark_checkpoint.tensor_sets import (
     MTP_PREFIX,
     base_patterns,
     check_result_names,
@@ -34,7 +34,7 @@ from spark_checkpoint.verify.tensor_sets import (
     groups,
     replacements,
 )
-from spark_checkpoint.verify.verify import read_receipt_line
+from spark_checkpoint.verify import read_receipt_line
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _REPOSITORY = re.compile(r"([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(?:@([A-Za-z0-9._-]+))?")

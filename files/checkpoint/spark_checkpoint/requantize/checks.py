@@ -13,7 +13,7 @@ from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.format.directory import CONFIG_NAME, Checkpoint, Span, read_config, read_span
 from spark_checkpoint.format.numbers import Floats, floats
 from spark_checkpoint.storage import hash_file
-from spark_checkpoint.verify.tensor_sets import WEIGHT
+from spark_checkpoint.tensor_sets import WEIGHT
 
 GROUP = 128
 # Rounding to 16 levels in groups of 128 changes a weight by about a tenth (root mean square);

@@ -20,8 +20,7 @@ from spark_contract.receipts import ReceiptFile, RequantizedReceipt
 from spark_contract.records import GpuProof
 
 from spark_checkpoint import TOOL_VERSION
-from spark_checkpoint.build.config import set_blocks
-from spark_checkpoint.build.peer_copy import copy_from_peer
+from spark_checkpoint.build.layouts import set_blocks
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.format.directory import (
     CONFIG_NAME,
@@ -41,6 +40,7 @@ from spark_checkpoint.requantize.checks import (
     find_weight,
 )
 from spark_checkpoint.sources.fetch import fetch
+from spark_checkpoint.sources.peers import copy_from_peer
 from spark_checkpoint.storage import (
     WORKERS,
     clear,
@@ -49,8 +49,8 @@ from spark_checkpoint.storage import (
     stamp_of,
     write_json,
 )
-from spark_checkpoint.verify.tensor_sets import MTP_PREFIX, WEIGHT, check_quantised_names
-from spark_checkpoint.verify.verify import make_checkpoint
+from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantised_names
+from spark_checkpoint.verify import make_checkpoint
 
 MADE, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
 DONE = "done.json"  # written last: which folder of MADE is the tree, and with what it was made

@@ -23,8 +23,7 @@ from urllib3.util import make_headers, parse_url
 
 from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
 from spark_checkpoint.progress import note
-from spark_checkpoint.sources.pacing import Again
-from spark_checkpoint.sources.stall_timeout import POOLS, pieces, put_back
+from spark_checkpoint.sources.pacing import POOLS, Again, pieces, put_back
 
 _LIMIT_BYTES = 1 << 20
 

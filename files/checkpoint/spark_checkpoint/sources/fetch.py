@@ -24,9 +24,8 @@ from spark_contract.receipts import ReceiptFile, SourceReceipt, why_not_ours
 
 from spark_checkpoint import TOOL_VERSION
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
-from spark_checkpoint.format.piece_hashes import Proof
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import vouched, write_receipt
+from spark_checkpoint.receipt import Proof, vouched, write_receipt
 from spark_checkpoint.sources.connections import RangeIgnored
 from spark_checkpoint.sources.lookup import (
     ContentHash,
@@ -39,7 +38,7 @@ from spark_checkpoint.sources.lookup import (
 from spark_checkpoint.sources.peers import Peers
 from spark_checkpoint.sources.transport import Transport
 from spark_checkpoint.storage import Passed, clear, refuse_without_room, stamp_of
-from spark_checkpoint.verify.verify import make_checkpoint
+from spark_checkpoint.verify import make_checkpoint
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 from spark_contract.fetching import FetchFile
 from spark_contract.files import sync, write_all
 
-from spark_checkpoint.format.piece_hashes import PieceHasher, Proof
 from spark_checkpoint.progress import note
+from spark_checkpoint.receipt import PieceHasher, Proof
 from spark_checkpoint.storage import Passed, file_bytes
 
 # A folder tree above this is somebody's home, not a model store; looking on would take minutes.

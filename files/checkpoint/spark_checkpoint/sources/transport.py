@@ -24,8 +24,7 @@ from urllib3.exceptions import HTTPError
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.sources.connections import Connections, body_bytes, content_range, origin_of
-from spark_checkpoint.sources.pacing import Again, Attempt, RateLimit, cancelled
-from spark_checkpoint.sources.stall_timeout import pieces, put_back
+from spark_checkpoint.sources.pacing import Again, Attempt, RateLimit, cancelled, pieces, put_back
 
 _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 _EXPIRED = frozenset({400, 401, 403, 404, 410})

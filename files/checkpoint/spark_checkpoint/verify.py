@@ -17,11 +17,16 @@ from spark_contract.receipts import AnyReceipt, Receipt, ReceiptFile, SourceRece
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
 from spark_checkpoint.format.directory import files_of, no_garbage_collection, read_index
 from spark_checkpoint.format.headers import read_header
-from spark_checkpoint.format.piece_hashes import first_difference, pieces_of
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import load_receipt, vouched, write_receipt
+from spark_checkpoint.receipt import (
+    first_difference,
+    load_receipt,
+    pieces_of,
+    vouched,
+    write_receipt,
+)
 from spark_checkpoint.storage import WORKERS, clear, hash_file, publish, sole_use, stamp_of
-from spark_checkpoint.verify.tensor_sets import check_quantised_names, check_result_names
+from spark_checkpoint.tensor_sets import check_quantised_names, check_result_names
 
 _FIX = "move the directory away and run the deploy again"
 
