@@ -137,7 +137,11 @@ def _queries_hosts(name: str, words: Sequence[str]) -> bool:
         return "--on-host" in words or "--counted" in words
     if name in ("status", "share"):
         return "--planned" not in words and "--unasked" not in words
-    return name in ("up", "doctor", "stop", "start")
+    if name in ("add", "bench"):
+        return "--requantize" in words or "--ladder" in words
+    return name in (
+        "up", "doctor", "stop", "start", "rollback", "prune", "rotate-key", "uninstall", "fabric",
+    )  # fmt: skip
 
 
 class _Group(click.Group):

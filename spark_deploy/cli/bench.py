@@ -149,9 +149,8 @@ def climb(
 
 
 def _deploy(options: Options, names: Sequence[str]) -> int:
-    words = run_pyinfra.line("up", options, names, ["-y"])
-    run_pyinfra.show(words)
-    return run_pyinfra.watched("up", words, names, options)
+    run_pyinfra.show(run_pyinfra.line("up", options, names, ["-y"]))
+    return run_pyinfra.deploy("up", select_hosts(options), options)
 
 
 def _measure_host(target: Target, how: Measurement, out: Path) -> tuple[BenchResult, str]:

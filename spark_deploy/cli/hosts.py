@@ -53,10 +53,11 @@ class Target:
         return replace(self, settings=replace(self.settings, settings=settings))
 
 
-def select_hosts(options: Options, *, judged: bool = True) -> list[Target]:
+def select_hosts(options: Options, *, judged: bool = True, deploy: str = "") -> list[Target]:
     """Return the hosts that the command line selects.
 
     ``judged=False`` accepts settings that cannot be served, for commands that do not serve them.
+    ``deploy`` is the deploy to run on them, for which the inventory may prepare.
     """
     pair = {key: getattr(options, key) for key in ("model", "profile") if getattr(options, key)}
     data = [*options.data, *(f"{key}={value}" for key, value in pair.items())]
@@ -64,6 +65,7 @@ def select_hosts(options: Options, *, judged: bool = True) -> list[Target]:
         inventory = read_inventory(
             inventory_path(options),
             data=data, limit=options.limit, exclude=options.exclude, judged=judged,
+            deploy=deploy,
         )  # fmt: skip
     except SettingsError as error:
         flags = {f"--data: {key}": f"--{key}" for key in pair}

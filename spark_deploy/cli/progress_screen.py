@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pyinfra.api.host import Host
+from pyinfra.api.state import BaseStateCallback, State
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from spark_deploy.config.printable import in_words
 
-_STEP = re.compile(r"--> Starting operation: (?P<role>[^|]+?) \| (?P<name>.+?)\s*$")
-_HOST = re.compile(r"^ {4}\[(?P<host>[^\]]+)\]\s+(?P<text>.*?)\s*$")
 _JOB = re.compile(
     r"(?P<title>(?:fetch|build|pull|remove) .+): (?P<state>[a-z]+)(?:: (?P<how>.*))?$"
 )
 _ROLLOUT = re.compile(r"rollout of \S+: (?P<phase>[\w-]+): (?P<said>.*)")
-_ENDS = ("Success", "No changes", "Skipped", "Error", "Failed")
+# pyinfra logs these for a host; callbacks tell them, too.
+_STATUSES = ("Success", "No changes", "Skipped", "Error: executed", "Connected", "Ready:")
 _PARTS = {
     "host": ("Reboots", "Preflight", "Base", "Tools", "CUDA", "Docker"),
     "model and image": ("Sources", "Checkpoint", "Image", "Ready", "Discard"),
@@ -90,7 +88,7 @@ class HostView:
 
 @dataclass(slots=True)
 class Transcript:
-    """Everything read so far."""
+    """What a run did so far."""
 
     hosts: dict[str, HostView] = field(default_factory=dict)
     part: str = ""
@@ -98,26 +96,19 @@ class Transcript:
     since_s: float = 0.0
     others: list[str] = field(default_factory=list)  # lines of no host, since the last step
 
-    def read(self, line: str, now_s: float) -> list[str]:
-        """Take in a line; return what a person has to see at once."""
-        line = in_words(line)
+    def log(self, line: str) -> list[str]:
+        """Take in a log line; return what a person has to see at once."""
+        line = in_words(line).strip()
+        name, bracket, text = line.removeprefix("[").partition("]")
+        if line.startswith("[") and bracket and name in self.hosts:
+            return self._note(self.hosts[name], text.strip())
+        self.others.append(line)
+        return [line] if re.match(r"(warning|error|!!!)\b", line.lower()) else []
+
+    def begin(self, name: str, now_s: float) -> None:
+        """Begin an operation, ``Role | Name``."""
         self._pass(now_s)
-        if step := _STEP.search(line):
-            return self._begin(step["role"].strip(), step["name"])
-        if said := _HOST.match(line):
-            return self._of_host(self.hosts.setdefault(said["host"], HostView(said["host"])),
-                                 said["text"])  # fmt: skip
-        self.others.append(line.rstrip())
-        return [line.strip()] if re.match(r"\s*(warning|error|!!!)\b", line.lower()) else []
-
-    def _pass(self, now_s: float) -> None:
-        """Put the time since the last line to the part that went on meanwhile."""
-        if self.part:
-            passed_s = now_s - self.since_s
-            self.parts_s[self.part] = self.parts_s.get(self.part, 0.0) + passed_s
-        self.since_s = now_s
-
-    def _begin(self, role: str, name: str) -> list[str]:
+        role, _, name = (word.strip() for word in name.partition("|"))
         self.part = _part_of(role, name)
         self.others = []
         turn = self._turn(name)
@@ -128,18 +119,38 @@ class Transcript:
                 host.what, host.how = "", ""
                 host.said = [line for line in host.notes if not _is_progress(line)] or host.said
                 host.notes, host.ended = [], False
-        return []
+
+    def end(self, name: str, now_s: float, *, skipped: bool = False) -> None:
+        """End the operation on a host."""
+        self._pass(now_s)
+        host = self.hosts[name]
+        host.ended = True
+        host.steps += not skipped
+
+    def fail(self, name: str, now_s: float) -> list[str]:
+        """End the operation on a host with an error; return what a person has to see at once."""
+        self.end(name, now_s)
+        host = self.hosts[name]
+        host.failed = host.step
+        host.problems = list(host.notes)
+        return [f"{name}: FAILED in {host.step}", *(f"  {note}" for note in host.notes)]
+
+    def _pass(self, now_s: float) -> None:
+        """Add the time since the last event to the part that ran meanwhile."""
+        if self.part:
+            passed_s = now_s - self.since_s
+            self.parts_s[self.part] = self.parts_s.get(self.part, 0.0) + passed_s
+        self.since_s = now_s
 
     def _turn(self, name: str) -> list[str]:
-        """Return the hosts whose turn a step is; none where it is of all at once."""
+        """Return the hosts whose turn an operation is; none if it is all hosts' at once."""
         named = name.rpartition(" on ")[2].split(", ")
-        return named if all(one in self.hosts for one in named) else []
+        return named if all(host in self.hosts for host in named) else []
 
-    def _of_host(self, host: HostView, text: str) -> list[str]:
-        if text in _ENDS or text.startswith("Error"):
-            return self._end(host, text)
-        if text.startswith(("Connected", "Ready:")):
-            host.step = "preparing" if text == "Connected" else "ready"
+    def _note(self, host: HostView, text: str) -> list[str]:
+        if text.startswith(_STATUSES):
+            if text.startswith(("Connected", "Ready:")):
+                host.step = "preparing" if text == "Connected" else "ready"
             return []
         host.notes.append(text)
         if host.step.startswith("Verify"):
@@ -151,16 +162,6 @@ class Transcript:
         else:
             host.what, host.how = text, ""
         return [f"{host.name}: {text}"] if text.startswith("warning of its check") else []
-
-    def _end(self, host: HostView, result: str) -> list[str]:
-        host.ended = True
-        host.steps += result != "Skipped"
-        host.changed += result == "Success"
-        if result.startswith(("Error", "Failed")):
-            host.failed = host.step
-            host.problems = list(host.notes)
-            return [f"{host.name}: FAILED in {host.step}", *(f"  {note}" for note in host.notes)]
-        return []
 
 
 def _is_progress(line: str) -> bool:
@@ -205,29 +206,81 @@ def parts_text(parts_s: Mapping[str, float], took_s: float) -> str:
 PIPED_EVERY_S = 30.0
 INTERRUPTED = 130
 _INDENT = 4  # of what a line goes on with
-# What pyinfra says of its own first steps, and of a first login's list of hosts.
+# What pyinfra logs of its own first steps, and of a first login's list of hosts.
 _BEGINS = re.compile(r"--> .*\.\.\.$|\s*Failed to load host keys from .*: No such file")
 
 
-def watch(argv: Sequence[str], hosts: Sequence[str], log: Path, console: Console) -> int:
-    """Run a pyinfra line and show it; returns its exit code.
+class Watcher(BaseStateCallback):
+    """Follows a run by pyinfra's state callbacks and log lines."""
 
-    Its own words go to ``log``, each line behind its second.
-    """
+    def __init__(self, hosts: Sequence[str], console: Console, log: Callable[[str], object]):
+        self.began_s = time.monotonic()
+        self.seen = Transcript({name: HostView(name) for name in hosts})
+        self.screen = (_InPlace if console.is_terminal else _Piped)(self, console)
+        self._log = log
+
+    def now_s(self) -> float:
+        """Return the time since the start."""
+        return time.monotonic() - self.began_s
+
+    def tell(self, text: str) -> None:
+        """Take in a log line."""
+        for line in text.splitlines():
+            self._log(f"{self.now_s():.1f} {line}\n")
+            self._show(self.seen.log(line))
+
+    def _show(self, texts: Sequence[str] = ()) -> None:
+        for text in texts:
+            self.screen.say(text)
+        self.screen.look()
+
+    # pyinfra declares these as static methods and calls them on the instance.
+
+    def operation_start(self, state: State, op_hash: str) -> None:  # type: ignore[override]
+        self.seen.begin(", ".join(state.get_op_meta(op_hash).names), self.now_s())
+        self._show()
+
+    def operation_host_start(  # type: ignore[override]
+        self, state: State, host: Host, op_hash: str
+    ) -> None:
+        if op_hash not in state.ops[host]:
+            self.seen.end(host.name, self.now_s(), skipped=True)
+
+    def operation_host_success(  # type: ignore[override]
+        self, state: State, host: Host, op_hash: str, retry_count: int = 0
+    ) -> None:
+        self.seen.end(host.name, self.now_s())
+        self._show()
+
+    def operation_host_error(  # type: ignore[override]
+        self, state: State, host: Host, op_hash: str, retry_count: int = 0, max_retries: int = 0
+    ) -> None:
+        self._show(self.seen.fail(host.name, self.now_s()))
+
+    def operation_end(self, state: State, op_hash: str) -> None:  # type: ignore[override]
+        for host, operations in state.ops.items():
+            if op_hash in operations:
+                meta = operations[op_hash].operation_meta
+                self.seen.hosts[host.name].changed += meta.is_complete() and meta.did_change()
+
+
+def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, console: Console) -> int:
+    """Run a deploy and show it; returns its exit code. pyinfra's log lines go to ``log``."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    seen = Transcript({name: HostView(name) for name in hosts})
-    began_s = time.monotonic()
-    with log.open("w", encoding="utf-8") as told:
-        process = subprocess.Popen(
-            list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            encoding="utf-8", errors="replace",
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
-        )  # fmt: skip
-        code = _shown(process, seen, told.write, began_s, console)
-    for text in ended(seen, code, time.monotonic() - began_s):
+    with log.open("w", encoding="utf-8") as file:
+        watcher = Watcher(hosts, console, file.write)
+        with watcher.screen:
+            try:
+                code = run(watcher)
+            except (KeyboardInterrupt, SystemExit):
+                watcher.screen.say(
+                    "interrupted: work on hosts continues; the same command attaches to it"
+                )
+                code = INTERRUPTED
+    for text in ended(watcher.seen, code, watcher.now_s()):
         lay(text, console)
     if code:
-        console.print(Text(f"everything pyinfra said: {log}", "dim"), soft_wrap=True)
+        console.print(Text(f"pyinfra's log: {log}", "dim"), soft_wrap=True)
     return code
 
 
@@ -241,37 +294,11 @@ def lay(text: Text, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _shown(
-    process: subprocess.Popen[str],
-    seen: Transcript,
-    tell: Callable[[str], object],
-    began_s: float,
-    console: Console,
-) -> int:
-    assert process.stdout is not None
-    show = _InPlace(seen, began_s, console) if console.is_terminal else _Piped(seen, console)
-    with show:
-        try:
-            for line in process.stdout:
-                now_s = time.monotonic()
-                tell(f"{now_s - began_s:.1f} {line}")
-                for text in seen.read(line, now_s):
-                    show.say(text)
-                show.look()
-            return process.wait()
-        except KeyboardInterrupt:
-            # The terminal told pyinfra as well; a run that is stopped by its parent alone is told.
-            process.send_signal(signal.SIGINT)
-            process.wait()
-            show.say("interrupted: what hosts work on goes on; the same command attaches to it")
-            return INTERRUPTED
-
-
 class _Piped:
     """A line for each host that went on, at most every half minute; never the same line twice."""
 
-    def __init__(self, seen: Transcript, console: Console):
-        self.seen, self.console = seen, console
+    def __init__(self, watcher: Watcher, console: Console):
+        self.watcher, self.console = watcher, console
         self.said: dict[str, str] = {}
         self.at_s = time.monotonic()
 
@@ -288,7 +315,7 @@ class _Piped:
         if time.monotonic() - self.at_s < PIPED_EVERY_S:
             return
         self.at_s = time.monotonic()
-        for host in self.seen.hosts.values():
+        for host in self.watcher.seen.hosts.values():
             text = f"{host.name}: {': '.join(filter(None, host.line()))}"
             if self.said.get(host.name) != text:
                 self.said[host.name] = text
@@ -298,9 +325,8 @@ class _Piped:
 class _InPlace(_Piped):
     """One line for each host that is written anew in its place."""
 
-    def __init__(self, seen: Transcript, began_s: float, console: Console):
-        super().__init__(seen, console)
-        self.began_s = began_s
+    def __init__(self, watcher: Watcher, console: Console):
+        super().__init__(watcher, console)
         self.live = Live(
             console=console, get_renderable=self._rows, refresh_per_second=4, transient=True
         )
@@ -316,7 +342,7 @@ class _InPlace(_Piped):
         """The live display looks by itself."""
 
     def _rows(self) -> Group:
-        return rows(self.seen, time.monotonic() - self.began_s, self.console.width)
+        return rows(self.watcher.seen, self.watcher.now_s(), self.console.width)
 
 
 def rows(seen: Transcript, since_s: float, width: int) -> Group:

@@ -1,10 +1,10 @@
-"""The pyinfra line behind a command: printed, run as printed, and shown as ``up`` shows it."""
+"""Commands that run a deploy: print the equivalent pyinfra line, run and show it here."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +22,14 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.hosts import Target, inventory_path, select_hosts
 from spark_deploy.cli.options import Options, shared_options
-from spark_deploy.cli.progress_screen import watch
+from spark_deploy.cli.progress_screen import INTERRUPTED, watch
 from spark_deploy.cli.query_hosts import Answer, check_access, query
-from spark_deploy.cli.terminal import command_path, installed_program, note, print_problem
+from spark_deploy.cli.terminal import command_path, note, print_problem
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError, SparkError
 from spark_deploy.hosts.status import WayBack
 from spark_deploy.inventory.command_line import plans
+from spark_deploy.inventory.run import run_deploy
 
 
 def ended(hosts: Sequence[Target], to: str | None) -> int | None:
@@ -105,8 +106,6 @@ def fabric(options: Options, restore: bool, measure: bool) -> int:
     return run("fabric", options, data, question="measure" if measure else "fabric")
 
 
-_INTERRUPTED = 130
-
 _QUESTIONS = {
     "fabric": "Change the network of the ports between them? (--dry shows the file)",
     "measure": "Send up to 1 GB over each port to the next host, while they serve?",
@@ -146,14 +145,10 @@ def run(
         asked = _QUESTIONS.get(question or command, command)
         agreed(options.yes, f"{', '.join(names)}: {asked}")
     flags = ["--dry" if options.dry else "-y", *["--json"] * options.json]
-    words = line(command, options, names, flags, more)
-    show(words)
-    if options.dry or options.json:
-        code = subprocess.run(argv(words), check=False).returncode
-    else:
-        code = watched(command, words, names, options)
-    if code not in (0, _INTERRUPTED):
-        # pyinfra says no more of hosts that it did not reach than that none is left.
+    show(line(command, options, names, flags, more))
+    options = replace(options, data=[*options.data, *more])
+    code = deploy(command, hosts, options, as_json=options.json)
+    if code not in (0, INTERRUPTED):
         for problem in check_access(hosts).problems():
             print_problem(problem)
     return code
@@ -172,12 +167,23 @@ def agreed(is_agreed: bool, question: str) -> None:
     click.confirm(question, abort=True, err=True)
 
 
-def watched(command: str, words: Sequence[str], hosts: Sequence[str], options: Options) -> int:
-    """Run a line and show how it goes, with ``--verbose`` in pyinfra's own words."""
-    if options.verbose:
-        return subprocess.run(argv(words), check=False).returncode
+def deploy(
+    command: str, hosts: Sequence[Target], options: Options, *, as_json: bool = False
+) -> int:
+    """Run the deploy of a command in this process and show it; returns pyinfra's exit code."""
+    run = functools.partial(
+        run_deploy,
+        CHECKOUT / deploy_file(command),
+        [(host.name, host.data) for host in hosts],
+        options.data,
+    )
+    if options.verbose or options.dry or as_json:
+        return run(dry=options.dry, as_json=as_json)
     console = Console(stderr=options.json, highlight=False)
-    return watch(argv(words), hosts, _log_folder() / f"{command}.log", console)
+    return watch(
+        lambda watcher: run(watcher=watcher, tell=watcher.tell),
+        [host.name for host in hosts], _log_folder() / f"{command}.log", console,
+    )  # fmt: skip
 
 
 def _log_folder() -> Path:
@@ -220,8 +226,3 @@ def _said(key: str, value: Any) -> str:
 def show(words: Sequence[str]) -> None:
     """Print the line as a person would type it."""
     print(shlex.join([command_path(words[0]), *words[1:]]), file=sys.stderr, flush=True)
-
-
-def argv(words: Sequence[str]) -> list[str]:
-    """Return what is run: the pyinfra of this environment."""
-    return [str(installed_program(words[0])), *words[1:]]

@@ -6,9 +6,8 @@ Bootstraps what needs it, says what will happen, asks once, runs exactly the pyi
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -235,7 +234,7 @@ def up(options: Options) -> int:
         # Where what is served stays, something else of a host may still be mended.
         run_pyinfra.agreed(options.yes, "Go on?")
     run_pyinfra.show(words)
-    return run_pyinfra.watched("up", words, [host.name for host in hosts], options)
+    return run_pyinfra.deploy("up", hosts, options)
 
 
 def _bootstrapped(hosts: Sequence[Target], options: Options) -> int:
@@ -258,9 +257,11 @@ def _bootstrapped(hosts: Sequence[Target], options: Options) -> int:
         fix = "run `spark-deploy up` without --dry"
         raise SparkError.one(", ".join(new), "the SSH key or the sudo rule is missing", fix)
     note(f"{', '.join(new)}: key or sudo rule is missing; the password is asked for once")
-    words = run_pyinfra.line("bootstrap", options, new, ["-y"])
-    run_pyinfra.show(words)
-    code = subprocess.run(run_pyinfra.argv(words), check=False).returncode
+    options = replace(options, limit=new, exclude=[], verbose=True)
+    run_pyinfra.show(run_pyinfra.line("bootstrap", options, new, ["-y"]))
+    # The inventory asks for the password.
+    closed = select_hosts(options, deploy=run_pyinfra.deploy_file("bootstrap"))
+    code = run_pyinfra.deploy("bootstrap", closed, options)
     get_host_keys.cache.clear()  # what was just recorded counts from now on
     return code
 

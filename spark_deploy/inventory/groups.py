@@ -138,7 +138,8 @@ def _loaded(
 
 def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
     operations: Sequence[str] = arguments.get("operations") or []
-    return any(Path(name).parts[-2:] == ("deploys", "bootstrap.py") for name in operations[:1])
+    named = any(Path(name).parts[-2:] == ("deploys", "bootstrap.py") for name in operations[:1])
+    return named or bool(arguments.get("bootstraps"))
 
 
 def chosen_hosts(

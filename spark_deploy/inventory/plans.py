@@ -89,6 +89,7 @@ def read_inventory(
     limit: Sequence[str] = (),
     exclude: Sequence[str] = (),
     judged: bool = True,
+    deploy: str = "",
 ) -> dict[str, dict[str, Any]]:
     """Run an inventory file outside pyinfra and return pyinfra's data of each chosen host.
 
@@ -101,8 +102,9 @@ def read_inventory(
     # What pyinfra would have been called with; inventory files look nowhere else.
     with click.Context(click.Command("spark-deploy")) as context:
         context.params.update(
-            inventory=str(path), data=data, limit=limit, exclude=exclude, judged=judged
-        )
+            inventory=str(path), data=data, limit=limit, exclude=exclude, judged=judged,
+            bootstraps=deploy.endswith("bootstrap.py"),
+        )  # fmt: skip
         groups = _with_settings({"hosts": listed} if listed else _run(path), path)
     hosts = {host: more for members, _ in groups.values() for host, more in members}
     if not hosts:

@@ -70,7 +70,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("spark_deploy/lock", "yaml pydantic httpx2 huggingface_hub"),
         ("spark_deploy/plan", ""),
         ("spark_deploy/hosts", "pyinfra gevent paramiko cryptography"),
-        ("spark_deploy/inventory", "pyinfra gevent paramiko click pydantic"),
+        ("spark_deploy/inventory", "pyinfra pyinfra_cli gevent paramiko click pydantic"),
         ("spark_deploy/bench", "yaml pydantic"),
         ("spark_deploy/cli", "pyinfra gevent click rich yaml pydantic"),
         ("spark_deploy/__main__.py", ""),

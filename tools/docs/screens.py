@@ -32,6 +32,7 @@ from spark_deploy.config.catalog.load import read_catalog  # noqa: E402
 from spark_deploy.config.settings.load import load_hosts  # noqa: E402
 from spark_deploy.hosts.status import HostStatus  # noqa: E402
 from spark_deploy.plan.resolve import pair_of  # noqa: E402
+from tools.docs.replay import feed  # noqa: E402
 
 OUT = CHECKOUT / "docs/screens"
 RECORDED = OUT / "recorded"
@@ -115,7 +116,7 @@ def replayed(until: str | None = None) -> tuple[Transcript, float]:
     hosts = [one["host"] for one in json.loads((RECORDED / "status.json").read_text("utf-8"))]
     seen = Transcript({name: HostView(name) for name in hosts})
     for at_s, line in lines[: last + 1]:
-        seen.read(line, at_s)
+        feed(seen, line, at_s)
     return seen, lines[last][0]
 
 

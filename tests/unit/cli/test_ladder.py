@@ -48,15 +48,14 @@ def story(monkeypatch):
         if host.profile in told.refused:
             raise SparkError.one(host.profile, "does not fit", "choose another")
 
-    def watched(command, words, hosts, options):
-        profile = dict(word.split("=") for word in words if "profile=" in word).get("profile")
+    def deploy(command, hosts, options):
         assert options.json, "else its screen would stand among the results"
-        told.steps.append(("serve", profile, *hosts))
-        return 3 if profile in told.red else 0
+        told.steps.append(("serve", options.profile, *(host.name for host in hosts)))
+        return 3 if options.profile in told.red else 0
 
     monkeypatch.setattr(bench, "select_hosts", listed)
     monkeypatch.setattr(bench, "build_plan", planned)
-    monkeypatch.setattr(run_pyinfra, "watched", watched)
+    monkeypatch.setattr(run_pyinfra, "deploy", deploy)
     return told
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import shlex
 import sys
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import click
@@ -12,32 +14,33 @@ import pytest
 from rich.console import Console
 from spark_contract.status import NamedRelease, Rollback
 
+from spark_deploy import cli
 from spark_deploy.cli import main, run_pyinfra
-from spark_deploy.cli.progress_screen import watch
+from spark_deploy.cli.progress_screen import Watcher, watch
 from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem
+from tools.docs.replay import feed
 
 INVENTORY = str(CHECKOUT / "inventory/spark.py")
 AWAY = [Problem("spark-1", "cannot be reached", "see that it is on")]
 
 
 def run(monkeypatch, capsys, *words, code=0):
-    """Stand in for pyinfra, as it is run bare and as it is watched."""
+    """Stand in for the run of a deploy; returns code, deploys with their data, and messages."""
     ran = []
 
-    def done(argv, check):
-        ran.append(argv)
-        return SimpleNamespace(returncode=code)
+    def run_deploy(deploy, hosts, data, **how):
+        ran.append((deploy, [name for name, _ in hosts], list(data), how))
+        return code
 
-    monkeypatch.setattr(run_pyinfra.subprocess, "run", done)
-    monkeypatch.setattr(
-        run_pyinfra, "watch", lambda argv, *_more: done(argv, check=False).returncode
-    )
+    monkeypatch.setattr(run_pyinfra, "run_deploy", run_deploy)
+    monkeypatch.setattr(run_pyinfra, "watch", lambda run, *_more: run(SimpleNamespace(tell=None)))
     monkeypatch.setattr(
         run_pyinfra, "check_access", lambda _hosts: SimpleNamespace(problems=lambda: AWAY)
     )
     at = 2 if words[0] == "add" else 1  # behind the model
+    monkeypatch.setattr(cli, "_queries_hosts", lambda *_: False)  # it would patch this process
     found = main([*words[:at], INVENTORY, *words[at:]])
     return found, ran, capsys.readouterr().err
 
@@ -58,12 +61,14 @@ def run(monkeypatch, capsys, *words, code=0):
     ],
 )  # fmt: skip
 def test_it_runs_what_it_prints_for_every_host_by_name(monkeypatch, capsys, words, deploy, more):
-    code, [argv], said = run(monkeypatch, capsys, *words)
+    code, [(path, hosts, data, how)], said = run(monkeypatch, capsys, *words)
     assert code == 0
     typed = shlex.split(said)
     assert typed[0].endswith("pyinfra")
-    assert typed[1:] == argv[1:]
-    assert argv[1:] == [INVENTORY, str(CHECKOUT / deploy), "--limit", "spark-1", *more]
+    assert typed[1:] == [INVENTORY, str(CHECKOUT / deploy), "--limit", "spark-1", *more]
+    assert (path, hosts) == (CHECKOUT / deploy, ["spark-1"])
+    assert data == [after for before, after in pairwise(more) if before == "--data"]
+    assert (how.get("dry", False), how.get("as_json", False)) == ("--dry" in more, "--json" in more)
 
 
 def test_uninstall_access_revokes_the_login_last_and_only_after_a_green_uninstall(
@@ -72,18 +77,16 @@ def test_uninstall_access_revokes_the_login_last_and_only_after_a_green_uninstal
     code, ran, _ = run(monkeypatch, capsys, "uninstall", "--access", "-y")
     assert code == 0
     deploys = ["deploys/uninstall.py", "deploys/unbootstrap.py"]
-    assert [words[2] for words in ran] == [str(CHECKOUT / deploy) for deploy in deploys]
+    assert [path for path, *_ in ran] == [CHECKOUT / deploy for deploy in deploys]
     assert len(run(monkeypatch, capsys, "uninstall", "--access", "-y", code=3)[1]) == 1
 
 
 def test_add_requantize_runs_the_job_on_the_named_host(monkeypatch, capsys):
     words = ("add", "qwen3.5-35b", "--requantize", "--on", "spark-1", "-y")
-    code, [argv], _ = run(monkeypatch, capsys, *words)
-    assert code == 0
-    assert argv[2:] == [
-        str(CHECKOUT / "deploys/requantize.py"), "--limit", "spark-1",
-        "--data", "model=qwen3.5-35b", "--data", "checkpoint.requantized=true", "-y",
-    ]  # fmt: skip
+    code, [(path, hosts, data, _)], said = run(monkeypatch, capsys, *words)
+    assert (code, path, hosts) == (0, CHECKOUT / "deploys/requantize.py", ["spark-1"])
+    assert data == ["checkpoint.requantized=true"]
+    assert "--data model=qwen3.5-35b --data checkpoint.requantized=true -y" in said
 
 
 @pytest.mark.parametrize("command", ["uninstall", "rollback", "prune", "rotate-key"])
@@ -127,7 +130,6 @@ def test_it_asks_once_and_naming_the_hosts(monkeypatch, capsys, answer, code, ru
     assert (found, len(ran)) == (code, runs)
     [text] = asked
     assert text.startswith("spark-1: Remove what no kept release needs?")
-    assert all(words[-1] == "-y" for words in ran)
 
 
 STOPPED = Problem("main", "was stopped on purpose", "start it first")
@@ -172,8 +174,6 @@ def test_a_measurement_is_not_asked_about_as_a_change_of_the_network(monkeypatch
 
 
 PRUNED = """\
---> Connecting to hosts...
-    [a] Connected
 --> Starting operation: Service | Remove what no kept release needs
     [a] remove 3 things: running
     [a] removed 3 things, 41.2 GB
@@ -182,10 +182,14 @@ PRUNED = """\
 
 
 @pytest.mark.parametrize("ends", [0, 3])
-def test_it_ends_as_pyinfra_ends_and_tells_what_was_done(tmp_path, ends):
+def test_it_shows_the_last_result_and_no_progress(tmp_path, ends):
+    def run(watcher: Watcher) -> int:
+        for line in PRUNED.splitlines():
+            feed(watcher.seen, line, 0.0)
+        return ends
+
     out = io.StringIO()
-    argv = [sys.executable, "-c", f"print({PRUNED!r}); raise SystemExit({ends})"]
-    assert watch(argv, ["a"], tmp_path / "prune.log", Console(file=out, width=80)) == ends
+    assert watch(run, ["a"], tmp_path / "prune.log", Console(file=out, width=80)) == ends
     said = out.getvalue().splitlines()
     assert "  removed 3 things, 41.2 GB" in said
     assert not any("remove 3 things: running" in text for text in said)
@@ -194,15 +198,16 @@ def test_it_ends_as_pyinfra_ends_and_tells_what_was_done(tmp_path, ends):
 
 @pytest.mark.parametrize("command", ["uninstall", "rollback", "prune", "rotate-key"])
 def test_an_inventory_that_is_not_there_is_said_and_nothing_runs(monkeypatch, capsys, command):
-    monkeypatch.setattr(run_pyinfra.subprocess, "run", lambda *words, **more: 1 / 0)
+    monkeypatch.setattr(run_pyinfra, "run_deploy", lambda *words, **more: 1 / 0)
+    monkeypatch.setattr(cli, "_queries_hosts", lambda *_: False)
     assert main([command, "/nowhere.py", "-y"]) == 1
     assert "/nowhere.py: is not an inventory file" in capsys.readouterr().err
 
 
 def test_the_line_names_the_whole_path_of_a_pyinfra_that_no_shell_would_find(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
-    _, [argv], said = run(monkeypatch, capsys, "prune", "--dry")
-    assert shlex.split(said) == argv
+    _, _, said = run(monkeypatch, capsys, "prune", "--dry")
+    assert Path(shlex.split(said)[0]).is_file()
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
@@ -213,5 +218,6 @@ def test_nothing_is_run_before_somebody_agreed_whatever_the_answer_looks_like(
     code, ran, said = run(monkeypatch, capsys, "uninstall", *more)
     assert (code, ran) == (1, [])
     assert "confirmation: needs a terminal" in said
-    code, [argv], _ = run(monkeypatch, capsys, "uninstall", "-y", *more)
-    assert (code, argv[-1 - len(more) :]) == (0, ["-y", *more])
+    code, ran, said = run(monkeypatch, capsys, "uninstall", "-y", *more)
+    assert (code, len(ran)) == (0, 1)
+    assert shlex.split(said)[-1 - len(more) :] == ["-y", *more]

@@ -20,6 +20,7 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.inventory.host_keys import Seen
 from spark_deploy.inventory.login import Access
 from spark_deploy.lock.resolve import Names
+from tools.docs.replay import feed
 
 RUN = """\
 --> Connecting to hosts...
@@ -56,7 +57,7 @@ def read(text: str, step_s: float = 1.0) -> tuple[Transcript, list[str]]:
     seen = Transcript({name: HostView(name) for name in ("a", "b")})
     shown: list[str] = []
     for number, line in enumerate(text.splitlines()):
-        shown += seen.read(line, number * step_s)
+        shown += feed(seen, line, number * step_s)
     return seen, shown
 
 
@@ -135,7 +136,8 @@ def test_piped_it_says_nothing_twice_and_a_line_each_half_minute(monkeypatch):
     monkeypatch.setattr(progress_screen.time, "monotonic", lambda: now[0])
     out = io.StringIO()
     seen = until("2 min left")
-    piped = progress_screen._Piped(seen, Console(file=out, width=80))
+    watcher = SimpleNamespace(seen=seen)
+    piped = progress_screen._Piped(watcher, Console(file=out, width=80))
     for _ in range(100):
         now[0] += 1
         piped.look()
@@ -145,27 +147,42 @@ def test_piped_it_says_nothing_twice_and_a_line_each_half_minute(monkeypatch):
     ]
 
 
-def test_it_ends_as_pyinfra_ends_and_keeps_every_word_of_it(tmp_path):
-    script = f"import sys; print({RUN!r}); sys.exit(1)"
+def test_it_returns_the_exit_code_and_keeps_every_log_line(tmp_path):
     out = io.StringIO()
-    console = Console(file=out, width=80)
     log = tmp_path / "deep" / "up.log"
-    assert progress_screen.watch([sys.executable, "-c", script], ["a", "b"], log, console) == 1
+
+    def run(watcher: progress_screen.Watcher) -> int:
+        for line in RUN.splitlines():
+            watcher.tell(line)
+        return 1
+
+    assert progress_screen.watch(run, ["a", "b"], log, Console(file=out, width=80)) == 1
     kept = [line.partition(" ") for line in log.read_text().splitlines()]
     assert [text for _, _, text in kept if text] == [line for line in RUN.splitlines() if line]
     assert all(0 <= float(at_s) < 60 for at_s, _, _ in kept)
-    assert f"everything pyinfra said: {log}" in out.getvalue()
+    assert f"pyinfra's log: {log}" in out.getvalue()
 
 
-def test_what_ends_before_its_first_step_is_said_in_its_own_words(tmp_path):
-    script = "print('--> Loading inventory...\\nhosts.yml: is odd\\n  fix: mend it'); exit(1)"
+def test_a_run_that_ends_before_its_first_step_shows_the_reason(tmp_path):
+    def run(watcher: progress_screen.Watcher) -> int:
+        watcher.tell("--> Loading inventory...\nhosts.yml: is odd\n  fix: correct it")
+        return 1
+
     out = io.StringIO()
     console = Console(file=out, width=80)
-    assert (
-        progress_screen.watch([sys.executable, "-c", script], ["a"], tmp_path / "up.log", console)
-        == 1
-    )
-    assert "hosts.yml: is odd\n  fix: mend it" in out.getvalue()
+    assert progress_screen.watch(run, ["a"], tmp_path / "up.log", console) == 1
+    assert "hosts.yml: is odd" in out.getvalue()
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit(130)])
+def test_an_interrupted_run_ends_with_130(signal, tmp_path):
+    def run(watcher: progress_screen.Watcher) -> int:
+        raise signal
+
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    assert progress_screen.watch(run, ["a"], tmp_path / "up.log", console) == 130
+    assert "work on hosts continues" in out.getvalue()
 
 
 def test_without_a_terminal_it_wants_a_yes(monkeypatch):
@@ -190,7 +207,7 @@ def test_without_a_key_of_ours_it_says_so_before_it_asks_for_a_password(
     monkeypatch.setattr(
         query_hosts.host_keys, "look", lambda one: Seen(one, "spark-1", tmp_path, "new", None, None)
     )
-    monkeypatch.setattr(up.run_pyinfra, "argv", lambda _words: ["false"])
+    monkeypatch.setattr(up.run_pyinfra, "deploy", lambda *_: 1 / 0)
     with pytest.raises(SparkError, match="run `ssh-keygen -t ed25519`"):
         run_up(dry=dry)
     assert "password" not in capsys.readouterr().err
@@ -246,7 +263,7 @@ def test_a_run_that_reaches_nobody_shows_the_reason_without_pyinfras_own_steps()
     ]
     seen = Transcript({"spark-1": HostView("spark-1")})
     for line in said:
-        seen.read(line, 0.0)
+        feed(seen, line, 0.0)
     shown = [text.plain for text in progress_screen.ended(seen, 1, 1.0)]
     assert "  Could not connect (Unable to connect)" in shown
     assert "--> pyinfra error: No hosts remaining!" in shown

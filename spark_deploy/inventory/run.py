@@ -1,0 +1,124 @@
+"""Run a deploy in this process through pyinfra's API, as the printed pyinfra line does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import pyinfra
+from pyinfra.api import output
+from pyinfra.api.config import Config
+from pyinfra.api.connect import connect_all, disconnect_all
+from pyinfra.api.exceptions import PyinfraError
+from pyinfra.api.inventory import Inventory
+from pyinfra.api.operations import run_ops
+from pyinfra.api.state import BaseStateCallback, State, StateStage
+from pyinfra.context import ctx_config, ctx_inventory, ctx_state
+
+from spark_deploy.inventory.host_keys import readable_ssh_files
+
+
+class _Lines(logging.Handler):
+    """Hands every log line of pyinfra to a function."""
+
+    def __init__(self, tell: Callable[[str], None]):
+        super().__init__()
+        self.tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.tell(record.getMessage())
+
+
+def run_deploy(
+    deploy: Path,
+    hosts: Sequence[tuple[str, Mapping[str, Any]]],
+    data: Sequence[str] = (),
+    *,
+    watcher: BaseStateCallback | None = None,
+    tell: Callable[[str], None] | None = None,
+    dry: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Run one deploy on hosts; return the exit code that pyinfra would have.
+
+    Args:
+        deploy: the deploy file.
+        hosts: names with pyinfra's data, which holds our settings.
+        data: ``KEY=VALUE`` of the command line.
+        watcher: gets the state callbacks.
+        tell: gets log lines; without it they are printed as pyinfra does.
+        dry: predict changes and print them instead.
+        as_json: print the plan and the results as JSON.
+    """
+    from pyinfra_cli.util import parse_cli_arg  # patches this process by gevent
+
+    pyinfra.is_cli = True  # operations of a deploy file are identified by their lines
+    os.environ.setdefault("PYINFRA_PROGRESS", "off")  # its spinner
+    override = dict(pair.split("=", 1) for pair in data)
+    with _logging(tell):
+        inventory = Inventory(  # type: ignore[no-untyped-call]  # pyinfra
+            ([(name, dict(more)) for name, more in hosts], {}),
+            override_data={key: parse_cli_arg(value) for key, value in override.items()},
+        )
+        config = Config()  # type: ignore[no-untyped-call]  # pyinfra
+        config.lock_current_state()
+        state = State(check_for_changes=dry)
+        with ctx_config.use(config), ctx_inventory.use(inventory), ctx_state.use(state):
+            state.cwd = str(Path.cwd())
+            state.init(inventory, config)
+            if watcher:
+                state.add_callback_handler(watcher)  # type: ignore[no-untyped-call]  # pyinfra
+            try:
+                _run(state, deploy, dry=dry, as_json=as_json)
+            except PyinfraError as error:
+                pyinfra.logger.error(str(error))
+                return 1
+            finally:
+                disconnect_all(state)
+            return 1 if state.failed_hosts else 0
+
+
+def _run(state: State, deploy: Path, *, dry: bool, as_json: bool) -> None:
+    from pyinfra_cli.prints import print_meta, print_results, print_run_json
+    from pyinfra_cli.util import load_deploy_file
+
+    pyinfra.logger.info("--> Connecting to hosts...")
+    state.set_stage(StateStage.Connect)
+    with readable_ssh_files():
+        connect_all(state)
+    state.set_stage(StateStage.Prepare)
+    load_deploy_file(state, str(deploy))
+    if not dry:
+        state.set_stage(StateStage.Execute)
+        run_ops(state)
+        state.set_stage(StateStage.Disconnect)
+    if as_json:
+        print_run_json(state, dry=dry)
+    elif dry:
+        print_meta(state)
+    else:
+        print_results(state)
+
+
+@contextmanager
+def _logging(tell: Callable[[str], None] | None) -> Iterator[None]:
+    """Send pyinfra's log and echo to ``tell``, else to standard error as pyinfra does."""
+    from pyinfra_cli.log import LogFormatter, LogHandler
+
+    handler: logging.Handler = _Lines(tell) if tell else LogHandler()
+    handler.setFormatter(LogFormatter())
+    logger, level = pyinfra.logger, pyinfra.logger.level
+    output.set_formatter((lambda text, *_, **__: text) if tell else click.style)
+    output.set_echo((lambda text="", **_: tell(str(text))) if tell else click.echo)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
