@@ -112,13 +112,15 @@ def _logging(tell: Callable[[str], None] | None) -> Iterator[None]:
 
     handler: logging.Handler = _Lines(tell) if tell else LogHandler()
     handler.setFormatter(LogFormatter())
-    logger, level = pyinfra.logger, pyinfra.logger.level
+    logger, level, propagates = pyinfra.logger, pyinfra.logger.level, pyinfra.logger.propagate
     output.set_formatter((lambda text, *_, **__: text) if tell else click.style)
     output.set_echo((lambda text="", **_: tell(str(text))) if tell else click.echo)
     logger.setLevel(logging.INFO)
+    logger.propagate = False
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = propagates

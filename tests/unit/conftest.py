@@ -25,3 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was collected stays until the end
+
+
+@pytest.fixture(autouse=True)
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that tests run in this process must not patch it by gevent."""
+    monkeypatch.setattr("spark_deploy.cli._queries_hosts", lambda *_: False)

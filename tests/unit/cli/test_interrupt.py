@@ -69,7 +69,7 @@ def interrupted(site: Path, *words: str, once: str) -> tuple[int, str]:
 def test_an_interrupted_deploy_restores_the_cursor(site: Path) -> None:
     code, text = interrupted(site, "rollback", "-y", once="connecting")
     assert code == 130
-    assert "interrupted: what hosts work on goes on" in text
+    assert "interrupted: work on hosts continues" in text
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") > 0, "the cursor can be seen again"
 
 
@@ -77,7 +77,7 @@ def test_an_interrupted_deploy_restores_the_cursor(site: Path) -> None:
 def test_an_interrupted_question_changes_nothing(site: Path) -> None:
     code, text = interrupted(site, "rotate-key", once="[y/N]")
     assert (code, "no changes made" in text) == (130, True)
-    assert "goes on" not in text
+    assert "continues" not in text
 
 
 @pytest.mark.slow

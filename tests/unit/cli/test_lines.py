@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 from spark_contract.status import NamedRelease, Rollback
 
-from spark_deploy import cli
 from spark_deploy.cli import main, run_pyinfra
 from spark_deploy.cli.progress_screen import Watcher, watch
 from spark_deploy.cli.query_hosts import Answer
@@ -40,7 +39,6 @@ def run(monkeypatch, capsys, *words, code=0):
         run_pyinfra, "check_access", lambda _hosts: SimpleNamespace(problems=lambda: AWAY)
     )
     at = 2 if words[0] == "add" else 1  # behind the model
-    monkeypatch.setattr(cli, "_queries_hosts", lambda *_: False)  # it would patch this process
     found = main([*words[:at], INVENTORY, *words[at:]])
     return found, ran, capsys.readouterr().err
 
@@ -199,7 +197,6 @@ def test_it_shows_the_last_result_and_no_progress(tmp_path, ends):
 @pytest.mark.parametrize("command", ["uninstall", "rollback", "prune", "rotate-key"])
 def test_an_inventory_that_is_not_there_is_said_and_nothing_runs(monkeypatch, capsys, command):
     monkeypatch.setattr(run_pyinfra, "run_deploy", lambda *words, **more: 1 / 0)
-    monkeypatch.setattr(cli, "_queries_hosts", lambda *_: False)
     assert main([command, "/nowhere.py", "-y"]) == 1
     assert "/nowhere.py: is not an inventory file" in capsys.readouterr().err
 
