@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -171,3 +174,21 @@ def test_what_stands_beside_the_lab_is_reported_as_stubbed(fleet: Fleet) -> None
 
     assert "+labstub" in run.stderr
     assert lab("status")
+
+
+def test_up_plans_the_operations_of_the_line_that_it_prints(fleet: Fleet) -> None:
+    done = fleet.site.look("up", "--dry", "--verbose")
+    assert done.returncode == 0, done.stderr[-3000:]
+    [line] = [line for line in done.stderr.splitlines() if "deploy.py --limit" in line]
+    other = subprocess.run(
+        shlex.split(line), cwd=fleet.site.root, capture_output=True, text=True, check=True,
+        stdin=subprocess.DEVNULL, timeout=300,
+    )  # fmt: skip
+    assert operations_of(done.stderr) == operations_of(other.stderr)
+    assert len(operations_of(done.stderr)) > 20
+
+
+def operations_of(output: str) -> list[list[str]]:
+    """Return the rows of pyinfra's table of changes: operation, change, conditional change."""
+    table = re.sub(r"\x1b\[[0-9;]*m", "", output).partition("Conditional Change")[2]
+    return [row.split() for row in table.splitlines() if " | " in row]
