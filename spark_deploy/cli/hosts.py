@@ -18,7 +18,7 @@ from spark_deploy.config.errors import SettingsError, SparkError
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.inventory.host_names import KEY, read_repositories
+from spark_deploy.inventory.host_names import KEY, Known, read_repositories
 from spark_deploy.inventory.plans import payload_identity, read_inventory
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import beside_of, resolve, wanted_by
@@ -115,7 +115,9 @@ def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
         lock = resolve(lock, missing, settings, catalog.engines.engines, note)
     if not estimate:
         lock = host.looked_up[path] = read_repositories(settings, catalog, lock, note)
-    return plan_host(Request(host.name, settings, catalog, lock, payload_identity()))
+    request = Request(host.name, settings, catalog, lock, payload_identity())
+    known: Known | None = host.data.get(KEY)
+    return known.plan(request) if known else plan_host(request)
 
 
 def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:

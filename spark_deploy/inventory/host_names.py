@@ -9,7 +9,7 @@ import ast
 import re
 import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +29,9 @@ from spark_deploy.lock.headers import read_anatomy
 from spark_deploy.lock.resolve import beside_of, size
 from spark_deploy.lock.types import HeldNames, Lock
 from spark_deploy.plan.artifacts import checkpoint_plan
-from spark_deploy.plan.resolve import pair_of
-from spark_deploy.plan.types import SourcePlan
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.resolve import Request, pair_of
+from spark_deploy.plan.types import HostPlan, SourcePlan
 
 # A host that is none, two names that a missing comma joined, a file of settings that nobody
 # reads: pyinfra would take the first for a name and pass over the others.
@@ -272,6 +273,16 @@ class Known:
 
     found: HostSettings
     catalog: Catalog
+    plans: list[tuple[Request, HostPlan]] = field(default_factory=list, compare=False, repr=False)
+
+    def plan(self, request: Request) -> HostPlan:
+        """Plan the host, once for each different request of a process."""
+        for earlier, plan in self.plans:
+            if earlier == request:
+                return plan
+        plan = plan_host(request)
+        self.plans.append((request, plan))
+        return plan
 
     def to_json(self) -> dict[str, str]:
         """Say for ``debug-inventory`` where the settings come from."""

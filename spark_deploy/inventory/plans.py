@@ -23,7 +23,6 @@ from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.host_names import KEY, held_for, host_problems, known_of
 from spark_deploy.lock.resolve import locked_for
 from spark_deploy.plan.cluster import Wave, waves_of
-from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.resolve import Request
 from spark_deploy.plan.types import HostPlan, PayloadIdentity, Ports
 
@@ -58,7 +57,8 @@ def plan_for(host: Host) -> HostPlan:
         lock = locked_for(found.settings, catalog, found.lock_path, logger.info)
         lock = held_for(found.settings, catalog, found.lock_path, lock, logger.info)
     fabric = ports_of(found.settings.cluster.hosts)
-    plan = plan_host(Request(host.name, found.settings, catalog, lock, payload_identity(), fabric))
+    request = Request(host.name, found.settings, catalog, lock, payload_identity(), fabric)
+    plan = known.plan(request)
     for warning in plan.warnings:
         logger.warning(f"[{host.name}] {warning}")
     return plan
