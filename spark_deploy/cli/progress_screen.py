@@ -30,7 +30,7 @@ _PARTS = {
 }
 _ENGINE = "engine"
 _WAITS_FOR_WORK = "Wait for all jobs"
-_PHASES = {
+PHASES = {
     "waiting": "waits for its turn",
     "prove": "looks whether all is there",
     "drain": "requests end",
@@ -65,11 +65,9 @@ class HostView:
 
     @property
     def results(self) -> list[str]:
-        """What serves and how proven, else what the last step that told anything said."""
         return self.serves or [line for line in self.notes if not _is_progress(line)] or self.said
 
     def line(self) -> tuple[str, str]:
-        """Return what the host is doing, and how far it is with that."""
         if self.failed:
             return f"FAILED in {self.failed}", ""
         if self.ended:
@@ -80,7 +78,7 @@ class HostView:
 
     @property
     def going_on(self) -> str:
-        """What the host carries out by itself, as it last said; "" when it said of nothing."""
+        """Work that continues on the host after an interrupt; may be empty."""
         if self.failed or self.ended or not self.how:
             return ""
         return self.how if self.what == _ENGINE else f"{self.what}: {self.how}"
@@ -177,15 +175,10 @@ def _part_of(role: str, name: str) -> str:
 def _phase(phase: str, said: str) -> str:
     """Say a phase of a rollout in plain words; of the engine's log only how long it has been."""
     waited = re.search(r"waited_s=(\d+)", said)
-    told = phase_said(phase)
+    told = PHASES.get(phase, phase)
     if waited:
         return f"{told}, {minutes(int(waited[1]))}"
     return f"{told}: {said}" if phase in ("rollback",) else told
-
-
-def phase_said(phase: str) -> str:
-    """Say in plain words what a rollout does."""
-    return _PHASES.get(phase, phase)
 
 
 def minutes(seconds: float) -> str:
@@ -197,7 +190,6 @@ def minutes(seconds: float) -> str:
 
 
 def parts_text(parts_s: Mapping[str, float], took_s: float) -> str:
-    """Say how long all took, and how long each part."""
     shown = [f"{name} {minutes(seconds)}" for name, seconds in parts_s.items() if seconds >= 0.5]
     parts = f" ({', '.join(shown)})" if shown else ""
     return f"{minutes(took_s)}{parts}"
@@ -205,8 +197,8 @@ def parts_text(parts_s: Mapping[str, float], took_s: float) -> str:
 
 PIPED_EVERY_S = 30.0
 INTERRUPTED = 130
-_INDENT = 4  # of what a line goes on with
-# What pyinfra logs of its own first steps, and of a first login's list of hosts.
+_INDENT = 4  # of wrapped lines
+# Logged before the first operation.
 _BEGINS = re.compile(r"--> .*\.\.\.$|\s*Failed to load host keys from .*: No such file")
 
 
@@ -220,11 +212,9 @@ class Watcher(BaseStateCallback):
         self._log = log
 
     def now_s(self) -> float:
-        """Return the time since the start."""
         return time.monotonic() - self.began_s
 
     def tell(self, text: str) -> None:
-        """Take in a log line."""
         for line in text.splitlines():
             self._log(f"{self.now_s():.1f} {line}\n")
             self._show(self.seen.log(line))
@@ -234,7 +224,7 @@ class Watcher(BaseStateCallback):
             self.screen.say(text)
         self.screen.look()
 
-    # pyinfra declares these as static methods and calls them on the instance.
+    # pyinfra declares callbacks as static methods and calls them on the instance.
 
     def operation_start(self, state: State, op_hash: str) -> None:  # type: ignore[override]
         self.seen.begin(", ".join(state.get_op_meta(op_hash).names), self.now_s())
@@ -338,8 +328,7 @@ class _InPlace(_Piped):
     def __exit__(self, *_error: object) -> None:
         self.live.stop()
 
-    def look(self) -> None:
-        """The live display looks by itself."""
+    def look(self) -> None: ...
 
     def _rows(self) -> Group:
         return rows(self.watcher.seen, self.watcher.now_s(), self.console.width)
@@ -370,11 +359,10 @@ def shortened(text: str, room: int) -> str:
 
 
 def coloured(text: str) -> Text:
-    """Return a line in which what is wrong stands out."""
     style = ""
     if any(word in text for word in ("FAILED", "REFUSED", "Error")):
         style = "bold red"
-    elif text.lower().startswith("warning") or "warning" in text[:40].lower():
+    elif "warning" in text[:40].lower():
         style = "yellow"
     return Text(text, style)
 
@@ -405,8 +393,6 @@ def ended(seen: Transcript, code: int, took_s: float) -> Iterator[Text]:
 
 
 def _outcome(host: HostView, good: bool) -> Text:
-    if host.failed:
-        return Text(f"FAILED in {host.failed}", "bold red")
-    if host.serves:
-        return Text(host.serves[0], "green")
-    return Text("done" if good else "not finished", "green" if good else "red")
+    if host.failed or not good:
+        return Text(f"FAILED in {host.failed}" if host.failed else "not finished", "bold red")
+    return Text(host.serves[0] if host.serves else "done", "green")

@@ -27,7 +27,7 @@ from spark_contract.units import MAIN_SERVICE, PREPARE
 from spark_deploy.cli import run_pyinfra, update
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import Options, shared_options
-from spark_deploy.cli.progress_screen import lay, minutes, phase_said
+from spark_deploy.cli.progress_screen import PHASES, lay, minutes
 from spark_deploy.cli.query_hosts import Answer, check_access, query
 from spark_deploy.cli.terminal import note
 from spark_deploy.config.errors import SparkError
@@ -45,7 +45,7 @@ def rollout_text(status: HostStatus, there: UnderWay) -> str:
     release = status.release(there.release)
     what = f"{release.model} with {release.profile}" if release else there.release
     since = f" since {there.since}" if there.since else ""
-    return f"rollout of {what} is under way{since} ({phase_said(there.phase or 'waiting')})"
+    return f"rollout of {what} is under way{since} ({PHASES.get(there.phase or 'waiting', there.phase)})"
 
 
 # While these go on nobody is answered; a rollout tells how long each took.
