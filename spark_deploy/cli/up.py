@@ -45,7 +45,8 @@ def rollout_text(status: HostStatus, there: UnderWay) -> str:
     release = status.release(there.release)
     what = f"{release.model} with {release.profile}" if release else there.release
     since = f" since {there.since}" if there.since else ""
-    return f"rollout of {what} is under way{since} ({PHASES.get(there.phase or 'waiting', there.phase)})"
+    phase = there.phase or "waiting"
+    return f"rollout of {what} is under way{since} ({PHASES.get(phase, phase)})"
 
 
 # While these go on nobody is answered; a rollout tells how long each took.
