@@ -1,7 +1,4 @@
-"""What the files of a repository say of themselves, at one commit: headers and config.json.
-
-The lock keeps it, because it is a fact about a commit and nobody's choice.
-"""
+"""Facts from headers and config.json of a repository at a commit; the lock stores them."""
 
 from __future__ import annotations
 
@@ -20,44 +17,44 @@ class CacheLayers:
     """Layers of a model that keep the same of a request."""
 
     kind: Literal["full", "sliding", "latent", "state"]
-    """full and sliding: keys and values; latent: what MLA keeps; state: one for each request."""
+    """full and sliding: keys and values; latent: MLA; state: fixed size per request."""
     layers: int = Field(ge=1, description="How many.")
-    token_bytes: int = Field(default=0, ge=0, description="Of one layer and token, in 16 bit.")
+    token_bytes: int = Field(default=0, ge=0, description="Per layer and token, in 16 bit.")
     window_tokens: int = Field(default=0, ge=0, description="How far a sliding window reaches.")
-    state_bytes: int = Field(default=0, ge=0, description="Of one layer and request.")
+    state_bytes: int = Field(default=0, ge=0, description="Per layer and request.")
     draft_state_bytes: int = Field(default=0, ge=0)
     """Of these, more for each draft token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class CountedCache:
-    """What an engine said of a cache that nobody could compute, in its first start on a host."""
+    """KV-cache size measured by an engine because it cannot be computed."""
 
     kv_cache: str = Field(description="Type of the cache that it counted.")
     context_tokens: int = Field(ge=1, description="Longest context that it was started with.")
-    token_bytes: int = Field(ge=1, description="Bytes of one token over all layers.")
-    by: str = Field(max_length=200, description="Host and release whose proof holds it.")
+    token_bytes: int = Field(ge=1, description="Bytes per token over all layers.")
+    by: str = Field(max_length=200, description="Host and release of the measurement.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Anatomy:
-    """What headers and config.json of one commit say."""
+    """Facts from headers and config.json at a commit."""
 
     repository: FromKey
     commit: str = Field(json_schema_extra={"pattern": f"^{COMMIT}$"})
     """The commit that was read."""
     leave_out: tuple[str, ...] = ()
-    """Shell patterns of files that were not looked at, because nobody fetches them."""
+    """Shell patterns of files that are not downloaded and were not read."""
     architecture: str = Field(default="", description="Class that config.json names.")
     model_type: str = Field(default="", description="Type that config.json names.")
     quantisation: str = ""
-    """How config.json says weights are stored; empty: it does not."""
+    """Quantisation in config.json; empty: none."""
     weights: dict[str, int] = Field(
         default_factory=dict,
         json_schema_extra={"additionalProperties": {"type": "integer", "minimum": 0}},
     )
     """Bytes that are always loaded, by dtype."""
-    repeats_names: bool = Field(default=False, description="Files hold some tensors twice.")
+    repeats_names: bool = Field(default=False, description="Some tensors are stored twice.")
     vision_bytes: int = Field(default=0, ge=0)
     """Towers and projectors of pictures and sound."""
     drafter_bytes: int = Field(default=0, ge=0)
@@ -69,7 +66,7 @@ class Anatomy:
     """moe_intermediate_size."""
     cache: tuple[CacheLayers, ...] = Field(default=(), description="What layers keep of a request.")
     cache_unknown: str = ""
-    """Why nobody here can say what they keep; empty when the cache is known."""
+    """Why the KV cache cannot be computed; empty if it can."""
     counted: CountedCache | SkipJsonSchema[None] = None
     """What an engine counted where the cache is not known; `lock --counted` writes it."""
 

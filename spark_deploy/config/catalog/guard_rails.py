@@ -1,4 +1,4 @@
-"""What is proven and what only a Spark can tell: ``catalog/open_questions.yml``, declared."""
+"""Guard rails (``catalog/guard_rails.yml``) and open questions (``catalog/open_questions.yml``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _COMPARISONS = {
     "one_of": {"description": "Equal to one of these values.", "type": "array", "minItems": 1},
     "contains": {"description": "Text inside, in small letters.", "type": "string"},
 }
-# Schema of a condition on one fact.
 COMPARISON: Schema = {
     "description": "One comparison.",
     "type": "object",
@@ -32,7 +31,7 @@ COMPARISON: Schema = {
 
 
 def all_hold(conditions: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> bool:
-    """Return whether every named fact is as its comparison says; no condition always holds."""
+    """Return whether all conditions on facts are true; an empty mapping is."""
     return all(_holds(facts[fact], condition, facts) for fact, condition in conditions.items())
 
 
@@ -61,12 +60,12 @@ class GuardRail:
     applies: dict[str, dict[str, Any]] = Field(
         min_length=1, json_schema_extra={"additionalProperties": COMPARISON}
     )
-    """Facts of the planned release and what each must be; all must hold."""
+    """Conditions on facts of the planned release; all must be true."""
     effect: Literal["refuse", "warn"] = Field(description="refuse the plan or warn in it.")
-    reason: str = Field(description="What would happen, in a sentence.")
+    reason: str = Field(description="Consequence, in a sentence.")
     fix: str = Field(description="What to do instead.")
     evidence: Literal["measured", "read", "reported"]
-    """measured: a result file of ours shows it; read: in source; reported: by others only."""
+    """measured: in our result files; read: in source code; reported: by other users."""
     source: str = Field(description="Where this is known from.")
     may_be_overridden: bool = False
     """Whether `override_rails` of a host may name a refusing rail; it warns then."""
@@ -81,7 +80,7 @@ class GuardRails:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Question:
-    """Something that only a DGX Spark can tell."""
+    """A question with a checkable answer."""
 
     id: str = Field(json_schema_extra={"pattern": "^[a-z-]+$"})
     """Its name; the function of this name answers it."""
@@ -91,7 +90,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Part:
-    """A part of the project, and what showed that it works."""
+    """A part of the project and its evidence."""
 
     part: str = Field(min_length=1, description="What it is.")
     lab: str = Field(description="What the virtual lab showed.")
@@ -101,7 +100,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class OpenQuestions:
-    """What is proven, where, and what is open."""
+    """Proven parts and open questions."""
 
     parts: tuple[Part, ...] = Field(min_length=1, description="In the order of the page.")
 

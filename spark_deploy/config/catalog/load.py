@@ -29,16 +29,16 @@ _Document = TypeVar(
 _CheckedProfile = Annotated[Profile, BROKEN]
 _CheckedPlain = Annotated[PlainModel, BROKEN]
 _CheckedHybrid = Annotated[HybridModel, BROKEN]
-# What is said of one profile is not true of those that differ from it.
+# Keys that a profile does not inherit: they describe exactly that profile.
 _OWN_OF_PROFILES = ("summary", "choose_when", "published", "stage", "proven")
 
 
 def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catalog:
-    """Return ``catalog/``, read as it is asked for; a file with mistakes stops only who names it.
+    """Return the catalog; files are read on first use, and a mistake only affects that name.
 
     Args:
-        checkout: where ours lies.
-        own: a folder whose ``catalog/`` has models and profiles of its owner; they win by name.
+        checkout: folder with our catalog.
+        own: folder with the user's ``catalog/``, which wins by name.
     """
     files = _Files(checkout, own)
     named = {kind: tuple(files.of(kind)) for kind in ("models", "profiles")}
@@ -81,7 +81,7 @@ def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catal
 
 @contextmanager
 def _noting(broken: dict[tuple[str, ...], tuple[Problem, ...]], *place: str) -> Iterator[None]:
-    """Note what is wrong with a document; it is then none."""
+    """Record the mistakes of a document and leave it out."""
     try:
         yield
     except CatalogError as error:
@@ -90,7 +90,7 @@ def _noting(broken: dict[tuple[str, ...], tuple[Problem, ...]], *place: str) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Ours, and those of somebody who deploys."""
+    """Catalog files of the checkout and of the user."""
 
     checkout: Path
     own: Path | None
@@ -100,7 +100,7 @@ class _Files:
 
     @property
     def replaced(self) -> frozenset[str]:
-        """Names of ours that stand for files of somebody else's."""
+        """Names of our files that the user's files replace."""
         return frozenset(
             f"{kind}/{name}"
             for kind in ("models", "profiles")
@@ -109,7 +109,7 @@ class _Files:
         )
 
     def joined(self, kind: str, name: str, own: tuple[str, ...] = ()) -> _Data:
-        """Return a file merged into the one it is based on, whose keys ``own`` are left there."""
+        """Return a file merged into its ``based_on`` file, which keeps its keys ``own``."""
         shown = f"catalog/{kind}/{name}.yml"
         data = self._read(kind, name)
         parent = data.pop("based_on", None)
@@ -117,13 +117,13 @@ class _Files:
             return data
         below = self._read(kind, parent, ours=parent == name)
         if "based_on" in below:
-            message = f"is based on {parent}, which is itself based on another"
+            message = f"is based on {parent}, which has based_on itself"
             raise CatalogError.one(shown, message, f"base it on {below['based_on']} directly")
         inherited = {key: value for key, value in below.items() if key not in own}
         return merge(inherited, data, null_keeps=False)
 
     def _read(self, kind: str, name: object, *, ours: bool = False) -> _Data:
-        """Read a file; one that is based on its own name means ours."""
+        """Read a file; a user's file that extends its own name means ours."""
         shown = f"catalog/{kind}/{name}.yml"
         found = self.of(kind).get(str(name), self.checkout / shown)
         data, problems = read_mapping(self.checkout / shown if ours else found, shown=shown)
@@ -133,7 +133,7 @@ class _Files:
 
 
 def read_file(kind: str, name: str, *, own: Path) -> _Data:
-    """Return the keys of a file of ``models`` or ``profiles``, and of what it is based on."""
+    """Return a file of ``models`` or ``profiles``, merged with its ``based_on`` file."""
     left = _OWN_OF_PROFILES if kind == "profiles" else ()
     return _Files(CHECKOUT, own).joined(kind, name, own=left)
 
@@ -154,7 +154,7 @@ def read_families() -> Families:
 def _model(name: str, files: _Files) -> Model:
     shown = f"catalog/models/{name}.yml"
     data = files.joined("models", name)
-    # Whatever else it says: only one word chooses the form that the file is checked against.
+    # Only this key selects the schema.
     if data.get("kind") == "plain":
         schema = load_schema("plain_model", checkout=files.checkout)
         return _checked(_CheckedPlain, data, schema, shown, name=name)
@@ -163,7 +163,7 @@ def _model(name: str, files: _Files) -> Model:
 
 
 def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:
-    """Return a profile with what the model changes of it: rules in order, each sees the file's."""
+    """Return a profile with the model's changes; conditions see the unchanged profile."""
     changes = [one.set for one in model.changes if all_hold(one.when, plain.traits)]
     changed = data
     for change in changes:
@@ -184,7 +184,7 @@ def _read(shown: str, checkout: Path) -> _Data:
 def _checked(
     kind: type[_Document], data: _Data, schema: Schema, shown: str, **of_file: str
 ) -> _Document:
-    """Return a document that follows its schema and its own rules."""
+    """Return a document, or raise ``CatalogError`` with all mistakes."""
     if problems := list(problems_of(data, schema, lambda path: shown, RENAMED)):
         raise CatalogError(problems)
     try:

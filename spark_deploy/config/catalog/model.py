@@ -1,4 +1,4 @@
-"""A model: one file of ``catalog/models``, declared."""
+"""Models: files of ``catalog/models``."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ RENAMED = {
 class Sources:
     """Repositories of the model hub; the lock adds the commit."""
 
-    base: HubRepository = Field(description="Complete INT4 tree.")
+    base: HubRepository = Field(description="Complete INT4 checkpoint.")
     donor: HubRepository | None = None
-    """FP8 tree that shared experts come from; null when there is none."""
+    """FP8 source checkpoint of the shared experts; null for none."""
     hybrid: HubRepository | None = None
-    """The base with the donor's shared experts already in it, made by others; null when there is
-    none."""
+    """Published checkpoint that already contains the FP8 shared experts; null for none."""
     original: HubRepository | None = None
     """16-bit repository for `spark-deploy add MODEL --requantize`; null if none."""
     revision: str = Field(default="main", description="Branch or tag the lock starts from.")
     repeats_names: bool = False
-    """The base's files hold some tensors twice, which fastsafetensors refuses."""
+    """The base stores some tensors twice, which fastsafetensors refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -59,7 +58,7 @@ class Architecture:
 
     layers: int = Field(ge=1, description="Layers of the language model.")
     full_attention_every: int = Field(ge=1)
-    """Every how many layers one has full attention; the others are gated delta nets."""
+    """Every n-th layer has full attention; the rest are gated delta nets."""
     hidden: int = Field(ge=1, description="hidden_size.")
     vocabulary: int = Field(ge=1, description="vocab_size.")
     experts: int = Field(ge=1, description="Experts of a layer.")
@@ -110,14 +109,14 @@ class ModelImage:
     role: str = Field(default="engine", json_schema_extra=IMAGE_ROLE)
     """Key of `images` in the settings."""
     plugin: bool = True
-    """false: the image is used unchanged whatever the profile says."""
+    """false: use the image unchanged, whatever the profile."""
     engine_mode: Literal["native", "portable"] = "native"
     """portable: for an engine without kernels for these trees; the plugin dequantises them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class ModelMemory:
-    """What the engine needs beside weights and KV cache."""
+    """Engine memory in addition to weights and KV cache."""
 
     runtime_gib: Gib = Field(default=4, ge=0)
     """Process, GPU context, compiled graphs and activations, in GiB; an estimate."""
@@ -131,12 +130,12 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Question:
-    """One question whose answer can be checked."""
+    """A question with a checkable answer."""
 
-    prompt: str = Field(description="What is asked.")
+    prompt: str = Field(description="Prompt.")
     expect: str = Field(description="Regular expression the answer must match.")
     max_tokens: int = Field(default=512, ge=1)
-    """Longest answer, with what is thought before it."""
+    """Maximum tokens of reasoning and answer."""
     thinking: bool = False
     """on: the model may think before it answers, and a wrong answer is a warning. off: any instruct
     model answers it at once, and a server that does not is broken."""
@@ -147,8 +146,8 @@ class ModelCheck:
     """Questions with answers that can be checked."""
 
     questions: tuple[Question, ...] = ()
-    """Each is asked greedily and judged by a regular expression; the first at every start. Without
-    any, those are asked that every model of its task answers."""
+    """Asked greedily, compared with a regular expression; the first at every start. Default:
+    questions for the model's task."""
     copy: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Strings the model must repeat exactly."""
     tool_call: bool = Field(default=False, description="Demand a tool call.")
@@ -170,19 +169,19 @@ class Change:
             "additionalProperties": COMPARISON,
         },
     )
-    """Traits of the profile's file and what each must be; without any, every profile."""
+    """Conditions on traits of the profile; empty: every profile."""
     set: dict[str, Any] = Field(min_length=1, description="Keys of the profile, merged key by key.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class AnyModel:
-    """What every file of catalog/models says, of whatever kind the model is."""
+    """Keys of every file in catalog/models."""
 
     name: SkipJsonSchema[str]  # of the file
     based_on: CatalogName | SkipJsonSchema[None] = None
-    """Another model whose keys this file changes; one step only."""
-    summary: str = Field(max_length=100, description="What this model is, in one line.")
-    choose_when: str = Field(max_length=160, description="Who should take it, in one line.")
+    """Model that this file extends; a single level."""
+    summary: str = Field(max_length=100, description="The model in a line.")
+    choose_when: str = Field(max_length=160, description="When to choose it, in a line.")
     parsers: Parsers = Field(default_factory=Parsers)
     image: ModelImage = Field(default_factory=ModelImage)
     memory: ModelMemory = Field()
@@ -192,21 +191,21 @@ class AnyModel:
     )
     """LoRA adapters by the name that clients ask for; each is fetched, verified and counted."""
     changes: tuple[Change, ...] = ()
-    """What this model needs otherwise than profiles say; later ones win."""
+    """Changes of profiles for this model; later entries win."""
 
     def broken(self) -> Iterator[Violation]:
         if self.check.questions and self.check.questions[0].thinking:
             message = "the first question is asked at every start, and this one needs thinking"
-            fix = "put one first that any instruct model answers with thinking: off"
+            fix = "put a question first that any instruct model answers with thinking: off"
             yield Violation(("check", "questions"), message, fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class HybridModel(AnyModel):
-    """A model whose tree profiles may build: exact sets of names, numbers of its architecture."""
+    """A model for which profiles may build a checkpoint from exact tensor sets."""
 
     kind: Literal["hybrid"] = "hybrid"
-    """hybrid: profiles may build a tree of exact sets of names."""
+    """hybrid: profiles may build a checkpoint."""
     sources: Sources = Field()
     architecture: Architecture = Field()
     tensors: Tensors = Field()
@@ -216,7 +215,7 @@ class HybridModel(AnyModel):
             yield violation._replace(key=("tensors", *violation.key))
         for violation in self.architecture.broken():
             yield violation._replace(key=("architecture", *violation.key))
-        # Without slots of its own a class made anew by dataclass has no `super()`.
+        # `super()` fails in dataclasses with slots.
         yield from AnyModel.broken(self)
 
 
@@ -225,7 +224,7 @@ Task = Literal["chat", "completion", "embedding", "reranking", "classification"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class PlainModel(AnyModel):
-    """A repository that is served as it was published: its files at a commit, and nothing built."""
+    """A repository that is served as published."""
 
     kind: Literal["plain"]
     """plain: a repository that is served as it was published."""
@@ -233,18 +232,17 @@ class PlainModel(AnyModel):
     revision: str = "main"
     """Branch, tag or commit that the lock starts from."""
     task: Task = "chat"
-    """What it is asked for, and what the proof asks. completion: a base model."""
+    """Task of the model and of the check. completion: a base model."""
     vision: bool = False
-    """It takes pictures; profiles with vision on keep that tower and ask about one."""
+    """Accepts images; profiles with vision keep the tower and check it with an image."""
     audio: bool = False
-    """It takes sounds; the proof asks with two, one longer than the other."""
+    """Accepts audio; checked with two clips of different length."""
     leave_out: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """Shell patterns of files that are not fetched: other formats of the same weights."""
+    """Shell patterns of files that are not downloaded, such as other formats of the weights."""
     memory: ModelMemory = Field(default_factory=ModelMemory)
     imported: tuple[Text, ...] = ()
-    """Where this file's values are from, of a model that this project never ran; none claims a
-    speed."""
-    # What the files' headers and config.json say at the locked commit; nobody writes it.
+    """Sources of this file's values, for a model that this project never ran."""
+    # Filled from the lock.
     anatomy: SkipJsonSchema[Anatomy | None] = None
 
     @property
@@ -255,7 +253,7 @@ class PlainModel(AnyModel):
 
 Model = HybridModel | PlainModel
 
-# Room for a model that cannot be told not to think.
+# Enough for models that always reason.
 _TOKENS = 1024
 
 _CHAT = (
@@ -289,6 +287,6 @@ _OF_TASK = {
 
 
 def questions_of(model: Model) -> tuple[Question, ...]:
-    """Return what a model is asked: its own questions, else those of its task."""
+    """Return the questions of a model, or the default questions of its task."""
     task = model.task if isinstance(model, PlainModel) else "chat"
     return model.check.questions or _OF_TASK.get(task, ())

@@ -1,4 +1,4 @@
-"""A profile: one file of ``catalog/profiles``, declared."""
+"""Profiles: files of ``catalog/profiles``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_repository(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Speculation:
-    """Draft tokens that the model only has to confirm."""
+    """Draft tokens that the model verifies."""
 
     method: Literal["mtp", "dflash", "eagle3", "ngram", "draft_model"]
     """How drafts are made. mtp: by layers of the model's own, which some publish in a repository
@@ -49,12 +49,12 @@ class Speculation:
     """With ngram: most words that are looked for."""
     shortest_match: int | None = Field(default=None, ge=1, le=64)
     """With ngram: fewest words that are looked for."""
-    # What the drafter's files say at the locked commit; nobody writes it.
+    # Filled from the lock.
     anatomy: SkipJsonSchema[Anatomy | None] = None
 
     @property
     def by_own_layers(self) -> bool:
-        """Whether the model's own tree holds what drafts."""
+        """Whether the model's checkpoint contains the drafter."""
         return self.method == "mtp" and self.repository is None
 
     def broken(self) -> Iterator[Violation]:
@@ -65,7 +65,7 @@ class Speculation:
             message = "ngram drafts without weights"
             yield Violation(("repository",), message, "leave it out, or choose another method")
         if self.method == "mtp" and self.tokens > _MOST_MTP_TOKENS:
-            message = f"{self.tokens} are more than one layer can draft to any use"
+            message = f"{self.tokens} draft tokens are too many for an MTP layer"
             yield Violation(("tokens",), message, f"draft {_MOST_MTP_TOKENS} or fewer")
         for key in ("longest_match", "shortest_match"):
             if self.method != "ngram" and getattr(self, key) is not None:
@@ -77,13 +77,13 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Adapter:
-    """A LoRA adapter that is served under a name of its own beside the model."""
+    """A LoRA adapter, served under a separate name."""
 
     repository: HubRepository = Field(description="Repository of the model hub.")
     revision: str = "main"
     """Branch, tag or commit that the lock starts from."""
     rank: int = Field(ge=1, le=512, description="`r` of its adapter_config.json.")
-    # What its files say at the locked commit; nobody writes it.
+    # Filled from the lock.
     anatomy: SkipJsonSchema[Anatomy | None] = None
 
 
@@ -101,15 +101,15 @@ TRAITS: dict[str, Callable[[Profile], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Figure:
-    """A number someone else published."""
+    """A published number."""
 
-    what: str = Field(description="What was measured, and where.")
-    value: str = Field(description="The figure with its unit.")
+    what: str = Field(description="Measurement and setup.")
+    value: str = Field(description="Figure with unit.")
     source: str = Field(description="Who published it, and the stack that it was measured on.")
     model: CatalogName | None = None
     """With tokens_per_s: the model of catalog/models that it is about."""
     tokens_per_s: float | None = Field(default=None, gt=0)
-    """The same figure as a number; the computed speed is held against it."""
+    """The same figure as a number, compared with the computed speed."""
     requests: int = Field(default=1, ge=1)
     """With tokens_per_s: requests at once, for all of them."""
     fitted: bool = False
@@ -118,9 +118,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class ResultRow:
-    """A row of one of this project's result files."""
+    """A row in a result file of this project."""
 
-    what: str = Field(description="What was shown, with its limits.")
+    what: str = Field(description="Claim with its limits.")
     result: str = Field(
         json_schema_extra=form(r"^[a-z0-9-]+\.json$", "the file's name alone", "recall.json")
     )
@@ -151,27 +151,24 @@ class ProfileCheck:
             }
         },
     )
-    """Metric name to a smallest value, or to labels that one sample must carry."""
+    """Metric name to a minimum, or to required labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Profile:
-    """One way of serving: a file of catalog/profiles, with the overrides of a model merged in."""
+    """A file of catalog/profiles, merged with the changes of a model."""
 
     name: SkipJsonSchema[str]  # of the file
     based_on: CatalogName | SkipJsonSchema[None] = None
-    """Another profile whose keys this file changes, but for what is published and proven of it; one
-    step only."""
-    summary: str = Field(max_length=100, description="What this profile is, in one line.")
-    choose_when: str = Field(max_length=160, description="Who should take it, in one line.")
+    """Profile that this file extends (not its published and proven rows); a single level."""
+    summary: str = Field(max_length=100, description="The profile in a line.")
+    choose_when: str = Field(max_length=160, description="When to choose it, in a line.")
     published: tuple[Figure, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """Figures of others, each with its source; never our own measurements."""
+    """Published figures with sources; never our measurements."""
     stage: PositiveInt | SkipJsonSchema[None] = None
-    """Its place among profiles that differ in one thing each: `bench --ladder` serves and measures
-    them in this order."""
+    """Position in `bench --ladder`, which measures profiles that differ in a single feature."""
     proven: tuple[ResultRow, ...] = Field(default=(), json_schema_extra=UNIQUE)
-    """What a result file of this project shows of this profile, and on what; nothing else is
-    claimed."""
+    """Rows of result files about this profile."""
     shared_experts: Scheme = Field(
         json_schema_extra={"enum": ["fp8-donor", "fp8-self", "int8-g128", "keep"]}
     )
@@ -182,7 +179,7 @@ class Profile:
     base, made INT8 by our plugin while it loads and computed by the fastest of our kernel, Marlin
     and 16 bit, measured once on the host."""
     layout: Literal["overlay", "full"] = "overlay"
-    """overlay: hard links to the base and one small shard; full: rewritten shards."""
+    """overlay: hard links to the base and a small shard; full: rewritten shards."""
     plugin: bool
     """true: the image gets our plugin layer; false: the image is used unchanged."""
     # The model's image decides it; the file of a profile cannot.
@@ -199,7 +196,7 @@ class Profile:
     options: dict[str, Any] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": OPTION_NAMES}
     )
-    """Further options of `vllm serve`: name without dashes to value; true is a bare flag, false its
+    """More options of `vllm serve`: name without dashes to value; true is a bare flag, false the
     --no- form, a mapping becomes JSON, null drops the option."""
     environment: dict[str, str] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": ENVIRONMENT_NAMES}
@@ -214,17 +211,17 @@ class Profile:
 
     @property
     def builds_checkpoint(self) -> bool:
-        """Whether a tree of our own is served instead of the base as it is."""
+        """Whether a built checkpoint is served instead of the base."""
         return self.shared_experts != "keep" or self.checkpoint_head != "keep"
 
     @property
     def checkpoint_head(self) -> Literal["keep", "int8-g128"]:
-        """The head in the tree: our own kernel quantises a 16-bit one while it is loaded."""
+        """Head in the checkpoint; int8-triton quantises a 16-bit head while loading."""
         return "keep" if self.head == "int8-triton" else self.head
 
     @property
     def tree_needs_plugin(self) -> bool:
-        """Whether an engine without our plugin refuses the tree this profile serves."""
+        """Whether stock vLLM refuses the checkpoint of this profile."""
         overlay = self.builds_checkpoint and self.layout == "overlay"
         return self.shared_experts.startswith("fp8") or overlay
 

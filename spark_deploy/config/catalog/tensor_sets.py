@@ -1,4 +1,4 @@
-"""Names of a model's tensors as patterns, and whether they fit what else its file says of them."""
+"""Exact sets of tensor names as patterns, checked against counts and shapes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Edge = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class DonorShape:
-    """What the donor holds for some swapped modules."""
+    """Shapes of some swapped modules in the FP8 source."""
 
-    modules: Text = Field(description="Pattern of swapped modules of one shape.")
+    modules: Text = Field(description="Pattern of swapped modules with this shape.")
     weight: tuple[_Edge, _Edge] = Field(description="Rows and columns of the FP8 weight.")
     scale: tuple[_Edge, _Edge] = Field(description="Rows and columns of the grid of block scales.")
     source: Text = Field(description="Where these numbers are from.")
@@ -28,7 +28,7 @@ class DonorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Counts:
-    """How many names each set has, by somebody else's count or by arithmetic."""
+    """Number of names in each set, counted or computed."""
 
     base: int = Field(ge=0, description="Tensors of the base without MTP.")
     mtp: int = Field(ge=0, description="Tensors of the drafter.")
@@ -42,9 +42,9 @@ class Tensors:
     """Exact sets of names as patterns with shell braces, expanded exactly and compared as sets."""
 
     swap: tuple[Text, ...] = Field(json_schema_extra=UNIQUE)
-    """Modules whose weight comes from the donor."""
+    """Modules whose weight comes from the FP8 source."""
     block_shape: tuple[_Edge, _Edge] = (128, 128)
-    """Rows and columns that share one FP8 scale."""
+    """Rows and columns per FP8 scale."""
     base: tuple[Text, ...] = Field(min_length=1, json_schema_extra=UNIQUE)
     """Tensors of the base without MTP."""
     mtp: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
@@ -52,10 +52,9 @@ class Tensors:
     donor_unmatched: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Donor tensors outside the routed experts that the base stores in another form."""
     donor_shapes: tuple[DonorShape, ...] = ()
-    """What the donor holds for every swapped module; compared with its headers before a byte of its
-    weights is asked for."""
+    """Shapes of every swapped module, compared with the headers before the download."""
     counts: Counts | None = None
-    """How many names the patterns must stand for; null when nobody counted."""
+    """Expected number of names in each set; null if nobody counted."""
 
     def broken(self, *, donor: str | None) -> Iterator[Violation]:
         problems = list(self._unreadable())

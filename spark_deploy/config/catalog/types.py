@@ -39,18 +39,18 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Engines:
-    """Architectures and parsers of each supported engine; written from its sources by a test."""
+    """Architectures and parsers of each supported engine; a test writes them from its source."""
 
     engines: dict[str, Engine] = Field(description="By version.")
 
     def of_image(self, reference: str) -> tuple[str, Engine | None]:
-        """Return the version that an image's tag tells, and what is known of it."""
+        """Return the vLLM version in an image's tag, and its entry."""
         version = version_of(reference)
         return version, self.engines.get(version)
 
 
 def version_of(reference: str) -> str:
-    """Return N of an image called ``...:vN``; empty when its tag tells no version of vLLM."""
+    """Return N of an image ``...:vN``; empty if the tag is not a vLLM version."""
     tag = reference.partition("@")[0].rpartition("/")[2].partition(":")[2]
     found = _VERSION.match(tag)
     return found[1] if found else ""
@@ -61,10 +61,9 @@ _V = TypeVar("_V")
 
 
 class Lazily(Mapping[_K, _V]):
-    """Documents that are read when somebody asks for them; those with mistakes are left out.
+    """Documents that are read on first use; documents with mistakes are left out.
 
-    A deploy is about one model in one profile, and reading all pairs takes longer than the rest of
-    its planning.
+    Reading all pairs takes longer than planning.
     """
 
     def __init__(self, names: Iterable[_K], read: Callable[[_K], _V | None]):
@@ -108,23 +107,23 @@ class Catalog:
         return self.models[name]
 
     def notes(self, model: str, profile: str) -> tuple[str, ...]:
-        """Return what somebody should know who reads the plan of a pair."""
+        """Return notes for the plan of a pair."""
         named = (f"models/{model}", f"profiles/{profile}")
         return tuple(
-            f"catalog/{entry}.yml beside the inventory is used instead of ours"
+            f"catalog/{entry}.yml of your folder replaces ours"
             for entry in named
             if entry in self.replaced
         )
 
     def profile(self, name: str, model: str) -> Profile:
-        """Return a profile as one model wants it, or raise ``CatalogError``."""
+        """Return a profile with the model's changes, or raise ``CatalogError``."""
         wanted = (name, self.model(model).name)
         if wanted not in self.profiles:
             self._refuse("profiles", name, self.profile_names, (f"profiles/{name}",), wanted)
         return self.profiles[wanted]
 
     def knowing(self, anatomies: Mapping[str, Anatomy]) -> Catalog:
-        """Return the catalog with what was read of models, drafters and adapters."""
+        """Return the catalog with the anatomies of models, drafters and adapters."""
 
         def model(name: str) -> Model | None:
             found = self.models.get(name)
@@ -169,11 +168,11 @@ def _known(model: Model, anatomies: Mapping[str, Anatomy]) -> Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Family:
-    """Names of parsers that no file of a repository says."""
+    """Parser names for a model family."""
 
     model_types: tuple[str, ...] = Field(min_length=1, description="model_type of config.json.")
     name: str = ""
-    """Regular expression found in the repository's name; empty fits all."""
+    """Regular expression for the repository's name; empty fits all."""
     reasoning: str | None = None
     """Reasoning parser of the engine; null for none."""
     tool_call: str | None = None
