@@ -259,7 +259,7 @@ def test_a_network_that_loses_the_way_in_comes_back_by_itself(site: Site, render
     run = site.deploy("--limit", guest.name, deploy=FABRIC)
     site.choose(fabric=usual)
     guest.run(f"rm -r {folder}; systemctl daemon-reload")
-    assert guest.run(f"ls {CUT}").strip() == CUT
+    assert guest.run(f"ls {CUT} 2>&1", check=False).strip() == CUT, run.stderr[-4000:]
     assert run.exit_code != 0
     assert addresses(guest) == BARE
     assert guest.run(f"ls {FILE} {TRIAL} 2>/dev/null | wc -l").strip() == "0"
