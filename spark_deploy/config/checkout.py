@@ -1,4 +1,4 @@
-"""Where the checkout lies, and which names its catalog holds.
+"""Paths of the checkout and of catalog files.
 
 An installed wheel carries the parts of the checkout that a deploy needs, laid out as in one.
 """
@@ -12,7 +12,7 @@ CHECKOUT = _CARRIED if _CARRIED.is_dir() else _CARRIED.parent.parent
 
 
 def page(name: str) -> str:
-    """Return where to read about something; a folder of one's own and a wheel have no pages."""
+    """Return the reference page of a subject; a wheel has no pages."""
     return f"docs/reference/{name}.md of dgx-spark-deploy"
 
 
@@ -26,7 +26,7 @@ def catalog_names(
 def catalog_files(
     kind: str, *, checkout: Path = CHECKOUT, own: Path | None = None
 ) -> dict[str, Path]:
-    """Return the file of each name; one in ``own``, beside an inventory, wins over ours."""
+    """Return the file of each name; files in ``own``, the user's folder, win."""
     folders = [checkout] if own is None or own.resolve() == checkout.resolve() else [checkout, own]
     files = {
         path.stem: path

@@ -1,7 +1,6 @@
 """Every deliberate error of the project, in three parts: where, what, how to fix.
 
-pyinfra prints subclasses of ``PyinfraError`` as one message without a traceback, so all of ours
-derive from it.
+pyinfra prints subclasses of ``PyinfraError`` without a traceback, so all errors derive from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Words of hosts and hubs as a terminal may show them: nothing in them moves it, or hides text."""
+"""Make text from hosts and hubs safe for a terminal: no control or invisible characters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def shown(text: str) -> str:
 
 
 def one_line(words: object) -> str:
-    """Return other people's words as part of one line, which moves no terminal's cursor."""
+    """Return the first line of untrusted text without control characters."""
     line = shown((str(words).strip().splitlines() or ["no reason given"])[0])[:300]
-    # Letters that no font knows yet as well: what a line holds is to be seen.
+    # Unassigned letters as well.
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in line)
 
 
@@ -34,10 +34,7 @@ def in_words(reason: str) -> str:
 
 
 def heard(line: str) -> str:
-    """Return a line that a host printed, so that neither it nor JSON in it holds such characters.
-
-    Carriage returns before its end are some, too.
-    """
+    """Return a line of host output without control characters, also inside JSON."""
     text = shown(line.rstrip("\r\n"))
     return _IN_JSON.sub(_marked, text) if '"' in text else text
 

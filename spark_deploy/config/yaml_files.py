@@ -38,7 +38,7 @@ class _NoDuplicates(_Loader):  # type: ignore[misc]
 
 
 class _DatesAreText(_NoDuplicates):
-    """The same for documents of others, who write dates without quotes."""
+    """Loader for foreign documents, in which unquoted dates are text."""
 
 
 _DatesAreText.add_constructor("tag:yaml.org,2002:timestamp", _DatesAreText.construct_yaml_str)
@@ -87,7 +87,7 @@ def read_mapping(
     Args:
         path: of the file.
         shown: how messages call it.
-        of_others: its form is not ours, so a date in it is text and no mistake.
+        of_others: a foreign document, in which a date is text.
     """
     try:
         data = _load(path, _DatesAreText if of_others else _NoDuplicates)

@@ -1,4 +1,4 @@
-"""Settings of the engine: what an owner may say instead of the profile."""
+"""Engine settings that replace values of the profile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CONFIG = ConfigDict(extra="forbid", json_schema_extra=_accept_vllm_names)
 
 
 def broken_words(options: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Violation]:
-    """Yield options and variables that nobody may give the engine."""
+    """Yield refused options and variables."""
     for option, message, fix in option_problems(options):
         yield Violation(("options", option), message, fix)
     for name, message, fix in environment_problems(environment):

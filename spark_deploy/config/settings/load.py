@@ -50,7 +50,7 @@ class HostSettings:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One source of settings: the name people know it by, and its content."""
+    """A source of settings."""
 
     shown: str
     data: dict[str, Any]
@@ -72,7 +72,7 @@ def load_hosts(
         root: folder holding the ``group_vars`` and ``host_vars`` of the inventory.
         overrides: ``--data`` of the command line, dotted keys allowed.
         generated: what an inventory works out itself; ranks between group and host files.
-        checkout: where the defaults, the schema and the catalog lie.
+        checkout: folder with defaults, schemas and catalog.
         judged: whether models and profiles must be in a catalog.
     """
     problems: list[Problem] = []
@@ -83,7 +83,7 @@ def load_hosts(
     for group, hosts in groups.items():
         middle = _file_layer(root / "group_vars" / f"{group}.yml", root, checkout, problems)
         own = [Layer("inventory", undot(generated))] if generated else []
-        usual: HostSettings | None = None  # of a host without a file of its own: all are alike
+        usual: HostSettings | None = None  # the same for all hosts without a file
         for host in hosts:
             if host in found:
                 fix = "list every host in one group only"
@@ -222,9 +222,9 @@ def _host_settings(
 
 
 def _as_host(made: HostSettings, host: str) -> HostSettings:
-    """Return settings as those of a host, which serves by itself unless its group names it."""
+    """Return the settings of a host; only listed hosts belong to a cluster or to replicas."""
     settings = made.settings
-    if not settings:  # there are mistakes, which are told soon
+    if not settings:  # with mistakes, which are reported later
         return made
     cluster, replicas = settings.cluster, settings.replicas
     if host not in cluster.hosts:
@@ -235,7 +235,7 @@ def _as_host(made: HostSettings, host: str) -> HostSettings:
 
 
 def _origin(layers: Sequence[Layer], path: KeyPath) -> str:
-    """Name the last layer that says something about ``path``."""
+    """Name the last layer that sets ``path``."""
     for layer in reversed(layers):
         data: Any = layer.data
         for part in path:
@@ -254,7 +254,7 @@ def _origin(layers: Sequence[Layer], path: KeyPath) -> str:
 
 OPTION = "chat-template"
 LARGEST_BYTES = 65_536
-"""Of one argument Linux takes twice as much."""
+"""Half of what Linux allows for an argument."""
 _KEY = ("chat_template",)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]")  # but for tab and line feed
 

@@ -58,7 +58,7 @@ Suite = Annotated[
     text(r"^(\./|[A-Za-z0-9][A-Za-z0-9._/-]*)$", "one word, or ./ for a flat repository", "noble"),
 ]
 Component = Annotated[str, text(r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", "one word", "main")]
-# No login: it stands in jobs, locks and apt lists, which everybody on a host may read.
+# No login, because jobs, locks and apt lists are readable by every user of a host.
 Url = Annotated[
     str,
     text(

@@ -1,7 +1,7 @@
 """All settings of a host, in the order that ``group_vars/all.yml`` shows them.
 
-Each stands once: type, default, meaning and limits where it is declared, rules between settings in
-``broken`` beside them. ``make docs`` writes schema, reference page and ``all.yml`` from it.
+Type, default, limits and description of a setting are declared here only; ``broken`` yields rules
+between settings. ``make docs`` writes schema, reference page and ``all.yml`` from it.
 """
 
 from __future__ import annotations
@@ -229,19 +229,19 @@ class Settings:
 
     @property
     def kept_bytes(self) -> int:
-        """Return what the engine must leave: the reserve, what containers and services may take."""
+        """Memory that the engine must leave to system, containers and services."""
         containers = sum(self.allow_containers.values())
         others = sum(service.memory_bytes for service in self.services.values())
         return self.memory.reserve_bytes + round(containers * GIB) + others
 
     @property
     def ready_pairs(self) -> tuple[PairSettings, ...]:
-        """Return the pairs to have ready, without the one that is served."""
+        """Pairs to keep ready, without the served pair."""
         served = PairSettings(self.model, self.profile)
         return tuple(pair for pair in dict.fromkeys(self.keep_ready) if pair != served)
 
     def of_service(self, name: str) -> Settings:
-        """Return these settings as they are for one of the services beside the main one."""
+        """Return the settings of an additional service."""
         service = self.services[name]
         return dataclasses.replace(
             self,
@@ -259,7 +259,7 @@ class Settings:
                     for f in dataclasses.fields(service.engine)
                 }
             ),
-            # All but its own share is others'.
+            # The service gets exactly its share.
             allow_containers={},
             memory=dataclasses.replace(
                 self.memory, reserve_gib=self.memory.total_gib - service.memory_gib
