@@ -177,10 +177,10 @@ class BuildPlan:
         if not self.base_tensors:
             raise DocumentError("base_tensors: empty")
         if self.compares_with_donor and self.donor is None:
-            raise DocumentError(f"shared_experts: {self.shared_experts} needs a donor")
+            raise DocumentError(f"shared_experts: {self.shared_experts}, but no donor")
         # An overlay drops plain names and needs the plugin.
         if self.shared_experts in ("fp8-base", "int8-g128") and self.layout == "overlay":
-            raise DocumentError(f"layout: {self.shared_experts} needs layout full")
+            raise DocumentError(f"layout: not for {self.shared_experts}, set layout to full")
         if any(pattern.endswith(".weight") for pattern in self.swap):
             raise DocumentError("swap: names tensors, not modules without .weight")
 

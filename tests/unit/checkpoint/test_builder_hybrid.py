@@ -111,7 +111,7 @@ def test_an_int4_base_does_not_pass_for_a_hybrid(workshop):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"layout": "overlay"}, "needs layout full"), ({"donor": None}, "no donor")],
+    [({"layout": "overlay"}, "set layout to full"), ({"donor": None}, "no donor")],
 )
 def test_a_plan_that_cannot_be_proven_is_refused(hybrid, change, said):
     write(hybrid)
