@@ -14,7 +14,6 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.host import (
     BASE_PACKAGES,
     DOCKER_DIR,
-    DOCKER_PACKAGES,
     TOOLKIT_PACKAGES,
 )
 from spark_deploy.config.settings.sources import RepositorySettings
@@ -210,7 +209,7 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
             {*daemon.get("insecure-registries", ()), *settings.registries.insecure}
         )
     return DockerPlan(
-        packages=DOCKER_PACKAGES,
+        packages=docker.packages,
         toolkit_packages=TOOLKIT_PACKAGES,
         repositories=_repositories(settings, docker.repositories),
         daemon=daemon,

@@ -28,7 +28,7 @@ from spark_contract.status import Footprint, Keep
 from spark_contract.units import DIGEST_LABEL
 
 from spark_deploy.config.documents import digest_of
-from spark_deploy.config.settings.host import BASE_PACKAGES, DOCKER_PACKAGES, TOOLKIT_PACKAGES
+from spark_deploy.config.settings.host import BASE_PACKAGES, TOOLKIT_PACKAGES
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.types import (
@@ -316,7 +316,7 @@ def footprint_of(
         daemon_keys=tuple(sorted({*docker.daemon, "runtimes", "insecure-registries"})),
         masked=masked,
         packages=(*BASE_PACKAGES, "earlyoom", NJS),
-        engine_packages=DOCKER_PACKAGES,
+        engine_packages=settings.docker.packages,
         gpu_packages=(*TOOLKIT_PACKAGES, settings.cuda.package),
         docker_users=docker.users,
         access_files=access_files,

@@ -77,7 +77,11 @@ def state_of(tree: ast.Module, *, may_remember: bool = False) -> Iterator[str]:
             yield f"line {node.lineno}: {target} is found out when the module is imported"
     for part in ast.walk(tree):
         words = [ast.unparse(one) for one in getattr(part, "decorator_list", ())]
-        yield from (f"remembers {word}" for word in words if "cache" in word and not may_remember)
+        yield from (
+            f"remembers {word}"
+            for word in words
+            if re.match(r"(functools\.)?(lru_)?cache", word) and not may_remember
+        )
         if isinstance(part, ast.Global):
             yield "has a global"
         if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):

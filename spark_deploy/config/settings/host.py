@@ -11,11 +11,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation, form
-from spark_deploy.config.settings.patterns import Address, Folder, Login, SshSource, text
+from spark_deploy.config.settings.patterns import Address, Folder, Login, Package, SshSource, text
 from spark_deploy.config.settings.sources import RepositoryNames
 
 BASE_PACKAGES = ("ca-certificates", "curl", "jq", "nginx-light", "pciutils", "python3")
-DOCKER_PACKAGES = ("docker.io",)
 TOOLKIT_PACKAGES = ("nvidia-container-toolkit",)
 DOCKER_DIR = "/var/lib/docker"  # for the disk plan; a running docker reports its own
 _PciId = Annotated[
@@ -106,8 +105,10 @@ class CudaSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class DockerSettings:
-    """Container engine and NVIDIA runtime (docker.io, nvidia-container-toolkit), if missing."""
+    """Container engine and NVIDIA runtime (nvidia-container-toolkit), if missing."""
 
+    packages: tuple[Package, ...] = Field(default=("docker.io",), json_schema_extra=UNIQUE)
+    """Packages of the container engine."""
     repositories: RepositoryNames = Field(default=(), json_schema_extra=UNIQUE)
     """Entries of `repositories` to add before installing engine or runtime."""
     daemon: dict[str, Any] = Field(

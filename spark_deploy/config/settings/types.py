@@ -78,7 +78,7 @@ EXPERT = frozenset({
     "expect.os_id", "expect.os_version", "expect.driver_min", "expect.dgx_release",
     "expect.updates", "base.package_lock_wait_s", "base.hold_driver_in_unattended_upgrades",
     "base.disable_sleep", "base.protect_login", "base.earlyoom", "base.compaction_proactiveness",
-    "cuda.version", "cuda.repositories", "docker.repositories", "docker.daemon",
+    "cuda.version", "cuda.repositories", "docker.packages", "docker.repositories", "docker.daemon",
     "disk.reserve_gib", "paths.cache_dir", "ssh.first_user", "ssh.config_file",
     "ssh.known_hosts_file", "sudo",
 })  # fmt: skip
