@@ -103,9 +103,8 @@ def test_pyinfra_runs_its_deploys_as_far_as_a_host_is_there(
     assert "Ready: " in line.stdout + line.stderr, line.stdout + line.stderr
 
 
-def test_without_a_folder_of_ones_own_it_says_how_to_make_one(
-    installed: Path, tmp_path: Path
-) -> None:
-    done = run(installed, "spark-deploy", "plan", "--estimate", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "fix: spark-deploy init" in done.stderr
+def test_plan_outside_a_configuration_points_to_init(installed: Path, tmp_path: Path) -> None:
+    plan = run(installed, "spark-deploy", "plan", "--estimate", cwd=tmp_path)
+    assert plan.returncode == 1
+    assert not plan.stdout
+    assert "spark-deploy init" in plan.stderr
