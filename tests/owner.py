@@ -18,7 +18,7 @@ import yaml
 
 from tests.labkit import CHECKOUT
 
-JOBS_PAGE = CHECKOUT / "docs/how-to/README.md"
+JOBS_PAGE = CHECKOUT / "docs/reference/commands.md"
 # What inventory/lab.py works out of the running lab.
 SEEN = """
 import json, runpy, sys
