@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
-from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from spark_host.engine.client import Engine, EngineError
 from spark_host.records import boot
 from spark_host.system import docker, programs
 from spark_host.system.host import Host, release_names
-from spark_host.system.programs import print_json
 from spark_host.watch import sensors
 
 _DMI = ("sys_vendor", "product_name", "bios_vendor", "bios_version", "bios_date")
@@ -29,26 +28,23 @@ _PLAIN = re.compile(r"[\w .,+/()-]{1,80}")
 _VERSION = re.compile(r"[\w.+-]{1,40}")
 
 
-def evidence(host: Host) -> Evidence:
-    known = filter(None, map(host.release, release_names(host.paths)))
+def evidence(paths: Paths) -> Evidence:
+    host = Host(paths)
+    known = filter(None, map(host.release, release_names(paths)))
     services = sorted({release.service for release in known})
     running = filter(None, (host.release(boot.active(service, host)) for service in services))
     reading = sensors.read()
     gpu = {"celsius": reading.celsius, "power_w": reading.power_w} if reading else {}
+    container_arguments: tuple[str, ...] = ()
+    with suppress(HostToolError):  # no container was proven to see the GPU
+        container_arguments = docker.gpu_arguments(paths)
     return Evidence(
-        firmware=firmware(host.paths.root),
+        firmware=firmware(paths.root),
         gpu={name: value for name, value in gpu.items() if value is not None},
-        gpu_container=_gpu_container(host.paths),
+        gpu_container=container_arguments,
         kernel_log=logs.count_kernel_faults(),
         engines=tuple(_engine(release, host) for release in running),
     )
-
-
-def _gpu_container(paths: Paths) -> tuple[str, ...]:
-    try:
-        return docker.gpu_arguments(paths)
-    except HostToolError:
-        return ()
 
 
 def _engine(release: Release, host: Host) -> EngineEvidence:
@@ -90,24 +86,14 @@ def firmware(root: Path = Path("/")) -> dict[str, str]:
         text = path.read_text(errors="replace").strip() if path.is_file() else ""
         if _PLAIN.fullmatch(text):
             versions[name] = text
-    return {**versions, **_capsules(programs.output_of("fwupdmgr", "get-devices", "--json") or "")}
-
-
-def _capsules(text: str) -> dict[str, str]:
-    try:
-        devices = json.loads(text).get("Devices", ())
-    except (ValueError, AttributeError):
-        return {}
-    pairs = (
-        (str(device.get("Name", "")), str(device.get("Version", "")))
-        for device in devices
-        if isinstance(device, dict) and device.get("Plugin") == "uefi_capsule"
-    )
-    return {
-        name: version
-        for name, version in pairs
-        if _PLAIN.fullmatch(name) and _VERSION.fullmatch(version)
-    }
+    with suppress(ValueError, AttributeError):  # no such program, or no JSON
+        text = programs.output_of("fwupdmgr", "get-devices", "--json") or ""
+        for device in json.loads(text).get("Devices", ()):
+            name, version = str(device.get("Name", "")), str(device.get("Version", ""))
+            plain = _PLAIN.fullmatch(name) and _VERSION.fullmatch(version)
+            if plain and device.get("Plugin") == "uefi_capsule":
+                versions[name] = version
+    return versions
 
 
 _PACKAGE_FOLDER = re.compile(r"(/\S*/(?:dist|site)-packages)/")
@@ -123,60 +109,38 @@ _PACKAGES = {
 
 
 def container_libraries(container_id: str, proc: Path = Path("/proc")) -> dict[str, str]:
+    """Return versions of NCCL and of packages whose files the container's processes map."""
     versions: dict[str, set[str]] = {}
     package_folders: set[Path] = set()
-    for process in _processes(container_id, proc):
-        root = process / "root"
-        for path in _mapped_files(process):
-            if _NCCL.search(path):
-                versions.setdefault("nccl", set()).update(_nccl_version(root / path.lstrip("/")))
-            if match := _PACKAGE_FOLDER.match(path):
-                package_folders.add(root / match[1].lstrip("/"))
-    for name, version in _installed(package_folders):
-        versions.setdefault(name, set()).add(version)
+    for cgroup in proc.glob("[0-9]*/cgroup"):
+        root = cgroup.parent / "root"
+        with suppress(OSError):  # the process has exited
+            if container_id not in cgroup.read_text():
+                continue
+            for path in _mapped_files(cgroup.parent / "maps"):
+                if _NCCL.search(path):
+                    nccl = _nccl_version(root / path.lstrip("/"))
+                    versions.setdefault("nccl", set()).update(nccl)
+                if match := _PACKAGE_FOLDER.match(path):
+                    package_folders.add(root / match[1].lstrip("/"))
+    for folder in package_folders:
+        with suppress(OSError):
+            for entry in folder.iterdir():
+                match = _DIST_INFO.fullmatch(entry.name)
+                if match and (name := _PACKAGES.get(match[1].lower())):
+                    versions.setdefault(name, set()).add(match[2])
     return {name: ", ".join(sorted(several)) for name, several in versions.items() if several}
 
 
-def _processes(container_id: str, proc: Path) -> Iterator[Path]:
-    for cgroup in proc.glob("[0-9]*/cgroup"):
-        try:
-            if container_id in cgroup.read_text():
-                yield cgroup.parent
-        except OSError:  # it has exited
-            continue
-
-
-def _mapped_files(process: Path) -> set[str]:
-    try:
-        lines = (process / "maps").read_text(errors="replace").splitlines()
-    except OSError:  # it has exited
-        return set()
+def _mapped_files(maps: Path) -> set[str]:
+    lines = maps.read_text(errors="replace").splitlines()
     return {line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and "/" in line}
 
 
-def _nccl_version(path: Path) -> Iterator[str]:
+def _nccl_version(path: Path) -> set[str]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
             match = _NCCL_VERSION.search(content)
-            version = match[1].decode() if match else ""  # read while it is mapped
+            return {match[1].decode()} if match else set()  # read while it is mapped
     except (OSError, ValueError):  # gone, or empty
-        return
-    if version:
-        yield version
-
-
-def _installed(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    for folder in folders:
-        try:
-            names = [path.name for path in folder.iterdir()]
-        except OSError:
-            continue
-        for name in names:
-            match = _DIST_INFO.fullmatch(name)
-            if match and match[1].lower() in _PACKAGES:
-                yield _PACKAGES[match[1].lower()], match[2]
-
-
-def main(words: list[str], paths: Paths) -> int:
-    print_json(evidence(Host(paths)))
-    return 0
+        return set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from spark_contract.errors import HostToolError
@@ -21,25 +22,24 @@ from spark_contract.status import (
 )
 from spark_contract.units import GATEWAY, MAIN_SERVICE, SERVE, SWITCH
 
+from spark_host import jobs
 from spark_host.check import checks, speed
 from spark_host.check.probe import CheckError, Probe
 from spark_host.engine import compile_cache, memory
 from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
-from spark_host.jobs import jobs
 from spark_host.records import boot, proof, versions
 from spark_host.rollout import record
 from spark_host.system import cluster, systemd
 from spark_host.system.host import Host, release_names
-from spark_host.system.programs import print_json
 from spark_host.watch import watchdog
 
 _DETAIL_LENGTH = 300
 _Units = dict[str, systemd.UnitState]
 
 
-def status(paths: Paths, live: bool) -> Status:
-    """Return the host's state; ``live`` also sends each running engine a question."""
+def main(words: list[str], paths: Paths) -> Status:
+    """Return the host's state; ``--live`` also sends each running engine a question."""
     host = Host(paths)
     known = [release for name in release_names(paths) if (release := host.release(name))]
     stopped_marks = (paths.state / "stopped").glob("*.json")
@@ -48,7 +48,7 @@ def status(paths: Paths, live: bool) -> Status:
     patterns = [template.of("*") for template in (SERVE, SWITCH, GATEWAY)]
     units = systemd.loaded(patterns, ["ActiveState", "InvocationID", "NRestarts", "Job"])
     with ThreadPoolExecutor() as pool:  # engine, docker and driver may be slow
-        running = [release for release in known if live and _is_active(release, units)]
+        running = [release for release in known if "--live" in words and _is_active(release, units)]
         running.sort(key=lambda release: release.service != MAIN_SERVICE)
         lives = pool.submit(lambda: [ask(release, paths) for release in running])
         versioning = pool.submit(versions.read)
@@ -83,6 +83,8 @@ def _release(release: Release, units: _Units, now: dict[str, str], host: Host) -
     unproven: str | None = "not running"
     if _is_active(release, units):
         unproven = proof.unproven_reason(last, release.digest, unit.get("InvocationID"), now)
+    proven = release.name in boot.good(release.service, host).all
+    can_share_cache = proven and compile_cache.is_whole(release, now.get("driver", ""), host)
     return ReleaseState(
         name=release.name,
         model=release.model,
@@ -93,15 +95,9 @@ def _release(release: Release, units: _Units, now: dict[str, str], host: Host) -
         proof=last,
         unproven=unproven,
         speed=tuple(speed.describe(last.bench)) if last and last.bench else (),
-        cache=_cache_folder(release, now, host),
+        cache=str(Path(release.cache).parent) if release.cache and can_share_cache else None,
         change_failed=_active_state(SWITCH.of(release.name), units) == "failed",
     )
-
-
-def _cache_folder(release: Release, now: dict[str, str], host: Host) -> str | None:
-    whole = compile_cache.is_whole(release, now.get("driver", ""), host)
-    proven = release.name in boot.good(release.service, host).all
-    return str(Path(release.cache).parent) if release.cache and whole and proven else None
 
 
 def _service(name: str, known: list[Release], units: _Units, host: Host) -> Service:
@@ -134,11 +130,11 @@ def _rollout(names: list[str], units: _Units, host: Host) -> UnderWay | None:
 
 
 def _head(release: Release, paths: Paths) -> str | None:
-    try:
-        worker = cluster.is_worker(release, paths)
-    except HostToolError:  # without an address of the cluster; the engine's start reports that
-        return None
-    return release.cluster.head.host if release.cluster and worker else None
+    """Return the head's name if this host is a worker."""
+    with suppress(HostToolError):  # no address of the cluster; the engine's start reports that
+        if release.cluster and cluster.is_worker(release, paths):
+            return release.cluster.head.host
+    return None
 
 
 def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
@@ -150,20 +146,12 @@ def ask(release: Release, paths: Paths, timeout_s: float = 30) -> Live:
         return Live(not missing, release.name, 0.0, detail)
     probe = Probe(release, Engine.of(release, paths), list, until_s=start + timeout_s)
     try:
-        detail = _answer(probe)
+        if probe.plan.task in checks.POOLING:
+            detail = checks.POOLING[probe.plan.task](probe)
+        else:
+            questions = probe.plan.questions
+            detail = probe.say(questions[0].prompt if questions else "Hello", 8)
     except CheckError as error:
         detail = str(error)
     seconds = round(time.monotonic() - start, 3)
     return Live(probe.tokens_seen > 0, release.name, seconds, detail[:_DETAIL_LENGTH])
-
-
-def _answer(probe: Probe) -> str:
-    if probe.plan.task in checks.POOLING:
-        return checks.POOLING[probe.plan.task](probe)
-    questions = probe.plan.questions
-    return probe.say(questions[0].prompt if questions else "Hello", 8)
-
-
-def main(words: list[str], paths: Paths) -> int:
-    print_json(status(paths, "--live" in words))
-    return 0

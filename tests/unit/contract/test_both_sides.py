@@ -19,8 +19,8 @@ from spark_contract.release import Release
 from spark_contract.status import Keep
 from spark_contract.tool import HOST_TOOL
 from spark_contract.units import mount_unit
+from spark_host import jobs
 from spark_host.cleanup.prune import read_keep
-from spark_host.jobs import jobs
 from spark_host.system import host as system
 
 from spark_deploy.config.checkout import CHECKOUT

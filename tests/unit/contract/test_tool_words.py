@@ -46,17 +46,15 @@ def test_units_start_only_what_the_host_knows() -> None:
 
 def test_every_verb_finds_its_work_and_imports_no_other() -> None:
     """The modules are named by text, which nobody else holds against what is there."""
-    named = re.findall(r'_in\("([\w.]+)"(?:, "(\w+)")?\)', Path(host.__file__).read_text("utf-8"))
-    assert len(named) > len(host.VERBS) - 8
-    for module, function in named:
-        assert callable(
-            getattr(importlib.import_module(f"spark_host.{module}"), function or "main")
-        )
+    functions = [function.split(":") for function, *_ in host.VERBS.values()]
+    for module, name in functions:
+        assert callable(getattr(importlib.import_module(f"spark_host.{module}"), name))
     code = "import sys, spark_host.__main__; print(*sys.modules)"
     path = f"{CHECKOUT / 'files/host'}:{CHECKOUT / 'files/contract'}"
     said = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path},
                           capture_output=True, text=True, check=True)  # fmt: skip
-    assert not {f"spark_host.{module}" for module, _ in named} & set(said.stdout.split())
+    modules = {f"spark_host.{module}" for module, _ in functions} - {"spark_host.__main__"}
+    assert not modules & set(said.stdout.split())
 
 
 def test_nobody_types_a_word_beside_the_contract() -> None:

@@ -110,7 +110,7 @@ class Machine:
     def look(self, kept: int = 1, **more: Any) -> Pruning:
         return prune.plan_prune(prune.read_keep(self.keep(kept, **more)), self.paths).document()
 
-    def prune(self, kept: int = 1, **more: Any) -> int:
+    def prune(self, kept: int = 1, **more: Any) -> Pruning:
         return prune.main([self.keep(kept, **more)], self.paths)
 
     def used_bytes(self) -> int:

@@ -161,7 +161,7 @@ def test_status_includes_daily_problems(serving: Serving) -> None:
     assert daily.main([], serving.host.paths) == 0
     [kept] = serving.host.here.disk.read(DailyLook, serving.host.paths.daily).problems
     assert kept.where == "clock"
-    told = status.status(serving.host.paths, live=False).daily
+    told = status.main([], serving.host.paths).daily
     assert told is not None
     assert told.problems == (kept,)
 

@@ -13,8 +13,8 @@ import pytest
 from spark_contract.errors import HostToolError
 from spark_contract.job import ReceiptProof
 from spark_contract.release import Release
+from spark_host import jobs
 from spark_host.engine import container, serve
-from spark_host.jobs import jobs
 from stub_host import REPOSITORY, Host, release_data
 
 from tests.receipts import source_receipt

@@ -14,8 +14,8 @@ import pytest
 from docker_daemon import Answer, Daemon, listening
 from spark_contract.errors import HostToolError
 from spark_contract.job import read_progress
-from spark_host.jobs import pull as pulls
-from spark_host.jobs.pull import Layers
+from spark_host import image as images
+from spark_host.image import Layers
 from spark_host.system import docker
 
 DIGEST = f"sha256:{'5' * 64}"
@@ -33,8 +33,8 @@ def layer(name: str, status: str, current: int = 0, total: int = 0) -> dict[str,
 def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     path = tmp_path / "docker.sock"
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(path))
-    monkeypatch.setattr(pulls, "_POLL_S", 0.02)
-    monkeypatch.setattr(pulls, "_REPORT_S", 0.05)
+    monkeypatch.setattr(images, "_POLL_S", 0.02)
+    monkeypatch.setattr(images, "_REPORT_S", 0.05)
     home = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
     monkeypatch.setattr(docker, "client_environment", lambda: home)
     with listening(path) as made:
@@ -43,7 +43,7 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
 
 def refused(stall_s: float = STALL_S) -> str:
     with pytest.raises(HostToolError) as caught:
-        pulls.pull(REFERENCE, stall_s=stall_s)
+        images.pull(REFERENCE, stall_s=stall_s)
     said = str(caught.value)
     assert "\n" not in said
     assert "; fix: " in said
@@ -52,7 +52,7 @@ def refused(stall_s: float = STALL_S) -> str:
 
 
 def test_pulls_by_digest(daemon: Daemon) -> None:
-    pulls.pull(REFERENCE, stall_s=STALL_S)
+    images.pull(REFERENCE, stall_s=STALL_S)
     assert (daemon.pulled, daemon.auth) == ([REFERENCE], [None])
 
 
@@ -71,7 +71,7 @@ def test_progress_sums_the_bytes_of_all_layers(
         daemon.has(answer, reference)
 
     daemon.script = slowly
-    pulls.pull(REFERENCE, stall_s=STALL_S)
+    images.pull(REFERENCE, stall_s=STALL_S)
     told = [read_progress(line, 500) for line in capsys.readouterr().out.splitlines()]
     found = {(one.phase, one.bytes, one.total) for one in told}
     assert {("pull", 10, 500), ("pull", 30, 100), ("unpack", 7, 100)} <= found
@@ -115,7 +115,7 @@ def test_slow_download_is_not_a_stall(daemon: Daemon) -> None:
         daemon.has(answer, reference)
 
     daemon.script = slowly
-    pulls.pull(REFERENCE, stall_s=STALL_S)
+    images.pull(REFERENCE, stall_s=STALL_S)
 
 
 @pytest.mark.parametrize("status", ["Verifying Checksum", "Download complete", "Extracting"])
@@ -126,7 +126,7 @@ def test_unpacking_may_take_long(daemon: Daemon, status: str) -> None:
         daemon.has(answer, reference)
 
     daemon.script = unpacks
-    pulls.pull(REFERENCE, stall_s=STALL_S)
+    images.pull(REFERENCE, stall_s=STALL_S)
 
 
 def test_unpacking_is_limited() -> None:
@@ -192,9 +192,9 @@ def test_missing_image_after_the_pull_is_an_error(daemon: Daemon) -> None:
 
 def test_overlong_lines_are_skipped(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = 0
-    object_of = pulls._parse_event
+    object_of = images._parse_event
 
-    def measured(line: bytes) -> Iterator[dict[str, Any]]:
+    def measured(line: bytes) -> dict[str, Any] | None:
         nonlocal longest
         longest = max(longest, len(line))
         return object_of(line)
@@ -206,7 +206,7 @@ def test_overlong_lines_are_skipped(daemon: Daemon, monkeypatch: pytest.MonkeyPa
         answer.sends(b'"}\r\n')
         answer.says({"error": "no space left on device"})
 
-    monkeypatch.setattr(pulls, "_parse_event", measured)
+    monkeypatch.setattr(images, "_parse_event", measured)
     daemon.script = floods
     assert "no space left on device" in refused(stall_s=10)
     assert longest < 2 << 20
@@ -237,7 +237,7 @@ def test_registry_login_is_sent_only_in_the_header(
         'echo \'{"Username": "somebody", "Secret": "s3cret"}\'\n'
     )
     helper.chmod(0o755)
-    pulls.pull(reference, stall_s=5)
+    images.pull(reference, stall_s=5)
     sent = json.loads(base64.urlsafe_b64decode(daemon.auth[0] or ""))
     assert (sent["username"], sent["password"]) == ("somebody", "s3cret")
     assert "s3cret" not in "".join(capsys.readouterr())
@@ -251,7 +251,7 @@ def test_registry_login_is_sent_only_in_the_header(
 def test_pulls_anonymously_without_a_login(daemon: Daemon, tmp_path: Path, text: str) -> None:
     (tmp_path / ".docker").mkdir()
     (tmp_path / ".docker/config.json").write_text(text)
-    pulls.pull(REFERENCE, stall_s=5)
+    images.pull(REFERENCE, stall_s=5)
     assert daemon.auth == [None]
 
 

@@ -12,6 +12,7 @@ from spark_contract.status import Evidence
 from spark_host import evidence
 from spark_host.engine import logs
 from spark_host.system import docker, systemd
+from spark_host.system.programs import print_json
 from stub_host import RELEASE, Host
 
 from spark_deploy.hosts.status import Evidence as Fact
@@ -82,7 +83,7 @@ def shown(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
     def ask() -> Evidence:
         capsys.readouterr()
-        assert evidence.main([], host.paths) == 0
+        print_json(evidence.evidence(host.paths))
         found = Fact().process(capsys.readouterr().out.splitlines())
         assert found is not None
         return found

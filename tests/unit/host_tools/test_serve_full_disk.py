@@ -12,7 +12,7 @@ import pytest
 from memory_host import Model
 from memory_ports import MemoryDisk
 from spark_contract import files
-from spark_host import __main__
+from spark_host import __main__, status
 from spark_host.check import runner
 from spark_host.records import proof
 from spark_host.system import host as system
@@ -89,10 +89,10 @@ def test_full_disk_removes_an_invalid_proof(
 def test_os_error_is_a_single_line(
     error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def status(words: list[str], paths: object) -> int:
+    def fail(words: list[str], paths: object) -> int:
         raise error
 
-    monkeypatch.setitem(__main__.VERBS, "status", (status, ""))
+    monkeypatch.setattr(status, "main", fail)
     assert __main__.main(["status"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1

@@ -15,8 +15,7 @@ from spark_contract.documents import plain
 from spark_contract.job import JobRun
 from spark_contract.records import DailyLook
 from spark_contract.units import JOB
-from spark_host.__main__ import VERBS
-from spark_host.jobs import jobs
+from spark_host import __main__, jobs
 from spark_host.system import host as system
 from spark_host.system import systemd
 from spark_host.watch import daily
@@ -133,7 +132,7 @@ def test_unused_tokens_are_removed(
         jobs.main(["end", "1" * 12], host.paths)
     else:
         monkeypatch.setattr(daily, "inspect", lambda _: DailyLook(at="", problems=()))
-        VERBS["daily"][0]([], host.paths)
+        __main__.daily([], host.paths)
     assert token.exists() == kept
 
 

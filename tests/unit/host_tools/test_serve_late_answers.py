@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from spark_contract import files
 from spark_contract.records import FullCheck, Proof
+from spark_host import jobs
 from spark_host.engine import serve
-from spark_host.jobs import jobs
 from spark_host.records import proof, versions
 from spark_host.system import docker, programs, systemd
 from stub_host import Host

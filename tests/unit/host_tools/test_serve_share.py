@@ -13,7 +13,7 @@ import pytest
 from spark_contract.documents import text_of
 from spark_contract.errors import HostToolError
 from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, growing_tree
-from spark_host.gateway import share
+from spark_host.gateway import nginx
 from stub_gateway import becomes, free_port
 from stub_host import Host
 
@@ -60,7 +60,9 @@ def lender(host: Host, nginx_program: Path, tmp_path: Path) -> Iterator[Lender]:
     run.mkdir()
     (given / "key").write_text(f"{KEY}\n")
     lend = becomes(
-        lambda: share.run(host.paths), RUNTIME_DIRECTORY=str(run), CREDENTIALS_DIRECTORY=str(given)
+        lambda: nginx.share(host.paths),
+        RUNTIME_DIRECTORY=str(run),
+        CREDENTIALS_DIRECTORY=str(given),
     )
     process = subprocess.Popen(lend)
     try:
@@ -136,4 +138,4 @@ def test_peer_download_is_read_only(lender: Lender, method: str) -> None:
 def test_refuses_paths_that_nginx_would_interpret(host: Host) -> None:
     tree = SharedTree(BUILT, '/srv/"; return 200; #', "ba9876543210", unfinished=False)
     with pytest.raises(HostToolError, match="plainer path"):
-        share.config_text(Share("::1", 1, (tree,)), Path("/run/x"), host.paths)
+        nginx.share_text(Share("::1", 1, (tree,)), Path("/run/x"), host.paths)

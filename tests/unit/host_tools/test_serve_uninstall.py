@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from spark_contract.paths import Paths, kept_aside
 from spark_contract.status import Before, Footprint
-from spark_host.cleanup import baseline, manifest, uninstall
-from spark_host.cleanup.manifest import Others
+from spark_host.cleanup import baseline, uninstall
+from spark_host.cleanup.uninstall import Others
 from spark_host.system import docker, systemd
 
 DAEMON_JSON = "/etc/docker/daemon.json"
@@ -216,7 +216,7 @@ def test_unmanaged_folders_in_our_places_stay(tmp_path):
     (tmp_path / "etc/systemd/system/spark-master.service").touch()
     (tmp_path / "etc/systemd/system/spark-serve@.service").touch()
     paths = Paths(tmp_path)
-    found = [*manifest._config(paths), *manifest._tools(paths), *manifest._units(paths)]
+    found = [*uninstall._units_and_configuration(paths), *uninstall._tools(paths)]
     assert {Path(thing.name).name: thing.stays for thing in found} == {
         "conf": "not made by us",
         "releases": "",
@@ -233,9 +233,9 @@ def test_every_state_file_is_removed(tmp_path):
     for path in (*records, paths.gpu_receipt, paths.daily):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert [thing.name for thing in manifest._records(paths) if thing.stays] == []
+    assert [thing.name for thing in uninstall._records(paths) if thing.stays] == []
     (paths.state / "theirs").touch()
-    assert [Path(thing.name).name for thing in manifest._records(paths) if thing.stays] == [
+    assert [Path(thing.name).name for thing in uninstall._records(paths) if thing.stays] == [
         "theirs"
     ]
 
@@ -243,6 +243,6 @@ def test_every_state_file_is_removed(tmp_path):
 def test_vanished_folder_is_no_failure(tmp_path):
     names = [str(tmp_path / name) for name in ("gone", "there")]
     Path(names[1]).mkdir()
-    going = [manifest.Thing("directory", name) for name in names]
+    going = [uninstall.Thing("directory", name) for name in names]
     assert uninstall._remove_round(going, wanted(), Paths(tmp_path)) == []
     assert not Path(names[1]).exists()

@@ -6,22 +6,24 @@ import grp
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from spark_contract import files
-from spark_contract.documents import DocumentError, parse, text_of
+from spark_contract.documents import text_of
 from spark_contract.paths import Paths, kept_aside
 from spark_contract.status import Before, Footprint, Thing
 
+from spark_host.cleanup import resources
 from spark_host.system import docker, systemd
+from spark_host.system.host import read_document
 from spark_host.system.programs import run_program
 
 RECORD = "before.json"
 _LIMIT_S = 900.0  # apt on a busy host
 # Folders that packages create at run time and leave behind when they are purged.
-REMAINS = {
+_REMAINS = {
     "docker.io": ("/etc/docker", "/etc/cni", "/var/lib/containerd"),
     "nginx-light": ("/var/www",),
 }
@@ -32,13 +34,10 @@ _NOT_STARTED = {"nginx-light": "nginx.service"}
 
 def read_baseline(paths: Paths) -> Before | None:
     """Return the recorded state before the first deploy; ``None`` without a record."""
-    try:
-        return parse(Before, (paths.state / RECORD).read_text())
-    except (FileNotFoundError, NotADirectoryError, DocumentError):
-        return None
+    return read_document(Before, paths.state / RECORD)
 
 
-def record_baseline(wanted: Footprint, paths: Paths) -> bool:
+def record_baseline(footprint: Footprint, paths: Paths) -> bool:
     """Record the host's state before the first deploy; return whether this was the first.
 
     Record and state folder appear together: a host with only the folder had a deploy before.
@@ -51,12 +50,12 @@ def record_baseline(wanted: Footprint, paths: Paths) -> bool:
         at=files.now(),
         packages=installed_packages(),
         groups=groups(),
-        masked=masked(wanted.masked),
+        masked=masked(footprint.masked),
         boot_target=boot_target(),
         docker_members=docker_members(),
         images=tuple(sorted(str(image.get("Id")) for image in docker.query("/images/json") or [])),
-        directories=_folders(wanted, paths),
-        files={path: _read(paths.below(path)) for path in wanted.shared_files},
+        directories=_folders(footprint, paths),
+        files={path: _read(paths.below(path)) for path in footprint.shared_files},
     )
     files.write_text(new / RECORD, text_of(before))
     new.chmod(0o755)
@@ -97,11 +96,11 @@ def groups() -> tuple[str, ...]:
     return tuple(sorted(entry.gr_name for entry in grp.getgrall()))
 
 
-def _folders(wanted: Footprint, paths: Paths) -> tuple[str, ...]:
+def _folders(footprint: Footprint, paths: Paths) -> tuple[str, ...]:
     """Return the folders below /etc, the parents of our data, and folders of packages."""
     found = {folder for folder, _, _ in os.walk(paths.below("/etc"))}
-    data = (wanted.models_dir, wanted.sources_dir, wanted.cache_dir)
-    for path in (*data, *(path for remains in REMAINS.values() for path in remains)):
+    data = (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)
+    for path in (*data, *(path for remains in _REMAINS.values() for path in remains)):
         below = paths.below(path)
         found |= {str(folder) for folder in (below, *below.parents) if folder.is_dir()}
     return tuple(sorted(found))
@@ -113,26 +112,27 @@ def output_of(*argv: str) -> str:
 
 
 def package_things(
-    wanted: Footprint, before: Before | None, obstacles: Mapping[str, str]
+    footprint: Footprint, before: Before | None, obstacles: Mapping[str, str]
 ) -> list[Thing]:
     """Return the packages of our settings that were not installed before.
 
     Args:
-        wanted: their names.
+        footprint: their names.
         before: without it, no package can be removed.
         obstacles: by package, why it must stay.
     """
-    present, engine = set(installed_packages()), (*wanted.engine_packages, *wanted.gpu_packages)
-    names = [name for name in (*wanted.packages, *engine) if name in present]
+    present = set(installed_packages())
+    engine = (*footprint.engine_packages, *footprint.gpu_packages)
+    names = [name for name in (*footprint.packages, *engine) if name in present]
     if before is None:
         reason = "unknown whether it was installed before"
         return [Thing("package", name, 0, reason) for name in names]
     added = [name for name in names if name not in before.packages]
     things = []
     for name in added:
-        stays = _usage(name) or _dependents(name, added, before)
+        stays = _usage(name, added, before)
         if name in engine:
-            stays = stays or obstacles.get(name) or ("" if wanted.engine else _KEEP_ENGINE)
+            stays = stays or obstacles.get(name) or ("" if footprint.engine else _KEEP_ENGINE)
         things.append(Thing("package", name, _size_bytes(name), stays))
     removed = [thing.name for thing in things if not thing.stays]
     unneeded = sorted((_purged(removed, auto=True) - set(before.packages)) - set(removed))
@@ -149,17 +149,12 @@ def remove_packages(names: Iterable[str]) -> str:
     return f"packages still installed: {', '.join(sorted(left))}" if left else ""
 
 
-def _usage(name: str) -> str:
-    unit = _NOT_STARTED.get(name)
-    if unit is None:
-        return ""
-    state = systemd.state(unit, "ActiveState", "UnitFileState")
-    used = state.get("ActiveState") == "active" or state.get("UnitFileState") == "enabled"
-    return f"{unit} is in use" if used else ""
-
-
-def _dependents(name: str, added: list[str], before: Before) -> str:
-    """Return which packages of the owner need a package."""
+def _usage(name: str, added: list[str], before: Before) -> str:
+    """Return what of the owner's uses a package, or ""."""
+    if unit := _NOT_STARTED.get(name):
+        state = systemd.state(unit, "ActiveState", "UnitFileState")
+        if state.get("ActiveState") == "active" or state.get("UnitFileState") == "enabled":
+            return f"{unit} is in use"
     others = _purged([name], auto=False) - set(added)
     manual = output_of("apt-mark", "showmanual", *sorted(others)).split() if others else []
     owned = sorted(others & {*manual, *before.packages})
@@ -181,55 +176,88 @@ def _size_bytes(name: str) -> int:
     return int(size[0]) * 1024 if size and size[0].isdigit() else 0
 
 
+def host_settings(footprint: Footprint, before: Before | None) -> Iterator[Thing]:
+    unknown = "" if before else "unknown whether this was so before"
+    was_masked = before.masked if before else ()
+    for unit in masked(footprint.masked):
+        if unit not in was_masked:
+            yield Thing("mask", unit, 0, unknown)
+    target = boot_target()
+    if before and target == "multi-user.target" and before.boot_target not in ("", target):
+        yield Thing("boot target", before.boot_target)
+    for user in docker_members():
+        if user in footprint.docker_users and not (before and user in before.docker_members):
+            yield Thing("docker user", user, 0, unknown)
+
+
+def remains(before: Before | None, paths: Paths) -> Iterator[Thing]:
+    if before is None:
+        return
+    present = installed_packages()
+    for package, folders in _REMAINS.items():
+        if package in present or package in before.packages:
+            continue
+        for path in (paths.below(folder) for folder in folders):
+            if path.is_dir() and str(path) not in before.directories:
+                yield Thing("remains", str(path), resources.freed_bytes([path])[path])
+    docker_gone = docker.client("version").returncode == 127
+    if docker_gone and "docker" in groups() and "docker" not in before.groups:
+        yield Thing("group", "docker")
+
+
 def shared_file_things(
-    wanted: Footprint, before: Before | None, keep_docker: str, paths: Paths
+    footprint: Footprint, before: Before | None, keep_docker: str, paths: Paths
 ) -> list[Thing]:
     """Return what we changed in files of others; ``keep_docker`` is why Docker's settings stay."""
     things = []
-    for path in wanted.shared_files:
+    for path in footprint.shared_files:
         now = _read(paths.below(path))
-        was = _earlier_text(path, wanted, before, paths)
+        was = _earlier_text(path, footprint, before, paths)
         if now is None or now == was:
             continue
         known = before is not None or was is not None
         stays = "" if known else "the earlier content is unknown; remove our part by hand"
-        if path == wanted.daemon_json:
-            if _without_our_keys(now, was, wanted) == _parse(now):
+        if path == footprint.daemon_json:
+            if _without_our_keys(now, was, footprint) == _parse(now):
                 continue
             stays = stays or keep_docker
         things.append(Thing("settings", path, 0, stays))
-    copy = paths.below(kept_aside(wanted.daemon_json))
+    copy = paths.below(kept_aside(footprint.daemon_json))
     if copy.exists() and not any(thing.stays for thing in things):
         things.append(Thing("file", str(copy)))
     return things
 
 
-def restore_shared_file(path: str, wanted: Footprint, before: Before | None, paths: Paths) -> None:
-    was, target = _earlier_text(path, wanted, before, paths), paths.below(path)
-    if path == wanted.daemon_json:
-        left = _without_our_keys(_read(target) or "", was, wanted)
+def restore_shared_file(
+    path: str, footprint: Footprint, before: Before | None, paths: Paths
+) -> None:
+    was, target = _earlier_text(path, footprint, before, paths), paths.below(path)
+    if path == footprint.daemon_json:
+        left = _without_our_keys(_read(target) or "", was, footprint)
         if left != _parse(was or ""):
             was = json.dumps(left, indent=4) + "\n"
     if was is None:
         files.remove(target)
     else:
         files.write_text(target, was)
-    if path == wanted.daemon_json and docker.is_up():
+    if path == footprint.daemon_json and docker.is_up():
         # A reload stops no container; the rest takes effect at docker's next start.
         systemd.systemctl("reload", "docker")
 
 
-def _earlier_text(path: str, wanted: Footprint, before: Before | None, paths: Paths) -> str | None:
+def _earlier_text(
+    path: str, footprint: Footprint, before: Before | None, paths: Paths
+) -> str | None:
     if before is not None:
         return before.files.get(path)
-    return _read(paths.below(kept_aside(path))) if path == wanted.daemon_json else None
+    return _read(paths.below(kept_aside(path))) if path == footprint.daemon_json else None
 
 
-def _without_our_keys(now: str, was: str | None, wanted: Footprint) -> dict[str, Any]:
+def _without_our_keys(now: str, was: str | None, footprint: Footprint) -> dict[str, Any]:
     """Return daemon.json with our keys as before; other changes stay."""
     current, earlier = _parse(now), _parse(was or "")
-    left = {key: value for key, value in current.items() if key not in wanted.daemon_keys}
-    return left | {key: earlier[key] for key in wanted.daemon_keys if key in earlier}
+    left = {key: value for key, value in current.items() if key not in footprint.daemon_keys}
+    return left | {key: earlier[key] for key in footprint.daemon_keys if key in earlier}
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from spark_host.records import boot
 from spark_host.rollout.rollout import all_rollout_locks
 from spark_host.system import docker, systemd
 from spark_host.system.host import Host, load_release, release_names
-from spark_host.system.programs import print_json
 
 _UP = ("active", "activating", "reloading", "deactivating")
 
@@ -54,13 +53,11 @@ class Plan:
     others: list[Path]  # in the same folders, but not created by us
 
     def document(self, problems: Sequence[str] = ()) -> Pruning:
-        sized = [(folder.kind, str(folder.path)) for folder in self.folders]
-        sized += [("image", image.reference) for image in self.images]
-        items = (
-            *(Prunable("release", name, 0) for name in self.releases),
-            *(Prunable(kind, name, self.bytes[name]) for kind, name in sized),
-            *(Prunable("job", name, 0) for name in self.jobs),
-        )
+        named = [("release", name) for name in self.releases]
+        named += [(folder.kind, str(folder.path)) for folder in self.folders]
+        named += [("image", image.reference) for image in self.images]
+        named += [("job", name) for name in self.jobs]
+        items = tuple(Prunable(kind, name, self.bytes.get(name, 0)) for kind, name in named)
         return Pruning(
             items=items,
             bytes=sum(item.bytes for item in items),
@@ -234,14 +231,12 @@ def _remove_folder_of(document: Path) -> None:
     shutil.rmtree(document.parent)
 
 
-def main(words: list[str], paths: Paths) -> int:
+def main(words: list[str], paths: Paths) -> Pruning:
     dry = "--dry" in words
-    rest = [word for word in words if word != "--dry"]
-    if len(rest) != 1:
+    requests = [word for word in words if word != "--dry"]
+    if len(requests) != 1:
         raise HostToolError("prune", "needs a single JSON text", "run deploys/prune.py", 2)
-    keep = read_keep(rest[0])
+    keep = read_keep(requests[0])
     with nullcontext() if dry else all_rollout_locks(paths):
         plan = plan_prune(keep, paths)
-        problems = [] if dry else remove(plan, paths)
-    print_json(plan.document(problems))
-    return 1 if problems else 0
+        return plan.document([] if dry else remove(plan, paths))

@@ -16,7 +16,7 @@ from spark_contract.job import IMAGE_PULL_JOB, ImageProof, Job, JobRun
 from spark_contract.paths import Paths
 from spark_contract.units import CACHE_NAME, DIGEST12, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
 
-from spark_host.jobs import jobs
+from spark_host import jobs
 from spark_host.system import docker
 from spark_host.system.folders import remove_tree
 from spark_host.system.host import read_document
@@ -66,16 +66,10 @@ def folders(kind: str, parent: Path, made: Iterable[Path]) -> tuple[list[Folder]
     job_paths = set(made)
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
         unfinished = _UNFINISHED.match(path.name)
-        of = path
-        if unfinished:
-            of = parent / (unfinished["hidden"] or unfinished["plain"])
-        if kind == "cache":
-            is_managed = bool(CACHE_NAME.match(of.name))
-        else:
-            is_managed = bool(TREE_NAME.match(of.name)) and (
-                bool(unfinished) or of in job_paths or receipts.found(path) is not None
-            )
-        if is_managed and path.is_dir() and not path.is_symlink():
+        of = parent / (unfinished["hidden"] or unfinished["plain"]) if unfinished else path
+        name = CACHE_NAME if kind == "cache" else TREE_NAME
+        is_ours = kind == "cache" or unfinished or of in job_paths or receipts.found(path)
+        if name.match(of.name) and is_ours and path.is_dir() and not path.is_symlink():
             managed.append(Folder(kind, path, of))
         else:
             others.append(path)

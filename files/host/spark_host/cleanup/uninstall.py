@@ -1,47 +1,329 @@
-"""``spark-host uninstall``: removes everything we created; an interrupted run can be repeated."""
+"""``spark-host note``, ``manifest`` and ``uninstall``: list and remove everything we created.
+
+An interrupted uninstall can be repeated.
+"""
 
 from __future__ import annotations
 
+import pwd
+import re
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spark_contract import files
+from spark_contract import files, units
 from spark_contract.documents import DocumentError, parse
 from spark_contract.errors import HostToolError
-from spark_contract.paths import Paths
-from spark_contract.status import Footprint, Ours, Thing
-from spark_contract.tool import NOTE, UNINSTALL
+from spark_contract.fabric import NETPLAN_FILE
+from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS
+from spark_contract.paths import (
+    API_KEY,
+    CONFIG_DIR,
+    ENGINE_USER,
+    GATEWAY_DIR,
+    GATEWAY_USER,
+    RELEASES_DIR,
+    SYSUSERS,
+    Paths,
+)
+from spark_contract.records import GpuProof
+from spark_contract.status import Before, Footprint, Ours, Thing
+from spark_contract.tool import CHECK_TOOL, COMMANDS_DIR, TOOL
+from spark_contract.units import DIGEST12
 
-from spark_host.cleanup import baseline, manifest, resources
+from spark_host.cleanup import baseline, resources
 from spark_host.rollout.rollout import all_rollout_locks
 from spark_host.system import docker, systemd
-from spark_host.system.programs import print_json, run_program
+from spark_host.system.programs import run_program
 
+# The order in which units stop: gateways before engines, so that running answers finish.
+_TEMPLATES = (
+    units.HOURS, units.RETURN_TIMER, units.RETURN, units.GATEWAY, units.SHARE, units.WATCH,
+    units.SERVE, units.SWITCH, units.PREPARE, units.JOB,
+)  # fmt: skip
+_SOCKET_MOUNTS = "run-spark-engines-*.mount"
+_UNIT = re.compile(
+    rf"^(({'|'.join(template.name for template in _TEMPLATES)})@|spark-daily\.(service|timer)$"
+    r"|run-spark-engines-.+\.mount$)"
+)
+_TOOL = re.compile(
+    rf"^\.?(site|current|(site-)?{DIGEST12})(\.zip|\.new|\.pruned)?$|^\.new-\w{{6}}$"
+)
+_CONFIG = (RELEASES_DIR, GATEWAY_DIR, API_KEY, SHARE_SETTINGS, SHARE_KEY)
+_RECORDS = frozenset(
+    ["jobs", "proofs", "receipts", "switch", "requests", "rollback", "good", "stopped", "events",
+     "answers", "caches", "daily.json"]
+)  # fmt: skip
+_BASELINE = "note"  # the kind of the baseline, which is removed last
+_MANAGED = "Managed by dgx-spark-deploy"
+_KEEP_MODELS = "models are kept; --data uninstall.models=true removes them"
+_KEEP_NETWORK = "other hosts may use it; remove it with `spark-deploy fabric --restore` first"
+_UNMANAGED = "not made by us"
+_NEEDS_BASELINE = ("package", "tree", "source", "image", "settings")
 _STOP_LIMIT_S = 900.0
 _ROUNDS = 6  # folders become empty and packages unneeded only after a round
 
 
-def remove(wanted: Footprint, paths: Paths) -> Ours:
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Containers of others."""
+
+    containers: tuple[str, ...]
+    with_gpu: tuple[str, ...]
+    images: frozenset[str]  # ids
+
+    def obstacles(self, footprint: Footprint) -> dict[str, str]:
+        """Return by package why it must stay for these containers."""
+        users = {
+            footprint.engine_packages: self.containers,
+            footprint.gpu_packages: self.with_gpu,
+        }
+        return {
+            package: f"used by containers of others: {', '.join(names)}"
+            for packages, names in users.items()
+            for package in packages
+            if names
+        }
+
+
+def note(text: str, paths: Paths) -> int:
+    baseline.record_baseline(_parse_footprint(text), paths)
+    return 0
+
+
+def manifest(text: str, paths: Paths) -> Ours:
+    return read_manifest(_parse_footprint(text), paths)
+
+
+def uninstall(text: str, paths: Paths) -> Ours:
+    footprint = _parse_footprint(text)
+    with all_rollout_locks(paths):
+        return remove(footprint, paths)
+
+
+def _parse_footprint(text: str) -> Footprint:
+    try:
+        return parse(Footprint, text)
+    except DocumentError as error:
+        fix = "run deploys/uninstall.py"
+        raise HostToolError("footprint", f"cannot be read: {error}", fix, 2) from error
+
+
+def read_manifest(footprint: Footprint, paths: Paths) -> Ours:
+    """Return everything we created; changes nothing."""
+    before = baseline.read_baseline(paths)
+    deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
+    others = _other_containers()
+    things = [*_running(), *_boot_links(paths), *_data(footprint, paths)]
+    things += _images(before, others, paths)
+    packages: list[Thing] = []
+    if deployed:
+        packages = baseline.package_things(footprint, before, others.obstacles(footprint))
+    keep_docker = _keep_docker(packages, footprint, others)
+    things += [*_units_and_configuration(paths), *_files(footprint, keep_docker, paths)]
+    if deployed:
+        things += baseline.shared_file_things(footprint, before, keep_docker, paths)
+        things += [*baseline.host_settings(footprint, before), *_users(), *packages]
+    things += [*baseline.remains(before, paths), *_tools(paths), *_records(paths)]
+    if things:
+        reason = "lets this project log in"
+        access = (path for path in footprint.access_files if paths.below(path).exists())
+        things += [Thing("access", path, 0, reason) for path in access]
+    things += _empty_folders(footprint, before, paths) if deployed else []
+    if (paths.state / baseline.RECORD).exists():
+        needed = any(thing.stays and thing.kind in _NEEDS_BASELINE for thing in things)
+        reason = "needed until the kept parts are removed" if needed else ""
+        things.append(Thing(_BASELINE, str(paths.state / baseline.RECORD), 0, reason))
+    return Ours(before.at if before else None, tuple(things))
+
+
+def _other_containers() -> Others:
+    if docker.client("version").returncode == 127:
+        return Others((), (), frozenset())
+    if not docker.is_up():
+        fix = "systemctl start docker, then run again"
+        raise HostToolError("docker", "does not answer, so the containers are unknown", fix)
+    ours = set(docker.engine_containers())
+    names, gpu, images = [], [], set()
+    for item in docker.query("/containers/json?all=1") or []:
+        name = str((item.get("Names") or [item.get("Id")])[0]).lstrip("/")
+        if name in ours:
+            continue
+        names.append(name)
+        images.add(str(item.get("ImageID")))
+        config = (docker.container(name, 60) or {}).get("HostConfig") or {}
+        if config.get("Runtime") == "nvidia" or config.get("DeviceRequests"):
+            gpu.append(name)
+    return Others(tuple(sorted(names)), tuple(sorted(gpu)), frozenset(images))
+
+
+def _images(before: Before | None, others: Others, paths: Paths) -> Iterator[Thing]:
+    images = resources.images(resources.known_jobs(paths), paths)
+    with suppress(HostToolError, KeyError):  # the image of the GPU check, unless it has a tag since
+        gpu_proof = files.load(GpuProof, paths.gpu_receipt, "no container saw the GPU")
+        image = resources.inspect_image(gpu_proof.key["image"])
+        known = {image.reference for image in images}
+        if image and image.reference not in known:
+            tags = (docker.image(image.reference) or {}).get("RepoTags")
+            images += [] if tags else [image]
+    sizes = resources.image_bytes(images, [])
+    for image in sorted(images, key=lambda image: -len(image.layers)):
+        identity = str((docker.image(image.reference) or {}).get("Id"))
+        if before is None or identity not in before.images:
+            stays = "used by a container of others" if identity in others.images else ""
+            yield Thing("image", image.reference, sizes[image.reference], stays)
+
+
+def _running() -> Iterator[Thing]:
+    patterns = (units.DAILY_TIMER, *(template.of("*") for template in _TEMPLATES), _SOCKET_MOUNTS)
+    for pattern in patterns:
+        names = systemd.listed(pattern)
+        states = systemd.show(names, ["ActiveState"])
+        for name in names:
+            if states.get(name, {}).get("ActiveState") not in ("inactive", None):
+                yield Thing("service", name)
+    for name in docker.engine_containers():
+        yield Thing("container", name)
+
+
+def _boot_links(paths: Paths) -> Iterator[Thing]:
+    for folder in sorted(paths.units.glob("*.wants")):
+        for link in sorted(folder.iterdir()):
+            if _UNIT.match(link.name):
+                yield Thing("boot link", str(link))
+
+
+def _data(footprint: Footprint, paths: Paths) -> Iterator[Thing]:
+    known = resources.known_jobs(paths)
+    made = [
+        paths.below(tree)
+        for job in known.values()
+        if (tree := getattr(job.proof, "tree", None)) is not None
+    ]
+    sources = paths.below(footprint.sources_dir)
+    parents = {("tree", paths.below(footprint.models_dir)), ("source", sources)}
+    # Earlier settings may have had other folders: jobs name each checkpoint they made.
+    parents |= {("tree", t.parent) for t in made if t.parent.is_dir() and t.parent != sources}
+    managed, others = [], []
+    for kind, parent in (*sorted(parents), ("cache", paths.below(footprint.cache_dir))):
+        ours, rest = resources.folders(kind, parent, made)
+        managed += ours
+        others += rest
+    sizes = resources.freed_bytes(folder.path for folder in managed)
+    for folder in managed:
+        stays = _KEEP_MODELS if folder.kind != "cache" and not footprint.models else ""
+        yield Thing(folder.kind, str(folder.path), sizes[folder.path], stays)
+    for path in others:
+        yield Thing("other", str(path), 0, _UNMANAGED)
+
+
+def _units_and_configuration(paths: Paths) -> Iterator[Thing]:
+    for path in _entries(paths.units):
+        if _UNIT.match(path.name):
+            yield Thing("unit", str(path))
+    managed = {paths.below(path) for path in _CONFIG}
+    for path in _entries(paths.below(CONFIG_DIR)):
+        is_managed = path in managed or path.name.startswith(Path(API_KEY).name)
+        yield Thing("configuration", str(path), 0, "" if is_managed else _UNMANAGED)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _files(footprint: Footprint, keep_docker: str, paths: Paths) -> Iterator[Thing]:
+    commands = (f"{COMMANDS_DIR}/{name}" for name in (CHECK_TOOL, TOOL))
+    for path in (*footprint.files, *commands, SYSUSERS, units.DAILY_STAMP):
+        if paths.below(path).is_file():
+            yield Thing("file", str(paths.below(path)))
+    if paths.below(NETPLAN_FILE).is_file():
+        yield Thing("network", str(paths.below(NETPLAN_FILE)), 0, _KEEP_NETWORK)
+    for source in sorted(paths.below("/etc/apt/sources.list.d").glob("spark-*.sources")):
+        text = source.read_text()
+        if _MANAGED not in text:
+            continue
+        yield Thing("apt source", str(source), 0, keep_docker)
+        for key in re.findall(r"^Signed-By: (/etc/apt/keyrings/spark-\S+)$", text, re.MULTILINE):
+            if paths.below(key).is_file():
+                yield Thing("apt source", str(paths.below(key)), 0, keep_docker)
+
+
+def _keep_docker(packages: list[Thing], footprint: Footprint, others: Others) -> str:
+    """Return why Docker's settings and package sources stay; "" if they are removed."""
+    if others.with_gpu:
+        return f"{', '.join(others.with_gpu)} may need it"
+    engine = (*footprint.engine_packages, *footprint.gpu_packages)
+    staying = [package.name for package in packages if package.stays and package.name in engine]
+    return f"needed by {', '.join(staying)}" if staying else ""
+
+
+def _users() -> Iterator[Thing]:
+    known = {entry.pw_name for entry in pwd.getpwall()}
+    for name in (GATEWAY_USER, ENGINE_USER):
+        if name in known:
+            yield Thing("user", name)
+
+
+def _tools(paths: Paths) -> Iterator[Thing]:
+    for path in _entries(paths.tools):
+        is_managed = _TOOL.match(path.name)
+        is_folder = path.is_dir() and not path.is_symlink()
+        size = resources.freed_bytes([path])[path] if is_managed and is_folder else 0
+        yield Thing("tools", str(path), size, "" if is_managed else _UNMANAGED)
+
+
+def _records(paths: Paths) -> Iterator[Thing]:
+    for path in _entries(paths.state):
+        if path.name != baseline.RECORD:
+            yield Thing("record", str(path), 0, "" if path.name in _RECORDS else _UNMANAGED)
+    for path in (paths.run, paths.below("/run/spark-gateway")):
+        if path.exists():
+            yield Thing("run", str(path))
+
+
+def _empty_folders(footprint: Footprint, before: Before | None, paths: Paths) -> Iterator[Thing]:
+    data = {
+        paths.below(p) for p in (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)
+    }
+    candidates = {paths.below(CONFIG_DIR), paths.state, paths.tools, *data}
+    if before is not None:
+        inside = (*map(str, candidates), *footprint.files, *footprint.shared_files)
+        parents = {parent for path in inside for parent in paths.below(path).parents}
+        parents |= {paths.below("/etc/apt/keyrings"), paths.below(SYSUSERS).parent}
+        # The baseline covers only folders in these places, or above them.
+        places = (paths.below("/etc"), *data)
+        candidates |= {
+            path for path in parents
+            if any(place in path.parents or path in place.parents for place in places)
+        }  # fmt: skip
+        candidates -= {Path(path) for path in before.directories}
+    removed: set[Path] = set()
+    for path in sorted(candidates, reverse=True):
+        if path.is_dir() and not path.is_symlink() and set(path.iterdir()) <= removed:
+            removed.add(path)
+            yield Thing("directory", str(path))
+
+
+def remove(footprint: Footprint, paths: Paths) -> Ours:
     """Remove all that may be removed; return it, and the failures."""
     gone: dict[tuple[str, str], Thing] = {}
     problems: list[str] = []
     for _ in range(_ROUNDS):
-        current = manifest.read_manifest(wanted, paths)
+        current = read_manifest(footprint, paths)
         removable = [thing for thing in current.things if not thing.stays]
-        removable = [thing for thing in removable if thing.kind != manifest.NOTE] or removable
+        removable = [thing for thing in removable if thing.kind != _BASELINE] or removable
         if not removable:
             break
-        problems = _remove_round(removable, wanted, paths)
+        problems = _remove_round(removable, footprint, paths)
         gone = {(thing.kind, thing.name): thing for thing in removable} | gone
         if problems:
             break
     return replace(current, things=tuple(gone.values()), problems=tuple(problems))
 
 
-def _remove_round(things: list[Thing], wanted: Footprint, paths: Paths) -> list[str]:
+def _remove_round(things: list[Thing], footprint: Footprint, paths: Paths) -> list[str]:
     """Remove things kind by kind, in the order of the manifest; stop at the first failure."""
     before = baseline.read_baseline(paths)
     together: dict[str, Callable[[list[str]], str]] = {
@@ -53,14 +335,14 @@ def _remove_round(things: list[Thing], wanted: Footprint, paths: Paths) -> list[
     each: dict[str, Callable[[str], None]] = {
         **dict.fromkeys(("tree", "source", "cache"), remove_folder),
         "container": docker.remove_container,
-        "settings": lambda name: baseline.restore_shared_file(name, wanted, before, paths),
+        "settings": lambda name: baseline.restore_shared_file(name, footprint, before, paths),
         "mask": lambda name: _run("systemctl", "--no-pager", "unmask", name),
         "boot target": lambda name: _run("systemctl", "--no-pager", "set-default", name),
         "docker user": lambda name: _run("gpasswd", "-d", name, "docker"),
         "user": lambda name: _run("userdel", name),
         "group": lambda name: _run("groupdel", name),
         "directory": _remove_empty_folder,
-        manifest.NOTE: _remove_baseline,
+        _BASELINE: _remove_baseline,
     }
     for kind in dict.fromkeys(thing.kind for thing in things):
         names = [thing.name for thing in things if thing.kind == kind]
@@ -105,18 +387,3 @@ def _run(*argv: str) -> None:
     done = run_program(argv, 60)
     if done.returncode != 0:
         raise HostToolError(" ".join(argv), done.stderr.strip(), "fix the cause, then run again")
-
-
-def main(verb: str, text: str, paths: Paths) -> int:
-    try:
-        wanted = parse(Footprint, text)
-    except DocumentError as error:
-        fix = "run deploys/uninstall.py"
-        raise HostToolError(verb, f"cannot be read: {error}", fix, 2) from error
-    if verb == NOTE:
-        baseline.record_baseline(wanted, paths)
-        return 0
-    with all_rollout_locks(paths) if verb == UNINSTALL else nullcontext():
-        result = (remove if verb == UNINSTALL else manifest.read_manifest)(wanted, paths)
-    print_json(result)
-    return 1 if result.problems else 0

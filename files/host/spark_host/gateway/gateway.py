@@ -10,6 +10,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from spark_contract import files, units
@@ -76,7 +77,7 @@ def bring_up(release: Release, paths: Paths) -> None:
     settings = load_gateway(release.service, paths)
     make_key(settings, paths)
     if not systemd.is_active(settings.unit) or not boots(release.service, paths):
-        systemd.systemctl("reset-failed", settings.unit)
+        systemd.reset(settings.unit)
         done = systemd.systemctl("enable", "--now", settings.unit)
         if done.returncode != 0:
             fix = f"journalctl -u {settings.unit}"
@@ -88,9 +89,8 @@ def bring_up(release: Release, paths: Paths) -> None:
 def follow(service: str, paths: Paths) -> str | None:
     """Apply an address that appeared or changed; return a message if so."""
     settings = load_gateway(service, paths)
-    if not EXPOSURES[settings.expose].late or _master(service, paths) is None:
-        return None
-    if is_current(settings, paths):
+    runs = _master(service, paths) is not None
+    if not EXPOSURES[settings.expose].late or not runs or is_current(settings, paths):
         return None
     reload(service, paths)
     return "listens on " + ", ".join(map(str, listeners.wanted(settings).listeners))
@@ -107,8 +107,7 @@ def difference(service: str, paths: Paths) -> str | None:
         master = _master(service, paths)
         if master is None or key_problem(service, paths) is not None:
             return None
-        missing = listeners.wanted(settings).missing
-        if missing is not None:
+        if missing := listeners.wanted(settings).missing:
             return missing
         if not is_current(settings, paths):
             return "settings or key changed since the last reload"
@@ -180,15 +179,13 @@ def _master(service: str, paths: Paths) -> int | None:
 
 
 def _workers(master: int) -> frozenset[int]:
-    children = Path(f"/proc/{master}/task/{master}/children").read_text().split()
-    return frozenset(int(pid) for pid in children if b"shutting down" not in _title(pid))
-
-
-def _title(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b"shutting down"
+    """Return the workers that accept connections."""
+    pids = set()
+    for pid in Path(f"/proc/{master}/task/{master}/children").read_text().split():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has exited
+            if b"shutting down" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                pids.add(int(pid))
+    return frozenset(pids)
 
 
 def _install_config(settings: Gateway, paths: Paths) -> Path:
@@ -210,20 +207,16 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
         config, new = folder / "nginx.conf", folder / "nginx.conf.new"
         for path, text in _rendered(settings, paths).items():
             files.write_text(new if path == config else path, text, 0o600)
-        _test_config(new, settings, paths)
+        words = ["-t", "-q", "-p", str(folder), "-c", str(new), "-e", "stderr"]
+        done = run_program([nginx.program(paths), *words], _TEST_S)
+        if done.returncode != 0:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
+            message = f"nginx rejects the configuration: {reason}"
+            raise HostToolError(f"gateway of {settings.service}", message, "run the deploy again")
         os.replace(new, config)
     finally:
         os.close(lock)
     return folder
-
-
-def _test_config(config: Path, settings: Gateway, paths: Paths) -> None:
-    words = ["-t", "-q", "-p", str(config.parent), "-c", str(config), "-e", "stderr"]
-    done = run_program([nginx.program(paths), *words], _TEST_S)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
-        message = f"nginx rejects the configuration: {reason}"
-        raise HostToolError(f"gateway of {settings.service}", message, "run the deploy again")
 
 
 def is_current(settings: Gateway, paths: Paths) -> bool:
@@ -266,9 +259,7 @@ def read_key(settings: Gateway, paths: Paths) -> str:
     if mode & 0o077:
         raise HostToolError(str(path), "is readable by others", f"chmod 600 {path}")
     if not _USABLE_KEY.match(key):
-        raise HostToolError(
-            str(path),
-            "not a usable key (16 to 512 letters, digits or . _ ~ + / = -)",
-            f"remove {path} and run the deploy: it creates a new key",
-        )
+        message = "not a usable key (16 to 512 letters, digits or . _ ~ + / = -)"
+        fix = f"remove {path} and run the deploy: it creates a new key"
+        raise HostToolError(str(path), message, fix)
     return key

@@ -1,4 +1,4 @@
-"""The nginx configuration of a gateway: allow-list, servers, limits and replicas.
+"""The nginx configurations of gateways and of peer downloads.
 
 The engine never gets the path that a client sent: nginx matches the normalised path but would
 forward the original, so each route names the path to forward.
@@ -11,28 +11,22 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from spark_contract import release
+from spark_contract import files, release
 from spark_contract.errors import HostToolError
+from spark_contract.fetching import SHARE_SETTINGS, Share, SharedTree, growing_tree
 from spark_contract.gateway import Gateway
-from spark_contract.paths import Paths
+from spark_contract.paths import Paths, job_dir
 
 from spark_host.gateway import listeners, traffic
 from spark_host.gateway.listeners import Listener
 
 _RESPONSE = "(?<id>resp_[A-Za-z0-9_-]+)"
 _MODEL = "(?<id>[A-Za-z0-9][A-Za-z0-9._:-]*)"
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    service: str
-    upstream: str
-    when_open: str  # the directive that refuses requests while traffic is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,50 +82,53 @@ _CHOOSERS = (
 )
 
 
-def locations(target_of: Callable[[str], Target], named: Mapping[str, Target]) -> str:
-    """Return the nginx locations for requests with a key.
-
-    Args:
-        target_of: returns the engine that answers a path.
-        named: engines by service, if the model name in a request chooses the engine.
-    """
+def _routes(settings: Gateway, paths: Paths) -> str:
+    """Return the nginx locations for requests with a key."""
     blocks = []
     for route in ROUTES:
-        target = target_of(route.path)
-        lines = _choose_by_name(route, target) if named else _forward(route, target)
-        blocks.append(_public_location(route, lines))
-    if named:
-        blocks += _CHOOSERS
-    for service, target in named.items():
+        service = settings.routes.get(route.path, settings.service)
+        lines = _choose_by_name(route) if settings.names else ()
+        blocks.append(
+            _location(
+                route.location,
+                f"if ($request_method !~ ^({route.method})$) {{ rewrite ^ /refused/method last; }}",
+                "if ($spark_key = 0) { rewrite ^ /refused/key last; }",
+                *(lines or _forward(route, service, settings, paths)),
+            )
+        )
+    blocks += _CHOOSERS if settings.names else ()
+    for service in settings.names or ():
         for route in ROUTES:
             if route.takes_name or route.path.startswith(release.MODELS):
                 inner = replace(route, path=f"/engine/{service}{route.path}")
-                blocks.append(_location(inner.location, "internal;", *_forward(route, target)))
+                lines = _forward(route, service, settings, paths)
+                blocks.append(_location(inner.location, "internal;", *lines))
     return "\n\n        ".join(blocks)
 
 
-def _choose_by_name(route: Route, own: Target) -> tuple[str, ...]:
+def _choose_by_name(route: Route) -> tuple[str, ...]:
+    """Return the directives that choose the engine by model name; none if the path decides."""
     if route.takes_name:
         large = f"if ($spark_large) {{ rewrite ^ /by-name-large{route.path} last; }}"
         return large, f"rewrite ^ /by-name{route.path} last;"
-    if route.path.startswith(release.MODELS):
-        if route.pattern:
-            return ("js_content names.getModel;",)
-        return "subrequest_output_buffer_size 256k;", "js_content names.listModels;"
-    return _forward(route, own)
+    if not route.path.startswith(release.MODELS):
+        return ()
+    if route.pattern:
+        return ("js_content names.getModel;",)
+    return "subrequest_output_buffer_size 256k;", "js_content names.listModels;"
 
 
-def _forward(route: Route, target: Target) -> tuple[str, ...]:
-    return target.when_open, f"proxy_pass http://{target.upstream}{route.forwarded}$is_args$args;"
+def _forward(route: Route, service: str, settings: Gateway, paths: Paths) -> tuple[str, str]:
+    target = f"http://{_upstream(service, settings)}{route.forwarded}"
+    return _refuse_if_closed(service, paths), f"proxy_pass {target}$is_args$args;"
 
 
-def _public_location(route: Route, lines: tuple[str, ...]) -> str:
-    return _location(
-        route.location,
-        f"if ($request_method !~ ^({route.method})$) {{ rewrite ^ /refused/method last; }}",
-        "if ($spark_key = 0) { rewrite ^ /refused/key last; }",
-        *lines,
-    )
+def _upstream(service: str, settings: Gateway) -> str:
+    return "engine" if service == settings.service else f"engine-{service}"
+
+
+def _refuse_if_closed(service: str, paths: Paths) -> str:
+    return f"if (!-f {paths.traffic(service)}) {{ rewrite ^ /refused/closed last; }}"
 
 
 def _location(match: str, *lines: str) -> str:
@@ -196,45 +193,38 @@ def bodies(settings: Gateway, paths: Paths) -> Path:
 def config_text(settings: Gateway, paths: Paths) -> str:
     run = paths.gateway_run(settings.service)
     named = settings.names or {}
-    targets = {
-        service: _target(service, settings, paths)
-        for service in (settings.service, *settings.routes.values(), *named)
-    }
     listening = listeners.wanted(settings).listeners
-    replicas = _replicas(settings, listening, paths)
-    listen_lines = [*map(_listen, listening), *([replicas.listen] if replicas.listen else [])]
-    return fill(
-        "gateway.conf",
-        {
-            "USER": settings.user,
-            "GROUP": traffic.group_of(settings.user),
-            "RUN": str(run),
-            "BODIES": str(bodies(settings, paths)),
-            "LARGE_BODIES": str(LARGE_BODIES),
-            "MAX_BODY_BYTES": str(settings.max_body_bytes),
-            "UPSTREAMS": "\n    ".join(_upstream(target, paths) for target in targets.values()),
-            "JOURNAL": str(paths.below("/run/systemd/journal/dev-log")),
-            "LISTEN": "\n        ".join(listen_lines),
-            "TLS": _tls(settings, paths),
-            "OPEN_ONLY": targets[settings.service].when_open,
-            "MODULE": _load_module(paths) if named else "",
-            "BY_NAME": f"js_import names from {run / SCRIPT};" if named else "",
-            "ROUTES": locations(
-                lambda path: targets[settings.routes.get(path, settings.service)],
-                {service: targets[service] for service in named},
-            ),
-            "LIMITS": _limits(settings, replicas.client),
-            "REPLICAS": replicas.http,
-        },
+    balancer, client, balancer_socket = _replicas(settings, listening, paths)
+    upstreams = (
+        f"upstream {_upstream(service, settings)} {{\n"
+        f"        server unix:{paths.engine_socket(service)} max_fails=0;\n"
+        "        keepalive 16;\n"
+        "    }"
+        for service in dict.fromkeys((settings.service, *settings.routes.values(), *named))
     )
-
-
-def _load_module(paths: Paths) -> str:
     module = paths.root / _MODULE
-    if not module.is_file():
+    if named and not module.is_file():
         fix = "run the deploy again, or apt-get install libnginx-mod-http-js"
         raise HostToolError("nginx's JavaScript", f"{module} is missing", fix)
-    return f"load_module {module};"
+    values = {
+        "USER": settings.user,
+        "GROUP": traffic.group_of(settings.user),
+        "RUN": str(run),
+        "BODIES": str(bodies(settings, paths)),
+        "LARGE_BODIES": str(LARGE_BODIES),
+        "MAX_BODY_BYTES": str(settings.max_body_bytes),
+        "UPSTREAMS": "\n    ".join(upstreams),
+        "JOURNAL": str(paths.below("/run/systemd/journal/dev-log")),
+        "LISTEN": "\n        ".join([*map(_listen, listening), *balancer_socket]),
+        "TLS": _tls(settings, paths),
+        "OPEN_ONLY": _refuse_if_closed(settings.service, paths),
+        "MODULE": f"load_module {module};" if named else "",
+        "BY_NAME": f"js_import names from {run / SCRIPT};" if named else "",
+        "ROUTES": _routes(settings, paths),
+        "LIMITS": _limits(settings, client),
+        "REPLICAS": balancer,
+    }
+    return fill("gateway.conf", values)
 
 
 def script_text(settings: Gateway, paths: Paths) -> str:
@@ -251,21 +241,6 @@ def script_text(settings: Gateway, paths: Paths) -> str:
     constants = {"SERVICES": services, "ROUTES": settings.routes}
     lines = [f"const {name} = {json.dumps(value)};\n" for name, value in constants.items()]
     return "".join(lines) + fill(SCRIPT, {})
-
-
-def _target(service: str, settings: Gateway, paths: Paths) -> Target:
-    name = "engine" if service == settings.service else f"engine-{service}"
-    closed = f"if (!-f {paths.traffic(service)}) {{ rewrite ^ /refused/closed last; }}"
-    return Target(service, name, closed)
-
-
-def _upstream(target: Target, paths: Paths) -> str:
-    return (
-        f"upstream {target.upstream} {{\n"
-        f"        server unix:{paths.engine_socket(target.service)} max_fails=0;\n"
-        "        keepalive 16;\n"
-        "    }"
-    )
 
 
 def _limits(settings: Gateway, client: str) -> str:
@@ -306,23 +281,17 @@ def _tls(settings: Gateway, paths: Paths) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Replicas:
-    """The parts of a configuration that balance requests over replicas; empty without them."""
+def _replicas(
+    settings: Gateway, listening: tuple[Listener, ...], paths: Paths
+) -> tuple[str, str, list[str]]:
+    """Return the balancer, the key of limits per client, and the directive for its own replica.
 
-    http: str = ""  # the balancer's server
-    client: str = "$binary_remote_addr"  # the key of the limits per client
-    listen: str = ""  # the socket on which this gateway serves the local balancer
-
-
-def _replicas(settings: Gateway, listening: tuple[Listener, ...], paths: Paths) -> _Replicas:
-    """Return the balancer, without replicas that cannot be resolved now.
-
-    It needs no health checks: unless the engine of a host is proven, the gateway there answers 503
-    before the engine gets the request. nginx then tries the next host and skips that host for 2 s.
+    The balancer is without replicas that cannot be resolved now. It needs no health checks: unless
+    the engine of a host is proven, the gateway there answers 503 before the engine gets the
+    request. nginx then tries the next host and skips that host for 2 s.
     """
     if settings.replicas is None:
-        return _Replicas()
+        return "", "$binary_remote_addr", []
     own = f"unix:{paths.gateway_run(settings.service)}/replicas.sock"
     others = [resolved for name in settings.replicas.others if (resolved := _resolve(name))]
     servers = [own, *(f"{address}:{port}" for address, port in others)]
@@ -336,7 +305,7 @@ def _replicas(settings: Gateway, listening: tuple[Listener, ...], paths: Paths) 
         "TRIES": str(len(servers)),
     }
     text = fill("replicas.conf", values)
-    return _Replicas("\n\n" + text.rstrip(), "$spark_client", f"listen {own};")
+    return "\n\n" + text.rstrip(), "$spark_client", [f"listen {own};"]
 
 
 def _resolve(name: str) -> tuple[str, str] | None:
@@ -347,3 +316,44 @@ def _resolve(name: str) -> tuple[str, str] | None:
         return None
     family, *_, address = results[0]
     return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0]), port
+
+
+def share(paths: Paths) -> int:
+    """Become an nginx with a key that serves checkpoint files to other hosts, read-only.
+
+    The unit runs it under a dynamic account, which can read only world-readable files.
+    """
+    order = files.load(Share, paths.below(SHARE_SETTINGS), "nothing is shared")
+    try:
+        # systemd.exec(5): the writable folder of the unit, and the credentials.
+        folder = Path(os.environ["RUNTIME_DIRECTORY"])
+        key = (Path(os.environ["CREDENTIALS_DIRECTORY"]) / "key").read_text().strip()
+    except (KeyError, FileNotFoundError) as error:
+        fix = "start spark-share@trees instead"
+        raise HostToolError("share", f"only the unit can run it ({error})", fix) from error
+    config = folder / "nginx.conf"
+    files.write_text(folder / "keys.conf", keys_text(key), 0o600)
+    files.write_text(config, share_text(order, folder, paths), 0o600)
+    os.execv(program(paths), [program(paths), "-p", str(folder), "-c", str(config), "-e", "stderr"])
+
+
+def share_text(order: Share, folder: Path, paths: Paths) -> str:
+    address = f"[{order.address}]" if ":" in order.address else order.address
+    values = {
+        "RUN": str(folder),
+        "LISTEN": f"{address}:{order.port}",
+        "TREES": "\n        ".join(_share_locations(tree, paths) for tree in order.trees),
+    }
+    return fill("share.conf", values)
+
+
+def _share_locations(tree: SharedTree, paths: Paths) -> str:
+    """Return the locations of a checkpoint: verified files and progress."""
+    out = paths.below(tree.dir)
+    folders = [out, growing_tree(out)] if tree.unfinished else [out]
+    progress = paths.below(job_dir(tree.job)) / "progress"
+    candidates = " ".join(quoted(folder, "/$1") for folder in folders)
+    return (
+        f"location ~ ^/{tree.digest}/files/(.+)$ {{ try_files {candidates} =404; }}\n"
+        f"        location = /{tree.digest}/progress {{ try_files {quoted(progress)} =404; }}"
+    )

@@ -51,17 +51,10 @@ def group_of(user: str) -> str:
 
 
 def group_id(service: str, paths: Paths) -> int:
-    """Return the id of the gateway's group.
-
-    Raises:
-        HostToolError: The group is missing.
-    """
+    """Return the id of the gateway's group; ``HostToolError`` if the group is missing."""
     user = load_gateway(service, paths).user
     try:
         return grp.getgrnam(group_of(user)).gr_gid
     except KeyError as error:
-        raise HostToolError(
-            f"group of {user}",
-            "does not exist on this host",
-            f"{MAKE_USERS}, or run the deploy again",
-        ) from error
+        fix = f"{MAKE_USERS}, or run the deploy again"
+        raise HostToolError(f"group of {user}", "does not exist on this host", fix) from error

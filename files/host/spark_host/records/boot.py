@@ -121,12 +121,8 @@ def only_active(host: Host) -> str:
     services = sorted({service_of(name) for name in host.disk.names(host.paths)})
     running = [name for name in (active(service, host) for service in services) if name]
     if len(running) != 1:
-        raise HostToolError(
-            "check",
-            f"{len(running)} releases run here: {', '.join(running) or 'none'}",
-            "name a release: spark-check RELEASE",
-            2,
-        )
+        message = f"{len(running)} releases run here: {', '.join(running) or 'none'}"
+        raise HostToolError("check", message, "name a release: spark-check RELEASE", 2)
     return running[0]
 
 
@@ -145,7 +141,7 @@ def stop_service(service: str, by: str, host: Host, for_s: float | None = None) 
     host.disk.write(host.paths.stopped(service), replace(marker, until=until))
     if marker.until and not until:
         _cancel_return(service, host)
-    for name in {*boots, *([running] if running else [])}:
+    for name in filter(None, {*boots, running}):
         host.units.stop(SERVE.of(name), _STOP_S)
     limit = f"until {until}, or until" if until else "until"
     print(f"{service}: stopped {limit} you run: spark-deploy start")
@@ -178,8 +174,7 @@ def retire_service(service: str, host: Host) -> int:
     host.units.disable(GATEWAY.of(service))
     host.units.stop(GATEWAY.of(service), _STOP_S)
     _cancel_return(service, host)
-    running = active(service, host)
-    for name in {*enabled(service, host), *([running] if running else [])}:
+    for name in filter(None, {*enabled(service, host), active(service, host)}):
         host.units.disable(SERVE.of(name))
         host.units.stop(SERVE.of(name), _STOP_S)
     print(f"{service}: retired")

@@ -38,11 +38,9 @@ def rank(release: Release, paths: Paths) -> int:
     ranks = [number for number, member in enumerate(members) if member.address in addresses]
     if len(ranks) != 1:
         named = ", ".join(f"{member.host} {member.address}" for member in members)
-        raise HostToolError(
-            f"cluster of {release.name}",
-            f"this host has {len(ranks)} of its addresses ({named})",
-            "restore the addresses of the fabric, or deploy all members again",
-        )
+        message = f"this host has {len(ranks)} of its addresses ({named})"
+        fix = "restore the addresses of the fabric, or deploy all members again"
+        raise HostToolError(f"cluster of {release.name}", message, fix)
     return ranks[0]
 
 
@@ -101,9 +99,8 @@ def fence(words: Sequence[str], paths: Paths) -> int:
     a failure: then the host serves and the journal shows that the ports are open.
     """
     if len(words) != 2 or words[0] not in ("up", "down"):
-        raise HostToolError(
-            "fence", f"unknown words {list(words)}", "use up or down, and a release"
-        )
+        fix = "use up or down, and a release"
+        raise HostToolError("fence", f"unknown words {list(words)}", fix)
     release = load_release(words[1], paths)
     cluster = release.cluster
     if cluster is None:
@@ -113,22 +110,17 @@ def fence(words: Sequence[str], paths: Paths) -> int:
     for program in ("iptables", "ip6tables"):
         for order in (("-D", *jump), ("-F", chain), ("-X", chain)):  # of an earlier start
             run_program([program, *_WAIT, *order], _IPTABLES_S)
-        if words[0] == "up":
-            _add_chain(program, chain, cluster, jump)
+        if words[0] == "down":
+            continue
+        # No member uses IPv6.
+        members = cluster.members if program == "iptables" else ()
+        sources = [("-i", "lo"), *(("-s", member.address) for member in members)]
+        rules = [("-A", chain, *source, "-j", "RETURN") for source in sources]
+        # The jump is last, so that the chain is complete from the first packet.
+        for rule in (("-N", chain), *rules, ("-A", chain, "-j", "DROP"), ("-I", *jump)):
+            done = run_program([program, *_WAIT, *rule], _IPTABLES_S)
+            if done.returncode != 0:
+                message = f"the ports of the cluster stay open to all hosts ({error_line(done)})"
+                fix = "separate the network, or let only members in by a firewall"
+                raise HostToolError("fence", message, fix)
     return 0
-
-
-def _add_chain(program: str, chain: str, cluster: Cluster, jump: tuple[str, ...]) -> None:
-    # No member uses IPv6.
-    addresses = [member.address for member in cluster.members] if program == "iptables" else []
-    sources = [("-i", "lo"), *(("-s", address) for address in addresses)]
-    rules = [("-A", chain, *source, "-j", "RETURN") for source in sources]
-    # The jump is last, so that the chain is complete from the first packet.
-    for order in (("-N", chain), *rules, ("-A", chain, "-j", "DROP"), ("-I", *jump)):
-        done = run_program([program, *_WAIT, *order], _IPTABLES_S)
-        if done.returncode != 0:
-            raise HostToolError(
-                "fence",
-                f"the ports of the cluster stay open to all hosts ({error_line(done)})",
-                "separate the network, or let only members in by a firewall",
-            )

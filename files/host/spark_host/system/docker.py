@@ -47,14 +47,10 @@ def query(path: str, timeout_s: float = 10) -> Any:
     Raises:
         DaemonSilent: No answer in time, not even at the second try.
     """
-    for limit_s in (timeout_s, PATIENT_S):
-        try:
-            return _get(path, limit_s)
-        except (TimeoutError, BlockingIOError):
-            continue
-    raise DaemonSilent(
-        "docker", f"did not answer within {PATIENT_S:.0f} s", "systemctl status docker; run again"
-    )
+    try:
+        return _get(path, timeout_s)
+    except DaemonSilent:
+        return _get(path, PATIENT_S)
 
 
 def _get(path: str, timeout_s: float) -> Any:
@@ -64,8 +60,9 @@ def _get(path: str, timeout_s: float) -> Any:
         response = request.getresponse()
         body = response.read()
         return json.loads(body) if response.status == 200 else None
-    except (TimeoutError, BlockingIOError):
-        raise
+    except (TimeoutError, BlockingIOError) as error:
+        message, fix = f"did not answer within {timeout_s:.0f} s", "systemctl status docker"
+        raise DaemonSilent("docker", message, f"{fix}; run again") from error
     except (OSError, HTTPException, ValueError):
         return None
     finally:
@@ -73,11 +70,7 @@ def _get(path: str, timeout_s: float) -> Any:
 
 
 def gpu_arguments(paths: Paths) -> tuple[str, ...]:
-    """Return the docker arguments with which a container was proven to see the GPU.
-
-    Raises:
-        HostToolError: This was never proven.
-    """
+    """Return the proven docker arguments for the GPU; ``HostToolError`` if none were proven."""
     absent = "no container was proven to see the GPU"
     return files.load(GpuProof, paths.gpu_receipt, absent).docker_arguments
 
@@ -85,7 +78,7 @@ def gpu_arguments(paths: Paths) -> tuple[str, ...]:
 def is_up() -> bool:
     try:
         return _get("/version", 5) is not None
-    except (TimeoutError, BlockingIOError):
+    except DaemonSilent:
         return False
 
 
@@ -115,7 +108,7 @@ def container(name: str, limit_s: float) -> dict[str, Any] | None:
     """Return a container as the daemon describes it; ``None`` if absent or not in time."""
     try:
         result = _get(f"/containers/{quote(name, safe='')}/json", limit_s)
-    except (TimeoutError, BlockingIOError):
+    except DaemonSilent:
         return None
     return result if isinstance(result, dict) else None
 

@@ -90,7 +90,7 @@ def _try(plan: FabricPlan, paths: Paths) -> None:
     record = FabricRecord(
         plan.ports,
         {port.interface: int(_link(port)["mtu"]) for port in plan.ports},
-        {name: found for name, found in _addresses().items() if found and name not in managed},
+        {name: now for name, now in _addresses().items() if now and name not in managed},
         _default_routes(),
     )
     files.write_text(paths.below(_TRIED), documents.text_of(record), 0o600)
@@ -253,14 +253,11 @@ def _is_set(port: FabricPort) -> bool:
     return port.address in addresses and link["mtu"] == port.mtu
 
 
-def _link(port: FabricPort) -> dict[str, Any]:
-    links: list[dict[str, Any]] = json.loads(
-        _ip("-j", "address", "show", "dev", port.interface) or "[]"
-    )
-    if not links:
-        fix = "list the interfaces (`ip link`), then set fabric.interfaces"
-        raise HostToolError(port.interface, "no such interface", fix)
-    return links[0]
+def _link(port: FabricPort) -> Any:
+    for link in json.loads(_ip("-j", "address", "show", "dev", port.interface) or "[]"):
+        return link
+    fix = "list the interfaces (`ip link`), then set fabric.interfaces"
+    raise HostToolError(port.interface, "no such interface", fix)
 
 
 def _ip(*words: str) -> str:

@@ -13,17 +13,14 @@ import socket
 import struct
 import sys
 import termios
-import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.fabric import SpeedFound, SpeedOrder
 from spark_contract.paths import Paths
-
-from spark_host.system.programs import print_json
 
 _STREAMS = 4  # a single stream is limited by a core
 _CHUNK_BYTES = 1 << 20
@@ -35,15 +32,14 @@ _WELCOME = b"+"
 _LINGER = struct.pack("ii", 1, 0)
 
 
-def main(words: Sequence[str], paths: Paths) -> int:
+def main(words: Sequence[str], paths: Paths) -> int | SpeedFound:
     """``listen`` or ``send``, with a ``SpeedOrder`` on standard input."""
     if list(words) not in (["listen"], ["send"]):
         raise HostToolError("fabric-speed", f"unknown words {list(words)}", "use listen or send")
     order = documents.parse(SpeedOrder, sys.stdin.read())
-    if words[0] == "listen":
-        listen(order)
-    else:
-        print_json(send(order))
+    if words[0] == "send":
+        return send(order)
+    listen(order)
     return 0
 
 
@@ -78,7 +74,9 @@ def listen(order: SpeedOrder) -> None:
     until = time.monotonic() + order.most_s + _MEET_S
     for stream in streams:
         stream.sendall(_WELCOME)
-    _run_threads([partial(_discard, stream, order.most_bytes, until) for stream in streams])
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        for stream in streams:
+            pool.submit(_discard, stream, order.most_bytes, until)
 
 
 def _has_token(stream: socket.socket, token: str) -> bool:
@@ -110,15 +108,20 @@ def send(order: SpeedOrder) -> SpeedFound:
     """
     streams = [_connect(order) for _ in range(_STREAMS)]
     for stream in streams:
-        _wait_for_welcome(stream, order)
+        try:
+            received = stream.recv(1)
+        except OSError as error:
+            raise _unreachable(order, str(error)) from error
+        if received != _WELCOME:
+            raise _unreachable(order, "the listener closed the connection")
     began = time.monotonic()
-    results: list[tuple[int, float]] = []
 
-    def push(stream: socket.socket) -> None:
+    def push(stream: socket.socket) -> tuple[int, float]:
         arrived = _send_zeros(stream, order.most_bytes // _STREAMS, began + order.most_s)
-        results.append((arrived, time.monotonic()))
+        return arrived, time.monotonic()
 
-    _run_threads([partial(push, stream) for stream in streams])
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        results = list(pool.map(push, streams))
     arrived_bytes = sum(arrived for arrived, _ in results)
     return SpeedFound(arrived_bytes, max(ended for _, ended in results) - began)
 
@@ -141,15 +144,6 @@ def _connect(order: SpeedOrder) -> socket.socket:
             return stream
 
 
-def _wait_for_welcome(stream: socket.socket, order: SpeedOrder) -> None:
-    try:
-        received = stream.recv(1)
-    except OSError as error:
-        raise _unreachable(order, str(error)) from error
-    if received != _WELCOME:
-        raise _unreachable(order, "the listener closed the connection")
-
-
 def _unreachable(order: SpeedOrder, reason: str) -> HostToolError:
     return HostToolError(
         f"{order.interface} to {order.address}:{order.port}",
@@ -167,19 +161,10 @@ def _send_zeros(stream: socket.socket, most_bytes: int, until: float) -> int:
             stream.settimeout(left_s)
             with contextlib.suppress(TimeoutError):
                 handed += stream.send(chunk[: most_bytes - handed])
-        while (waiting := _unacknowledged(stream)) and time.monotonic() < until:
+        while True:
+            queue = fcntl.ioctl(stream, termios.TIOCOUTQ, bytes(4))  # not acknowledged
+            waiting = int.from_bytes(queue, sys.byteorder)
+            if not waiting or time.monotonic() >= until:
+                return handed - waiting
             time.sleep(0.0005)
-        return handed - waiting
     return 0
-
-
-def _unacknowledged(stream: socket.socket) -> int:
-    return int(struct.unpack("i", fcntl.ioctl(stream, termios.TIOCOUTQ, bytes(4)))[0])
-
-
-def _run_threads(tasks: Sequence[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=task, daemon=True) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()

@@ -30,14 +30,9 @@ def run_program(
     """
     try:
         return subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit_s,
-            env=environment or _environment(),
-            check=False,
-        )
+            argv, capture_output=True, text=True, errors="replace", timeout=limit_s,
+            env=environment or _environment(), check=False,
+        )  # fmt: skip
     except FileNotFoundError:
         return subprocess.CompletedProcess(argv, 127, "", f"{argv[0]} is not installed")
     except subprocess.TimeoutExpired:
@@ -107,31 +102,22 @@ def _output(argv: tuple[str, ...], limit_s: float) -> str | None:
         raise subprocess.TimeoutExpired(argv, 0)
     try:
         child = subprocess.Popen(
-            argv,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=_environment(),
+            argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment()
         )
     except OSError:
         return None
     try:
         output, _ = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        _abandon(argv[0], child)
+        child.kill()
+        if child.stdout is not None:
+            child.stdout.close()
+        try:  # not long: a stuck driver can keep it alive
+            child.wait(_DEATH_S)
+        except subprocess.TimeoutExpired:
+            _stuck[argv[0]] = child
         raise
     return output.strip() if child.returncode == 0 else None
-
-
-def _abandon(name: str, child: subprocess.Popen[str]) -> None:
-    """Kill a program, but do not wait long: a stuck driver can keep it alive."""
-    child.kill()
-    if child.stdout is not None:
-        child.stdout.close()
-    try:
-        child.wait(_DEATH_S)
-    except subprocess.TimeoutExpired:
-        _stuck[name] = child
 
 
 def print_json(document: object) -> None:

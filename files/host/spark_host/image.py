@@ -1,36 +1,53 @@
-"""Pulls an image through docker's API, with progress in bytes and a stall timeout.
+"""``spark-host image``: pulls an image, through other hosts if they share it, then runs a command.
 
-The API reports the bytes of each layer; the docker client shows them only on a terminal.
+Shared blobs are served to docker by a local nginx without TLS on the loopback address, so that
+every image store gets the identity that the registry gave. If that fails, docker pulls missing
+layers from the registry.
+
+Pulls go through docker's API, which reports the bytes of each layer; the docker client shows them
+only on a terminal.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from http.client import HTTPException, HTTPResponse
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlencode
 
+from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_contract.fetching import (
     DOCKER_HUB,
+    MANIFEST_TYPES,
     PULL_LEAST_BYTES_PER_S,
     PULL_STALL_S,
+    LayersPlan,
     parse_reference,
 )
 from spark_contract.job import Progress
+from spark_contract.orders import BUILDER, LAYERS
+from spark_contract.paths import Paths
+from spark_contract.tool import LAYERS_OPTION
 
+from spark_host.gateway import nginx
 from spark_host.system import docker
 from spark_host.system.programs import log
 
+_START_S = 10.0  # for the local registry
 _EXISTS, _UNPACKING, _DOWNLOADED = "Already exists", "Extracting", "Download complete"
 # Layers with these statuses no longer need the registry.
 _LOCAL = frozenset({"Verifying Checksum", _DOWNLOADED, _UNPACKING, "Pull complete", _EXISTS})
@@ -40,6 +57,88 @@ _POLL_S = 0.2
 _LINE_BYTES = 1 << 20  # docker's lines have about 200 bytes
 _MESSAGE_LENGTH = 300
 _RUN_AGAIN = "`journalctl -u docker`; then run again: whole layers stay"
+
+
+def main(words: list[str], paths: Paths) -> int:
+    """Pull the image, through the blobs of ``LAYERS.json`` if given; then become the command."""
+    layers, words = (words[1], words[2:]) if words[:1] == [LAYERS_OPTION] else (None, words)
+    if not words or words[0].startswith("-"):
+        usage = f"image [{LAYERS_OPTION} LAYERS.json] REFERENCE [COMMAND...]"
+        raise HostToolError("image", f"unknown words {words}", usage, 2)
+    reference, *command = words
+    try:
+        if layers is not None:
+            _pull_from_peers(Path(layers), paths)
+    except (HostToolError, OSError) as error:
+        print(f"image: not pulled from other hosts: {error}", file=sys.stderr, flush=True)
+    if docker.image(reference) is None:
+        pull(reference)
+    if not command:
+        return 0
+    log(Progress("build", None, None, None, None).line())
+    os.execvp(command[0], command)
+
+
+def _pull_from_peers(order: Path, paths: Paths) -> None:
+    plan = files.load(LayersPlan, order, "no such order")
+    blobs, manifests = Path(plan.out), order.parent / "manifests"
+    fetch = [sys.executable, "-m", BUILDER, LAYERS, str(order), str(manifests)]
+    if subprocess.run(fetch, stdin=subprocess.DEVNULL, check=False).returncode != 0:
+        raise HostToolError(plan.reference, "the blobs were not fetched", "see the lines above")
+    reference = parse_reference(plan.reference)
+    with _local_registry(blobs, manifests, paths) as address:
+        local = f"{address}/{reference.name}@{reference.version}"
+        pull(local)
+    # This pulls only the manifest: the layers are local, but releases use the registry's name.
+    pull(plan.reference)
+    docker.client("image", "rm", local)
+    if not plan.keep:
+        shutil.rmtree(blobs)
+
+
+@contextmanager
+def _local_registry(blobs: Path, manifests: Path, paths: Paths) -> Iterator[str]:
+    """Serve an image's files to docker; yield the address to pull from."""
+    with TemporaryDirectory(prefix="spark-image-") as run, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        locations = map(_manifest_location, sorted(manifests.glob("sha256:*")))
+        values = {
+            "RUN": run,
+            "PORT": str(port),
+            "TREE": nginx.quoted(blobs),
+            "MANIFESTS": "\n        ".join(locations),
+        }
+        config = Path(run) / "nginx.conf"
+        files.write_text(config, nginx.fill("image.conf", values), 0o600)
+        words = [nginx.program(paths), "-p", run, "-c", str(config), "-e", "stderr"]
+        with subprocess.Popen(words, stdin=subprocess.DEVNULL) as server:
+            try:
+                _wait_for_port(port, server)
+                yield f"127.0.0.1:{port}"
+            finally:
+                server.terminate()
+
+
+def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _START_S
+    while server.poll() is None and time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise HostToolError("nginx", "does not answer on the loopback address", "see the lines above")
+
+
+def _manifest_location(path: Path) -> str:
+    manifest = json.loads(path.read_text())
+    kinds = MANIFEST_TYPES[:2] if "manifests" in manifest else MANIFEST_TYPES[2:]
+    kind = manifest.get("mediaType") if manifest.get("mediaType") in kinds else kinds[0]
+    return (
+        f"location ~ /manifests/{path.name}$ {{ root {nginx.quoted(path.parent)}; "
+        f"default_type {kind}; try_files /{path.name} =404; "
+        f"add_header Docker-Content-Digest {path.name}; }}"
+    )
 
 
 class Layers:
@@ -126,108 +225,87 @@ def pull(reference: str, *, stall_s: float = PULL_STALL_S) -> None:
     Raises:
         HostToolError: docker or the registry failed, or the pull stalls.
     """
-    watched = _WatchedPull(reference, stall_s)
+    layers, stalls = Layers(time.monotonic(), stall_s), list[HostToolError]()
     try:
-        with watched:
-            for event in watched.events():
+        with _watched_connection(reference, layers, stalls) as connection:
+            for event in _pull_events(connection, reference):
                 _refuse_error(reference, event)
-                watched.layers.take(event, time.monotonic())
+                layers.take(event, time.monotonic())
     except (OSError, HTTPException) as error:
-        if watched.stalled is not None:
-            raise watched.stalled from error
-        reason = getattr(error, "strerror", None) or "the connection ended"
-        message = f"docker's daemon is away, or broke the pull off ({reason.lower()})"
-        fix = f"systemctl status docker; {_RUN_AGAIN}"
-        raise HostToolError(reference, message, fix) from error
-    if watched.stalled is not None:
-        raise watched.stalled
+        if not stalls:
+            reason = getattr(error, "strerror", None) or "the connection ended"
+            message = f"docker's daemon is away, or broke the pull off ({reason.lower()})"
+            fix = f"systemctl status docker; {_RUN_AGAIN}"
+            raise HostToolError(reference, message, fix) from error
+    if stalls:
+        raise stalls[0]
     if docker.image(reference) is None:
         message = "docker finished the pull without an error and without the image"
         raise HostToolError(reference, message, _RUN_AGAIN)
 
 
-class _WatchedPull:
-    """A pull request to docker; a thread reports progress and hangs up when it stalls."""
+@contextmanager
+def _watched_connection(
+    reference: str, layers: Layers, stalls: list[HostToolError]
+) -> Iterator[HTTPConnection]:
+    """Connect to docker; a thread reports progress and hangs up when the pull stalls."""
+    connection, ended = docker.connection(docker.PATIENT_S), threading.Event()
+    connection.connect()
+    connection.sock.settimeout(None)  # from here on the thread enforces the limit
 
-    def __init__(self, reference: str, stall_s: float):
-        self.layers = Layers(time.monotonic(), stall_s)
-        self.stalled: HostToolError | None = None
-        self._reference = reference
-        self._connection = docker.connection(docker.PATIENT_S)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> _WatchedPull:
-        self._connection.connect()
-        self._connection.sock.settimeout(None)  # from here on the thread enforces the limit
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Hang up, so that docker cancels the pull."""
-        self._ended.set()
-        self._thread.join()
-        self._connection.close()
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        name, tag = _name_and_tag(self._reference)
-        auth = registry_auth(self._reference)
-        path = f"/images/create?{urlencode({'fromImage': name, 'tag': tag})}"
-        headers = {"X-Registry-Auth": auth} if auth else {}
-        self._connection.request("POST", path, headers=headers)
-        with self._connection.getresponse() as response:
-            yield from _parse_events(response)
-            if response.status != 200:
-                message = f"docker answers with status {response.status}"
-                raise HostToolError(self._reference, message, _RUN_AGAIN)
-
-    def _watch(self) -> None:
+    def watch() -> None:
         reported_at = 0.0
-        while not self._ended.wait(_POLL_S):
+        while not ended.wait(_POLL_S):
             now = time.monotonic()
             if now - reported_at >= _REPORT_S:
-                log(self.layers.progress(now).line())
+                log(layers.progress(now).line())
                 reported_at = now
-            message = self.layers.stalled(now)
-            if message is not None:
+            if message := layers.stalled(now):
                 fix = f"check the registry and the network to it; {_RUN_AGAIN}"
-                self.stalled = HostToolError(self._reference, message, fix)
+                stalls.append(HostToolError(reference, message, fix))
                 with suppress(OSError):
-                    self._connection.sock.shutdown(socket.SHUT_RDWR)
+                    connection.sock.shutdown(socket.SHUT_RDWR)
                 return
 
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield connection
+    finally:  # hang up, so that docker cancels the pull
+        ended.set()
+        thread.join()
+        connection.close()
 
-def _name_and_tag(reference: str) -> tuple[str, str]:
-    name, _, digest = reference.partition("@")
-    folder, slash, last = name.rpartition("/")
-    last, _, tag = last.partition(":")
-    return f"{folder}{slash}{last}", digest or tag or "latest"
 
-
-def _parse_events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object of each line of an answer; skip malformed and overlong lines.
+def _pull_events(connection: HTTPConnection, reference: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON object of each line of docker's answer; cut long lines, skip malformed lines.
 
     Skipping is safe: whether the image exists is checked afterwards.
     """
-    line, too_long = b"", False
-    while chunk := response.read1(1 << 16):
-        *complete, rest = (line + chunk).split(b"\n")
-        for text in complete:
-            if not too_long:
-                yield from _parse_event(text)
-            too_long = False
-        too_long = too_long or len(rest) > _LINE_BYTES
-        line = b"" if too_long else rest
-    yield from _parse_event(line)
+    name, _, digest = reference.partition("@")
+    folder, slash, last = name.rpartition("/")
+    last, _, tag = last.partition(":")
+    query = {"fromImage": f"{folder}{slash}{last}", "tag": digest or tag or "latest"}
+    auth = registry_auth(reference)
+    headers = {"X-Registry-Auth": auth} if auth else {}
+    connection.request("POST", f"/images/create?{urlencode(query)}", headers=headers)
+    with connection.getresponse() as response:
+        rest = b""
+        while chunk := response.read1(1 << 16):  # readline() would hide a broken connection
+            *lines, rest = (rest[:_LINE_BYTES] + chunk).split(b"\n")
+            yield from filter(None, map(_parse_event, lines))
+        yield from filter(None, [_parse_event(rest)])
+        if response.status != 200:
+            message = f"docker answers with status {response.status}"
+            raise HostToolError(reference, message, _RUN_AGAIN)
 
 
-def _parse_event(line: bytes) -> Iterator[dict[str, Any]]:
+def _parse_event(line: bytes) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
-        return
-    if isinstance(event, dict):
-        yield event
+        return None
+    return event if isinstance(event, dict) else None
 
 
 def _refuse_error(reference: str, event: dict[str, Any]) -> None:
@@ -246,11 +324,6 @@ def _one_line(text: object) -> str:
     return " ".join(printable.split())[:_MESSAGE_LENGTH]
 
 
-DOCKER_CONFIG = ".docker/config.json"
-_HUB_KEY = "https://index.docker.io/v1/"
-_HELPER_S = 30.0
-
-
 def registry_auth(reference: str) -> str | None:
     """Return the ``X-Registry-Auth`` header for an image from the login of root's docker client.
 
@@ -260,8 +333,8 @@ def registry_auth(reference: str) -> str | None:
     host = parse_reference(reference).host
     environment = docker.client_environment()
     try:
-        config = json.loads((Path(environment["HOME"]) / DOCKER_CONFIG).read_text())
-        key = _HUB_KEY if host == DOCKER_HUB else host
+        config = json.loads(Path(environment["HOME"], ".docker/config.json").read_text())
+        key = "https://index.docker.io/v1/" if host == DOCKER_HUB else host
         login = _helper_login(config, key, environment) or _file_login(config, key)
     except (OSError, ValueError, AttributeError, TypeError, subprocess.SubprocessError):
         return None
@@ -279,7 +352,7 @@ def _helper_login(
     with suppress(OSError):
         done = subprocess.run(
             [f"docker-credential-{name}", "get"], input=key, capture_output=True, text=True,
-            env=environment, timeout=_HELPER_S, check=False,
+            env=environment, timeout=30, check=False,
         )  # fmt: skip
         answer = json.loads(done.stdout) if done.returncode == 0 else {}
         user, secret = answer.get("Username"), answer.get("Secret")

@@ -12,7 +12,6 @@ from collections import deque
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
 from spark_contract import files, receipts, units
 from spark_contract.documents import plain
@@ -33,7 +32,7 @@ from spark_contract.tool import PHASE
 from spark_host.engine.memory import GIB, meminfo
 from spark_host.system import docker, systemd
 from spark_host.system.host import Host, read_document, release_names, write_document
-from spark_host.system.programs import print_json
+from spark_host.system.programs import log
 
 STATUS = "status.json"
 _TAIL_LINES = 20
@@ -78,12 +77,8 @@ def receipt_holds(proof: ReceiptProof) -> bool:
     """Return whether a checkpoint is complete and only root can write to it."""
     path = Path(proof.tree)
     receipt = receipts.found(path)
-    return (
-        receipt is not None
-        and receipt.digest == proof.digest
-        and receipt.is_whole(path)
-        and receipts.exposed(path) is None
-    )
+    is_complete = receipt and receipt.digest == proof.digest and receipt.is_whole(path)
+    return bool(is_complete) and receipts.exposed(path) is None
 
 
 def run(digest12: str, paths: Paths) -> int:
@@ -93,7 +88,7 @@ def run(digest12: str, paths: Paths) -> int:
     if is_done(job, paths):
         users = _users_of(job.proof, paths) if isinstance(job.proof, AbsentProof) else []
         reason = f"kept, {', '.join(users)} can serve it" if users else "already done"
-        print(f"{job.title}: {reason}", flush=True)
+        log(f"{job.title}: {reason}")
         last = read_document(JobRun, folder / STATUS)
         write_document(folder / STATUS, JobRun("done", 0, memory=last.memory if last else None))
         return 0
@@ -108,22 +103,24 @@ def run(digest12: str, paths: Paths) -> int:
     code, tail = _execute(job, folder)
     after = meminfo()
     memory = JobMemory(before["MemFree"], after["MemFree"], before["Cached"], after["Cached"])
-    gib = [f"{before[key] / GIB:.2f} GiB before, {after[key] / GIB:.2f} GiB after"
-           for key in ("MemFree", "Cached")]  # fmt: skip
-    print(f"memory: MemFree {gib[0]}, Cached {gib[1]}", flush=True)
+    changes = (
+        f"{key} {before[key] / GIB:.2f} GiB before, {after[key] / GIB:.2f} GiB after"
+        for key in ("MemFree", "Cached")
+    )
+    log(f"memory: {', '.join(changes)}")
     done = code == 0 and is_done(job, paths)
     if done and aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
     if code == 0 and not done:
         tail.append(f"{ERROR}{job.title}: finished without a valid result: {plain(job.proof)}")
-        print(tail[-1], flush=True)
+        log(tail[-1])
         code = 5
     try:
         ended = JobRun("failed" if code else "done", code, started, tuple(tail), memory)
         write_document(folder / STATUS, ended)
     except OSError as error:
         # On a full disk the exit code and the journal carry the result; see _state.
-        print(f"{folder / STATUS}: not written, errno {error.errno}", flush=True)
+        log(f"{folder / STATUS}: not written, errno {error.errno}")
     return code
 
 
@@ -139,41 +136,30 @@ def _set_aside(job: Job) -> Path | None:
     path = Path(job.proof.tree)
     aside = path.with_name(f"{path.name}.damaged")
     if path.is_dir() and units.TREE_NAME.match(path.name):
-        print(f"{job.title}: {path} is incomplete; building it again", flush=True)
+        log(f"{job.title}: {path} is incomplete; building it again")
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
     return aside if aside.exists() else None
 
 
 def _execute(job: Job, folder: Path) -> tuple[int, list[str]]:
+    """Run the job's command; return the exit code and the last lines."""
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     try:
         child = subprocess.Popen(
-            job.argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **job.env},
-            cwd=folder,
-            text=True,
-            errors="replace",
-            bufsize=1,
-        )
+            job.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, **job.env}, cwd=folder, text=True, errors="replace", bufsize=1,
+        )  # fmt: skip
     except OSError as error:
         line = ERROR + Problem(job.argv[0], str(error.strerror), "run the deploy again").line
-        print(line, flush=True)
+        log(line)
         return 4, [line]
     # When the unit stops, the child gets the signal first, so that it can leave a resumable state.
     signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
-    _follow(child.stdout, folder, tail)
-    return child.wait(), list(tail)
-
-
-def _follow(output: IO[str] | None, folder: Path, tail: deque[str]) -> None:
     written = 0.0
-    for line in output or ():
+    for line in child.stdout or ():
         text = line.rstrip("\n")
-        print(text, flush=True)
+        log(text)
         tail.append(text)
         # On a full disk the job must still report the original error.
         with contextlib.suppress(OSError):
@@ -182,6 +168,7 @@ def _follow(output: IO[str] | None, folder: Path, tail: deque[str]) -> None:
             elif time.monotonic() - written > _TAIL_PERIOD_S:
                 files.write_text(folder / "tail", "\n".join(tail) + "\n")
                 written = time.monotonic()
+    return child.wait(), list(tail)
 
 
 def end(digest12: str, paths: Paths, *, success: bool) -> None:
@@ -213,7 +200,7 @@ def remove_unused_tokens(paths: Paths) -> None:
     for digest in digests:
         unit = states.get(units.JOB.of(digest), {})
         is_active = unit.get("ActiveState", "inactive") not in ("inactive", "failed")
-        if is_active or _is_queued(unit):
+        if is_active or systemd.is_queued(unit):
             continue
         for path in _token_files(digest, paths):
             with contextlib.suppress(FileNotFoundError):
@@ -221,35 +208,23 @@ def remove_unused_tokens(paths: Paths) -> None:
                     files.remove(path)
 
 
-def _is_queued(unit: systemd.UnitState) -> bool:
-    return unit.get("Job", "0") not in ("", "0")
-
-
 def poll(digests: list[str], paths: Paths) -> list[JobState]:
     fields = ("ActiveState", "Result", "ExecMainStatus", "Job", "InvocationID")
     loaded = systemd.loaded([units.JOB.of("*")], fields)
-    states = {
-        digest: _state(digest, loaded.get(units.JOB.of(digest), {}), paths) for digest in digests
-    }
-    return _fail_dependents(states, paths)
-
-
-def _fail_dependents(states: dict[str, JobState], paths: Paths) -> list[JobState]:
+    states = {name: _state(name, loaded.get(units.JOB.of(name), {}), paths) for name in digests}
     # If a dependency failed, systemd drops the start and leaves the unit inactive, which looks
     # like "not started yet".
     changed = True
     while changed:
         changed = False
-        for digest12, state in states.items():
-            if state.state != "waiting":
-                continue
-            after = load(digest12, paths).after
-            failed = [
-                other for other in after if other in states and states[other].state == "failed"
-            ]
+        for digest12 in [name for name in digests if states[name].state == "waiting"]:
+            after = [states[other] for other in load(digest12, paths).after if other in states]
+            failed = next((other for other in after if other.state == "failed"), None)
             if failed:
-                result = f"needs the failed job {failed[0]}"
-                states[digest12] = replace(state, state="failed", result=result, exit_code=None)
+                result = f"needs the failed job {failed.digest[:12]}"
+                states[digest12] = replace(
+                    states[digest12], state="failed", result=result, exit_code=None
+                )
                 changed = True
     return list(states.values())
 
@@ -271,6 +246,10 @@ def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
         tail = systemd.journal(unit.get("InvocationID", ""), job.unit, _TAIL_LINES) or tail
     running = state == "running"
     progress = _read_lines(folder / "progress") if running else []
+    elapsed_s = None
+    if running and last and last.started_at:
+        started = datetime.fromisoformat(last.started_at.replace("Z", "+00:00"))
+        elapsed_s = int(time.time() - started.timestamp())
     return JobState(
         digest=job.digest,
         title=job.title,
@@ -278,7 +257,7 @@ def _state(digest12: str, unit: systemd.UnitState, paths: Paths) -> JobState:
         state=state,
         result=result,
         exit_code=last.exit_code if last else None,
-        elapsed_s=_elapsed_s(last) if running else None,
+        elapsed_s=elapsed_s,
         progress=read_progress(progress[-1], job.total_bytes) if progress else None,
         last_line=tail[-1] if tail else None,
         log_tail=tuple(tail) if state == "failed" else (),
@@ -292,7 +271,7 @@ def _judge(
     active = unit.get("ActiveState", "inactive")
     if active in ("activating", "active", "reloading", "deactivating"):
         return "running", ""
-    if _is_queued(unit):
+    if systemd.is_queued(unit):
         return "waiting", "waits for the jobs before it"
     if is_done(job, paths):
         return "done", "success"
@@ -312,23 +291,15 @@ def _read_lines(path: Path) -> list[str]:
         return []
 
 
-def _elapsed_s(last: JobRun | None) -> int | None:
-    if last is None or last.started_at is None:
-        return None
-    started = datetime.fromisoformat(last.started_at.replace("Z", "+00:00"))
-    return int(time.time() - started.timestamp())
-
-
-def main(words: list[str], paths: Paths) -> int:
+def main(words: list[str], paths: Paths) -> int | list[JobState]:
     match words:
         case ["run", digest12]:
             return run(digest12, paths)
         case ["end", digest12]:
             end(digest12, paths, success=os.environ.get("SERVICE_RESULT") == "success")
             remove_unused_tokens(paths)
+            return 0
         case ["poll", *digests]:
-            print_json(poll(digests or all_digests(paths), paths))
-        case _:
-            usage = "job run D12 | job end D12 | job poll D12..."
-            raise HostToolError("job", f"unknown words {words}", usage, 2)
-    return 0
+            return poll(digests or all_digests(paths), paths)
+    usage = "use: job run D12 | job end D12 | job poll D12..."
+    raise HostToolError("job", f"unknown words {words}", usage, 2)

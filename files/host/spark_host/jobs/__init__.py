@@ -1,1 +1,0 @@
-"""Jobs: slow work that systemd runs; done only when the result is verified."""
