@@ -57,36 +57,27 @@ def kernel_rows() -> Iterator[str]:
 
 
 def sweep_sections() -> Iterator[str]:
-    """Yield a section per sweep: how many cases passed, and what the owner sees in each."""
+    """Yield a section per sweep with the number of passed cases."""
     for path in sorted((RESULTS / "sweeps").glob("*.json")):
         yield from _sweep(path, json.loads(path.read_text("utf-8")))
 
 
 def _sweep(path: Path, sweep: dict[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in sweep["versions"].items())
-    tried = sweep["tried"]
-    held, cases = (sum(group[key] for group in tried.values()) for key in ("held", "cases"))
-    yield from (f"## {sweep['title']}", "", sweep["counted"], "")
-    yield (
-        f"**{held} of {cases} held.** [{path.name}]({path.name}), {sweep['measured_at'][:10]}, "
-        f"{versions}; {sweep['stands_in']}."
+    passed, total = (
+        sum(group[key] for group in sweep["tried"].values()) for key in ("held", "cases")
     )
-    yield from ("", "| in | cases | held |", "|---|---|---|")
-    for group, about in sweep["groups"].items():
-        cases, held = (tried[group][key] for key in ("cases", "held"))
-        yield row(f"{group}: {about}", cases or "not tried yet", held or "")
-    if sweep.get("not_tried"):
-        yield f"\nNot tried yet: {', '.join(sweep['not_tried'])}."
+    yield from (f"## {path.stem}", "")
+    yield (
+        f"**{passed} of {total} passed.** [{path.name}]({path.name}), {sweep['measured_at'][:10]}, "
+        f"{versions}."
+    )
+    yield from ("", "| group | cases | passed |", "|---|---|---|")
+    for group, counts in sweep["tried"].items():
+        yield row(group, counts["cases"], counts["held"])
+    failed = [case for case in sweep["rows"] if case["wrong"]]
+    yield from (f"\nFailed: {case['case']}: {case['wrong'][:200]}" for case in failed)
     yield ""
-    shown = [case for case in sweep["rows"] if case["saw"] and sweep["rows_shown"]]
-    if shown:
-        yield from ("| case | what the owner sees | afterwards |", "|---|---|---|")
-        for case in shown:
-            wrong = case["wrong"]
-            yield row(
-                case["case"], case["saw"], f"**wrong**: {wrong[:200]}" if wrong else case["state"]
-            )
-        yield ""
 
 
 def proven_rows(checkout: Path) -> Iterator[str]:
