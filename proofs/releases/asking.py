@@ -92,7 +92,7 @@ def check(server: Server, release: Release, only: str | None = None) -> list[dic
     probe.before = probe.metrics()
     findings = []
     for one in CHECKS:
-        if one.level == "deep" or one.name == NOT_ASKED or not one.wanted(probe):
+        if one.level == "deep" or one.name == NOT_ASKED or not one.applies(probe.plan):
             continue
         if only is not None and one.name != only:
             continue

@@ -85,7 +85,7 @@ VERBS: dict[str, tuple[str, Arguments, str]] = {
         "rollout.record:poll", _poll, "RELEASE [REQUEST]: print the state of a rollout as JSON"
     ),
     tool.ROLLBACK: (
-        "rollout.rollback:rollback", _rollback,
+        "rollout.rollout:rollback", _rollback,
         "SERVICE [--to RELEASE] [--dry]: go back to a proven release",
     ),
     tool.PRUNE: (

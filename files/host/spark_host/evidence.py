@@ -15,7 +15,7 @@ from spark_contract.records import Rollout
 from spark_contract.release import Release
 from spark_contract.status import EngineEvidence, Evidence
 
-from spark_host.check.readiness import read_log
+from spark_host.check.runner import read_log
 from spark_host.engine import logs
 from spark_host.engine.client import Engine, EngineError
 from spark_host.records import boot

@@ -16,7 +16,7 @@ from spark_contract.status import Begun, NamedRelease, Rollback, UnderWay
 from spark_contract.units import RETURN_TIMER, SWITCH
 from spark_host.records import boot
 from spark_host.rollout import record as records
-from spark_host.rollout import rollback, rollout
+from spark_host.rollout import rollout
 from spark_host.rollout.record import Record
 
 C = f"main-{'c' * 12}"
@@ -177,7 +177,7 @@ def named(name: str) -> NamedRelease:
 
 
 def back(model: Model, wanted: str | None = None) -> Rollback:
-    return rollback.plan_rollback("main", wanted, model.host())
+    return rollout.plan_rollback("main", wanted, model.host())
 
 
 def problem(model: Model, wanted: str | None = None) -> str:
@@ -258,12 +258,12 @@ def test_next_rollout_clears_the_rollback(model: Model) -> None:
 
 def test_dry_rollback_changes_nothing(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     good(model, A, B)
-    assert rollback.rollback(["main", "--dry"], model.host()) == 0
+    assert rollout.rollback(["main", "--dry"], model.host()) == 0
     assert json.loads(capsys.readouterr().out)["to"]["name"] == A
     assert model.asked == []
     assert model.paths.rollback("main") not in model.documents
 
-    assert rollback.rollback(["main"], model.host()) == 0
+    assert rollout.rollback(["main"], model.host()) == 0
     assert model.asked == [A]
     begun = documents.parse(Begun, capsys.readouterr().out)
     assert (begun.release, begun.joined, begun.came, begun.to) == (A, False, named(B), named(A))

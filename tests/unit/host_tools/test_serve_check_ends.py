@@ -31,7 +31,7 @@ def test_check_waits_for_a_slow_engine(host: Host) -> None:
 
 
 def test_progress_shows_last_engine_log_line(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_host.check.readiness._PROGRESS_S", 0.2)
+    monkeypatch.setattr("spark_host.check.runner._PROGRESS_S", 0.2)
     release = host.release(timeouts__start_s=1.5)
     host.start(release, "never-ready")
     told: list[str] = []

@@ -14,8 +14,7 @@ from spark_contract.errors import HostToolError
 from spark_host.cleanup import prune
 from spark_host.records import boot
 from spark_host.rollout import steps
-from spark_host.rollout.rollback import plan_rollback
-from spark_host.rollout.rollout import rollout_lock
+from spark_host.rollout.rollout import plan_rollback, rollout_lock
 
 
 def test_prune_removes_only_unneeded_files(machine: Machine) -> None:

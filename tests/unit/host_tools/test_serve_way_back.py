@@ -19,7 +19,7 @@ from spark_host.engine.client import SilentError
 from spark_host.records import boot, proof
 from spark_host.rollout import rollout, steps
 from spark_host.rollout.record import Record
-from spark_host.rollout.rollback import plan_rollback
+from spark_host.rollout.rollout import plan_rollback
 
 
 def faulty(model: Model, name: str, fault: str, *calls: str, times: int = 1) -> Rollout:

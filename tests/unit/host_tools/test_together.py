@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_host.check import readiness as cluster
 from spark_host.check import runner
+from spark_host.check import runner as cluster
 from spark_host.system import systemd
 from spark_host.system.host import Host
 from spark_host.watch import watchdog as watching
@@ -105,7 +105,7 @@ def test_silent_member_stops_the_engine(
 ) -> None:
     monkeypatch.setattr(watching, "_SILENT_S", 0.3)
     answers = [True]
-    monkeypatch.setattr(watching.ClusterWatch, "_answers", lambda *_: answers[0])
+    monkeypatch.setattr(watching.cluster, "can_connect", lambda *_, **__: answers[0])
     release = pair()
     watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=True))
     watch.begin(over)
@@ -132,7 +132,8 @@ def test_refused_connection_counts_as_an_answer(tmp_path: Path) -> None:
     release = pair()
     watch = watching.ClusterWatch(release, tables(tmp_path, release, HEAD, joined=True))
     assert release.cluster is not None
-    assert watch._answers(release.cluster.members[1])  # a refusal is an answer
+    assert watch._find_silent() is None
+    assert watch._reached == {"spark-2"}  # a refusal is an answer
 
 
 def test_worker_is_proven_with_its_head(tmp_path: Path, over: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""The table of all checks, those of pooling models, and those of names, metrics and log.
+"""The table of all checks; checks of pooling models, names, metrics and log.
 
 docs/reference/checks.md explains each. A broken server fails a ``must`` check and a healthy server
 never does; it fails a start or a rollout. A healthy server may fail a ``warn`` check, which is only
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spark_contract import release
-from spark_contract.release import EMBEDDINGS, MODELS, RERANK
+from spark_contract.release import EMBEDDINGS, MODELS, RERANK, CheckPlan
 
 from spark_host.check import questions
 from spark_host.check.probe import CheckError, Probe, Weight, short, wait_for_value
@@ -26,8 +26,8 @@ _FAR = "The central bank raised interest rates by a quarter of a point on Thursd
 
 
 def embedding(probe: Probe) -> str:
-    answer = _ask(probe, EMBEDDINGS, {"input": [_QUESTION, _NEAR, _FAR]})
-    vectors = [_vector(item) for item in _list(answer, "data")]
+    items = _ask(probe, EMBEDDINGS, {"input": [_QUESTION, _NEAR, _FAR]})
+    vectors = [_vector(item) for item in items]
     sizes = {len(vector) for vector in vectors}
     if len(vectors) != 3 or len(sizes) != 1:
         raise CheckError(f"three texts gave {len(vectors)} embeddings of {sorted(sizes)} numbers")
@@ -41,8 +41,8 @@ def embedding(probe: Probe) -> str:
 
 
 def embedding_repeat(probe: Probe) -> str:
-    alone = _list(_ask(probe, EMBEDDINGS, {"input": [_QUESTION]}), "data")
-    batch = _list(_ask(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]}), "data")
+    alone = _ask(probe, EMBEDDINGS, {"input": [_QUESTION]})
+    batch = _ask(probe, EMBEDDINGS, {"input": [_FAR, _QUESTION, _NEAR]})
     first, second = _vector(alone[0]), _vector((batch + [None] * 2)[1])
     same = _cosine(first, second) if len(first) == len(second) else 0.0
     if same < 0.99:
@@ -51,9 +51,9 @@ def embedding_repeat(probe: Probe) -> str:
 
 
 def ranking(probe: Probe) -> str:
-    answer = _ask(probe, RERANK, {"query": _QUESTION, "documents": [_FAR, _NEAR]})
     scores: dict[Any, float] = {}
-    for item in _list(answer, "results"):
+    body = {"query": _QUESTION, "documents": [_FAR, _NEAR]}
+    for item in _ask(probe, RERANK, body, "results"):
         score = item.get("relevance_score") if isinstance(item, dict) else None
         if not isinstance(score, int | float) or not math.isfinite(score):
             raise CheckError(f"a relevance is not a finite number: {short(str(item))}")
@@ -80,9 +80,8 @@ def classes(probe: Probe) -> str:
 
 
 def _probabilities(probe: Probe, texts: list[str]) -> list[list[float]]:
-    answer = _ask(probe, "/classify", {"input": texts})
     rows = []
-    for item in _list(answer, "data"):
+    for item in _ask(probe, "/classify", {"input": texts}):
         numbers = item.get("probs") if isinstance(item, dict) else None
         if not isinstance(numbers, list) or not numbers:
             raise CheckError("the answer has no probabilities")
@@ -94,7 +93,8 @@ def _probabilities(probe: Probe, texts: list[str]) -> list[list[float]]:
     return rows
 
 
-def _ask(probe: Probe, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def _ask(probe: Probe, path: str, body: dict[str, Any], key: str = "data") -> list[Any]:
+    """Return the list ``key`` of an answer, and count the tokens."""
     try:
         answer = probe.engine.ask(path, {"model": probe.model, **body}, probe.left_s)
     except EngineError as error:
@@ -103,10 +103,6 @@ def _ask(probe: Probe, path: str, body: dict[str, Any]) -> dict[str, Any]:
     tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
     if isinstance(tokens, int) and tokens > 0:
         probe.tokens_seen += tokens
-    return answer
-
-
-def _list(answer: dict[str, Any], key: str) -> list[Any]:
     items = answer.get(key)
     if not isinstance(items, list) or not items:
         raise CheckError(f"the answer has no {key}")
@@ -129,7 +125,7 @@ def _cosine(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / lengths
 
 
-# The question that shows whether a model of a task answers.
+# The check that shows whether a model of a task answers.
 POOLING: dict[str | None, Callable[[Probe], str]] = {
     "embedding": embedding,
     "reranking": ranking,
@@ -256,15 +252,11 @@ class Check:
     level: str  # the lowest that includes it
     weight: Weight
     run: Callable[[Probe], str]
-    wanted: Callable[[Probe], bool] = lambda _: True
+    applies: Callable[[CheckPlan], object] = lambda _: True
 
 
-def _has_questions(probe: Probe) -> bool:
-    return bool(probe.plan.plain_questions)
-
-
-def _for_task(task: str) -> Callable[[Probe], bool]:
-    return lambda probe: probe.plan.task == task
+def _has_questions(plan: CheckPlan) -> bool:
+    return bool(plan.plain_questions)
 
 
 CHECKS = (
@@ -272,48 +264,42 @@ CHECKS = (
     Check(release.CONTEXT_LENGTH, "quick", "must", context_length),
     Check(
         release.LOG_LINES, "quick", "must", log_lines,
-        lambda p: bool(p.plan.log_required or p.plan.log_forbidden),
+        lambda p: p.log_required or p.log_forbidden,
     ),
     Check("first answer", "quick", "must", questions.first_answer, _has_questions),
-    Check("answers", "full", "must", questions.all_answers, lambda p: len(p.plan.questions) > 1),
-    Check("copy", "full", "must", questions.copies, lambda p: bool(p.plan.copy)),
+    Check("answers", "full", "must", questions.all_answers, lambda p: p.questions[1:]),
+    Check("copy", "full", "must", questions.copies, lambda p: p.copy),
     Check("stream", "full", "must", questions.stream, _has_questions),
-    Check(
-        "repeat", "full", "warn", questions.repeats,
-        lambda p: p.plan.repeat and _has_questions(p),
-    ),
+    Check("repeat", "full", "warn", questions.repeats, lambda p: p.repeat and _has_questions(p)),
     Check("sampled", "full", "must", questions.sampled, _has_questions),
-    Check("tool call", "full", "must", questions.tool_call, lambda p: p.plan.tool_call),
+    Check("tool call", "full", "must", questions.tool_call, lambda p: p.tool_call),
     Check(
         "reasoning", "full", "must", questions.reasoning,
-        lambda p: p.plan.reasoning and _has_questions(p),
+        lambda p: p.reasoning and _has_questions(p),
     ),
     Check(
         "conversation", "full", "must", questions.conversation,
-        lambda p: p.plan.conversation and _has_questions(p),
+        lambda p: p.conversation and _has_questions(p),
     ),
     Check("parallel", "full", "must", questions.parallel, _has_questions),
-    Check("image", "full", "must", questions.image, lambda p: p.plan.image),
-    Check("sound", "full", "must", questions.sound, lambda p: p.plan.sound),
-    Check("embedding", "quick", "must", embedding, _for_task("embedding")),
-    Check("embedding in a batch", "full", "must", embedding_repeat, _for_task("embedding")),
-    Check("ranking", "quick", "must", ranking, _for_task("reranking")),
-    Check("classes", "quick", "must", classes, _for_task("classification")),
+    Check("image", "full", "must", questions.image, lambda p: p.image),
+    Check("sound", "full", "must", questions.sound, lambda p: p.sound),
+    Check("embedding", "quick", "must", embedding, lambda p: p.task == "embedding"),
     Check(
-        release.PREFIX_REUSE, "full", "must", questions.prefix_reuse,
-        lambda p: p.plan.prefix is not None,
+        "embedding in a batch", "full", "must", embedding_repeat, lambda p: p.task == "embedding"
     ),
+    Check("ranking", "quick", "must", ranking, lambda p: p.task == "reranking"),
+    Check("classes", "quick", "must", classes, lambda p: p.task == "classification"),
+    Check(release.PREFIX_REUSE, "full", "must", questions.prefix_reuse, lambda p: p.prefix),
     Check(
         release.ACCEPTANCE, "full", "must", acceptance,
-        lambda p: p.plan.acceptance_floor is not None,
+        lambda p: p.acceptance_floor is not None,
     ),
-    Check(
-        release.NEEDLE, "deep", "warn", questions.needle, lambda p: p.plan.needle is not None
-    ),
+    Check(release.NEEDLE, "deep", "warn", questions.needle, lambda p: p.needle),
     Check(
         release.COUNTERS, "quick", "must", counters_move,
-        lambda p: _has_questions(p) or p.plan.task in POOLING,
+        lambda p: _has_questions(p) or p.task in POOLING,
     ),
-    Check("metrics", "quick", "must", metrics_required, lambda p: bool(p.plan.metrics_required)),
+    Check("metrics", "quick", "must", metrics_required, lambda p: p.metrics_required),
     Check(release.HEALTH, "quick", "must", healthy),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,8 +60,8 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    one: str  # the recorded release
-    other: str  # the running release
+    recorded: str  # release
+    running: str  # release
     prompts: int
     same_answers: int
     steps: int
@@ -73,14 +74,14 @@ class Comparison:
     def __str__(self) -> str:
         share = self.same_top / self.steps if self.steps else 0.0
         lines = [
-            f"{self.one} and {self.other}: identical answers to {self.same_answers} of "
+            f"{self.recorded} and {self.running}: identical answers to {self.same_answers} of "
             f"{self.prompts} prompts",
             f"  {self.steps} steps after a shared prefix: same top token in {share:.2%}, "
             f"KL divergence {self.mean_nats:.2g} nats on average, {self.most_nats:.2g} at most "
             f"(prompt {short(self.most_at)})",
         ]
-        for prompt, one, other in self.parted[:_SHOWN]:
-            lines.append(f"  {short(prompt)}: {short(one)} against {short(other)}")
+        for prompt, recorded, running in self.parted[:_SHOWN]:
+            lines.append(f"  {short(prompt)}: {short(recorded)} against {short(running)}")
         return "\n".join(lines)
 
 
@@ -103,9 +104,9 @@ def divergence(a: dict[str, float], b: dict[str, float]) -> float:
     return max(total, 0.0)
 
 
-def compare_answers(one: Answers, other: Answers) -> Comparison:
-    others = {answer.prompt: answer for answer in other.answers}
-    pairs = [(a, others[a.prompt]) for a in one.answers if a.prompt in others]
+def compare_answers(recorded: Answers, running: Answers) -> Comparison:
+    by_prompt = {answer.prompt: answer for answer in running.answers}
+    pairs = [(a, by_prompt[a.prompt]) for a in recorded.answers if a.prompt in by_prompt]
     steps = [
         (divergence(x.best, y.best), x.top == y.top, a.prompt)
         for a, b in pairs
@@ -118,8 +119,8 @@ def compare_answers(one: Answers, other: Answers) -> Comparison:
         if [step.token for step in a.steps] != [step.token for step in b.steps]
     ]
     return Comparison(
-        one.release,
-        other.release,
+        recorded.release,
+        running.release,
         prompts=len(pairs),
         same_answers=len(pairs) - len(parted),
         steps=len(steps),
@@ -131,22 +132,16 @@ def compare_answers(one: Answers, other: Answers) -> Comparison:
     )
 
 
-def _comparable_steps(one: Answer, other: Answer) -> list[tuple[Step, Step]]:
-    """Return the steps with a shared prefix; the first different token is the last of them."""
-    pairs = []
-    for pair in zip(one.steps, other.steps, strict=False):
-        pairs.append(pair)
+def _comparable_steps(a: Answer, b: Answer) -> Iterator[tuple[Step, Step]]:
+    """Yield the steps with a shared prefix; the first different token is the last of them."""
+    for pair in zip(a.steps, b.steps, strict=False):
+        yield pair
         if pair[0].token != pair[1].token:
-            break
-    return pairs
+            return
 
 
 def ask(release: Release, engine: Engine, prompts: list[str], host: Host) -> Answers:
-    """Send every prompt to the running engine.
-
-    Raises:
-        HostToolError: An answer is missing or has no log-probabilities.
-    """
+    """Send every prompt to the running engine; ``HostToolError`` without log-probabilities."""
     probe = Probe(release, engine, list)
     try:
         answers = tuple(_answer(probe, prompt) for prompt in prompts)
@@ -167,27 +162,27 @@ def _answer(probe: Probe, prompt: str) -> Answer:
         choice = reply["choices"][0]
         if chat:
             text = str(choice["message"].get("content") or "")
-            steps = tuple(_chat_step(step) for step in choice["logprobs"]["content"])
+            steps = tuple(
+                _parse_step(
+                    step["token"], ((top["token"], top["logprob"]) for top in step["top_logprobs"])
+                )
+                for step in choice["logprobs"]["content"]
+            )
         else:
             text, logprobs = str(choice["text"]), choice["logprobs"]
             pairs = zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
-            steps = tuple(Step(token, _parse_logprobs(best.items())) for token, best in pairs)
+            steps = tuple(_parse_step(token, best.items()) for token, best in pairs)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         message = f"the answer to {short(prompt)} has no log-probabilities of each token"
         raise CheckError(message) from error
     return Answer(prompt, text, steps)
 
 
-def _chat_step(step: dict[str, Any]) -> Step:
-    best = _parse_logprobs((item["token"], item["logprob"]) for item in step["top_logprobs"])
-    return Step(str(step["token"]), best)
-
-
-def _parse_logprobs(pairs: Any) -> dict[str, float]:
-    values = {str(token): round(float(value), 5) for token, value in pairs}
-    if not all(math.isfinite(value) and value <= 0.001 for value in values.values()):
+def _parse_step(token: object, logprobs: Iterable[tuple[object, Any]]) -> Step:
+    best = {str(token): round(float(value), 5) for token, value in logprobs}
+    if not all(math.isfinite(value) and value <= 0.001 for value in best.values()):
         raise ValueError("not a log-probability")
-    return values
+    return Step(str(token), best)
 
 
 def check_prompts(release: Release) -> list[str]:
@@ -197,11 +192,7 @@ def check_prompts(release: Release) -> list[str]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file, each on a line.
-
-    Raises:
-        HostToolError: It cannot be read, is empty, or is too large.
-    """
+    """Return the prompts of a file, each on a line; ``HostToolError`` if unusable."""
     fix = f"use a text file with a prompt per line, at most {_MOST_PROMPTS}"
     try:
         with path.open("rb") as file:
@@ -216,7 +207,7 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def record(file: str | None, host: Host) -> Answers:
+def _record(file: str | None, host: Host) -> Answers:
     """Store the running release's answers to the prompts of a file, by default of the check."""
     release = host.disk.load(boot.only_active(host), host.paths)
     # The launcher runs in another folder than the caller.
@@ -229,12 +220,8 @@ def record(file: str | None, host: Host) -> Answers:
     return answers
 
 
-def compare(name: str, host: Host) -> Comparison:
-    """Compare the running release with recorded answers; the same release shows the noise.
-
-    Raises:
-        HostToolError: No answers are recorded, or no engine answers.
-    """
+def _compare(name: str, host: Host) -> Comparison:
+    """Compare the running release with recorded answers; the same release shows the noise."""
     recorded = host.disk.read(Answers, host.paths.answers(name))
     if recorded is None:
         fix = f"while {name} runs: spark-check --record [FILE]"
@@ -248,10 +235,10 @@ def compare(name: str, host: Host) -> Comparison:
 def main(words: list[str], host: Host) -> int:
     match [word for word in words if word != "--json"], "--json" in words:
         case ["--compare", name], as_json:
-            comparison = compare(name, host)
+            comparison = _compare(name, host)
             print(text_of(plain(comparison)) if as_json else comparison, flush=True)
         case ["--record", *given], False if len(given) < 2:
-            answers = record(given[0] if given else None, host)
+            answers = _record(given[0] if given else None, host)
             print(f"{answers.release}: {len(answers.answers)} answers recorded; after a change: "
                   f"spark-check --compare {answers.release}", flush=True)  # fmt: skip
         case _:

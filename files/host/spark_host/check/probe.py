@@ -83,21 +83,16 @@ class Probe:
         return {**body, **options}
 
     def chat(self, messages: list[Message], max_tokens: int, **options: Any) -> dict[str, Any]:
-        """Return the message of a chat answer, and count the tokens.
-
-        Raises:
-            CheckError: No complete, well-formed answer within the limit.
-        """
+        """Return the message of a chat answer, and count the tokens."""
         start = time.monotonic()
         body = self.body(messages, max_tokens, **options)
         try:
             answer = self.engine.ask(self.path, body, self.left_s)
         except EngineError as error:
-            waited = time.monotonic() - start
-            late = self.out_of_time
-            limit = f"; the check's {self.plan.timeout_s:g} s are over" if late else ""
-            text = f"no usable answer after {waited:.1f} s: {error}{limit}"
-            raise CheckError(text, None if late else "must") from error
+            text = f"no usable answer after {time.monotonic() - start:.1f} s: {error}"
+            if self.out_of_time:
+                text += f"; the check's {self.plan.timeout_s:g} s are over"
+            raise CheckError(text, None if self.out_of_time else "must") from error
         try:
             choice = answer["choices"][0]
             self.tokens_seen += int(answer["usage"]["completion_tokens"])
@@ -108,11 +103,7 @@ class Probe:
         return message
 
     def streamed(self, messages: list[Message], max_tokens: int) -> Streamed:
-        """Return a complete streamed answer; the caller adds the tokens.
-
-        Raises:
-            CheckError: The answer broke off, or has no end.
-        """
+        """Return a complete streamed answer; the caller adds the tokens."""
         body = self.body(messages, max_tokens, stream=True, stream_options={"include_usage": True})
         start, wait_s = time.monotonic(), 0.0
         text, finished, usage = "", None, None

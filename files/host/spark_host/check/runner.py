@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import CacheCount, Finding, Proof
-from spark_contract.release import MEMORY, Release
-from spark_contract.tool import STAND_IN
+from spark_contract.release import MEMORY, READY, Release
+from spark_contract.tool import PHASE, STAND_IN, WAITED
 
 from spark_host.check import compare
 from spark_host.check import speed as speed_check
 from spark_host.check.checks import CHECKS, Check
 from spark_host.check.probe import CheckError, Probe
-from spark_host.check.readiness import (
-    Membership,
-    describe,
-    read_log,
-    wait_for_head,
-    wait_until_joined,
-    wait_until_ready,
-)
 from spark_host.engine import compile_cache, logs
 from spark_host.engine.client import Engine, EngineError
 from spark_host.engine.memory import GIB
@@ -38,7 +34,12 @@ from spark_host.system.host import Host
 from spark_host.system.programs import Report
 from spark_host.watch.start_guard import StartGuard
 
+_PROGRESS_S = 5.0
 _LEVEL_FLAGS = {f"--{level}": level for level in proof.LEVELS}
+_USAGE = (
+    "check [RELEASE] [--quick|--full|--deep] [--json], check --record [FILE], "
+    "check --compare RELEASE"
+)
 
 
 def full(release: Release, host: Host, report: Report) -> Proof:
@@ -82,23 +83,27 @@ def check(
         # A member that joined this run earlier and left will not join it again.
         had_joined = earlier is not None and earlier.ok
         membership = Membership(release, host.paths, complete=had_joined)
-        if cluster.is_worker(release, host.paths):
-            findings = _check_worker(membership, level, report)
+        if cluster.is_worker(release, host.paths):  # only the head answers requests
+            findings = [wait_until_joined(membership, report)]
+            if findings[0].ok and level != "quick":
+                findings.append(wait_for_head(membership, report))
+            for finding in findings:
+                report(_describe(finding))
         else:
             note = compile_cache.compiling(release, before, host)
-            findings = [wait_until_ready(probe, report, note, guard, membership)]
+            findings = [_wait_until_ready(probe, report, note, guard, membership)]
             if findings[0].ok:
                 with suppress(EngineError):
                     probe.before = probe.engine.metrics()
                 findings += _run_checks(probe, level, report)
     if guard is not None:
         # First, because it explains other failures.
-        findings.insert(0, _memory(guard, ready=findings[0].ok))
-        report(describe(findings[0]))
+        findings.insert(0, _judge_memory(guard, ready=findings[0].ok))
+        report(_describe(findings[0]))
     after = invocation_id or systemd.invocation(release.serve_unit) or ""
     if after != before:
         findings.append(Finding("same run", False, "the engine was restarted meanwhile", 0.0))
-        report(describe(findings[-1]))
+        report(_describe(findings[-1]))
     parts = {**versions.read(), **versions.release_versions(release)}
     result = Proof(
         release=release.name,
@@ -123,24 +128,6 @@ def check(
     return result
 
 
-def _check_worker(membership: Membership, level: str, report: Report) -> list[Finding]:
-    """Return the findings of a cluster's worker: only the head answers requests."""
-    findings = [wait_until_joined(membership, report)]
-    if findings[0].ok and level != "quick":
-        findings.append(wait_for_head(membership, report))
-    for finding in findings:
-        report(describe(finding))
-    return findings
-
-
-def _logged_cache(probe: Probe) -> CacheCount | None:
-    messages = list(logs.start_messages(probe.read_log()))
-    tokens = logs.kv_cache_tokens(messages)
-    fixed_bytes = probe.release.engine.kv_cache_bytes
-    size_bytes = fixed_bytes or logs.sizes_bytes(messages).get("kv_cache")
-    return CacheCount(tokens, size_bytes) if tokens and size_bytes else None
-
-
 def write_proof(result: Proof, host: Host, report: Report) -> None:
     """Write the proof; on a full disk an engine that passed still serves.
 
@@ -154,14 +141,33 @@ def write_proof(result: Proof, host: Host, report: Report) -> None:
             host.disk.remove(host.paths.proof(result.release))
 
 
+def read_log(release: Release, invocation_id: str) -> list[str]:
+    """Return the log of this run of the engine, from the journal.
+
+    ``SPARK_ENGINE_LOG`` names a file to read instead, for an engine that systemd does not run.
+    """
+    path = os.environ.get("SPARK_ENGINE_LOG")
+    if path is not None:
+        return Path(path).read_text(errors="replace").splitlines()
+    return systemd.journal(invocation_id, release.serve_unit)
+
+
+def _logged_cache(probe: Probe) -> CacheCount | None:
+    messages = list(logs.start_messages(probe.read_log()))
+    tokens = logs.kv_cache_tokens(messages)
+    fixed_bytes = probe.release.engine.kv_cache_bytes
+    size_bytes = fixed_bytes or logs.sizes_bytes(messages).get("kv_cache")
+    return CacheCount(tokens, size_bytes) if tokens and size_bytes else None
+
+
 def _run_checks(probe: Probe, level: str, report: Report) -> list[Finding]:
     rank = proof.LEVELS.index(level)
     findings = []
     for item in CHECKS:
-        if proof.LEVELS.index(item.level) > rank or not item.wanted(probe):
+        if proof.LEVELS.index(item.level) > rank or not item.applies(probe.plan):
             continue
         findings.append(_run_check(item, probe))
-        report(describe(findings[-1]))
+        report(_describe(findings[-1]))
         if probe.out_of_time and not findings[-1].ok and findings[-1].weight == "must":
             report("skipping the remaining checks: the engine takes too long")
             break
@@ -179,7 +185,7 @@ def _run_check(item: Check, probe: Probe) -> Finding:
     return Finding(item.name, ok, detail, round(time.monotonic() - start, 3), weight)
 
 
-def _memory(guard: StartGuard, *, ready: bool) -> Finding:
+def _judge_memory(guard: StartGuard, *, ready: bool) -> Finding:
     if guard.starved is not None:
         return Finding(MEMORY, False, guard.starved, 0.0)
     failures, fatal = guard.read_driver_failures(ready=ready)
@@ -196,23 +202,145 @@ def _memory(guard: StartGuard, *, ready: bool) -> Finding:
     return Finding(MEMORY, True, text + (failures and f"; {failures}"), 0.0)
 
 
+@dataclass(slots=True)
+class Membership:
+    release: Release
+    paths: Paths
+    began_s: float = field(default_factory=time.monotonic)
+    complete: bool = False
+    alone: bool = False  # the other members never joined, so no weights were loaded
+
+    def problem(self) -> str | None:
+        """Return why the start cannot succeed; ``None`` while members may still join."""
+        members = self.release.cluster
+        missing = cluster.missing_names(self.release, self.paths)
+        if members is None or not missing:
+            self.complete = True
+        elif self.complete:
+            return f"{missing} left the cluster"
+        elif time.monotonic() - self.began_s > members.join_s:
+            self.alone = True
+            return f"{missing} did not join within {members.join_s:.0f} s"
+        return None
+
+
+# The end of a wait: passed, and the detail.
+_Verdict = tuple[bool, str]
+
+
+def _wait(
+    name: str,
+    poll: Callable[[float], _Verdict | None],
+    report: Report,
+    progress: Callable[[float], str],
+) -> Finding:
+    """Poll until there is a verdict; ``progress`` returns the line to report meanwhile."""
+    began = reported = time.monotonic()
+    while True:
+        waited = time.monotonic() - began
+        if (verdict := poll(waited)) is not None:
+            return Finding(name, *verdict, round(waited, 3))
+        if time.monotonic() - reported >= _PROGRESS_S:
+            reported = time.monotonic()
+            report(f"{PHASE}{progress(waited)}")
+        time.sleep(0.2 if waited < 10 else 1.0)
+
+
+def wait_until_joined(membership: Membership, report: Report) -> Finding:
+    def poll(_: float) -> _Verdict | None:
+        if problem := membership.problem():
+            return False, problem
+        return (True, "the rank has joined the head") if membership.complete else None
+
+    return _wait("joined", poll, report, lambda waited: f"join {WAITED}{waited:.0f}")
+
+
+def wait_for_head(membership: Membership, report: Report) -> Finding:
+    """Wait until the head has proven the release and serves it.
+
+    The watchdog there then accepts connections; a head that fails rolls back and leaves.
+    """
+    release = membership.release
+    limit_s = release.timeouts.start_s + 2 * release.check.timeout_s
+
+    def poll(waited: float) -> _Verdict | None:
+        if problem := membership.problem():
+            return False, problem
+        members = release.cluster
+        if members is None or cluster.can_connect(members.head, members, if_refused=False):
+            return True, "the head is proven and serves"
+        return (
+            (False, f"the head was not proven within {limit_s:.0f} s") if waited > limit_s else None
+        )
+
+    return _wait("head", poll, report, lambda waited: f"head {WAITED}{waited:.0f}")
+
+
+def _wait_until_ready(
+    probe: Probe, report: Report, note: str, guard: StartGuard | None, membership: Membership
+) -> Finding:
+    limit_s, reason = probe.release.timeouts.start_s, ""
+
+    def poll(waited: float) -> _Verdict | None:
+        nonlocal reason
+        try:
+            status = probe.engine.get("/health", 5).status
+            if status == 200:
+                with suppress(EngineError):
+                    version = probe.engine.get("/version", 5).json().get("version", "")
+                    probe.engine_version = str(version)
+                return True, "the engine answers"
+            reason = f"/health answers HTTP {status}"
+        except EngineError as error:
+            reason = str(error)
+        if failure := _start_failure(probe.release, guard, membership):
+            return False, failure
+        return (False, f"not ready after {limit_s:.0f} s: {reason}") if waited > limit_s else None
+
+    def progress(waited: float) -> str:
+        # The engine's log contains our own progress lines, too.
+        lines = (line.strip() for line in reversed(probe.read_log()) if WAITED not in line)
+        last = next(filter(None, lines), reason)
+        return f"load {WAITED}{waited:.0f} limit_s={limit_s:.0f} {note}last: {last[:160]}"
+
+    finding = _wait(READY, poll, report, progress)
+    if not finding.ok:
+        report(_describe(finding))
+    return finding
+
+
+def _start_failure(
+    release: Release, guard: StartGuard | None, membership: Membership
+) -> str | None:
+    if guard and guard.starved:
+        return "the engine was stopped"
+    if problem := membership.problem():
+        return problem
+    if "SPARK_ENGINE_LOG" in os.environ:
+        return None
+    unit = systemd.state(release.serve_unit, "ActiveState", "MainPID", "Result")
+    is_up = unit.get("ActiveState") in ("active", "activating", "reloading")
+    if is_up and unit.get("MainPID", "0") not in ("0", ""):
+        return None
+    return f"the engine exited before it was ready ({release.serve_unit}: {unit.get('Result')})"
+
+
+def _describe(finding: Finding) -> str:
+    verdict = "ok  " if finding.ok else {"must": "FAIL", "warn": "warn"}[finding.weight]
+    return f"{verdict} {finding.name}: {finding.detail} ({finding.seconds:.2f} s)"
+
+
 def main(words: list[str], paths: Paths) -> int:
     """Run ``check [RELEASE] [--quick|--full|--deep] [--json] [--at-start]``, or compare answers."""
     host = Host(paths)
     if words[:1] in (["--record"], ["--compare"]):
         return compare.main(words, host)
     flags = {word for word in words if word.startswith("--")}
-    given = [word for word in words if not word.startswith("--")]
+    names = [word for word in words if not word.startswith("--")]
     unknown = flags - {*_LEVEL_FLAGS, "--json", "--at-start"}
-    if unknown or len(given) > 1:
-        raise HostToolError(
-            "check",
-            f"unknown words {sorted(unknown) or given}",
-            "check [RELEASE] [--quick|--full|--deep] [--json], check --record [FILE], "
-            "check --compare RELEASE",
-            2,
-        )
-    release = host.disk.load(given[0] if given else boot.only_active(host), paths)
+    if unknown or len(names) > 1:
+        raise HostToolError("check", f"unknown words {sorted(unknown) or names}", _USAGE, 2)
+    release = host.disk.load(names[0] if names else boot.only_active(host), paths)
     level = next((_LEVEL_FLAGS[flag] for flag in reversed(_LEVEL_FLAGS) if flag in flags), "full")
     at_start, as_json = "--at-start" in flags, "--json" in flags
     log = functools.partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)

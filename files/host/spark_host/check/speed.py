@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from spark_contract import files
@@ -57,13 +57,6 @@ MEASURES = (
 )
 
 
-@dataclass(slots=True)
-class Samples:
-    values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    tokens: int = 0
-    rounds: int = 0
-
-
 class NotMeasuredError(Exception):
     """The speed could not be measured."""
 
@@ -76,28 +69,29 @@ def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> d
     """
     engine = Engine.of(release, paths)
     began = time.monotonic()
-    samples = Samples()
+    samples: dict[str, list[float]] = defaultdict(list)
+    rounds = tokens = 0
     # A round is always finished, even after the limit.
     timeout_s = min(release.check.timeout_s, max(limit_s, _REQUEST_S))
     try:
-        generated = engine.metrics().generated
-        while samples.rounds < _ROUNDS and (
-            not samples.rounds or time.monotonic() - began < limit_s
-        ):
-            _run_round(release, engine, samples, timeout_s)
-            report(f"{PHASE}bench round={samples.rounds} of {_ROUNDS}")
-        others = engine.metrics().generated - generated - samples.tokens
+        before = engine.metrics().generated
+        while rounds < _ROUNDS and (not rounds or time.monotonic() - began < limit_s):
+            rounds += 1
+            answers = _run_round(release, engine, rounds, samples, timeout_s)
+            tokens += sum(answer.tokens for answer in answers)
+            report(f"{PHASE}bench round={rounds} of {_ROUNDS}")
+        others = engine.metrics().generated - before - tokens
     except EngineError as error:
         raise NotMeasuredError(f"no speed was measured: {error}") from error
     # At the token limit the engine may count a step of drafts that it does not send.
-    if others > 0.05 * samples.tokens + 16:
+    if others > 0.05 * tokens + 16:
         raise NotMeasuredError("no speed was measured: the engine served other requests meanwhile")
     return {
         "at": files.now(),
-        "rounds": samples.rounds,
+        "rounds": rounds,
         "seconds": round(time.monotonic() - began, 1),
         "streams": _streams(release),
-        **{key: _spread(values) for key, values in samples.values.items()},
+        **{key: _spread(values) for key, values in samples.items()},
     }
 
 
@@ -153,16 +147,21 @@ def describe(bench: dict[str, Any]) -> Iterator[str]:
         yield f"to go back: {text}"
 
 
-def _run_round(release: Release, engine: Engine, samples: Samples, timeout_s: float) -> None:
-    samples.rounds += 1
+def _run_round(
+    release: Release, engine: Engine, number: int, samples: dict[str, list[float]], timeout_s: float
+) -> list[Answer]:
     # Each prompt starts differently, so that the prefix cache has no hits.
-    marks = [f"{samples.rounds}.{index}" for index in range(_streams(release) + 1)]
-    long = _ask(release, engine, _long_prompt(release, marks[0]), timeout_s)
-    samples.values["first_token_s"].append(long.first_s - long.began_s)
+    marks = [f"{number}.{index}" for index in range(_streams(release) + 1)]
+    # Far below the context limit with any tokenizer.
+    words = min(_PROMPT_WORDS, release.check.max_model_len // 8)
+    filler = " ".join(["river", "stone", "sea", "cloud"] * (words // 4))
+    long_prompt = f"[{marks[0]}] {filler}. Which of these words name water?"
+    long = _ask(release, engine, long_prompt, timeout_s)
+    samples["first_token_s"].append(long.first_s - long.began_s)
     single = _ask(release, engine, _prompt(marks[0]), timeout_s)
     if single.tokens > 1 and single.last_s > single.first_s:
         rate = (single.tokens - 1) / (single.last_s - single.first_s)
-        samples.values["one_stream_tokens_per_s"].append(rate)
+        samples["one_stream_tokens_per_s"].append(rate)
     answers = [long, single]
     if len(marks) > 2:
         with ThreadPoolExecutor(max_workers=len(marks)) as pool:
@@ -170,9 +169,9 @@ def _run_round(release: Release, engine: Engine, samples: Samples, timeout_s: fl
             parallel = [answer.result() for answer in ask]
         wall_s = max(a.last_s for a in parallel) - min(a.began_s for a in parallel)
         rate = sum(a.tokens for a in parallel) / max(wall_s, 1e-9)
-        samples.values["all_streams_tokens_per_s"].append(rate)
+        samples["all_streams_tokens_per_s"].append(rate)
         answers += parallel
-    samples.tokens += sum(answer.tokens for answer in answers)
+    return answers
 
 
 def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Answer:
@@ -192,7 +191,10 @@ def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Ans
     began = time.monotonic()
     first, last, tokens = 0.0, began, 0
     for event in engine.stream_chat(body, timeout_s):
-        if any(_has_text(choice.get("delta") or {}) for choice in event.get("choices") or ()):
+        deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
+        # Some chat templates think although thinking is off.
+        keys = ("content", "reasoning", "reasoning_content")
+        if any(delta.get(key) for delta in deltas for key in keys):
             last = time.monotonic()
             first = first or last
         tokens = int((event.get("usage") or {}).get("completion_tokens") or tokens)
@@ -201,20 +203,8 @@ def _ask(release: Release, engine: Engine, prompt: str, timeout_s: float) -> Ans
     return Answer(tokens, began, first, last)
 
 
-def _has_text(delta: dict[str, Any]) -> bool:
-    # Some chat templates think although thinking is off.
-    return any(delta.get(key) for key in ("content", "reasoning", "reasoning_content"))
-
-
 def _prompt(mark: str) -> str:
     return f"[{mark}] Describe in detail how a river finds its way from a spring to the sea."
-
-
-def _long_prompt(release: Release, mark: str) -> str:
-    # Far below the context limit with any tokenizer.
-    words = min(_PROMPT_WORDS, release.check.max_model_len // 8)
-    filler = " ".join(["river", "stone", "sea", "cloud"] * (words // 4))
-    return f"[{mark}] {filler}. Which of these words name water?"
 
 
 def _streams(release: Release) -> int:

@@ -1,4 +1,4 @@
-"""The engine's client: HTTP over a unix socket, limited in bytes and in time, and its metrics.
+"""The engine's client: HTTP over a unix socket, limited in bytes and in time; and metrics.
 
 The engine processes untrusted input, so answers may be endless, headers included: both limits
 apply to every read.
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,13 @@ from spark_contract.release import CHAT, Release
 
 from spark_host.system import folders
 
-# The engine's output is untrusted: vLLM prints some hundred short lines, the rest is not read.
+# vLLM prints some hundred short lines of metrics; the rest is not read.
 _MAX_SAMPLES = 20_000
 _MAX_LINE = 4096
+# Far above the size of a long answer, a list of models or a page of metrics.
+_ANSWER_BYTES = 16 << 20
+_METRICS_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +60,7 @@ DEFAULT = ENGINES["vllm"]
 
 
 def dialect_of(release: Release) -> Dialect:
-    """Return the metric names of a release's engine.
-
-    Raises:
-        HostToolError: The engine is unknown.
-    """
+    """Return the metric names of a release's engine; ``HostToolError`` if it is unknown."""
     kind = release.engine.kind
     if kind not in ENGINES:
         message = f"unknown engine; these tools support {', '.join(ENGINES)}"
@@ -86,7 +85,7 @@ class Metrics:
     @classmethod
     def parse(cls, text: str, dialect: Dialect = DEFAULT) -> Metrics:
         samples: list[Sample] = []
-        for raw_line in StringIO(text):  # line by line: a hostile text may have millions
+        for raw_line in io.StringIO(text):  # line by line: a hostile text may have millions
             line = raw_line.rstrip("\r\n")
             if not line or line.startswith("#") or len(line) > _MAX_LINE:
                 continue
@@ -159,12 +158,6 @@ def _labels(text: str) -> dict[str, str]:
     return labels
 
 
-# Far above the size of a long answer, a list of models or a page of metrics.
-_ANSWER_BYTES = 16 << 20
-_METRICS_BYTES = 4 << 20
-_CHUNK_BYTES = 1 << 16
-
-
 class EngineError(Exception):
     """The engine did not answer, or the answer is an error or malformed."""
 
@@ -223,14 +216,13 @@ class _Connection(HTTPConnection):
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
-        with folders.opened_socket(self._path) as held:
-            self.sock.connect(held)
+        with folders.opened_socket(self._path) as address:
+            self.sock.connect(address)
 
 
 class Engine:
     def __init__(self, socket_path: Path, dialect: Dialect = DEFAULT):
-        self._path = socket_path
-        self._dialect = dialect
+        self._path, self._dialect = socket_path, dialect
 
     @classmethod
     def of(cls, release: Release, paths: Paths) -> Engine:
@@ -255,11 +247,14 @@ class Engine:
         try:
             if response.status != 200:
                 raise EngineError(f"HTTP {response.status}")
-            for line in _lines(response):
-                if line == b"data: [DONE]":
-                    return
-                if line.startswith(b"data: "):
-                    yield Reply(200, line[6:]).json()
+            rest = b""
+            for chunk in _chunks(response):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.rstrip(b"\r") == b"data: [DONE]":
+                        return
+                    if line.startswith(b"data: "):
+                        yield Reply(200, line[6:]).json()
             raise EngineError("the stream ended without [DONE]")
         finally:
             connection.close()
@@ -321,12 +316,3 @@ def _chunks(response: _Response) -> Iterator[bytes]:
         raise EngineError(f"the answer broke off: {type(error).__name__}: {error}") from error
     if response.length:
         raise EngineError(f"the answer broke off with {response.length} bytes missing")
-
-
-def _lines(response: _Response) -> Iterator[bytes]:
-    rest = b""
-    for chunk in _chunks(response):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from (line.rstrip(b"\r") for line in lines)
-    if rest:
-        yield rest

@@ -51,8 +51,8 @@ def prepare(release: Release, host: Host, report: Report) -> None:
     _discard(folder)
     source = _find_source(release, driver, host)
     if source is None or not _copy(host.paths.below(str(source.cache)), folder, report):
-        source = None
-        container.make_engine_folder(folder, release)
+        source, owner = None, container.account(release)
+        folders.give(folder, owner.pw_uid, owner.pw_gid, 0o755)
         report(f"{PHASE}cache starts empty")
     _write(state_file, CompileCache(driver, source.name if source else None, run), host, report)
 

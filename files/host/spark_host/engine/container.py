@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 from spark_contract import files
@@ -17,7 +18,7 @@ from spark_contract.tool import MAKE_USERS
 from spark_contract.units import RELEASE_LABEL, SERVICE_LABEL
 
 from spark_host.records import versions
-from spark_host.system import cluster, docker, folders
+from spark_host.system import cluster, docker
 from spark_host.system.programs import ProgramSilent, Report, log, output_of
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -51,11 +52,7 @@ def docker_argv(release: Release, paths: Paths) -> list[str]:
 
 
 def account(release: Release) -> pwd.struct_passwd:
-    """Return the account of the engine, which is not root, in the container or here.
-
-    Raises:
-        HostToolError: It is missing.
-    """
+    """Return the account of the engine, which is root neither here nor in the container."""
     try:
         return pwd.getpwnam(release.engine.user)
     except KeyError as error:
@@ -66,20 +63,11 @@ def account(release: Release) -> pwd.struct_passwd:
         ) from error
 
 
-def make_engine_folder(folder: Path, release: Release) -> None:
-    """Create a folder that the engine owns; root must own the parent."""
-    owner = account(release)
-    folders.give(folder, owner.pw_uid, owner.pw_gid, 0o755)
-
-
 def write_environment(release: Release, paths: Paths) -> None:
     """Write the file for ``docker run --env-file``, readable only by root.
 
     Settings and profiles choose these variables, so no program that runs as root may get them: the
     docker client, like any program, obeys LD_PRELOAD and DOCKER_HOST.
-
-    Raises:
-        HostToolError: A variable does not fit into a line.
     """
     member = cluster.own_member(release, paths)
     variables = {**release.engine.env, **(member.env if member else {})}
@@ -139,17 +127,12 @@ def open_process(container: str) -> int | None:
         pidfd = os.pidfd_open(pid)
     except OSError:
         return None
-    if _is_in_container(pid, str(state["Id"])):
-        return pidfd
+    # Read after opening: another process may have got this number before.
+    with suppress(OSError):
+        if str(state["Id"]) in Path(f"/proc/{pid}/cgroup").read_text():
+            return pidfd
     os.close(pidfd)
     return None
-
-
-def _is_in_container(pid: int, container_id: str) -> bool:
-    try:
-        return container_id in Path(f"/proc/{pid}/cgroup").read_text()
-    except OSError:
-        return False
 
 
 def kill_container(container: str, pidfd: int | None) -> str:

@@ -100,23 +100,11 @@ class Floor:
         )
 
 
-def check_total(needed_bytes: int) -> None:
-    total = meminfo()["MemTotal"]
-    if needed_bytes > total:
-        raise HostToolError(
-            "memory",
-            f"{needed_bytes / GIB:.1f} GiB needed, the host has {total / GIB:.1f} GiB in all",
-            "choose a smaller model, context or profile",
-        )
-
-
 def wait_for_memory(release: Release, report: Report, poll_s: float = _POLL_S) -> None:
     """Return once the service has no container and the release's memory is available.
 
-    On a Spark memory becomes available again long after the process exited.
-
-    Raises:
-        HostToolError: The release's time limit for this is over; names the obstacle.
+    On a Spark memory becomes available again long after the process exited. ``HostToolError``
+    names the obstacle when the release's time limit is over.
     """
     needed_bytes, wait_s = release.memory.needed_bytes, release.memory.wait_s
     start = time.monotonic()

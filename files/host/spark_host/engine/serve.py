@@ -17,12 +17,13 @@ from spark_contract import files, receipts
 from spark_contract.errors import HostToolError, problem_in
 from spark_contract.orders import BUILDER, VERIFY
 from spark_contract.paths import Paths
-from spark_contract.release import Release, Tree
+from spark_contract.release import Release
 from spark_contract.tool import PHASE
 from spark_contract.units import DIGEST_LABEL, SERVE, SWITCH
 
 from spark_host.engine import compile_cache, container, memory
 from spark_host.engine.client import Engine, dialect_of
+from spark_host.engine.memory import GIB, meminfo
 from spark_host.gateway import traffic
 from spark_host.records import boot
 from spark_host.system import docker, folders
@@ -30,6 +31,7 @@ from spark_host.system.host import Host, load_release
 from spark_host.system.programs import Report, log
 
 _DOCKER_WAIT_S = 90.0
+_FIX = "run the deploy again"
 
 
 def may_start(name: str, paths: Paths) -> int:
@@ -38,14 +40,13 @@ def may_start(name: str, paths: Paths) -> int:
     obstacle = boot.obstacle(release, Host(paths))
     if obstacle is not None:
         log(f"not starting {name}: {obstacle}")
-        return 1
-    return 0
+    return int(obstacle is not None)
 
 
 def prepare(name: str, paths: Paths) -> int:
     """Prepare the host: close traffic, remove leftovers, verify artifacts, free memory."""
     release, host = load_release(name, paths), Host(paths)
-    _refuse_second_engine(_lock_holder(release.service, paths), release)
+    _refuse_second_engine(release, _lock_holder(release.service, paths))
     traffic.close(release.service, paths)
     _wait_for_docker()
     docker.remove_container(release.container)
@@ -75,7 +76,10 @@ def run(name: str, paths: Paths) -> int:
     """Take the engine lock and become ``docker run``, which keeps it until exit."""
     release = load_release(name, paths)
     argv = container.docker_argv(release, paths)
-    _take_engine_lock(release, paths)
+    lock = _open_lock(release.service, paths)
+    _refuse_second_engine(release, _try_lock(lock))
+    _write_name(lock, release)
+    os.set_inheritable(lock, True)
     container.write_environment(release, paths)
     log(f"starting {release.container}: {release.image.tag}")
     os.execvpe("docker", argv, docker.client_environment())
@@ -119,7 +123,10 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
     try:
         check_artifacts(release)
         docker.gpu_arguments(paths)
-        memory.check_total(release.memory.needed_bytes)
+        needed_gib, total_gib = release.memory.needed_bytes / GIB, meminfo()["MemTotal"] / GIB
+        if needed_gib > total_gib:
+            message = f"{needed_gib:.1f} GiB needed, the host has {total_gib:.1f} GiB in all"
+            raise HostToolError("memory", message, "choose a smaller model, context or profile")
         verify_checkpoints(release, log)
     except HostToolError as error:
         return error
@@ -133,12 +140,7 @@ def make_room(release: Release, report: Report) -> None:
 
 
 def unfinished(release: Release, paths: Paths) -> float:
-    """Return how many requests the engine of a release is running or has queued.
-
-    Raises:
-        SilentError: It did not answer in time.
-        EngineError: It is not there, or answers an error.
-    """
+    """Return how many requests an engine is running or has queued; ``EngineError`` if unknown."""
     return Engine.of(release, paths).metrics(5).unfinished
 
 
@@ -174,38 +176,14 @@ def _claim_turn(release: Release, host: Host) -> str | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         other = _read_name(descriptor)
-        if other and other != release.name and _is_activating(other, host):
-            return other
+        if other and other != release.name:
+            unit = SERVE.of(other)
+            state = host.units.show([unit], ["ActiveState", "SubState"]).get(unit, {})
+            # A unit that waits for a restart is activating, too, but does not load.
+            is_waiting = state.get("SubState") == "auto-restart"
+            if state.get("ActiveState") == "activating" and not is_waiting:
+                return other
         _write_name(descriptor, release)
-        return None
-    finally:
-        os.close(descriptor)
-
-
-def _is_activating(name: str, host: Host) -> bool:
-    unit = SERVE.of(name)
-    state = host.units.show([unit], ["ActiveState", "SubState"]).get(unit, {})
-    # A unit that waits for a restart is activating, too, but does not load.
-    return state.get("ActiveState") == "activating" and state.get("SubState") != "auto-restart"
-
-
-def _take_engine_lock(release: Release, paths: Paths) -> None:
-    descriptor = _open_lock(release.service, paths)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _refuse_second_engine(_read_name(descriptor) or "unknown", release)
-    _write_name(descriptor, release)
-    os.set_inheritable(descriptor, True)
-
-
-def _lock_holder(service: str, paths: Paths) -> str | None:
-    descriptor = _open_lock(service, paths)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_name(descriptor) or "unknown"
-    else:
         return None
     finally:
         os.close(descriptor)
@@ -214,6 +192,23 @@ def _lock_holder(service: str, paths: Paths) -> str | None:
 def _open_lock(service: str, paths: Paths) -> int:
     paths.run.mkdir(mode=0o755, parents=True, exist_ok=True)
     return os.open(paths.engine_lock(service), os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _try_lock(descriptor: int) -> str | None:
+    """Lock a file; return the release that holds the lock if another process does."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_name(descriptor) or "unknown"
+    return None
+
+
+def _lock_holder(service: str, paths: Paths) -> str | None:
+    descriptor = _open_lock(service, paths)
+    try:
+        return _try_lock(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_name(descriptor: int) -> str:
@@ -225,7 +220,7 @@ def _write_name(descriptor: int, release: Release) -> None:
     os.pwrite(descriptor, f"{release.name}\n".encode(), 0)
 
 
-def _refuse_second_engine(holder: str | None, release: Release) -> None:
+def _refuse_second_engine(release: Release, holder: str | None) -> None:
     if holder is not None:
         raise HostToolError(
             "engine lock",
@@ -234,54 +229,32 @@ def _refuse_second_engine(holder: str | None, release: Release) -> None:
         )
 
 
-_FIX = "run the deploy again"
-
-
 def check_artifacts(release: Release) -> None:
-    """Check image, receipts and file permissions, without hashing.
-
-    Raises:
-        HostToolError: Something is missing or differs from the release.
-    """
+    """Check image, receipts and file permissions, without hashing."""
     dialect_of(release)
-    _check_image(release)
+    tag, expected = release.image.tag, release.image.digest_label
+    if docker.image(tag) is None:
+        raise HostToolError(f"image {tag}", "not on this host", _FIX)
+    label = docker.image_label(tag) if expected is not None else None
+    if label != expected:
+        message = f"label {DIGEST_LABEL} is {label!r}, the release wants {expected!r}"
+        raise HostToolError(f"image {tag}", message, _FIX)
     check_checkpoints(release)
 
 
 def check_checkpoints(release: Release) -> None:
-    """Check receipts, ownership and permissions of the checkpoints.
-
-    Raises:
-        HostToolError: A checkpoint differs from the release, or is writable by a non-root user.
-    """
+    """Check receipts, ownership and permissions of the checkpoints."""
     for tree in release.trees:
-        _check_receipt(tree)
-    for tree in release.trees:
-        _check_readable(Path(tree.path), release.engine.user)
-
-
-def _check_image(release: Release) -> None:
-    image = release.image
-    if docker.image(image.tag) is None:
-        raise HostToolError(f"image {image.tag}", "not on this host", _FIX)
-    if image.digest_label is None:
-        return
-    label = docker.image_label(image.tag)
-    if label != image.digest_label:
-        message = f"label {DIGEST_LABEL} is {label!r}, the release wants {image.digest_label!r}"
-        raise HostToolError(f"image {image.tag}", message, _FIX)
-
-
-def _check_receipt(tree: Tree) -> None:
-    where, path = f"checkpoint {tree.path}", Path(tree.path)
-    receipt = receipts.found(path)
-    digest = receipt.digest if receipt else None
-    if digest != tree.digest:
-        message = f"receipt digest is {digest!r}, the release wants {tree.digest!r}"
-        raise HostToolError(where, message, _FIX)
-    exposed = receipts.exposed(path)
-    if exposed is not None:
-        raise HostToolError(where, exposed, f"{_FIX}: it rebuilds it from files that root owns")
+        where, path = f"checkpoint {tree.path}", Path(tree.path)
+        receipt = receipts.found(path)
+        digest = receipt.digest if receipt else None
+        if digest != tree.digest:
+            message = f"receipt digest is {digest!r}, the release wants {tree.digest!r}"
+            raise HostToolError(where, message, _FIX)
+        exposed = receipts.exposed(path)
+        if exposed is not None:
+            raise HostToolError(where, exposed, f"{_FIX}: it rebuilds it from files that root owns")
+        _check_readable(path, release.engine.user)
 
 
 def _check_readable(root: Path, user: str) -> None:
@@ -299,10 +272,8 @@ def _check_readable(root: Path, user: str) -> None:
 def verify_checkpoints(release: Release, report: Report) -> None:
     """Have the builder hash files that changed (by stat) since they were last hashed.
 
-    The builder writes the new stat of intact files into the receipt.
-
-    Raises:
-        HostToolError: A file is missing or has other bytes.
+    The builder writes the new stat of intact files into the receipt. ``HostToolError`` names a file
+    that is missing or has other bytes.
     """
     for tree in release.trees:
         _verify(Path(tree.path), report)

@@ -1,4 +1,4 @@
-"""The record of a rollout: requested under an id, written at every step, polled by controllers."""
+"""A rollout's record: requested under an id, written at every step, polled by controllers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RUNNING = ("activating", "active", "deactivating")
 
 
 class Record:
-    """A rollout's record, written at every step; continues the record ``left`` by a killed run."""
+    """Writes a rollout's record; continues the record ``left`` by a killed run."""
 
     def __init__(self, release: Release, host: Host, left: Rollout | None = None):
         self._host = host
@@ -109,8 +109,12 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
         return replace(record, state="interrupted") if cut_off else record
     if request is None or running:
         return Rollout(name)
+    # A run that exits before it can write a record leaves the error in the journal.
+    run = unit.get("InvocationID")
+    lines = host.units.journal(run, SWITCH.of(name), lines=20) if run else []
+    errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     result = unit.get("Result") or unit.get("ActiveState", "inactive")
-    reason = _last_error(name, unit, host) or f"{SWITCH.of(name)} did not run ({result})"
+    reason = errors[-1] if errors else f"{SWITCH.of(name)} did not run ({result})"
     return Rollout(name, state="not-started", failed_phase="begin", reason=reason)
 
 
@@ -139,10 +143,3 @@ def _belongs_to(record: Rollout, name: str, unit: UnitState, request: str | None
         and request in (None, record.request)
         and not (run and record.invocation_id and run != record.invocation_id)
     )
-
-
-def _last_error(name: str, unit: UnitState, host: Host) -> str | None:
-    """Return the error of a run that exited before it could write a record."""
-    run = unit.get("InvocationID")
-    lines = host.units.journal(run, SWITCH.of(name), lines=20) if run else []
-    return next((line[len(ERROR) :] for line in reversed(lines) if line.startswith(ERROR)), None)

@@ -1,29 +1,32 @@
-"""The rollout of a release: started by systemd, resumed or rolled back after a kill.
+"""Rollouts, started by systemd and recovered after a kill; and rollbacks on request.
 
-No state is only in this process: systemd knows the running unit, the boot link and the proof are
-files. So it may be killed at any point, and ``recover`` or the next boot finds the old
-release; the candidate is enabled last.
+No state exists only in this process: systemd knows the running unit, and boot link and proof are
+files. So it may be killed at any point: ``recover`` or the next boot finds the old release,
+because the candidate is enabled last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
-from spark_contract.errors import HostToolError
+from spark_contract.errors import HostToolError, Problem
 from spark_contract.paths import Paths
 from spark_contract.records import Rollout
 from spark_contract.release import Release, service_of
+from spark_contract.status import NamedRelease, Rollback
 from spark_contract.units import SWITCH
 
 from spark_host.records import boot, proof
 from spark_host.rollout import steps
-from spark_host.rollout.record import Record
+from spark_host.rollout.record import Record, begin
 from spark_host.rollout.steps import Host
+from spark_host.system import docker
 from spark_host.system.host import Host as SystemHost
 from spark_host.system.host import release_names
-from spark_host.system.programs import log
+from spark_host.system.programs import log, print_json
 
 _BEFORE_START = ("drain", "stop", "memory")
 
@@ -119,7 +122,15 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
                 step()
             except OSError as error:  # restoring the old release is more important
                 record.report(f"not withdrawn: {error}")
-        failure = _restore(old, host, record) if old else _disable_unproven(release, host)
+        failure = None
+        if old is not None:
+            failure = _restore(old, host, record)
+        elif boot.good(release.service, host).release != release.name:
+            # A release that was good before may pass again, so it stays enabled.
+            try:
+                host.units.disable(release.serve_unit)
+            except HostToolError as error:
+                log(str(error))
     if old is None:
         record.end("failed-no-previous", None)
     elif failure is None:
@@ -127,16 +138,6 @@ def roll_back(release: Release, old: Release | None, host: Host, record: Record)
     else:
         record.set(reason=f"{record.data.reason}; and the old release: {failure}")
         record.end("rollback-failed", boot.active(release.service, host))
-
-
-def _disable_unproven(release: Release, host: Host) -> str | None:
-    """Disable a release that was never good; a formerly good release may be good again."""
-    if boot.good(release.service, host).release != release.name:
-        try:
-            host.units.disable(release.serve_unit)
-        except HostToolError as error:
-            log(str(error))
-    return None
 
 
 def _restore(old: Release, host: Host, record: Record) -> str | None:
@@ -160,10 +161,8 @@ def recover(name: str, host: Host) -> int:
         return 0
     if left is None or left.state != "running":
         return 0
-    # A record of an earlier run or boot is not a matter of this run.
-    if (left.boot_id, left.invocation_id) != (host.boot_id, host.invocation_id):
-        return 0
-    if host.units.is_stopping():
+    is_of_this_run = (left.boot_id, left.invocation_id) == (host.boot_id, host.invocation_id)
+    if not is_of_this_run or host.units.is_stopping():
         return 0
     with rollout_lock(release.service, host):
         record = Record(release, host, left)
@@ -218,3 +217,86 @@ def all_rollout_locks(paths: Paths) -> Iterator[None]:
         for service in sorted({service_of(name) for name in release_names(paths)}):
             stack.enter_context(rollout_lock(service, SystemHost(paths)))
         yield
+
+
+def rollback(words: list[str], host: Host) -> int:
+    if not words or words[0].startswith("-"):
+        raise HostToolError("rollback", "no service named", "rollback SERVICE [--to R] [--dry]", 2)
+    dry = "--dry" in words
+    rest = [word for word in words if word != "--dry"]
+    name = rest[rest.index("--to") + 1] if "--to" in rest[:-1] else None
+    plan = plan_rollback(rest[0], name, host)
+    if dry or plan.done or plan.problem or plan.to is None:
+        print_json(plan)
+        return 1 if plan.problem and not dry else 0
+    boot.note_rollback(rest[0], plan.to.name, host)
+    print_json(replace(begin(plan.to.name, host), came=plan.came, to=plan.to))
+    return 0
+
+
+def plan_rollback(service: str, name: str | None, host: Host) -> Rollback:
+    """Return the target of a rollback: release ``name``, or the previous good release."""
+    current = boot.good(service, host).release
+    came, to = _describe(current, host), None
+    try:
+        target = _target(service, name, host)
+        to = _describe(target, host)
+        if target == current:
+            done = f"this host already serves {target}"
+            if last := boot.rolled_back(service, host):
+                done = f"{target} serves in place of {last.came} since {last.at}; "
+                done += "to go further back name a release"
+            return Rollback(came, to, done=done)
+        _refuse_incomplete(host.disk.load(target, host.paths), host)
+    except HostToolError as error:
+        return Rollback(came, to, problem=Problem(error.where, error.what, error.fix))
+    return Rollback(came, to)
+
+
+def _describe(name: str | None, host: Host) -> NamedRelease | None:
+    if name is None:
+        return None
+    release = host.release(name)
+    if release is None:
+        return NamedRelease(name, None, None)
+    return NamedRelease(name, release.model, release.profile)
+
+
+def _target(service: str, name: str | None, host: Host) -> str:
+    if boot.is_stopped(service, host):
+        fix = f"run `spark-deploy start`, or on the host `spark-host start-service {service}`"
+        raise HostToolError(service, "was stopped on purpose", fix)
+    present = host.releases(service)
+    if name is not None:
+        if name not in present:
+            known = "; ".join(str(_describe(other, host)) for other in present) or "none"
+            message = f"is not a release on this host (there: {known})"
+            raise HostToolError(name, message, "name a release from this list")
+        return name
+    record = boot.good(service, host)
+    if record.release and boot.rolled_back(service, host):
+        return record.release
+    target = next((previous for previous in record.previous if previous in present), None)
+    if target is None:
+        message = "nothing to go back to: no earlier proven release is kept on this host"
+        fix = "change model or profile in group_vars and run deploy.py"
+        raise HostToolError(service, message, fix)
+    return target
+
+
+def _refuse_incomplete(release: Release, host: Host) -> None:
+    problem = host.engines.part_problem(release)
+    if problem is None:
+        return
+    if isinstance(problem, docker.DaemonSilent):
+        raise problem
+    others = (host.release(name) for name in boot.good(release.service, host).previous)
+    complete = [
+        str(_describe(other.name, host))
+        for other in others
+        if other and host.engines.part_problem(other) is None
+    ]
+    fix = f"set model: {release.model} and profile: {release.profile} and run deploy.py"
+    if complete:
+        fix = f"name a complete release: {'; '.join(complete)}, or {fix}"
+    raise HostToolError(f"{release.name}: {problem.where}", f"is gone: {problem.what}", fix)

@@ -35,9 +35,10 @@ _TAIL_LINES = 40
 _STOP_S = 1800.0
 
 
-class Engines(Protocol):
-    """The part of ``engine/serve.py`` that rollouts use."""
+# Parts of a host: each is a module, or a simulation in rollout tests.
 
+
+class Engines(Protocol):
     def part_problem(self, release: Release) -> HostToolError | None: ...
     def problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
     def make_room(self, release: Release, report: Report) -> None: ...
@@ -45,23 +46,17 @@ class Engines(Protocol):
 
 
 class Gateway(Protocol):
-    """The part of ``gateway/gateway.py`` that rollouts use."""
-
     def problem(self, release: Release, paths: Paths) -> HostToolError | None: ...
     def bring_up(self, release: Release, paths: Paths) -> None: ...
     def wait_until_listening(self, service: str, paths: Paths) -> None: ...
 
 
 class Traffic(Protocol):
-    """The part of ``gateway/traffic.py`` that rollouts use."""
-
     def close(self, service: str, paths: Paths) -> None: ...
     def open_for(self, release: Release, paths: Paths) -> None: ...
 
 
 class Check(Protocol):
-    """The part of ``check/runner.py`` that rollouts use."""
-
     def full(self, release: Release, host: SystemHost, report: Report) -> Proof: ...
     def read_versions(self) -> dict[str, str]: ...
     def speed(self, release: Release, paths: Paths, report: Report) -> dict[str, Any]: ...
@@ -69,8 +64,6 @@ class Check(Protocol):
 
 @dataclass(frozen=True)
 class Host(SystemHost):
-    """A host on which releases can be rolled out; rollout tests replace each part."""
-
     engines: Engines = serve_engines
     gateway: Gateway = real_gateway
     traffic: Traffic = real_traffic
@@ -108,7 +101,11 @@ def replace_running(release: Release, old: Release | None, host: Host, record: R
         if running is not None:
             drain(running, host, record)
     with record.phase("stop"):
-        _stop_all(release.service, host)
+        for unit in host.units.listed(SERVE.of("*")):
+            if service_of(SERVE.instance(unit)) == release.service:
+                error = stop(unit, host)
+                if error and host.units.is_active(unit):
+                    raise error
     with record.phase("memory"):
         host.engines.make_room(release, record.report)
     with record.phase("start"):
@@ -170,10 +167,13 @@ def open_traffic(release: Release, host: Host) -> None:
 
 def drain(old: Release, host: Host, record: Record) -> None:
     """Wait until the engine has answered all requests, or the time limit is over."""
-    if cluster.is_worker(old, host.paths):
-        _wait_for_head(old, host)
-        return
     deadline = host.clock.monotonic() + old.timeouts.drain_s
+    if cluster.is_worker(old, host.paths):
+        # Answers are computed here, too, so continue until the head has stopped.
+        deadline += old.timeouts.stop_s
+        while not cluster.missing_members(old, host.paths) and host.clock.monotonic() < deadline:
+            host.clock.sleep(0.2)
+        return
     reported = 0.0
     while host.clock.monotonic() < deadline:
         try:
@@ -189,23 +189,8 @@ def drain(old: Release, host: Host, record: Record) -> None:
             reported = host.clock.monotonic()
             record.report(f"{PHASE}drain {left} left_s={deadline - reported:.0f}")
         host.clock.sleep(0.2)
-    limit_s = f"{old.timeouts.drain_s:.0f} s"
-    record.report(f"{PHASE}drain the limit of {limit_s} passed; unfinished requests are cut")
-
-
-def _wait_for_head(old: Release, host: Host) -> None:
-    """Continue until the head has stopped, because the answers are computed here, too."""
-    deadline = host.clock.monotonic() + old.timeouts.drain_s + old.timeouts.stop_s
-    while not cluster.missing_members(old, host.paths) and host.clock.monotonic() < deadline:
-        host.clock.sleep(0.2)
-
-
-def _stop_all(service: str, host: Host) -> None:
-    for unit in host.units.listed(SERVE.of("*")):
-        if service_of(SERVE.instance(unit)) == service:
-            error = stop(unit, host)
-            if error and host.units.is_active(unit):
-                raise error
+    limit_s = old.timeouts.drain_s
+    record.report(f"{PHASE}drain {limit_s:.0f} s are over; unfinished requests are cut")
 
 
 def stop(unit: str, host: Host) -> HostToolError | None:
@@ -219,10 +204,9 @@ def stop(unit: str, host: Host) -> HostToolError | None:
 
 def start(release: Release, host: Host, record: Record) -> None:
     """Start a release's unit and wait until it is active, which includes the quick check."""
-    unit = release.serve_unit
+    unit, last = release.serve_unit, ""
     host.units.begin(unit)
     began = reported = host.clock.monotonic()
-    last = ""
     while True:
         state = host.units.state(unit, "ActiveState", "SubState", "Job", "Result", "InvocationID")
         active = state.get("ActiveState")

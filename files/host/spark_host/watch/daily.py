@@ -72,11 +72,11 @@ def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
             yield Problem("certificate", f"{path} cannot be read", "run the deploy again")
             continue
         expiry = datetime.strptime(f"{match[1]} +0000", "%b %d %H:%M:%S %Y %z")
-        days = (expiry - _now()).total_seconds() / _DAY_S
+        days = (expiry - datetime.now(timezone.utc)).total_seconds() / _DAY_S
         if days < CERTIFICATE_DAYS:
             date = f"{expiry:%Y-%m-%d}, in {days:.0f} days"
             message = f"the certificate of {service} expires on {date}"
-            fix = "renew it and run the deploy; private-ca renews it by itself"
+            fix = "renew it and run the deploy; private-ca renews it automatically"
             yield Problem("certificate", message, fix)
 
 
@@ -94,7 +94,7 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
         paths.root,
         paths.below("/var"),
         *(paths.below(tree.path) for release in running for tree in release.trees),
-        *_cache_folders(running, paths),
+        *(paths.below(release.cache) for release in running if release.cache),
     }
     devices = {folder.stat().st_dev: folder for folder in sorted(folders, reverse=True)
                if folder.exists()}  # fmt: skip
@@ -109,15 +109,11 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
             yield Problem("disk", message, "find the folder with many small files: df -i")
 
 
-def _cache_folders(running: list[Release], paths: Paths) -> set[Path]:
-    return {paths.below(release.cache) for release in running if release.cache}
-
-
 def _caches(running: list[Release], paths: Paths) -> Iterator[Problem]:
-    for folder in sorted(_cache_folders(running, paths)):
+    for folder in sorted({paths.below(release.cache) for release in running if release.cache}):
         size, count = folders.measure(folder, CACHE_BYTES, CACHE_FILES)
         if size > CACHE_BYTES or count > CACHE_FILES:
-            message = f"{folder} holds {size / _GIB:.1f} GiB in {count} files, more than a compiler"
+            message = f"{folder} has {size / _GIB:.1f} GiB in {count} files, more than a compiler"
             fix = "find the writer (spark-deploy logs), stop the engine, remove it, start it again"
             yield Problem("cache", message, fix)
 
@@ -163,11 +159,7 @@ def _age_s(last: Proof | None) -> float | None:
         checked = datetime.fromisoformat(last.checked_at.replace("Z", "+00:00"))
     except ValueError:
         return None
-    return (_now() - checked).total_seconds()
-
-
-def _now() -> datetime:
-    return datetime.now(timezone.utc)
+    return (datetime.now(timezone.utc) - checked).total_seconds()
 
 
 def main(words: list[str], paths: Paths) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import TracebackType
 
 from spark_contract.paths import Paths
 from spark_contract.records import StartMemory
@@ -37,8 +36,7 @@ class StartGuard:
     def __init__(self, release: Release, paths: Paths):
         self._release, self._paths = release, paths
         self._floor = Floor(release.memory.floor_bytes)
-        self._stop, self._noted = threading.Event(), threading.Event()
-        self._sampled = threading.Event()
+        self._stop, self._noted, self._sampled = (threading.Event() for _ in range(3))
         self._began = time.monotonic()
         self._lowest_after_s = 0.0
         self._pidfd: int | None = None
@@ -55,12 +53,7 @@ class StartGuard:
         self._sampled.wait(_NOTE_S)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self.starved is not None:  # this process may exit now
             self._noted.wait(_NOTE_S)

@@ -19,7 +19,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.machine import FreeBlocks
 from spark_contract.paths import Paths
 from spark_contract.records import Event
-from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Member, Release, Watch
+from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Release, Watch
 
 from spark_host.engine import container
 from spark_host.engine.client import Engine, EngineError, Metrics, SilentError
@@ -56,8 +56,8 @@ class StallDetector:
         """Record that the engine did not answer in time; return the reason for a stall.
 
         The metrics come from the process that sends every token, so no client is served meanwhile.
-        A busy host answers late, but not as late as a stall takes. No starting engine is watched:
-        systemd starts the watchdog after the unit's check.
+        A busy host answers earlier than ``stall_s``. systemd starts the watchdog after the unit's
+        check, so no starting engine is watched.
         """
         if self.silent_since_s is None:
             self.silent_since_s = now_s
@@ -132,13 +132,14 @@ class ClusterWatch:
         return f"{missing} left the cluster" if missing and self._complete else None
 
     def _find_silent(self) -> str | None:
-        own = cluster.own_member(self._release, self._paths)
-        members = self._release.cluster.members if self._release.cluster else ()
-        for member in members:
+        own, config = cluster.own_member(self._release, self._paths), self._release.cluster
+        if config is None:
+            return None
+        for member in config.members:
             now = time.monotonic()
             if member == own:
                 continue
-            if self._answers(member):
+            if cluster.can_connect(member, config, if_refused=True):
                 self._reached.add(member.host)
                 self._silent.pop(member.host, None)
             elif member.host in self._reached:
@@ -149,19 +150,14 @@ class ClusterWatch:
                     return f"{member.host} gave no answer on the fabric for {silent_s:.0f} s"
         return None
 
-    def _answers(self, member: Member) -> bool:
-        config = self._release.cluster
-        return config is not None and cluster.can_connect(member, config, if_refused=True)
-
     def _show_proven(self) -> None:
         """Accept connections while this release boots here, which means that it is proven."""
         proven = boot.opens_at_start(self._release, Host(self._paths))
-        own = cluster.own_member(self._release, self._paths)
-        if proven and own and self._listener is None:
+        own, config = cluster.own_member(self._release, self._paths), self._release.cluster
+        if proven and own and config and self._listener is None:
             with contextlib.suppress(OSError):  # the next sample tries again
-                self._listener = socket.create_server(
-                    (own.address, self._port()), backlog=_BACKLOG, reuse_port=False
-                )
+                address = (own.address, config.proven_port)
+                self._listener = socket.create_server(address, backlog=_BACKLOG)
                 self._listener.setblocking(False)
         elif not proven and self._listener is not None:
             self._listener.close()
@@ -171,9 +167,6 @@ class ClusterWatch:
                 self._listener.accept()[0].close()
             except OSError:
                 return
-
-    def _port(self) -> int:
-        return self._release.cluster.proven_port if self._release.cluster else 0
 
 
 def run(name: str, paths: Paths) -> int:
