@@ -117,7 +117,7 @@ FAULTS: dict[str, tuple[Callable[[Serving], Any], str, str]] = {
     "cache": (
         lambda s: fill_the_cache(s, 10, 20_000),
         "cache",
-        f"/srv/spark/cache/x/{RELEASE} holds 0.0 GiB",
+        f"/srv/spark/cache/x/{RELEASE} has 0.0 GiB",
     ),
     "cache of files": (lambda s: fill_the_cache(s, 80, 0), "cache", "in 51 files"),
     "clock": (lambda s: setattr(s, "clock", "no"), "clock", "not synchronised"),

@@ -142,6 +142,7 @@ def test_two_kills_at_every_call(name: str) -> None:
     then=st.lists(st.sampled_from((A, B, "boot", "upgrade")), max_size=3),
 )
 @example(STORIES["another release"], {40: "fail", 48: "fail", 78: "kill after"}, [A])
+@example(STORIES["the same release again"], {64: "fail", 77: "fail", 120: "fail"}, [B, A])
 def test_any_history_ends_with_a_proven_release(
     story: Story, faults: dict[int, str], then: list[str]
 ) -> None:

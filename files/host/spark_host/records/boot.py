@@ -50,6 +50,9 @@ def withdraw_good(release: Release, host: Host) -> None:
     record = good(release.service, host)
     if record.release == release.name:
         before, *previous = record.previous or (None,)
+        rivals = set(enabled(release.service, host)) - {release.name}
+        if rivals and before not in rivals:  # one of two links must be the good release's
+            return
         record = replace(record, release=before, previous=tuple(previous))
         host.disk.write(host.paths.good(release.service), record)
 
