@@ -14,7 +14,7 @@ from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.login import endpoint_of, prove_way
 from spark_deploy.inventory.plans import payload_identity, ports_of
-from spark_deploy.plan.fabric import rails
+from spark_deploy.plan.cluster import fabric_links
 from spark_deploy.plan.host import base_plan, tools_plan
 from spark_deploy.plan.release import unit_files_of
 
@@ -30,7 +30,7 @@ else:
     tools.apply(plan=tools_plan(payload_identity()), files=payload.tools, units=units)
     if settings.fabric.measure:
         ports = ports_of(settings.fabric.hosts or settings.cluster.hosts)
-        fabric.measure(ways=rails(host.name, settings, ports))
+        fabric.measure(ways=fabric_links(host.name, settings, ports))
     else:
         endpoint = endpoint_of(host)
         login = None if endpoint.is_local else FunctionCommand(prove_way, [endpoint], {})

@@ -37,7 +37,7 @@ from spark_deploy.hosts.host_errors import (
 )
 from spark_deploy.hosts.network import Fabric, Netplan, NetplanFiles, Reach
 from spark_deploy.hosts.survey import Survey
-from spark_deploy.plan.fabric import fabric_plan, there_already
+from spark_deploy.plan.cluster import fabric_plan, present_addresses
 from spark_deploy.plan.types import Way
 
 _FULL_MBIT_PER_S = 200_000  # of a cable, reported by each of the two interfaces of the cage
@@ -117,7 +117,7 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
     netplan, ports = read_fact(NetplanFiles), read_fact(Fabric, _sudo=False)
     if netplan.in_trial:
         refuse(f"{host.name}: {NETPLAN_TRIAL}", "another trial is running", TRY_AGAIN)
-    present = there_already(host.name, settings, ports)
+    present = present_addresses(host.name, settings, ports)
     if present and not netplan.ours:
         host.noop(f"the existing network is kept: {present}")
         return

@@ -24,10 +24,10 @@ from spark_deploy.hosts.facts import FileStates, LineFact, read_fact
 from spark_deploy.hosts.files import place_files
 from spark_deploy.hosts.host_errors import Commands, host_errors
 from spark_deploy.hosts.status import JobStates
-from spark_deploy.plan.jobs import Work
-from spark_deploy.plan.peer_download import (
+from spark_deploy.plan.jobs import (
     Member,
     State,
+    Work,
     lacks,
     shared_trees,
     trees_to_share,

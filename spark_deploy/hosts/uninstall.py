@@ -23,10 +23,11 @@ from spark_contract.paths import (
     SITE,
     STATE_DIR,
 )
-from spark_contract.status import Keep, Ours, Pruning, Thing
+from spark_contract.status import Footprint, Keep, Ours, Pruning, Thing
 from spark_contract.units import DAILY_STAMP
 
 from spark_deploy.config.errors import Problem
+from spark_deploy.config.settings.host import BASE_PACKAGES, TOOLKIT_PACKAGES
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import base
 from spark_deploy.hosts.access import ACCOUNT_HOME
@@ -40,13 +41,19 @@ from spark_deploy.hosts.status import Prunable
 from spark_deploy.hosts.tools import placed_tools
 from spark_deploy.plan.jobs import (
     DAEMON_JSON,
-    footprint_of,
     ready_jobs_of,
     ready_name,
     served_jobs_of,
 )
 from spark_deploy.plan.release import release_files_of, unit_files_of
-from spark_deploy.plan.types import SUDOERS_PATH, BasePlan, GatewayPlan, HostPlan, ManagedFile
+from spark_deploy.plan.types import (
+    NJS,
+    SUDOERS_PATH,
+    BasePlan,
+    GatewayPlan,
+    HostPlan,
+    ManagedFile,
+)
 
 _TIMEOUT_S = 3600
 _RUN_AGAIN = "fix the cause above, then run again"
@@ -120,15 +127,27 @@ class OursOnHost(HostFact[Ours]):
 
 def uninstall_request(settings: Settings) -> str:
     """Return, as JSON, the resources to look for on a host."""
-    wanted = footprint_of(
-        settings,
+    docker = settings.docker
+    wanted = Footprint(
+        models_dir=settings.paths.models_dir,
+        sources_dir=settings.paths.sources_dir,
+        cache_dir=settings.paths.cache_dir,
         files=(
             *(base.HOLD_PATH, base.COMPACTION_PATH),
             *(file.path for file in base.GUARANTEE_FILES),
         ),
-        shared_files=(base.EARLYOOM_PATH, SPECIFICATION),
+        # May have existed before the first deploy.
+        shared_files=(DAEMON_JSON, base.EARLYOOM_PATH, SPECIFICATION),
+        daemon_json=DAEMON_JSON,
+        daemon_keys=tuple(sorted({*docker.daemon, "runtimes", "insecure-registries"})),
         masked=base.SLEEP_TARGETS,
+        packages=(*BASE_PACKAGES, "earlyoom", NJS),
+        engine_packages=docker.packages,
+        gpu_packages=(*TOOLKIT_PACKAGES, settings.cuda.package),
+        docker_users=docker.users,
         access_files=(SUDOERS_PATH, ACCOUNT_HOME),
+        models=settings.uninstall.models,
+        engine=settings.uninstall.engine,
     )
     return json.dumps(plain(wanted), sort_keys=True)
 

@@ -6,17 +6,9 @@ import fnmatch
 from dataclasses import replace
 from typing import Any
 
+from spark_contract import orders
 from spark_contract.documents import plain
 from spark_contract.fetching import LayersPlan, parse_reference
-from spark_contract.orders import (
-    RECIPE_VERSION,
-    WITH_DONOR,
-    Base,
-    BuildPlan,
-    DonorShape,
-    DonorUrl,
-    RequantizePlan,
-)
 from spark_contract.paths import GPU_RECEIPT, QUANTISER
 from spark_contract.units import IMAGE_NAME
 
@@ -26,17 +18,11 @@ from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, why_left_out
+from spark_deploy.plan import types
 from spark_deploy.plan.engine_arguments import ADAPTERS_MOUNT, DRAFTER_MOUNT
 from spark_deploy.plan.jobs import fetch_order
 from spark_deploy.plan.memory import weights_of
-from spark_deploy.plan.types import (
-    BesidePlan,
-    CheckpointPlan,
-    ImagePlan,
-    PayloadIdentity,
-    RequantizedPlan,
-    SourcePlan,
-)
+from spark_deploy.plan.types import CheckpointPlan, ImagePlan, RequantizedPlan, SourcePlan
 
 _CALIBRATION = "/calibration.jsonl"  # placeholder; the job replaces it with a path in its folder
 # While a block is tuned: the weight, its rounded form, tuned values, gradients and the best values
@@ -89,7 +75,7 @@ def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) 
         what = f"is for checkpoints built here; {model.name} is served as published"
         raise PlanError.one(where, what, "use profile plain, or write a similar one")
     if checkpoint.prebuilt:
-        _refuse_no_hybrid(model, profile)
+        _refuse_unusable_hybrid(model, profile)
     if checkpoint.requantized and checkpoint.prebuilt:
         what = "prebuilt and requantized are two bases"
         raise PlanError.one(f"{where}: checkpoint.prebuilt", what, "set one of them to false")
@@ -101,32 +87,34 @@ def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) 
 
 
 def _refuse_discarded_base(profile: Profile, settings: Settings) -> None:
-    where = f"profile {profile.name}: checkpoint.keep_base"
     if settings.checkpoint.requantized:
         what = "keep_base: false is for bases that can be downloaded again"
-        raise PlanError.one(where, what, "set it to true")
-    if not profile.builds_checkpoint:
+        fix = "set it to true"
+    elif not profile.builds_checkpoint:
         what = "keep_base: false would remove the checkpoint that this profile serves"
         fix = "set checkpoint.keep_base: true, or use a profile that builds a checkpoint"
-        raise PlanError.one(where, what, fix)
-    if profile.layout == "overlay":
+    elif profile.layout == "overlay":
         what = "keep_base: false needs layout full: an overlay links to its base"
         fix = "set checkpoint.layout: full, or checkpoint.keep_base: true"
-        raise PlanError.one(where, what, fix)
+    else:
+        return
+    raise PlanError.one(f"profile {profile.name}: checkpoint.keep_base", what, fix)
 
 
-def _refuse_no_hybrid(model: Model, profile: Profile) -> None:
-    where = f"model {model.name} with profile {profile.name}: checkpoint.prebuilt"
-    disable = "set checkpoint.prebuilt: false"
+def _refuse_unusable_hybrid(model: Model, profile: Profile) -> None:
+    fix = "set checkpoint.prebuilt: false"
     if isinstance(model, PlainModel) or model.sources.hybrid is None:
         what = "this model has no prebuilt hybrid"
-        raise PlanError.one(where, what, f"name one in sources.hybrid of the model, or {disable}")
-    if profile.shared_experts != "fp8-base":
+        fix = f"name one in sources.hybrid of the model, or {fix}"
+    elif profile.shared_experts != "fp8-base":
         what = f"a hybrid has shared experts in FP8, this profile needs {profile.shared_experts}"
-        raise PlanError.one(where, what, disable)
-    if profile.layout == "overlay":
+    elif profile.layout == "overlay":
         what = "a hybrid has them under their plain names, which an overlay drops"
-        raise PlanError.one(where, what, f"set checkpoint.layout: full, or {disable}")
+        fix = f"set checkpoint.layout: full, or {fix}"
+    else:
+        return
+    where = f"model {model.name} with profile {profile.name}: checkpoint.prebuilt"
+    raise PlanError.one(where, what, fix)
 
 
 def checkpoint_plan(
@@ -159,18 +147,17 @@ def _order(
     settings: Settings,
     base: SourcePlan | RequantizedPlan,
     donor: LockedSource | None,
-) -> BuildPlan:
-    """Return the builder's order; digest and folder follow from all other fields.
-
-    The name contains no profile: profiles with the same checkpoint share it.
-    """
+) -> orders.BuildPlan:
+    """Return the builder's order; profiles with the same checkpoint share its digest and folder."""
     hub, downloads = settings.hub, settings.downloads
-    order = BuildPlan(
+    order = orders.BuildPlan(
         digest="0" * 64,
-        recipe_version=RECIPE_VERSION,
+        recipe_version=orders.RECIPE_VERSION,
         name=model.name,
-        base=Base(base.dir, base.revision),
-        donor=DonorUrl(
+        base=orders.Base(
+            base.dir, base.locked.commit if isinstance(base, SourcePlan) else base.digest
+        ),
+        donor=orders.DonorUrl(
             url=f"{hub.endpoint}/{donor.repo}/resolve/{donor.commit}",
             tries=downloads.tries,
             backoff_s=downloads.retry_pause_s,
@@ -205,7 +192,8 @@ def exact_sets(model: HybridModel) -> dict[str, Any]:
         "base_tensors": tensors.base,
         "donor_unmatched": tensors.donor_unmatched,
         "donor_shapes": tuple(
-            DonorShape(part.modules, part.weight, part.scale) for part in tensors.donor_shapes
+            orders.DonorShape(shape.modules, shape.weight, shape.scale)
+            for shape in tensors.donor_shapes
         ),
         "mtp_tensors": tensors.mtp,
     }
@@ -223,7 +211,7 @@ def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
 
 
 def _donor(model: HybridModel, profile: Profile, lock: Lock) -> LockedSource | None:
-    if profile.shared_experts not in WITH_DONOR:
+    if profile.shared_experts not in orders.WITH_DONOR:
         return None
     if model.sources.donor is None:
         what = f"profile {profile.name} needs an FP8 source checkpoint; this model has none"
@@ -237,12 +225,8 @@ def requantized_plan(
 ) -> RequantizedPlan | None:
     """Return the plan of the checkpoint to quantise; ``None`` if the published one is used.
 
-    Args:
-        model: its exact tensor sets decide what is packed and what stays in 16 bits.
-        settings: of the host.
-        lock: has the commit of the 16-bit repository.
-        image: of the engine; AutoRound runs in it.
-        quantiser_digest: of the list of AutoRound's pinned packages.
+    AutoRound runs in the engine's image. The model's exact tensor sets decide which tensors it
+    packs; all others stay in 16 bits.
     """
     if not settings.checkpoint.requantized:
         return None
@@ -260,7 +244,7 @@ def requantized_plan(
     activations = options.nsamples * options.seqlen * shape.hidden * 2
     block = 3 * shape.hidden * (shape.experts * shape.expert_width + shape.shared_expert_width)
     size_bytes = weights_of(shape).tree_bytes
-    order = RequantizePlan(
+    order = orders.RequantizePlan(
         digest="0" * 64,
         name=model.name,
         original=fetch_order(original),
@@ -303,40 +287,34 @@ def original_bytes(model: Architecture) -> int:
 
 
 def image_plan(
-    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: PayloadIdentity
+    model: Model, profile: Profile, settings: Settings, lock: Lock, payload: types.PayloadIdentity
 ) -> ImagePlan:
-    base = locked_image(model, settings, lock, model.image.role)
-    plugin = profile.plugin and model.image.plugin
+    locked = locked_image(model, settings, lock, model.image.role)
+    base = locked.pinned
+    plugin, downloads = profile.plugin and model.image.plugin, settings.downloads
     # The plugin's content is part of the identity only if it is used.
     context_digest = payload.image_context_digest if plugin else ""
-    digest = digest_of({"base": base.pinned, "context": context_digest, "plugin": plugin})
+    digest = digest_of({"base": base, "context": context_digest, "plugin": plugin})
+    layers_digest, reference = digest_of({"layers": base}), parse_reference(base)
+    folder = f"image--{reference.name.replace('/', '--')}-{layers_digest[:12]}"
     return ImagePlan(
-        base=base.pinned,
-        tag=f"{IMAGE_NAME}:{digest[:12]}" if plugin else base.pinned,
+        base=base,
+        tag=f"{IMAGE_NAME}:{digest[:12]}" if plugin else base,
         digest=digest,
         context_digest=context_digest,
         plugin=plugin,
-        size_bytes=base.size_bytes,
-        layers=_layers(base.pinned, settings),
-    )
-
-
-def _layers(base: str, settings: Settings) -> LayersPlan:
-    """Return the order for the base's blobs; retries like a download, then plain docker."""
-    reference = parse_reference(base)
-    digest = digest_of({"layers": base})
-    downloads = settings.downloads
-    folder = f"image--{reference.name.replace('/', '--')}-{digest[:12]}"
-    return LayersPlan(
-        digest=digest,
-        reference=base,
-        plain=reference.host in settings.registries.insecure,
-        out=f"{settings.paths.sources_dir}/{folder}",
-        parallel=downloads.parallel,
-        rate_limit_bytes_per_s=downloads.rate_limit_bytes_per_s,
-        tries=downloads.tries,
-        backoff_s=downloads.retry_pause_s,
-        outage_s=downloads.outage_s,
+        size_bytes=locked.size_bytes,
+        layers=LayersPlan(
+            digest=layers_digest,
+            reference=base,
+            plain=reference.host in settings.registries.insecure,
+            out=f"{settings.paths.sources_dir}/{folder}",
+            parallel=downloads.parallel,
+            rate_limit_bytes_per_s=downloads.rate_limit_bytes_per_s,
+            tries=downloads.tries,
+            backoff_s=downloads.retry_pause_s,
+            outage_s=downloads.outage_s,
+        ),
     )
 
 
@@ -355,7 +333,7 @@ def locked_image(model: Model, settings: Settings, lock: Lock, role: str) -> Loc
 
 def beside_plans(
     model: Model, profile: Profile, settings: Settings, lock: Lock
-) -> tuple[BesidePlan, ...]:
+) -> tuple[types.BesidePlan, ...]:
     """Return the companion repositories to mount, the drafter's first."""
     drafts = profile.speculation
     companions = [
@@ -365,6 +343,6 @@ def beside_plans(
     if drafts and drafts.repository:
         companions.insert(0, (DRAFTER_MOUNT, drafts.repository, drafts.revision))
     return tuple(
-        BesidePlan(source_plan(locked_source(lock, repository, revision), settings), target)
+        types.BesidePlan(source_plan(locked_source(lock, repository, revision), settings), target)
         for target, repository, revision in companions
     )

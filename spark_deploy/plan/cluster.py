@@ -1,34 +1,170 @@
-"""Clusters: links between members, the release of all ranks, and rollout waves. Pure.
-
-The engine's own executor for several nodes is used, one rank per host. Every member gets the same
-release and finds itself in it by address.
-"""
+"""Networks between hosts: netplan files, links of a cluster, its release, rollout waves. Pure."""
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from spark_contract.fabric import NETPLAN_FILE, FabricPlan, FabricPort
 from spark_contract.release import Cluster, Member, Release
 
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import PlanError, Problem
 from spark_deploy.config.settings.service import RolloutSettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.engine_arguments import rank_arguments, rank_environment
+from spark_deploy.plan.engine_arguments import rank_arguments
 from spark_deploy.plan.types import Port, Ports, Way
 
+_NETPLAN_HEAD = """\
+# Written by `spark-deploy fabric`; `spark-deploy fabric --restore` takes it back.
+network:
+  version: 2
+  ethernets:
+"""
+_NETPLAN_PORT = """\
+    {interface}:
+      addresses: [{address}]
+      mtu: {mtu}
+      dhcp4: false
+      dhcp6: false
+      link-local: []
+      optional: true
+"""
+# systemd names: the PCI domain unless it is 0, then the slot.
+_INTERFACE = re.compile(r"en(?:P(\d+))?p(.*)")
 # Arguments of `docker run`: RDMA pins memory, and the engine has no root rights for that.
-_PINNED = "--ulimit=memlock=-1:-1"
-_RDMA = "--device=/dev/infiniband"
+_RDMA_ARGUMENTS = ("--ulimit=memlock=-1:-1", "--device=/dev/infiniband")
 # Each release has two of these ports on the fabric, so members of different releases never meet.
 _FIRST_PORT = 29500
 _PORTS = 2000
 
 
+def fabric_plan(host: str, settings: Settings, found: Ports) -> FabricPlan:
+    """Return the network configuration that a host tries.
+
+    Raises:
+        PlanError: the host is not in the fabric, or its ports do not match the settings.
+    """
+    fabric = settings.fabric
+    hosts = fabric.hosts or settings.cluster.hosts
+    if host not in hosts:
+        fix = "add it to fabric.hosts or cluster.hosts"
+        raise PlanError.one(f"{host}: fabric", "is not in the fabric", fix)
+    ports = tuple(
+        FabricPort(port.interface, fabric.address(hosts.index(host), network), fabric.mtu)
+        for port, network in zip(_fabric_ports(host, settings, found), fabric.networks, strict=True)
+    )
+    if problems := [problem for port in ports for problem in _conflicts(host, port, found)]:
+        raise PlanError(problems)
+    return FabricPlan(netplan_of(ports), ports, fabric.confirm_s)
+
+
+def present_addresses(host: str, settings: Settings, found: Ports) -> str:
+    """Return the addresses of the fabric's ports, or "" if a port has none."""
+    ports = _fabric_ports(host, settings, found)
+    if not all(port.addresses for port in ports):
+        return ""
+    return ", ".join(f"{port.interface} {' '.join(port.addresses)}" for port in ports)
+
+
+def netplan_of(ports: Sequence[FabricPort]) -> str:
+    """Return netplan's file: fixed addresses, and no waiting for cables at boot."""
+    return _NETPLAN_HEAD + "".join(_NETPLAN_PORT.format(**dataclasses.asdict(p)) for p in ports)
+
+
+def _fabric_ports(host: str, settings: Settings, found: Ports) -> list[Port]:
+    fabric, known = settings.fabric, {port.interface: port for port in found.ports}
+    if missing := [name for name in fabric.interfaces if name not in known]:
+        what = f"{', '.join(missing)}: no such interface (found: {', '.join(known) or 'none'})"
+        raise PlanError.one(f"{host}: fabric.interfaces", what, "look at `ip link` there")
+    if fabric.interfaces:
+        return [known[name] for name in fabric.interfaces]
+    cabled = sorted((port for port in found.ports if port.device and port.up), key=_slot)
+    if len(cabled) != len(fabric.networks):
+        names = ", ".join(port.interface for port in cabled) or "none"
+        what = f"{len(cabled)} ports with RDMA and a cable ({names})"
+        what += f" for {len(fabric.networks)} networks"
+        fix = "cable one cage, or set fabric.interfaces and fabric.networks"
+        raise PlanError.one(f"{host}: fabric", what, fix)
+    return cabled
+
+
+def _slot(port: Port) -> tuple[int, str]:
+    """Return the sort key of a port: the same slot on each host, by PCI domain."""
+    match = _INTERFACE.match(port.interface)
+    return (int(match[1] or 0), match[2]) if match else (0, port.interface)
+
+
+def _conflicts(host: str, planned: FabricPort, found: Ports) -> Iterator[Problem]:
+    """Yield addresses of the port, or uses of its network, that conflict with the plan."""
+    network = ipaddress.IPv4Interface(planned.address).network
+    present = [(port.interface, text) for port in found.ports for text in port.addresses]
+    for interface, text in present:
+        if interface == planned.interface and text != planned.address:
+            what = f"already has {text}; {NETPLAN_FILE} would add a second address"
+            fix = "configure its twin port in the file that sets this address, or remove it there"
+            yield Problem(f"{host}: {interface}", what, fix)
+        elif interface != planned.interface and network.overlaps(
+            ipaddress.IPv4Interface(text).network
+        ):
+            what = f"{network} is already used by {interface} ({text})"
+            yield Problem(f"{host}: {planned.interface}", what, "set fabric.networks to free ones")
+
+
+def fabric_links(host: str, settings: Settings, found: Mapping[str, Ports]) -> tuple[Way, ...]:
+    """Return the links to the next host: over RDMA ports, or over those in the settings.
+
+    Raises:
+        PlanError: the host is not in the fabric, or shares no network with the next.
+    """
+    hosts = settings.fabric.hosts or settings.cluster.hosts
+    if host not in hosts or len(hosts) < 2:
+        fix = "list at least two hosts in fabric.hosts or cluster.hosts, including this one"
+        raise PlanError.one(f"{host}: fabric", "is not in a fabric of several hosts", fix)
+    next_host = hosts[(hosts.index(host) + 1) % len(hosts)]
+    links = []
+    # RDMA ports pair with RDMA ports only, even if all ports share one network.
+    for port in (port for port in found[host].ports if _is_fabric_link(port, settings)):
+        networks = {address.network for address in _interfaces(port)}
+        for peer in found[next_host].ports:
+            if not peer.up or bool(peer.device) != bool(port.device):
+                continue
+            common = [address for address in _interfaces(peer) if address.network in networks]
+            speeds = [p.speed_mbit_per_s for p in (port, peer) if p.speed_mbit_per_s]
+            links += [
+                Way(
+                    port.interface, port.device, port.mtu, min(speeds, default=None),
+                    next_host, str(address.ip), peer.mtu,
+                )
+                for address in common[:1]
+            ]  # fmt: skip
+    if not links:
+        what = f"no cabled port shares a network with {next_host}"
+        raise PlanError.one(f"{host}: fabric", what, "run `spark-deploy fabric` to set addresses")
+    return tuple(links)
+
+
+def _is_fabric_link(port: Port, settings: Settings) -> bool:
+    names, subnet = settings.fabric.interfaces, settings.cluster.subnet
+    if names or not port.up:
+        return port.up and port.interface in names
+    if subnet:
+        network = ipaddress.IPv4Network(subnet)
+        return any(address.network == network for address in _interfaces(port))
+    return bool(port.device)
+
+
+def _interfaces(port: Port) -> list[ipaddress.IPv4Interface]:
+    return [ipaddress.IPv4Interface(text) for text in port.addresses]
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
+    """How the members of a cluster reach a host."""
+
     host: str
     address: str
     interface: str
@@ -59,7 +195,7 @@ def _ambiguous(
     """Yield addresses used twice, and networks on two cables of a host: packets would go astray."""
     owners: dict[str, str] = {}
     for host in hosts:
-        ports = _way_ports(found[host].ports, network)
+        ports = _cluster_ports(found[host].ports, network)
         for address in (text.partition("/")[0] for port in ports for text in port.addresses):
             if (other := owners.setdefault(address, host)) != host:
                 what = f"has {address}, like {other}"
@@ -67,9 +203,10 @@ def _ambiguous(
                 yield Problem(f"{host}: cluster", what, fix)
         first_ports: dict[ipaddress.IPv4Network, Port] = {}
         for port in (p for p in found[host].ports if p.up and p.addresses):
-            first = first_ports.setdefault(_net(port), port)
+            subnet = _interfaces(port)[0].network
+            first = first_ports.setdefault(subnet, port)
             if first is not port and (first.device or port.device):
-                what = f"{_net(port)} is also the network of {first.interface}: ambiguous routes"
+                what = f"{subnet} is also the network of {first.interface}: ambiguous routes"
                 fix = "give each cabled port a separate network (netplan)"
                 yield Problem(f"{host}: {port.interface}", what, fix)
 
@@ -78,15 +215,24 @@ def _network(settings: Settings, found: Mapping[str, Ports]) -> ipaddress.IPv4Ne
     cluster = settings.cluster
     if cluster.subnet:
         network = ipaddress.IPv4Network(cluster.subnet)
-        missing = [h for h in cluster.hosts if not any(_of(found[h].ports, network))]
+        missing = [
+            host
+            for host in cluster.hosts
+            if not any(port.up and _address(port, network) for port in found[host].ports)
+        ]
     else:
-        networks = [{_net(p) for p in found[h].ports if p.device and p.up and p.addresses}
-                    for h in cluster.hosts]  # fmt: skip
-        common = set.intersection(*networks)
-        if common:
+        networks = {
+            host: {
+                _interfaces(port)[0].network
+                for port in found[host].ports
+                if port.device and port.up and port.addresses
+            }
+            for host in cluster.hosts
+        }
+        if common := set.intersection(*networks.values()):
             return min(common)
-        network, missing = None, [h for h, own in zip(cluster.hosts, networks, strict=True)
-                                  if not own] or list(cluster.hosts)  # fmt: skip
+        network, missing = None, [h for h in cluster.hosts if not networks[h]]
+        missing = missing or list(cluster.hosts)
     if network is not None and not missing:
         return network
     raise PlanError([_unreachable(host, found[host].ports, cluster.subnet) for host in missing])
@@ -107,7 +253,7 @@ def _unreachable(host: str, ports: Sequence[Port], subnet: str | None) -> Proble
 
 
 def _link(host: str, ports: Sequence[Port], network: ipaddress.IPv4Network) -> Link:
-    main = next(_of(ports, network))
+    main = next(port for port in ports if port.up and _address(port, network))
     # Both twins of a cage carry half of the cable; NCCL has one GID index for all devices.
     twins = [port for port in ports if port.device and port.up and port.addresses]
     same = [port for port in twins if main.device and port.gid_index == main.gid_index]
@@ -120,17 +266,9 @@ def _link(host: str, ports: Sequence[Port], network: ipaddress.IPv4Network) -> L
     )
 
 
-def _of(ports: Sequence[Port], network: ipaddress.IPv4Network) -> Iterator[Port]:
-    return (port for port in ports if port.up and _address(port, network))
-
-
 def _address(port: Port, network: ipaddress.IPv4Network) -> str:
     addresses = (text.partition("/")[0] for text in port.addresses)
     return next((text for text in addresses if ipaddress.IPv4Address(text) in network), "")
-
-
-def _net(port: Port) -> ipaddress.IPv4Network:
-    return ipaddress.IPv4Interface(port.addresses[0]).network
 
 
 def ways(settings: Settings, host: str, found: Mapping[str, Ports]) -> tuple[Way, ...]:
@@ -143,15 +281,15 @@ def ways(settings: Settings, host: str, found: Mapping[str, Ports]) -> tuple[Way
             own.interface, own.device, own.mtu, own.speed_mbit_per_s,
             member, other.addresses[0].partition("/")[0], other.mtu,
         )
-        for own in _way_ports(found[host].ports, network)
+        for own in _cluster_ports(found[host].ports, network)
         for member in settings.cluster.hosts
         if member != host
-        for other in _way_ports(found[member].ports, network)
-        if _net(other) == _net(own)
+        for other in _cluster_ports(found[member].ports, network)
+        if _interfaces(other)[0].network == _interfaces(own)[0].network
     )  # fmt: skip
 
 
-def _way_ports(ports: Sequence[Port], network: ipaddress.IPv4Network) -> list[Port]:
+def _cluster_ports(ports: Sequence[Port], network: ipaddress.IPv4Network) -> list[Port]:
     return [
         port
         for port in ports
@@ -169,11 +307,13 @@ def spread(release: Release, settings: Settings, found: Mapping[str, Ports]) -> 
     port = _FIRST_PORT + 2 * offset
     members = tuple(_member(link, rank, port, joined) for rank, link in enumerate(joined))
     # Host network: ranks exchange further ports only while they run.
-    arguments = ("--network=host" if word == "--network=none" else word
-                 for word in release.engine.docker_args)  # fmt: skip
+    docker_args = tuple(
+        "--network=host" if argument == "--network=none" else argument
+        for argument in release.engine.docker_args
+    )
     return replace(
         release,
-        engine=replace(release.engine, docker_args=tuple(arguments)),
+        engine=replace(release.engine, docker_args=docker_args),
         cluster=Cluster(members, port, settings.cluster.join_s),
     )
 
@@ -184,14 +324,14 @@ def _member(link: Link, rank: int, port: int, joined: Sequence[Link]) -> Member:
         address=link.address,
         argv=rank_arguments(rank, [member.address for member in joined], port),
         env=_environment(link),
-        docker_args=(_PINNED, _RDMA) if link.devices else (),
+        docker_args=_RDMA_ARGUMENTS if link.devices else (),
     )
 
 
 def _environment(link: Link) -> dict[str, str]:
     """Return the variables with which a rank's libraries use only the fabric."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_NET_DEVICES")
-    variables = {name: link.interface for name in names} | rank_environment(link.address)
+    variables = {name: link.interface for name in names} | {"VLLM_HOST_IP": link.address}
     if not link.devices:
         return {**variables, "NCCL_IB_DISABLE": "1"}
     variables |= {
@@ -212,12 +352,8 @@ def waves_of(
 ) -> tuple[Wave, ...]:
     """Return which hosts change together, wave after wave.
 
-    Canaries come first, one per wave; then the other hosts in order. The smallest ``at_once`` of
-    the hosts limits a wave. The members of a cluster are one wave: they can only change together.
-
-    Args:
-        rollouts: settings of every host, in inventory order.
-        clusters: members of each cluster.
+    Canaries come first, one per wave; then the other hosts in inventory order. The smallest
+    ``at_once`` of the hosts limits a wave. The members of a cluster are one wave.
     """
     unique = [wave for wave in dict.fromkeys(clusters) if wave]
     members = {name for wave in unique for name in wave}

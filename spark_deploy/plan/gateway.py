@@ -51,7 +51,7 @@ def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> 
     )
 
 
-def named(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPlan:
+def route_by_name(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPlan:
     """Return the main gateway, which routes requests by model name.
 
     Raises:

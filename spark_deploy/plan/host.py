@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -11,45 +12,14 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.errors import PlanError
-from spark_deploy.config.settings.host import (
-    BASE_PACKAGES,
-    DOCKER_DIR,
-    TOOLKIT_PACKAGES,
-)
+from spark_deploy.config.settings.host import BASE_PACKAGES, DOCKER_DIR, TOOLKIT_PACKAGES
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
-from spark_deploy.plan.artifacts import (
-    beside_plans,
-    checkpoint_plan,
-    image_plan,
-    locked_image,
-    requantized_plan,
-    served_source,
-    source_plan,
-)
-from spark_deploy.plan.cluster import ways
-from spark_deploy.plan.gateway import gateway_plan, named
+from spark_deploy.plan import artifacts, cluster, gateway, release, types
 from spark_deploy.plan.memory import GIB
-from spark_deploy.plan.release import cache_dir, release_files_of, serve_plan
 from spark_deploy.plan.resolve import Request, Resolved, resolve, resolve_service
-from spark_deploy.plan.types import (
-    NJS,
-    BasePlan,
-    CheckpointPlan,
-    CudaPlan,
-    DiskUse,
-    DockerPlan,
-    HostPlan,
-    ImagePlan,
-    NeedsPlan,
-    PairPlan,
-    PayloadIdentity,
-    ScheduledPlan,
-    ServicePlan,
-    SourcePlan,
-    ToolsPlan,
-)
+from spark_deploy.plan.types import DiskUse, HostPlan, ImagePlan, PairPlan, ServicePlan
 
 # The engine image of 0.31.0: 11.0 GB compressed, 26.4 GB unpacked; a pull needs both.
 _UNPACKED = 2.5
@@ -70,32 +40,27 @@ def plan_host(request: Request) -> HostPlan:
     pairs = (main, *services, *ready)
     scheduled = {(change.model, change.profile) for change in settings.schedule}
     releases = {(main.model, main.profile): main.serve} | {
-        (pair.model, pair.profile): serve_plan(MAIN_SERVICE, other, pair, request.fabric)
+        (pair.model, pair.profile): release.serve_plan(MAIN_SERVICE, other, pair, request.fabric)
         for other, pair in zip(others, ready, strict=True)
         if (pair.model, pair.profile) in scheduled
     }
     main = replace(
         main,
-        gateway=named(main, services),
+        gateway=gateway.route_by_name(main, services),
         schedule=tuple(
-            ScheduledPlan(change.at, releases[change.model, change.profile])
+            types.ScheduledPlan(change.at, releases[change.model, change.profile])
             for change in settings.schedule
         ),
     )
     docker = _docker(resolved.model, settings, lock)
-    disk = disk_plan(DOCKER_DIR, pairs)
-    needs = _needs(settings, (main, *services), disk, docker.check_image, pairs)
+    disk = _disk_uses(pairs)
     return HostPlan(
         **_fields(main),
         host=request.host,
         paths=settings.paths,
-        needs=replace(
-            needs,
-            cluster=settings.cluster.hosts,
-            ways=ways(settings, request.host, request.fabric),
-        ),
+        needs=_needs(request, (main, *services), disk, docker.check_image, pairs),
         base=base_plan(settings),
-        cuda=CudaPlan(
+        cuda=types.CudaPlan(
             settings.cuda.version,
             settings.cuda.package,
             _repositories(settings, settings.cuda.repositories),
@@ -112,15 +77,15 @@ def plan_host(request: Request) -> HostPlan:
     )
 
 
-def base_plan(settings: Settings) -> BasePlan:
+def base_plan(settings: Settings) -> types.BasePlan:
     """Return what every managed host gets, whatever it serves."""
     # nginx's JavaScript module chooses among several services.
-    packages = (*BASE_PACKAGES, *([NJS] if settings.services else ()))
-    return BasePlan(settings=settings.base, packages=packages, paths=settings.paths)
+    packages = (*BASE_PACKAGES, *([types.NJS] if settings.services else ()))
+    return types.BasePlan(settings=settings.base, packages=packages, paths=settings.paths)
 
 
-def tools_plan(payload: PayloadIdentity) -> ToolsPlan:
-    return ToolsPlan(payload.tools_digest, payload.python_requirements)
+def tools_plan(payload: types.PayloadIdentity) -> types.ToolsPlan:
+    return types.ToolsPlan(payload.tools_digest, payload.python_requirements)
 
 
 def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePlan:
@@ -128,8 +93,8 @@ def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePla
     return ServicePlan(
         **_fields(pair),
         memory=resolved.memory,
-        serve=serve_plan(name, resolved, pair, request.fabric),
-        gateway=gateway_plan(resolved.settings, request.host, name),
+        serve=release.serve_plan(name, resolved, pair, request.fabric),
+        gateway=gateway.gateway_plan(resolved.settings, request.host, name),
         warnings=resolved.warnings,
     )
 
@@ -141,35 +106,36 @@ def pair_plan(resolved: Resolved, request: Request) -> PairPlan:
         fix = "run `spark-deploy update --missing` with access to the hub"
         raise PlanError.one(f"lock: {model.repository}", what, fix)
     lock, payload = request.lock, request.payload
-    image = image_plan(model, profile, settings, lock, payload)
-    companions = beside_plans(model, profile, settings, lock)
-    made = requantized_plan(model, settings, lock, image, payload.quantiser_digest)
-    checkpoint = checkpoint_plan(model, profile, settings, lock, made)
+    image = artifacts.image_plan(model, profile, settings, lock, payload)
+    companions = artifacts.beside_plans(model, profile, settings, lock)
+    made = artifacts.requantized_plan(model, settings, lock, image, payload.quantiser_digest)
+    checkpoint = artifacts.checkpoint_plan(model, profile, settings, lock, made)
     if made:
         base = made.original
-    elif checkpoint and isinstance(checkpoint.base, SourcePlan):
+    elif checkpoint and isinstance(checkpoint.base, types.SourcePlan):
         base = checkpoint.base
     else:
-        base = source_plan(served_source(model, lock), settings)
+        base = artifacts.source_plan(artifacts.served_source(model, lock), settings)
     return PairPlan(
         model.name,
         profile.name,
         (base, *(companion.source for companion in companions)),
         checkpoint,
         image,
-        cache_dir(settings, profile, image),
+        release.cache_dir(settings, profile, image),
         beside=companions,
         requantized=made,
     )
 
 
 def _needs(
-    settings: Settings,
+    request: Request,
     services: tuple[ServicePlan, ...],
     disk: tuple[DiskUse, ...],
     check_image: str,
     pairs: tuple[PairPlan, ...],
-) -> NeedsPlan:
+) -> types.NeedsPlan:
+    settings = request.settings
     images = {pair.image.tag: _image_peak_bytes(pair.image) for pair in pairs}
     gateways = {service.serve.service: _ports_of(service) for service in services}
     sources = {
@@ -177,15 +143,18 @@ def _needs(
         for pair in pairs
         for source in pair.sources
     }
+    peaks: Counter[str] = Counter()
+    for use in disk:
+        peaks[use.path] += use.peak_bytes
     done = (path for pair in pairs for path in _done_once_there(pair.checkpoint))
-    return NeedsPlan(
+    return types.NeedsPlan(
         expect=settings.expect,
         takeover=settings.takeover,
         allow_memory_holders=settings.allow_memory_holders,
         allow_containers=tuple(settings.allow_containers),
         ports=tuple(port for ports in gateways.values() for port in ports),
         gateways=gateways,
-        disk_needed_bytes=_peak_by_path(disk),
+        disk_needed_bytes=tuple(sorted(peaks.items())),
         disk_reserve_bytes=settings.disk.reserve_bytes,
         memory_needed_bytes=sum(service.memory.needed_bytes for service in services),
         # MemTotal of two equal machines differs by firmware settings.
@@ -198,24 +167,26 @@ def _needs(
         tailscale=settings.serve.expose == "tailscale",
         downloads=tuple(sources.items()),
         look_in=settings.downloads.look_in,
+        cluster=settings.cluster.hosts,
+        ways=cluster.ways(settings, request.host, request.fabric),
     )
 
 
-def _docker(model: Model, settings: Settings, lock: Lock) -> DockerPlan:
+def _docker(model: Model, settings: Settings, lock: Lock) -> types.DockerPlan:
     docker = settings.docker
     daemon = dict(docker.daemon)
     if settings.registries.insecure:
         daemon["insecure-registries"] = sorted(
             {*daemon.get("insecure-registries", ()), *settings.registries.insecure}
         )
-    return DockerPlan(
+    return types.DockerPlan(
         packages=docker.packages,
         toolkit_packages=TOOLKIT_PACKAGES,
         repositories=_repositories(settings, docker.repositories),
         daemon=daemon,
         users=docker.users,
         allow_containers=tuple(settings.allow_containers),
-        check_image=locked_image(model, settings, lock, "gpu_check").pinned,
+        check_image=artifacts.locked_image(model, settings, lock, "gpu_check").pinned,
         package_lock_wait_s=settings.base.package_lock_wait_s,
     )
 
@@ -225,8 +196,8 @@ def _repositories(settings: Settings, names: tuple[str, ...]) -> tuple[Repositor
 
 
 def _ports_of(service: ServicePlan) -> tuple[int, ...]:
-    settings = service.gateway.settings
-    return (settings.port, *([settings.replicas.port] if settings.replicas else ()))
+    access = service.gateway.settings
+    return (access.port, access.replicas.port) if access.replicas else (access.port,)
 
 
 def _fields(part: PairPlan) -> dict[str, Any]:
@@ -234,21 +205,19 @@ def _fields(part: PairPlan) -> dict[str, Any]:
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
-def disk_plan(docker_dir: str, pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
+def _disk_uses(pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
     """Return the use of every folder; image and cache are estimates, the rest is exact.
 
     Each path is the folder of one artefact, so that existing files can be subtracted. Shared
-    artefacts count once. Free space and shared file systems are checked on the host
-    (``spark_deploy/hosts/capacity.py``).
+    artefacts count once.
     """
     uses: dict[tuple[str, str], DiskUse] = {}
-    for pair in pairs:
-        for use in _pair_uses(docker_dir, pair):
-            uses.setdefault((use.path, use.what), use)
+    for use in (use for pair in pairs for use in _pair_uses(pair)):
+        uses.setdefault((use.path, use.what), use)
     return tuple(uses.values())
 
 
-def _pair_uses(docker_dir: str, pair: PairPlan) -> Iterator[DiskUse]:
+def _pair_uses(pair: PairPlan) -> Iterator[DiskUse]:
     keeps_base = pair.checkpoint is None or pair.checkpoint.keep_base
     companions = {companion.source.dir for companion in pair.beside}
     for source in pair.sources:
@@ -262,7 +231,7 @@ def _pair_uses(docker_dir: str, pair: PairPlan) -> Iterator[DiskUse]:
         size = tree.output_bytes
         yield DiskUse(tree.dir, f"checkpoint {tree.order.name}", size, size)
     peak, after = _image_peak_bytes(pair.image), image_after_bytes(pair.image)
-    yield DiskUse(docker_dir, f"image {pair.image.tag}", peak, after)
+    yield DiskUse(DOCKER_DIR, f"image {pair.image.tag}", peak, after)
     yield DiskUse(pair.cache_dir, "compile cache", _CACHE_BYTES, _CACHE_BYTES)
 
 
@@ -279,7 +248,7 @@ def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
     return sum(use.peak_bytes for use in uses), sum(use.after_bytes for use in uses)
 
 
-def _done_once_there(checkpoint: CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
+def _done_once_there(checkpoint: types.CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
     """Return (path, tree) pairs: if the tree exists, the path needs no more bytes.
 
     A tree is created by one rename, so it is complete if it exists, even if smaller than planned
@@ -291,16 +260,9 @@ def _done_once_there(checkpoint: CheckpointPlan | None) -> tuple[tuple[str, str]
     return ((checkpoint.dir, checkpoint.dir), *base)
 
 
-def _peak_by_path(uses: Sequence[DiskUse]) -> tuple[tuple[str, int], ...]:
-    total: dict[str, int] = {}
-    for use in uses:
-        total[use.path] = total.get(use.path, 0) + use.peak_bytes
-    return tuple(sorted(total.items()))
-
-
 def document(plan: HostPlan) -> dict[str, Any]:
     """Return the plan of a host as plain data, with totals and the unit's limits."""
-    drop_in = release_files_of(plan)[-1]
+    drop_in = release.release_files_of(plan)[-1]
     peak_bytes, after_bytes = disk_total(plan.disk)
     return {
         **plain(plan),

@@ -1,13 +1,22 @@
-"""Jobs that bring checkpoints and images to a host, and what pruning and uninstall may remove."""
+"""Jobs that bring checkpoints and images to a host, from hubs or from peers; what pruning keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from spark_contract import orders, tool, units
-from spark_contract.documents import text_of
-from spark_contract.fetching import FetchFile, FetchPlan, LayersPlan
+from spark_contract.documents import parse, text_of
+from spark_contract.fetching import (
+    CopyPlan,
+    FetchFile,
+    FetchPlan,
+    FinishedTree,
+    LayersPlan,
+    Peers,
+    SharedTree,
+)
 from spark_contract.job import (
     CHECKPOINT_JOB,
     DISCARD_JOB,
@@ -24,15 +33,11 @@ from spark_contract.job import (
 )
 from spark_contract.orders import BuildPlan, DonorUrl, RequantizePlan
 from spark_contract.paths import CURRENT_TOOLS, SITE, hub_token_file, job_dir
-from spark_contract.status import Footprint, Keep
-from spark_contract.units import DIGEST_LABEL
+from spark_contract.status import Keep
 
 from spark_deploy.config.documents import digest_of
-from spark_deploy.config.settings.host import BASE_PACKAGES, TOOLKIT_PACKAGES
 from spark_deploy.config.settings.sources import HubSettings
-from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.types import (
-    NJS,
     CheckpointPlan,
     HostPlan,
     ImagePlan,
@@ -43,6 +48,10 @@ from spark_deploy.plan.types import (
 )
 
 DAEMON_JSON = "/etc/docker/daemon.json"
+# Copies that one host sends at once; a local network is ten times as fast as most lines.
+_COPIES = 8
+# "needless": missing, but the result exists.
+State = Literal["there", "under way", "missing", "needless"]
 PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}  # host tools and the builder's packages
 
 
@@ -72,10 +81,6 @@ class Work:
 
 def needs_mounts(*paths: str) -> str:
     return f"RequiresMountsFor={' '.join(path.replace('%', '%%') for path in paths)}\n"
-
-
-def _receipt(tree: SourcePlan | CheckpointPlan | RequantizedPlan) -> ReceiptProof:
-    return ReceiptProof.of(tree.dir, tree.digest)
 
 
 _COMMANDS = {  # of the checkpoint builder, with the name of the order in the job's directory
@@ -108,14 +113,12 @@ def _builder_work(
 def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
     """Download a repository at its commit; every file is checked against the lock.
 
-    Args:
-        source: the repository.
-        tree: built from it; if it keeps no base, the download is skipped once it exists.
+    ``tree`` is built from it; if it keeps no base, the download is skipped once it exists.
     """
     identity = {"kind": FETCH_JOB, "source": source.digest, "dir": source.dir}
     unless = None
     if tree is not None and not tree.keep_base:
-        unless = _receipt(tree)
+        unless = ReceiptProof.of(tree.dir, tree.digest)
         identity["unless"] = tree.digest
     digest = digest_of(identity)
     pieces = tree is not None and tree.order.layout == "full"
@@ -182,40 +185,40 @@ def checkpoint_job(plan: CheckpointPlan, base: Job) -> Work:
 
 def discard_jobs_of(plan: HostPlan) -> tuple[Work, ...]:
     """Return the removal of bases that are not kept: the last work, after the proof."""
-    return _unique(work for service in plan.served for work in _discard_jobs(service))
+    trees = (service.checkpoint for service in plan.served)
+    return _unique(
+        _discard_job(tree, tree.base)
+        for tree in trees
+        if tree and not tree.keep_base and isinstance(tree.base, SourcePlan)
+    )
 
 
-def _discard_jobs(pair: PairPlan) -> tuple[Work, ...]:
-    tree = pair.checkpoint
-    if tree is None or tree.keep_base or not isinstance(tree.base, SourcePlan):
-        return ()
+def _discard_job(tree: CheckpointPlan, base: SourcePlan) -> Work:
     job = Job(
-        digest=digest_of({"kind": DISCARD_JOB, "base": tree.base.dir, "tree": tree.dir}),
+        digest=digest_of({"kind": DISCARD_JOB, "base": base.dir, "tree": tree.dir}),
         kind=DISCARD_JOB,
-        title=f"remove {tree.base.locked.repo}@{tree.base.locked.commit[:12]}",
-        argv=orders.argv(orders.DISCARD, tree.base.dir, orders.TREE, tree.dir),
+        title=f"remove {base.locked.repo}@{base.locked.commit[:12]}",
+        argv=orders.argv(orders.DISCARD, base.dir, orders.TREE, tree.dir),
         env=PYTHON,
-        proof=AbsentProof(tree.base.dir),
+        proof=AbsentProof(base.dir),
         total_bytes=tree.output_bytes,
         after=(),
     )
-    return (Work(job),)
+    return Work(job)
 
 
 def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
     """Build the engine image, or pull it if it needs no plugin.
 
-    Args:
-        plan: the image.
-        context: the build context, with paths relative to its root.
+    The paths of the build context are relative to its root.
     """
     kind: JobKind = IMAGE_BUILD_JOB if plan.plugin else IMAGE_PULL_JOB
     digest = digest_of({"kind": kind, "image": plan.digest})
     inside = f"{job_dir(digest)}/context"
     pull = (tool.HOST_TOOL, tool.IMAGE, plan.base)
     build = (
-        *pull, "docker", "build", "--network", "none", "--tag", plan.tag,
-        "--build-arg", f"BASE={plan.base}", "--label", f"{DIGEST_LABEL}={plan.digest}", inside,
+        *pull, "docker", "build", "--network", "none", "--tag", plan.tag, "--build-arg",
+        f"BASE={plan.base}", "--label", f"{units.DIGEST_LABEL}={plan.digest}", inside,
     )  # fmt: skip
     job = Job(
         digest=digest,
@@ -240,12 +243,10 @@ def jobs_of(pair: PairPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...
         for source in pair.fetched
     }
     image, tree = image_job(pair.image, context), pair.checkpoint
-    if pair.requantized is not None:
-        made = requantize_job(pair.requantized, image.job)
-        built = (checkpoint_job(tree, made.job),) if tree else ()
-        return (*fetches.values(), image, made, *built)
-    built = (checkpoint_job(tree, fetches[tree.base.dir].job),) if tree else ()
-    return (*fetches.values(), *built, image)
+    made = pair.requantized and requantize_job(pair.requantized, image.job)
+    base = made or (tree and fetches[tree.base.dir])
+    built = (checkpoint_job(tree, base.job),) if tree and base else ()
+    return (*fetches.values(), *((image, made, *built) if made else (*built, image)))
 
 
 def served_jobs_of(plan: HostPlan, context: tuple[ManagedFile, ...]) -> tuple[Work, ...]:
@@ -288,38 +289,103 @@ def keep_of(plan: HostPlan) -> Keep:
     )
 
 
-def footprint_of(
-    settings: Settings,
-    *,
-    files: tuple[str, ...],
-    shared_files: tuple[str, ...],
-    masked: tuple[str, ...],
-    access_files: tuple[str, ...],
-) -> Footprint:
-    """Return what ``spark-host manifest`` and ``uninstall`` read.
+# Peer download: one host downloads, the others copy from it.
 
-    Args:
-        settings: of the host.
-        files: managed files of the base role.
-        shared_files: files that a deploy may change and that may have existed before.
-        masked: units that a deploy masks.
-        access_files: SSH access of the controller.
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    name: str
+    url: str  # of the shared files
+    trees: dict[str, State]  # by digest
+    receipts: dict[str, str] = field(default_factory=dict)  # sha256, of built trees
+
+
+def shared_trees(jobs: Iterable[Work]) -> tuple[SharedTree, ...]:
+    """Return the trees that jobs can share: downloads while they run, builds when complete.
+
+    The blobs of an image's base are a single tree.
     """
-    docker = settings.docker
-    return Footprint(
-        models_dir=settings.paths.models_dir,
-        sources_dir=settings.paths.sources_dir,
-        cache_dir=settings.paths.cache_dir,
-        files=files,
-        shared_files=(DAEMON_JSON, *shared_files),
-        daemon_json=DAEMON_JSON,
-        daemon_keys=tuple(sorted({*docker.daemon, "runtimes", "insecure-registries"})),
-        masked=masked,
-        packages=(*BASE_PACKAGES, "earlyoom", NJS),
-        engine_packages=settings.docker.packages,
-        gpu_packages=(*TOOLKIT_PACKAGES, settings.cuda.package),
-        docker_users=docker.users,
-        access_files=access_files,
-        models=settings.uninstall.models,
-        engine=settings.uninstall.engine,
+    trees: dict[str, SharedTree] = {}
+    for work in jobs:
+        proof, name = work.job.proof, work.job.digest12
+        if isinstance(proof, ReceiptProof):
+            unfinished = work.job.kind == FETCH_JOB
+            trees[proof.digest] = SharedTree(proof.digest, proof.tree, name, unfinished)
+        elif (layers := work.layers) is not None:
+            tree = SharedTree(layers.digest, layers.out, name, unfinished=True)
+            trees.setdefault(layers.digest, tree)
+    return tuple(trees.values())
+
+
+def trees_to_share(me: str, members: Sequence[Member]) -> frozenset[str]:
+    """Return the trees of a host that another host lacks."""
+    mine = next(member.trees for member in members if member.name == me)
+    return frozenset(
+        digest
+        for digest in mine
+        for other in members
+        if other.name != me and lacks(other.trees.get(digest, "there"))
     )
+
+
+def lacks(state: State) -> bool:
+    return state in ("under way", "missing")
+
+
+def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
+    """Return the URLs from which a host copies a tree, in order.
+
+    First hosts that have it, each client starting at another host; then hosts that download it;
+    then hosts before this one that start now, the nearest first. So no two hosts wait for each
+    other, and the first host uses the hub. Of many hosts only the first copy from complete ones and
+    the others from neighbours, so that no host sends more copies than its network carries.
+    """
+    place = [member.name for member in members].index(me)
+    rank = sum(member.trees.get(digest) == "missing" for member in members[:place])
+
+    def among(state: State, some: Sequence[Member]) -> list[str]:
+        return [m.url for m in some if m.name != me and m.trees.get(digest) == state]
+
+    there = among("there", members)
+    there = there if rank < _COPIES * len(there) else []
+    turn = place % len(there) if there else 0
+    running = among("under way", members)
+    before = among("missing", members[:place])
+    return (*there[turn:], *there[:turn], *running, *reversed(before[-_COPIES:]))
+
+
+def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
+    """Return a job that copies from peers if they have the result."""
+    proof = work.job.proof
+    if work.layers is not None:
+        return _through_layers(work, work.layers, me, members)
+    if not isinstance(proof, ReceiptProof):
+        return work
+    urls = peers_of(me, proof.digest, members)
+    if work.job.kind == FETCH_JOB and urls:
+        [file] = work.inputs
+        fetch = replace(parse(FetchPlan, file.content.decode()), peers=Peers(urls))
+        return replace(work, inputs=(replace(file, content=text_of(fetch).encode()),))
+    receipts = {member.url: member.receipts.get(proof.digest) for member in members}
+    built = tuple(FinishedTree(url, sha256) for url in urls if (sha256 := receipts[url]))
+    if not built:
+        return work
+    copy = text_of(CopyPlan(proof.digest, built)).encode()
+    file = ManagedFile(f"{work.job.dir}/copy.json", copy)
+    job = replace(work.job, argv=(*work.job.argv, orders.OR_COPY, file.path))
+    return replace(work, job=job, inputs=(*work.inputs, file))
+
+
+def _through_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[Member]) -> Work:
+    """Return the job of an image that copies its base from peers, or shares it.
+
+    A host without peers keeps the blobs for hosts that join later.
+    """
+    urls = peers_of(me, layers.digest, members)
+    if not urls and layers.digest not in trees_to_share(me, members):
+        return work
+    order = replace(layers, peers=Peers(urls) if urls else None, keep=not urls)
+    file = ManagedFile(f"{work.job.dir}/layers.json", text_of(order).encode())
+    argv = (*work.job.argv[:2], tool.LAYERS_OPTION, file.path, *work.job.argv[2:])
+    job = replace(work.job, argv=argv, env={**work.job.env, **PYTHON})
+    return replace(work, job=job, inputs=(*work.inputs, file))

@@ -117,10 +117,6 @@ class SourcePlan:
         """Identity of the content, independent of the hub."""
         return self.locked.digest
 
-    @property
-    def revision(self) -> str:
-        return self.locked.commit
-
 
 @dataclass(frozen=True, slots=True)
 class RequantizedPlan:
@@ -137,10 +133,6 @@ class RequantizedPlan:
 
     @property
     def digest(self) -> str:
-        return self.order.digest
-
-    @property
-    def revision(self) -> str:
         return self.order.digest
 
 

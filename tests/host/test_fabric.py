@@ -15,7 +15,7 @@ import pytest
 from spark_contract.documents import text_of
 from spark_contract.fabric import FabricPlan, FabricPort
 
-from spark_deploy.plan.fabric import netplan_of
+from spark_deploy.plan.cluster import netplan_of
 from tests.labkit import Guest, Run, Site, guest_named, lab
 
 NAMES = os.environ.get("SPARK_FABRIC_GUESTS", "lab-39 lab-40").split()
