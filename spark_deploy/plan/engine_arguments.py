@@ -18,7 +18,7 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.engine_options import canonical, meaning, option_values, structure
 from spark_deploy.plan.kv_cache import context_tokens, prefill_backend
 from spark_deploy.plan.memory import adapter_rank
-from spark_deploy.plan.types import MemoryPlan
+from spark_deploy.plan.types import ImagePlan, MemoryPlan
 
 
 def pins_drafter_experts(model: Model, profile: Profile) -> bool:
@@ -67,9 +67,6 @@ def brings_own_class(profile: Profile) -> bool:
 def stretches_context(profile: Profile) -> bool:
     """Return whether options change position encoding, as for longer contexts."""
     return "rope" in str(meaning(profile.options).get("hf-overrides", "")).lower()
-
-
-BRING_OWN_CLASS = "set engine.options.model-impl"
 
 
 MODEL_MOUNT = "/model"
@@ -128,6 +125,9 @@ def option_arguments(options: Mapping[str, Any]) -> list[str]:
 def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[str, Any]:
     """Return the options of ``vllm serve`` that follow from model, profile and memory plan."""
     portable = profile.engine_mode == "portable"
+    published = model if isinstance(model, PlainModel) else None
+    # Dropping the towers for pictures drops those for sounds as well.
+    drops_towers = published is None or (published.vision and not published.audio)
     return {
         # The watchdog polls these every few seconds.
         "disable-access-log-for-endpoints": "/health,/metrics",
@@ -137,8 +137,8 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         "kv-cache-dtype": None if profile.kv_cache.dtype == "auto" else profile.kv_cache.dtype,
         "load-format": "spark_portable" if portable else profile.load_format,
         "enable-prefix-caching": profile.prefix_caching,
-        "language-model-only": None if profile.vision or not _may_see(model) else True,
-        "runner": "pooling" if _pools(model) else None,
+        "language-model-only": True if drops_towers and not profile.vision else None,
+        "runner": "pooling" if published and published.pools else None,
         "reasoning-parser": model.parsers.reasoning,
         "enable-auto-tool-choice": True if model.parsers.tool_call else None,
         "tool-call-parser": model.parsers.tool_call,
@@ -146,15 +146,6 @@ def engine_options(model: Model, profile: Profile, memory: MemoryPlan) -> dict[s
         **_adapter_options(model),
         **_further_options(model, profile),
     }
-
-
-def _may_see(model: Model) -> bool:
-    # Dropping the towers for pictures drops those for sounds as well.
-    return not isinstance(model, PlainModel) or (model.vision and not model.audio)
-
-
-def _pools(model: Model) -> bool:
-    return isinstance(model, PlainModel) and model.pools
 
 
 def _speculative_config(model: Model, profile: Profile) -> Mapping[str, Any] | None:
@@ -217,14 +208,12 @@ def _mapping_of(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def engine_arguments(
     model: Model, profile: Profile, memory: MemoryPlan, names: Sequence[str]
 ) -> tuple[str, ...]:
-    served = [_value("served-model-name", name) for name in names]
-    options = option_arguments(engine_options(model, profile, memory))
-    return (MODEL_MOUNT, "--served-model-name", *served, *options, "--uds", ENGINE_SOCKET)
+    served = {"served-model-name": names}
+    options = option_arguments(served | engine_options(model, profile, memory))
+    return (MODEL_MOUNT, *options, "--uds", ENGINE_SOCKET)
 
 
-def engine_environment(
-    profile: Profile, *, plugin: bool, start_timeout_s: int, image: str
-) -> dict[str, str]:
+def engine_environment(profile: Profile, image: ImagePlan, start_timeout_s: int) -> dict[str, str]:
     """Return the engine's environment; it contains no secret.
 
     The container has only a loopback interface, so every library is configured to use it.
@@ -252,11 +241,11 @@ def engine_environment(
         "NVIDIA_VISIBLE_DEVICES": "all",
         "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
     }
-    if plugin:
+    if image.plugin:
         environment["VLLM_PLUGINS"] = "spark"
     if profile.head == "int8-triton":
         # Its measurement is valid for one image, which it cannot query.
-        environment["SPARK_IMAGE"] = image
+        environment["SPARK_IMAGE"] = image.tag
     return {**environment, **profile.environment}
 
 
@@ -275,10 +264,6 @@ def _value(name: str, value: Any) -> str:
     return text
 
 
-def rank_environment(address: str) -> dict[str, str]:
-    return {"VLLM_HOST_IP": address}
-
-
 PREFILL_LINES = {
     "triton": r"Using Triton/FLA GDN prefill kernel \(requested=triton\b",
     "flashinfer": r"Using FlashInfer GDN prefill kernel \(requested=flashinfer\b",
@@ -294,8 +279,7 @@ def lines_of(
     model: Model, profile: Profile, *, plugin: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the log lines that are required, and those that are forbidden."""
-    required = list(profile.check.log_required)
-    forbidden = list(profile.check.log_forbidden)
+    required, forbidden = [*profile.check.log_required], [*profile.check.log_forbidden]
     if plugin and isinstance(model, HybridModel) and profile.shared_experts.startswith("fp8"):
         required.append(plugin_line(model))
     if plugin and profile.tree_needs_plugin:

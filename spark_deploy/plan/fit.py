@@ -34,7 +34,6 @@ _LEAST_RESERVE_GIB = 8
 _LEAST_CONTEXT_TOKENS = 8192
 _USUAL_FRACTION = 0.8
 
-Change = Callable[[Settings, Any], Settings]
 Fits = Callable[[Settings], bool]
 
 
@@ -45,7 +44,7 @@ class Lever:
     setting: str  # a suggestion changes a setting only once
     advice: str  # with {} for the value
     values: Sequence[Any]
-    change: Change
+    change: Callable[[Settings, Any], Settings]
 
 
 def refusal(
@@ -84,8 +83,7 @@ def refusal(
 
 def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
     for count in range(settings.ranks + 1, _MOST_HOSTS + 1):
-        hosts = tuple(f"host-{number}" for number in range(count))
-        cluster = replace(settings.cluster, hosts=hosts)
+        cluster = replace(settings.cluster, hosts=tuple(f"host-{n}" for n in range(count)))
         if fits(replace(settings, cluster=cluster)):
             return count
     return None
@@ -120,14 +118,8 @@ def _least_values(chosen: Sequence[Lever], settings: Settings, fits: Fits) -> li
     if not fits_with(0, values[0]):
         return []
     for place, lever in enumerate(chosen):
-        values[place] = lever.values[
-            bisect.bisect_left(
-                lever.values,
-                True,
-                hi=len(lever.values) - 1,
-                key=functools.partial(fits_with, place),
-            )
-        ]
+        last, fits_at = len(lever.values) - 1, functools.partial(fits_with, place)
+        values[place] = lever.values[bisect.bisect_left(lever.values, True, hi=last, key=fits_at)]
     return values
 
 
@@ -160,34 +152,25 @@ def _levers(
     """Return the changes that apply here, in order of their cost for a user."""
     higher = [value for value in fractions if value > profile.limits.memory_fraction]
     reserve_gib = math.ceil(settings.memory.reserve_bytes / GIB)
+    reserves = range(reserve_gib - 1, _LEAST_RESERVE_GIB - 1, -1)
     share_gib = min(_share_gib(settings), settings.memory.total_bytes // GIB + 1)
+    shares = range(share_gib - 1, len(settings.services) - 1, -1) if settings.services else ()
+    context = context_tokens(model, profile)
+    halves = [context >> n for n in range(1, context.bit_length())]
+    halves = [tokens for tokens in halves if tokens >= _LEAST_CONTEXT_TOKENS]
+    no_drafts = [0] * bool(profile.speculation)
     names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
     pinned = settings.engine.kv_cache_gib is not None
     levers = [
         Lever("vision", "set engine.vision to false", [False] * profile.vision, _engine("vision")),
         Lever("cache", "drop engine.kv_cache_gib", [None] * pinned, _engine("kv_cache_gib")),
         Lever("fraction", "raise engine.memory_fraction to {}", higher, _engine("memory_fraction")),
+        Lever("reserve", "lower memory.reserve_gib to {}", reserves, _reserve),
+        Lever("services", f"lower {names} to {{}} together", shares, _share),
         Lever(
-            "reserve",
-            "lower memory.reserve_gib to {}",
-            range(reserve_gib - 1, _LEAST_RESERVE_GIB - 1, -1),
-            _reserve,
+            "context", "set engine.max_context_tokens to {}", halves, _engine("max_context_tokens")
         ),
-        Lever(
-            "services",
-            f"lower {names} to {{}} together",
-            range(share_gib - 1, len(settings.services) - 1, -1) if settings.services else (),
-            _share,
-        ),
-        Lever(
-            "context",
-            "set engine.max_context_tokens to {}",
-            _halves(context_tokens(model, profile)),
-            _engine("max_context_tokens"),
-        ),
-        Lever(
-            "drafts", "set engine.drafts to {}", [0] * bool(profile.speculation), _engine("drafts")
-        ),
+        Lever("drafts", "set engine.drafts to {}", no_drafts, _engine("drafts")),
         *(
             Lever("profile", "choose profile {}", [name], _profile)
             for name in _others_like(profile, model, catalog)
@@ -207,24 +190,17 @@ def _all_fractions(catalog: Catalog) -> list[float]:
     return [number / 100 for number in range(1, 101) if number / 100 <= highest]
 
 
-def _halves(tokens: int) -> list[int]:
-    halves = (tokens >> number for number in range(1, tokens.bit_length()))
-    return [size for size in halves if size >= _LEAST_CONTEXT_TOKENS]
-
-
 def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
+    def distance(other: Profile) -> tuple[bool, bool]:
+        drafts_differ = (other.speculation is None) != (profile.speculation is None)
+        return drafts_differ, other.plugin != profile.plugin
+
     profiles = sorted(catalog.profiles.items())
     others = [other for (_, served), other in profiles if served == model.name]
-    others.sort(
-        key=lambda other: (
-            (other.speculation is None) != (profile.speculation is None),
-            other.plugin != profile.plugin,
-        )
-    )
-    return [other.name for other in others if other.name != profile.name]
+    return [other.name for other in sorted(others, key=distance) if other.name != profile.name]
 
 
-def _engine(field: str) -> Change:
+def _engine(field: str) -> Callable[[Settings, Any], Settings]:
     return lambda settings, value: replace(
         settings, engine=replace(settings.engine, **{field: value})
     )
@@ -245,7 +221,7 @@ def _share_gib(settings: Settings) -> int:
 def _share(settings: Settings, size_gib: int) -> Settings:
     part = size_gib / max(1, _share_gib(settings))
     services = {
-        name: replace(one, memory_gib=one.memory_gib * part)
-        for name, one in settings.services.items()
+        name: replace(service, memory_gib=service.memory_gib * part)
+        for name, service in settings.services.items()
     }
     return replace(settings, services=services)

@@ -22,13 +22,7 @@ _MAX_CONNECTIONS = 256  # of one client address; a proxy before the gateway is o
 
 
 def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> GatewayPlan:
-    """Return the gateway of a service.
-
-    Args:
-        settings: of the service on this host.
-        host: inventory name; ``@local`` is this machine.
-        service: name of the service.
-    """
+    """Return the gateway of a service; ``settings`` are those of the service on this host."""
     serve = settings.serve
     return GatewayPlan(
         settings=Gateway(

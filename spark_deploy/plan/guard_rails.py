@@ -59,7 +59,9 @@ def facts_of(
     own = _mapping(_mapping(options.get("additional-config")).get("spark"))
     drafts = _drafts(profile, options)
     builds_full = profile.builds_checkpoint and profile.layout == "full"
-    formats = [*_formats(model), profile.kv_cache.dtype]
+    # A published repository has no other format that a rule could prefer.
+    formats = [] if isinstance(model, PlainModel) else [model.sources.base]
+    formats.append(profile.kv_cache.dtype)
     formats += [str(options.get(name, "")) for name in _FORMAT_OPTIONS]
     return {
         "model": model.name,
@@ -142,14 +144,6 @@ def _listens(hosts: Any) -> bool:
     return any(not str(address).startswith(_LOCAL_SOCKETS) for address in addresses)
 
 
-def _formats(model: Model) -> list[str]:
-    """Return the words that describe a checkpoint's weight format.
-
-    Empty for published repositories: there is no alternative that rules could prefer.
-    """
-    return [] if isinstance(model, PlainModel) else [model.sources.base]
-
-
 def _repeats_names(model: Model) -> bool:
     if isinstance(model, PlainModel):
         return model.anatomy is not None and model.anatomy.repeats_names
@@ -159,8 +153,8 @@ def _repeats_names(model: Model) -> bool:
 def _minor_version(image: str) -> int | None:
     """Return N of vLLM 0.N in the image's tag; ``None`` without a version."""
     tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-    found = re.match(r"v?0\.(\d+)\b", tag)
-    return int(found[1]) if found else None
+    version = re.match(r"v?0\.(\d+)\b", tag)
+    return int(version[1]) if version else None
 
 
 def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
@@ -168,12 +162,12 @@ def _expert_width(model: Model, options: Mapping[str, Any], ranks: int) -> int:
         # Without experts, without groups, or if unknown, no expert is too narrow.
         anatomy = model.anatomy
         grouped = anatomy is not None and any(name in anatomy.quantisation for name in _IN_GROUPS)
-        whole = (anatomy.expert_width if anatomy and grouped else None) or _WIDEST
+        width = (anatomy.expert_width if anatomy and grouped else None) or _WIDEST
     else:
-        whole = model.architecture.expert_width
+        width = model.architecture.expert_width
     if options.get("enable-expert-parallel") is True:
-        return whole  # whole experts per device
-    return whole // max(ranks, int(options.get("tensor-parallel-size") or 1))
+        return width  # whole experts per device
+    return width // max(ranks, int(options.get("tensor-parallel-size") or 1))
 
 
 def _deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
@@ -183,18 +177,12 @@ def _deep_gemm(profile: Profile, options: Mapping[str, Any]) -> bool:
 
 
 def _drafts(profile: Profile, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    drafts = profile.speculation
-    planned: dict[str, Any] = (
-        {
-            "method": drafts.method,
-            "num_speculative_tokens": drafts.tokens,
-            "model": drafts.repository,
-        }
-        if drafts
-        else {}
-    )
+    drafts, planned = profile.speculation, {}
     if "speculative-config" in options:
         planned = dict(_mapping(options["speculative-config"]))
+    elif drafts:
+        planned = {"method": drafts.method, "num_speculative_tokens": drafts.tokens}
+        planned["model"] = drafts.repository
     return planned | {
         field: options[name] for name, field in _DRAFT_OPTIONS.items() if name in options
     }
@@ -211,16 +199,11 @@ def apply_rails(
 ) -> tuple[str, ...]:
     """Return the warnings, or raise one error with every refusal.
 
-    Args:
-        rails: the rules.
-        facts: of the planned release.
-        overridden: refusing rules that the owner overrides, and why.
+    ``overridden`` are refusing rules that the owner overrides, and why.
     """
     _refuse_unknown(rails, facts)
-    hits = [rail for rail in rails if all_hold(rail.applies, facts)]
-    refused = list(_no_overrides(rails, overridden))
-    warnings = []
-    for rail in hits:
+    refused, warnings = list(_wrong_overrides(rails, overridden)), []
+    for rail in (rail for rail in rails if all_hold(rail.applies, facts)):
         if rail.effect == "warn":
             warnings.append(f"{rail.rule}: {rail.reason}; {rail.fix} ({rail.source})")
         elif rail.rule in overridden:
@@ -236,7 +219,9 @@ def apply_rails(
     return tuple(warnings)
 
 
-def _no_overrides(rails: Sequence[GuardRail], overridden: Mapping[str, str]) -> Iterator[Problem]:
+def _wrong_overrides(
+    rails: Sequence[GuardRail], overridden: Mapping[str, str]
+) -> Iterator[Problem]:
     """Yield overrides of unknown rules, and of rules that cannot be overridden."""
     known = [rail.rule for rail in rails if rail.may_be_overridden]
     for rule in sorted(set(overridden).difference(known)):

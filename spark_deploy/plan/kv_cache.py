@@ -151,8 +151,10 @@ def _group_layers(kinds: Iterable[int]) -> int:
     return counts[-1] if counts[-1] < 1.25 * counts[0] else counts[0]
 
 
-def measured_cache(model: PlainModel, profile: Profile) -> CountedCache | None:
+def measured_cache(model: Model, profile: Profile) -> CountedCache | None:
     """Return the cache size that an engine measured, if it cannot be computed and applies here."""
+    if not isinstance(model, PlainModel):
+        return None
     measured = model.anatomy.counted if model.anatomy and model.anatomy.cache_unknown else None
     same = measured is not None and measured.kv_cache == profile.kv_cache.dtype
     return measured if same and profile.speculation is None else None

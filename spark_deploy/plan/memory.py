@@ -15,7 +15,6 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.kv_cache import (
     TURBOQUANT,
-    CacheShape,
     context_tokens,
     measured_cache,
     own_drafts,
@@ -114,7 +113,9 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
     cache_bytes = budget - fixed
     shape = shape_of(model, profile, settings.ranks)
     context = context_tokens(model, profile)
+    blocks = cache_bytes // shape.block_bytes if shape else 0
     sequences = profile.limits.max_sequences
+    measured = measured_cache(model, profile)
     return MemoryPlan(
         total_bytes=memory.total_bytes,
         reserve_bytes=settings.kept_bytes,
@@ -125,13 +126,15 @@ def plan_memory(model: Model, profile: Profile, settings: Settings) -> MemoryPla
         kv_cache_bytes=cache_bytes,
         block_tokens=shape.block_tokens if shape else 0,
         kv_tokens=shape.held_tokens(cache_bytes, sequences, context) if shape else None,
-        full_context_users=_full_requests(shape, cache_bytes, context) if shape else None,
+        full_context_users=round(blocks / shape.request_blocks(context), 2) if shape else None,
         needed_bytes=round(budget * START_MARGIN),
         floor_bytes=memory.floor_bytes,
         # Rounded up when the cache size is fixed: the engine refuses a budget too small.
         memory_fraction=math.ceil(round(budget / memory.total_bytes * 100, 6)) / 100,
         unknown=tuple(_unknown(model, profile)),
-        counted_by=_counted_by(model, profile),
+        counted_by=f"{measured.by}, with contexts of up to {measured.context_tokens:,} tokens"
+        if measured
+        else "",
     )
 
 
@@ -156,26 +159,14 @@ def _unknown(model: Model, profile: Profile) -> Iterator[str]:
         yield "longest context: missing in config.json; set engine.max_context_tokens"
 
 
-def _counted_by(model: Model, profile: Profile) -> str:
-    measured = measured_cache(model, profile) if isinstance(model, PlainModel) else None
-    if measured is None:
-        return ""
-    return f"{measured.by}, with contexts of up to {measured.context_tokens:,} tokens"
-
-
-def _full_requests(shape: CacheShape, cache_bytes: int, context: int) -> float:
-    return round(cache_bytes // shape.block_bytes / shape.request_blocks(context), 2)
-
-
 def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
     """Return the bytes missing for one request of full length; zero or less when it fits."""
     fixed = sum(loaded_bytes(model, profile, settings.ranks)) + runtime_bytes(model, profile)
     budget = _budget_bytes(profile, settings, fixed)
     shape = shape_of(model, profile, settings.ranks)
     # With an unknown cache size the engine itself reports at the start whether a request fits.
-    request = (
-        shape.request_blocks(context_tokens(model, profile)) * shape.block_bytes if shape else 0
-    )
+    blocks = shape.request_blocks(context_tokens(model, profile)) if shape else 0
+    request = blocks * shape.block_bytes if shape else 0
     room = settings.memory.total_bytes - settings.kept_bytes
     return max(fixed + request - budget, budget - room)
 

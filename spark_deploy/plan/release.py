@@ -5,49 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from spark_contract import tool
+from spark_contract import release as contract
+from spark_contract import tool, units
 from spark_contract.documents import plain, text_of
 from spark_contract.paths import ENGINE_USER, engine_dir, release_file
-from spark_contract.release import (
-    Bench,
-    CheckPlan,
-    Engine,
-    Image,
-    Memory,
-    Mount,
-    Needle,
-    Prefix,
-    Question,
-    Release,
-    Timeouts,
-    Tree,
-    Watch,
-)
-from spark_contract.units import (
-    HOURS,
-    SWITCH,
-    UNITS_DIR,
-    WATCH,
-    cache_name,
-    drop_in_dir,
-    mount_unit,
-    release_name,
-)
+from spark_contract.release import CheckPlan, Mount, Release, Tree
 
 from spark_deploy.config.catalog.model import HybridModel, PlainModel, questions_of
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan import engine_arguments as engine
 from spark_deploy.plan.cluster import spread
-from spark_deploy.plan.engine_arguments import (
-    CACHE_MOUNT,
-    CONTAINER_ARGUMENTS,
-    MODEL_MOUNT,
-    WEDGING_LINE,
-    engine_arguments,
-    engine_environment,
-    lines_of,
-)
 from spark_deploy.plan.jobs import needs_mounts
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import Resolved
@@ -133,7 +102,9 @@ def _files(release: Release) -> tuple[ManagedFile, ...]:
         ManagedFile(release_file(release.name), text_of(release).encode()),
         _socket_mount(release.service),
         *_cluster_drop_ins(release),
-        ManagedFile(f"{drop_in_dir(release.serve_unit)}/50-release.conf", limits(release).encode()),
+        ManagedFile(
+            f"{units.drop_in_dir(release.serve_unit)}/50-release.conf", limits(release).encode()
+        ),
     )
 
 
@@ -141,12 +112,12 @@ def _cluster_drop_ins(release: Release) -> Iterator[ManagedFile]:
     """Yield drop-ins that let members of a cluster, and only them, reach each other."""
     if release.cluster is not None:
         addresses = " ".join(member.address for member in release.cluster.members)
-        path = f"{drop_in_dir(WATCH.of(release.name))}/50-cluster.conf"
+        path = f"{units.drop_in_dir(units.WATCH.of(release.name))}/50-cluster.conf"
         yield ManagedFile(path, f"[Service]\nIPAddressAllow={addresses}\n".encode())
         # "-+": with root's rights, which the unit lacks; a start does not depend on it.
         up, down = (tool.line(tool.FENCE, order, release.name) for order in ("up", "down"))
         text = f"[Service]\nExecStartPre=-+{up}\nExecStopPost=-+{down}\n"
-        yield ManagedFile(f"{drop_in_dir(release.serve_unit)}/50-cluster.conf", text.encode())
+        yield ManagedFile(f"{units.drop_in_dir(release.serve_unit)}/50-cluster.conf", text.encode())
 
 
 def _socket_mount(service: str) -> ManagedFile:
@@ -162,7 +133,7 @@ def _socket_mount(service: str) -> ManagedFile:
         f"What=tmpfs\nWhere={folder}\nType=tmpfs\n"
         "Options=mode=0700,size=256k,nr_inodes=64,nosuid,nodev,noexec,nosymfollow\n"
     )
-    return ManagedFile(f"{UNITS_DIR}/{mount_unit(folder)}", text.encode())
+    return ManagedFile(f"{units.UNITS_DIR}/{units.mount_unit(folder)}", text.encode())
 
 
 def serve_plan(
@@ -177,7 +148,7 @@ def serve_plan(
         model=model.name,
         profile=profile.name,
         names=(*names, *model.adapters),
-        image=Image(
+        image=contract.Image(
             tag=image.tag,
             digest_label=image.digest if image.plugin else None,
             base=image.base,
@@ -185,28 +156,25 @@ def serve_plan(
         ),
         tree=Tree(tree.dir, tree.digest),
         beside=tuple(Tree(part.source.dir, part.source.digest) for part in pair.beside),
-        engine=Engine(
-            argv=engine_arguments(model, profile, memory, names),
-            env=engine_environment(
-                profile,
-                plugin=image.plugin,
-                start_timeout_s=serve.start_timeout_s,
-                image=image.tag,
-            ),
+        engine=contract.Engine(
+            argv=engine.engine_arguments(model, profile, memory, names),
+            env=engine.engine_environment(profile, image, serve.start_timeout_s),
             mounts=(
-                Mount(tree.dir, MODEL_MOUNT, True),
+                Mount(tree.dir, engine.MODEL_MOUNT, True),
                 *(Mount(part.source.dir, part.target, True) for part in pair.beside),
-                Mount(pair.cache_dir, CACHE_MOUNT, False),
+                Mount(pair.cache_dir, engine.CACHE_MOUNT, False),
             ),
-            docker_args=CONTAINER_ARGUMENTS,
+            docker_args=engine.CONTAINER_ARGUMENTS,
             user=ENGINE_USER,
             max_sequences=profile.limits.max_sequences,
             kv_cache_bytes=profile.kv_cache.size_bytes,
         ),
-        memory=Memory(memory.needed_bytes, settings.memory.start_wait_s, memory.floor_bytes),
-        timeouts=Timeouts(serve.start_timeout_s, serve.stop_timeout_s, serve.drain_s),
+        memory=contract.Memory(
+            memory.needed_bytes, settings.memory.start_wait_s, memory.floor_bytes
+        ),
+        timeouts=contract.Timeouts(serve.start_timeout_s, serve.stop_timeout_s, serve.drain_s),
         check=_check_plan(resolved, plugin=image.plugin),
-        watch=Watch(
+        watch=contract.Watch(
             # The longest prompt must not reach the limit while it is read.
             max(
                 settings.watch.stall_s,
@@ -219,10 +187,10 @@ def serve_plan(
     if settings.cluster.hosts:
         release = spread(release, settings, fabric)
         if profile.engine_mode == "native":  # the other mode uses no GPU library
-            forbidden = (*release.check.log_forbidden, WEDGING_LINE)
+            forbidden = (*release.check.log_forbidden, engine.WEDGING_LINE)
             release = replace(release, check=replace(release.check, log_forbidden=forbidden))
     digest = digest_of({**plain(release), "restart": start_limits(release)})
-    return replace(release, name=release_name(service, digest), digest=digest)
+    return replace(release, name=units.release_name(service, digest), digest=digest)
 
 
 def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
@@ -232,13 +200,13 @@ def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
     and breaks when it changes. The plugin is not part: compilers key on the source.
     """
     drafts = profile.speculation.tokens if profile.speculation else 0
-    return f"{settings.paths.cache_dir}/{cache_name(image.base, drafts)}"
+    return f"{settings.paths.cache_dir}/{units.cache_name(image.base, drafts)}"
 
 
 def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
     """Return the requirements of the proof: by model, profile and the plugin's log."""
     model, profile, settings = resolved.model, resolved.profile, resolved.settings
-    required, forbidden = lines_of(model, profile, plugin=plugin)
+    required, forbidden = engine.lines_of(model, profile, plugin=plugin)
     published = model if isinstance(model, PlainModel) else None
     pools = published is not None and published.pools
     task = published.task if published else "chat"
@@ -249,7 +217,9 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
         timeout_s=settings.check.timeout_s,
         max_model_len=longest,
         questions=tuple(
-            Question(question.prompt, question.expect, question.max_tokens, question.thinking)
+            contract.Question(
+                question.prompt, question.expect, question.max_tokens, question.thinking
+            )
             for question in questions_of(model)
         ),
         copy=tuple(model.check.copy),
@@ -258,16 +228,20 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
         repeat=model.check.repeat and not pools,
         conversation=model.check.conversation,
         # Only for `spark-check --deep`: such a prompt takes minutes.
-        needle=None if pools else Needle(longest * 3 // 4),
+        needle=None if pools else contract.Needle(longest * 3 // 4),
         image=profile.vision and sees,
         acceptance_floor=profile.check.acceptance_floor if profile.speculation else None,
         # The first turn must fill a block: only whole blocks are cached.
-        prefix=Prefix(resolved.memory.block_tokens) if profile.check.prefix_reuse else None,
+        prefix=contract.Prefix(resolved.memory.block_tokens)
+        if profile.check.prefix_reuse
+        else None,
         log_required=required,
         log_forbidden=forbidden,
         portable=plugin and profile.engine_mode == "portable",
         metrics_required=dict(profile.check.metrics_required),
-        bench=Bench(settings.check.bench_s, _BENCH_WORSE_PERCENT) if task == "chat" else None,
+        bench=contract.Bench(settings.check.bench_s, _BENCH_WORSE_PERCENT)
+        if task == "chat"
+        else None,
         task=task,
         sound=published is not None and published.audio,
         # Dimensions of the embedding; a layer after the model may change them.
@@ -279,21 +253,18 @@ def timer_files(schedule: Sequence[ScheduledPlan]) -> tuple[ManagedFile, ...]:
     """Return a timer for each scheduled release.
 
     It starts the same unit as a deploy: with proof and rollback. Times that passed while the host
-    was off are skipped: it is undefined which of several missed ones should win.
+    was off are skipped.
     """
-    times: dict[str, list[str]] = {}
+    times: dict[str, str] = {}
     for change in schedule:
-        times.setdefault(change.release.name, []).append(change.at)
-    return tuple(
-        ManagedFile(f"{UNITS_DIR}/{HOURS.of(name)}", _timer(name, at).encode())
-        for name, at in times.items()
-    )
-
-
-def _timer(release: str, times: Sequence[str]) -> str:
-    calendar = "".join(f"OnCalendar={at}\n" for at in times)
-    return (
-        f"[Unit]\nDescription=Times at which the Spark service changes to {release}\n\n"
-        f"[Timer]\n{calendar}Unit={SWITCH.of(release)}\nAccuracySec=10s\n\n"
-        "[Install]\nWantedBy=timers.target\n"
-    )
+        name = change.release.name
+        times[name] = f"{times.get(name, '')}OnCalendar={change.at}\n"
+    files = []
+    for name, calendar in times.items():
+        text = (
+            f"[Unit]\nDescription=Times at which the Spark service changes to {name}\n\n"
+            f"[Timer]\n{calendar}Unit={units.SWITCH.of(name)}\nAccuracySec=10s\n\n"
+            "[Install]\nWantedBy=timers.target\n"
+        )
+        files.append(ManagedFile(f"{units.UNITS_DIR}/{units.HOURS.of(name)}", text.encode()))
+    return tuple(files)

@@ -21,11 +21,7 @@ from spark_deploy.config.settings.engine_options import KvCache, Limits
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan.artifacts import refuse_impossible_trees
-from spark_deploy.plan.engine_arguments import (
-    BRING_OWN_CLASS,
-    brings_own_class,
-    stretches_context,
-)
+from spark_deploy.plan.engine_arguments import brings_own_class, stretches_context
 from spark_deploy.plan.fit import refusal
 from spark_deploy.plan.guard_rails import apply_rails, facts_of
 from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
@@ -39,10 +35,7 @@ _ACCEPTANCE_FLOOR = 0.5
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
     """Return the profile with the host's ``engine`` and ``checkpoint`` settings applied."""
-    engine = {
-        field.name: getattr(settings.engine, field.name)
-        for field in dataclasses.fields(settings.engine)
-    }
+    engine = {f.name: getattr(settings.engine, f.name) for f in dataclasses.fields(settings.engine)}
     if settings.checkpoint.prebuilt and profile.shared_experts == "fp8-donor":
         profile = dataclasses.replace(profile, shared_experts="fp8-base")
     if settings.engine.drafts is not None:
@@ -78,12 +71,17 @@ def _apply(part: _Part, chosen: Mapping[str, Any]) -> _Part:
 
 
 def limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
+    if isinstance(model, PlainModel):
+        knows_context = model.anatomy is not None and model.anatomy.context_tokens is not None
+        can_draft = model.anatomy is None or model.anatomy.drafter_bytes > 0
+    else:
+        knows_context, can_draft = True, model.architecture.mtp_layers > 0
     most, context = native_context_tokens(model), context_tokens(model, profile)
-    if context > most and _knows_context(model) and not stretches_context(profile):
+    if context > most and knows_context and not stretches_context(profile):
         what = f"{context:,} tokens exceed the context of {model.name} ({most:,})"
         fix = f"set engine.max_context_tokens to {most} or less, or remove it"
         yield Problem("engine.max_context_tokens", what, fix)
-    if profile.speculation and profile.speculation.by_own_layers and not _can_draft(model):
+    if profile.speculation and profile.speculation.by_own_layers and not can_draft:
         what = f"{model.name} has no MTP layer to draft with"
         fix = "set engine.drafts: 0, or choose a profile without drafts"
         yield Problem(f"profile {profile.name}", what, fix)
@@ -115,7 +113,7 @@ def architecture_problems(
         f"name an image of {CALLED} {', '.join(others)}" if others else "choose another repository"
     )
     what = f"{CALLED} {version} does not support its architecture {named}"
-    yield Problem(f"model {model.name}", what, f"{fix}, or {BRING_OWN_CLASS}")
+    yield Problem(f"model {model.name}", what, f"{fix}, or set engine.options.model-impl")
 
 
 def parser_problems(model: Model, settings: Settings, engines: Engines) -> Iterator[Problem]:
@@ -132,28 +130,13 @@ def parser_problems(model: Model, settings: Settings, engines: Engines) -> Itera
             yield Problem(f"model {model.name}: parsers.{kind}", what, fix)
 
 
-def _can_draft(model: Model) -> bool:
-    if isinstance(model, PlainModel):
-        return model.anatomy is None or model.anatomy.drafter_bytes > 0
-    return model.architecture.mtp_layers > 0
-
-
-def _knows_context(model: Model) -> bool:
-    if isinstance(model, PlainModel):
-        return model.anatomy is not None and model.anatomy.context_tokens is not None
-    return True
-
-
 def role_problems(settings: Settings, catalog: Catalog) -> Iterator[Problem]:
     """Yield image roles that no model uses; a misspelt role would leave the default active."""
-    model = catalog.models.get(settings.model)
-    used = {*Settings().images, *([model.image.role] if model else [])}
-    for role in (role for role in settings.images if role not in used):
-        known = sorted({"gpu_check", *(model.image.role for model in catalog.models.values())})
-        if role not in known:
-            guess = closest(role, known)
-            fix = f"did you mean images.{guess}?" if guess else f"known: {', '.join(known)}"
-            yield Problem(f"images.{role}", "no model uses this image role", fix)
+    known = sorted({"gpu_check", *(model.image.role for model in catalog.models.values())})
+    for role in sorted(set(settings.images).difference(known, Settings().images)):
+        guess = closest(role, known)
+        fix = f"did you mean images.{guess}?" if guess else f"known: {', '.join(known)}"
+        yield Problem(f"images.{role}", "no model uses this image role", fix)
 
 
 def engine_problems(
@@ -278,17 +261,13 @@ def problems_of(
 ) -> list[Problem]:
     """Return why these settings cannot be planned; works without a lock.
 
-    Args:
-        settings: of the host.
-        catalog: models, profiles and guard rails.
-        engines: versions that the plugin supports; ``None`` skips the check of images.
+    ``engines`` are the versions that the plugin supports; ``None`` skips the check of images.
     """
     problems = _problems(lambda: resolve(settings, catalog), settings, engines)
     problems += role_problems(settings, catalog)
     for name in settings.services:
-        problems += _problems(
-            functools.partial(resolve_service, settings, name, catalog), settings, engines
-        )
+        service = functools.partial(resolve_service, settings, name, catalog)
+        problems += _problems(service, settings, engines)
     for pair in settings.ready_pairs:
         own = settings.of_pair(pair)
         more = _problems(functools.partial(resolve, own, catalog), own, engines)

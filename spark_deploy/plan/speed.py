@@ -1,9 +1,8 @@
 """Decode speed of a pair, computed from the bytes that one step reads.
 
-Decoding is memory-bound: a step reads its weights once, however many tokens it verifies, and more
-tokens touch more experts. A step takes bytes over bandwidth, with an efficiency per kind of kernel,
-plus a time per layer; accepted drafts give the tokens per step. docs/reference/speed.md compares
-this with published figures.
+Decoding is memory-bound: a step reads its weights once, however many tokens it verifies. A step
+takes bytes over bandwidth, with an efficiency per kind of kernel, plus a time per layer; accepted
+drafts give the tokens per step. docs/reference/speed.md compares this with published figures.
 """
 
 from __future__ import annotations
