@@ -1,21 +1,23 @@
-"""Facts of a planned release, and the rules of `catalog/guard_rails.yml` applied to them."""
+"""What a plan refuses or warns of: the rules of `catalog/guard_rails.yml`, and limits of models."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from spark_deploy.config.catalog.guard_rails import GuardRail, all_hold
-from spark_deploy.config.catalog.model import Model, PlainModel
+from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.catalog.types import CALLED, Catalog, Engines, version_of
 from spark_deploy.config.errors import PlanError, Problem
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.engine_options import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.engine_arguments import stretches_context
+from spark_deploy.plan.engine_arguments import brings_own_class, stretches_context
+from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
 from spark_deploy.plan.types import MemoryPlan
 
 _WIDEST = 1 << 20
@@ -47,6 +49,9 @@ _LOCAL_SOCKETS = ("unix://", "fd://")
 _COUNTED_CACHE_AS_USED = 24
 # First vLLM minor version tested with cached prefixes and drafts: recall-prefixes.json.
 _PREFIXES_WITH_DRAFTS = 33
+_MOST_RANKS = 16
+# Values per INT4 or FP8 scale: each rank must get whole groups.
+_GROUP = 128
 
 
 def facts_of(
@@ -245,3 +250,137 @@ def _refuse_unknown(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> Non
                 problems.append(Problem(where, "is not a fact of a release", fix))
     if problems:
         raise PlanError(problems)
+
+
+def pair_problems(
+    model: Model, profile: Profile, settings: Settings, engines: Engines
+) -> list[Problem]:
+    """Return why a model cannot be served with a profile, whatever the memory."""
+    return [
+        *_limit_problems(model, profile),
+        *_spread_problems(model, profile, settings),
+        *_architecture_problems(model, profile, settings, engines),
+        *_parser_problems(model, settings, engines),
+    ]
+
+
+def _limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
+    if isinstance(model, PlainModel):
+        knows_context = model.anatomy is not None and model.anatomy.context_tokens is not None
+        can_draft = model.anatomy is None or model.anatomy.drafter_bytes > 0
+    else:
+        knows_context, can_draft = True, model.architecture.mtp_layers > 0
+    most, context = native_context_tokens(model), context_tokens(model, profile)
+    if context > most and knows_context and not stretches_context(profile):
+        what = f"{context:,} tokens exceed the context of {model.name} ({most:,})"
+        fix = f"set engine.max_context_tokens to {most} or less, or remove it"
+        yield Problem("engine.max_context_tokens", what, fix)
+    if profile.speculation and profile.speculation.by_own_layers and not can_draft:
+        what = f"{model.name} has no MTP layer to draft with"
+        fix = "set engine.drafts: 0, or choose a profile without drafts"
+        yield Problem(f"profile {profile.name}", what, fix)
+    if model.adapters and profile.speculation:
+        what = f"drafts are unverified with adapters, and {model.name} has adapters"
+        yield Problem(f"profile {profile.name}", what, "set engine.drafts: 0")
+    limits = profile.limits
+    if limits.max_sequences > limits.max_batched_tokens:
+        what = f"{limits.max_sequences} exceeds max_batched_tokens ({limits.max_batched_tokens})"
+        fix = f"set engine.max_sequences to {limits.max_batched_tokens} or less"
+        yield Problem("engine.max_sequences", what, fix)
+
+
+def _architecture_problems(
+    model: Model, profile: Profile, settings: Settings, engines: Engines
+) -> Iterator[Problem]:
+    """Yield a problem if the engine lists no class for the repository's architecture.
+
+    Without a version in the image's tag the engine itself reports it, after the download.
+    """
+    if not isinstance(model, PlainModel) or model.anatomy is None:
+        return
+    image, named = settings.images.get(model.image.role, ""), model.anatomy.architecture
+    version, engine = engines.of_image(image)
+    if engine is None or not named or brings_own_class(profile) or engine.lists(named):
+        return
+    others = [name for name, engine in engines.engines.items() if engine.lists(named)]
+    fix = (
+        f"name an image of {CALLED} {', '.join(others)}" if others else "choose another repository"
+    )
+    what = f"{CALLED} {version} does not support its architecture {named}"
+    yield Problem(f"model {model.name}", what, f"{fix}, or set engine.options.model-impl")
+
+
+def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iterator[Problem]:
+    version, engine = engines.of_image(settings.images.get(model.image.role, ""))
+    if engine is None:
+        return
+    named = {"tool_call": model.parsers.tool_call, "reasoning": model.parsers.reasoning}
+    for kind, parser in named.items():
+        listed = getattr(engine, kind)
+        if parser is not None and parser not in listed:
+            guess = closest(parser, listed)
+            fix = f"did you mean {guess}?" if guess else "remove it: the text stays unparsed"
+            what = f"{parser} is not a parser of {CALLED} {version}"
+            yield Problem(f"model {model.name}: parsers.{kind}", what, fix)
+
+
+def role_problems(settings: Settings, catalog: Catalog) -> Iterator[Problem]:
+    """Yield image roles that no model uses; a misspelt role would leave the default active."""
+    known = sorted({"gpu_check", *(model.image.role for model in catalog.models.values())})
+    for role in sorted(set(settings.images).difference(known, Settings().images)):
+        guess = closest(role, known)
+        fix = f"did you mean images.{guess}?" if guess else f"known: {', '.join(known)}"
+        yield Problem(f"images.{role}", "no model uses this image role", fix)
+
+
+def engine_problems(
+    model: Model, profile: Profile, settings: Settings, engines: Collection[str]
+) -> Iterator[Problem]:
+    """Yield a problem if the plugin does not support the engine version in the image's tag.
+
+    Images without a version are checked while the plugin layer is built.
+    """
+    image = settings.images.get(model.image.role, "")
+    version = version_of(image)
+    if version and version not in engines and profile.plugin and model.image.plugin:
+        known = ", ".join(sorted(engines))
+        what = f"{image} is engine {version}; the plugin supports {known}"
+        fix = "use an image of a supported version, or a profile without the plugin"
+        yield Problem(f"images.{model.image.role}", what, fix)
+
+
+def _spread_problems(model: Model, profile: Profile, settings: Settings) -> Iterator[Problem]:
+    ranks = settings.ranks
+    if isinstance(model, PlainModel):
+        if ranks > 1:
+            what = f"{model.name} is served as published, which supports one host only"
+            yield Problem("cluster.hosts", what, "serve it on each host separately")
+        return
+    shape = model.architecture
+    group = _GROUP if profile.engine_mode == "native" else 1
+    if ranks == 1 or not (uneven := list(_uneven(shape, ranks, group))):
+        return
+    fitting = [
+        str(n)
+        for n in range(2, _MOST_RANKS + 1)
+        # The guard rail experts-of-one-group refuses a single group per rank.
+        if not list(_uneven(shape, n, group)) and shape.expert_width // n > group
+    ]
+    fix = f"use {' or '.join(fitting)} hosts" if fitting else "serve it on each host separately"
+    what = f"{model.name} cannot be split into {ranks} equal parts: {', '.join(uneven)}"
+    yield Problem("cluster.hosts", what, fix)
+
+
+def _uneven(shape: Architecture, ranks: int, group: int) -> Iterator[str]:
+    """Name the dimensions that cannot be split into ``ranks`` parts of whole groups."""
+    if shape.kv_heads % ranks and ranks % shape.kv_heads:  # fewer heads than ranks are repeated
+        yield f"{shape.kv_heads} KV heads"
+    heads = {"attention heads": shape.attention_heads}
+    if (net := shape.linear_attention) is not None:
+        heads |= {"key heads of linear attention": net.key_heads}
+        heads |= {"value heads of linear attention": net.value_heads}
+    yield from (f"{count} {name}" for name, count in heads.items() if count % ranks)
+    widths = {"routed": shape.expert_width, "shared": shape.shared_expert_width}
+    for name, width in widths.items():
+        if width % (ranks * group):
+            yield f"{name} experts {width} wide in groups of {group}"

@@ -1,46 +1,56 @@
-"""Resolve model and profile of the settings, and check that they can be served.
-
-The plan, the inventory check and the search for fitting settings all use this module.
-"""
+"""Resolve model and profile of the settings, check that they can be served, suggest changes."""
 
 from __future__ import annotations
 
-import dataclasses
+import bisect
 import functools
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
+from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile, Speculation
-from spark_deploy.config.catalog.types import CALLED, Catalog, Engines, version_of
+from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import PlanError, Problem, SparkError
-from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.engine_options import KvCache, Limits
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
+from spark_deploy.plan import guard_rails as rails
 from spark_deploy.plan.artifacts import refuse_impossible_trees
-from spark_deploy.plan.engine_arguments import brings_own_class, stretches_context
-from spark_deploy.plan.fit import refusal
-from spark_deploy.plan.guard_rails import apply_rails, facts_of
-from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
-from spark_deploy.plan.memory import GIB, gib, missing_bytes, plan_memory
+from spark_deploy.plan.kv_cache import context_tokens
+from spark_deploy.plan.memory import (
+    GIB,
+    gib,
+    loaded_bytes,
+    missing_bytes,
+    plan_memory,
+    runtime_bytes,
+    weights_of,
+)
 from spark_deploy.plan.types import MemoryPlan, PayloadIdentity, Ports
 
 _Part = TypeVar("_Part", Profile, Limits, KvCache)
 # For drafts that only the settings enable: a drafter without weights is accepted almost never.
 _ACCEPTANCE_FLOOR = 0.5
+_WAYS = 3
+_MOST_HOSTS = 8
+_LEAST_RESERVE_GIB = 8
+_LEAST_CONTEXT_TOKENS = 8192
+_USUAL_FRACTION = 0.8
+
+Fits = Callable[[Settings], bool]
 
 
 def effective_profile(profile: Profile, settings: Settings) -> Profile:
     """Return the profile with the host's ``engine`` and ``checkpoint`` settings applied."""
-    engine = {f.name: getattr(settings.engine, f.name) for f in dataclasses.fields(settings.engine)}
+    engine = {f.name: getattr(settings.engine, f.name) for f in fields(settings.engine)}
     if settings.checkpoint.prebuilt and profile.shared_experts == "fp8-donor":
-        profile = dataclasses.replace(profile, shared_experts="fp8-base")
+        profile = replace(profile, shared_experts="fp8-base")
     if settings.engine.drafts is not None:
         profile = with_drafts(profile, settings.engine.drafts)
-    return dataclasses.replace(
+    return replace(
         _apply(profile, engine),
         limits=_apply(profile.limits, engine),
         kv_cache=_apply(profile.kv_cache, {"size_gib": settings.engine.kv_cache_gib}),
@@ -51,150 +61,23 @@ def effective_profile(profile: Profile, settings: Settings) -> Profile:
 def with_drafts(profile: Profile, tokens: int) -> Profile:
     """Return the profile with this number of drafts, and the matching acceptance check."""
     if not tokens:
-        return dataclasses.replace(profile, speculation=None)
+        return replace(profile, speculation=None)
     drafts = profile.speculation or Speculation(method="mtp", tokens=tokens)
     floor = profile.check.acceptance_floor or _ACCEPTANCE_FLOOR
-    return dataclasses.replace(
+    return replace(
         profile,
-        speculation=dataclasses.replace(drafts, tokens=tokens),
-        check=dataclasses.replace(profile.check, acceptance_floor=floor),
+        speculation=replace(drafts, tokens=tokens),
+        check=replace(profile.check, acceptance_floor=floor),
     )
 
 
 def _apply(part: _Part, chosen: Mapping[str, Any]) -> _Part:
     """Return a part with chosen values for its fields; mappings are merged, ``None`` keeps."""
     changed: dict[str, Any] = {}
-    for item in dataclasses.fields(part):
+    for item in fields(part):
         value, old = chosen.get(item.name), getattr(part, item.name)
         changed[item.name] = {**old, **value} if isinstance(value, dict) else value
-    return dataclasses.replace(part, **{k: v for k, v in changed.items() if v is not None})
-
-
-def limit_problems(model: Model, profile: Profile) -> Iterator[Problem]:
-    if isinstance(model, PlainModel):
-        knows_context = model.anatomy is not None and model.anatomy.context_tokens is not None
-        can_draft = model.anatomy is None or model.anatomy.drafter_bytes > 0
-    else:
-        knows_context, can_draft = True, model.architecture.mtp_layers > 0
-    most, context = native_context_tokens(model), context_tokens(model, profile)
-    if context > most and knows_context and not stretches_context(profile):
-        what = f"{context:,} tokens exceed the context of {model.name} ({most:,})"
-        fix = f"set engine.max_context_tokens to {most} or less, or remove it"
-        yield Problem("engine.max_context_tokens", what, fix)
-    if profile.speculation and profile.speculation.by_own_layers and not can_draft:
-        what = f"{model.name} has no MTP layer to draft with"
-        fix = "set engine.drafts: 0, or choose a profile without drafts"
-        yield Problem(f"profile {profile.name}", what, fix)
-    if model.adapters and profile.speculation:
-        what = f"drafts are unverified with adapters, and {model.name} has adapters"
-        yield Problem(f"profile {profile.name}", what, "set engine.drafts: 0")
-    limits = profile.limits
-    if limits.max_sequences > limits.max_batched_tokens:
-        what = f"{limits.max_sequences} exceeds max_batched_tokens ({limits.max_batched_tokens})"
-        fix = f"set engine.max_sequences to {limits.max_batched_tokens} or less"
-        yield Problem("engine.max_sequences", what, fix)
-
-
-def architecture_problems(
-    model: Model, profile: Profile, settings: Settings, engines: Engines
-) -> Iterator[Problem]:
-    """Yield a problem if the engine lists no class for the repository's architecture.
-
-    Without a version in the image's tag the engine itself reports it, after the download.
-    """
-    if not isinstance(model, PlainModel) or model.anatomy is None:
-        return
-    image, named = settings.images.get(model.image.role, ""), model.anatomy.architecture
-    version, engine = engines.of_image(image)
-    if engine is None or not named or brings_own_class(profile) or engine.lists(named):
-        return
-    others = [name for name, engine in engines.engines.items() if engine.lists(named)]
-    fix = (
-        f"name an image of {CALLED} {', '.join(others)}" if others else "choose another repository"
-    )
-    what = f"{CALLED} {version} does not support its architecture {named}"
-    yield Problem(f"model {model.name}", what, f"{fix}, or set engine.options.model-impl")
-
-
-def parser_problems(model: Model, settings: Settings, engines: Engines) -> Iterator[Problem]:
-    version, engine = engines.of_image(settings.images.get(model.image.role, ""))
-    if engine is None:
-        return
-    named = {"tool_call": model.parsers.tool_call, "reasoning": model.parsers.reasoning}
-    for kind, parser in named.items():
-        listed = getattr(engine, kind)
-        if parser is not None and parser not in listed:
-            guess = closest(parser, listed)
-            fix = f"did you mean {guess}?" if guess else "remove it: the text stays unparsed"
-            what = f"{parser} is not a parser of {CALLED} {version}"
-            yield Problem(f"model {model.name}: parsers.{kind}", what, fix)
-
-
-def role_problems(settings: Settings, catalog: Catalog) -> Iterator[Problem]:
-    """Yield image roles that no model uses; a misspelt role would leave the default active."""
-    known = sorted({"gpu_check", *(model.image.role for model in catalog.models.values())})
-    for role in sorted(set(settings.images).difference(known, Settings().images)):
-        guess = closest(role, known)
-        fix = f"did you mean images.{guess}?" if guess else f"known: {', '.join(known)}"
-        yield Problem(f"images.{role}", "no model uses this image role", fix)
-
-
-def engine_problems(
-    model: Model, profile: Profile, settings: Settings, engines: Collection[str]
-) -> Iterator[Problem]:
-    """Yield a problem if the plugin does not support the engine version in the image's tag.
-
-    Images without a version are checked while the plugin layer is built.
-    """
-    image = settings.images.get(model.image.role, "")
-    version = version_of(image)
-    if version and version not in engines and profile.plugin and model.image.plugin:
-        known = ", ".join(sorted(engines))
-        what = f"{image} is engine {version}; the plugin supports {known}"
-        fix = "use an image of a supported version, or a profile without the plugin"
-        yield Problem(f"images.{model.image.role}", what, fix)
-
-
-_MOST_RANKS = 16
-# Values per INT4 or FP8 scale: each rank must get whole groups.
-_GROUP = 128
-
-
-def spread_problems(model: Model, profile: Profile, settings: Settings) -> Iterator[Problem]:
-    ranks = settings.ranks
-    if isinstance(model, PlainModel):
-        if ranks > 1:
-            what = f"{model.name} is served as published, which supports one host only"
-            yield Problem("cluster.hosts", what, "serve it on each host separately")
-        return
-    shape = model.architecture
-    group = _GROUP if profile.engine_mode == "native" else 1
-    if ranks == 1 or not (uneven := list(_uneven(shape, ranks, group))):
-        return
-    fitting = [
-        str(n)
-        for n in range(2, _MOST_RANKS + 1)
-        # The guard rail experts-of-one-group refuses a single group per rank.
-        if not list(_uneven(shape, n, group)) and shape.expert_width // n > group
-    ]
-    fix = f"use {' or '.join(fitting)} hosts" if fitting else "serve it on each host separately"
-    what = f"{model.name} cannot be split into {ranks} equal parts: {', '.join(uneven)}"
-    yield Problem("cluster.hosts", what, fix)
-
-
-def _uneven(shape: Architecture, ranks: int, group: int) -> Iterator[str]:
-    """Name the dimensions that cannot be split into ``ranks`` parts of whole groups."""
-    if shape.kv_heads % ranks and ranks % shape.kv_heads:  # fewer heads than ranks are repeated
-        yield f"{shape.kv_heads} KV heads"
-    heads = {"attention heads": shape.attention_heads}
-    if (net := shape.linear_attention) is not None:
-        heads |= {"key heads of linear attention": net.key_heads}
-        heads |= {"value heads of linear attention": net.value_heads}
-    yield from (f"{count} {name}" for name, count in heads.items() if count % ranks)
-    widths = {"routed": shape.expert_width, "shared": shape.shared_expert_width}
-    for name, width in widths.items():
-        if width % (ranks * group):
-            yield f"{name} experts {width} wide in groups of {group}"
+    return replace(part, **{k: v for k, v in changed.items() if v is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +111,7 @@ def resolve(settings: Settings, catalog: Catalog) -> Resolved:
     resolved = _fitting(settings, catalog)
     if resolved is None:
         model, profile = pair_of(settings, catalog)
-        raise refusal(model, profile, settings, catalog, lambda other: _fits(other, catalog))
+        raise _refusal(model, profile, settings, catalog, lambda other: _fits(other, catalog))
     return resolved
 
 
@@ -264,7 +147,7 @@ def problems_of(
     ``engines`` are the versions that the plugin supports; ``None`` skips the check of images.
     """
     problems = _problems(lambda: resolve(settings, catalog), settings, engines)
-    problems += role_problems(settings, catalog)
+    problems += rails.role_problems(settings, catalog)
     for name in settings.services:
         service = functools.partial(resolve_service, settings, name, catalog)
         problems += _problems(service, settings, engines)
@@ -289,16 +172,13 @@ def _fitting(settings: Settings, catalog: Catalog) -> Resolved | None:
     """Load, check, compute memory and apply guard rails; ``None`` if memory does not suffice."""
     model, profile = pair_of(settings, catalog)
     refuse_impossible_trees(model, profile, settings)
-    problems = [*limit_problems(model, profile), *spread_problems(model, profile, settings)]
-    problems += architecture_problems(model, profile, settings, catalog.engines)
-    problems += parser_problems(model, settings, catalog.engines)
-    if problems:
+    if problems := rails.pair_problems(model, profile, settings, catalog.engines):
         raise PlanError(problems)
     if missing_bytes(model, profile, settings) > 0:
         return None
     memory = plan_memory(model, profile, settings)
-    facts = facts_of(model, profile, memory, settings)
-    warnings = apply_rails(catalog.rails, facts, settings.override_rails)
+    facts = rails.facts_of(model, profile, memory, settings)
+    warnings = rails.apply_rails(catalog.rails, facts, settings.override_rails)
     notes = catalog.notes(model.name, profile.name)
     return Resolved(model, profile, settings, memory, (*notes, *warnings))
 
@@ -319,4 +199,196 @@ def _problems(
         return list(error.problems)
     if engines is None:
         return []
-    return list(engine_problems(resolved.model, resolved.profile, settings, engines))
+    return list(rails.engine_problems(resolved.model, resolved.profile, settings, engines))
+
+
+# Suggestions for a pair that does not fit, each checked like a plan, guard rails included.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lever:
+    """A setting that a user can change; each further value leaves the engine more memory."""
+
+    setting: str  # a suggestion changes a setting only once
+    advice: str  # with {} for the value
+    values: Sequence[Any]
+    change: Callable[[Settings, Any], Settings]
+
+
+def _refusal(
+    model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
+) -> PlanError:
+    """Return the error with the missing memory and the three cheapest suggestions.
+
+    ``fits`` checks settings like a plan.
+    """
+    weights, drafter = loaded_bytes(model, profile, settings.ranks)
+    hosts = "one host" if settings.ranks == 1 else f"{settings.ranks} hosts, on each"
+    what = (
+        f"does not fit on {hosts}: weights {gib(weights)}, drafter {gib(drafter)}, runtime "
+        f"{gib(runtime_bytes(model, profile))} and the KV cache of one request of "
+        f"{context_tokens(model, profile):,} tokens are "
+        f"{gib(missing_bytes(model, profile, settings))} more than the engine may take of "
+        f"{gib(settings.memory.total_bytes)} ({gib(settings.kept_bytes)} stay reserved)"
+    )
+    usual = _ways_to_fit(
+        _levers(model, profile, settings, catalog, [_USUAL_FRACTION]), settings, fits
+    )
+    ways = usual or _ways_to_fit(
+        _levers(model, profile, settings, catalog, _all_fractions(catalog)), settings, fits
+    )
+    fix = "; or ".join([*ways, *_smaller_model(model, profile, settings, catalog, fits)][:_WAYS])
+    if not ways:
+        fix = (
+            f"no setting makes it fit, its weights alone are {gib(weights)}: "
+            f"{fix or 'choose a smaller model'}"
+        )
+    if not usual and (together := _hosts_needed(settings, fits)):
+        fix += f", or {together} hosts that serve it together (cluster.hosts)"
+    return PlanError.one(f"model {model.name} with profile {profile.name}", what, fix)
+
+
+def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
+    for count in range(settings.ranks + 1, _MOST_HOSTS + 1):
+        cluster = replace(settings.cluster, hosts=tuple(f"host-{n}" for n in range(count)))
+        if fits(replace(settings, cluster=cluster)):
+            return count
+    return None
+
+
+def _ways_to_fit(levers: Sequence[Lever], settings: Settings, fits: Fits) -> list[str]:
+    """Return up to three suggestions, the least intrusive first: single changes, then pairs."""
+    ways: dict[tuple[Lever, ...], str] = {}
+    sizes = range(1, len({lever.setting for lever in levers}) + 1)
+    for chosen in (group for size in sizes for group in itertools.combinations(levers, size)):
+        if len(ways) == _WAYS:
+            break
+        once = len({lever.setting for lever in chosen}) == len(chosen)
+        if not once or any(set(way) <= set(chosen) for way in ways):
+            continue
+        if values := _least_values(chosen, settings, fits):
+            pairs = zip(chosen, values, strict=True)
+            ways[chosen] = " and ".join(lever.advice.format(value) for lever, value in pairs)
+    return list(ways.values())
+
+
+def _least_values(chosen: Sequence[Lever], settings: Settings, fits: Fits) -> list[Any]:
+    """Return the smallest change of each setting with which they fit together; empty if none do."""
+    values = [lever.values[-1] for lever in chosen]
+
+    def fits_with(place: int, value: Any) -> bool:
+        changed = settings
+        for number, lever in enumerate(chosen):
+            changed = lever.change(changed, value if number == place else values[number])
+        return fits(changed)
+
+    if not fits_with(0, values[0]):
+        return []
+    for place, lever in enumerate(chosen):
+        last, fits_at = len(lever.values) - 1, functools.partial(fits_with, place)
+        values[place] = lever.values[bisect.bisect_left(lever.values, True, hi=last, key=fits_at)]
+    return values
+
+
+def _smaller_model(
+    model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
+) -> list[str]:
+    """Suggest the largest other model that fits and takes requests as long."""
+    if not isinstance(model, HybridModel):
+        return []  # a repository of the user's choice has no substitute
+    context = context_tokens(model, profile)
+    fitting = [
+        other
+        for other in catalog.models.values()
+        if isinstance(other, HybridModel)
+        and other.name != model.name
+        and other.architecture.max_context_tokens >= context
+        and fits(replace(settings, model=other.name))
+    ]
+    largest = max(fitting, key=lambda m: weights_of(m.architecture).tree_bytes, default=None)
+    return [f"choose model {largest.name}"] if largest else []
+
+
+def _levers(
+    model: Model,
+    profile: Profile,
+    settings: Settings,
+    catalog: Catalog,
+    fractions: Sequence[float],
+) -> list[Lever]:
+    """Return the changes that apply here, in order of their cost for a user."""
+    higher = [value for value in fractions if value > profile.limits.memory_fraction]
+    reserve_gib = math.ceil(settings.memory.reserve_bytes / GIB)
+    reserves = range(reserve_gib - 1, _LEAST_RESERVE_GIB - 1, -1)
+    share_gib = min(_share_gib(settings), settings.memory.total_bytes // GIB + 1)
+    shares = range(share_gib - 1, len(settings.services) - 1, -1) if settings.services else ()
+    context = context_tokens(model, profile)
+    halves = [context >> n for n in range(1, context.bit_length())]
+    halves = [tokens for tokens in halves if tokens >= _LEAST_CONTEXT_TOKENS]
+    no_drafts = [0] * bool(profile.speculation)
+    names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
+    pinned = settings.engine.kv_cache_gib is not None
+    levers = [
+        Lever("vision", "set engine.vision to false", [False] * profile.vision, _engine("vision")),
+        Lever("cache", "drop engine.kv_cache_gib", [None] * pinned, _engine("kv_cache_gib")),
+        Lever("fraction", "raise engine.memory_fraction to {}", higher, _engine("memory_fraction")),
+        Lever("reserve", "lower memory.reserve_gib to {}", reserves, _reserve),
+        Lever("services", f"lower {names} to {{}} together", shares, _share),
+        Lever(
+            "context", "set engine.max_context_tokens to {}", halves, _engine("max_context_tokens")
+        ),
+        Lever("drafts", "set engine.drafts to {}", no_drafts, _engine("drafts")),
+        *(
+            Lever("profile", "choose profile {}", [name], _profile)
+            for name in _others_like(profile, model, catalog)
+        ),
+    ]
+    return [lever for lever in levers if lever.values]
+
+
+def _all_fractions(catalog: Catalog) -> list[float]:
+    """Return every memory fraction, in hundredths, that no guard rail refuses by itself."""
+    refused = (
+        rail.applies["memory_fraction"].get("above", 1.0)
+        for rail in catalog.rails
+        if rail.effect == "refuse" and [*rail.applies] == ["memory_fraction"]
+    )
+    highest = min(refused, default=_USUAL_FRACTION)
+    return [number / 100 for number in range(1, 101) if number / 100 <= highest]
+
+
+def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
+    def distance(other: Profile) -> tuple[bool, bool]:
+        drafts_differ = (other.speculation is None) != (profile.speculation is None)
+        return drafts_differ, other.plugin != profile.plugin
+
+    profiles = sorted(catalog.profiles.items())
+    others = [other for (_, served), other in profiles if served == model.name]
+    return [other.name for other in sorted(others, key=distance) if other.name != profile.name]
+
+
+def _engine(field: str) -> Callable[[Settings, Any], Settings]:
+    return lambda settings, value: replace(
+        settings, engine=replace(settings.engine, **{field: value})
+    )
+
+
+def _profile(settings: Settings, name: str) -> Settings:
+    return replace(settings, profile=name)
+
+
+def _reserve(settings: Settings, size_gib: int) -> Settings:
+    return replace(settings, memory=replace(settings.memory, reserve_gib=size_gib))
+
+
+def _share_gib(settings: Settings) -> int:
+    return sum(service.memory_bytes for service in settings.services.values()) // GIB
+
+
+def _share(settings: Settings, size_gib: int) -> Settings:
+    part = size_gib / max(1, _share_gib(settings))
+    services = {
+        name: replace(service, memory_gib=service.memory_gib * part)
+        for name, service in settings.services.items()
+    }
+    return replace(settings, services=services)

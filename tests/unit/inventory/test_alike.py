@@ -14,7 +14,7 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.clusters import cluster_problems
-from tests.unit.planning.test_clusters import FABRIC, PAIR, clustered, plan_on
+from tests.unit.planning.test_cluster import FABRIC, PAIR, clustered, plan_on
 
 HERE = clustered()
 SET_BY_HAND = {

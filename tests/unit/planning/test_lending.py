@@ -9,10 +9,11 @@ import pytest
 from spark_contract.documents import parse
 from spark_contract.fetching import CopyPlan, FetchPlan, FinishedTree, LayersPlan, Peers
 
-from spark_deploy.plan.jobs import Work, jobs_of
-from spark_deploy.plan.peer_download import (
+from spark_deploy.plan.jobs import (
     Member,
     State,
+    Work,
+    jobs_of,
     peers_of,
     shared_trees,
     trees_to_share,

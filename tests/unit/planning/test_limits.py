@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from spark_deploy.hosts.payload import supported_engines
-from spark_deploy.plan.resolve import limit_problems, problems_of
+from spark_deploy.plan.guard_rails import pair_problems
+from spark_deploy.plan.resolve import problems_of
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of, whats
 
 NATIVE = CATALOG.model("large").architecture.max_context_tokens
@@ -35,7 +36,8 @@ def test_a_context_that_an_option_stretches_is_left_to_the_engine():
 def test_more_requests_than_tokens_of_a_step_are_refused():
     profile = CATALOG.profile("v2", "large")
     limits = dataclasses.replace(profile.limits, max_sequences=4, max_batched_tokens=3)
-    [found] = limit_problems(CATALOG.model("large"), dataclasses.replace(profile, limits=limits))
+    chosen = dataclasses.replace(profile, limits=limits)
+    [found] = pair_problems(CATALOG.model("large"), chosen, settings_of(), CATALOG.engines)
     assert "max_batched_tokens (3)" in found.what
     assert "set engine.max_sequences to 3 or less" in found.fix
 

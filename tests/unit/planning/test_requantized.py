@@ -7,8 +7,7 @@ import pytest
 from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.config.errors import PlanError, SettingsError
 from spark_deploy.lock.resolve import wanted_by
-from spark_deploy.plan.jobs import jobs_of, keep_of
-from spark_deploy.plan.peer_download import Member, with_peers
+from spark_deploy.plan.jobs import Member, jobs_of, keep_of, with_peers
 from spark_deploy.plan.resolve import pair_of
 from tests.unit.planning.plans import CATALOG, plan_of, settings_of
 

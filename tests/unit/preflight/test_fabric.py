@@ -10,7 +10,7 @@ from spark_contract.fabric import SpeedFound
 from spark_deploy.hosts.fabric import describe_speed, find_differences, judge_links, judge_speed
 from spark_deploy.plan.cluster import ways
 from spark_deploy.plan.types import Way
-from tests.unit.planning.test_clusters import FABRIC, clustered
+from tests.unit.planning.test_cluster import FABRIC, clustered
 from tests.unit.preflight.surveyed import survey
 
 ONE = Way("enp1s0f1np1", "rocep1s0f1", 9000, 200000, "spark-2", "192.168.100.11", 9000)

@@ -1,0 +1,416 @@
+"""Networks between hosts, the release of a cluster, and rollout waves."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+from spark_contract.fabric import FabricPlan
+
+from spark_deploy.config.errors import PlanError
+from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings
+from spark_deploy.config.settings.service import RolloutSettings
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.plan.cluster import fabric_links, fabric_plan, present_addresses, waves_of
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.release import release_files_of
+from spark_deploy.plan.resolve import Request, problems_of
+from spark_deploy.plan.types import HostPlan, Port, Ports
+from tests.unit.planning.plans import (
+    CATALOG,
+    PAYLOAD,
+    made_up_lock,
+    plan_of,
+    settings_of,
+    shipped_catalog,
+)
+
+PAIR = ("spark-1", "spark-2")
+LAN = Port("enP7s7", True, 1500, 10000, ("192.168.1.10/24",), None, None)
+
+
+def cabled_ports(cage: int, last: int, *, gid: int = 3) -> tuple[Port, ...]:
+    """Return the four interfaces of a Spark with one cable, in cage 0 or 1."""
+    ports = []
+    for number in (0, 1):
+        for pci, net in (("p1s0", 100), ("P2p1s0", 101)):
+            up = number == cage
+            address = (f"192.168.{net}.{last}/24",) if up else ()
+            device = f"roce{pci}f{number}" if up else None
+            name = f"en{pci}f{number}np{number}"
+            ports.append(Port(name, up, 9000, 200000, address, device, gid if up else None))
+    return tuple(ports)
+
+
+def without_addresses(cage: int) -> tuple[Port, ...]:
+    return tuple(replace(port, addresses=(), mtu=1500) for port in cabled_ports(cage, 0))
+
+
+FABRIC = {
+    "spark-1": Ports((LAN, *cabled_ports(1, 10))),
+    "spark-2": Ports((LAN, *cabled_ports(0, 11, gid=5))),
+}
+
+
+def clustered(hosts: tuple[str, ...] = PAIR, model: str = "large", **cluster: Any) -> Settings:
+    return replace(settings_of(model), cluster=ClusterSettings(hosts=hosts, **cluster))
+
+
+def plan_on(host: str, ports: dict[str, Ports], settings: Settings | None = None) -> HostPlan:
+    settings = settings or clustered()
+    lock = made_up_lock(settings, CATALOG)
+    return plan_host(Request(host, settings, CATALOG, lock, PAYLOAD, ports))
+
+
+def test_all_members_get_one_release() -> None:
+    first, second = (plan_on(host, FABRIC).serve for host in PAIR)
+    assert first == second
+    assert first.cluster.head.host == "spark-1"
+
+
+def test_each_rank_gets_its_place_interface_and_devices() -> None:
+    head, worker = plan_on("spark-2", FABRIC).serve.cluster.members
+    port = str(plan_on("spark-1", FABRIC).serve.cluster.port)
+    assert head.argv == (
+        "--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", "0",
+        "--master-addr", "192.168.100.10", "--master-port", port,
+    )  # fmt: skip
+    assert (worker.argv[5], worker.argv[-1]) == ("1", "--headless")
+    # The hosts are cabled differently, so the variables differ.
+    names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "VLLM_HOST_IP")
+    assert [[member.env[name] for name in names] for member in (head, worker)] == [
+        ["enp1s0f1np1", "roceP2p1s0f1,rocep1s0f1", "3", "192.168.100.10"],
+        ["enp1s0f0np0", "roceP2p1s0f0,rocep1s0f0", "5", "192.168.100.11"],
+    ]
+
+
+def test_only_cluster_members_use_the_host_network() -> None:
+    single, member = plan_of("large").serve, plan_on("spark-1", FABRIC).serve
+    assert single.cluster is None
+    assert "--network=none" in single.engine.docker_args
+    assert "--network=host" in member.engine.docker_args
+    # RDMA adds pinned memory and its devices, but no root rights.
+    assert member.cluster.head.docker_args == ("--ulimit=memlock=-1:-1", "--device=/dev/infiniband")
+    single_args, member_args = (
+        [argument for argument in release.engine.docker_args if "--network" not in argument]
+        for release in (single, member)
+    )
+    assert single_args == member_args
+
+
+def test_unit_of_member_fences_its_ports() -> None:
+    plan = plan_on("spark-1", FABRIC)
+    path = f"{plan.serve.serve_unit}.d/50-cluster.conf"
+    [text] = [f.content.decode() for f in release_files_of(plan) if f.path.endswith(path)]
+    fence = f"/usr/local/lib/spark/current/bin/spark-host fence {{}} {plan.serve.name}"
+    # "-": a host without iptables serves, too; "+": with root's rights.
+    assert f"ExecStartPre=-+{fence.format('up')}" in text
+    assert f"ExecStopPost=-+{fence.format('down')}" in text
+    assert not [file for file in release_files_of(plan_of("large")) if "cluster" in file.path]
+
+
+def test_subnet_without_rdma_uses_tcp() -> None:
+    ports = {host: Ports((replace(LAN, addresses=(f"10.1.0.{number}/16",)),))
+             for number, host in enumerate(PAIR, 1)}  # fmt: skip
+    head = plan_on("spark-1", ports, clustered(subnet="10.1.0.0/16")).serve.cluster.head
+    assert (head.address, head.docker_args) == ("10.1.0.1", ())
+    assert head.env["NCCL_IB_DISABLE"] == "1"
+    assert "NCCL_IB_HCA" not in head.env
+
+
+def test_refuses_host_without_cable() -> None:
+    bare = Ports((LAN, Port("enp1s0f0np0", False, 1500, None, (), None, None)))
+    with pytest.raises(PlanError) as error:
+        plan_on("spark-1", {**FABRIC, "spark-2": bare})
+    [problem] = error.value.problems
+    assert problem.where == "spark-2: cluster"
+    assert "enp1s0f0np0 down without address" in problem.what
+
+
+def readdressed(ports: tuple[Port, ...], *addresses: str) -> tuple[Port, ...]:
+    remaining = iter(addresses)
+    return tuple(replace(p, addresses=(next(remaining),)) if p.up else p for p in ports)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        # The cable in the LAN's network: traffic would use the slow port, unnoticed.
+        (readdressed((LAN, *cabled_ports(0, 11)), "192.168.100.2/24", "192.168.100.11/24",
+                     "192.168.101.11/24"),
+         "spark-2: enp1s0f0np0: 192.168.100.0/24 is also the network of enP7s7"),
+        (readdressed((LAN, *cabled_ports(0, 11)), "192.168.1.2/24", "192.168.100.11/24",
+                     "192.168.100.12/24"),
+         "spark-2: enP2p1s0f0np0: 192.168.100.0/24 is also the network of enp1s0f0np0"),
+        # One machine under two names, or a duplicate address.
+        ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: has 192.168.100.10"),
+    ],
+)  # fmt: skip
+def test_refuses_ambiguous_networks(second: tuple[Port, ...], message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_on("spark-1", {**FABRIC, "spark-2": Ports(second)})
+    assert message in str(error.value)
+
+
+def test_each_release_has_its_own_ports() -> None:
+    base = clustered()
+    watch = replace(base.watch, interval_s=base.watch.interval_s + 1)
+    clusters = [plan_on("spark-1", FABRIC, settings).serve.cluster
+                for settings in (base, replace(base, watch=watch))]  # fmt: skip
+    assert clusters[0].port != clusters[1].port
+    assert all(29500 <= cluster.port < cluster.proven_port < 31500 for cluster in clusters)
+
+
+def test_plan_without_hosts_has_placeholder_addresses() -> None:
+    assert "ADDRESS-OF-spark-1" in plan_on("spark-1", {}).serve.cluster.members[1].argv
+
+
+def test_two_hosts_split_weights_and_hold_more_cache() -> None:
+    single, pair = plan_of("large").memory, plan_on("spark-1", FABRIC).memory
+    # Routers and vision tower are not split.
+    assert 0.5 < pair.weights_bytes / single.weights_bytes < 0.55
+    assert pair.kv_tokens > 2 * single.kv_tokens
+
+
+@pytest.mark.parametrize(("count", "fits"), [(1, False), (2, False), (4, True)])
+def test_397b_needs_four_hosts(count: int, fits: bool) -> None:
+    hosts = tuple(f"spark-{number}" for number in range(count)) if count > 1 else ()
+    settings = Settings(model="qwen3.5-397b", cluster=ClusterSettings(hosts=hosts))
+    problems = problems_of(settings, shipped_catalog())
+    assert not problems if fits else "or 4 hosts that serve it together" in problems[0].fix
+
+
+def test_suggests_host_counts_that_split_model_evenly() -> None:
+    three = Settings(cluster=ClusterSettings(hosts=("a", "b", "c")))
+    problem = problems_of(three, shipped_catalog())[0]
+    assert problem.where == "cluster.hosts"
+    assert "2 KV heads" in problem.what
+    assert problem.fix == "use 2 or 4 hosts"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "rule"),
+    [
+        ("abcdefgh", {}, "experts-of-one-group"),
+        ("ab", {"tensor-parallel-size": 2}, "one-gpu-in-a-host"),
+        ("ab", {"nnodes": 2}, "one-gpu-in-a-host"),
+        ("ab", {"pipeline-parallel-size": 2}, "one-gpu-in-a-host"),
+        ("ab", {"distributed-executor-backend": "ray"}, "ray"),
+    ],
+)
+def test_guard_rails_apply_to_clusters(hosts: str, options: dict[str, Any], rule: str) -> None:
+    settings = Settings(cluster=ClusterSettings(hosts=tuple(hosts)))
+    settings = replace(settings, engine=replace(settings.engine, options=options))
+    assert f"guard rail {rule}:" in problems_of(settings, shipped_catalog())[0].what
+
+
+def test_refuses_prefix_caching_of_397b_on_two_hosts() -> None:
+    pair = Settings(
+        model="qwen3.5-397b", profile="agent", cluster=ClusterSettings(hosts=PAIR),
+        memory=replace(Settings().memory, total_gib=400),
+    )  # fmt: skip
+    assert "prefixes-on-a-pair-of-397b" in problems_of(pair, shipped_catalog())[0].what
+    four = replace(pair, cluster=ClusterSettings(hosts=(*PAIR, "c", "d")))
+    assert not problems_of(four, shipped_catalog())
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [("2.28.9", True), ("2.29.2", True), ("2.29.3", False), ("2.29.30", False), ("2.30.4", False)],
+)
+def test_check_rejects_nccl_versions_that_deadlock(version: str, refused: bool) -> None:
+    line = f"INFO 11-22 [pynccl.py:148] vLLM is using nccl=={version}"
+    pair, single = plan_on("spark-1", FABRIC).serve.check, plan_of("large").serve.check
+    assert any(re.search(pattern, line) for pattern in pair.log_forbidden) is refused
+    assert not any(re.search(pattern, line) for pattern in single.log_forbidden)
+
+
+def fabric_settings(*hosts: str, cluster: ClusterSettings | None = None, **fabric: Any) -> Settings:
+    cluster = cluster or (ClusterSettings() if hosts else ClusterSettings(hosts=PAIR))
+    return replace(
+        settings_of("large"), fabric=FabricSettings(hosts=hosts, **fabric), cluster=cluster
+    )
+
+
+def network_plan(host: str, *ports: Port, **fabric: Any) -> FabricPlan:
+    return fabric_plan(host, fabric_settings(**fabric), Ports(ports))
+
+
+def addresses(plan: FabricPlan) -> dict[str, str]:
+    return {port.interface: port.address for port in plan.ports}
+
+
+def test_twin_ports_get_addresses_in_separate_networks() -> None:
+    assert addresses(network_plan("spark-1", LAN, *reversed(without_addresses(1)))) == {
+        "enp1s0f1np1": "192.168.100.11/24", "enP2p1s0f1np1": "192.168.101.11/24",
+    }  # fmt: skip
+    # Another cage, the same networks: twins of both hosts meet.
+    assert addresses(network_plan("spark-2", LAN, *without_addresses(0))) == {
+        "enp1s0f0np0": "192.168.100.12/24", "enP2p1s0f0np0": "192.168.101.12/24",
+    }  # fmt: skip
+
+
+def test_netplan_configures_only_cabled_ports_as_optional() -> None:
+    plan = network_plan("spark-1", LAN, *without_addresses(1))
+    network = yaml.safe_load(plan.netplan)["network"]
+    assert network["version"] == 2
+    assert network["ethernets"].keys() == addresses(plan).keys()
+    for name, port in network["ethernets"].items():
+        assert port["addresses"] == [addresses(plan)[name]]
+        assert (port["mtu"], port["optional"], port["dhcp4"]) == (9000, True, False)
+
+
+def test_configures_listed_ports_without_rdma() -> None:
+    plan = network_plan(
+        "spark-2", LAN, Port("eth1", True, 1500, None, (), None, None),
+        interfaces=("eth1",), networks=("10.9.0.0/24",), mtu=1500,
+    )  # fmt: skip
+    assert addresses(plan) == {"eth1": "10.9.0.12/24"}
+
+
+@pytest.mark.parametrize(
+    ("ports", "fabric", "message"),
+    [
+        ((LAN,), {}, "0 ports with RDMA and a cable"),
+        ((*without_addresses(0)[:2], *without_addresses(1)[2:]), {}, "4 ports with RDMA"),
+        ((LAN, *without_addresses(1)), {"interfaces": ("eth7", "eth8")},
+         "eth7, eth8: no such interface"),
+        ((LAN, *cabled_ports(1, 50)), {}, "already has 192.168.100.50/24"),
+        ((LAN, *without_addresses(1)), {"networks": ("192.168.1.0/24", "192.168.2.0/24")},
+         "used by enP7s7"),
+    ],
+)  # fmt: skip
+def test_refuses_conflicting_ports(
+    ports: tuple[Port, ...], fabric: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        network_plan("spark-1", *ports, **fabric)
+
+
+def test_refuses_host_outside_fabric() -> None:
+    with pytest.raises(PlanError, match=r"fabric\.hosts"):
+        network_plan("spark-9", LAN, *without_addresses(1))
+
+
+def test_returns_present_addresses() -> None:
+    ports = Ports((LAN, *cabled_ports(1, 50)))
+    assert present_addresses("spark-1", fabric_settings(), ports) == (
+        "enp1s0f1np1 192.168.100.50/24, enP2p1s0f1np1 192.168.101.50/24"
+    )
+    assert not present_addresses("spark-1", fabric_settings(), Ports((LAN, *without_addresses(1))))
+
+
+@pytest.mark.parametrize(
+    ("fabric", "message"),
+    [
+        ({"networks": ("8.8.8.0/24",)}, "is no private network"),
+        ({"networks": ("192.168.100.1/24",)}, "has host bits set"),
+        ({"networks": ("192.168.100.0/29",)}, "has too few addresses"),
+        ({"interfaces": ("eth1",)}, "1 interfaces for 2 networks"),
+        ({"measure": True, "restore": True}, "nothing to measure after restore"),
+    ],
+)
+def test_rejects_unusable_fabric_settings(fabric: dict[str, Any], message: str) -> None:
+    assert [broken for broken in FabricSettings(**fabric).broken() if message in broken.what]
+
+
+def test_links_cover_both_twins_from_both_ends() -> None:
+    links = [
+        (link.interface, link.address)
+        for host in PAIR
+        for link in fabric_links(host, fabric_settings(*PAIR), FABRIC)
+    ]
+    assert links == [
+        ("enp1s0f1np1", "192.168.100.11"), ("enP2p1s0f1np1", "192.168.101.11"),
+        ("enp1s0f0np0", "192.168.100.10"), ("enP2p1s0f0np0", "192.168.101.10"),
+    ]  # fmt: skip
+
+
+def test_each_host_measures_link_to_next_host() -> None:
+    names = ("a", "b", "c")
+    ports = {name: Ports(cabled_ports(0, number)) for number, name in enumerate(names, 10)}
+    settings = fabric_settings(*names)
+    assert [fabric_links(name, settings, ports)[0].host for name in names] == ["b", "c", "a"]
+
+
+def test_links_ignore_lan_port_in_same_network() -> None:
+    ports = {
+        name: Ports((
+            replace(LAN, addresses=(f"192.168.100.{number + 100}/24",)), *cabled_ports(0, number),
+        ))
+        for number, name in enumerate(PAIR, 10)
+    }  # fmt: skip
+    links = fabric_links("spark-1", fabric_settings(*PAIR), ports)
+    assert [link.address for link in links] == ["192.168.100.11", "192.168.101.11"]
+
+
+def test_link_speed_is_that_of_slower_end() -> None:
+    slow = tuple(replace(port, speed_mbit_per_s=100000) for port in cabled_ports(0, 11))
+    links = fabric_links("spark-1", fabric_settings(*PAIR), {**FABRIC, "spark-2": Ports(slow)})
+    assert {link.speed_mbit_per_s for link in links} == {100000}
+
+
+def test_links_without_rdma_follow_subnet_or_interfaces() -> None:
+    ports = {
+        name: Ports((LAN, Port("eth1", True, 1400, None, (f"10.9.0.{number}/24",), None, None)))
+        for number, name in enumerate(PAIR, 1)
+    }
+    by_network = fabric_settings(cluster=ClusterSettings(hosts=PAIR, subnet="10.9.0.0/24"))
+    by_name = fabric_settings(*PAIR, interfaces=("eth1",), networks=("10.9.0.0/24",))
+    for settings in (by_network, by_name):
+        [link] = fabric_links("spark-1", settings, ports)
+        assert (link.interface, link.address, link.mtu) == ("eth1", "10.9.0.2", 1400)
+
+
+def test_refuses_to_measure_without_addresses_or_second_host() -> None:
+    bare = {**FABRIC, "spark-2": Ports((LAN, *without_addresses(0)))}
+    with pytest.raises(PlanError, match="shares a network with spark-2"):
+        fabric_links("spark-1", fabric_settings(*PAIR), bare)
+    alone = fabric_settings(cluster=ClusterSettings())
+    for host, settings in (
+        ("spark-9", fabric_settings(*PAIR)),
+        ("spark-1", fabric_settings("spark-1")),
+        ("spark-1", alone),
+    ):
+        with pytest.raises(PlanError, match="fabric of several hosts"):
+            fabric_links(host, settings, FABRIC)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "expected"),
+    [
+        ({}, "a | b | c | d | e"),
+        ({"at_once": 2}, "a b | c d | e"),
+        ({"at_once": "all"}, "a b c d e"),
+        ({"canary": "c"}, "c | a | b | d | e"),
+        ({"canary": "c", "at_once": 3}, "c | a b d | e"),
+        ({"canary": "c", "at_once": "all"}, "c | a b d e"),
+        ({"canary": "elsewhere", "at_once": "all"}, "a b c d e"),
+    ],
+)
+def test_hosts_change_in_waves_after_canary(rollout: dict[str, Any], expected: str) -> None:
+    waves = waves_of(dict.fromkeys("abcde", RolloutSettings(**rollout)))
+    assert " | ".join(" ".join(wave) for wave in waves) == expected
+
+
+def test_smallest_at_once_limits_wave() -> None:
+    at_once = {"a": "all", "b": "all", "c": 2, "d": "all", "e": "all"}
+    waves = waves_of({host: RolloutSettings(n) for host, n in at_once.items()})  # type: ignore[arg-type]
+    assert waves == (("a", "b"), ("c", "d"), ("e",))
+
+
+def test_cluster_members_change_together() -> None:
+    plain = dict.fromkeys("abcd", RolloutSettings())
+    assert waves_of(plain, [("b", "c"), ("b", "c"), ()]) == (("a",), ("d",), ("b", "c"))
+    canary = dict.fromkeys("abcd", RolloutSettings(canary="c"))
+    assert waves_of(canary, [("b", "c")]) == (("b", "c"), ("a",), ("d",))
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7, "all"])
+def test_each_host_is_in_one_wave(at_once: Any) -> None:
+    hosts = [f"spark-{number}" for number in range(7)]
+    waves = waves_of(dict.fromkeys(hosts, RolloutSettings(at_once, "spark-4")))
+    assert sorted(name for wave in waves for name in wave) == hosts

@@ -1,0 +1,344 @@
+"""Arguments and environment of the engine, and the log lines that the check requires."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from spark_vllm.head.choice import IMAGE_VARIABLE
+
+from spark_deploy.config.catalog.anatomy import Anatomy
+from spark_deploy.config.catalog.model import Model, PlainModel
+from spark_deploy.config.catalog.profile import Profile
+from spark_deploy.config.errors import PlanError
+from spark_deploy.plan.engine_arguments import (
+    HEAD_TIMES,
+    TRITON_EXPERTS_LINE,
+    engine_arguments,
+    engine_options,
+    lines_of,
+    option_arguments,
+    pins_drafter_experts,
+    pins_target_experts,
+    prefill_line,
+)
+from spark_deploy.plan.memory import loaded_bytes, plan_memory
+from spark_deploy.plan.resolve import effective_profile, with_drafts
+from spark_deploy.plan.types import HostPlan
+from tests.unit.planning.plans import (
+    CATALOG,
+    LARGE,
+    plan_of,
+    plan_with,
+    settings_of,
+    shipped,
+    shipped_catalog,
+)
+
+SHIPPED, MODEL = shipped_catalog(), "qwen3.5-122b"
+PLANS = {(m, p): plan for m, p, plan in shipped() if isinstance(plan, HostPlan)}
+V2 = CATALOG.profile("v2", "large")
+OWN_HEAD = replace(V2, head="int8-triton")
+PLAIN = SHIPPED.profile("plain", "qwen3-4b")
+
+
+def argv(profile: str | Profile = "v2", **changes: Any) -> tuple[str, ...]:
+    if isinstance(profile, str):
+        profile = CATALOG.profile(profile, "large")
+    profile = replace(profile, **changes)
+    memory = plan_memory(LARGE, profile, settings_of())
+    return engine_arguments(LARGE, profile, memory, ["first", "second"])
+
+
+def value_of(arguments: Sequence[str], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({"seed": 1}, ["--seed", "1"]),
+        ({"enforce_eager": True}, ["--enforce-eager"]),
+        ({"async-scheduling": False}, ["--no-async-scheduling"]),
+        ({"seed": None}, []),
+        ({"a": {"y": 1, "x": "b c"}}, ["--a", '{"x":"b c","y":1}']),
+        ({"a": ["x", 2]}, ["--a", "x", "2"]),
+        ({"a": "with space; rm -rf"}, ["--a", "with space; rm -rf"]),
+    ],
+)
+def test_options_become_unquoted_arguments(options: Any, arguments: list[str]) -> None:
+    assert option_arguments(options) == arguments
+
+
+@pytest.mark.parametrize("options", [{"a": "-x"}, {"a": -1}, {"a": ["b", "--c"]}])
+def test_refuses_value_that_looks_like_option(options: Any) -> None:
+    with pytest.raises(PlanError, match="begins with '-'"):
+        option_arguments(options)
+
+
+def test_serves_all_names_in_order() -> None:
+    arguments = argv()
+    start = arguments.index("--served-model-name")
+    assert arguments[start + 1 : start + 3] == ("first", "second")
+    assert arguments[start + 3].startswith("--")
+
+
+def test_v2_drafts_two_tokens_without_prefix_caching() -> None:
+    drafts = json.loads(value_of(argv(), "--speculative-config"))
+    assert drafts == {"method": "mtp", "moe_backend": "triton", "num_speculative_tokens": 2}
+    assert "--no-enable-prefix-caching" in argv()
+    assert value_of(argv(), "--gpu-memory-utilization") == "0.8"
+
+
+def test_v2_tq_compresses_cache_of_four_sequences() -> None:
+    arguments = argv("v2-tq")
+    assert value_of(arguments, "--kv-cache-dtype") == "turboquant_k8v4"
+    assert value_of(arguments, "--max-num-seqs") == "4"
+    assert "--speculative-config" in arguments
+
+
+def test_agent_caches_prefixes_without_drafts() -> None:
+    assert "--enable-prefix-caching" in argv("agent")
+    assert "--speculative-config" not in argv("agent")
+
+
+def test_online_fp8_quantises_only_shared_experts() -> None:
+    targets = json.loads(value_of(argv("online-fp8"), "--quantization-config"))["targets"]
+    [pattern] = [target.removeprefix("re:") for target in targets]
+    layer = "language_model.model.layers.47.mlp"
+    assert re.match(pattern, f"{layer}.shared_expert.gate_proj")
+    for other in (f"{layer}.shared_expert_gate", "mtp.layers.0.mlp.shared_expert.up_proj"):
+        assert not re.match(pattern, other)
+
+
+NOT_TUNED = {"enable_flashinfer_autotune": False, "enable_jit_warmup": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel_config"),
+    [
+        ({}, NOT_TUNED),
+        ({"kernel-config": {"moe_backend": "marlin"}}, {**NOT_TUNED, "moe_backend": "marlin"}),
+        (
+            {"kernel_config": '{"enable_jit_warmup": true}'},
+            {**NOT_TUNED, "enable_jit_warmup": True},
+        ),
+        # The engine refuses the option together with its key.
+        ({"enable-flashinfer-autotune": True}, {"enable_jit_warmup": False}),
+        ({"no_enable_flashinfer_autotune": True}, {"enable_jit_warmup": False}),
+        ({"kernel-config": None}, None),
+    ],
+)
+def test_disables_kernel_tuning_unless_options_enable_it(
+    options: dict[str, Any], kernel_config: dict[str, Any] | None
+) -> None:
+    arguments = argv(options=options)
+    assert arguments.count("--kernel-config") == (kernel_config is not None)
+    if kernel_config is not None:
+        assert json.loads(value_of(arguments, "--kernel-config")) == kernel_config
+
+
+@pytest.mark.parametrize("option", ["kernel-config", "additional-config"])
+def test_refuses_option_that_is_no_mapping(option: str) -> None:
+    with pytest.raises(PlanError) as error:
+        argv(OWN_HEAD, options={option: "auto"})
+    assert error.value.problems[0].where == f"engine option {option}"
+
+
+def test_vision_drops_text_only_flag() -> None:
+    assert "--language-model-only" in argv()
+    assert "--language-model-only" not in argv(vision=True)
+
+
+def test_option_of_settings_replaces_that_of_profile() -> None:
+    arguments = argv(options={"load_format": "safetensors"})
+    assert arguments.count("--load-format") == 1
+    assert value_of(arguments, "--load-format") == "safetensors"
+
+
+@pytest.mark.parametrize("profile", ["v2", "v2-tq", "base"])
+def test_engine_listens_on_unix_socket_only(profile: str) -> None:
+    arguments = argv(profile)
+    assert not {"--quantization", "--port", "--host", "--api-key"} & set(arguments)
+    assert value_of(arguments, "--uds") == "/run/spark/engine.sock"
+
+
+def test_environment_loads_plugin_only_if_image_has_it() -> None:
+    with_plugin, without = plan_of().serve.engine.env, plan_of(profile="base").serve.engine.env
+    assert with_plugin["VLLM_PLUGINS"] == "spark"
+    assert "VLLM_PLUGINS" not in without
+    fixed = {
+        "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "MAX_JOBS": "2",
+        "FLASHINFER_NVCC_THREADS": "1",
+    }  # fmt: skip
+    assert fixed.items() <= with_plugin.items()
+
+
+def test_own_head_keeps_16_bits_in_checkpoint_and_is_int8_in_engine() -> None:
+    profiles = {**CATALOG.profiles, ("v2", "large"): OWN_HEAD}
+    plan = plan_with(settings_of(), replace(CATALOG, profiles=profiles))
+    assert plan.checkpoint.order.head == "keep"
+    assert plan_of().checkpoint.order.head == "int8-g128"
+    assert plan.serve.engine.env[IMAGE_VARIABLE] == plan.image.tag
+    assert IMAGE_VARIABLE not in plan_of().serve.engine.env
+    assert loaded_bytes(LARGE, OWN_HEAD) == loaded_bytes(LARGE, V2)
+
+
+@pytest.mark.parametrize(
+    ("options", "added"),
+    [
+        ({}, {}),
+        (
+            {"gdn_prefill_backend": "triton", "spark": {"lm_head_kernel": "own"}},
+            {"gdn_prefill_backend": "triton", "spark": {"lm_head_kernel": "own"}},
+        ),
+        ('{"gdn_prefill_backend": "triton"}', {"gdn_prefill_backend": "triton"}),
+    ],
+)
+def test_own_head_merges_with_additional_config(options: Any, added: dict[str, Any]) -> None:
+    chosen = {"additional-config": options} if options else {}
+    merged = json.loads(value_of(argv(OWN_HEAD, options=chosen), "--additional-config"))
+    spark = {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMES, **added.get("spark", {})}
+    assert merged == {**added, "spark": spark}
+    assert "--additional-config" not in argv()
+
+
+# Kernels of 16-bit experts. Whether the drafter of a shipped model has 16-bit experts that a GPU
+# computes; models that owners add are not in this table.
+PINNED = {MODEL: True, "lab-stub": True, "qwen3.5-35b": False, "lab-tiny": False}
+TRITON_EXPERTS = (
+    "INFO [unquantized.py:298] Using TRITON Unquantized MoE backend out of potential backends: "
+    "['FlashInfer TRTLLM', 'FlashInfer CUTLASS', 'TRITON', 'BATCHED_TRITON']."
+)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PLANS if pair[0] in PINNED], ids="-".join)
+def test_pins_kernel_of_16_bit_drafter_experts(pair: tuple[str, str]) -> None:
+    release = PLANS[pair].serve
+    arguments = release.engine.argv
+    drafts = "--speculative-config" in arguments
+    config = json.loads(value_of(arguments, "--speculative-config")) if drafts else {}
+    pinned = PINNED[pair[0]] and config.get("method") == "mtp"
+    assert (config.get("moe_backend") == "triton") is pinned
+    assert (TRITON_EXPERTS_LINE in release.check.log_required) is pinned
+
+
+def test_pins_drafter_kernel_of_cluster_model() -> None:
+    profile = SHIPPED.profile("v2", "qwen3.5-397b")
+    assert pins_drafter_experts(SHIPPED.model("qwen3.5-397b"), profile)
+
+
+def test_only_pinned_kernel_matches_required_line() -> None:
+    assert re.search(TRITON_EXPERTS_LINE, TRITON_EXPERTS)
+    assert re.search(TRITON_EXPERTS_LINE, "Using TRITON Unquantized MoE LoRA backend")
+    for other in ("FlashInfer CUTLASS", "BATCHED_TRITON"):
+        line = TRITON_EXPERTS.replace("TRITON U", f"{other} U", 1)
+        assert not re.search(TRITON_EXPERTS_LINE, line)
+
+
+def plain(**anatomy: Any) -> PlainModel:
+    return PlainModel(
+        name="x", kind="plain", summary="x", choose_when="x", repository="org/x",
+        anatomy=Anatomy(repository="org/x", commit="0" * 40, **anatomy),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "pinned"),
+    [
+        (plain(expert_width=768), True),
+        (plain(expert_width=768, quantisation="fp8"), False),
+        (plain(), False),
+        (replace(plain(), anatomy=None), False),
+    ],
+    ids=["16-bit experts", "quantised experts", "dense", "unknown"],
+)
+def test_pins_only_16_bit_experts_of_plain_model(model: Model, pinned: bool) -> None:
+    assert pins_drafter_experts(model, with_drafts(SHIPPED.profile("v2", MODEL), 2)) is pinned
+    assert pins_target_experts(model, PLAIN) is pinned
+
+
+@pytest.mark.parametrize(("width", "backend"), [(768, "triton"), (None, None)])
+def test_pinned_target_kernel_is_set_and_required(width: int | None, backend: str | None) -> None:
+    model = plain(expert_width=width, context_tokens=4096)
+    options = engine_options(model, PLAIN, PLANS["qwen3-4b", "plain"].memory)
+    assert options.get("moe-backend") == backend
+    required, _ = lines_of(model, PLAIN, plugin=False)
+    assert (TRITON_EXPERTS_LINE in required) is (backend is not None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"options": {"moe-backend": "auto"}},
+        {"options": {"kernel_config": '{"moe_backend": "flashinfer_cutlass"}'}},
+        {"options": {"quantization": "fp8"}},
+        {"options": {"quantization-config": {}}},
+        {"options": {"model-impl": "transformers"}},
+        {"engine_mode": "portable"},
+    ],
+)
+def test_options_and_portable_mode_disable_pinning(change: dict[str, Any]) -> None:
+    model, profile = plain(expert_width=768), replace(PLAIN, **change)
+    assert not pins_target_experts(model, profile)
+    assert TRITON_EXPERTS_LINE not in lines_of(model, profile, plugin=False)[0]
+
+
+def test_does_not_pin_drafter_of_other_repository_or_portable_mode() -> None:
+    profile = SHIPPED.profile("v2", MODEL)
+    for changed in (
+        replace(profile, speculation=replace(profile.speculation, repository="org/drafter")),
+        replace(profile, speculation=None),
+        replace(profile, engine_mode="portable"),
+    ):
+        assert not pins_drafter_experts(SHIPPED.model(MODEL), changed)
+        assert TRITON_EXPERTS_LINE not in lines_of(SHIPPED.model(MODEL), changed, plugin=True)[0]
+
+
+# Prefill kernels of linear layers.
+TRITON_PREFILL = (
+    "INFO [qwen_gdn.py:178] Using Triton/FLA GDN prefill kernel (requested=triton, head_k_dim=128)."
+)
+FLASHINFER_PREFILL = (
+    "INFO [qwen_gdn.py:178] Using FlashInfer GDN prefill kernel (requested=auto, head_k_dim=128)."
+)
+PREFILL = {
+    name: lines
+    for name in SHIPPED.profile_names
+    if (lines := prefill_line(SHIPPED.model(MODEL), SHIPPED.profile(name, MODEL)))
+}
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_check_requires_prefill_kernel_of_profile(name: str) -> None:
+    [pattern] = PREFILL[name]
+    assert re.search(pattern, TRITON_PREFILL)
+    assert not re.search(pattern, FLASHINFER_PREFILL)
+    # A fallback of the engine is not the requested kernel.
+    assert not re.search(pattern, TRITON_PREFILL.replace("requested=triton", "requested=auto"))
+
+
+def test_default_profile_requires_prefill_kernel() -> None:
+    assert settings_of().profile in PREFILL
+
+
+def test_prefill_kernel_of_settings_is_required() -> None:
+    def lines(backend: str | None) -> list[str]:
+        settings = settings_of(**{"engine.options": {"gdn_prefill_backend": backend}})
+        profile = effective_profile(SHIPPED.profile("v2", MODEL), settings)
+        return prefill_line(SHIPPED.model(MODEL), profile)
+
+    [pattern] = lines("flashinfer")
+    assert re.search(pattern, FLASHINFER_PREFILL.replace("auto", "flashinfer"))
+    assert lines(None) == []
+
+
+def test_no_prefill_line_without_linear_layers_or_gpu() -> None:
+    model, profile = SHIPPED.model(MODEL), SHIPPED.profile("v2", MODEL)
+    dense = replace(model.architecture, full_attention_every=1)
+    assert prefill_line(replace(model, architecture=dense), profile) == []
+    assert prefill_line(SHIPPED.model("lab-tiny"), SHIPPED.profile("v2", "lab-tiny")) == []
