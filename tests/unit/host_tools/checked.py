@@ -8,13 +8,17 @@ from spark_host.check import runner
 from stub_host import Host
 
 
-def check(host: Host, release: Release, level: str = "deep") -> Proof:
-    return runner.check(release, host.here, level, print, invocation_id="run-1")
+def check(host: Host, release: Release, level: str = "deep", run: str = "run-1") -> Proof:
+    return runner.check(release, host.here, level, print, invocation_id=run)
 
 
-def failed(result: Proof) -> dict[str, str]:
-    return {item.name: item.detail for item in result.failed}
+def check_at_start(host: Host, release: Release) -> Proof:
+    return runner.check(release, host.here, "quick", print, "run-1", at_start=True)
 
 
-def warned(result: Proof) -> dict[str, str]:
-    return {item.name: item.detail for item in result.warnings}
+def failed(proof: Proof) -> dict[str, str]:
+    return {finding.name: finding.detail for finding in proof.failed}
+
+
+def warned(proof: Proof) -> dict[str, str]:
+    return {finding.name: finding.detail for finding in proof.warnings}

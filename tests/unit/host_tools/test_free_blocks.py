@@ -1,4 +1,4 @@
-"""Free memory in large blocks: limits, and defragmentation at a start."""
+"""Fragmented memory: limits, defragmentation at a start, and events."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checked import check_at_start
 from spark_contract.machine import GIB, FreeBlocks, parse_buddyinfo
-from spark_contract.records import Proof
 from spark_contract.release import Release
-from spark_host.check import runner
 from spark_host.engine import logs, memory
 from spark_host.watch import sensors, start_guard, watchdog
 from stub_host import Host
@@ -21,10 +20,11 @@ from lab.memory import BUDDYINFO, PROC
 
 CAPTURES = Path(__file__).parents[2] / "fixtures/captures"
 NEEDED = {"needed_bytes": 90 * GIB, "wait_s": 1, "floor_bytes": 1}
+SAMPLES = {path.stem: path.read_text() for path in BUDDYINFO.glob("*.txt")}
 
 
-def show(host: Host, name: str) -> None:
-    shutil.copy(BUDDYINFO / f"{name}.txt", host.paths.root / PROC / "buddyinfo")
+def set_buddyinfo(host: Host, name: str) -> None:
+    (host.paths.root / PROC / "buddyinfo").write_text(SAMPLES[name])
 
 
 def written(host: Host) -> list[str]:
@@ -42,7 +42,7 @@ def written(host: Host) -> list[str]:
     ],
 )
 def test_limits(name: str, needed_gib: float, low: bool, fragmented: bool) -> None:
-    blocks = parse_buddyinfo((BUDDYINFO / f"{name}.txt").read_text(), 4096)
+    blocks = parse_buddyinfo(SAMPLES[name], 4096)
     assert blocks is not None
     assert blocks.is_low(int(needed_gib * GIB)) == low
     assert blocks.is_fragmented == fragmented
@@ -64,86 +64,74 @@ def test_pages_and_orders(
     assert blocks.free_bytes(smallest_bytes) == free_bytes
 
 
-def test_no_buddyinfo_judges_nothing() -> None:
+def test_empty_buddyinfo_has_no_blocks() -> None:
     assert parse_buddyinfo("", 4096) is None
 
 
 @pytest.mark.parametrize(
     ("name", "expected"), [("healthy", ["", ""]), ("low", ["3", "1"]), ("fragmented", ["3", "1"])]
 )
-def test_a_start_defragments_only_where_blocks_are_missing(
+def test_start_defragments_only_if_blocks_are_missing(
     host: Host, name: str, expected: list[str]
 ) -> None:
-    show(host, name)
+    set_buddyinfo(host, name)
     memory.prepare_blocks(host.release(memory=NEEDED), print)
     assert written(host) == expected
 
 
-def test_a_start_goes_on_where_the_kernel_refuses(host: Host) -> None:
-    show(host, "fragmented")
+def test_start_continues_if_the_kernel_refuses(host: Host) -> None:
+    set_buddyinfo(host, "fragmented")
     shutil.rmtree(host.paths.root / PROC / "sys")
     lines: list[str] = []
     memory.prepare_blocks(host.release(memory=NEEDED), lines.append)
     assert "drop_caches" in lines[-1]
 
 
-def loading(host: Host, monkeypatch: pytest.MonkeyPatch, lines: int, **changes: Any) -> Release:
+def release_with_driver_failures(
+    host: Host, monkeypatch: pytest.MonkeyPatch, count: int, **changes: Any
+) -> Release:
     monkeypatch.setattr(start_guard, "_BLOCKS_EVERY_S", 0.05)
-    log = (CAPTURES / "journalctl--nvrm-no-memory--01.txt").read_text() * lines
+    log = (CAPTURES / "journalctl--nvrm-no-memory--01.txt").read_text() * count
     monkeypatch.setattr(logs.programs, "read_output_start", lambda *_: log)
     return host.release(memory=NEEDED, **changes)
-
-
-def check_at_start(host: Host, release: Release) -> Proof:
-    return runner.check(release, host.here, "quick", print, "run-1", at_start=True)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("healthy", ["", ""]), ("low", ["3", "1"])])
 def test_blocks_are_kept_free_while_the_engine_loads(
     host: Host, monkeypatch: pytest.MonkeyPatch, name: str, expected: list[str]
 ) -> None:
-    release = loading(host, monkeypatch, 0)
-    show(host, name)
+    release = release_with_driver_failures(host, monkeypatch, 0)
+    set_buddyinfo(host, name)
     host.start(release, STUB_LOAD_S="0.5")
     assert check_at_start(host, release).ok
     assert written(host) == expected
 
 
 @pytest.mark.parametrize("helps", [True, False])
-def test_rounds_that_do_not_help_become_rare(
+def test_useless_defragmentation_is_repeated_less_often(
     host: Host, monkeypatch: pytest.MonkeyPatch, helps: bool
 ) -> None:
-    """In 1.2 s there is room for rests of 0.04, 0.08, 0.16, 0.32 and 0.64 s, or for many short."""
-    seen: list[str] = []
-    texts = {name: (BUDDYINFO / f"{name}.txt").read_text() for name in ("healthy", "low")}
+    """1.2 s have room for rests of 0.04, 0.08, 0.16, 0.32 and 0.64 s, or for many short rests."""
+    calls: list[str] = []
 
-    def read() -> object:
-        after_a_round = seen[-1:] == ["round"]
-        seen.append("look")
-        return parse_buddyinfo(texts["healthy" if helps and after_a_round else "low"], 4096)
+    def read_free_blocks() -> object:
+        name = "healthy" if helps and calls[-1:] == ["defragment"] else "low"
+        calls.append("read")
+        return parse_buddyinfo(SAMPLES[name], 4096)
 
-    release = loading(host, monkeypatch, 0)
+    release = release_with_driver_failures(host, monkeypatch, 0)
     monkeypatch.setattr(start_guard, "_BLOCKS_EVERY_S", 0.02)
     monkeypatch.setattr(start_guard, "_DEFRAGMENT_REST_S", 0.02)
-    monkeypatch.setattr(start_guard, "read_free_blocks", read)
-    monkeypatch.setattr(start_guard, "defragment", lambda: seen.append("round") or "")
+    monkeypatch.setattr(start_guard, "read_free_blocks", read_free_blocks)
+    monkeypatch.setattr(start_guard, "defragment", lambda: calls.append("defragment") or "")
     with start_guard.StartGuard(release, host.paths):
         time.sleep(1.2)
-    assert seen.count("round") > 10 if helps else 1 < seen.count("round") <= 6
-
-
-def test_the_next_round_waits(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[int] = []
-    release = loading(host, monkeypatch, 0)
-    monkeypatch.setattr(start_guard, "defragment", lambda: rounds.append(1) or "")
-    show(host, "low")
-    host.start(release, STUB_LOAD_S="1")
-    check_at_start(host, release)
-    assert len(rounds) == 1
+    rounds = calls.count("defragment")
+    assert rounds > 10 if helps else 1 < rounds <= 6
 
 
 @pytest.mark.parametrize(
-    ("name", "lines", "loads", "fails"),
+    ("name", "failures", "loads", "fails"),
     [
         ("healthy", 0, True, False),
         ("healthy", 3, True, False),  # healthy starts log such lines
@@ -154,46 +142,41 @@ def test_the_next_round_waits(host: Host, monkeypatch: pytest.MonkeyPatch) -> No
         ("healthy", 0, False, False),
     ],
 )
-def test_driver_failures_of_a_start(
-    host: Host, monkeypatch: pytest.MonkeyPatch, name: str, lines: int, loads: bool, fails: bool
+def test_driver_failures_during_a_start(
+    host: Host, monkeypatch: pytest.MonkeyPatch, name: str, failures: int, loads: bool, fails: bool
 ) -> None:
-    release = loading(host, monkeypatch, lines, timeouts__start_s=20 if loads else 0.5)
-    show(host, name)
+    start_s = 20 if loads else 0.5
+    release = release_with_driver_failures(host, monkeypatch, failures, timeouts__start_s=start_s)
+    set_buddyinfo(host, name)
     host.start(release, STUB_LOAD_S="0" if loads else "60")
 
     result = check_at_start(host, release)
 
     assert result.ok == (loads and not fails)
-    [found] = [one for one in result.checks if one.name == "memory"]
-    assert found.ok != fails
-    assert ("reboot the host" in found.detail) == fails
-    assert ("NV_ERR_NO_MEMORY" in found.detail) == bool(lines)
+    [finding] = [finding for finding in result.checks if finding.name == "memory"]
+    assert finding.ok != fails
+    assert ("reboot the host" in finding.detail) == fails
+    assert ("NV_ERR_NO_MEMORY" in finding.detail) == bool(failures)
 
 
-def test_the_watchdog_reports_fragmentation_once(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watchdog_reports_fragmentation_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_SENSORS_EVERY_S", 0.0)
     monkeypatch.setattr(watchdog, "_follow_addresses", lambda *_: None)
     monkeypatch.setattr(sensors, "read", lambda: None)
-    release, over = host.release(watch__interval_s=0.01), threading.Event()
-    thread = threading.Thread(target=watchdog._watch_sensors, args=(release, host.paths, over))
+    release, stop = host.release(watch__interval_s=0.01), threading.Event()
+    thread = threading.Thread(target=watchdog._watch_sensors, args=(release, host.paths, stop))
     thread.start()
     time.sleep(0.1)
     before = watchdog.events("main", host.paths)
-    show(host, "fragmented")
+    set_buddyinfo(host, "fragmented")
     time.sleep(0.3)
-    over.set()
+    stop.set()
     thread.join()
     assert before == ()
     assert [event.kind for event in watchdog.events("main", host.paths)] == ["fragmented"]
 
 
-def in_large_blocks(large_gib: float) -> FreeBlocks:
-    return FreeBlocks(((4 << 10, 20 * GIB), (32 << 20, int(large_gib * GIB))))
-
-
-# The limit is 8 GiB in large blocks, and memory has recovered at 16 GiB.
+# Memory is fragmented below 8 GiB in large blocks, and has recovered at 16 GiB.
 @pytest.mark.parametrize(
     ("samples", "events"),
     [
@@ -207,5 +190,8 @@ def test_fragmentation_near_the_limit_is_reported_once(
     samples: list[tuple[float, float]], events: int
 ) -> None:
     fragmentation = watchdog.Fragmentation()
-    begun = [fragmentation.begins(in_large_blocks(gib), at_s) for at_s, gib in samples]
-    assert begun.count(True) == events
+    begins = [
+        fragmentation.begins(FreeBlocks(((4 << 10, 20 * GIB), (32 << 20, int(gib * GIB)))), at_s)
+        for at_s, gib in samples
+    ]
+    assert begins.count(True) == events

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from spark_contract.records import Proof
+from checked import check, check_at_start
+from spark_contract.records import Proof, StartMemory
 from spark_contract.release import Release
-from spark_host.check import runner
 from spark_host.engine import container
 from spark_host.engine.memory import GIB
 from spark_host.records import proof
@@ -20,199 +20,182 @@ from spark_host.system import docker, systemd
 from spark_host.watch import start_guard, watchdog
 from stub_host import Host, wait_until
 
-FLOOR = 4 * GIB
+FLOOR_BYTES = 4 * GIB
 
 
 @pytest.fixture
 def meminfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "meminfo"
     monkeypatch.setenv("SPARK_MEMINFO", str(path))
-    leave(path, 60)
+    set_available(path, 60)
     return path
 
 
 @pytest.fixture(autouse=True)
-def asked(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    words: list[tuple[str, ...]] = []
+def systemctl_calls(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    calls: list[tuple[str, ...]] = []
 
-    def systemctl(*said: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        words.append(said)
+    def systemctl(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        calls.append(words)
         host.engines[-1].kill()
-        return subprocess.CompletedProcess(said, 0, "", "")
+        return subprocess.CompletedProcess(words, 0, "", "")
 
     monkeypatch.setattr(systemd, "systemctl", systemctl)
     monkeypatch.setattr(watchdog, "_UNIT_ENDS_S", 0.5)
-    return words
-
-
-def leave(meminfo: Path, gib: float) -> None:
-    aside = meminfo.with_suffix(".new")
-    aside.write_text(f"MemTotal: {119 << 20} kB\nMemAvailable: {int(gib * (1 << 20))} kB\n")
-    aside.rename(meminfo)
+    return calls
 
 
 @pytest.fixture
-def held(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def pidfd(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard can open the engine's process."""
     monkeypatch.setattr(container, "open_process", lambda _: os.pidfd_open(host.engines[-1].pid))
 
 
-def loading(host: Host, load_s: str = "60") -> Release:
-    release = host.release(
-        memory={"needed_bytes": 1, "wait_s": 1, "floor_bytes": FLOOR}, timeouts__start_s=30
-    )
+def set_available(meminfo: Path, gib: float) -> None:
+    temporary = meminfo.with_suffix(".new")
+    temporary.write_text(f"MemTotal: {119 << 20} kB\nMemAvailable: {int(gib * (1 << 20))} kB\n")
+    temporary.rename(meminfo)
+
+
+def lower_later(meminfo: Path, gib: float, seconds: float = 0.6) -> None:
+    threading.Timer(seconds, set_available, (meminfo, gib)).start()
+
+
+def start(host: Host, load_s: str = "60") -> Release:
+    memory = {"needed_bytes": 1, "wait_s": 1, "floor_bytes": FLOOR_BYTES}
+    release = host.release(memory=memory, timeouts__start_s=30)
     host.start(release, STUB_LOAD_S=load_s)
     return release
 
 
-def check_at_start(host: Host, release: Release) -> Proof:
-    return runner.check(release, host.here, "quick", print, "run-1", at_start=True)
+def stored_memory(host: Host, release: Release) -> StartMemory | None:
+    stored = proof.read(release.name, host.here)
+    assert isinstance(stored, Proof)
+    return stored.start_memory
 
 
-def later(seconds: float, meminfo: Path, gib: float) -> threading.Timer:
-    timer = threading.Timer(seconds, leave, (meminfo, gib))
-    timer.start()
-    return timer
-
-
-def test_engine_below_the_floor_is_killed_while_it_loads(
-    host: Host, meminfo: Path, held: None
-) -> None:
-    release = loading(host)
-    later(0.6, meminfo, 3.25)
-    begun = time.monotonic()
+@pytest.mark.usefixtures("pidfd")
+def test_engine_below_the_floor_is_killed_while_it_loads(host: Host, meminfo: Path) -> None:
+    release = start(host)
+    lower_later(meminfo, 3.25)
+    began = time.monotonic()
 
     result = check_at_start(host, release)
 
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - began < 5
     assert host.engines[-1].wait(2) == -9
-    found = result.failed[0]
-    assert (result.ok, found.name) == (False, "memory")
-    assert found.detail.startswith(
+    finding = result.failed[0]
+    assert (result.ok, finding.name) == (False, "memory")
+    assert finding.detail.startswith(
         "3.25 GiB of memory are available, the floor is 4.00 GiB (memory.floor_gib): "
         "the engine was stopped while it started; fix: lower engine.memory_fraction"
     )
-    kept = proof.read(release.name, host.here)
-    assert kept is not None
-    assert kept.start_memory is not None
-    assert kept.start_memory.lowest_bytes == int(3.25 * GIB)
-    event = watchdog.events("main", host.paths)[0]
-    assert (event.kind, "while it started" in event.text) == ("starving", True)
+    memory = stored_memory(host, release)
+    assert memory is not None
+    assert memory.lowest_bytes == int(3.25 * GIB)
+    assert watchdog.events("main", host.paths)[0].kind == "starving"
 
 
-def test_single_low_sample_is_only_recorded(
-    host: Host, meminfo: Path, held: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = iter([50, 3, 40])
-    monkeypatch.setattr(start_guard, "available_bytes", lambda: next(looks, 45) * GIB)
+@pytest.mark.usefixtures("pidfd", "meminfo")
+def test_single_low_sample_is_only_recorded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = iter([50, 3, 40])
+    monkeypatch.setattr(start_guard, "available_bytes", lambda: next(samples, 45) * GIB)
 
-    result = check_at_start(host, loading(host, load_s="1.5"))
+    result = check_at_start(host, start(host, load_s="1.5"))
 
     assert result.ok, result.failed
-    [found] = [one for one in result.checks if one.name == "memory"]
-    assert found.detail.startswith("3.0 GiB or more were available while it started")
-    assert result.start_memory is not None
-    assert (result.start_memory.lowest_bytes, result.start_memory.floor_bytes) == (3 * GIB, FLOOR)
+    [finding] = [finding for finding in result.checks if finding.name == "memory"]
+    assert finding.detail.startswith("3.0 GiB or more were available while it started")
+    memory = result.start_memory
+    assert memory is not None
+    assert (memory.lowest_bytes, memory.floor_bytes) == (3 * GIB, FLOOR_BYTES)
 
 
 def test_very_short_check_has_a_memory_sample(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly() -> int:
+    def read_slowly() -> int:
         time.sleep(0.3)
         return 50 * GIB
 
-    monkeypatch.setattr(start_guard, "available_bytes", slowly)
-    with start_guard.StartGuard(loading(host, load_s="0"), host.paths) as guarded:
-        seen = guarded.start_memory
-    assert seen is not None
-    assert seen.lowest_bytes == 50 * GIB
+    monkeypatch.setattr(start_guard, "available_bytes", read_slowly)
+    with start_guard.StartGuard(start(host, load_s="0"), host.paths) as guard:
+        memory = guard.start_memory
+    assert memory is not None
+    assert memory.lowest_bytes == 50 * GIB
 
 
-def test_memory_is_guarded_until_the_check_ends(host: Host, meminfo: Path, held: None) -> None:
-    release = loading(host, load_s="0")
-    # A slow answer, while memory runs out.
-    (host.paths.engine_run("main") / "stub-fault").write_text("wedge")
-    later(0.6, meminfo, 1)
+@pytest.mark.usefixtures("pidfd")
+def test_memory_is_guarded_until_the_check_ends(host: Host, meminfo: Path) -> None:
+    release = start(host, load_s="0")
+    (host.paths.engine_run("main") / "stub-fault").write_text("wedge")  # a slow answer
+    lower_later(meminfo, 1)
 
-    result = check_at_start(host, release)
-
-    assert result.failed[0].name == "memory"
+    assert check_at_start(host, release).failed[0].name == "memory"
     assert host.engines[-1].wait(2) == -9
 
 
-def test_without_pidfd_docker_kills_the_engine(
-    host: Host, meminfo: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("obstacle", ["slow docker", "no permission"])
+def test_docker_kills_an_engine_that_the_guard_cannot(
+    host: Host, meminfo: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
 ) -> None:
-    killed: list[tuple[str, ...]] = []
+    kills: list[tuple[str, ...]] = []
     over = threading.Event()
 
-    def hangs(_: str) -> None:
-        over.wait(3)
+    def open_process(_: str) -> int | None:
+        if obstacle == "slow docker":
+            over.wait(3)
+            return None
+        return os.pidfd_open(host.engines[-1].pid)
+
+    def send_signal(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
 
     def client(*words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        killed.append(words)
+        kills.append(words)
         host.engines[-1].kill()
         return subprocess.CompletedProcess(words, 0, "", "")
 
-    monkeypatch.setattr(container, "open_process", hangs)
+    monkeypatch.setattr(container, "open_process", open_process)
+    monkeypatch.setattr(signal, "pidfd_send_signal", send_signal)
     monkeypatch.setattr(docker, "client", client)
-    release = loading(host)
-    later(0.5, meminfo, 1)
-    begun = time.monotonic()
+    release = start(host)
+    lower_later(meminfo, 1, 0.5)
+    began = time.monotonic()
 
     result = check_at_start(host, release)
 
     over.set()
-    assert time.monotonic() - begun < 2.5
+    assert time.monotonic() - began < 2.5
     assert result.failed[0].name == "memory"
-    assert killed == [("kill", release.container)]
-
-
-def test_unkillable_process_is_killed_by_docker(
-    host: Host, meminfo: Path, held: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    def client(*words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        host.engines[-1].kill()
-        return subprocess.CompletedProcess(words, 0, "", "")
-
-    monkeypatch.setattr(signal, "pidfd_send_signal", refused)
-    monkeypatch.setattr(docker, "client", client)
-    release = loading(host)
-    leave(meminfo, 1)
-
-    assert check_at_start(host, release).failed[0].name == "memory"
+    assert kills == [("kill", release.container)]
 
 
 def test_unit_that_survives_its_engine_is_killed(
-    host: Host, meminfo: Path, asked: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    host: Host, meminfo: Path, systemctl_calls: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    failure = subprocess.CompletedProcess((), 1, "", "it hangs")
     monkeypatch.setattr(container, "open_process", lambda _: None)
-    monkeypatch.setattr(
-        docker, "client", lambda *_, timeout_s: subprocess.CompletedProcess((), 1, "", "it hangs")
-    )
-    release = loading(host)
-    leave(meminfo, 1)
+    monkeypatch.setattr(docker, "client", lambda *_, timeout_s: failure)
+    release = start(host)
+    set_available(meminfo, 1)
 
     assert check_at_start(host, release).failed[0].name == "memory"
-    wait_until(lambda: asked, "systemd was asked")
-    assert asked == [("kill", "--signal=KILL", release.serve_unit)]
+    wait_until(lambda: systemctl_calls, "the unit is killed")
+    assert systemctl_calls == [("kill", "--signal=KILL", release.serve_unit)]
 
 
-def test_full_check_keeps_the_memory_of_the_start(host: Host, meminfo: Path, held: None) -> None:
-    release = loading(host, load_s="0.4")
-    leave(meminfo, 17)
+@pytest.mark.usefixtures("pidfd")
+def test_only_checks_of_the_same_run_keep_the_memory_of_the_start(
+    host: Host, meminfo: Path
+) -> None:
+    release = start(host, load_s="0.4")
+    set_available(meminfo, 17)
     assert check_at_start(host, release).ok
-    leave(meminfo, 60)
+    set_available(meminfo, 60)
 
-    runner.check(release, host.here, "full", print, "run-1")
-    kept = proof.read(release.name, host.here)
-    assert kept is not None
-    assert kept.level == "full"
-    assert kept.start_memory is not None
-    assert kept.start_memory.lowest_bytes == 17 * GIB
-    # Not of another run.
-    runner.check(release, host.here, "full", print, "run-2")
-    kept = proof.read(release.name, host.here)
-    assert kept is not None
-    assert kept.start_memory is None
+    check(host, release, "full")
+    memory = stored_memory(host, release)
+    assert memory is not None
+    assert memory.lowest_bytes == 17 * GIB
+    check(host, release, "full", run="run-2")
+    assert stored_memory(host, release) is None

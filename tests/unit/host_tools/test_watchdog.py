@@ -1,0 +1,308 @@
+"""The watchdog kills stalled engines, even if docker, disk or driver hang."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_contract import files
+from spark_host.engine import container
+from spark_host.engine.client import Engine, EngineError, Metrics
+from spark_host.gateway import gateway
+from spark_host.system import docker, systemd
+from spark_host.watch import sensors, watchdog
+from spark_host.watch.watchdog import StallDetector
+from stub_host import RELEASE, Host
+
+UNIT = f"spark-serve@{RELEASE}.service"
+STALL_S = 120
+KILL_UNIT = ("kill", "--signal=KILL", UNIT)
+
+
+@pytest.fixture
+def detector(host: Host) -> StallDetector:
+    watch = {"stall_s": STALL_S, "interval_s": 10, "hot_celsius": None}
+    return StallDetector(host.release(watch=watch).watch)
+
+
+def sample(*, running: int = 1, prompt: int = 0, generated: int = 0, usage: float = 0.1) -> Metrics:
+    return Metrics.parse(
+        f'vllm:num_requests_running{{engine="0"}} {running}\n'
+        f'vllm:prompt_tokens_total{{engine="0"}} {prompt}\n'
+        f'vllm:generation_tokens_total{{engine="0"}} {generated}\n'
+        f'vllm:kv_cache_usage_perc{{engine="0"}} {usage}\n'
+    )
+
+
+def test_engine_without_progress_stalls_after_the_limit(detector: StallDetector) -> None:
+    reasons = [detector.stalled(sample(usage=0.4), now_s=i * 10.0) for i in range(13)]
+    assert reasons[:12] == [None] * 12
+    assert reasons[12] == "1 requests are running, but no token was read or written for 120 s"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [{"prompt": i} for i in range(60)],
+        [{"generated": i} for i in range(60)],
+        [{"usage": 0.1 + i / 1000} for i in range(60)],  # a chunked prefill
+        [{"running": 0}] * 60,
+    ],
+    ids=["prompt tokens", "generated tokens", "cache usage", "idle"],
+)
+def test_working_or_idle_engine_does_not_stall(
+    detector: StallDetector, values: list[dict[str, Any]]
+) -> None:
+    for i, metrics in enumerate(values):
+        assert detector.stalled(sample(**metrics), now_s=i * 10.0) is None
+
+
+def test_an_answer_resets_the_silence(detector: StallDetector) -> None:
+    for i in range(60):
+        assert detector.silent(now_s=i * 100.0) is None
+        detector.answered()
+
+
+def test_delayed_watchdog_does_not_blame_the_engine(detector: StallDetector) -> None:
+    assert detector.silent(now_s=0) is None
+    assert detector.silent(now_s=10_000) is None
+    assert detector.silent(now_s=10_010) is not None
+
+
+class EndLoopError(Exception):
+    """Ends the loop of a watchdog."""
+
+
+@pytest.fixture
+def kills(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    reasons: list[tuple[str, str]] = []
+
+    def kill_engine(release: Any, kind: str, reason: str, *_: object) -> None:
+        reasons.append((kind, reason))
+        raise EndLoopError
+
+    monkeypatch.setattr(watchdog, "kill_engine", kill_engine)
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(watchdog, "_follow_addresses", lambda *_: None)
+    monkeypatch.setattr(sensors, "read", lambda: None)
+    return reasons
+
+
+def run_watchdog(host: Host, monkeypatch: pytest.MonkeyPatch, max_samples: int = 100) -> int:
+    """Run the watchdog until it kills an engine or took all samples; return their number."""
+    samples = 0
+
+    def available_bytes() -> int:
+        nonlocal samples
+        if samples == max_samples:
+            raise EndLoopError
+        samples += 1
+        return 1 << 40
+
+    monkeypatch.setattr(watchdog, "available_bytes", available_bytes)
+    with pytest.raises(EndLoopError):
+        watchdog.run(RELEASE, host.paths)
+    return samples
+
+
+@pytest.fixture
+def listener(host: Host) -> Iterator[socket.socket]:
+    path = host.paths.engine_socket(host.release().service)
+    path.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen(64)
+        yield listening
+
+
+@pytest.mark.usefixtures("listener")
+def test_silent_engine_stalls_after_the_limit(
+    host: Host, kills: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_watchdog(host, monkeypatch) >= 3
+    [(kind, reason)] = kills
+    assert kind == "stalled"
+    seconds = re.fullmatch(r"the engine listens, but gave no answer for (\d+) s", reason)
+    assert seconds
+    assert int(seconds[1]) >= host.release().watch.stall_s
+
+
+def test_engine_with_a_full_queue_stalls(
+    host: Host, listener: socket.socket, kills: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    listener.listen(0)
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.connect(listener.getsockname())
+        run_watchdog(host, monkeypatch)
+    assert [kind for kind, _ in kills] == ["stalled"]
+
+
+def test_absent_engine_is_left_to_systemd(
+    host: Host, kills: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.release(watch={"stall_s": 0, "interval_s": 0.001, "hot_celsius": None})
+    run_watchdog(host, monkeypatch, max_samples=50)
+    assert kills == []
+
+
+@pytest.fixture
+def engine() -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen(["sleep", "60"])
+    yield child
+    child.kill()
+    child.wait()
+
+
+@pytest.fixture
+def systemctl_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    calls: list[tuple[str, ...]] = []
+
+    def systemctl(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        calls.append(words)
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(systemd, "systemctl", systemctl)
+    monkeypatch.setattr(watchdog, "_UNIT_ENDS_S", 0.0)
+    return calls
+
+
+def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(
+    host: Host, engine: subprocess.Popen[bytes], systemctl_calls: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delattr(docker, "client")
+    pidfd = os.pidfd_open(engine.pid)
+    watchdog.kill_engine(host.release(), "starving", "too little", pidfd, host.paths)
+    assert engine.wait(5) == -9
+    assert systemctl_calls == [KILL_UNIT]
+    events = watchdog.events("main", host.paths)
+    assert [event.kind for event in events] == ["starving", "kill"]
+    assert events[0].text == "too little; the engine is stopped"
+
+
+def test_killing_an_exited_engine_is_no_error() -> None:
+    child = subprocess.Popen(["true"])
+    pidfd = os.pidfd_open(child.pid)
+    child.wait()
+    assert container.kill_container("spark-x", pidfd) == ""
+
+
+def test_hanging_docker_does_not_stop_the_watchdog(
+    host: Host, systemctl_calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = host.paths.root / "bin/docker"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexec sleep 30\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    client = docker.client
+    monkeypatch.setattr(docker, "client", lambda *words, timeout_s: client(*words, timeout_s=0.3))
+
+    watchdog.kill_engine(host.release(), "stalled", "nothing moves", None, host.paths)
+
+    assert systemctl_calls == [KILL_UNIT]
+    assert "docker kill: no answer within" in watchdog.events("main", host.paths)[-1].text
+
+
+@pytest.mark.usefixtures("systemctl_calls")
+@pytest.mark.parametrize("disk", ["full", "hanging"])
+def test_unwritable_event_does_not_prevent_the_kill(
+    host: Host, engine: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str], disk: str,
+) -> None:  # fmt: skip
+    recovered = threading.Event()
+
+    def write(path: Path, text: str, mode: int = 0o644) -> None:
+        if disk == "hanging":
+            recovered.wait(10)
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(files, "write_text", write)
+    monkeypatch.setattr(watchdog, "_NOTE_S", 0.1)
+    kill = (host.release(), "starving", "too little", os.pidfd_open(engine.pid), host.paths)
+    before = set(threading.enumerate())
+    threading.Thread(target=watchdog.kill_engine, args=kill).start()
+    try:
+        assert engine.wait(5) == -9
+    finally:
+        recovered.set()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10)
+    output = capfd.readouterr().out
+    assert "starving: too little; the engine is stopped" in output
+    assert "event not kept: " in output
+
+
+@pytest.mark.parametrize(
+    ("reason", "resets"), [("a member left", [("reset-failed", UNIT)]), ("too little memory", [])]
+)
+def test_only_a_lost_member_resets_the_start_limit(
+    host: Host, kills: list[tuple[str, str]], systemctl_calls: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch, reason: str, resets: list[tuple[str, ...]],
+) -> None:  # fmt: skip
+    host.release()
+    low = reason if not resets else None
+    monkeypatch.setattr(watchdog.Floor, "broken", lambda *_: low)
+    monkeypatch.setattr(
+        watchdog.ClusterWatch, "__init__", lambda self, *_: setattr(self, "lost", reason)
+    )
+    monkeypatch.setattr(watchdog.ClusterWatch, "begin", lambda *_: None)
+    run_watchdog(host, monkeypatch)
+    assert [text for _, text in kills] == [reason]
+    assert systemctl_calls == resets
+
+
+def test_hanging_driver_and_gateway_error_do_not_delay_memory_samples(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.release(watch={"stall_s": 100, "interval_s": 0.01, "hot_celsius": None})
+    driver_answers, follows = threading.Event(), threading.Event()
+
+    def metrics(self: Engine, timeout_s: float = 10) -> None:
+        raise EngineError("HTTP 500")
+
+    def follow(*_: object) -> None:
+        follows.set()
+        raise FileNotFoundError(errno.ENOENT, "No such file", "/proc/1234/fd")
+
+    monkeypatch.setattr(Engine, "metrics", metrics)
+    monkeypatch.setattr(sensors, "read", lambda: driver_answers.wait(10) and None)
+    start = time.monotonic()
+    try:
+        run_watchdog(host, monkeypatch, max_samples=20)
+        assert time.monotonic() - start < 5
+    finally:
+        driver_answers.set()
+
+    monkeypatch.setattr(sensors, "read", lambda: None)
+    monkeypatch.setattr(gateway, "follow", follow)
+    run_watchdog(host, monkeypatch, max_samples=20)
+    assert follows.is_set()
+    assert "/proc/1234/fd" in watchdog.events("main", host.paths)[-1].text
+
+
+def test_pidfd_is_opened_only_for_this_container(
+    engine: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Path(f"/proc/{engine.pid}/cgroup").read_text().splitlines()[-1]
+    state = {"Id": group, "State": {"Pid": engine.pid}}
+    monkeypatch.setattr(docker, "container", lambda name, limit_s: state)
+    pidfd = container.open_process("spark-x")
+    assert pidfd is not None
+    os.close(pidfd)
+    state["Id"] = "f" * 64
+    assert container.open_process("spark-x") is None
+    state["State"] = {"Pid": 0}  # created, not running
+    assert container.open_process("spark-x") is None
+    monkeypatch.setattr(docker, "container", lambda name, limit_s: None)
+    assert container.open_process("spark-x") is None
