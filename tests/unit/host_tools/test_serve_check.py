@@ -1,4 +1,4 @@
-"""Each check passes on a sound engine, and each is failed by the fault that violates it."""
+"""Each check passes on a healthy engine and fails by the fault that violates it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 from checked import check, failed, warned
-from spark_host.check import questions, runner
+from spark_host.check import checks, questions, runner
 from spark_host.engine.client import Engine
 from spark_host.records import proof
 from spark_host.system import systemd
 from stub_host import REPOSITORY, Host
+
+ALL_CHECKS = {check.name for check in checks.CHECKS}
+# Of models without text: test_serve_pooled.py.
+OTHER_TASKS = {"embedding", "embedding in a batch", "ranking", "classes", "sound"}
 
 
 def test_healthy_engine_passes_every_check(host: Host) -> None:
@@ -20,9 +24,10 @@ def test_healthy_engine_passes_every_check(host: Host) -> None:
     result = check(host, release)
     assert failed(result) == {}
     assert result.ok
-    names = {item.name for item in result.checks}
-    assert names == {"ready", *(item.name for item in runner.CHECKS)} - OF_NUMBERS
+    assert {finding.name for finding in result.checks} == {"ready", *ALL_CHECKS} - OTHER_TASKS
     assert result.engine == {"version": "0.0.0+stub"}
+    [prefix] = [finding for finding in result.checks if finding.name == "prefix reuse"]
+    assert re.match(r"turn 2 began to answer after \d+\.\d\d s, turn 1 after", prefix.detail)
 
 
 EXACT = [
@@ -60,11 +65,8 @@ DOUBTS = [
     ("needle-lost", "prefix reuse", "turn 1 of a long conversation was answered"),
     ("some-drafts", "acceptance", "the floor is 50%"),
 ]
-# A broken engine can show in the first two at any level, the others stand around the questions; all
-# have tests of their own below.
-ELSEWHERE = {"first answer", "counters", "ready", "same run"}
-# Of servers that answer with numbers: test_serve_pooled.py.
-OF_NUMBERS = {"embedding", "embedding in a batch", "ranking", "classes", "sound"}
+# Faults of these have separate tests below.
+SEPARATE_TESTS = {"first answer", "counters", "ready", "same run"}
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -72,29 +74,34 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(runner, "CHECKS", kept)
 
 
-@pytest.mark.parametrize(("fault", "violated", "sentence"), VIOLATIONS)
+def test_every_check_has_a_fault_that_fails_it() -> None:
+    violated = {name for _, name, _ in [*VIOLATIONS, *DOUBTS]}
+    assert violated | SEPARATE_TESTS | OTHER_TASKS == {"ready", *ALL_CHECKS, "same run"}
+
+
+@pytest.mark.parametrize(("fault", "violated", "message"), VIOLATIONS)
 def test_each_fault_fails_its_check(
-    host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, violated: str, sentence: str
+    host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, violated: str, message: str
 ) -> None:
-    # Each fault shows only in the checks of the same kind.
-    alone = {
+    # Checks of the same kind fail, too.
+    similar = {
         "wrong-arithmetic": ("conversation", "parallel", "repeat"),
         "stream-cut": ("parallel",),
     }
-    leave_out(monkeypatch, *alone.get(fault, ()))
+    leave_out(monkeypatch, *similar.get(fault, ()))
     changes = {} if violated == "prefix reuse" else {"check__prefix": None}
     monkeypatch.setattr(questions, "_COUNTER_WAIT_S", 0.3)
     release = host.release(check__questions=EXACT, **changes)
     host.started(release, fault)
-    problems = failed(check(host, release))
-    others = {"acceptance"} if fault == "no-drafts" else set()
-    assert set(problems) - others <= {violated}
-    assert sentence in problems[violated]
+    failures = failed(check(host, release))
+    also = {"acceptance"} if fault == "no-drafts" else set()
+    assert set(failures) - also <= {violated}
+    assert message in failures[violated]
 
 
-@pytest.mark.parametrize(("fault", "doubted", "sentence"), DOUBTS)
+@pytest.mark.parametrize(("fault", "doubted", "message"), DOUBTS)
 def test_doubtful_results_of_a_healthy_server_only_warn(
-    host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, doubted: str, sentence: str
+    host: Host, monkeypatch: pytest.MonkeyPatch, fault: str, doubted: str, message: str
 ) -> None:
     leave_out(monkeypatch, *{"unsteady": ("conversation",)}.get(fault, ()))
     changes = {} if doubted == "prefix reuse" else {"check__prefix": None}
@@ -104,64 +111,67 @@ def test_doubtful_results_of_a_healthy_server_only_warn(
     result = check(host, release, "full" if doubted == "prefix reuse" else "deep")
 
     assert (result.ok, failed(result), set(warned(result))) == (True, {}, {doubted})
-    assert sentence in warned(result)[doubted]
-    kept = proof.read(release.name, host.here)
-    assert kept is not None
-    assert warned(kept) == warned(result)
+    assert message in warned(result)[doubted]
+    stored = proof.read(release.name, host.here)
+    assert stored is not None
+    assert warned(stored) == warned(result)
+
+
+THINKING = {**EXACT[1], "thinking": True}
 
 
 def test_wrong_answer_after_thinking_only_warns(host: Host) -> None:
-    product = {**EXACT[1], "thinking": True}
-    release = host.release(check__questions=[EXACT[0], product], check__prefix=None)
+    release = host.release(check__questions=[EXACT[0], THINKING], check__prefix=None)
     host.started(release, "wrong-arithmetic")
 
     result = check(host, release)
 
     assert (result.ok, set(warned(result))) == (True, {"answers"})
     assert "was answered '35352138'" in warned(result)["answers"]
-    # No question at a start needs thinking.
-    release = host.release(check__questions=[product, EXACT[0]], check__prefix=None)
-    [first] = [one for one in check(host, release, "quick").checks if one.name == "first answer"]
+    # The question at a start never needs thinking.
+    release = host.release(check__questions=[THINKING, EXACT[0]], check__prefix=None)
+    findings = check(host, release, "quick").checks
+    [first] = [finding for finding in findings if finding.name == "first answer"]
     assert "capital of France" in first.detail
 
 
 def test_requests_enable_or_disable_thinking(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, bool]] = []
+    requests: list[tuple[str, bool]] = []
     ask = Engine.ask
 
-    def noted(self: Engine, path: str, body: dict[str, Any], timeout_s: float) -> Any:
-        thinks = body["chat_template_kwargs"]["enable_thinking"]
-        asked.append((body["messages"][0]["content"], thinks))
+    def record(self: Engine, path: str, body: dict[str, Any], timeout_s: float) -> Any:
+        thinking = body["chat_template_kwargs"]["enable_thinking"]
+        requests.append((body["messages"][0]["content"], thinking))
         return ask(self, path, body, timeout_s)
 
-    monkeypatch.setattr(Engine, "ask", noted)
+    monkeypatch.setattr(Engine, "ask", record)
     leave_out(monkeypatch, "reasoning")
-    product = {**EXACT[1], "thinking": True}
-    release = host.release(check__questions=[EXACT[0], product], check__prefix=None)
+    release = host.release(check__questions=[EXACT[0], THINKING], check__prefix=None)
     host.started(release)
     check(host, release)
 
-    assert {thinks for text, thinks in asked if text == product["prompt"]} == {True}
-    assert {thinks for text, thinks in asked if text != product["prompt"]} == {False}
+    assert {thinking for text, thinking in requests if text == THINKING["prompt"]} == {True}
+    assert {thinking for text, thinking in requests if text != THINKING["prompt"]} == {False}
 
 
-def test_engine_error_is_never_a_warning(host: Host) -> None:
-    release = host.release(check__questions=[EXACT[0], {**EXACT[1], "thinking": True}])
+def test_engine_that_crashes_during_the_check_fails_without_warnings(host: Host) -> None:
+    release = host.release(check__questions=[EXACT[0], THINKING])
     host.started(release, "crash-later", STUB_FAULT_AFTER_S="0.3", STUB_PIECE_S="0.05")
     result = check(host, release)
     assert not result.ok
     assert warned(result) == {}
+    assert "went away" in failed(result)["health"]
 
 
 def test_page_lists_every_check_with_level_and_weight() -> None:
-    page = (REPOSITORY / "docs/reference/checks.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page if "| `" in line]
+    page = (REPOSITORY / "docs/reference/checks.md").read_text()
+    lines = page.partition("\n## Faults")[0].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "| `" in line]
     documented = [(name, level, weight.strip("`")) for name, level, weight, *_ in rows]
-    runners_own = [("memory", "at a start", "must"), ("ready", "quick", "must")]
-    runners_own.append(("same run", "quick", "must"))
-    checks = [(item.name, item.level, item.weight) for item in runner.CHECKS]
-    assert documented == runners_own + checks
-    for name, _, weight, broken_by, healthy_and_failing in rows[len(runners_own) :]:
+    of_runner = [("memory", "at a start", "must"), ("ready", "quick", "must")]
+    of_runner.append(("same run", "quick", "must"))
+    assert documented == of_runner + [(c.name, c.level, c.weight) for c in checks.CHECKS]
+    for name, _, weight, broken_by, healthy_and_failing in rows[len(of_runner) :]:
         never = healthy_and_failing.startswith("cannot")
         assert broken_by, name
         assert never <= (weight == "`must`"), name
@@ -173,19 +183,13 @@ def test_parallel_requests_are_streamed(host: Host, monkeypatch: pytest.MonkeyPa
     leave_out(monkeypatch, "stream")
     release = host.release(check__prefix=None)
     host.started(release, "stream-cut")
-    problems = failed(check(host, release))
-    assert set(problems) == {"parallel"}
-    assert "among 3 streams at once the streamed answer broke" in problems["parallel"]
-
-
-def test_every_check_has_a_fault_that_fails_it() -> None:
-    violated = {name for _, name, _ in [*VIOLATIONS, *DOUBTS]}
-    known = violated | ELSEWHERE | OF_NUMBERS
-    assert known == {"ready", *(item.name for item in runner.CHECKS), "same run"}
+    failures = failed(check(host, release))
+    assert set(failures) == {"parallel"}
+    assert "among 3 streams at once the streamed answer broke" in failures["parallel"]
 
 
 @pytest.mark.parametrize(
-    ("fault", "sentence"),
+    ("fault", "message"),
     [
         ("garbage", "was answered 'ent fjord"),
         ("nan", "the same token over and over"),
@@ -194,15 +198,14 @@ def test_every_check_has_a_fault_that_fails_it() -> None:
         ("wedge", "no usable answer after 1."),
     ],
 )
-def test_broken_engine_fails_the_quick_check(host: Host, fault: str, sentence: str) -> None:
+def test_broken_engine_fails_the_quick_check(host: Host, fault: str, message: str) -> None:
     release = host.release()
     host.started(release, fault)
-    result = check(host, release, "quick")
-    problems = failed(result)
-    assert sentence in problems["first answer"]
+    failures = failed(check(host, release, "quick"))
+    assert message in failures["first answer"]
     # Without answers there are no tokens to count.
     also = {"counters", "metrics"} if fault == "error-500" else set()
-    assert set(problems) == {"first answer", *also}
+    assert set(failures) == {"first answer", *also}
 
 
 def test_restart_during_the_check_fails_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,15 +218,7 @@ def test_restart_during_the_check_fails_it(host: Host, monkeypatch: pytest.Monke
 
     assert failed(result) == {"same run": "the engine was restarted meanwhile"}
     assert not result.ok
-    # The proof is bound to the checked run, so it does not cover the next run.
-    assert result.invocation_id == "run-1"
-
-
-def test_prefix_check_reports_time_to_first_token(host: Host) -> None:
-    release = host.release()
-    host.started(release)
-    [found] = [c for c in check(host, release).checks if c.name == "prefix reuse"]
-    assert re.match(r"turn 2 began to answer after \d+\.\d\d s, turn 1 after", found.detail)
+    assert result.invocation_id == "run-1", "the proof must not cover the next run"
 
 
 def test_prefix_check_needs_more_than_a_cache_block(
@@ -238,11 +233,9 @@ def test_prefix_check_needs_more_than_a_cache_block(
 def test_frozen_counters_fail_the_counters_check(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spark_host.check import checks
-
     monkeypatch.setattr(checks, "_COUNTER_WAIT_S", 0.3)
     release = host.release(check__metrics_required={})
     host.started(release, "counters-flat")
-    problems = failed(check(host, release, "quick"))
-    assert "moved by 0" in problems["counters"]
-    assert set(problems) == {"counters"}
+    failures = failed(check(host, release, "quick"))
+    assert "moved by 0" in failures["counters"]
+    assert set(failures) == {"counters"}
