@@ -15,6 +15,7 @@ ENDING = ".rows.jsonl"
 KERNELS = {
     "experts": ["fused_marlin_moe"],
     "lm-head-batches": ["spark_vllm.head.kernel.logits"],
+    "lm-head-nan": ["spark_vllm.head.kernel.logits"],
     "marlin-atomic-add": ["marlin_gemm (the engine's own)"],
     "turboquant-layer": ["SparkTurboQuantImpl", "TurboQuantAttentionImpl (the engine's own)"],
 }

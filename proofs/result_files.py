@@ -44,6 +44,7 @@ KINDS = (
     Kind("container", "an engine under its container's restrictions", "gpu", "root"),
     Kind("experts", "fused experts against a reference", "gpu"),
     Kind("lm-head-batches", "LM head kernel against a reference", "gpu"),
+    Kind("lm-head-nan", "LM head kernel propagates NaN and infinity", "gpu"),
     Kind("lm-head-sweep-.*", "LM head kernel: times by block size", "gpu-times"),
     Kind("lm-head.*", "LM head kernel: times", "gpu-times"),
     Kind("marlin-atomic-add", "Marlin with atomic add repeats its result", "gpu"),

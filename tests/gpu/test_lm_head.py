@@ -1,4 +1,4 @@
-"""The INT8 LM-head kernel on this device: right for any batch and shape, safe in CUDA graphs."""
+"""The INT8 LM-head kernel on this device: correct for any batch and shape, safe in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spark_vllm.head.tiles import read_table, tile_for  # noqa: E402 # after the
 TILES = sorted(read_table().items())
 ROUNDING = 0.003
 """Rounding a logit to BF16 costs about 0.0017."""
-COMPANY = [1, 2, 3, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 200]
+BATCHES = [1, 2, 3, 8, 9, 12, 16, 17, 24, 32, 33, 64, 65, 200]
 """Batches on both sides of every limit of the shipped tables."""
 
 
@@ -31,7 +31,7 @@ def _error(value, reference) -> float:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
-def test_every_tile_is_right_for_every_batch(name, tiles, rows, in_features):  # type: ignore[no-untyped-def]
+def test_every_tile_is_correct_for_every_batch(name, tiles, rows, in_features):  # type: ignore[no-untyped-def]
     from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)
@@ -45,15 +45,17 @@ def test_every_tile_is_right_for_every_batch(name, tiles, rows, in_features):  #
                 assert _error(logits(x, values, scales, used, 4), reference) < ROUNDING, used
 
 
-def test_rows_quantised_in_blocks_equal_rows_quantised_at_once():
+def test_quantising_in_blocks_equals_quantising_at_once():
     from spark_vllm.head.quantise import quantise_rows
 
     weight = torch.randn(1000, 300, device="cuda").bfloat16()
-    for one, two in zip(quantise_rows(weight, 64), quantise_rows(weight, 10**6), strict=True):
-        assert torch.equal(one, two)
+    for in_blocks, at_once in zip(
+        quantise_rows(weight, 64), quantise_rows(weight, 10**6), strict=True
+    ):
+        assert torch.equal(in_blocks, at_once)
 
 
-def test_quantising_needs_memory_for_the_result_and_a_few_blocks_of_rows() -> None:
+def test_quantising_needs_memory_for_the_result_and_five_blocks() -> None:
     from spark_vllm.head.quantise import ROWS_PER_BLOCK, quantise_rows
 
     weight = torch.randn(16 * ROWS_PER_BLOCK, 1024, device="cuda", dtype=torch.bfloat16)
@@ -62,11 +64,11 @@ def test_quantising_needs_memory_for_the_result_and_a_few_blocks_of_rows() -> No
     before = torch.cuda.memory_allocated()
     values, scales = quantise_rows(weight)
     torch.cuda.synchronize()
-    beside = torch.cuda.max_memory_allocated() - before - values.nbytes - scales.nbytes
-    assert beside < 5 * ROWS_PER_BLOCK * 1024 * 4  # float32
+    extra_bytes = torch.cuda.max_memory_allocated() - before - values.nbytes - scales.nbytes
+    assert extra_bytes < 5 * ROWS_PER_BLOCK * 1024 * 4  # float32
 
 
-def test_a_replayed_graph_gives_the_logits_of_new_inputs():
+def test_replayed_graph_uses_new_inputs():
     from spark_vllm.head.kernel import logits
 
     _, values, scales, dequantised = _head(1024, 512)
@@ -83,6 +85,30 @@ def test_a_replayed_graph_gives_the_logits_of_new_inputs():
         assert _error(out, x.double() @ dequantised.t()) < ROUNDING
 
 
+@pytest.mark.parametrize(("name", "tiles"), TILES)
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_damaged_activation_gives_nan_logits_in_that_row_only(name, tiles, damage, results):  # type: ignore[no-untyped-def]
+    from spark_vllm.head.kernel import logits
+
+    from proofs import recorded
+
+    torch.manual_seed(0)
+    _, values, scales, _ = _head(2000, 3072)
+    wrong = []
+    for batch in (1, 3, 16, 33):
+        x = torch.randn(batch, 3072, device="cuda").bfloat16()
+        x[batch // 2, 1000] = damage
+        for tile in {tile_for(batch, tiles), *tiles}:
+            finite = torch.isfinite(logits(x, values, scales, tile, 4)).cpu()
+            expected = torch.ones_like(finite)
+            expected[batch // 2] = False
+            if not torch.equal(finite, expected):
+                wrong.append(str(tile))
+    claim = f"tiles {name}: one activation of {damage} makes all logits of that row not finite"
+    recorded.add(results, "lm-head-nan", claim, not wrong, wrong=wrong)
+    assert not wrong
+
+
 def test_int8_costs_less_than_one_percent_on_gaussian_weights():
     from spark_vllm.head.kernel import logits
 
@@ -96,31 +122,31 @@ def test_int8_costs_less_than_one_percent_on_gaussian_weights():
 
 @pytest.mark.parametrize(("name", "tiles"), TILES)
 @pytest.mark.parametrize(("rows", "in_features"), [(2000, 3072), (1999, 2048), (515, 3000)])
-def test_a_request_gets_the_same_bits_whatever_company_it_has(  # type: ignore[no-untyped-def]
+def test_logits_are_bit_identical_at_every_batch(  # type: ignore[no-untyped-def]
     name, tiles, rows, in_features, results
 ):
-    """Each batch by the tile that serves it: one table may mix tiles, never arithmetics."""
+    """Each batch uses its own tile; tiles of a table may differ, arithmetic may not."""
     from spark_vllm.head.kernel import logits
 
     from proofs import recorded
 
     torch.manual_seed(0)
     _, values, scales, _ = _head(rows, in_features)
-    x = torch.randn(COMPANY[-1], in_features, device="cuda").bfloat16()
-    found = {
+    x = torch.randn(BATCHES[-1], in_features, device="cuda").bfloat16()
+    logits_of = {
         batch: logits(x[:batch].clone(), values, scales, tile_for(batch, tiles), 4)
-        for batch in COMPANY
+        for batch in BATCHES
     }
-    whole = found[COMPANY[-1]]
-    other = [batch for batch, one in found.items() if not torch.equal(one, whole[:batch])]
+    whole = logits_of[BATCHES[-1]]
+    other = [batch for batch, part in logits_of.items() if not torch.equal(part, whole[:batch])]
     again = logits(x, values, scales, tile_for(len(x), tiles), 4)
     claim = f"tiles {name}, {rows} x {in_features}: the same bits at every batch, and again"
     passed = not other and torch.equal(again, whole)
-    recorded.add(results, "lm-head-batches", claim, passed, batches=COMPANY, other=other)
+    recorded.add(results, "lm-head-batches", claim, passed, batches=BATCHES, other=other)
     assert passed, other
 
 
-def test_a_tile_that_computes_otherwise_is_seen_by_the_same_comparison():  # type: ignore[no-untyped-def]
+def test_comparison_detects_a_tile_with_other_arithmetic():  # type: ignore[no-untyped-def]
     from spark_vllm.head.kernel import logits
 
     torch.manual_seed(0)

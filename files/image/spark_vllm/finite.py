@@ -1,6 +1,6 @@
 """Refuse a loaded model with NaN, infinity or outlier scales, before it serves requests."""
 
-# A NaN scale gives NaN logits: the engine reports no error and repeats one token. This checks all
+# A NaN scale gives NaN logits: the engine reports no error and repeats a token. This checks all
 # loaded numbers and the head's logits; a full step needs the KV cache, so the start check does it.
 # An integer scale that is far too large is finite and drowns all other weights. Sign and zero are
 # valid: symmetric AutoRound writes negative scales, and the engine pads with zeros.
@@ -39,20 +39,20 @@ def install() -> None:
         model: torch.nn.Module = load(self, vllm_config, model_config, *more, **named)
         if getattr(vllm_config.quant_config, "demand_finite", False):
             drafts = model_config.runner_type == "draft"
-            demand_finite(model, given_later(model) if drafts else ())
+            demand_finite(model, modules_from_target(model) if drafts else ())
         return model
 
     load_model.spark_finite = True  # type: ignore[attr-defined]
     BaseModelLoader.load_model = load_model
 
 
-def given_later(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the drafter modules that the engine replaces by the target's after loading.
+def modules_from_target(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return drafter modules that the engine replaces by the target's after loading.
 
-    Until then they are uninitialised memory. MTP layers have no such marks: they load completely.
+    Until then they are uninitialised memory. MTP layers load completely and have no such flag.
     """
-    marks = (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embed_tokens"))
-    return tuple(name for mark, name in marks if getattr(model, mark, None) is False)
+    flags = (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embed_tokens"))
+    return tuple(name for flag, name in flags if getattr(model, flag, None) is False)
 
 
 def demand_finite(model: torch.nn.Module, later: tuple[str, ...] = ()) -> None:
@@ -73,8 +73,8 @@ def demand_finite(model: torch.nn.Module, later: tuple[str, ...] = ()) -> None:
 
 def check_finite_tensors(model: torch.nn.Module, later: tuple[str, ...] = ()) -> int:
     """Check every number outside ``later``; return the number of tensors."""
-    held = dict(model.named_parameters()) | dict(model.named_buffers())
-    tensors = {name: t for name, t in held.items() if not {*later} & {*name.split(".")}}
+    loaded = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = {name: t for name, t in loaded.items() if not {*later} & {*name.split(".")}}
     wrong = [name for name, tensor in tensors.items() if not all_finite(tensor.detach())]
     if wrong:
         raise ValueError(_refusal(model, f"{len(wrong)} tensors", wrong))
@@ -82,21 +82,21 @@ def check_finite_tensors(model: torch.nn.Module, later: tuple[str, ...] = ()) ->
 
 
 def check_scale_sizes(model: torch.nn.Module) -> None:
-    """Look at the scales of INT4 and INT8 weights."""
+    """Refuse outlier scales of INT4 and INT8 weights."""
     scales = {
         name: tensor.detach()
         for name, tensor in model.named_parameters()
         if name.rpartition(".")[2] in _INTEGER_SCALES
     }
-    wrong = [name for name, tensor in scales.items() if not usual(tensor)]
+    wrong = [name for name, tensor in scales.items() if not has_plausible_scales(tensor)]
     if wrong:
         raise ValueError(
-            f"{type(model).__name__}: a scale is over {OUTSIDE} times what 99 of 100 others have: "
+            f"{type(model).__name__}: a scale is over {OUTSIDE} times the 99th percentile: "
             f"{_names(wrong)}; it would drown all other weights; {_FIX}"
         )
 
 
-def usual(scales: torch.Tensor) -> bool:
+def has_plausible_scales(scales: torch.Tensor) -> bool:
     if scales.is_meta or not scales.numel():
         return True
     sizes = scales.flatten()
@@ -122,7 +122,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield pieces along the first axis, so that no mask is as large as the embedding."""
+    """Yield pieces along the first axis, to keep masks smaller than the embedding."""
     if tensor.dim() == 0:
         yield tensor
         return
@@ -152,8 +152,8 @@ def _names(names: list[str]) -> str:
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
-def _refusal(model: torch.nn.Module, what: str, names: list[str]) -> str:
+def _refusal(model: torch.nn.Module, subject: str, names: list[str]) -> str:
     return (
-        f"{type(model).__name__}: {what} with NaN or infinity after loading: {_names(names)}; "
-        f"it would answer one token over and over; {_FIX}"
+        f"{type(model).__name__}: {subject} with NaN or infinity after loading: {_names(names)}; "
+        f"the model would repeat a single token; {_FIX}"
     )

@@ -1,7 +1,7 @@
 """Load format ``spark_portable``: dequantise a hybrid checkpoint to BF16 while loading."""
 
-# For hardware without the quantised kernels: about four times the memory. It checks the checkpoint
-# and its names, not the kernels, and must be selected explicitly.
+# For hardware without the quantised kernels; needs about four times the memory. It checks the
+# checkpoint and tensor names, not the kernels, and must be selected explicitly.
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PortableLoader(BaseModelLoader):
     """Model loader of the load format ``spark_portable``."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Do nothing: the checkpoint is a directory of this host."""
+        """Skip: the checkpoint is a directory of this host."""
 
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
@@ -34,13 +34,13 @@ class PortableLoader(BaseModelLoader):
         """Build every layer unquantised, then load the dequantised weights.
 
         Raises:
-            ValueError: when the checkpoint is not one of ours.
+            ValueError: the checkpoint is no hybrid checkpoint.
         """
         enter = getattr(vllm_config.quant_config, "enter_portable_mode", None)
         if enter is None:
             raise ValueError(
                 f"--load-format {PORTABLE_LOAD_FORMAT}: {model_config.model} is no hybrid "
-                "checkpoint; fix: leave the option out, stock vLLM loads this one"
+                "checkpoint; fix: leave the option out, stock vLLM loads it"
             )
         enter()
         model: torch.nn.Module = super().load_model(
@@ -55,7 +55,7 @@ class PortableLoader(BaseModelLoader):
         reader = ModuleReader(Path(model_config.model), settings)
         unused = getattr(model, "is_unused_checkpoint_weight", None)
         loaded = model.load_weights(reader.weights(lambda name: unused is None or not unused(name)))
-        _demand_all_loaded(model, loaded)
+        _check_all_loaded(model, loaded)
         # Before the engine repacks them: on a CPU it hides weights inside its kernels.
         check_finite_tensors(model)
         logger.warning(
@@ -67,8 +67,8 @@ class PortableLoader(BaseModelLoader):
         )
 
 
-def _demand_all_loaded(model: torch.nn.Module, loaded: set[str] | None) -> None:
-    """Refuse parameters without a tensor: they would hold uninitialised memory."""
+def _check_all_loaded(model: torch.nn.Module, loaded: set[str] | None) -> None:
+    """Refuse parameters without a tensor: they would stay uninitialised."""
     if loaded is None:
         return
     filled = {_unwrapped(name) for name in loaded}
@@ -81,5 +81,5 @@ def _demand_all_loaded(model: torch.nn.Module, loaded: set[str] | None) -> None:
 
 
 def _unwrapped(name: str) -> str:
-    """Return a name without the wrapper of the experts; vLLM 0.30 names what it filled without."""
+    """Return a name without the experts' wrapper, which vLLM 0.30 omits in loaded names."""
     return name.replace(".routed_experts.", ".")

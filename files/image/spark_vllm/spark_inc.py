@@ -19,7 +19,7 @@ from spark_vllm.checkpoint import names
 from spark_vllm.checkpoint.gate import check_checkpoint
 from spark_vllm.checkpoint.names import check_expert_width
 from spark_vllm.checkpoint.settings import Settings, read_settings
-from spark_vllm.head.method import Int8Head, wanted_head
+from spark_vllm.head.method import Int8Head, head_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,13 +32,13 @@ class SparkIncConfig(INCConfig):
     """INC with an exact list of block-FP8 modules.
 
     A subclass, not a wrapper: vLLM replicates ``in_proj_ba`` under tensor parallelism only for
-    instances of INCConfig. Holds plain data only; vLLM pickles and deep-copies it.
+    instances of INCConfig. Plain data only, because vLLM pickles and deep-copies it.
     """
 
     settings: Settings
     fp8_modules: list[str]  # engine names once apply_vllm_mapper ran
     portable: bool = False
-    demand_finite: bool = True  # finite.py looks at models of this method only
+    demand_finite: bool = True  # finite.py checks only models of this method
 
     @classmethod
     def get_name(cls) -> str:
@@ -48,7 +48,7 @@ class SparkIncConfig(INCConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: Any, hf_config: Any = None
     ) -> str | None:
-        """Claim nothing: the inherited method would take every plain ``auto-round`` checkpoint."""
+        """Return None: the inherited method would claim every plain ``auto-round`` checkpoint."""
         return None
 
     @classmethod
@@ -56,7 +56,7 @@ class SparkIncConfig(INCConfig):
         """Build from ``quantization_config`` of ``config.json``.
 
         Raises:
-            ValueError: when a key is missing or has a value we do not serve.
+            ValueError: a key is missing or has an unsupported value.
         """
         settings = read_settings(config)
         instance: SparkIncConfig = super().from_config(config)
@@ -72,8 +72,8 @@ class SparkIncConfig(INCConfig):
     ) -> None:
         """Check the checkpoint's names, dtypes and shapes before any weight is loaded.
 
-        The engine itself misses most damage: an absent block scale gives NaN logits and an absent
-        drafter tensor gives drafts nobody accepts, both without a word.
+        The engine misses most damage: a missing block scale gives NaN logits, and a missing drafter
+        tensor gives drafts that are never accepted, both without an error.
         """
         text_config = getattr(hf_config, "text_config", hf_config)
         check_checkpoint(
@@ -112,8 +112,8 @@ class SparkIncConfig(INCConfig):
         """Return block FP8 for listed modules, unquantised in portable mode, else INC's choice.
 
         Raises:
-            ValueError: when only some shards of a fused module are listed, or experts are so
-                narrow on this device that the engine would compute garbage.
+            ValueError: only some shards of a fused module are listed, or experts are too narrow
+                on this device for the engine.
         """
         if self.portable:
             return _unquantised(layer)
@@ -128,14 +128,14 @@ class SparkIncConfig(INCConfig):
                     weight_block_size=list(self.settings.block_shape),
                 )
             )
-        head = wanted_head() if isinstance(layer, ParallelLMHead) else None
-        if head is not None:
+        options = head_options() if isinstance(layer, ParallelLMHead) else None
+        if options is not None:
             if self.settings.head_int8:
                 raise ValueError(
-                    "--additional-config: spark.lm_head: the checkpoint's head is INT8 already; "
+                    "--additional-config: spark.lm_head: the checkpoint already has an INT8 head; "
                     "fix: leave the option out, or build the checkpoint with head 'keep'"
                 )
-            return Int8Head(head)
+            return Int8Head(options)
         method = super().get_quant_method(layer, prefix)
         packed = method is not None and not isinstance(method, UnquantizedFusedMoEMethod)
         if packed and isinstance(layer, RoutedExperts):

@@ -9,8 +9,8 @@ why:
   3. A fresh prompt batched with shorter rows that have a cached prefix makes those rows ignore
      their cache (vllm-project/vllm#46461).
 how: verify rows become decode rows, one per token, with lengths computed on the device inside the
-  captured region; the path for fresh prompts is taken only when every row is one.
-remove when: the engine's builder says ``supports_spec_as_decode=True``.
+  captured region; the path for fresh prompts runs only if every row is a fresh prompt.
+remove when: the engine's builder sets ``supports_spec_as_decode=True``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SparkTurboQuantBackend(TurboQuantAttentionBackend):
 
 
 class SparkTurboQuantBuilder(TurboQuantMetadataBuilder):
-    """Counts verify rows as decode rows."""
+    """Treats verify rows as decode rows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,7 +77,7 @@ class SparkTurboQuantBuilder(TurboQuantMetadataBuilder):
 
 
 class SparkTurboQuantImpl(TurboQuantAttentionImpl):
-    """Attends verify rows token by token, and looks at every row before the fast path."""
+    """Computes verify rows token by token; checks every row before the fast path."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -106,7 +106,7 @@ class SparkTurboQuantImpl(TurboQuantAttentionImpl):
         **kwargs: Any,
     ) -> torch.Tensor:
         if not all_fresh(attn_metadata):
-            # The engine tests max_query_len == max_seq_len; one more keeps it on the row loop.
+            # The engine tests max_query_len == max_seq_len; a larger value selects the row loop.
             longest = max(attn_metadata.max_seq_len, attn_metadata.max_query_len) + 1
             attn_metadata = replace(attn_metadata, max_seq_len=longest)
         return super()._prefill_attention(
@@ -115,18 +115,18 @@ class SparkTurboQuantImpl(TurboQuantAttentionImpl):
 
 
 def per_token(metadata: TurboQuantMetadata, tokens: int) -> TurboQuantMetadata:
-    """Return metadata with one row per token: its own length and its request's blocks.
+    """Return metadata with a row per token: sequence length and blocks of the request.
 
-    All on the device and of fixed shape: safe in a CUDA graph, exact whatever the CPU believes.
+    Computed on the device with fixed shapes: safe in a CUDA graph, independent of CPU lengths.
 
     Args:
-        metadata: rows of one or more tokens.
+        metadata: rows of at least one token.
         tokens: rows of the query.
     """
     ends = metadata.query_start_loc[1:]
     place = torch.arange(tokens, device=ends.device, dtype=ends.dtype)
     request = torch.searchsorted(ends, place, right=True).clamp_(max=ends.shape[0] - 1)
-    # The last token of a request sees its whole length, the one before it one less, and so on.
+    # The last token of a request attends to the full length, each earlier token to one less.
     lengths = metadata.seq_lens[request] - (ends[request] - place) + 1
     return replace(
         metadata,
@@ -136,7 +136,7 @@ def per_token(metadata: TurboQuantMetadata, tokens: int) -> TurboQuantMetadata:
 
 
 def all_fresh(metadata: TurboQuantMetadata) -> bool:
-    """Return whether no row has a cached prefix, as far as the CPU knows; unknown counts as no."""
+    """Return whether the CPU lengths show that no row has a cached prefix; False if unknown."""
     if metadata.seq_lens_cpu is None or metadata.query_start_loc_cpu is None:
         return False
     lengths = metadata.query_start_loc_cpu[1:] - metadata.query_start_loc_cpu[:-1]

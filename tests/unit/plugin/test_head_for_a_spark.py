@@ -1,6 +1,6 @@
-"""The head's kernels compiled for a Spark (12.1), without one: do they fit, and do they spill?
+"""Compile the head's kernels for a Spark (12.1) without a GPU: size limits and register spills.
 
-Needs triton, which brings its own assembler and cuobjdump; no GPU. `make kernels` brings it.
+Needs triton, which includes an assembler and cuobjdump; `make kernels` installs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton: make kernels")
 try:
     import torch  # noqa: F401
-except ModuleNotFoundError:  # compiling needs none of it, and it is large
+except ModuleNotFoundError:  # compiling does not need it, and it is large
     sys.modules["torch"] = ModuleType("torch")
 
 from spark_vllm.check import kernels
@@ -26,30 +26,30 @@ LARGE = Tile(None, 64, 256, 1, False, 4, 5, 0)
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"to-{tile.max_batch}")
 @pytest.mark.parametrize("shape", kernels.SHAPES)
-def test_every_tile_of_a_spark_fits_and_spills_nothing(tile: Tile, shape: str) -> None:
+def test_every_spark_tile_fits_without_spills(tile: Tile, shape: str) -> None:
     used = kernels.head(tile, shape)
     assert used.shared_bytes <= kernels.SHARED_BYTES
     assert used.registers * tile.warps * 32 <= kernels.REGISTERS
     assert used.spilled_bytes == 0
 
 
-def test_splitting_activations_spills_nothing() -> None:
+def test_splitting_activations_does_not_spill() -> None:
     assert kernels.splitting().spilled_bytes == 0
 
 
-def test_a_tile_that_spills_and_one_that_does_not_fit_are_noticed() -> None:
+def test_detects_spills_and_too_much_shared_memory() -> None:
     assert kernels.head(SPILLING).spilled_bytes > 0
     assert kernels.head(LARGE).shared_bytes > kernels.SHARED_BYTES
 
 
-def test_the_check_of_an_image_says_that_all_were_compiled() -> None:
+def test_image_check_notes_compiled_kernels() -> None:
     assert kernels.compile_kernels() == (
         [],
         [f"{len(TILES) + 1} kernels of the head compiled for a Spark"],
     )
 
 
-def test_it_refuses_a_tile_that_no_spark_could_start_and_tells_of_one_that_spills(
+def test_refuses_too_large_tile_and_notes_spills(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernels, "read_table", lambda: {"12.1": (LARGE,)})
@@ -59,10 +59,10 @@ def test_it_refuses_a_tile_that_no_spark_could_start_and_tells_of_one_that_spill
     monkeypatch.setattr(kernels, "read_table", lambda: {"12.1": (SPILLING,)})
     problems, notes = kernels.compile_kernels()
     assert problems == []
-    assert "they spill: head to any rows" in notes[-1]
+    assert "register spills: head to any rows" in notes[-1]
 
 
-def test_another_triton_ends_no_build_and_an_assembler_without_a_spark_does(
+def test_old_assembler_fails_the_build_and_unknown_triton_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def raising(error: Exception) -> None:

@@ -210,7 +210,7 @@ DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
             tree.index.update({"lm_head.weight": "model-00002-of-00002.safetensors"}),
             tree.write_index(),
         ),
-        r"(lists lm_head\.weight beside the INT8 head|no tensor lm_head\.weight)",
+        r"(lists lm_head\.weight in addition|no tensor lm_head\.weight)",
     ),
 }
 
@@ -291,7 +291,7 @@ def test_a_half_swapped_overlay_lists_no_module_twice(hybrid: Hybrid, tmp_path: 
     tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
     tree.index[f"{GATE}.weight"] = "model-00002-of-00002.safetensors"
     tree.write_index()
-    with pytest.raises(ValueError, match=r"lists .*gate_proj\.weight beside its FP8 form"):
+    with pytest.raises(ValueError, match=r"lists .*gate_proj\.weight in addition"):
         check(tree.root)
 
 

@@ -56,5 +56,5 @@ def test_no_file_is_no_choice(tmp_path):
 def test_a_damaged_file_says_how_to_mend_it(tmp_path, text):
     path = tmp_path / "times.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="delete it, it is measured again"):
+    with pytest.raises(ValueError, match="delete the file"):
         choice.read_choice(path, HERE)

@@ -1,4 +1,4 @@
-"""The table of what we rely on is data: read strictly, whole, and shipped with the plugin."""
+"""The table of required upstream symbols: strict parsing, completeness, packaging."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check import rules, table
 
 IMAGE = Path(__file__).parents[3] / "files" / "image"
-WHY = "why: somebody needs it\n  used_by: register.py"
+WHY = "why: the loader calls it\n  used_by: register.py"
 RULES = {
     "exists": rules.Exists(),
     "absent": rules.Absent(),
@@ -37,68 +37,66 @@ def written(path: Path, rows: str, names: str = "{base: 'vllm.a:B'}") -> Path:
 
 
 @pytest.mark.parametrize("demand", RULES)
-def test_a_demand_becomes_its_rule(tmp_path: Path, demand: str) -> None:
+def test_parses_every_kind_of_demand(tmp_path: Path, demand: str) -> None:
     rows = f"- symbol: $base.c\n  demand: {demand}\n  {WHY}"
     read = table.read_rows(written(tmp_path / "rows.yml", rows))
-    wanted = table.Row(
-        "vllm.a:B.c", RULES[demand], "somebody needs it", "register.py", SUPPORTED_ENGINES
+    expected = table.Row(
+        "vllm.a:B.c", RULES[demand], "the loader calls it", "register.py", SUPPORTED_ENGINES
     )
-    assert read == (wanted,)
+    assert read == (expected,)
 
 
-def test_a_row_can_be_about_some_engines_and_a_name_about_an_earlier_name(tmp_path: Path) -> None:
+def test_row_can_name_versions_and_names_can_nest(tmp_path: Path) -> None:
     rows = f"- symbol: $b\n  demand: exists\n  {WHY}\n  versions: [{SUPPORTED_ENGINES[1]}]"
     [row] = table.read_rows(written(tmp_path / "rows.yml", rows, "{a: vllm.a, b: '$a:B'}"))
     assert (row.symbol, row.versions) == ("vllm.a:B", (SUPPORTED_ENGINES[1],))
 
 
 WRONG = {
-    "a rule we do not have": ("demand: {tekes: [a]}", "accepted demands: exists, absent"),
+    "unknown rule": ("demand: {tekes: [a]}", "accepted demands: exists, absent"),
     "two rules": ("demand: {does: [a], contains: b}", "accepted demands: exists, absent"),
-    "a rule without what it demands": ("demand: does", "accepted demands: exists, absent"),
-    "nothing to be found": ("demand: {does: []}", "accepted demands: exists, absent"),
-    "one text for a list": ("demand: {does: a}", "accepted demands: exists, absent"),
-    "parameters as one text": ("demand: {takes: a}", "a list of texts"),
-    "keywords as one text": ("demand: {takes: [a], keywords: bc}", "a list of texts"),
-    "another decorator": (
+    "rule without a value": ("demand: does", "accepted demands: exists, absent"),
+    "empty list": ("demand: {does: []}", "accepted demands: exists, absent"),
+    "string instead of a list": ("demand: {does: a}", "accepted demands: exists, absent"),
+    "string of parameters": ("demand: {takes: a}", "a list of strings"),
+    "string of keywords": ("demand: {takes: [a], keywords: bc}", "a list of strings"),
+    "unknown decorator": (
         "demand: {takes: [], decorator: cached}",
         "accepted demands: exists, absent",
     ),
-    "an unknown key of a demand": ("demand: {takes: [], keyword: [a]}", "accepted demands: exists"),
+    "unknown key of a demand": ("demand: {takes: [], keyword: [a]}", "accepted demands: exists"),
     "no demand": ("", "accepted: symbol, demand, why, used_by"),
-    "an unknown key": ("demand: exists\n  version: [0.30.0]", "accepted: symbol, demand"),
-    "an engine we do not support": ("demand: exists\n  versions: [0.1.0]", "versions of 0.30.0"),
+    "unknown key": ("demand: exists\n  version: [0.30.0]", "accepted: symbol, demand"),
+    "unsupported engine": ("demand: exists\n  versions: [0.1.0]", "versions of 0.30.0"),
     "no engine": ("demand: exists\n  versions: []", "versions of 0.30.0"),
-    "versions that are a number": ("demand: exists\n  versions: 0.30", "not iterable"),
+    "number as versions": ("demand: exists\n  versions: 0.30", "not iterable"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_row_that_is_not_understood_is_refused(tmp_path: Path, case: str) -> None:
+def test_refuses_invalid_row(tmp_path: Path, case: str) -> None:
     text, words = WRONG[case]
     path = written(tmp_path / "rows.yml", f"- symbol: $base.c\n  {text}\n  {WHY}")
-    with pytest.raises(ValueError, match=re.escape(words)) as told:
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
         table.read_rows(path)
-    assert str(told.value).startswith(f"{path}: row 1: ")
-    assert "$base.c" in str(told.value)
-    assert "fix: " in str(told.value)
+    assert str(error.value).startswith(f"{path}: row 1: ")
+    assert "$base.c" in str(error.value)
+    assert "fix: " in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("demand: exists\n  demand: absent", "a key stands there twice"),
+        ("demand: exists\n  demand: absent", "duplicate key"),
         ("demand: {", "while parsing"),
     ],
 )
-def test_a_demand_that_stands_twice_and_what_is_no_yaml_are_refused(
-    tmp_path: Path, text: str, words: str
-) -> None:
+def test_refuses_duplicate_key_and_invalid_yaml(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"rows.yml: (.|\n)*{words}(.|\n)*line [34]"):
         table.read_rows(written(tmp_path / "rows.yml", f"- symbol: a:b\n  {text}\n  {WHY}"))
 
 
-def test_an_unknown_name_and_an_unknown_key_of_a_file_are_refused(tmp_path: Path) -> None:
+def test_refuses_unknown_name_and_key(tmp_path: Path) -> None:
     row = f"- symbol: $bace.c\n  demand: exists\n  {WHY}"
     with pytest.raises(ValueError, match=r"row 1: .*\$bace\.c.*: accepted names: base"):
         table.read_rows(written(tmp_path / "rows.yml", row))
@@ -106,7 +104,7 @@ def test_an_unknown_name_and_an_unknown_key_of_a_file_are_refused(tmp_path: Path
         table.read_rows(written(tmp_path / "rows.yml", f"{row}\nmore: 1"))
 
 
-def test_every_file_of_rows_is_part_of_the_table() -> None:
+def test_table_contains_every_file() -> None:
     files = sorted((IMAGE / "spark_vllm/check").glob("*.yml"))
     stated = [row for path in files for row in yaml.safe_load(path.read_text())["rows"]]
     assert len(stated) == len(table.TABLE) > 100
@@ -114,8 +112,8 @@ def test_every_file_of_rows_is_part_of_the_table() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_the_plugin(tmp_path: Path) -> None:
-    """Built as the Dockerfile does it, from a copy: a build leaves files beside its sources."""
+def test_wheel_contains_every_file_of_the_plugin(tmp_path: Path) -> None:
+    """Builds a copy like the Dockerfile, because a build leaves files in the source directory."""
     shutil.copytree(IMAGE, tmp_path / "image", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps",

@@ -12,7 +12,7 @@ from spark_vllm.check.rules import Sources
 
 
 def main() -> int:
-    """Check the installed engine, print what is wrong with it, return the exit code."""
+    """Check the installed engine, print problems, return the exit code."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         print("error: vllm: not installed for this Python; fix: choose another base image")
@@ -21,7 +21,7 @@ def main() -> int:
     if engine not in SUPPORTED_ENGINES:
         print(
             f"error: vllm {engine}: not a version this plugin was checked against "
-            f"({', '.join(SUPPORTED_ENGINES)}); fix: choose a base image with one of them"
+            f"({', '.join(SUPPORTED_ENGINES)}); fix: choose a base image with a listed version"
         )
         return 1
     # Only now: PyYAML comes with the engine.
@@ -30,7 +30,7 @@ def main() -> int:
     rows = rows_for(engine)
     problems = table_problems(Sources(Path(spec.origin).parent.parent), engine)
     if not problems:
-        # Only now: an import of a changed engine would fail with less to say.
+        # Only now: importing a changed engine would fail with a worse message.
         from spark_vllm.check.live import live_problems
 
         problems = live_problems(rows)
@@ -43,9 +43,11 @@ def main() -> int:
     for problem in problems:
         print(f"error: {problem}")
     if problems:
-        print(f"fix: {len(problems)} of the plugin's needs are not met by vLLM {engine}")
+        print(
+            f"fix: choose a supported base image; vLLM {engine} fails {len(problems)} plugin checks"
+        )
         return 1
-    print(f"spark_vllm {__version__}: vLLM {engine} is as needed ({len(rows)} checks)")
+    print(f"spark_vllm {__version__}: vLLM {engine} is compatible ({len(rows)} checks)")
     return 0
 
 

@@ -35,10 +35,10 @@ def compile_kernels() -> tuple[list[str], list[str]]:
         except ImportError as error:
             return [], [f"kernels of the head were not compiled: {error}"]
         except Exception as error:  # an incompatible Triton, or an assembler without sm_121
-            what = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+            message = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
             if type(error).__name__ == "PTXASError":
-                return [f"kernels of the head: the assembler takes none for a Spark: {what}"], []
-            return [], [f"kernels of the head were not compiled: {what}"]
+                return [f"kernels of the head: the assembler rejects sm_{SPARK}: {message}"], []
+            return [], [f"kernels of the head were not compiled: {message}"]
     problems = [
         f"{name}: {used.shared_bytes} bytes of shared memory, a Spark has {SHARED_BYTES}"
         for name, used in found.items()
@@ -46,19 +46,19 @@ def compile_kernels() -> tuple[list[str], list[str]]:
     ]
     spilling = [name for name, used in found.items() if used.spilled_bytes]
     notes = [f"{len(found)} kernels of the head compiled for a Spark"]
-    notes += [f"slower than they could be, for they spill: {', '.join(spilling)}"] * bool(spilling)
+    notes += [f"slow because of register spills: {', '.join(spilling)}"] * bool(spilling)
     return problems, notes
 
 
 def usages() -> Iterator[tuple[str, Usage]]:
-    """Compile every kernel at the models' shapes; yield its name and resource usage."""
+    """Compile every kernel at the models' shapes; yield name and resource usage."""
     for tile in read_table()["12.1"]:
         yield f"head to {tile.max_batch or 'any'} rows", head(tile)
     yield "splitting of activations", splitting()
 
 
 def head(tile: Tile, shape: str = "ours") -> Usage:
-    """Compile the logits' kernel as a tile has it; ``odd``: sizes that are multiples of nothing."""
+    """Compile the logits kernel for a tile; shape ``odd``: sizes without common factors."""
     from spark_vllm.head import kernel
     from spark_vllm.head.quantise import GROUP_SIZE
 

@@ -23,13 +23,13 @@ def live_problems(rows: list[Row]) -> list[str]:
     for check in (_entry_point, _registration, _round_trip):
         try:
             problems += check()
-        except Exception as error:  # whatever an engine raises is the finding
+        except Exception as error:  # any exception of the engine is a problem to report
             problems.append(f"{check.__name__.strip('_')}: {type(error).__name__}: {error}")
     return problems
 
 
 def _import_problem(row: Row) -> str | None:
-    """Import what a row names: a symbol can be in the source and still not be importable."""
+    """Import the symbol of a row: it can be in the source and still not be importable."""
     if isinstance(row.rule, Absent):
         return None
     try:
@@ -37,9 +37,9 @@ def _import_problem(row: Row) -> str | None:
     except AttributeError as error:
         if _is_field(row.symbol):
             return None
-        return row.told(str(error))
-    except Exception as error:  # whatever an import raises is the finding
-        return row.told(f"cannot be imported: {type(error).__name__}: {error}")
+        return row.describe(str(error))
+    except Exception as error:  # any exception of an import is a problem to report
+        return row.describe(f"cannot be imported: {type(error).__name__}: {error}")
     return None
 
 
@@ -80,10 +80,10 @@ def _registration() -> list[str]:
     plain = {"quant_method": "auto-round"}
     loader = get_model_loader(LoadConfig(load_format=PORTABLE_LOAD_FORMAT))
     needs = {
-        f"{QUANT_METHOD} is not ours": get_quantization_config(QUANT_METHOD) is SparkIncConfig,
-        "our class does not extend INCConfig": issubclass(SparkIncConfig, INCConfig),
+        f"{QUANT_METHOD} is another class": get_quantization_config(QUANT_METHOD) is SparkIncConfig,
+        "SparkIncConfig does not extend INCConfig": issubclass(SparkIncConfig, INCConfig),
         "plain INC was replaced": get_quantization_config("inc") is INCConfig,
-        "our class claims plain auto-round checkpoints": (
+        "SparkIncConfig claims plain auto-round checkpoints": (
             SparkIncConfig.override_quantization_method(plain, None) is None
         ),
         f"load format {PORTABLE_LOAD_FORMAT} is {type(loader)}": isinstance(loader, PortableLoader),

@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 class MissingError(LookupError):
-    """A module or symbol is not where the table says."""
+    """A module or symbol of the table does not exist."""
 
 
 class Sources:
-    """The ``vllm`` package below one directory; modules in ``changed`` are taken from there."""
+    """The ``vllm`` package below a directory; ``changed`` replaces modules."""
 
     def __init__(self, root: Path, changed: Mapping[str, ast.Module] | None = None) -> None:
         self._root = root
@@ -21,7 +21,7 @@ class Sources:
 
     @staticmethod
     def files(module: str) -> tuple[str, str]:
-        """Return the two files that can hold ``module``, relative to the root."""
+        """Return the two possible files of ``module``, relative to the root."""
         path = module.replace(".", "/")
         return f"{path}.py", f"{path}/__init__.py"
 
@@ -77,10 +77,10 @@ def bound_names(node: ast.stmt) -> set[str]:
 @dataclass(frozen=True)
 class Rule:
     def problems(self, sources: Sources, symbol: str) -> Iterator[str]:
-        """Yield what is wrong with ``symbol``."""
-        return self._wrong(sources.find(symbol))
+        """Yield the violations of this rule by ``symbol``."""
+        return self._violations(sources.find(symbol))
 
-    def _wrong(self, node: ast.stmt) -> Iterator[str]:
+    def _violations(self, node: ast.stmt) -> Iterator[str]:
         return iter(())
 
 
@@ -98,41 +98,41 @@ class Absent(Rule):
             sources.find(symbol)
         except MissingError:
             return
-        yield f"{name} is there now"
+        yield f"{name} exists"
 
 
 @dataclass(frozen=True)
 class Takes(Rule):
     """A function that can be called with these arguments.
 
-    ``positional`` are the first parameters, in this order; ``keywords`` may stand anywhere. Every
-    other parameter must have a default. ``self`` and ``cls`` are left out.
+    ``positional`` are the first parameters, in order; ``keywords`` may have any position. All
+    other parameters need a default. ``self`` and ``cls`` are left out.
     """
 
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     decorator: str | None = None  # "classmethod" or "staticmethod"
 
-    def _wrong(self, node: ast.stmt) -> Iterator[str]:
+    def _violations(self, node: ast.stmt) -> Iterator[str]:
         if not isinstance(node, ast.FunctionDef):
-            yield "is no function"
+            yield "is not a function"
             return
         decorators = {ast.unparse(item) for item in node.decorator_list}
         if self.decorator is not None and self.decorator not in decorators:
-            yield f"is no {self.decorator}"
+            yield f"is not a {self.decorator}"
         ordered, required = _parameters(node)
         if tuple(ordered[: len(self.positional)]) != self.positional:
             yield f"takes ({', '.join(ordered)}), we pass ({', '.join(self.positional)})"
-        taken = {*ordered, *(item.arg for item in node.args.kwonlyargs)}
-        yield from (f"takes no {name}" for name in self.keywords if name not in taken)
-        ours = {*self.positional, *self.keywords}
+        accepted = {*ordered, *(item.arg for item in node.args.kwonlyargs)}
+        yield from (f"takes no {name}" for name in self.keywords if name not in accepted)
+        passed = {*self.positional, *self.keywords}
         yield from (
-            f"requires {name}, which we do not pass" for name in required if name not in ours
+            f"requires {name}, which we do not pass" for name in required if name not in passed
         )
 
 
 def _parameters(node: ast.FunctionDef) -> tuple[list[str], list[str]]:
-    """Return the parameters that have a place, and all without a default; not ``self``."""
+    """Return positional parameters and required parameters, without ``self``."""
     ordered = [item.arg for item in (*node.args.posonlyargs, *node.args.args)]
     required = ordered[: len(ordered) - len(node.args.defaults)]
     pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
@@ -146,7 +146,7 @@ def _parameters(node: ast.FunctionDef) -> tuple[list[str], list[str]]:
 class Inherits(Rule):
     base: str
 
-    def _wrong(self, node: ast.stmt) -> Iterator[str]:
+    def _violations(self, node: ast.stmt) -> Iterator[str]:
         bases = [ast.unparse(base) for base in getattr(node, "bases", [])]
         if self.base not in bases:
             yield f"has the bases ({', '.join(bases)}), not {self.base}"
@@ -156,7 +156,7 @@ class Inherits(Rule):
 class Contains(Rule):
     value: str
 
-    def _wrong(self, node: ast.stmt) -> Iterator[str]:
+    def _violations(self, node: ast.stmt) -> Iterator[str]:
         found = {item.value for item in ast.walk(node) if isinstance(item, ast.Constant)}
         if self.value not in found:
             yield f"has no {self.value!r}"
@@ -164,11 +164,11 @@ class Contains(Rule):
 
 @dataclass(frozen=True)
 class Maps(Rule):
-    """A constant holding a dictionary with these entries, wherever it stands in the value."""
+    """A value that contains, at any depth, a dictionary with these entries."""
 
     entries: tuple[tuple[str, object], ...]
 
-    def _wrong(self, node: ast.stmt) -> Iterator[str]:
+    def _violations(self, node: ast.stmt) -> Iterator[str]:
         found: dict[str, object] = {}
         for item in ast.walk(node):
             if isinstance(item, ast.Dict):
@@ -195,20 +195,20 @@ class Does(Rule):
 
     expressions: tuple[str, ...]
 
-    def _wrong(self, node: ast.stmt) -> Iterator[str]:
+    def _violations(self, node: ast.stmt) -> Iterator[str]:
         text = ast.unparse(node)
         absent = (expression for expression in self.expressions if normal(expression) not in text)
-        yield from (f"does not say `{expression}` any more" for expression in absent)
+        yield from (f"no longer contains `{expression}`" for expression in absent)
 
 
 @dataclass(frozen=True)
 class DoesNot(Rule):
     expressions: tuple[str, ...]
 
-    def _wrong(self, node: ast.stmt) -> Iterator[str]:
+    def _violations(self, node: ast.stmt) -> Iterator[str]:
         text = ast.unparse(node)
         yield from (
-            f"says `{expression}` now"
+            f"contains `{expression}`"
             for expression in self.expressions
             if normal(expression) in text
         )

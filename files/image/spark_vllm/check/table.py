@@ -1,4 +1,4 @@
-"""Read ``rows_*.yml``: every upstream symbol that the plugin relies on, with its demand."""
+"""Read ``rows_*.yml``: the upstream symbols that the plugin uses, with required properties."""
 
 # ``names`` of a file are symbol prefixes, used as ``$name`` and in later names. Parsing is strict:
 # an unknown demand would never be checked.
@@ -27,18 +27,18 @@ class Row:
     symbol: str  # "module:name.inner"
     rule: rules.Rule
     why: str
-    used_by: str  # file of ours
+    used_by: str  # file of the plugin
     versions: tuple[str, ...]
 
     def problems(self, sources: Sources) -> Iterator[str]:
         try:
-            yield from map(self.told, self.rule.problems(sources, self.symbol))
+            yield from map(self.describe, self.rule.problems(sources, self.symbol))
         except MissingError as error:
-            yield self.told(str(error))
+            yield self.describe(str(error))
 
-    def told(self, problem: str) -> str:
-        """Return ``problem`` with the symbol, and why and where we need it."""
-        return f"{self.symbol}: {problem}\n  we rely on it: {self.why}\n  in: {self.used_by}"
+    def describe(self, problem: str) -> str:
+        """Return ``problem`` with symbol, reason and the file that uses it."""
+        return f"{self.symbol}: {problem}\n  needed: {self.why}\n  in: {self.used_by}"
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,12 +47,11 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         content = super().construct_mapping(node, deep)
         if len(content) != len(node.value):
-            raise ValueError(f"a key stands there twice\n{node.start_mark}")
+            raise ValueError(f"duplicate key\n{node.start_mark}")
         return content
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """Return the rows of one file."""
     where = str(path)
     try:
         match yaml.load(path.read_text(), _Loader):
@@ -67,7 +66,7 @@ def read_rows(path: Path) -> tuple[Row, ...]:
                 return tuple(rows)
         raise ValueError("accepted: a mapping of names, and a list of rows")
     except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}; fix: write it like the rows beside it") from error
+        raise ValueError(f"{where}: {error}; fix: write it like the other rows") from error
 
 
 def _row(entry: Any, names: Mapping[str, str]) -> Row:
@@ -109,14 +108,14 @@ def _rule(demand: Any) -> rules.Rule:
         case {"does_not": [_, *_] as expressions} if len(demand) == 1:
             return rules.DoesNot(_words(expressions))
     raise ValueError(
-        "accepted demands: exists, absent, or one of inherits, contains, maps, does, does_not, "
+        "accepted demands: exists, absent, inherits, contains, maps, does, does_not, "
         "and takes with keywords and decorator"
     )
 
 
 def _words(items: Any) -> tuple[str, ...]:
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise ValueError(f"{items}: accepted: a list of texts")
+        raise ValueError(f"{items}: accepted: a list of strings")
     return tuple(items)
 
 
@@ -128,10 +127,10 @@ TABLE = tuple(
 
 
 def rows_for(version: str) -> list[Row]:
-    """Return the rows that hold for engine ``version``."""
+    """Return the rows that apply to engine ``version``."""
     return [row for row in TABLE if version in row.versions]
 
 
 def table_problems(sources: Sources, version: str) -> list[str]:
-    """Return everything in ``sources`` that is not as the table says."""
+    """Return all differences between ``sources`` and the table."""
     return [problem for row in rows_for(version) for problem in row.problems(sources)]

@@ -1,1 +1,1 @@
-"""Hybrid checkpoints: names, formats, what is wrong with one, and its tensors as plain BF16."""
+"""Hybrid checkpoints: names, formats, integrity checks, and tensors as plain BF16."""

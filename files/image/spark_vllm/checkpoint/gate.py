@@ -34,23 +34,23 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def missing_modules(tensors: Iterable[str], layers: int, experts: int) -> Iterator[str]:
-    """Yield the modules that are missing, a layer without any tensor as its prefix.
+    """Yield missing modules; for a layer without any tensor, the layer prefix.
 
     Args:
-        tensors: names in the checkpoint, in its own spelling.
+        tensors: names as stored in the checkpoint.
         layers: layers of the text model.
         experts: routed experts of each layer.
     """
     outside, inner = _modules(tensors)
-    if not inner:  # another family of names: nothing is known of it
+    if not inner:  # another naming scheme: cannot be compared
         return
     yield from (name for name in OUTSIDE_LAYERS if name not in outside)
     yield from (f"{TEXT_LAYERS}{n}." for n in range(layers) if n not in inner)
-    wanted: dict[frozenset[str], set[str]] = {}
+    modules_of_kind: dict[frozenset[str], set[str]] = {}
     for modules in inner.values():
-        wanted.setdefault(_kind(modules), set()).update(modules)
+        modules_of_kind.setdefault(_kind(modules), set()).update(modules)
     for number, modules in sorted(inner.items()):
-        needed = wanted[_kind(modules)] | _experts(modules, experts)
+        needed = modules_of_kind[_kind(modules)] | _experts(modules, experts)
         yield from (f"{TEXT_LAYERS}{number}.{name}" for name in sorted(needed - modules))
 
 
@@ -66,9 +66,9 @@ def _modules(tensors: Iterable[str]) -> tuple[set[str], dict[int, set[str]]]:
             continue
         number, _, rest = module.removeprefix(TEXT_LAYERS).partition(".")
         if number.isdecimal():
-            found = inner.setdefault(int(number), set())
+            layer = inner.setdefault(int(number), set())
             if part in WEIGHTS or part in BARE:
-                found.add(rest)
+                layer.add(rest)
     return outside, inner
 
 
@@ -77,18 +77,19 @@ def _kind(modules: set[str]) -> frozenset[str]:
 
 
 def _experts(modules: set[str], experts: int) -> set[str]:
-    """Return the experts a layer needs; none where they lie in one tensor."""
+    """Return the experts that a layer needs; empty if a single tensor stores them all."""
     if not any(name.startswith("mlp.experts.0.") for name in modules):
         return set()
     return {f"mlp.experts.{n}.{part}" for n in range(experts) for part in PROJECTIONS}
 
 
-# A negative FP8 scale inverts its block, a far too large one drowns all others; both are finite.
+# A negative FP8 scale inverts a block, a far too large scale drowns all other weights; both are
+# finite.
 # INT4 scales are excluded: symmetric AutoRound writes negative scales for half of the groups.
 
 
 OUTSIDE = 1000
-"""Largest accepted ratio of a block scale to its module's median."""
+"""Largest accepted ratio of a block scale to the median of the module."""
 
 _FORMATS = {"F16": "e", "F32": "f"}
 
@@ -101,22 +102,22 @@ def scale_problems(directory: Path, tree: Tree, settings: Settings) -> Iterator[
         scale = tree.tensors.get(f"{module}.{scale_part}")
         weight = tree.tensors.get(f"{module}.{weight_part}")
         if scale and weight and len(scale.shape) == len(weight.shape) == 2:
-            said = _problem(directory, weight, scale, settings.block_shape)
-            if said:
-                yield f"{scale.file}: {module}.{scale_part}: {said}"
+            problem = _problem(directory, weight, scale, settings.block_shape)
+            if problem:
+                yield f"{scale.file}: {module}.{scale_part}: {problem}"
 
 
 def _problem(directory: Path, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> str | None:
     values = _floats(directory, scale)
     bad = [value for value in values if not (math.isfinite(value) and value > 0)]
     if bad:
-        return f"scale {bad[0]:g} of {len(bad)} of {len(values)} blocks, each has to be above zero"
+        return f"{len(bad)} of {len(values)} block scales are not above zero, such as {bad[0]:g}"
     most = OUTSIDE * statistics.median(values)
     columns = scale.shape[1]
     for place, value in enumerate(values):
         # A block of zeros may have any scale.
-        if value > most and _holds_weights(directory, weight, divmod(place, columns), block):
-            return f"scale {value:g} is over {OUTSIDE} times the usual one of its module"
+        if value > most and _has_weights(directory, weight, divmod(place, columns), block):
+            return f"scale {value:g} is over {OUTSIDE} times the median of the module"
     return None
 
 
@@ -128,7 +129,7 @@ def _floats(directory: Path, tensor: Tensor) -> list[float]:
     return list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
 
 
-def _holds_weights(
+def _has_weights(
     directory: Path, weight: Tensor, at: tuple[int, int], block: tuple[int, int]
 ) -> bool:
     rows, columns = weight.shape
@@ -151,7 +152,7 @@ SHOWN = 8
 """Problems listed in an error; the rest is counted."""
 
 REGEX_CHARACTERS = set(r"*+?^$()[]{}|\\")
-"""INC takes a key of extra_config with one of these for a regular expression."""
+"""INC treats keys of extra_config with such a character as regular expressions."""
 
 FLOATS = ("BF16", "F16", "F32")
 MTP_LAYER_NORMS = (
@@ -171,7 +172,7 @@ MTP_PLAIN = ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm
 def check_checkpoint(
     directory: str, settings: Settings, *, layers: int, mtp_layers: int, experts: int
 ) -> None:
-    """Refuse a checkpoint that is not exactly what its ``config.json`` describes.
+    """Refuse a checkpoint that differs from its ``config.json``.
 
     Args:
         directory: the checkpoint, a directory of this host.
@@ -196,8 +197,8 @@ def check_checkpoint(
     if problems:
         more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
         raise ValueError(
-            f"{directory}: the checkpoint is not what its config.json says: "
-            f"{'; '.join(problems[:SHOWN])}{more}; fix: build it again"
+            f"{directory}: the checkpoint does not match config.json: "
+            f"{'; '.join(problems[:SHOWN])}{more}; fix: build the checkpoint again"
         )
 
 
@@ -215,7 +216,7 @@ def _tree_problems(tree: Tree, settings: Settings, mtp_layers: int, experts: int
 def _stray_problems(tree: Tree, settings: Settings) -> Iterator[str]:
     for name, tensor in tree.unlisted.items():
         if name in tree.index:
-            yield f"{tensor.file}: a second {name}, the index names {tree.index[name]}"
+            yield f"{tensor.file}: duplicate {name}, the index lists {tree.index[name]}"
         elif names.rename(name, settings.rules) is not None or not settings.overlay:
             yield f"{tensor.file}: {name} is not in {INDEX}"
 
@@ -227,7 +228,7 @@ def _fp8_problems(tree: Tree, settings: Settings, module: str) -> Iterator[str]:
     if overlay:
         for plain in (f"{module}.weight", f"{module}.weight_scale_inv"):
             if plain in tree.index:
-                yield f"{INDEX}: lists {plain} beside its FP8 form"
+                yield f"{INDEX}: lists {plain} in addition to the FP8 form"
     yield from _expect(tree, weight, ("F8_E4M3",))
     yield from _expect(tree, scale, FLOATS)
     if weight in tree.tensors and scale in tree.tensors:
@@ -255,7 +256,7 @@ def _packed_problems(tree: Tree, settings: Settings) -> Iterator[str]:
             continue
         bits = _bits(settings, module)
         if bits is None:
-            yield f"{module}: packed, but config.json leaves it at 16 bits (block_name_to_quantize)"
+            yield f"{module}: packed, but 16-bit according to config.json (block_name_to_quantize)"
             continue
         yield from _expect(tree, name, ("I32",))
         yield from _expect(tree, f"{module}.scales{end}", FLOATS)
@@ -287,8 +288,8 @@ def _bits(settings: Settings, module: str) -> int | None:
     entry = settings.extra.get(module)
     if entry is None:
         patterns = (key for key in settings.extra if REGEX_CHARACTERS & set(key))
-        found = next((key for key in patterns if re.search(key, module)), None)
-        entry = settings.extra[found] if found is not None else None
+        pattern = next((key for key in patterns if re.search(key, module)), None)
+        entry = settings.extra[pattern] if pattern is not None else None
     below = any(module.startswith(block) for block in settings.block_names)
     default = settings.bits if below or module in settings.extra else 16
     bits = int((entry or {}).get("bits", default))
@@ -306,7 +307,7 @@ def _head_problems(tree: Tree, settings: Settings) -> Iterator[str]:
             "an INT8 head needs bits 8, group_size 128, sym true"
         )
     if f"{names.HEAD}.weight" in tree.index:
-        yield f"{INDEX}: lists lm_head.weight beside the INT8 head"
+        yield f"{INDEX}: lists lm_head.weight in addition to the INT8 head"
     end = names.HEAD_SUFFIX if settings.overlay else ""
     yield from _expect(tree, f"{names.HEAD}.qweight{end}", ("I32",))
 
@@ -322,13 +323,13 @@ def _mtp_problems(tree: Tree, settings: Settings, mtp_layers: int, experts: int)
 
 
 def _is_linear(module: str) -> bool:
-    """Whether INC is asked about ``module``; router, gates, norms and ``fc``'s peers are not."""
+    """Return whether INC quantises ``module``; router, gates and norms stay 16-bit."""
     return module == "mtp.fc" or module.rpartition(".")[2].endswith("_proj")
 
 
 @lru_cache(maxsize=4)
 def mtp_modules(mtp_layers: int, experts: int) -> tuple[str, ...]:
-    """Return the checkpoint modules of the drafter: ``17 + 3 * experts`` for one layer."""
+    """Return the checkpoint modules of the drafter: ``17 + 3 * experts`` per layer."""
     modules = list(MTP_PLAIN)
     for layer in range(mtp_layers):
         inner: Iterable[str] = (

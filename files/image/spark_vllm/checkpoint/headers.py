@@ -1,4 +1,4 @@
-"""Read the headers of a checkpoint's safetensors files and its index."""
+"""Read index and safetensors headers of a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tree:
 
 
 def read_tree(directory: Path) -> Tree:
-    """Read the index and every header it needs; what is missing becomes a problem, not an error.
+    """Read the index and all headers; missing files become problems, not errors.
 
     Raises:
         ValueError: when there is no readable index at all.
@@ -62,12 +62,12 @@ def read_tree(directory: Path) -> Tree:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the entries of one safetensors file's header, without its metadata.
+    """Return the header entries of a safetensors file, without metadata.
 
     Their ``data_offsets`` count from the beginning of the file.
 
     Raises:
-        ValueError: when the file is no safetensors file or shorter than its header says.
+        ValueError: the file is no safetensors file, or shorter than the header requires.
     """
     size_bytes = path.stat().st_size
     with path.open("rb") as stream:
@@ -79,7 +79,7 @@ def read_header(path: Path) -> dict[str, Any]:
     header.pop("__metadata__", None)
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if 8 + length + end != size_bytes:
-        raise ValueError(f"{size_bytes} bytes, its header says {8 + length + end}")
+        raise ValueError(f"{size_bytes} bytes, the header requires {8 + length + end}")
     for entry in header.values():
         entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
     return header

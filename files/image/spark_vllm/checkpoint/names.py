@@ -9,7 +9,7 @@ FP8_WEIGHT = "weight_fp8"
 """Overlay name of a block-FP8 weight; loaded as ``weight``."""
 
 FP8_SCALE = "weight_scale_inv_fp8"
-"""Overlay name of its block scales; loaded as ``weight_scale_inv``."""
+"""Overlay name of FP8 block scales; loaded as ``weight_scale_inv``."""
 
 HEAD = "lm_head"
 HEAD_PARTS = ("qweight", "scales", "qzeros")
@@ -29,7 +29,7 @@ FUSED = {
 
 
 def fused_shards(module: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the checkpoint modules behind ``module``: its shards, or itself when not fused."""
+    """Return the checkpoint modules of ``module``: the shards of a fused module, else itself."""
     parent, _, last = module.rpartition(".")
     if last not in packed:
         return [module]
@@ -43,7 +43,7 @@ def are_all_shards_listed(
     """Return whether every shard of ``module`` is in ``listed``; some but not all is an error.
 
     Raises:
-        ValueError: when a fused module would be half one scheme and half another.
+        ValueError: only some shards of a fused module are listed.
     """
     shards = fused_shards(module, packed)
     missing = [shard for shard in shards if shard not in listed]
@@ -79,15 +79,15 @@ def fused_modules(modules: Iterable[str], packed: Mapping[str, Sequence[str]]) -
 def overlay_rules(
     fp8_modules: Sequence[str], head_int8: bool
 ) -> list[tuple[re.Pattern[str], str | None]]:
-    r"""Return the ordered rename rules that turn an overlay's names into plain ones.
+    r"""Return the ordered rename rules from overlay names to plain names.
 
     A rule is (pattern, replacement); ``None`` drops the tensor. The 16-bit weight must be dropped
-    *before* the FP8 weight takes its name. vLLM applies the same rules again at every nested
+    *before* the FP8 weight takes that name. vLLM applies the same rules again at every nested
     loader, to ever shorter names, so each pattern is anchored at the full checkpoint name:
-    otherwise the second level would drop what the first one renamed.
+    otherwise the second level would drop names that the first renamed.
 
     Raises:
-        ValueError: when a module lies outside the text layers.
+        ValueError: a module is outside the text layers.
     """
     rules: list[tuple[re.Pattern[str], str | None]] = []
     if fp8_modules:
@@ -113,10 +113,10 @@ def rename(name: str, rules: Iterable[tuple[re.Pattern[str], str | None]]) -> st
 
 
 def _modules_pattern(modules: Sequence[str]) -> str:
-    """Return one regular expression that matches exactly ``modules``.
+    """Return a regular expression that matches exactly ``modules``.
 
-    Layers with the same set of inner names share one alternative, so that the pattern stays short
-    for 144 names: it is tried on every one of about 113,000 tensor names.
+    Layers with the same inner names share an alternative to keep the pattern short: it runs on
+    about 113,000 tensor names.
     """
     layers_of: dict[str, list[str]] = {}
     for module in modules:
@@ -124,7 +124,7 @@ def _modules_pattern(modules: Sequence[str]) -> str:
         if not module.startswith(TEXT_LAYERS) or not layer.isdigit() or not inner:
             raise ValueError(
                 f"config.json: quantization_config.fp8_block.modules: {module!r} is not below "
-                f"{TEXT_LAYERS}N; fix: build with layout 'full', the overlay cannot hold it"
+                f"{TEXT_LAYERS}N; fix: build with layout 'full', the overlay cannot express it"
             )
         layers_of.setdefault(layer, []).append(inner)
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -138,16 +138,16 @@ def _modules_pattern(modules: Sequence[str]) -> str:
 
 
 def check_expert_width(module: str, width: int, group_size: int) -> None:
-    """Refuse packed experts whose width on this device is one group of scales, or less.
+    """Refuse packed experts that are at most a scale group wide on this device.
 
     vLLM 0.30 to 0.33 reorders the scales of gate and up by the experts' width where their inputs
-    are meant (``fused_moe/oracle/int_wna16.py``, ``size_k`` of ``w13``). With one group the order
-    is another, and every answer is a little wrong without a word.
+    are meant (``fused_moe/oracle/int_wna16.py``, ``size_k`` of ``w13``). With a single group the
+    order is wrong, and answers are slightly wrong without an error.
 
     Args:
         module: the engine's name of the experts.
-        width: intermediate size of one expert on this device.
-        group_size: inputs that share one scale.
+        width: intermediate size of an expert on this device.
+        group_size: inputs that share a scale.
     """
     if width <= group_size:
         raise ValueError(

@@ -15,19 +15,19 @@ from spark_vllm.checkpoint.headers import INDEX
 from spark_vllm.checkpoint.settings import Settings
 
 # All values are computed in float32 and rounded once. Scales are rounded to BF16 first, because
-# the engine's native kernels hold them so; the portable mode then answers what the kernels would.
+# the engine's kernels store BF16 scales; portable mode then gives the answers of the kernels.
 
 
 INT32_BITS = 32
 
 
 def packed_bits(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> int:
-    """Return the bit width of a GPTQ-packed weight, from its shapes.
+    """Return the bit width of a GPTQ-packed weight, from the shapes.
 
     Args:
         qweight: int32 ``[in * bits / 32, out]``.
         scales: ``[in / group_size, out]``.
-        group_size: input features that share one scale.
+        group_size: input features that share a scale.
 
     Raises:
         ValueError: when the shapes fit no width of 4 or 8 bits.
@@ -46,8 +46,8 @@ def unpack_gptq(qweight: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the signed integers of a symmetric GPTQ-packed weight.
 
     Args:
-        qweight: int32 ``[in * bits / 32, out]``; the lowest bits hold the first input feature.
-        bits: width of one value; stored values carry the bias ``2 ** (bits - 1)``.
+        qweight: int32 ``[in * bits / 32, out]``; the lowest bits are the first input feature.
+        bits: width of a value; stored values have the bias ``2 ** (bits - 1)``.
 
     Returns:
         int16 ``[in, out]``, from ``-2 ** (bits - 1)`` upwards.
@@ -63,7 +63,7 @@ def gptq_weight(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) ->
     Args:
         qweight: int32 ``[in * bits / 32, out]``.
         scales: FP16 or BF16 ``[in / group_size, out]``.
-        group_size: input features that share one scale.
+        group_size: input features that share a scale.
     """
     values = unpack_gptq(qweight, packed_bits(qweight, scales, group_size))
     grouped = values.view(scales.shape[0], group_size, -1).float()
@@ -79,7 +79,7 @@ def fp8_block_weight(
     Args:
         weight: float8_e4m3fn ``[out, in]``.
         scale: BF16 or FP32 ``[ceil(out / rows), ceil(in / columns)]``.
-        block_shape: (rows, columns) of one block.
+        block_shape: (rows, columns) of a block.
 
     Raises:
         ValueError: when the scales do not cover the weight.
@@ -97,10 +97,10 @@ def fp8_block_weight(
 
 
 class ModuleReader:
-    """Reads tensors of one checkpoint by their plain names, and dequantises whole modules.
+    """Reads tensors of a checkpoint by plain name and dequantises modules.
 
-    Files are memory-mapped and only the tensors of the module at hand are copied, so the peak is
-    one module in float32.
+    Files are memory-mapped and modules are copied one at a time, so the peak is a module in
+    float32.
     """
 
     def __init__(self, directory: Path, settings: Settings) -> None:
@@ -125,7 +125,7 @@ class ModuleReader:
                 yield name, self._weight(module, part)
 
     def _is_part(self, module: str, part: str) -> bool:
-        """Return whether this tensor only serves to dequantise another one."""
+        """Return whether this tensor only serves to dequantise another tensor."""
         if f"{module}.qweight" in self._stored:
             return part in ("scales", "qzeros", "g_idx")
         return part == "weight_scale_inv"

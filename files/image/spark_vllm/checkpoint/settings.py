@@ -11,7 +11,7 @@ from spark_vllm import QUANT_METHOD
 from spark_vllm.checkpoint import names
 
 BLOCK_SHAPE = (128, 128)
-"""The only block shape of the donors, and the only one vLLM's block kernels take."""
+"""The only block shape of FP8 sources and of vLLM's block kernels."""
 
 LAYOUTS = ("overlay", "full")
 HEADS = ("keep", "int8-g128")
@@ -27,7 +27,7 @@ class Settings:
     head: str  # "keep" | "int8-g128"
     bits: int
     group_size: int
-    block_names: tuple[str, ...]  # modules below these are quantised unless extra says otherwise
+    block_names: tuple[str, ...]  # modules below these are quantised unless listed in extra
     extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -41,7 +41,7 @@ class Settings:
 
     @property
     def rules(self) -> list[Any]:
-        """Renames from the checkpoint's tensor names to plain ones; empty for layout 'full'."""
+        """Renames from the checkpoint's tensor names to plain names; empty for layout 'full'."""
         return names.overlay_rules(self.fp8_modules, self.head_int8) if self.overlay else []
 
 
@@ -84,9 +84,10 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
-    """Refuse entries of single modules that would be read in another way than all others.
+    """Refuse entries of single modules that differ from the global format.
 
-    Only the width may differ: packed values are taken as symmetric integers of one group size.
+    Only the width may differ: packed values are read as symmetric integers with the global group
+    size.
     """
     packed = {"group_size": group_size, "sym": True, "data_type": "int"}
     for name, entry in extra.items():
@@ -101,7 +102,7 @@ def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
             continue
         raise ValueError(
             f"config.json: quantization_config.extra_config.{name}: {dict(own)}, "
-            f"accepted: {accepted}; fix: take a base whose config.json says so"
+            f"accepted: {accepted}; fix: use a base checkpoint with such a config.json"
         )
 
 

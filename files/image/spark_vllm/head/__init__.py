@@ -1,1 +1,1 @@
-"""The LM head made INT8 while the model loads, and the ways to compute it."""
+"""Opt-in INT8 LM head: quantisation during the load, kernels, kernel choice."""

@@ -1,6 +1,6 @@
 """Choose the kernel of the opt-in INT8 head from times measured once on this machine."""
 
-# The times file is valid for one device, driver, image, shape and set of batches. Without a valid
+# The times file is valid for a device, driver, image, shape and set of batches. Without a valid
 # file the head uses Marlin, like a head that is INT8 in the checkpoint.
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IMAGE_VARIABLE = "SPARK_IMAGE"
 """Environment variable with the image digest; the plan sets it if the head is measured."""
 
 Times = Mapping[str, Mapping[int, float]]
-"""Microseconds of each way at each batch."""
+"""Microseconds of each kernel at each batch."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Measured:
 
 
 def head_batches(max_sequences: int, drafts: int) -> tuple[int, ...]:
-    """Return the batches the head sees: sequences times one token and its drafts."""
+    """Return the batch sizes of the head: 1 to ``max_sequences`` times a token and the drafts."""
     return tuple(count * (1 + drafts) for count in range(1, max_sequences + 1))
 
 
 def fastest(times: Times) -> str:
-    """Return the way with the smallest sum over the batches; the fallback wins a tie."""
+    """Return the kernel with the smallest sum over the batches; the fallback wins a tie."""
     order = sorted(times, key=lambda way: way != FALLBACK)
     return min(order, key=lambda way: sum(times[way].values()))
 
 
 def read_choice(path: Path, wanted: Measured) -> str | None:
-    """Return the way a file chose for exactly this machine and shape; ``None``: measure.
+    """Return the kernel stored for exactly this machine and shape; ``None``: measure.
 
     Raises:
         ValueError: when the file is damaged.
@@ -54,9 +54,13 @@ def read_choice(path: Path, wanted: Measured) -> str | None:
         found = {**content["measured"], "batches": tuple(content["measured"]["batches"])}
         choice = str(content["choice"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: {error!r}; fix: delete it, it is measured again") from error
+        raise ValueError(
+            f"{path}: {error!r}; fix: delete the file; the next start measures again"
+        ) from error
     if choice not in WAYS:
-        raise ValueError(f"{path}: choice {choice!r}; fix: delete it, it is measured again")
+        raise ValueError(
+            f"{path}: choice {choice!r}; fix: delete the file; the next start measures again"
+        )
     return choice if found == asdict(wanted) else None
 
 

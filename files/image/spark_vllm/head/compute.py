@@ -18,7 +18,7 @@ _REPLAYS = 9
 
 def own_head(values: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> Head:
     """Return our own kernel over INT8 rows, every variant compiled for inputs that fit ``like``."""
-    # Imported late: the engine asks for the method where Triton may be missing (no GPU).
+    # Imported late: the engine also needs this module without a GPU, where Triton may be missing.
     from spark_vllm.head.kernel import logits
 
     properties = torch.cuda.get_device_properties(values.device)

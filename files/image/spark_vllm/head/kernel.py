@@ -1,13 +1,12 @@
 # ruff: noqa: N803
 """Triton kernels of the INT8 LM head: logits of a small batch from INT8 rows, read once.
 
-The head is the largest single read of a decode step, so the kernels are built to move bytes; weight
-rows are the tensor cores' first operand and the batch is the second, or the other way round, as
-the tile says. Either the weight becomes BF16 in registers; or, where that costs more than reading
-it, the activations are split once into two INT8 halves of a 16-bit number per group, products are
-exact integers, and the weight needs no conversion at all. Asynchronous copies and ``mma`` are all
-they need, so one source serves every architecture from 8.0 on; what newer ones have beside that
-is asked for by the tile.
+The head is the largest single read of a decode step, so the kernels optimise memory traffic. The
+tile selects whether weight rows or the batch are the first operand of the tensor cores. Either the
+weight becomes BF16 in registers; or, where that costs more than reading it, the activations are
+split into two INT8 halves of a 16-bit number per group: products are exact integers, and the
+weight needs no conversion. The kernels need only asynchronous copies and ``mma``, so they run on
+8.0 and later; tiles enable features of newer architectures.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from spark_vllm.head.quantise import GROUP_SIZE
 from spark_vllm.head.tiles import Tile
 
 LARGEST_HALF_SUM = 32512
-"""Largest 16-bit activation: 127 * 256, so that its upper half fits in INT8 after rounding."""
+"""Largest 16-bit activation: 127 * 256, so that the upper half fits in INT8 after rounding."""
 
 
 @triton.jit  # type: ignore[untyped-decorator] # triton has no types
@@ -31,7 +30,7 @@ def _along(values, FIRST: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator] # triton has no types
 def _product(weight, x, acc, BATCH_FIRST: tl.constexpr, EXACT: tl.constexpr):
-    # Constant conditions: one of the four is compiled.
+    # Constant conditions: only a single branch is compiled.
     if EXACT:
         if BATCH_FIRST:
             found = tl.dot(x, weight, acc=acc, out_dtype=tl.int32)
@@ -62,7 +61,7 @@ def _store(target, values, mask, KEEP: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator] # triton has no types
 def _wait(EARLY: tl.constexpr):
-    if EARLY:  # what ran before may have written what is read here, or read what is written
+    if EARLY:  # earlier kernels may still write our inputs or read our outputs
         tl.extra.cuda.gdc_wait()
 
 
@@ -95,11 +94,11 @@ def _logits_kernel(
     inner = tl.arange(0, GROUP)
     x_width = groups * GROUP if SPLIT else in_features
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        # Batch tiles of the same rows are neighbours, so that the second one finds them in L2.
+        # Batch tiles of the same rows are neighbours, so that the second finds the rows in L2.
         first_row = (tile // tiles_m) * BLOCK_N
         row = first_row + tl.arange(0, BLOCK_N)
         item = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-        # Rows past the end read the last one again: no predicate on the weight's copies.
+        # Rows past the end read the last row again: no predicate on the weight's copies.
         safe_row = tl.minimum(row, rows - 1)
         x_item = x_ptr + _along(item, BATCH_FIRST) * x_width + _along(inner, not BATCH_FIRST)
         mask = _along(item, BATCH_FIRST) < batch
@@ -107,7 +106,7 @@ def _logits_kernel(
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         else:
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        # Triton does not pipeline loads this small; fetched one group ahead, they cost no wait.
+        # Triton does not pipeline loads this small; fetching a group ahead avoids the wait.
         scale = tl.load(scale_ptr + safe_row)
         if SPLIT:
             x_scale = tl.load(x_scale_ptr + item, mask=item < batch, other=0.0)
@@ -166,8 +165,10 @@ def _split_kernel(
     inner = group * GROUP + tl.arange(0, GROUP)
     x = tl.load(x_ptr + item * in_features + inner, mask=inner < in_features, other=0.0)
     x = x.to(tl.float32)
-    scale = tl.max(tl.abs(x), axis=0) / LARGEST
-    # Rounds half up; which way a tie goes is far below the last bit of a logit.
+    # max drops NaN, and NaN becomes an arbitrary integer: the sum keeps the scale NaN, for infinity
+    # as well, so that damaged activations give NaN logits.
+    scale = tl.max(tl.abs(x), axis=0) / LARGEST + tl.sum(x * 0.0, axis=0)
+    # Rounds half up; the direction of ties is far below the last bit of a logit.
     whole = tl.floor(x / tl.where(scale == 0.0, 1.0, scale) + 0.5).to(tl.int32)
     upper = (whole + 128) >> 8
     target = halves_ptr + item * (groups * GROUP) + inner
@@ -181,8 +182,8 @@ def logits(
 ) -> torch.Tensor:
     """Return ``x @ dequantised.T`` in the dtype of ``x``.
 
-    Launches one or two kernels and nothing else: no synchronisation, no tuning, so it can be
-    captured in a CUDA graph once the same tile has run before.
+    Launches at most two kernels, without synchronisation or tuning, so a CUDA graph can capture
+    it after the tile has run once.
 
     Args:
         x: BF16 or FP16 ``[batch, in]``.

@@ -1,8 +1,8 @@
 """Opt-in INT8 LM head: quantised at load time, computed by the fastest kernel."""
 
 # Select it with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` for a 16-bit head.
-# ``lm_head_times`` names a file for one measurement of our kernel, Marlin and BF16 at this
-# server's batches; without it Marlin is used. The default is the checkpoint's own head.
+# ``lm_head_times`` names a file for measured times of our kernel, Marlin and BF16 at this
+# server's batches; without it Marlin is used. The default is the checkpoint's head.
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ CHOICES = ("int8-triton",)
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What ``--additional-config`` says under ``spark``."""
+    """Options below ``spark`` of ``--additional-config``."""
 
     kernel: str | None  # "own", "marlin" or "bf16"; None: the fastest by ``times``
     times: Path | None  # file of measurements; None: not measured, so Marlin
     batches: tuple[int, ...]
 
 
-def wanted_head() -> HeadOptions | None:
-    """Return how the head chosen with ``--additional-config`` works; ``None``: the checkpoint's.
+def head_options() -> HeadOptions | None:
+    """Return the head options of ``--additional-config``; ``None``: the checkpoint's head.
 
     Raises:
-        ValueError: when a choice is not one of ours.
+        ValueError: an option has an unknown value.
     """
     config = get_current_vllm_config()
     additional = config.additional_config
@@ -60,9 +60,9 @@ def wanted_head() -> HeadOptions | None:
     choice, kernel = spark.get(OPTION), spark.get("lm_head_kernel")
     if choice is None:
         return None
-    _one_of(OPTION, choice, CHOICES)
+    _check_choice(OPTION, choice, CHOICES)
     if kernel is not None:
-        _one_of("lm_head_kernel", kernel, WAYS)
+        _check_choice("lm_head_kernel", kernel, WAYS)
     times = spark.get("lm_head_times")
     speculation = config.speculative_config
     return HeadOptions(
@@ -75,7 +75,7 @@ def wanted_head() -> HeadOptions | None:
     )
 
 
-def _one_of(option: str, value: Any, accepted: tuple[str, ...]) -> None:
+def _check_choice(option: str, value: Any, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ValueError(
             f"--additional-config: spark.{option}: {value!r}, accepted: {', '.join(accepted)}; "
@@ -94,10 +94,10 @@ def driver_version() -> str:
 
 
 class Int8Head(QuantizeMethodBase):
-    """Loads a 16-bit head, keeps INT8 rows with one scale per 128 inputs.
+    """Loads a 16-bit head and keeps INT8 rows with a scale per 128 inputs.
 
-    Only ``apply``: an LM head that also serves as embedding is refused. Whatever could compile or
-    synchronise happens after loading; requests only launch kernels, also inside CUDA graphs.
+    Refuses an LM head that is also the embedding. Compilation and synchronisation happen after
+    loading; requests only launch kernels, also inside CUDA graphs.
     """
 
     def __init__(self, options: HeadOptions) -> None:
@@ -120,10 +120,10 @@ class Int8Head(QuantizeMethodBase):
         layer.register_parameter("weight", weight)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Choose the kernel, and replace the weight by what that one reads.
+        """Choose the kernel and replace the weight by the format it reads.
 
-        Peak, where kernels are measured: the 16-bit weight, INT8 rows twice and one block of rows
-        in float32.
+        Peak while kernels are measured: the 16-bit weight, INT8 rows twice and a block of rows in
+        float32.
         """
         weight = layer.weight.data
         values, scales = quantise_rows(weight)
@@ -131,7 +131,7 @@ class Int8Head(QuantizeMethodBase):
         if way == "bf16":
             self.head: Head = lambda x: x @ weight.t()
         elif way == "own":
-            # parameters, so that the engine counts and moves them like any weight
+            # parameters: the engine includes and moves them like any weight
             layer.register_parameter("head_int8", Parameter(values, requires_grad=False))
             layer.register_parameter("head_scales", Parameter(scales, requires_grad=False))
             self.head = own_head(values, scales, weight)
@@ -146,7 +146,7 @@ class Int8Head(QuantizeMethodBase):
         )
 
     def _measured(self, weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> str:
-        """Return the fastest way on this machine, from the file or by measuring once."""
+        """Return the fastest kernel on this machine, from the file or by measuring once."""
         path = self.options.times
         if path is None:
             return FALLBACK
@@ -181,6 +181,6 @@ class Int8Head(QuantizeMethodBase):
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         """Refuse: an embedding cannot be read from INT8 rows."""
         raise ValueError(
-            "--additional-config: spark.lm_head: the head of this model is its embedding; "
+            "--additional-config: spark.lm_head: the head of this model is the embedding; "
             "fix: leave the option out"
         )

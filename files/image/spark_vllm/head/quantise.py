@@ -1,4 +1,4 @@
-"""BF16 rows of an LM head to INT8 with one scale per 128 inputs, in blocks of rows."""
+"""Quantise LM head rows from BF16 to INT8 with a scale per 128 inputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LARGEST = 127
 def quantise_rows(
     weight: torch.Tensor, rows_per_block: int = ROWS_PER_BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the INT8 form of ``weight`` and its scales.
+    """Return ``weight`` as INT8 values and scales.
 
-    Values are rounded against the scale *as stored* in BF16, so rounding the scale costs nothing.
+    Values are rounded against the scale *as stored* in BF16, so rounding the scale adds no error.
 
     Args:
         weight: ``[rows, in]``, any float dtype.

@@ -23,10 +23,10 @@ class Tile:
     split: bool  # activations as two INT8 halves instead of weights as BF16
     warps: int
     stages: int  # tiles in flight
-    programs_per_processor: int  # 0: one program per tile
+    programs_per_processor: int  # 0: a program per tile
     batch_first: bool = False  # batch as first operand of the product; block_m is 16 at least
     bulk_copies: bool = False  # weights by the copy engine of 9.0 and later; needs a descriptor
-    early: bool = False  # launched while the kernel before it still ends; 9.0 and later
+    early: bool = False  # launched before the previous kernel has finished; 9.0 and later
     keep_output: bool = False  # logits stay in the cache, where the sampler reads them next
 
 
@@ -50,10 +50,10 @@ def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:
 
 
 def tiles_for(capability: tuple[int, int], table: Mapping[str, Sequence[Tile]]) -> Sequence[Tile]:
-    """Return the tiles measured on exactly this capability, else the default ones."""
+    """Return the tiles of exactly this compute capability, or the default tiles."""
     return table.get(f"{capability[0]}.{capability[1]}", table["default"])
 
 
 def tile_for(batch: int, tiles: Sequence[Tile]) -> Tile:
-    """Return the first tile whose limit covers ``batch``."""
+    """Return the first tile with a limit of at least ``batch``."""
     return next(tile for tile in tiles if tile.max_batch is None or batch <= tile.max_batch)
