@@ -4,11 +4,11 @@ Run as ``pyinfra inventory/spark.py deploy.py``. Every step reads the host and d
 it is right, so a second run changes nothing and a killed run is finished by the next one.
 """
 
-from pyinfra.context import host, state
+from pyinfra import host, state
 
 from roles import base, cuda, docker, preflight, service, tools, work
 from spark_deploy.hosts.commands import each
-from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of

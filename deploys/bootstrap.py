@@ -1,7 +1,7 @@
 """Give deploys access to a new host, with passwords typed once."""
 
-from pyinfra.api.command import FunctionCommand
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import FunctionCommand
 
 from roles import bootstrap
 from spark_deploy.inventory.bootstrap import contact_of

@@ -4,11 +4,11 @@ Only this deploy changes a host's network. Unless a new login confirms it in tim
 cut, the old network returns by itself.
 """
 
-from pyinfra.api.command import FunctionCommand
-from pyinfra.context import host, state
+from pyinfra import host, state
+from pyinfra.api import FunctionCommand
 
 from roles import base, fabric, tools
-from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of

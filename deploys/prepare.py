@@ -3,10 +3,10 @@
 For a first test of new hosts, before a long download.
 """
 
-from pyinfra.context import host, state
+from pyinfra import host, state
 
 from roles import base, cuda, docker, preflight
-from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import plan_for

@@ -4,10 +4,10 @@ Kept: running releases, those of group_vars, ``keep_ready``, ``releases.keep`` e
 and all unmanaged files.
 """
 
-from pyinfra.context import host, state
+from pyinfra import host, state
 
 from roles import service
-from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.plan.jobs import keep_of
 

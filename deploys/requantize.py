@@ -5,11 +5,11 @@ kill or reboot it continues with the current block. `checkpoint.requantized: tru
 result, on this host and on those that copy it.
 """
 
-from pyinfra.context import host, state
+from pyinfra import host, state
 
 from roles import base, cuda, docker, tools, work
 from spark_deploy.config.errors import PlanError
-from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of

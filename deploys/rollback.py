@@ -5,12 +5,12 @@ checked and undone as in a deploy. The next ``deploy.py`` applies the settings a
 `spark-deploy use` wrote the old choice there.
 """
 
-from pyinfra.context import host, state
+from pyinfra import host, state
 from spark_contract.release import service_of
 from spark_contract.units import MAIN_SERVICE
 
 from roles import service
-from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.inventory.plans import waves_for
 

@@ -4,10 +4,10 @@ For keys generated on hosts (``serve.api_key: generate``). Change a key from the
 ``serve.api_key`` reads it and run ``deploy.py``.
 """
 
-from pyinfra.context import host, state
+from pyinfra import host, state
 
 from roles import service
-from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.inventory.host_names import known_of
 from spark_deploy.plan.gateway import gateway_plan
 

@@ -4,8 +4,8 @@ Services continue; a later deploy bootstraps again. Run `deploys/uninstall.py` b
 the controller cannot log in.
 """
 
-from pyinfra.api.command import FunctionCommand
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import FunctionCommand
 
 from roles import bootstrap
 from spark_deploy.inventory.login import endpoint_of, plan_of, prove_shut

@@ -4,10 +4,10 @@ Models stay unless `--data uninstall.models=true`; Docker and CUDA stay unless a
 them and `--data uninstall.engine=true`. Unmanaged files and packages stay.
 """
 
-from pyinfra.context import host, state
+from pyinfra import host, state
 
 from roles import uninstall
-from spark_deploy.hosts.lease import hold_lease
+from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.uninstall import uninstall_request
 from spark_deploy.inventory.host_names import known_of
 

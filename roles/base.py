@@ -1,6 +1,6 @@
 """Packages, directories and host care; never driver, kernel, firmware, network or swap."""
 
-from pyinfra.api.deploy import deploy
+from pyinfra.api import deploy
 
 from spark_deploy.hosts import base
 from spark_deploy.hosts.facts import expect_fact

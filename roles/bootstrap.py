@@ -1,8 +1,6 @@
 """Install or remove the SSH key and the sudo rule of deploys; this machine needs only the rule."""
 
-from pyinfra.api.command import FunctionCommand
-from pyinfra.api.deploy import deploy
-from pyinfra.api.hiddenvalue import HiddenValue
+from pyinfra.api import FunctionCommand, HiddenValue, deploy
 
 from spark_deploy.hosts import access
 from spark_deploy.plan.types import BootstrapPlan

@@ -1,6 +1,6 @@
 """CUDA toolkit from a signed repository; an installed toolkit and the driver are kept."""
 
-from pyinfra.api.deploy import deploy
+from pyinfra.api import deploy
 
 from spark_deploy.hosts import gpu
 from spark_deploy.hosts.facts import expect_fact

@@ -1,14 +1,14 @@
 """Container engine and NVIDIA runtime, checked by a container that sees the GPU."""
 
-from pyinfra.api.deploy import deploy
+from pyinfra.api import deploy
 
 from spark_deploy.config.settings.sources import ProxySettings
 from spark_deploy.hosts import docker
 from spark_deploy.hosts.docker_facts import DockerState
+from spark_deploy.hosts.downloads import DROP_IN_PATH, configure_docker_proxy, configure_job_proxy
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
 from spark_deploy.hosts.packages import repository_files
-from spark_deploy.hosts.proxy import DROP_IN_PATH, configure_docker_proxy, configure_job_proxy
 from spark_deploy.plan.types import DockerPlan
 
 

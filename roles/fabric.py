@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from pyinfra.api.command import FunctionCommand
-from pyinfra.api.deploy import deploy
+from pyinfra.api import FunctionCommand, deploy
 
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import fabric

@@ -1,6 +1,6 @@
 """Refuse a host that does not fit, with all problems at once, before anything is changed on it."""
 
-from pyinfra.api.deploy import deploy
+from pyinfra.api import deploy
 
 from spark_deploy.hosts import preflight
 from spark_deploy.plan.types import NeedsPlan

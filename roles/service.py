@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from pyinfra.api.deploy import deploy
+from pyinfra import inventory
+from pyinfra.api import deploy
 from spark_contract.paths import ENGINE_USER, GATEWAY_USER
 from spark_contract.release import Release
 from spark_contract.status import Keep
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.hosts.commands import in_waves, one_by_one
+from spark_deploy.hosts.commands import in_waves
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
 from spark_deploy.hosts.gateway import (
@@ -42,7 +43,7 @@ def reboot(*, plan: NeedsPlan, serve: Release) -> None:
 
     Comes first: a driver that needs a reboot would fail every later step.
     """
-    for name in one_by_one() if plan.reboot == "allow" else ():
+    for (name,) in in_waves((member.name,) for member in inventory if plan.reboot == "allow"):
         reboot_host(name=f"Reboot {name} where it is due", needs=plan, serve=serve)
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from pyinfra.api.deploy import deploy
+from pyinfra.api import deploy
 
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
-from spark_deploy.hosts.tools import PythonSite, install_site, install_tools, placed_tools
+from spark_deploy.hosts.payload import PythonSite, install_site, install_tools, placed_tools
 from spark_deploy.plan.types import ManagedFile, ToolsPlan
 
 

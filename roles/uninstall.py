@@ -1,6 +1,6 @@
 """Take this project off a host."""
 
-from pyinfra.api.deploy import deploy
+from pyinfra.api import deploy
 
 from spark_deploy.hosts import uninstall
 

@@ -5,20 +5,24 @@ Each job is started unless the receipt exists, and runs during the other steps o
 
 from collections.abc import Callable, Sequence
 
-from pyinfra.api.deploy import deploy
+from pyinfra.api import deploy
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, REQUANTIZE_JOB, Job
 from spark_contract.paths import PROXY
 from spark_contract.units import PREPARE
 
 from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
 from spark_deploy.hosts.commands import each
+from spark_deploy.hosts.downloads import (
+    configure_job_proxy,
+    note_files,
+    start_sharing,
+    stop_sharing,
+)
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
 from spark_deploy.hosts.jobs import start_job, wait_for_jobs
-from spark_deploy.hosts.peer_download import note_files, start_sharing, stop_sharing
-from spark_deploy.hosts.proxy import configure_job_proxy
+from spark_deploy.hosts.payload import install_quantiser
 from spark_deploy.hosts.status import JobStates
-from spark_deploy.hosts.tools import install_quantiser
 from spark_deploy.plan.jobs import Work, ready_name
 
 _REMOVAL_TIMEOUT_S = 3600  # the removal first reads every byte of the checkpoint

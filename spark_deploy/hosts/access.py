@@ -4,23 +4,20 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from pyinfra.api.command import FunctionCommand, StringCommand
-from pyinfra.api.hiddenvalue import HiddenValue
-from pyinfra.api.host import Host
-from pyinfra.api.operation import operation
-from pyinfra.api.state import State
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import FunctionCommand, HiddenValue, Host, State, StringCommand, operation
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts.commands import CommandFailed, run
 from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, read_fact
-from spark_deploy.hosts.host_errors import Commands, Refused, host_command, host_errors, refuse
+from spark_deploy.hosts.operations import Commands, Refused, host_command, host_errors, refuse
 from spark_deploy.plan.types import BootstrapPlan
 
 ACCOUNT = "spark-deploy"  # created by bootstrap, for deploys only
 ACCOUNT_HOME = "/var/lib/spark-deploy"
 ACCOUNT_KEYS = f"{ACCOUNT_HOME}/.ssh/authorized_keys"
 _LOGIN_KEYS = "~/.ssh/authorized_keys"
+_PLAIN_USER = re.compile(r"[a-z_][a-z0-9_.-]{0,31}")  # without special meaning in sudoers(5)
 
 
 def _key_body(public_key: str) -> str:
@@ -75,10 +72,6 @@ class LoginAccess(HostFact[Access]):
             account_key=sections.first("account"),
             account_exists=bool(sections["account-there"]),
         )
-
-
-# Names without special meaning in sudoers(5).
-_PLAIN_USER = re.compile(r"[a-z_][a-z0-9_.-]{0,31}")
 
 
 def read_state(plan: BootstrapPlan) -> Access:

@@ -1,13 +1,12 @@
 """Packages, directories and host care that need no GPU."""
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyinfra.api.command import StringCommand
-from pyinfra.api.operation import operation
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import StringCommand, operation
 from spark_contract.paths import (
     CONFIG_DIR,
     JOBS_DIR,
@@ -23,7 +22,7 @@ from spark_contract.units import drop_in_dir
 from spark_deploy.hosts.commands import log
 from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, read_fact
 from spark_deploy.hosts.files import place_files, remove_files
-from spark_deploy.hosts.host_errors import Commands, host_errors
+from spark_deploy.hosts.operations import Commands, host_errors
 from spark_deploy.hosts.packages import install, packages_script, parse_packages
 from spark_deploy.plan.types import NJS, BasePlan, ManagedFile
 
@@ -62,10 +61,7 @@ class BaseState(HostFact[Base]):
     """Everything the base role compares, read by a single command."""
 
     def command(
-        self,
-        packages: Sequence[str],
-        directories: Sequence[str],
-        units: Sequence[str],
+        self, packages: Sequence[str], directories: Sequence[str], units: Sequence[str]
     ) -> str:
         places = " ".join(shlex.quote(path) for path in directories)
         names = " ".join(shlex.quote(unit) for unit in units)
@@ -79,22 +75,19 @@ class BaseState(HostFact[Base]):
 
     def process(self, output: list[str]) -> Base:
         sections = parse_sections(output)
+        files = (line.split("|", 3) for line in sections["directories"])
         stale = (line.split()[0] for line in sections["stale-units"] if line.endswith(" yes"))
         return Base(
             packages=parse_packages(sections["packages"]),
-            directories=parse_directories(sections["directories"]),
+            directories={
+                path: (mode, owner) for kind, mode, owner, path in files if kind == "directory"
+            },
             stale_units=tuple(stale),
             boot_target=sections.first("boot-target"),
             earlyoom=sections.first("earlyoom"),
             compaction_proactiveness=sections.first("compaction"),
             units=dict([*line.split(), ""][:2] for line in sections["units"] if line.split()),
         )
-
-
-def parse_directories(lines: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Read ``stat`` lines; anything but a directory is left out."""
-    rows = (line.split("|", 3) for line in lines)
-    return {path: (mode, owner) for kind, mode, owner, path in rows if kind == "directory"}
 
 
 SLEEP_TARGETS = (
@@ -150,8 +143,7 @@ COMPACTION_PATH = "/etc/sysctl.d/99-spark-compaction.conf"
 _KERNEL_COMPACTION = 20  # default of vm.compaction_proactiveness
 GUARANTEE_FILES = tuple(
     ManagedFile(
-        f"{drop_in_dir(unit)}/50-spark.conf",
-        f"{_MANAGED}[{section}]\nMemoryMin={size}\n".encode(),
+        f"{drop_in_dir(unit)}/50-spark.conf", f"{_MANAGED}[{section}]\nMemoryMin={size}\n".encode()
     )
     for unit, (section, size) in _GUARANTEES.items()
 )
@@ -168,17 +160,11 @@ def compaction_file(proactiveness: int) -> ManagedFile:
 
 def owned_directories(plan: BasePlan) -> dict[str, str]:
     """Return the managed directories and modes; only the engine's cache is private."""
-    paths = plan.paths
-    shared = (
-        *(CONFIG_DIR, RELEASES_DIR, STATE_DIR, JOBS_DIR, PROOFS_DIR),
-        *(RECEIPTS_DIR, SWITCH_DIR, TOOLS_DIR),
+    public = (
+        *(plan.paths.models_dir, plan.paths.sources_dir, CONFIG_DIR, RELEASES_DIR, STATE_DIR),
+        *(JOBS_DIR, PROOFS_DIR, RECEIPTS_DIR, SWITCH_DIR, TOOLS_DIR),
     )
-    return {
-        paths.models_dir: "755",
-        paths.sources_dir: "755",
-        paths.cache_dir: "700",
-        **dict.fromkeys(shared, "755"),
-    }
+    return {plan.paths.cache_dir: "700", **dict.fromkeys(public, "755")}
 
 
 # Each of these contains the nginx program, which our gateway runs with a separate configuration.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts.docker_facts import Container
+from spark_deploy.hosts.facts import container_id, is_managed
 from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.memory import START_MARGIN
 from spark_deploy.plan.types import NeedsPlan
@@ -67,7 +68,7 @@ def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             )
             fix = f"deploy {listener.service} with the new port first, then the other service"
             yield Problem(where, message, fix)
-        elif not listener.managed:
+        elif not is_managed(listener.cgroup):
             who = f"{listener.process} (pid {listener.pid})" if listener.process else "a process"
             message = f"{who} already listens on {listener.address}"
             yield Problem(where, message, "stop it, or choose another serve.port")
@@ -87,12 +88,12 @@ def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         app.pid: app.name
         for app in survey.gpu.compute_apps
         # While our engine runs, a process that exited during the survey may have been part of it.
-        if app.container_id not in known_containers and (app.cgroup or not survey.serving)
+        if container_id(app.cgroup) not in known_containers and (app.cgroup or not survey.serving)
     }
     fix = "stop it if it can grow, or add the name to allow_memory_holders:"
     for process in survey.processes:
         gpu_name = on_gpu.pop(process.pid, None)
-        if process.managed or process.container_id in known_containers:
+        if is_managed(process.cgroup) or container_id(process.cgroup) in known_containers:
             continue
         if process.name not in needs.allow_memory_holders:
             message = f"pid {process.pid} holds {process.rss_bytes / GIB:.1f} GiB"

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -122,11 +123,10 @@ def covers(certificate: x509.Certificate, name: str) -> bool:
 
 
 def is_address(name: str) -> bool:
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def names_in(certificate: x509.Certificate) -> list[str]:
@@ -213,7 +213,10 @@ def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
     authority = _extend(_read_authority(ca_dir) or _create_authority(ca_dir, names), names, ca_dir)
     key = ec.generate_private_key(ec.SECP256R1())
     end = min(now() + timedelta(days=days), authority.certificate.not_valid_after_utc)
-    alternatives = x509.SubjectAlternativeName([_general_name(name) for name in names])
+    general_names: list[x509.GeneralName] = [
+        x509.IPAddress(ipaddress.ip_address(name)) if is_address(name) else x509.DNSName(name)
+        for name in names
+    ]
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
     builder = (
         # Not the bare name: without a DNS name, clients would match the common name.
@@ -221,7 +224,7 @@ def issue(names: Sequence[str], ca_dir: str, days: int = LEAF_DAYS) -> Pair:
         .issuer_name(authority.certificate.subject)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(alternatives, critical=False)
+        .add_extension(x509.SubjectAlternativeName(general_names), critical=False)
         .add_extension(issuer, critical=False)
     )
     leaf = builder.sign(authority.key, hashes.SHA256())
@@ -261,11 +264,11 @@ def _create_authority(ca_dir: str, names: Sequence[str]) -> _Authority:
     subject = _name(f"dgx-spark-deploy CA {now():%Y-%m-%d %H:%M:%S}")
     certificate = _self_signed(key, subject, now() + timedelta(days=CA_DAYS), names)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    (made / CA_FILE).write_bytes(certificate.public_bytes(Encoding.PEM))
-    with open(os.open(made / CA_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as to:
+    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    (new / CA_FILE).write_bytes(certificate.public_bytes(Encoding.PEM))
+    with open(os.open(new / CA_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as to:
         to.write(_pem(key))
-    made.rename(folder)
+    new.rename(folder)
     return _Authority(certificate, key)
 
 
@@ -317,12 +320,6 @@ def _builder(
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
-
-
-def _general_name(name: str) -> x509.GeneralName:
-    if is_address(name):
-        return x509.IPAddress(ipaddress.ip_address(name))
-    return x509.DNSName(name)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -9,10 +9,9 @@ from weakref import WeakKeyDictionary
 
 import gevent
 from paramiko import SSHException
-from pyinfra.api.command import StringCommand
+from pyinfra import host, state
+from pyinfra.api import Host, StringCommand
 from pyinfra.api.exceptions import ConnectError
-from pyinfra.api.host import Host
-from pyinfra.context import host, inventory, state
 
 from spark_deploy.plan.cluster import Wave
 
@@ -43,10 +42,9 @@ def log_once(text: str, colour: str | None = None) -> None:
 
 
 def predict(change: str) -> None:
-    """Note in a prediction that this operation would make ``change``.
+    """Note in a prediction that this operation would make ``change``, for later operations.
 
-    A prediction runs no command: two roles that need the same repository would both predict to
-    add it, although in the run only the first does.
+    Two roles that need the same repository would both predict to add it; in a run the first does.
     """
     if not state.is_executing:
         _predicted.setdefault(current_host(), set()).add(change)
@@ -77,9 +75,9 @@ def run(
 
     Raises CommandFailed on exit status other than 0, time-out, or lost connection.
     """
-    given: dict[str, Any] = dict(host.current_op_global_arguments or {})
+    of_operation: dict[str, Any] = dict(host.current_op_global_arguments or {})
     keep = ("_sudo", "_sudo_user", "_sudo_password", "_use_sudo_login", "_env", "_shell_executable")
-    arguments: dict[str, Any] = {key: given[key] for key in keep if given.get(key)}
+    arguments: dict[str, Any] = {key: of_operation[key] for key in keep if of_operation.get(key)}
     if stdin is not None:
         arguments["_stdin"] = stdin
     wrapped = command if isinstance(command, StringCommand) else StringCommand(command)
@@ -118,13 +116,8 @@ def each(items: Iterable[T]) -> Iterator[T]:
     yield from host.loop(list(items))  # type: ignore[no-untyped-call]  # untyped in pyinfra
 
 
-def one_by_one() -> Iterator[str]:
-    """Yield this host's name in turn, in inventory order: a fault stops at the first host."""
-    yield from (name for (name,) in in_waves((member.name,) for member in inventory))
-
-
 def in_waves(waves: Iterable[Wave]) -> Iterator[Wave]:
-    """Yield the wave of this host in turn: an operation per wave, in order."""
+    """Yield this host's wave in turn: an operation per wave, in order, stopped by a fault."""
     yield from (wave for wave in each(waves) if host.name in wave)
 
 
@@ -142,10 +135,15 @@ def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
     with heartbeat(host, "waiting for the host to answer"):
         while lost_at is None or time.monotonic() - lost_at < AWAY_S:
             try:
-                answer = _run_once(host, script)
+                if not host.connected:
+                    # Without raising, the next command would meet a client without connection.
+                    host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
+                ok, output = host.run_shell_command(
+                    shell(script), _sudo=host.data.get("_sudo", False), _timeout=_COMMAND_TIMEOUT_S
+                )
                 # A connection lost in the middle of a command looks like a failed command.
-                if answer[0] or not is_disconnected(host):
-                    return answer
+                if ok or not is_disconnected(host):
+                    return ok, output.stdout, output.stderr
                 reason = "closed"
             except (TimeoutError, OSError, EOFError, SSHException, ConnectError) as error:
                 reason = type(error).__name__
@@ -156,16 +154,6 @@ def run_reconnecting(host: Host, script: str) -> tuple[bool, str, str]:
             gevent.sleep(pause_s)
             pause_s = min(pause_s + 1, _LONGEST_PAUSE_S)
     raise ConnectError(f"unreachable for {AWAY_S} s")
-
-
-def _run_once(host: Host, script: str) -> tuple[bool, str, str]:
-    if not host.connected:
-        # Without raising, the next command would meet a client that has no connection.
-        host.connect(show_errors=False, reason="still waiting", raise_exceptions=True)
-    ok, output = host.run_shell_command(
-        shell(script), _sudo=host.data.get("_sudo", False), _timeout=_COMMAND_TIMEOUT_S
-    )
-    return ok, output.stdout, output.stderr
 
 
 def is_disconnected(host: Host) -> bool:

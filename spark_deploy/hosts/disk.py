@@ -143,12 +143,12 @@ _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**
 def size_bytes(text: str) -> int:
     """Read docker's decimal sizes: ``12.3GB`` is 12 300 000 000; unreadable text is 0."""
     match = re.fullmatch(r"([\d.]+)([kKMGT]?B)", text)
-    return int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
+    return int(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 # In place of a device: another user could change the file, so the fetcher copies it.
 COPIED = "-"
-_GLOB = re.compile(r"([*?\[\]])")
+_NO_GLOB = re.compile(r"[^*?\[\]]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def stored_script(paths: Sequence[str], look_in: Sequence[str]) -> str:
     if not look_in:
         return ""
     words = " ".join(shlex.quote(path) for path in paths)
-    roots = " ".join(_quote_glob(pattern) for pattern in look_in)
+    roots = " ".join(_NO_GLOB.sub(lambda text: shlex.quote(text[0]), glob) for glob in look_in)
     return rf"""
 echo '== stored'
 for path in {words}; do
@@ -201,11 +201,6 @@ done
 """
 
 
-def _quote_glob(pattern: str) -> str:
-    parts = _GLOB.split(pattern)
-    return "".join(part if _GLOB.fullmatch(part) else shlex.quote(part) for part in parts if part)
-
-
 def parse_stored(lines: Iterable[str]) -> Stored:
     devices, files = {}, []
     listed: dict[tuple[str, int], str] = {}
@@ -216,7 +211,10 @@ def parse_stored(lines: Iterable[str]) -> Stored:
         elif kind == "file" and len(fields) == 3 and fields[1].isdigit():
             files.append((fields[0], int(fields[1]), fields[2]))
         elif kind == "receipt" and len(fields) == 2:
-            listed.update(_listed_files(*fields))
+            with suppress(DocumentError):
+                for file in receipts.parse(fields[1]).files:
+                    if file.sha256 is not None:
+                        listed[f"{fields[0]}/{file.path}", file.size_bytes] = file.sha256
     known, folders = [], {}
     for device, size, path in files:
         folder, _, name = path.rpartition("/")
@@ -226,11 +224,3 @@ def parse_stored(lines: Iterable[str]) -> Stored:
             cache, marker, _ = path.partition("/models--")
             folders[sha256] = cache if marker else folder
     return Stored(devices, frozenset(known), folders)
-
-
-def _listed_files(home: str, receipt: str) -> Iterator[tuple[tuple[str, int], str]]:
-    """Yield (path, size), sha256 of the files in a receipt; a damaged receipt lists none."""
-    with suppress(DocumentError):
-        for file in receipts.parse(receipt).files:
-            if file.sha256 is not None:
-                yield (f"{home}/{file.path}", file.size_bytes), file.sha256

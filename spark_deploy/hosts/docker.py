@@ -1,25 +1,192 @@
-"""Container engine with the NVIDIA runtime, decided from the running state and not from files."""
+"""Container engine with the NVIDIA runtime, decided from the running state and not from files.
 
+Keys of daemon.json and which of them a SIGHUP reloads: dockerd reference, "Configuration reload
+behavior".
+"""
+
+import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pyinfra.api.command import FunctionCommand, StringCommand
-from pyinfra.api.operation import operation
-from pyinfra.context import host
-from pyinfra.context import state as current_state
+from pyinfra import host
+from pyinfra import state as current_state
+from pyinfra.api import FunctionCommand, Host, State, StringCommand, operation
 from spark_contract.paths import kept_aside
 
-from spark_deploy.hosts import docker_engine
-from spark_deploy.hosts.commands import log, log_once
-from spark_deploy.hosts.docker_facts import Docker, DockerState
-from spark_deploy.hosts.facts import read_fact
+from spark_deploy.config.errors import Problem
+from spark_deploy.hosts import gpu
+from spark_deploy.hosts.capacity import competing_containers
+from spark_deploy.hosts.commands import CommandFailed, heartbeat, log, log_once, run
+from spark_deploy.hosts.docker_facts import CONTAINERS_SCRIPT, Docker, DockerState, parse_containers
+from spark_deploy.hosts.facts import build_script, read_fact, run_fact, split_sections
 from spark_deploy.hosts.files import put_files
-from spark_deploy.hosts.gpu import SPECIFICATION, lacks_runtime, lacks_specification
-from spark_deploy.hosts.host_errors import Commands, host_errors, refuse
+from spark_deploy.hosts.operations import Commands, Refused, host_command, host_errors, refuse
 from spark_deploy.hosts.packages import add_repositories, install
 from spark_deploy.plan.jobs import DAEMON_JSON
 from spark_deploy.plan.types import DockerPlan, ManagedFile
+
+NVIDIA_RUNTIME = {"path": "nvidia-container-runtime", "args": []}
+RELOADABLE = frozenset(
+    re.findall(
+        r"[a-z-]+",
+        "debug labels live-restore max-concurrent-downloads max-concurrent-uploads "
+        "max-download-attempts default-runtime runtimes insecure-registries registry-mirrors "
+        "shutdown-timeout",
+    )
+)
+
+
+def parse_daemon_json(text: str) -> dict[str, Any]:
+    """Read a daemon.json; an empty file is `{}`. Raises ValueError if it is no JSON object."""
+    value = json.loads(text) if text.strip() else {}
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def merge(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``present`` with ``wanted`` in it: objects merge, lists unite, values replace."""
+    result = dict(present)
+    for key, value in wanted.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            result[key] = merge(old, value)
+        elif isinstance(old, list) and isinstance(value, (list, tuple)):
+            result[key] = [*old, *(item for item in value if item not in old)]
+        else:
+            result[key] = value
+    return result
+
+
+def merge_with_runtime(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge ``wanted`` and register the NVIDIA runtime unless some path is registered already."""
+    result = merge(present, wanted)
+    runtimes = result.get("runtimes")
+    nvidia = runtimes.get("nvidia") if isinstance(runtimes, dict) else None
+    if not (isinstance(nvidia, dict) and (nvidia.get("path") or nvidia.get("runtimeType"))):
+        result = merge(result, {"runtimes": {"nvidia": NVIDIA_RUNTIME}})
+    return result
+
+
+def unmet_keys(wanted: Mapping[str, Any], info: Mapping[str, Any]) -> tuple[str, ...]:
+    """List the keys of ``wanted`` that ``info`` (`docker info`) shows with another value."""
+    return tuple(k for k, value in wanted.items() if k in _VISIBLE and not _VISIBLE[k](value, info))
+
+
+def _insecure(value: Any, info: Mapping[str, Any]) -> bool:
+    registry = info.get("RegistryConfig") or {}
+    networks = registry.get("InsecureRegistryCIDRs") or []
+    indexes = registry.get("IndexConfigs") or {}
+    insecure = {name for name, index in indexes.items() if not index.get("Secure", True)}
+    return all(name in insecure or name in networks for name in value)
+
+
+def _mirrors(value: Any, info: Mapping[str, Any]) -> bool:
+    mirrors = (info.get("RegistryConfig") or {}).get("Mirrors") or []
+    return {mirror.rstrip("/") for mirror in value} <= {mirror.rstrip("/") for mirror in mirrors}
+
+
+_VISIBLE = {
+    "runtimes": lambda value, info: set(value) <= set(info.get("Runtimes") or {}),
+    "default-runtime": lambda value, info: info.get("DefaultRuntime") == value,
+    "live-restore": lambda value, info: info.get("LiveRestoreEnabled") == value,
+    "debug": lambda value, info: info.get("Debug") == value,
+    "log-driver": lambda value, info: info.get("LoggingDriver") == value,
+    "data-root": lambda value, info: info.get("DockerRootDir") == value,
+    "storage-driver": lambda value, info: info.get("Driver") == value,
+    "insecure-registries": _insecure,
+    "registry-mirrors": _mirrors,
+}
+
+
+_LOG_TAIL = "journalctl -u docker.service -t dockerd -n 8 -o cat --no-pager"
+
+# An installation exits 0 even when the daemon died at the first start, so look at the daemon. If it
+# starts before the socket, it dies with "no sockets found via socket activation", restarts into
+# the start limit and takes the socket along; only both together, socket first, start again. Seen
+# in 10 % of installations over a removed package.
+_BRING_UP = """\
+up() {
+  for i in $(seq 60); do
+    systemctl is-active -q docker && docker info >/dev/null 2>&1 && return 0
+    systemctl is-failed -q docker && return 1
+    sleep 1
+  done
+  return 1
+}
+systemctl reset-failed docker
+%s
+up && exit 0
+systemctl cat docker.socket >/dev/null 2>&1 || exit 1
+systemctl stop docker.service docker.socket
+systemctl reset-failed docker.service docker.socket
+systemctl start docker.socket && systemctl start docker.service && up"""
+
+
+@host_command
+def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
+    """Enable and start the engine, and check that the daemon answers.
+
+    Preflight could not list containers while the daemon was down, and docker starts those with a
+    restart policy by itself: so they are checked here.
+    """
+    _bring_up(host, "systemctl enable --now docker")
+    lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
+    containers = tuple(parse_containers(split_sections(lines)["containers"]))
+    fix = "run again: preflight stops containers named in takeover:; stop all further ones first"
+    problems = [
+        Problem(
+            f"container {container.name}",
+            f"started with docker ({container.image}, restart: {container.restart})",
+            fix,
+        )
+        for container in competing_containers(containers, allowed)
+    ]
+    if problems:
+        raise Refused(*problems)
+    return True
+
+
+@host_command
+def apply_keys(
+    state: State,
+    host: Host,
+    arguments: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    keys: tuple[str, ...],
+) -> bool:
+    """Apply ``keys``: by reload, and by restart where that is not enough."""
+    if set(keys) <= RELOADABLE:
+        try:
+            run(host, "systemctl reload docker && sleep 1", timeout_s=60)
+        except CommandFailed as failure:
+            host.log(f"docker did not reload: {failure.output.strip()}")
+        docker = run_fact(host, DockerState, timeout_s=120, **arguments)
+        if not unmet_keys(wanted, docker.info):
+            return True
+        host.log("a reload was not enough, docker is restarted")
+    _bring_up(host, "systemctl restart docker")
+    docker = run_fact(host, DockerState, timeout_s=120, **arguments)
+    if unmet := unmet_keys(wanted, docker.info):
+        refuse(
+            "docker",
+            f"after a restart the daemon still does not run with {', '.join(unmet)}",
+            "look for the same keys as options of dockerd in `systemctl cat docker`",
+        )
+    return True
+
+
+def _bring_up(host: Host, command: str) -> None:
+    try:
+        with heartbeat(host, "docker starts"):
+            run(host, _BRING_UP % command, timeout_s=240)
+    except CommandFailed:
+        tail = "\n".join(run(host, f"{_LOG_TAIL}; true", timeout_s=30))
+        fix = "fix the reported cause (`journalctl -u docker`), then run again"
+        refuse("docker", f"the daemon does not start\n{tail}", fix)
+
 
 GROUP = "docker"  # members can become root on the host
 
@@ -48,15 +215,15 @@ def missing_packages(plan: DockerPlan, state: Docker) -> tuple[str, ...]:
 
 def planned_keys(plan: DockerPlan, state: Docker) -> dict[str, Any]:
     """Return the managed keys of daemon.json, including the runtimes of the merged file."""
-    full = planned_file(plan, state, docker_engine.parse_daemon_json(state.daemon_json or ""))
+    full = planned_file(plan, state, parse_daemon_json(state.daemon_json or ""))
     return {**plan.daemon, **({"runtimes": full["runtimes"]} if "runtimes" in full else {})}
 
 
 def planned_file(plan: DockerPlan, state: Docker, present: Mapping[str, Any]) -> dict[str, Any]:
     """Return the merged daemon.json, without a runtime that the host does not have."""
-    if lacks_runtime(state):
-        return docker_engine.merge(present, plan.daemon)
-    return docker_engine.merge_with_runtime(present, plan.daemon)
+    if gpu.lacks_runtime(state):
+        return merge(present, plan.daemon)
+    return merge_with_runtime(present, plan.daemon)
 
 
 @operation()
@@ -92,7 +259,7 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
     state = read_state(plan)
     text = state.daemon_json
     try:
-        present = docker_engine.parse_daemon_json(text or "")
+        present = parse_daemon_json(text or "")
     except ValueError as error:
         fix = "fix it by hand, then run again"
         refuse(DAEMON_JSON, f"not a JSON object ({error}); it was left as it is", fix)
@@ -100,11 +267,11 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
     if text is not None and wanted == present:
         host.noop("daemon.json has our keys")
         return
-    file = ManagedFile(DAEMON_JSON, docker_engine.render_daemon_json(wanted).encode())
+    content = json.dumps(wanted, indent=4) + "\n"  # as nvidia-ctk formats it
     # The owner's file is kept aside, once.
     keep = shlex.quote(kept_aside(DAEMON_JSON))
     yield f"[ ! -e {DAEMON_JSON} ] || cp -np {DAEMON_JSON} {keep}"
-    yield put_files([file])
+    yield put_files([ManagedFile(DAEMON_JSON, content.encode())])
 
 
 @operation()
@@ -120,20 +287,20 @@ def run_engine(plan: DockerPlan) -> Commands:
         fix = "see `systemctl status docker` and the load of the host, then run again"
         refuse("docker", "the daemon accepts requests and does not answer", fix)
     if not state.active:
-        yield FunctionCommand(docker_engine.start_engine, [plan.allow_containers], {})
+        yield FunctionCommand(start_engine, [plan.allow_containers], {})
         return
     keys = keys_not_in_effect(planned_keys(plan, state), state)
     if not keys:
         host.noop("the engine runs with our keys")
         return
-    if set(keys) <= docker_engine.RELOADABLE:
+    if set(keys) <= RELOADABLE:
         log(f"docker reloads the configuration for: {', '.join(keys)}")
     else:
         log(f"docker is restarted for: {', '.join(keys)}")
         if state.serving:
             log(f"this stops {', '.join(state.serving)}, which starts again by itself")
     arguments = [fact_arguments(plan), planned_keys(plan, state), keys]
-    yield FunctionCommand(docker_engine.apply_keys, arguments, {})
+    yield FunctionCommand(apply_keys, arguments, {})
 
 
 def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
@@ -142,15 +309,14 @@ def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, .
     A key that `docker info` does not show is included if the file is newer than the daemon, or is
     about to get the key.
     """
-    present = docker_engine.parse_daemon_json(state.daemon_json or "")
+    present = parse_daemon_json(state.daemon_json or "")
     newer = state.daemon_json_mtime_s > state.started_at_s
     return (
-        *docker_engine.unmet_keys(wanted, state.info),
+        *unmet_keys(wanted, state.info),
         *(
             key
             for key, value in wanted.items()
-            if not docker_engine.is_visible(key)
-            and (newer or docker_engine.merge(present, {key: value}) != present)
+            if key not in _VISIBLE and (newer or merge(present, {key: value}) != present)
         ),
     )
 
@@ -197,9 +363,9 @@ def generate_cdi(plan: DockerPlan) -> Commands:
         for spec in state.cdi
         if spec.path.startswith("/etc/cdi/") and loaded and spec.driver_version not in ("", loaded)
     ]
-    if lacks_specification(state):
-        log(f"containers get the GPU through CDI: generating {SPECIFICATION}")
-        yield f"nvidia-ctk cdi generate --output={SPECIFICATION}"
+    if gpu.lacks_specification(state):
+        log(f"containers get the GPU through CDI: generating {gpu.SPECIFICATION}")
+        yield f"nvidia-ctk cdi generate --output={gpu.SPECIFICATION}"
         return
     if not stale:
         host.noop("CDI is not used" if not state.cdi else "CDI matches the driver")
@@ -213,7 +379,7 @@ def generate_cdi(plan: DockerPlan) -> Commands:
 def check_gpu_container(plan: DockerPlan) -> Commands:
     """Check that a container sees the GPU; the receipt is valid until a version changes."""
     state = read_state(plan)
-    key = docker_engine.check_key(plan, state)
+    key = gpu.check_key(plan, state)
     receipt = state.receipt
     old = receipt.key if receipt else {}
     if receipt and not current_state.is_executing:
@@ -231,4 +397,4 @@ def check_gpu_container(plan: DockerPlan) -> Commands:
     ]
     if receipt and changes:
         log(f"changed since the last check: {', '.join(changes)}")
-    yield FunctionCommand(docker_engine.check_gpu, [plan, fact_arguments(plan)], {})
+    yield FunctionCommand(gpu.check_gpu, [plan, fact_arguments(plan)], {})

@@ -8,10 +8,9 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any
 
-from spark_contract import documents
 from spark_contract.machine import DRIVER_MODULE, LIBCUDA, libcuda_version, module_version
 from spark_contract.records import GpuProof
 from spark_contract.units import DIGEST12, RELEASE_LABEL, SERVICE_LABEL
@@ -20,14 +19,11 @@ from spark_deploy.hosts.facts import (
     SERVING_SCRIPT,
     HostFact,
     build_script,
+    parse_document,
     parse_key_values,
     parse_sections,
 )
-from spark_deploy.hosts.packages import (
-    known_urls_script,
-    packages_script,
-    parse_packages,
-)
+from spark_deploy.hosts.packages import known_urls_script, packages_script, parse_packages
 from spark_deploy.plan.jobs import DAEMON_JSON
 
 # Only compared fields: the whole of `docker info` contains proxies with passwords. CDISpecDirs
@@ -112,7 +108,9 @@ class Docker:
     @property
     def started_at_s(self) -> float:
         """When the daemon was started, seconds since 1970; 0 when it does not run."""
-        return timestamp_s(self.unit.get("ExecMainStartTimestamp", ""))
+        text = self.unit.get("ExecMainStartTimestamp", "")  # Mon 2026-01-05 10:00:00.123456 UTC
+        match = re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{6})?", text)
+        return datetime.fromisoformat(f"{match[0]}+00:00").timestamp() if match else 0.0
 
 
 class DockerState(HostFact[Docker]):
@@ -143,6 +141,7 @@ class DockerState(HostFact[Docker]):
         client = _parse_json(info[:1], dict)  # only client fields while the daemon is down
         drivers = [line.strip() for line in sections["driver"] if re.match(r"\s*\d", line)]
         toolkit = re.search(r"CLI version (\S+)", sections.text("toolkit"))
+        cdi = (line.partition(" ") for line in sections["cdi"])
         return Docker(
             dockerd=next((line for line in engine if line.endswith("/dockerd")), ""),
             snap=any("/snap/" in line or line == "/usr/bin/snap" for line in engine),
@@ -150,17 +149,17 @@ class DockerState(HostFact[Docker]):
             daemon_json="\n".join(daemon_json) if mtime else None,
             daemon_json_mtime_s=float(mtime.removeprefix("mtime=") or 0),
             info=client if client.get("ServerVersion") else {},
-            toolkit_version=toolkit.group(1) if toolkit else "",
+            toolkit_version=toolkit[1] if toolkit else "",
             toolkit_mode=sections.first("toolkit-mode"),
             runtime=sections.first("runtime"),
-            cdi=tuple(map(_parse_cdi, sections["cdi"])),
+            cdi=tuple(CdiSpec(path, libcuda_version(library)) for path, _, library in cdi),
             cdi_directories=tuple(map(str, _parse_json(info[1:], list))),
             driver_version=drivers[0] if drivers else module_version(sections.text("module")),
             kernel=sections.first("kernel"),
             serving=tuple(filter(None, sections["serving"])),
             packages=parse_packages(sections["packages"]),
             known_urls=tuple(sections["known-urls"]),
-            receipt=_parse_receipt(sections.text("receipt")),
+            receipt=parse_document(GpuProof, sections.text("receipt")),
             silent=tuple(word for line in sections["silent"] for word in line.split()),
             groups={
                 user: tuple(names) for user, *names in map(str.split, sections["groups"]) if names
@@ -175,28 +174,6 @@ def _parse_json(lines: Iterable[str], kind: type[Any]) -> Any:
     except ValueError:
         return kind()
     return value if isinstance(value, kind) else kind()
-
-
-def _parse_receipt(text: str) -> GpuProof | None:
-    try:
-        return documents.parse(GpuProof, text)
-    except documents.DocumentError:  # damaged or absent: no proof
-        return None
-
-
-def _parse_cdi(line: str) -> CdiSpec:
-    path, _, library = line.partition(" ")
-    return CdiSpec(path, libcuda_version(library))
-
-
-def timestamp_s(text: str) -> float:
-    """Read systemd's `Mon 2026-01-05 10:00:00.123456 UTC`; an empty text is 0."""
-    match = re.search(r"(\d{4}-\d\d-\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)", text)
-    if not match:
-        return 0.0
-    day, time_of_day = match.groups()
-    moment = datetime.fromisoformat(f"{day}T{time_of_day}" + ("" if "." in time_of_day else ".0"))
-    return moment.replace(tzinfo=timezone.utc).timestamp()
 
 
 # No command line and only a single variable: both may contain other people's keys.
@@ -296,10 +273,6 @@ def parse_containers(lines: Iterable[str]) -> Iterator[Container]:
             uses_gpu=_uses_gpu(row["requests"], row["runtime"], row.get("visible")),
             labels=row["labels"] or {},
         )
-
-
-def parse_silent(lines: Iterable[str]) -> str:
-    return next((line.split(" ")[1] for line in lines if line.startswith("unreachable ")), "")
 
 
 def _uses_gpu(requests: object, runtime: object, visible: Sequence[str | None] | None) -> bool:

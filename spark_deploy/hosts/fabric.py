@@ -5,11 +5,8 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 
 import gevent
-from pyinfra.api.command import FunctionCommand, StringCommand
-from pyinfra.api.host import Host
-from pyinfra.api.operation import operation
-from pyinfra.api.state import State
-from pyinfra.context import host, state
+from pyinfra import host, state
+from pyinfra.api import FunctionCommand, Host, State, StringCommand, operation
 from spark_contract import documents
 from spark_contract.errors import problem_in
 from spark_contract.fabric import (
@@ -27,7 +24,8 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.capacity import Verdict
 from spark_deploy.hosts.commands import log, log_once, run_reconnecting
 from spark_deploy.hosts.facts import read_fact
-from spark_deploy.hosts.host_errors import (
+from spark_deploy.hosts.network import Fabric, Netplan, NetplanFiles, Reach
+from spark_deploy.hosts.operations import (
     Commands,
     Refused,
     host_command,
@@ -35,7 +33,6 @@ from spark_deploy.hosts.host_errors import (
     refuse,
     warn,
 )
-from spark_deploy.hosts.network import Fabric, Netplan, NetplanFiles, Reach
 from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.cluster import fabric_plan, present_addresses
 from spark_deploy.plan.types import Way

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from gevent.pool import Pool
-from pyinfra.api.exceptions import FactProcessError
-from pyinfra.api.facts import FactBase
-from pyinfra.api.host import Host
+from pyinfra import host, state
+from pyinfra.api import FactBase, FactProcessError, Host
 from pyinfra.api.state import StateStage
-from pyinfra.context import host, state
+from spark_contract import documents
 from spark_contract.units import SERVE, SHA256
 
 from spark_deploy.hosts.commands import current_host, run
@@ -24,8 +23,12 @@ T = TypeVar("T")
 
 # Raised by parsers on malformed text; our own defects look the same, so the type is printed too.
 _PARSE_ERRORS = (
-    *(ArithmeticError, AttributeError, LookupError),
-    *(RecursionError, TypeError, ValueError),
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
 )
 
 
@@ -123,7 +126,7 @@ def build_script(*parts: str, parallel: Sequence[str] = ()) -> str:
 def as_root(script: str) -> str:
     """Wrap a script: run as root if sudo needs no password; section ``sudo`` is the outcome.
 
-    Run it without pyinfra's sudo, which stops at a password prompt; here such a host is reported.
+    Run it without pyinfra's sudo, which stops at a password prompt.
     """
     # Trying sudo separately would cost another PAM session.
     # -k: on this machine a password typed minutes ago would hide a missing rule.
@@ -144,6 +147,14 @@ def parse_key_values(lines: Iterable[str]) -> dict[str, str]:
         if equals and not key.startswith("#"):
             values[key.strip()] = value.strip().strip('"')
     return values
+
+
+def parse_document(kind: type[T], text: str) -> T | None:
+    """Read a document of the contract; ``None`` if it is absent or damaged."""
+    try:
+        return documents.parse(kind, text)
+    except documents.DocumentError:
+        return None
 
 
 class FileStates(HostFact[dict[str, FileState]]):
@@ -188,7 +199,7 @@ _MANAGED_UNITS = re.compile(
 def container_id(cgroup: str) -> str:
     """Find a container's id in a cgroup path (docker, cgroup v1 or v2, both drivers)."""
     match = re.search(SHA256, cgroup)
-    return match.group(0) if match else ""
+    return match[0] if match else ""
 
 
 def is_managed(cgroup: str) -> bool:
@@ -219,7 +230,11 @@ def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
     answers = _answers.setdefault(this, {})
     key = (fact, _arguments_key(arguments))
     now = (state.current_stage, *key)
-    cached = answers.get(now) or _recent_answer(answers, key)
+    cached = answers.get(now)
+    if cached is None:  # prefetched, or read in the prepare stage
+        oldest = time.monotonic() - MAX_AGE_S
+        older = (answers.get((stage, *key)) for stage in (_PREFETCHED, StateStage.Prepare))
+        cached = next((answer for answer in older if answer and answer[1] >= oldest), None)
     if cached is not None and cached[0] == commands_executed(this):
         answers[now] = cached
         value: T = cached[2]
@@ -239,16 +254,14 @@ def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
     return value
 
 
-def _recent_answer(
-    answers: dict[_Key, tuple[int, float, Any]], key: _Key
-) -> tuple[int, float, Any] | None:
-    """Return a prefetched value, or that of the prepare stage, if not too old."""
-    oldest = time.monotonic() - MAX_AGE_S
-    candidates = (answers.get((stage, *key)) for stage in (_PREFETCHED, StateStage.Prepare))
-    return next((answer for answer in candidates if answer and answer[1] >= oldest), None)
+def run_fact(on: Host, fact: type[FactBase[T]], *, timeout_s: int, **arguments: Any) -> T:
+    """Read a fact inside a command, where pyinfra's ``get_fact`` does not apply."""
+    value: T = fact().process(run(on, fact().command(**arguments), timeout_s=timeout_s))
+    return value
 
 
 def find_answer(fact: type[FactBase[T]]) -> T | None:
+    """Return a valid value of ``fact`` for any arguments."""
     this = current_host()
     executed = commands_executed(this)
     for (stage, cached_fact, _), (before, _at, answer) in _answers.get(this, {}).items():
@@ -276,15 +289,14 @@ def commands_executed(on: Host) -> int:
 # Roles declare at the top of a deploy which facts they will read. `prefetch` reads all of them at
 # once over the same connection instead of in sequence.
 _PARALLEL = 8  # sshd's default allows ten sessions per connection
-_Expected = tuple[Callable[[], Mapping[str, Any]], bool]
-_expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], _Expected]] = WeakKeyDictionary()
+_Arguments = Callable[[], Mapping[str, Any]]
+_expected: WeakKeyDictionary[Host, dict[type[FactBase[Any]], tuple[_Arguments, bool]]] = (
+    WeakKeyDictionary()
+)
 
 
 def expect_fact(
-    fact: type[FactBase[Any]],
-    arguments: Callable[[], Mapping[str, Any]] = dict,
-    *,
-    slow: bool = False,
+    fact: type[FactBase[Any]], arguments: _Arguments = dict, *, slow: bool = False
 ) -> None:
     """Declare a fact that operations will read; ``arguments`` is called at prefetch.
 
@@ -310,9 +322,7 @@ def prefetch() -> None:
         pool.kill(block=False)
 
 
-def _fetch(
-    this: Host, group: Sequence[tuple[type[FactBase[Any]], Callable[[], Mapping[str, Any]]]]
-) -> None:
+def _fetch(this: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) -> None:
     """Read several facts with a single command; a random line follows the output of each."""
     mark = secrets.token_hex()
     pending = [(fact, arguments()) for fact, arguments in group]

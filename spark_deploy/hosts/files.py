@@ -8,9 +8,8 @@ from collections.abc import Container, Generator, Iterable, Sequence
 from pathlib import PurePosixPath
 from weakref import WeakKeyDictionary
 
-from pyinfra.api.command import StringCommand
-from pyinfra.api.host import Host
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import Host, StringCommand
 
 from spark_deploy.hosts.commands import current_host, shell
 from spark_deploy.hosts.facts import FileStates, expect_fact, read_fact

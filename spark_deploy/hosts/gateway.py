@@ -5,9 +5,8 @@ import shlex
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
-from pyinfra.api.command import StringCommand
-from pyinfra.api.operation import operation
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import StringCommand, operation
 from spark_contract import tool
 from spark_contract.gateway import EXPOSURES, tls_of
 from spark_contract.paths import CURRENT_TOOLS
@@ -17,7 +16,7 @@ from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.read_secret import read_secret
 from spark_deploy.hosts.facts import HostFact, LineFact, read_fact
 from spark_deploy.hosts.files import file_states, place_files, remove_files
-from spark_deploy.hosts.host_errors import Commands, host_errors, refuse
+from spark_deploy.hosts.operations import Commands, host_errors, refuse
 from spark_deploy.hosts.status import Status
 from spark_deploy.plan.gateway import gateway_file
 from spark_deploy.plan.types import FileState, GatewayPlan, ManagedFile

@@ -1,4 +1,4 @@
-"""GPU, driver and CUDA toolkit as the host reports them; install the toolkit; GPU in containers.
+"""GPU, driver and CUDA toolkit of a host; install the toolkit; check the GPU in a container.
 
 Sources: nvidia-smi 580 (query in CSV), /proc/driver/nvidia/version, nvidia-spark-ota-check 1.0.16,
 version.json of CUDA toolkits (11 and later), `nvcc --version`.
@@ -6,31 +6,34 @@ version.json of CUDA toolkits (11 and later), `nvcc --version`.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pyinfra.api.operation import operation
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import Host, State, operation
+from spark_contract import tool
+from spark_contract.documents import text_of
+from spark_contract.errors import problem_in
 from spark_contract.machine import DRIVER_MODULE, module_version
+from spark_contract.records import GpuProof
 
 from spark_deploy.config.errors import Problem
-from spark_deploy.hosts.docker_facts import Docker
+from spark_deploy.hosts.commands import CommandFailed, heartbeat, run
+from spark_deploy.hosts.docker_facts import Docker, DockerState
 from spark_deploy.hosts.facts import (
     HostFact,
     Sections,
     build_script,
-    container_id,
     parse_sections,
     read_fact,
+    run_fact,
 )
-from spark_deploy.hosts.host_errors import Commands, host_errors
-from spark_deploy.hosts.packages import (
-    add_repositories,
-    install,
-    known_urls_script,
-)
-from spark_deploy.plan.types import CudaPlan
+from spark_deploy.hosts.operations import Commands, Refused, host_command, host_errors
+from spark_deploy.hosts.packages import add_repositories, install, known_urls_script
+from spark_deploy.plan.types import CudaPlan, DockerPlan
 
 # On GB10 memory figures read ``[N/A]``, so they are not requested.
 GPU_SCRIPT = (
@@ -64,6 +67,7 @@ _BROKEN: tuple[tuple[str, SmiStatus], ...] = (
     ("Driver/library version mismatch", "mismatch"),
     ("No devices were found", "no-devices"),
 )
+_DRIVER_PACKAGE = re.compile(r"ii\s+nvidia-driver-(\d+)(?:-open|-server|-server-open)?\s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +81,6 @@ class ComputeApp:
     pid: int
     name: str
     cgroup: str = ""  # "" if the process exited meanwhile
-
-    @property
-    def container_id(self) -> str:
-        return container_id(self.cgroup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +102,29 @@ class GpuState:
 
 def parse_gpu(sections: Sections) -> GpuState:
     smi, error, gpus = parse_smi(sections["smi"])
-    torn_score, torn_name = parse_torn(sections["torn"])
+    cgroups = dict([*line.split(maxsplit=1), ""][:2] for line in sections["compute-cgroups"])
+    apps = (line.partition(",") for line in sections["compute-apps"])
+    try:
+        torn = json.loads(sections.text("torn"))
+    except ValueError:
+        torn = None
+    if not isinstance(torn, dict) or not isinstance(torn.get("torn"), (int, float)):
+        torn = {}
+    branches = (_DRIVER_PACKAGE.match(line) for line in sections["driver-packages"])
     return GpuState(
         module_version=module_version(sections.text("module")),
         smi=smi,
         smi_error=error,
         gpus=gpus,
-        compute_apps=tuple(parse_apps(sections)),
-        torn_score=torn_score,
-        torn_name=torn_name,
-        driver_branches=parse_driver_branches(sections["driver-packages"]),
+        compute_apps=tuple(
+            ComputeApp(int(pid), name.strip(), cgroups.get(pid.strip(), ""))
+            for pid, _, name in apps
+            if pid.strip().isdigit()
+        ),
+        torn_score=torn.get("torn"),
+        torn_name=str(torn.get("name", "")),
+        driver_branches=tuple(sorted({branch[1] for branch in branches if branch})),
     )
-
-
-def parse_apps(sections: Sections) -> Iterator[ComputeApp]:
-    cgroups = dict([*line.split(maxsplit=1), ""][:2] for line in sections["compute-cgroups"])
-    for line in sections["compute-apps"]:
-        pid, _, name = line.partition(",")
-        if pid.strip().isdigit():
-            yield ComputeApp(int(pid), name.strip(), cgroups.get(pid.strip(), ""))
 
 
 def parse_smi(lines: Sequence[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
@@ -139,21 +143,6 @@ def parse_smi(lines: Sequence[str]) -> tuple[SmiStatus, str, tuple[Gpu, ...]]:
     if returned != "0" or not gpus:
         return "error", text or f"exit status {returned}", ()
     return "ok", "", gpus
-
-
-def parse_torn(lines: Sequence[str]) -> tuple[float | None, str]:
-    try:
-        answer = json.loads("\n".join(lines))
-    except ValueError:
-        return None, ""
-    if not isinstance(answer, dict) or not isinstance(answer.get("torn"), (int, float)):
-        return None, ""
-    return answer["torn"], str(answer.get("name", ""))
-
-
-def parse_driver_branches(lines: Sequence[str]) -> tuple[str, ...]:
-    pattern = re.compile(r"ii\s+nvidia-driver-(\d+)(?:-open|-server|-server-open)?\s")
-    return tuple(sorted({match.group(1) for match in map(pattern.match, lines) if match}))
 
 
 _TOOLKITS = r"""
@@ -188,11 +177,13 @@ class CudaState(HostFact[Cuda]):
 
     def process(self, output: list[str]) -> Cuda:
         sections = parse_sections(output)
-        toolkits = (*parse_version_json(sections["version-json"]), *parse_nvcc(sections["nvcc"]))
+        nvcc = (re.match(r"(\S+)/bin/nvcc (\d+\.\d+\S*)", line) for line in sections["nvcc"])
+        compilers = (Toolkit(*match.groups()) for match in nvcc if match)
+        toolkits = (*parse_version_json(sections["version-json"]), *compilers)
         return Cuda(toolkits, tuple(sections["known-urls"]))
 
 
-def parse_version_json(lines: Iterable[str]) -> Iterator[Toolkit]:
+def parse_version_json(lines: Iterable[str]) -> list[Toolkit]:
     """Read version.json files, each below a line `# path`; broken files are skipped."""
     texts: dict[str, list[str]] = {}
     for line in lines:
@@ -200,18 +191,12 @@ def parse_version_json(lines: Iterable[str]) -> Iterator[Toolkit]:
             texts[line[2:]] = []
         elif texts:
             next(reversed(texts.values())).append(line)
+    toolkits = []
     for path, text in texts.items():
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             version = str(json.loads("\n".join(text))["cuda"]["version"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        yield Toolkit(path.removesuffix("/version.json"), version)
-
-
-def parse_nvcc(lines: Iterable[str]) -> Iterator[Toolkit]:
-    for line in lines:
-        if match := re.match(r"(\S+)/bin/nvcc (\d+\.\d+\S*)", line):
-            yield Toolkit(*match.groups())
+            toolkits.append(Toolkit(path.removesuffix("/version.json"), version))
+    return toolkits
 
 
 def fact_arguments(plan: CudaPlan) -> dict[str, Any]:
@@ -253,7 +238,7 @@ def install_cuda(plan: CudaPlan) -> Commands:
 
 # How a container gets the GPU on this host: NVIDIA's runtime, or a CDI device. The container check
 # verifies the choice and writes it to the receipt, which the engine's start uses.
-
+#
 # Works with toolkit modes auto and legacy, and with every docker since 19.03.
 RUNTIME = ("--runtime=nvidia",)
 # runc, because a default nvidia runtime would add the devices a second time.
@@ -267,8 +252,8 @@ def gpu_arguments(state: Docker) -> tuple[str, ...]:
     CDI only where the host's owner chose it: the toolkit is forced to it, or there is no NVIDIA
     runtime. Hosts that have both use the runtime; freezes under load were seen with CDI there.
     """
-    forced = state.toolkit_mode == "cdi"
-    return CDI if lacks_runtime(state) or (forced and state.cdi_directories) else RUNTIME
+    forced = state.toolkit_mode == "cdi" and state.cdi_directories
+    return CDI if lacks_runtime(state) or forced else RUNTIME
 
 
 def lacks_runtime(state: Docker) -> bool:
@@ -293,4 +278,125 @@ def gpu_problem(state: Docker) -> Problem | None:
         "does not read CDI specifications",
         "install nvidia-container-runtime, or set docker.daemon: {features: {cdi: true}} "
         "(docker 25 and newer)",
+    )
+
+
+def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
+    """Return the versions that the container check depends on; unknown ones are unchanged."""
+    key = {
+        "image": plan.check_image,
+        "docker": str(state.info.get("ServerVersion", "")),
+        "toolkit": state.toolkit_version,
+        "mode": state.toolkit_mode,
+        # Unknown while the daemon is down: it reports whether it reads CDI specifications.
+        "gpu_through": " ".join(gpu_arguments(state)) if state.info else "",
+        "driver": state.driver_version,
+        "kernel": state.kernel,
+    }
+    if state.receipt is not None:
+        key.update({name: state.receipt.key.get(name, "") for name in state.silent})
+    return key
+
+
+_PULL_S = 6 * 3600  # on a slow line; a stalled pull fails much sooner
+# Not root, as the engine: device files that are closed to other users must fail here.
+_NOBODY = "65534:65534"
+
+
+@host_command
+def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str, Any]) -> bool:
+    """Run a container that lists the GPUs and write the receipt; only a `GPU` line is a proof.
+
+    Exit status and first line are no proof: CUDA images print a banner before, and exit 0
+    without any GPU.
+    """
+    docker = run_fact(host, DockerState, timeout_s=120, **arguments)
+    if problem := gpu_problem(docker):
+        raise Refused(problem)
+    through = gpu_arguments(docker)
+    _pull(host, plan.check_image)
+    try:
+        with heartbeat(host, f"container check with {plan.check_image}"):
+            lines = run(
+                host,
+                f"docker run --rm --network none --user {_NOBODY} {' '.join(through)} "
+                "-e NVIDIA_VISIBLE_DEVICES=all -e NVIDIA_DRIVER_CAPABILITIES=utility,compute "
+                f"{shlex.quote(plan.check_image)} nvidia-smi -L",
+                timeout_s=1800,
+            )
+    except CommandFailed as failure:
+        raise Refused(explain_gpu_error(failure.output, plan.check_image)) from failure
+    gpus = [line for line in lines if line.startswith("GPU ")]
+    if not gpus:
+        raise Refused(explain_gpu_error("\n".join(lines), plan.check_image))
+    receipt = GpuProof(check_key(plan, docker), through, gpus[0].partition(" (UUID")[0])
+    path = shlex.quote(plan.receipt_path)
+    run(
+        host,
+        f"install -d $(dirname {path}) && cat > {path}.new && chmod 644 {path}.new "
+        f"&& mv -fT {path}.new {path}",
+        stdin=text_of(receipt),
+    )
+    host.log(f"a container sees {receipt.gpu}")
+    return True
+
+
+def _pull(host: Host, image: str) -> None:
+    """Pull the image before the container starts, which would wait for a registry for ever."""
+    # Without our tools, or with older ones (exit status 2), docker pulls within the check's limit.
+    command = f"{tool.line(tool.IMAGE, image)} 2>&1 || [ $? -eq 2 ]"
+    try:
+        with heartbeat(host, f"image {image}"):
+            run(host, tool.when_installed(command), timeout_s=_PULL_S)
+    except CommandFailed as failure:
+        last = (failure.output.strip().splitlines() or ["no output"])[-1]
+        problem = Problem(f"image {image}", last, "`journalctl -u docker`; then run again")
+        raise Refused(problem_in(last) or problem) from failure
+
+
+# Output of docker 20.10 to 29 and nvidia-smi (regular expression), cause, fix.
+_GPU_ERRORS = (
+    (
+        "(unknown or invalid runtime name|Unknown runtime specified)",
+        "the nvidia runtime is not registered",
+        "run again; if it stays, look at runtimes in /etc/docker/daemon.json",
+    ),
+    (
+        "could not select device driver",
+        "docker has no driver for GPUs: the toolkit is missing or newer than docker's start",
+        "restart docker",
+    ),
+    (
+        "unresolvable CDI devices",
+        "the toolkit resolves the GPU through CDI and finds no matching specification",
+        '`nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`, or mode = "legacy" in '
+        "/etc/nvidia-container-runtime/config.toml",
+    ),
+    (
+        "invoking the NVIDIA Container Runtime Hook directly",
+        "the toolkit is forced to CDI, and docker calls the runtime's hook",
+        'set mode = "auto" in /etc/nvidia-container-runtime/config.toml',
+    ),
+    (
+        "exec format error",
+        "the image is of another architecture, or CDI left the entry point empty",
+        'check images.gpu_check; with a CDI specification present set mode = "legacy" in '
+        "/etc/nvidia-container-runtime/config.toml",
+    ),
+    (
+        "Driver/library version mismatch",
+        "the running module and the installed library differ",
+        "reboot",
+    ),
+)
+
+
+def explain_gpu_error(output: str, image: str) -> Problem:
+    for pattern, cause, fix in _GPU_ERRORS:
+        if re.search(pattern, output):
+            return Problem("container check", cause, fix)
+    tail = "\n".join(output.strip().splitlines()[-8:]) or "no output"
+    message = f"no line starting with GPU from `nvidia-smi -L` in {image}:\n{tail}"
+    return Problem(
+        "container check", message, "check images.gpu_check and `docker info` on the host"
     )

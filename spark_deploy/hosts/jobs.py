@@ -5,30 +5,20 @@ a reboot; the next run attaches to it.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import gevent
-from pyinfra.api.command import FunctionCommand
-from pyinfra.api.host import Host
-from pyinfra.api.operation import operation
-from pyinfra.api.state import State
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import FunctionCommand, Host, State, operation
 from spark_contract.job import FETCH_JOB, Job, JobState
 from spark_contract.paths import hub_token_file
-from spark_contract.units import (
-    BOOT_LINKS,
-    JOB,
-    PREPARE,
-    RELEASE_NAME,
-    UNITS_DIR,
-    drop_in_dir,
-)
+from spark_contract.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
 
 from spark_deploy.hosts.commands import HEARTBEAT_S, log_once, run_reconnecting, shell
+from spark_deploy.hosts.downloads import with_known_peers
 from spark_deploy.hosts.facts import find_answer, read_fact
 from spark_deploy.hosts.files import pack_files, place_files, unpack_script
-from spark_deploy.hosts.host_errors import Commands, host_command, host_errors, refuse
-from spark_deploy.hosts.peer_download import with_known_peers
+from spark_deploy.hosts.operations import Commands, host_command, host_errors, refuse, show
 from spark_deploy.hosts.status import JobStates, parse_poll, poll_command
 from spark_deploy.lock.hub_token import read_hub_token
 from spark_deploy.plan.jobs import Work
@@ -69,12 +59,16 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     if state is not None and state.state == "done":
         host.noop(f"{job.title}: proven by a receipt")
         return
+    boot = ManagedFile(
+        f"{drop_in_dir(target)}/{job.digest12}.conf",
+        f"[Unit]\nRequires={job.unit}\nAfter={job.unit}\n".encode(),
+    )
     if state is not None and state.state == "running":
         if target in jobs.linked and job.digest12 in jobs.pulled:
             host.noop(f"{job.title}: already running, attaching")
             return
         # Started for another choice: from now on a boot continues it for this choice.
-        yield from place_files((_boot_drop_in(job, release),))
+        yield from place_files((boot,))
         yield shell(_link(target))
         return
     if state is not None and state.state == "unknown":
@@ -82,7 +76,7 @@ def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
         refuse(f"{host.name}: {job.title}", progress_text(state), "run again when it answers")
     if job.kind == FETCH_JOB and not host.state.is_executing:
         host.log(f"{job.title}: not on this host, {job.total_bytes or 0} bytes to fetch")
-    yield from place_files((*with_known_peers(work).files(), _boot_drop_in(job, release)))
+    yield from place_files((*with_known_peers(work).files(), boot))
     token = [*_token(work)]
     yield shell(
         f"{_link(target)}; "
@@ -105,12 +99,6 @@ def _token(work: Work) -> Iterator[ManagedFile]:
     if work.hub.token is None:
         log_once(f"{work.job.title}: uses your Hugging Face login, on the host during the job")
     yield ManagedFile(hub_token_file(work.job.digest), f"{token}\n".encode(), 0o600)
-
-
-def _boot_drop_in(job: Job, release: str) -> ManagedFile:
-    text = f"[Unit]\nRequires={job.unit}\nAfter={job.unit}\n"
-    path = f"{drop_in_dir(PREPARE.of(release))}/{job.digest12}.conf"
-    return ManagedFile(path, text.encode())
 
 
 def _link(target: str) -> str:
@@ -147,7 +135,13 @@ def wait_for_jobs(
     # Without jobs only the boot targets matter, which every answer contains.
     cached = None if names else find_answer(JobStates)
     states = cached or read_fact(JobStates, jobs=names, target=target)
-    replaced = _replaced(states.linked, release) if retire_others else ()
+    service = release.rpartition("-")[0]
+    linked = {target: RELEASE_NAME.match(PREPARE.instance(target)) for target in states.linked}
+    replaced = tuple(
+        target
+        for target, name in linked.items()
+        if retire_others and name and name["service"] == service and name[0] != release
+    )
     finished = states.done(names) and target not in states.linked
     if finished and not replaced:
         host.noop(f"{len(names)} jobs are proven")
@@ -159,19 +153,8 @@ def wait_for_jobs(
         yield shell(_retire((target,)))
 
 
-def _replaced(linked: Sequence[str], release: str) -> tuple[str, ...]:
-    """Return the targets of other releases of the same service."""
-    service = release.rpartition("-")[0]
-    names = {target: RELEASE_NAME.match(PREPARE.instance(target)) for target in linked}
-    return tuple(
-        target
-        for target, name in names.items()
-        if name and name["service"] == service and name[0] != release
-    )
-
-
 @host_command
-def _wait(state: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
+def _wait(_: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
     titles = {job.digest12: job.title for job in jobs}
     deadline = time.monotonic() + timeout_s
     logged: dict[str, tuple[str, float]] = {}
@@ -181,38 +164,26 @@ def _wait(state: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool
             refuse(f"{host.name}: jobs", err.strip() or out.strip(), "run again to attach")
         states = parse_poll(out)
         for name, title in titles.items():
-            _log_progress(host, title, states.get(name), logged)
-        if any(states[name].state == "failed" for name in titles if name in states):
-            return _show_failures(host, titles, states)
+            state, (last, last_s) = states.get(name), logged.get(title, ("", 0.0))
+            text = "not started" if state is None else f"{state.state}: {progress_text(state)}"
+            if state is not None and state.state == "done":
+                text = "done"
+            due = last != "done" if text == "done" else time.monotonic() - last_s >= HEARTBEAT_S
+            if due:
+                logged[title] = (text, time.monotonic())
+                host.log(f"{title}: {text}")
+        failed = {name: state for name, state in states.items() if state.state == "failed"}
+        for name, state in failed.items():
+            for line in state.log_tail:
+                host.log(f"  {line}")
+            show(
+                host,
+                f"{titles[name]}: failed (exit status {state.exit_code})\n"
+                f"  fix: see the lines above; `journalctl -u {JOB.of(name)}` has all of them",
+            )
+        if failed:
+            return False
         if all(name in states and states[name].state == "done" for name in titles):
             return True
         gevent.sleep(POLL_EVERY_S)
     refuse(f"{host.name}: jobs", f"still not done after {timeout_s} s", "run again to attach")
-
-
-def _log_progress(
-    host: Host, title: str, state: JobState | None, logged: dict[str, tuple[str, float]]
-) -> None:
-    text = "not started" if state is None else f"{state.state}: {progress_text(state)}"
-    if state is not None and state.state == "done":
-        text = "done"
-    last, when = logged.get(title, ("", 0.0))
-    now = time.monotonic()
-    if text == last == "done" or (text != "done" and now - when < HEARTBEAT_S):
-        return
-    logged[title] = (text, now)
-    host.log(f"{title}: {text}")
-
-
-def _show_failures(host: Host, titles: dict[str, str], states: Mapping[str, JobState]) -> bool:
-    for name, state in states.items():
-        if state.state != "failed":
-            continue
-        for line in state.log_tail:
-            host.log(f"  {line}")
-        host.log_styled(
-            f"{titles[name]}: failed (exit status {state.exit_code})\n"
-            f"  fix: see the lines above; `journalctl -u {JOB.of(name)}` has all of them",
-            fg="red",
-        )
-    return False

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 from spark_contract.fabric import NETPLAN_FILE, NETPLAN_TRIAL, RETURN_UNIT
 
-from spark_deploy.hosts.facts import (
-    HostFact,
-    build_script,
-    is_managed,
-    parse_sections,
-)
+from spark_deploy.hosts.facts import HostFact, build_script, parse_sections
 from spark_deploy.plan.types import Port, Ports
 
 _PORTS_SCRIPT = r"""
@@ -83,15 +78,12 @@ def _interfaces(lines: Iterable[str]) -> Iterator[tuple[str, bool, int, tuple[st
 
 
 def _gid_index(gids: list[list[str]], device: str | None, addresses: tuple[str, ...]) -> int | None:
-    for own, index, gid in (words for words in gids if len(words) == 3):
-        if own == device and addresses and gid == _gid_of(addresses[0]):
-            return int(index)
-    return None
-
-
-def _gid_of(address: str) -> str:
-    a, b, c, d = map(int, address.partition("/")[0].split("."))
-    return f"{_MAPPED}{a:02x}{b:02x}:{c:02x}{d:02x}"
+    if not addresses:
+        return None
+    a, b, c, d = map(int, addresses[0].partition("/")[0].split("."))
+    wanted = f"{_MAPPED}{a:02x}{b:02x}:{c:02x}{d:02x}"
+    rows = (words for words in gids if len(words) == 3)
+    return next((int(index) for own, index, gid in rows if (own, gid) == (device, wanted)), None)
 
 
 _MOST_BYTES = 8192
@@ -162,10 +154,6 @@ class Listener:
     cgroup: str
 
     @property
-    def managed(self) -> bool:
-        return is_managed(self.cgroup)
-
-    @property
     def service(self) -> str:
         """The service if a gateway listens here, or ""."""
         match = re.search(r"/spark-gateway(?:@|\\x40)([^/]+)\.service", self.cgroup)
@@ -222,15 +210,8 @@ class Reach(HostFact[dict[str, str]]):
             ping = f"{_PING} {words} >/dev/null 2>&1"
             tests.append(f"{{ if {ping}; then echo {address} yes; else echo {address} no; fi; }} &")
         unknown = [f"echo {address} unknown" for _, address, _ in ways]
-        return build_script(
-            "\n".join(
-                (
-                    "echo '== reach'\nif command -v ping >/dev/null; then",
-                    *(*tests, "wait", "else"),
-                    *(*unknown, ":", "fi"),
-                )
-            )
-        )
+        start = "echo '== reach'\nif command -v ping >/dev/null; then"
+        return build_script("\n".join((start, *tests, "wait", "else", *unknown, ":", "fi")))
 
     def process(self, output: Iterable[str]) -> dict[str, str]:
         lines = (line.split() for line in parse_sections(output)["reach"])

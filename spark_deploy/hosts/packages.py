@@ -5,20 +5,18 @@ apt-get of apt 2.6 to 2.8: `-s` prints an `Inst`/`Remv` line for each package th
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from time import monotonic
 
 import gevent
-from pyinfra.api.command import FunctionCommand
-from pyinfra.api.host import Host
-from pyinfra.api.state import State
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import FunctionCommand, Host, State
 from spark_contract.units import UNITS_DIR
 
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.hosts.commands import CommandFailed, heartbeat, is_predicted, predict, run
 from spark_deploy.hosts.files import file_states
-from spark_deploy.hosts.host_errors import Commands, host_command, refuse
+from spark_deploy.hosts.operations import Commands, host_command, refuse
 from spark_deploy.plan.types import FileState, ManagedFile
 
 
@@ -65,6 +63,8 @@ _PROTECTED = re.compile(
     r"(grub|shim|fwupd)"
 )
 
+_CHANGE = re.compile(r"(?:Inst|Remv)\s+(\S+)")
+
 # Without the delay's option apt 2.6 waits for ever when a repository answers with a 503. More
 # retries would cost half a minute for each file of a server that does not answer.
 _APT = (
@@ -78,8 +78,7 @@ _LISTS = "/var/lib/apt/lists"
 
 def forbidden_changes(simulation: Iterable[str]) -> tuple[str, ...]:
     """Name the packages of driver, kernel or firmware that ``apt-get -s`` would change."""
-    changes = (line.split() for line in simulation if line.startswith(("Inst ", "Remv ")))
-    names = (words[1] for words in changes if len(words) > 1)
+    names = (match[1] for match in map(_CHANGE.match, simulation) if match)
     return tuple(dict.fromkeys(name for name in names if _PROTECTED.match(name)))
 
 
@@ -90,57 +89,46 @@ def key_path(repository: RepositorySettings) -> str:
 
 
 def sources_file(repository: RepositorySettings) -> ManagedFile:
-    lines = [
-        "# Managed by dgx-spark-deploy.",
-        "Types: deb",
-        f"URIs: {repository.url}",
-        f"Suites: {repository.suite}",
-        *([f"Components: {' '.join(repository.components)}"] if repository.components else []),
-        f"Signed-By: {key_path(repository)}",
-    ]
+    components = f"Components: {' '.join(repository.components)}\n" if repository.components else ""
+    text = f"""\
+# Managed by dgx-spark-deploy.
+Types: deb
+URIs: {repository.url}
+Suites: {repository.suite}
+{components}Signed-By: {key_path(repository)}
+"""
     path = f"/etc/apt/sources.list.d/spark-{repository.name}.sources"
-    return ManagedFile(path, ("\n".join(lines) + "\n").encode())
+    return ManagedFile(path, text.encode())
 
 
 def repository_files(repositories: Iterable[RepositorySettings]) -> tuple[str, ...]:
-    pairs = ((key_path(each), sources_file(each).path) for each in repositories)
-    return tuple(path for pair in pairs for path in pair)
-
-
-def _repositories_to_add(
-    wanted: Sequence[RepositorySettings], known_urls: Sequence[str], *, needed: bool
-) -> Iterator[RepositorySettings]:
-    """Pick the repositories that have to be added or repaired.
-
-    A repository that another file names already is skipped (apt refuses two keys for a
-    source), and none is added while no package has to be installed.
-    """
-    states = file_states(repository_files(wanted))
-    for repository in wanted:
-        source, key = sources_file(repository), key_path(repository)
-        right = {
-            source.path: FileState(source.mode, "root:root", source.sha256),
-            key: FileState(0o644, "root:root", repository.key_sha256),
-        }
-        added = source.path in states
-        if not added and (not needed or repository.url in known_urls):
-            continue
-        change = f"repository {repository.name}"
-        differs = any(states.get(path) != expected for path, expected in right.items())
-        if differs and not is_predicted(change):
-            predict(change)
-            yield repository
+    both = ((key_path(each), sources_file(each).path) for each in repositories)
+    return tuple(path for paths in both for path in paths)
 
 
 def add_repositories(
     wanted: Sequence[RepositorySettings], known_urls: Sequence[str], *, needed: bool
 ) -> Commands:
-    """Add repositories to the host if packages have to be installed from them."""
-    wrong = tuple(_repositories_to_add(wanted, known_urls, needed=needed))
-    if not wrong:
+    """Add or repair repositories; none is added while no package has to be installed.
+
+    A repository that another file names already is skipped: apt refuses two keys for a source.
+    """
+    states, changed = file_states(repository_files(wanted)), False
+    for repository in wanted:
+        source, key = sources_file(repository), key_path(repository)
+        if source.path not in states and (not needed or repository.url in known_urls):
+            continue
+        expected = {
+            source.path: FileState(source.mode, "root:root", source.sha256),
+            key: FileState(0o644, "root:root", repository.key_sha256),
+        }
+        differs = any(states.get(path) != state for path, state in expected.items())
+        if differs and not is_predicted(change := f"repository {repository.name}"):
+            predict(change)
+            changed = True
+            yield FunctionCommand(_add_repository, [repository], {})
+    if not changed:
         host.noop("repositories are as planned" if needed else "no package has to be installed")
-    for repository in wrong:
-        yield FunctionCommand(_add_repository, [repository], {})
 
 
 # A repository's key is fetched like the packages: through apt's proxy.
@@ -170,14 +158,13 @@ cat > {put}.spark-new; mv -fT {put}.spark-new {put}
         run(host, script, stdin=source.content.decode().rstrip("\n"))
     except CommandFailed as failure:
         if other := re.search(r"sha256=(\w+)", failure.output):
-            refuse(
-                where,
-                f"the key at {repository.key_url} has sha256 {other.group(1)}, "
-                f"not the pinned {repository.key_sha256}; nothing was added",
-                "find out whether the vendor changed the key, then set key_sha256",
+            message = (
+                f"the key at {repository.key_url} has sha256 {other[1]}, "
+                f"not the pinned {repository.key_sha256}; nothing was added"
             )
-        problem = f"cannot add it: {failure.output.strip() or failure}"
-        refuse(where, problem, "check key_url and the host's network")
+            refuse(where, message, "ask the vendor whether the key changed, then set key_sha256")
+        message = f"cannot add it: {failure.output.strip() or failure}"
+        refuse(where, message, "check key_url and the host's network")
     return True
 
 
@@ -193,47 +180,35 @@ def install(
 
 @host_command
 def _install(
-    state: State,
-    host: Host,
-    packages: Sequence[str],
-    lock_wait_s: int,
-    quiet_services: Sequence[str],
+    state: State, host: Host, packages: Sequence[str], lock_wait_s: int, quiet: Sequence[str]
 ) -> bool:
     listed, names = " ".join(packages), " ".join(map(shlex.quote, packages))
     failed_updates: list[str] = []
     try:
         wait_for_lock(host, lock_wait_s)
         with heartbeat(host, f"installing {listed}"):
-            failed_updates += _update(host)
+            output = run(host, update_script(), timeout_s=_UPDATE_S + 300)
+            failed_updates += (line for line in output if line.startswith(("E:", "W:", "Err:")))
+            for line in failed_updates:  # a broken source must not stop the update
+                host.log(f"apt-get update: {line}")
             simulation = run(host, f"{_APT} -s --no-install-recommends install {names}")
             if changes := forbidden_changes(simulation):
-                refuse(
-                    "packages",
+                message = (
                     f"installing {listed} would change {', '.join(changes)}; driver, kernel and "
-                    "firmware are never changed; no package was installed",
-                    f"install {listed} by hand after the vendor's update, then run again",
+                    "firmware are never changed; no package was installed"
                 )
-            run(host, _install_script(names, quiet_services), timeout_s=3600)
+                fix = f"install {listed} by hand after the vendor's update, then run again"
+                refuse("packages", message, fix)
+            run(host, _install_script(names, quiet), timeout_s=3600)
     except CommandFailed as failure:
         tail = "\n".join(failure.output.strip().splitlines()[-12:])
         # A missing package is often explained by a list that could not be fetched.
         why = "".join(f"\napt-get update: {line}" for line in failed_updates[-3:])
-        refuse(
-            "packages",
-            f"cannot install {listed}: {tail or failure}{why}",
-            "check the package names, the repositories in group_vars, universe on Ubuntu, and "
-            "`apt-get update`",
+        fix = (
+            "check package names, repositories in group_vars, universe on Ubuntu, `apt-get update`"
         )
+        refuse("packages", f"cannot install {listed}: {tail or failure}{why}", fix)
     return True
-
-
-def _update(host: Host) -> list[str]:
-    """Refresh the lists and return apt's errors; a broken source must not stop the update."""
-    output = run(host, update_script(), timeout_s=_UPDATE_S + 300)
-    errors = [line for line in output if line.startswith(("E:", "W:", "Err:"))]
-    for line in errors:
-        host.log(f"apt-get update: {line}")
-    return errors
 
 
 def update_script(limit_s: int = _UPDATE_S, lists: str = _LISTS) -> str:

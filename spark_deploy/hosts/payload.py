@@ -1,6 +1,7 @@
-"""Files sent to hosts: our own files, read from the checkout, and pinned wheels.
+"""What we send to hosts: host tools, units and pinned wheels, and the operations that install them.
 
-The plan is pure and gets only the digests; operations get the content.
+The plan is pure and gets only the digests; operations get the content. On a host, each version has
+a directory named by its digest, and a link points to the current one.
 """
 
 import ast
@@ -13,17 +14,24 @@ import shlex
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from spark_contract.paths import SYSUSERS
+from pyinfra import host
+from pyinfra.api import StringCommand, operation
+from spark_contract.paths import CURRENT_TOOLS, QUANTISER, SITE, SYSUSERS, TOOLS_DIR
 from spark_contract.tool import TOOL
-from spark_contract.units import UNITS_DIR
+from spark_contract.units import DAILY_LINK, DAILY_TIMER, UNITS_DIR
 
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import SparkError
-from spark_deploy.plan.types import ManagedFile
+from spark_deploy.hosts.commands import shell
+from spark_deploy.hosts.facts import HostFact, read_fact
+from spark_deploy.hosts.files import encode_lines, place_files, unzip_script
+from spark_deploy.hosts.operations import Commands, host_errors, refuse
+from spark_deploy.plan.types import ManagedFile, ToolsPlan
 
 FILES = CHECKOUT / "files"
 SITE_REQUIREMENTS = "files/checkpoint/requirements.txt"
@@ -70,7 +78,14 @@ def read_payload() -> Payload:
         for file in read_tree(FILES / "image")
         if not file.path.startswith(("tests/", "build/", "dist/")) and ".egg-info/" not in file.path
     )
-    return Payload(tools, tuple(_unit(file) for file in read_tree(FILES / "units")), image_context)
+    units = tuple(
+        ManagedFile(
+            SYSUSERS if file.path == "spark-sysusers.conf" else f"{UNITS_DIR}/{file.path}",
+            file.content,
+        )
+        for file in read_tree(FILES / "units")
+    )
+    return Payload(tools, units, image_context)
 
 
 def quantiser_digest() -> str:
@@ -93,11 +108,6 @@ def supported_engines() -> tuple[str, ...]:
     return versions
 
 
-def _unit(file: ManagedFile) -> ManagedFile:
-    is_users = file.path == "spark-sysusers.conf"
-    return ManagedFile(SYSUSERS if is_users else f"{UNITS_DIR}/{file.path}", file.content)
-
-
 def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
     """Read the files below ``source``, without bytecode, with their paths below ``target``."""
     return tuple(
@@ -117,14 +127,20 @@ def site_archive(requirements: str, python_version: str, machine: str) -> SiteAr
     """Resolve the pinned wheels for a Python and machine, cached here. Raises SparkError."""
     pins = (CHECKOUT / requirements).read_bytes()
     key = hashlib.sha256(f"{python_version} {machine}\n".encode() + pins).hexdigest()
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cache = base / "spark-deploy" / "site"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = caches / "spark-deploy" / "site"
     path = cache / f"{key[:16]}.zip"
     if not path.exists():
         wheels = cache / f"{key[:16]}.wheels"
         wheels.mkdir(parents=True, exist_ok=True)
         _download(requirements, python_version, machine, wheels)
-        _merge(wheels, path)
+        new = path.with_suffix(f".{os.getpid()}.new")
+        with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as merged:
+            for wheel in sorted(wheels.glob("*.whl")):
+                with zipfile.ZipFile(wheel) as source:
+                    for info in source.infolist():
+                        merged.writestr(info, source.read(info))
+        new.replace(path)
     return SiteArchive(path, key)
 
 
@@ -146,17 +162,6 @@ def _download(requirements: str, python_version: str, machine: str, into: Path) 
             f"no pinned wheels for Python {python_version} on {machine}: {reason}",
             "let this machine reach the package index once; hosts need none",
         )
-
-
-def _merge(wheels: Path, path: Path) -> None:
-    """Merge all wheels into a zip under a temporary name, and rename it."""
-    new = path.with_suffix(f".{os.getpid()}.new")
-    with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as out:
-        for wheel in sorted(wheels.glob("*.whl")):
-            with zipfile.ZipFile(wheel) as source:
-                for info in source.infolist():
-                    out.writestr(info, source.read(info))
-    new.replace(path)
 
 
 # For verbs that must work on a host without our tools, with older tools, or half of them: the tools
@@ -185,3 +190,134 @@ def packed_tools() -> str:
             if file.path.startswith(_SENT_PACKAGES):
                 out.writestr(file.path, file.content)
     return base64.encodebytes(buffer.getvalue()).decode()
+
+
+_VERSION = 'import platform, sys; print("%d.%d" % sys.version_info[:2], platform.machine())'
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The host's Python, and the links and wheels that we installed; "" if missing."""
+
+    python_version: str = ""  # "3.12"
+    machine: str = ""  # "aarch64"
+    target: str = ""  # of the link `site`
+    receipt: str = ""  # digest of the unpacked wheels
+    tools: str = ""  # target of the link `current`
+    timer: str = ""  # target of the link that starts the daily check
+
+
+class PythonSite(HostFact[Site]):
+    def command(self) -> str:
+        return (
+            f"python3 -I -c '{_VERSION}' 2>/dev/null || echo -; "
+            f"readlink -- {SITE} || echo -; cat {SITE}/.receipt 2>/dev/null || echo -; "
+            f"readlink -- {CURRENT_TOOLS} || echo -; readlink -- {DAILY_LINK} || echo -"
+        )
+
+    def process(self, output: Iterable[str]) -> Site:
+        return _parse_site(list(output), 5)
+
+
+class QuantiserSite(HostFact[Site]):
+    """Python of the engine's image ("" without an image), and the receipt of AutoRound's wheels."""
+
+    def command(self, image: str) -> str:
+        run = f"docker run --rm --network none --log-driver none --entrypoint python3 {image}"
+        return (
+            f"{{ docker image inspect {shlex.quote(image)} >/dev/null && "
+            f"{run} -c {shlex.quote(_VERSION)}; }} 2>/dev/null || echo -; "
+            f"echo -; cat {QUANTISER}/.receipt 2>/dev/null || echo -"
+        )
+
+    def process(self, output: Iterable[str]) -> Site:
+        return _parse_site(list(output), 3)
+
+
+def _parse_site(lines: list[str], count: int) -> Site:
+    if len(lines) != count or " " not in lines[0]:
+        return Site()
+    version, machine = lines[0].split()
+    return Site(version, machine, *("" if line == "-" else line for line in lines[1:]))
+
+
+def tools_home(plan: ToolsPlan) -> str:
+    return f"{TOOLS_DIR}/{plan.digest[:12]}"
+
+
+def placed_tools(plan: ToolsPlan, files: Sequence[ManagedFile]) -> tuple[ManagedFile, ...]:
+    return tuple(replace(file, path=f"{tools_home(plan)}/{file.path}") for file in files)
+
+
+@operation()
+@host_errors
+def install_tools(
+    plan: ToolsPlan, files: Sequence[ManagedFile], units: Sequence[ManagedFile]
+) -> Commands:
+    """Install the host tools, repair each differing file, and point ``current`` at them."""
+    home = tools_home(plan)
+    repaired = yield from place_files((*placed_tools(plan, files), *units))
+    if repaired:
+        yield "systemctl daemon-reload"
+    site = read_fact(PythonSite)
+    if site.tools != home:
+        yield _switch_link(CURRENT_TOOLS, home)
+    # A timer without file has stopped, though the link that boots it may exist.
+    timer = repaired or site.timer != f"{UNITS_DIR}/{DAILY_TIMER}"
+    if timer:
+        yield f"systemctl enable --now {DAILY_TIMER}"
+    if not timer and site.tools == home:
+        host.noop(f"host tools {plan.digest[:12]} are in place")
+
+
+def _switch_link(link: str, target: str) -> StringCommand:
+    new = shlex.quote(f"{link}.new")
+    return shell(f"ln -sfn {shlex.quote(target)} {new} && mv -fT {new} {shlex.quote(link)}")
+
+
+@operation()
+@host_errors
+def install_site(plan: ToolsPlan) -> Commands:
+    """Install the builder's pinned wheels for this host's Python; the host needs no package index.
+
+    The controller resolves them, pip checks their hashes, and they are sent once and unpacked.
+    """
+    site = read_fact(PythonSite)
+    if not site.python_version:
+        fix = "install the package python3 on the host"
+        refuse(f"{host.name}: python3", "missing, or prints no version", fix)
+    archive = site_archive(plan.python_requirements, site.python_version, site.machine)
+    home = f"{TOOLS_DIR}/site-{archive.digest[:12]}"
+    if (site.target, site.receipt) == (home, archive.digest):
+        host.noop("the builder's packages are in place")
+        return
+    yield from _unpack(archive, home, SITE)
+
+
+@operation()
+@host_errors
+def install_quantiser(image: str) -> Commands:
+    """Install AutoRound's pinned wheels for the Python of the engine's image.
+
+    They come after the image's own packages on the path: AutoRound uses the engine's torch and
+    transformers.
+    """
+    site = read_fact(QuantiserSite, image=image)
+    if not site.python_version:
+        if host.state.is_executing:
+            fix = f"run `docker run --rm --entrypoint python3 {image} --version` on the host"
+            refuse(f"{host.name}: {image}", "python3 in it prints no version", fix)
+        host.log("AutoRound is installed once the engine's image exists")
+        return
+    archive = site_archive(QUANTISER_REQUIREMENTS, site.python_version, site.machine)
+    if site.receipt == archive.digest:
+        host.noop("AutoRound is in place")
+        return
+    yield from _unpack(archive, f"{TOOLS_DIR}/quantiser-{archive.digest[:12]}", QUANTISER)
+
+
+def _unpack(archive: SiteArchive, home: str, link: str) -> Commands:
+    content = archive.path.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    yield shell(unzip_script(home, sha256, archive.digest), stdin=encode_lines(content))
+    yield _switch_link(link, home)

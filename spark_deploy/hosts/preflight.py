@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pyinfra.api.operation import operation
-from pyinfra.context import host, state
+from pyinfra import host, state
+from pyinfra.api import operation
 from spark_contract.machine import version_key
 
 from spark_deploy.config.errors import Problem
@@ -21,7 +21,7 @@ from spark_deploy.hosts.commands import is_predicted, log
 from spark_deploy.hosts.fabric import find_differences, judge_links, read_reach
 from spark_deploy.hosts.facts import answers_by_host, prefetch, read_fact
 from spark_deploy.hosts.gpu import GpuState
-from spark_deploy.hosts.host_errors import Commands, Refused, host_errors, warn
+from spark_deploy.hosts.operations import Commands, Refused, host_errors, warn
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.plan.types import NeedsPlan
 
@@ -203,7 +203,7 @@ _FAULTY_KERNELS = {
         "are reported to run out of memory",
         "kho=off",
         "NVIDIA/NV-Kernels#590; NVIDIA/open-gpu-kernel-modules#1358",
-    ),
+    )
 }
 
 

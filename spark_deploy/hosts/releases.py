@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from weakref import WeakSet
 
 import gevent
-from pyinfra.api.command import FunctionCommand
+from pyinfra import host as this_host
+from pyinfra.api import FunctionCommand, Host, State, operation
 from pyinfra.api.exceptions import ConnectError
-from pyinfra.api.host import Host
-from pyinfra.api.operation import operation
-from pyinfra.api.state import State
-from pyinfra.context import host as this_host
 from spark_contract import tool
 from spark_contract.documents import parse
 from spark_contract.records import Rollout
-from spark_contract.status import Begun, ReleaseState
+from spark_contract.status import Begun
 from spark_contract.tool import PHASE, SPEED
 from spark_contract.units import MAIN_SERVICE
 
@@ -32,7 +29,7 @@ from spark_deploy.hosts.commands import (
     run_reconnecting,
 )
 from spark_deploy.hosts.facts import read_fact
-from spark_deploy.hosts.host_errors import (
+from spark_deploy.hosts.operations import (
     Commands,
     Refused,
     host_command,
@@ -118,7 +115,9 @@ def _watch(host: Host, release: str, poll: str, timeout_s: int) -> bool:
         rollout = parse(Rollout, out) if ok else None
         text = f"the progress cannot be read: {(err or out).strip()[-300:]}"
         if rollout is not None:
-            text = f"{rollout.phase or 'waiting'}: {_last_line(rollout)}"
+            words = (rollout.progress or rollout.reason or "running").split(" ")
+            progress = " ".join(word for word in words if not word.startswith(PHASE))
+            text = f"{rollout.phase or 'waiting'}: {progress}"
         if text != last or time.monotonic() - logged_at > HEARTBEAT_S:
             host.log(f"rollout of {release}: {text}")
             last, logged_at = text, time.monotonic()
@@ -127,11 +126,6 @@ def _watch(host: Host, release: str, poll: str, timeout_s: int) -> bool:
         gevent.sleep(POLL_EVERY_S)
     host.log_styled(f"rollout of {release}: still running after {timeout_s} s", fg="red")
     return False
-
-
-def _last_line(rollout: Rollout) -> str:
-    text = rollout.progress or rollout.reason or "running"
-    return " ".join(word for word in text.split(" ") if not word.startswith(PHASE))
 
 
 def report_change(host: Host, release: str, rollout: Rollout) -> bool:
@@ -200,12 +194,8 @@ def verify_rollback(service: str, chosen: str) -> None:
             f"not proven: {why}",
             "run `spark-check` on the host to see which check fails; deploy.py repairs the rest",
         )
-    this_host.log(_describe_rollback(service, status.release(release), chosen))
-    this_host.noop("proven")
-
-
-def _describe_rollback(service: str, serves: ReleaseState | None, chosen: str) -> str:
-    if serves is None:  # called for a proven service only
+    serves = status.release(release)
+    if serves is None:  # a proven service serves a release
         raise ValueError(f"{service} serves nothing")
     pair = f"{serves.model}/{serves.profile}"
     then = f"the next `spark-deploy up` applies {chosen} again"
@@ -213,4 +203,5 @@ def _describe_rollback(service: str, serves: ReleaseState | None, chosen: str) -
         then = "the next `spark-deploy up` applies the current settings"
     elif service == MAIN_SERVICE:
         then += f"; to stay: `spark-deploy use {pair}`"
-    return f"serves {pair} ({serves.name}), proven; {then}"
+    this_host.log(f"serves {pair} ({serves.name}), proven; {then}")
+    this_host.noop("proven")

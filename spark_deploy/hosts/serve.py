@@ -5,12 +5,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 import gevent
-from pyinfra.api.command import FunctionCommand
+from pyinfra import host
+from pyinfra.api import FunctionCommand, Host, State, operation
 from pyinfra.api.exceptions import ConnectError
-from pyinfra.api.host import Host
-from pyinfra.api.operation import operation
-from pyinfra.api.state import State
-from pyinfra.context import host
 from spark_contract import tool
 from spark_contract.machine import BOOT_ID
 from spark_contract.paths import RECEIPTS_DIR
@@ -25,9 +22,9 @@ from spark_deploy.hosts.commands import (
     run,
     run_reconnecting,
 )
-from spark_deploy.hosts.facts import HostFact, read_fact, read_fact_now
+from spark_deploy.hosts.facts import HostFact, read_fact, read_fact_now, run_fact
 from spark_deploy.hosts.files import place_files
-from spark_deploy.hosts.host_errors import Commands, host_command, host_errors, refuse
+from spark_deploy.hosts.operations import Commands, host_command, host_errors, refuse
 from spark_deploy.hosts.preflight import fact_arguments, read_survey
 from spark_deploy.hosts.releases import change_now, change_to, hold_back, interrupt, require_members
 from spark_deploy.hosts.status import HostStatus, Status, UsersKnown, parse_status
@@ -281,8 +278,7 @@ def _require_readable(host: Host, status: HostStatus) -> None:
 
 def _clear_marker(host: Host, needs: NeedsPlan) -> bool:
     """Remove the marker if the reboot helped; otherwise no reboot is tried for this reason."""
-    fact = HostSurvey()
-    survey = fact.process(run(host, fact.command(**fact_arguments(needs)), timeout_s=180))
+    survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(needs))
     if pending := survey.identity.boot.pending:
         host.log_styled(f"still pending after the reboot: {pending}", fg="yellow")
     else:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pyinfra.api.exceptions import FactProcessError
 from spark_contract import status, tool
 from spark_contract.documents import DocumentError, parse, read
 from spark_contract.errors import Problem, problem_in
@@ -66,12 +65,8 @@ class JobStates(HostFact[Jobs]):
         for line in output:
             word, _, name = line.partition(" ")
             marked[word].append(name) if word in marked else poll.append(line)
-        try:
-            states = parse_poll("\n".join(poll))
-        except ValueError as error:
-            raise FactProcessError(str(error)) from error
         linked, pulled, lends = map(tuple, marked.values())
-        return Jobs(states, linked, pulled, bool(lends))
+        return Jobs(parse_poll("\n".join(poll)), linked, pulled, bool(lends))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +124,7 @@ class HostStatus:
         return state.rollout if state else None
 
     def unknown_versions(self) -> str:
-        """Describe which versions the host could not read; "" if none."""
+        """Describe which versions the host could not read, or ""."""
         names = ", ".join(self.told.versions_unknown) if self.told else ""
         return f"no version of {names}: no answer in time; taken as unchanged" if names else ""
 
@@ -142,13 +137,17 @@ class HostStatus:
             return "serves nothing"
         result, live = self.release(release), self.live(release)
         unproven = result.unproven if result else "none"
+        gateway, has_gateway = state.gateway, not state.head  # of a cluster only the head has one
         reasons = (
             (state.active != release, f"serves {state.active or 'nothing'}"),
             (state.good != release, "the check has not passed yet"),
             (state.enabled != (release,), f"boots {', '.join(state.enabled) or 'nothing'}"),
             (unproven, f"proof: {unproven}"),
-            # Only the head of a cluster has a gateway.
-            *(() if state.head else _gateway_faults(state)),
+            (has_gateway and not state.traffic_open, "the gateway is closed"),
+            (has_gateway and gateway.active != "active", "the gateway is not running"),
+            (has_gateway and not gateway.enabled, "the gateway does not start at boot"),
+            (has_gateway and gateway.key_problem, "the API key is missing or exposed"),
+            (has_gateway and gateway.difference, f"the gateway: {gateway.difference}"),
             (not (live and live.ok), f"no answer: {live.detail if live else 'not tested'}"),
         )
         return next((text for wrong, text in reasons if wrong), "")
@@ -160,17 +159,6 @@ def stopped_text(service: str, stopped: Stopped) -> str:
     return (
         f"{service} was stopped on purpose by {who} and is down since {stopped.at}"
         f"{f' until {stopped.until}' if stopped.until else ''}; `spark-deploy start` starts it"
-    )
-
-
-def _gateway_faults(state: status.Service) -> tuple[tuple[object, str], ...]:
-    gateway = state.gateway
-    return (
-        (not state.traffic_open, "the gateway is closed"),
-        (gateway.active != "active", "the gateway is not running"),
-        (not gateway.enabled, "the gateway does not start at boot"),
-        (gateway.key_problem, "the API key is missing or exposed"),
-        (gateway.difference, f"the gateway: {gateway.difference}"),
     )
 
 
@@ -192,10 +180,7 @@ class Status(HostFact[HostStatus]):
         return tool.when_installed(tool.line(tool.STATUS, "--live"))
 
     def process(self, output: Iterable[str]) -> HostStatus:
-        try:
-            return parse_status("\n".join(output))
-        except ValueError as error:
-            raise FactProcessError(f"spark-host status: {error}") from error
+        return parse_status("\n".join(output))
 
 
 class UsersKnown(HostFact[frozenset[str]]):
@@ -223,12 +208,7 @@ def _parse_answer(kind: type[T], output: Iterable[str]) -> T | Problem:
     text = "\n".join(output).strip()
     if not text or text.startswith(_USAGE):
         return _no_tools()
-    if problem := problem_in(text.rpartition("\n")[2]):
-        return problem
-    try:
-        return parse(kind, text)
-    except DocumentError as error:
-        raise FactProcessError(f"{kind.__name__}: {error}") from error
+    return problem_in(text.rpartition("\n")[2]) or parse(kind, text)
 
 
 def _tool_command(command: str) -> str:

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spark_contract import documents
-from spark_contract.documents import DocumentError
 from spark_contract.errors import Problem
 from spark_contract.machine import (
     DRIVER_LIBRARIES,
@@ -30,8 +28,7 @@ from spark_deploy.hosts.facts import (
     Sections,
     as_root,
     build_script,
-    container_id,
-    is_managed,
+    parse_document,
     parse_key_values,
     parse_sections,
 )
@@ -92,7 +89,7 @@ def parse_identity(sections: Sections, gpu_state: gpu.GpuState) -> HostIdentity:
             marked=bool(reboot),
             packages=tuple(line for line in reboot[1:] if line),
             module=gpu_state.module_version,
-            libraries=libraries or tuple(each.driver_version for each in gpu_state.gpus),
+            libraries=libraries or tuple(card.driver_version for card in gpu_state.gpus),
             mismatch=gpu_state.smi == "mismatch",
         ),
         kernel_parameters=tuple(sections.first("kernel-parameters").split()),
@@ -134,18 +131,10 @@ class Process:
     cgroup: str
     name: str
 
-    @property
-    def container_id(self) -> str:
-        return container_id(self.cgroup)
-
-    @property
-    def managed(self) -> bool:
-        return is_managed(self.cgroup)
-
 
 def parse_memory(sections: Sections) -> Memory:
     matches = (re.match(r"(\w+):\s+(\d+) kB", line) for line in sections["meminfo"])
-    kib = {match.group(1): int(match.group(2)) for match in matches if match}
+    kib = {match[1]: int(match[2]) for match in matches if match}
     total, available, cma_total, cma_free = (
         kib.get(key, 0) * 1024 for key in ("MemTotal", "MemAvailable", "CmaTotal", "CmaFree")
     )
@@ -201,14 +190,6 @@ done
 """
 
 
-def _parse_stopped(lines: Sequence[str]) -> Iterator[tuple[str, Stopped]]:
-    for name, text in zip(lines[::2], lines[1::2], strict=False):
-        try:
-            yield name, documents.parse(Stopped, text)
-        except DocumentError:  # an unreadable file also keeps the service down
-            yield name, Stopped(None, "an unknown time")
-
-
 def engine_memory_script(folder: str = RELEASES_DIR) -> str:
     """Print each running engine's unit and the bytes that the release plans."""
     before, after = SERVE.of("@").split("@@")
@@ -223,24 +204,12 @@ systemctl list-units --plain --no-legend --state=active,activating '{SERVE.of("*
 """
 
 
-def _parse_engine_bytes(lines: Sequence[str]) -> dict[str, int]:
-    pairs = (line.partition(" ") for line in lines)
-    return {unit: int(planned) for unit, _, planned in pairs if planned.isdigit()}
-
-
 _OTHER_SCRIPT = rf"""
 echo '== stubs'
 dpkg-query -W -f '${{db:Status-Abbrev}} ${{Package}} ${{Version}}\n' | grep -F {STAND_IN}
 echo '== daily'; head -c 65536 {DAILY} 2>/dev/null; echo
 echo '== tailscale'; tailscale ip -4 2>&1 | head -n 1
 """
-
-
-def _parse_daily(text: str) -> tuple[Problem, ...]:
-    try:
-        return documents.parse(DailyLook, text).problems
-    except DocumentError:  # absent, or cut off
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +291,10 @@ class HostSurvey(HostFact[Survey]):
         sections = parse_sections(output)
         sudo = sections["sudo"] or ["no"]
         gpu_state = gpu.parse_gpu(sections)
+        daily = parse_document(DailyLook, sections.text("daily"))
+        stopped = sections["stopped"]
+        engines = (line.partition(" ") for line in sections["engine-memory"])
+        unreachable = (line for line in sections["containers"] if line.startswith("unreachable "))
         return Survey(
             user=(sudo[1] if len(sudo) > 1 else "?") if sudo[0] == "no" else "",
             identity=parse_identity(sections, gpu_state),
@@ -332,7 +305,7 @@ class HostSurvey(HostFact[Survey]):
             reclaimable=tuple(disk.parse_reclaimable(sections["docker-df"])),
             listeners=network.parse_listeners(sections["listeners"], sections["listener-cgroups"]),
             containers=tuple(docker_facts.parse_containers(sections["containers"])),
-            docker_silent=docker_facts.parse_silent(sections["containers"]),
+            docker_silent=next(unreachable, "").removeprefix("unreachable "),
             broken_packages=parse_audit(sections["dpkg-audit"]),
             serving=tuple(filter(None, sections["serving"])),
             stub_packages=tuple(
@@ -341,8 +314,12 @@ class HostSurvey(HostFact[Survey]):
             images=tuple(sections["images"]),
             tailscale=sections.first("tailscale"),
             stored=disk.parse_stored(sections["stored"]),
-            daily=_parse_daily(sections.text("daily")),
+            daily=daily.problems if daily else (),
             above=tuple(disk.parse_above(sections["above"])),
-            stopped=dict(_parse_stopped(sections["stopped"])),
-            engine_bytes=_parse_engine_bytes(sections["engine-memory"]),
+            # An unreadable file also keeps the service down.
+            stopped={
+                name: parse_document(Stopped, text) or Stopped(None, "an unknown time")
+                for name, text in zip(stopped[::2], stopped[1::2], strict=False)
+            },
+            engine_bytes={unit: int(planned) for unit, _, planned in engines if planned.isdigit()},
         )

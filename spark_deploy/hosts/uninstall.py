@@ -4,12 +4,8 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pyinfra.api.command import FunctionCommand, StringCommand
-from pyinfra.api.exceptions import FactProcessError
-from pyinfra.api.host import Host
-from pyinfra.api.operation import operation
-from pyinfra.api.state import State
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import FactProcessError, FunctionCommand, Host, State, StringCommand, operation
 from spark_contract import tool
 from spark_contract.documents import DocumentError, parse, plain
 from spark_contract.errors import problem_in
@@ -32,28 +28,15 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import base
 from spark_deploy.hosts.access import ACCOUNT_HOME
 from spark_deploy.hosts.commands import CommandFailed, heartbeat, log_once, run
-from spark_deploy.hosts.facts import HostFact, read_fact
+from spark_deploy.hosts.downloads import DOCKER_DROP_IN
+from spark_deploy.hosts.facts import HostFact, parse_document, read_fact
 from spark_deploy.hosts.gpu import SPECIFICATION
-from spark_deploy.hosts.host_errors import Commands, Refused, host_command, host_errors, refuse
-from spark_deploy.hosts.payload import Payload, memory_command, packed_tools
-from spark_deploy.hosts.proxy import DOCKER_DROP_IN
+from spark_deploy.hosts.operations import Commands, Refused, host_command, host_errors, refuse
+from spark_deploy.hosts.payload import Payload, memory_command, packed_tools, placed_tools
 from spark_deploy.hosts.status import Prunable
-from spark_deploy.hosts.tools import placed_tools
-from spark_deploy.plan.jobs import (
-    DAEMON_JSON,
-    ready_jobs_of,
-    ready_name,
-    served_jobs_of,
-)
+from spark_deploy.plan.jobs import DAEMON_JSON, ready_jobs_of, ready_name, served_jobs_of
 from spark_deploy.plan.release import release_files_of, unit_files_of
-from spark_deploy.plan.types import (
-    NJS,
-    SUDOERS_PATH,
-    BasePlan,
-    GatewayPlan,
-    HostPlan,
-    ManagedFile,
-)
+from spark_deploy.plan.types import NJS, SUDOERS_PATH, BasePlan, HostPlan, ManagedFile
 
 _TIMEOUT_S = 3600
 _RUN_AGAIN = "fix the cause above, then run again"
@@ -188,19 +171,14 @@ def _uninstall(state: State, host: Host, request: str) -> bool:
             output = run(host, command, timeout_s=_TIMEOUT_S, stdin=packed_tools())
         removed = parse(Ours, output[-1])
     except CommandFailed as error:
-        refuse(where, _problems(error.output), _RUN_AGAIN)
+        text = error.output.strip()
+        failed = parse_document(Ours, text.rpartition("\n")[2])
+        refuse(where, "\n".join(failed.problems) if failed else text[-2000:], _RUN_AGAIN)
     except DocumentError as error:
         refuse(where, str(error), "run again")
     freed = sum(thing.size_bytes for thing in removed.things)
     host.log(f"removed {len(removed.things)} items, {gigabytes(freed)}")
     return True
-
-
-def _problems(output: str) -> str:
-    try:
-        return "\n".join(parse(Ours, output.strip().splitlines()[-1]).problems)
-    except (DocumentError, IndexError):
-        return output.strip()[-2000:]
 
 
 _SHOWN = 12  # names of a kind
@@ -246,61 +224,61 @@ class Owned:
 
 def list_resources(plan: HostPlan, payload: Payload) -> tuple[Owned, ...]:
     return (
-        *_base_resources(plan),
-        *_tool_resources(plan, payload),
+        *_base_resources(plan.base),
+        *_prepared_resources(plan, payload),
         *_artefact_resources(plan, payload),
         *_release_resources(plan),
     )
 
 
-def _base_resources(plan: HostPlan) -> Iterator[Owned]:
-    settings, install = plan.base.settings, "Base | Install packages"
+def _files(files: Iterable[ManagedFile], operation: str) -> Iterator[Owned]:
+    return (Owned("file", file.path, operation, file.mode) for file in files)
+
+
+def _base_resources(plan: BasePlan) -> Iterator[Owned]:
+    settings = plan.settings
     if settings.hold_driver_in_unattended_upgrades:
-        hold = "Base | Hold driver packages in unattended upgrades"
-        yield from _file_resources((base.HOLD_FILE,), hold)
-    for package in base.planned_packages(plan.base):
-        yield Owned("package", package, install)
-    for path in base.owned_directories(plan.base):
+        yield from _files((base.HOLD_FILE,), "Base | Hold driver packages in unattended upgrades")
+    for package in base.planned_packages(plan):
+        yield Owned("package", package, "Base | Install packages")
+    for path in base.owned_directories(plan):
         yield Owned("directory", path, "Base | Create directories")
     if settings.disable_sleep:
         for target in base.SLEEP_TARGETS:
             yield Owned("masked", target, "Base | Disable sleep")
     if settings.protect_login:
-        yield from _file_resources(base.GUARANTEE_FILES, "Base | Guarantee memory to the login")
+        yield from _files(base.GUARANTEE_FILES, "Base | Guarantee memory to the login")
     if settings.compaction_proactiveness is not None:
         file = base.compaction_file(settings.compaction_proactiveness)
-        yield from _file_resources((file,), "Base | Set the kernel's compaction")
+        yield from _files((file,), "Base | Set the kernel's compaction")
     if settings.earlyoom:
-        yield from _file_resources((base.EARLYOOM_FILE,), "Base | Run earlyoom")
+        yield from _files((base.EARLYOOM_FILE,), "Base | Run earlyoom")
+
+
+def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     yield Owned("package", plan.cuda.package, "CUDA | Install the toolkit")
     for package in (*plan.docker.packages, *plan.docker.toolkit_packages):
         yield Owned("package", package, "Docker | Install engine and NVIDIA toolkit")
     yield Owned("keys", DAEMON_JSON, "Docker | Merge daemon.json")
     yield Owned("state", plan.docker.receipt_path, "Docker | Check the GPU in a container")
-
-
-def _file_resources(files: tuple[ManagedFile, ...], operation: str) -> Iterator[Owned]:
-    return (Owned("file", file.path, operation, file.mode) for file in files)
-
-
-def _tool_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     install = "Tools | Install host tools"
-    yield from _file_resources(placed_tools(plan.tools, payload.tools), install)
-    yield from _file_resources(unit_files_of(payload.units), install)
+    yield from _files(placed_tools(plan.tools, payload.tools), install)
+    yield from _files(unit_files_of(payload.units), install)
     yield Owned("link", CURRENT_TOOLS, install)
     yield Owned("state", DAILY_STAMP, install)
     yield Owned("link", SITE, "Tools | Install the builder's Python packages")
+    if plan.proxy.used:
+        yield Owned("state", PROXY, "Sources | Install the proxy of jobs", 0o600)
+        yield from _files((DOCKER_DROP_IN,), "Docker | Pull images through the proxy")
 
 
 def _artefact_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
-    if plan.proxy.used:
-        yield Owned("state", PROXY, "Sources | Install the proxy of jobs", 0o600)
-        yield from _file_resources((DOCKER_DROP_IN,), "Docker | Pull images through the proxy")
-    operations = {CHECKPOINT_JOB: "Checkpoint | Build the checkpoint"}
     for job in (work.job for work in served_jobs_of(plan, payload.image_context)):
         if job.unless:
             continue  # a base that is not kept is removed later
-        operation = operations.get(job.kind, "Image | Prepare the engine image")
+        operation = "Image | Prepare the engine image"
+        if job.kind == CHECKPOINT_JOB:
+            operation = "Checkpoint | Build the checkpoint"
         if job.kind == FETCH_JOB:
             operation = f"Sources | Fetch {job.title.removeprefix('fetch ')}"
         yield _artefact(job, operation)
@@ -316,26 +294,22 @@ def _artefact(job: Job, operation: str) -> Owned:
 
 
 def _release_resources(plan: HostPlan) -> Iterator[Owned]:
-    install = "Serve | Install units and release"
+    install, configure = "Serve | Install units and release", "Serve | Configure the gateway"
     yield Owned("user", GATEWAY_USER, install)
     yield Owned("user", ENGINE_USER, install)
     for served in plan.served:
-        yield from _file_resources(release_files_of(served), install)
+        yield from _files(release_files_of(served), install)
         subject = "the release" if served is plan else served.serve.service
         change = f"Serve | Serve {subject} on {plan.host}"
-        for unit in (served.serve.serve_unit, served.gateway.settings.unit):
+        gateway = served.gateway.settings
+        for unit in (served.serve.serve_unit, gateway.unit):
             yield Owned("active", unit, change)
             yield Owned("enabled", unit, change)
         yield Owned("state", f"{PROOFS_DIR}/{served.serve.name}.json", change)
-        yield from _gateway_resources(served.gateway, change)
-
-
-def _gateway_resources(gateway: GatewayPlan, change: str) -> Iterator[Owned]:
-    configure = "Serve | Configure the gateway"
-    yield Owned("file", gateway.settings.path, configure, 0o644)
-    if tls := gateway.settings.tls:
-        yield Owned("state", tls.certificate, configure, 0o644)
-        yield Owned("state", tls.key, configure, 0o600)
-    # The change of release makes a missing generated key again; a given key is sent again.
-    owner = change if gateway.key.kind == "generate" else configure
-    yield Owned("state", gateway.settings.key_path, owner, 0o600)
+        yield Owned("file", gateway.path, configure, 0o644)
+        if gateway.tls:
+            yield Owned("state", gateway.tls.certificate, configure, 0o644)
+            yield Owned("state", gateway.tls.key, configure, 0o600)
+        # The change of release makes a missing generated key again; a given key is sent again.
+        owner = change if served.gateway.key.kind == "generate" else configure
+        yield Owned("state", gateway.key_path, owner, 0o600)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.hosts import disk, docker_facts, gpu
+from spark_deploy.hosts.downloads import LoginAddress
 from spark_deploy.hosts.facts import split_sections
 from spark_deploy.hosts.network import NetplanFiles
-from spark_deploy.hosts.peer_download import LoginAddress
 from spark_deploy.hosts.survey import audit_script, engine_memory_script, parse_audit
 from tests.unit.shell import install_stub, run_script
 

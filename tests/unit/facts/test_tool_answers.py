@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.hosts import status
+from spark_deploy.hosts.payload import PythonSite, QuantiserSite, Site
 from spark_deploy.hosts.status import Count, JobStates, Requests
-from spark_deploy.hosts.tools import PythonSite, QuantiserSite, Site
 from tests.unit.shell import run_script
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from spark_deploy.config.settings.sources import RepositorySettings
-from spark_deploy.hosts import docker_engine, packages
+from spark_deploy.hosts import gpu, packages
 from spark_deploy.hosts.commands import CommandFailed
-from spark_deploy.hosts.host_errors import Refused
+from spark_deploy.hosts.operations import Refused
 from tests.unit.facts.test_facts import lines_of
 from tests.unit.shell import install_stub, run_script
 
@@ -100,7 +100,7 @@ def test_a_binary_key_gets_the_suffix_apt_reads_it_by() -> None:
 )
 def test_each_way_a_container_misses_the_gpu_has_its_own_words(capture: str, words: str) -> None:
     output = "\n".join(lines_of({"capture": capture}))
-    problem = docker_engine.explain_gpu_error(output, "image@sha256:00")
+    problem = gpu.explain_gpu_error(output, "image@sha256:00")
     assert words in problem.what
     assert problem.fix
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_deploy.hosts import docker_engine
+from spark_deploy.hosts import docker
 
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "captures"
 
@@ -23,14 +24,14 @@ json_objects = st.dictionaries(st.text(max_size=5), json_values, max_size=4)
 
 
 def test_a_file_with_nvidia_as_default_is_kept_as_it_is() -> None:
-    present = docker_engine.parse_daemon_json(
+    present = docker.parse_daemon_json(
         (CAPTURES / "docker-daemon-json--nvidia-default--01.txt").read_text()
     )
-    assert docker_engine.merge_with_runtime(present, {}) == present
+    assert docker.merge_with_runtime(present, {}) == present
 
 
 def test_an_empty_file_gets_the_runtime() -> None:
-    assert docker_engine.merge_with_runtime(docker_engine.parse_daemon_json(" \n"), {}) == {
+    assert docker.merge_with_runtime(docker.parse_daemon_json(" \n"), {}) == {
         "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "args": []}}
     }
 
@@ -38,7 +39,7 @@ def test_an_empty_file_gets_the_runtime() -> None:
 def test_lists_unite_and_objects_merge() -> None:
     present = {"insecure-registries": ["a:1"], "log-opts": {"max-size": "1m"}, "bip": "10.0.0.1/24"}
     wanted = {"insecure-registries": ["b:1", "a:1"], "log-opts": {"max-file": "3"}}
-    assert docker_engine.merge(present, wanted) == {
+    assert docker.merge(present, wanted) == {
         "insecure-registries": ["a:1", "b:1"],
         "log-opts": {"max-size": "1m", "max-file": "3"},
         "bip": "10.0.0.1/24",
@@ -47,16 +48,16 @@ def test_lists_unite_and_objects_merge() -> None:
 
 @given(json_objects, json_objects)
 def test_merging_twice_is_merging_once_and_loses_no_key(present, wanted) -> None:
-    once = docker_engine.merge_with_runtime(present, wanted)
-    assert docker_engine.merge_with_runtime(once, wanted) == once
+    once = docker.merge_with_runtime(present, wanted)
+    assert docker.merge_with_runtime(once, wanted) == once
     assert set(once) >= set(present) | set(wanted)
-    assert docker_engine.parse_daemon_json(docker_engine.render_daemon_json(once)) == once
+    assert docker.parse_daemon_json(json.dumps(once)) == once
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '"x"', "{'a': 1}", '{"a": 1,}'])
 def test_what_is_no_object_is_an_error_and_not_an_empty_file(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - any JSON complaint will do
-        docker_engine.parse_daemon_json(text)
+        docker.parse_daemon_json(text)
 
 
 @pytest.mark.parametrize(
@@ -90,4 +91,4 @@ def test_what_is_no_object_is_an_error_and_not_an_empty_file(text: str) -> None:
     ],
 )
 def test_what_the_daemon_runs_with_is_read_from_docker_info(key, value, info, met) -> None:
-    assert (docker_engine.unmet_keys({key: value}, info) == ()) is met
+    assert (docker.unmet_keys({key: value}, info) == ()) is met

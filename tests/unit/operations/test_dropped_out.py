@@ -9,7 +9,7 @@ import pytest
 from pyinfra.api.exceptions import ConnectError
 
 from spark_deploy.hosts import commands, releases
-from spark_deploy.hosts.host_errors import Refused
+from spark_deploy.hosts.operations import Refused
 from tests.unit.operations.test_operations import FakeHost, on
 
 

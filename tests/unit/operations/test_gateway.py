@@ -16,11 +16,7 @@ from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import GENERATED, SecretRef
 from spark_deploy.hosts import gateway
 from spark_deploy.hosts.certificates import issue
-from spark_deploy.hosts.gateway import (
-    GatewayCertificate,
-    TailnetAddress,
-    WatchTools,
-)
+from spark_deploy.hosts.gateway import GatewayCertificate, TailnetAddress, WatchTools
 from spark_deploy.hosts.status import HostStatus
 from spark_deploy.plan.gateway import gateway_file
 from spark_deploy.plan.types import GatewayPlan, ManagedFile, TlsPlan

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from spark_contract import tool
 
-from spark_deploy.hosts import docker_engine
+from spark_deploy.hosts import gpu
 from spark_deploy.hosts.commands import CommandFailed
-from spark_deploy.hosts.host_errors import Refused
+from spark_deploy.hosts.operations import Refused
 
 IMAGE = f"nvidia/cuda@sha256:{'5' * 64}"
 
@@ -35,8 +35,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def silent(host: Any, what: str) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(docker_engine, "run", run)
-    monkeypatch.setattr(docker_engine, "heartbeat", silent)
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(gpu, "heartbeat", silent)
     monkeypatch.setattr(tool, "HOST_TOOL", str(path))
     return path
 
@@ -50,7 +50,7 @@ def test_what_the_pull_says_is_the_line_of_the_deploy(installed: Path) -> None:
     said = f"error: {IMAGE}: the pull stalls: nothing came in 300 s; fix: look at the registry"
     saying(installed, f"echo phase=pull bytes=5; echo '{said}' >&2; exit 1")
     with pytest.raises(Refused) as caught:
-        docker_engine._pull(None, IMAGE)  # type: ignore[arg-type]
+        gpu._pull(None, IMAGE)  # type: ignore[arg-type]
     told = str(caught.value)
     assert "the pull stalls: nothing came in 300 s" in told
     assert "fix: look at the registry" in told
@@ -59,8 +59,8 @@ def test_what_the_pull_says_is_the_line_of_the_deploy(installed: Path) -> None:
 @pytest.mark.parametrize("script", ["exit 0", "exit 2"], ids=["it is there", "earlier tools"])
 def test_otherwise_the_check_goes_on(installed: Path, script: str) -> None:
     saying(installed, script)
-    docker_engine._pull(None, IMAGE)  # type: ignore[arg-type]
+    gpu._pull(None, IMAGE)  # type: ignore[arg-type]
 
 
 def test_a_host_without_tools_is_checked_as_ever(installed: Path) -> None:
-    docker_engine._pull(None, IMAGE)  # type: ignore[arg-type]
+    gpu._pull(None, IMAGE)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from pyinfra.api.command import FunctionCommand
 from pyinfra.api.exceptions import PyinfraError
 
 from spark_deploy.hosts.facts import FactUnavailable
-from spark_deploy.hosts.host_errors import host_command, host_errors, refuse
+from spark_deploy.hosts.operations import host_command, host_errors, refuse
 from tests.unit.operations.test_operations import FakeHost, on
 
 

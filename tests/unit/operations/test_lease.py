@@ -17,8 +17,8 @@ import pytest
 from pyinfra.api.command import FunctionCommand
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.hosts import lease
-from spark_deploy.hosts.host_errors import host_errors
+from spark_deploy.hosts import operations as lease
+from spark_deploy.hosts.operations import host_errors
 from tests.unit.operations.test_operations import FakeHost, on
 
 # Of this machine, and no process has that number.
@@ -65,7 +65,7 @@ def changed(host: RealShell, executing: bool = True) -> list[str]:
         yield "second"
 
     with on(host, executing) as state:
-        state.callback_handlers = [lease.Releases()]
+        state.callback_handlers = [lease.ReturnLeases()]
         lease.hold_lease(state, host)  # type: ignore[arg-type]
         commands = [
             f"refused: {one.args[0]}" if isinstance(one, FunctionCommand) else str(one)
@@ -83,7 +83,7 @@ def test_a_free_host_is_taken_before_the_first_command_and_given_back(path: Path
     token, _, since, who = path.read_text().split()
     assert (token, who) == (lease.this_run(), lease.holder())
     assert since.endswith("Z")
-    lease.Releases.host_disconnect(None, host)  # type: ignore[arg-type]
+    lease.ReturnLeases.host_disconnect(None, host)  # type: ignore[arg-type]
     assert list(path.parent.iterdir()) == []
 
 
@@ -127,7 +127,7 @@ def test_a_host_that_another_run_changes_is_not_even_looked_at(path: Path) -> No
 
     host = RealShell({})
     with on(host) as state:
-        state.callback_handlers = [lease.Releases()]
+        state.callback_handlers = [lease.ReturnLeases()]
         lease.hold_lease(state, host)  # type: ignore[arg-type]
         [said] = body()
     assert "ben@laptop has been changing" in said.args[0]
@@ -141,7 +141,7 @@ def test_an_operation_that_finds_everything_right_takes_none(path: Path) -> None
         yield from ()
 
     with on(host) as state:
-        state.callback_handlers = [lease.Releases()]
+        state.callback_handlers = [lease.ReturnLeases()]
         lease.hold_lease(state, host)  # type: ignore[arg-type]
         assert list(body()) == []
     assert not path.exists()
@@ -193,8 +193,8 @@ def test_what_a_host_says_of_a_holder_is_a_plain_word(path: Path) -> None:
 SLOW = """
 from pyinfra.context import host, state
 from pyinfra.api import operation
-from spark_deploy.hosts import lease
-from spark_deploy.hosts.host_errors import host_errors
+from spark_deploy.hosts import operations as lease
+from spark_deploy.hosts.operations import host_errors
 lease.LEASE = "{0}/lease"
 lease.hold_lease(state, host)
 @operation()

@@ -72,9 +72,7 @@ NEEDS = NeedsPlan(
 PLANS: dict[str, Any] = {
     "fabric": Settings(cluster=ClusterSettings(hosts=("spark-1", "spark-2"))),
     "base": BasePlan(
-        settings=BaseSettings(),
-        packages=("curl", "nginx-light"),
-        paths=PathSettings(),
+        settings=BaseSettings(), packages=("curl", "nginx-light"), paths=PathSettings()
     ),
     "gpu": CudaPlan(
         version="13.0",

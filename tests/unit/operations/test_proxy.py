@@ -13,8 +13,8 @@ from pyinfra.api.command import StringCommand
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import ProxySettings
-from spark_deploy.hosts import proxy
-from spark_deploy.hosts.proxy import DaemonProxy
+from spark_deploy.hosts import downloads as proxy
+from spark_deploy.hosts.downloads import DaemonProxy
 from spark_deploy.plan.types import ManagedFile
 from tests.unit.operations.test_operations import FakeHost, on, sent_files
 from tests.unit.shell import install_stub, run_script

@@ -82,10 +82,7 @@ MALFORMED = (
 
 @pytest.mark.parametrize(
     ("fact", "operation", "arguments"),
-    [
-        (WayBack, releases.roll_back, ("main", None, 60)),
-        (Prunable, prune_host, (KEEP,)),
-    ],
+    [(WayBack, releases.roll_back, ("main", None, 60)), (Prunable, prune_host, (KEEP,))],
 )
 def test_what_the_host_tools_refuse_is_told_in_their_words(
     fact: Any, operation: Any, arguments: tuple[Any, ...]

@@ -12,8 +12,8 @@ from spark_contract.fetching import SHARE_KEY
 from spark_contract.job import JobState, ReceiptProof
 
 from spark_deploy.config.settings.sources import FleetSettings
-from spark_deploy.hosts import peer_download
-from spark_deploy.hosts.peer_download import LoginAddress
+from spark_deploy.hosts import downloads as peer_download
+from spark_deploy.hosts.downloads import LoginAddress
 from spark_deploy.hosts.status import Jobs
 from spark_deploy.plan.jobs import Work, jobs_of
 from spark_deploy.plan.types import FileState, ManagedFile

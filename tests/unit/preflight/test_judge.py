@@ -24,11 +24,7 @@ POOL = ["MemTotal: 127601228 kB", "MemAvailable: 120639488 kB"]
 
 
 def kernel(release: str, parameters: str) -> dict[str, Any]:
-    return {
-        "uname": ["aarch64", release],
-        "kernels": [release],
-        "kernel_parameters": [parameters],
-    }
+    return {"uname": ["aarch64", release], "kernels": [release], "kernel_parameters": [parameters]}
 
 
 def fragmented(name: str) -> dict[str, Any]:

@@ -1,28 +1,32 @@
-"""Peer downloads: the hosts of a run fetch files from each other until the run is over.
+"""Where downloads come from: the proxy of a host, and the other hosts of a run.
 
 Every host first notes which files it has, so missing files of another host are known. A run without
-missing files opens no port.
+missing files opens no port. The proxy's file, which only root can read, serves jobs and docker.
 """
 
+import re
 import secrets
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary, WeakSet
 
-from pyinfra.api.host import Host
-from pyinfra.api.operation import operation
-from pyinfra.context import host
+from pyinfra import host
+from pyinfra.api import Host, operation
 from spark_contract.documents import text_of
 from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS, Share, SharedTree
 from spark_contract.job import ReceiptProof
-from spark_contract.paths import RECEIPT_NAME
+from spark_contract.paths import PROXY, RECEIPT_NAME
 from spark_contract.units import PREPARE, SHARE_UNIT
 
-from spark_deploy.config.settings.sources import FleetSettings
-from spark_deploy.hosts.commands import current_host, shell
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.config.settings.read_secret import read_secret
+from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
+from spark_deploy.hosts.commands import current_host, log, shell
 from spark_deploy.hosts.facts import FileStates, LineFact, read_fact
-from spark_deploy.hosts.files import place_files
-from spark_deploy.hosts.host_errors import Commands, host_errors
+from spark_deploy.hosts.files import file_states, place_files, remove_files
+from spark_deploy.hosts.operations import Commands, host_errors
 from spark_deploy.hosts.status import JobStates
 from spark_deploy.plan.jobs import (
     Member,
@@ -34,6 +38,102 @@ from spark_deploy.plan.jobs import (
     with_peers,
 )
 from spark_deploy.plan.types import ManagedFile
+
+
+class DaemonProxy(LineFact):
+    """``same``, ``same-proxy`` (another no_proxy) or ``differs``; "" when docker does not run.
+
+    Compares docker's environment with the file; names may be in lower or upper case.
+    """
+
+    def command(self, path: str) -> str:
+        lines = (
+            "grep -aiE '^(http|https|no)_proxy=' | sed 's/^[^=]*/\\L&/; s,/$,,' | LC_ALL=C sort -u"
+        )
+        return (
+            "pid=$(systemctl show -p MainPID --value docker.service 2>/dev/null); "
+            '[ "${pid:-0}" -gt 0 ] || exit 0; '
+            f"a=$(tr '\\0' '\\n' < /proc/$pid/environ | {lines}); "
+            f"b=$(cat {shlex.quote(path)} 2>/dev/null | {lines}); "
+            'if [ "$a" = "$b" ]; then echo same; exit; fi; '
+            "without() { printf '%s\\n' \"$1\" | grep -v ^no_; }; "
+            '[ "$(without "$a")" = "$(without "$b")" ] && echo same-proxy || echo differs'
+        )
+
+
+DROP_IN_PATH = "/etc/systemd/system/docker.service.d/spark-proxy.conf"
+DOCKER_DROP_IN = ManagedFile(DROP_IN_PATH, f"[Service]\nEnvironmentFile=-{PROXY}\n".encode())
+# Values that systemd reads from an environment file without quotes.
+_USABLE = re.compile(r"https?://[!-~]{1,500}")
+_QUOTES = re.compile(r"[\"'\\\\]")
+_RESTART = (
+    "systemctl daemon-reload; ! systemctl is-active --quiet docker.service || "
+    "{ systemctl restart docker.service && "
+    "timeout 90 sh -c 'until docker version >/dev/null 2>&1; do sleep 1; done'; }"
+)
+
+
+@operation()
+@host_errors
+def configure_job_proxy(proxy: ProxySettings) -> Commands:
+    """Install the file with the proxy of jobs, or remove it."""
+    if proxy.used:
+        changed = yield from place_files((proxy_file(proxy),))
+    else:
+        changed = yield from remove_files((PROXY,))
+    if not changed:
+        host.noop("the proxy is as planned" if proxy.used else "no proxy is set")
+
+
+@operation()
+@host_errors
+def configure_docker_proxy(proxy: ProxySettings) -> Commands:
+    """Let docker's daemon pull through the proxy; restart it if it uses another proxy.
+
+    A proxy set by the owner stays, unless the settings name another: a restart would restart
+    every container of the host.
+    """
+    if not proxy.used:
+        if (yield from remove_files((DROP_IN_PATH,))):
+            yield shell(_RESTART)
+        else:
+            host.noop("docker's proxy is not managed")
+        return
+    daemon = host.get_fact(DaemonProxy, path=PROXY)
+    managed = DROP_IN_PATH in file_states([DROP_IN_PATH])
+    if not managed and daemon in ("same", "same-proxy"):
+        host.noop("docker pulls through this proxy by the owner's settings")
+        return
+    changed = yield from place_files((DOCKER_DROP_IN,))
+    if changed or daemon in ("same-proxy", "differs"):
+        if daemon:
+            log("docker is restarted for the proxy; engines on it start again by themselves")
+        yield shell(_RESTART)
+    else:
+        host.noop("docker pulls through the proxy")
+
+
+def proxy_file(proxy: ProxySettings) -> ManagedFile:
+    """Return the environment file; tools read the names in lower or upper case."""
+    pairs = [*_addresses(proxy), ("no_proxy", ",".join(proxy.direct))]
+    lines = [f"{name}={value}\n" for key, value in pairs for name in (key, key.upper())]
+    return ManagedFile(PROXY, "".join(lines).encode(), 0o600)
+
+
+def _addresses(proxy: ProxySettings) -> Iterator[tuple[str, str]]:
+    for key, address in (("http", proxy.http), ("https", proxy.https)):
+        if address is None:
+            continue
+        setting = f"proxy.{key}"
+        if isinstance(address, SecretRef):
+            address = read_secret(address, setting=setting)
+        if not _USABLE.fullmatch(address) or _QUOTES.search(address):
+            raise SettingsError.one(
+                setting,
+                "is not an address such as http://user:password@proxy.example.org:3128",
+                "write quotes, backslashes and blanks in it as %22, %27, %5C and %20",
+            )
+        yield f"{key}_proxy", address
 
 
 class LoginAddress(LineFact):
@@ -99,13 +199,14 @@ def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     if not trees and not any(map(lacks, own.values())):
         host.noop("no host lacks files of another host")
         return
-    files = [ManagedFile(SHARE_KEY, f"{_run_key()}\n".encode(), 0o600)]
+    key = _keys.setdefault(next(iter(host.state.inventory)), secrets.token_urlsafe(32))
+    files = [ManagedFile(SHARE_KEY, f"{key}\n".encode(), 0o600)]
     address = fleet.address or read_fact(LoginAddress, _sudo=False)
     serves = bool(trees and address)
     if serves:
         settings = text_of(Share(address, _PORT, trees))
         files.append(ManagedFile(SHARE_SETTINGS, settings.encode()))
-        _note_url(address, _PORT, trees)
+        _note_url(address, trees)
     elif trees:
         host.log("serves no peers: the address is not known; set fleet.address")
     yield from place_files(files)
@@ -126,14 +227,15 @@ def _is_kept(tree: SharedTree) -> bool:
     return True
 
 
-def _note_url(address: str, port: int, trees: Sequence[SharedTree]) -> None:
+def _note_url(address: str, trees: Sequence[SharedTree]) -> None:
     """Note where this host serves, and the hashes of the receipts, read over this host's login."""
     member = _members[current_host()]
     built = [tree for tree in trees if not tree.unfinished and member.trees[tree.digest] == "there"]
     paths = {tree.digest: f"{tree.dir}/{RECEIPT_NAME}" for tree in built}
     states = host.get_fact(FileStates, paths=list(paths.values())) if paths else {}
     receipts = {digest: states[path].sha256 for digest, path in paths.items() if path in states}
-    url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    named = f"[{address}]" if ":" in address else address
+    url = f"http://{named}:{_PORT}"
     _members[current_host()] = replace(member, url=url, receipts=receipts)
 
 
@@ -153,10 +255,6 @@ def with_known_peers(work: Work) -> Work:
         return work
     members = [each for each in _active_members() if each.url or each.name == host.name]
     return with_peers(work, host.name, members)
-
-
-def _run_key() -> str:
-    return _keys.setdefault(next(iter(host.state.inventory)), secrets.token_urlsafe(32))
 
 
 def _active_members() -> list[Member]:

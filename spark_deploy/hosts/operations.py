@@ -1,0 +1,336 @@
+"""What every operation needs: a lease on the host, and errors that fail only that host.
+
+The lease makes runs change a host in turn. It is a file in ``/run``: holder, since when, until when
+(in seconds of the host's uptime, so that no clock matters). A run renews it and returns it at the
+end or when interrupted; it expires soon after a killed run. Dry runs and runs without changes take
+none. Shell commands write it, for hosts without our tools. Only root can open the lock, because a
+reader of a file may lock it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import getpass
+import os
+import platform
+import re
+import shlex
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Concatenate, NoReturn, ParamSpec
+from weakref import WeakKeyDictionary
+
+import gevent
+import pyinfra
+from paramiko import SSHException
+from pyinfra import state as current_state
+from pyinfra.api import BaseStateCallback, FunctionCommand, Host, State
+from pyinfra.api.command import PyinfraCommand
+from pyinfra.api.exceptions import PyinfraError
+
+from spark_deploy.config.errors import Problem, SettingsError, unreachable
+from spark_deploy.hosts.commands import current_host, is_disconnected, shell
+from spark_deploy.hosts.facts import FactUnavailable
+
+P = ParamSpec("P")
+Commands = Generator[str | PyinfraCommand, None, None]
+
+LEASE = "/run/spark-deploy.lease"
+TTL_S = 180
+RENEW_S = 45
+_TIMEOUT_S = 60
+_SAME_INTERRUPT_S = 3
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CONNECTION_ERRORS = (TimeoutError, OSError, EOFError, SSHException, PyinfraError)
+
+
+def _plain_word(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.@:-]", "_", text)[:64] or "_"
+
+
+def _this_machine() -> str:
+    return f"{uuid.getnode():x}"
+
+
+def this_run() -> str:
+    """Return the token of this run: machine and process."""
+    return f"{_this_machine()}-{os.getpid()}"
+
+
+def holder() -> str:
+    """Return the user of this run, for the messages of other runs: ``ann@desk``."""
+    return _plain_word(f"{getpass.getuser()}@{platform.node()}")
+
+
+def take_script(
+    path: str, token: str, who: str, over: str | None = None, *, check_only: bool = False
+) -> str:
+    """Return the script that takes or renews a lease for ``who``, or prints the holder.
+
+    ``over`` is the token of a dead run; ``check_only`` leaves a free lease free.
+    """
+    lease = shlex.quote(path)
+    when_free = "echo free; exit 0" if check_only else ":"
+    return f"""set -e; umask 077
+exec 9>>{lease}.lock; flock -w 20 9
+now=$(cut -d. -f1 /proc/uptime)
+have= until=0 since= who=
+if [ -f {lease} ]; then read -r have until since who < {lease} || :; fi
+case $until in ''|*[!0-9]*) until=0;; esac
+if [ "$until" -gt "$now" ] && [ "$have" != {token} ] && [ "$have" != {over or token} ]; then
+  echo "held $have $((until - now)) $since $who"; exit 0
+fi
+{when_free}
+if [ "$have" != {token} ]; then since=$(date -u +%Y-%m-%dT%H:%M:%SZ); fi
+printf '%s %s %s %s\\n' {token} $((now + {TTL_S})) "$since" {who} > {lease}.new
+mv -fT {lease}.new {lease}
+echo taken"""
+
+
+def release_script(path: str, token: str) -> str:
+    """Return the script that returns a lease, if it is still this run's."""
+    lease = shlex.quote(path)
+    return f"""[ -f {lease} ] || exit 0
+umask 077; exec 9>>{lease}.lock; flock -w 20 9
+read -r have rest < {lease} || :
+if [ "$have" = {token} ]; then rm -f {lease} {lease}.lock; fi"""
+
+
+@dataclass(slots=True)
+class _Lease:
+    checked: bool = False  # for another run
+    requested: bool = False
+    taken: bool = False
+    renewing: gevent.Greenlet[..., None] | None = field(default=None)
+
+
+_leases: WeakKeyDictionary[Host, _Lease] = WeakKeyDictionary()
+
+
+class ReturnLeases(BaseStateCallback):
+    """Returns leases at the end of a run, also of a failed one."""
+
+    @staticmethod
+    def when_interrupted(state: State) -> None:
+        """End an interrupted run at once with the usual exit, which returns leases.
+
+        By itself pyinfra finishes the current operation, however long, and exits with 0; or
+        continues, where the exception of the handler reaches code that drops it.
+        """
+        main = gevent.get_hub().parent
+        ended_s: list[float] = []
+
+        def end(number: int, _: FrameType | None) -> None:
+            # A terminal signals every process of the group, and then a parent signals again: that
+            # must not prevent the return of a lease.
+            if ended_s and time.monotonic() - ended_s[0] < _SAME_INTERRUPT_S:
+                return
+            ended_s.append(time.monotonic())
+            # Python drops handlers at exit: the second signal would become the exit code.
+            atexit.register(signal.pthread_sigmask, signal.SIG_BLOCK, _INTERRUPTS)
+            sys.stderr.write(
+                "interrupted: leases are returned; work started on hosts continues, and the next "
+                "run finishes it\n"
+            )
+            state.pool.kill(block=False)
+            gevent.kill(main, SystemExit(128 + number))  # type: ignore[arg-type]  # never None
+
+        for number in _INTERRUPTS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # such as by nohup
+                signal.signal(number, end)
+
+    @staticmethod
+    def host_disconnect(state: State, host: Host) -> None:
+        """Return the lease of a host, over the connection that is still open."""
+        lease = _leases.pop(host, None)
+        if lease is None or not lease.requested:
+            return
+        if lease.renewing is not None:
+            lease.renewing.kill()
+        try:
+            _run_script(host, release_script(LEASE, this_run()))
+        except _CONNECTION_ERRORS as error:
+            host.log(f"the lease was not returned ({type(error).__name__}) and will expire")
+
+
+def hold_lease(state: State, host: Host) -> None:
+    """Call once at the top of a deploy: the first command that changes ``host`` takes a lease."""
+    if ReturnLeases not in map(type, state.callback_handlers):
+        state.add_callback_handler(ReturnLeases())  # type: ignore[no-untyped-call]  # pyinfra
+        if pyinfra.is_cli:
+            ReturnLeases.when_interrupted(state)
+    _leases.setdefault(state.inventory.get_host(host.name), _Lease())
+
+
+def _current_lease() -> _Lease | None:
+    """Return the current host's lease; ``None`` where none is needed."""
+    return _leases.get(current_host()) if current_state.is_executing else None
+
+
+def _find_other_run() -> Problem | None:
+    """Return another run that changes the current host; checked once per run."""
+    lease = _current_lease()
+    if lease is None or lease.checked or lease.taken:
+        return None
+    lease.checked = True
+    return _request_lease(current_host(), check_only=True)
+
+
+def _acquire_lease() -> Problem | None:
+    """Take the current host's lease before a change, or return the holder."""
+    lease = _current_lease()
+    if lease is None or lease.taken:
+        return None
+    lease.requested = True  # an interrupt may come before the answer
+    if problem := _request_lease(current_host(), check_only=False):
+        return problem
+    lease.taken = True
+    if lease.renewing is None:
+        lease.renewing = gevent.spawn(_renew, current_host(), lease)
+    return None
+
+
+def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
+    where = f"{host.name}: lease"
+    token = this_run()
+    try:
+        answer = _run_script(host, take_script(LEASE, token, holder(), check_only=check_only))
+        other, *rest = answer.removeprefix("held ").split(" ")
+        if answer.startswith("held ") and _is_dead(other):
+            # A killed run of this machine cannot return the lease.
+            script = take_script(LEASE, token, holder(), over=other, check_only=check_only)
+            answer = _run_script(host, script)
+    except _CONNECTION_ERRORS as error:
+        return unreachable(where, type(error).__name__)
+    if answer in ("taken", "free"):
+        return None
+    if not answer.startswith("held ") or len(rest) != 3:
+        fix = "check whether /run is full, and run again"
+        return Problem(where, f"could not be taken: {answer[:200]!r}", fix)
+    left_s, since, who = map(_plain_word, rest)
+    message = f"{who} has been changing this host since {since} (lease expires in {left_s} s)"
+    return Problem(where, message, "wait for that run, and run again")
+
+
+def _is_dead(token: str) -> bool:
+    machine, _, process = token.rpartition("-")
+    if machine != _this_machine() or not process.isdecimal():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:  # a process of another user
+        pass
+    return False
+
+
+def _renew(host: Host, lease: _Lease) -> None:
+    while True:
+        gevent.sleep(RENEW_S)
+        try:
+            answer = _run_script(host, take_script(LEASE, this_run(), holder()))
+        except _CONNECTION_ERRORS:
+            continue  # a rebooting host, or a lost connection: try again
+        lease.taken = answer == "taken"  # lost: the next change requests it again
+
+
+def _run_script(host: Host, script: str) -> str:
+    """Run a script as root, next to other commands of the run; return the last line."""
+    ok, output = host.run_shell_command(
+        shell(script), _timeout=_TIMEOUT_S, _sudo=bool(host.data.get("_sudo"))
+    )
+    lines = output.stdout_lines if ok else output.output.splitlines()
+    return next(reversed(lines), "")
+
+
+def show(host: Host, text: str, colour: str = "red") -> None:
+    """Print a text of several lines under the host's name."""
+    for line in text.splitlines():
+        host.log_styled(line, fg=colour)
+
+
+def warn(host: Host, *problems: Problem) -> None:
+    for problem in problems:
+        show(host, f"warning: {problem}", colour="yellow")
+
+
+class Refused(Exception):  # noqa: N818 - reads better at the call site
+    """Stops the work on a single host."""
+
+    def __init__(self, *problems: Problem):
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+def refuse(where: str, message: str, fix: str) -> NoReturn:
+    raise Refused(Problem(where, message, fix))
+
+
+def _refuse(state: State, host: Host, text: str) -> bool:
+    show(host, text)
+    return False
+
+
+def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[..., bool]:
+    """Let the function of a ``FunctionCommand`` refuse the host."""
+
+    @functools.wraps(body)
+    def guarded(state: State, host: Host, *args: P.args, **kwargs: P.kwargs) -> bool:
+        try:
+            return body(state, host, *args, **kwargs)
+        except Refused as refused:
+            return _refuse(state, host, str(refused))
+
+    return guarded
+
+
+def host_errors(body: Callable[P, Commands | None]) -> Callable[P, Commands]:
+    """Turn an exception in an operation body into a failure of only this host.
+
+    Takes the host's lease before the first command.
+
+    Without this, pyinfra 3.10 stops the whole run with a traceback (``run_host_op`` contains
+    only errors of commands), also when the last host is lost while a fact is read. A dry run
+    executes no command, so the text is printed while predicting as well. Goes below
+    ``@operation()``.
+    """
+
+    @functools.wraps(body)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> Commands:
+        try:
+            if other_run := _find_other_run():
+                raise Refused(other_run)
+            for number, command in enumerate(body(*args, **kwargs) or ()):
+                if number == 0 and (other_run := _acquire_lease()):
+                    raise Refused(other_run)
+                yield command
+        except Exception as error:
+            # Wrong settings are wrong for every host and end the run.
+            if isinstance(error, SettingsError):
+                raise
+            if isinstance(error, PyinfraError) and not current_state.is_executing:
+                raise
+            text = str(error if isinstance(error, Refused) else _describe(body.__name__, error))
+            if not current_state.is_executing:
+                show(current_host(), text)
+            yield FunctionCommand(_refuse, [text], {})
+
+    return guarded
+
+
+def _describe(operation: str, error: Exception) -> Problem:
+    """Describe an error that no operation handled: a lost host, or a defect of this project."""
+    if not isinstance(error, PyinfraError | FactUnavailable):
+        fix = "report this message: it is a defect of dgx-spark-deploy"
+        return Problem(operation, f"{type(error).__name__}: {error}", fix)
+    host = current_host()
+    where = f"{host.name}: {operation}"
+    if is_disconnected(host):
+        return unreachable(where, "the connection was lost")
+    return Problem(where, str(error), "run again; finished steps stay done")
