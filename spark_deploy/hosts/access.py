@@ -5,12 +5,12 @@ import shlex
 from dataclasses import dataclass
 
 from pyinfra import host
-from pyinfra.api import FunctionCommand, HiddenValue, Host, State, StringCommand, operation
+from pyinfra.api import FunctionCommand, HiddenValue, Host, State, StringCommand
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts.commands import CommandFailed, run
 from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, read_fact
-from spark_deploy.hosts.operations import Commands, Refused, host_command, host_errors, refuse
+from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
 from spark_deploy.plan.types import BootstrapPlan
 
 ACCOUNT = "spark-deploy"  # created by bootstrap, for deploys only
@@ -97,8 +97,7 @@ def sudoers(user: str) -> str:
     return f"# Managed by dgx-spark-deploy.\n{user} ALL=(ALL:ALL) NOPASSWD: ALL\n"
 
 
-@operation()
-@host_errors
+@host_operation
 def install_key(plan: BootstrapPlan) -> Commands:
     if read_state(plan).key_installed:
         host.noop("our key is installed")
@@ -111,8 +110,7 @@ def install_key(plan: BootstrapPlan) -> Commands:
     )
 
 
-@operation()
-@host_errors
+@host_operation
 def create_account(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
     """Create an account for deploys only: our key from named addresses, sudo without a password.
 
@@ -158,8 +156,7 @@ def _as_root(
     return True
 
 
-@operation()
-@host_errors
+@host_operation
 def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
     access = read_state(plan)
     rule = shlex.quote(plan.sudoers_path)
@@ -191,8 +188,7 @@ def revoke_access(plan: BootstrapPlan, check: FunctionCommand) -> Commands:
     yield check
 
 
-@operation()
-@host_errors
+@host_operation
 def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
     access = read_state(plan)
     wanted = sudoers(access.user)
@@ -244,8 +240,7 @@ def explain_sudo_error(output: str) -> Problem:
     return Problem("sudo", f"the rule was not activated: {tail}", "see /etc/sudoers.d on the host")
 
 
-@operation()
-@host_errors
+@host_operation
 def verify_access(ready: bool, check: FunctionCommand) -> Commands:
     if ready:
         host.noop("the key logged in and sudo needed no password")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyinfra import host
-from pyinfra.api import StringCommand, operation
+from pyinfra.api import StringCommand
 from spark_contract.paths import (
     CONFIG_DIR,
     JOBS_DIR,
@@ -22,7 +22,7 @@ from spark_contract.units import drop_in_dir
 from spark_deploy.hosts.commands import log
 from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, read_fact
 from spark_deploy.hosts.files import place_files, remove_files
-from spark_deploy.hosts.operations import Commands, host_errors
+from spark_deploy.hosts.operations import Commands, host_operation
 from spark_deploy.hosts.packages import install, packages_script, parse_packages
 from spark_deploy.plan.types import NJS, BasePlan, ManagedFile
 
@@ -189,8 +189,7 @@ def read_state(plan: BasePlan) -> Base:
     return read_fact(BaseState, **fact_arguments(plan))
 
 
-@operation()
-@host_errors
+@host_operation
 def install_packages(plan: BasePlan) -> Commands:
     """Install missing packages of ``plan``; installed packages are never upgraded."""
     present = read_state(plan).packages
@@ -206,8 +205,7 @@ def install_packages(plan: BasePlan) -> Commands:
     yield install(missing, plan.settings.package_lock_wait_s, ["nginx.service"] if nginx else [])
 
 
-@operation()
-@host_errors
+@host_operation
 def create_directories(plan: BasePlan) -> Commands:
     present = read_state(plan).directories
     wrong = {
@@ -221,8 +219,7 @@ def create_directories(plan: BasePlan) -> Commands:
         yield f"install -d -o root -g root -m {mode} {shlex.quote(path)}"
 
 
-@operation()
-@host_errors
+@host_operation
 def hold_driver(plan: BasePlan) -> Commands:
     """Keep driver packages out of unattended upgrades, or allow them again."""
     if plan.settings.hold_driver_in_unattended_upgrades:
@@ -232,8 +229,7 @@ def hold_driver(plan: BasePlan) -> Commands:
         host.noop("unattended upgrades are not managed")
 
 
-@operation()
-@host_errors
+@host_operation
 def disable_sleep(plan: BasePlan) -> Commands:
     """Keep the host from suspending: a sleeping server cannot be woken over the network."""
     units = read_state(plan).units
@@ -244,8 +240,7 @@ def disable_sleep(plan: BasePlan) -> Commands:
         host.noop("sleep is disabled" if plan.settings.disable_sleep else "sleep is left as it is")
 
 
-@operation()
-@host_errors
+@host_operation
 def protect_login(plan: BasePlan) -> Commands:
     """Guarantee memory to SSH and login sessions, or remove the guarantee."""
     wanted = plan.settings.protect_login
@@ -260,8 +255,7 @@ def protect_login(plan: BasePlan) -> Commands:
         host.noop("memory is guaranteed" if wanted else "no memory is guaranteed")
 
 
-@operation()
-@host_errors
+@host_operation
 def set_compaction(plan: BasePlan) -> Commands:
     """Set how much the kernel compacts memory in the background, or restore the default."""
     wanted = plan.settings.compaction_proactiveness
@@ -280,8 +274,7 @@ def set_compaction(plan: BasePlan) -> Commands:
         host.noop(f"compaction is at {wanted}")
 
 
-@operation()
-@host_errors
+@host_operation
 def set_boot_target(plan: BasePlan) -> Commands:
     """Boot without the desktop if ``headless``; a running desktop is not stopped."""
     target = read_state(plan).boot_target
@@ -292,8 +285,7 @@ def set_boot_target(plan: BasePlan) -> Commands:
     yield "systemctl set-default multi-user.target"
 
 
-@operation()
-@host_errors
+@host_operation
 def run_earlyoom(plan: BasePlan) -> Commands:
     """Run earlyoom with our preferences if enabled; compares the arguments of the process."""
     if not plan.settings.earlyoom:

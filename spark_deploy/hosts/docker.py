@@ -12,7 +12,7 @@ from typing import Any
 
 from pyinfra import host
 from pyinfra import state as current_state
-from pyinfra.api import FunctionCommand, Host, State, StringCommand, operation
+from pyinfra.api import FunctionCommand, Host, State, StringCommand
 from spark_contract.paths import kept_aside
 
 from spark_deploy.config.errors import Problem
@@ -22,7 +22,7 @@ from spark_deploy.hosts.commands import CommandFailed, heartbeat, log, log_once,
 from spark_deploy.hosts.docker_facts import CONTAINERS_SCRIPT, Docker, DockerState, parse_containers
 from spark_deploy.hosts.facts import build_script, read_fact, run_fact, split_sections
 from spark_deploy.hosts.files import put_files
-from spark_deploy.hosts.operations import Commands, Refused, host_command, host_errors, refuse
+from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
 from spark_deploy.hosts.packages import add_repositories, install
 from spark_deploy.plan.jobs import DAEMON_JSON
 from spark_deploy.plan.types import DockerPlan, ManagedFile
@@ -226,8 +226,7 @@ def planned_file(plan: DockerPlan, state: Docker, present: Mapping[str, Any]) ->
     return merge_with_runtime(present, plan.daemon)
 
 
-@operation()
-@host_errors
+@host_operation
 def add_docker_repositories(plan: DockerPlan) -> Commands:
     """Add the repositories of ``plan`` if packages have to be installed from them."""
     state = read_state(plan)
@@ -235,8 +234,7 @@ def add_docker_repositories(plan: DockerPlan) -> Commands:
     yield from add_repositories(plan.repositories, state.known_urls, needed=needed)
 
 
-@operation()
-@host_errors
+@host_operation
 def install_engine(plan: DockerPlan) -> Commands:
     state = read_state(plan)
     if state.snap:
@@ -252,8 +250,7 @@ def install_engine(plan: DockerPlan) -> Commands:
     host.noop(f"docker {version} and toolkit {state.toolkit_version} are kept")
 
 
-@operation()
-@host_errors
+@host_operation
 def merge_daemon_json(plan: DockerPlan) -> Commands:
     """Merge our keys into daemon.json; every other key stays as it is."""
     state = read_state(plan)
@@ -274,8 +271,7 @@ def merge_daemon_json(plan: DockerPlan) -> Commands:
     yield put_files([ManagedFile(DAEMON_JSON, content.encode())])
 
 
-@operation()
-@host_errors
+@host_operation
 def run_engine(plan: DockerPlan) -> Commands:
     """Run the engine with our keys; reload where that is enough, or restart.
 
@@ -321,8 +317,7 @@ def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, .
     )
 
 
-@operation()
-@host_errors
+@host_operation
 def add_users(plan: DockerPlan) -> Commands:
     """Add the users of ``plan`` to the docker group; members are never removed.
 
@@ -348,8 +343,7 @@ def add_users(plan: DockerPlan) -> Commands:
     )
 
 
-@operation()
-@host_errors
+@host_operation
 def generate_cdi(plan: DockerPlan) -> Commands:
     """Generate a CDI specification of this driver, if the host uses CDI.
 
@@ -374,8 +368,7 @@ def generate_cdi(plan: DockerPlan) -> Commands:
         yield f"nvidia-ctk cdi generate --output={shlex.quote(spec.path)}"
 
 
-@operation()
-@host_errors
+@host_operation
 def check_gpu_container(plan: DockerPlan) -> Commands:
     """Check that a container sees the GPU; the receipt is valid until a version changes."""
     state = read_state(plan)

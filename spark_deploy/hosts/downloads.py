@@ -12,7 +12,7 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary, WeakSet
 
 from pyinfra import host
-from pyinfra.api import Host, operation
+from pyinfra.api import Host
 from spark_contract.documents import text_of
 from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS, Share, SharedTree
 from spark_contract.job import ReceiptProof
@@ -26,7 +26,7 @@ from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
 from spark_deploy.hosts.commands import current_host, log, shell
 from spark_deploy.hosts.facts import FileStates, LineFact, read_fact
 from spark_deploy.hosts.files import file_states, place_files, remove_files
-from spark_deploy.hosts.operations import Commands, host_errors
+from spark_deploy.hosts.operations import Commands, host_operation
 from spark_deploy.hosts.status import JobStates
 from spark_deploy.plan.jobs import (
     Member,
@@ -73,8 +73,7 @@ _RESTART = (
 )
 
 
-@operation()
-@host_errors
+@host_operation
 def configure_job_proxy(proxy: ProxySettings) -> Commands:
     """Install the file with the proxy of jobs, or remove it."""
     if proxy.used:
@@ -85,8 +84,7 @@ def configure_job_proxy(proxy: ProxySettings) -> Commands:
         host.noop("the proxy is as planned" if proxy.used else "no proxy is set")
 
 
-@operation()
-@host_errors
+@host_operation
 def configure_docker_proxy(proxy: ProxySettings) -> Commands:
     """Let docker's daemon pull through the proxy; restart it if it uses another proxy.
 
@@ -155,8 +153,7 @@ _STATES: dict[str, State] = {"done": "there", "running": "under way"}
 _PORT = 8010
 
 
-@operation()
-@host_errors
+@host_operation
 def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None:
     if not host.state.is_executing:
         host.noop("read when it runs")
@@ -181,8 +178,7 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
     host.noop("files noted")
 
 
-@operation()
-@host_errors
+@host_operation
 def start_sharing(jobs: Sequence[Work], fleet: FleetSettings) -> Commands:
     """Serve files that another host of this run lacks, and install the key for downloads."""
     members = _active_members()
@@ -239,8 +235,7 @@ def _note_url(address: str, trees: Sequence[SharedTree]) -> None:
     _members[current_host()] = replace(member, url=url, receipts=receipts)
 
 
-@operation()
-@host_errors
+@host_operation
 def stop_sharing() -> Commands:
     if current_host() not in _sharing:
         host.noop("serves no peers")

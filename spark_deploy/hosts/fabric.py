@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import gevent
 from pyinfra import host, state
-from pyinfra.api import FunctionCommand, Host, State, StringCommand, operation
+from pyinfra.api import FunctionCommand, Host, State, StringCommand
 from spark_contract import documents
 from spark_contract.errors import problem_in
 from spark_contract.fabric import (
@@ -29,7 +29,7 @@ from spark_deploy.hosts.operations import (
     Commands,
     Refused,
     host_command,
-    host_errors,
+    host_operation,
     refuse,
     warn,
 )
@@ -58,9 +58,7 @@ def judge_links(host: str, ways: Sequence[Way], reached: Mapping[str, str]) -> V
             fix = "check cable, address and MTU on both hosts, and that no firewall blocks members"
             problems.append(Problem(where, message, fix))
         if answer == "unknown":
-            message = (
-                f"the link to {way.host} ({way.address}) was not tested: ping is not installed"
-            )
+            message = f"the link to {way.host} ({way.address}) was not tested: no ping on this host"
             warnings.append(Problem(where, message, "apt-get install iputils-ping"))
         if way.mtu != way.other_mtu:
             message = f"MTU {way.mtu}, but {way.other_mtu} on {way.host}"
@@ -103,8 +101,7 @@ def find_differences(members: Sequence[str], surveys: Mapping[str, Survey]) -> I
             )
 
 
-@operation()
-@host_errors
+@host_operation
 def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
     """Give each cabled port an address; an existing network is kept as it is.
 
@@ -132,8 +129,7 @@ def set_up_ports(settings: Settings, check: FunctionCommand | None) -> Commands:
     yield FunctionCommand(_run_step, ["confirm", fix], {})
 
 
-@operation()
-@host_errors
+@host_operation
 def restore_network() -> Commands:
     if not read_fact(NetplanFiles).ours:
         host.noop("this project set up no network here")
@@ -195,8 +191,7 @@ def _unit_command(command: str, **limits: str) -> str:
     return f"systemd-run --quiet --collect --wait --pipe {properties} {command}"
 
 
-@operation()
-@host_errors
+@host_operation
 def measure_links(ways: Sequence[Way]) -> None:
     """Send packets of full size over each link and measure it, without changes."""
     if not state.is_executing:
@@ -224,25 +219,19 @@ def _apply(verdict: Verdict) -> None:
 
 
 def _measure(way: Way) -> SpeedFound:
-    order = documents.text_of(
-        SpeedOrder(
-            interface=way.interface,
-            address=way.address,
-            port=secrets.choice(_PORTS),
-            token=secrets.token_hex(16),
-            most_bytes=MOST_BYTES,
-            most_s=MOST_S,
-        )
+    order = SpeedOrder(
+        interface=way.interface,
+        address=way.address,
+        port=secrets.choice(_PORTS),
+        token=secrets.token_hex(16),
+        most_bytes=MOST_BYTES,
+        most_s=MOST_S,
     )
-    listen = _unit_command(line(FABRIC_SPEED, "listen"))
-    sent, heard = _run_pair(way, listen, line(FABRIC_SPEED, "send"), order)
+    listen, send = _unit_command(line(FABRIC_SPEED, "listen")), line(FABRIC_SPEED, "send")
+    sent, received = _run_pair(way, listen, send, documents.text_of(order))
     fix = "see `journalctl -xe` on that host, then run again"
-    failed = [
-        _last_problem(name, output, fix)
-        for name, (good, output) in ((host.name, sent), (way.host, heard))
-        if not good
-    ]
-    if failed:
+    ends = ((host.name, sent), (way.host, received))
+    if failed := [_last_problem(name, output, fix) for name, (ok, output) in ends if not ok]:
         raise Refused(*failed)
     return documents.parse(SpeedFound, sent[1])
 
@@ -285,12 +274,8 @@ def _run_pair(
 
 
 def _run_test(host: Host, script: str, stdin: str) -> tuple[bool, str]:
-    done, output = host.run_shell_command(
-        StringCommand(script),
-        _sudo=host.data.get("_sudo", False),
-        _timeout=_COMMAND_S,
-        _stdin=stdin,
-    )
+    options = {"_sudo": host.data.get("_sudo", False), "_timeout": _COMMAND_S, "_stdin": stdin}
+    done, output = host.run_shell_command(StringCommand(script), **options)
     return done, output.stdout if done else output.stderr or output.stdout
 
 
@@ -326,7 +311,7 @@ def judge_speed(
     measured = carried if rdma_gbit_per_s is None else rdma_gbit_per_s
     if measured < _DOUBTFUL_GBIT_PER_S and stated * 1000 >= _FULL_MBIT_PER_S:
         message = (
-            f"{measured:.1f} Gb/s to {way.host}: a degraded port is reported to carry 13 of 200"
+            f"{measured:.1f} Gb/s to {way.host}; a degraded port is reported to carry 13 of 200"
         )
         fix = "measure RDMA with ib_write_bw; about 92 are usual for each of the two interfaces"
         if rdma_gbit_per_s is not None:

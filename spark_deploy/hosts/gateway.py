@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from pyinfra import host
-from pyinfra.api import StringCommand, operation
+from pyinfra.api import StringCommand
 from spark_contract import tool
 from spark_contract.gateway import EXPOSURES, tls_of
 from spark_contract.paths import CURRENT_TOOLS
@@ -16,7 +16,7 @@ from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.read_secret import read_secret
 from spark_deploy.hosts.facts import HostFact, LineFact, read_fact
 from spark_deploy.hosts.files import file_states, place_files, remove_files
-from spark_deploy.hosts.operations import Commands, host_errors, refuse
+from spark_deploy.hosts.operations import Commands, host_operation, refuse
 from spark_deploy.hosts.status import Status
 from spark_deploy.plan.gateway import gateway_file
 from spark_deploy.plan.types import FileState, GatewayPlan, ManagedFile
@@ -74,8 +74,7 @@ def gateway_paths(plan: GatewayPlan) -> tuple[str, ...]:
     return (gateway_file(plan).path, tls.certificate, tls.key, *key)
 
 
-@operation()
-@host_errors
+@host_operation
 def configure_gateway(plan: GatewayPlan) -> Commands:
     """Install the gateway's files and reload the gateway if it runs."""
     changed = yield from place_files((gateway_file(plan), *_secrets(plan)))
@@ -95,8 +94,7 @@ def configure_gateway(plan: GatewayPlan) -> Commands:
         host.noop("the gateway is as planned")
 
 
-@operation()
-@host_errors
+@host_operation
 def replace_key(plan: GatewayPlan) -> Commands:
     """Replace the API key generated on the host; the old key is refused from then on."""
     if plan.key.kind != "generate":
@@ -127,12 +125,9 @@ def _secrets(plan: GatewayPlan) -> list[ManagedFile]:
     if plan.key.kind != "generate":
         key = read_secret(plan.key, setting="serve.api_key")
         if not _USABLE_KEY.fullmatch(key):
-            raise SettingsError.one(
-                "serve.api_key",
-                f"the key that the controller reads from {plan.key.kind} {plan.key.value[0]} is "
-                "not usable",
-                "use 16 to 512 letters, digits or . _ ~ + / = -",
-            )
+            message = f"the key in {plan.key.kind} {plan.key.value[0]} is not usable"
+            fix = "use 16 to 512 letters, digits or . _ ~ + / = -"
+            raise SettingsError.one("serve.api_key", message, fix)
         files.append(ManagedFile(plan.settings.key_path, f"{key}\n".encode(), 0o600))
     if plan.tls and plan.tls.mode == "own-cert":
         # Imported here: most services need no X.509.
@@ -157,7 +152,11 @@ def _issue_certificate(
     tls = tls_of(plan.settings.service)
     certificate, key = host.get_fact(GatewayCertificate, certificate=tls.certificate, key=tls.key)
     why = why_renew(certificate, key, names, ca_dir)
-    why = why or _exposed({tls.certificate: 0o644, tls.key: 0o600})
+    states = file_states([tls.certificate, tls.key])
+    for path, mode in () if why else ((tls.certificate, 0o644), (tls.key, 0o600)):
+        state = states.get(path)
+        if state is None or state != FileState(mode, "root:root", state.sha256):
+            why = f"{path} is not owned by root with mode {mode:o}"
     if not why:
         return False
     host.log(f"new certificate for {', '.join(names)}: {why}")
@@ -167,15 +166,6 @@ def _issue_certificate(
     else:
         yield StringCommand("true")  # a prediction must not create a CA
     return True
-
-
-def _exposed(modes: dict[str, int]) -> str:
-    states = file_states(list(modes))
-    for path, mode in modes.items():
-        state = states.get(path)
-        if state is None or state != FileState(mode, "root:root", state.sha256):
-            return f"{path} has not the mode {mode:o} or not the owner root"
-    return ""
 
 
 class Timers(HostFact[dict[str, bool]]):
@@ -206,15 +196,11 @@ class Calendars(LineFact):
         )
 
 
-@operation()
-@host_errors
+@host_operation
 def set_timers(times: Sequence[str], timers: Sequence[ManagedFile]) -> Commands:
-    rejected = host.get_fact(Calendars, times=tuple(times)) if times else ""
-    if rejected:
-        message = f"{rejected!r} is no time for the host's systemd"
-        refuse(
-            f"{host.name}: schedule", message, "`man systemd.time`; `systemd-analyze calendar TEXT`"
-        )
+    if times and (rejected := host.get_fact(Calendars, times=tuple(times))):
+        fix = "see `man systemd.time`; test it with `systemd-analyze calendar TEXT`"
+        refuse(f"{host.name}: schedule", f"{rejected!r} is no time for the host's systemd", fix)
     running = read_fact(Timers)
     wanted = sorted(file.path.rpartition("/")[2] for file in timers)
     obsolete = [name for name in running if name not in wanted]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pyinfra import host
-from pyinfra.api import Host, State, operation
+from pyinfra.api import Host, State
 from spark_contract import tool
 from spark_contract.documents import text_of
 from spark_contract.errors import problem_in
@@ -31,7 +31,7 @@ from spark_deploy.hosts.facts import (
     read_fact,
     run_fact,
 )
-from spark_deploy.hosts.operations import Commands, Refused, host_command, host_errors
+from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation
 from spark_deploy.hosts.packages import add_repositories, install, known_urls_script
 from spark_deploy.plan.types import CudaPlan, DockerPlan
 
@@ -216,8 +216,7 @@ def _numbers(version: str) -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
-@operation()
-@host_errors
+@host_operation
 def add_cuda_repositories(plan: CudaPlan) -> Commands:
     """Add the repositories of ``plan`` if the toolkit has to be installed from them."""
     state = read_fact(CudaState, **fact_arguments(plan))
@@ -225,15 +224,14 @@ def add_cuda_repositories(plan: CudaPlan) -> Commands:
     yield from add_repositories(plan.repositories, state.known_urls, needed=needed)
 
 
-@operation()
-@host_errors
+@host_operation
 def install_cuda(plan: CudaPlan) -> Commands:
     """Install a CUDA toolkit of the planned version; a fitting toolkit is kept as it is."""
     present = find_toolkit(read_fact(CudaState, **fact_arguments(plan)).toolkits, plan.version)
     if present:
         host.noop(f"CUDA {present.version} at {present.path} is kept")
-        return
-    yield install([plan.package], plan.package_lock_wait_s)
+    else:
+        yield install([plan.package], plan.package_lock_wait_s)
 
 
 # How a container gets the GPU on this host: NVIDIA's runtime, or a CDI device. The container check
@@ -263,9 +261,8 @@ def lacks_runtime(state: Docker) -> bool:
 
 def lacks_specification(state: Docker) -> bool:
     """Whether containers need a CDI specification that does not exist yet."""
-    # An engine without CDI also uses it: the runtime resolves it where the toolkit is forced.
-    needed = gpu_arguments(state) == CDI or state.toolkit_mode == "cdi"
-    return needed and not state.cdi
+    # Where the toolkit is forced to CDI, the runtime resolves it for an engine without CDI.
+    return not state.cdi and (gpu_arguments(state) == CDI or state.toolkit_mode == "cdi")
 
 
 def gpu_problem(state: Docker) -> Problem | None:
@@ -293,9 +290,8 @@ def check_key(plan: DockerPlan, state: Docker) -> dict[str, str]:
         "driver": state.driver_version,
         "kernel": state.kernel,
     }
-    if state.receipt is not None:
-        key.update({name: state.receipt.key.get(name, "") for name in state.silent})
-    return key
+    known = state.receipt.key if state.receipt else key
+    return {**key, **{name: known.get(name, "") for name in state.silent}}
 
 
 _PULL_S = 6 * 3600  # on a slow line; a stalled pull fails much sooner

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import gevent
 from pyinfra import host
-from pyinfra.api import FunctionCommand, Host, State, operation
+from pyinfra.api import FunctionCommand, Host, State
 from spark_contract.job import FETCH_JOB, Job, JobState
 from spark_contract.paths import hub_token_file
 from spark_contract.units import BOOT_LINKS, JOB, PREPARE, RELEASE_NAME, UNITS_DIR, drop_in_dir
@@ -18,7 +18,7 @@ from spark_deploy.hosts.commands import HEARTBEAT_S, log_once, run_reconnecting,
 from spark_deploy.hosts.downloads import with_known_peers
 from spark_deploy.hosts.facts import find_answer, read_fact
 from spark_deploy.hosts.files import pack_files, place_files, unpack_script
-from spark_deploy.hosts.operations import Commands, host_command, host_errors, refuse, show
+from spark_deploy.hosts.operations import Commands, host_command, host_operation, refuse, show
 from spark_deploy.hosts.status import JobStates, parse_poll, poll_command
 from spark_deploy.lock.hub_token import read_hub_token
 from spark_deploy.plan.jobs import Work
@@ -46,8 +46,7 @@ def progress_text(state: JobState) -> str:
     return ", ".join(parts)
 
 
-@operation()
-@host_errors
+@host_operation
 def start_job(work: Work, release: str, names: tuple[str, ...]) -> Commands:
     """Start a job of a release unless it runs already or the receipt exists.
 
@@ -118,8 +117,7 @@ def _retire(targets: Sequence[str]) -> str:
     )
 
 
-@operation()
-@host_errors
+@host_operation
 def wait_for_jobs(
     jobs: Sequence[Job],
     release: str,

@@ -30,7 +30,8 @@ import gevent
 import pyinfra
 from paramiko import SSHException
 from pyinfra import state as current_state
-from pyinfra.api import BaseStateCallback, FunctionCommand, Host, State
+from pyinfra.api import BaseStateCallback, FunctionCommand, Host, State, operation
+from pyinfra.api.arguments_typed import PyinfraOperation
 from pyinfra.api.command import PyinfraCommand
 from pyinfra.api.exceptions import PyinfraError
 
@@ -297,8 +298,7 @@ def host_errors(body: Callable[P, Commands | None]) -> Callable[P, Commands]:
 
     Without this, pyinfra 3.10 stops the whole run with a traceback (``run_host_op`` contains
     only errors of commands), also when the last host is lost while a fact is read. A dry run
-    executes no command, so the text is printed while predicting as well. Goes below
-    ``@operation()``.
+    executes no command, so the text is printed while predicting as well.
     """
 
     @functools.wraps(body)
@@ -322,6 +322,11 @@ def host_errors(body: Callable[P, Commands | None]) -> Callable[P, Commands]:
             yield FunctionCommand(_refuse, [text], {})
 
     return guarded
+
+
+def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
+    """Make an operation of pyinfra whose errors fail only their host."""
+    return operation()(host_errors(body))
 
 
 def _describe(operation: str, error: Exception) -> Problem:

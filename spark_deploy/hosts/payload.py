@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from pyinfra import host
-from pyinfra.api import StringCommand, operation
+from pyinfra.api import StringCommand
 from spark_contract.paths import CURRENT_TOOLS, QUANTISER, SITE, SYSUSERS, TOOLS_DIR
 from spark_contract.tool import TOOL
 from spark_contract.units import DAILY_LINK, DAILY_TIMER, UNITS_DIR
@@ -30,7 +30,7 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.commands import shell
 from spark_deploy.hosts.facts import HostFact, read_fact
 from spark_deploy.hosts.files import encode_lines, place_files, unzip_script
-from spark_deploy.hosts.operations import Commands, host_errors, refuse
+from spark_deploy.hosts.operations import Commands, host_operation, refuse
 from spark_deploy.plan.types import ManagedFile, ToolsPlan
 
 FILES = CHECKOUT / "files"
@@ -249,8 +249,7 @@ def placed_tools(plan: ToolsPlan, files: Sequence[ManagedFile]) -> tuple[Managed
     return tuple(replace(file, path=f"{tools_home(plan)}/{file.path}") for file in files)
 
 
-@operation()
-@host_errors
+@host_operation
 def install_tools(
     plan: ToolsPlan, files: Sequence[ManagedFile], units: Sequence[ManagedFile]
 ) -> Commands:
@@ -275,8 +274,7 @@ def _switch_link(link: str, target: str) -> StringCommand:
     return shell(f"ln -sfn {shlex.quote(target)} {new} && mv -fT {new} {shlex.quote(link)}")
 
 
-@operation()
-@host_errors
+@host_operation
 def install_site(plan: ToolsPlan) -> Commands:
     """Install the builder's pinned wheels for this host's Python; the host needs no package index.
 
@@ -294,8 +292,7 @@ def install_site(plan: ToolsPlan) -> Commands:
     yield from _unpack(archive, home, SITE)
 
 
-@operation()
-@host_errors
+@host_operation
 def install_quantiser(image: str) -> Commands:
     """Install AutoRound's pinned wheels for the Python of the engine's image.
 

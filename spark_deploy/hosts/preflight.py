@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pyinfra import host, state
-from pyinfra.api import operation
 from spark_contract.machine import version_key
 
 from spark_deploy.config.errors import Problem
@@ -21,7 +20,7 @@ from spark_deploy.hosts.commands import is_predicted, log
 from spark_deploy.hosts.fabric import find_differences, judge_links, read_reach
 from spark_deploy.hosts.facts import answers_by_host, prefetch, read_fact
 from spark_deploy.hosts.gpu import GpuState
-from spark_deploy.hosts.operations import Commands, Refused, host_errors, warn
+from spark_deploy.hosts.operations import Commands, Refused, host_operation, warn
 from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.plan.types import NeedsPlan
 
@@ -187,11 +186,11 @@ def _half_installed(survey: Survey) -> Iterator[_Finding]:
     """Judge half-installed packages; hosts ship with some that no engine needs."""
     fix = "run `dpkg --configure -a` and `apt-get -f install` on the host"
     required = [name for name in survey.broken_packages if _REQUIRED.match(name)]
-    others = [name for name in survey.broken_packages if name not in required]
+    optional = [name for name in survey.broken_packages if name not in required]
     if required:
         yield _error("packages", f"half installed: {', '.join(required)}", fix)
-    if others:
-        message = f"half installed: {', '.join(others)}; the engine does not need them"
+    if optional:
+        message = f"half installed: {', '.join(optional)}; the engine does not need them"
         yield _warning("packages", message, fix)
 
 
@@ -261,8 +260,7 @@ def read_survey(needs: NeedsPlan) -> Survey:
     return read_fact(HostSurvey, _sudo=False, **fact_arguments(needs))
 
 
-@operation()
-@host_errors
+@host_operation
 def check_host(needs: NeedsPlan) -> None:
     """Refuse a host that does not fit ``needs``, with all problems at once."""
     if is_predicted("reboot"):
@@ -281,8 +279,7 @@ def check_host(needs: NeedsPlan) -> None:
     host.noop("the host fits the plan")
 
 
-@operation()
-@host_errors
+@host_operation
 def check_cluster(needs: NeedsPlan) -> None:
     """Refuse a cluster with unreachable or different members."""
     if not needs.cluster:
@@ -297,8 +294,7 @@ def check_cluster(needs: NeedsPlan) -> None:
     host.noop("the members reach each other")
 
 
-@operation()
-@host_errors
+@host_operation
 def take_over(needs: NeedsPlan) -> Commands:
     """Stop the engine containers of ``takeover`` and keep docker from starting them again.
 

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import gevent
 from pyinfra import host as this_host
-from pyinfra.api import FunctionCommand, Host, State, operation
+from pyinfra.api import FunctionCommand, Host, State
 from pyinfra.api.exceptions import ConnectError
 from spark_contract import tool
 from spark_contract.documents import parse
@@ -33,7 +33,7 @@ from spark_deploy.hosts.operations import (
     Commands,
     Refused,
     host_command,
-    host_errors,
+    host_operation,
     refuse,
     show,
 )
@@ -154,8 +154,7 @@ def report_change(host: Host, release: str, rollout: Rollout) -> bool:
     return False
 
 
-@operation()
-@host_errors
+@host_operation
 def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
     """Serve the previous or a named release, checked again."""
     way = read_fact(WayBack, service=service, to=to)
@@ -177,8 +176,7 @@ def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
     yield FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 
-@operation()
-@host_errors
+@host_operation
 def verify_rollback(service: str, chosen: str) -> None:
     """Fail a rollback unless the serving release is proven; ``chosen`` is set MODEL/PROFILE."""
     if not this_host.state.is_executing:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import gevent
 from pyinfra import host
-from pyinfra.api import FunctionCommand, Host, State, operation
+from pyinfra.api import FunctionCommand, Host, State
 from pyinfra.api.exceptions import ConnectError
 from spark_contract import tool
 from spark_contract.machine import BOOT_ID
@@ -24,7 +24,7 @@ from spark_deploy.hosts.commands import (
 )
 from spark_deploy.hosts.facts import HostFact, read_fact, read_fact_now, run_fact
 from spark_deploy.hosts.files import place_files
-from spark_deploy.hosts.operations import Commands, host_command, host_errors, refuse
+from spark_deploy.hosts.operations import Commands, host_command, host_operation, refuse
 from spark_deploy.hosts.preflight import fact_arguments, read_survey
 from spark_deploy.hosts.releases import change_now, change_to, hold_back, interrupt, require_members
 from spark_deploy.hosts.status import HostStatus, Status, UsersKnown, parse_status
@@ -33,8 +33,7 @@ from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.types import GatewayPlan, ManagedFile, NeedsPlan
 
 
-@operation()
-@host_errors
+@host_operation
 def install_release(plan: Release, files: Sequence[ManagedFile], users: Sequence[str]) -> Commands:
     changed = yield from place_files(tuple(files))
     if changed:
@@ -45,8 +44,7 @@ def install_release(plan: Release, files: Sequence[ManagedFile], users: Sequence
         host.noop(f"release {plan.name} is in place")
 
 
-@operation()
-@host_errors
+@host_operation
 def start_service(plan: Release, timeout_s: int) -> Commands:
     """Serve this release where no service can be interrupted, on all such hosts at once."""
     if plan.cluster is not None:
@@ -83,8 +81,7 @@ def _why_change(plan: Release, status: HostStatus) -> str:
     return why
 
 
-@operation()
-@host_errors
+@host_operation
 def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -> Commands:
     """Serve this release, proven; if that fails, the previous release returns."""
     status = read_fact(Status)
@@ -114,8 +111,7 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
     yield change_to(plan.name, timeout_s)
 
 
-@operation()
-@host_errors
+@host_operation
 def stop_unlisted(services: Sequence[str]) -> Commands:
     """Stop and disable every service that is not among ``services``; artefacts are kept."""
     status = read_fact(Status).told
@@ -131,8 +127,7 @@ def stop_unlisted(services: Sequence[str]) -> Commands:
         yield tool.line(tool.RETIRE_SERVICE, name)
 
 
-@operation()
-@host_errors
+@host_operation
 def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Release] = ()) -> None:
     """Fail the run unless the host provably serves the release that is due now."""
     if not host.state.is_executing:
@@ -197,8 +192,7 @@ class RebootedFor(HostFact[str]):
         return "\n".join(output).strip()
 
 
-@operation()
-@host_errors
+@host_operation
 def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
     """Reboot a host that needs it, and verify the service before the next host reboots."""
     why = read_survey(needs).identity.boot.pending

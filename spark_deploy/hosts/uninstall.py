@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pyinfra import host
-from pyinfra.api import FactProcessError, FunctionCommand, Host, State, StringCommand, operation
+from pyinfra.api import FactProcessError, FunctionCommand, Host, State, StringCommand
 from spark_contract import tool
 from spark_contract.documents import DocumentError, parse, plain
 from spark_contract.errors import problem_in
@@ -31,7 +31,7 @@ from spark_deploy.hosts.commands import CommandFailed, heartbeat, log_once, run
 from spark_deploy.hosts.downloads import DOCKER_DROP_IN
 from spark_deploy.hosts.facts import HostFact, parse_document, read_fact
 from spark_deploy.hosts.gpu import SPECIFICATION
-from spark_deploy.hosts.operations import Commands, Refused, host_command, host_errors, refuse
+from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
 from spark_deploy.hosts.payload import Payload, memory_command, packed_tools, placed_tools
 from spark_deploy.hosts.status import Prunable
 from spark_deploy.plan.jobs import DAEMON_JSON, ready_jobs_of, ready_name, served_jobs_of
@@ -47,8 +47,7 @@ def gigabytes(size_bytes: int) -> str:
     return f"{size_bytes / factor:.2f} {unit}"
 
 
-@operation()
-@host_errors
+@host_operation
 def prune_host(keep: Keep) -> Commands:
     """Remove managed checkpoints, sources, images and caches that no kept release needs."""
     request = json.dumps(plain(keep), sort_keys=True)
@@ -140,8 +139,7 @@ def read_resources(request: str) -> Ours:
     return read_fact(OursOnHost, command=command, _stdin=packed_tools())
 
 
-@operation()
-@host_errors
+@host_operation
 def note_host(plan: BasePlan, request: str) -> Commands:
     """Write down the host's state before the first deploy, for a later uninstall."""
     if STATE_DIR in base.read_state(plan).directories:
@@ -150,8 +148,7 @@ def note_host(plan: BasePlan, request: str) -> Commands:
     yield StringCommand(memory_command(tool.NOTE, request), _stdin=packed_tools())
 
 
-@operation()
-@host_errors
+@host_operation
 def uninstall(request: str) -> Commands:
     """Remove everything that this project created, except kept models and engines."""
     result = read_resources(request)

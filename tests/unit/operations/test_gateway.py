@@ -208,7 +208,7 @@ def test_a_host_gets_a_certificate_of_the_ca_once(private: GatewayPlan, tmp_path
     assert run(good, private) == []
     exposed = host_with(gateway_file(private), crt, ManagedFile(TLS.key, key))
     assert len(sent_files(run(exposed, private)[0])) == 2
-    assert any("has not the mode 600" in line for line in exposed.logs)
+    assert any("with mode 600" in line for line in exposed.logs)
 
 
 def test_a_certificate_that_ends_soon_is_renewed(private: GatewayPlan) -> None:

@@ -59,7 +59,7 @@ def test_what_only_costs_speed_is_a_warning(way: Way, words: str) -> None:
 def test_half_of_a_cable_and_a_host_without_ping_are_warned_of() -> None:
     verdict = judge_links("a", (ONE,), {})
     assert not verdict.problems
-    assert "ping is not installed" in verdict.warnings[0].what
+    assert "no ping" in verdict.warnings[0].what
     assert "half of the cable's speed" in verdict.warnings[1].what
 
 
