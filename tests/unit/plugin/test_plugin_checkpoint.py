@@ -134,7 +134,7 @@ DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
             "model_extra_tensors.safetensors",
             lambda tensors: tensors.update({f"{EXPERT}.scales": ("F16", (2, 256), bytes(1024))}),
         ),
-        r"model_extra_tensors\.safetensors: a second .*up_proj\.scales",
+        r"model_extra_tensors\.safetensors: duplicate .*up_proj\.scales",
     ),
     "a tensor the index does not list": (
         lambda tree, _: tree.tensors(
@@ -147,11 +147,11 @@ DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
         lambda tree, _: (tree.root / OVERLAY_FILE).write_bytes(
             (tree.root / OVERLAY_FILE).read_bytes()[:-16]
         ),
-        rf"{OVERLAY_FILE}: unreadable \(\d+ bytes, its header says \d+\)",
+        rf"{OVERLAY_FILE}: unreadable \(\d+ bytes, the header requires \d+\)",
     ),
     "blocks to quantise do not cover the packed modules": (
         lambda tree, _: tree.config(lambda c: c.update(block_name_to_quantize="model.visual")),
-        r"packed, but config\.json leaves it at 16 bits",
+        r"packed, but 16-bit according to config",
     ),
     "blocks to quantise cover a 16-bit drafter": (
         lambda tree, _: tree.config(
@@ -216,10 +216,10 @@ DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
 
 
 SCALES: dict[str, tuple[float, str]] = {
-    "a negative block scale": (-11904.0, r"gate_proj\.weight_scale_inv\w*: scale -11904 of 1 of"),
-    "a block scale of zero": (0.0, r"scale 0 of 1 of \d+ blocks, each has to be above zero"),
-    "a block scale that is no number": (float("nan"), r"scale nan of 1 of"),
-    "a block scale far outside": (300.0, r"scale 300 is over 1000 times the usual one"),
+    "a negative block scale": (-11904.0, r"gate_proj\.weight_scale_inv\w*: .*such as -11904"),
+    "a block scale of zero": (0.0, r"not above zero, such as 0\b"),
+    "a block scale that is no number": (float("nan"), r".*such as nan"),
+    "a block scale far outside": (300.0, r"scale 300 is over 1000 times the median"),
 }
 
 
@@ -321,7 +321,7 @@ def test_a_packed_drafter_is_accepted_when_the_config_says_so(
         )
         tree.index.update(dict.fromkeys(new, "model_extra_tensors.safetensors"))
     tree.write_index()
-    with pytest.raises(ValueError, match="leaves it at 16 bits"):
+    with pytest.raises(ValueError, match="16-bit according to config"):
         check(tree.root)
     sixteen = {"bits": 16, "data_type": "float"}
     tree.config(lambda c: c.update(block_name_to_quantize=f"{TEXT[:-1]},mtp.layers"))
