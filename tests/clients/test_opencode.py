@@ -15,7 +15,7 @@ from tests.labkit import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "tests/unit/host_tools"))
 
-from stub_gateway import running
+from gateway_client import running_gateway
 from stub_host import Host
 
 from spark_deploy.cli.connect import CLIENTS, Connection
@@ -26,15 +26,14 @@ QUESTION, ANSWER = "What is 7823 * 4519?", "35352137"
 
 
 @pytest.fixture
-def connection(host: Host, nginx_program: Path) -> Iterator[Connection]:
-    (host.paths.root / "usr/sbin").mkdir(parents=True)
-    (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
+def connection(nginx_host: Host) -> Iterator[Connection]:
+    host = nginx_host
     # The stub would call a tool in every answer, and agents would go on for ever.
     host.started(host.release(), STUB_FAULT="no-tool")
-    with running(host, engine=False, max_body_bytes=1 << 22) as door:
-        key = host.paths.below(door.settings.key_path)
+    with running_gateway(host, engine=False, max_body_bytes=1 << 22) as client:
+        key = host.paths.below(client.settings.key_path)
         yield Connection(
-            "spark-1", f"http://127.0.0.1:{door.settings.port}/v1", "this host", "main-model",
+            "spark-1", f"http://127.0.0.1:{client.settings.port}/v1", "this host", "main-model",
             ("main-model",), str(key), f"cat '{key}'", None, None, None, "", 16_384,
         )  # fmt: skip
 

@@ -8,20 +8,17 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_house import MIB, NAMES, House, prepare
+from gateway_client import MIB, NAMES, GatewayClient, recording_gateway, running_gateway
 from prune_machine import Machine
-from recorder import recording
 from spark_host.system import docker, systemd
-from stub_gateway import Door, running
 from stub_host import STUB_DIR, Host, Paths
 
 from lab.memory import PROC, write_proc
-from tests.nginx import found_nginx, put_below
+from tests.nginx import MODULE, found_nginx, put_below
 from tests.unit.prerequisites import missing
 
 
@@ -71,19 +68,37 @@ def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def nginx_with_names(host: Host, nginx_program: Path) -> None:
-    if not put_below(host.paths.root, nginx_program):
-        missing("needs libnginx-mod-http-js, or the lab's packages: python -m lab prepare")
+def nginx_host(host: Host, nginx_program: Path) -> Host:
+    """A host with nginx."""
+    if os.geteuid() != 0:
+        missing("needs root, to run nginx as its own account")
+    put_below(host.paths.root, nginx_program)
+    return host
 
 
 @pytest.fixture
-def gate(host: Host, nginx_program: Path) -> Iterator[Door]:
-    if os.geteuid() != 0:
-        missing("needs root, to run nginx as its own account")
-    (host.paths.root / "usr/sbin").mkdir(parents=True)
-    (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
-    with running(host) as door:
-        yield door
+def client(nginx_host: Host) -> Iterator[GatewayClient]:
+    """A gateway in front of the stub engine."""
+    with running_gateway(nginx_host) as running:
+        yield running
+
+
+@pytest.fixture
+def js_host(nginx_host: Host) -> Host:
+    """A host with nginx and its JavaScript module."""
+    if not (nginx_host.paths.root / "usr/lib/nginx/modules" / MODULE).exists():
+        missing("needs libnginx-mod-http-js, or the lab's packages: python -m lab prepare")
+    return nginx_host
+
+
+@pytest.fixture
+def services(js_host: Host) -> Iterator[GatewayClient]:
+    """A gateway in front of three services; the model name chooses the engine."""
+    routes = {"/v1/embeddings": "embed", "/v1/rerank": "rank"}
+    with recording_gateway(
+        js_host, tuple(NAMES), names=NAMES, max_body_bytes=8 * MIB, routes=routes
+    ) as running:
+        yield running
 
 
 @pytest.fixture
@@ -110,18 +125,3 @@ def machine(host: Host, monkeypatch: pytest.MonkeyPatch) -> Machine:
         systemd, "systemctl", lambda *words, **_: subprocess.CompletedProcess(words, 0, "", "")
     )
     return made
-
-
-@pytest.fixture
-def house(host: Host, nginx_with_names: None) -> Iterator[House]:
-    with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(recording(host.paths.engine_socket(name))) for name in NAMES
-        }
-        for name in ("embed", "rank"):
-            prepare(host, name, NAMES[name])
-        door = stack.enter_context(
-            running(host, engine=False, names=NAMES, max_body_bytes=8 * MIB,
-                    routes={"/v1/embeddings": "embed", "/v1/rerank": "rank"})
-        )  # fmt: skip
-        yield House(door, engines)

@@ -18,22 +18,21 @@ class Answer:
     def __init__(self, handler: BaseHTTPRequestHandler) -> None:
         self._handler = handler
 
-    def says(self, *objects: dict[str, Any]) -> None:
-        for one in objects:
-            self.sends(json.dumps(one).encode() + b"\r\n")
+    def send(self, *events: dict[str, Any]) -> None:
+        for event in events:
+            self.send_bytes(json.dumps(event).encode() + b"\r\n")
 
-    def sends(self, data: bytes) -> None:
-        """Send bytes as they are."""
+    def send_bytes(self, data: bytes) -> None:
         self._handler.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         self._handler.wfile.flush()
 
-    def repeats(self, *objects: dict[str, Any], every_s: float = 0.05) -> None:
+    def repeat(self, *events: dict[str, Any]) -> None:
         while True:
-            self.says(*objects)
-            time.sleep(every_s)
+            self.send(*events)
+            time.sleep(0.05)
 
 
-Script = Callable[[Answer, str], object]
+Script = Callable[[Answer, str], object]  # gets the image's reference
 
 
 class Daemon:
@@ -41,13 +40,14 @@ class Daemon:
         self.images: set[str] = set()
         self.pulled: list[str] = []
         self.auth: list[str | None] = []
-        self.left = threading.Event()  # the client disconnected
+        self.disconnected = threading.Event()  # by the client
         self.status = 200
-        self.script: Script = lambda answer, reference: self.has(answer, reference)
+        self.script: Script = self.finish
 
-    def has(self, answer: Answer, reference: str) -> None:
+    def finish(self, answer: Answer, reference: str) -> None:
+        """Complete a pull."""
         self.images.add(reference)
-        answer.says({"status": f"Status: Downloaded newer image for {reference}"})
+        answer.send({"status": f"Status: Downloaded newer image for {reference}"})
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -55,47 +55,45 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     block_on_close = False
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: who asked hung up."""
+        """Print nothing: the client disconnected."""
 
 
 @contextmanager
 def listening(path: Path) -> Iterator[Daemon]:
-    """Answer at a socket."""
-    made = Daemon()
+    daemon = Daemon()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             name = self.path.removeprefix("/images/").removesuffix("/json")
-            body = b"{}"
-            self.send_response(200 if name in made.images else 404)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_response(200 if name in daemon.images else 404)
+            self.send_header("Content-Length", "2")
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(b"{}")
 
         def do_POST(self) -> None:
-            asked = {key: one[0] for key, one in parse_qs(urlsplit(self.path).query).items()}
-            reference = f"{asked['fromImage']}@{asked['tag']}"
-            made.pulled.append(reference)
-            made.auth.append(self.headers.get("X-Registry-Auth"))
-            self.send_response(made.status)
+            query = parse_qs(urlsplit(self.path).query)
+            reference = f"{query['fromImage'][0]}@{query['tag'][0]}"
+            daemon.pulled.append(reference)
+            daemon.auth.append(self.headers.get("X-Registry-Auth"))
+            self.send_response(daemon.status)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             try:
-                made.script(Answer(self), reference)
+                daemon.script(Answer(self), reference)
                 self.wfile.write(b"0\r\n\r\n")
             except ConnectionAbortedError:  # the script disconnects
                 self.close_connection = True
             except OSError:
-                made.left.set()
+                daemon.disconnected.set()
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            pass
 
     with _Server(str(path), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
-        yield made
+        yield daemon
         server.shutdown()
         thread.join()

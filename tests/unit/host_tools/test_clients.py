@@ -10,56 +10,52 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stub_gateway import Door
+from gateway_client import GatewayClient
 
-from spark_deploy.cli.connect import CLIENTS, QUESTION, Connection
+from spark_deploy.cli.connect import CLIENTS, QUESTION, Connection, example
 from tests.open_webui import READS
 
 ANSWER = "35352137"
+MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
 @pytest.fixture
-def connection(gate: Door, tmp_path: Path) -> Connection:
-    key = gate.host.paths.below(gate.settings.key_path)
+def connection(client: GatewayClient) -> Connection:
+    key = client.host.paths.below(client.settings.key_path)
     return Connection(
-        host="spark-1",
-        base_url=f"http://127.0.0.1:{gate.settings.port}/v1",
-        users="this host",
-        model="main-model",
-        names=("main-model", "other"),
-        key_path=str(key),
-        read_key=f"cat '{key}'",
-        tunnel=None,
-        ca=None,
-        container=None,
-        example="",
+        host="spark-1", base_url=f"http://127.0.0.1:{client.settings.port}/v1", users="this host",
+        model="main-model", names=("main-model", "other"), key_path=str(key),
+        read_key=f"cat '{key}'", tunnel=None, ca=None, container=None, example="",
         context_tokens=8192,
-    )
+    )  # fmt: skip
 
 
-def text_of(client: str, connection: Connection) -> str:
-    return "\n".join(CLIENTS[client].text(connection))
+def example_of(name: str, connection: Connection) -> str:
+    return "\n".join(CLIENTS[name].text(connection))
 
 
-def run_after(client: str, connection: Connection, program: str) -> str:
+def run_with_environment(name: str, connection: Connection, program: str) -> str:
+    """Run a Python program in a shell that evaluated an example."""
     done = subprocess.run(
         ["bash", "-euc", f'eval "$1"; {sys.executable} -c "$2"', "-",
-         text_of(client, connection), program],
+         example_of(name, connection), program],
         capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_client_examples_never_contain_the_key(connection: Connection, gate: Door) -> None:
-    for client in CLIENTS:
-        assert gate.key not in text_of(client, connection), client
+@pytest.mark.parametrize("name", CLIENTS)
+def test_client_example_does_not_contain_the_key(
+    connection: Connection, client: GatewayClient, name: str
+) -> None:
+    assert client.key not in example_of(name, connection)
 
 
 @pytest.mark.slow
 def test_python_example_works(connection: Connection, tmp_path: Path) -> None:
     script = tmp_path / "ask.py"
-    script.write_text(text_of("python", connection))
+    script.write_text(example_of("python", connection))
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=False, env={}
     )
@@ -71,11 +67,10 @@ def test_openai_client_works_from_the_environment(connection: Connection) -> Non
     program = f"""
 import os
 from openai import OpenAI
-asked = OpenAI().chat.completions.create(
-    model=os.environ["OPENAI_MODEL"], messages=[{{"role": "user", "content": "{QUESTION}"}}])
-print(asked.choices[0].message.content)
+answer = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages={MESSAGES})
+print(answer.choices[0].message.content)
 """
-    assert run_after("env", connection, program).strip() == ANSWER
+    assert run_with_environment("env", connection, program).strip() == ANSWER
 
 
 @pytest.mark.slow
@@ -83,30 +78,29 @@ def test_anthropic_client_works_from_the_environment(connection: Connection) -> 
     program = f"""
 import os
 from anthropic import Anthropic
-client, asked = Anthropic(), [{{"role": "user", "content": "{QUESTION}"}}]
-model = os.environ["ANTHROPIC_MODEL"]
-whole = client.messages.create(model=model, max_tokens=100, messages=asked)
-print(whole.content[0].text, whole.usage.output_tokens > 0)
-with client.messages.stream(model=model, max_tokens=100, messages=asked) as stream:
+client, question = Anthropic(), dict(
+    model=os.environ["ANTHROPIC_MODEL"], max_tokens=100, messages={MESSAGES})
+answer = client.messages.create(**question)
+print(answer.content[0].text, answer.usage.output_tokens > 0)
+with client.messages.stream(**question) as stream:
     print("".join(stream.text_stream))
 """
-    assert run_after("claude", connection, program).split() == [ANSWER, "True", ANSWER]
+    words = run_with_environment("claude", connection, program).split()
+    assert words == [ANSWER, "True", ANSWER]
 
 
-def test_openai_client_streams(connection: Connection, gate: Door) -> None:
+def test_openai_client_streams(connection: Connection, client: GatewayClient) -> None:
     from openai import OpenAI
 
-    client = OpenAI(base_url=connection.base_url, api_key=gate.key)
-    assert [model.id for model in client.models.list()] == ["main-model", "alias"]
-    asked = [{"role": "user", "content": QUESTION}]
-    pieces = client.chat.completions.create(
-        model="main-model", messages=asked, stream=True,  # type: ignore[arg-type]
+    openai = OpenAI(base_url=connection.base_url, api_key=client.key)
+    assert [model.id for model in openai.models.list()] == ["main-model", "alias"]
+    chunks = list(openai.chat.completions.create(
+        model="main-model", messages=MESSAGES, stream=True,  # type: ignore[arg-type]
         stream_options={"include_usage": True},
-    )  # fmt: skip
-    seen = list(pieces)
-    text = "".join(c.delta.content or "" for piece in seen for c in piece.choices)
+    ))  # fmt: skip
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == ANSWER
-    assert seen[-1].usage.completion_tokens > 0
+    assert chunks[-1].usage.completion_tokens > 0
 
 
 @pytest.mark.slow
@@ -114,30 +108,25 @@ def test_clients_raise_authentication_errors(connection: Connection) -> None:
     import anthropic
     import openai
 
-    asked = [{"role": "user", "content": "?"}]
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=connection.base_url, api_key="wrong").chat.completions.create(
-            model="main-model", messages=asked
+            model="main-model", messages=MESSAGES
         )  # type: ignore[call-overload]
     root = connection.base_url.removesuffix("/v1")
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=root, api_key="wrong").messages.create(
-            model="main-model", messages=asked, max_tokens=5
+            model="main-model", messages=MESSAGES, max_tokens=5
         )
 
 
 def test_curl_example_works(connection: Connection) -> None:
-    from spark_deploy.cli.connect import example
-
-    line = example(connection.base_url, connection.model, connection.read_key, None)
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    command = example(connection.base_url, connection.model, connection.read_key, None)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert ANSWER in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
-def test_opencode_example_lists_every_name(
-    connection: Connection,
-) -> None:
-    config = json.loads(text_of("opencode", connection))
+def test_opencode_example_lists_every_name(connection: Connection) -> None:
+    config = json.loads(example_of("opencode", connection))
     assert config["model"] == "spark-1/main-model"
     provider = config["provider"]["spark-1"]
     assert list(provider["models"]) == ["main-model", "other"]
@@ -147,29 +136,28 @@ def test_opencode_example_lists_every_name(
 
 
 def test_open_webui_gets_the_key_from_the_environment(
-    connection: Connection, tmp_path: Path, gate: Door
+    connection: Connection, tmp_path: Path, client: GatewayClient
 ) -> None:
     docker = tmp_path / "docker"
     docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "environment: $OPENAI_API_KEY"\n')
     docker.chmod(0o755)
     done = subprocess.run(
-        ["bash", "-euc", text_of("openwebui", connection)],
+        ["bash", "-euc", example_of("openwebui", connection)],
         capture_output=True, text=True, check=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
     )  # fmt: skip
     *argv, environment = done.stdout.splitlines()
-    assert environment == f"environment: {gate.key}"
-    assert gate.key not in " ".join(argv)
+    assert environment == f"environment: {client.key}"
+    assert client.key not in " ".join(argv)
     assert f"OPENAI_API_BASE_URL={connection.base_url}" in argv
     assert argv[argv.index("OPENAI_API_KEY") - 1] == "-e"
 
 
+@pytest.mark.parametrize("ca", [None, "/home/me/ca.pem"])
 def test_open_webui_example_uses_known_variables_and_loopback(
-    connection: Connection,
+    connection: Connection, ca: str | None
 ) -> None:
-    for ca in (None, "/home/me/ca.pem"):
-        argv = shlex.split(text_of("openwebui", replace(connection, ca=ca)).splitlines()[1])
-        given = dict(
-            argv[place + 1].partition("=")[::2] for place, word in enumerate(argv) if word == "-e"
-        )
-        assert set(given) <= {name for names in READS.values() for name in names}
-        assert (given["HOST"], given["PORT"]) == ("127.0.0.1", "3000")
+    argv = shlex.split(example_of("openwebui", replace(connection, ca=ca)).splitlines()[1])
+    options = [argv[index + 1] for index, word in enumerate(argv) if word == "-e"]
+    variables = dict(option.partition("=")[::2] for option in options)
+    assert set(variables) <= {name for names in READS.values() for name in names}
+    assert (variables["HOST"], variables["PORT"]) == ("127.0.0.1", "3000")

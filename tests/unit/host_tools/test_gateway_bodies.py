@@ -1,4 +1,4 @@
-"""A gateway reads bodies of any size and form for the name of a model, and hands them on whole."""
+"""The gateway finds the model name in any body and forwards the body unchanged."""
 
 from __future__ import annotations
 
@@ -10,127 +10,121 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_house import CHAT, MIB, NAMES
-from recorder import recording
-from stub_gateway import running
+from gateway_client import CHAT, MIB, NAMES, recording_gateway
 from stub_host import Host
 
 
 @pytest.mark.parametrize("size", [90_000, 99_999, 100_000, 131_072, 7 * MIB])
-@pytest.mark.parametrize("first", [True, False])
-def test_bodies_of_any_size_are_routed_and_forwarded(house, size, first):
-    text = random.Random(size).choices('ab\\"\n{}[]:,é', k=1000)
-    long = ("".join(text) * (size // 1000))[: size // 2]
-    items = [("model", "embedder"), ("messages", [{"content": long, "model": "main-model"}])]
-    body = json.dumps(dict(items if first else items[::-1])).encode()
-    body += b" " * max(0, size - len(body))
-    assert house.raw(CHAT, body)[0] == 200
-    assert house.taken() == {"embed": [CHAT]}
-    assert house.engines["embed"].last == body
+@pytest.mark.parametrize("model_first", [True, False])
+def test_routes_and_forwards_bodies_of_any_size(services, size, model_first):
+    text = "".join(random.Random(size).choices('ab\\"\n{}[]:,é', k=1000))
+    long = (text * (size // 1000))[: size // 2]
+    fields = [("model", "embedder"), ("messages", [{"content": long, "model": "main-model"}])]
+    body = json.dumps(dict(fields if model_first else fields[::-1])).encode().ljust(size)
+    assert services.status(CHAT, body) == 200
+    assert services.received() == {"embed": [CHAT]}
+    assert services.engines["embed"].last_body == body
 
 
-def test_chunked_bodies_are_routed(house):
+def test_routes_chunked_bodies(services):
     body = json.dumps({"messages": ["x" * 300_000], "model": "ranker"}).encode()
-    connection = house.door.connect()
-    pieces = (body[at : at + 4096] for at in range(0, len(body), 4096))
-    connection.request("POST", CHAT, pieces, house.key, encode_chunked=True)
-    answer = connection.getresponse()
-    assert (answer.status, house.taken()) == (200, {"rank": [CHAT]})
-    connection.close()
-    assert house.engines["rank"].last == body
+    chunks = (body[at : at + 4096] for at in range(0, len(body), 4096))
+    assert services.status(CHAT, chunks) == 200
+    assert services.received() == {"rank": [CHAT]}
+    assert services.engines["rank"].last_body == body
 
 
-def test_a_body_over_the_limit_is_refused(house):
-    status, said = house.raw(CHAT, b'{"model": "embedder", "a": "' + b"x" * 8 * MIB + b'"}')
-    assert (status, json.loads(said)["error"]["message"]) == (413, "request body too large")
-    assert house.taken() == {}
+def test_refuses_body_over_the_limit(services):
+    status, text = services.ask(CHAT, b'{"model": "embedder", "a": "' + b"x" * 8 * MIB + b'"}')
+    assert (status, json.loads(text)["error"]["code"]) == (413, 413)
+    assert services.received() == {}
 
 
-def test_bodies_are_removed_from_disk(house):
-    folder = house.door.host.paths.gateway_bodies("main") / "body"
-    body = json.dumps({"messages": ["x" * MIB], "model": "ranker"}).encode()
+def test_removes_stored_bodies_after_the_request(services):
+    folder = services.host.paths.gateway_bodies("main") / "body"
     for _ in range(3):
-        assert house.raw(CHAT, body)[0] == 200
+        assert services.status(CHAT, {"messages": ["x" * MIB], "model": "ranker"}) == 200
     deadline = time.monotonic() + 10
-    while kept := [one for one in folder.rglob("*") if one.is_file()]:
-        assert time.monotonic() < deadline, kept
+    while stored := [path for path in folder.rglob("*") if path.is_file()]:
+        assert time.monotonic() < deadline, stored
         time.sleep(0.05)
 
 
-def test_start_removes_bodies_of_a_killed_gateway(host: Host, nginx_with_names: None) -> None:
-    folder = host.paths.gateway_bodies("main") / "body"
-    folder.mkdir(parents=True)
-    (folder / "0000000007").write_text("a secret")
-    with recording(host.paths.engine_socket("main")), running(host, engine=False, names=NAMES):
-        assert not (folder / "0000000007").exists()
+def test_start_removes_bodies_of_a_killed_gateway(js_host: Host) -> None:
+    body = js_host.paths.gateway_bodies("main") / "body/0000000007"
+    body.parent.mkdir(parents=True)
+    body.write_text("a secret")
+    with recording_gateway(js_host, names=NAMES):
+        assert not body.exists()
 
 
-SIGNS = ['"', "\\", "a", "}", "{", "é", "😀", "\n", ":"]
+CHARACTERS = ['"', "\\", "a", "}", "{", "é", "😀", "\n", ":"]
 KEYS = ["model", "model ", "Model", "a", 'model"', "\\model"]
+SERVICE_OF = {"embedder": "embed", "ranker": "rank", "main-model": "main"}
 
 
-def value(drawn: random.Random, depth: int) -> Any:
-    kind = drawn.randrange(7 if depth < 4 else 4)
+def random_value(rng: random.Random, depth: int) -> Any:
+    kind = rng.randrange(7 if depth < 4 else 4)
     if kind == 0:
-        return drawn.choice([None, True, -1.5e3, 7])
+        return rng.choice([None, True, -1.5e3, 7])
     if kind < 4:
-        return "".join(drawn.choices(SIGNS, k=5))
-    parts = range(drawn.randrange(4))
+        return "".join(rng.choices(CHARACTERS, k=5))
+    items = range(rng.randrange(4))
     if kind == 4:
-        return [value(drawn, depth + 1) for _ in parts]
-    return {drawn.choice(KEYS): value(drawn, depth + 1) for _ in parts}
+        return [random_value(rng, depth + 1) for _ in items]
+    return {rng.choice(KEYS): random_value(rng, depth + 1) for _ in items}
 
 
-def member(drawn: random.Random, name: str, what: Any) -> str:
-    plain = json.dumps(name, ensure_ascii=drawn.random() < 0.5)
-    if name == "model" and drawn.random() < 0.3:
-        plain = '"' + "".join(f"\\u{ord(one):04x}" for one in name) + '"'
-    space = drawn.choice(["", " ", "\n\t"])
-    return f"{space}{plain}{space}:{space}{json.dumps(what, indent=drawn.choice([None, 2]))}"
+def random_member(rng: random.Random, key: str, value: Any) -> str:
+    text = json.dumps(key, ensure_ascii=rng.random() < 0.5)
+    if key == "model" and rng.random() < 0.3:
+        text = '"' + "".join(f"\\u{ord(letter):04x}" for letter in key) + '"'
+    space = rng.choice(["", " ", "\n\t"])
+    return f"{space}{text}{space}:{space}{json.dumps(value, indent=rng.choice([None, 2]))}"
 
 
-def body_of(drawn: random.Random) -> str:
-    """Return JSON with `model` at any depth, escaped, twice, long, in any order."""
-    parts = [member(drawn, drawn.choice(KEYS), value(drawn, 1)) for _ in range(drawn.randrange(4))]
-    named = [drawn.choice(["embedder", "ranker", "main-model"]) for _ in range(drawn.randrange(3))]
-    parts += [member(drawn, "model", name) for name in named]
-    if drawn.random() < 0.1:
-        parts.append(member(drawn, "input", "y" * 70_000 * drawn.randrange(1, 3)))
-    drawn.shuffle(parts)
-    return "{" + ",".join(parts) + "}"
+def random_body(rng: random.Random) -> str:
+    """Return JSON with `model` at any depth, escaped, repeated, long, in any order."""
+    members = [
+        random_member(rng, rng.choice(KEYS), random_value(rng, 1)) for _ in range(rng.randrange(4))
+    ]
+    names = [rng.choice(list(SERVICE_OF)) for _ in range(rng.randrange(3))]
+    members += [random_member(rng, "model", name) for name in names]
+    if rng.random() < 0.1:
+        members.append(random_member(rng, "input", "y" * 70_000 * rng.randrange(1, 3)))
+    rng.shuffle(members)
+    return "{" + ",".join(members) + "}"
 
 
-def test_model_name_scanner_agrees_with_python(house):
-    of = {"embedder": "embed", "ranker": "rank", "main-model": "main"}
-    drawn, chosen = random.Random(7), 0
+def test_model_name_scanner_agrees_with_python(services):
+    rng, routed = random.Random(7), 0
     for _ in range(300):
-        text = body_of(drawn)
+        text = random_body(rng)
         model = json.loads(text).get("model")
-        status, _ = house.raw(CHAT, text.encode())
-        if isinstance(model, str) and model not in of:
-            assert (status, house.taken()) == (404, {}), text[:500]
+        status = services.status(CHAT, text.encode())
+        if isinstance(model, str) and model not in SERVICE_OF:
+            assert (status, services.received()) == (404, {}), text[:500]
         else:
-            wanted = of.get(model, "main") if isinstance(model, str) else "main"
-            assert house.taken() == {wanted: [CHAT]}, text[:500]
-            chosen += wanted != "main"
-    assert chosen > 50
+            service = SERVICE_OF.get(model, "main") if isinstance(model, str) else "main"
+            assert services.received() == {service: [CHAT]}, text[:500]
+            routed += service != "main"
+    assert routed > 50
 
 
-def test_scanner_ignores_text_that_is_not_json(house):
+def test_scanner_ignores_text_that_is_not_json(services):
     for body in (b"\xff\xfe{", b"[" * 200_000, b'{"model"' * 20_000, b"\x00" * 200_000, b"}" * 9):
-        assert house.raw(CHAT, body)[0] == 200
-        assert house.taken() == {"main": [CHAT]}
+        assert services.status(CHAT, body) == 200
+        assert services.received() == {"main": [CHAT]}
 
 
-def test_scanner_memory_is_constant(house):
+def test_scanner_memory_is_constant(services):
+    def worker_bytes() -> int:
+        master = services.process.pid
+        pids = Path(f"/proc/{master}/task/{master}/children").read_text().split()
+        texts = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+        return sum(int(re.findall(r"RssAnon:\s+(\d+)", text)[0]) << 10 for text in texts)
 
-    def kept() -> int:
-        master = house.door.process.pid
-        with open(f"/proc/{master}/task/{master}/children") as source:
-            told = [Path(f"/proc/{pid}/status").read_text() for pid in source.read().split()]
-        return sum(int(re.findall(r"RssAnon:\s+(\d+)", one)[0]) << 10 for one in told)
-
-    before = kept()
+    before = worker_bytes()
     for body in (b'{"a":' + b"[" * 4 * MIB, json.dumps({"a": list(range(500_000))}).encode()):
-        assert house.raw(CHAT, body)[0] == 200
-    assert kept() - before < 16 * MIB
+        assert services.status(CHAT, body) == 200
+    assert worker_bytes() - before < 16 * MIB

@@ -1,154 +1,140 @@
-"""An address for several hosts: a real nginx, the stub engine, and another gateway."""
+"""A gateway that balances requests over hosts."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
+from gateway_client import CHAT, OWN_KEY, QUESTION, GatewayClient, free_port, running_gateway
 from spark_host.gateway import traffic
-from stub_gateway import QUESTION, Door, free_port, long_answer, running
 from stub_host import Host
 
-PATH = "/v1/chat/completions"
+LOST = 0  # the host is lost before it answers
 
 
-class Other(ThreadingHTTPServer):
+class OtherGateway(ThreadingHTTPServer):
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answering)
+        super().__init__(("127.0.0.1", 0), Handler)
         self.status = 200
-        self.asked: list[str] = []
-        self.hold = threading.Event()
-        self.hold.set()
+        self.requests: list[str] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
 
 
-class Answering(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    server: OtherGateway
 
     def log_message(self, *words: object) -> None:
         pass
 
     def do_POST(self) -> None:
-        other = self.server
-        assert isinstance(other, Other)
         self.rfile.read(int(self.headers["Content-Length"]))
-        other.asked.append(f"{self.path} {self.headers['Authorization']}")
-        other.hold.wait(10)
+        self.server.requests.append(f"{self.path} {self.headers['Authorization']}")
+        self.server.may_answer.wait(10)
         body = b'{"from": "the other"}'
-        if other.status == 0:  # the host is lost before it answers
+        if self.server.status == LOST:
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
             return
-        self.send_response(other.status)
+        self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
 
-class Two:
-    """A gateway with a balancer, and the gateway of another host."""
+class Replicas:
+    def __init__(self, client: GatewayClient, other: OtherGateway, port: int):
+        self.client, self.other, self.port = client, other, port
 
-    def __init__(self, door: Door, other: Other, port: int):
-        self.door, self.other, self.port = door, other, port
+    def ask(self, key: str = OWN_KEY) -> tuple[int, bytes]:
+        return self.client.ask(CHAT, QUESTION, key=key, port=self.port)
 
-    def ask(self, key: str | None = None) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        headers = {"Authorization": f"Bearer {key or self.door.key}"}
-        connection.request("POST", PATH, json.dumps(QUESTION), headers)
-        answer = connection.getresponse()
-        found = answer.status, answer.read().decode()
-        connection.close()
-        return found
+    def answering_hosts(self, requests: int) -> list[str]:
+        answers = [self.ask() for _ in range(requests)]
+        assert {status for status, _ in answers} == {200}
+        return ["other" if b"the other" in text else "own" for _, text in answers]
 
-    def who(self) -> str:
-        status, text = self.ask()
-        assert status == 200, text
-        return "other" if "the other" in text else "own"
+    def close_own(self) -> None:
+        traffic.close("main", self.client.host.paths)
 
 
 @pytest.fixture
-def two(host: Host, nginx_program: Path) -> Iterator[Two]:
-    (host.paths.root / "usr/sbin").mkdir(parents=True)
-    (host.paths.root / "usr/sbin/nginx").symlink_to(nginx_program)
+def replicas(nginx_host: Host) -> Iterator[Replicas]:
     with ExitStack() as stack:
-        other = stack.enter_context(Other())
-        serving = threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True)
-        serving.start()
+        other = stack.enter_context(OtherGateway())
+        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
         stack.callback(other.shutdown)
-        port = free_port()
-        replicas = {
-            "port": port,
-            "others": [f"127.0.0.1:{other.server_port}", "no.such.host.invalid:1"],
-        }
-        door = stack.enter_context(running(host, replicas=replicas, max_requests_per_s=50))
-        yield Two(door, other, port)
+        others = [f"127.0.0.1:{other.server_port}", "no.such.host.invalid:1"]
+        settings = {"port": free_port(), "others": others}
+        client = stack.enter_context(
+            running_gateway(nginx_host, replicas=settings, max_requests_per_s=50)
+        )
+        yield Replicas(client, other, settings["port"])
 
 
-def test_balancer_forwards_the_clients_key(two: Two) -> None:
-    assert {two.who() for _ in range(6)} == {"own", "other"}
-    assert set(two.other.asked) == {f"{PATH} Bearer {two.door.key}"}
+def test_balances_requests_and_forwards_the_key(replicas: Replicas) -> None:
+    assert set(replicas.answering_hosts(6)) == {"own", "other"}
+    assert set(replicas.other.requests) == {f"{CHAT} Bearer {replicas.client.key}"}
 
 
-def test_balancer_prefers_the_least_busy_host(two: Two) -> None:
-    two.other.hold.clear()
-    busy: list[threading.Thread] = []
-    while not two.other.asked:
-        busy.append(threading.Thread(target=two.ask))
-        busy[-1].start()
-        busy[-1].join(1)  # only the second replica has it
-    assert [two.who() for _ in range(5)] == ["own"] * 5
-    two.other.hold.set()
-    busy[-1].join()
+def test_prefers_the_least_busy_host(replicas: Replicas) -> None:
+    replicas.other.may_answer.clear()
+    while not replicas.other.requests:
+        waiting = threading.Thread(target=replicas.ask)
+        waiting.start()
+        waiting.join(1)  # ends if the own host answers
+    assert replicas.answering_hosts(5) == ["own"] * 5
+    replicas.other.may_answer.set()
+    waiting.join()
 
 
-def test_closed_host_loses_no_request(two: Two) -> None:
-    traffic.close("main", two.door.host.paths)
-    assert [two.who() for _ in range(6)] == ["other"] * 6
+def test_closed_host_loses_no_request(replicas: Replicas) -> None:
+    replicas.close_own()
+    assert replicas.answering_hosts(6) == ["other"] * 6
 
 
-@pytest.mark.parametrize("status", [503, 0])
-def test_lost_replica_loses_no_unanswered_request(two: Two, status: int) -> None:
-    two.other.status = status
-    assert [two.who() for _ in range(6)] == ["own"] * 6
-    assert two.other.asked
+@pytest.mark.parametrize("status", [503, LOST])
+def test_retries_unanswered_requests_of_a_lost_host(replicas: Replicas, status: int) -> None:
+    replicas.other.status = status
+    assert replicas.answering_hosts(6) == ["own"] * 6
+    assert replicas.other.requests
 
 
-def test_started_answer_is_not_retried(two: Two) -> None:
-    traffic.close("main", two.door.host.paths)
-    two.other.status = 500
-    assert two.ask()[0] == 500
-    assert len(two.other.asked) == 1
+@pytest.mark.parametrize("status", [500, 401])
+def test_does_not_retry_a_started_answer(replicas: Replicas, status: int) -> None:
+    replicas.close_own()
+    replicas.other.status = status
+    assert replicas.ask()[0] == status
+    assert len(replicas.other.requests) == 1
 
 
-def test_no_open_replica_returns_503(two: Two) -> None:
-    two.other.status = 503
-    traffic.close("main", two.door.host.paths)
+def test_refuses_a_wrong_key(replicas: Replicas) -> None:
+    assert replicas.ask("wrong")[0] == 401
+    assert replicas.other.requests == []
+
+
+def test_returns_503_without_open_replica(replicas: Replicas) -> None:
+    replicas.other.status = 503
+    replicas.close_own()
     for _ in range(3):
-        status, text = two.ask()
+        status, text = replicas.ask()
         assert status == 503
-        assert "the other" in text or "available" in json.loads(text)["error"]["message"]
-
-
-def test_every_replica_refuses_a_wrong_key(two: Two) -> None:
-    traffic.close("main", two.door.host.paths)
-    two.other.status = 401
-    assert two.ask("wrong")[0] == 401
+        assert b"the other" in text or "available" in json.loads(text)["error"]["message"]
 
 
 @pytest.mark.slow
-def test_balancer_limits_count_a_client_once(two: Two) -> None:
-    two.other.status = 503
-    refused = [two.ask()[0] for _ in range(40)]
-    assert set(refused) == {200}  # 100 at once are let through; counted twice they would be 80
+def test_counts_a_request_once_against_the_limits(replicas: Replicas) -> None:
+    replicas.other.status = 503
+    # The burst is 100; counted twice, 40 requests would be 80 of them.
+    assert {replicas.ask()[0] for _ in range(40)} == {200}
 
 
-def test_gateway_port_still_serves_locally(two: Two) -> None:
-    answer = long_answer(two.door)
-    assert b"data: " in answer.read()
-    assert two.other.asked == []
+def test_port_of_the_gateway_serves_locally(replicas: Replicas) -> None:
+    assert b"data: " in replicas.client.start_long_answer().read()
+    assert replicas.other.requests == []

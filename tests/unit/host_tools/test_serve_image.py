@@ -50,7 +50,7 @@ def pulls(daemon: Daemon, answer: Answer, reference: str) -> None:
     address, _, name = reference.partition("/")
     name, _, version = name.partition("@")
     if not address.startswith("127.0.0.1:"):
-        daemon.has(answer, reference)
+        daemon.finish(answer, reference)
         return
 
     def ask(path: str) -> Any:
@@ -63,15 +63,13 @@ def pulls(daemon: Daemon, answer: Answer, reference: str) -> None:
         for blob in json.load(manifest)["layers"]:
             assert digest(ask(f"{name}/blobs/{blob['digest']}").read()) == blob["digest"]
     except OSError as error:
-        answer.says({"error": str(error)})
-    daemon.has(answer, reference)
+        answer.send({"error": str(error)})
+    daemon.finish(answer, reference)
 
 
 @pytest.fixture
-def place(host: Host, nginx_program: Path) -> Path:
-    root = host.paths.root
-    (root / "usr/sbin").mkdir(parents=True)
-    (root / "usr/sbin/nginx").symlink_to(nginx_program)
+def place(nginx_host: Host) -> Path:
+    root = nginx_host.paths.root
     (root / "job/manifests").mkdir(parents=True)
     (root / "job/manifests" / digest(MANIFEST)).write_bytes(MANIFEST)
     (root / "tree").mkdir()
@@ -146,7 +144,7 @@ def test_existing_image_is_not_pulled(place: Path, daemon: Daemon) -> None:
 
 
 def test_failed_pull_builds_nothing(place: Path, daemon: Daemon) -> None:
-    daemon.script = lambda answer, reference: answer.says({"error": "no such host"})
+    daemon.script = lambda answer, reference: answer.send({"error": "no such host"})
     code, seen, said = run(place, keep=False, fetches=False)
     assert (code, seen) == (1, [])
     assert f"error: {REFERENCE}: docker cannot pull it: no such host; fix: " in said

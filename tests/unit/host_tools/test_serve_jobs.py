@@ -6,6 +6,7 @@ import errno
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,24 @@ from stub_host import Host
 from tests.receipts import source_receipt
 
 D12 = "0123456789ab"
+FIRST, SECOND, THIRD, FOURTH = (digit * 12 for digit in "1234")
+WRITE_RECEIPT = (
+    "import os; os.makedirs(os.path.dirname(os.environ['RECEIPT']), exist_ok=True); "
+    "open(os.environ['RECEIPT'], 'w').write(os.environ['CONTENT'])"
+)
 
 
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+    """The units that systemd has loaded."""
     states: dict[str, dict[str, str]] = {}
     monkeypatch.setattr(systemd, "loaded", lambda patterns, fields: states)
+    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
     return states
 
 
 def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Path:
+    """Write a job that runs Python; return the path of the receipt it must write."""
     receipt = host.paths.root / f"out-{digest}/receipt.json"
     receipt.parent.mkdir(exist_ok=True)
     data = {
@@ -54,53 +63,59 @@ def write_job(host: Host, script: str, digest: str = D12, **changes: Any) -> Pat
     return receipt
 
 
-RECEIPT = (
-    "import os; os.makedirs(os.path.dirname(os.environ['RECEIPT']), exist_ok=True); "
-    "open(os.environ['RECEIPT'], 'w').write(os.environ['CONTENT'])"
-)
+def write_token(host: Host, digest: str) -> Path:
+    token = host.paths.job(digest) / "hub-token"
+    token.write_text("hf_canary")
+    return token
+
+
+def poll(host: Host, *digests: str) -> list[dict[str, Any]]:
+    return plain(jobs.poll(list(digests or [D12]), host.paths))
 
 
 @pytest.mark.parametrize(
-    ("result", "stopping", "left"),
+    ("result", "stopping", "kept"),
     [
-        ("success", False, "234"),
-        ("exit-code", False, "4"),
-        ("signal", False, "4"),
-        ("exit-code", True, "1234"),
-        ("success", True, "1234"),
+        ("success", False, {SECOND, THIRD, FOURTH}),
+        ("exit-code", False, {FOURTH}),
+        ("signal", False, {FOURTH}),
+        ("exit-code", True, {FIRST, SECOND, THIRD, FOURTH}),
+        ("success", True, {FIRST, SECOND, THIRD, FOURTH}),
     ],
 )
-def test_hub_token_is_removed_with_its_job_and_dependents(
-    host: Host, monkeypatch: pytest.MonkeyPatch, result: str, stopping: bool, left: str
-) -> None:
-    after = {"1": [], "2": ["1"], "3": ["2"], "4": []}
-    digests = {name: name * 12 for name in after}
-    for name, digest in digests.items():
-        write_job(host, "", digest, after=[digests[one] for one in after[name]])
-        for file in ("hub-token", "hub-token.spark-new"):
-            (host.paths.job(digest) / file).write_text("hf_canary")
+def test_removes_hub_tokens_of_an_ended_job_and_its_dependents(
+    host: Host, units: dict[str, Any], monkeypatch: pytest.MonkeyPatch, result: str,
+    stopping: bool, kept: set[str],
+) -> None:  # fmt: skip
+    after = {FIRST: [], SECOND: [FIRST], THIRD: [SECOND], FOURTH: []}
+    for digest, dependencies in after.items():
+        write_job(host, "", digest, after=dependencies)
+        write_token(host, digest).with_suffix(".spark-new").write_text("hf_canary")
     monkeypatch.setenv("SERVICE_RESULT", result)
     monkeypatch.setattr(systemd, "is_stopping", lambda: stopping)
-    assert jobs.main(["end", digests["1"]], host.paths) == 0
-    there = [name for name, one in digests.items() if [*host.paths.job(one).glob("hub-token*")]]
-    assert "".join(there) == left
+    assert jobs.main(["end", FIRST], host.paths) == 0
+    assert {d for d in after if [*host.paths.job(d).glob("hub-token*")]} == kept
 
 
-def test_unreadable_job_does_not_keep_other_tokens(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_job(host, "", "1" * 12)
-    write_job(host, "", "2" * 12)
-    (host.paths.job("2" * 12) / "job.json").write_text("{")
-    write_job(host, "", "3" * 12, after=["1" * 12])
-    token = host.paths.job("3" * 12) / "hub-token"
-    token.write_text("hf_canary")
-    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
-    jobs.end("1" * 12, host.paths, success=False)
+def test_unreadable_job_does_not_keep_other_tokens(host: Host, units: dict[str, Any]) -> None:
+    write_job(host, "", FIRST)
+    write_job(host, "", SECOND)
+    (host.paths.job(SECOND) / "job.json").write_text("{")
+    write_job(host, "", THIRD, after=[FIRST])
+    token = write_token(host, THIRD)
+    jobs.end(FIRST, host.paths, success=False)
     assert not token.exists()
 
 
-@pytest.mark.parametrize("call", ["end", "daily"])
+def end_other_job(host: Host) -> None:
+    jobs.main(["end", FIRST], host.paths)
+
+
+def inspect_daily(host: Host) -> None:
+    __main__.daily([], host.paths)
+
+
+@pytest.mark.parametrize("sweep", [end_other_job, inspect_daily])
 @pytest.mark.parametrize(
     ("unit", "age_s", "kept"),
     [
@@ -111,55 +126,42 @@ def test_unreadable_job_does_not_keep_other_tokens(
         ({}, 0, True),
     ],
 )
-def test_unused_tokens_are_removed(
-    host: Host,
-    units: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    unit: dict[str, str],
-    age_s: float,
-    kept: bool,
-) -> None:
-    token = write_job(host, "", "2" * 12) and host.paths.job("2" * 12) / "hub-token"
-    write_job(host, "", "1" * 12)
-    token.write_text("hf_canary")
-    units[JOB.of("2" * 12)] = unit
-    monkeypatch.setattr(systemd, "is_stopping", lambda: False)
+def test_removes_unused_tokens(
+    host: Host, units: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    sweep: Callable[[Host], None], unit: dict[str, str], age_s: float, kept: bool,
+) -> None:  # fmt: skip
+    write_job(host, "", FIRST)
+    write_job(host, "", SECOND)
+    token = write_token(host, SECOND)
+    units[JOB.of(SECOND)] = unit
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + age_s)
-    if call == "end":
-        monkeypatch.setenv("SERVICE_RESULT", "success")
-        jobs.main(["end", "1" * 12], host.paths)
-    else:
-        monkeypatch.setattr(daily, "inspect", lambda _: DailyLook(at="", problems=()))
-        __main__.daily([], host.paths)
+    monkeypatch.setenv("SERVICE_RESULT", "success")
+    monkeypatch.setattr(daily, "inspect", lambda _: DailyLook(at="", problems=()))
+    sweep(host)
     assert token.exists() == kept
 
 
-def poll(host: Host, *digests: str) -> list[dict[str, Any]]:
-    return plain(jobs.poll(list(digests or [D12]), host.paths))
-
-
 def test_finished_job_is_not_run_again(host: Host, units: dict[str, Any]) -> None:
-    receipt = write_job(host, f"{RECEIPT}; open(os.environ['RECEIPT'] + '.runs', 'a').write('x')")
+    count = "open(os.environ['RECEIPT'] + '.runs', 'a').write('x')"
+    receipt = write_job(host, f"{WRITE_RECEIPT}; {count}")
     assert jobs.run(D12, host.paths) == 0
     assert jobs.run(D12, host.paths) == 0
     assert Path(f"{receipt}.runs").read_text() == "x"
     assert poll(host)[0]["state"] == "done"
 
 
-def test_memory_before_and_after_a_job_is_reported(
+def test_reports_memory_before_and_after_a_job(
     host: Host, units: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    kernel = tmp_path / "meminfo"
-    kernel.write_text("MemFree: 104857600 kB\nCached: 1048576 kB\n")
-    monkeypatch.setenv("SPARK_MEMINFO", str(kernel))
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemFree: 104857600 kB\nCached: 1048576 kB\n")
+    monkeypatch.setenv("SPARK_MEMINFO", str(meminfo))
     after = "MemFree: 102760448 kB\\nCached: 3145728 kB\\n"
-    write_job(host, f"open({str(kernel)!r}, 'w').write('{after}'); {RECEIPT}")
+    write_job(host, f"open({str(meminfo)!r}, 'w').write('{after}'); {WRITE_RECEIPT}")
     assert jobs.run(D12, host.paths) == 0
-    told = "MemFree 100.00 GiB before, 98.00 GiB after, Cached 1.00 GiB before, 3.00 GiB after"
-    assert told in capfd.readouterr().out
+    assert "MemFree 100.00 GiB before, 98.00 GiB after" in capfd.readouterr().out
     assert jobs.run(D12, host.paths) == 0  # already done
     assert poll(host)[0]["memory"] == {
         "free_before_bytes": 100 << 30, "free_after_bytes": 98 << 30,
@@ -167,97 +169,27 @@ def test_memory_before_and_after_a_job_is_reported(
     }  # fmt: skip
 
 
-def test_exit_code_0_without_a_result_is_a_failure(host: Host, units: dict[str, Any]) -> None:
-    write_job(host, "print('all fine')")
-    assert jobs.run(D12, host.paths) == 5
-    entry = poll(host)[0]
-    assert (entry["state"], entry["exit_code"]) == ("failed", 5)
-    assert "without a valid result" in entry["log_tail"][-1]
-
-
-def test_receipt_of_another_digest_is_not_a_result(host: Host, units: dict[str, Any]) -> None:
-    receipt = write_job(host, "raise SystemExit(3)")
-    receipt.write_text(source_receipt("f" * 64))
-    assert jobs.run(D12, host.paths) == 3
-    assert poll(host)[0]["state"] == "failed"
-
-
-def test_truncated_receipt_is_not_a_result(host: Host) -> None:
-    receipt = write_job(host, "raise SystemExit(4)")
-    receipt.write_text('{"digest": "01')
-    assert jobs.run(D12, host.paths) == 4
-
-
-def test_failed_job_reports_its_last_lines(host: Host, units: dict[str, Any]) -> None:
-    write_job(host, "for i in range(50): print('line', i)\nraise SystemExit('error: hub: 404')")
-    assert jobs.run(D12, host.paths) == 1
-    entry = poll(host)[0]
-    assert entry["log_tail"][-1] == "error: hub: 404"
-    assert len(entry["log_tail"]) == 20
-
-
-def test_next_run_removes_temporary_files(host: Host) -> None:
-    write_job(host, "raise SystemExit(1)")
-    folder = host.paths.job(D12)
-    for name in (".progress.1460", ".tail.1460", "progress", "tail"):
-        (folder / name).write_text("of a run that was killed")
-    before = {path.name for path in folder.iterdir()}
-    assert jobs.run(D12, host.paths) == 1
-    left = {path.name for path in folder.iterdir()}
-    assert before - left >= {".progress.1460", ".tail.1460"}
-    assert not any(name.startswith(".") for name in left)
-
-
-def test_progress_lines_are_parsed(host: Host, units: dict[str, Any]) -> None:
-    write_job(host, "print('phase=write bytes=456 rate_bytes_per_s=78.9 eta_s=7')")
-    jobs.run(D12, host.paths)
-    units[JOB.of(D12)] = {"ActiveState": "activating"}
-    entry = poll(host)[0]
-    assert entry["state"] == "running"
-    assert entry["progress"] == {
-        "phase": "write",
-        "bytes": 456,
-        "total": 1000,
-        "rate_bytes_per_s": 78,
-        "eta_s": 7,
-    }
-
-
-def test_interrupted_job_is_failed_not_waiting(host: Host, units: dict[str, Any]) -> None:
-    write_job(host, "pass")
-    assert poll(host)[0]["state"] == "waiting"
-    system.write_document(
-        host.paths.job(D12) / "status.json", JobRun("running", None, "2026-01-01T00:00:00Z")
-    )
-    assert (poll(host)[0]["state"], poll(host)[0]["result"]) == ("failed", "interrupted")
-
-
-def test_dependents_of_a_failed_job_fail(host: Host, units: dict[str, Any]) -> None:
-    first, second, third = "a" * 12, "b" * 12, "c" * 12
-    write_job(host, "raise SystemExit(4)", first)
-    write_job(host, "pass", second, after=[first])
-    write_job(host, "pass", third, after=[second])
-    jobs.run(first, host.paths)
-    states = {e["title"][-12:]: (e["state"], e["result"]) for e in poll(host, third, second, first)}
-    assert states[second] == ("failed", f"needs the failed job {first}")
-    assert states[third] == ("failed", f"needs the failed job {second}")
-
-
-def test_incomplete_checkpoint_is_rebuilt(host: Host) -> None:
-    receipt = write_job(host, RECEIPT)
-    (receipt.parent / "half.safetensors").write_text("left by somebody")
-    assert jobs.run(D12, host.paths) == 0
-    assert json.loads(receipt.read_text())["digest"].startswith(D12)
-    assert not (receipt.parent / "half.safetensors").exists()
-    assert not receipt.parent.with_name(f"{receipt.parent.name}.damaged").exists()
-
-
-def test_failed_rebuild_keeps_the_renamed_checkpoint(host: Host) -> None:
-    receipt = write_job(host, "raise SystemExit(3)")
-    (receipt.parent / "whole.safetensors").write_text("still good")
-    assert jobs.run(D12, host.paths) == 3
-    aside = receipt.parent.with_name(f"{receipt.parent.name}.damaged")
-    assert (aside / "whole.safetensors").read_text() == "still good"
+@pytest.mark.parametrize(
+    ("script", "receipt_text", "code", "last_line"),
+    [
+        ("print('all fine')", None, 5, "without a valid result"),
+        ("raise SystemExit(3)", source_receipt("f" * 64), 3, ""),  # of another digest
+        ("raise SystemExit(4)", '{"digest": "01', 4, ""),
+        ("for i in range(50): print(i)\nraise SystemExit('error: hub: 404')", None, 1, "hub: 404"),
+    ],
+)
+def test_job_fails_without_a_valid_receipt(
+    host: Host, units: dict[str, Any], script: str, receipt_text: str | None, code: int,
+    last_line: str,
+) -> None:  # fmt: skip
+    receipt = write_job(host, script)
+    if receipt_text:
+        receipt.write_text(receipt_text)
+    assert jobs.run(D12, host.paths) == code
+    [job] = poll(host)
+    assert (job["state"], job["exit_code"]) == ("failed", code)
+    assert last_line in "".join(job["log_tail"][-1:])
+    assert len(job["log_tail"]) <= 20
 
 
 def test_missing_program_is_reported(host: Host, units: dict[str, Any]) -> None:
@@ -266,71 +198,119 @@ def test_missing_program_is_reported(host: Host, units: dict[str, Any]) -> None:
     assert "No such file" in poll(host)[0]["log_tail"][0]
 
 
+def test_next_run_removes_temporary_files(host: Host) -> None:
+    write_job(host, "raise SystemExit(1)")
+    folder = host.paths.job(D12)
+    stale = {".progress.1460", ".tail.1460", "progress", "tail"}
+    for name in stale:
+        (folder / name).write_text("of a killed run")
+    assert jobs.run(D12, host.paths) == 1
+    assert {path.name for path in folder.iterdir()} & stale <= {"tail"}
+
+
+def test_reads_progress_lines(host: Host, units: dict[str, Any]) -> None:
+    write_job(host, "print('phase=write bytes=456 rate_bytes_per_s=78.9 eta_s=7')")
+    jobs.run(D12, host.paths)
+    units[JOB.of(D12)] = {"ActiveState": "activating"}
+    [job] = poll(host)
+    assert job["state"] == "running"
+    assert job["progress"] == {
+        "phase": "write", "bytes": 456, "total": 1000, "rate_bytes_per_s": 78, "eta_s": 7,
+    }  # fmt: skip
+
+
+def test_interrupted_job_is_failed_not_waiting(host: Host, units: dict[str, Any]) -> None:
+    write_job(host, "pass")
+    assert poll(host)[0]["state"] == "waiting"
+    interrupted = JobRun("running", None, "2026-01-01T00:00:00Z")
+    system.write_document(host.paths.job(D12) / "status.json", interrupted)
+    assert (poll(host)[0]["state"], poll(host)[0]["result"]) == ("failed", "interrupted")
+
+
+def test_dependents_of_a_failed_job_fail(host: Host, units: dict[str, Any]) -> None:
+    write_job(host, "raise SystemExit(4)", FIRST)
+    write_job(host, "pass", SECOND, after=[FIRST])
+    write_job(host, "pass", THIRD, after=[SECOND])
+    jobs.run(FIRST, host.paths)
+    third, second, _ = poll(host, THIRD, SECOND, FIRST)
+    assert (second["state"], second["result"]) == ("failed", f"needs the failed job {FIRST}")
+    assert (third["state"], third["result"]) == ("failed", f"needs the failed job {SECOND}")
+
+
+def test_rebuilds_an_incomplete_checkpoint(host: Host) -> None:
+    receipt = write_job(host, WRITE_RECEIPT)
+    leftover = receipt.parent / "half.safetensors"
+    leftover.write_text("half")
+    assert jobs.run(D12, host.paths) == 0
+    assert json.loads(receipt.read_text())["digest"].startswith(D12)
+    assert not leftover.exists()
+    assert not receipt.parent.with_name(f"{receipt.parent.name}.damaged").exists()
+
+
+def test_failed_rebuild_keeps_the_renamed_checkpoint(host: Host) -> None:
+    receipt = write_job(host, "raise SystemExit(3)")
+    (receipt.parent / "whole.safetensors").write_text("intact")
+    assert jobs.run(D12, host.paths) == 3
+    renamed = receipt.parent.with_name(f"{receipt.parent.name}.damaged")
+    assert (renamed / "whole.safetensors").read_text() == "intact"
+
+
 def test_job_is_done_if_another_checkpoint_makes_it_needless(
     host: Host, units: dict[str, Any]
 ) -> None:
-    tree = host.paths.root / "tree/receipt.json"
-    write_job(host, "raise SystemExit(3)", unless={"receipt": str(tree), "digest": "e" * 64})
-    tree.parent.mkdir()
-    tree.write_text(source_receipt("e" * 64, [{"path": "a", "size_bytes": 3}]))
-    assert jobs.run(D12, host.paths) == 3  # the tree lacks a file: the work is needed
-    (tree.parent / "a").write_text("abc")
+    receipt = host.paths.root / "tree/receipt.json"
+    write_job(host, "raise SystemExit(3)", unless={"receipt": str(receipt), "digest": "e" * 64})
+    receipt.parent.mkdir()
+    receipt.write_text(source_receipt("e" * 64, [{"path": "a", "size_bytes": 3}]))
+    assert jobs.run(D12, host.paths) == 3  # a file of the checkpoint is missing
+    (receipt.parent / "a").write_text("abc")
     assert jobs.run(D12, host.paths) == 0
     assert poll(host)[0]["state"] == "done"
 
 
 def write_removal(host: Host, script: str) -> Path:
-    base = host.paths.root / "sources/base-0123456789ab"
-    base.mkdir(parents=True, exist_ok=True)
-    write_job(host, script, kind="discard", title="remove", proof={"absent": str(base)})
-    return base
+    checkpoint = host.paths.root / "sources/base-0123456789ab"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    write_job(host, script, kind="discard", title="remove", proof={"absent": str(checkpoint)})
+    return checkpoint
 
 
 def test_removal_is_done_when_the_folder_is_gone(host: Host, units: dict[str, Any]) -> None:
-    base = write_removal(host, "pass")
+    checkpoint = write_removal(host, "pass")
     assert jobs.run(D12, host.paths) == 5
-    write_removal(host, f"import os; os.rmdir({str(base)!r})")
+    write_removal(host, f"import os; os.rmdir({str(checkpoint)!r})")
     assert jobs.run(D12, host.paths) == 0
     assert poll(host)[0]["state"] == "done"
 
 
-def test_checkpoint_of_a_release_is_not_removed(
-    host: Host, units: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = write_removal(host, "raise SystemExit(9)")
-    name = host.release(tree__path=str(base)).name
+def test_keeps_the_checkpoint_of_a_release(host: Host, units: dict[str, Any]) -> None:
+    checkpoint = write_removal(host, "raise SystemExit(9)")
+    host.release(tree__path=str(checkpoint))
     assert jobs.run(D12, host.paths) == 0
-    assert base.exists()
-    assert f"kept, {name} can serve it" in capsys.readouterr().out
+    assert checkpoint.exists()
 
 
-def test_full_disk_keeps_the_jobs_own_error(
-    host: Host,
-    units: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+def test_full_disk_keeps_the_original_error(
+    host: Host, units: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     write_job(host, "print('phase=fetch bytes=1'); print('error: the disk is full'); exit(4)")
-    whole = files.write_text
+    write_text = files.write_text
 
-    def write(path: Path, text: str, mode: int = 0o644) -> None:
+    def fail_on_status(path: Path, text: str, mode: int = 0o644) -> None:
         if path.name == "progress" or '"failed"' in text:
             raise OSError(errno.ENOSPC, "No space left on device")
-        whole(path, text, mode)
+        write_text(path, text, mode)
 
-    monkeypatch.setattr(files, "write_text", write)
+    monkeypatch.setattr(files, "write_text", fail_on_status)
     assert jobs.run(D12, host.paths) == 4
-    said = capfd.readouterr().out
-    assert "error: the disk is full" in said
-    assert "status.json: not written" in said
-    # The journal has the error that the status lacks.
-    units[JOB.of(D12)] = {
-        "ActiveState": "failed",
-        "Result": "exit-code",
-        "InvocationID": "r1",
-    }
-    asked: list[tuple[str, str, int]] = []
-    monkeypatch.setattr(systemd, "journal", lambda *words: asked.append(words) or ["error: full"])
-    [entry] = poll(host)
-    assert (entry["state"], entry["log_tail"]) == ("failed", ["error: full"])
-    assert asked == [("r1", JOB.of(D12), 20)]
+    output = capfd.readouterr().out
+    assert "error: the disk is full" in output
+    assert "status.json: not written" in output
+    # The journal has the lines that the status file lacks.
+    units[JOB.of(D12)] = {"ActiveState": "failed", "Result": "exit-code", "InvocationID": "r1"}
+    queries: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(systemd, "journal", lambda *query: queries.append(query) or ["error: full"])
+    [job] = poll(host)
+    assert (job["state"], job["log_tail"]) == ("failed", ["error: full"])
+    assert queries == [("r1", JOB.of(D12), 20)]

@@ -1,0 +1,261 @@
+"""Progress, stall timeout, errors and login of an image pull."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docker_daemon import Answer, Daemon, listening
+from spark_contract.errors import HostToolError
+from spark_contract.job import read_progress
+from spark_host import image
+from spark_host.image import Layers
+from spark_host.system import docker
+
+DIGEST = f"sha256:{'5' * 64}"
+REFERENCE = f"registry.invalid:5000/lab/engine@{DIGEST}"
+STALL_S = 0.5
+A, B = "a" * 12, "b" * 12
+
+
+def layer(name: str, status: str, current: int = 0, total: int = 0) -> dict[str, Any]:
+    detail = {"current": current, "total": total} if total else {}
+    return {"status": status, "progressDetail": detail, "id": name}
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "docker.sock"))
+    monkeypatch.setattr(image, "_POLL_S", 0.02)
+    monkeypatch.setattr(image, "_REPORT_S", 0.05)
+    environment = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
+    monkeypatch.setattr(docker, "client_environment", lambda: environment)
+    with listening(tmp_path / "docker.sock") as running:
+        yield running
+
+
+def pull_error(stall_s: float = STALL_S) -> str:
+    with pytest.raises(HostToolError) as error:
+        image.pull(REFERENCE, stall_s=stall_s)
+    assert error.value.where == REFERENCE
+    assert error.value.fix
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_pulls_by_digest(daemon: Daemon) -> None:
+    image.pull(REFERENCE, stall_s=STALL_S)
+    assert (daemon.pulled, daemon.auth) == ([REFERENCE], [None])
+
+
+def test_progress_sums_the_bytes_of_all_layers(
+    daemon: Daemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(answer: Answer, reference: str) -> None:
+        answer.send(layer(A, "Pulling fs layer"), layer(B, "Pulling fs layer"))
+        answer.send(layer("c" * 12, "Already exists"), layer(A, "Downloading", 10, 40))
+        time.sleep(0.2)
+        answer.send(layer(B, "Downloading", 20, 60))
+        time.sleep(0.2)
+        answer.send(layer(A, "Download complete"), layer(B, "Download complete"))
+        answer.send(layer(A, "Extracting", 7, 40))
+        time.sleep(0.2)
+        daemon.finish(answer, reference)
+
+    daemon.script = download
+    image.pull(REFERENCE, stall_s=STALL_S)
+    reports = [read_progress(line, 500) for line in capsys.readouterr().out.splitlines()]
+    sums = {(report.phase, report.bytes, report.total) for report in reports}
+    assert {("pull", 10, 500), ("pull", 30, 100), ("unpack", 7, 100)} <= sums
+
+
+def repeat_status(answer: Answer, _: str) -> None:
+    # containerd's store repeats itself ten times a second.
+    answer.repeat(layer(A, "Downloading", 3_000_000_000, 9_000_000_000))
+
+
+def trickle(answer: Answer, _: str) -> None:
+    for count in range(1, 200):
+        answer.send(layer(A, "Downloading", count, 1 << 30))
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("script", [repeat_status, trickle, lambda *_: time.sleep(5)])
+def test_stall_ends_the_pull(daemon: Daemon, script: Callable[[Answer, str], None]) -> None:
+    daemon.script = script
+    began = time.monotonic()
+    assert "the pull stalls" in pull_error()
+    assert time.monotonic() - began < 3
+
+
+def test_stall_names_layer_and_size_and_disconnects(daemon: Daemon) -> None:
+    daemon.script = repeat_status
+    message = pull_error()
+    assert f"of layer {A}" in message
+    assert "after 3,000.0 MB" in message
+    assert daemon.disconnected.wait(5)
+
+
+def test_unresponsive_docker_socket_is_a_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "docker.sock"))
+        listener.listen(1)
+        monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "docker.sock"))
+        assert "stalls" in pull_error()
+
+
+def test_slow_download_is_no_stall(daemon: Daemon) -> None:
+    def download(answer: Answer, reference: str) -> None:
+        for count in range(30):  # 6 KB/s, three times as long as the stall timeout
+            answer.send(layer(A, "Downloading", count * 300, 1 << 20))
+            time.sleep(0.05)
+        daemon.finish(answer, reference)
+
+    daemon.script = download
+    image.pull(REFERENCE, stall_s=STALL_S)
+
+
+@pytest.mark.parametrize("status", ["Verifying Checksum", "Download complete", "Extracting"])
+def test_unpacking_is_no_stall(daemon: Daemon, status: str) -> None:
+    def unpack(answer: Answer, reference: str) -> None:
+        answer.send(layer(A, "Downloading", 5, 5), layer(A, status))
+        time.sleep(3 * STALL_S)
+        daemon.finish(answer, reference)
+
+    daemon.script = unpack
+    image.pull(REFERENCE, stall_s=STALL_S)
+
+
+def unpack_for(layers: Layers, seconds: int, *others: dict[str, Any]) -> None:
+    for second in range(1, seconds):
+        detail = {"current": second, "units": "s"}
+        layers.take({"id": A, "status": "Extracting", "progressDetail": detail}, float(second))
+        for event in others:
+            layers.take({**event, "status": f"Retrying in {second % 7} seconds"}, float(second))
+
+
+def test_unpacking_is_limited() -> None:
+    layers = Layers(0.0, 300.0)
+    layers.take(layer(A, "Download complete"), 1.0)
+    unpack_for(layers, 4000)
+    assert layers.stalled(3500.0) is None
+    assert "docker has all bytes" in str(layers.stalled(3999.0))
+
+
+def test_unpacking_hides_no_stall_of_another_layer() -> None:
+    layers = Layers(0.0, 300.0)
+    layers.take(layer(B, "Downloading", 10, 100), 1.0)
+    unpack_for(layers, 400, layer(B, ""))
+    assert "layer bbbb" in str(layers.stalled(399.0))
+
+
+def test_registry_error_is_one_short_line(daemon: Daemon) -> None:
+    reason = "received unexpected HTTP status: 503\n\x1b[2Jwait" + "!" * 5000
+    event = {"errorDetail": {"message": reason}, "error": reason}
+    daemon.script = lambda answer, _: answer.send(layer(A, "Downloading", 5, 50), event)
+    message = pull_error()
+    assert "received unexpected HTTP status: 503 [2Jwait!" in message
+    assert len(message) < 1000
+
+
+def test_reports_http_errors(daemon: Daemon) -> None:
+    daemon.status = 404
+    daemon.script = lambda answer, _: answer.send({"message": "manifest unknown"})
+    assert "manifest unknown" in pull_error()
+    daemon.script = lambda answer, _: answer.send_bytes(b"<html>")
+    assert "status 404" in pull_error()
+
+
+@pytest.mark.parametrize("half", [b"", b'{"status":"Downloading","progressDet'])
+def test_dying_daemon_is_an_error(daemon: Daemon, half: bytes) -> None:
+    def die(answer: Answer, _: str) -> None:
+        answer.send(layer(A, "Downloading", 5, 50))
+        answer.send_bytes(half) if half else None
+        raise ConnectionAbortedError
+
+    daemon.script = die
+    assert "docker's daemon is away, or broke the pull off" in pull_error()
+
+
+def test_absent_daemon_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(tmp_path / "none.sock"))
+    assert "no such file" in pull_error()
+
+
+def test_missing_image_after_the_pull_is_an_error(daemon: Daemon) -> None:
+    daemon.script = lambda answer, _: answer.send_bytes(b'{"status": "Status: half a li')
+    assert "without the image" in pull_error()
+
+
+def test_cuts_overlong_lines(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, parse = [], image._parse_event
+
+    def measured(line: bytes) -> dict[str, Any] | None:
+        lengths.append(len(line))
+        return parse(line)
+
+    def flood(answer: Answer, _: str) -> None:
+        answer.send_bytes(b'{"status": "')
+        for _count in range(160):
+            answer.send_bytes(b"x" * (1 << 16))
+        answer.send_bytes(b'"}\r\n')
+        answer.send({"error": "no space left on device"})
+
+    monkeypatch.setattr(image, "_parse_event", measured)
+    daemon.script = flood
+    assert "no space left on device" in pull_error(stall_s=10)
+    assert max(lengths) < 2 << 20
+
+
+AUTH = base64.b64encode(b"somebody:s3cret").decode()
+HELPER = """#!/bin/sh
+read -r host; [ "$host" = registry.invalid:5000 ] || exit 1
+echo '{"Username": "somebody", "Secret": "s3cret"}'
+"""
+
+
+def write_docker_config(home: Path, text: str) -> None:
+    (home / ".docker").mkdir()
+    (home / ".docker/config.json").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("reference", "config"),
+    [
+        (REFERENCE, {"auths": {"registry.invalid:5000": {"auth": AUTH}}}),
+        (REFERENCE, {"auths": {"https://registry.invalid:5000/v2/": {"auth": AUTH}}}),
+        (f"vllm/vllm@{DIGEST}", {"auths": {"https://index.docker.io/v1/": {"auth": AUTH}}}),
+        (REFERENCE, {"credsStore": "lab"}),
+        (REFERENCE, {"credHelpers": {"registry.invalid:5000": "lab"}}),
+    ],
+)
+def test_sends_the_registry_login_only_in_the_header(
+    daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], reference: str,
+    config: dict[str, Any],
+) -> None:  # fmt: skip
+    write_docker_config(tmp_path, json.dumps(config))
+    (tmp_path / "docker-credential-lab").write_text(HELPER)
+    (tmp_path / "docker-credential-lab").chmod(0o755)
+    image.pull(reference, stall_s=5)
+    login = json.loads(base64.urlsafe_b64decode(daemon.auth[0] or ""))
+    assert (login["username"], login["password"]) == ("somebody", "s3cret")
+    assert "s3cret" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"auths": 3}', '{"auths": {"registry.invalid:5000": {"auth": "%%%"}}}',
+     '{"credsStore": "../../evil"}', '{"auths": {"other.invalid": {"auth": "eDp5"}}}'],
+)  # fmt: skip
+def test_pulls_anonymously_without_a_login(daemon: Daemon, tmp_path: Path, text: str) -> None:
+    write_docker_config(tmp_path, text)
+    image.pull(REFERENCE, stall_s=5)
+    assert daemon.auth == [None]
