@@ -1,4 +1,4 @@
-"""Something slow says every few seconds that it goes on."""
+"""Notes with the elapsed time while slow work runs."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ EVERY_S = 5.0
 
 @contextmanager
 def ticking(
-    what: str | Callable[[], str],
-    say: Callable[[str], None],
+    text: str | Callable[[], str],
+    note: Callable[[str], None],
     every_s: float | None = None,
     *,
     first_s: float | None = None,
 ) -> Iterator[None]:
-    """Say ``what`` and how long it has taken, again and again during a block.
-
-    It is said every ``every_s`` seconds, and for the first time after ``first_s``.
-    """
-    began, over = time.monotonic(), threading.Event()
+    """Print ``text`` with the elapsed time every ``every_s``, first after ``first_s`` seconds."""
+    started, done = time.monotonic(), threading.Event()
 
     def tick() -> None:
         wait_s = first_s or every_s or EVERY_S
-        while not over.wait(wait_s):
-            text = what if isinstance(what, str) else what()
-            say(f"{text}: {time.monotonic() - began:.0f} s")
+        while not done.wait(wait_s):
+            current = text if isinstance(text, str) else text()
+            note(f"{current}: {time.monotonic() - started:.0f} s")
             wait_s = every_s or EVERY_S
 
     thread = threading.Thread(target=tick, daemon=True)
@@ -36,5 +33,5 @@ def ticking(
     try:
         yield
     finally:
-        over.set()
+        done.set()
         thread.join()

@@ -1,1 +1,1 @@
-"""Measures what a host serves, through its gateway, and shows results beside each other."""
+"""Benchmarks of servers through their gateways, and reports that compare results."""

@@ -1,4 +1,4 @@
-"""What a bench found, as one document: every figure beside the protocol that it was taken by."""
+"""The result of a benchmark: figures by protocol, and samples of the host."""
 
 from __future__ import annotations
 
@@ -13,189 +13,184 @@ from spark_deploy.config.documents import CLOSED
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Answer:
-    """One answer of the seeds' protocol; tokens as the server's usage block counts them."""
+    """One answer of protocol `seeds`; the server's usage block counts the tokens."""
 
     prompt: str
     """Name of the prompt."""
     run: PositiveInt
-    """1 is the warm-up, of which no figure is shown."""
+    """Run 1 is the warm-up; reports leave it out."""
     asked_tokens: PositiveInt
-    """The most that was asked for."""
+    """Requested limit of the answer."""
     prompt_tokens: NonNegativeInt
-    """Tokens of the prompt."""
     completion_tokens: NonNegativeInt
-    """Tokens of the answer."""
     first_token_s: NonNegativeFloat
-    """From the question to the first piece of the answer."""
+    """From the request to the first token."""
     wall_s: NonNegativeFloat
-    """From the question to the end of the answer."""
+    """From the request to the end of the answer."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the answer over all of its time."""
         return self.completion_tokens / self.wall_s if self.wall_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Cell:
-    """One case of llama-benchy: a depth and a number of clients; means over its runs."""
+    """One case of llama-benchy; means over its runs."""
 
     depth_tokens: NonNegativeInt
-    """Tokens of the conversation before."""
+    """Tokens of context before the prompt."""
     concurrency: PositiveInt
-    """Clients at a time."""
+    """Concurrent clients."""
     prompt_tokens: NonNegativeInt
-    """Tokens of the prompt (pp)."""
+    """Prompt size (pp)."""
     generated_tokens: NonNegativeInt
-    """Tokens of the answer (tg)."""
+    """Answer size (tg)."""
     prefill_tokens_per_s: float | None
-    """Of all clients together."""
+    """Sum of all clients."""
     decode_tokens_per_s: float | None
-    """Of all clients together."""
+    """Sum of all clients."""
     decode_deviation: float | None
-    """Standard deviation of it over the runs."""
+    """Standard deviation of the decode speed."""
     first_response_ms: float | None
     """Mean time to the first response."""
+
+    @property
+    def case(self) -> tuple[int, ...]:
+        return self.depth_tokens, self.concurrency
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Load:
-    """One case of `vllm bench serve`: random prompts, greedy, answers of a fixed length."""
+    """One case of `vllm bench serve`: random prompts, greedy, answers of fixed length."""
 
     concurrency: PositiveInt
-    """Clients at a time."""
+    """Concurrent clients."""
     prompt_tokens: PositiveInt
-    """Asked for in each prompt."""
+    """Requested size of each prompt."""
     answer_tokens: PositiveInt
-    """Asked for in each answer."""
+    """Requested size of each answer."""
     requests: PositiveInt
-    """Asked after the warm-up."""
+    """Requests after the warm-up."""
     completed: NonNegativeInt
-    """Of them answered whole."""
+    """Completed requests."""
     seed: int
-    """Of the random prompts: a new one for each case, so nothing is cached."""
+    """Seed of the random prompts; a new seed per case avoids cached prompts."""
     sent_tokens: NonNegativeInt
-    """Of all prompts together."""
+    """Sum over all prompts."""
     answered_tokens: NonNegativeInt
-    """Of all answers together."""
+    """Sum over all answers."""
     output_tokens_per_s: NonNegativeFloat
-    """Of all clients together."""
+    """Sum of all clients."""
     first_token_ms: NonNegativeFloat
     """Mean time to the first token (ttft)."""
     token_ms: NonNegativeFloat
-    """Mean time of each token after it (tpot)."""
+    """Mean time per later token (tpot)."""
     request_ms: NonNegativeFloat
-    """Mean time of a whole request (e2el)."""
+    """Mean time of a request (e2el)."""
+
+    @property
+    def case(self) -> tuple[int, ...]:
+        return self.prompt_tokens, self.answer_tokens, self.concurrency
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Tokens of a prompt over the time to the first token."""
+        """Prompt tokens per second until the first token, of one client."""
         if not self.first_token_ms:
             return None
         return self.sent_tokens / self.requests / self.first_token_ms * 1000
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """What one client reads, after the first token."""
+        """Speed for one client after the first token."""
         return 1000 / self.token_ms if self.token_ms else None
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Sample:
-    """The host at one moment of the bench."""
+    """The state of the host at one moment."""
 
     at_s: NonNegativeFloat
-    """Since the bench began."""
+    """Since the start of the benchmark."""
     available_bytes: NonNegativeInt
     """MemAvailable."""
     temperature_c: float | None
-    """Of the GPU."""
+    """Temperature of the GPU."""
     power_w: float | None
-    """Of the GPU."""
+    """Power of the GPU."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Served:
-    """What was measured."""
+    """The measured release."""
 
     host: str
     """Name in the inventory."""
     release: str
-    """Name of the release that served."""
     model: str
-    """Name in the catalog."""
     profile: str
-    """Name in the catalog."""
     image: str
     """Image of the engine."""
     tree: str
-    """Path of the tree on the host."""
+    """Path of the checkpoint on the host."""
     versions: dict[str, str]
-    """Kernel, driver, docker and so on, as the host says."""
+    """Kernel, driver, docker and others, as the host reports them."""
     portable: bool = False
-    """Whether the engine computed without quantised kernels."""
+    """Whether the engine ran without quantized kernels."""
 
     @property
-    def no_spark(self) -> str:
-        """Say why its figures are not a Spark's; empty where nothing speaks against them."""
-        found = sorted(f"{name} {said}" for name, said in self.versions.items() if STAND_IN in said)
-        parts = [f"Stand-ins: {', '.join(found)}. "] if found else []
-        if self.portable:
-            parts.append("Portable mode: every layer dequantised. ")
-        return f"{''.join(parts)}This says nothing of a Spark." if parts else ""
+    def invalid_reason(self) -> str:
+        """Why the figures are not valid for a Spark; "" if they are."""
+        stand_ins = sorted(f"{k} {version}" for k, version in self.versions.items()
+                           if STAND_IN in version)  # fmt: skip
+        reason = f"Stand-ins: {', '.join(stand_ins)}. " if stand_ins else ""
+        reason += "Portable mode: every layer dequantized. " * self.portable
+        return reason and f"{reason}Not valid for a Spark."
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Published:
-    """What others measured of the same model and profile, one request at a time."""
+    """A published figure for the same model and profile: one request at a time."""
 
     tokens_per_s: NonNegativeFloat
-    """Their figure."""
     source: str
-    """Whose it is, and the stack that it was measured on."""
+    """Author and software of the measurement."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class BenchResult:
-    """One run of `spark-deploy bench` against one host."""
+    """One run of `spark-deploy bench` on one host."""
 
     schema_version: Literal[1]
-    """Format of this file."""
+    """Version of this format."""
     at: str
-    """When it began, UTC."""
+    """Start, UTC."""
     served: Served
     answers: tuple[Answer, ...]
-    """Protocol `seeds`; empty when it was not asked for."""
+    """Protocol `seeds`; empty if not requested."""
     cells: tuple[Cell, ...]
-    """Protocol `llama-benchy`; empty when it was not asked for."""
+    """Protocol `llama-benchy`; empty if not requested."""
     llama_benchy: str | None
     """Version of llama-benchy."""
     drafted_tokens: NonNegativeInt
-    """By the engine's counters, over the whole bench."""
+    """Drafted tokens during the benchmark, by the engine's counters."""
     accepted_tokens: NonNegativeInt
-    """Of them accepted."""
+    """Accepted drafted tokens."""
     samples: tuple[Sample, ...]
-    """The host while it was measured."""
+    """The host during the benchmark."""
     notes: tuple[str, ...]
-    """What was left out, and why."""
+    """Omitted measurements, with reasons."""
     loads: tuple[Load, ...] = ()
-    """Protocol `vllm-bench`; empty when it was not asked for."""
+    """Protocol `vllm-bench`; empty if not requested."""
     vllm: str | None = None
-    """Version of vLLM, of that protocol."""
+    """Version of vLLM for `vllm-bench`."""
     published: tuple[Published, ...] = ()
-    """Figures of others, to be read beside `seeds`."""
+    """Published figures to compare with `seeds`."""
 
     @property
     def acceptance_fraction(self) -> float | None:
-        """Share of drafts that were accepted; ``None`` without drafts."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
-    @property
-    def title(self) -> str:
-        """What stands above its figures."""
-        return f"{self.served.model} with {self.served.profile} on {self.served.host}"
-
-    def warm(self) -> tuple[Answer, ...]:
-        """Return the answers that count: those of the last run."""
+    def warm_answers(self) -> dict[str, Answer]:
+        """Return the answers of the last run by prompt."""
         last = max((answer.run for answer in self.answers), default=0)
-        return tuple(answer for answer in self.answers if answer.run == last)
+        return {answer.prompt: answer for answer in self.answers if answer.run == last}

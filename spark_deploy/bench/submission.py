@@ -1,7 +1,7 @@
-"""What others take results in: a folder as Spark Arena's, and NVIDIA's ``performance.yaml``.
+"""Files for submission of a result: Spark Arena's folder and NVIDIA's ``performance.yaml``.
 
-Forms: recipes of sparkrun, version 2, with ``runtime: vllm`` (its arena takes no other words), and
-``performance.yaml`` of NVIDIA/local-ai-inference-recipes, schema 1. Nothing is sent anywhere.
+Formats: recipe of sparkrun, version 2, with ``runtime: vllm``, and ``performance.yaml`` of
+NVIDIA/local-ai-inference-recipes, schema 1. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any
 import yaml
 from spark_contract.release import Release
 
-from spark_deploy.bench import vllm_bench
-from spark_deploy.bench.benchy import GRID_NAME
+from spark_deploy.bench.protocols import GRID_NAME, WARM_UPS
 from spark_deploy.bench.result import BenchResult
 
-# Columns of llama-benchy's own CSV, and where its JSON has them.
+# Columns of llama-benchy's CSV, and their keys in its JSON.
 _PARTS = (
     ("t_s", "{}_throughput"), ("t_s_req", "{}_req_throughput"), ("peak_ts", "peak_throughput"),
     ("peak_ts_req", "peak_req_throughput"), ("ttfr", "ttfr"), ("est_ppt", "est_ppt"),
     ("e2e_ttft", "e2e_ttft"),
 )  # fmt: skip
-# A row about prompts tells how soon, one about answers how fast.
-_OF_PROMPTS, _OF_ANSWERS = {"ttfr", "est_ppt", "e2e_ttft"}, {"peak_ts", "peak_ts_req"}
+COLUMNS = ["model", "test_name", *(f"{c}_{p}" for c, _ in _PARTS for p in ("mean", "std"))]
+# Columns that are empty in rows of answers (tg) and of prompts (pp).
+_EMPTY = {"tg": {"ttfr", "est_ppt", "e2e_ttft"}, "pp": {"peak_ts", "peak_ts_req"}}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which published weights are served."""
+    """The published weights of a release."""
 
     repository: str
     commit: str
-    built: bool  # into a tree of our own, from this and others
+    built: bool  # the checkpoint was built from this repository and others
 
 
 class _Text(str):
-    """A text of several lines, written as such."""
+    """A text that YAML writes on several lines."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -54,19 +54,19 @@ _Dumper.add_representer(
 )
 
 
-def write(
+def write_submission(
     folder: Path, result: BenchResult, release: Release, origin: Origin, raw: dict[str, Any] | None
 ) -> list[Path]:
-    """Write the files that this result has figures for, and return their paths."""
+    """Write the files for the protocols of a result; ``raw`` is llama-benchy's result file."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = _dump(recipe_of(release, origin))
     files = {"recipe.yaml": recipe}
     if raw is not None:
         files["metadata.json"] = json.dumps(metadata_of(result, release, origin, recipe), indent=2)
         with (folder / "benchmark.csv").open("w", newline="") as out:
-            writer = csv.DictWriter(out, columns())
+            writer = csv.DictWriter(out, COLUMNS)
             writer.writeheader()
-            writer.writerows(rows_of(raw))
+            writer.writerows(_csv_rows(raw))
     if result.loads:
         files["performance.yaml"] = _dump(performance_of(result, release, origin, recipe))
     for name, text in files.items():
@@ -79,9 +79,12 @@ def _dump(document: dict[str, Any]) -> str:
 
 
 def recipe_of(release: Release, origin: Origin) -> dict[str, Any]:
-    """Return the release as a recipe of sparkrun; what recipes cannot say is in its description."""
-    built = "; the weights are a tree built from this repository and others" * origin.built
-    more = [shlex.quote(word) for word in release.engine.argv[1:]]
+    built = "; the checkpoint is built from this repository and others" * origin.built
+    # A line for each option with its values.
+    number, lines = 0, dict[int, list[str]]()
+    for word in release.engine.argv[1:]:
+        number += word.startswith("--")
+        lines.setdefault(number, []).append(shlex.quote(word))
     return {
         "recipe_version": "2",
         "model": origin.repository,
@@ -94,27 +97,17 @@ def recipe_of(release: Release, origin: Origin) -> dict[str, Any]:
             f"dgx-spark-deploy{built}"
         },
         "env": dict(release.engine.env),
-        "command": _Text(" \\\n  ".join(["vllm serve {model}", *_pairs(more)]) + "\n"),
+        "command": _Text(
+            " \\\n  ".join(["vllm serve {model}", *map(" ".join, lines.values())]) + "\n"
+        ),
     }
-
-
-def _pairs(words: list[str]) -> Iterator[str]:
-    """Yield an option and its values together."""
-    line: list[str] = []
-    for word in words:
-        if word.startswith("--") and line:
-            yield " ".join(line)
-            line = []
-        line.append(word)
-    if line:
-        yield " ".join(line)
 
 
 def metadata_of(
     result: BenchResult, release: Release, origin: Origin, recipe: str
 ) -> dict[str, Any]:
-    """Return what Spark Arena wants to know beside recipe and figures."""
-    grid = {cell.depth_tokens for cell in result.cells}, {one.concurrency for one in result.cells}
+    depths = sorted({cell.depth_tokens for cell in result.cells})
+    concurrencies = sorted({cell.concurrency for cell in result.cells})
     return {
         "recipe": {
             "name": f"{release.model}-{release.profile}",
@@ -133,40 +126,34 @@ def metadata_of(
         "benchmark": {
             "framework": f"llama-benchy {result.llama_benchy}",
             "profile": GRID_NAME,
-            "args": {"depth": sorted(grid[0]), "concurrency": sorted(grid[1])},
+            "args": {"depth": depths, "concurrency": concurrencies},
         },
         "model": {"revision": origin.commit},
         "runtime_info": dict(result.served.versions),
     }
 
 
-def columns() -> list[str]:
-    """Return the columns of ``benchmark.csv``."""
-    return ["model", "test_name", *(f"{c}_{p}" for c, _ in _PARTS for p in ("mean", "std"))]
-
-
-def rows_of(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what llama-benchy's ``--format csv`` has for its own JSON."""
+def _csv_rows(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows that llama-benchy's ``--format csv`` writes."""
     for case in raw["benchmarks"]:
-        filling, depth = case["is_context_prefill_phase"], case["context_size"]
-        at = f" @ d{depth}" if depth or filling else ""
-        clients = f" (c{case['concurrency']})" if raw["max_concurrency"] > 1 else ""
-        sizes = {"pp": case["prompt_size"], "tg": case["response_size"]}
-        for kind, left_out in (("pp", _OF_ANSWERS), ("tg", _OF_PROMPTS)):
+        is_prefill, depth = case["is_context_prefill_phase"], case["context_size"]
+        suffix = f" @ d{depth}" if depth or is_prefill else ""
+        suffix += f" (c{case['concurrency']})" if raw["max_concurrency"] > 1 else ""
+        for kind, size in (("pp", case["prompt_size"]), ("tg", case["response_size"])):
             if not case.get(f"{kind}_throughput") and (kind == "pp" or not case["peak_throughput"]):
                 continue
-            name = f"ctx_{kind}" if filling else f"{kind}{sizes[kind]}"
-            row = {"model": raw["model"], "test_name": f"{name}{at}{clients}"}
-            for column, path in _PARTS:
-                found = None if column in left_out else case.get(path.format(kind))
-                row |= {f"{column}_{p}": found[p] if found else None for p in ("mean", "std")}
+            test = f"ctx_{kind}" if is_prefill else f"{kind}{size}"
+            row = {"model": raw["model"], "test_name": f"{test}{suffix}"}
+            for column, key in _PARTS:
+                figure = None if column in _EMPTY[kind] else case.get(key.format(kind))
+                row |= {f"{column}_{p}": figure and figure[p] for p in ("mean", "std")}
             yield row
 
 
 def performance_of(
     result: BenchResult, release: Release, origin: Origin, recipe: str
 ) -> dict[str, Any]:
-    """Return the figures of `vllm-bench` in NVIDIA's form; its own harness is another."""
+    """Return the figures of `vllm-bench`; NVIDIA's own benchmark program is another."""
     versions = result.served.versions
     system = {
         "label": versions.get("product"),
@@ -177,6 +164,10 @@ def performance_of(
         "driver_version": versions.get("driver"),
         "cuda_version": versions.get("cuda"),
     }
+
+    def rounded(value: float | None) -> float | None:
+        return None if value is None else round(value, 2)
+
     return {
         "schema_version": 1,
         "recipe_sha256": hashlib.sha256(recipe.encode()).hexdigest(),
@@ -190,27 +181,23 @@ def performance_of(
         },
         "profiles": [
             {
-                "id": f"random-{one.prompt_tokens}-c{one.concurrency}",
+                "id": f"random-{load.prompt_tokens}-c{load.concurrency}",
                 "workload": {
-                    "input_tokens": one.prompt_tokens,
+                    "input_tokens": load.prompt_tokens,
                     "context_tokens": release.check.max_model_len,
                     "dataset": "random",
-                    "input_tokens_total": one.sent_tokens,
-                    "output_tokens": one.answer_tokens,
-                    "concurrency": one.concurrency,
-                    "requests": one.requests,
-                    "warmup_requests": vllm_bench.WARM_UPS,
+                    "input_tokens_total": load.sent_tokens,
+                    "output_tokens": load.answer_tokens,
+                    "concurrency": load.concurrency,
+                    "requests": load.requests,
+                    "warmup_requests": WARM_UPS,
                 },
                 "results": {
-                    "prefill_tokens_per_second_mean": _round(one.prefill_tokens_per_s),
-                    "decode_tokens_per_second_mean": _round(one.decode_tokens_per_s),
-                    "e2e_latency_ms_mean": _round(one.request_ms),
+                    "prefill_tokens_per_second_mean": rounded(load.prefill_tokens_per_s),
+                    "decode_tokens_per_second_mean": rounded(load.decode_tokens_per_s),
+                    "e2e_latency_ms_mean": rounded(load.request_ms),
                 },
             }
-            for one in result.loads
+            for load in result.loads
         ],
     }
-
-
-def _round(value: float | None) -> float | None:
-    return None if value is None else round(value, 2)

@@ -45,11 +45,11 @@ SECTIONS = {
     },
 }
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
+_CHANGES = ("stop", "start", "rollback", "prune", "rotate-key", "uninstall", "fabric")
 _MODULES = {
-    "start": "stop",
+    **dict.fromkeys(_CHANGES, "changes"), **dict.fromkeys(("top", "logs"), "live"),
     "settings": "use",
-    **dict.fromkeys(("rollback", "prune", "rotate-key", "uninstall", "fabric"), "run_pyinfra"),
-}
+}  # fmt: skip
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
@@ -139,9 +139,7 @@ def _queries_hosts(name: str, words: Sequence[str]) -> bool:
         return "--planned" not in words and "--unasked" not in words
     if name in ("add", "bench"):
         return "--requantize" in words or "--ladder" in words
-    return name in (
-        "up", "doctor", "stop", "start", "rollback", "prune", "rotate-key", "uninstall", "fabric",
-    )  # fmt: skip
+    return name in ("up", "doctor", *_CHANGES)
 
 
 class _Group(click.Group):

@@ -13,7 +13,7 @@ from spark_contract import orders
 from spark_contract.documents import text_of
 from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described, Scheme
 
-from spark_deploy.cli import run_pyinfra, share, use
+from spark_deploy.cli import changes, share, use
 from spark_deploy.cli.catalog_files import Draft, write_files
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
 from spark_deploy.cli.options import FILE, Options, host_names, profile_option, shared_options
@@ -112,7 +112,7 @@ class _Added:
 
 def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
     options = replace(options, model=model, profile=None, limit=[*options.limit, *hosts])
-    code = run_pyinfra.run("requantize", options, {"checkpoint.requantized": True})
+    code = changes.run("requantize", options, {"checkpoint.requantized": True})
     if code == 0 and not options.dry:
         note(
             f"to serve it, set checkpoint.requantized: true next to model: {model}, "

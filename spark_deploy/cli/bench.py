@@ -8,22 +8,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from spark_contract.documents import DocumentError, parse, plain, text_of
 from spark_contract.release import Release
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.bench import benchy, host, markdown, page, submission, vllm_bench
-from spark_deploy.bench.load import Endpoint
-from spark_deploy.bench.page import measure
+from spark_deploy.bench import host, protocols, report
 from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published, Served
-from spark_deploy.cli import run_pyinfra
+from spark_deploy.bench.submission import Origin, write_submission
+from spark_deploy.cli import changes
 from spark_deploy.cli.connect import connection_of, login_of
 from spark_deploy.cli.hosts import Target, build_plan, chosen_services, select_hosts
 from spark_deploy.cli.options import FILE, FOLDER, Options, service_option, shared_options
 from spark_deploy.cli.terminal import note
+from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import SparkError
 from spark_deploy.ticking import ticking
 
@@ -31,6 +31,7 @@ _TICK_S = 30.0  # between notes; a run takes hours
 _COUNT = click.IntRange(min=1)
 _DEPTH = click.IntRange(min=0)
 _PROTOCOL = click.Choice(["seeds", "llama-benchy", "vllm-bench"])
+_Sizes = TypeVar("_Sizes", protocols.Grid, protocols.Case)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,14 @@ class Measurement:
     answer_tokens: int | None = None
     runs: int | None = None
     book_url: str | None = None
+
+    def apply(self, sizes: _Sizes) -> _Sizes:
+        """Replace the sizes of prompts and answers that were requested."""
+        return replace(
+            sizes,
+            prompt_tokens=self.prompt_tokens or sizes.prompt_tokens,
+            answer_tokens=self.answer_tokens or sizes.answer_tokens,
+        )
 
 
 def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
@@ -66,31 +75,25 @@ def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
 def bench(
     options: Options, out: str, compare: Sequence[str], ladder: bool, **measurement: Any
 ) -> int:
-    how = Measurement(**measurement)
-    return measure_or_compare(options, Path(out), compare, how, ladder=ladder)
-
-
-def measure_or_compare(
-    options: Options, out: Path, compare: Sequence[str], how: Measurement, *, ladder: bool
-) -> int:
-    if compare:
-        results = [_read(Path(name)) for name in compare]
-        _print(options, results, _write(results, out, "comparison"))
-        return 0
-    if ladder:
-        code, results = climb(options, lambda target: _measure_host(target, how, out)[0])
+    folder, how, results = Path(out), Measurement(**measurement), list[BenchResult]()
+    if compare or ladder:
+        code, name = 0, "ladder" if ladder and not compare else "comparison"
+        if compare:
+            results = [_read_result(Path(file)) for file in compare]
+        else:
+            code, results = climb(options, lambda target: _measure_host(target, how, folder)[0])
+        text = _write_report(results, folder, name) if results else ""
         if results:
-            _print(options, results, _write(results, out, "ladder"))
+            print(json.dumps(plain(results), indent=1) if options.json else text)
         return code
-    results = []
     for target in select_hosts(options, judged=False):
-        result, name = _measure_host(target, how, out)
+        result, name = _measure_host(target, how, folder)
         results.append(result)
-        text = _write([result], out, name)
+        text = _write_report([result], folder, name)
         if not options.json:
             print(text)
     if options.json:
-        _print(options, results, "")
+        print(json.dumps(plain(results), indent=1))
     return 0
 
 
@@ -130,7 +133,7 @@ def climb(
         for target in select_hosts(step):
             build_plan(target)
     stages = ", ".join(str(step.profile) for step in steps)
-    run_pyinfra.agreed(
+    changes.confirm(
         options.yes,
         f"{', '.join(names)}: serve {stages} in turn, then the settings again? "
         "Clients get 503 during each change.",
@@ -149,12 +152,12 @@ def climb(
 
 
 def _deploy(options: Options, names: Sequence[str]) -> int:
-    run_pyinfra.show(run_pyinfra.line("up", options, names, ["-y"]))
-    return run_pyinfra.deploy("up", select_hosts(options), options)
+    changes.print_command(changes.pyinfra_command("up", options, names, ["-y"]))
+    return changes.deploy("up", select_hosts(options), options)
 
 
 def _measure_host(target: Target, how: Measurement, out: Path) -> tuple[BenchResult, str]:
-    """Measure a host; write and return the result, and the name of the file."""
+    """Measure a host and write the result; return it with the name of the file."""
     began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     name = f"{target.name.lstrip('@')}-{began.replace(':', '')}"
     out.mkdir(parents=True, exist_ok=True)
@@ -163,20 +166,18 @@ def _measure_host(target: Target, how: Measurement, out: Path) -> tuple[BenchRes
     return result, name
 
 
-def _write(results: Sequence[BenchResult], out: Path, name: str) -> str:
+def _write_report(results: Sequence[BenchResult], out: Path, name: str) -> str:
     out.mkdir(parents=True, exist_ok=True)
-    text = markdown.text_of(results)
+    text = report.render_markdown(results)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
-    (out / f"{name}.html").write_text(page.page_of(results), encoding="utf-8")
+    (out / f"{name}.html").write_text(report.render_page(results), encoding="utf-8")
     note(f"written: {out / name}.md and .html")
+    if not report.has_plots():
+        note("without plots; to add them: pip install 'dgx-spark-deploy[bench]'")
     return text
 
 
-def _print(options: Options, results: Sequence[BenchResult], text: str) -> None:
-    print(json.dumps(plain(results), indent=1) if options.json else text)
-
-
-def _read(path: Path) -> BenchResult:
+def _read_result(path: Path) -> BenchResult:
     try:
         return parse(BenchResult, path.read_text(encoding="utf-8"))
     except (OSError, DocumentError) as error:
@@ -191,34 +192,36 @@ def _measure(target: Target, how: Measurement, began: str, files: Path) -> Bench
     connection, login = connection_of(target, service=service), login_of(target)
     settings = target.settings.settings
     port = (settings if service == MAIN_SERVICE else settings.of_service(service)).serve.port
-    served, release = host.served_by(login, service)
-    key = login.told(f"cat {connection.key_path}").strip()
+    served, release = host.read_served(login, service)
+    key = login.run(f"cat {connection.key_path}").strip()
     notes: list[str] = []
     note(f"{target.name}: {served.model} with {served.profile} ({served.release})")
     raw = files.with_name(f"{files.name}.llama-benchy.json")
     with ExitStack() as stack:
         url = connection.base_url
         if connection.tunnel:
-            url = f"http://127.0.0.1:{stack.enter_context(host.tunnel(login, port))}/v1"
-        endpoint = Endpoint(url, connection.model, key, connection.ca)
+            url = f"http://127.0.0.1:{stack.enter_context(host.open_tunnel(login, port))}/v1"
+        endpoint = protocols.Endpoint(url, connection.model, key, connection.ca)
         run = _Run(how, login, release, endpoint, notes)
-        samples = stack.enter_context(host.sampled(login))
-        before = host.drafts(login, service)
-        answers = run.seeds()
-        benchy_version, cells = run.grid(raw)
-        vllm_version, loads = run.loads(port, connection.key_path)
-        after = host.drafts(login, service)
+        samples = stack.enter_context(host.sample_host(login))
+        before = host.read_draft_counters(login, service)
+        answers = run.measure_seeds()
+        benchy_version, cells = run.measure_grid(raw)
+        vllm_version, loads = run.measure_loads(port, connection.key_path)
+        after = host.read_draft_counters(login, service)
     drafted, accepted = (max(0, b - a) for a, b in zip(before, after, strict=True))
     result = BenchResult(
         1, began, served, answers, cells, benchy_version, drafted, accepted, tuple(samples),
-        tuple(notes), loads, vllm_version, _published(target, served),
+        tuple(notes), loads, vllm_version, published_figures(target.catalog, served),
     )  # fmt: skip
-    _write_submission(target, release, result, files, raw)
+    if cells or loads:
+        _submit(target, release, result, files, raw)
     return result
 
 
-def _published(target: Target, served: Served) -> tuple[Published, ...]:
-    profile = target.catalog.profiles.get((served.profile, served.model))
+def published_figures(catalog: Catalog, served: Served) -> tuple[Published, ...]:
+    """Return published figures of the measured pair, for one request at a time."""
+    profile = catalog.profiles.get((served.profile, served.model))
     return tuple(
         Published(figure.tokens_per_s, figure.source)
         for figure in (profile.published if profile else ())
@@ -226,13 +229,9 @@ def _published(target: Target, served: Served) -> tuple[Published, ...]:
     )
 
 
-def _write_submission(
-    target: Target, release: Release, result: BenchResult, files: Path, raw: Path
-) -> None:
-    """Write files for Spark Arena and NVIDIA if their protocols ran on a Spark."""
-    if not result.cells and not result.loads:
-        return
-    reason, served = result.served.no_spark, None
+def _submit(target: Target, release: Release, result: BenchResult, files: Path, raw: Path) -> None:
+    """Write files for Spark Arena and NVIDIA if the figures are valid for a Spark."""
+    reason, served = result.served.invalid_reason, None
     if not reason:
         try:
             plans = build_plan(target).served
@@ -244,19 +243,21 @@ def _write_submission(
         note(f"{target.name}: no folder for submission. {reason}")
         return
     locked = served.sources[0].locked
-    origin = submission.Origin(locked.repo, locked.commit, built=served.checkpoint is not None)
+    origin = Origin(locked.repo, locked.commit, built=served.checkpoint is not None)
     figures = json.loads(raw.read_text()) if result.cells else None
     folder = files.with_name(f"{files.name}.submission")
-    submission.write(folder, result, release, origin, figures)
+    write_submission(folder, result, release, origin, figures)
     note(f"written: {folder}, for Spark Arena and NVIDIA; not sent")
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
+    """The protocols of a measurement; each returns nothing if it was not requested."""
+
     how: Measurement
     login: host.Login
     release: Release
-    endpoint: Endpoint
+    endpoint: protocols.Endpoint
     notes: list[str]
 
     def is_requested(self, protocol: str) -> bool:
@@ -276,47 +277,47 @@ class _Run:
             raise SparkError.one(self.login.name, problem, fix)
         self.notes.append(f"{problem}; {fix}")
 
-    def seeds(self) -> tuple[Answer, ...]:
+    def measure_seeds(self) -> tuple[Answer, ...]:
         if not self.is_requested("seeds"):
             return ()
-        return tuple(measure(self.endpoint, self.context_tokens, note))
+        return tuple(protocols.measure_seeds(self.endpoint, self.context_tokens, note))
 
-    def loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
+    def measure_loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
         if not self.is_requested("vllm-bench"):
             return None, ()
-        how = self.how
-        sizes = {"prompt_tokens": how.prompt_tokens, "answer_tokens": how.answer_tokens}
-        given = {name: value for name, value in sizes.items() if value}
-        cases = list(vllm_bench.cases_of(how.clients, self.context_tokens, **given))
-        result = vllm_bench.measure(self.login, self.release, port, key_path, cases, note)
+        case = self.how.apply(protocols.Case())
+        cases = [
+            replace(case, concurrency=clients).fitting(self.context_tokens)
+            for clients in self.how.clients or [1]
+        ]
+        result = protocols.measure_loads(self.login, self.release, port, key_path, cases, note)
         if result[0] is None:
             problem = f"{self.release.image.tag} has no vllm bench serve"
             self.skip(problem, "choose another protocol or image")
         return result
 
-    def grid(self, raw: Path) -> tuple[str | None, tuple[Cell, ...]]:
+    def measure_grid(self, raw: Path) -> tuple[str | None, tuple[Cell, ...]]:
         if not self.is_requested("llama-benchy"):
             return None, ()
-        python = benchy.interpreter()
+        python = protocols.find_benchy_python()
         if python is None:
             self.skip("llama-benchy is not installed here", "pipx install llama-benchy")
             return None, ()
-        how, context_tokens = self.how, self.context_tokens
-        full = benchy.Grid(
-            tuple(how.depths or benchy.DEPTHS),
-            tuple(how.clients or benchy.CONCURRENCIES),
-            how.runs or benchy.RUNS,
-            how.prompt_tokens or benchy.PROMPT_TOKENS,
-            how.answer_tokens or benchy.ANSWER_TOKENS,
+        full = self.how.apply(protocols.Grid())
+        full = replace(
+            full,
+            depths=self.how.depths or full.depths,
+            concurrencies=self.how.clients or full.concurrencies,
+            runs=self.how.runs or full.runs,
         )
-        grid = full.fitting(context_tokens)
-        if left := [depth for depth in full.depths if depth not in grid.depths]:
-            depths = ", ".join(map(str, left))
-            self.notes.append(f"depths {depths} exceed the context of {context_tokens} tokens")
+        grid = full.fitting(self.context_tokens)
+        if left_out := [str(depth) for depth in full.depths if depth not in grid.depths]:
+            context = f"the context of {self.context_tokens} tokens"
+            self.notes.append(f"depths {', '.join(left_out)} exceed {context}")
         if not grid.depths:
             return None, ()
         note(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs")
-        more = ["--book-url", how.book_url] if how.book_url else []
+        more = ["--book-url", self.how.book_url] if self.how.book_url else []
         progress = ticking("llama-benchy", note, _TICK_S)
-        with host.tokenizer(self.login, self.release.tree.path) as folder, progress:
-            return benchy.measure(python, self.endpoint, folder, grid, raw, more)
+        with host.copy_tokenizer(self.login, self.release.tree.path) as folder, progress:
+            return protocols.measure_grid(python, self.endpoint, folder, grid, raw, more)

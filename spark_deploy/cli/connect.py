@@ -20,14 +20,20 @@ import click
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
-from spark_deploy.cli.hosts import Target, all_host_names, chosen_services, select_hosts
+from spark_deploy.cli.hosts import (
+    Target,
+    chosen_services,
+    inventory_path,
+    query_or_note,
+    select_hosts,
+)
 from spark_deploy.cli.options import Options, service_option, shared_options
-from spark_deploy.cli.query_hosts import query
 from spark_deploy.cli.terminal import next_command, note, print_result
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.certificates import ca_path
 from spark_deploy.hosts.gateway import TailnetAddress
+from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import pair_of
@@ -165,9 +171,10 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
         raise SparkError.one(f"--{two[0]} and --{two[1]}", problem, fix)
     hosts = _without_workers(select_hosts(options, judged=False), options, service)
     tailnet = _tailnet_addresses(hosts)
-    places = {name: place for place, name in enumerate(all_host_names(options))}
+    names = list(read_inventory(inventory_path(options), data=list(options.data), judged=False))
     servers = [
-        connection_of(host, tailnet.get(host.name), places[host.name], service) for host in hosts
+        connection_of(host, tailnet.get(host.name), names.index(host.name), service)
+        for host in hosts
     ]
     if client:
         _print_client(options, client, service, servers)
@@ -200,11 +207,8 @@ def _tailnet_addresses(hosts: list[Target]) -> dict[str, str]:
     ]
     if not unknown:
         return {}
-    answers = query(unknown, lambda host, _target: host.get_fact(TailnetAddress) or None)
-    for answer in answers:
-        if answer.value is None:
-            note(f"{answer.host.name}: tailnet address unknown: {answer.problem}")
-    return {answer.host.name: answer.value for answer in answers if answer.value}
+    answers = query_or_note(unknown, lambda host, _: host.get_fact(TailnetAddress) or None)
+    return {host.name: address for host, address in answers}
 
 
 def _print_client(

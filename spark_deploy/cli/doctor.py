@@ -13,9 +13,8 @@ import click
 from pyinfra.api.host import Host
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.cli.hosts import Target, build_plan, select_hosts
+from spark_deploy.cli.hosts import Answer, Target, build_plan, query, query_or_note, select_hosts
 from spark_deploy.cli.options import FILE, Options, shared_options
-from spark_deploy.cli.query_hosts import Answer, query
 from spark_deploy.cli.report import HostReport, plain_data, write_report
 from spark_deploy.cli.report_contents import HostData, host_report, read_host
 from spark_deploy.cli.terminal import note, print_result
@@ -59,19 +58,15 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
         return read_host(host, survey) if survey else None
 
     reports: list[HostReport] = []
-    for answer in query(hosts, read):
-        name, number = answer.host.name, len(reports) + 1
-        if answer.value is None:
-            note(f"{name}: {answer.problem}")
-            continue
-        local = name == "@local"
-        reports.append(host_report(number, answer.value, plans[name], MAIN_SERVICE, local=local))
-        note(f"{name} is {reports[-1].name} in the report")
+    for host, data in query_or_note(hosts, read):
+        number, local = len(reports) + 1, host.name == "@local"
+        reports.append(host_report(number, data, plans[host.name], MAIN_SERVICE, local=local))
+        note(f"{host.name} is {reports[-1].name} in the report")
     if not reports:
         return 1
     report, path = write_report(tuple(reports), out)
-    data = {"file": str(path), **plain_data(report)}
-    print_result(options, data, ([_report_summary(host)] for host in reports), between="\n")
+    result = {"file": str(path), **plain_data(report)}
+    print_result(options, result, ([_report_summary(host)] for host in reports), between="\n")
     note(f"{path}: read it before you send it ({page('reports')})")
     return 0 if len(reports) == len(hosts) else 1
 

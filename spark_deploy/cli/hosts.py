@@ -1,24 +1,39 @@
-"""The hosts that a command selects, with their settings and plans."""
+"""The hosts that a command selects: settings, plans, queries in parallel, and access checks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import gevent
+from pyinfra.api.config import Config
+from pyinfra.api.connect import disconnect_all
+from pyinfra.api.exceptions import PyinfraError
+from pyinfra.api.host import Host
+from pyinfra.api.inventory import Inventory
+from pyinfra.api.state import BaseStateCallback, State, StateStage
+from pyinfra.context import ctx_host, ctx_state
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.cli.options import Options
-from spark_deploy.cli.terminal import note
+from spark_deploy.cli.terminal import note, short_list
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.errors import SettingsError, SparkError
+from spark_deploy.config.errors import Problem, SettingsError, SparkError, unreachable
+from spark_deploy.config.printable import in_words
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
+from spark_deploy.hosts.status import HostStatus, Status
+from spark_deploy.inventory import host_keys, login
+from spark_deploy.inventory.host_keys import Endpoint, Seen, readable_ssh_files
 from spark_deploy.inventory.host_names import KEY, Known, read_repositories
+from spark_deploy.inventory.output_limits import listen_carefully
 from spark_deploy.inventory.plans import payload_identity, read_inventory
 from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import beside_of, resolve, wanted_by
@@ -28,10 +43,25 @@ from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.memory import weights_of
 from spark_deploy.plan.resolve import Request
 from spark_deploy.plan.types import HostPlan
+from spark_deploy.ticking import ticking
+
+T = TypeVar("T")
 
 ESTIMATED_COMMIT = "0" * 40
+QUIET_S = 2.0  # until a note names the hosts without an answer
 _ESTIMATED_SHA256 = "0" * 64
 _ESTIMATED_IMAGE_BYTES = 10_000_000_000
+_CHECK_NETWORK = "check that the host is on; check address and port"
+_BOOTSTRAP = "run `spark-deploy up`, or deploys/bootstrap.py: it installs key and sudo rule"
+# By pyinfra's reasons for a failed connection.
+_FIXES = {
+    "Could not connect": _CHECK_NETWORK,
+    "Could not resolve hostname": _CHECK_NETWORK,
+    "EOF error": _CHECK_NETWORK,
+    "Authentication error": _BOOTSTRAP,
+    "SSH host key error": _BOOTSTRAP,  # it shows both keys
+    "No host key": _BOOTSTRAP,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +86,29 @@ class Target:
 def select_hosts(options: Options, *, judged: bool = True, deploy: str = "") -> list[Target]:
     """Return the hosts that the command line selects.
 
-    ``judged=False`` accepts settings that cannot be served, for commands that do not serve them.
-    ``deploy`` is the deploy to run on them, for which the inventory may prepare.
+    Args:
+        options: shared options.
+        judged: refuse settings that cannot be served.
+        deploy: the deploy that will run; the inventory may prepare for it.
     """
     pair = {key: getattr(options, key) for key in ("model", "profile") if getattr(options, key)}
     data = [*options.data, *(f"{key}={value}" for key, value in pair.items())]
     try:
         inventory = read_inventory(
-            inventory_path(options),
-            data=data, limit=options.limit, exclude=options.exclude, judged=judged,
-            deploy=deploy,
+            inventory_path(options), data=data, limit=options.limit, exclude=options.exclude,
+            judged=judged, deploy=deploy,
         )  # fmt: skip
     except SettingsError as error:
         flags = {f"--data: {key}": f"--{key}" for key in pair}
-        raise SettingsError(
-            [
-                replace(problem, where=flags.get(problem.where, problem.where))
-                for problem in error.problems
-            ]
-        ) from error
+        raise SettingsError([
+            replace(problem, where=flags.get(problem.where, problem.where))
+            for problem in error.problems
+        ]) from error  # fmt: skip
     looked_up: dict[Path, Lock] = {}
     return [
         Target(name, host_data, host_data[KEY].found, host_data[KEY].catalog, looked_up)
         for name, host_data in inventory.items()
     ]
-
-
-def all_host_names(options: Options) -> list[str]:
-    return list(read_inventory(inventory_path(options), data=list(options.data), judged=False))
 
 
 def inventory_path(options: Options) -> Path:
@@ -164,3 +189,136 @@ def chosen_services(host: Target, service: str | None) -> list[str]:
         fix = f"did you mean {guess}?" if guess else f"choose from: {', '.join(services)}"
         raise SparkError.one(f"--service {service}", f"{host.name} has no such service", fix)
     return [service]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[T]):
+    host: Target
+    value: T | None
+    problem: str = ""
+
+    def data(self) -> dict[str, Any]:
+        """Return the fields that every command prints as JSON."""
+        reachable = self.value is not None
+        return {"host": self.host.name, "reachable": reachable, "problem": self.problem}
+
+
+class _ConnectErrors(BaseStateCallback):
+    """Keeps why connections failed; pyinfra only logs it."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    def host_connect_error(  # type: ignore[override]  # called on the instance
+        self, state: State, host: Host, error: Exception
+    ) -> None:
+        self.reasons[host.name] = str(error)
+
+
+def read_status(host: Host, _target: Target) -> HostStatus | None:
+    status: HostStatus | None = host.get_fact(Status)
+    return status
+
+
+def query(
+    hosts: Sequence[Target], read: Callable[[Host, Target], T | None], *, doing: str = "querying"
+) -> list[Answer[T]]:
+    """Return an answer for each host, in the order of ``hosts``.
+
+    ``doing`` precedes the names of slow hosts in notes.
+    """
+    data = [(host.name, host.data) for host in hosts]
+    inventory = Inventory((data, {}))  # type: ignore[no-untyped-call]  # pyinfra
+    state = State(inventory, Config())  # type: ignore[no-untyped-call]  # pyinfra
+    errors = _ConnectErrors()
+    state.add_callback_handler(errors)  # type: ignore[no-untyped-call]  # pyinfra
+    state.set_stage(StateStage.Connect)
+
+    def query_host(host: Host, target: Target) -> Answer[T]:
+        with ctx_host.use(host):
+            try:
+                with readable_ssh_files():
+                    host.connect(raise_exceptions=False, show_errors=False)
+                if not host.connected:
+                    reason = in_words(errors.reasons.get(host.name, "no reason given"))
+                    return Answer(target, None, f"unreachable: {with_fix(reason)}")
+                state.activate_host(host)
+                listen_carefully()
+                value = read(host, target)
+            except (PyinfraError, OSError) as error:
+                return Answer(target, None, f"query failed: {_reason(host, state, error)}")
+        return Answer(target, value, "" if value is not None else "sent no readable answer")
+
+    with ctx_state.use(state):
+        tasks = [gevent.spawn(query_host, *pair) for pair in zip(inventory, hosts, strict=True)]
+
+        def slow() -> str:
+            names = [host.name for host, task in zip(hosts, tasks, strict=True) if not task.ready()]
+            return f"{doing} {short_list(names)}"
+
+        with ticking(slow, note, first_s=QUIET_S):
+            gevent.joinall(tasks, raise_error=True)
+        disconnect_all(state)
+    return [task.get() for task in tasks]
+
+
+def query_or_note(
+    hosts: Sequence[Target], read: Callable[[Host, Target], T | None]
+) -> Iterator[tuple[Target, T]]:
+    """Yield the hosts that answer; print why others do not."""
+    for answer in query(hosts, read):
+        if answer.value is None:
+            note(f"{answer.host.name}: {answer.problem}")
+        else:
+            yield answer.host, answer.value
+
+
+def with_fix(reason: str) -> str:
+    """Add the fix to pyinfra's reason for a failed connection."""
+    fix = next((fix for text, fix in _FIXES.items() if text in reason), "")
+    return f"{reason}; fix: {fix}" if fix else reason
+
+
+def _reason(host: Host, state: State, error: Exception) -> str:
+    """Explain a failed query; pyinfra reports a failed command only as "no hosts left"."""
+    if isinstance(error, SparkError):
+        return error.problems[0].line
+    if host not in state.failed_hosts:
+        return str(error)
+    if not host.data.get("_sudo"):
+        return "a read-only command failed on the host"
+    return (
+        "a command failed on the host, or sudo is missing or requires a password; fix: run "
+        "deploys/bootstrap.py, or set `sudo: false` if you log in as root"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AccessResult:
+    silent: tuple[Seen, ...]
+    closed: tuple[Endpoint, ...]  # our key does not log in, or sudo requires a password
+
+    def problems(self) -> Iterator[Problem]:
+        for host in self.silent:
+            reason = f"{host.entry_name}: {host.detail}"
+            yield unreachable(host.endpoint.host, reason, _CHECK_NETWORK)
+        for endpoint in self.closed:
+            problem = "sudo requires a password"
+            if not endpoint.is_local:
+                problem = f"rejects our SSH key, or {problem}"
+            yield Problem(endpoint.host, problem, _BOOTSTRAP)
+
+
+def check_access(hosts: Sequence[Target]) -> AccessResult:
+    """Try a login on all hosts in parallel; probe those where it fails."""
+    endpoints = [login.endpoint(host.name, host.data) for host in hosts]
+    doing = f"connecting to {short_list([host.name for host in hosts])}"
+    with ticking(doing, note, first_s=QUIET_S), ThreadPoolExecutor(max_workers=16) as pool:
+        results = list(pool.map(login.try_key, endpoints))
+        pairs = zip(endpoints, results, strict=True)
+        closed = [endpoint for endpoint, access in pairs if not access.ready]
+        remote = [endpoint for endpoint in closed if not endpoint.is_local]
+        seen = list(pool.map(host_keys.look, remote))
+    silent = tuple(host for host in seen if host.state == "unreachable")
+    unreached = [host.endpoint for host in silent]
+    return AccessResult(silent, tuple(endpoint for endpoint in closed if endpoint not in unreached))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -10,10 +10,9 @@ from typing import NamedTuple
 import click
 
 from spark_deploy.cli.doctor import Reuse, read_survey, reusable, reuse_text
-from spark_deploy.cli.hosts import Target, build_plan, select_hosts
+from spark_deploy.cli.hosts import build_plan, query_or_note, select_hosts
 from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.plan_text import plan_text
-from spark_deploy.cli.query_hosts import query
 from spark_deploy.cli.report import HostReport, read_report
 from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.catalog.model import HybridModel
@@ -25,7 +24,6 @@ from spark_deploy.lock.file import read_lock
 from spark_deploy.plan.host import document
 from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.speed import Calibration, calibrated, speed_of
-from spark_deploy.plan.types import HostPlan
 
 ONE_STREAM = "one_stream_tokens_per_s"
 
@@ -52,7 +50,10 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
         path = host.settings.lock_path
         lock = host.looked_up.get(path) or read_lock(path)
         host.looked_up[path] = hold_if_told(host.settings.settings, host.catalog, lock, note)
-    reuse = _read_reuse(hosts, plans) if on_host else {}
+    needs, reuse = {host_plan.host: host_plan.needs for host_plan in plans}, dict[str, Reuse]()
+    if on_host:
+        surveys = query_or_note(hosts, lambda host, target: read_survey(host, needs[target.name]))
+        reuse = {host.name: reusable(survey.stored, needs[host.name]) for host, survey in surveys}
     texts = (
         plan_text(
             host_plan, *pair_of(host.settings.settings, host.catalog),
@@ -68,18 +69,6 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
     ]
     print_result(options, documents, texts)
     return 0 if not on_host or len(reuse) == len(hosts) else 1
-
-
-def _read_reuse(hosts: Sequence[Target], plans: Sequence[HostPlan]) -> dict[str, Reuse]:
-    needs = {host_plan.host: host_plan.needs for host_plan in plans}
-    reuse: dict[str, Reuse] = {}
-    for answer in query(hosts, lambda host, target: read_survey(host, needs[target.name])):
-        name = answer.host.name
-        if answer.value is None:
-            note(f"{name}: {answer.problem}")
-        else:
-            reuse[name] = reusable(answer.value.stored, needs[name])
-    return reuse
 
 
 class MeasuredSpeed(NamedTuple):

@@ -1,10 +1,10 @@
-"""A deploy as people watch it: a line for each host in place; piped, a line each half minute."""
+"""Progress of a deploy: a live line per host in a terminal, otherwise a line every half minute."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,246 +16,209 @@ from rich.text import Text
 
 from spark_deploy.config.printable import in_words
 
+PIPED_EVERY_S = 30.0
+INTERRUPTED = 130
+_INDENT = 4  # of wrapped lines
 _JOB = re.compile(
-    r"(?P<title>(?:fetch|build|pull|remove) .+): (?P<state>[a-z]+)(?:: (?P<how>.*))?$"
+    r"(?P<title>(?:fetch|build|pull|remove) .+): (?P<state>[a-z]+)(?:: (?P<progress>.*))?$"
 )
-_ROLLOUT = re.compile(r"rollout of \S+: (?P<phase>[\w-]+): (?P<said>.*)")
-# pyinfra logs these for a host; callbacks tell them, too.
+_ROLLOUT = re.compile(r"rollout of \S+: (?P<phase>[\w-]+): (?P<detail>.*)")
+# pyinfra logs these per host; its callbacks report them, too.
 _STATUSES = ("Success", "No changes", "Skipped", "Error: executed", "Connected", "Ready:")
-_PARTS = {
-    "host": ("Reboots", "Preflight", "Base", "Tools", "CUDA", "Docker"),
-    "model and image": ("Sources", "Checkpoint", "Image", "Ready", "Discard"),
-    "engine": ("Serve", "Rollback"),
-    "proof": ("Verify",),
+# Logged before the first operation.
+_PREAMBLE = re.compile(r"--> .*\.\.\.$|\s*Failed to load host keys from .*: No such file")
+_PART_OF_ROLE = {
+    **dict.fromkeys(("Sources", "Checkpoint", "Image", "Ready", "Discard"), "model and image"),
+    **dict.fromkeys(("Serve", "Rollback"), "engine"),
+    "Verify": "proof",
 }
-_ENGINE = "engine"
-_WAITS_FOR_WORK = "Wait for all jobs"
 PHASES = {
-    "waiting": "waits for its turn",
-    "prove": "looks whether all is there",
-    "drain": "requests end",
-    "stop": "engine stops",
-    "memory": "waits for memory",
-    "start": "engine loads",
-    "check": "asks the engine its questions",
-    "open": "lets requests through",
-    "enable": "boots with it from now on",
-    "bench": "measures its speed",
-    "rollback": "goes back",
+    "waiting": "waiting for its turn",
+    "prove": "verifying files",
+    "drain": "draining requests",
+    "stop": "stopping the engine",
+    "memory": "waiting for memory",
+    "start": "loading the engine",
+    "check": "checking the engine",
+    "open": "opening traffic",
+    "enable": "enabling start at boot",
+    "bench": "measuring speed",
+    "rollback": "rolling back",
     "done": "done",
 }
 
 
 @dataclass(slots=True)
 class HostView:
-    """Where one host stands."""
+    """The state of a host during a deploy."""
 
     name: str
     step: str = "connecting"
-    what: str = ""  # what the step says of itself on this host
-    how: str = ""  # how far that is: never cut short
-    ended: bool = False  # this step, on this host
-    failed: str = ""  # the step that failed
+    task: str = ""  # of the step
+    progress: str = ""  # of the task; never cut
+    is_done: bool = False  # the step, on this host
+    failed: str = ""  # the failed step
     steps: int = 0
     changed: int = 0
     notes: list[str] = field(default_factory=list)  # of this step
-    said: list[str] = field(default_factory=list)  # of the last step that had results to tell
+    last_results: list[str] = field(default_factory=list)  # of the last step with results
     problems: list[str] = field(default_factory=list)
     serves: list[str] = field(default_factory=list)
 
     @property
-    def results(self) -> list[str]:
-        return self.serves or [line for line in self.notes if not _is_progress(line)] or self.said
+    def step_results(self) -> list[str]:
+        return [line for line in self.notes if not (_ROLLOUT.match(line) or _JOB.match(line))]
 
     def line(self) -> tuple[str, str]:
+        """Return task and progress."""
         if self.failed:
             return f"FAILED in {self.failed}", ""
-        if self.ended:
+        if self.is_done:
             return self.step, ""
-        if self.how:
-            return self.what, self.how
-        return f"{self.step}{f': {self.what}' if self.what else ''}", ""
+        if self.progress:
+            return self.task, self.progress
+        return f"{self.step}{f': {self.task}' if self.task else ''}", ""
 
-    @property
-    def going_on(self) -> str:
-        """Work that continues on the host after an interrupt; may be empty."""
-        if self.failed or self.ended or not self.how:
-            return ""
-        return self.how if self.what == _ENGINE else f"{self.what}: {self.how}"
+    def start(self, step: str) -> None:
+        self.last_results = self.step_results or self.last_results
+        self.step, self.task, self.progress, self.notes, self.is_done = step, "", "", [], False
+
+    def log(self, text: str) -> None:
+        if text.startswith(("Connected", "Ready:")):
+            self.step = "preparing" if text == "Connected" else "ready"
+        if text.startswith(_STATUSES):
+            return
+        self.notes.append(text)
+        if self.step.startswith("Verify"):
+            self.serves.append(text)
+        self.task, self.progress = text, ""
+        if rollout := _ROLLOUT.match(text):
+            self.task, self.progress = "engine", PHASES.get(rollout["phase"], rollout["phase"])
+            if waited := re.search(r"waited_s=(\d+)", rollout["detail"]):
+                self.progress += f", {minutes(int(waited[1]))}"
+            elif rollout["phase"] == "rollback":
+                self.progress += f": {rollout['detail']}"
+        elif job := _JOB.match(text):
+            self.task, self.progress = job["title"], job["progress"] or job["state"]
 
 
 @dataclass(slots=True)
 class Transcript:
-    """What a run did so far."""
+    """The state of a deploy, from log lines and callbacks.
+
+    Methods return lines to print at once.
+    """
 
     hosts: dict[str, HostView] = field(default_factory=dict)
     part: str = ""
     parts_s: dict[str, float] = field(default_factory=dict)
     since_s: float = 0.0
-    others: list[str] = field(default_factory=list)  # lines of no host, since the last step
+    general: list[str] = field(default_factory=list)  # lines without a host, since the last step
 
     def log(self, line: str) -> list[str]:
-        """Take in a log line; return what a person has to see at once."""
         line = in_words(line).strip()
         name, bracket, text = line.removeprefix("[").partition("]")
         if line.startswith("[") and bracket and name in self.hosts:
-            return self._note(self.hosts[name], text.strip())
-        self.others.append(line)
+            self.hosts[name].log(text.strip())
+            is_warning = text.strip().startswith("warning of its check")
+            return [f"{name}: {text.strip()}"] if is_warning else []
+        self.general.append(line)
         return [line] if re.match(r"(warning|error|!!!)\b", line.lower()) else []
 
-    def begin(self, name: str, now_s: float) -> None:
-        """Begin an operation, ``Role | Name``."""
-        self._pass(now_s)
+    def start_operation(self, name: str, now_s: float) -> None:
+        """Start an operation, ``Role | Name``."""
+        self._add_time(now_s)
         role, _, name = (word.strip() for word in name.partition("|"))
-        self.part = _part_of(role, name)
-        self.others = []
-        turn = self._turn(name)
+        self.part = _PART_OF_ROLE.get(role, "host")
+        if name == "Wait for all jobs":
+            self.part = "model and image"
+        self.general = []
+        named = name.rpartition(" on ")[2].split(", ")
+        active = named if all(host in self.hosts for host in named) else list(self.hosts)
         for host in self.hosts.values():
             if not host.failed:
-                waits = turn and host.name not in turn
-                host.step = f"waits for {', '.join(turn)}" if waits else f"{role}: {name}"
-                host.what, host.how = "", ""
-                host.said = [line for line in host.notes if not _is_progress(line)] or host.said
-                host.notes, host.ended = [], False
+                waiting = f"waiting for {', '.join(active)}"
+                host.start(f"{role}: {name}" if host.name in active else waiting)
 
-    def end(self, name: str, now_s: float, *, skipped: bool = False) -> None:
-        """End the operation on a host."""
-        self._pass(now_s)
-        host = self.hosts[name]
-        host.ended = True
-        host.steps += not skipped
+    def end_operation(self, host: str, now_s: float, *, skipped: bool = False) -> None:
+        self._add_time(now_s)
+        self.hosts[host].is_done = True
+        self.hosts[host].steps += not skipped
 
-    def fail(self, name: str, now_s: float) -> list[str]:
-        """End the operation on a host with an error; return what a person has to see at once."""
-        self.end(name, now_s)
+    def fail_operation(self, name: str, now_s: float) -> list[str]:
+        self.end_operation(name, now_s)
         host = self.hosts[name]
-        host.failed = host.step
-        host.problems = list(host.notes)
+        host.failed, host.problems = host.step, list(host.notes)
         return [f"{name}: FAILED in {host.step}", *(f"  {note}" for note in host.notes)]
 
-    def _pass(self, now_s: float) -> None:
-        """Add the time since the last event to the part that ran meanwhile."""
+    def _add_time(self, now_s: float) -> None:
         if self.part:
-            passed_s = now_s - self.since_s
-            self.parts_s[self.part] = self.parts_s.get(self.part, 0.0) + passed_s
+            self.parts_s[self.part] = self.parts_s.get(self.part, 0.0) + now_s - self.since_s
         self.since_s = now_s
-
-    def _turn(self, name: str) -> list[str]:
-        """Return the hosts whose turn an operation is; none if it is all hosts' at once."""
-        named = name.rpartition(" on ")[2].split(", ")
-        return named if all(host in self.hosts for host in named) else []
-
-    def _note(self, host: HostView, text: str) -> list[str]:
-        if text.startswith(_STATUSES):
-            if text.startswith(("Connected", "Ready:")):
-                host.step = "preparing" if text == "Connected" else "ready"
-            return []
-        host.notes.append(text)
-        if host.step.startswith("Verify"):
-            host.serves.append(text)
-        if change := _ROLLOUT.match(text):
-            host.what, host.how = _ENGINE, _phase(change["phase"], change["said"])
-        elif job := _JOB.match(text):
-            host.what, host.how = job["title"], job["how"] or job["state"]
-        else:
-            host.what, host.how = text, ""
-        return [f"{host.name}: {text}"] if text.startswith("warning of its check") else []
-
-
-def _is_progress(line: str) -> bool:
-    return bool(_ROLLOUT.match(line) or _JOB.match(line))
-
-
-def _part_of(role: str, name: str) -> str:
-    if name == _WAITS_FOR_WORK:
-        return "model and image"
-    return next((part for part, roles in _PARTS.items() if role in roles), "host")
-
-
-def _phase(phase: str, said: str) -> str:
-    """Say a phase of a rollout in plain words; of the engine's log only how long it has been."""
-    waited = re.search(r"waited_s=(\d+)", said)
-    told = PHASES.get(phase, phase)
-    if waited:
-        return f"{told}, {minutes(int(waited[1]))}"
-    return f"{told}: {said}" if phase in ("rollback",) else told
 
 
 def minutes(seconds: float) -> str:
-    """Return a time as people say it: 0:52, 6:14, 1:02:03."""
-    whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
-    text = f"{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
-    return f"{hours}:{text}" if hours else text
-
-
-def parts_text(parts_s: Mapping[str, float], took_s: float) -> str:
-    shown = [f"{name} {minutes(seconds)}" for name, seconds in parts_s.items() if seconds >= 0.5]
-    parts = f" ({', '.join(shown)})" if shown else ""
-    return f"{minutes(took_s)}{parts}"
-
-
-PIPED_EVERY_S = 30.0
-INTERRUPTED = 130
-_INDENT = 4  # of wrapped lines
-# Logged before the first operation.
-_BEGINS = re.compile(r"--> .*\.\.\.$|\s*Failed to load host keys from .*: No such file")
+    """Return a duration: 0:52, 6:14, 1:02:03."""
+    total_minutes, rest = divmod(round(seconds), 60)
+    hours, rest_minutes = divmod(total_minutes, 60)
+    return f"{hours}:{rest_minutes:02d}:{rest:02d}" if hours else f"{rest_minutes}:{rest:02d}"
 
 
 class Watcher(BaseStateCallback):
-    """Follows a run by pyinfra's state callbacks and log lines."""
+    """Follows a deploy by pyinfra's callbacks and log lines."""
 
-    def __init__(self, hosts: Sequence[str], console: Console, log: Callable[[str], object]):
+    def __init__(self, hosts: Sequence[str], console: Console, write: Callable[[str], object]):
         self.began_s = time.monotonic()
-        self.seen = Transcript({name: HostView(name) for name in hosts})
-        self.screen = (_InPlace if console.is_terminal else _Piped)(self, console)
-        self._log = log
+        self.transcript = Transcript({name: HostView(name) for name in hosts})
+        self.screen = (_LiveScreen if console.is_terminal else _PipedScreen)(self, console)
+        self._write = write
 
     def now_s(self) -> float:
         return time.monotonic() - self.began_s
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         for line in text.splitlines():
-            self._log(f"{self.now_s():.1f} {line}\n")
-            self._show(self.seen.log(line))
+            self._write(f"{self.now_s():.1f} {line}\n")
+            self._show(self.transcript.log(line))
 
-    def _show(self, texts: Sequence[str] = ()) -> None:
-        for text in texts:
-            self.screen.say(text)
-        self.screen.look()
+    def _show(self, lines: Sequence[str] = ()) -> None:
+        for line in lines:
+            self.screen.print(line)
+        self.screen.refresh()
 
     # pyinfra declares callbacks as static methods and calls them on the instance.
 
     def operation_start(self, state: State, op_hash: str) -> None:  # type: ignore[override]
-        self.seen.begin(", ".join(state.get_op_meta(op_hash).names), self.now_s())
+        names = ", ".join(state.get_op_meta(op_hash).names)
+        self.transcript.start_operation(names, self.now_s())
         self._show()
 
     def operation_host_start(  # type: ignore[override]
         self, state: State, host: Host, op_hash: str
     ) -> None:
         if op_hash not in state.ops[host]:
-            self.seen.end(host.name, self.now_s(), skipped=True)
+            self.transcript.end_operation(host.name, self.now_s(), skipped=True)
 
     def operation_host_success(  # type: ignore[override]
         self, state: State, host: Host, op_hash: str, retry_count: int = 0
     ) -> None:
-        self.seen.end(host.name, self.now_s())
+        self.transcript.end_operation(host.name, self.now_s())
         self._show()
 
     def operation_host_error(  # type: ignore[override]
         self, state: State, host: Host, op_hash: str, retry_count: int = 0, max_retries: int = 0
     ) -> None:
-        self._show(self.seen.fail(host.name, self.now_s()))
+        self._show(self.transcript.fail_operation(host.name, self.now_s()))
 
     def operation_end(self, state: State, op_hash: str) -> None:  # type: ignore[override]
         for host, operations in state.ops.items():
             if op_hash in operations:
                 meta = operations[op_hash].operation_meta
-                self.seen.hosts[host.name].changed += meta.is_complete() and meta.did_change()
+                self.transcript.hosts[host.name].changed += meta.is_complete() and meta.did_change()
 
 
 def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, console: Console) -> int:
-    """Run a deploy and show it; returns its exit code. pyinfra's log lines go to ``log``."""
+    """Run a deploy and show its progress; return the exit code. ``log`` gets pyinfra's log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         watcher = Watcher(hosts, console, file.write)
@@ -263,136 +226,130 @@ def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, consol
             try:
                 code = run(watcher)
             except (KeyboardInterrupt, SystemExit):
-                watcher.screen.say(
+                watcher.screen.print(
                     "interrupted: work on hosts continues; the same command attaches to it"
                 )
                 code = INTERRUPTED
-    for text in ended(watcher.seen, code, watcher.now_s()):
-        lay(text, console)
+    for text in summary(watcher.transcript, code, watcher.now_s()):
+        print_text(text, console)
     if code:
         console.print(Text(f"pyinfra's log: {log}", "dim"), soft_wrap=True)
     return code
 
 
-def lay(text: Text, console: Console) -> None:
-    """Print a line: at a terminal within its width, else whole."""
+def print_text(text: Text, console: Console) -> None:
+    """Print a line, wrapped with an indent in a terminal."""
     if not console.is_terminal:
         console.print(text, soft_wrap=True)
         return
     first, *rest = text.wrap(console, console.width - _INDENT)
-    for line in (first, *(Text(" " * _INDENT) + one for one in rest)):
+    for line in (first, *(Text(" " * _INDENT) + part for part in rest)):
         console.print(line, soft_wrap=True)
 
 
-class _Piped:
-    """A line for each host that went on, at most every half minute; never the same line twice."""
+class _PipedScreen:
+    """Prints the lines of hosts that changed, at most every half minute."""
 
     def __init__(self, watcher: Watcher, console: Console):
         self.watcher, self.console = watcher, console
-        self.said: dict[str, str] = {}
+        self.printed: dict[str, str] = {}
         self.at_s = time.monotonic()
 
-    def __enter__(self) -> _Piped:
+    def __enter__(self) -> _PipedScreen:
         return self
 
     def __exit__(self, *_error: object) -> None:
         pass
 
-    def say(self, text: str) -> None:
-        lay(coloured(text), self.console)
+    def print(self, text: str) -> None:
+        print_text(_styled(text), self.console)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         if time.monotonic() - self.at_s < PIPED_EVERY_S:
             return
         self.at_s = time.monotonic()
-        for host in self.watcher.seen.hosts.values():
+        for host in self.watcher.transcript.hosts.values():
             text = f"{host.name}: {': '.join(filter(None, host.line()))}"
-            if self.said.get(host.name) != text:
-                self.said[host.name] = text
-                self.say(text)
+            if self.printed.get(host.name) != text:
+                self.printed[host.name] = text
+                self.print(text)
 
 
-class _InPlace(_Piped):
-    """One line for each host that is written anew in its place."""
+class _LiveScreen(_PipedScreen):
+    """Updates one line per host in place."""
 
     def __init__(self, watcher: Watcher, console: Console):
         super().__init__(watcher, console)
         self.live = Live(
-            console=console, get_renderable=self._rows, refresh_per_second=4, transient=True
-        )
+            console=console, refresh_per_second=4, transient=True,
+            get_renderable=lambda: rows(watcher.transcript, watcher.now_s(), console.width),
+        )  # fmt: skip
 
-    def __enter__(self) -> _InPlace:
+    def __enter__(self) -> _LiveScreen:
         self.live.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.live.stop()
 
-    def look(self) -> None: ...
-
-    def _rows(self) -> Group:
-        return rows(self.watcher.seen, self.watcher.now_s(), self.console.width)
+    def refresh(self) -> None: ...
 
 
-def rows(seen: Transcript, since_s: float, width: int) -> Group:
-    """Return a line for each host: its name, what it is doing, and how far that is."""
+def rows(transcript: Transcript, since_s: float, width: int) -> Group:
+    """Return a line per host with name, task and progress, and a line with the time."""
     lines = []
-    longest = max((len(name) for name in seen.hosts), default=0)
-    for host in seen.hosts.values():
-        what, how = host.line()
-        room = max(10, width - longest - len(how) - 2 * bool(how) - 2)
-        style = "red bold" if host.failed else "green" if host.ended else ""
-        text = Text.assemble((f"{host.name:<{longest}}  ", "bold"), (shortened(what, room), style))
-        lines.append(text.append(f"  {how}" if how else ""))
-    lines.append(Text(f"{minutes(since_s)}  {seen.part}", "dim"))
+    name_width = max(map(len, transcript.hosts), default=0)
+    for host in transcript.hosts.values():
+        task, progress = host.line()
+        room = max(10, width - name_width - len(progress) - 2 * bool(progress) - 2)
+        style = "red bold" if host.failed else "green" if host.is_done else ""
+        text = Text.assemble(
+            (f"{host.name:<{name_width}}  ", "bold"), (shortened(task, room), style)
+        )
+        lines.append(text.append(f"  {progress}" if progress else ""))
+    lines.append(Text(f"{minutes(since_s)}  {transcript.part}", "dim"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Group(*lines)
 
 
 def shortened(text: str, room: int) -> str:
-    """Return a text of at most so many characters, cut in its middle: names differ at both ends."""
+    """Cut a text in the middle: names differ at both ends."""
     if len(text) <= room:
         return text
     head = (room - 1) // 2
     return f"{text[:head]}…{text[len(text) - (room - 1 - head) :]}"
 
 
-def coloured(text: str) -> Text:
-    style = ""
+def _styled(text: str) -> Text:
     if any(word in text for word in ("FAILED", "REFUSED", "Error")):
-        style = "bold red"
-    elif "warning" in text[:40].lower():
-        style = "yellow"
-    return Text(text, style)
+        return Text(text, "bold red")
+    return Text(text, "yellow" if "warning" in text[:40].lower() else "")
 
 
-def ended(seen: Transcript, code: int, took_s: float) -> Iterator[Text]:
-    """Yield how it ended on each host: what serves, where, how proven, how long, what changed."""
-    for host in seen.hosts.values():
-        good = not host.failed and (host.serves or not code)
-        yield Text.assemble((host.name, "bold"), "  ", _outcome(host, bool(good)))
-        for line in () if host.failed else host.results[bool(host.serves) :]:
-            yield Text(f"  {line}")
-        for line in host.problems if host.failed else ():
-            yield Text(f"  {line}", "red")
-        of = f"{host.changed} of {host.steps} steps" if host.changed else "nothing"
-        going_on = host.going_on
-        if code == INTERRUPTED and going_on:
-            yield Text(f"  changed {of} up to then; changes went on when you left: {going_on}")
+def summary(transcript: Transcript, code: int, took_s: float) -> Iterator[Text]:
+    """Yield result and number of changes per host, then the time of each part."""
+    for host in transcript.hosts.values():
+        outcome = Text(host.serves[0] if host.serves else "done", "green")
+        if host.failed or (code and not host.serves):
+            text = f"FAILED in {host.failed}" if host.failed else "not finished"
+            outcome = Text(text, "bold red")
+        yield Text.assemble((host.name, "bold"), "  ", outcome)
+        results = host.serves[1:] or ([] if host.serves else host.step_results or host.last_results)
+        yield from (Text(f"  {line}") for line in ([] if host.failed else results))
+        yield from (Text(f"  {line}", "red") for line in host.problems)
+        changed = f"{host.changed} of {host.steps} steps" if host.changed else "nothing"
+        running = host.progress if host.task == "engine" else f"{host.task}: {host.progress}"
+        if code == INTERRUPTED and host.progress and not (host.failed or host.is_done):
+            yield Text(f"  changed {changed}; still running on the host: {running}")
         else:
-            yield Text(f"  changed {of}", "dim")
-    if not seen.parts_s:
-        # It ended before its first step: the reason is all there is.
-        reasons = [line for line in seen.others if line.strip() and not _BEGINS.match(line)]
-        for line in reasons[-12:]:
-            yield coloured(line)
-    yield Text(f"took {parts_text(seen.parts_s, took_s)}")
+            yield Text(f"  changed {changed}", "dim")
+    if not transcript.parts_s:  # the reason comes before the first step
+        reasons = [
+            line for line in transcript.general if line.strip() and not _PREAMBLE.match(line)
+        ]
+        yield from map(_styled, reasons[-12:])
+    parts = [f"{name} {minutes(s)}" for name, s in transcript.parts_s.items() if s >= 0.5]
+    yield Text(f"took {minutes(took_s)}" + (f" ({', '.join(parts)})" if parts else ""))
     if code:
-        yield Text(f"red: exit code {code}", "bold red")
-
-
-def _outcome(host: HostView, good: bool) -> Text:
-    if host.failed or not good:
-        return Text(f"FAILED in {host.failed}" if host.failed else "not finished", "bold red")
-    return Text(host.serves[0] if host.serves else "done", "green")
+        yield Text(f"failed: exit code {code}", "bold red")

@@ -22,9 +22,14 @@ from spark_contract.records import Proof
 from spark_contract.units import COMMIT
 
 from spark_deploy.cli.catalog_files import write_files
-from spark_deploy.cli.hosts import Target, build_plan, select_hosts
+from spark_deploy.cli.hosts import (
+    Target,
+    build_plan,
+    query_or_note,
+    read_status,
+    select_hosts,
+)
 from spark_deploy.cli.options import FILE, Options, names_of, shared_options
-from spark_deploy.cli.query_hosts import query, read_status
 from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.checkout import catalog_names
@@ -174,13 +179,10 @@ def _shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
 def _newest_proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
     """Return the newest current proof of this pair from running releases."""
     proofs: list[Proof] = []
-    for answer in query(hosts, read_status):
-        if answer.problem:
-            note(f"{answer.host.name}: {answer.problem}")
-        status = answer.value.told if answer.value else None
+    for _, status in query_or_note(hosts, read_status):
         proofs += [
             release.proof
-            for release in (status.releases if status else ())
+            for release in (status.told.releases if status.told else ())
             if (release.model, release.profile) == (plan.model, plan.profile)
             and release.proof is not None and release.unproven is None
         ]  # fmt: skip

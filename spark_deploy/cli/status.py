@@ -14,9 +14,8 @@ from spark_contract.status import Ours
 from spark_contract.tool import SPEED
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.cli.hosts import Target, build_plan, select_hosts
+from spark_deploy.cli.hosts import Answer, Target, build_plan, query, read_status, select_hosts
 from spark_deploy.cli.options import Options, shared_options
-from spark_deploy.cli.query_hosts import Answer, query, read_status
 from spark_deploy.cli.terminal import print_result
 from spark_deploy.cli.up import rollout_text
 from spark_deploy.config.errors import SparkError

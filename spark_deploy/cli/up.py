@@ -1,7 +1,4 @@
-"""``spark-deploy up``: from an SSH login to a proven server, and from one choice to another.
-
-Bootstraps what needs it, says what will happen, asks once, runs exactly the pyinfra line it prints.
-"""
+"""``spark-deploy up``: bootstrap new hosts, print the changes, confirm, deploy."""
 
 from __future__ import annotations
 
@@ -24,11 +21,10 @@ from spark_contract.status import UnderWay
 from spark_contract.tool import COMPILING
 from spark_contract.units import MAIN_SERVICE, PREPARE
 
-from spark_deploy.cli import run_pyinfra, update
-from spark_deploy.cli.hosts import Target, build_plan, select_hosts
+from spark_deploy.cli import changes, update
+from spark_deploy.cli.hosts import Answer, Target, build_plan, check_access, query, select_hosts
 from spark_deploy.cli.options import Options, shared_options
-from spark_deploy.cli.progress_screen import PHASES, lay, minutes
-from spark_deploy.cli.query_hosts import Answer, check_access, query
+from spark_deploy.cli.progress_screen import PHASES, minutes, print_text
 from spark_deploy.cli.terminal import note
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
@@ -39,241 +35,208 @@ from spark_deploy.lock.resolve import size, wanted_by
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.types import HostPlan
 
-
-def rollout_text(status: HostStatus, there: UnderWay) -> str:
-    """Say which rollout a host carries out, since when, and how far it is."""
-    release = status.release(there.release)
-    what = f"{release.model} with {release.profile}" if release else there.release
-    since = f" since {there.since}" if there.since else ""
-    phase = there.phase or "waiting"
-    return f"rollout of {what} is under way{since} ({PHASES.get(phase, phase)})"
-
-
-# While these go on nobody is answered; a rollout tells how long each took.
+# Phases of a rollout without service; the host records the time of each.
 _DOWN = ("stop", "memory", "start", "check", "open")
 
 
+@click.command
+@shared_options(plans=True, changes=True)
+def up(options: Options) -> int:
+    hosts = select_hosts(options)
+    named = [host.name for host in hosts] if options.limit or options.exclude else []
+    flags = ["--dry"] if options.dry else ["-y"]
+    words = changes.pyinfra_command("up", options, named, flags)
+    if code := _bootstrap(hosts, options):
+        return code
+    if not options.dry and any(_missing_names(host) for host in hosts):
+        update.lock_names(options, missing=True)
+    plans = {host.name: build_plan(host) for host in hosts}
+    answers = query(hosts, lambda host, target: read_state(host, plans[target.name]))
+    previews = [preview(plans[answer.host.name], answer) for answer in answers]
+    if options.json:
+        print(json.dumps(previews, indent=1))
+    else:
+        console = Console(highlight=False)
+        for host_preview, host in zip(previews, hosts, strict=True):
+            line = Text.assemble((host.name, "bold"), f": {host_preview['text']}")
+            print_text(line, console)
+            for warning in plans[host.name].warnings:
+                print_text(Text(f"  WARNING {warning}", "yellow"), console)
+    if options.dry and not options.verbose:
+        note("no changes made; to list every step, run:")
+        changes.print_command(words)
+        return 0 if all(host_preview["reachable"] for host_preview in previews) else 1
+    if not options.dry:
+        # Even with an unchanged release a deploy may repair other parts of a host.
+        changes.confirm(options.yes, "Continue?")
+    changes.print_command(words)
+    return changes.deploy("up", hosts, options)
+
+
+def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
+    """Install SSH key and sudo rule where missing; asks for the password once.
+
+    Raises:
+        SparkError: no host is reachable, there is no SSH key to install, or with ``--dry``.
+    """
+    access = check_access(hosts)
+    if access.silent and len(access.silent) == len(hosts):
+        raise SparkError(list(access.problems()))
+    if not access.closed:
+        return 0
+    for endpoint in access.closed:
+        if not endpoint.is_local:
+            public_key(endpoint.key_file)  # refuses a missing key before pyinfra starts
+    names = [endpoint.host for endpoint in access.closed]
+    if options.dry:
+        fix = "run `spark-deploy up` without --dry"
+        raise SparkError.one(", ".join(names), "the SSH key or the sudo rule is missing", fix)
+    note(f"{', '.join(names)}: SSH key or sudo rule is missing; enter the password once")
+    options = replace(options, limit=names, exclude=[], verbose=True)
+    changes.print_command(changes.pyinfra_command("bootstrap", options, names, ["-y"]))
+    # The inventory asks for the password.
+    closed = select_hosts(options, deploy=changes.deploy_file("bootstrap"))
+    code = changes.deploy("bootstrap", closed, options)
+    get_host_keys.cache.clear()  # read the newly recorded host keys
+    return code
+
+
+def _missing_names(host: Target) -> bool:
+    wanted = wanted_by(host.settings.settings, host.catalog)
+    return bool(wanted.missing_in(read_lock(host.settings.lock_path)).names)
+
+
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a host says that decides how much there is to do."""
+class HostState:
+    """What decides how much a deploy changes on a host."""
 
     status: HostStatus
     jobs: Jobs
-    last: Rollout | None  # how the last rollout went of what it serves, or is to serve
+    last: Rollout | None  # to the release that serves, or to the planned release
 
 
-def found_on(hosts: Sequence[Target], plans: dict[str, HostPlan]) -> list[Answer[Found]]:
-    """Ask every host at the same time."""
-    return query(hosts, lambda host, one: _ask(host, plans[one.name]))
-
-
-def _ask(host: Host, plan: HostPlan) -> Found:
+def read_state(host: Host, plan: HostPlan) -> HostState:
     names = tuple(job.digest12 for job in _jobs(plan))
     status = host.get_fact(Status)
     jobs = host.get_fact(JobStates, jobs=names, target=PREPARE.of(plan.serve.name))
-    service = status.service(MAIN_SERVICE)
-    # Nothing is known of a host without our tools, and it has none to ask.
-    before = (service.active or service.good or plan.serve.name) if service else None
-    return Found(status, jobs, _last_rollout(host, before) if before else None)
-
-
-def _last_rollout(host: Host, release: str) -> Rollout | None:
-    ok, said = host.run_shell_command(
-        tool.line(tool.SWITCH_POLL, release), _sudo=host.data.get("_sudo")
-    )
-    try:
-        return parse(Rollout, said.stdout) if ok else None
-    except DocumentError:  # of other tools; only a figure is lacking
-        return None
+    service, last = status.service(MAIN_SERVICE), None
+    if service:  # hosts without our tools have no rollouts
+        release = service.active or service.good or plan.serve.name
+        ok, output = host.run_shell_command(
+            tool.line(tool.SWITCH_POLL, release), _sudo=host.data.get("_sudo")
+        )
+        try:
+            last = parse(Rollout, output.stdout) if ok else None
+        except DocumentError:  # tools of another version: only the time is missing
+            last = None
+    return HostState(status, jobs, last)
 
 
 def _jobs(plan: HostPlan) -> list[Job]:
     return [work.job for work in jobs_of(plan, read_payload().image_context)]
 
 
-def sentence(plan: HostPlan, said: Answer[Found]) -> dict[str, Any]:
-    """Return the forecast of one host: a sentence, and whether anything would change."""
-    found = said.value
-    if found is None:
-        return {**said.data(), "text": said.problem, "changes": True}
-    why = found.status.unproven(MAIN_SERVICE, plan.serve.name)
-    stopped = found.status.stopped(MAIN_SERVICE)
-    text = f"{plan.model} with {plan.profile} is served and proven; nothing of it changes"
-    under_way = found.status.rollout(MAIN_SERVICE)
+def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
+    """Return the expected changes on a host as text, and whether there are any."""
+    state = answer.value
+    if state is None:
+        return {**answer.data(), "text": answer.problem, "changes": True}
+    reason = state.status.unproven(MAIN_SERVICE, plan.serve.name)
+    stopped = state.status.stopped(MAIN_SERVICE)
+    rollout = state.status.rollout(MAIN_SERVICE)
+    text = f"{plan.model} with {plan.profile} serves and is proven; its release does not change"
     if stopped:
         text = stopped
-    elif why and under_way:
-        text = _attached(plan, found.status, under_way)
-    elif why:
-        text = "; ".join(_parts(plan, found))
-    beside = list(_beside(plan, found.status))
-    changes = bool(beside) or (bool(why) and not stopped)
-    return {**said.data(), "text": "; ".join([text, *beside]), "changes": changes}
+    elif reason and rollout:
+        text = f"{rollout_text(state.status, rollout)}; this run attaches to it"
+        if rollout.release != plan.serve.name:
+            text = (
+                f"{rollout_text(state.status, rollout)}; until it ends a change to "
+                f"{plan.model} with {plan.profile} is refused: run again then"
+            )
+    elif reason:
+        text = "; ".join(_steps(plan, state))
+    services = list(_service_changes(plan, state.status))
+    will_change = bool(services) or (bool(reason) and not stopped)
+    return {**answer.data(), "text": "; ".join([text, *services]), "changes": will_change}
 
 
-def _attached(plan: HostPlan, status: HostStatus, there: UnderWay) -> str:
-    """Say what becomes of this run where the host is carrying out a rollout already."""
-    text = rollout_text(status, there)
-    if there.release == plan.serve.name:
-        return f"{text}; this run attaches to it"
-    wanted = f"{plan.model} with {plan.profile}"
-    return f"{text}; until it ends a change to {wanted} is refused: run again then"
+def rollout_text(status: HostStatus, rollout: UnderWay) -> str:
+    release = status.release(rollout.release)
+    target = f"{release.model} with {release.profile}" if release else rollout.release
+    since = f" since {rollout.since}" if rollout.since else ""
+    phase = rollout.phase or "waiting"
+    return f"rollout of {target} in progress{since} ({PHASES.get(phase, phase)})"
 
 
-def _beside(plan: HostPlan, status: HostStatus) -> Iterator[str]:
-    """Say what becomes of the services beside the main one."""
-    planned = {one.serve.service: one for one in plan.services}
-    for name, one in planned.items():
-        if status.unproven(name, one.serve.name) and not status.stopped(name):
-            yield f"service {name}: will serve {one.model} with {one.profile}"
-    for name, there in (status.told.services if status.told else {}).items():
-        if name not in (MAIN_SERVICE, *planned) and (there.active or there.enabled):
-            yield f"service {name}: is listed no more and stops"
+def _service_changes(plan: HostPlan, status: HostStatus) -> Iterator[str]:
+    planned = {service.serve.service: service for service in plan.services}
+    for name, service in planned.items():
+        if status.unproven(name, service.serve.name) and not status.stopped(name):
+            yield f"service {name}: will serve {service.model} with {service.profile}"
+    for name, running in (status.told.services if status.told else {}).items():
+        if name not in (MAIN_SERVICE, *planned) and (running.active or running.enabled):
+            yield f"service {name}: no longer listed, will stop"
 
 
-def _parts(plan: HostPlan, found: Found) -> Iterator[str]:
-    service = found.status.service(MAIN_SERVICE)
-    old = found.status.release(service.active) if service else None
-    if not found.status.installed:
-        yield f"new here: will serve {plan.model} with {plan.profile}"
+def _steps(plan: HostPlan, state: HostState) -> Iterator[str]:
+    service, new = state.status.service(MAIN_SERVICE), f"{plan.model} with {plan.profile}"
+    old = state.status.release(service.active) if service else None
+    if not state.status.installed:
+        yield f"new host: will serve {new}"
     elif old is None:
-        yield f"serves nothing now: {plan.model} with {plan.profile}"
+        yield f"serves nothing now; will serve {new}"
     elif old.name == plan.serve.name:
-        yield f"{plan.model} with {plan.profile} stays, to be proven again"
+        yield f"{new} stays and is checked again"
+    elif (old.model, old.profile) == (plan.model, plan.profile):
+        yield f"{new} with changed settings"
+    elif old.model == plan.model:
+        yield f"{old.profile} → {plan.profile} ({plan.model})"
     else:
-        yield _change((old.model, old.profile), (plan.model, plan.profile))
-    yield from _work(plan, found.jobs)
+        yield f"{old.model} with {old.profile} → {new}"
+    yield from _preparation(plan, state.jobs)
     if old is None:
-        yield f"then the engine starts{_first(plan, found)}"
+        yield f"then the engine starts{_start_time(plan, state)}"
     elif old.name != plan.serve.name:
-        yield f"engine restarts; clients get 503 for {_down(found.last)}"
-    if (old is None or old.name != plan.serve.name) and _compiles(plan, found):
-        yield f"plus {COMPILING}"
+        yield f"engine restarts; clients get 503 for {_downtime(state.last)}"
+    if (old is None or old.name != plan.serve.name) and not plan.serve.check.portable:
+        releases = state.status.told.releases if state.status.told else ()
+        service_name = plan.serve.service
+        compiled = {r.cache for r in releases if service_of(r.name) == service_name}
+        if plan.cache_dir not in compiled:
+            yield f"plus {COMPILING}"
 
 
-def _compiles(plan: HostPlan, found: Found) -> bool:
-    """Whether no proven release of the service has compiled for this engine and driver."""
-    releases = found.status.told.releases if found.status.told else ()
-    caches = {one.cache for one in releases if service_of(one.name) == plan.serve.service}
-    return not plan.serve.check.portable and plan.cache_dir not in caches
-
-
-def _first(plan: HostPlan, found: Found) -> str:
-    """Say how long a start takes where nothing runs, or why that is not known."""
-    last, release = found.last, found.status.release(plan.serve.name)
+def _start_time(plan: HostPlan, state: HostState) -> str:
+    last, release = state.last, state.status.release(plan.serve.name)
     if last and last.state == "switched" and "start" in last.times_s:
-        return f", which takes {_down(last)}"
+        return f", which takes {_downtime(last)}"
     if release and release.proof:
-        return " again: how long that took is not kept"
-    return " for the first time: no figure yet of how long that takes"
+        return " again; the time of its last start is unknown"
+    return " for the first time; its time is unknown"
 
 
-def _change(old: tuple[str, str], new: tuple[str, str]) -> str:
-    if old == new:
-        return f"{new[0]} with {new[1]} as before, with other settings"
-    if old[0] == new[0]:
-        return f"{old[1]} → {new[1]} ({new[0]})"
-    return f"{old[0]} with {old[1]} → {new[0]} with {new[1]}"
-
-
-def _work(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
-    """Say what is not prepared yet; what a job has already is not fetched again."""
+def _preparation(plan: HostPlan, jobs: Jobs) -> Iterator[str]:
     todo = [job for job in _jobs(plan) if not jobs.done([job.digest12])]
-    fetches = sum(_left_bytes(job, jobs) for job in todo if job.kind == FETCH_JOB)
-    image = plan.image.size_bytes if any(job.kind in IMAGE_JOBS for job in todo) else 0
     if not todo:
         yield "nothing to download"
-    if fetches or image:
-        parts = [f"{size(fetches)} of files"] * bool(fetches)
-        parts += [f"an image of {size(image)}"] * bool(image)
-        yield f"fetches {' and '.join(parts)}"
+    files = 0
+    for job in todo:
+        if job.kind == FETCH_JOB:
+            job_state = jobs.states.get(job.digest12)
+            progress = job_state.progress if job_state else None
+            files += max(0, (job.total_bytes or 0) - ((progress.bytes or 0) if progress else 0))
+    image = plan.image.size_bytes if any(job.kind in IMAGE_JOBS for job in todo) else 0
+    parts = [f"{size(files)} of files"] * bool(files) + [f"an image of {size(image)}"] * bool(image)
+    if parts:
+        yield f"downloads {' and '.join(parts)}"
     if any(job.kind == CHECKPOINT_JOB for job in todo):
         yield "builds the checkpoint"
 
 
-def _left_bytes(job: Job, jobs: Jobs) -> int:
-    state = jobs.states.get(job.digest12)
-    there = (state.progress.bytes or 0) if state and state.progress else 0
-    return max(0, (job.total_bytes or 0) - there)
-
-
-def _down(last: Rollout | None) -> str:
-    took_s = sum(last.times_s.get(phase, 0.0) for phase in _DOWN) if last else 0.0
-    if not took_s:
-        return "as long as an engine takes to load"
-    rough = f"about {took_s / 60:.0f} minutes" if took_s >= 90 else "about a minute"
-    return f"{rough} (the last start took {minutes(took_s)})"
-
-
-@click.command
-@shared_options(plans=True, changes=True)
-def up(options: Options) -> int:
-    """Deploy the chosen hosts; exit with pyinfra's code."""
-    hosts = select_hosts(options)
-    named = [host.name for host in hosts] if options.limit or options.exclude else []
-    flags = ["--dry"] if options.dry else ["-y"]
-    words = run_pyinfra.line("up", options, named, flags)
-    if code := _bootstrapped(hosts, options):
-        return code
-    if not options.dry:
-        _lock(hosts, options)
-    plans = {host.name: build_plan(host) for host in hosts}
-    told = [sentence(plans[one.host.name], one) for one in found_on(hosts, plans)]
-    if options.json:
-        print(json.dumps(told, indent=1))
-    else:
-        console = Console(highlight=False)
-        for one, host in zip(told, hosts, strict=True):
-            lay(Text.assemble((host.name, "bold"), f": {one['text']}"), console)
-            for warning in plans[host.name].warnings:
-                lay(Text(f"  WARNING {warning}", "yellow"), console)
-    if options.dry and not options.verbose:
-        note("nothing was done; to see every single step, run:")
-        run_pyinfra.show(words)
-        return 0 if all(one["reachable"] for one in told) else 1
-    if not options.dry:
-        # Where what is served stays, something else of a host may still be mended.
-        run_pyinfra.agreed(options.yes, "Go on?")
-    run_pyinfra.show(words)
-    return run_pyinfra.deploy("up", hosts, options)
-
-
-def _bootstrapped(hosts: Sequence[Target], options: Options) -> int:
-    """Install key and sudo rule where they are missing; asks for the password, once.
-
-    Raises:
-        SparkError: no host can be reached, or one does not know our key and nobody shall ask, or
-            there is no key to let in.
-    """
-    found = check_access(hosts)
-    if found.silent and len(found.silent) == len(hosts):
-        raise SparkError(list(found.problems()))
-    if not found.closed:
-        return 0
-    for one in found.closed:
-        if not one.is_local:
-            public_key(one.key_file)  # said by itself, and not in the middle of pyinfra's words
-    new = [one.host for one in found.closed]
-    if options.dry:
-        fix = "run `spark-deploy up` without --dry"
-        raise SparkError.one(", ".join(new), "the SSH key or the sudo rule is missing", fix)
-    note(f"{', '.join(new)}: key or sudo rule is missing; the password is asked for once")
-    options = replace(options, limit=new, exclude=[], verbose=True)
-    run_pyinfra.show(run_pyinfra.line("bootstrap", options, new, ["-y"]))
-    # The inventory asks for the password.
-    closed = select_hosts(options, deploy=run_pyinfra.deploy_file("bootstrap"))
-    code = run_pyinfra.deploy("bootstrap", closed, options)
-    get_host_keys.cache.clear()  # what was just recorded counts from now on
-    return code
-
-
-def _lock(hosts: Sequence[Target], options: Options) -> None:
-    """Write down what names stand for, so that what is said is what is done."""
-    missing = (
-        wanted_by(host.settings.settings, host.catalog).missing_in(
-            read_lock(host.settings.lock_path)
-        )
-        for host in hosts
-    )
-    if any(one.names for one in missing):
-        update.lock_names(options, missing=True)
+def _downtime(last: Rollout | None) -> str:
+    seconds = sum(last.times_s.get(phase, 0.0) for phase in _DOWN) if last else 0.0
+    if not seconds:
+        return "the time that the engine needs to load"
+    rough = f"about {seconds / 60:.0f} minutes" if seconds >= 90 else "about a minute"
+    return f"{rough} (the last start took {minutes(seconds)})"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from spark_deploy.cli.hosts import Target, build_plan, select_hosts
+from spark_deploy.cli.hosts import Target, build_plan, query_or_note, read_status, select_hosts
 from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.terminal import note
 from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
@@ -127,13 +127,8 @@ def _write(path: Path, lock: Lock) -> None:
 
 def _with_cache_sizes(lock: Lock, hosts: Sequence[Target]) -> Lock:
     """Add the KV-cache sizes that proven engines of these hosts measured."""
-    from spark_deploy.cli.query_hosts import query, read_status
-
-    for answer in query(hosts, read_status):
-        if answer.value is None:
-            note(f"{answer.host.name}: {answer.problem}")
-            continue
-        for anatomy in _measured(answer.host, answer.value, lock):
+    for host, status in query_or_note(hosts, read_status):
+        for anatomy in _measured(host, status, lock):
             lock = lock.also(anatomies=[anatomy])
             if size := anatomy.counted:
                 note(f"  {anatomy.repository}: {size.token_bytes:,} bytes per token, by {size.by}")

@@ -1,0 +1,319 @@
+"""Protocols of a benchmark: `seeds` (five prompts), `llama-benchy` and `vllm-bench`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from spark_contract.release import CHAT, Release
+
+from spark_deploy.bench.host import Login
+from spark_deploy.bench.result import Answer, Cell, Load
+from spark_deploy.config.errors import SparkError
+from spark_deploy.ticking import ticking
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    base_url: str  # ends in /v1
+    model: str
+    key: str
+    ca: str | None = None
+
+    def __repr__(self) -> str:  # without the key
+        return f"Endpoint({self.base_url}, {self.model})"
+
+
+# --- seeds: the prompts of the community's table for this software
+
+_REQUEST_LIMIT_S = 1800.0
+RUNS = 2  # the first is the warm-up
+# Name, tokens of the answer, and text.
+SEEDS = (
+    ("Q&A", 256, "Explain why the sky is blue and sunsets are red, for a curious adult."),
+    (
+        "code", 512, "Write a Python class for a least-recently-used cache, with type hints, "
+        "docstrings and three unit tests."
+    ),
+    (
+        "JSON", 1024, "Return a JSON array of 20 fictional employees, each with id, name, email, "
+        "department, salary, a list of skills and an address object. JSON only."
+    ),
+    ("math", 64, "What is 7823 * 4519? Answer with the number only."),
+    (
+        "long code", 2048, "Write a complete command-line to-do application in Python: argparse, "
+        "storage in SQLite, add, list, finish, delete and search, error handling, and tests. "
+        "Show every file in full."
+    ),
+)  # fmt: skip
+
+
+def measure_seeds(endpoint: Endpoint, context_tokens: int, note: Note) -> Iterator[Answer]:
+    """Yield an answer for each run and prompt; answers use at most half of the context."""
+    for run in range(1, RUNS + 1):
+        for name, tokens, text in SEEDS:
+            title = f"seeds, run {run}, {name}"
+            with ticking(title, note):
+                answer = measure_answer(endpoint, text, min(tokens, context_tokens // 2))
+            speed = f"{answer.tokens_per_s:.1f} tok/s"
+            note(f"{title}: {answer.completion_tokens} tokens, {speed}, "
+                 f"first token after {answer.first_token_s:.2f} s")  # fmt: skip
+            yield replace(answer, prompt=name, run=run)
+
+
+def measure_answer(endpoint: Endpoint, text: str, tokens: int) -> Answer:
+    """Send a greedy request and time the streamed answer.
+
+    Raises:
+        SparkError: the answer is incomplete.
+    """
+    body = {
+        "model": endpoint.model, "messages": [{"role": "user", "content": text}],
+        "max_tokens": tokens, "temperature": 0,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    url = urlsplit(endpoint.base_url)
+    address = (url.hostname or "", url.port)
+    connection = HTTPConnection(*address, timeout=_REQUEST_LIMIT_S)
+    if url.scheme == "https":
+        trust = ssl.create_default_context(cafile=endpoint.ca)
+        connection = HTTPSConnection(*address, timeout=_REQUEST_LIMIT_S, context=trust)
+    problem, usage, first_s = "", dict[str, Any](), None
+    started = time.monotonic()
+    try:
+        headers = {"Authorization": f"Bearer {endpoint.key}", "Content-Type": "application/json"}
+        connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            excerpt = response.read(300).decode(errors="replace")
+            problem = f"answered {response.status}: {excerpt}"
+        for line in response:
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                chunk = json.loads(line[6:])
+                usage = chunk.get("usage") or usage
+                if first_s is None and any(map(_has_text, chunk.get("choices") or ())):
+                    first_s = time.monotonic() - started
+    except (OSError, HTTPException, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()
+    wall_s = time.monotonic() - started
+    if problem or first_s is None or not usage:
+        problem = problem or "the answer ended without tokens or without a usage block"
+        fix = "check the server with `spark-deploy status`, then run again"
+        raise SparkError.one(endpoint.base_url, problem, fix)
+    counts = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+    return Answer("", 1, tokens, *counts, round(first_s, 4), round(wall_s, 4))
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"))
+
+
+# --- llama-benchy: the published package, with the grid of Spark Arena v2
+
+GRID_NAME = "spark-arena-v2"
+# The key is in the environment: every user of this machine can read argv.
+_LAUNCH = (
+    "import os, sys; sys.argv[1:1] = ['--api-key', os.environ.pop('SPARK_BENCH_KEY')]; "
+    "from llama_benchy.__main__ import main; main()"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    depths: tuple[int, ...] = (0, 4096, 8192, 16384, 32768, 65535, 100000)
+    concurrencies: tuple[int, ...] = (1, 2, 5, 10)
+    runs: int = 3
+    prompt_tokens: int = 2048
+    answer_tokens: int = 128
+
+    def fitting(self, context_tokens: int) -> Grid:
+        """Return the grid with the depths that fit into the context."""
+        room = context_tokens - self.prompt_tokens - self.answer_tokens
+        return replace(self, depths=tuple(depth for depth in self.depths if depth <= room))
+
+
+def find_benchy_python() -> str | None:
+    """Return a Python with llama-benchy: this interpreter or that of the installed command."""
+    if importlib.util.find_spec("llama_benchy"):
+        return sys.executable
+    command = shutil.which("llama-benchy")
+    if command is None:
+        return None
+    first = Path(command).read_text(errors="replace").splitlines()[0]
+    return first.removeprefix("#!").strip() if first.startswith("#!/") else None
+
+
+def measure_grid(
+    python: str, endpoint: Endpoint, tokenizer: Path, grid: Grid, result: Path,
+    more: Sequence[str] = (),
+) -> tuple[str, tuple[Cell, ...]]:  # fmt: skip
+    """Run llama-benchy; return its version and cases.
+
+    Args:
+        python: interpreter with llama-benchy.
+        endpoint: the server.
+        tokenizer: folder with the tokenizer of the model.
+        grid: the cases.
+        result: llama-benchy's result file, to be written.
+        more: additional arguments.
+
+    Raises:
+        SparkError: llama-benchy failed; the message quotes its last lines.
+    """
+    words = [
+        "--base-url", endpoint.base_url, "--model", endpoint.model, "--tokenizer", str(tokenizer),
+        "--pp", str(grid.prompt_tokens), "--tg", str(grid.answer_tokens),
+        "--depth", *map(str, grid.depths), "--concurrency", *map(str, grid.concurrencies),
+        "--runs", str(grid.runs), "--enable-prefix-caching",
+        "--save-result", str(result), "--format", "json", *more,
+    ]  # fmt: skip
+    trust = {"SSL_CERT_FILE": endpoint.ca, "REQUESTS_CA_BUNDLE": endpoint.ca} if endpoint.ca else {}
+    done = subprocess.run(
+        [python, "-c", _LAUNCH, *words],
+        env={**os.environ, **trust, "SPARK_BENCH_KEY": endpoint.key},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0 or not result.is_file():
+        tail = "\n".join(done.stdout.strip().splitlines()[-8:])
+        raise SparkError.one("llama-benchy", f"failed:\n{tail}", "fix this error, then run again")
+    return parse_cells(json.loads(result.read_text()))
+
+
+def parse_cells(data: dict[str, Any]) -> tuple[str, tuple[Cell, ...]]:
+    """Parse the result file of llama-benchy 0.4."""
+
+    def figure(case: dict[str, Any], name: str, part: str = "mean") -> float | None:
+        return round(float(case[name][part]), 3) if case.get(name) else None
+
+    cells = tuple(
+        Cell(
+            case["context_size"], case["concurrency"], case["prompt_size"], case["response_size"],
+            figure(case, "pp_throughput"), figure(case, "tg_throughput"),
+            figure(case, "tg_throughput", "std"), figure(case, "ttfr"),
+        )
+        for case in data["benchmarks"]
+        if not case["is_context_prefill_phase"]
+    )  # fmt: skip
+    return str(data["version"]), cells
+
+
+# --- vllm-bench: `vllm bench serve` of the engine's image, on the host
+
+REQUESTS, WARM_UPS = 10, 3
+LIMIT_S = 3600.0
+_ABSENT = "no vllm bench serve in this image"
+# Without GPU and downloads. The key comes by standard input: users of docker can read the
+# environment of containers.
+_CONTAINER = (
+    "docker", "run", "--rm", "-i", "--pull", "never", "--network", "host", "--log-driver", "none",
+    "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--read-only",
+    "--tmpfs", "/tmp:rw,exec,nosuid,nodev,mode=1777,size=1g", "--entrypoint", "sh",
+    *(word for text in (
+        "HOME=/tmp", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1", "VLLM_NO_USAGE_STATS=1",
+        "NVIDIA_VISIBLE_DEVICES=void",
+    ) for word in ("--env", text)),
+)  # fmt: skip
+_OUT = "/tmp/result.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    concurrency: int = 1
+    prompt_tokens: int = 8192
+    answer_tokens: int = 256
+
+    @property
+    def requests(self) -> int:
+        return REQUESTS * self.concurrency
+
+    def fitting(self, context_tokens: int) -> Case:
+        """Return the case with prompts that leave room for answer and chat template."""
+        room = context_tokens - self.answer_tokens - 64
+        return replace(self, prompt_tokens=min(self.prompt_tokens, room))
+
+
+def measure_loads(
+    login: Login, release: Release, port: int, key_path: str, cases: list[Case], note: Note
+) -> tuple[str | None, tuple[Load, ...]]:
+    """Run the cases in turn; return vLLM's version and results, or None if the image lacks it.
+
+    Raises:
+        SparkError: a case or some of its requests failed.
+    """
+    version, loads = None, list[Load]()
+    for case in cases:
+        seed, plural = int(time.time()), "s" * (case.concurrency > 1)
+        title = f"vllm-bench, {case.concurrency} client{plural}"
+        note(
+            f"{title}: vllm bench serve runs on the host; {WARM_UPS + case.requests} prompts of "
+            f"{case.prompt_tokens} tokens, answers of {case.answer_tokens}"
+        )
+        with ticking(title, note):
+            output = login.run(load_script(release, port, key_path, case, seed), LIMIT_S)
+        if output.strip() == _ABSENT:
+            return None, ()
+        version, _, document = output.partition("\n")
+        load = parse_load(json.loads(document), case, seed)
+        first_token = f"first token after {load.first_token_ms / 1000:.2f} s"
+        note(f"{title}: {load.output_tokens_per_s:.1f} tok/s, {first_token}")
+        if failed := load.requests - load.completed:
+            problem = f"{failed} of {load.requests} requests failed"
+            raise SparkError.one(login.name, problem, "find the reason with `spark-deploy logs`")
+        loads.append(load)
+    return version, tuple(loads)
+
+
+def load_script(release: Release, port: int, key_path: str, case: Case, seed: int) -> str:
+    """Return a shell script that prints vLLM's version and the result, or ``_ABSENT``."""
+    bench = shlex.join([
+        "vllm", "bench", "serve", "--backend", "openai-chat",
+        "--base-url", f"http://127.0.0.1:{port}", "--endpoint", CHAT,
+        "--model", release.names[0], "--tokenizer", "/model", "--dataset-name", "random",
+        "--random-input-len", str(case.prompt_tokens),
+        "--random-output-len", str(case.answer_tokens),
+        "--num-prompts", str(case.requests), "--num-warmups", str(WARM_UPS),
+        "--max-concurrency", str(case.concurrency), "--seed", str(seed), "--ignore-eos",
+        "--temperature", "0", "--percentile-metrics", "ttft,tpot,itl,e2el", "--disable-tqdm",
+        "--save-result", "--result-filename", _OUT,
+    ])  # fmt: skip
+    absent = f"echo {shlex.quote(_ABSENT)}"
+    inner = (
+        "IFS= read -r OPENAI_API_KEY; export OPENAI_API_KEY; "
+        f"command -v vllm >/dev/null || {{ {absent}; exit 0; }}; {bench} >&2 || exit 1; "
+        "$(head -n 1 $(command -v vllm) | cut -c3-) -c "
+        "'import importlib.metadata as m; print(m.version(\"vllm\"))' || exit 1; "
+        f"cat {_OUT}"
+    )
+    mount = f"type=bind,source={release.tree.path},target=/model,readonly"
+    container = shlex.join([*_CONTAINER, "--mount", mount, release.image.tag, "-c", inner])
+    # 127: the image has no shell, like the lab's stand-in for the engine.
+    return f"{container} < {shlex.quote(key_path)} || {{ [ $? -eq 127 ] || exit 1; {absent}; }}"
+
+
+def parse_load(data: dict[str, Any], case: Case, seed: int) -> Load:
+    """Parse the result file of `vllm bench serve`."""
+    return Load(
+        case.concurrency, case.prompt_tokens, case.answer_tokens, case.requests,
+        int(data["completed"]), seed, int(data["total_input_tokens"]),
+        int(data["total_output_tokens"]), round(float(data["output_throughput"]), 3),
+        *(round(float(data[f"mean_{name}_ms"]), 3) for name in ("ttft", "tpot", "e2el")),
+    )  # fmt: skip

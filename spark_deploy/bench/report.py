@@ -1,0 +1,293 @@
+"""Reports of one result, or of several compared with the first: Markdown, and one HTML file."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from spark_deploy.bench.protocols import SEEDS
+from spark_deploy.bench.result import BenchResult, Load
+
+_SEEDS = (
+    "five prompts, one after the other, greedy; tokens of the usage block over wall time; second "
+    "run, the first is the warm-up"
+)
+_GRID = "llama-benchy {}: means over its runs, sum of all clients; counts tokens of the stream"
+_LOADS = (
+    "vllm bench serve of {}, on the host: uncached random prompts, greedy, answers of fixed "
+    "length; means over all requests"
+)
+_SEEDS_TITLE, _GRID_TITLE = "Protocol: seeds", "Protocol: llama-benchy"
+_HOST_TITLE = "Host during the benchmark"
+Rows = list[list[str]]
+Point = tuple[float, float]
+
+
+def render_markdown(results: Sequence[BenchResult]) -> str:
+    lines = [f"# {title_of(results)}", ""]
+    lines += [line for text in invalid_reasons(results) for line in (f"**{text}**", "")]
+    for result in results:
+        lines.append(f"- {result.at}: {result.served.release}, {result.served.image}")
+        lines += [f"- note: {note}" for note in result.notes]
+    for title, protocol, rows in sections(results):
+        lines += ["", f"## {title}", "", *([protocol, ""] if protocol else [])]
+        lines += [f"| {' | '.join(rows[0])} |", "|---" + "|---:" * len(results) + "|"]
+        lines += [f"| {' | '.join(row)} |" for row in rows[1:]]
+    return "\n".join([*lines, "", ""])
+
+
+def invalid_reasons(results: Sequence[BenchResult]) -> Iterator[str]:
+    for result, name in zip(results, names_of(results), strict=True):
+        if text := result.served.invalid_reason:
+            yield f"{name}: {text}" if len(results) > 1 else text
+
+
+def sections(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
+    """Yield title, protocol and table of each part that a result contains."""
+    if any(result.answers for result in results):
+        sources = dict.fromkeys(
+            f"{figure.tokens_per_s:g} of {result.served.profile}: {figure.source}"
+            for result in results
+            for figure in result.published
+        )
+        published = f". Published by others: {'; '.join(sources)}" if sources else ""
+        yield _SEEDS_TITLE, _SEEDS + published, seeds_table(results)
+    if any(result.cells for result in results):
+        versions = dict.fromkeys(result.llama_benchy or "?" for result in results if result.cells)
+        yield _GRID_TITLE, _GRID.format(", ".join(versions)), grid_table(results)
+    if any(result.loads for result in results):
+        versions = dict.fromkeys(f"vLLM {result.vllm}" for result in results if result.loads)
+        yield "Protocol: vllm-bench", _LOADS.format(", ".join(versions)), loads_table(results)
+    yield _HOST_TITLE, "", host_table(results)
+
+
+def title_of(results: Sequence[BenchResult]) -> str:
+    """Return what the results share, then their names."""
+    shared = [
+        texts.pop()
+        for form in ("{0.model}", "with {0.profile}", "on {0.host}")
+        if len(texts := {form.format(result.served) for result in results}) == 1
+    ]
+    names = " against ".join(names_of(results)) if len(results) > 1 else ""
+    return ": ".join(filter(None, (" ".join(shared), names)))
+
+
+def names_of(results: Sequence[BenchResult]) -> list[str]:
+    """Return short unique names."""
+    served = [result.served for result in results]
+    names = [item.profile for item in served]
+    if len({item.model for item in served}) > 1:
+        names = [f"{item.model} {name}" for item, name in zip(served, names, strict=True)]
+    if len({item.host for item in served}) > 1:
+        names = [f"{name} on {item.host}" for item, name in zip(served, names, strict=True)]
+    if len(set(names)) < len(names):
+        names = [f"{name}, {result.at}" for result, name in zip(results, names, strict=True)]
+    return names
+
+
+def seeds_table(results: Sequence[BenchResult]) -> Rows:
+    rows = [["tok/s", *names_of(results)]]
+    answers = [result.warm_answers() for result in results]
+    for prompt, tokens, _ in SEEDS:
+        speeds = [found[prompt].tokens_per_s if prompt in found else None for found in answers]
+        rows.append([f"{prompt} {tokens}", *_compare(speeds)])
+    first_s = [min((a.first_token_s for a in found.values()), default=None) for found in answers]
+    rows.append(["first token, s (best)", *(_text(value, 2) for value in first_s)])
+    if any(result.published for result in results):
+        texts = (", ".join(f"{p.tokens_per_s:g}" for p in result.published) for result in results)
+        rows.append(["published by others", *(text or "-" for text in texts)])
+    return rows
+
+
+def grid_table(results: Sequence[BenchResult]) -> Rows:
+    rows = [["tok/s at depth, clients", *names_of(results)]]
+    for case in sorted({cell.case for result in results for cell in result.cells}):
+        speeds = [{c.case: c.decode_tokens_per_s for c in r.cells}.get(case) for r in results]
+        rows.append([f"{case[0]}, {case[1]}", *_compare(speeds)])
+    return rows
+
+
+def loads_table(results: Sequence[BenchResult]) -> Rows:
+    rows = [["prompt, answer, clients", *names_of(results)]]
+    figures: tuple[tuple[str, Callable[[Load], float | None], int], ...] = (
+        ("tok/s, sum of all clients", lambda load: load.output_tokens_per_s, 1),
+        ("tok/s of one client after the first token", lambda load: load.decode_tokens_per_s, 1),
+        ("prompt tokens/s until the first token", lambda load: load.prefill_tokens_per_s, 0),
+        ("first token, ms", lambda load: load.first_token_ms, 0),
+    )
+    for case in sorted({load.case for result in results for load in result.loads}):
+        loads = [{load.case: load for load in result.loads}.get(case) for result in results]
+        for title, figure, digits in figures:
+            values = [figure(load) if load else None for load in loads]
+            rows.append([f"{', '.join(map(str, case))}: {title}", *_compare(values, digits)])
+    return rows
+
+
+def host_table(results: Sequence[BenchResult]) -> Rows:
+    rows = [["", *names_of(results)]]
+    least = [min((s.available_bytes for s in r.samples), default=None) for r in results]
+    gigabytes = [None if value is None else value / 1e9 for value in least]
+    rows.append(["minimum memory available, GB", *(_text(value, 1) for value in gigabytes)])
+    for title, field in (
+        ("maximum temperature, °C", "temperature_c"),
+        ("maximum power, W", "power_w"),
+    ):
+        values = ([v for s in r.samples if (v := getattr(s, field)) is not None] for r in results)
+        rows.append([title, *(_text(max(found, default=None), 0) for found in values)])
+    shares = (result.acceptance_fraction for result in results)
+    rows.append(["drafts accepted", *("-" if s is None else f"{s:.0%}" for s in shares)])
+    return rows
+
+
+def _compare(values: Sequence[float | None], digits: int = 1) -> list[str]:
+    """Return the values as text, with the change from the first."""
+    first, texts = values[0], [_text(value, digits) for value in values]
+    for index, value in enumerate(values[1:], 1):
+        if first and value is not None:
+            texts[index] += f" ({(value / first - 1) * 100:+.0f} %)"
+    return texts
+
+
+def _text(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+_STYLE = """
+:root{color-scheme:light dark;--fg:#1c2024;--dim:#60646c;--bg:#fcfcfd;--card:#fff;--line:#e0e1e6}
+@media(prefers-color-scheme:dark){
+:root{--fg:#edeef0;--dim:#b0b4ba;--bg:#111113;--card:#18191b;--line:#2e3135}}
+body{font:16px/1.5 system-ui,sans-serif;color:var(--fg);background:var(--bg);margin:0 auto;
+max-width:60rem;padding:2rem 1.25rem 4rem}
+h1{font-size:1.6rem;line-height:1.25;margin:0 0 .25rem}
+h2{font-size:1.15rem;margin:2.25rem 0 .25rem}
+p{color:var(--dim);margin:.25rem 0 .75rem;overflow-wrap:anywhere}
+p strong{color:var(--fg)}
+section{background:var(--card);border:1px solid var(--line);border-radius:10px;
+padding:1rem 1.25rem;margin:.75rem 0;overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+td,th{padding:.35rem .6rem;border-bottom:1px solid var(--line);text-align:right;
+white-space:nowrap}
+td:first-child,th:first-child{text-align:left}
+th{font-weight:600;color:var(--dim)}
+tr:last-child td{border-bottom:0}
+svg{width:100%;min-width:34rem;height:auto;display:block;color:var(--dim)}
+"""
+
+
+def render_page(results: Sequence[BenchResult]) -> str:
+    escape, title = html.escape, html.escape(title_of(results))
+    body = [f"<h1>{title}</h1>"]
+    body += [f"<p><strong>{escape(text)}</strong></p>" for text in invalid_reasons(results)]
+    for result, name in zip(results, names_of(results), strict=True):
+        prefix = f"{name} · " if len(results) > 1 else ""
+        about = f"{result.at} · {result.served.release} · {result.served.image}"
+        body += [f"<p>{escape(prefix + text)}</p>" for text in (about, *result.notes)]
+    for heading, protocol, rows in sections(results):
+        body += [f"<h2>{escape(heading)}</h2>", f"<p>{escape(protocol)}</p>"]
+        plots = _plots(heading, results) if has_plots() else ()
+        body += [f"<section>{plot}</section>" for plot in plots]
+        head, *cells = (
+            "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
+            for tag, row in zip(["th", *["td"] * len(rows)], rows, strict=False)
+        )
+        table = "".join(f"<tr>{row}</tr>" for row in (head, *cells))
+        body.append(f"<section><table>{table}</table></section>")
+    lines = "\n".join(body)
+    return (
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n{lines}\n</html>\n"
+    )
+
+
+def _plots(heading: str, results: Sequence[BenchResult]) -> Iterator[str]:
+    names = names_of(results)
+    if heading == _SEEDS_TITLE:
+        answers = [result.warm_answers() for result in results]
+        groups = [
+            (prompt, [found[prompt].tokens_per_s if prompt in found else None for found in answers])
+            for prompt, *_ in SEEDS
+        ]
+        yield draw_bars(groups, "tokens per second", names)
+    elif heading == _GRID_TITLE:
+        for clients in sorted({cell.concurrency for result in results for cell in result.cells}):
+            lines = [
+                [(float(cell.depth_tokens), cell.decode_tokens_per_s) for cell in result.cells
+                 if cell.concurrency == clients and cell.decode_tokens_per_s is not None]
+                for result in results
+            ]  # fmt: skip
+            title = f"tokens per second by depth, {clients} client{'s' if clients > 1 else ''}"
+            yield draw_lines(lines, title, names, "o")
+    elif heading == _HOST_TITLE and any(result.samples for result in results):
+        memory = [[(s.at_s, s.available_bytes / 1e9) for s in result.samples] for result in results]
+        yield draw_lines(memory, "GB of memory available, by seconds", names)
+
+
+def has_plots() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw_bars(
+    groups: Sequence[tuple[str, Sequence[float | None]]], title: str, names: Sequence[str] = ()
+) -> str:
+    """Return an SVG with a bar for each value, in named groups."""
+
+    def draw(axes: Any) -> None:
+        series = list(zip(*(values for _, values in groups), strict=True))
+        width = 0.7 / len(series)
+        for place, values in enumerate(series):
+            offset = (place - (len(series) - 1) / 2) * width
+            places = [at + offset for at, value in enumerate(values) if value is not None]
+            heights = [value for value in values if value is not None]
+            label = names[place] if names else None
+            bars = axes.bar(places, heights, width * 0.92, label=label)
+            axes.bar_label(bars, fmt=lambda v: f"{v:,.{int(v < 100)}f}", padding=2, fontsize=8)
+        axes.set_xticks(range(len(groups)), [name for name, _ in groups])
+
+    return _draw(draw, title)
+
+
+def draw_lines(
+    series: Sequence[Sequence[Point]], title: str, names: Sequence[str], marker: str = ""
+) -> str:
+    """Return an SVG with a line for each series."""
+
+    def draw(axes: Any) -> None:
+        for points, name in zip(series, names, strict=True):
+            axes.plot([x for x, _ in sorted(points)], [y for _, y in sorted(points)],
+                      marker=marker, label=name)  # fmt: skip
+
+    return _draw(draw, title)
+
+
+# Replaced by the colour of the surrounding page, which may be light or dark.
+_INK = "#010203"
+_PLOT_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "font.family": "sans-serif", "text.color": _INK,
+    "axes.edgecolor": _INK, "xtick.color": _INK, "ytick.color": _INK, "axes.titlelocation": "left",
+    "axes.titlesize": 11, "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
+    "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
+    "legend.frameon": False,
+}  # fmt: skip
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+
+def _draw(draw: Callable[[Any], None], title: str) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**_PLOT_STYLE, "svg.hashsalt": title}):
+        figure, text = Figure(figsize=(7.6, 2.8), layout="constrained"), io.StringIO()
+        axes = figure.subplots()
+        draw(axes)
+        axes.set_title(title)
+        axes.margins(y=0.12)
+        axes.set_ylim(bottom=0)
+        if len(axes.get_legend_handles_labels()[1]) > 1:
+            figure.legend(loc="outside upper right", ncols=4)
+        figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :].replace(_INK, "currentColor")

@@ -1,0 +1,250 @@
+"""``spark-deploy logs`` and ``top``: journals and load of hosts, streamed over SSH."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+import click
+from rich.console import Console
+from rich.table import Table
+from spark_contract.paths import engine_dir
+from spark_contract.units import GATEWAY, JOB, MAIN_SERVICE, SERVE, SWITCH, WATCH
+
+from spark_deploy.bench.host import HEAT, Login, parse_heat
+from spark_deploy.cli.connect import login_of
+from spark_deploy.cli.hosts import chosen_services, select_hosts
+from spark_deploy.cli.options import Options, service_option, shared_options
+from spark_deploy.cli.terminal import note
+from spark_deploy.config.printable import shown
+from spark_deploy.plan.memory import GIB
+
+_PARTS = {SERVE: "engine", GATEWAY: "gateway", WATCH: "watch", SWITCH: "rollout", JOB: "job"}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Line:
+    at_us: int
+    host: str
+    part: str
+    text: str
+
+
+@click.command
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they come.")
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), default=100, metavar="N", help="Last lines [100]."
+)
+@shared_options()
+def logs(options: Options, follow: bool, lines: int) -> int:
+    """Exit with 1 if a journal could not be read."""
+    script = journal_command(lines, follow=follow)
+    hosts = select_hosts(options, judged=False)
+    readers = {host.name: _start(login_of(host), script) for host in hosts}
+    try:
+        merged = _read_all(readers)
+        for line in merged if follow else sorted(merged):
+            at = datetime.fromtimestamp(line.at_us / 1e6).strftime("%m-%d %H:%M:%S")
+            text = shown(f"{at}  {line.host}  {line.part:<7}  {line.text}")
+            print(json.dumps(asdict(line)) if options.json else text, flush=follow)
+    except KeyboardInterrupt:
+        for process in readers.values():
+            process.terminate()
+        return 0
+    failed = [name for name, process in readers.items() if process.wait() > 0]
+    for name in failed:
+        note(f"{name}: journal unreadable; fix: `spark-deploy doctor`")
+    return 1 if failed else 0
+
+
+def _start(login: Login, script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        login.argv(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        text=True, errors="replace",
+    )  # fmt: skip
+
+
+def journal_command(lines: int, *, follow: bool) -> str:
+    units = " ".join(f"-u '{template.of('*')}'" for template in _PARTS)
+    return f"journalctl -q --no-pager -o json -n {lines} {'-f ' if follow else ''}{units}"
+
+
+def parse_journal(host: str, text: Iterable[str]) -> Iterator[Line]:
+    """Parse the journal's JSON; skip incomplete lines."""
+    for entry in text:
+        try:
+            data = json.loads(entry)
+        except ValueError:
+            continue
+        message = data.get("MESSAGE")
+        if isinstance(message, list):  # bytes that are not UTF-8
+            message = bytes(message).decode(errors="replace")
+        unit = str(data.get("_SYSTEMD_UNIT") or data.get("UNIT") or "")
+        part = next((p for t, p in _PARTS.items() if unit.startswith(f"{t.name}@")), "systemd")
+        time_us = int(data.get("__REALTIME_TIMESTAMP", 0))
+        yield Line(time_us, host, part, str(message or "").rstrip())
+
+
+def _read_all(readers: dict[str, subprocess.Popen[str]]) -> Iterator[Line]:
+    """Yield lines as they come, until the end of every journal."""
+    lines: queue.Queue[Line | None] = queue.Queue()
+
+    def read(name: str, process: subprocess.Popen[str]) -> None:
+        for line in parse_journal(name, process.stdout or ()):
+            lines.put(line)
+        lines.put(None)
+
+    for reader in readers.items():
+        threading.Thread(target=read, args=reader, daemon=True).start()
+    for _ in readers:
+        yield from iter(lines.get, None)
+
+
+EVERY_S = 2
+_METRIC = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$")
+_SAMPLE_SCRIPT = """while :; do
+  echo "at $(date +%s.%N)"
+  curl -s -m 5 --unix-socket FOLDER/engine.sock http://engine/metrics |
+    grep -E '^vllm:(num_requests_|generation_tokens_total|kv_cache_usage|spec_decode_num_)'
+  awk '/^MemAvailable/{print "memory", $2}' /proc/meminfo
+  echo "gpu HEAT"
+  echo end; sleep EVERY
+done""".replace("HEAT", HEAT).replace("EVERY", str(EVERY_S))
+
+Sample = dict[str, float]  # metrics by name; counters since the start of the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """The displayed state of a service; ``None`` for unknown values."""
+
+    host: str
+    running: float | None
+    waiting: float | None
+    tokens_per_s: float | None
+    acceptance_fraction: float | None
+    cache_fraction: float | None
+    available_bytes: float | None
+    temperature_c: float | None
+    power_w: float | None
+
+
+@click.command
+@click.option("--once", is_flag=True, help="Print a single sample and exit.")
+@service_option("Only this service.")
+@shared_options()
+def top(options: Options, once: bool, service: str | None) -> int:
+    """Refresh until interrupted; exit with 1 if a host did not answer."""
+    processes: dict[str, subprocess.Popen[str]] = {}
+    samples: dict[str, list[Sample]] = {}
+    for host in select_hosts(options, judged=False):
+        for name in chosen_services(host, service):
+            title = host.name if name == MAIN_SERVICE else f"{host.name}/{name}"
+            script = _SAMPLE_SCRIPT.replace("FOLDER", engine_dir(name))
+            processes[title], samples[title] = _start(login_of(host), script), []
+            arguments = (processes[title], samples[title])
+            threading.Thread(target=_keep_samples, args=arguments, daemon=True).start()
+
+    def runs(title: str) -> bool:
+        return processes[title].poll() is None
+
+    try:
+        # Rates need two samples.
+        while any(runs(title) and len(pair) < 2 for title, pair in samples.items()):
+            time.sleep(0.2)
+        while True:
+            _show([now_of(title, pair) for title, pair in samples.items()], options, once)
+            if once or not any(map(runs, samples)):
+                break
+            time.sleep(EVERY_S)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        for process in processes.values():
+            process.terminate()
+    failed = [title for title, pair in samples.items() if not pair]
+    for title in failed:
+        note(f"{title}: no answer; fix: `spark-deploy doctor`")
+    return 1 if failed else 0
+
+
+def _keep_samples(process: subprocess.Popen[str], samples: list[Sample]) -> None:
+    """Keep the last two samples."""
+    for sample in parse_samples(process.stdout or ()):
+        samples[:] = [*samples[-1:], sample]
+
+
+def parse_samples(lines: Iterable[str]) -> Iterator[Sample]:
+    """Parse the output of the script; skip an incomplete sample."""
+    sample: Sample = {}
+    for line in map(str.strip, lines):
+        name, _, value = line.partition(" ")
+        if metric := _METRIC.match(line):
+            sample[metric[1]] = sample.get(metric[1], 0.0) + float(metric[2])
+        elif name == "at":
+            sample["at"] = float(value)
+        elif name == "memory" and value.isdigit():
+            sample["memory"] = int(value) * 1024
+        elif name == "gpu":
+            heat = zip(("temperature", "power"), parse_heat(value), strict=True)
+            sample |= {key: number for key, number in heat if number is not None}
+        elif name == "end" and "at" in sample:
+            yield sample
+            sample = {}
+
+
+def now_of(host: str, samples: Sequence[Sample]) -> Now:
+    if not samples:
+        return Now(host, *[None] * 8)
+    last, before = samples[-1], samples[0]
+
+    def grown(metric: str) -> float:
+        return last.get(metric, 0.0) - before.get(metric, 0.0)
+
+    speed = acceptance = None
+    has_tokens = "generation_tokens" in last and "generation_tokens" in before
+    if has_tokens and grown("at") > 0 and grown("generation_tokens") >= 0:
+        speed = grown("generation_tokens") / grown("at")
+    if (drafted := grown("spec_decode_num_draft_tokens")) > 0:
+        acceptance = grown("spec_decode_num_accepted_tokens") / drafted
+    return Now(
+        host, last.get("num_requests_running"), last.get("num_requests_waiting"), speed, acceptance,
+        last.get("kv_cache_usage_perc"), last.get("memory"), last.get("temperature"),
+        last.get("power"),
+    )  # fmt: skip
+
+
+def _show(rows: list[Now], options: Options, once: bool) -> None:
+    if options.json:
+        print(json.dumps([asdict(row) for row in rows]), flush=True)
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
+    if console.is_terminal and not once:
+        console.clear()
+    console.print(table(rows))
+
+
+def table(rows: Sequence[Now]) -> Table:
+    """Return a row for each service; long names are cut on a narrow screen."""
+    result = Table("host", box=None, pad_edge=False)
+    result.columns[0].overflow = "ellipsis"
+    for title in ("running", "waiting", "tok/s", "accepted", "cache", "free GiB", "°C", "W"):
+        result.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        free = None if row.available_bytes is None else row.available_bytes / GIB
+        cells = (
+            (row.running, ".0f"), (row.waiting, ".0f"), (row.tokens_per_s, ".1f"),
+            (row.acceptance_fraction, ".0%"), (row.cache_fraction, ".0%"), (free, ".1f"),
+            (row.temperature_c, ".0f"), (row.power_w, ".0f"),
+        )  # fmt: skip
+        texts = ("-" if value is None else format(value, form) for value, form in cells)
+        result.add_row(row.host, *texts)
+    return result
