@@ -34,7 +34,7 @@ from spark_contract.tool import COMMANDS_DIR
 from spark_contract.units import DAILY_LINK, UNITS_DIR
 
 from lab import cgroup
-from spark_deploy.bench import page
+from spark_deploy.bench import report
 from spark_deploy.hosts import base
 from spark_deploy.hosts.base import HOLD_PATH
 from spark_deploy.plan.jobs import DAEMON_JSON
@@ -197,12 +197,10 @@ def main() -> int:
         for one in found
         for kind in ("ours", "ansible")
     ]
-    picture = page.bars(
+    picture = report.draw_bars(
         groups, "A run that changes nothing: seconds, and without what its hosts computed"
     )
-    (options.out / "noop.svg").write_text(
-        picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
-    )
+    (options.out / "noop.svg").write_text(picture + "\n")
     return 0
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.bench import page
+from spark_deploy.bench import report
 from tests.faults.lending import FROM_HUB, Pulled, Sent, slow
 from tests.labkit import Guest, Site, guest_named, info, lab
 
@@ -236,7 +236,5 @@ def write_result(folder: Path, found: dict[str, Any]) -> None:
         return
     groups = [(f"{one['hosts']} hosts", [one["seconds"]]) for one in found["line"]["runs"]]
     groups.append(("one copy over the network", [found["line"]["one_copy_over_the_network_s"]]))
-    picture = page.bars(groups, f"Seconds until every host has the model, line {LINE}")
-    (folder / "eight-hosts.svg").write_text(
-        picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
-    )
+    picture = report.draw_bars(groups, f"Seconds until every host has the model, line {LINE}")
+    (folder / "eight-hosts.svg").write_text(picture + "\n")

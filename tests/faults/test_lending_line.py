@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.bench import page
+from spark_deploy.bench import report
 from tests.faults.lending import FROM_HUB, Sent, slow
 from tests.labkit import Guest, Site, guest_named, lab
 
@@ -103,7 +103,5 @@ def write_result(folder: Path, found: list[dict[str, Any]]) -> None:
     seconds = {(one["hosts"], one["share"]): one["seconds"] for one in found}
     groups = [(f"{n} hosts", [seconds[n, True], seconds[n, False]]) for n in counts]
     title = "Seconds until every host has the tree: lending, and each for itself"
-    picture = page.bars(groups, title)
-    (folder / "lending.svg").write_text(
-        picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
-    )
+    picture = report.draw_bars(groups, title)
+    (folder / "lending.svg").write_text(picture + "\n")

@@ -10,14 +10,14 @@ _OPERATION = re.compile(r"--> Starting operation: (.+?)\s*$")
 _STATUS = re.compile(r"\s*\[(?P<host>.+?)\]\s+(?P<status>Success|No changes|Skipped|Error).*$")
 
 
-def feed(seen: Transcript, line: str, now_s: float) -> list[str]:
-    """Take in a line as pyinfra logs it; return what a person has to see at once."""
-    shown = seen.log(line)
+def feed(transcript: Transcript, line: str, now_s: float) -> list[str]:
+    """Process a line of pyinfra's log; return the lines to print at once."""
+    lines = transcript.log(line)
     if operation := _OPERATION.search(line):
-        seen.begin(operation[1], now_s)
+        transcript.start_operation(operation[1], now_s)
     elif status := _STATUS.match(line):
         if status["status"] == "Error":
-            return shown + seen.fail(status["host"], now_s)
-        seen.end(status["host"], now_s, skipped=status["status"] == "Skipped")
-        seen.hosts[status["host"]].changed += status["status"] == "Success"
-    return shown
+            return lines + transcript.fail_operation(status["host"], now_s)
+        transcript.end_operation(status["host"], now_s, skipped=status["status"] == "Skipped")
+        transcript.hosts[status["host"]].changed += status["status"] == "Success"
+    return lines

@@ -1,8 +1,7 @@
-"""Draw the pictures of the command line in docs/screens; ``--check`` writes nothing.
+"""Draw the pictures of commands in docs/screens; ``--check`` writes nothing.
 
-``plan`` is made anew. What needs hosts is replayed from a recording of the virtual lab
-(docs/screens/recorded, by `make recording`): what pyinfra printed, each line with its second, and
-what status and top answered as JSON. The drawing code is that of the commands.
+``plan`` is computed. The others replay a recording of the virtual lab (docs/screens/recorded, by
+`make recording`): pyinfra's log with times, and the JSON output of status and top.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(CHECKOUT))
@@ -23,7 +23,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 
-from spark_deploy.cli import progress_screen, terminal, top  # noqa: E402
+from spark_deploy.cli import live, progress_screen, terminal  # noqa: E402
 from spark_deploy.cli.hosts import Target, build_plan  # noqa: E402
 from spark_deploy.cli.plan_text import plan_text  # noqa: E402
 from spark_deploy.cli.progress_screen import HostView, Transcript  # noqa: E402
@@ -37,7 +37,7 @@ from tools.docs.replay import feed  # noqa: E402
 OUT = CHECKOUT / "docs/screens"
 RECORDED = OUT / "recorded"
 WIDTH = 100
-# No font of another site: pages are read without a network, too.
+# Without fonts of other sites: pages work offline.
 FORM = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
@@ -70,60 +70,59 @@ def picture(name: str, title: str, draw: Callable[[Console], None]) -> str:
 
 
 def plan(console: Console) -> None:
-    found = load_hosts({"spark": ["spark-1"]}, root=OUT)["spark-1"]
-    one = Target("spark-1", {}, found, read_catalog())
-    made = build_plan(one, estimate=True)
-    terminal.print_wrapped(
-        plan_text(made, *pair_of(found.settings, one.catalog), verbose=False), console
-    )
+    settings = load_hosts({"spark": ["spark-1"]}, root=OUT)["spark-1"]
+    target = Target("spark-1", {}, settings, read_catalog())
+    pair = pair_of(settings.settings, target.catalog)
+    lines = plan_text(build_plan(target, estimate=True), *pair, verbose=False)
+    terminal.print_wrapped(lines, console)
 
 
 def up_running(console: Console) -> None:
     """Draw a first deploy while engines load and one host is further than the other."""
-    seen, passed_s = replayed(until=": bench: ")
-    console.print(progress_screen.rows(seen, passed_s, WIDTH))
+    transcript, passed_s = replay(until=": bench: ")
+    console.print(progress_screen.rows(transcript, passed_s, WIDTH))
 
 
 def up_ended(console: Console) -> None:
-    """Draw the end of a first deploy."""
-    seen, passed_s = replayed()
-    for line in progress_screen.ended(seen, 0, passed_s):
-        progress_screen.lay(line, console)
+    transcript, passed_s = replay()
+    for line in progress_screen.summary(transcript, 0, passed_s):
+        progress_screen.print_text(line, console)
 
 
 def dry(console: Console) -> None:
-    for one in json.loads((RECORDED / "dry.json").read_text("utf-8")):
-        progress_screen.lay(Text.assemble((one["host"], "bold"), f": {one['text']}"), console)
+    for host in recorded("dry"):
+        line = Text.assemble((host["host"], "bold"), f": {host['text']}")
+        progress_screen.print_text(line, console)
 
 
 def status(console: Console) -> None:
-    lately = datetime.now(timezone.utc) - timedelta(minutes=12, seconds=30)
-    for one in json.loads((RECORDED / "status.json").read_text("utf-8")):
-        one["proof"]["checked_at"] = lately.isoformat()  # the picture stays as it is
-        # What status learned to say since then was not asked.
-        terminal.print_wrapped(status_lines({**host_fields(HostStatus(None)), **one}), console)
+    recent = datetime.now(timezone.utc) - timedelta(minutes=12, seconds=30)
+    for host in recorded("status"):
+        host["proof"]["checked_at"] = recent.isoformat()  # keeps the picture unchanged
+        # Fields that are newer than the recording are empty.
+        lines = status_lines({**host_fields(HostStatus(None)), **host})
+        terminal.print_wrapped(lines, console)
 
 
 def top_once(console: Console) -> None:
-    found = [top.Now(**one) for one in json.loads((RECORDED / "top.json").read_text("utf-8"))]
-    terminal.print_wrapped(top.table(found), console)
+    console.print(live.table([live.Now(**service) for service in recorded("top")]))
 
 
-def replayed(until: str | None = None) -> tuple[Transcript, float]:
-    """Read the recorded deploy to its end, or to the last line with these words."""
-    lines = list(_recorded())
-    last = max(number for number, (_, line) in enumerate(lines) if not until or until in line)
-    hosts = [one["host"] for one in json.loads((RECORDED / "status.json").read_text("utf-8"))]
-    seen = Transcript({name: HostView(name) for name in hosts})
-    for at_s, line in lines[: last + 1]:
-        feed(seen, line, at_s)
-    return seen, lines[last][0]
+def recorded(name: str) -> list[dict[str, Any]]:
+    data: list[dict[str, Any]] = json.loads((RECORDED / f"{name}.json").read_text("utf-8"))
+    return data
 
 
-def _recorded() -> Iterator[tuple[float, str]]:
-    for line in (RECORDED / "up.log").read_text("utf-8").splitlines():
-        at_s, _, said = line.partition(" ")
-        yield float(at_s), said
+def replay(until: str | None = None) -> tuple[Transcript, float]:
+    """Replay the recorded deploy to its end, or to the last line with this text."""
+    pairs = [
+        line.partition(" ")[::2] for line in (RECORDED / "up.log").read_text("utf-8").splitlines()
+    ]
+    last = max(number for number, (_, line) in enumerate(pairs) if not until or until in line)
+    transcript = Transcript({host["host"]: HostView(host["host"]) for host in recorded("status")})
+    for at_s, line in pairs[: last + 1]:
+        feed(transcript, line, float(at_s))
+    return transcript, float(pairs[last][0])
 
 
 SCREENS: dict[str, tuple[str, Callable[[Console], None]]] = {

@@ -89,7 +89,7 @@ def test_pictures_are_drawn_by_the_commands_from_what_was_recorded():
     }
     for name, words in {
         "plan": "qwen3.5-122b with v2 fits",
-        "up-running": "measures its speed",
+        "up-running": "measuring speed",
         "up": "serves lab-stub with profile v2 as lab-model at",
         "dry": "nothing to download; engine restarts",
         "status": "full check, 16 of 16 passed",

@@ -10,7 +10,7 @@ import sys
 import click
 import pytest
 
-from spark_deploy.cli import COMMANDS, GROUP, init, main, top
+from spark_deploy.cli import COMMANDS, GROUP, init, live, main
 from spark_deploy.cli.options import host_names, names_of
 from spark_deploy.config.checkout import CHECKOUT
 
@@ -92,7 +92,7 @@ def test_wrong_usage_exits_with_2_and_mentions_help(words, capsys):
 
 def test_hosts_are_arguments_or_limit_options(monkeypatch):
     seen = []
-    monkeypatch.setattr(top, "select_hosts", lambda options, judged: seen.append(options) or [])
+    monkeypatch.setattr(live, "select_hosts", lambda options, judged: seen.append(options) or [])
     assert main(["top", "spark-1", "x/hosts.py", "--limit", "spark-2", "--json", "--once"]) == 0
     [options] = seen
     assert (options.inventory, options.limit) == ("x/hosts.py", ["spark-2", "spark-1"])
@@ -110,11 +110,14 @@ def test_hosts_are_arguments_or_limit_options(monkeypatch):
 def test_a_repeated_option_keeps_every_value(words, given, monkeypatch):
     from spark_deploy.cli import bench
 
+    depths = []
+    monkeypatch.setattr(bench, "select_hosts", lambda *_, **__: ["spark-1"])
+    monkeypatch.setattr(bench, "_write_report", lambda *_: "")
     monkeypatch.setattr(
-        bench, "measure_or_compare",
-        lambda options, out, compare, how, ladder: how.depths != given,
-    )  # fmt: skip
+        bench, "_measure_host", lambda _, how, out: (depths.append(how.depths), "name")
+    )
     assert main(["bench", "spark-1", *words]) == 0
+    assert depths == [given]
 
 
 @pytest.mark.parametrize(

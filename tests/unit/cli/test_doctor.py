@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from spark_deploy.cli import doctor, main, plan
-from spark_deploy.cli.query_hosts import Answer
+from spark_deploy.cli import doctor, hosts, main, plan
+from spark_deploy.cli.hosts import Answer
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError
 from spark_deploy.hosts.disk import Stored
@@ -136,7 +136,7 @@ def test_plan_on_host_shows_files_that_hosts_have(
         result = dataclasses.replace(survey(), stored=stored) if is_reached else None
         return [Answer(host, result, "is off") for host in hosts]
 
-    monkeypatch.setattr(plan, "query", query)
+    monkeypatch.setattr(hosts, "query", query)
     monkeypatch.setattr("gevent.monkey.patch_all", lambda: None)  # would affect later tests
     words = ["plan", "--estimate", "--profile", "base", str(CHECKOUT / "inventory/spark.py")]
     assert main(words) == 0

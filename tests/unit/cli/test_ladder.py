@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli import bench, run_pyinfra
+from spark_deploy.cli import bench, changes
 from spark_deploy.cli.options import Options
 from spark_deploy.config.errors import SparkError
 from tests.unit.planning.plans import shipped_catalog
@@ -55,7 +55,7 @@ def story(monkeypatch):
 
     monkeypatch.setattr(bench, "select_hosts", listed)
     monkeypatch.setattr(bench, "build_plan", planned)
-    monkeypatch.setattr(run_pyinfra, "deploy", deploy)
+    monkeypatch.setattr(changes, "deploy", deploy)
     return told
 
 

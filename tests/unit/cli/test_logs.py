@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_deploy.cli import connect, logs
+from spark_deploy.cli import connect, live
 from spark_deploy.cli.options import Options
 
 
@@ -23,7 +23,7 @@ def test_lines_name_the_unit_and_incomplete_lines_are_skipped():
         json.dumps({"__REALTIME_TIMESTAMP": "3", "UNIT": "spark-job@1.service", "MESSAGE": "done"}),
         '{"__REALTIME_TI',
     ]
-    result = [(line.part, line.text) for line in logs.read_lines("a", text)]
+    result = [(line.part, line.text) for line in live.parse_journal("a", text)]
     assert result == [("engine", "loading"), ("gateway", "hi"), ("job", "done")]
 
 
@@ -35,7 +35,7 @@ def hosts(monkeypatch, tmp_path):
         (tmp_path / name).write_text(f"import time; time.sleep({wait}); print({lines!r})\n")
     data = {"_sudo": False}
     listed = [SimpleNamespace(name=name, data=data) for name in ("a", "b")]
-    monkeypatch.setattr(logs, "select_hosts", lambda options, judged: listed)
+    monkeypatch.setattr(live, "select_hosts", lambda options, judged: listed)
     monkeypatch.setattr(
         connect, "ssh_command", lambda item: [sys.executable, str(tmp_path / item.name)]
     )
@@ -43,7 +43,7 @@ def hosts(monkeypatch, tmp_path):
 
 
 def run() -> int:
-    return int(logs.logs.callback.__wrapped__(Options(json=True), lines=9, follow=False))
+    return int(live.logs.callback.__wrapped__(Options(json=True), lines=9, follow=False))
 
 
 @pytest.mark.usefixtures("hosts")
@@ -62,6 +62,6 @@ def test_an_unreadable_journal_is_reported(hosts, capsys):
 
 
 def test_the_journal_command_follows_on_request():
-    assert " -f " in logs.journal_command(5, follow=True)
-    assert " -f " not in logs.journal_command(5, follow=False)
-    assert "-u 'spark-serve@*.service'" in logs.journal_command(5, follow=False)
+    assert " -f " in live.journal_command(5, follow=True)
+    assert " -f " not in live.journal_command(5, follow=False)
+    assert "-u 'spark-serve@*.service'" in live.journal_command(5, follow=False)

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from spark_deploy.cli import main
+from spark_deploy.cli import hosts, main
 from spark_deploy.cli import share as command
-from spark_deploy.cli.hosts import build_plan, select_hosts
+from spark_deploy.cli.hosts import Answer, build_plan, select_hosts
 from spark_deploy.cli.options import Options
-from spark_deploy.cli.query_hosts import Answer
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.cli.test_add import COMMIT, CONFIG, add, make_site, publish
@@ -105,7 +104,7 @@ def test_a_host_that_cannot_be_asked_for_a_proof_is_named(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     away = "cannot be reached: no route to host"
-    monkeypatch.setattr(command, "query", lambda hosts, ask: [Answer(hosts[0], None, away)])
+    monkeypatch.setattr(hosts, "query", lambda hosts, ask: [Answer(hosts[0], None, away)])
     assert share_online(site, tmp_path / "x.yml") == 0
     assert f"a: {away}" in capsys.readouterr().err
 
@@ -183,7 +182,7 @@ def test_a_proof_is_told_without_the_host_it_is_of(
              "versions": {"kernel": CANARY}, "invocation_id": CANARY}  # fmt: skip
     status = told({"releases": [{"name": "main-1", "model": "tiny", "profile": "plain",
                                  "proof": proof}]})  # fmt: skip
-    monkeypatch.setattr(command, "query", lambda hosts, ask: [Answer(hosts[0], status)])
+    monkeypatch.setattr(hosts, "query", lambda hosts, ask: [Answer(hosts[0], status)])
     path = tmp_path / "proven.yml"
     assert share_online(site, path) == 0
     result = yaml.safe_load(path.read_text())["proof"]

@@ -8,9 +8,8 @@ import pytest
 
 from spark_deploy.cli import status
 from spark_deploy.cli.doctor import verdict_lines
-from spark_deploy.cli.hosts import Target
+from spark_deploy.cli.hosts import Answer, Target
 from spark_deploy.cli.options import Options
-from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.cli.status import status_lines, summary_of
 from spark_deploy.hosts.status import Count, HostStatus
 from tests.unit.cli.targets import target_of
@@ -114,11 +113,11 @@ def test_a_rollout_in_progress_is_shown_for_every_service(tmp_path):
     data["services"]["small"] = data["services"]["main"] | {"enabled": ["small-1"]}
     text, line = (
         text_of(tmp_path, data),
-        "of lab-stub with v2 is under way since 2026-11-21T10:00:00Z",
+        "of lab-stub with v2 in progress since 2026-11-21T10:00:00Z",
     )
     assert f"\n  rollout  {line} (" in text
     assert f"  service  small: serves nothing\n           rollout {line} (" in text
-    assert "under way" not in text_of(tmp_path, document())
+    assert "in progress" not in text_of(tmp_path, document())
 
 
 @pytest.mark.parametrize(

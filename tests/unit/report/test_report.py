@@ -20,9 +20,9 @@ from hosts import (
     survey_of,
 )
 
-from spark_deploy.cli import doctor
+from spark_deploy.cli import doctor, hosts
+from spark_deploy.cli.hosts import Answer
 from spark_deploy.cli.options import Options
-from spark_deploy.cli.query_hosts import Answer
 from spark_deploy.cli.report import HostReport, Report, file_text, read_report
 from spark_deploy.cli.report_contents import ANSWERS, HostData, with_answers
 from spark_deploy.config.catalog.load import read_questions
@@ -160,10 +160,11 @@ def test_additional_services_are_counted_only() -> None:
 def test_an_unreachable_host_is_reported_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hosts = [SimpleNamespace(name=name) for name in ("spark-a3f2", "spark-b7c1")]
-    answers = [Answer(hosts[0], said_of()), Answer(hosts[1], None, "unreachable: no")]
-    for name, result in {"select_hosts": hosts, "build_plan": PLAN, "query": answers}.items():
+    selected = [SimpleNamespace(name=name) for name in ("spark-a3f2", "spark-b7c1")]
+    answers = [Answer(selected[0], said_of()), Answer(selected[1], None, "unreachable: no")]
+    for name, result in {"select_hosts": selected, "build_plan": PLAN}.items():
         monkeypatch.setattr(doctor, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(hosts, "query", lambda *_: answers)
     out = tmp_path / "sent.json"
     assert doctor.doctor.callback.__wrapped__(Options(), is_report=True, out=str(out)) == 1
     captured = capsys.readouterr()

@@ -10,8 +10,8 @@ from typing import Any
 import gevent
 import pytest
 
-from spark_deploy.cli import query_hosts
-from spark_deploy.cli.query_hosts import check_access, with_fix
+from spark_deploy.cli import hosts as cli_hosts
+from spark_deploy.cli.hosts import check_access, with_fix
 from spark_deploy.inventory.host_keys import Endpoint, Seen
 from spark_deploy.inventory.login import Access
 
@@ -41,9 +41,9 @@ def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         state: Any = "unreachable" if endpoint.host == "off" else "known"
         return Seen(endpoint, endpoint.hostname, tmp_path, state, None, None, "no route")
 
-    monkeypatch.setattr(query_hosts.host_keys, "look", look)
+    monkeypatch.setattr(cli_hosts.host_keys, "look", look)
     monkeypatch.setattr(
-        query_hosts.login, "try_key", lambda endpoint: Access(endpoint.host == "ready", True)
+        cli_hosts.login, "try_key", lambda endpoint: Access(endpoint.host == "ready", True)
     )
     return [SimpleNamespace(name=name, data={}) for name in ("ready", "strange", "off")]
 
@@ -57,8 +57,8 @@ def test_each_host_without_access_gets_a_problem(hosts: list[Any]) -> None:
 
 def test_local_is_closed_if_sudo_requires_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[Endpoint] = []
-    monkeypatch.setattr(query_hosts.host_keys, "look", probed.append)
-    monkeypatch.setattr(query_hosts.login, "try_key", lambda endpoint: Access(True, False))
+    monkeypatch.setattr(cli_hosts.host_keys, "look", probed.append)
+    monkeypatch.setattr(cli_hosts.login, "try_key", lambda endpoint: Access(True, False))
     result = check_access([SimpleNamespace(name="@local", data={})])  # type: ignore[list-item]
     assert [endpoint.host for endpoint in result.closed] == ["@local"]
     assert "deploys/bootstrap.py" in next(result.problems()).fix
@@ -68,7 +68,7 @@ def test_local_is_closed_if_sudo_requires_a_password(monkeypatch: pytest.MonkeyP
 def test_a_slow_login_names_its_hosts(
     hosts: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(query_hosts, "QUIET_S", 0.05)
+    monkeypatch.setattr(cli_hosts, "QUIET_S", 0.05)
     check_access(hosts)
     assert "ready, strange, off: 0 s\n" in capsys.readouterr().err
     check_access(hosts[:2])
@@ -78,14 +78,13 @@ def test_a_slow_login_names_its_hosts(
 def test_a_slow_query_names_only_hosts_without_an_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def query_host(_state: Any, host: Any, target: Any, *_more: Any) -> query_hosts.Answer[str]:
+    def connect(host: Any, **_options: Any) -> None:
         gevent.sleep(0.3 if host.name == "slow" else 0)
-        return query_hosts.Answer(target, "yes")
 
-    monkeypatch.setattr(query_hosts, "QUIET_S", 0.1)
-    monkeypatch.setattr(query_hosts, "_query_host", query_host)
+    monkeypatch.setattr(cli_hosts, "QUIET_S", 0.1)
+    monkeypatch.setattr(cli_hosts.Host, "connect", connect)
     targets: list[Any] = [SimpleNamespace(name=name, data={}) for name in ("fast", "slow")]
-    query_hosts.query(targets, lambda *_: "yes", doing="stopping")
+    cli_hosts.query(targets, lambda *_: "yes", doing="stopping")
     assert capsys.readouterr().err == "stopping slow: 0 s\n"
-    query_hosts.query(targets[:1], lambda *_: "yes")
+    cli_hosts.query(targets[:1], lambda *_: "yes")
     assert capsys.readouterr().err == ""

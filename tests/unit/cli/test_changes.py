@@ -1,0 +1,254 @@
+"""Commands that change hosts: the printed pyinfra command, confirmations, stop and start."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+from spark_contract.status import NamedRelease, Rollback
+
+from spark_deploy.cli import changes, main
+from spark_deploy.cli.hosts import Answer
+from spark_deploy.cli.options import Options
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import Problem, SparkError
+
+INVENTORY = str(CHECKOUT / "inventory/spark.py")
+OFFLINE = [Problem("spark-1", "cannot be reached", "check that the host is on")]
+COMMANDS = ["fabric", "uninstall", "rollback", "prune", "rotate-key"]
+
+
+def run(monkeypatch, capsys, *words, code=0):
+    """Run a command with a fake deploy; return exit code, deploys and messages."""
+    ran = []
+
+    def run_deploy(deploy, hosts, data, **options):
+        ran.append((deploy, [name for name, _ in hosts], list(data), options))
+        return code
+
+    watcher = SimpleNamespace(log=None)
+    access = SimpleNamespace(problems=lambda: OFFLINE)
+    monkeypatch.setattr(changes, "run_deploy", run_deploy)
+    monkeypatch.setattr(changes, "watch", lambda run, *_: run(watcher))
+    monkeypatch.setattr(changes, "check_access", lambda _hosts: access)
+    place = 2 if words[0] == "add" else 1  # after the model
+    result = main([*words[:place], INVENTORY, *words[place:]])
+    return result, ran, capsys.readouterr().err
+
+
+@pytest.fixture
+def questions(monkeypatch) -> list[str]:
+    """Answer yes in a terminal; collect the questions."""
+    texts: list[str] = []
+    monkeypatch.setattr(changes.click, "confirm", lambda text, **_: texts.append(text))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("words", "deploy", "more"),
+    [
+        (("uninstall", "--models", "--dry", "--data", "profile=base"), "deploys/uninstall.py",
+         ["--data", "profile=base", "--data", "uninstall.models=true", "--dry"]),
+        (("rollback", "--to", "main-0123456789ab", "-y"), "deploys/rollback.py",
+         ["--data", "releases.rollback_to=main-0123456789ab", "-y"]),
+        (("prune", "--dry", "--json"), "deploys/prune.py", ["--dry", "--json"]),
+        (("uninstall", "-y", "--json"), "deploys/uninstall.py", ["-y", "--json"]),
+        (("fabric", "--restore", "-y"), "deploys/fabric.py",
+         ["--data", "fabric.restore=true", "-y"]),
+        (("fabric", "--measure", "-y"), "deploys/fabric.py",
+         ["--data", "fabric.measure=true", "-y"]),
+        (("rotate-key", "-y", "--verbose"), "deploys/rotate_key.py", ["-y"]),
+        (("add", "qwen3.5-35b", "--requantize", "--on", "spark-1", "-y"), "deploys/requantize.py",
+         ["--data", "model=qwen3.5-35b", "--data", "checkpoint.requantized=true", "-y"]),
+    ],
+)  # fmt: skip
+def test_runs_the_printed_command_on_each_host(monkeypatch, capsys, words, deploy, more):
+    code, [(path, hosts, data, options)], err = run(monkeypatch, capsys, *words)
+    typed = shlex.split(err.splitlines()[0])
+    assert code == 0
+    assert typed[0].endswith("pyinfra")
+    assert typed[1:] == [INVENTORY, str(CHECKOUT / deploy), "--limit", "spark-1", *more]
+    assert (path, hosts) == (CHECKOUT / deploy, ["spark-1"])
+    values = [after for before, after in pairwise(more) if before == "--data"]
+    assert data == [value for value in values if not value.startswith("model=")]
+    assert options.get("dry", False) == ("--dry" in more)
+    assert options.get("as_json", False) == ("--json" in more)
+
+
+def test_uninstall_access_revokes_the_login_after_a_successful_uninstall(monkeypatch, capsys):
+    code, ran, _ = run(monkeypatch, capsys, "uninstall", "--access", "-y")
+    assert code == 0
+    deploys = ["deploys/uninstall.py", "deploys/unbootstrap.py"]
+    assert [path for path, *_ in ran] == [CHECKOUT / deploy for deploy in deploys]
+    assert len(run(monkeypatch, capsys, "uninstall", "--access", "-y", code=3)[1]) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_failed_deploy_sets_the_exit_code_and_names_offline_hosts(monkeypatch, capsys, command):
+    code, _, err = run(monkeypatch, capsys, command, "-y", code=3)
+    assert code == 3
+    assert "spark-1: cannot be reached\n  fix: check that the host is on\n" in err
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_hosts_are_not_probed_after_success_or_interrupt(monkeypatch, capsys, code):
+    result, _, err = run(monkeypatch, capsys, "uninstall", "-y", code=code)
+    assert (result, "cannot be reached" in err) == (code, False)
+
+
+@pytest.mark.parametrize("words", [*([command] for command in COMMANDS), ["uninstall", "--json"]])
+def test_nothing_runs_without_confirmation(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    code, ran, err = run(monkeypatch, capsys, *words)
+    assert (code, ran) == (1, [])
+    assert "confirmation: needs a terminal" in err
+
+
+def test_a_refused_confirmation_changes_nothing(monkeypatch, capsys):
+    def refuse(*_words, **_options):
+        raise click.Abort
+
+    monkeypatch.setattr(changes.click, "confirm", refuse)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert run(monkeypatch, capsys, "prune")[:2] == (130, [])
+
+
+def test_confirmations_name_host_and_effect(monkeypatch, capsys, questions):
+    for words in (("prune",), ("fabric", "--measure"), ("fabric",)):
+        code, ran, _ = run(monkeypatch, capsys, *words)
+        assert (code, len(ran)) == (0, 1)
+    prune, measure, fabric = questions
+    assert prune.startswith("spark-1: Remove files")
+    assert "Send up to 1 GB" in measure
+    assert "Change the network" in fabric
+
+
+STOPPED = Problem("main", "was stopped on purpose", "start it first")
+CURRENT, OLD = (NamedRelease(f"main-{sign * 12}", "m", f"v-{sign}") for sign in "ab")
+DONE = Rollback(CURRENT, CURRENT, done="it serves in place of b")
+
+
+@pytest.mark.parametrize(
+    ("states", "text", "code"),
+    [
+        ([Rollback(CURRENT, OLD)], f"spark-1: rolls back from {CURRENT} to {OLD}\n", None),
+        ([Rollback(CURRENT, OLD), STOPPED], "spark-2: main: was stopped on purpose", None),
+        ([STOPPED, DONE], "spark-1: main: was stopped on purpose", 1),
+        ([DONE], "spark-1: it serves in place of b\n", 0),
+        ([None], "spark-1: is offline\n", 1),
+    ],
+)
+def test_a_rollback_shows_both_releases_before_it_asks(
+    monkeypatch, capsys, questions, states, text, code
+):
+    hosts = [SimpleNamespace(name=f"spark-{number + 1}") for number in range(len(states))]
+    answers = [Answer(*pair, "is offline") for pair in zip(hosts, states, strict=True)]
+    monkeypatch.setattr(changes, "query", lambda _hosts, _read: answers)
+    assert changes.preview_rollback(hosts, None) == code
+    assert text in capsys.readouterr().err
+    monkeypatch.setattr(changes, "preview_rollback", lambda _hosts, _to: code)
+    result, ran, _ = run(monkeypatch, capsys, "rollback")
+    expected = (0, 1, 1) if code is None else (code, 0, 0)
+    assert (result, len(ran), len(questions)) == expected
+
+
+@pytest.mark.parametrize("command", ["uninstall", "rollback", "prune", "rotate-key"])
+def test_a_missing_inventory_is_refused(monkeypatch, capsys, command):
+    monkeypatch.setattr(changes, "run_deploy", lambda *words, **more: 1 / 0)
+    assert main([command, "/nowhere.py", "-y"]) == 1
+    assert "/nowhere.py: is not an inventory file" in capsys.readouterr().err
+
+
+def test_the_command_contains_the_path_of_pyinfra_outside_of_path(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    _, _, err = run(monkeypatch, capsys, "prune", "--dry")
+    assert Path(shlex.split(err)[0]).is_file()
+
+
+def host_of(name: str, *members: str) -> Any:
+    settings = SimpleNamespace(
+        serve=SimpleNamespace(start_timeout_s=1, stop_timeout_s=1), services={"embed": None},
+        cluster=SimpleNamespace(hosts=members),
+    )  # fmt: skip
+    return SimpleNamespace(
+        name=name, data={"_sudo": True}, settings=SimpleNamespace(settings=settings)
+    )
+
+
+def run_tool(command: str, options: Options, **values: Any) -> int:
+    required = {"service": None, **({"period": None} if command == "stop" else {})}
+    return int(getattr(changes, command).callback.__wrapped__(options, **{**required, **values}))
+
+
+@pytest.mark.parametrize("command", ["stop", "start"])
+def test_a_single_member_of_a_cluster_is_refused(command, monkeypatch):
+    member = host_of("spark-2", "spark-1", "spark-2")
+    monkeypatch.setattr(changes, "select_hosts", lambda _, judged: [member])
+    with pytest.raises(SparkError, match="serves together with spark-1") as error:
+        run_tool(command, Options(inventory="own.py"))
+    fix = f"spark-deploy {command} spark-1 spark-2 --inventory own.py"
+    assert fix in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "period", "service", "parts"),
+    [
+        ("stop", None, None, ["stop-service main --by ", "stop-service embed --by "]),
+        ("stop", "90m", None, [" --for 5400 2>"]),
+        ("stop", "2d", "embed", ["stop-service embed", " --for 172800 2>"]),
+        ("start", None, None, ["start-service main 2>", "start-service embed 2>"]),
+    ],
+)
+def test_stop_and_start_run_one_command_per_host(
+    command, period, service, parts, monkeypatch, capsys
+):
+    commands: list[str] = []
+
+    def run_shell_command(words: Any, **_: Any) -> tuple[bool, Any]:
+        commands.append(str(words))
+        return True, SimpleNamespace(stdout="stopped\n")
+
+    host = SimpleNamespace(run_shell_command=run_shell_command)
+    monkeypatch.setattr(changes, "select_hosts", lambda _, judged: [host_of("spark-1")])
+    monkeypatch.setattr(
+        changes, "query", lambda hosts, run, doing: [Answer(hosts[0], run(host, hosts[0]))]
+    )
+    values = {"service": service, **({"period": period} if period else {})}
+    assert run_tool(command, Options(), **values) == 0
+    assert capsys.readouterr().out == "spark-1: stopped\n"
+    [text] = commands
+    assert all(part in text for part in parts)
+    assert text.count(f"{command}-service") == (1 if service else 2)
+
+
+def test_an_unknown_service_gets_a_suggestion(monkeypatch):
+    monkeypatch.setattr(changes, "select_hosts", lambda _, judged: [host_of("spark-1")])
+    with pytest.raises(SparkError, match="did you mean embed"):
+        run_tool("stop", Options(), service="embd")
+
+
+@pytest.mark.parametrize("command", ["stop", pytest.param("start", marks=pytest.mark.slow)])
+def test_gevent_is_patched_before_ssl_is_imported(command, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "spark_deploy", command, str(tmp_path / "none.py")],
+        cwd=CHECKOUT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    # gevent warns if it patches too late.
+    assert re.fullmatch(r"\S+none.py: is not an inventory file\n  fix: .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("period", ["", "1", "h", "0h", "-1h", "1w", "1.5h", "1h30m", "²h"])
+def test_an_invalid_period_is_refused(period):
+    with pytest.raises(SparkError, match="is not a period"):
+        run_tool("stop", Options(), period=period)
