@@ -30,7 +30,7 @@ from spark_deploy.lock import headers
 from tests.judged_once import remember
 
 PYINFRA = ("pyinfra_cli.cli", "spark_deploy.inventory.groups")
-BUILDER = ("spark_checkpoint.cli", "numpy")
+BUILDER = ("spark_checkpoint.plan_checks", "spark_checkpoint.requantize")
 HOMES = [str(CHECKOUT / "files" / home) for home in ("contract", "checkpoint")]
 
 
@@ -111,7 +111,7 @@ def _serve(ready: Sequence[str]) -> None:
         remember(pytest.MonkeyPatch())
         read_catalog()
     if ready == BUILDER:
-        import_module("spark_checkpoint.sources.connections")._tls()  # read once, too
+        import_module("spark_checkpoint.sources.connections").tls_context()  # read once, too
     gc.freeze()
     for line in sys.stdin:
         with tempfile.TemporaryFile("r+") as out, tempfile.TemporaryFile("r+") as err:

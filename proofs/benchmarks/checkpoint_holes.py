@@ -23,10 +23,10 @@ def _write_or_skip(fd: int, data: bytes | memoryview) -> None:
         _write_all(fd, data)
 
 
-def _room_for_holes(directory: object, needed_bytes: int, what: str) -> None:
+def _room_for_holes(directory: object, needed_bytes: int, purpose: str) -> None:
     """Refuse nothing: holes need no room."""
 
 
 # Replaced where they are used: a build has no switch for this, and needs none.
 spark_checkpoint.build.write.write_all = _write_or_skip
-spark_checkpoint.build.build.refuse_without_room = _room_for_holes
+spark_checkpoint.build.build.check_free_space = _room_for_holes

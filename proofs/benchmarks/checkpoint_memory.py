@@ -35,7 +35,7 @@ from checkpoint_trees import (  # noqa: E402
     mtp,
     size_of,
 )
-from spark_checkpoint.format.numbers import from_bf16_bits, quantise_blocks  # noqa: E402
+from spark_checkpoint.number_formats import from_bf16_bits, quantise_blocks  # noqa: E402
 
 from proofs.result_files import describe_run  # noqa: E402
 
@@ -46,7 +46,7 @@ import os, sys
 os.cpu_count = lambda: int(os.environ["SPARK_BENCH_CORES"])
 if os.environ.get("SPARK_BENCH_HOLES"):
     import checkpoint_holes
-from spark_checkpoint.cli import main
+from spark_checkpoint.__main__ import main
 code = main(sys.argv[2:])
 lines = open("/proc/self/status").read().splitlines()
 peak = next(line.split()[1] for line in lines if line.startswith("VmHWM"))

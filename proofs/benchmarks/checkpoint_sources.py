@@ -23,7 +23,7 @@ from checkpoint_trees import (
     split,
     write_shard,
 )
-from spark_checkpoint.receipt import PIECE_BYTES, Piece, prove_file
+from spark_checkpoint.verify import PIECE_BYTES, Piece, hash_with_pieces
 
 Quantise = Callable[[Any, tuple[int, int]], tuple[Any, Any]]
 
@@ -77,7 +77,7 @@ def write_receipt(directory: Path, *, hashed: bool) -> None:
             "inode": status.st_ino,
         }
         if hashed or not big:
-            proof = prove_file(path, lambda count: None)
+            proof = hash_with_pieces(path, lambda count: None)
             entry |= {"sha256": proof.sha256, "pieces": [str(piece) for piece in proof.pieces]}
         else:
             entry["pieces"] = [str(piece) for piece in sparse_pieces(path)]

@@ -32,8 +32,8 @@ sys.path[:0] = [
     str(ROOT / "files/image"),
 ]
 
-from spark_checkpoint.format.directory import read_checkpoint  # noqa: E402
-from spark_checkpoint.requantize.checks import unpacked  # noqa: E402
+from spark_checkpoint.directory import read_checkpoint  # noqa: E402
+from spark_checkpoint.requantize_checks import unpack_weight  # noqa: E402
 
 from lab.model import lessons, original, repository, rounding, vocabulary, weights  # noqa: E402
 from lab.model.original import LAYERS, Floats  # noqa: E402
@@ -42,7 +42,7 @@ from lab.model.shape import TINY  # noqa: E402
 from proofs import stages  # noqa: E402
 from proofs.result_files import read_command  # noqa: E402
 
-SCRIPT = ROOT / "files/checkpoint/spark_checkpoint/requantize/autoround_job.py"
+SCRIPT = ROOT / "files/checkpoint/spark_checkpoint/autoround_job.py"
 NARROW = (".in_proj_a.weight", ".in_proj_b.weight")  # eight rows: AutoRound leaves them as they are
 SETTINGS = {"nsamples": 32, "seqlen": 128, "batch": 8}
 WAYS = {"nearest": 0, "tuned": 200}
@@ -167,7 +167,7 @@ def dequantised(tree: Path, out: Path) -> Path:
     for name in found.owner:
         module = name.removesuffix(".qweight")
         if module != name:
-            weight = np.ascontiguousarray(unpacked(found, module))
+            weight = np.ascontiguousarray(unpack_weight(found, module))
             tensors[f"{module}.weight"] = rounding.bf16(weight)
         elif not name.endswith((".scales", ".qzeros")):
             path, offset, size_bytes = found.span(name)

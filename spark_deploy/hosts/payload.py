@@ -90,7 +90,7 @@ def read_payload() -> Payload:
 
 def quantiser_digest() -> str:
     """Return the identity of AutoRound's wheels, and of the script that runs it."""
-    script = FILES / "checkpoint/spark_checkpoint/requantize/autoround_job.py"
+    script = FILES / "checkpoint/spark_checkpoint/autoround_job.py"
     paths = (CHECKOUT / QUANTISER_REQUIREMENTS, script)
     return digest_of([hashlib.sha256(path.read_bytes()).hexdigest() for path in paths])
 

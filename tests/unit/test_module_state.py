@@ -13,8 +13,8 @@ from tests.unit.test_rooms import MODULES, none, tree_of
 REMEMBER = {
     "spark_deploy/config/documents.py",
     "spark_deploy/hosts/payload.py",
-    "files/checkpoint/spark_checkpoint/format/headers.py",
-    "files/checkpoint/spark_checkpoint/format/numbers.py",
+    "files/checkpoint/spark_checkpoint/headers.py",
+    "files/checkpoint/spark_checkpoint/number_formats.py",
     "files/checkpoint/spark_checkpoint/sources/connections.py",
     "files/contract/spark_contract/documents.py",
 }
@@ -22,9 +22,9 @@ KEPT = {
     # Processes that no signal ends: the kernel keeps them, and who started them has to know.
     "files/host/spark_host/system/programs.py": "_stuck",
     # Which socket an answer comes over, while the answer lives: urllib3 has no place for it.
-    "files/checkpoint/spark_checkpoint/sources/pacing.py": "_sockets",
+    "files/checkpoint/spark_checkpoint/sources/connections.py": "_sockets",
     # A script of its own, that nothing imports.
-    "files/checkpoint/spark_checkpoint/requantize/autoround_job.py": "ROOT",
+    "files/checkpoint/spark_checkpoint/autoround_job.py": "ROOT",
 }
 # What is made to be filled; constants are written out, or frozen.
 FILLED = re.compile(

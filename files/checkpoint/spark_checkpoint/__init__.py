@@ -1,7 +1,6 @@
-"""Fetches sources, builds hybrid checkpoints and proves both, on the host that will serve them.
+"""Download, build and verify checkpoints on the host that serves them.
 
-urllib3 holds the connections; numpy looks at numbers, in builds alone. All else is the standard
-library and ``spark_contract``.
+Third-party packages: urllib3 for downloads, numpy for builds.
 """
 
 TOOL_VERSION = "0.1.0"

@@ -1,13 +1,223 @@
-"""Entry of ``python3 -m spark_checkpoint``."""
+"""Command line of the checkpoint builder; errors.py lists the exit codes."""
 
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
-if __name__ == "__main__":
+from spark_contract import files, orders
+from spark_contract.documents import plain
+from spark_contract.errors import ERROR, HostToolError
+from spark_contract.fetching import CopyPlan, FetchPlan, LayersPlan, Wire
+from spark_contract.orders import (
+    CONFIG,
+    GENERATION,
+    RECIPE_VERSION,
+    TOKENIZER,
+    BuildPlan,
+    RequantizePlan,
+)
+
+from spark_checkpoint import TOOL_VERSION
+from spark_checkpoint.errors import InputRefused, TransferFailed
+from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.storage import describe_free_space
+from spark_checkpoint.verify import discard, verify_checkpoint
+
+_LONGEST_LINE = 4000
+_FIXES = {
+    errno.ENOSPC: "free space on this filesystem, then run again: it resumes here",
+    errno.EDQUOT: "raise the quota, then run again: it resumes here",
+    errno.EROFS: "mount the filesystem writable",
+    errno.EACCES: "run as root",
+    errno.EPERM: "run as root",
+    errno.EIO: "check the disk (dmesg)",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    # Stopping the unit acts like Ctrl-C: partial work stays for the next run.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        from spark_checkpoint.cli import main
-
-        sys.exit(main())
+        arguments = _parser().parse_args(argv)
+        quiet = arguments.command in (orders.INSPECT, orders.HOLD, orders.DESCRIBE)
+        with Progress(quiet=quiet) as progress:
+            if quiet:
+                _inspect(arguments)
+            else:
+                _run(arguments, progress)
+                progress.finish()
+            return 0
+    except HostToolError as error:
+        return _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
         fix = "put the packages of requirements.txt on PYTHONPATH (a deploy has them in `site`)"
-        print(f"error: {error.name}: not found; fix: {fix}", file=sys.stderr)
-        sys.exit(2)
+        return _fail(f"{error.name}: not found; fix: {fix}", InputRefused.code)
+    except OSError as error:
+        where, problem = error.filename or "this host", error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename:
+            problem += f" ({describe_free_space(Path(os.fsdecode(error.filename)))})"
+        fix = _FIXES.get(error.errno or 0, "see the kernel log (dmesg)")
+        return _fail(f"{where}: {problem}; fix: {fix}", TransferFailed.code)
+    except KeyboardInterrupt:
+        return _fail("interrupted: nothing was published; fix: run again", TransferFailed.code)
+
+
+# Commands import their modules when they run: downloads need urllib3, builds numpy, `verify` none.
+
+
+def _run(arguments: argparse.Namespace, progress: Progress) -> None:
+    if arguments.command == orders.VERIFY:
+        verify_checkpoint(arguments.dir, progress, full=arguments.full)
+        return
+    if arguments.command == orders.DISCARD:
+        discard(arguments.base, arguments.tree, progress)
+        return
+    from spark_checkpoint.sources.fetch import fetch, fetch_layers
+
+    if arguments.command == orders.FETCH:
+        fetch(files.load(FetchPlan, arguments.order, "is missing"), progress)
+    elif arguments.command == orders.LAYERS:
+        order = files.load(LayersPlan, arguments.order, "is missing")
+        fetch_layers(order, arguments.manifests, progress)
+    else:
+        copies = arguments.or_copy and files.load(CopyPlan, arguments.or_copy, "is missing")
+        if arguments.command == orders.BUILD:
+            from spark_checkpoint.build.build import build
+
+            build(read_build_plan(arguments.order), progress, copies)
+        else:
+            from spark_checkpoint.requantize import requantize
+
+            requantize(files.load(RequantizePlan, arguments.order, "is missing"), progress, copies)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from spark_checkpoint.inspection import describe, format_report, open_subject, report
+    from spark_checkpoint.plan_checks import check_sources_by_headers, match_plan, match_plan_names
+
+    # A person waits, and repeating the command is cheap.
+    wire = Wire(token_file=arguments.token_file, parallel=8, tries=3)
+    if arguments.command == orders.DESCRIBE:
+        subject = open_subject(
+            arguments.place, arguments.endpoint, wire, leave_out=arguments.leave_out,
+            documents=(CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,),
+        )  # fmt: skip
+        text = json.dumps(plain(describe(subject)))
+    elif arguments.command == orders.HOLD:
+        subject = open_subject(arguments.place, arguments.endpoint, wire)
+        plan = read_build_plan(arguments.order)
+        text = json.dumps(plain(check_sources_by_headers(subject, plan)))
+    else:
+        subject = open_subject(arguments.place, arguments.endpoint, wire)
+        data = report(subject)
+        data["against"] = [match_plan(subject, read_build_plan(p)) for p in arguments.against]
+        text = json.dumps(data, indent=2) if arguments.json else _printable(format_report(data))
+    print(text, flush=True)
+    if arguments.command == orders.INSPECT and arguments.plan is not None:
+        note(f"{subject.place}: {match_plan_names(subject, read_build_plan(arguments.plan))}")
+
+
+def read_build_plan(path: Path) -> BuildPlan:
+    """Read a build plan; refuse another recipe version."""
+    plan = files.load(BuildPlan, path, "is missing")
+    if plan.recipe_version not in (None, RECIPE_VERSION):
+        raise InputRefused(
+            str(path),
+            f"made for recipe version {plan.recipe_version}, this builder has {RECIPE_VERSION}",
+            "install the host tools of the plan's release, or plan again",
+        )
+    return plan
+
+
+def _fail(message: str, code: int) -> int:
+    line = _printable(" ".join(message.split()))
+    if len(line) > _LONGEST_LINE:  # names from a hub can have any length
+        line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 4 :]}"
+    print(ERROR + line, file=sys.stderr, flush=True)
+    return code
+
+
+def _printable(text: str) -> str:
+    """Replace control characters, which could move a terminal's cursor."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Report invalid arguments like other errors."""
+        raise InputRefused("arguments", message, f"see `python3 -m {self.prog} --help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=orders.BUILDER,
+        description="Download, build and verify checkpoints.",
+        epilog="exit codes: 0 ok, 2 invalid input, 3 gate refused, 4 I/O or network, "
+        "5 checkpoint differs from its receipt",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"{TOOL_VERSION} recipe {RECIPE_VERSION}"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, text: str, **paths: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text)
+        for argument, metavar in paths.items():
+            command.add_argument(argument, type=Path, metavar=metavar)
+        return command
+
+    add(orders.FETCH, "download a repository at a commit", order="FETCH.json")
+    images = "download the blobs and manifests of an image"
+    add(orders.LAYERS, images, order="LAYERS.json", manifests="DIR")
+    build = add(orders.BUILD, "build the checkpoint of a plan", order="PLAN.json")
+    quantise = "quantise a 16-bit repository with AutoRound"
+    requantize = add(orders.REQUANTIZE, quantise, order="REQUANTIZE.json")
+    for command in (build, requantize):
+        command.add_argument(
+            orders.OR_COPY, type=Path, metavar="COPY.json", help="peers that built it already"
+        )
+    verify = add(orders.VERIFY, "check a checkpoint against its receipt", dir="DIR")
+    depth = verify.add_mutually_exclusive_group()
+    depth.add_argument(
+        "--quick",
+        action="store_true",
+        help="check sizes, headers, index and hashes of touched files (default)",
+    )
+    depth.add_argument("--full", action="store_true", help="hash every file")
+    remove = "verify a full checkpoint, then remove its base"
+    add(orders.DISCARD, remove, base="BASE_DIR").add_argument(
+        orders.TREE, type=Path, required=True, metavar="DIR", help="made from this base"
+    )
+    hold = add(orders.HOLD, "check a plan's base and donor by their headers", order="PLAN.json")
+    describe = add(orders.DESCRIBE, "print the tensors an engine would load, and config.json")
+    describe.add_argument(orders.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
+    describe.add_argument(
+        orders.ALL_DOCUMENTS, action="store_true", help="include tokenizer and generation config"
+    )
+    inspect = add(orders.INSPECT, "print the content of a checkpoint or repository")
+    for command in (hold, describe, inspect):
+        command.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
+        command.add_argument(
+            orders.ENDPOINT, help="hub address (default: HF_ENDPOINT, or the public hub)"
+        )
+        command.add_argument(orders.TOKEN_FILE, help="file with a hub token")
+    inspect.add_argument("--plan", type=Path, help="PLAN.json whose names must match")
+    inspect.add_argument(
+        orders.AGAINST, type=Path, action="append", default=[], metavar="PLAN.json",
+        help="print which part of this plan it fits; repeatable",
+    )  # fmt: skip
+    inspect.add_argument(orders.JSON, action="store_true", help="print JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

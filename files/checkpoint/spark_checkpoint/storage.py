@@ -1,4 +1,4 @@
-"""The filesystem rules of a tree: one rename, one builder at a time, room beforehand."""
+"""Files and directories: bounded reads, free space, locks, atomic publication."""
 
 from __future__ import annotations
 
@@ -19,102 +19,96 @@ from spark_contract.files import named, sync_directory, write_pieces
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 
-# Small enough to stay in a core's cache between reading, hashing and writing.
+# Fits a core's cache between reading, hashing and writing.
 COPY_BYTES = 256 << 10
-_LET_GO_BYTES = 8 << 20
-# Threads that hash, copy or quantise side by side; more of them wait for memory or the disk.
+_DROP_BYTES = 8 << 20
+# Threads for hashing, copying and quantising; more would wait for memory or disk.
 WORKERS = min(4, os.cpu_count() or 1)
-_JSON_WORDS = 4096
-# Room kept beyond the bytes known to be needed: directories, headers, filesystem blocks.
+_JSON_PARTS = 4096
+# Reserve for directories, headers and filesystem blocks.
 _RESERVE_FRACTION = 0.05
-# Of a rename: something else has the name. Other failures have remedies of their own.
+# Errors of a rename when another entry has the name.
 _NAME_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
 
 
 class Stamp(NamedTuple):
-    """What changes when somebody touches a file's content."""
+    """Changes when a file's content is modified."""
 
     inode: int
     size_bytes: int
     modified_ns: int
 
 
-def stamp_of(file: int | Path) -> Stamp:
-    """Return the stamp of a file that is open, or by name."""
+def read_stamp(file: int | Path) -> Stamp:
     status = os.stat(file)
     return Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> str:
-    """Write JSON as people and diffs like it, durably, and return its sha256.
+    """Write indented JSON durably and return its sha256.
 
-    Piece by piece: an encoder that indents makes millions of small strings of a large index.
+    In batches: an indenting encoder creates millions of small strings for a large index.
     """
     hasher = hashlib.sha256()
+    parts = json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
 
-    def pieces() -> Iterator[bytes]:
-        for data in _json_pieces(document):
-            hasher.update(data)
-            yield data
+    def batches() -> Iterator[bytes]:
+        while batch := "".join(itertools.islice(parts, _JSON_PARTS)).encode():
+            hasher.update(batch)
+            yield batch
+        hasher.update(b"\n")
+        yield b"\n"
 
-    write_pieces(path, pieces())
+    write_pieces(path, batches())
     return hasher.hexdigest()
 
 
-def _json_pieces(document: Mapping[str, Any]) -> Iterator[bytes]:
-    words = json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
-    while some := "".join(itertools.islice(words, _JSON_WORDS)):
-        yield some.encode()
-    yield b"\n"
+class PageDropper:
+    """Drops a file's pages from the page cache behind its reader or writer.
 
-
-class Passed:
-    """Lets go of a file's pages behind its reader or writer: the memory is for the engine.
-
-    The kernel would keep a whole tree for a next reader, who comes when the memory is gone.
+    The engine needs the memory; the kernel would keep the whole checkpoint cached.
     """
 
     def __init__(self, fd: int, offset: int = 0):
         self._fd = fd
         self._begin = self._step_begin = self._position = offset
 
-    def go(self, count_bytes: int) -> None:
-        """Pass the next bytes."""
+    def advance(self, count_bytes: int) -> None:
         self._position += count_bytes
-        if self._position - self._step_begin >= _LET_GO_BYTES:
-            # Two steps at once: the first time written pages only begin their way to the disk, and
-            # what lies across the end of a step is kept.
-            self._let_go(max(self._begin, self._step_begin - _LET_GO_BYTES))
+        if self._position - self._step_begin >= _DROP_BYTES:
+            # Two steps: the first call only starts writeback of dirty pages, and keeps a page that
+            # crosses the end of a step.
+            self._drop(max(self._begin, self._step_begin - _DROP_BYTES))
             self._step_begin = self._position
 
-    def all(self) -> None:
-        """Let go of everything that was passed; what was written has to be on the disk."""
-        self._let_go(self._begin)
+    def finish(self) -> None:
+        """Drop all passed pages; call it after fsync."""
+        self._drop(self._begin)
 
-    def _let_go(self, begin: int) -> None:
+    def _drop(self, begin: int) -> None:
         os.posix_fadvise(self._fd, begin, self._position - begin, os.POSIX_FADV_DONTNEED)
 
 
-def file_bytes(path: Path, offset: int = 0, size_bytes: int | None = None) -> Iterator[memoryview]:
-    """Yield the bytes of a file, or of a span of it; each piece takes the place of the one before.
-
-    They do not stay in memory.
+def read_buffers(
+    path: Path, offset: int = 0, size_bytes: int | None = None
+) -> Iterator[memoryview]:
+    """Yield a file or a span of it in one reused buffer, without filling the page cache.
 
     Raises:
-        TransferFailed: The file ends inside of the span.
+        TransferFailed: the file ends inside the span.
     """
     left = sys.maxsize if size_bytes is None else size_bytes
     buffer = memoryview(bytearray(min(left, COPY_BYTES)))
     with path.open("rb", buffering=0) as file, named(file.fileno()):
         file.seek(offset)
-        passed = Passed(file.fileno(), offset)
+        dropper = PageDropper(file.fileno(), offset)
         while left and (count := file.readinto(buffer[:left])):
             yield buffer[:count]
-            passed.go(count)
+            dropper.advance(count)
             left -= count
-        passed.all()
+        dropper.finish()
     if left and size_bytes is not None:
-        raise TransferFailed(str(path), "became shorter while it was read", "run again")
+        raise TransferFailed(str(path), "was truncated while it was read", "run again")
 
 
 def hash_file(
@@ -123,44 +117,43 @@ def hash_file(
     offset: int = 0,
     size_bytes: int | None = None,
 ) -> str:
-    """Return the sha256 of a file, or of a span of it."""
+    """Return the sha256 of a file or of a span of it."""
     hasher = hashlib.sha256()
-    for part in file_bytes(path, offset, size_bytes):
-        hasher.update(part)
-        on_bytes(len(part))
+    for buffer in read_buffers(path, offset, size_bytes):
+        hasher.update(buffer)
+        on_bytes(len(buffer))
     return hasher.hexdigest()
 
 
-def refuse_without_room(directory: Path, needed_bytes: int, what: str) -> None:
-    """Refuse before the first byte when the filesystem cannot take them all."""
+def check_free_space(directory: Path, needed_bytes: int, purpose: str) -> None:
+    """Refuse a job that the filesystem has no room for."""
     usage = os.statvfs(directory)
     free_bytes = usage.f_bavail * usage.f_frsize
-    wanted_bytes = int(needed_bytes * (1 + _RESERVE_FRACTION))
-    if free_bytes < wanted_bytes:
+    required_bytes = int(needed_bytes * (1 + _RESERVE_FRACTION))
+    if free_bytes < required_bytes:
         raise GateRefused(
             str(directory),
-            f"{what} needs {wanted_bytes} bytes, {free_bytes} are free",
-            f"free {wanted_bytes - free_bytes} bytes on this filesystem",
+            f"{purpose} needs {required_bytes} bytes, {free_bytes} are free",
+            f"free {required_bytes - free_bytes} bytes on this filesystem",
         )
 
 
-def room_left(path: Path) -> str:
-    """Say what is free on the filesystem of a path, which may not exist yet."""
-    place = path.absolute()
-    while not place.is_mount() and place != place.parent:
-        place = place.parent
-    usage = os.statvfs(place)
-    free = f"{usage.f_bavail * usage.f_frsize} bytes"
-    # Some filesystems have no fixed number of files and report none.
+def describe_free_space(path: Path) -> str:
+    """Return the free space on the filesystem of a path, which may not exist."""
+    mount = path.absolute()
+    while not mount.is_mount() and mount != mount.parent:
+        mount = mount.parent
+    usage = os.statvfs(mount)
+    # Filesystems without a fixed number of files report 0.
     files = f" and {usage.f_favail} files" if usage.f_files else ""
-    return f"{free}{files} are free on {place}"
+    return f"{usage.f_bavail * usage.f_frsize} bytes{files} are free on {mount}"
 
 
 @contextmanager
-def sole_use(directory: Path) -> Iterator[None]:
-    """Hold a lock on ``directory`` (made when missing) that dies with this process.
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Create a directory and lock it until this process ends.
 
-    Others may pass through it and not read it: who may, can hold the lock as well.
+    Mode 0711: users who can read the directory could lock it.
     """
     directory.mkdir(mode=0o711, parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -177,7 +170,7 @@ def sole_use(directory: Path) -> Iterator[None]:
 
 
 def publish(partial: Path, out: Path) -> None:
-    """Make a finished directory appear under its name in one step."""
+    """Rename a finished directory to ``out``, durably and atomically."""
     for directory, _, _ in os.walk(partial):
         sync_directory(Path(directory))
     try:
@@ -186,13 +179,13 @@ def publish(partial: Path, out: Path) -> None:
         if error.errno not in _NAME_TAKEN:
             raise
         raise TransferFailed(
-            str(out), f"cannot take its name ({error.strerror})", "move what is there away"
+            str(out), f"cannot take its name ({error.strerror})", "move the existing entry away"
         ) from error
     sync_directory(out.parent)
 
 
 def clear(directory: Path, keep: frozenset[str] = frozenset()) -> None:
-    """Empty a directory of ours, except the entries in ``keep``."""
+    """Empty a managed directory, except for the entries in ``keep``."""
     for entry in directory.iterdir():
         if entry.name in keep:
             continue

@@ -1,34 +1,161 @@
-"""Verify a checkpoint against its receipt, and publish a new one."""
+"""Receipts: write and read them, verify, publish and discard checkpoints."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.fetching import FetchPlan, growing_dir, growing_tree
+from spark_contract.files import sync_directory
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
-from spark_contract.receipts import AnyReceipt, Receipt, ReceiptFile, SourceReceipt
-
-from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
-from spark_checkpoint.format.directory import files_of, no_garbage_collection, read_index
-from spark_checkpoint.format.headers import read_header
-from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import (
-    first_difference,
-    load_receipt,
-    pieces_of,
-    vouched,
-    write_receipt,
+from spark_contract.receipts import (
+    AnyReceipt,
+    CheckpointReceipt,
+    Receipt,
+    ReceiptFile,
+    SourceReceipt,
+    parse,
 )
-from spark_checkpoint.storage import WORKERS, clear, hash_file, publish, sole_use, stamp_of
+
+from spark_checkpoint.directory import list_files, no_garbage_collection, read_index
+from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
+from spark_checkpoint.headers import read_header
+from spark_checkpoint.progress import Progress, note
+from spark_checkpoint.storage import (
+    WORKERS,
+    Stamp,
+    clear,
+    hash_file,
+    lock_directory,
+    publish,
+    read_buffers,
+    read_stamp,
+    write_json,
+)
 from spark_checkpoint.tensor_sets import check_quantised_names, check_result_names
 
+# Small pieces limit repeated hashing around replaced tensors, large ones keep receipts short:
+# 72 GB are 17,000 pieces, 1.5 MB of receipt.
+PIECE_BYTES = 4 << 20
 _FIX = "move the directory away and run the deploy again"
+
+
+class Piece(NamedTuple):
+    size_bytes: int
+    sha256: str
+
+    def __str__(self) -> str:
+        """Return the form used in receipts."""
+        return f"{self.size_bytes}:{self.sha256}"
+
+
+class FileHashes(NamedTuple):
+    sha256: str
+    pieces: tuple[Piece, ...]  # in file order
+
+
+class PieceHasher:
+    """Hashes consecutive pieces of a byte stream."""
+
+    def __init__(self) -> None:
+        self._hasher = hashlib.sha256()
+        self._filled_bytes = 0
+        self._pieces: list[Piece] = []
+
+    def update(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            part = view[: PIECE_BYTES - self._filled_bytes]
+            self._hasher.update(part)
+            self._filled_bytes += len(part)
+            view = view[len(part) :]
+            if self._filled_bytes == PIECE_BYTES:
+                self._end_piece()
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece with a known hash."""
+        self._end_piece()
+        self._pieces.append(piece)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        self._end_piece()
+        return tuple(self._pieces)
+
+    def _end_piece(self) -> None:
+        if self._filled_bytes:
+            self._pieces.append(Piece(self._filled_bytes, self._hasher.hexdigest()))
+            self._hasher, self._filled_bytes = hashlib.sha256(), 0
+
+
+def hash_with_pieces(path: Path, on_bytes: Callable[[int], None]) -> FileHashes:
+    whole, pieces = hashlib.sha256(), PieceHasher()
+    for buffer in read_buffers(path):
+        whole.update(buffer)
+        pieces.update(buffer)
+        on_bytes(len(buffer))
+    return FileHashes(whole.hexdigest(), pieces.pieces())
+
+
+def parse_pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:
+    """Return a file's pieces from its receipt, or None.
+
+    Raises:
+        ValueError: a line is malformed, or the pieces do not cover the file.
+    """
+    if file.pieces is None:
+        return None
+    pieces = []
+    for line in file.pieces:
+        size, _, sha256 = line.partition(":")
+        if int(size) <= 0 or len(sha256) != 64:
+            raise ValueError(f"{line!r} is not a piece of a file")
+        pieces.append(Piece(int(size), sha256))
+    if sum(piece.size_bytes for piece in pieces) != file.size_bytes:
+        raise ValueError(f"the pieces do not add up to {file.size_bytes} bytes")
+    return tuple(pieces)
+
+
+def load_receipt(directory: Path) -> AnyReceipt | None:
+    """Return the receipt of a checkpoint; None without one.
+
+    Raises:
+        TreeDiffers: the receipt is malformed.
+    """
+    path = directory / RECEIPT_NAME
+    try:
+        receipt = parse(path.read_bytes())
+        for file in receipt.files:
+            parse_pieces(file)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise TreeDiffers(str(path), f"is not a receipt ({error})", _FIX) from error
+    return receipt
+
+
+def receipt_entry(
+    path: str,
+    stamp: Stamp,
+    sha256: str | None,
+    pieces: tuple[str, ...] | None = None,
+    link_of: str | None = None,
+) -> ReceiptFile:
+    size_bytes, modified_ns = stamp.size_bytes, stamp.modified_ns
+    return ReceiptFile(path, size_bytes, sha256, modified_ns, pieces, link_of, stamp.inode)
+
+
+def write_receipt(directory: Path, receipt: Receipt) -> None:
+    """Write the receipt atomically, as the last file."""
+    write_json(directory / RECEIPT_NAME, documents.plain(receipt))
 
 
 def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> AnyReceipt:
@@ -45,50 +172,47 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> Any
             str(directory), f"has no {RECEIPT_NAME}: it was never finished", "run its job again"
         )
     check_files(directory, receipt)
-    # A source is verified as bytes; only checkpoints made here have an exact tensor set.
+    # Only checkpoints made here have an exact tensor set.
     if not isinstance(receipt, SourceReceipt):
         with no_garbage_collection():
             _check_headers(directory, receipt, receipt.plan, receipt.tensors)
     to_hash = [file for file in receipt.files if full or file.is_touched(directory)]
-    hashed = _check_hashes(directory, to_hash, progress)
-    files = tuple(hashed.get(file.path, file) for file in receipt.files)
+    progress.phase("verify", sum(file.size_bytes for file in to_hash))
+    with ThreadPoolExecutor(WORKERS) as pool:
+        hashed = pool.map(lambda file: _check_content(directory, file, progress), to_hash)
+        entries = {file.path: file for file in hashed}
+    files = tuple(entries.get(file.path, file) for file in receipt.files)
     if files != receipt.files:
         receipt = replace(receipt, files=files)
-        _note_stats(directory, receipt)
+        try:
+            write_receipt(directory, receipt)
+        except OSError as error:
+            message = f"receipt not updated ({error.strerror}); the next run hashes again"
+            note(f"{directory}: {message}")
     return receipt
 
 
-def read_receipt_line(directory: Path) -> str:
-    """Return the receipt in one line, unchecked."""
-    receipt = load_receipt(directory)
-    if receipt is None:
-        return "none"
-    of = receipt.name if isinstance(receipt, SourceReceipt) else receipt.plan.name
-    return f"{receipt.kind} {of} digest {receipt.digest[:12]} of {receipt.written_at}"
-
-
 def check_files(directory: Path, receipt: Receipt) -> None:
+    """Compare files and sizes with the receipt."""
     for file in receipt.files:
         path = directory / file.path
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise TreeDiffers(str(path), f"is gone ({error.strerror})", _FIX) from error
+            raise TreeDiffers(str(path), f"is missing ({error.strerror})", _FIX) from error
         if size != file.size_bytes:
-            raise TreeDiffers(
-                str(path), f"has {size} bytes, the receipt says {file.size_bytes}", _FIX
-            )
-    surplus = set(files_of(directory)) - {file.path for file in receipt.files}
+            problem = f"has {size} bytes, the receipt lists {file.size_bytes}"
+            raise TreeDiffers(str(path), problem, _FIX)
+    surplus = set(list_files(directory)) - {file.path for file in receipt.files}
     if surplus:
-        raise TreeDiffers(
-            str(directory), f"holds files no receipt knows: {', '.join(sorted(surplus)[:5])}", _FIX
-        )
+        names = ", ".join(sorted(surplus)[:5])
+        raise TreeDiffers(str(directory), f"has files that the receipt lacks: {names}", _FIX)
 
 
 def _check_headers(
     directory: Path, receipt: Receipt, plan: BuildPlan | RequantizePlan, tensors: int
 ) -> None:
-    """Compare the index with every header, one at a time."""
+    """Compare the index with all headers, and its names with the plan of the receipt."""
     try:
         index = read_index(directory)
         if index is None:
@@ -101,75 +225,59 @@ def _check_headers(
                 header = read_header(directory / file.path)
                 absent = [n for n in listed.pop(file.path, ()) if n not in header.tensors]
                 if absent:
-                    raise TreeDiffers(
-                        str(directory), f"the index puts {absent[0]} into {file.path}", _FIX
-                    )
+                    problem = f"the index lists {absent[0]} in {file.path}, which lacks it"
+                    raise TreeDiffers(str(directory), problem, _FIX)
     except GateRefused as error:
         kind = "a broken header" if isinstance(error, HeaderRefused) else "a broken index"
         raise TreeDiffers(error.where, f"{error.what} ({kind})", _FIX) from error
     if listed:
         missing = ", ".join(sorted(listed)[:3])
-        raise TreeDiffers(str(directory), f"the index names files no receipt has: {missing}", _FIX)
+        raise TreeDiffers(str(directory), f"the index names unknown files: {missing}", _FIX)
     if len(index) != tensors:
-        raise TreeDiffers(
-            str(directory), f"the index lists {len(index)} tensors, the receipt {tensors}", _FIX
-        )
-    _check_names(directory, index, plan)
+        problem = f"the index lists {len(index)} tensors, the receipt {tensors}"
+        raise TreeDiffers(str(directory), problem, _FIX)
+    _check_names(str(directory), index, plan)
 
 
-def _check_names(
-    directory: Path, index: Mapping[str, str], plan: BuildPlan | RequantizePlan
-) -> None:
-    """Compare names with the plan of the receipt: an equal count may hide other names."""
+def _check_names(where: str, index: Mapping[str, str], plan: BuildPlan | RequantizePlan) -> None:
     try:
         if isinstance(plan, BuildPlan):
-            check_result_names(str(directory), index, plan, plan.layout)
+            check_result_names(where, index, plan, plan.layout)
         else:
-            check_quantised_names(str(directory), index, plan)
+            check_quantised_names(where, index, plan)
     except HostToolError as error:
         raise TreeDiffers(error.where, error.what, _FIX) from error
 
 
-def _note_stats(directory: Path, receipt: Receipt) -> None:
-    """Save the stat of hashed files, so that the next run skips them."""
-    try:
-        write_receipt(directory, receipt)
-    except OSError as error:
-        note(f"{directory}: its receipt stays as it is ({error.strerror}): it is hashed next time")
-
-
-def _check_hashes(
-    directory: Path, files: list[ReceiptFile], progress: Progress
-) -> dict[str, ReceiptFile]:
-    """Return files by path, with their stat from before hashing."""
-    progress.phase("verify", sum(file.size_bytes for file in files))
-
-    def check_file(file: ReceiptFile) -> ReceiptFile:
-        path = directory / file.path
-        stamp = stamp_of(path)
-        if file.sha256 is not None:
-            found = hash_file(path, progress.add)
-            if found != file.sha256:
-                problem = f"has sha256 {found}, the receipt says {file.sha256}"
-                raise TreeDiffers(str(path), problem, _FIX)
-        elif (pieces := pieces_of(file)) is not None:
-            begin = first_difference(path, pieces, progress.add)
-            if begin is not None:
-                problem = f"has other bytes than the receipt says in the piece from byte {begin}"
-                raise TreeDiffers(str(path), problem, _FIX)
-        else:
-            raise TreeDiffers(str(path), "has no hash in the receipt", _FIX)
-        if stamp_of(path) != stamp:
-            raise TreeDiffers(str(path), "was changed while it was read", _FIX)
-        return vouched(file.path, stamp, file.sha256, file.pieces, file.link_of)
-
-    with ThreadPoolExecutor(WORKERS) as pool:
-        return {file.path: file for file in pool.map(check_file, files)}
+def _check_content(directory: Path, file: ReceiptFile, progress: Progress) -> ReceiptFile:
+    """Check a file's hashes; return its entry with the stat from before hashing."""
+    path = directory / file.path
+    stamp = read_stamp(path)
+    pieces = parse_pieces(file)
+    problem = None
+    if file.sha256 is not None:
+        sha256 = hash_file(path, progress.add)
+        if sha256 != file.sha256:
+            problem = f"has sha256 {sha256}, the receipt lists {file.sha256}"
+    elif pieces is not None:
+        begin = 0
+        for piece in pieces:
+            if hash_file(path, progress.add, begin, piece.size_bytes) != piece.sha256:
+                problem = f"differs from the receipt in the piece from byte {begin}"
+                break
+            begin += piece.size_bytes
+    else:
+        problem = "has no hash in the receipt"
+    if problem is None and read_stamp(path) != stamp:
+        problem = "was changed while it was read"
+    if problem is not None:
+        raise TreeDiffers(str(path), problem, _FIX)
+    return receipt_entry(file.path, stamp, file.sha256, file.pieces, file.link_of)
 
 
 def make_checkpoint(
     plan: FetchPlan | BuildPlan | RequantizePlan,
-    what: str,
+    description: str,
     progress: Progress,
     write: Callable[[Path, Path], None],
 ) -> bool:
@@ -178,13 +286,27 @@ def make_checkpoint(
     ``write(work_dir, checkpoint_dir)`` writes the checkpoint with its receipt. Its other files in
     the work directory survive an interruption.
     """
+
+    def exists() -> bool:
+        if not plan.out_dir.exists():
+            return False
+        receipt = load_receipt(plan.out_dir)
+        if receipt is None or receipt.digest != plan.digest:
+            problem = "has no receipt" if receipt is None else f"has digest {receipt.digest[:12]}"
+            raise GateRefused(
+                str(plan.out_dir), f"{problem}: not ours to replace", "move it away, run again"
+            )
+        verify_checkpoint(plan.out_dir, progress, full=False)
+        note(f"{plan.out_dir}: already has {description}")
+        return True
+
     work = growing_dir(plan.out_dir)
-    if _is_there(plan, what, progress):
+    if exists():
         shutil.rmtree(work, ignore_errors=True)
         return False
-    with sole_use(work):
+    with lock_directory(work):
         # Another process may have finished before we got the lock.
-        if _is_there(plan, what, progress):
+        if exists():
             return False
         tree_dir = growing_tree(plan.out_dir)
         write(work, tree_dir)
@@ -195,15 +317,36 @@ def make_checkpoint(
     return True
 
 
-def _is_there(plan: FetchPlan | BuildPlan | RequantizePlan, what: str, progress: Progress) -> bool:
-    if not plan.out_dir.exists():
-        return False
-    receipt = load_receipt(plan.out_dir)
-    if receipt is None or receipt.digest != plan.digest:
-        found = "has no receipt" if receipt is None else f"holds digest {receipt.digest[:12]}"
-        raise GateRefused(
-            str(plan.out_dir), f"{found}, so it is not ours to replace", "move it away, run again"
-        )
-    verify_checkpoint(plan.out_dir, progress, full=False)
-    note(f"{plan.out_dir}: already holds {what}")
-    return True
+def discard(base: Path, tree: Path, progress: Progress) -> None:
+    """Remove ``base`` after verifying every byte of the full checkpoint ``tree``."""
+    if not base.exists():
+        note(f"{base}: was removed before")
+        return
+    receipt = verify_checkpoint(tree, progress, full=True)
+    if not isinstance(receipt, CheckpointReceipt) or receipt.plan.layout != "full":
+        raise GateRefused(str(tree), "is not a checkpoint in layout full", "keep its base")
+    planned = receipt.plan.base_dir
+    if planned != Path(os.path.abspath(base)):
+        raise GateRefused(str(tree), f"was made from {planned}, not from {base}", "name its base")
+    if load_receipt(base) is None and any(base.iterdir()):
+        raise GateRefused(str(base), "has no receipt: not ours to remove", "remove it by hand")
+    freed = shared = 0
+    base_receipt = base / RECEIPT_NAME
+    # The receipt last: it marks the directory as managed, and is invalid without its files.
+    for path in sorted(base.rglob("*"), key=lambda path: (path == base_receipt, -len(path.parts))):
+        if path.is_dir() and not path.is_symlink():
+            os.rmdir(path)
+            continue
+        status = path.lstat()
+        if status.st_nlink == 1:
+            freed += status.st_size
+        else:
+            shared += status.st_size
+        if path == base_receipt:
+            sync_directory(base)
+        os.unlink(path)
+    os.rmdir(base)
+    sync_directory(base.parent)
+    kept = f"; {shared} bytes stay, other directories link them" if shared else ""
+    again = sum(receipt.report.get("rebuild_fetch_bytes", {}).values())
+    note(f"{base}: removed, {freed} bytes freed{kept}; a rebuild of {tree} fetches {again} bytes")

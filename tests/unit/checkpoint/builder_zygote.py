@@ -101,13 +101,13 @@ def keep_journal(path):
 
 
 def run_one(request, result_path):
-    from spark_checkpoint import cli
+    from spark_checkpoint.__main__ import main
     from spark_checkpoint.build import build
     from spark_checkpoint.sources import fetch
 
     fault = request.get("fault") or {}
     if fault.get("no_room_gate"):
-        build.refuse_without_room = fetch.refuse_without_room = lambda *_: None
+        build.check_free_space = fetch.check_free_space = lambda *_: None
     if "journal" in fault:
         keep_journal(fault["journal"])
     raw_write, raw_open = os.write, os.open
@@ -118,17 +118,18 @@ def run_one(request, result_path):
         fault.get("path"),
         fault.get("only_path", False),
     )
-    code = cli.main(request["arguments"])
+    code = main(request["arguments"])
     raw_write(raw_open(result_path, os.O_WRONLY), str(seen[0]).encode())
     return code
 
 
 def serve():
-    import numpy  # noqa: F401
-    import spark_checkpoint.cli  # noqa: F401
+    import spark_checkpoint.__main__
+    import spark_checkpoint.plan_checks
+    import spark_checkpoint.requantize  # noqa: F401
     from spark_checkpoint.sources import connections
 
-    connections._tls()  # read once, as the modules are
+    connections.tls_context()  # read once, as the modules are
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)

@@ -12,9 +12,9 @@ import pytest
 from builder_judge import MODULE
 from builder_shards import Raw, readable_by_safetensors
 from builder_trees import BASE_COMMIT, VOCABULARY, run_tool, tool_environment, tree_tensors
+from spark_checkpoint.__main__ import read_build_plan
 from spark_checkpoint.build import build as building
 from spark_checkpoint.build import layouts
-from spark_checkpoint.cli import read_build_plan
 from spark_checkpoint.errors import TreeDiffers
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.tensor_sets import overlay_name
@@ -106,7 +106,7 @@ def test_a_second_build_of_the_same_plan_does_nothing(workshop, layout):
     workshop.build(layout=layout)
     before = {p.name: p.stat().st_mtime_ns for p in workshop.out.iterdir()}
     done = workshop.build(layout=layout)
-    assert "already holds plan" in done.stderr
+    assert "already has plan" in done.stderr
     assert {p.name: p.stat().st_mtime_ns for p in workshop.out.iterdir()} == before
 
 

@@ -56,7 +56,7 @@ def test_one_flipped_byte_of_the_tree_keeps_the_base(built):
     data[-1] ^= 1
     shard.write_bytes(data)
     os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # only reading it all finds this
-    refused(built, 5, shard.name, "the receipt says")
+    refused(built, 5, shard.name, "the receipt lists")
 
 
 def test_a_tree_without_a_receipt_keeps_the_base(built):
@@ -68,7 +68,7 @@ def test_an_overlay_keeps_its_base(workshop):
     workshop.write_base()
     workshop.write_donor()
     workshop.build(layout="overlay")
-    refused(workshop, 3, "no checkpoint in layout full")
+    refused(workshop, 3, "not a checkpoint in layout full")
 
 
 def test_the_base_of_another_tree_is_not_touched(built, tmp_path):

@@ -93,7 +93,7 @@ def test_a_donor_of_other_shapes_is_refused_from_its_headers_alone(workshop, hub
     workshop.write_donor(hub.root / DONOR)
     done = remote(check=False)
     assert done.returncode == 3
-    assert f"donor {name}: is [128, 256], the plan's donor_shapes say [256, 128]" in done.stderr
+    assert f"donor {name}: is [128, 256], the plan's donor_shapes require [256, 128]" in done.stderr
     asked = [headers.get("Range") for path, headers, _ in hub.requests if is_shard(path)]
     assert asked
     assert all(map(of_header, asked))
@@ -104,7 +104,7 @@ def test_a_base_of_other_shapes_is_refused_before_the_hub_is_asked(workshop, hub
     donor = {"url": f"{hub.url}/{DONOR}", "tries": 8, "backoff_s": 1.0}
     done = workshop.build(check=False, donor=donor, donor_shapes=shapes)
     assert done.returncode == 3
-    assert "the plan's donor_shapes say [256, 256]" in done.stderr
+    assert "the plan's donor_shapes require [256, 256]" in done.stderr
     assert not hub.requests
 
 
@@ -141,7 +141,7 @@ def test_a_whole_file_where_a_range_was_asked_is_refused(hub, remote):
     hub.ignore_ranges = True
     done = remote(check=False)
     assert done.returncode == 4
-    assert "whole file where a range was asked" in done.stderr
+    assert "whole file for a range request" in done.stderr
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

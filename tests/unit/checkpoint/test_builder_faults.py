@@ -36,7 +36,7 @@ def told_of_the_full_disk(stderr, directory):
     last = stderr.strip().splitlines()[-1]
     said = re.fullmatch(
         r"error: (\S+): No space left on device \(\d+ bytes( and \d+ files)? are free on /\S*\); "
-        r"fix: free space on this filesystem, then run again: it goes on from here",
+        r"fix: free space on this filesystem, then run again: it resumes here",
         last,
     )
     assert said, last
@@ -156,7 +156,7 @@ def test_a_name_taken_at_the_last_rename_asks_for_the_name(tmp_path):
     partial, out = tmp_path / "partial", tmp_path / "out"
     partial.mkdir()
     out.write_text("somebody's")
-    with pytest.raises(TransferFailed, match=r"cannot take its name.*move what is there away"):
+    with pytest.raises(TransferFailed, match=r"cannot take its name.*move the existing entry away"):
         publish(partial, out)
     assert out.read_text() == "somebody's"
 
@@ -269,7 +269,7 @@ def test_a_flipped_byte_is_noticed_wherever_it_is_while_a_shard_is_rewritten(sce
         assert done.returncode == 3
         assert not scene.out.exists()
         # A byte of the header may make it unreadable before any hash is compared.
-        assert offset == 9 or "its receipt says" in done.stderr
+        assert offset == 9 or "its receipt lists" in done.stderr
 
 
 def test_a_flipped_byte_that_the_result_would_not_have_held_is_noticed_too(scene):
@@ -280,7 +280,7 @@ def test_a_flipped_byte_that_the_result_would_not_have_held_is_noticed_too(scene
     flip(shard, keep_time=True, offset=offset)
     done = scene.build(check=False, layout="full")
     assert done.returncode == 3
-    assert "its receipt says" in done.stderr
+    assert "its receipt lists" in done.stderr
 
 
 def test_a_byte_flipped_in_a_rewritten_shard_is_found_and_placed_by_the_full_check(scene):

@@ -25,7 +25,7 @@ def test_a_fetched_tree_is_the_repository_and_its_receipt_says_so(order, source,
 def test_a_second_fetch_asks_nobody(order, hub, tmp_path):
     run_tool("fetch", order())
     hub.requests.clear()
-    assert "already holds" in run_tool("fetch", order()).stderr
+    assert "already has" in run_tool("fetch", order()).stderr
     assert hub.requests == []
 
 

@@ -91,7 +91,7 @@ CAUSES = {
     ),
     "experts": (with_a_third_expert, "another number of experts or layers: another model"),
     "head": (packed("lm_head"), "the head is quantised differently"),
-    "vision": (with_vision, "the vision tower differs: a text-only or other tree"),
+    "vision": (with_vision, "the vision tower differs: a text-only or other checkpoint"),
     "MTP": (
         with_packed_mtp,
         "the MTP tensors differ: lost by an earlier build, or quantised differently",
@@ -168,7 +168,7 @@ def test_donor_tensors_of_another_shape_are_refused(workshop, suffix, shapes):
     workshop.donor[f"{MODULE}.up_proj.{suffix}"] = turned
     workshop.write_base()
     workshop.write_donor()
-    said = "the plan's donor_shapes say" if shapes else "expected"
+    said = "the plan's donor_shapes require" if shapes else "expected"
     message = refused(workshop, donor_shapes=shapes)
     assert f"donor {MODULE}.up_proj.{suffix}: is " in message
     assert said in message
@@ -180,7 +180,7 @@ def test_sources_that_agree_on_shapes_the_plan_does_not_name_are_refused(worksho
     workshop.write_donor()
     other = [{**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]]
     message = refused(workshop, donor_shapes=other)
-    assert ".gate_proj.weight: is [128, 256], the plan's donor_shapes say [256, 256]" in message
+    assert ".gate_proj.weight: is [128, 256], the plan's donor_shapes require [256, 256]" in message
 
 
 def test_shapes_planned_for_other_modules_than_are_swapped_are_refused(workshop):
@@ -322,7 +322,7 @@ PLANTED = {
     "a scale of zero": (plant_scale(0), BAD_SCALES),
     "an infinite scale": (plant_scale(0x7F80), BAD_SCALES),
     "a negative scale": (plant_scale(0xBC00), BAD_SCALES),
-    "a NaN weight": (plant_nan, "donor weight holds NaN codes"),
+    "a NaN weight": (plant_nan, "donor weight has NaN codes"),
 }
 
 

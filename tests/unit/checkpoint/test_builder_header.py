@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 from spark_checkpoint.errors import HeaderRefused
-from spark_checkpoint.format.headers import (
+from spark_checkpoint.headers import (
     DTYPE_BITS,
     HEADER_LIMIT_BYTES,
     emit_header,
@@ -192,7 +192,7 @@ HOSTILE = {
     "not JSON": (file_of(b'{"a": }'), "not valid JSON"),
     "text after the object": (file_of(b"{}x"), "not valid JSON"),
     "not UTF-8": (file_of(b'{"\xff": 1}'), "not UTF-8 at byte 10"),
-    "deep JSON": (file_of(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "nested deeper"),
+    "deep JSON": (file_of(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "nested too deeply"),
     "an endless number": (file_of(b'{"a":' + b"9" * 5000 + b"}"), "not valid JSON"),
     "a name twice": (
         file_of(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2), 4),

@@ -10,7 +10,7 @@ from builder_hub import Hub
 from builder_trees import BASE_COMMIT, Workshop, run_tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spark_checkpoint import cli
+from spark_checkpoint.__main__ import main
 
 from tests.unit.hostile import hostile
 
@@ -89,7 +89,7 @@ WRONG = {
     ),
     "a donor of another shape": (
         lambda w: w.donor.update({f"{w.modules[0]}.weight": w.donor[f"{w.modules[-1]}.weight"]}),
-        "the plan's donor_shapes say",
+        "the plan's donor_shapes require",
     ),
     "an MTP head that neither has": (
         lambda w: (w.mtp.clear(), lose(w.donor, "mtp.fc.")),
@@ -166,7 +166,7 @@ def test_whatever_a_hub_answers_there_is_one_line_and_no_traceback(stage, data):
     for command in (["hold", str(plan), PLACE], ["inspect", PLACE, "--against", str(plan)]):
         said, told = io.StringIO(), io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(told):
-            code = cli.main([*command, "--endpoint", hub.url])
+            code = main([*command, "--endpoint", hub.url])
         lines = said.getvalue().splitlines()
         assert all(line.isprintable() for line in told.getvalue().splitlines())
         if code == 0:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.headers import weight_map
+from spark_checkpoint.headers import parse_weight_map
 
 TEXT = st.text(max_size=8)
 NAMES = st.dictionaries(TEXT, TEXT, max_size=6)
@@ -14,7 +14,9 @@ LAYOUTS = ({}, {"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}, {"en
 
 
 def read(text, **more):
-    return weight_map(text.encode("utf-8", "surrogatepass"), "the index", "look at it", **more)
+    return parse_weight_map(
+        text.encode("utf-8", "surrogatepass"), "the index", "look at it", **more
+    )
 
 
 @given(NAMES, st.sampled_from(LAYOUTS), st.booleans())
@@ -75,4 +77,4 @@ def test_a_name_given_twice_is_in_the_last_file_named():
 
 def test_bytes_that_are_no_utf_8_are_refused():
     with pytest.raises(GateRefused, match="is not JSON"):
-        weight_map(b'{"weight_map": {"\xff": "x"}}', "the index", "look at it")
+        parse_weight_map(b'{"weight_map": {"\xff": "x"}}', "the index", "look at it")

@@ -6,9 +6,9 @@ import re
 import pytest
 import yaml
 from builder_trees import BASE_COMMIT, ROOT, run_tool
-from spark_checkpoint.format.headers import Header, Tensor
-from spark_checkpoint.inspect import anatomy
-from spark_checkpoint.inspect.anatomy import examine, recipe_of
+from spark_checkpoint import inspection as anatomy
+from spark_checkpoint.headers import Header, Tensor
+from spark_checkpoint.inspection import examine, name_recipe
 from spark_contract.orders import expand_all
 
 
@@ -226,7 +226,7 @@ def headers(names, model, fp8=()):
 
 def described(names, model, method, fp8=()):
     found = examine(headers(names, model, fp8), None)
-    return found, recipe_of(found, method, frozenset({"model.safetensors"}))
+    return found, name_recipe(found, method, frozenset({"model.safetensors"}))
 
 
 def base_names(model):
@@ -260,7 +260,7 @@ def test_a_donor_with_its_routed_experts_is_recognised(model):
     found, recipe = described(names, model, "fp8", fp8=weights)
     assert recipe == "FP8 donor, quant_method fp8"
     assert (found.layers, found.hidden) == (sizes(model)[0], sizes(model)[2])
-    assert anatomy.scales_missing(found) == []
+    assert anatomy.find_missing_scales(found) == []
 
 
 def test_what_it_is_follows_from_the_routed_and_the_shared_experts():

@@ -177,7 +177,7 @@ def test_an_outage_ends_at_its_limit_and_says_so(scene):
     done = scene.fetch(check=False, tries=2, outage_s=1.5)
     assert done.returncode == 4
     assert re.search(r"no progress in \d+ tries and [1-9] s, last: ", done.stderr)
-    assert "run again: it goes on from here" in done.stderr
+    assert "run again: it resumes here" in done.stderr
     assert time.monotonic() - began >= 1.5
 
 

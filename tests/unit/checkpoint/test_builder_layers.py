@@ -132,8 +132,8 @@ def test_a_blob_with_other_bytes_makes_no_tree(registry, take, tmp_path):
 
 
 def test_a_token_over_http_for_a_registry_with_tls_is_not_asked_for():
-    from spark_checkpoint.sources.connections import token_for
+    from spark_checkpoint.sources.client import request_token
 
     challenge = 'Bearer realm="http://127.0.0.1:1/token",service="s"'
-    assert token_for(challenge, None, "https", None) is None
-    assert token_for('Basic realm="x"', None, "https", None) is None
+    assert request_token(challenge, None, "https", None) is None
+    assert request_token('Basic realm="x"', None, "https", None) is None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from builder_hub import fetch_order
 from builder_trees import Workshop, run_tool
-from spark_checkpoint.storage import file_bytes
+from spark_checkpoint.storage import read_buffers
 
 BIG_BYTES = (40 << 20) + 12_345  # several steps, and an end that is no whole page
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -110,7 +110,7 @@ def test_memory_is_let_go_of_while_a_file_is_still_read(disk):
     big = write_big(disk / "big.bin")
     load(big)
     read, beyond = 0, []
-    for part in file_bytes(big):
+    for part in read_buffers(big):
         read += len(part)
         if read % (10 << 20) == 0:
             beyond.append(resident_bytes(big) - (BIG_BYTES - read))
@@ -122,5 +122,5 @@ def test_memory_is_let_go_of_while_a_file_is_still_read(disk):
 def test_a_span_of_a_file_leaves_the_rest_where_it_is(disk):
     big = write_big(disk / "big.bin")
     load(big)
-    assert sum(map(len, file_bytes(big, 8 << 20, 16 << 20))) == 16 << 20
+    assert sum(map(len, read_buffers(big, 8 << 20, 16 << 20))) == 16 << 20
     assert BIG_BYTES - (17 << 20) < resident_bytes(big) < BIG_BYTES - (15 << 20)

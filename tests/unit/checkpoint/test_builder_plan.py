@@ -7,7 +7,7 @@ import pytest
 import yaml
 from builder_hub import fetch_order
 from builder_trees import ROOT
-from spark_checkpoint.cli import read_build_plan
+from spark_checkpoint.__main__ import read_build_plan
 from spark_contract import documents
 from spark_contract.documents import DocumentError
 from spark_contract.errors import HostToolError

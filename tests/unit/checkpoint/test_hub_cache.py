@@ -102,11 +102,11 @@ def test_of_shards_of_one_size_only_the_one_with_the_right_name_is_read(cache):
     order = cache.parents[3] / "fetch.json"
     order.write_text(json.dumps(fetch_order(tree_of(cache, "a"), out, [], look_in=[str(cache)])))
     program = (
-        "import sys; from spark_checkpoint.cli import main; from spark_checkpoint.sources import "
-        "fetch; take = fetch._take_local\n"
+        "import sys; from spark_checkpoint.__main__ import main\n"
+        "from spark_checkpoint.sources import fetch; take = fetch._Download._use_local\n"
         f"def noted(order, file, path): open({str(read)!r}, 'a').write('.'); "
         "return take(order, file, path)\n"
-        "fetch._take_local = noted; sys.exit(main(sys.argv[1:]))"
+        "fetch._Download._use_local = noted; sys.exit(main(sys.argv[1:]))"
     )
     words = [sys.executable, "-c", program, "fetch", str(order)]
     subprocess.run(words, env=tool_environment(), check=True, capture_output=True)

@@ -167,7 +167,7 @@ FAILURES = {
     "no answer": Failure(silent, "last: no answer for 1 s;"),
     "stalls in the middle": Failure(stalled, "last: no answer for 1 s;"),
     "connection reset in the middle": Failure(reset, "last: connection reset by peer;"),
-    "a byte now and then": Failure(trickles, "bytes came in"),
+    "a byte now and then": Failure(trickles, "bytes arrived in"),
     "a head without end": Failure(head_without_end, "bytes early", slow=True),
     "a chunk without end": Failure(chunk_without_end, "bytes early", slow=True),
     "a redirect without end": Failure(redirect_without_end, "circle", once=False),
@@ -312,7 +312,7 @@ def both(host, port, *more, **words):
         return real(host, port, *more, **words)
     return [one for address in ("::1", "127.0.0.1") for one in real(address, port, *more, **words)]
 socket.getaddrinfo = both
-from spark_checkpoint.cli import main
+from spark_checkpoint.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -4,10 +4,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from spark_checkpoint.directory import read_checkpoint
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.directory import read_checkpoint
-from spark_checkpoint.requantize.checks import check_kept_experts
-from spark_checkpoint.requantize.requantize import check_packable, left_by_name, packed_modules
+from spark_checkpoint.requantize_checks import (
+    check_kept_experts,
+    check_packable,
+    excluded_by_name,
+    packed_modules,
+)
 
 from lab.model import original, repository, rounding, vocabulary
 from lab.model.safetensors import write_file
@@ -39,11 +43,11 @@ def asking_for(*names):
         ("lm_head", "it is in no layer of the language model or of its drafter"),
         ("mtp.fc", "it is in no layer of the language model or of its drafter"),
         ("mtp.layers.0.mlp.gate", "it is a gate"),
-        ("mtp.layers.0.self_attn.q_norm", "it is no matrix but [64]"),
-        ("mtp.layers.0.mlp.experts.8.gate_proj", "the original holds no such weight"),
+        ("mtp.layers.0.self_attn.q_norm", "its shape [64] is not a matrix"),
+        ("mtp.layers.0.mlp.experts.8.gate_proj", "the original has no such weight"),
         (
             "model.language_model.layers.0.linear_attn.in_proj_a",
-            "its 8 rows are no multiple of 32",
+            "its 8 rows are not a multiple of 32",
         ),
     ],
 )
@@ -85,9 +89,9 @@ def split(folder, values, **other):
 def test_experts_that_lie_in_one_tensor_of_their_layer_have_its_widths(tmp_path):
     original, _ = fused(tmp_path / "original")
     check_packable(asking_for(f"{EXPERTS}.{{0..3}}.{{gate,up}}_proj.qweight"), original)
-    with pytest.raises(GateRefused, match="its 64 columns are no multiple of 128"):
+    with pytest.raises(GateRefused, match="its 64 columns are not a multiple of 128"):
         check_packable(asking_for(f"{EXPERTS}.3.down_proj.qweight"), original)
-    with pytest.raises(GateRefused, match="the original holds no such weight"):
+    with pytest.raises(GateRefused, match="the original has no such weight"):
         check_packable(asking_for(f"{EXPERTS}.4.up_proj.qweight"), original)
 
 
@@ -113,5 +117,5 @@ def test_no_model_that_names_its_16_bit_repository_asks_for_what_autoround_leave
     assert "qwen3.5-35b" in {one.name for one in named}
     for model in named:
         plan = asking_for(*model.tensors.base, *model.tensors.mtp)
-        left = [module for module in packed_modules(plan) if left_by_name(module)]
+        left = [module for module in packed_modules(plan) if excluded_by_name(module)]
         assert left == [], model.name

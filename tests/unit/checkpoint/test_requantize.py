@@ -223,7 +223,7 @@ def test_a_drafter_whose_packed_experts_took_each_other_s_place_is_refused(bench
 def test_what_autoround_would_leave_in_16_bits_is_refused_before_hours_of_work(bench):
     refused = bench.run(mtp_tensors=[*MTP, "mtp.fc.{qweight,qzeros,scales}"])
     assert refused.returncode == 3
-    assert "mtp.fc: is to be packed, and AutoRound leaves it in 16 bits" in refused.stderr
+    assert "mtp.fc: must be packed, but AutoRound leaves it in 16 bits" in refused.stderr
     assert bench.asked() == []
 
 
@@ -276,7 +276,7 @@ def test_a_tree_that_is_not_the_originals_rounded_is_refused(bench, change, said
     [
         ({"memory_bytes": 1 << 60}, "bytes of memory"),
         ({"work_bytes": 1 << 60}, "are free"),
-        ({"packages": "/nowhere"}, "is not there: AutoRound"),
+        ({"packages": "/nowhere"}, "is missing: AutoRound"),
     ],
 )
 def test_without_the_means_no_container_is_started(bench, changes, said):

@@ -16,14 +16,14 @@ from builder_trees import run_tool, tool_environment
 # The fetcher as it is; between its look and its reading somebody is quicker.
 PROGRAM = """
 import os, sys
-from spark_checkpoint.cli import main
+from spark_checkpoint.__main__ import main
 from spark_checkpoint.sources import fetch
-look = fetch.candidates
+look = fetch.find_candidates
 def and_then(*words):
     found = look(*words)
     os.replace(sys.argv[1], sys.argv[2])
     return found
-fetch.candidates = and_then
+fetch.find_candidates = and_then
 sys.exit(main(sys.argv[3:]))
 """
 SIZE_BYTES = 300_000

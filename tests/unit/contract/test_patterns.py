@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spark_checkpoint.tensor_sets import groups
+from spark_checkpoint.tensor_sets import summarize_names
 from spark_contract.orders import PatternError, count, expand, expand_all, uses_up
 
 from tests.unit.planning.plans import shipped_catalog
@@ -106,4 +106,4 @@ def test_names_are_used_up_only_by_patterns_that_give_each_once(names, patterns,
 
 
 def test_groups_count_numbers_as_one():
-    assert groups([f"a.{n}.b" for n in range(300)] + ["c"]) == "300 x a.{N}.b, 1 x c"
+    assert summarize_names([f"a.{n}.b" for n in range(300)] + ["c"]) == "300 x a.{N}.b, 1 x c"

@@ -109,9 +109,9 @@ def turned(entries: dict[str, Any]) -> None:
 
 WRONG = {
     "the base lost a name": (BASE, without(".self_attn."), "base tensors: 422 names, expected 423"),
-    "the base has another shape": (BASE, turned, "the plan's donor_shapes say"),
+    "the base has another shape": (BASE, turned, "the plan's donor_shapes require"),
     "the donor lost a scale": (DONOR, without("_proj.weight_scale_inv"), "missing 1"),
-    "the donor has another shape": (DONOR, turned, "the plan's donor_shapes say"),
+    "the donor has another shape": (DONOR, turned, "the plan's donor_shapes require"),
 }
 
 

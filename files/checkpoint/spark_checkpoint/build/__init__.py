@@ -1,1 +1,1 @@
-"""Makes a checkpoint: gates, new tensors, one of two layouts, and the proof of the result."""
+"""Build a checkpoint: check sources, make new tensors, write one of two layouts."""

@@ -18,38 +18,41 @@ from spark_checkpoint.build.write import (
     Changes,
     NewTensor,
     Written,
-    aligned,
     by_alignment,
     copy_file,
+    is_aligned,
     rewrite_shard,
     write_new,
 )
-from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.directory import (
+from spark_checkpoint.directory import (
     CONFIG_NAME,
     INDEX_NAME,
     QUANTIZATION_NAME,
     Checkpoint,
-    files_of,
+    list_files,
 )
+from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.receipt import Proof, vouched
-from spark_checkpoint.storage import WORKERS, stamp_of
+from spark_checkpoint.storage import WORKERS, read_stamp
 from spark_checkpoint.tensor_sets import overlay_name
+from spark_checkpoint.verify import FileHashes, receipt_entry
 
 PLUGIN_METHOD = "spark_inc"
+OVERLAY_SHARD = "model-spark-overlay.safetensors"
+GRAFT_SHARD = "model-spark-mtp.safetensors"
 _LANGUAGE_BLOCKS = "model.language_model.layers"
 _MTP_BLOCKS = "mtp.layers"
 _INT8 = {"bits": 8, "group_size": 128, "sym": True, "data_type": "int"}
-_PLAIN = {"bits": 16, "data_type": "float"}
+_SIXTEEN_BITS = {"bits": 16, "data_type": "float"}
+_REWRITTEN = frozenset({CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME})
+_METADATA = {"format": "pt"}
 
 
 def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
     quantization = base.get("quantization_config")
     if not isinstance(quantization, dict):
         raise GateRefused(where, "has no quantization_config: not an INT4 base", "check the base")
-    # An exporter may write null for "nothing".
-    per_module = quantization.get("extra_config")
+    per_module = quantization.get("extra_config")  # some exporters write null
     if per_module is not None and not isinstance(per_module, dict):
         raise GateRefused(
             where,
@@ -58,20 +61,17 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
             "use another commit of the base, or correct its config",
         )
     if head == "int8-g128" and any(level.get("tie_word_embeddings") for level in _levels(base)):
-        raise GateRefused(
-            where,
-            "ties the head to the embeddings, so the head cannot be packed alone",
-            "plan head: keep",
-        )
+        problem = "ties the head to the embeddings, so the head cannot be packed separately"
+        raise GateRefused(where, problem, "plan head: keep")
 
 
 def result_config(
     base: Mapping[str, Any], plan: BuildPlan, names: Collection[str], modules: Sequence[str]
 ) -> dict[str, Any]:
-    """Return config.json of a result whose tensors are ``names``; ``base`` passed `usable`.
+    """Return config.json of a result with the tensors ``names``; ``base`` passed `check_config`.
 
-    The method is renamed only where an engine without the plugin would read the tree wrongly;
-    a tree of INT4, INT8 and 16-bit weights in full layout stays plain ``auto-round``.
+    The method is renamed only if an engine without the plugin would misread the checkpoint; INT4,
+    INT8 and 16-bit weights in layout *full* stay plain ``auto-round``.
     """
     config = copy.deepcopy(dict(base))
     quantization = config["quantization_config"]
@@ -80,15 +80,13 @@ def result_config(
     if fp8 or (plan.layout == "overlay" and replaced):
         quantization["quant_method"] = PLUGIN_METHOD
     if fp8:
-        quantization["fp8_block"] = {
-            "modules": list(modules),
-            "block_shape": list(plan.block_shape),
-        }
+        block_shape = list(plan.block_shape)
+        quantization["fp8_block"] = {"modules": list(modules), "block_shape": block_shape}
     per_module = quantization["extra_config"] = quantization.get("extra_config") or {}
     if plan.shared_experts == "int8-g128":
         per_module.update({module: dict(_INT8) for module in modules})
     if plan.head == "int8-g128":
-        # The engine's default is true where the key is missing.
+        # The engine defaults to true.
         for level in _levels(config):
             level["tie_word_embeddings"] = False
         per_module["lm_head"] = dict(_INT8)
@@ -98,32 +96,32 @@ def result_config(
         "recipe_version": RECIPE_VERSION,
         "head": plan.head,
     }
-    return merged(config, plan.extra)
+    return _merge(config, plan.extra)
 
 
-def merged(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``extra`` into ``config``, mapping by mapping; anything else replaces."""
+def _merge(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge mappings recursively; replace other values."""
     for key, value in extra.items():
         if isinstance(value, Mapping) and isinstance(config.get(key), dict):
-            merged(config[key], value)
+            _merge(config[key], value)
         else:
             config[key] = copy.deepcopy(value)
     return config
 
 
 def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
-    """Name the blocks that hold packed weights, as the tensors say, not as the base claims.
+    """List the blocks with packed weights according to the tensors.
 
-    Without the list the engine takes every linear for quantised, MTP included; with MTP listed
-    although its tensors are 16-bit (or the other way round) it refuses or misreads them.
+    Without the list the engine treats every linear module as quantised, including MTP. It refuses
+    or misreads MTP blocks that are listed wrongly.
     """
     blocks = [
         block
         for block in (_LANGUAGE_BLOCKS, _MTP_BLOCKS)
         if any(name.startswith(f"{block}.") and name.endswith(".qweight") for name in names)
     ]
-    as_text = not isinstance(quantization.get("block_name_to_quantize"), list)
-    quantization["block_name_to_quantize"] = ",".join(blocks) if as_text else blocks
+    as_list = isinstance(quantization.get("block_name_to_quantize"), list)
+    quantization["block_name_to_quantize"] = blocks if as_list else ",".join(blocks)
     if _MTP_BLOCKS not in blocks:
         return
     per_module = quantization["extra_config"] = quantization.get("extra_config") or {}
@@ -132,17 +130,11 @@ def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
     for name in drafter:
         module = name.removesuffix(".weight")
         if module != name and module not in packed and not module.endswith("norm"):
-            per_module.setdefault(module, dict(_PLAIN))
+            per_module.setdefault(module, dict(_SIXTEEN_BITS))
 
 
 def _levels(config: Mapping[str, Any]) -> list[Any]:
     return [level for level in (config, config.get("text_config")) if isinstance(level, dict)]
-
-
-OVERLAY_SHARD = "model-spark-overlay.safetensors"
-GRAFT_SHARD = "model-spark-mtp.safetensors"
-_REWRITTEN = frozenset({CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME})
-_METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +149,20 @@ class Layout:
 class Writer:
     tree_dir: Path
     base: Checkpoint
-    proofs: Mapping[str, Proof]  # of the base's files
+    hashes: Mapping[str, FileHashes]  # of the base's files
     changes: Changes
     progress: Progress
 
     def overlay(self) -> Layout:
-        """Hard-link every base file and add one shard of new tensors, named as such."""
+        """Hard-link every base file and add one shard of new tensors under overlay names."""
         base, added = self.base, self.changes.added
         files = []
-        for name in files_of(base.directory):
+        for name in list_files(base.directory):
             if name not in _REWRITTEN:
-                source = base.directory / name
-                _link(source, self.tree_dir / name)
-                sha256 = self.proofs[name].sha256
-                files.append(finished_file(self.tree_dir, name, sha256, link_of=str(source)))
+                source, target = base.directory / name, self.tree_dir / name
+                _link(source, target)
+                stamp, sha256 = read_stamp(target), self.hashes[name].sha256
+                files.append(receipt_entry(name, stamp, sha256, link_of=str(source)))
         new: list[NewTensor] = []
         for old, tensors in added.items():
             new += [t._replace(name=overlay_name(t.name)) if old else t for t in tensors]
@@ -182,47 +174,44 @@ class Writer:
         return Layout(files, index)
 
     def full(self) -> Layout:
-        """Rewrite every shard with each tensor once, and copy other files."""
-        base = self.base
+        """Rewrite every shard with each tensor once; copy other files."""
+        base, added = self.base, self.changes.added
         names = sorted(base.shards, key=lambda name: -base.shards[name].data_bytes)
-        left_out = base.shards.keys() | _REWRITTEN
-        names += [name for name in files_of(base.directory) if name not in left_out]
-        names += [GRAFT_SHARD] if self.changes.added.get("") else []
+        excluded = base.shards.keys() | _REWRITTEN
+        names += [name for name in list_files(base.directory) if name not in excluded]
+        names += [GRAFT_SHARD] if added.get("") else []
         self.progress.phase("write", result_bytes(base, self.changes))
         with ThreadPoolExecutor(WORKERS) as pool:
             entries = [entry for entry in pool.map(self._full_file, names) if entry is not None]
-        files = sorted(entries, key=lambda entry: entry.path)
-        return Layout(files, result_index(base, self.changes))
+        index = {name: shard for name, shard in base.owner.items() if name not in added}
+        for old, tensors in added.items():
+            shard = base.owner[old] if old else GRAFT_SHARD
+            index.update({tensor.name: shard for tensor in tensors})
+        return Layout(sorted(entries, key=lambda entry: entry.path), index)
 
     def _full_file(self, name: str) -> ReceiptFile | None:
-        """Write one file; None for a shard that keeps no tensor."""
+        """Write one file; return None for a shard without remaining tensors."""
         if name == GRAFT_SHARD:
             return self._write_new(name, self.changes.added[""])
         source, target = self.base.directory / name, self.tree_dir / name
-        proof, shard = self.proofs[name], self.base.shards.get(name)
+        hashes, shard = self.hashes[name], self.base.shards.get(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # One shard at a time: entries of a whole large model fill memory.
-        tensors = full_shard(self.base, name, self.changes) if shard else []
-        if shard is None or _untouched(self.base, name, tensors):
-            return _entry(name, copy_file(target, source, self.progress, proof), proof.sha256)
+        # One shard at a time: the entries of a large model fill memory.
+        tensors = _full_shard(self.base, name, self.changes) if shard else []
+        is_new = any(tensor.span.path != source for tensor in tensors)
+        names = [tensor.name for tensor in tensors]
+        if shard is None or (names == list(shard.tensors) and not is_new):
+            return _entry(name, copy_file(target, source, self.progress, hashes), hashes.sha256)
         if not tensors:
             return None
-        if not aligned(tensors):
+        if not is_aligned(tensors):
             tensors = by_alignment(tensors)
-        written = rewrite_shard(target, tensors, shard.metadata, self.progress, source, proof)
+        written = rewrite_shard(target, tensors, shard.metadata, self.progress, source, hashes)
         return _entry(name, written)
 
     def _write_new(self, name: str, tensors: list[NewTensor]) -> ReceiptFile:
         in_order = by_alignment(tensors)
         return _entry(name, write_new(self.tree_dir / name, in_order, _METADATA, self.progress))
-
-
-def result_index(base: Checkpoint, changes: Changes) -> dict[str, str]:
-    index = {name: shard for name, shard in base.owner.items() if name not in changes.added}
-    for old, tensors in changes.added.items():
-        shard = base.owner[old] if old else GRAFT_SHARD
-        index.update({tensor.name: shard for tensor in tensors})
-    return index
 
 
 def result_bytes(base: Checkpoint, changes: Changes) -> int:
@@ -231,11 +220,10 @@ def result_bytes(base: Checkpoint, changes: Changes) -> int:
     return kept + changes.size_bytes
 
 
-def full_shard(base: Checkpoint, shard: str, changes: Changes) -> list[NewTensor]:
+def _full_shard(base: Checkpoint, shard: str, changes: Changes) -> list[NewTensor]:
     """Return the tensors of a rewritten shard: base order, replacements in place.
 
-    Scales and zero points go to the end, because their odd sizes would push what follows
-    off its alignment.
+    Scales and zero points come last: their odd sizes would misalign following tensors.
     """
     kept: list[NewTensor] = []
     tail: list[NewTensor] = []
@@ -251,28 +239,16 @@ def full_shard(base: Checkpoint, shard: str, changes: Changes) -> list[NewTensor
     return kept + by_alignment(tail)
 
 
-def _untouched(base: Checkpoint, shard: str, tensors: list[NewTensor]) -> bool:
-    return [tensor.name for tensor in tensors] == list(base.shards[shard].tensors) and all(
-        tensor.span.path == base.directory / shard for tensor in tensors
-    )
-
-
 def _entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFile:
     """Return a receipt entry; a rewritten file has only piece hashes."""
     pieces = tuple(map(str, written.pieces)) if sha256 is None else None
-    return vouched(name, written.stamp, sha256, pieces)
-
-
-def finished_file(
-    tree_dir: Path, name: str, sha256: str | None, *, link_of: str | None = None
-) -> ReceiptFile:
-    return vouched(name, stamp_of(tree_dir / name), sha256, link_of=link_of)
+    return receipt_entry(name, written.stamp, sha256, pieces)
 
 
 def _link(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # A base file may itself be a link (hub cache): link what it points to.
+        # A base file may be a link, as in a hub cache: link its target.
         os.link(source.resolve(), target)
     except OSError as error:
         if error.errno != errno.EXDEV:

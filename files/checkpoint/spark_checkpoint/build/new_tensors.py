@@ -1,4 +1,7 @@
-"""Make the tensors that replace or join the base's: FP8, packed INT8 and grafted MTP."""
+"""Make the tensors that replace or extend the base's: FP8, packed INT8 and grafted MTP.
+
+FP8 weights of the donor are compared with the base's own weights before they are used.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +12,132 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from spark_checkpoint.build.donor_comparison import (
-    Comparison,
-    Error,
-    check_module,
-    check_outliers,
-    check_scales,
-)
-from spark_checkpoint.build.write import Changes, NewTensor, Staging, pieces_of_span
+from spark_checkpoint.build.write import Changes, NewTensor, Staging, split_span
+from spark_checkpoint.directory import Checkpoint, Span, read_span
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.directory import Checkpoint, Span, read_span
-from spark_checkpoint.format.headers import Tensor
-from spark_checkpoint.format.numbers import (
+from spark_checkpoint.headers import Tensor
+from spark_checkpoint.number_formats import (
     GROUP,
     PACK,
+    ZERO_POINT_BYTE,
+    Codes,
     Floats,
     bf16_bits,
     dequantise,
     floats,
     from_bf16_bits,
+    from_e4m3,
     pack_rows,
     quantise_blocks,
     quantise_rows,
-    zero_points,
+    reduce_blocks,
 )
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.storage import WORKERS
 from spark_checkpoint.tensor_sets import FP8, SCALE, WEIGHT, scale_of
 
-# Weights quantised at once: their float32 copies stay in the processor's cache.
+MODULE_LIMIT = 0.04
+# A block has fewer elements, so a wider spread than the module's mean.
+BLOCK_LIMIT = 0.08
+# Half a step of 3 mantissa bits, plus the loss of a scale that was stored in BF16 afterwards.
+_ROUNDING = 2.0**-4 + 2.0**-7
+# Half the smallest step, in units of the block's scale, with the same allowance.
+_SMALLEST = 2.0**-10 * (1 + 2.0**-3)
+# Blocks of a row compared at once: their float32 copies fit the processor's cache.
+_BLOCKS = 8
+# Weights quantised at once, for the same reason.
 _CODE_WEIGHTS = 64 << 10
-# Codes packed at once: longer rows of the packed weight mean fewer writes.
+# Codes packed at once: longer rows of the packed weight need fewer writes.
 _BLOCK_BYTES = 3 << 20
+_PIECE_BYTES = 1 << 20
+_EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
+_FIX = "use the donor and base of one model, at the locked commits"
+_MTP_FIX = "fetch the donor again, or use the FP8 repository of the same model"
+
+_T = TypeVar("_T")
+
+
+class Error(NamedTuple):
+    """Distance of FP8 weights from the original weights.
+
+    ``module`` and ``worst_block`` are relative errors (root of squared error over squared weight);
+    ``beyond`` counts elements that rounding does not explain.
+    """
+
+    module: float
+    worst_block: float
+    beyond: int
+
+
+class Comparison:
+    """Compares FP8 block weights with the original weights, one row of blocks at a time."""
+
+    def __init__(self, scales: Floats, block: tuple[int, int]):
+        self._scales, self._block = scales, block
+        self._lost: list[Any] = []
+        self._power: list[Any] = []
+        self._beyond = 0
+        self.any_nonzero = False
+        self.any_nan = False
+
+    def add(self, weights: Floats, codes: Codes) -> None:
+        """Compare the next row of blocks: ``block[0]`` rows, or fewer at the end."""
+        scales, width = self._scales[len(self._lost)], self._block[1]
+        lost: list[Any] = []
+        power: list[Any] = []
+        for first in range(0, len(scales), _BLOCKS):
+            columns = slice(first * width, (first + _BLOCKS) * width)
+            part = weights[:, columns]
+            scale = np.repeat(scales[first : first + _BLOCKS], width)[: part.shape[1]]
+            sums = self._compare(part, codes[:, columns], scale)
+            lost.append(sums[0])
+            power.append(sums[1])
+        self._lost.append(np.concatenate(lost))
+        self._power.append(np.concatenate(power))
+
+    def _compare(self, weights: Floats, codes: Codes, scale: Floats) -> tuple[Any, Any]:
+        """Count elements beyond rounding; return the sums of squares of each block."""
+        # In place: allocating arrays of this size costs more than the arithmetic.
+        error, power = from_e4m3(codes), np.abs(weights)
+        error *= scale
+        error -= weights
+        np.abs(error, out=error)
+        allowed = np.maximum(power * np.float32(_ROUNDING), scale * np.float32(_SMALLEST))
+        # NaN counts as beyond.
+        self._beyond += int(error.size - np.count_nonzero(error <= allowed))
+        self.any_nonzero = self.any_nonzero or bool(codes.any())
+        self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
+        return (
+            reduce_blocks(np.add, np.square(error, out=error), self._block)[0],
+            reduce_blocks(np.add, np.square(power, out=power), self._block)[0],
+        )
+
+    def error(self) -> Error:
+        lost, power = np.array(self._lost, np.float64), np.array(self._power, np.float64)
+        blank = power == 0
+        by_block = np.sqrt(lost / np.where(blank, 1, power))
+        worst = float(np.where(blank & (lost > 0), np.inf, by_block).max())
+        total = power.sum()
+        module = float(np.sqrt(lost.sum() / total)) if total > 0 else worst
+        return Error(module, worst, self._beyond)
+
+
+def _check_outliers(errors: Mapping[str, Error]) -> None:
+    """Refuse modules with damaged elements if other modules have none.
+
+    A donor made from exactly the base's weights has no element beyond rounding. A donor made from
+    slightly different weights has some in nearly every module; then only the limits above apply.
+    """
+    damaged = {module: error.beyond for module, error in errors.items() if error.beyond}
+    if not damaged or len(damaged) * 10 > len(errors):
+        return
+    module, count = max(damaged.items(), key=lambda item: item[1])
+    raise GateRefused(
+        module,
+        f"{count} donor elements are further from the base than rounding can put them, while "
+        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: damaged bytes",
+        "fetch the donor again",
+    )
 
 
 class Packed(NamedTuple):
@@ -56,7 +153,7 @@ def pack_weight(
 ) -> Packed:
     """Quantise the base's weight ``name`` and stage ``qweight``, ``scales`` and ``qzeros``.
 
-    ``workers`` quantise blocks of rows; ``on_bytes`` is told about source bytes that are done.
+    ``on_bytes`` counts processed source bytes.
     """
     outputs, inputs = base.tensor(name).shape
     dtype, span = base.tensor(name).dtype, base.span(name)
@@ -85,11 +182,10 @@ def pack_weight(
     with ThreadPoolExecutor(workers) as pool:
         error, by_maximum, power = sum(pool.map(quantise_block, range(0, outputs, block_rows)))
     module, groups = name.removesuffix(WEIGHT), inputs // GROUP
-    # Group by group: those of a large head are 8 MB.
-    one_group = zero_points(outputs, GROUP)
-    zeros = stage.reserve(groups * len(one_group))
+    # Group by group: the zero points of a large head are 8 MB.
+    zeros = stage.reserve(groups * outputs)
     for group in range(groups):
-        stage.write(zeros, group * len(one_group), one_group)
+        stage.write(zeros, group * outputs, bytes([ZERO_POINT_BYTE]) * outputs)
     tensors = [
         NewTensor(f"{module}.qweight", "I32", (inputs // PACK, outputs), qweight),
         NewTensor(f"{module}.scales", "BF16", (groups, outputs), stage.append(scales.data)),
@@ -99,64 +195,60 @@ def pack_weight(
     return Packed(tensors, float((error / divisor) ** 0.5), float((by_maximum / divisor) ** 0.5))
 
 
-_T = TypeVar("_T")
-
-
-def fp8_rows(span: Span, scales: Floats, columns: int, block: tuple[int, int]) -> Iterator[Floats]:
+def _fp8_rows(span: Span, scales: Floats, columns: int, block: tuple[int, int]) -> Iterator[Floats]:
     """Yield an FP8 matrix as float32, one row of blocks at a time."""
-    for number, raw in enumerate(pieces_of_span(span, max(1, columns * block[0]))):
+    for number, raw in enumerate(split_span(span, max(1, columns * block[0]))):
         codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
         yield dequantise(codes, scales[number : number + 1], block)
 
 
 def _weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> Iterator[Floats]:
-    """Yield a base weight as float32, one row of blocks at a time, whether 16-bit or FP8."""
+    """Yield a 16-bit or FP8 base weight as float32, one row of blocks at a time."""
     tensor = base.tensor(name)
     columns = tensor.shape[1]
     if tensor.dtype == FP8:
         grid = base.tensor(scale_of(name))
         scales = floats(read_span(base.span(scale_of(name))), grid.dtype, grid.shape)
-        yield from fp8_rows(base.span(name), scales, columns, block)
+        yield from _fp8_rows(base.span(name), scales, columns, block)
         return
-    for raw in pieces_of_span(base.span(name), columns * 2 * block[0]):
+    for raw in split_span(base.span(name), columns * 2 * block[0]):
         yield floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
 
 
 @dataclass(frozen=True, slots=True)
 class Surgery:
-    """What is cut out of a base and put into it, and the bytes of the donor for it."""
+    """Replaces tensors of a base with those of a donor or newly quantised ones."""
 
     base: Checkpoint
-    modules: list[str]  # whose weights are compared or replaced
+    modules: list[str]  # to compare or replace
     block: tuple[int, int]
     taken: Mapping[str, Tensor]  # of the donor
-    spans: Mapping[str, Span]  # where their bytes lie on this host
+    spans: Mapping[str, Span]  # their bytes on this host
     stage: Staging
     progress: Progress
     changes: Changes
 
     def compare_with_donor(self) -> None:
-        """Refuse a donor whose FP8 weights are not the base's own weights, module by module."""
-        errors = self._each("spot-check", self._compared)
-        check_outliers(dict(zip(self.modules, errors, strict=True)))
+        """Refuse a donor whose FP8 weights are not the base's own weights."""
+        errors = self._each("spot-check", self._compare)
+        _check_outliers(dict(zip(self.modules, errors, strict=True)))
         self.changes.report["shared_experts"] = {
             **_error_report([error.module for error in errors]),
             "elements_beyond_rounding": sum(error.beyond for error in errors),
         }
 
     def swap_from_donor(self) -> None:
-        """Take FP8 weights and scales from the donor."""
         for module in self.modules:
             self.changes.added[module + WEIGHT] = [
                 NewTensor(name, self.taken[name].dtype, self.taken[name].shape, self.spans[name])
                 for name in (module + WEIGHT, module + SCALE)
             ]
 
-    def swap_by_own_fp8(self) -> None:
+    def swap_to_fp8(self) -> None:
         """Quantise the base's own 16-bit weights to FP8 with block scales."""
-        self._quantise(self._own_fp8)
+        self._quantise(self._to_fp8)
 
-    def swap_by_int8(self) -> None:
+    def swap_to_int8(self) -> None:
         """Quantise the base's own 16-bit weights to GPTQ-packed INT8."""
 
         def pack(module: str) -> tuple[list[NewTensor], float]:
@@ -166,7 +258,7 @@ class Surgery:
 
         self._quantise(pack)
 
-    def bake_head(self, name: str) -> None:
+    def pack_head(self, name: str) -> None:
         """Replace the LM head by packed INT8."""
         self.progress.phase("head", self.base.tensor(name).size_bytes)
         packed = pack_weight(self.base, name, self.stage, self.progress.add, WORKERS)
@@ -176,23 +268,63 @@ class Surgery:
             "relative_error_by_maximum": _rounded(packed.error_by_maximum),
         }
 
-    def donor_scales(self, weight_name: str) -> Floats:
-        """Return the block scales of a donor's FP8 weight; refuse what cannot be scales."""
+    def graft_mtp(self, names: Sequence[str]) -> None:
+        """Take MTP tensors that the base lacks from the donor; FP8 becomes BF16."""
+        grafted = []
+        for name in names:
+            entry, span = self.taken[name], self.spans[name]
+            if entry.dtype == FP8:
+                plain = self.stage.reserve(span.size_bytes * 2)
+                entry = Tensor("BF16", entry.shape, 0, plain.size_bytes)
+                _check_values(name, entry, self._stage_bf16(name, plain))
+                span = plain
+            else:
+                _check_values(name, entry, split_span(span, _PIECE_BYTES))
+            grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
+        self.changes.added.setdefault("", []).extend(grafted)
+        self.changes.report["mtp_grafted"] = len(grafted)
+
+    def _stage_bf16(self, name: str, target: Span) -> Iterator[bytes]:
+        """Stage an FP8 matrix as BF16 and yield its bytes, one row of blocks at a time."""
+        position, scales = 0, self._donor_scales(name)
+        for rows in _fp8_rows(self.spans[name], scales, self.taken[name].shape[1], self.block):
+            values = bf16_bits(rows).tobytes()
+            self.stage.write(target, position, values)
+            position += len(values)
+            yield values
+
+    def _donor_scales(self, weight_name: str) -> Floats:
         name = scale_of(weight_name)
         scales = floats(read_span(self.spans[name]), self.taken[name].dtype, self.taken[name].shape)
-        check_scales(weight_name, scales)
+        if not np.isfinite(scales).all() or not (scales > 0).all():
+            raise GateRefused(weight_name, "donor scales are not all finite and above zero", _FIX)
         return scales
 
-    def _compared(self, module: str) -> Error:
+    def _compare(self, module: str) -> Error:
+        """Refuse a donor module that is not the FP8 form of the base's weight."""
         name = module + WEIGHT
-        comparison = Comparison(self.donor_scales(name), self.block)
-        codes = pieces_of_span(self.spans[name], self.taken[name].shape[1] * self.block[0])
+        comparison = Comparison(self._donor_scales(name), self.block)
+        codes = split_span(self.spans[name], self.taken[name].shape[1] * self.block[0])
         for weights in _weight_rows(self.base, name, self.block):
             piece = np.frombuffer(next(codes), np.uint8)
             comparison.add(weights, piece.reshape(weights.shape))
-        return check_module(module, comparison)
+        if comparison.any_nan:
+            raise GateRefused(module, "donor weight has NaN codes", _FIX)
+        if not comparison.any_nonzero:
+            raise GateRefused(module, "donor weight is all zero", _FIX)
+        error = comparison.error()
+        # A NaN must be refused, too.
+        if not (error.module <= MODULE_LIMIT and error.worst_block <= BLOCK_LIMIT):
+            raise GateRefused(
+                module,
+                f"donor differs from the base's own weight by {error.module:.1%} "
+                f"(worst block {error.worst_block:.1%}); FP8 rounding is about 2.6%, "
+                f"accepted are {MODULE_LIMIT:.0%} and {BLOCK_LIMIT:.0%}",
+                _FIX,
+            )
+        return error
 
-    def _own_fp8(self, module: str) -> tuple[list[NewTensor], float]:
+    def _to_fp8(self, module: str) -> tuple[list[NewTensor], float]:
         shape, block = self.base.tensor(module + WEIGHT).shape, self.block
         grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
         span = self.stage.reserve(shape[0] * shape[1])
@@ -218,7 +350,7 @@ class Surgery:
         self.changes.report["shared_experts"] = _error_report([error for _, error in made])
 
     def _each(self, phase: str, work: Callable[[str], _T]) -> list[_T]:
-        """Run ``work`` for all modules with few workers; the first failure ends it."""
+        """Run ``work`` for all modules in parallel; the first failure ends it."""
         sizes = {module: self.base.tensor(module + WEIGHT).size_bytes for module in self.modules}
         self.progress.phase(phase, sum(sizes.values()))
 
@@ -245,43 +377,6 @@ def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-_PIECE_BYTES = 1 << 20
-_EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
-_FIX = "fetch the donor again, or use the FP8 repository of the same model"
-
-
-def graft_mtp(names: Sequence[str], surgery: Surgery) -> None:
-    """Take MTP tensors the base lacks from the donor, its FP8 ones dequantised to BF16."""
-    grafted = []
-    for name in names:
-        entry, span = surgery.taken[name], surgery.spans[name]
-        if entry.dtype == FP8:
-            span = _dequantised(name, surgery)
-            entry = Tensor("BF16", entry.shape, 0, span.size_bytes)
-        else:
-            _check_values(name, entry, pieces_of_span(span, _PIECE_BYTES))
-        grafted.append(NewTensor(name, entry.dtype, entry.shape, span))
-    surgery.changes.added.setdefault("", []).extend(grafted)
-    surgery.changes.report["mtp_grafted"] = len(grafted)
-
-
-def _dequantised(name: str, surgery: Surgery) -> Span:
-    """Stage the BF16 form of an FP8 matrix, one row of blocks at a time, and check its values."""
-    entry, span, scales = surgery.taken[name], surgery.spans[name], surgery.donor_scales(name)
-    plain = surgery.stage.reserve(span.size_bytes * 2)
-
-    def pieces() -> Iterator[bytes]:
-        position = 0
-        for rows in fp8_rows(span, scales, entry.shape[1], surgery.block):
-            values = bf16_bits(rows).tobytes()
-            surgery.stage.write(plain, position, values)
-            position += len(values)
-            yield values
-
-    _check_values(name, entry._replace(dtype="BF16"), pieces())
-    return plain
-
-
 def _check_values(name: str, entry: Tensor, pieces: Iterator[bytes]) -> None:
     """Refuse NaN, infinity, and a matrix of zeros; a norm around zero may be all zero."""
     exponent = _EXPONENT_BITS[entry.dtype]
@@ -289,7 +384,7 @@ def _check_values(name: str, entry: Tensor, pieces: Iterator[bytes]) -> None:
     for piece in pieces:
         words = np.frombuffer(piece, "<u2")
         if bool(((words & exponent) == exponent).any()):
-            raise GateRefused(f"donor {name}", "holds NaN or infinite values", _FIX)
+            raise GateRefused(f"donor {name}", "has NaN or infinite values", _MTP_FIX)
         any_nonzero = any_nonzero or bool((words & 0x7FFF).any())
     if not any_nonzero:
-        raise GateRefused(f"donor {name}", "is all zero", _FIX)
+        raise GateRefused(f"donor {name}", "is all zero", _MTP_FIX)

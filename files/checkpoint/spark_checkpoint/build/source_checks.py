@@ -1,4 +1,4 @@
-"""Check the base and the donor of a plan by their headers alone."""
+"""Check the base and the donor of a plan by their headers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.orders import BuildPlan, DonorUrl, expand_all, uses_up
+from spark_contract.orders import BuildPlan, DonorDir, DonorUrl, expand_all, uses_up
 
+from spark_checkpoint.directory import Checkpoint
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.directory import Checkpoint
-from spark_checkpoint.format.headers import SIXTEEN_BIT, Tensor
+from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
 from spark_checkpoint.sources.donor import Donor, open_donor
 from spark_checkpoint.tensor_sets import (
     FP8,
@@ -25,8 +25,7 @@ from spark_checkpoint.tensor_sets import (
     check_int8_packable,
     check_planned_shapes,
     check_same_names,
-    check_swappable,
-    listed,
+    list_names,
     scale_of,
     swapped_modules,
     unmatched_donor_names,
@@ -35,7 +34,7 @@ from spark_checkpoint.tensor_sets import (
 _EMBEDDING = "model.language_model.embed_tokens.weight"
 _FIX = "fetch the donor again, or use the FP8 repository of the same model"
 
-# A dimension is a number of times a size of config.json; "" is any size.
+# Dimensions of MTP tensors as multiples of sizes in config.json; "" is any size.
 _Shape = tuple[tuple[int, str], ...]
 _ANY, _ONE = (1, ""), (1, "1")
 _HIDDEN, _HEAD = (1, "hidden_size"), (1, "head_dim")
@@ -55,8 +54,115 @@ _SHAPES: tuple[tuple[str, _Shape], ...] = (
 )
 
 
-def model_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes config.json gives; the hidden size also from the base's embedding."""
+@dataclass(frozen=True, slots=True)
+class Sources:
+    base: Checkpoint
+    donor: Donor | None
+    modules: list[str]  # to compare or replace
+    mtp_missing: list[str]  # MTP names that the base lacks
+
+
+def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) -> Sources:
+    """Compare base, config.json and donor with the plan's exact sets."""
+    modules = swapped_modules(plan)
+    mtp_missing = _check_base_names(plan, base, modules)
+    for module in modules:
+        name = module + WEIGHT
+        weight = base.tensor(name)
+        if plan.shared_experts == "fp8-base":
+            scale = base.tensor(module + SCALE)
+            check_fp8_pair(f"base {module}", weight.shape, weight, scale, plan.block_shape)
+        elif plan.shared_experts != "keep":
+            if weight.dtype not in SIXTEEN_BIT or len(weight.shape) != 2:
+                actual = f"{name} is {weight.dtype} {list(weight.shape)}"
+                raise GateRefused(
+                    str(base.directory),
+                    f"{actual}, expected a 16-bit matrix",
+                    "use a base whose shared experts are 16-bit",
+                )
+            if plan.shared_experts == "int8-g128":
+                check_int8_packable(name, weight, head=False)
+    if plan.head == "int8-g128":
+        check_int8_packable(HEAD, base.tensor(HEAD), head=True)
+    donor = None
+    if plan.donor is not None and (plan.compares_with_donor or mtp_missing):
+        donor = _open_donor(plan, plan.donor, base, config, modules, mtp_missing)
+    elif mtp_missing:
+        raise GateRefused(
+            str(base.directory),
+            f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from: "
+            f"{list_names(mtp_missing)}",
+            "plan a donor, or use a base that has them",
+        )
+    return Sources(base, donor, modules, mtp_missing)
+
+
+def donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:
+    """Return the donor's tensors that this plan uses or compares."""
+    if sources.donor is None:
+        return {}
+    names = list(sources.mtp_missing)
+    names += [s for s in map(scale_of, sources.mtp_missing) if s in sources.donor.names]
+    if plan.compares_with_donor:
+        names += [module + suffix for module in sources.modules for suffix in (WEIGHT, SCALE)]
+    return sources.donor.tensors(names)
+
+
+def _check_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> list[str]:
+    """Refuse unexpected base names; return the missing MTP names.
+
+    All names of a large model fill memory, so they are expanded only for the error.
+    """
+    names, where = base.owner.keys(), str(base.directory)
+    patterns = base_patterns(plan)
+    mtp_present = {name for name in names if name.startswith(MTP_PREFIX)}
+    if not uses_up({name for name in names if name not in mtp_present}, patterns):
+        check_same_names(where, "base tensors", names - mtp_present, expand_all(patterns))
+    mtp_expected = expand_all(plan.mtp_tensors)
+    if mtp_present - mtp_expected:
+        check_same_names(where, "MTP tensors", mtp_present, mtp_expected)
+    absent = [module for module in modules if module + WEIGHT not in base.owner]
+    if absent or len(set(modules)) != len(modules):
+        check_same_names(where, "modules to swap", set(modules) - set(absent), modules)
+    return sorted(mtp_expected - mtp_present)
+
+
+def _open_donor(
+    plan: BuildPlan,
+    source: DonorDir | DonorUrl,
+    base: Checkpoint,
+    config: Mapping[str, Any],
+    modules: list[str],
+    mtp_missing: list[str],
+) -> Donor:
+    weights = {module: base.tensor(module + WEIGHT) for module in modules}
+    planned = check_planned_shapes(plan.donor_shapes, modules, weights)
+    donor = open_donor(source)
+    where = source.url if isinstance(source, DonorUrl) else source.dir
+    needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
+    if plan.compares_with_donor:
+        present = donor.names.intersection(needed)
+        check_same_names(where, "donor weights and scales", present, needed)
+    unmatched = unmatched_donor_names(donor.names, base.owner, modules)
+    expected = expand_all(plan.donor_unmatched)
+    check_same_names(where, "donor names without a partner", unmatched, expected)
+    graftable = donor.names.intersection(mtp_missing)
+    check_same_names(where, "MTP tensors to graft", graftable, mtp_missing)
+    if mtp_missing:
+        check_graftable(mtp_missing, donor, read_sizes(base, config), plan.block_shape)
+    if plan.compares_with_donor:
+        entries = donor.tensors(needed)
+        for module in modules:
+            weight, scale = entries[module + WEIGHT], entries[module + SCALE]
+            if planned:
+                check_donor_shapes(module, planned[module], weight, scale)
+            shape = weights[module].shape
+            check_fp8_pair(f"donor {module}", shape, weight, scale, plan.block_shape)
+    return donor
+
+
+def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes in config.json; the hidden size defaults to that of the embedding."""
     sizes = {"1": 1}
     if _EMBEDDING in base.owner:
         sizes["hidden_size"] = base.tensor(_EMBEDDING).shape[-1]
@@ -69,136 +175,25 @@ def model_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
 def check_graftable(
     names: Sequence[str], donor: Donor, sizes: Mapping[str, int], block: tuple[int, int]
 ) -> None:
-    """Refuse MTP tensors whose dtypes or shapes cannot be this model's, from headers alone."""
+    """Refuse MTP tensors with dtypes or shapes that this model cannot have."""
     scales = {name: scale_of(name) for name in names if scale_of(name) in donor.names}
     entries = donor.tensors([*names, *scales.values()])
     for name in names:
-        entry = entries[name]
+        where, entry = f"donor {name}", entries[name]
         if entry.dtype == FP8:
             if name not in scales:
-                raise GateRefused(f"donor {name}", "is FP8 without block scales", _FIX)
-            module = f"donor {name.removesuffix(WEIGHT)}"
-            check_fp8_pair(module, entry.shape, entry, entries[scales[name]], block)
+                raise GateRefused(where, "is FP8 without block scales", _FIX)
+            scale = entries[scales[name]]
+            check_fp8_pair(where.removesuffix(WEIGHT), entry.shape, entry, scale, block)
         elif entry.dtype not in SIXTEEN_BIT:
-            raise GateRefused(
-                f"donor {name}", f"is {entry.dtype}, expected {FP8} or a 16-bit float", _FIX
-            )
-        _check_shape(name, entry.shape, sizes)
-
-
-def _check_shape(name: str, found: tuple[int, ...], sizes: Mapping[str, int]) -> None:
-    shape = next((shape for pattern, shape in _SHAPES if re.fullmatch(pattern, name)), None)
-    if shape is None:
-        return
-    expected = [times * sizes[key] if key in sizes else "any" for times, key in shape]
-    fits = len(found) == len(expected) and all(
-        want in ("any", have) for have, want in zip(found, expected, strict=True)
-    )
-    if not fits:
-        wanted = ", ".join(map(str, expected))
-        raise GateRefused(f"donor {name}", f"is {list(found)}, expected [{wanted}]", _FIX)
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    base: Checkpoint
-    donor: Donor | None
-    modules: list[str]  # whose weights are compared or replaced
-    mtp_missing: list[str]  # MTP names that the base lacks
-
-
-def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) -> Sources:
-    """Compare base, config.json and donor with the plan's exact sets."""
-    modules = swapped_modules(plan)
-    mtp_missing = _gate_base_names(plan, base, modules)
-    if plan.shared_experts == "fp8-base":
-        for module in modules:
-            weight, scale = base.tensor(module + WEIGHT), base.tensor(module + SCALE)
-            check_fp8_pair(f"base {module}", weight.shape, weight, scale, plan.block_shape)
-    elif plan.shared_experts != "keep":
-        check_swappable(base.directory, {m + WEIGHT: base.tensor(m + WEIGHT) for m in modules})
-    if plan.shared_experts == "int8-g128":
-        for module in modules:
-            check_int8_packable(module + WEIGHT, base.tensor(module + WEIGHT), head=False)
-    if plan.head == "int8-g128":
-        check_int8_packable(HEAD, base.tensor(HEAD), head=True)
-    donor = _open_donor(plan, base, config, modules, mtp_missing)
-    return Sources(base, donor, modules, mtp_missing)
-
-
-def donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:
-    """Return the donor's tensors that this plan takes or compares."""
-    if sources.donor is None:
-        return {}
-    names = list(sources.mtp_missing)
-    names += [s for s in map(scale_of, sources.mtp_missing) if s in sources.donor.names]
-    if plan.compares_with_donor:
-        names += [module + suffix for module in sources.modules for suffix in (WEIGHT, SCALE)]
-    return sources.donor.tensors(names)
-
-
-def _gate_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> list[str]:
-    """Refuse unexpected base names; return the missing MTP names.
-
-    All names of a large model fill memory, so they are expanded only for the error.
-    """
-    names, where = base.owner.keys(), str(base.directory)
-    patterns = base_patterns(plan)
-    mtp_found = {name for name in names if name.startswith(MTP_PREFIX)}
-    if not uses_up({name for name in names if name not in mtp_found}, patterns):
-        check_same_names(where, "base tensors", names - mtp_found, expand_all(patterns))
-    mtp_expected = expand_all(plan.mtp_tensors)
-    if mtp_found - mtp_expected:
-        check_same_names(where, "MTP tensors", mtp_found, mtp_expected)
-    absent = [module for module in modules if module + WEIGHT not in base.owner]
-    if absent or len(set(modules)) != len(modules):
-        check_same_names(where, "modules to swap", set(modules) - set(absent), modules)
-    return sorted(mtp_expected - mtp_found)
-
-
-def _open_donor(
-    plan: BuildPlan,
-    base: Checkpoint,
-    config: Mapping[str, Any],
-    modules: list[str],
-    mtp_missing: list[str],
-) -> Donor | None:
-    if plan.donor is None or (not plan.compares_with_donor and not mtp_missing):
-        if mtp_missing:
-            raise GateRefused(
-                str(base.directory),
-                f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from: "
-                f"{listed(mtp_missing)}",
-                "plan a donor, or use a base that has them",
-            )
-        return None
-    planned = check_planned_shapes(
-        plan.donor_shapes, modules, {m: base.tensor(m + WEIGHT) for m in modules}
-    )
-    donor = open_donor(plan.donor)
-    where = plan.donor.url if isinstance(plan.donor, DonorUrl) else plan.donor.dir
-    needed = [m + s for m in modules for s in (WEIGHT, SCALE)]
-    if plan.compares_with_donor:
-        have = donor.names.intersection(needed)
-        check_same_names(where, "donor weights and scales", have, needed)
-    check_same_names(
-        where,
-        "donor names without a partner",
-        unmatched_donor_names(donor.names, base.owner, modules),
-        expand_all(plan.donor_unmatched),
-    )
-    check_same_names(
-        where, "MTP tensors to graft", donor.names.intersection(mtp_missing), mtp_missing
-    )
-    if mtp_missing:
-        sizes = model_sizes(base, config)
-        check_graftable(mtp_missing, donor, sizes, plan.block_shape)
-    if plan.compares_with_donor:
-        entries = donor.tensors(needed)
-        for module in modules:
-            weight, scale = entries[module + WEIGHT], entries[module + SCALE]
-            if planned:
-                check_donor_shapes(module, planned[module], weight, scale)
-            shape = base.tensor(module + WEIGHT).shape
-            check_fp8_pair(f"donor {module}", shape, weight, scale, plan.block_shape)
-    return donor
+            problem = f"is {entry.dtype}, expected {FP8} or a 16-bit float"
+            raise GateRefused(where, problem, _FIX)
+        shape = next((shape for pattern, shape in _SHAPES if re.fullmatch(pattern, name)), None)
+        if shape is None:
+            continue
+        expected = [times * sizes[key] if key in sizes else "any" for times, key in shape]
+        if len(entry.shape) != len(expected) or any(
+            size not in ("any", actual) for actual, size in zip(entry.shape, expected, strict=True)
+        ):
+            wanted = ", ".join(map(str, expected))
+            raise GateRefused(where, f"is {list(entry.shape)}, expected [{wanted}]", _FIX)

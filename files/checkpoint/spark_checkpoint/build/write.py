@@ -1,4 +1,4 @@
-"""Write new tensors and rewritten shards, with every source byte hashed on the way."""
+"""Write new tensors and rewritten shards; hash and verify source bytes in the same pass."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from spark_contract.files import named, sync, write_all
 
+from spark_checkpoint.directory import Span, read_span
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.directory import Span, read_span
-from spark_checkpoint.format.headers import DTYPE_BITS, emit_header
+from spark_checkpoint.headers import DTYPE_BITS, emit_header
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.receipt import Piece, PieceHasher, Proof
-from spark_checkpoint.storage import COPY_BYTES, Passed, Stamp, file_bytes, stamp_of
+from spark_checkpoint.storage import COPY_BYTES, PageDropper, Stamp, read_buffers, read_stamp
+from spark_checkpoint.verify import FileHashes, Piece, PieceHasher
 
 
 class NewTensor(NamedTuple):
-    """A tensor of the result that is not the base's: its bytes are a span of some file."""
+    """A tensor of the result; its bytes are a span of any file."""
 
     name: str
     dtype: str
@@ -32,10 +32,10 @@ class NewTensor(NamedTuple):
 
 @dataclass(slots=True)
 class Changes:
-    """Everything that will differ from the base.
+    """All differences from the base.
 
-    ``added`` maps a base name that disappears to the tensors standing in for it; names joining
-    without a predecessor are under the empty name.
+    ``added`` maps each replaced base name to its new tensors; the empty name has tensors that
+    replace none.
     """
 
     added: dict[str, list[NewTensor]] = field(default_factory=dict)
@@ -47,6 +47,8 @@ class Changes:
 
 
 class Staging:
+    """A file for the bytes of new tensors; thread-safe."""
+
     def __init__(self, path: Path):
         self._path = path
         self._lock = threading.Lock()
@@ -77,40 +79,35 @@ class Staging:
         os.close(self._fd)
 
 
-def pieces_of_span(span: Span, size_bytes: int) -> Iterator[bytes]:
+def split_span(span: Span, size_bytes: int) -> Iterator[bytes]:
     """Yield the bytes of a span in pieces of a size; the last one may be smaller."""
     for offset in range(0, span.size_bytes, size_bytes):
         piece = min(size_bytes, span.size_bytes - offset)
         yield read_span(Span(span.path, span.offset + offset, piece))
 
 
-class Written(NamedTuple):
-    stamp: Stamp
-    pieces: tuple[Piece, ...]
+class VerifiedSource:
+    """Reads a base file in order and compares each piece with its hash at its end.
 
-
-class ProvenSource:
-    """Reads a file of the base front to back; every piece is compared as it ends.
-
-    Bytes go on before their piece was compared: the result is no result until all were.
+    Bytes are copied before their piece is compared; a mismatch fails the whole build.
     """
 
-    def __init__(self, path: Path, proof: Proof):
+    def __init__(self, path: Path, hashes: FileHashes):
         self._path, self._buffer = path, memoryview(bytearray(COPY_BYTES))
-        self._pieces = list(reversed(proof.pieces))
-        self._size_bytes = sum(piece.size_bytes for piece in proof.pieces)
+        self._pieces = list(reversed(hashes.pieces))
+        self._size_bytes = sum(piece.size_bytes for piece in hashes.pieces)
         self._position = self._piece_begin = 0
         self._hasher = hashlib.sha256()
         self._fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        self._stamp = stamp_of(self._fd)
-        self._passed = Passed(self._fd)
+        self._stamp = read_stamp(self._fd)
+        self._dropper = PageDropper(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)
 
     def copy(self, span: Span, sink: HashingFile, progress: Progress) -> None:
-        """Bring the span into ``sink``; spans must come in the order of the file."""
+        """Copy a span; spans must come in file order."""
         self._skip_to(span.offset)
         end = span.offset + span.size_bytes
         while self._position < end:
@@ -121,77 +118,83 @@ class ProvenSource:
                 (sink.append if whole else sink.write)(part)
                 progress.add(len(part))
             if whole:
-                sink.know(piece)
+                sink.add_piece(piece)
 
     def finish(self) -> None:
         self._skip_to(self._size_bytes)
-        self._passed.all()
-        if stamp_of(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
-            raise GateRefused(
-                str(self._path), "was changed while it was read", "leave the base alone, run again"
-            )
+        self._dropper.finish()
+        if read_stamp(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
+            fix = "stop changing the base, run again"
+            raise GateRefused(str(self._path), "was changed while it was read", fix)
 
     def _skip_to(self, offset: int) -> None:
         if offset < self._position:
-            raise ValueError(f"{self._path}: {offset} lies before {self._position}")
+            raise ValueError(f"{self._path}: {offset} precedes {self._position}")
         while self._position < offset:
             piece_end = self._piece_begin + self._pieces[-1].size_bytes
             for _ in self._read_to(min(offset, piece_end)):
                 pass
 
     def _read_to(self, end: int) -> Iterator[memoryview]:
-        """Yield the bytes up to ``end``, which lies in the piece under way."""
+        """Yield the bytes up to ``end``, which must be inside the current piece."""
         while self._position < end:
             window = self._buffer[: min(end - self._position, len(self._buffer))]
             count = os.readv(self._fd, [window])
             if not count:
-                raise GateRefused(
-                    str(self._path), "became shorter while it was read", "fetch the base again"
-                )
+                fix = "fetch the base again"
+                raise GateRefused(str(self._path), "was truncated while it was read", fix)
             part = window[:count]
             self._hasher.update(part)
             self._position += count
             yield part
-            self._passed.go(count)
-        if end == self._piece_begin + self._pieces[-1].size_bytes:
-            self._compare()
-
-    def _compare(self) -> None:
-        piece, found = self._pieces.pop(), self._hasher.hexdigest()
-        if found != piece.sha256:
+            self._dropper.advance(count)
+        if end < self._piece_begin + self._pieces[-1].size_bytes:
+            return
+        piece, sha256 = self._pieces.pop(), self._hasher.hexdigest()
+        if sha256 != piece.sha256:
             raise GateRefused(
                 str(self._path),
-                f"has sha256 {found} in bytes {self._piece_begin} to {self._position}, "
-                f"its receipt says {piece.sha256}",
+                f"has sha256 {sha256} in bytes {self._piece_begin} to {self._position}, "
+                f"its receipt lists {piece.sha256}",
                 "delete the source directory and fetch it again",
             )
         self._piece_begin, self._hasher = self._position, hashlib.sha256()
 
 
+class Written(NamedTuple):
+    stamp: Stamp
+    pieces: tuple[Piece, ...]
+
+
 class HashingFile:
-    """A file under construction whose pieces are hashed as they come."""
+    """A new file whose pieces are hashed while they are written."""
 
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._hasher = PieceHasher()
-        self._passed = Passed(self._fd)
+        self._dropper = PageDropper(self._fd)
 
     def write(self, data: bytes | memoryview) -> None:
         self._hasher.update(data)
         self.append(data)
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes of a piece that is hashed elsewhere; ``know`` it when it is whole."""
+        """Append bytes without hashing; call ``add_piece`` after the whole piece."""
         write_all(self._fd, data)
-        self._passed.go(len(data))
+        self._dropper.advance(len(data))
 
-    def know(self, piece: Piece) -> None:
-        self._hasher.know(piece)
+    def add_piece(self, piece: Piece) -> None:
+        self._hasher.add(piece)
+
+    def copy(self, span: Span, progress: Progress) -> None:
+        for buffer in read_buffers(*span):
+            self.write(buffer)
+            progress.add(len(buffer))
 
     def finish(self) -> Written:
         sync(self._fd)
-        self._passed.all()
-        return Written(stamp_of(self._fd), self._hasher.pieces())
+        self._dropper.finish()
+        return Written(read_stamp(self._fd), self._hasher.pieces())
 
     def close(self) -> None:
         os.close(self._fd)
@@ -200,11 +203,11 @@ class HashingFile:
 def write_new(
     path: Path, tensors: Sequence[NewTensor], metadata: dict[str, str], progress: Progress
 ) -> Written:
-    """Write a shard of new ``tensors`` in their order."""
+    """Write a shard of new tensors in their order."""
     with closing(HashingFile(path)) as sink:
         sink.write(_header(tensors, metadata))
-        for span in joined(tensor.span for tensor in tensors):
-            _copy_span(span, sink, progress)
+        for span in join_spans(tensor.span for tensor in tensors):
+            sink.copy(span, progress)
         return sink.finish()
 
 
@@ -214,36 +217,36 @@ def rewrite_shard(
     metadata: dict[str, str],
     progress: Progress,
     base: Path,
-    proof: Proof,
+    hashes: FileHashes,
 ) -> Written:
-    """Write a shard of ``tensors`` in their order; ``base`` is proven in the same pass.
+    """Write a shard of ``tensors`` in their order and verify the file ``base`` in the same pass.
 
-    Spans of other files are copied from wherever they are. Should the base's own not come in
-    the order of the file, it is proven in a pass of its own.
+    If spans of ``base`` are not in file order, it is verified in a second pass.
     """
-    spans = joined(tensor.span for tensor in tensors)
+    spans = join_spans(tensor.span for tensor in tensors)
     offsets = [span.offset for span in spans if span.path == base]
     in_order = offsets == sorted(offsets)
-    with closing(HashingFile(path)) as sink, closing(ProvenSource(base, proof)) as source:
+    with closing(HashingFile(path)) as sink, closing(VerifiedSource(base, hashes)) as source:
         sink.write(_header(tensors, metadata))
         for span in spans:
             if in_order and span.path == base:
                 source.copy(span, sink, progress)
             else:
-                _copy_span(span, sink, progress)
+                sink.copy(span, progress)
         source.finish()
         return sink.finish()
 
 
-def copy_file(path: Path, source: Path, progress: Progress, proof: Proof) -> Written:
-    size_bytes = sum(piece.size_bytes for piece in proof.pieces)
-    with closing(HashingFile(path)) as sink, closing(ProvenSource(source, proof)) as reader:
+def copy_file(path: Path, source: Path, progress: Progress, hashes: FileHashes) -> Written:
+    size_bytes = sum(piece.size_bytes for piece in hashes.pieces)
+    with closing(HashingFile(path)) as sink, closing(VerifiedSource(source, hashes)) as reader:
         reader.copy(Span(source, 0, size_bytes), sink, progress)
         reader.finish()
         return sink.finish()
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
+def join_spans(spans: Iterable[Span]) -> list[Span]:
+    """Join adjacent spans of the same file."""
     result: list[Span] = []
     for span in spans:
         last = result[-1] if result else None
@@ -254,10 +257,10 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return result
 
 
-def aligned(tensors: Sequence[NewTensor]) -> bool:
+def is_aligned(tensors: Sequence[NewTensor]) -> bool:
     position = 0
     for tensor in tensors:
-        if position % item_bytes(tensor.dtype):
+        if position % _item_bytes(tensor.dtype):
             return False
         position += tensor.span.size_bytes
     return True
@@ -265,19 +268,12 @@ def aligned(tensors: Sequence[NewTensor]) -> bool:
 
 def by_alignment(tensors: Iterable[NewTensor]) -> list[NewTensor]:
     """Return tensors with the widest elements first, so that all are aligned without padding."""
-    return sorted(tensors, key=lambda tensor: (-item_bytes(tensor.dtype), tensor.name))
+    return sorted(tensors, key=lambda tensor: (-_item_bytes(tensor.dtype), tensor.name))
 
 
-def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element, at least 1."""
+def _item_bytes(dtype: str) -> int:
     return max(1, DTYPE_BITS[dtype] // 8)
 
 
 def _header(tensors: Sequence[NewTensor], metadata: dict[str, str]) -> bytes:
     return emit_header(((t.name, t.dtype, t.shape) for t in tensors), metadata)
-
-
-def _copy_span(span: Span, sink: HashingFile, progress: Progress) -> None:
-    for part in file_bytes(*span):
-        sink.write(part)
-        progress.add(len(part))

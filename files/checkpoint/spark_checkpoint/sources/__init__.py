@@ -1,1 +1,1 @@
-"""Where bytes come from: hubs, mirrors, donors, this host; every byte checked while it is read."""
+"""Sources of checkpoint bytes: hubs, mirrors, peers, local files. Every byte is verified."""

@@ -1,234 +1,299 @@
-"""Asks one address: connections, proxies, and a token that only the hub's own origin sees.
+"""urllib3 connections with proxies, stall timeouts, retries and a rate limit.
 
-Connections, TLS and proxies are urllib3's.
+A server that sends single bytes defeats a read timeout. So response heads and body pieces have a
+time limit, and bodies a minimum mean rate.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import random
+import socket
 import ssl
+import threading
+import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
-from urllib.parse import unquote, urlencode
+from typing import Any
+from urllib.parse import unquote
+from weakref import WeakKeyDictionary
 
-from spark_contract.errors import HostToolError
-from spark_contract.fetching import Wire, token_question
+from spark_contract.fetching import Wire
 from urllib3 import BaseHTTPResponse, PoolManager, ProxyManager
-from urllib3.connection import port_by_scheme
-from urllib3.exceptions import HTTPError
+from urllib3.connection import HTTPConnection, HTTPSConnection, port_by_scheme
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    NewConnectionError,
+    ProtocolError,
+    ReadTimeoutError,
+)
 from urllib3.util import make_headers, parse_url
 
-from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
+from spark_checkpoint.errors import TransferFailed
 from spark_checkpoint.progress import note
-from spark_checkpoint.sources.pacing import POOLS, Again, pieces, put_back
 
-_LIMIT_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
+# Of all downloads of a job together; no usable line is as slow.
+_MINIMUM_BYTES_PER_S = 1024
+_PAUSE_LIMIT_S = 30.0
+_PIECE_S = 1.0  # return received bytes after so long, before the connection can break
+_STALL_TIMEOUTS = 3  # read timeouts until a response head or a piece counts as stalled
+_POLL_S = 0.25
+_DRAIN_BYTES = 1 << 16  # read and discard so much to reuse a connection
 
 
-def token_for(challenge: str, pool: PoolManager, scheme: str, wire: Wire) -> str | None:
-    """Return a token of the place that a challenge names; ``None`` where it gives none.
+class Retryable(Exception):  # noqa: N818 - a signal, caught where requests are made
+    """The request may succeed when repeated."""
+
+    def __init__(self, reason: str, pause_s: float = 0.0):
+        super().__init__(reason)
+        self.pause_s = pause_s
+
+
+def _mean_window_s(wire: Wire) -> float:
+    return 2 * wire.timeout_s
+
+
+def _minimum_bytes(wire: Wire, seconds: float) -> float:
+    """Return the bytes that one of the parallel responses must deliver in a time."""
+    return _MINIMUM_BYTES_PER_S * seconds / wire.parallel
+
+
+class RateLimit:
+    """Limits the bytes per second of all threads together."""
+
+    def __init__(self, bytes_per_s: int | None):
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes per read: small enough for an even rate."""
+        if self._bytes_per_s is None:
+            return PIECE_BYTES
+        return max(4096, min(PIECE_BYTES, self._bytes_per_s // 8))
+
+    def take(self, count_bytes: int) -> None:
+        """Wait until ``count_bytes`` more are allowed."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + count_bytes / self._bytes_per_s
+            pause_s = self._free_at - now
+        time.sleep(max(0.0, pause_s))
+
+
+class RetryBudget:
+    """Counts tries without progress and pauses between them.
 
     Args:
-        challenge: the header of an answer 401.
-        pool: how that place is asked.
-        scheme: of the registry; where that was https, the token comes over https, too.
-        wire: how patient to be.
+        cancelled: set when another download failed for good.
+        outage_s: retry at least so long, regardless of the number of tries.
     """
-    question = token_question(challenge, ("https", scheme))
-    if question is None:
-        return None
-    url = f"{question[0]}?{urlencode(question[1])}"
-    try:
-        answer = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
-        told = json.loads(_body(answer, wire)) if answer.status == 200 else {}
-    except (Again, HTTPError, HostToolError, OSError, ValueError):
-        return None
-    token = told.get("token") or told.get("access_token") if isinstance(told, dict) else None
-    return token if isinstance(token, str) and token.isprintable() and " " not in token else None
+
+    def __init__(self, url: str, wire: Wire, cancelled: threading.Event, outage_s: float):
+        self._url, self._wire, self._cancelled = url, wire, cancelled
+        self._outage_s = outage_s
+        self._reset()
+
+    def _reset(self) -> None:
+        self._failures, self._progressed_at = 0, time.monotonic()
+        self._new_bytes, self._paused_s = 0, 0.0
+
+    def progressed(self, count_bytes: int) -> None:
+        """Reset the count once the mean rate since the last reset is high enough."""
+        self._new_bytes += count_bytes
+        active_s = time.monotonic() - self._progressed_at - self._paused_s
+        # Limited: after an outage a flaky line may deliver little before it breaks again.
+        active_s = min(active_s, 10 * _mean_window_s(self._wire))
+        if self._new_bytes >= _minimum_bytes(self._wire, active_s):
+            self._reset()
+
+    def failed(self, error: Exception) -> None:
+        """Pause before the next try, or raise ``TransferFailed``."""
+        self._failures += 1
+        reason = _describe_failure(error, self._wire.timeout_s)
+        waited_s = time.monotonic() - self._progressed_at
+        if self._failures >= self._wire.tries and waited_s >= self._outage_s:
+            raise TransferFailed(
+                self._url,
+                f"no progress in {self._failures} tries and {waited_s:.0f} s, last: {reason}",
+                "check the network, then run again: it resumes here",
+            ) from error
+        pause_s = min(_PAUSE_LIMIT_S, self._wire.backoff_s * 2 ** (self._failures - 1))
+        # Spread the retries of parallel requests that failed together.
+        pause_s *= random.uniform(0.5, 1.0)
+        if isinstance(error, Retryable):
+            pause_s = max(pause_s, error.pause_s)
+        left_s = max(0.0, self._outage_s - waited_s)
+        until = f", for {left_s / 60:.0f} more minutes" if left_s > _PAUSE_LIMIT_S else ""
+        note(f"retry: {self._url}: {reason}; again in {pause_s:.1f} s{until}")
+        self._paused_s += pause_s
+        if self._cancelled.wait(pause_s):
+            raise cancelled(self._url) from error
 
 
-def _body(answer: BaseHTTPResponse, wire: Wire) -> bytes:
-    body = b""
-    for piece in pieces(answer, _LIMIT_BYTES, wire):
-        body += piece
-        if len(body) > _LIMIT_BYTES:
-            raise ValueError(f"longer than {_LIMIT_BYTES} bytes")
-    return body
+def _describe_failure(error: Exception, timeout_s: float) -> str:
+    """Return a readable reason; messages of urllib3 print Python objects."""
+    if isinstance(error, ReadTimeoutError):
+        return f"no answer for {timeout_s:g} s"
+    if isinstance(error, NewConnectionError | ProtocolError):
+        causes = (error.__cause__, error.__context__, *error.args)
+        reasons = (c.strerror for c in causes if isinstance(c, OSError) and c.strerror)
+        return next(reasons, "the connection ended").lower()
+    if isinstance(error, ConnectTimeoutError):
+        return f"no connection for {timeout_s:g} s"
+    return str(error) or type(error).__name__
 
 
-class Connections:
-    """What answers one request; an answer that redirects is an answer like others."""
+def cancelled(url: str) -> TransferFailed:
+    return TransferFailed(url, "cancelled because another part failed", "see that error")
 
-    def __init__(self, wire: Wire, trusted_urls: tuple[str, ...], *, direct: bool, accept: str):
-        """Read the token, and refuse addresses that are none; see ``Transport``."""
-        self._accept, self._wire = accept, wire
-        self._pools = _pools(wire, {} if direct else urllib.request.getproxies())
-        self._token = _read_token(wire.token_file, required=direct)
-        try:
-            self._trusted = frozenset(origin_of(url) for url in trusted_urls)
-        except ValueError as error:
-            raise InputRefused("sources", str(error), "correct the address") from error
 
-    def trusts(self, url: str) -> bool:
-        """Return whether the token may go there."""
-        return origin_of(url) in self._trusted
+_sockets: WeakKeyDictionary[BaseHTTPResponse, socket.socket] = WeakKeyDictionary()
 
-    def ask(self, address: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
-        """Send one request, and once more when the hub wants a token of its registry for it."""
-        headers = {
-            "Accept": self._accept,
-            "Accept-Encoding": "identity",
-            "User-Agent": "spark-checkpoint",
-        }
-        if byte_range is not None:
-            headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
-        token = self._token if self.trusts(address) else None
-        response = self._send(address, headers, token)
-        if response.status != 401 or not self.trusts(address):
-            return response
-        challenge = response.headers.get("WWW-Authenticate", "")
-        scheme = origin_of(address)[0]
-        pool = self._pool(parse_url(address).host or "", scheme)
-        new = token_for(challenge, pool, scheme, self._wire) if challenge else None
-        if new is None and token is None:
-            return response
-        put_back(response, self._wire)
-        response = self._send(address, headers, new)
-        if new is not None:
-            self._token = new  # good for some minutes, then there is another challenge
-        elif response.status < 400:
-            note(f"{address}: the hub refuses the token; going on without it")
-            self._token = None
+
+class _TimedConnection(HTTPConnection):
+    def getresponse(self) -> Any:
+        sock = self.sock
+        with _stall_guard.shut_down_after(sock, _STALL_TIMEOUTS * (self.timeout or 30.0)):
+            response = super().getresponse()
+        _sockets[response] = sock
         return response
 
-    def _send(
-        self, address: str, headers: Mapping[str, str], token: str | None
-    ) -> BaseHTTPResponse:
-        origin = origin_of(address)
-        login = {"Authorization": f"Bearer {token}"} if token else {}
-        # How much arrived is counted here, so that an early end is told in bytes.
-        return self._pool(origin[1], origin[0]).request(
-            "GET", address, headers={**headers, **login}, redirect=False, retries=False,
-            preload_content=False, enforce_content_length=False,
-        )  # fmt: skip
 
-    def _pool(self, host: str, scheme: str) -> PoolManager:
-        if urllib.request.proxy_bypass(host):
-            return self._pools[""]
-        return self._pools.get(scheme, self._pools[""])
+class _TimedTlsConnection(_TimedConnection, HTTPSConnection):
+    pass
+
+
+class _TimedPool(HTTPConnectionPool):
+    ConnectionCls = _TimedConnection
+
+
+class _TimedTlsPool(HTTPSConnectionPool):
+    ConnectionCls = _TimedTlsConnection
+
+
+class _StallGuard:
+    """One thread that shuts down sockets whose time limit is over."""
+
+    def __init__(self) -> None:
+        self._due: dict[object, tuple[float, socket.socket]] = {}
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def shut_down_after(self, sock: socket.socket | None, limit_s: float) -> Iterator[None]:
+        if sock is None:
+            yield
+            return
+        with self._starting:
+            # The thread does not survive a fork.
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._watch, daemon=True)
+                self._thread.start()
+        key = object()
+        self._due[key] = time.monotonic() + limit_s, sock
+        try:
+            yield
+        finally:
+            del self._due[key]
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_POLL_S)
+            now = time.monotonic()
+            for due, sock in tuple(self._due.values()):
+                if now > due:
+                    # Bypass TLS, whose shutdown waits for the peer.
+                    with suppress(OSError):
+                        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+_stall_guard = _StallGuard()
+
+
+def read_body(response: BaseHTTPResponse, piece_bytes: int, wire: Wire) -> Iterator[bytes]:
+    """Yield a body in pieces; only time spent waiting for the server counts as slow."""
+    waited_s, received = 0.0, 0
+    while True:
+        started = time.monotonic()
+        with _stall_guard.shut_down_after(_sockets.get(response), _STALL_TIMEOUTS * wire.timeout_s):
+            piece = _read_piece(response, piece_bytes, started)
+        if not piece:
+            return
+        waited_s, received = waited_s + time.monotonic() - started, received + len(piece)
+        yield piece
+        if waited_s < _mean_window_s(wire):
+            continue
+        if received < _minimum_bytes(wire, waited_s):
+            raise Retryable(f"only {received} bytes arrived in {waited_s:.0f} s")
+        waited_s, received = 0.0, 0
+
+
+def _read_piece(response: BaseHTTPResponse, limit_bytes: int, started: float) -> bytes:
+    parts: list[bytes] = []
+    left = limit_bytes
+    while left and (not parts or time.monotonic() - started < _PIECE_S):
+        part = response.read1(left, decode_content=False)
+        if not part:
+            break
+        parts.append(part)
+        left -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def release_connection(response: BaseHTTPResponse, wire: Wire) -> None:
+    """Drain a short body to reuse the connection; close it otherwise."""
+    left = response.length_remaining
+    if left is not None and left <= _DRAIN_BYTES:
+        with suppress(Retryable, HTTPError, OSError):
+            for _ in read_body(response, _DRAIN_BYTES, wire):
+                pass
+            response.release_conn()
+            return
+    response.close()
 
 
 def origin_of(url: str) -> tuple[str, str, int]:
-    """Return scheme, host and port, what a token belongs to; ``ValueError`` if not http(s)."""
+    """Return scheme, host and port, the scope of a token; ``ValueError`` unless http(s)."""
     parts = parse_url(url)
     if parts.scheme not in port_by_scheme or not parts.host:
-        raise ValueError(f"{url!r} is no http(s) address")
+        raise ValueError(f"{url!r} is not an http(s) address")
     return parts.scheme, parts.host, parts.port or port_by_scheme[parts.scheme]
 
 
 @cache
-def _tls() -> ssl.SSLContext:
-    """Return the trusted certificates, which take a tenth of a second to read."""
+def tls_context() -> ssl.SSLContext:
+    """Return the system's trusted certificates; reading them takes 0.1 s."""
     return ssl.create_default_context()
 
 
-def _pools(wire: Wire, proxies_known: Mapping[str, str]) -> dict[str, PoolManager]:
-    """Return the connections by scheme where the environment names a proxy; "" goes directly."""
-    tls = _tls()
-    proxies = {
-        scheme: proxy if "://" in proxy else f"http://{proxy}"
-        for scheme, proxy in proxies_known.items()
-        if scheme in port_by_scheme
-    }
-    pools = {
-        scheme: ProxyManager(
-            proxy,
-            proxy_headers=_login(proxy),
-            maxsize=wire.parallel,
-            timeout=wire.timeout_s,
-            ssl_context=tls,
-        )
-        for scheme, proxy in proxies.items()
-    }
-    direct = PoolManager(maxsize=wire.parallel, timeout=wire.timeout_s, ssl_context=tls)
-    known: dict[str, PoolManager] = {"": direct, **pools}
-    for pool in known.values():
-        pool.pool_classes_by_scheme = POOLS
-    return known
+class Pools:
+    """Connection pools for direct requests and the environment's proxies."""
 
+    def __init__(self, wire: Wire, *, direct: bool):
+        options: Mapping[str, Any] = {
+            "maxsize": wire.parallel, "timeout": wire.timeout_s, "ssl_context": tls_context()
+        }  # fmt: skip
+        self._direct = PoolManager(**options)
+        self._by_scheme: dict[str, PoolManager] = {}
+        for scheme, address in ({} if direct else urllib.request.getproxies()).items():
+            if scheme in port_by_scheme:
+                proxy = address if "://" in address else f"http://{address}"
+                login = parse_url(proxy).auth
+                headers = make_headers(proxy_basic_auth=unquote(login)) if login else {}
+                self._by_scheme[scheme] = ProxyManager(proxy, proxy_headers=headers, **options)
+        for pool in (self._direct, *self._by_scheme.values()):
+            pool.pool_classes_by_scheme = {"http": _TimedPool, "https": _TimedTlsPool}
 
-def _login(proxy: str) -> dict[str, str]:
-    """Return the header that a proxy with a login in its address is asked with."""
-    login = parse_url(proxy).auth
-    return dict(make_headers(proxy_basic_auth=unquote(login))) if login else {}
-
-
-def _read_token(file: str | None, *, required: bool) -> str | None:
-    # A job whose token was removed asks a hub without; a peer answers nobody without its key.
-    if file is None or not (required or Path(file).exists()):
-        return None
-    path = Path(file)
-    try:
-        token = path.read_text("utf-8").strip()
-    except OSError as error:
-        raise InputRefused(
-            str(path), f"token cannot be read ({error.strerror})", "check token_file"
-        ) from error
-    if not token or not token.isprintable() or " " in token:
-        raise InputRefused(str(path), "holds no token", "write the token alone into it")
-    return token
-
-
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-
-
-class RangeIgnored(TransferFailed):
-    """The server sent the whole file although a part was asked for."""
-
-
-def body_bytes(
-    url: str,
-    response: BaseHTTPResponse,
-    begin: int,
-    end: int,
-    total_bytes: int | None,
-    *,
-    whole: bool,
-) -> int:
-    """Return how many bytes the answer must bring, or refuse an answer to another question."""
-    fix = "use another source"
-    encoding = response.headers.get("Content-Encoding", "identity")
-    if encoding != "identity":
-        raise TransferFailed(url, f"answers with encoding {encoding}", fix)
-    if response.status == 206 or not whole:
-        first, last, total = content_range(url, response)
-        if total_bytes is not None and total != total_bytes:
-            raise GateRefused(url, f"is {total} bytes long, not {total_bytes}", "lock it again")
-        if first != begin or last + 1 != min(end, total):
-            raise TransferFailed(url, f"sends bytes {first}-{last} for {begin}-{end - 1}", fix)
-        expected = last + 1 - first
-    else:
-        expected = end - begin
-    announced = response.length_remaining
-    if announced not in (None, expected):
-        if whole:
-            raise GateRefused(url, f"is {announced} bytes long, not {expected}", fix)
-        raise TransferFailed(url, f"announces {announced} bytes for {expected}", fix)
-    return expected
-
-
-def content_range(url: str, response: BaseHTTPResponse) -> tuple[int, int, int]:
-    """Return first byte, last byte and file size an answer with a part states."""
-    if response.status != 206:
-        raise RangeIgnored(
-            url, "sends the whole file where a range was asked for", "use another source"
-        )
-    match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
-    if not match:
-        raise TransferFailed(
-            url, "sends a part without a readable Content-Range", "use another source"
-        )
-    return int(match[1]), int(match[2]), int(match[3])
+    def select(self, origin: tuple[str, str, int]) -> PoolManager:
+        scheme, host, _ = origin
+        if urllib.request.proxy_bypass(host):
+            return self._direct
+        return self._by_scheme.get(scheme, self._direct)

@@ -29,67 +29,59 @@ from spark_contract.receipts import (
 
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.receipt import write_receipt
-from spark_checkpoint.sources.pacing import cancelled
-from spark_checkpoint.sources.transport import Transport
-from spark_checkpoint.storage import Passed, clear, refuse_without_room
-from spark_checkpoint.verify import verify_checkpoint
+from spark_checkpoint.sources.client import HttpClient
+from spark_checkpoint.sources.connections import cancelled
+from spark_checkpoint.storage import PageDropper, check_free_space, clear
+from spark_checkpoint.verify import verify_checkpoint, write_receipt
 
-_REST_S = 300.0  # a peer that was left is asked again
+_SKIP_S = 300.0  # until a stalled peer is tried again
 _POLL_S = 1.0
 _TIMEOUT_S = 10.0
 _PROGRESS_BYTES = 4096
-
-Take = Callable[[Transport, str], None]
+_RECEIPT_LIMIT_BYTES = 64 << 20
+_FIX = "it is built here instead"
 
 
 @dataclass(slots=True)
 class _Peer:
-    """One host that may have files of the tree."""
-
     url: str
-    moved_at: float  # when it was last seen to get on
-    told: tuple[str | None, int | None] | None = None
-    left_until: float = 0.0
-    why: str = "stands still"
+    progressed_at: float
+    progress: tuple[str | None, int | None] | None = None  # phase and bytes
+    skipped_until: float = 0.0
+    problem: str = "no progress"
 
 
 class Peers:
-    """The peers of one order; its methods may be called from several threads."""
+    """The peers of an order; thread-safe."""
 
     def __init__(self, plan: FetchPlan, stop: threading.Event):
         self._plan, self._stop = plan, stop
         self._patience_s = plan.peers.patience_s if plan.peers else 0.0
         self._lock = threading.Lock()
         urls = plan.peers.urls if plan.peers else ()
-        now = time.monotonic()
-        self._peers = [_Peer(of_tree(url, plan.digest), now) for url in urls]
+        self._peers = [_Peer(of_tree(url, plan.digest), time.monotonic()) for url in urls]
 
-    def bring(self, path: str, take: Take) -> bool:
-        """Have a peer's file taken; return False when none has it or is about to.
+    def fetch(self, path: str, download: Callable[[HttpClient, str], None]) -> bool:
+        """Download a file from a peer; return False if none has it or will soon.
 
-        Args:
-            path: of the file in the tree.
-            take: reads and proves the file at an address; what it left is gone on from.
+        ``download`` reads and verifies a URL; it resumes its own partial file.
         """
-        while asked := self._asked():
-            transport = self._transport()
-            if transport is None:
+        while active := [p for p in self._peers if p.skipped_until <= time.monotonic()]:
+            client = self._new_client()
+            if client is None:
                 return False
-            for peer in asked:
-                if self._took(peer, path, take, transport):
+            for peer in active:
+                if self._fetch_from(peer, path, download, client):
                     return True
-            if not any([self._gets_on(peer, transport) for peer in asked]):
+            # A list: every peer's progress must be read.
+            if not any([self._is_progressing(peer, client) for peer in active]):
                 return False
             if self._stop.wait(_POLL_S):
                 raise cancelled(path)
         return False
 
-    def _asked(self) -> list[_Peer]:
-        return [peer for peer in self._peers if peer.left_until <= time.monotonic()]
-
-    def _transport(self) -> Transport | None:
-        """Return a client with the key of now: another deploy may have made a new one."""
+    def _new_client(self) -> HttpClient | None:
+        """Return a client with the current key, which another deploy may have replaced."""
         if self._plan.peers is None:
             return None
         wire = Wire(
@@ -100,55 +92,56 @@ class Peers:
             timeout_s=_TIMEOUT_S,
         )
         try:
-            return Transport(wire, self._plan.peers.urls, direct=True, stop=self._stop)
+            return HttpClient(wire, self._plan.peers.urls, direct=True, stop=self._stop)
         except HostToolError as error:
-            note(f"peers are not asked: {error}")
+            note(f"peers not used: {error}")
             return None
 
-    def _took(self, peer: _Peer, path: str, take: Take, transport: Transport) -> bool:
+    def _fetch_from(
+        self,
+        peer: _Peer,
+        path: str,
+        download: Callable[[HttpClient, str], None],
+        client: HttpClient,
+    ) -> bool:
         url = f"{peer.url}/files/{quote(path)}"
         try:
-            if not transport.has(url):
+            if not client.exists(url):
                 return False
-            take(transport, url)
+            download(client, url)
         except GateRefused as error:
             note(f"peer: {error}")
-            peer.left_until = float("inf")
+            peer.skipped_until = float("inf")
             return False
         except TransferFailed as error:
             if self._stop.is_set():
                 raise
             note(f"peer: {error}")
             return False
-        peer.moved_at = time.monotonic()
+        peer.progressed_at = time.monotonic()
         return True
 
-    def _gets_on(self, peer: _Peer, transport: Transport) -> bool:
-        """Return whether to wait for a peer: its work on the tree went on a moment ago."""
-        told = peer.told
+    def _is_progressing(self, peer: _Peer, client: HttpClient) -> bool:
+        """Return whether to wait for a peer: its own download progressed recently."""
+        progress = peer.progress
         try:
-            line = transport.read_whole(f"{peer.url}/progress", _PROGRESS_BYTES).decode()
-            found = read_progress(line, None)
-            told, peer.why = (found.phase, found.bytes), "stands still"
+            line = client.read_whole(f"{peer.url}/progress", _PROGRESS_BYTES).decode()
+            current = read_progress(line, None)
+            progress, peer.problem = (current.phase, current.bytes), "no progress"
         except (GateRefused, TransferFailed, UnicodeDecodeError) as error:
-            peer.why = str(error)
+            peer.problem = str(error)
         with self._lock:
             now = time.monotonic()
-            if told != peer.told:
-                peer.told, peer.moved_at = told, now
-            if now - peer.moved_at < self._patience_s or peer.left_until > now:
-                return peer.left_until <= now
-            note(f"peer: {peer.url}: left for {_REST_S:.0f} s: {peer.why}")
-            peer.left_until = now + _REST_S
+            if progress != peer.progress:
+                peer.progress, peer.progressed_at = progress, now
+            if now - peer.progressed_at < self._patience_s or peer.skipped_until > now:
+                return peer.skipped_until <= now
+            note(f"peer: {peer.url}: skipped for {_SKIP_S:.0f} s: {peer.problem}")
+            peer.skipped_until = now + _SKIP_S
             return False
 
 
-_RECEIPT_LIMIT_BYTES = 64 << 20
-_FIX = "it is built here instead"
-
-
 _Plan = BuildPlan | RequantizePlan
-_Made = CheckpointReceipt | RequantizedReceipt
 
 
 def copy_from_peer(order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress) -> bool:
@@ -169,37 +162,52 @@ def copy_from_peer(order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progr
 def _copy(
     peer: FinishedTree, order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress
 ) -> None:
-    wire = Wire(tries=2, token_file=order.key_file, timeout_s=10)
-    transport = Transport(wire, (peer.url,), direct=True)
-    files = f"{of_tree(peer.url, order.digest)}/files/"
-    receipt = _receipt(transport, files + RECEIPT_NAME, peer.receipt_sha256, plan)
-    sent = [file for file in receipt.files if not _linked(file, plan, tree_dir)]
-    size_bytes = sum(file.size_bytes for file in sent)
-    refuse_without_room(tree_dir, size_bytes, f"copying {plan.name}")
+    wire = Wire(tries=2, token_file=order.key_file, timeout_s=_TIMEOUT_S)
+    client = HttpClient(wire, (peer.url,), direct=True)
+    files_url = f"{of_tree(peer.url, order.digest)}/files/"
+    receipt = _read_receipt(client, files_url + RECEIPT_NAME, peer.receipt_sha256, plan)
+    to_send = [file for file in receipt.files if not _link_to_base(file, plan, tree_dir)]
+    size_bytes = sum(file.size_bytes for file in to_send)
+    check_free_space(tree_dir, size_bytes, f"copying {plan.name}")
     progress.phase("copy", size_bytes)
-    for file in sent:
-        _stream(transport, files + quote(file.path), file, tree_dir / file.path, progress)
-    ours: Any = plan  # equal digests mean equal kinds of plan
-    write_receipt(tree_dir, replace(receipt, plan=ours))
+    for file in to_send:
+        target = tree_dir / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            dropper = PageDropper(fd)
+            url = files_url + quote(file.path)
+            for piece in client.stream(url, 0, file.size_bytes, file.size_bytes):
+                write_all(fd, piece)
+                dropper.advance(len(piece))
+                progress.add(len(piece))
+            sync(fd)
+            dropper.finish()
+        finally:
+            os.close(fd)
+    own_plan: Any = plan  # equal digests imply equal plan types
+    write_receipt(tree_dir, replace(receipt, plan=own_plan))
     # Every stat differs from the peer's receipt, so every file is hashed.
     verify_checkpoint(tree_dir, progress, full=False)
     note(f"{plan.out_dir}: copied from {peer.url}")
 
 
-def _receipt(transport: Transport, url: str, sha256: str, plan: _Plan) -> _Made:
-    raw = transport.read_whole(url, _RECEIPT_LIMIT_BYTES)
+def _read_receipt(
+    client: HttpClient, url: str, sha256: str, plan: _Plan
+) -> CheckpointReceipt | RequantizedReceipt:
+    raw = client.read_whole(url, _RECEIPT_LIMIT_BYTES)
     if hashlib.sha256(raw).hexdigest() != sha256:
-        raise GateRefused(url, "is another receipt than the one told of", _FIX)
+        raise GateRefused(url, "differs from the receipt read through SSH", _FIX)
     try:
         receipt = receipts.parse(raw)
     except DocumentError as error:
-        raise GateRefused(url, f"is no receipt ({error})", _FIX) from error
+        raise GateRefused(url, f"is not a receipt ({error})", _FIX) from error
     if isinstance(receipt, SourceReceipt) or receipt.digest != plan.digest:
-        raise GateRefused(url, "is of another tree", _FIX)
+        raise GateRefused(url, "belongs to another checkpoint", _FIX)
     return receipt
 
 
-def _linked(file: ReceiptFile, plan: _Plan, tree_dir: Path) -> bool:
+def _link_to_base(file: ReceiptFile, plan: _Plan, tree_dir: Path) -> bool:
     """Hard-link a file of the base if this host has it."""
     if file.link_of is None or not isinstance(plan, BuildPlan):
         return False
@@ -211,20 +219,3 @@ def _linked(file: ReceiptFile, plan: _Plan, tree_dir: Path) -> bool:
         note(f"copy: {file.path}: not linked to the base ({error.strerror}), copied")
         return False
     return True
-
-
-def _stream(
-    transport: Transport, url: str, file: ReceiptFile, target: Path, progress: Progress
-) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        passed = Passed(fd)
-        for piece in transport.stream(url, 0, file.size_bytes, file.size_bytes):
-            write_all(fd, piece)
-            passed.go(len(piece))
-            progress.add(len(piece))
-        sync(fd)
-        passed.all()
-    finally:
-        os.close(fd)

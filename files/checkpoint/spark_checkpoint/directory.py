@@ -1,4 +1,4 @@
-"""Read a local checkpoint directory: its shards, index and configuration."""
+"""Read a local checkpoint directory: shards, index and configuration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 from spark_contract.paths import RECEIPT_NAME
 
 from spark_checkpoint.errors import GateRefused, InputRefused
-from spark_checkpoint.format.headers import Header, Tensor, read_header, weight_map
-from spark_checkpoint.storage import file_bytes
+from spark_checkpoint.headers import Header, Tensor, parse_weight_map, read_header
+from spark_checkpoint.storage import read_buffers
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
-# Some exporters repeat config.json's quantization_config in a file of its own.
+# Some exporters repeat quantization_config of config.json in this file.
 QUANTIZATION_NAME = "quantization_config.json"
-_DIGITS = re.compile(r"(\d+)")
 
 
 class Span(NamedTuple):
@@ -31,16 +30,15 @@ class Span(NamedTuple):
 
 
 def read_span(span: Span) -> bytes:
-    return b"".join(map(bytes, file_bytes(*span)))
+    return b"".join(map(bytes, read_buffers(*span)))
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Headers of every shard of a directory.
+    """Headers of all shards of a directory.
 
-    ``owner`` says for each name which shard counts. A name in several shards belongs to the
-    last one in natural order of file names, because the engine loads files in that order and
-    a later load overwrites an earlier one.
+    ``owner`` maps each name to its shard. Of several copies the last in natural order of file names
+    is valid: the engine loads files in that order and later tensors overwrite earlier ones.
     """
 
     directory: Path
@@ -52,7 +50,7 @@ class Checkpoint:
         return self.shards[self.owner[name]].tensors[name]
 
     def span(self, name: str, shard: str | None = None) -> Span:
-        """Return where the bytes of that copy lie, or those of the copy in ``shard``."""
+        """Return the location of the valid copy, or of the copy in ``shard``."""
         shard = shard or self.owner[name]
         header = self.shards[shard]
         size_bytes = header.tensors[name].size_bytes
@@ -61,12 +59,12 @@ class Checkpoint:
 
 def natural_order(name: str) -> list[str | int]:
     """Sort key that puts shard 9 before shard 10."""
-    return [int(part) if part.isdigit() else part for part in _DIGITS.split(name)]
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from walking a million fresh objects, none of them garbage."""
+    """Keep the collector from scanning a million live objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -76,25 +74,21 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def files_of(directory: Path) -> list[str]:
-    """Return every file below a directory as relative paths, without the receipt."""
-    found = [
-        str(path.relative_to(directory))
-        for path in directory.rglob("*")
-        if path.is_file() and ".cache" not in path.relative_to(directory).parts
-    ]
-    return sorted(name for name in found if name != RECEIPT_NAME)
+def list_files(directory: Path) -> list[str]:
+    """Return the relative paths of all files except the receipt and ``.cache``."""
+    paths = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    return sorted(str(p) for p in paths if ".cache" not in p.parts and str(p) != RECEIPT_NAME)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read all headers and the index of a directory, and refuse what contradicts itself."""
+    """Read all headers and the index; refuse contradictions."""
     if not directory.is_dir():
         raise InputRefused(str(directory), "is not a directory", "fetch the source first")
     names = sorted((path.name for path in directory.glob("*.safetensors")), key=natural_order)
     if not names:
-        raise GateRefused(str(directory), "holds no .safetensors file", "fetch the source again")
+        raise GateRefused(str(directory), "has no .safetensors file", "fetch the source again")
     with no_garbage_collection():
-        # First, while nothing else is in memory: the text of a large index is 40 MB.
+        # First, while memory is free: the text of a large index is 40 MB.
         index = read_index(directory)
         known = {name: name for name in index or ()}
         shards = {name: read_header(directory / name, known) for name in names}
@@ -104,34 +98,42 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 def checkpoint_from_headers(
     directory: Path, shards: dict[str, Header], index: Mapping[str, str] | None
 ) -> Checkpoint:
-    """Return a tree by its headers, in natural order, and refuse what contradicts itself."""
+    """Return a checkpoint from headers in natural order; refuse contradictions."""
     owner: dict[str, str] = {}
-    holders: dict[str, list[str]] = {}
+    copies: dict[str, list[str]] = {}
     for shard, header in shards.items():
         for tensor in header.tensors:
             if tensor in owner:
-                holders.setdefault(tensor, [owner[tensor]]).append(shard)
+                copies.setdefault(tensor, [owner[tensor]]).append(shard)
             owner[tensor] = shard
-    duplicates = {name: tuple(files) for name, files in holders.items()}
     if index is not None:
-        _check_index(directory, index, shards)
-    for name, files in duplicates.items():
-        entries = {(shards[f].tensors[name].dtype, shards[f].tensors[name].shape) for f in files}
-        if len(entries) > 1:
+        _check_index(str(directory / INDEX_NAME), index, shards)
+    for name, files in copies.items():
+        if len({shards[file].tensors[name][:2] for file in files}) > 1:
             raise GateRefused(
                 str(directory),
                 f"{name} is in {', '.join(files)} with different dtypes or shapes",
                 "use another commit of the base",
             )
-    return Checkpoint(directory, shards, owner, duplicates)
+    return Checkpoint(directory, shards, owner, {n: tuple(files) for n, files in copies.items()})
+
+
+def _check_index(where: str, index: Mapping[str, str], shards: dict[str, Header]) -> None:
+    for name, shard in index.items():
+        if shard not in shards:
+            raise GateRefused(where, f"names a missing shard {shard}", "fetch the source again")
+        if name not in shards[shard].tensors:
+            raise GateRefused(
+                where,
+                f"lists {name} in {shard}, but its header lacks it",
+                "use another commit, or fetch the source again",
+            )
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
-    """Return name → shard from the index, or None when the tree has no index."""
+    """Return tensor name → shard from the index; None without an index."""
     path = directory / INDEX_NAME
-    if not path.exists():
-        return None
-    return weight_map(_read(path), str(path), "fetch it again")
+    return parse_weight_map(_read(path), str(path), "fetch it again") if path.exists() else None
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -139,16 +141,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    return json_object(_read(path), str(path), "fetch it again")
+    return parse_object(_read(path), str(path), "fetch it again")
 
 
-def json_object(raw: bytes, where: str, fix: str) -> dict[str, Any]:
+def parse_object(raw: bytes, where: str, fix: str) -> dict[str, Any]:
     try:
         document = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise GateRefused(where, f"is not JSON ({error})", fix) from error
     if not isinstance(document, dict):
-        raise GateRefused(where, "is no JSON object", fix)
+        raise GateRefused(where, "is not a JSON object", fix)
     return document
 
 
@@ -157,19 +159,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError as error:
         raise GateRefused(str(path), "is missing", "fetch the source again") from error
-
-
-def _check_index(directory: Path, index: Mapping[str, str], shards: dict[str, Header]) -> None:
-    for name, shard in index.items():
-        if shard not in shards:
-            raise GateRefused(
-                str(directory / INDEX_NAME),
-                f"names the shard {shard}, which is not there",
-                "fetch the source again",
-            )
-        if name not in shards[shard].tensors:
-            raise GateRefused(
-                str(directory / INDEX_NAME),
-                f"says {name} is in {shard}, whose header does not have it",
-                "use another commit, or fetch the source again",
-            )

@@ -1,30 +1,36 @@
-"""Check that a quantised checkpoint is the original's weights, rounded."""
+"""Check that AutoRound can quantise a checkpoint, and that the result is the original, rounded."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from spark_contract.orders import RequantizePlan
+from spark_contract.orders import RequantizePlan, expand
 
+from spark_checkpoint.directory import CONFIG_NAME, Checkpoint, Span, read_config, read_span
 from spark_checkpoint.errors import GateRefused
-from spark_checkpoint.format.directory import CONFIG_NAME, Checkpoint, Span, read_config, read_span
-from spark_checkpoint.format.numbers import Floats, floats
+from spark_checkpoint.number_formats import Floats, floats
 from spark_checkpoint.storage import hash_file
 from spark_checkpoint.tensor_sets import WEIGHT
 
 GROUP = 128
+QWEIGHT = ".qweight"
 # Rounding to 16 levels in groups of 128 changes a weight by about a tenth (root mean square);
-# another weight differs by more than its own size.
+# another weight differs by more than 1.
 MODULE_LIMIT = 0.25
-_COMPARED = 512  # packed modules compared, evenly spread
+_COMPARED = 512  # packed modules to compare, evenly spread
 _PACK, _ZERO = 8, 8
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj$")
 _FLOATS = frozenset({"BF16", "F16", "F32"})
 _ORIGINAL_FIX = "name the 16-bit repository in the model's sources.original"
 _FIX = "read AutoRound's lines in the job's log"
+# AutoRound tunes the layers of the language model. It never loads those of the drafter;
+# `copy_missing_tensors_from_source` rounds them to nearest in the same packing.
+_LAYERS = re.compile(r"(model\.language_model|mtp)\.layers\.\d+\.")
+_GATES = (".gate", ".shared_expert_gate")
+_MULTIPLE = 32
 
 
 class Matrix(NamedTuple):
@@ -34,10 +40,7 @@ class Matrix(NamedTuple):
 
 
 def find_weight(module: str, original: Checkpoint) -> Matrix | None:
-    """Return a module's weight in the original; an expert's may be a slice of a fused tensor.
-
-    Newer repositories hold all experts of a layer in one tensor; gate rows precede up rows.
-    """
+    """Return a module's weight in the original, or None."""
     name = module + WEIGHT
     if name in original.owner:
         tensor = original.tensor(name)
@@ -46,7 +49,10 @@ def find_weight(module: str, original: Checkpoint) -> Matrix | None:
 
 
 def find_fused_expert(module: str, original: Checkpoint) -> Matrix | None:
-    """Return an expert's slice of its layer's fused tensor; None if there is no such slice."""
+    """Return an expert's slice of its layer's fused tensor, or None.
+
+    Newer repositories have all experts of a layer in one tensor; gate rows precede up rows.
+    """
     match = _EXPERT.match(module)
     if not match:
         return None
@@ -66,49 +72,84 @@ def find_fused_expert(module: str, original: Checkpoint) -> Matrix | None:
     return Matrix(dtype, (rows, columns), Span(path, offset, size_bytes))
 
 
+def check_packable(plan: RequantizePlan, original: Checkpoint) -> None:
+    """Refuse a plan with a packed module that AutoRound would leave in 16 bits."""
+    for module in packed_modules(plan):
+        reason = excluded_by_name(module) or _excluded_by_shape(find_weight(module, original))
+        if reason:
+            problem = f"must be packed, but AutoRound leaves it in 16 bits: {reason}"
+            fix = f"name {module}{WEIGHT} in the model's tensors instead"
+            raise GateRefused(module, problem, fix)
+
+
+def packed_modules(plan: RequantizePlan) -> Iterator[str]:
+    for pattern in (*plan.base_tensors, *plan.mtp_tensors):
+        for name in expand(pattern):
+            if name.endswith(QWEIGHT):
+                yield name.removesuffix(QWEIGHT)
+
+
+def excluded_by_name(module: str) -> str:
+    """Return why AutoRound skips a module of this name, or an empty string."""
+    if not _LAYERS.match(module):
+        return "it is in no layer of the language model or of its drafter"
+    return "it is a gate" if module.endswith(_GATES) else ""
+
+
+def _excluded_by_shape(matrix: Matrix | None) -> str:
+    if matrix is None:
+        return "the original has no such weight"
+    if len(matrix.shape) != 2:
+        return f"its shape {list(matrix.shape)} is not a matrix"
+    rows, columns = matrix.shape
+    if rows % _MULTIPLE:
+        return f"its {rows} rows are not a multiple of {_MULTIPLE}"
+    return f"its {columns} columns are not a multiple of {GROUP}" if columns % GROUP else ""
+
+
 def check_original(original: Checkpoint) -> None:
     where = str(original.directory)
     if read_config(original.directory).get("quantization_config"):
         raise GateRefused(where, "is quantised already", _ORIGINAL_FIX)
-    odd = {name for name in original.owner if original.tensor(name).dtype not in _FLOATS}
-    if odd:
-        what = f"holds {original.tensor(min(odd)).dtype} in {min(odd)}"
-        raise GateRefused(where, what, _ORIGINAL_FIX)
+    other = {name for name in original.owner if original.tensor(name).dtype not in _FLOATS}
+    if other:
+        problem = f"{min(other)} is {original.tensor(min(other)).dtype}, expected a float"
+        raise GateRefused(where, problem, _ORIGINAL_FIX)
 
 
-def check_result(plan: RequantizePlan, original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
+def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
     """Refuse a checkpoint that is not the original, rounded; return figures for the receipt."""
     if result.duplicates:
         name = min(result.duplicates)
-        raise GateRefused(str(result.directory), f"holds {name} in several files", _FIX)
-    packed = sorted(name.removesuffix(".qweight") for name in result.owner
-                    if name.endswith(".qweight"))  # fmt: skip
-    _check_config(read_config(result.directory), f"{result.directory}/{CONFIG_NAME}")
+        raise GateRefused(str(result.directory), f"has {name} in several files", _FIX)
+    packed = sorted(n.removesuffix(QWEIGHT) for n in result.owner if n.endswith(QWEIGHT))
+    quantization = read_config(result.directory).get("quantization_config")
+    expected = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True}
+    if not isinstance(quantization, Mapping) or not expected.items() <= quantization.items():
+        where = f"{result.directory}/{CONFIG_NAME}"
+        raise GateRefused(where, f"lacks {expected} in quantization_config", _FIX)
     for module in packed:
         _check_packed_shapes(module, original, result)
-    kept = _check_kept(original, result)
+    kept = [name for name in result.owner if name in original.owner]
+    for name in kept:
+        if not _is_same(name, original, result):
+            raise GateRefused(name, "must be kept, but differs from the original", _FIX)
     step = max(1, -(-len(packed) // _COMPARED))
     errors = {module: relative_error(module, original, result) for module in packed[::step]}
+    # A NaN counts as wrong.
     wrong = {module: error for module, error in errors.items() if not error <= MODULE_LIMIT}
     if wrong:
         module = max(wrong, key=lambda module: wrong[module])
-        what = f"differs from the original's weight by {wrong[module]:.0%}; {len(wrong)} modules do"
-        raise GateRefused(module, what, _FIX)
+        actual = f"differs from the original's weight by {wrong[module]:.0%}"
+        raise GateRefused(module, f"{actual}; wrong modules: {len(wrong)}", _FIX)
     mean = float(np.mean(list(errors.values())))
     error = {"modules": len(errors), "mean": mean, "worst": max(errors.values())}
-    kept += check_kept_experts(original, result)
-    return {"packed_modules": len(packed), "kept_tensors": kept, "error": error}
-
-
-def _check_config(config: Mapping[str, Any], where: str) -> None:
-    actual = config.get("quantization_config")
-    expected = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True}
-    if not isinstance(actual, dict) or any(actual.get(k) != v for k, v in expected.items()):
-        raise GateRefused(where, f"lacks {expected} in quantization_config", _FIX)
+    kept_tensors = len(kept) + check_kept_experts(original, result)
+    return {"packed_modules": len(packed), "kept_tensors": kept_tensors, "error": error}
 
 
 def _check_packed_shapes(module: str, original: Checkpoint, result: Checkpoint) -> None:
-    rows, columns = _weight_of(module, original).shape
+    rows, columns = _require_weight(module, original).shape
     expected = {
         "qweight": ({"I32"}, (columns // _PACK, rows)),
         "scales": ({"F16", "BF16"}, (columns // GROUP, rows)),
@@ -117,38 +158,29 @@ def _check_packed_shapes(module: str, original: Checkpoint, result: Checkpoint) 
     for suffix, (dtypes, shape) in expected.items():
         tensor = result.tensor(f"{module}.{suffix}")
         if tensor.dtype not in dtypes or tensor.shape != shape:
-            what = f"is {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}"
-            raise GateRefused(f"{module}.{suffix}", what, _FIX)
-
-
-def _check_kept(original: Checkpoint, result: Checkpoint) -> int:
-    """Refuse a changed tensor that should be kept; return how many are kept."""
-    kept = [name for name in result.owner if name in original.owner]
-    for name in kept:
-        if not _is_same(name, original, result):
-            raise GateRefused(name, "should be kept and differs from the original", _FIX)
-    return len(kept)
+            problem = f"is {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}"
+            raise GateRefused(f"{module}.{suffix}", problem, _FIX)
 
 
 def check_kept_experts(original: Checkpoint, result: Checkpoint) -> int:
     """Refuse a changed 16-bit expert that the result splits from a fused tensor; count them."""
     count = 0
     for name in sorted(result.owner.keys() - original.owner.keys()):
-        if not name.endswith(WEIGHT):
-            continue
-        expert = find_fused_expert(name.removesuffix(WEIGHT), original)
+        expert = None
+        if name.endswith(WEIGHT):
+            expert = find_fused_expert(name.removesuffix(WEIGHT), original)
         if expert is None:
             continue
         count += 1
         same = _hash(expert.span) == _hash(result.span(name))
         if not same or expert.shape != result.tensor(name).shape:
-            raise GateRefused(name, "should be kept and differs from the original", _FIX)
+            raise GateRefused(name, "must be kept, but differs from the original", _FIX)
     return count
 
 
 def _is_same(name: str, original: Checkpoint, result: Checkpoint) -> bool:
     before, after = original.tensor(name), result.tensor(name)
-    if before.dtype != after.dtype:  # only small tensors: AutoRound writes a model in one dtype
+    if before.dtype != after.dtype:  # small tensors only: AutoRound writes a model in one dtype
         return np.array_equal(_read_floats(original, name), _read_floats(result, name))
     same_shape = before.shape == after.shape
     return same_shape and _hash(original.span(name)) == _hash(result.span(name))
@@ -156,17 +188,17 @@ def _is_same(name: str, original: Checkpoint, result: Checkpoint) -> bool:
 
 def relative_error(module: str, original: Checkpoint, result: Checkpoint) -> float:
     """Return a packed weight's error: root of squared error over squared weight."""
-    matrix = _weight_of(module, original)
+    matrix = _require_weight(module, original)
     weight = floats(read_span(matrix.span), matrix.dtype, matrix.shape)
-    rounded = unpacked(result, module)
+    rounded = unpack_weight(result, module)
     power = float(np.square(weight, dtype=np.float64).sum())
     lost = float(np.square(rounded - weight, dtype=np.float64).sum())
     return (lost / power) ** 0.5 if power else float(lost > 0)
 
 
-def unpacked(checkpoint: Checkpoint, module: str) -> Floats:
+def unpack_weight(checkpoint: Checkpoint, module: str) -> Floats:
     """Return a packed weight as float32 ``[out, in]``."""
-    name = f"{module}.qweight"
+    name = module + QWEIGHT
     codes = np.frombuffer(read_span(checkpoint.span(name)), "<u4")
     codes = codes.reshape(checkpoint.tensor(name).shape)
     nibbles = (codes[:, None, :] >> (4 * np.arange(_PACK, dtype=np.uint32))[None, :, None]) & 15
@@ -176,11 +208,11 @@ def unpacked(checkpoint: Checkpoint, module: str) -> Floats:
     return weight.T
 
 
-def _weight_of(module: str, original: Checkpoint) -> Matrix:
+def _require_weight(module: str, original: Checkpoint) -> Matrix:
     matrix = find_weight(module, original)
     if matrix is None:
         fix = "name this model's own 16-bit repository in its sources.original"
-        raise GateRefused(str(original.directory), f"holds no weight of {module}", fix)
+        raise GateRefused(str(original.directory), f"has no weight of {module}", fix)
     return matrix
 
 

@@ -17,78 +17,75 @@ from spark_checkpoint.errors import GateRefused, HeaderRefused
 
 _KEY = "weight_map"
 _SPACE = rb"[ \t\n\r]*"
-_PLAIN = _SPACE + rb'"([^"\\\x00-\x1f]*)"' + _SPACE
+_STRING = _SPACE + rb'"([^"\\\x00-\x1f]*)"' + _SPACE
 _MAP = re.compile(rb'"weight_map"' + _SPACE + b":" + _SPACE + rb"\{")
-_PAIR = re.compile(_PLAIN + b":" + _PLAIN + rb"([,}])")
+_PAIR = re.compile(_STRING + b":" + _STRING + rb"([,}])")
 
 
-def weight_map(
+def parse_weight_map(
     raw: bytes, where: str, fix: str, keep: Callable[[str], bool] = lambda name: True
 ) -> dict[str, str]:
-    """Return name → file of the names to keep, from the bytes of an index.
+    """Return tensor name → file from an index, for the names to keep.
 
     Raises:
-        GateRefused: it is no JSON object, or has no map of names to files.
+        GateRefused: not a JSON object with a map of names to files.
     """
     try:
-        found = _plain_map(raw, keep)
-        document = json.loads(raw.decode("utf-8")) if found is None else {}
+        names = _scan_weight_map(raw, keep)
+        if names is not None:
+            return names
+        document = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise GateRefused(where, f"is not JSON ({error})", fix) from error
-    if found is not None:
-        return found
     names = document.get(_KEY) if isinstance(document, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise GateRefused(where, "has no weight_map of names to files", fix)
     return {name: file for name, file in names.items() if keep(name)}
 
 
-def _plain_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] | None:
-    """Return the map of a document written as everybody writes it; None of any other.
+def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] | None:
+    """Return the map of a commonly formatted index; None if it needs the JSON parser.
 
-    What is around the map is parsed as JSON with a mark in its place, so that it is the document's
-    own and last map, not one inside of something else.
+    Saves memory: an index has up to 280,000 names. The rest of the document is parsed with a
+    marker in place of the map, to prove that the map is a top-level value and the only one.
     """
-    begin = _MAP.search(raw)
-    if begin is None:
+    start = _MAP.search(raw)
+    if start is None:
         return None
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     files: dict[bytes, str] = {}
-    position, sign = begin.end(), b","
-    while sign == b",":
+    position, separator = start.end(), b","
+    while separator == b",":
         pair = _PAIR.match(raw, position)
         if pair is None:
             return None
-        name, sign, position = pair[1].decode("utf-8"), pair[3], pair.end()
+        name, separator, position = pair[1].decode("utf-8"), pair[3], pair.end()
         if keep(name):
-            # One object for each file, however many names it holds.
+            # One string object per file.
             file = files.get(pair[2])
-            found[name] = file or files.setdefault(pair[2], pair[2].decode("utf-8"))
-    marks: list[str] = []
-    mark = object()
+            names[name] = file or files.setdefault(pair[2], pair[2].decode("utf-8"))
+    marker, constants = object(), []
 
-    def marked(constant: str) -> object:
-        marks.append(constant)
-        return mark
+    def replace_constant(constant: str) -> object:
+        constants.append(constant)
+        return marker
 
-    around = raw[: begin.end() - 1] + b"NaN" + raw[position:]
-    rest: Any = json.loads(around.decode("utf-8"), parse_constant=marked)
-    own = isinstance(rest, dict) and rest.get(_KEY) is mark and len(marks) == 1
-    return found if own else None
+    around = raw[: start.end() - 1] + b"NaN" + raw[position:]
+    rest: Any = json.loads(around.decode("utf-8"), parse_constant=replace_constant)
+    is_top_level = isinstance(rest, dict) and rest.get(_KEY) is marker and len(constants) == 1
+    return names if is_top_level else None
 
 
-# Layout (safetensors format, docs of version 0.8): 8 bytes little-endian length N, N bytes of
-# JSON starting with ``{`` and possibly padded with spaces, then one buffer without holes. Offsets
-# in the JSON count from the start of that buffer.
-
+# Layout (safetensors format, documentation of version 0.8): 8 bytes little-endian length N, N bytes
+# of JSON starting with ``{`` and optionally padded with spaces, then one buffer without holes.
+# Offsets in the JSON start at that buffer.
 
 HEADER_LIMIT_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
-# The reference reader counts in unsigned 64 bits and refuses what overflows.
+# The reference reader counts in unsigned 64 bits and refuses overflow.
 _COUNT_LIMIT = 1 << 64
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _SHAPE = re.compile(r"\[(\d+(, \d+)*)?\]")
-_DIGITS = re.compile(r"\d+")
 
 _DTYPES = {
     4: ("F4",),
@@ -103,7 +100,7 @@ SIXTEEN_BIT = frozenset({"BF16", "F16"})
 
 
 class Tensor(NamedTuple):
-    """One entry of a header; ``begin`` and ``end`` count from the start of the buffer."""
+    """A header entry; ``begin`` and ``end`` are offsets in the buffer."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -116,7 +113,7 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A checked header; ``tensors`` is in the order of the buffer."""
+    """A checked header; ``tensors`` are in buffer order."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -128,29 +125,33 @@ class Header(NamedTuple):
 
 
 def header_json_bytes(first: bytes, file_bytes: int, where: str) -> int:
-    """Return N, the length of the JSON, from the first 8 bytes of a file of ``file_bytes``."""
+    """Return the length of the JSON from the first 8 bytes of a file of ``file_bytes``."""
     if len(first) < 8 or file_bytes < 8:
         _refuse(where, f"only {file_bytes} bytes long, too short for a header")
     length = int.from_bytes(first[:8], "little")
     if length > HEADER_LIMIT_BYTES:
         _refuse(where, f"header of {length} bytes is above the limit of {HEADER_LIMIT_BYTES}")
     if 8 + length > file_bytes:
-        _refuse(where, f"header says {length} bytes but the file ends at byte {file_bytes}")
+        _refuse(where, f"header needs {length} bytes but the file ends at byte {file_bytes}")
     return length
 
 
 def parse_header(
     raw: bytes, file_bytes: int, where: str, known: Mapping[str, str] | None = None
 ) -> Header:
-    """Check the JSON part ``raw`` of a file of ``file_bytes`` bytes and return its header.
+    """Check the JSON part ``raw`` of a file of ``file_bytes`` bytes and return the header.
 
-    A name that is in ``known`` becomes the object there, so that equal names take memory once.
+    Names in ``known`` are replaced by the string objects there, to keep one copy in memory.
     """
-    document = _load_json(raw, where)
-    metadata = _checked_metadata(document.pop(METADATA_KEY, None), where)
-    same: Mapping[str, str] = known or {}
+    document = _parse_json(raw, where)
+    metadata = document.pop(METADATA_KEY, None)
+    if metadata is None:
+        metadata = {}
+    elif not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        _refuse(where, f"{METADATA_KEY} must map text to text")
+    shared: Mapping[str, str] = known or {}
     entries = [
-        (same.get(name, name), _checked_tensor(name, entry, where))
+        (shared.get(name, name), _parse_tensor(name, entry, where))
         for name, entry in document.items()
     ]
     entries.sort(key=lambda entry: (entry[1].begin, entry[1].end))
@@ -167,36 +168,31 @@ def parse_header(
 
 
 def read_header(path: Path, known: Mapping[str, str] | None = None) -> Header:
-    """Read and check the header of one local file; ``known`` is ``parse_header``'s."""
+    """Read and check the header of a local file; see ``parse_header`` for ``known``."""
     with path.open("rb") as file, named(file.fileno()):
         size = os.fstat(file.fileno()).st_size
         length = header_json_bytes(file.read(8), size, str(path))
         raw = file.read(length)
     if len(raw) != length:
-        _refuse(str(path), "became shorter while it was read")
+        _refuse(str(path), "was truncated while it was read")
     return parse_header(raw, size, str(path), known)
 
 
 def emit_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return length field and JSON for ``(name, dtype, shape)`` in buffer order.
+    """Return length field and JSON for ``(name, dtype, shape)`` in buffer order; deterministic.
 
-    The JSON is padded with spaces so that the buffer starts at a multiple of 8, which GPU
-    loaders like. The same input always gives the same bytes.
+    Spaces align the buffer to 8 bytes, as GPU loaders prefer.
     """
     document: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
     position = 0
     for name, dtype, shape in tensors:
         if name in document:
             _refuse("new header", f"tensor {name!r} would be written twice")
-        size = tensor_bytes(dtype, shape)
-        document[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [position, position + size],
-        }
-        position += size
+        end = position + tensor_bytes(dtype, shape)
+        document[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
     raw = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
     if len(raw) > HEADER_LIMIT_BYTES:
@@ -205,7 +201,7 @@ def emit_header(
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor; ``ValueError`` when they are no whole, countable number."""
+    """Return the size; ``ValueError`` if it is fractional or overflows 64 bits."""
     bits = DTYPE_BITS[dtype]
     count = 1
     for length in shape:
@@ -220,43 +216,34 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _refuse(where: str, what: str) -> NoReturn:
-    raise HeaderRefused(where, what, "fetch the file again; it is damaged or no safetensors file")
+    raise HeaderRefused(where, what, "fetch the file again: it is damaged or not safetensors")
 
 
-def _load_json(raw: bytes, where: str) -> dict[str, Any]:
+def _parse_json(raw: bytes, where: str) -> dict[str, Any]:
     if raw[:1] != b"{":
         _refuse(where, "header does not start with '{'")
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            counted = Counter(name for name, _ in pairs)
-            twice = next(name for name, count in counted.items() if count > 1)
-            raise ValueError(f"name {twice!r} appears twice")
+            [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"name {name!r} appears twice")
         return result
 
     try:
-        document = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        document: dict[str, Any] = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=refuse_repeated_keys
+        )
     except UnicodeDecodeError as error:
         _refuse(where, f"header is not UTF-8 at byte {8 + error.start}")
     except RecursionError:
-        _refuse(where, "header is nested deeper than the format ever is")
+        _refuse(where, "header is nested too deeply")
     except ValueError as error:
         _refuse(where, f"header is not valid JSON: {error}")
-    if not isinstance(document, dict):
-        _refuse(where, "header is no JSON object")
     return document
 
 
-def _checked_metadata(value: Any, where: str) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        _refuse(where, f"{METADATA_KEY} must map text to text")
-    return value
-
-
-def _checked_tensor(name: str, entry: Any, where: str) -> Tensor:
+def _parse_tensor(name: str, entry: Any, where: str) -> Tensor:
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         _refuse(where, f"tensor {name!r} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -264,13 +251,11 @@ def _checked_tensor(name: str, entry: Any, where: str) -> Tensor:
         _refuse(where, f"tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list):
         _refuse(where, f"tensor {name!r} has the bad shape {str(shape)[:60]}")
-    if not isinstance(offsets, list) or len(offsets) != 2:
-        _refuse(where, f"tensor {name!r} has bad data_offsets {str(offsets)[:60]}")
-    begin, end = offsets
+    begin, end = offsets if isinstance(offsets, list) and len(offsets) == 2 else (-1, -1)
     if type(begin) is not int or type(end) is not int or not 0 <= begin < _COUNT_LIMIT > end >= 0:
         _refuse(where, f"tensor {name!r} has bad data_offsets {str(offsets)[:60]}")
     try:
-        dtype, shape, size = _checked_shape(dtype, str(shape))
+        dtype, shape, size = _parse_shape(dtype, str(shape))
     except ValueError as error:
         _refuse(where, f"tensor {name!r} {error}")
     if end - begin != size:
@@ -279,13 +264,12 @@ def _checked_tensor(name: str, entry: Any, where: str) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _checked_shape(dtype: str, shape_text: str) -> tuple[str, tuple[int, ...], int]:
+def _parse_shape(dtype: str, shape_text: str) -> tuple[str, tuple[int, ...], int]:
     """Return dtype, shape and bytes; ``shape_text`` is the JSON list as Python prints it.
 
-    A model has few shapes and many tensors: each is checked once and kept once. The text tells
-    1 from true and 1.0, which are equal as numbers.
+    Cached because a model repeats few shapes. The text distinguishes 1 from true and 1.0.
     """
     if not _SHAPE.fullmatch(shape_text):
         raise ValueError(f"has the bad shape {shape_text[:60]}")
-    shape = tuple(int(length) for length in _DIGITS.findall(shape_text))
+    shape = tuple(int(length) for length in re.findall(r"\d+", shape_text))
     return dtype, shape, tensor_bytes(dtype, shape)

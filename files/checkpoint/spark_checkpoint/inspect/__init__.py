@@ -1,1 +1,0 @@
-"""Says what a tree or repository holds, for people; builds nothing."""

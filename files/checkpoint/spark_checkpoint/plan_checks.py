@@ -1,0 +1,115 @@
+"""Compare a checkpoint or repository with build plans by its headers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spark_contract.orders import BuildPlan, Held, count, expand, expand_all
+
+from spark_checkpoint.build.layouts import check_config
+from spark_checkpoint.build.source_checks import check_sources, donor_tensors
+from spark_checkpoint.directory import CONFIG_NAME, checkpoint_from_headers, natural_order
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.inspection import Subject, examine, plain_name
+from spark_checkpoint.tensor_sets import (
+    MTP_PREFIX,
+    SCALE,
+    WEIGHT,
+    base_patterns,
+    check_donor_shapes,
+    check_fp8_pair,
+    check_result_names,
+    check_same_names,
+    replacements,
+    swapped_modules,
+    unmatched_donor_names,
+)
+
+# By shared experts of a plan: the part that a subject is compared with, and the kind of the result.
+_PARTS = {"keep": "base", "fp8-base": "hybrid", "fp8-donor": "donor"}
+_KINDS = {
+    "fp8-donor": "hybrid",
+    "fp8-self": "hybrid",
+    "fp8-base": "hybrid",
+    "int8-g128": "checkpoint with INT8 shared experts",
+    "keep": "checkpoint with the base's shared experts",
+}
+
+
+def check_sources_by_headers(subject: Subject, plan: BuildPlan) -> Held:
+    """Run a build's checks of base and donor on headers, before any download."""
+    check_config(subject.config, f"{subject.place}: {CONFIG_NAME}", plan.head)
+    shards = {name: subject.shards[name] for name in sorted(subject.shards, key=natural_order)}
+    base = checkpoint_from_headers(Path(subject.place), shards, subject.index)
+    sources = check_sources(plan, base, subject.config)
+    donor_tensors(plan, sources)  # reads and checks their headers
+    return Held(
+        base_tensors=len(base.owner),
+        donor_tensors=len(sources.donor.names) if sources.donor else 0,
+        swapped_modules=len(sources.modules),
+        mtp_tensors=sum(map(count, plan.mtp_tensors)),
+        mtp_from_donor=len(sources.mtp_missing),
+    )
+
+
+def match_plan(subject: Subject, plan: BuildPlan) -> dict[str, Any]:
+    """Return whether a subject fits its part of a plan, and why."""
+    part = _PARTS.get(plan.shared_experts, plan.shared_experts)
+    try:
+        why = _match_donor(subject, plan) if part == "donor" else match_plan_names(subject, plan)
+    except GateRefused as error:
+        return {"plan": plan.name, "part": part, "fits": False, "why": error.what}
+    return {"plan": plan.name, "part": part, "fits": True, "why": why}
+
+
+def _match_donor(subject: Subject, plan: BuildPlan) -> str:
+    """Compare a subject with a plan's donor, assuming the plan's base."""
+    tensors = {
+        name: tensor
+        for header in subject.shards.values()
+        for name, tensor in header.tensors.items()
+    }
+    modules = swapped_modules(plan)
+    needed = [module + suffix for module in modules for suffix in (WEIGHT, SCALE)]
+    present = tensors.keys() & set(needed)
+    check_same_names(subject.place, "donor weights and scales", present, needed)
+    base = expand_all([*base_patterns(plan), *plan.mtp_tensors])
+    check_same_names(
+        subject.place,
+        "donor names without a partner",
+        unmatched_donor_names(tensors, base, modules),
+        expand_all(plan.donor_unmatched),
+    )
+    for planned in plan.donor_shapes:
+        for module in expand(planned.modules):
+            weight, scale = tensors[module + WEIGHT], tensors[module + SCALE]
+            check_donor_shapes(module, planned, weight, scale)
+            check_fp8_pair(f"donor {module}", planned.weight, weight, scale, plan.block_shape)
+    return f"the plan's donor of {len(modules)} modules"
+
+
+def match_plan_names(subject: Subject, plan: BuildPlan) -> str:
+    """Return whether a subject is a plan's base or its result; refuse others."""
+    if subject.index:
+        # The names an engine loads: shards of an overlay still have the replaced names.
+        names = {
+            name
+            for name, shard in subject.index.items()
+            if shard in subject.shards and name in subject.shards[shard].tensors
+        }
+    else:
+        names = set(examine(subject.shards, None).names)
+    new = {name for new_names in replacements(plan).values() for name in new_names}
+    expected = expand_all(base_patterns(plan))
+    overlaid = any(name != plain_name(name) for name in names)
+    if overlaid or not (new - expected).isdisjoint(names):
+        check_result_names(subject.place, names, plan, "overlay" if overlaid else "full")
+        return f"a {_KINDS[plan.shared_experts]} with exactly the plan's names"
+    mtp = expand_all(plan.mtp_tensors)
+    present_mtp = {name for name in names if name.startswith(MTP_PREFIX)}
+    check_same_names(subject.place, "base tensors", names - present_mtp, expected)
+    if present_mtp - mtp:
+        check_same_names(subject.place, "MTP tensors", present_mtp, mtp)
+    missing = len(mtp - present_mtp)
+    return f"the plan's base ({missing} MTP tensors to graft)" if missing else "the plan's base"

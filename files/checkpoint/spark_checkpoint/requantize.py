@@ -1,0 +1,232 @@
+"""Quantise a 16-bit checkpoint with AutoRound in a container."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+
+from spark_contract import files
+from spark_contract.fetching import CopyPlan
+from spark_contract.files import now, sync
+from spark_contract.orders import RequantizePlan, expand
+from spark_contract.receipts import ReceiptFile, RequantizedReceipt
+from spark_contract.records import GpuProof
+
+from spark_checkpoint import TOOL_VERSION
+from spark_checkpoint.build.layouts import set_blocks
+from spark_checkpoint.directory import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    QUANTIZATION_NAME,
+    list_files,
+    read_checkpoint,
+    read_json,
+)
+from spark_checkpoint.errors import GateRefused, TransferFailed
+from spark_checkpoint.progress import Progress
+from spark_checkpoint.requantize_checks import (
+    check_original,
+    check_packable,
+    check_result,
+    packed_modules,
+)
+from spark_checkpoint.sources.fetch import fetch
+from spark_checkpoint.sources.peers import copy_from_peer
+from spark_checkpoint.storage import (
+    WORKERS,
+    check_free_space,
+    clear,
+    hash_file,
+    read_stamp,
+    write_json,
+)
+from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantised_names
+from spark_checkpoint.verify import make_checkpoint, receipt_entry, write_receipt
+
+MADE, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
+DONE = "done.json"  # written last: the directory in MADE with the result, and versions
+KEPT = frozenset({MADE, RESUME, DONE})  # entries of the work directory for the next run
+_POLL_S = 2.0
+_STOP_S = 20
+
+
+def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
+    """Quantise the plan's checkpoint or copy it from a peer; return False if it exists already."""
+
+    def write(work: Path, tree_dir: Path) -> None:
+        if copies is None or not copy_from_peer(copies, plan, tree_dir, progress):
+            _write_tree(plan, work, tree_dir, progress)
+
+    return make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
+
+
+def _write_tree(plan: RequantizePlan, work: Path, tree_dir: Path, progress: Progress) -> None:
+    fetch(plan.original, progress)
+    progress.phase("gates")
+    original = read_checkpoint(plan.original.out_dir)
+    check_original(original)
+    check_packable(plan, original)
+    clear(work, keep=KEPT)
+    if not (work / DONE).exists():
+        _run_autoround(plan, work, progress)
+    made = work / MADE / str(read_json(work / DONE)["tree"])
+    tree_dir.mkdir()
+    for name in list_files(made):
+        # Links keep a refused result for inspection, without a second copy.
+        target = tree_dir / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.link(made / name, target)
+    result = read_checkpoint(tree_dir)
+    check_quantised_names(str(tree_dir), result.owner.keys(), plan)
+    if not (tree_dir / INDEX_NAME).exists():
+        total = sum((tree_dir / shard).stat().st_size for shard in set(result.owner.values()))
+        weight_map = dict(sorted(result.owner.items()))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(tree_dir / INDEX_NAME, index)
+    _list_packed_blocks(tree_dir, result.owner)
+    report = {**read_json(work / DONE), **check_result(original, result)}
+    receipt = RequantizedReceipt(
+        kind="requantized",
+        digest=plan.digest,
+        files=tuple(_hash_and_sync(tree_dir, progress)),
+        tool_version=TOOL_VERSION,
+        written_at=now(),
+        plan=plan,
+        tensors=len(result.owner),
+        report=report,
+    )
+    write_receipt(tree_dir, receipt)
+
+
+def _list_packed_blocks(tree_dir: Path, owner: dict[str, str]) -> None:
+    """Write the packed blocks into the configs.
+
+    AutoRound lists drafter blocks only in the run that packs them; a resumed run omits them.
+    """
+    for name in (CONFIG_NAME, QUANTIZATION_NAME):
+        path = tree_dir / name
+        config = read_json(path) if path.exists() else {}
+        quantization = config.get("quantization_config", config)
+        if isinstance(quantization, dict) and "block_name_to_quantize" in quantization:
+            set_blocks(quantization, owner)
+            write_json(path, config)
+
+
+def _hash_and_sync(tree_dir: Path, progress: Progress) -> list[ReceiptFile]:
+    """Sync every file, make it writable by root only, and return its receipt entry."""
+    names = list_files(tree_dir)
+    progress.phase("hash", sum((tree_dir / name).stat().st_size for name in names))
+
+    def make_entry(name: str) -> ReceiptFile:
+        path = tree_dir / name
+        path.chmod(0o644)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
+        sha256 = hash_file(path, progress.add)
+        return receipt_entry(name, read_stamp(path), sha256)
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        return list(pool.map(make_entry, names))
+
+
+def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None:
+    """Run AutoRound's container in ``work``, resuming after finished blocks."""
+    made = work / MADE
+    # Finished blocks are written there; the resume notes are useless without them.
+    if not any(made.glob("**/model-shard-*")):
+        for directory in (MADE, RESUME):
+            shutil.rmtree(work / directory, ignore_errors=True)
+    _check_prerequisites(plan, work)
+    made.mkdir(exist_ok=True)
+    (work / RESUME).mkdir(exist_ok=True)
+    names = (n for p in (*plan.base_tensors, *plan.mtp_tensors) for n in expand(p))
+    drafter = [n for n in names if n.startswith(MTP_PREFIX) and n.endswith(WEIGHT)]
+    order = {
+        "int4": list(packed_modules(plan)),
+        "drafter_kept": [name.removesuffix(WEIGHT) for name in drafter if "norm" not in name],
+        "iters": plan.iters,
+        "nsamples": plan.nsamples,
+        "seqlen": plan.seqlen,
+        "batch": plan.batch,
+    }
+    write_json(work / ORDER, order)
+    script = resources.files("spark_checkpoint").joinpath(SCRIPT)
+    files.write_text(work / SCRIPT, script.read_text(encoding="utf-8"))
+    container = f"spark-requantize-{plan.digest[:12]}"
+    _docker("rm", "--force", container)
+    try:
+        _follow(subprocess.Popen(_argv(plan, work, container)), work, plan.layers, progress)
+    except BaseException:
+        # The container must not outlive this process.
+        _docker("stop", "--time", str(_STOP_S), container)
+        raise
+
+
+def _check_prerequisites(plan: RequantizePlan, work: Path) -> None:
+    fix = "run `spark-deploy add --requantize` for this host"
+    required = ((plan.packages, "AutoRound"), (plan.calibration, "the calibration text"))
+    for path, content in required:
+        if not os.path.exists(path):
+            raise GateRefused(path, f"is missing: {content}", fix)
+    check_free_space(work.parent, plan.work_bytes, f"quantising {plan.name}")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        available = int(line.split()[1]) * 1024 if line.startswith("MemAvailable:") else None
+        if available is not None and available < plan.memory_bytes:
+            problem = f"needs {plan.memory_bytes} bytes of memory, {available} are available"
+            fix = "`spark-deploy stop` this host first"
+            raise GateRefused(f"quantising {plan.name}", problem, fix)
+
+
+def _argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[str]:
+    absent = "lacks the container's GPU arguments"
+    gpu = files.load(GpuProof, Path(plan.gpu), absent).docker_arguments
+    mounts = {
+        plan.original.out: "/model,readonly",
+        plan.packages: "/packages,readonly",
+        plan.calibration: "/calibration.jsonl,readonly",
+        str(work): "/work",
+    }
+    argv = ["docker", "run", "--rm", "--restart", "no", "--name", container, "--network", "none"]
+    argv += ["--log-driver", "none", "--entrypoint", "python3", *gpu]
+    for source, target in mounts.items():
+        argv += ["--mount", f"type=bind,source={source},target={target}"]
+    return [*argv, plan.image, f"/work/{SCRIPT}"]
+
+
+def _follow(child: subprocess.Popen[bytes], work: Path, layers: int, progress: Progress) -> None:
+    """Report finished blocks until the container ends."""
+    code, reported = None, -1
+    while code is None:
+        if (done := _count_blocks(work)) != reported:
+            reported = done
+            progress.phase(f"quantised-{done}-of-{layers}-blocks")
+        try:
+            code = child.wait(_POLL_S)
+        except subprocess.TimeoutExpired:
+            continue
+    if code != 0:
+        done = _count_blocks(work)
+        problem = f"AutoRound ended with exit status {code}, {done} of {layers} blocks are done"
+        raise TransferFailed(str(work), problem, "see the lines above; run again")
+    if not (work / DONE).exists():
+        problem = "AutoRound ended before its checkpoint was complete"
+        raise TransferFailed(str(work), problem, "run again")
+
+
+def _count_blocks(work: Path) -> int:
+    """Return the number of finished blocks; AutoRound renames its notes into place."""
+    notes = work.glob(f"{RESUME}/group_*/resume_manifest.json")
+    return sum(len(json.loads(note.read_bytes())["completed_blocks"]) for note in notes)
+
+
+def _docker(*words: str) -> None:
+    subprocess.run(("docker", *words), capture_output=True, check=False)

@@ -1,0 +1,391 @@
+"""Read byte ranges over HTTP with resume; server responses are never trusted.
+
+Hubs redirect files to a content host with a signed, expiring address. The token is sent to the
+hub's origin only, an expired address is requested again, and a range that differs from the request
+is refused because its bytes would be written to the wrong place.
+
+Redirects are followed here: the redirecting response describes the file, and one signed address
+serves many ranges.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlencode, urljoin
+
+from spark_contract.errors import HostToolError
+from spark_contract.fetching import FetchFile, Wire, token_question
+from spark_contract.units import COMMIT
+from urllib3 import BaseHTTPResponse, PoolManager, Retry
+from urllib3.exceptions import HTTPError
+
+from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
+from spark_checkpoint.progress import note
+from spark_checkpoint.sources.connections import (
+    Pools,
+    RateLimit,
+    Retryable,
+    RetryBudget,
+    cancelled,
+    origin_of,
+    read_body,
+    release_connection,
+)
+
+_RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_EXPIRED_STATUS = frozenset({400, 401, 403, 404, 410})
+_FAILURES = (Retryable, HTTPError, OSError)
+_COMMIT = re.compile(rf"/resolve/({COMMIT})(?:/|$)")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_REDIRECT_LIMIT = 10
+_TOKEN_LIMIT_BYTES = 1 << 20
+_RETRY_AFTER = Retry(retry_after_max=120)
+_OTHER_SOURCE = "use another source"
+_GATED_FIX = (
+    "accept its terms on its page of the hub, run `hf auth login` or set hub.token, "
+    "then run the deploy again"
+)
+_STATUS_FIXES = {
+    # The public hub also returns this for unknown names.
+    401: f"check the name; if it is private or gated, {_GATED_FIX}",
+    403: _GATED_FIX,
+    404: "check the repository's name and its revision or commit",
+}
+
+T = TypeVar("T")
+
+
+class RangeIgnored(TransferFailed):
+    """The server sent the whole file for a range request."""
+
+
+class HttpClient:
+    """A thread-safe client for one order.
+
+    Args:
+        trusted_urls: their hosts may receive the token.
+        direct: skip proxies and require the token, as for peers.
+        stop: set to end all reads soon.
+        accept: accepted media types.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        trusted_urls: tuple[str, ...],
+        *,
+        direct: bool = False,
+        stop: threading.Event | None = None,
+        accept: str = "*/*",
+    ):
+        self._wire, self._accept = wire, accept
+        self._pools = Pools(wire, direct=direct)
+        self._token = _read_token(wire.token_file, required=direct)
+        try:
+            self._trusted = frozenset(origin_of(url) for url in trusted_urls)
+        except ValueError as error:
+            raise InputRefused("sources", str(error), "correct the address") from error
+        self._limit = RateLimit(wire.rate_limit_bytes_per_s)
+        self._lock = threading.Lock()
+        self._locations: dict[str, str] = {}  # after redirects
+        # Size and hash as the hub announces them: sha256 of large files, git blob sha1 of small.
+        self._announced: dict[str, tuple[int | None, str | None]] = {}
+        self.stop = stop or threading.Event()
+        self.received_bytes = 0
+
+    def cancel(self) -> None:
+        """End all reads of all threads soon; received bytes stay."""
+        self.stop.set()
+
+    def refuse_other_content(self, url: str, file: FetchFile) -> None:
+        """Refuse at the first byte if the hub announces other content than the lock."""
+        size_bytes, tag = self._announced.get(url, (None, None))
+        locked = {64: file.sha256, 40: file.git_sha1}.get(len(tag or ""))
+        if size_bytes not in (None, file.size_bytes) or (locked and tag != locked):
+            raise GateRefused(
+                url,
+                f"the hub offers {size_bytes} bytes with hash {tag}, the lock requires "
+                f"{file.size_bytes} and {file.sha256 or file.git_sha1}",
+                "lock the repository again",
+            )
+
+    def read(self, url: str, begin: int, end: int, total_bytes: int | None = None) -> bytes:
+        """Return a small range; shorter if the file ends before ``end``."""
+        return b"".join(self.stream(url, begin, end, total_bytes))
+
+    def exists(self, url: str) -> bool:
+        """Return whether a non-empty file exists, without retries."""
+        try:
+            self._open(url, (0, 1)).close()
+        except (TransferFailed, *_FAILURES):
+            return False
+        return True
+
+    def read_start(self, url: str, count_bytes: int) -> tuple[int, bytes]:
+        """Return a file's size and first bytes, from one request."""
+
+        def read_once() -> tuple[int, bytes]:
+            with self._open(url, (0, count_bytes)) as response:
+                total = _parse_content_range(url, response)[2]
+                length = _check_length(url, response, 0, count_bytes, total, whole=False)
+                return total, b"".join(self._read(url, response, length))
+
+        return self._retry(url, read_once)
+
+    def read_whole(self, url: str, limit_bytes: int) -> bytes:
+        """Return a small file of unknown size."""
+
+        def read_once() -> bytes:
+            body = bytearray()
+            with self._open(url, None) as response:
+                for piece in read_body(response, self._limit.piece_bytes, self._wire):
+                    self._count(len(piece))
+                    body += piece
+                    if len(body) > limit_bytes:
+                        problem = f"is above {limit_bytes} bytes"
+                        raise GateRefused(url, problem, "check the repository")
+                left = response.length_remaining
+            if left:
+                raise Retryable(f"the connection ended {left} bytes early")
+            return bytes(body)
+
+        return self._retry(url, read_once)
+
+    def stream(
+        self, url: str, begin: int, end: int, total_bytes: int | None = None
+    ) -> Iterator[bytes]:
+        """Yield the bytes ``[begin, end)`` of a file in order; resume after interruptions.
+
+        ``total_bytes`` is the required size of the file. Status 200 is accepted for a whole file
+        only.
+
+        Raises:
+            RangeIgnored: the server does not support ranges.
+            TransferFailed: no progress within the tries of the order.
+        """
+        position = begin
+        budget = self._new_budget(url)
+        while position < end:
+            whole = position == 0 and total_bytes is not None and end == total_bytes
+            try:
+                with self._open(url, None if whole else (position, end)) as response:
+                    length = _check_length(url, response, position, end, total_bytes, whole=whole)
+                    for piece in self._read(url, response, length):
+                        position += len(piece)
+                        budget.progressed(len(piece))
+                        yield piece
+                return
+            except _FAILURES as error:
+                budget.failed(error)
+
+    def _retry(self, url: str, request: Callable[[], T]) -> T:
+        budget = self._new_budget(url)
+        while True:
+            try:
+                return request()
+            except _FAILURES as error:
+                budget.failed(error)
+
+    def _new_budget(self, url: str) -> RetryBudget:
+        # Mirrors and peers have a next source; the hub is the last one.
+        outage_s = self._wire.outage_s if origin_of(url) in self._trusted else 0.0
+        return RetryBudget(url, self._wire, self.stop, outage_s)
+
+    def _read(self, url: str, response: BaseHTTPResponse, length: int) -> Iterator[bytes]:
+        left = length
+        for piece in read_body(response, self._limit.piece_bytes, self._wire):
+            self._limit.take(len(piece))
+            self._count(len(piece))
+            left -= len(piece)
+            if left < 0:
+                raise TransferFailed(url, "sent more bytes than requested", _OTHER_SOURCE)
+            yield piece
+            if self.stop.is_set():
+                raise cancelled(url)
+        if left:
+            raise Retryable(f"the connection ended {left} bytes early")
+
+    def _open(self, url: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
+        """Send a request, follow redirects, and return a response with status 200 or 206."""
+        with self._lock:
+            address = self._locations.get(url, url)
+        for _ in range(_REDIRECT_LIMIT):
+            response = self._request(address, byte_range)
+            if address == url:
+                self._note_announcement(url, response.headers)
+            target = response.get_redirect_location()
+            if not target:
+                break
+            release_connection(response, self._wire)
+            address = _resolve_redirect(address, target)
+        else:
+            raise TransferFailed(url, "redirects in a circle", "check the address")
+        status = response.status
+        if status in (200, 206):
+            with self._lock:
+                self._locations[url] = address
+            return response
+        response.close()
+        if status in _RETRY_STATUS:
+            raise Retryable(f"HTTP {status}", _RETRY_AFTER.get_retry_after(response) or 0.0)
+        with self._lock:
+            self._locations.pop(url, None)
+        if status in _EXPIRED_STATUS and origin_of(address) != origin_of(url):
+            host = origin_of(address)[1]
+            raise Retryable(f"HTTP {status} from {host}: the signed link expired")
+        fix = _STATUS_FIXES.get(status, _OTHER_SOURCE)
+        raise TransferFailed(url, f"the server answers {status}", fix)
+
+    def _request(self, address: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
+        """Send one request, and again with a registry token if the hub demands one."""
+        origin = origin_of(address)
+        pool = self._pools.select(origin)
+        headers = {
+            "Accept": self._accept,
+            "Accept-Encoding": "identity",
+            "User-Agent": "spark-checkpoint",
+        }
+        if byte_range is not None:
+            headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
+
+        def send(token: str | None) -> BaseHTTPResponse:
+            login = {"Authorization": f"Bearer {token}"} if token else {}
+            # Bytes are counted here, so that an early end is reported in bytes.
+            return pool.request(
+                "GET", address, headers={**headers, **login}, redirect=False, retries=False,
+                preload_content=False, enforce_content_length=False,
+            )  # fmt: skip
+
+        is_trusted = origin in self._trusted
+        token = self._token if is_trusted else None
+        response = send(token)
+        if response.status != 401 or not is_trusted:
+            return response
+        challenge = response.headers.get("WWW-Authenticate", "")
+        new = request_token(challenge, pool, origin[0], self._wire) if challenge else None
+        if new is None and token is None:
+            return response
+        release_connection(response, self._wire)
+        response = send(new)
+        if new is not None:
+            self._token = new  # valid for some minutes, until the next challenge
+        elif response.status < 400:
+            note(f"{address}: the hub refuses the token; continuing without it")
+            self._token = None
+        return response
+
+    def _note_announcement(self, url: str, headers: Mapping[str, str]) -> None:
+        commit, requested = headers.get("X-Repo-Commit"), _COMMIT.search(url)
+        if commit and requested and commit != requested[1]:
+            raise GateRefused(
+                url, f"the hub answers with commit {commit}", "lock the repository again"
+            )
+        size = headers.get("X-Linked-Size", "")
+        tag = headers.get("X-Linked-ETag", "").removeprefix("W/").strip('"')
+        with self._lock:
+            self._announced[url] = (int(size) if size.isdigit() else None, tag or None)
+
+    def _count(self, count_bytes: int) -> None:
+        with self._lock:
+            self.received_bytes += count_bytes
+
+
+def _resolve_redirect(address: str, location: str) -> str:
+    target = urljoin(address, location)
+    try:
+        scheme = origin_of(target)[0]
+    except ValueError as error:
+        raise TransferFailed(address, f"redirects to {error}", "check the address") from error
+    if address.startswith("https:") and scheme != "https":
+        raise TransferFailed(address, "redirects from https to http", _OTHER_SOURCE)
+    return target
+
+
+def _read_token(file: str | None, *, required: bool) -> str | None:
+    # A removed hub token means anonymous requests; peers always require their key.
+    if file is None or not (required or Path(file).exists()):
+        return None
+    try:
+        token = Path(file).read_text("utf-8").strip()
+    except OSError as error:
+        problem = f"token cannot be read ({error.strerror})"
+        raise InputRefused(file, problem, "check token_file") from error
+    if not _is_token(token):
+        raise InputRefused(file, "has no token", "write only the token into it")
+    return token
+
+
+def _is_token(text: str) -> bool:
+    return bool(text) and text.isprintable() and " " not in text
+
+
+def request_token(challenge: str, pool: PoolManager, scheme: str, wire: Wire) -> str | None:
+    """Return an anonymous token from the service in a 401 challenge; None without one.
+
+    ``scheme`` is the registry's: after https the token must also use https.
+    """
+    question = token_question(challenge, ("https", scheme))
+    if question is None:
+        return None
+    url = f"{question[0]}?{urlencode(question[1])}"
+    body = b""
+    try:
+        response = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
+        if response.status != 200:
+            return None
+        for piece in read_body(response, _TOKEN_LIMIT_BYTES, wire):
+            body += piece
+            if len(body) > _TOKEN_LIMIT_BYTES:
+                return None
+        document = json.loads(body)
+    except (HostToolError, ValueError, *_FAILURES):
+        return None
+    document = document if isinstance(document, dict) else {}
+    token = document.get("token") or document.get("access_token")
+    return token if isinstance(token, str) and _is_token(token) else None
+
+
+def _check_length(
+    url: str,
+    response: BaseHTTPResponse,
+    begin: int,
+    end: int,
+    total_bytes: int | None,
+    *,
+    whole: bool,
+) -> int:
+    """Return the length of the body; refuse a response that does not match the request."""
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise TransferFailed(url, f"answers with encoding {encoding}", _OTHER_SOURCE)
+    expected = end - begin
+    if response.status == 206 or not whole:
+        first, last, total = _parse_content_range(url, response)
+        if total_bytes is not None and total != total_bytes:
+            raise GateRefused(url, f"is {total} bytes long, not {total_bytes}", "lock it again")
+        if first != begin or last + 1 != min(end, total):
+            problem = f"sends bytes {first}-{last} for {begin}-{end - 1}"
+            raise TransferFailed(url, problem, _OTHER_SOURCE)
+        expected = last + 1 - first
+    announced = response.length_remaining
+    if announced not in (None, expected):
+        if whole:
+            problem = f"is {announced} bytes long, not {expected}"
+            raise GateRefused(url, problem, _OTHER_SOURCE)
+        raise TransferFailed(url, f"announces {announced} bytes for {expected}", _OTHER_SOURCE)
+    return expected
+
+
+def _parse_content_range(url: str, response: BaseHTTPResponse) -> tuple[int, int, int]:
+    """Return first byte, last byte and file size."""
+    if response.status != 206:
+        raise RangeIgnored(url, "sends the whole file for a range request", _OTHER_SOURCE)
+    match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
+    if not match:
+        raise TransferFailed(url, "sends a part without a valid Content-Range", _OTHER_SOURCE)
+    return int(match[1]), int(match[2]), int(match[3])

@@ -1,0 +1,145 @@
+"""Find required files on this host, by size and then by hash."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from spark_contract.fetching import FetchFile
+from spark_contract.files import sync, write_all
+
+from spark_checkpoint.progress import note
+from spark_checkpoint.storage import PageDropper, read_buffers
+from spark_checkpoint.verify import FileHashes, PieceHasher
+
+# A larger directory is a home, not a model store; searching it would take minutes.
+_ENTRY_LIMIT = 200_000
+
+
+class ContentHash:
+    """Hashes of a file as its bytes pass: sha256, git blob sha1 if locked, pieces on request."""
+
+    def __init__(self, file: FetchFile, *, with_pieces: bool):
+        self._file = file
+        self.size_bytes = file.size_bytes
+        self._sha256 = hashlib.sha256()
+        self._pieces = PieceHasher() if with_pieces else None
+        # Git hashes this prefix and the content; security does not depend on it.
+        blob = b"blob %d\0" % file.size_bytes
+        self._git = hashlib.sha1(blob, usedforsecurity=False) if file.git_sha1 else None
+
+    def update(self, data: bytes | memoryview) -> None:
+        self._sha256.update(data)
+        if self._pieces is not None:
+            self._pieces.update(data)
+        if self._git is not None:
+            self._git.update(data)
+
+    def update_from(
+        self,
+        path: Path,
+        on_bytes: Callable[[int], None] = lambda count: None,
+        size_bytes: int | None = None,
+    ) -> None:
+        """Hash a file, or the first bytes of a growing one."""
+        for buffer in read_buffers(path, 0, size_bytes):
+            self.update(buffer)
+            on_bytes(len(buffer))
+
+    def hashes(self) -> FileHashes:
+        pieces = self._pieces.pieces() if self._pieces is not None else ()
+        return FileHashes(self._sha256.hexdigest(), pieces)
+
+    def mismatch(self) -> str | None:
+        """Return the difference from the locked hashes; None if they match."""
+        for kind, hasher, locked in (
+            ("sha256", self._sha256, self._file.sha256),
+            ("git sha1", self._git, self._file.git_sha1),
+        ):
+            if hasher is not None and locked is not None and hasher.hexdigest() != locked:
+                return f"{kind} is {hasher.hexdigest()}, locked is {locked}"
+        return None
+
+
+def find_candidates(
+    files: Iterable[FetchFile], look_in: Iterable[str]
+) -> dict[int, dict[Path, set[str]]]:
+    """Return size → files of that size in the directories of the globs → names.
+
+    Links are resolved; a file's names include those of its links, because in a hub cache a link
+    named by the hash may lead to a shared blob with another name.
+    """
+    by_size: dict[int, dict[Path, set[str]]] = {file.size_bytes: {} for file in files}
+    resolved: dict[tuple[int, int], Path] = {}
+    for pattern in look_in:
+        for root in sorted(glob.glob(pattern)):
+            for path in _walk(Path(root)):
+                try:
+                    status = path.stat()
+                except OSError:
+                    continue  # dangling link, or not accessible
+                if status.st_size in by_size:
+                    identity = (status.st_dev, status.st_ino)
+                    target = resolved.setdefault(identity, path.resolve())
+                    by_size[status.st_size].setdefault(target, set()).add(path.name)
+    return by_size
+
+
+@contextmanager
+def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
+    """Yield a descriptor of a file; its directory's owner may replace the name meanwhile.
+
+    Raises:
+        OSError: not a regular file of that size; pipes and devices are never opened.
+    """
+    descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
+            raise OSError(errno.ESTALE, "was replaced by another file", str(path))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def pinned_path(descriptor: int) -> Path:
+    """Return a path that leads to the pinned file only."""
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
+def copy_and_hash(path: Path, target: Path, content: ContentHash) -> None:
+    """Copy the expected size of a file and hash the copied bytes."""
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    dropper = PageDropper(fd)
+    try:
+        for buffer in read_buffers(path, 0, content.size_bytes):
+            content.update(buffer)
+            write_all(fd, buffer)
+            dropper.advance(len(buffer))
+        sync(fd)
+        dropper.finish()
+    finally:
+        os.close(fd)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    if root.is_file():
+        yield root
+        return
+    left = _ENTRY_LIMIT
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = sorted(n for n in subdirectories if not n.endswith(".partial"))
+        left -= len(names) + 1
+        if left < 0:
+            note(f"look_in: {root}: more than {_ENTRY_LIMIT} entries, the rest is not searched")
+            return
+        for name in names:
+            path = Path(directory, name)
+            if path.is_file():
+                yield path
