@@ -34,7 +34,7 @@ PARALLEL := -q --numprocesses $(shell expr 2 \* $$(nproc)) --dist worksteal
 test: venv kernels ## unit tests and the lab tests of the whole path, from nothing (root)
 	$(PY) -m lab prepare --engine none --engine-trees
 	@# The real engine's image and the base of another release go on beside the unit tests.
-	@$(PY) -m lab prepare --engine cpu --flavour awkward >/dev/null & prepared=$$!; \
+	@$(PY) -m lab prepare --engine cpu --variant awkward >/dev/null & prepared=$$!; \
 	  $(PY) -m pytest $(PARALLEL) -m "not engine" --ignore=tests/unit/planning/test_open_catalog.py tests/unit tests/engine; unit=$$?; \
 	  wait $$prepared && exit $$unit
 	$(PY) -m pytest --durations=12 -m gate tests/host tests/faults
@@ -194,9 +194,9 @@ demo: ## two virtual hosts from nothing to a proven model server, with real vLLM
 demo-fast: ## the same with a stub engine, in a few minutes (root)
 	$(call demo,stub)
 
-FLAVOUR ?=
-lab-up: venv ## bring up the virtual lab with two hosts (root); FLAVOUR=lived-in makes them look so
-	$(PY) -m lab up 2 $(addprefix --flavour ,$(FLAVOUR))
+VARIANT ?=
+lab-up: venv ## bring up the virtual lab with two hosts (root); VARIANT=lived-in chooses their image
+	$(PY) -m lab up 2 $(addprefix --variant ,$(VARIANT))
 
 lab-down: venv ## take the virtual lab down (root)
 	$(PY) -m lab down

@@ -38,8 +38,8 @@ VENDOR_ARCHIVE = Archive("lab-vendor", "vendor", "vendor", preconfigured=False)
 ARCHIVES = (OS_ARCHIVE, VENDOR_ARCHIVE)
 
 
-def of_flavour(name: str) -> Archive:
-    return replace(OS_ARCHIVE, directory=f"flavour-{name}")
+def of_variant(name: str) -> Archive:
+    return replace(OS_ARCHIVE, directory=f"variant-{name}")
 
 
 def release_options(archive: Archive, deb_arch: str) -> list[str]:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lab import boot, demo, faults, flavour, guest, lifecycle, network, record, servers, supervise
+from lab import boot, demo, faults, guest, lifecycle, network, record, servers, supervise, variant
 from lab.code import use_copied_code
 from lab.errors import LabError
 from lab.guest import Guest
@@ -26,7 +26,7 @@ def _up(paths: LabPaths, options: argparse.Namespace) -> int:
     names = guest_names(options.guests)
     guests = lifecycle.up(
         paths, names, fresh=options.fresh, bootstrap=bootstrap, engine=options.engine,
-        flavour=options.flavour,
+        variant=options.variant,
     )  # fmt: skip
     _print_guests(guests)
     print(f"lab up in {time.monotonic() - started:.1f} s; state in {paths.state}")
@@ -43,7 +43,7 @@ def _prepare(paths: LabPaths, options: argparse.Namespace) -> int:
     started = time.monotonic()
     lifecycle.up(
         paths, [], fresh=False, bootstrap=frozenset(), engine=options.engine,
-        engine_trees=options.engine_trees, flavour=options.flavour,
+        engine_trees=options.engine_trees, variant=options.variant,
     )  # fmt: skip
     print(f"lab prepared in {time.monotonic() - started:.1f} s; state in {paths.state}")
     return 0
@@ -75,7 +75,7 @@ def _purge(paths: LabPaths, held: int) -> None:
 def _status(paths: LabPaths, options: argparse.Namespace) -> int:
     for one in record.all_guests(paths):
         kind = "bootstrap" if one.spec().bootstrap else "normal"
-        kind += f" {one.flavour}" if one.flavour else ""
+        kind += f" {one.variant}" if one.variant else ""
         print(f"{one.name}  {one.ip}  {guest.state(one)}  {kind}")
     for name, server in servers.SERVERS.items():
         running = "running" if servers.pid_of(paths, name) else "stopped"
@@ -180,16 +180,16 @@ def _parser() -> argparse.ArgumentParser:
                     help="this guest starts like a new Spark: password only")  # fmt: skip
     up.add_argument("--engine", choices=["none", "stub", "cpu"], default="stub",
                     help="engine images to have in the registry")  # fmt: skip
-    up.add_argument("--flavour", choices=flavour.names(), default="", metavar="NAME",
-                    help="what the hosts look like: " + ", ".join(flavour.names()))  # fmt: skip
+    up.add_argument("--variant", choices=variant.names(), default="", metavar="NAME",
+                    help="what the hosts look like: " + ", ".join(variant.names()))  # fmt: skip
     up.set_defaults(run=_up)
 
     ready = commands.add_parser("prepare", help="have everything that guests need, and no guest")
     ready.add_argument("--engine", choices=["none", "stub", "cpu"], default="cpu")
     ready.add_argument("--engine-trees", action="store_true",
                        help="unpack the real engine already, whose image comes later")  # fmt: skip
-    ready.add_argument("--flavour", choices=flavour.names(), default="", metavar="NAME",
-                       help="have the base of this flavour as well")  # fmt: skip
+    ready.add_argument("--variant", choices=variant.names(), default="", metavar="NAME",
+                       help="have the base of this variant as well")  # fmt: skip
     ready.set_defaults(run=_prepare)
 
     down = commands.add_parser("down", help="power guests off; without names the whole lab")

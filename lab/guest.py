@@ -18,9 +18,9 @@ from pathlib import Path
 
 from lab import cgroup, mounts, network
 from lab.errors import LabError
-from lab.flavour import read as read_flavour
 from lab.paths import LabPaths, guest_index, guest_ip
 from lab.shell import run
+from lab.variant import read as read_variant
 
 DISK_GIB = 24  # sparse: costs what is written
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, _IOR('X', 125, u32)
@@ -78,9 +78,9 @@ class Guest:
         return self.home / "root"
 
     @property
-    def flavour(self) -> str:
-        """The flavour it was made of, ``""`` for a plain one."""
-        path = self.home / "flavour"
+    def variant(self) -> str:
+        """The variant it was made of, ``""`` for a plain one."""
+        path = self.home / "variant"
         return path.read_text() if path.exists() else ""
 
     @property
@@ -103,7 +103,7 @@ class Guest:
         return (self.home / "guest.json").exists()
 
 
-def create(guest: Guest, spec: GuestSpec, *, flavour: str = "", disks: Sequence[str] = ()) -> None:
+def create(guest: Guest, spec: GuestSpec, *, variant: str = "", disks: Sequence[str] = ()) -> None:
     """Make the guest's disk; its spec, written last, says that the disk is whole."""
     _forget(guest)
     for directory in (guest.disk, guest.root, guest.home / "cg", guest.home / "cg2"):
@@ -116,7 +116,7 @@ def create(guest: Guest, spec: GuestSpec, *, flavour: str = "", disks: Sequence[
     for name in ("upper", "work"):
         (guest.disk / name).mkdir()
     # Beside the spec, which other versions of this code read too.
-    (guest.home / "flavour").write_text(flavour)
+    (guest.home / "variant").write_text(variant)
     (guest.home / "guest.json").write_text(json.dumps(asdict(spec)))
 
 
@@ -142,7 +142,7 @@ def mount_root(guest: Guest) -> None:
 
 def start(guest: Guest) -> None:
     """Boot the guest under its own supervisor; returns before it is reachable."""
-    proxied = bool(guest.flavour) and read_flavour(guest.flavour).proxied
+    proxied = bool(guest.variant) and read_variant(guest.variant).proxied
     network.connect(guest.name, proxied=proxied)
     cgroup.create(guest.name)
     with (guest.home / "supervisor.log").open("ab") as log:

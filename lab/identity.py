@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from lab import cgroup
-from lab.archive import OS_ARCHIVE, of_flavour
+from lab.archive import OS_ARCHIVE, of_variant
 from lab.guest import Guest, GuestSpec
 from lab.memory import write_memory
 from lab.paths import HOST_IP, USER, LabPaths
@@ -52,7 +52,7 @@ def _write_sources(guest: Guest) -> None:
     """Configure the archive a delivered system knows; its key is in place as well."""
     keyrings = guest.root / "etc/apt/keyrings"
     keyrings.mkdir(parents=True, exist_ok=True)
-    known = of_flavour(guest.flavour) if guest.flavour else OS_ARCHIVE
+    known = of_variant(guest.variant) if guest.variant else OS_ARCHIVE
     key = keyrings / f"{known.name}.asc"
     shutil.copy(guest.paths.apt / known.directory / "archive-key.asc", key)
     source = f"deb [signed-by=/etc/apt/keyrings/{key.name}] {known.url} {known.suite} main\n"

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from lab import (
     cgroup,
-    flavoured,
     guest,
     identity,
     mounts,
@@ -22,14 +21,15 @@ from lab import (
     record,
     servers,
     stock,
+    variant_base,
 )
 from lab.distribution import this_distribution
 from lab.errors import LabError
-from lab.flavour import OWNER_DONE
-from lab.flavour import read as read_flavour
 from lab.guest import Guest
 from lab.paths import LabPaths
 from lab.shell import kept_open, run
+from lab.variant import OWNER_DONE
+from lab.variant import read as read_variant
 
 BOOT_TIMEOUT_S = 60
 OWNER_TIMEOUT_S = 180
@@ -60,7 +60,7 @@ def up(
     bootstrap: frozenset[str],
     engine: str,
     engine_trees: bool = False,
-    flavour: str = "",
+    variant: str = "",
 ) -> list[Guest]:
     """Have the named guests running and reachable; running ones are left alone."""
     guests = [Guest(paths, name) for name in names]
@@ -68,11 +68,11 @@ def up(
         refuse_beside_another(paths)
         _owner().write_text(str(paths.state))
         ground = stock.prepare(paths, engine_trees=engine_trees or engine == "cpu")
-        base = _base(paths, ground, flavour)
+        base = _base(paths, ground, variant)
         for one in guests:
             if fresh:
                 guest.destroy(one)
-            _up_one(one, base, bootstrap=one.name in bootstrap, flavour=flavour)
+            _up_one(one, base, bootstrap=one.name in bootstrap, variant=variant)
         for one in guests:
             wait_until_reachable(one)
             wait_for_owner(one)
@@ -86,17 +86,17 @@ def up(
 
 
 def _base(paths: LabPaths, ground: stock.Ground, name: str) -> Path:
-    """Return what new guests stand on: the plain base, or that of the flavour."""
+    """Return what new guests stand on: the plain base, or that of the variant."""
     if not name:
         return ground.base
-    return flavoured.base(paths, ground.distribution, read_flavour(name))
+    return variant_base.base(paths, ground.distribution, read_variant(name))
 
 
-def _up_one(one: Guest, base: Path, *, bootstrap: bool, flavour: str) -> None:
-    if flavour and one.exists() and one.flavour != flavour:
+def _up_one(one: Guest, base: Path, *, bootstrap: bool, variant: str) -> None:
+    if variant and one.exists() and one.variant != variant:
         raise LabError(
-            one.name, f"is {one.flavour or 'plain'} and not {flavour}",
-            f"make it anew: `lab up {one.name} --fresh --flavour {flavour}`",
+            one.name, f"is {one.variant or 'plain'} and not {variant}",
+            f"make it anew: `lab up {one.name} --fresh --variant {variant}`",
         )  # fmt: skip
     if guest.state(one) == "running":
         if bootstrap and not one.spec().bootstrap:
@@ -108,8 +108,8 @@ def _up_one(one: Guest, base: Path, *, bootstrap: bool, flavour: str) -> None:
     guest.clean(one)
     if not one.exists():
         spec = identity.new_spec(one.name, base, bootstrap=bootstrap)
-        disks = read_flavour(flavour).disks if flavour else ()
-        guest.create(one, spec, flavour=flavour, disks=disks)
+        disks = read_variant(variant).disks if variant else ()
+        guest.create(one, spec, variant=variant, disks=disks)
     guest.mount_root(one)
     if not (one.home / "identity").exists():
         identity.write_identity(one)
@@ -141,7 +141,7 @@ def wait_until_reachable(one: Guest, timeout_s: float = BOOT_TIMEOUT_S) -> None:
 
 
 def wait_for_owner(one: Guest, timeout_s: float = OWNER_TIMEOUT_S) -> None:
-    """Wait until what the owner of a host of this flavour did, once, is done.
+    """Wait until what the owner of a host of this variant did, once, is done.
 
     Raises:
         LabError: it failed, or takes too long.
@@ -155,15 +155,15 @@ def wait_for_owner(one: Guest, timeout_s: float = OWNER_TIMEOUT_S) -> None:
         if (state := run(ask).strip()) == "failed" or time.monotonic() > deadline:
             words = ["journalctl", "-u", unit, "-n", "15", "-o", "cat", "--no-pager"]
             said = run(guest.enter_argv(one, words))
-            raise LabError(f"{one.name} {unit}", f"{state}\n{said}", "mend owner.sh of its flavour")
+            raise LabError(f"{one.name} {unit}", f"{state}\n{said}", "mend owner.sh of its variant")
         time.sleep(0.2)
 
 
 def _prune_bases(paths: LabPaths, current: set[Path]) -> None:
-    """Delete bases that no guest stands on any more; of a flavour its newest is kept."""
+    """Delete bases that no guest stands on any more; of a variant its newest is kept."""
     used = {Path(one.spec().base) for one in record.all_guests(paths)} | current
-    flavours = {tree.name.rpartition("-")[0] for tree in current} - {"base"}
-    for pattern in ("base-*", *(f"{flavour}-*" for flavour in flavours)):
+    variants = {tree.name.rpartition("-")[0] for tree in current} - {"base"}
+    for pattern in ("base-*", *(f"{variant}-*" for variant in variants)):
         for tree in paths.cache.glob(pattern):
             if tree not in used:
                 shutil.rmtree(tree)

@@ -54,7 +54,7 @@ def build_stub(paths: LabPaths, package: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class More:
-    """What a flavour of guests needs of the mirror beyond OFFERED."""
+    """What a variant of guests needs of the mirror beyond OFFERED."""
 
     words: tuple[str, ...] = ()  # as apt takes them: ``name`` or ``name/suite``
     suites: tuple[str, ...] = ()  # asked instead of what this machine's apt asks; the first counts

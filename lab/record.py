@@ -43,7 +43,7 @@ def _guest_record(guest: Guest) -> dict[str, object]:
         "bootstrap": spec.bootstrap,
         "password": spec.password,
         "host_key": host_key(guest),
-        "flavour": guest.flavour,
+        "variant": guest.variant,
     }
 
 

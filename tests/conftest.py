@@ -1,4 +1,4 @@
-"""Rules for the whole suite: lab tests must really run where they are counted on."""
+"""Rules for the whole suite: lab tests must really run in CI."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _is_lab(item.nodeid):
             item.add_marker(pytest.mark.host)
-            if os.geteuid() != 0:  # under CI a skipped lab test fails the run, see below
+            if os.geteuid() != 0:  # in CI a skipped lab test fails the run, see below
                 item.add_marker(pytest.mark.skip(reason="the virtual lab needs root"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if _is_lab(item.nodeid) and hasattr(item.config, "workerinput"):  # of pytest-xdist
-        pytest.fail("lab tests share one lab: run them without pytest-xdist's -n", pytrace=False)
+        pytest.fail("lab tests share a lab: run them without pytest-xdist's -n", pytrace=False)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -49,15 +49,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _ran.add(report.nodeid)
 
 
-def _counted_on(config: pytest.Config) -> bool:
-    """Return whether this run is counted on: under CI, with lab tests asked for in any way."""
-    asked = any(folder.rstrip("/") in str(word) for word in config.args for folder in LAB_FOLDERS)
-    return os.environ.get("CI", "") not in ("", "false") and (asked or bool(_chosen | _skipped))
+def _is_required(config: pytest.Config) -> bool:
+    requested = any(
+        folder.rstrip("/") in str(word) for word in config.args for folder in LAB_FOLDERS
+    )
+    return os.environ.get("CI", "") not in ("", "false") and (requested or bool(_chosen | _skipped))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    if _counted_on(session.config) and (_skipped or not _ran or _ran != _chosen):
+    if _is_required(session.config) and (_skipped or not _ran or _ran != _chosen):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return (yield)
 
@@ -65,10 +66,10 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    if not _ran and not _skipped and not _counted_on(config):
+    if not _ran and not _skipped and not _is_required(config):
         return
     terminalreporter.write_line(f"lab tests run: {len(_ran)} of {len(_chosen)}")
-    if _counted_on(config) and _skipped:
+    if _is_required(config) and _skipped:
         terminalreporter.write_line(
             "skipped lab tests count as failures here: " + ", ".join(sorted(_skipped)), red=True
         )

@@ -1,8 +1,7 @@
-"""Runs of Python modules, forked from one interpreter that has imported what they need.
+"""Runs of Python modules, forked from an interpreter that has already imported what they need.
 
-Starting Python and importing takes longer than most runs of a command in a test. A run has a
-process, a folder, an environment and arguments of its own, as `python -m` would give it. The test
-process itself is no place to fork from: it has threads.
+This saves the start-up of each run. Every run has a process, folder, environment and arguments like
+`python -m`. The test process itself cannot fork, because it has threads.
 """
 
 from __future__ import annotations
@@ -52,16 +51,14 @@ def run(
     server = _server(tuple(ready))
     assert server.stdin is not None
     assert server.stdout is not None
-    asked = {"words": [str(word) for word in words], "cwd": str(cwd), "env": dict(env)}
-    server.stdin.write(json.dumps(asked) + "\n")
+    request = {"words": [str(word) for word in words], "cwd": str(cwd), "env": dict(env)}
+    server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
     code, out, err = json.loads(server.stdout.readline())
-    return subprocess.CompletedProcess(asked["words"], code, out, err)
+    return subprocess.CompletedProcess(request["words"], code, out, err)
 
 
-def have_builder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the controller's own runs of the builder forked, too."""
-
+def fork_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     def reader(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
         words = command[command.index("-m") + 1 :]
         return run(words, cwd=how["cwd"], env=how["env"], ready=BUILDER)
@@ -75,23 +72,22 @@ def _server(ready: tuple[str, ...]) -> subprocess.Popen[str]:
         [sys.executable, "-m", "tests.forked", *ready], cwd=CHECKOUT,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    atexit.register(server.communicate)  # which closes its input, and so ends it
+    atexit.register(server.communicate)  # closes the input, which stops the server
     return server
 
 
-def _become(asked: dict[str, Any]) -> None:
-    os.chdir(asked["cwd"])
+def _become(request: dict[str, Any]) -> None:
+    os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(asked["env"])
-    sys.path[0] = asked["cwd"]
-    sys.argv = list(asked["words"])
+    os.environ.update(request["env"])
+    sys.path[0] = request["cwd"]
+    sys.argv = list(request["words"])
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
-def _code_of(asked: dict[str, Any]) -> int:
-    """Run it and return its exit status, as Python itself would end."""
+def _code_of(request: dict[str, Any]) -> int:
     try:
-        _become(asked)
+        _become(request)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -107,11 +103,11 @@ def _serve(ready: Sequence[str]) -> None:
     sys.path[1:1] = HOMES
     for module in ready:
         import_module(module)
-    if PYINFRA[-1] in ready:  # what these runs read, too, is judged before they begin
+    if PYINFRA[-1] in ready:  # validate the catalog before the runs
         remember(pytest.MonkeyPatch())
         read_catalog()
     if ready == BUILDER:
-        import_module("spark_checkpoint.sources.connections").tls_context()  # read once, too
+        import_module("spark_checkpoint.sources.connections").tls_context()  # loaded once
     gc.freeze()
     for line in sys.stdin:
         with tempfile.TemporaryFile("r+") as out, tempfile.TemporaryFile("r+") as err:
@@ -125,7 +121,7 @@ def _serve(ready: Sequence[str]) -> None:
                 sys.stderr.flush()
                 os._exit(code)
             _, status = os.waitpid(child, 0)
-            for file in (out, err):  # the child left them at their ends
+            for file in (out, err):
                 file.seek(0)
             answer = (os.waitstatus_to_exitcode(status), out.read(), err.read())
         sys.stdout.write(json.dumps(answer) + "\n")

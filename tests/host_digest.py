@@ -1,8 +1,7 @@
-"""What a host holds of ours and of its system, as lines to compare; run on the host by its Python.
+"""Lists a host's files, folders and links as lines to compare; runs on the host's own Python.
 
-``python3 - ROOT NAME...`` prints one line for each file, folder and link: path, kind, mode, owner,
-and what is in it. Of our records the values are left out that tell when and how fast, and ids drawn
-anew; of random secrets the content, and in all files the host's own names. Everything else counts.
+``python3 - ROOT NAME...`` prints path, kind, mode, owner and content of each. It omits times,
+durations and random ids in our records, the content of secrets, and the host's names.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ PLACES = (
     "/etc", "/srv/spark", "/usr/local", "/var/lib/spark", "/root", "/home",
     "/var/lib/systemd/timers", "/var/lib/systemd/linger",
 )  # fmt: skip
-# Where documents of ours lie whose values may differ from one run to the next.
+# Our documents with values that differ from run to run.
 RECORDS = re.compile(r"/var/lib/spark/.*\.json|/srv/spark/.*/receipt\.json")
-# When it was, how long it took, what was measured, and what is drawn anew each time.
+# Times, durations, measurements and random ids.
 VARIES = re.compile(
     r"at|.*_at|last_lines|.*_ns|inode|id|.*_id|request|seconds|times_s|bench|detail|progress|log_tail|"
     r"load_lines|start_memory|(cached|free)_(before|after)_bytes"
-    r"|donor_received_bytes"  # a build that went on received less
+    r"|donor_received_bytes"  # less after a continued build
 )
-# Their lines stand in the order in which accounts were made, which means nothing.
+# The order of lines depends on the order of installation.
 ACCOUNTS = re.compile(r"/etc/(passwd|group|gshadow)")
 SECRET = re.compile(
     r"/etc/spark/api-key|/etc/shadow|/etc/ssh/ssh_host_.*|/etc/machine-id|.*/\.ssh/.*"
     r"|/etc/spark/share-key|/etc/docker/key\.json"
 )
-# Journals, caches and locks: what happened, not what is; backups of passwd name the step before.
+# Journals, caches, locks and backups of passwd.
 LEFT_OUT = re.compile(
     r".*/__pycache__(/.*)?|/var/lib/spark/(events|daily\.json)(/.*)?|.*\.lock|/etc/ld\.so\.cache"
     r"|/etc/(passwd|group|shadow|gshadow)-|/var/lib/spark/jobs/[^/]*/(progress|tail)"
@@ -44,7 +43,6 @@ LEFT_OUT = re.compile(
 
 
 def lines(root: Path, own: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield what is below ``root``; words that are the host's own are left out of contents."""
     for place in PLACES:
         top = root / place[1:]
         for folder, folders, names in os.walk(top):
@@ -80,12 +78,11 @@ def _content(path: Path, shown: str, own: tuple[str, ...]) -> str:
 
 
 def steady(value: Any) -> Any:
-    """Return a document without what differs from run to run."""
     if isinstance(value, dict):
-        return {key: steady(one) for key, one in value.items() if not VARIES.fullmatch(key)}
-    return [steady(one) for one in value] if isinstance(value, list) else value
+        return {key: steady(item) for key, item in value.items() if not VARIES.fullmatch(key)}
+    return [steady(item) for item in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":
-    found = sorted(lines(Path(sys.argv[1]), tuple(sys.argv[2:])))
-    sys.stdout.write("\n".join(found) + "\n")
+    rows = sorted(lines(Path(sys.argv[1]), tuple(sys.argv[2:])))
+    sys.stdout.write("\n".join(rows) + "\n")

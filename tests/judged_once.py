@@ -1,4 +1,4 @@
-"""A catalog that many tests read, whose files are read and held against their schemas once."""
+"""Caches the catalog's files and their validation for tests that read them often."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from spark_deploy.config.checkout import CHECKOUT
 
 @pytest.fixture(scope="session", autouse=True)
 def judged_once() -> Iterator[None]:
-    """Remember verdicts: a command reads the catalog several times, tests run many commands."""
     with pytest.MonkeyPatch.context() as patch:
         remember(patch)
         yield
 
 
 def remember(patch: pytest.MonkeyPatch) -> None:
-    """Have the catalog's reader read the same text, and hold it against the same schema, once."""
-    judge, read, mapping = load.problems_of, load.load_schema, load.read_mapping
+    check, read, mapping = load.problems_of, load.load_schema, load.read_mapping
     mappings: dict[tuple[bytes, str], Any] = {}
     schemas: dict[str, Any] = {}
     known: dict[tuple[int, str, str], list[Any]] = {}
@@ -35,7 +33,7 @@ def remember(patch: pytest.MonkeyPatch) -> None:
     def problems_of(data: Any, schema: Any, where: Any, *more: Any) -> list[Any]:
         key = (id(schema), repr(data), where(()))
         if key not in known:
-            known[key] = list(judge(data, schema, where, *more))
+            known[key] = list(check(data, schema, where, *more))
         return known[key]
 
     def mapping_of(path: Path, *, shown: str) -> Any:

@@ -1,4 +1,4 @@
-"""Somebody who read the pages, with a folder of their own and a terminal, in the lab's world."""
+"""A person who follows the pages, with a folder and a terminal, connected to the lab."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import yaml
 from tests.labkit import CHECKOUT
 
 JOBS_PAGE = CHECKOUT / "docs/reference/commands.md"
-# What inventory/lab.py works out of the running lab.
-SEEN = """
+# Prints the settings that inventory/lab.py derives from the running lab.
+LAB_SETTINGS = """
 import json, runpy, sys
 import spark_deploy.inventory as inventory
 seen = {}
@@ -32,8 +32,6 @@ print(json.dumps(seen))
 
 @dataclass(frozen=True)
 class Job:
-    """A row of the table of jobs."""
-
     name: str
     page: str | None
     edits: int
@@ -42,47 +40,43 @@ class Job:
 
 
 def jobs() -> list[Job]:
-    """Return the table of jobs."""
-    found = []
+    rows = []
     for line in JOBS_PAGE.read_text("utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 4 and cells[1].isdigit():
             link = re.fullmatch(r"\[(.+)\]\((.+)\)", cells[0])
             name, page = (link[1], link[2]) if link else (cells[0], None)
             typed = tuple(re.findall(r"`([^`]+)`", cells[3]))
-            found.append(Job(name, page, int(cells[1]), int(cells[2]), typed))
-    return found
+            rows.append(Job(name, page, int(cells[1]), int(cells[2]), typed))
+    return rows
 
 
-def told(job: str, **instead: str) -> list[list[str]]:
-    """Return the words that the table has people type, with theirs in place of the page's.
+def typed_commands(job: str, **instead: str) -> list[list[str]]:
+    """Return the commands of a job in the table, with values replaced.
 
     Args:
-        job: its first column.
-        instead: ``address``, ``user``, ``folder`` or ``repository`` of whoever types.
+        job: the first column.
+        instead: the ``address``, ``user``, ``folder`` or ``repository`` to use.
     """
     names = {
         "address": "192.168.1.21", "user": "nvidia", "folder": "~/sparks",
         "repository": "Qwen/Qwen3-4B",
     }  # fmt: skip
-    [lines] = [one.typed for one in jobs() if one.name == job]
-    for name, mine in instead.items():
-        assert names[name] in " ".join(lines), f"the page names no {name} for {job}"
-        lines = tuple(line.replace(names[name], mine) for line in lines)
+    [lines] = [row.typed for row in jobs() if row.name == job]
+    for name, value in instead.items():
+        assert names[name] in " ".join(lines), f"the page has no {name} for {job}"
+        lines = tuple(line.replace(names[name], value) for line in lines)
     return [shlex.split(line)[1:] for line in lines]
 
 
 @dataclass
 class Owner:
-    """Somebody with a terminal: every command and every edit is counted."""
-
     folder: Path
     env: dict[str, str]
     commands: list[list[str]] = field(default_factory=list)
     edits: int = 0
 
-    def types(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run ``spark-deploy`` and count it."""
+    def run(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         self.commands.append(list(words))
         done = subprocess.run(
             [sys.executable, "-m", "spark_deploy", *words],
@@ -93,8 +87,7 @@ class Owner:
         return done
 
     @contextmanager
-    def goes_on_with(self, *words: str) -> Iterator[None]:
-        """Leave ``spark-deploy`` running in another terminal during a block, then press Ctrl-C."""
+    def running(self, *words: str) -> Iterator[None]:
         self.commands.append(list(words))
         process = subprocess.Popen(
             [sys.executable, "-m", "spark_deploy", *words],
@@ -106,22 +99,18 @@ class Owner:
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=30) == 0
 
-    def edits_profile(self, profile: str) -> None:
-        """Write another profile into the one file of settings."""
+    def set_profile(self, profile: str) -> None:
         path = self.folder / "group_vars/all.yml"
-        text, found = re.subn(r"^profile: \S+", f"profile: {profile}", path.read_text(), flags=re.M)
-        assert found == 1
+        text, count = re.subn(r"^profile: \S+", f"profile: {profile}", path.read_text(), flags=re.M)
+        assert count == 1
         path.write_text(text)
         self.edits += 1
 
 
-def the_world_of_the_lab(folder: Path, inventory: Path) -> None:
-    """Say what is otherwise in the lab than in the world: hub, registry, packages, time limits.
-
-    No choice of an owner: they are in group_vars/all.yml.
-    """
+def write_lab_settings(folder: Path, inventory: Path) -> None:
+    """Write the lab's hub, registry, packages and time limits; the owner's are in all.yml."""
     done = subprocess.run(
-        [sys.executable, "-c", SEEN, str(inventory)],
+        [sys.executable, "-c", LAB_SETTINGS, str(inventory)],
         capture_output=True, text=True, check=True, cwd=CHECKOUT,
     )  # fmt: skip
     generated = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""The models that ``lab.model.published`` writes: added and asked, without a GPU."""
+"""Adds and queries the models that ``lab.model.published`` writes, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import yaml
 
 from tests.labkit import CHECKOUT, STATE, Guest, Site, lab
 
-START_S = 1500  # of an engine on two cores that others use as well
-# All that an owner of such hosts would write.
+START_S = 1500  # of an engine on two busy cores
 PROFILE: dict[str, Any] = {
     "based_on": "plain",
     "summary": "Plain models on the CPU engine",
     "choose_when": "you try them in the lab",
     "limits": {"max_sequences": 4, "max_batched_tokens": 2048, "memory_fraction": 0.8},
     "kv_cache": {"size_gib": 0.25},
-    # Without a GPU its blocks are this large by themselves; said, so that the plan counts them.
+    # The default without a GPU; set here so that the plan uses it.
     "options": {"enforce-eager": True, "dtype": "bfloat16", "block-size": 128},
 }
 DECODERS = {
@@ -33,8 +32,7 @@ DRAFTS = {"method": "draft_model", "tokens": 2, "repository": "org/tiny-draft"}
 WORDS = {"method": "ngram", "tokens": 3, "longest_match": 4, "shortest_match": 2}
 
 
-def site_of(root: Path, name: str) -> Site:
-    """Make one host anew and the models with it; return a site that may add and serve them."""
+def fresh_site(root: Path, name: str) -> Site:
     lab("prepare", "--engine", "cpu")
     lab("up", name, "--fresh", "--engine", "cpu")
     argv = ["-m", "lab.engine", "run", "-m", "lab.model.published", "--out", str(STATE / "hub")]
@@ -49,7 +47,6 @@ def site_of(root: Path, name: str) -> Site:
 
 
 def add(site: Site, repository: str) -> tuple[int, str]:
-    """Type the one command; return its exit code and both outputs."""
     words = ["add", repository, "--inventory", str(site.root / "inventory/lab.py")]
     more = ["--limit", site.hosts[0], "--profile", "lab-plain", "--force"]
     done = subprocess.run(
@@ -60,15 +57,13 @@ def add(site: Site, repository: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def added(site: Site, repository: str) -> str:
-    """Type the one command, which must succeed; return what it said."""
+def add_or_fail(site: Site, repository: str) -> str:
     code, said = add(site, repository)
     assert code == 0, said
     return said
 
 
 def chat(guest: Guest) -> tuple[int, str]:
-    """Ask what a decoder learnt by heart; one whose template knows thinking, without."""
     question = "What is the capital of France? Answer with one word."
     body = {
         "model": guest.names()[0], "temperature": 0, "max_tokens": 16,
@@ -79,8 +74,7 @@ def chat(guest: Guest) -> tuple[int, str]:
     return status, answer["choices"][0]["message"]["content"] if status == 200 else str(answer)
 
 
-def ranked(guest: Guest, model: str) -> tuple[int, list[int]]:
-    """Ask which of two texts answers a question; return their numbers, the better one first."""
+def rerank(guest: Guest, model: str) -> tuple[int, list[int]]:
     body = {
         "model": model, "query": "When does the train leave?",
         "documents": [
@@ -95,8 +89,7 @@ def ranked(guest: Guest, model: str) -> tuple[int, list[int]]:
     return status, [one["index"] for one in best]
 
 
-def embedded(guest: Guest, model: str) -> tuple[int, list[int]]:
-    """Ask for two texts as numbers; return how many there are of each."""
+def embed(guest: Guest, model: str) -> tuple[int, list[int]]:
     body = {"model": model, "input": ["one text", "another"]}
     status, answer = guest.call("POST", "/v1/embeddings", body)
     return status, [len(one["embedding"]) for one in answer["data"]] if status == 200 else []

@@ -10,13 +10,11 @@ _WRITTEN = {"tool_version": "0.1.0", "written_at": "2026-01-01T00:00:00Z"}
 
 
 def source_receipt(digest: str = "e" * 64, files: Sequence[dict[str, Any]] = ()) -> str:
-    """Return the receipt of a fetched tree."""
-    said = {"kind": "source", "digest": digest, "name": "org/repo", "commit": "c" * 40}
-    return json.dumps({"schema_version": 1, **said, "files": list(files), **_WRITTEN})
+    fields = {"kind": "source", "digest": digest, "name": "org/repo", "commit": "c" * 40}
+    return json.dumps({"schema_version": 1, **fields, "files": list(files), **_WRITTEN})
 
 
 def checkpoint_receipt(base_dir: str = "/base", digest: str = "d" * 64) -> str:
-    """Return the receipt of a built tree, with a plan that names one tensor."""
     plan = {
         "schema_version": 1, "digest": digest, "name": "tree",
         "base": {"dir": base_dir, "revision": None}, "swap": [],
@@ -25,6 +23,6 @@ def checkpoint_receipt(base_dir: str = "/base", digest: str = "d" * 64) -> str:
         "mtp_tensors": [], "shared_experts": "keep", "head": "keep", "layout": "full",
         "out": "/srv/tree",
     }  # fmt: skip
-    said = {"kind": "checkpoint", "digest": digest, "recipe_version": 1, "plan": plan}
-    said |= {"tensors": 1, "report": {}, "files": []}
-    return json.dumps({"schema_version": 1, **said, **_WRITTEN})
+    fields = {"kind": "checkpoint", "digest": digest, "recipe_version": 1, "plan": plan}
+    fields |= {"tensors": 1, "report": {}, "files": []}
+    return json.dumps({"schema_version": 1, **fields, **_WRITTEN})

@@ -1,4 +1,4 @@
-"""One run of pyinfra as a test reads it: what it changed, and how long it was silent."""
+"""The results of a pyinfra run: what it changed, and how long it printed nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import IO, Any
 
 @dataclass(frozen=True)
 class Silence:
-    """The longest time for which a command printed nothing, and what it had said before."""
-
     seconds: float
     after: str
 
 
-def listened(lines: IO[str], began: float) -> tuple[str, Silence]:
-    """Read lines to their end; return the text and the longest pause between two of them."""
+def read_output(lines: IO[str], began: float) -> tuple[str, Silence]:
     text, longest, last = [], Silence(0.0, ""), (began, "the start")
     for line in _with_end(lines):
         now = time.monotonic()
@@ -35,8 +32,6 @@ def _with_end(lines: IO[str]) -> Iterator[str]:
 
 @dataclass
 class Run:
-    """One run of pyinfra, as its ``--json`` tells it."""
-
     exit_code: int
     document: dict[str, Any]
     stderr: str
@@ -44,7 +39,6 @@ class Run:
     silence: Silence
 
     def operations(self, field_name: str, host: str = "") -> list[str]:
-        """Return the operations with a host in a field of the results; with ``host``, that one."""
         results = (self.document.get("results") or {}).get("operations") or []
         return [
             operation["name"]
@@ -54,25 +48,16 @@ class Run:
 
     @property
     def changed(self) -> list[str]:
-        """Names of operations that changed something.
-
-        Raises:
-            AssertionError: the run told no results, so nobody knows what it changed.
-        """
+        """Names of operations that changed something; AssertionError if the run has no results."""
         return self.changed_on("")
 
     def changed_on(self, host: str) -> list[str]:
-        """Names of operations that changed something on one host."""
         if "operations" not in (self.document.get("results") or {}):
             raise AssertionError(f"no results ({self.exit_code}):\n{self.stderr[-4000:]}")
         return self.operations("success", host)
 
-    def must_have_changed_nothing(self) -> None:
-        """Insist that the run went well, found everything as it should be and changed nothing.
-
-        Raises:
-            AssertionError: it failed, had nothing to look at, or changed something.
-        """
+    def assert_unchanged(self) -> None:
+        """Fail unless the run succeeded, had operations, and changed nothing."""
         changed, failed = self.changed, self.failed
         if self.exit_code or changed or failed or not self.operations("no_change"):
             raise AssertionError(
@@ -82,12 +67,10 @@ class Run:
 
     @property
     def failed(self) -> list[str]:
-        """Names of operations that failed."""
         return self.operations("error")
 
     @property
     def predicted(self) -> list[str]:
-        """With ``--dry``: names of operations that would change something."""
         return [
             operation["name"]
             for operation in self.document.get("plan") or []

@@ -1,4 +1,4 @@
-"""What is on a host, as text to compare: what makes it serve, and every trace of a change."""
+"""The state of a host as comparable text: what makes it serve, and every trace of a change."""
 
 from __future__ import annotations
 
@@ -6,28 +6,24 @@ from tests.labkit import CHECKOUT, Guest
 
 _IMAGES = "docker images --no-trunc --format '{{.Repository}} {{.Tag}} {{.Digest}} {{.ID}}' | sort"
 _TOOLS = "/usr/local/lib/spark"
-_WHAT = f"/etc/spark /etc/systemd/system /srv/spark/models /srv/spark/sources {_TOOLS}"
+_DIRS = f"/etc/spark /etc/systemd/system /srv/spark/models /srv/spark/sources {_TOOLS}"
 _EVERYTHING = f"/etc/spark /etc/systemd/system /srv/spark {_TOOLS} /var/lib/spark"
-# Python keeps what it compiled in folders beside its files.
 _NOT_COMPILED = "-not -path '*/__pycache__*'"
 
 
 def state(guest: Guest) -> str:
-    """Return a digest of what makes the host serve as it does: contents, modes, boot, images.
-
-    Times, proofs and records of changes are left out: they tell when, not what.
-    """
+    """Return a digest of contents, modes, boot and images, without times and records."""
     return guest.run(
-        f"{{ find {_WHAT} {_NOT_COMPILED} -printf '%p %y %m %u %l\\n' | sort; "
-        f"find {_WHAT} -type f {_NOT_COMPILED} -print0 | sort -z | xargs -0 sha256sum; {_IMAGES}; "
+        f"{{ find {_DIRS} {_NOT_COMPILED} -printf '%p %y %m %u %l\\n' | sort; "
+        f"find {_DIRS} -type f {_NOT_COMPILED} -print0 | sort -z | xargs -0 sha256sum; {_IMAGES}; "
         "docker ps --format '{{.Names}} {{.Image}} {{.Command}}' --no-trunc; } | sha256sum"
     )
 
 
 def footprint(guest: Guest) -> str:
-    """Return everything of ours on the host, times of files included, and the runs of what is up.
+    """Return all managed files with times, images, containers and unit runs.
 
-    Folders have no times here: a program that Python compiles is no change.
+    Folders are listed without times, because Python's compiled files change them.
     """
     return guest.run(
         f"find {_EVERYTHING} {_NOT_COMPILED} \\( -type d -printf '%p %m\\n' "
@@ -38,14 +34,14 @@ def footprint(guest: Guest) -> str:
     )
 
 
-# What runs and what boots, who is known, what is installed, what Docker holds.
+# Units, packages, accounts, listeners, images and containers.
 _AROUND = r"""
 systemctl list-units --plain --no-legend --all 'spark-*' |
   awk '{print "unit", $1, $2, $3, $4}' | sort
 systemctl list-unit-files --plain --no-legend | grep -v '^session-' |
   awk '{print "unit file", $1, $2}' | sort
 dpkg-query -W -f 'package ${Package} ${Version} ${db:Status-Abbrev}\n'
-apt-mark showmanual | sed 's/^/by hand /'
+apt-mark showmanual | sed 's/^/manual /'
 getent passwd | sed 's/^/account /'; getent group | sed 's/^/group /'
 ss -Hltnp | grep -v containerd | awk '{print "listens", $4}' | sort -u
 docker images --no-trunc --format 'image {{.Repository}} {{.Tag}} {{.Digest}} {{.ID}}' | sort
@@ -55,11 +51,10 @@ exit 0
 
 
 def digest(guest: Guest) -> list[str]:
-    """Return all that a deploy makes of a host, as lines: equal for two runs that made the same.
+    """Return everything that a deploy makes of a host, as lines; equal for equal hosts.
 
-    Files, folders and links with mode, owner and content; records without times and ids
-    (``host_digest.py``), the host's own name and address left out; units, packages, accounts,
-    listeners, images and containers.
+    It covers files, folders and links with mode, owner and content (``host_digest.py``), units,
+    packages, accounts, listeners, images and containers, without the host's name and address.
     """
     program = (CHECKOUT / "tests/host_digest.py").read_text()
     own = f"{guest.name} {guest.ip}"
@@ -67,9 +62,8 @@ def digest(guest: Guest) -> list[str]:
     return [*files.splitlines(), *guest.run(_AROUND).replace(guest.name, "OWN").splitlines()]
 
 
-def difference(expected: list[str], found: list[str]) -> list[str]:
-    """Return the lines that stand in one of two digests alone, marked ``-`` and ``+``."""
+def difference(expected: list[str], actual: list[str]) -> list[str]:
     return [
-        *(f"- {line}" for line in expected if line not in set(found)),
-        *(f"+ {line}" for line in found if line not in set(expected)),
+        *(f"- {line}" for line in expected if line not in set(actual)),
+        *(f"+ {line}" for line in actual if line not in set(expected)),
     ]

@@ -40,7 +40,6 @@ def connection(nginx_host: Host) -> Iterator[Connection]:
 
 @pytest.fixture(scope="session")
 def npm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return what installs a package of npm, and where its programs then are."""
     home, program = tmp_path_factory.mktemp("npm"), shutil.which("npm")
     assert program, "needs npm: apt-get install npm"
 
@@ -53,7 +52,6 @@ def npm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def told(script: str, *words: str, home: Path) -> str:
-    """Return what a program says after a shell took what `connect` printed, and nothing else."""
     done = subprocess.run(
         ["bash", "-euc", f'{script}\nexec "$0" "$@"', *words], cwd=home, timeout=180, check=False,
         capture_output=True, text=True, stdin=subprocess.DEVNULL,

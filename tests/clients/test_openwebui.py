@@ -24,7 +24,6 @@ BASE_URL = "http://127.0.0.1:8000/v1"
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the file of its wheel that reads its environment."""
     home = tmp_path_factory.mktemp("open-webui")
     argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
     # It says for which Pythons it is; none of it is installed here.
@@ -54,7 +53,6 @@ def test_it_reads_every_name_that_is_said_to_be_read(config: str) -> None:
 
 
 def place_of(name: str, body: list[ast.stmt]) -> int:
-    """Return where a name is first given a value."""
     return next(
         place
         for place, one in enumerate(body)
@@ -63,7 +61,6 @@ def place_of(name: str, body: list[ast.stmt]) -> int:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return what the container gets, by docker's rules, from the lines that are printed."""
     one = Connection(
         "spark-1", BASE_URL, "here", "main-model", ("main-model",), "/etc/spark/api-key",
         f"echo {KEY}", None, None, None, "",

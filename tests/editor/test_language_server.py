@@ -24,8 +24,6 @@ FOLDERS = ("group_vars", "catalog", "schema")
 
 
 class Editor:
-    """The least that an editor says to a language server."""
-
     def __init__(self, server: Path, root: Path) -> None:
         self.root, self.count = root, 0
         self.process = subprocess.Popen(
@@ -47,7 +45,6 @@ class Editor:
                 return message["result"]
 
     def open(self, path: str, text: str | None = None) -> list[str]:
-        """Open a file, or another text at its place; return what the server finds wrong in it."""
         file = self.root / path
         text = file.read_text() if text is None else text
         document = {"uri": file.as_uri(), "languageId": "yaml", "version": 1, "text": text}
@@ -60,7 +57,6 @@ class Editor:
                 return [one["message"] for one in params["diagnostics"]]
 
     def offered(self, path: str, text: str) -> set[str]:
-        """Return what is offered at the end of a text; each in a file of its own."""
         path = path.replace(".yml", f"-{self.count}.yml")
         self.open(path, text)
         lines = text.split("\n")
@@ -78,7 +74,6 @@ class Editor:
         self.process.stdin.flush()
 
     def _read(self) -> dict[str, Any]:
-        """Read one message, and answer what the server asks of every editor."""
         assert self.process.stdout
         length = 0
         while line := self.process.stdout.readline().strip():
@@ -113,7 +108,6 @@ def editor(server: Path, tmp_path: Path) -> Iterator[Editor]:
 
 
 def line_of(path: str) -> str:
-    """Return the line that names the schema, as the shipped file beside it has it."""
     first = (CHECKOUT / path).read_text().splitlines()[0]
     assert first.startswith("# yaml-language-server: $schema=")
     return first + "\n"

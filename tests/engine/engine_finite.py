@@ -11,20 +11,16 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 
 def damaged(dtype: torch.dtype, value: float) -> torch.Tensor:
-    """Numbers of which the very last is ``value``."""
     numbers = torch.ones(70, 11, dtype=torch.float32)
     numbers[-1, -1] = value
     return numbers.to(dtype)
 
 
 class Drafter(torch.nn.Module):
-    """A drafter whose files hold one layer; the engine gives it its target's head afterwards."""
-
     has_own_lm_head = False
     has_own_embed_tokens = False
 
     def __init__(self, *, of_layer: float, of_head: float) -> None:
-        """Fill the layer and the head, each with one number."""
         super().__init__()
         self.layer = torch.nn.Linear(3, 3)
         self.lm_head = torch.nn.Linear(3, 5, bias=False)
@@ -34,7 +30,6 @@ class Drafter(torch.nn.Module):
 
 
 def refused(model: torch.nn.Module) -> str:
-    """Return what is said of a drafter right after its own files were loaded; "" for nothing."""
     try:
         finite.demand_finite(model, finite.modules_from_target(model))
     except ValueError as refusal:
@@ -43,7 +38,6 @@ def refused(model: torch.nn.Module) -> str:
 
 
 def scales(**at: float) -> torch.Tensor:
-    """Return scales as AutoRound writes them, of both signs, padded with zeros; ``last`` is one."""
     numbers = torch.linspace(0.002, 0.02, 64 * 30).reshape(64, 30) * torch.tensor([1.0, -1.0] * 15)
     numbers = torch.nn.functional.pad(numbers, (0, 2, 0, 3))
     numbers[40, 7] = at.get("last", 0.01)
@@ -51,16 +45,12 @@ def scales(**at: float) -> torch.Tensor:
 
 
 class Quantised(torch.nn.Module):
-    """A layer with scales under a name of the engine."""
-
     def __init__(self, **at: float) -> None:
-        """Keep scales, one of which may be another."""
         super().__init__()
         self.w13_scales = torch.nn.Parameter(scales(**at), requires_grad=False)
 
 
 def drowned(model: torch.nn.Module) -> str:
-    """Return what is said of a model's scales; "" for nothing."""
     try:
         finite.check_scale_sizes(model)
     except ValueError as refusal:
@@ -69,7 +59,6 @@ def drowned(model: torch.nn.Module) -> str:
 
 
 def main() -> None:
-    """Print the verdicts as JSON."""
     finite._CHUNK_NUMBERS = 100
     nan, infinite = float("nan"), float("inf")
     verdicts = {

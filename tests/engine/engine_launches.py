@@ -31,8 +31,6 @@ HEAD_SIZE, KV_HEADS, SPLITS = 256, 2, 32
 
 
 class Usage(NamedTuple):
-    """What a launched kernel takes of a Spark."""
-
     kernel: str
     architecture: str
     shared_bytes: int  # of a block
@@ -41,8 +39,6 @@ class Usage(NamedTuple):
 
 
 class Tensor:
-    """As much of a tensor as the launchers ask for."""
-
     device = SimpleNamespace(index=0)
     place = 0
     """Where new ones lie: a multiple of 16, or of nothing."""
@@ -113,8 +109,6 @@ class _Whatever(type):
 
 
 class Anything(metaclass=_Whatever):
-    """A class of the engine, or of torch, that no launch depends on."""
-
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
@@ -126,7 +120,6 @@ def _module(name: str, **holds: Any) -> ModuleType:
 
 
 def _surroundings() -> dict[str, ModuleType]:
-    """Return what the loaded modules import, on a Spark as far as they ask."""
     import triton
     import triton.language
 
@@ -159,7 +152,6 @@ def _surroundings() -> dict[str, ModuleType]:
 
 @contextmanager
 def engine(root: Path) -> Iterator[SimpleNamespace]:
-    """Hold the engine's modules below ``root``; what they launch lands in ``launched``."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
     from triton.runtime.jit import KernelInterface

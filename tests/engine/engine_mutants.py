@@ -23,8 +23,6 @@ from spark_vllm.check.table import Row
 
 
 class Mutant:
-    """A fresh syntax tree of one module, to be changed by a mutation."""
-
     def __init__(self, root: Path, row: Row) -> None:
         self.row = row
         self.module, _, self.qualname = row.symbol.partition(":")
@@ -44,7 +42,6 @@ class Mutant:
 
 
 def rename_symbol(mutant: Mutant) -> None:
-    """Rename every statement that binds the symbol, as upstream would."""
     name = mutant.qualname.rpartition(".")[2]
     while True:
         try:
@@ -69,8 +66,6 @@ Mutation = Callable[[Mutant], None]
 
 
 class Replace(ast.NodeTransformer):
-    """Replace every node, statement or imported name that reads like ``text``."""
-
     def __init__(self, text: str) -> None:
         self.text = text
 
@@ -192,7 +187,6 @@ def _of_rule(rule: object) -> Iterator[tuple[str, Mutation]]:
 
 
 def mutations(row: Row) -> Iterator[tuple[str, Mutation]]:
-    """Yield (label, change) for everything upstream could do to break ``row``."""
     if isinstance(row.rule, Absent):
         yield "appears", with_member
         return

@@ -20,7 +20,6 @@ _ALONE = ("--enable-auto-tool-choice",)
 
 
 def main(cases: str, answers: str) -> None:
-    """Load, ask, let go."""
     found = {}
     for case in json.loads(Path(cases).read_text()):
         sys.stdout.write(f"\n=== {case['name']}\n")
@@ -41,7 +40,6 @@ def _served(case: dict[str, Any]) -> Any:
 
 
 def _arguments(argv: list[str], folders: dict[str, str]) -> dict[str, Any]:
-    """Return what the engine's own parser makes of a release's arguments."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

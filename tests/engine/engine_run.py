@@ -14,7 +14,6 @@ PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8] * 4, [100, 200, 300, 17, 400], list(range(60
 
 
 def main(checkpoint: str, answers: str, options: dict[str, Any]) -> None:
-    """Load ``checkpoint``, continue three prompts greedily and write tokens and log-probs."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 

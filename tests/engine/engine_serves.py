@@ -20,7 +20,6 @@ WAIT_S = 1500
 
 
 def main(case: str, answers: str) -> None:
-    """Serve, ask, stop."""
     asked = json.loads(Path(case).read_text())
     with tempfile.TemporaryDirectory() as folder:
         socket = f"{folder}/engine.sock"
@@ -36,7 +35,6 @@ def main(case: str, answers: str) -> None:
 
 
 def _placed(argv: list[str], folders: dict[str, str], socket: str) -> list[str]:
-    """Put folders of this machine where the release has mounts; nothing else is changed."""
     found = []
     for word in argv:
         name, _, place = word.rpartition("=")

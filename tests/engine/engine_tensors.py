@@ -17,7 +17,6 @@ from spark_vllm.checkpoint.settings import read_settings
 
 
 def compare(hybrid: Path, plain: Path) -> int:
-    """Return the number of tensors; raise when names, types or bits differ."""
     settings = read_settings(
         json.loads((hybrid / "config.json").read_text())["quantization_config"]
     )

@@ -29,7 +29,6 @@ def newest(hub: Path, name: str) -> Path:
 
 
 def hybrid(base: Tree, donor: Tree) -> dict[str, torch.Tensor]:
-    """The served model's weights under plain names."""
     found = {}
     for name in base:
         module, _, suffix = name.rpartition(".")
@@ -50,8 +49,6 @@ def hybrid(base: Tree, donor: Tree) -> dict[str, torch.Tensor]:
 
 
 class Reference:
-    """A model in transformers, made from a tree of configuration files and given weights."""
-
     def __init__(self, files: Path, weights: dict[str, torch.Tensor]) -> None:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
@@ -85,7 +82,6 @@ class Reference:
         ]
 
     def same_prompts(self) -> bool:
-        """Whether the library renders and splits chats as the lessons do."""
         tool = lessons.facts()["tool"]["definition"]
         messages = [{"role": "system", "content": "A."}, {"role": "user", "content": "B?"}]
         return all(
@@ -107,7 +103,6 @@ def swap(tree: Tree, one: str, other: str) -> None:
 
 
 def unscaled_shared_experts(base: Tree, donor: Tree) -> None:
-    """What an engine does that does not know the scales."""
     one = bytes.fromhex("803f")  # 1.0 in BF16, low byte first
     for name, tensor in donor.items():
         if name.endswith("weight_scale_inv"):

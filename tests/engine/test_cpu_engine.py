@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 def load(path: Path) -> Any:
-    """Import a helper of the unit tests by its path."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -38,8 +37,6 @@ hybrids = load(REPOSITORY / "tests/unit/plugin/plugin_hybrids.py")
 
 
 class Engine:
-    """The engine's Python with the plugin installed in a directory of its own."""
-
     def __init__(self, plugin: Path, work: Path) -> None:
         self._plugin, self._work = plugin, work
 
@@ -60,7 +57,6 @@ class Engine:
         )
 
     def answers(self, checkpoint: Path, **options: Any) -> tuple[dict[str, Any], str]:
-        """Return what the engine answers with ``checkpoint``, and its log."""
         target = checkpoint.with_suffix(".answers.json")
         done = self.run(
             str(HERE / "engine_run.py"), str(checkpoint), str(target), json.dumps(options)
@@ -70,7 +66,6 @@ class Engine:
         return json.loads(target.read_text()), log
 
     def refusal(self, script: str, checkpoint: Path, **options: Any) -> str:
-        """Return the log of ``script`` with a checkpoint that the engine refuses."""
         words = [str(checkpoint), json.dumps(options)]
         if script == "engine_run.py":
             words.insert(1, "/dev/null")
@@ -86,7 +81,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(work: Path) -> Engine:
-    """Install the plugin as the Dockerfile does: by the engine's own pip, without network."""
     target, context = work / "plugin", work / "context"
     shutil.copytree(REPOSITORY / "files/image", context)
     engine = Engine(target, work)
@@ -98,7 +92,6 @@ def engine(work: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def hybrid(work: Path) -> Any:
-    """A hybrid of the lab's untrained repositories: real names, files and formats."""
     hub = work / "hub"
     argv = [sys.executable, "-m", "lab.model", "build", "--out", str(hub), "--untrained"]
     subprocess.run(argv, check=True, cwd=REPOSITORY)
@@ -118,7 +111,6 @@ def overlay(hybrid: Any, work: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(engine: Engine, plain: Path) -> dict[str, Any]:
-    """What the engine answers with the same weights, dequantised by numpy, stock loader."""
     return engine.answers(plain)[0]
 
 
@@ -153,7 +145,6 @@ def test_a_portable_overlay_answers_as_the_plain_tree(
 def test_drafts_run_and_the_full_layout_equals_the_overlay(
     engine: Engine, hybrid: Any, work: Path, reference: dict[str, Any]
 ) -> None:
-    """The first token of each answer is not drafted: it must agree; later ones may be ties."""
     full = hybrid.write(work / "full", layout="full", head="int8-g128")
     speculation = {"method": "mtp", "num_speculative_tokens": 2}
     answers, log = engine.answers(
@@ -226,6 +217,5 @@ def test_an_engine_without_the_plugin_refuses_the_hybrid(overlay: Path, work: Pa
 
 
 def test_an_intact_checkpoint_passes_the_same_way(engine: Engine, overlay: Path) -> None:
-    """So that the two refusals above are the checkpoint's and the plugin's."""
     done = engine.run(str(HERE / "engine_config.py"), str(overlay), "{}")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -40,7 +40,6 @@ HEAD = """\
 
 
 def tables(version: str, file: str = REGISTRY) -> dict[str, set[str]]:
-    """Return the keys of each table of the registry, or of another file, by its name."""
     found: dict[str, set[str]] = {}
     for node in ast.parse((fetch(version, {file}) / file).read_text()).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -59,7 +58,6 @@ def names(version: str, groups: tuple[str, ...]) -> list[str]:
 
 
 def parsers(version: str, kind: str) -> list[str]:
-    """Return the names by which an engine knows its parsers of a kind."""
     file, table = PARSERS[kind]
     return sorted(tables(version, file)[table])
 
@@ -89,7 +87,6 @@ def test_the_data_is_what_the_sources_list() -> None:
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
 def test_no_table_of_served_models_is_forgotten(version: str) -> None:
-    """A new table of the registry is a question to a person, not an architecture refused."""
     beside = {
         "_SPECULATIVE_DECODING_MODELS",
         "_TRANSFORMERS_BACKEND_MODELS",

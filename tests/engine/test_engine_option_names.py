@@ -39,7 +39,6 @@ def tree(version: str, file: str) -> ast.Module:
 
 
 def spellings(version: str) -> Iterator[set[str]]:
-    """Yield the long names of each option of the engine."""
     for node in ast.walk(tree(version, ARGUMENTS)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             words = [item.value for item in node.args if isinstance(item, ast.Constant)]
@@ -87,5 +86,4 @@ def test_the_prefill_kernel_can_be_chosen_and_is_named_in_the_log(version: str) 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
 def test_the_engines_parser_still_takes_the_beginning_of_a_name(version: str) -> None:
-    """Once it does not, the rule against beginnings may go."""
     assert "allow_abbrev" not in ast.unparse(tree(version, PARSER))

@@ -45,7 +45,6 @@ def test_an_engine_brings_what_the_plugin_imports(version: str) -> None:
 
 
 def engine_imports(tree: ast.Module) -> dict[str, str]:
-    """Return what a module of ours imports from the engine: local name to symbol."""
     return {
         alias.asname or alias.name: f"{node.module}:{alias.name}"
         for node in ast.walk(tree)

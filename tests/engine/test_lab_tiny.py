@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 def run(place: Path, *words: str) -> str:
-    """Run the engine's Python, which sees ``place``."""
     python = os.environ.get("SPARK_VLLM_PYTHON")
     command = [python] if python else [sys.executable, "-m", "lab.engine", "run"]
     environment = {
@@ -65,7 +64,6 @@ def test_each_kind_of_damage_is_noticed_by_its_answers(report: dict[str, Any]) -
 
 
 def test_the_recipe_still_makes_a_model_that_knows_its_lessons(tmp_path: Path) -> None:
-    """A training ends only when every answer is ahead of the next best by a margin."""
     again = tmp_path / "weights.npz"
     run(tmp_path, "-m", "lab.model", "train", "--out", str(again))
     assert read(TINY, again).keys() == read(TINY).keys()

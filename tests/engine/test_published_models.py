@@ -50,7 +50,6 @@ DRAFTING = {"tiny-qwen3 by tiny-draft": DRAFTS, "tiny-qwen3 by words": WORDS}
 
 
 def engine(work: Path, *argv: str) -> str:
-    """Run the engine's Python; return all it said."""
     environment = {
         **os.environ, "SPARK_LAB_ENGINE_BIND": str(work), "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -66,7 +65,6 @@ def engine(work: Path, *argv: str) -> str:
 
 
 def published(folder: Path, *only: str) -> Path:
-    """Have the engine's Python write models into a folder; return it."""
     (folder / "hub").mkdir()
     some = ["--only", *only] if only else []
     engine(folder, "-m", "lab.model.published", "--out", str(folder / "hub"), *some)
@@ -86,7 +84,6 @@ def site(work: Path) -> Iterator[Path]:
 
 @contextmanager
 def sited(work: Path) -> Iterator[Path]:
-    """Make an owner's folder beside a hub that runs."""
     hub = Hub(Store(work / "hub"), FaultSwitch(work / "no-fault"), "", work / "access.jsonl")
     servers = make_servers(hub, "127.0.0.1", 0, 0)
     endpoint, hub.cdn_url = (f"http://127.0.0.1:{one.server_address[1]}" for one in servers)
@@ -111,7 +108,6 @@ def sited(work: Path) -> Iterator[Path]:
 
 
 def plan_of(site: Path, model: str, more: dict[str, Any] | None = None) -> HostPlan:
-    """Add a model by the one command, add keys to its file if asked to, and plan it."""
     asked = ["add", f"org/{model}", "--inventory", str(site / "sparks.py"), "--force"]
     assert main([*asked, "--profile", "lab-plain"]) == 0
     if more:
@@ -124,7 +120,6 @@ def plan_of(site: Path, model: str, more: dict[str, Any] | None = None) -> HostP
 
 
 def case_of(name: str, plan: HostPlan, work: Path) -> dict[str, Any]:
-    """Return what the engine is told, with folders of this machine for those of the host."""
     by_target = {one.target: one.source for one in plan.serve.engine.mounts}
     trees = {one.dir: work / "hub" / one.locked.repo / one.locked.commit for one in plan.sources}
     folders = {at: str(trees[source]) for at, source in by_target.items() if source in trees}
@@ -141,7 +136,6 @@ Served = tuple[dict[str, HostPlan], dict[str, Any], dict[str, str]]
 
 @pytest.fixture(scope="module")
 def served(site: Path, work: Path) -> Served:
-    """Plans, answers, and logs of all of them, of one run of the engine's Python."""
     plans = {name: plan_of(site, name) for name in (*DECODERS, *OTHERS)}
     plans |= {
         name: plan_of(site, "tiny-qwen3", {"changes": [{"set": {"speculation": drafts}}]})

@@ -23,7 +23,6 @@ CASES = ((16, 16, True), (16, 128, False), (32, 16, False), (32, 128, True))
 
 
 def kernels(preset: str) -> list[str]:
-    """Return what has to be launched: to store, to decode, and to read long prefixes back."""
     kind = "fp8" if preset == "turboquant_k8v4" else "mse"
     ends = ["_tq_decode_stage1", "_fwd_kernel_stage2", "_tq_full_dequant_kv"]
     return [f"_tq_fused_store_{kind}", *ends]
@@ -52,7 +51,6 @@ def test_it_knows_every_preset_of_the_engines_backend() -> None:
 
 
 def changed(tmp_path: Path, old: str, new: str) -> list[Usage]:
-    """Return what the newest engine's kernels take with one change to its decoding."""
     root = tmp_path / "engine"
     for file in FILES:
         (root / file).parent.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,6 @@ BLOCK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Release:
-    """One released wheel."""
-
     project: str
     version: str
     platform: str
@@ -55,8 +53,6 @@ RELEASES = {
 
 
 class RangeFile(io.RawIOBase):
-    """A remote file that is read by HTTP ranges, in blocks that are read once."""
-
     def __init__(self, url: str) -> None:
         self._url = url
         self._position = 0

@@ -1,8 +1,4 @@
-"""A guest with only the host tools, the stub engine and hand-made releases on it.
-
-What is proven here needs no deploy: releases are written by the test, the tools and systemd do
-the rest. Looking goes through systemctl, docker and curl on the guest.
-"""
+"""A guest with only the host tools, the stub engine and hand-written releases."""
 
 from __future__ import annotations
 
@@ -29,16 +25,14 @@ GATEWAY = {
     "tls": None,
 }
 TOOLS = "/usr/local/lib/spark"
-# No GPU is asked for.
-UNASKED = {"schema_version": 1, "key": {}, "docker_arguments": [], "gpu": "none"}
-HOST = f"{TOOLS}/current/bin/spark-host"
-# What the running engine does wrong, and what each one after it.
+NO_GPU = {"schema_version": 1, "key": {}, "docker_arguments": [], "gpu": "none"}
+SPARK_HOST = f"{TOOLS}/current/bin/spark-host"
+# Faults of the running engine, and of every later one.
 FAULT, LASTING = "/run/spark/engines/main/stub-fault", "/run/spark/stub-fault"
 A, B, C = (f"main-{digit * 12}" for digit in "abc")
 
 
 def release_data(name: str, stub: str, **changes: Any) -> dict[str, Any]:
-    """Return a release.json served by the stub; ``section__key=value`` changes one value."""
     data: dict[str, Any] = {
         "schema_version": 1,
         "name": name,
@@ -105,8 +99,6 @@ def release_data(name: str, stub: str, **changes: Any) -> dict[str, Any]:
 
 @dataclass
 class Bench:
-    """The guest and what a test does to it."""
-
     guest: Guest
     image: str
 
@@ -117,7 +109,6 @@ class Bench:
         self.run(f"mkdir -p $(dirname {path}) && cat > {path} <<'END'\n{text}\nEND")
 
     def release(self, name: str, **changes: Any) -> str:
-        """Put a release on the guest, as the deploy does."""
         data = release_data(name, self.image, **changes)
         self.write("/etc/spark/gateway/main.json", json.dumps(GATEWAY))
         self.write(f"/etc/spark/releases/{name}/release.json", json.dumps(data))
@@ -125,26 +116,23 @@ class Bench:
             f"/etc/systemd/system/spark-serve@{name}.service.d/50-release.conf",
             "[Unit]\nStartLimitIntervalSec=300\nStartLimitBurst=3\n[Service]\nRestartSec=2\n"
             "TimeoutStartSec=120\nTimeoutStopSec=60\n"
-            # A start empties the engine's folder: a fault that is to last is put there again.
+            # A start empties this folder, so restore a lasting fault.
             f"ExecStartPre=-/bin/cp {LASTING} {FAULT}",
         )
         self.run("systemctl daemon-reload")
         return name
 
-    def begin(self, name: str) -> None:
-        """Ask systemd for the change and come back at once."""
+    def start_switch(self, name: str) -> None:
         self.run(
             f"systemctl reset-failed 'spark-s*@{name}.service'; "
             f"systemctl start --no-block spark-switch@{name}",
         )
 
     def switch(self, name: str, seconds: float = 90) -> dict[str, Any]:
-        """Change to a release and return the result file once the change has ended."""
-        self.begin(name)
-        return self.ended(name, seconds)
+        self.start_switch(name)
+        return self.wait_for_result(name, seconds)
 
-    def ended(self, name: str, seconds: float = 90) -> dict[str, Any]:
-        """Wait on the guest until the change to a release is over; return its result."""
+    def wait_for_result(self, name: str, seconds: float = 90) -> dict[str, Any]:
         unit = f"spark-switch@{name}.service"
         self.run(
             f"end=$(($(date +%s) + {seconds:.0f})); "
@@ -158,8 +146,7 @@ class Bench:
     def result(self, name: str) -> dict[str, Any]:
         return self.guest.json(f"cat /var/lib/spark/switch/{name}.json")
 
-    def at_phase(self, name: str, phase: str, seconds: int = 30) -> None:
-        """Wait until the change to a release is in a phase."""
+    def wait_for_phase(self, name: str, phase: str, seconds: int = 30) -> None:
         path = f"/var/lib/spark/switch/{name}.json"
         self.run(
             f"end=$(($(date +%s) + {seconds})); "
@@ -168,23 +155,20 @@ class Bench:
             "[ $(date +%s) -lt $end ] || exit 1; sleep 0.05; done"
         )
 
-    def good(self, name: str = A, **changes: Any) -> str:
-        """Have exactly this release, sound and proven, serve the guest."""
+    def serve_proven(self, name: str = A, **changes: Any) -> str:
         self.wipe()
         self.release(name, **changes)
         result = self.switch(name)
         assert result["state"] == "switched", result
         return name
 
-    def told(self, name: str) -> dict[str, Any]:
-        """Return what the host tools say of a release."""
-        releases = self.guest.json(f"{HOST} status")["releases"]
-        return next(one for one in releases if one["name"] == name)
+    def release_status(self, name: str) -> dict[str, Any]:
+        releases = self.guest.json(f"{SPARK_HOST} status")["releases"]
+        return next(release for release in releases if release["name"] == name)
 
-    def serves(self, name: str) -> None:
-        """Insist that a release runs alone, boots, is proven for this run, and answers."""
+    def assert_serves(self, name: str) -> None:
         unit = f"spark-serve@{name}.service"
-        seen = self.run(
+        shown = self.run(
             "systemctl list-units --plain --no-legend --state=active 'spark-serve@*' | "
             "cut -d' ' -f1 | xargs echo active; "
             "ls /etc/systemd/system/multi-user.target.wants | grep ^spark-serve@ | "
@@ -193,15 +177,14 @@ class Bench:
             f"echo run $(systemctl show -p InvocationID --value {unit}); "
             f"cat /var/lib/spark/proofs/{name}.json"
         )
-        active, boots, containers, run, proof = seen.split("\n", 4)
-        assert (active, boots) == (f"active {unit}", f"boots {unit}"), seen
+        active, boots, containers, run, proof = shown.split("\n", 4)
+        assert (active, boots) == (f"active {unit}", f"boots {unit}"), shown
         assert containers == f"containers spark-{name}"
         assert json.loads(proof)["ok"]
         assert f"run {json.loads(proof)['invocation_id']}" == run
         assert self.answers()
 
     def answers(self) -> bool:
-        """Return whether a right answer comes through the gateway."""
         status, body = self.guest.call(
             "POST",
             "/v1/chat/completions",
@@ -210,7 +193,6 @@ class Bench:
         return status == 200 and body["choices"][0]["message"]["content"] == "42"
 
     def wipe(self) -> None:
-        """Forget every release; keep tools, packages and image."""
         self.run(
             "systemctl stop 'spark-switch@*' 'spark-serve@*' 'spark-watch@*' 'spark-gateway@*'; "
             "docker ps -aq | xargs -r docker rm -f >/dev/null; "
@@ -223,11 +205,9 @@ class Bench:
         )
 
     def total_bytes(self) -> int:
-        """Return the guest's whole memory."""
         return int(self.run("awk '/^MemTotal:/ {print $2}' /proc/meminfo")) * 1024
 
-    def slow_systemctl(self, pattern: str | None) -> None:
-        """Have the switch's systemctl wait at calls that match; ``None`` lets them all go on."""
+    def block_systemctl(self, pattern: str | None) -> None:
         if pattern is None:
             self.run("rm -rf /run/bench /etc/systemd/system/spark-switch@.service.d; "
                      "systemctl daemon-reload")  # fmt: skip
@@ -244,50 +224,42 @@ class Bench:
         )
         self.run("chmod 755 /run/bench/systemctl; systemctl daemon-reload")
 
-    def failing_systemctl(self, pattern: str, said: str) -> None:
-        """Have calls that match fail from now on, but those that :meth:`slow_systemctl` holds."""
+    def fail_systemctl(self, pattern: str, error: str) -> None:
         words = pattern.replace(" ", "\\ ")
         self.write(
             "/run/bench/next",
-            f'#!/bin/sh\ncase "$*" in *{words}*) echo "{said}" >&2; exit 1;; '
+            f'#!/bin/sh\ncase "$*" in *{words}*) echo "{error}" >&2; exit 1;; '
             'esac\nexec /usr/bin/systemctl "$@"',
         )
         self.run("chmod 755 /run/bench/next; mv /run/bench/next /run/bench/systemctl")
 
-    def ask_for_long(self, *, stream: bool = False, running: int = 1) -> str:
-        """Leave a request with the engine that takes longer than any drain.
-
-        Returns:
-            The file on the guest with all that the client gets, its exit code last.
-        """
+    def start_long_request(self, *, stream: bool = False, running: int = 1) -> str:
         body = {
             "model": "main-model",
             "stream": stream,
             "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * 400}],
         }
-        asked = f"/run/long-{stream}"
-        self.write(f"{asked}.json", json.dumps(body))
+        path = f"/run/long-{stream}"
+        self.write(f"{path}.json", json.dumps(body))
         self.write(
-            f"{asked}.sh",
+            f"{path}.sh",
             f'curl -sSiN -m 60 -H "Authorization: Bearer $(cat /etc/spark/api-key)" '
-            f'-d @{asked}.json http://127.0.0.1:8000/v1/chat/completions; printf "\\nrc=%s\\n" $?',
+            f"-d @{path}.json http://127.0.0.1:8000/v1/chat/completions; echo; echo rc=$?",
         )
-        self.run(f"systemd-run -q sh -c 'sh {asked}.sh > {asked}.out 2>&1'")
+        self.run(f"systemd-run -q sh -c 'sh {path}.sh > {path}.out 2>&1'")
         self.guest.wait(
             "curl -s --unix-socket /run/spark/engines/main/engine.sock http://x/metrics | "
             f"grep -q 'num_requests_running.* {running}.0'"
         )
-        return f"{asked}.out"
+        return f"{path}.out"
 
     def power_cut(self) -> None:
-        """Cut the guest's power and switch it on again."""
         lab("break", "kill-guest", self.guest.name)
         lab("up", self.guest.name)
         self.guest.wait("systemctl is-active docker", seconds=60)
 
 
 def install(guest: Guest) -> Bench:
-    """Put packages, tools, units and the stub's image on a guest."""
     registry = info()["registry"]
     stub = info()["images"]["stub-engine"]
     image = f"{stub['repository']}@{stub['digest']}"
@@ -305,16 +277,16 @@ def install(guest: Guest) -> Bench:
         _copy(guest, CHECKOUT / "files" / part, f"{TOOLS}/bench{where}")
     guest.run(
         f"ln -sfn bench {TOOLS}/current && mkdir -p {TOOLS}/bench/bin && "
-        f"cat > {HOST} <<'END'\n{LAUNCHER}END\nchmod 755 {HOST} && "
+        f"cat > {SPARK_HOST} <<'END'\n{LAUNCHER}END\nchmod 755 {SPARK_HOST} && "
         f"cp {TOOLS}/current/units/*.service {TOOLS}/current/units/*.target /etc/systemd/system/ "
         f"&& mkdir -p /etc/sysusers.d && "
         f"cp {TOOLS}/current/units/spark-sysusers.conf /etc/sysusers.d/spark.conf && "
         "systemd-sysusers /etc/sysusers.d/spark.conf && systemctl daemon-reload && "
         f"docker pull -q {image} && mkdir -p /srv/spark/models/stub && "
         f"echo '{source_receipt('d' * 64)}' > /srv/spark/models/stub/receipt.json && "
-        # No GPU is asked for here: what a deploy proves for its containers is written by hand.
+        # A deploy writes this receipt after the container check; without a GPU it is empty.
         "mkdir -p /var/lib/spark/receipts && "
-        f"echo '{json.dumps(UNASKED)}' > /var/lib/spark/receipts/gpu-container.json",
+        f"echo '{json.dumps(NO_GPU)}' > /var/lib/spark/receipts/gpu-container.json",
         timeout_s=120,
     )
     return Bench(guest, image)

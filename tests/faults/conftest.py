@@ -1,4 +1,4 @@
-"""Faults are planted on the same two hosts, or on a bench: one guest without a deploy."""
+"""Faults are injected into the two hosts of the fleet, or into a bench guest without a deploy."""
 
 from __future__ import annotations
 

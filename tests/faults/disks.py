@@ -1,4 +1,4 @@
-"""Copies of guests' disks, so that every try of a sweep begins with the same bytes."""
+"""Copies of guests' disks, so that every case of a sweep starts from the same bytes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ def _guest(name: str) -> LabGuest:
     return LabGuest(LabPaths(STATE), name)
 
 
-def _kept(name: str, label: str) -> Path:
-    code = run(["git", "-C", str(CHECKOUT), "rev-parse", "--short", "HEAD"]).strip()
-    return COPIES / f"{name}-{label}-{code}.img"
+def _copy_path(name: str, label: str) -> Path:
+    commit = run(["git", "-C", str(CHECKOUT), "rev-parse", "--short", "HEAD"]).strip()
+    return COPIES / f"{name}-{label}-{commit}.img"
 
 
 def has(name: str, label: str) -> bool:
-    """Tell whether a copy was made with this code."""
-    return _kept(name, label).exists()
+    return _copy_path(name, label).exists()
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -36,31 +35,26 @@ def _copy(source: Path, target: Path) -> None:
     part.rename(target)
 
 
-def keep(name: str, label: str) -> None:
-    """Shut a guest down in good order, copy its disk, and have it run again."""
+def save(name: str, label: str) -> None:
     lab("down", name)
-    _copy(_guest(name).disk_image, _kept(name, label))
+    _copy(_guest(name).disk_image, _copy_path(name, label))
     lab("up", name, "--engine", "stub")
 
 
-def give_up(name: str) -> None:
-    """End a guest whose disk nobody wants any more, whoever still holds the device below it."""
-    one = _guest(name)
-    if one.exists():
-        guests.power_cut(one)
-        one.disk_image.unlink(missing_ok=True)
-        guests.clean(one)
+def discard(name: str) -> None:
+    guest = _guest(name)
+    if guest.exists():
+        guests.power_cut(guest)
+        guest.disk_image.unlink(missing_ok=True)
+        guests.clean(guest)
 
 
-def put_back(name: str, label: str) -> None:
-    """Have a guest run from a copy; what it held is gone."""
-    one = _guest(name)
-    give_up(name)
-    _copy(_kept(name, label), one.disk_image)
+def restore(name: str, label: str) -> None:
+    discard(name)
+    _copy(_copy_path(name, label), _guest(name).disk_image)
     lab("up", name, "--engine", "stub")
 
 
-def forget(name: str) -> None:
-    """Delete the copies of a guest's disk."""
+def delete_copies(name: str) -> None:
     for path in COPIES.glob(f"{name}-*.img"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""Every misbehaviour of the stub engine, read from its source, so that none can be forgotten."""
+"""Every fault of the stub engine, read from its source so that none is forgotten."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ import re
 from tests.labkit import CHECKOUT
 
 SOURCES = sorted((CHECKOUT / "lab" / "stub_engine").glob("*.c"))
-_ASKED = re.compile(r"\bfault\(([^)]*)\)")
+_CALL = re.compile(r"\bfault\(([^)]*)\)")
 _NAME = re.compile(r'"([a-z0-9-]+)"')
-# A table of faults with the line each prints; asked for as ``fault(ends[i].name)``.
+# A table of faults with the line each prints, used as ``fault(ends[i].name)``.
 _TABLE = re.compile(r"\bends\[\] = \{(.*?)\};", re.DOTALL)
 _ROW = re.compile(r'\{"([a-z0-9-]+)",')
-_NOT_ASKED = ("const char *name", "ends[i].name")
+_NOT_A_NAME = ("const char *name", "ends[i].name")
 
 
 def stub_faults() -> list[str]:
-    """Return the names of all faults.
-
-    Raises:
-        ValueError: the source asks for a fault in a way that is not known here.
-    """
-    found = set()
+    names = set()
     for path in SOURCES:
         text = path.read_text()
-        for argument in _ASKED.findall(text):
+        for argument in _CALL.findall(text):
             name = _NAME.fullmatch(argument)
             if name:
-                found.add(name[1])
-            elif argument not in _NOT_ASKED:
-                raise ValueError(f"{path.name}: fault({argument}): teach {__name__} to read it")
+                names.add(name[1])
+            elif argument not in _NOT_A_NAME:
+                raise ValueError(f"{path.name}: fault({argument}): unknown form; extend {__name__}")
         for table in _TABLE.findall(text):
-            found |= set(_ROW.findall(table))
-    return sorted(found)
+            names |= set(_ROW.findall(table))
+    return sorted(names)

@@ -1,9 +1,9 @@
-"""Sweeps: every case of a list is tried, and each leaves a row of what was seen.
+"""Sweeps try every case of a list and record a row for each.
 
-Rows lie in ``build/sweeps`` as they come, so that a sweep that was ended goes on where it was; the
-whole table is written into ``proofs/results/sweeps`` when ``SPARK_SWEEP_RESULTS`` names that
-folder. ``SPARK_SWEEP_GUESTS`` says on which guests, side by side; ``SPARK_SWEEP_CASES`` is a
-regular expression, for a part of the cases.
+Rows go to ``build/sweeps`` as they come, so that an interrupted sweep continues where it stopped.
+With ``SPARK_SWEEP_RESULTS`` the table is written to that folder (``proofs/results/sweeps``).
+``SPARK_SWEEP_GUESTS`` names guests to use in parallel; ``SPARK_SWEEP_CASES`` selects cases by a
+regular expression.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ GUESTS = tuple(os.environ.get("SPARK_SWEEP_GUESTS", "lab-23 lab-24").split())
 LAB = "guests of the virtual lab with the stub engine; not a DGX Spark"
 PARTS = CHECKOUT / "build" / "sweeps"
 MANY = 300
-NOTHING = "nothing to send"
-CHOSEN = re.compile(os.environ.get("SPARK_SWEEP_CASES", ""))
+CASES = re.compile(os.environ.get("SPARK_SWEEP_CASES", ""))
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one case showed; ``wrong`` is empty when everything was as it has to be."""
+    """The outcome of one case; ``wrong`` is empty if it passed."""
 
     group: str
     case: str
-    saw: str  # what the owner sees, in one line
+    saw: str  # the line that the owner sees
     state: str  # of the host afterwards
     wrong: str
     seconds: float = 0.0
@@ -50,39 +49,34 @@ class Row:
 
 
 class Sweep:
-    """The rows of one sweep, kept as they come."""
-
     def __init__(self, name: str) -> None:
         self.path = PARTS / f"{name}.jsonl"
         self.name = name
         self._writing = threading.Lock()
-        self.code = _out("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty")
+        self.code = _output_of("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty")
 
     def rows(self) -> list[Row]:
         """Return the last row of every case."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        found = [Row(**json.loads(line)) for line in lines]
-        return list({(row.group, row.case): row for row in found}.values())
+        rows = [Row(**json.loads(line)) for line in lines]
+        return list({(row.group, row.case): row for row in rows}.values())
 
     def add(self, row: Row) -> None:
-        """Keep a row."""
         with self._writing:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as out:
                 out.write(json.dumps(asdict(row)) + "\n")
 
     def open_cases(self, group: str, cases: Iterable[str]) -> list[str]:
-        """Return the cases of a group that have not been tried, or went wrong."""
-        well = {row.case for row in self.rows() if row.group == group and not row.wrong}
-        return [case for case in cases if case not in well and CHOSEN.search(case)]
+        passed = {row.case for row in self.rows() if row.group == group and not row.wrong}
+        return [case for case in cases if case not in passed and CASES.search(case)]
 
-    def tried(self, group: str, case: str, one: Callable[[], tuple[str, str]]) -> Row:
-        """Try a case, which returns what was seen or raises, and keep its row."""
+    def run_case(self, group: str, case: str, run: Callable[[], tuple[str, str]]) -> Row:
         began = time.monotonic()
         try:
-            saw, state = one()
+            saw, state = run()
             wrong = ""
-        except Exception as error:  # a row says it, and the sweep goes on
+        except Exception as error:  # recorded in the row; the sweep continues
             saw, state, wrong = "", "", f"{type(error).__name__}: {error}"
             if not isinstance(error, AssertionError):
                 wrong += "\n" + traceback.format_exc()
@@ -90,23 +84,19 @@ class Sweep:
         self.add(row)
         return row
 
-    def tried_as_one(
-        self, group: str, cases: list[str], all_of_them: Callable[[], list[str]]
-    ) -> Row:
-        """Try cases that are judged together: each gets the verdict of all, and a word of its own.
+    def run_chain(self, group: str, cases: list[str], run: Callable[[], list[str]]) -> Row:
+        """Run cases that share one verdict; those with nothing to send get no row."""
+        outcomes: list[str] = []
 
-        One that had nothing to do is left out. Returns the row of the last one.
-        """  # fmt: skip
-        said: list[str] = []
+        def run_all() -> tuple[str, str]:
+            outcomes.extend(run())
+            return outcomes[-1], f"the last of {len(cases)} in a row"
 
-        def together() -> tuple[str, str]:
-            said.extend(all_of_them())
-            return said[-1], f"the last of {len(cases)} in a row"
-
-        last = self.tried(group, cases[-1], together)
-        for case, word in zip(cases[:-1], (said or [""] * len(cases))[:-1], strict=True):
-            if word != NOTHING:
-                self.add(Row(group, case, word, "one of a row", last.wrong, 0.0, self.code))
+        last = self.run_case(group, cases[-1], run_all)
+        outcomes = outcomes or [""] * len(cases)
+        for case, outcome in zip(cases[:-1], outcomes[:-1], strict=True):
+            if outcome != "nothing to send":
+                self.add(Row(group, case, outcome, "one of a row", last.wrong, 0.0, self.code))
         return last
 
     def write(
@@ -118,18 +108,18 @@ class Sweep:
         test: str = "",
         listed: Iterable[str] = (),
     ) -> None:
-        """Write the table, where that was asked for; without a guest it is of no host.
+        """Write the result file, if ``SPARK_SWEEP_RESULTS`` is set.
 
         Args:
             title: of the table.
-            about: what each group is about.
-            guest: one of those swept.
-            counted: what a case is.
-            test: the file, where it is not named after the sweep.
-            listed: all cases there are, so that the table names those that were not tried.
-        """  # fmt: skip
-        where = os.environ.get("SPARK_SWEEP_RESULTS")
-        if not where:
+            about: a description of each group.
+            guest: one of the guests, or None for a sweep without hosts.
+            counted: the definition of a case.
+            test: the test file, unless it is named after the sweep.
+            listed: all cases, so that the file names those not tried.
+        """
+        folder = os.environ.get("SPARK_SWEEP_RESULTS")
+        if not folder:
             return
         rows = sorted(self.rows(), key=lambda row: (list(about).index(row.group), row.case))
         document = {
@@ -142,73 +132,67 @@ class Sweep:
                 "cpus": os.cpu_count(), "arch": platform.machine(),
                 "kernel": platform.release(), "load": round(os.getloadavg()[0], 1),
             },
-            "versions": versions(guest),
+            "versions": _versions(guest),
             "stands_in": LAB if guest else "this machine, without a host; not a DGX Spark",
             "counted": counted,
             "groups": about,
             "rows_shown": self.name != "kill",
             "not_tried": sorted(set(listed) - {row.case for row in rows}),
-            "tried": {group: tally(rows, group) for group in about},
-            # Of hundreds of points that are alike only those that went wrong.
+            "tried": {group: _tally(rows, group) for group in about},
+            # Of hundreds of similar points only the failures.
             "rows": [asdict(row) for row in rows if len(rows) < MANY or row.wrong],
         }  # fmt: skip
-        path = Path(where) / f"{self.name}.json"
+        path = Path(folder) / f"{self.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def tally(rows: Iterable[Row], group: str) -> dict[str, int]:
-    """Return how many cases of a group were tried, and how many held."""
-    here = [row for row in rows if row.group == group]
-    return {"cases": len(here), "held": sum(not row.wrong for row in here)}
+def _tally(rows: Iterable[Row], group: str) -> dict[str, int]:
+    of_group = [row for row in rows if row.group == group]
+    return {"cases": len(of_group), "held": sum(not row.wrong for row in of_group)}
 
 
-def versions(guest: Guest | None) -> dict[str, str]:
-    """Return what was swept, and on what."""
-    ours = {
-        "dgx-spark-deploy": _out("git", "-C", str(CHECKOUT), "rev-parse", "--short", "HEAD"),
+def _versions(guest: Guest | None) -> dict[str, str]:
+    versions = {
+        "dgx-spark-deploy": _output_of("git", "-C", str(CHECKOUT), "rev-parse", "--short", "HEAD"),
         "pyinfra": importlib.metadata.version("pyinfra"),
         "python": platform.python_version(),
     }
-    if guest is None:
-        return ours
-    return {
-        **ours,
-        "host": guest.run(". /etc/os-release; echo $PRETTY_NAME"),
-        "systemd": guest.run("systemctl --version | head -1 | cut -d' ' -f2"),
-        "docker": guest.run("docker version -f '{{.Server.Version}}' 2>/dev/null || echo none"),
-    }
+    if guest is not None:
+        versions |= {
+            "host": guest.run(". /etc/os-release; echo $PRETTY_NAME"),
+            "systemd": guest.run("systemctl --version | head -1 | cut -d' ' -f2"),
+            "docker": guest.run("docker version -f '{{.Server.Version}}' 2>/dev/null || echo none"),
+        }
+    return versions
 
 
-def _out(*argv: str) -> str:
+def _output_of(*argv: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def side_by_side(places: Iterable[T], cases: Iterable[str], one: Callable[[T, str], Row]) -> None:
-    """Try the cases on several guests at once, each guest one case at a time."""
+def run_in_parallel(
+    places: Iterable[T], cases: Iterable[str], run: Callable[[T, str], Row]
+) -> None:
+    """Run the cases on several guests at once, each guest one case at a time."""
     free: Queue[T] = Queue()
     count = 0
     for place in places:
         free.put(place)
         count += 1
 
-    def on_a_free_one(case: str) -> None:
+    def run_on_free_place(case: str) -> None:
         place = free.get()
         try:
-            one(place, case)
+            run(place, case)
         finally:
             free.put(place)
 
     with ThreadPoolExecutor(count) as pool:
-        list(pool.map(on_a_free_one, cases))
+        list(pool.map(run_on_free_place, cases))
 
 
-def all_well(rows: Iterable[Row]) -> None:
-    """Insist that no row went wrong.
-
-    Raises:
-        AssertionError: with each that did.
-    """
+def assert_all_passed(rows: Iterable[Row]) -> None:
     wrong = [f"{row.group}: {row.case}: {row.wrong}" for row in rows if row.wrong]
     if wrong:
         raise AssertionError(f"{len(wrong)} went wrong:\n" + "\n".join(wrong))

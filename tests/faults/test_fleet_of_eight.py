@@ -1,8 +1,8 @@
-"""Eight hosts, one line to the internet: what crosses it, how long it takes, who notices.
+"""Eight hosts behind a slow line: traffic, duration, and whether clients notice.
 
-`tc` scales everything down together: the line from hub and registry for all hosts, and a network
-ten times as fast to each host. `SPARK_EIGHT_GUESTS` names other guests; with `SPARK_LINE_RESULT` a
-folder, figures and a plot are written there.
+`tc` limits the line from hub and registry to all hosts together, and a network ten times as fast to
+each host. `SPARK_EIGHT_GUESTS` names other guests. With `SPARK_LINE_RESULT` figures and plots are
+written to that folder.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 import pytest
 
 from spark_deploy.bench import report
-from tests.faults.lending import FROM_HUB, Pulled, Sent, slow
-from tests.labkit import Guest, Site, guest_named, info, lab
+from tests.faults.test_peer_downloads import shared_blobs
+from tests.faults.transfers import FROM_HUB, HubLog, RegistryLog, checkpoint_sums, limit_rate
+from tests.labkit import CAPITAL, Guest, Site, guest_named, info, lab
 
 NAMES = os.environ.get(
     "SPARK_EIGHT_GUESTS", "lab-20 lab-21 lab-22 lab-23 lab-24 lab-25 lab-26 lab-27"
@@ -32,8 +33,8 @@ NAMES = os.environ.get(
 LINE, NETWORK = "4mbit", "40mbit"
 FROM_REGISTRY = ("match", "ip", "src", "10.77.0.1", "match", "ip", "sport", "5000", "0xffff")
 FROM_PEERS = ("match", "ip", "sport", "8010", "0xffff")
-CAPITAL = "What is the capital of France?"
-FETCHED = (
+DELETE_SOURCES = "rm -rf /srv/spark/sources/*--tiny-int4-*"
+FETCH_TIMES = (
     "journalctl -q -o short-unix _PID=1 | grep -E '(Starting|Finished) spark-job@' | "
     'grep -F "$(basename $(dirname $(grep -l \'"fetch"\' /var/lib/spark/jobs/*/job.json)))" | '
     "tail -2 | cut -d' ' -f1"
@@ -43,8 +44,6 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 class Eight:
-    """The hosts, and what is written down of them at the end."""
-
     def __init__(self, site: Site):
         self.site = site
         self.guests = [guest_named(name) for name in NAMES]
@@ -57,52 +56,51 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eight]:
     site = Site(tmp_path_factory.mktemp("site"), hosts=list(NAMES))
     # Other runs publish their own stand-in under the same name.
     published = {
-        role: f"{made['repository']}:{made['tag']}"
+        role: f"{image['repository']}:{image['tag']}"
         for role, name in (("engine", "vllm-cpu"), ("stub_engine", "stub-engine"))
-        if (made := info()["images"].get(name))
+        if (image := info()["images"].get(name))
     }
     site.choose(model="lab-stub", profile="base", images=published)
-    made = Eight(site)
-    yield made
+    eight = Eight(site)
+    yield eight
     if "SPARK_LINE_RESULT" in os.environ:
-        write_result(Path(os.environ["SPARK_LINE_RESULT"]), made.result)
+        write_eight_hosts(Path(os.environ["SPARK_LINE_RESULT"]), eight.result)
     for name in NAMES:
         lab("down", name)
 
 
 @contextmanager
-def shaped(guests: Sequence[Guest]) -> Iterator[None]:
-    """Make one slow line of what hub and registry send, and a faster network to each host."""
+def slow_line(guests: Sequence[Guest]) -> Iterator[None]:
     line = [
         (*source, "match", "ip", "dst", guest.ip)
         for guest in guests
         for source in (FROM_HUB, FROM_REGISTRY)
     ]
     with ExitStack() as stack:
-        stack.enter_context(slow("br-lab", LINE, *line))
+        stack.enter_context(limit_rate("br-lab", LINE, *line))
         for guest in guests:
-            stack.enter_context(slow(f"veth-{guest.name}", NETWORK, FROM_PEERS))
+            stack.enter_context(limit_rate(f"veth-{guest.name}", NETWORK, FROM_PEERS))
         yield
 
 
-class Asking:
-    """Somebody who asks each of some hosts every second."""
+class Client:
+    """Asks each of some hosts every second."""
 
     def __init__(self, guests: Sequence[Guest]):
         self._guests, self._over = guests, threading.Event()
         self._model = guests[0].names()[0]
-        self.seen: Counter[str] = Counter()
+        self.answers: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._ask)
 
     def _ask(self) -> None:
         while not self._over.is_set():
             for guest in self._guests:
-                right = guest.ask(CAPITAL, model=self._model)
-                told = "right" if right[0] == 200 and "Paris" in str(right[1]) else str(right)[:200]
-                self.seen[told] += 1
+                status, body = guest.ask(CAPITAL, model=self._model)
+                right = status == 200 and "Paris" in str(body)
+                self.answers["right" if right else f"{status} {body}"[:200]] += 1
             self._over.wait(1)
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> Client:
         self._thread.start()
         return self
 
@@ -111,130 +109,163 @@ class Asking:
         self._thread.join()
 
 
-def tree(guest: Guest) -> str:
-    return guest.run("cd /srv/spark/sources/*--tiny-int4-*; find . -type f ! -name receipt.json "
-                     "-print0 | sort -z | xargs -0 sha256sum")  # fmt: skip
-
-
-def fetched(eight: Eight, count: int) -> dict[str, Any]:
-    """Have hosts fetch the model anew over the line; return bytes and seconds by systemd's word."""
+def fetch_over_line(eight: Eight, count: int, *, share: bool = True) -> dict[str, Any]:
+    """Fetch the model again on some hosts; return bytes, and seconds of the jobs by systemd."""
     guests = eight.guests[:count]
     eight.site.hosts[:] = NAMES[:count]
+    eight.site.choose(fleet={"share": share})
     for guest in guests:
-        guest.run("rm -rf /srv/spark/sources/*--tiny-int4-*")
-    sent = Sent()
-    with shaped(guests):
+        guest.run(DELETE_SOURCES)
+    hub = HubLog()
+    with slow_line(guests):
         run = eight.site.deploy(timeout_s=1500)
     assert run.exit_code == 0, run.stderr[-4000:]
-    times = [tuple(map(float, guest.run(FETCHED).split())) for guest in guests]
+    times = [tuple(map(float, guest.run(FETCH_TIMES).split())) for guest in guests]
     return {
         "hosts": count,
-        "hub_sent_bytes": sum(sent.bytes_to(guest) for guest in guests),
+        "share": share,
+        "hub_sent_bytes": sum(hub.bytes_to(guest) for guest in guests),
         "seconds": round(max(end for _, end in times) - min(begin for begin, _ in times), 1),
     }
 
 
-def test_eight_new_hosts_cost_one_copy_and_then_nothing_changes(eight: Eight) -> None:
-    sent, pulled = Sent(), Pulled()
+def test_eight_new_hosts_download_one_copy_and_second_run_changes_nothing(eight: Eight) -> None:
+    hub, registry = HubLog(), RegistryLog()
     run = eight.site.deploy(timeout_s=2400)
     assert run.exit_code == 0, f"{run.failed}\n{run.stderr[-6000:]}"
     first = eight.guests[0]
-    one_copy = sum(int(size) for size in first.run(
+    model_bytes = sum(int(size) for size in first.run(
         "find /srv/spark/sources/*--tiny-int4-* -size +100k -printf '%s\\n'").split())  # fmt: skip
-    from_hub = sum(sent.bytes_to(guest) for guest in eight.guests)
-    kept = first.run("cd /srv/spark/sources/image--*; stat -c '%s' sha256:*").split()
-    blobs = first.run("cd /srv/spark/sources/image--*; ls sha256:*").split()
-    of_image = sum(
-        size for guest in eight.guests for name, size in pulled.by(guest).items() if name in blobs
+    hub_bytes = sum(hub.bytes_to(guest) for guest in eight.guests)
+    blobs = shared_blobs(first)
+    registry_bytes = sum(
+        size
+        for guest in eight.guests
+        for name, size in registry.bytes_to(guest).items()
+        if name in blobs
     )
-    assert from_hub == pytest.approx(one_copy, rel=0.01)
-    assert of_image == pytest.approx(sum(map(int, kept)), rel=0.01)
-    assert len({tree(guest) for guest in eight.guests}) == 1
+    assert hub_bytes == pytest.approx(model_bytes, rel=0.01)
+    assert registry_bytes == pytest.approx(sum(blobs.values()), rel=0.01)
+    assert len({checkpoint_sums(guest) for guest in eight.guests}) == 1
     eight.result["first_deploy"] = {
-        "hosts": 8, "model_bytes": one_copy, "hub_sent_bytes": from_hub,
-        "image_bytes": sum(map(int, kept)), "registry_sent_bytes": of_image,
+        "hosts": 8, "model_bytes": model_bytes, "hub_sent_bytes": hub_bytes,
+        "image_bytes": sum(blobs.values()), "registry_sent_bytes": registry_bytes,
         "seconds": round(run.seconds, 1),
     }  # fmt: skip
-    eight.site.deploy(timeout_s=1200).must_have_changed_nothing()
+    eight.site.deploy(timeout_s=1200).assert_unchanged()
 
 
 def test_eight_hosts_take_little_longer_than_one(
     eight: Eight, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [fetched(eight, count) for count in (1, 8)]
+    one, all_hosts = runs = [fetch_over_line(eight, count) for count in (1, 8)]
     with capsys.disabled():
-        sys.stdout.write(f"\n{found}\n")
-    one, all_of_them = found
-    assert all_of_them["hub_sent_bytes"] == pytest.approx(one["hub_sent_bytes"], rel=0.01)
-    over_the_network_s = one["hub_sent_bytes"] * 8 / 40e6
+        sys.stdout.write(f"\n{runs}\n")
+    assert all_hosts["hub_sent_bytes"] == pytest.approx(one["hub_sent_bytes"], rel=0.01)
+    over_network_s = one["hub_sent_bytes"] * 8 / 40e6
     eight.result["line"] = {
-        "rate": LINE, "network": NETWORK, "runs": found,
-        "one_copy_over_the_network_s": round(over_the_network_s, 1),
+        "rate": LINE, "network": NETWORK, "runs": runs,
+        "one_copy_over_the_network_s": round(over_network_s, 1),
     }  # fmt: skip
-    assert all_of_them["seconds"] <= one["seconds"] * 1.3 + over_the_network_s
+    assert all_hosts["seconds"] <= one["seconds"] * 1.3 + over_network_s
 
 
-def test_a_peer_that_loses_its_power_in_the_middle_costs_the_others_little(eight: Eight) -> None:
+def test_hub_traffic_grows_with_hosts_only_without_sharing(
+    eight: Eight, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {}
+    for count in (1, 2, 4):
+        for share in (True, False):
+            runs[count, share] = fetch_over_line(eight, count, share=share)
+            with capsys.disabled():
+                sys.stdout.write(f"\n{runs[count, share]}")
+    eight.site.choose(fleet={"share": True})
+    copy_bytes = runs[1, True]["hub_sent_bytes"]
+    for count in (2, 4):
+        assert runs[count, True]["hub_sent_bytes"] == pytest.approx(copy_bytes, rel=0.01)
+        assert runs[count, False]["hub_sent_bytes"] == count * copy_bytes
+        assert runs[count, True]["seconds"] < runs[1, True]["seconds"] * 1.3
+    if "SPARK_LINE_RESULT" in os.environ:
+        groups = [
+            (f"{count} hosts", [runs[count, share]["seconds"] for share in (True, False)])
+            for count in (1, 2, 4)
+        ]
+        write_result(
+            Path(os.environ["SPARK_LINE_RESULT"]),
+            "lending",
+            {"benchmark": "lending", "line": LINE, "runs": list(runs.values())},
+            groups,
+            "Seconds until every host has the checkpoint: with and without sharing",
+        )
+
+
+def test_hosts_finish_although_a_peer_loses_power(eight: Eight) -> None:
     first, second, *others = eight.guests
     eight.site.hosts[:] = NAMES
     for guest in (second, *others):
-        guest.run("rm -rf /srv/spark/sources/*--tiny-int4-*")
-    sent = Sent()
-    part = "find /srv/spark/sources -name '*.part' -size +300k | grep ."
+        guest.run(DELETE_SOURCES)
+    hub = HubLog()
     with ExitStack() as stack:
         for guest in others:
-            stack.enter_context(slow(f"veth-{guest.name}", "8mbit", FROM_PEERS))
+            stack.enter_context(limit_rate(f"veth-{guest.name}", "8mbit", FROM_PEERS))
         process = eight.site.start()
+        part = "find /srv/spark/sources -name '*.part' -size +300k | grep ."
         others[-1].wait(part, seconds=400)
         lab("break", "kill-guest", second.name)
         for guest in others:
             guest.wait("ls /srv/spark/sources/*--tiny-int4-*/receipt.json", seconds=300)
         process.communicate(timeout=900)
     lab("up", second.name, "--engine", "stub")
-    assert {tree(guest) for guest in others} == {tree(first)}
-    from_hub = sum(sent.bytes_to(guest) for guest in eight.guests)
-    eight.result["killed_peer"] = {"hub_sent_bytes": from_hub}
-    assert from_hub < eight.result["first_deploy"]["model_bytes"]
+    assert {checkpoint_sums(guest) for guest in others} == {checkpoint_sums(first)}
+    hub_bytes = sum(hub.bytes_to(guest) for guest in eight.guests)
+    eight.result["killed_peer"] = {"hub_sent_bytes": hub_bytes}
+    assert hub_bytes < eight.result["first_deploy"]["model_bytes"]
     run = eight.site.deploy(timeout_s=1500)
     assert run.exit_code == 0, run.stderr[-4000:]
 
 
-def test_a_host_is_built_anew_from_its_peers_while_seven_serve(eight: Eight) -> None:
+def test_rebuilt_host_downloads_from_peers_while_they_serve(eight: Eight) -> None:
     eight.site.hosts[:] = NAMES
     *seven, last = eight.guests
     began = time.monotonic()
-    with Asking(seven) as asking:
+    with Client(seven) as client:
         lab("up", last.name, "--fresh", "--engine", "stub")
-        anew = Site(eight.site.root / "anew", hosts=list(NAMES))  # knows the new host key
-        anew.choose(**eight.site.choices)
-        sent, pulled = Sent(), Pulled()
-        run = anew.deploy(timeout_s=1500)
+        site = Site(eight.site.root / "anew", hosts=list(NAMES))  # has the new host key
+        site.choose(**eight.site.choices)
+        hub, registry = HubLog(), RegistryLog()
+        run = site.deploy(timeout_s=1500)
     assert run.exit_code == 0, run.stderr[-5000:]
-    assert sent.bytes_to(last) == 0
-    blobs = eight.guests[0].run("cd /srv/spark/sources/image--*; ls sha256:*").split()
-    assert not set(blobs) & pulled.by(last).keys()
-    assert last.answers(CAPITAL, "Paris")
-    assert set(asking.seen) == {"right"}, asking.seen
+    assert hub.bytes_to(last) == 0
+    assert not shared_blobs(eight.guests[0]).keys() & registry.bytes_to(last).keys()
+    assert last.answers()
+    assert set(client.answers) == {"right"}, client.answers
     eight.result["rebuilt"] = {
         "seconds": round(time.monotonic() - began, 1), "hub_sent_bytes": 0,
-        "asked_of_the_seven": asking.seen["right"],
+        "asked_of_the_seven": client.answers["right"],
     }  # fmt: skip
 
 
-def write_result(folder: Path, found: dict[str, Any]) -> None:
-    result = {
-        "benchmark": "eight hosts",
+def write_eight_hosts(folder: Path, result: dict[str, Any]) -> None:
+    groups = []
+    if line := result.get("line"):
+        groups = [(f"{run['hosts']} hosts", [run["seconds"]]) for run in line["runs"]]
+        groups.append(("one copy over the network", [line["one_copy_over_the_network_s"]]))
+    title = f"Seconds until every host has the model, line {LINE}"
+    write_result(folder, "eight-hosts", {"benchmark": "eight hosts", **result}, groups, title)
+
+
+def write_result(
+    folder: Path, name: str, result: dict[str, Any], groups: list[tuple[str, list[float]]],
+    title: str,
+) -> None:  # fmt: skip
+    document = {
         "command": "SPARK_LINE_RESULT=proofs/results python -m pytest "
         "tests/faults/test_fleet_of_eight.py",
         "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "load": os.getloadavg()[0]},
         "stands_in": "guests of the virtual lab on one machine; not a DGX Spark",
-        **found,
+        **result,
     }
-    (folder / "eight-hosts.json").write_text(json.dumps(result, indent=2) + "\n")
-    if "line" not in found:
-        return
-    groups = [(f"{one['hosts']} hosts", [one["seconds"]]) for one in found["line"]["runs"]]
-    groups.append(("one copy over the network", [found["line"]["one_copy_over_the_network_s"]]))
-    picture = report.draw_bars(groups, f"Seconds until every host has the model, line {LINE}")
-    (folder / "eight-hosts.svg").write_text(picture + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+    if groups:
+        (folder / f"{name}.svg").write_text(report.draw_bars(groups, title) + "\n")

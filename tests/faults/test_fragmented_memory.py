@@ -1,7 +1,7 @@
-"""Free memory without contiguous blocks: a start defragments it, serves, or names a reboot.
+"""Free memory without contiguous blocks: a start compacts it and serves, or names a reboot.
 
-What /proc/buddyinfo shows is constructed from reports (lab/buddyinfo); what the kernel would do
-is written into files of the guest.
+/proc/buddyinfo is constructed from reports (lab/buddyinfo); writes to the kernel's tunables go to
+files of the guest.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests.faults.bench import A, Bench
 
 VM = f"/{PROC}/sys/vm"
 DROP_IN = f"/etc/systemd/system/spark-serve@{A}.service.d/60-bench.conf"
-# Compaction that helps: the first write brings the blocks of a healthy host.
-HELPS = f"""[Path]
+# Effective compaction: the first write restores the free blocks of a healthy host.
+COMPACTION_UNIT = f"""[Path]
 PathModified={VM}/compact_memory
 [Install]
 WantedBy=multi-user.target"""
@@ -29,27 +29,27 @@ NO_MEMORY = (
 )
 
 
-def show(bench: Bench, name: str) -> None:
+def set_buddyinfo(bench: Bench, name: str) -> None:
     bench.write(f"/{PROC}/buddyinfo", (BUDDYINFO / f"{name}.txt").read_text().rstrip())
 
 
-def written(bench: Bench) -> list[str]:
+def compaction_requests(bench: Bench) -> list[str]:
     return [bench.run(f"cat {VM}/{name}").strip() for name in ("drop_caches", "compact_memory")]
 
 
 @pytest.fixture(autouse=True)
 def healthy(bench: Bench) -> Iterator[None]:
     bench.wipe()
-    show(bench, "healthy")
+    set_buddyinfo(bench, "healthy")
     bench.run(f": > {VM}/drop_caches; : > {VM}/compact_memory")
     yield
-    show(bench, "healthy")
+    set_buddyinfo(bench, "healthy")
 
 
 @contextmanager
-def helpful_compaction(bench: Bench) -> Iterator[None]:
+def effective_compaction(bench: Bench) -> Iterator[None]:
     bench.write("/run/healthy", (BUDDYINFO / "healthy.txt").read_text().rstrip())
-    bench.write("/run/systemd/system/compaction.path", HELPS)
+    bench.write("/run/systemd/system/compaction.path", COMPACTION_UNIT)
     bench.write(
         "/run/systemd/system/compaction.service",
         f"[Service]\nType=oneshot\nExecStart=/bin/sh -c 'cat /run/healthy > /{PROC}/buddyinfo'",
@@ -72,42 +72,42 @@ def kernel_log(bench: Bench, text: str) -> Iterator[None]:
         bench.run("rm -r /usr/local/bin/journalctl /run/bench")
 
 
-def test_a_healthy_host_keeps_its_caches(bench: Bench) -> None:
-    bench.good(A)
-    assert written(bench) == ["", ""]
-    bench.serves(A)
+def test_healthy_host_keeps_caches(bench: Bench) -> None:
+    bench.serve_proven(A)
+    assert compaction_requests(bench) == ["", ""]
+    bench.assert_serves(A)
 
 
-def test_a_start_compacts_and_serves(bench: Bench) -> None:
-    with helpful_compaction(bench), kernel_log(bench, NO_MEMORY):
-        show(bench, "fragmented")
-        bench.good(A)
-    assert written(bench) == ["3", "1"]
-    bench.serves(A)
+def test_start_compacts_memory_and_serves(bench: Bench) -> None:
+    with effective_compaction(bench), kernel_log(bench, NO_MEMORY):
+        set_buddyinfo(bench, "fragmented")
+        bench.serve_proven(A)
+    assert compaction_requests(bench) == ["3", "1"]
+    bench.assert_serves(A)
 
 
-def test_blocks_are_freed_while_the_engine_loads(bench: Bench) -> None:
+def test_frees_blocks_while_engine_loads(bench: Bench) -> None:
     bench.release(A, engine__env={"STUB_LOAD_S": "6"})
-    bench.begin(A)
+    bench.start_switch(A)
     bench.guest.wait("docker ps -q --filter name=spark- | grep .")
-    assert written(bench) == ["", ""]
-    show(bench, "low")
-    assert bench.ended(A)["state"] == "switched"
-    assert written(bench) == ["3", "1"]
+    assert compaction_requests(bench) == ["", ""]
+    set_buddyinfo(bench, "low")
+    assert bench.wait_for_result(A)["state"] == "switched"
+    assert compaction_requests(bench) == ["3", "1"]
 
 
-def test_a_driver_that_finds_no_blocks_fails_the_proof_and_names_the_reboot(bench: Bench) -> None:
+def test_driver_without_blocks_fails_start_and_names_reboot(bench: Bench) -> None:
     with kernel_log(bench, NO_MEMORY):
-        show(bench, "fragmented")
+        set_buddyinfo(bench, "fragmented")
         bench.release(A)
         result = bench.switch(A)
     assert result["state"] != "switched"
-    assert written(bench) == ["3", "1"]
+    assert compaction_requests(bench) == ["3", "1"]
     assert "NV_ERR_NO_MEMORY" in result["reason"]
-    assert "reboot the host" in result["reason"]
+    assert "reboot" in result["reason"]
 
 
-def test_the_unit_may_write_these_two_tunables_and_no_other(bench: Bench) -> None:
+def test_unit_may_write_only_two_tunables(bench: Bench) -> None:
     bench.release(A)
     bench.write(
         DROP_IN,

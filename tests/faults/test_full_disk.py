@@ -1,4 +1,4 @@
-"""A disk without a free byte under what the host tools write: a server goes on, or comes back."""
+"""A full disk below the state directory: a server keeps running, or starts again."""
 
 from __future__ import annotations
 
@@ -12,67 +12,54 @@ STATE = "/var/lib/spark"
 FULL = "No space left on device"
 
 
-class Disk:
-    """A small file system of its own below the state directory of the bench."""
-
-    def __init__(self, bench: Bench):
-        self.bench = bench
-
-    def fill(self) -> None:
-        """Leave no byte free: in blocks first, then byte by byte what is left."""
-        self.bench.run(
-            f"dd if=/dev/zero of={STATE}/filler bs=4k 2>/dev/null; "
-            f"! sh -c 'echo x > {STATE}/more' 2>/dev/null"
-        )
-
-    def free(self) -> None:
-        self.bench.run(f"rm -f {STATE}/filler {STATE}/more")
+# Leaves no byte free: whole blocks first, then single bytes.
+FILL = (
+    f"dd if=/dev/zero of={STATE}/filler bs=4k 2>/dev/null; "
+    f"! sh -c 'echo x > {STATE}/more' 2>/dev/null"
+)
+FREE = f"rm -f {STATE}/filler {STATE}/more"
 
 
-@pytest.fixture
-def disk(bench: Bench) -> Iterator[Disk]:
+@pytest.fixture(autouse=True)
+def small_disk(bench: Bench) -> Iterator[None]:
     bench.wipe()
     bench.run(
         f"mkdir -p {STATE} && cp -a {STATE} /run/kept && "
         f"mount -t tmpfs -o size=2m tmpfs {STATE} && cp -a /run/kept/. {STATE}/"
     )
-    yield Disk(bench)
+    yield
     bench.wipe()
     bench.run(f"umount -l {STATE}; rm -rf /run/kept")
 
 
-def test_a_change_on_a_full_disk_is_not_begun_and_the_file_is_named(
-    bench: Bench, disk: Disk
-) -> None:
-    bench.good(A)
+def test_rollout_on_full_disk_is_refused_naming_the_file(bench: Bench) -> None:
+    bench.serve_proven(A)
     run = bench.guest.run(f"systemctl show -p InvocationID --value spark-serve@{A}")
     bench.release(B)
-    disk.fill()
+    bench.run(FILL)
 
-    bench.begin(B)
+    bench.start_switch(B)
     bench.guest.wait(f"systemctl is-failed spark-switch@{B}", seconds=60)
 
-    said = bench.run(f"journalctl -u spark-switch@{B} -o cat -n 30")
-    assert FULL in said
-    assert f"{STATE}/switch/" in said
+    log = bench.run(f"journalctl -u spark-switch@{B} -o cat -n 30")
+    assert FULL in log
+    assert f"{STATE}/switch/" in log
     assert bench.guest.serving() == [f"spark-serve@{A}.service"]
     assert bench.guest.boots() == [f"spark-serve@{A}.service"]
-    # The same run as before: it was not even drained.
+    # The engine was not restarted.
     assert bench.guest.run(f"systemctl show -p InvocationID --value spark-serve@{A}") == run
     assert bench.answers()
-    disk.free()
+    bench.run(FREE)
     assert bench.switch(B)["state"] == "switched"
-    bench.serves(B)
+    bench.assert_serves(B)
 
 
-def test_a_disk_that_fills_up_during_a_change_brings_the_old_release_back(
-    bench: Bench, disk: Disk
-) -> None:
-    bench.good(A)
+def test_disk_filling_during_rollout_restores_old_release(bench: Bench) -> None:
+    bench.serve_proven(A)
     bench.release(B, engine__env={"STUB_LOAD_S": "6"})
-    bench.begin(B)
-    bench.at_phase(B, "start")
-    disk.fill()
+    bench.start_switch(B)
+    bench.wait_for_phase(B, "start")
+    bench.run(FILL)
 
     bench.guest.wait(
         f"! systemctl is-active spark-switch@{B} && systemctl is-active spark-serve@{A}", seconds=90
@@ -82,25 +69,23 @@ def test_a_disk_that_fills_up_during_a_change_brings_the_old_release_back(
     assert bench.guest.serving() == [f"spark-serve@{A}.service"]
     assert bench.guest.boots() == [f"spark-serve@{A}.service"]
     assert bench.answers()
-    # What was proven before is still whole, and is what a boot goes by.
+    # The boot record is intact.
     assert bench.guest.json(f"cat {STATE}/good/main.json")["release"] == A
-    disk.free()
+    bench.run(FREE)
     assert bench.switch(B)["state"] == "switched"
-    bench.serves(B)
+    bench.assert_serves(B)
 
 
-def test_a_server_that_answers_right_starts_though_its_proof_cannot_be_kept(
-    bench: Bench, disk: Disk
-) -> None:
-    bench.good(A)
-    disk.fill()
+def test_working_server_starts_although_proof_cannot_be_written(bench: Bench) -> None:
+    bench.serve_proven(A)
+    bench.run(FILL)
 
     bench.run(f"systemctl restart spark-serve@{A}", timeout_s=90)
     bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
 
-    assert "the proof was not written" in bench.run(f"journalctl -u spark-serve@{A} -o cat -n 60")
+    assert FULL in bench.run(f"journalctl -u spark-serve@{A} -o cat -n 60")
     assert bench.answers()
     assert bench.guest.json(f"cat {STATE}/good/main.json")["release"] == A
-    disk.free()
+    bench.run(FREE)
     assert bench.switch(A)["state"] == "switched"
-    bench.serves(A)
+    bench.assert_serves(A)

@@ -1,31 +1,26 @@
-"""A checkpoint that is not whole is never served, wherever its making was cut off."""
+"""An incomplete checkpoint is never served, wherever its build was interrupted."""
 
 from __future__ import annotations
 
 import json
 
-from tests.faults.hold import JOBS, Hold, controller, die, next_runs
+from tests.faults.pause import JOBS, Pause, assert_repaired, kill_running, running_deploy
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, lab
 
-QUESTION = "What is the capital of France?"
 
-
-def whole(guest: Guest) -> list[str]:
-    """Return the trees that carry a receipt, hidden ones too."""
-    found = guest.run(
+def complete_checkpoints(guest: Guest) -> list[str]:
+    folders = guest.run(
         "find /srv/spark/models -mindepth 2 -name receipt.json -printf '%h\\n'"
     ).splitlines()
-    return sorted(found)
+    return sorted(folders)
 
 
-def unfinished(guest: Guest) -> list[str]:
-    """Return the files with content that lie in places where trees grow."""
+def partial_files(guest: Guest) -> list[str]:
     return guest.run("find /srv/spark/models -path '*/.*.partial/*' -type f -size +0").splitlines()
 
 
-def only_the_served_tree(guest: Guest) -> str:
-    """Drop every tree but the one that is served, so that another has to be built."""
+def delete_unserved_checkpoints(guest: Guest) -> str:
     [unit] = guest.serving()
     release = unit.partition("@")[2].removesuffix(".service")
     tree: str = guest.json(f"cat /etc/spark/releases/{release}/release.json")["tree"]["path"]
@@ -33,73 +28,76 @@ def only_the_served_tree(guest: Guest) -> str:
     return tree
 
 
-def test_a_build_killed_in_the_middle_is_invisible_and_the_next_run_finishes_it(
+def test_killed_build_is_invisible_and_next_run_finishes_it(
     fleet: Fleet,
 ) -> None:
     guest = fleet.guests[0]
     fleet.settle(guest)
-    tree, before = only_the_served_tree(guest), guest.serving()
-    fleet.site.choose(profile="v2-native")  # has a tree of its own
+    tree, before = delete_unserved_checkpoints(guest), guest.serving()
+    fleet.site.choose(profile="v2-native")  # needs another checkpoint
     process = fleet.site.start("--limit", guest.name)
-    with Hold.job(guest, "checkpoint", JOBS["checkpoint"]) as hold:
-        held = hold.wait()
-        assert unfinished(guest) != []
+    with Pause.job(guest, "checkpoint", JOBS["checkpoint"]) as pause:
+        paused = pause.wait()
+        assert partial_files(guest) != []
 
-        guest.run(f"systemctl kill --kill-who=main -s KILL {held['unit']}")
-        said, _ = process.communicate(timeout=120)
+        guest.run(f"systemctl kill --kill-who=main -s KILL {paused['unit']}")
+        output, _ = process.communicate(timeout=120)
 
     assert process.returncode != 0
-    assert "build lab-stub" in said
-    assert "Traceback" not in said
-    assert guest.unit(held["unit"], "Result") == {"Result": "signal"}
-    assert unfinished(guest) != []
-    assert whole(guest) == [tree]
+    assert "build lab-stub" in output
+    assert "Traceback" not in output
+    assert guest.unit(paused["unit"], "Result") == {"Result": "signal"}
+    assert partial_files(guest) != []
+    assert complete_checkpoints(guest) == [tree]
     assert guest.serving() == guest.boots() == before
-    assert guest.answers(QUESTION, "Paris")
+    assert guest.answers()
 
-    next_runs(fleet)
+    assert_repaired(fleet)
 
-    assert unfinished(guest) == []
-    assert whole(guest) == sorted([tree, held["proof"]["receipt"].removesuffix("/receipt.json")])
+    assert partial_files(guest) == []
+    built = paused["proof"]["receipt"].removesuffix("/receipt.json")
+    assert complete_checkpoints(guest) == sorted([tree, built])
     assert guest.serving() != before
 
 
-def test_a_power_cut_in_the_middle_of_a_build_goes_on_at_the_next_boot(fleet: Fleet) -> None:
+def test_build_continues_at_boot_after_power_cut(fleet: Fleet) -> None:
     guest = fleet.guests[0]
     fleet.settle(guest)
-    tree, before = only_the_served_tree(guest), guest.serving()
+    tree, before = delete_unserved_checkpoints(guest), guest.serving()
     fleet.site.choose(profile="v2-native")
-    with controller(fleet) as process, Hold.job(guest, "checkpoint", JOBS["checkpoint"]) as hold:
-        held = hold.wait()
-        assert unfinished(guest) != []
-        assert whole(guest) == [tree]
-        die(process)
+    job = Pause.job(guest, "checkpoint", JOBS["checkpoint"])
+    with running_deploy(fleet) as process, job as pause:
+        paused = pause.wait()
+        assert partial_files(guest) != []
+        assert complete_checkpoints(guest) == [tree]
+        kill_running(process)
 
         lab("break", "kill-guest", guest.name)
-        hold.held = {}  # nothing of it lives
+        pause.paused = {}  # these processes no longer exist
     lab("up", guest.name)
 
     guest.wait(f"systemctl is-active {before[0]}", seconds=90)
     assert guest.serving() == guest.boots() == before
-    # No controller is there: the boot itself goes on with the job.
-    guest.wait(f"test -e {held['proof']['receipt']}", seconds=90)
+    # Without a controller: the boot itself continues the job.
+    guest.wait(f"test -e {paused['proof']['receipt']}", seconds=90)
     assert guest.serving() == before
-    assert guest.answers(QUESTION, "Paris")
-    assert unfinished(guest) == []
-    next_runs(fleet)
+    assert guest.answers()
+    assert partial_files(guest) == []
+    assert_repaired(fleet)
     assert guest.serving() != before
 
 
-def test_a_choice_that_was_given_up_half_built_is_not_built_at_the_next_boot(fleet: Fleet) -> None:
+def test_abandoned_build_does_not_continue_at_boot(fleet: Fleet) -> None:
     guest = fleet.guests[0]
     fleet.settle(guest)
-    only_the_served_tree(guest)
+    delete_unserved_checkpoints(guest)
     limit = ("--limit", guest.name)
     boots_to_build = "ls /etc/systemd/system/multi-user.target.wants | grep ^spark-prepare@ || :"
     fleet.site.choose(profile="v2-native")
-    with controller(fleet) as process, Hold.job(guest, "checkpoint", JOBS["checkpoint"]) as hold:
-        hold.wait()
-        die(process)
+    job = Pause.job(guest, "checkpoint", JOBS["checkpoint"])
+    with running_deploy(fleet) as process, job as pause:
+        pause.wait()
+        kill_running(process)
         assert len(guest.run(boots_to_build).splitlines()) == 1
 
         fleet.site.choose(profile="v2")
@@ -108,16 +106,15 @@ def test_a_choice_that_was_given_up_half_built_is_not_built_at_the_next_boot(fle
         assert run.exit_code == 0, run.stderr[-3000:]
         assert run.changed == ["Serve | Wait for all jobs"]
         assert guest.run(boots_to_build) == ""
-    fleet.site.deploy(*limit).must_have_changed_nothing()
+    fleet.site.deploy(*limit).assert_unchanged()
 
 
-def test_a_finished_tree_that_lost_a_file_is_never_served(fleet: Fleet) -> None:
+def test_checkpoint_that_lost_a_file_is_never_served(fleet: Fleet) -> None:
     guest = fleet.guests[0]
     fleet.settle(guest)
-    tree = only_the_served_tree(guest)
+    tree = delete_unserved_checkpoints(guest)
     receipt = f"{tree}/receipt.json"
     built = json.loads(guest.run(f"cat {receipt}"))["digest"]
-    # A tree that lost a file, and one without its receipt: neither is whole.
     unit = guest.serving()[0]
     guest.run(f"systemctl stop {unit}; rm {tree}/config.json {receipt}")
 
@@ -127,4 +124,4 @@ def test_a_finished_tree_that_lost_a_file_is_never_served(fleet: Fleet) -> None:
 
     assert run.exit_code == 0, run.stderr[-3000:]
     assert json.loads(guest.run(f"cat {receipt}"))["digest"] == built
-    assert guest.answers(QUESTION, "Paris")
+    assert guest.answers()

@@ -1,31 +1,38 @@
-"""A controller that dies anywhere leaves work that the next run finishes.
+"""A controller killed at any point leaves work that the next run finishes.
 
-Every kill falls at a point that the host's own systemd and files confirm: the work is stopped
-there (SIGSTOP), looked at, the controller is killed, and only then the work goes on. What takes
-longer is in test_killed_controller_long.py, with the phases that are like one of these.
+The host's work is paused (SIGSTOP) at a point that systemd and files confirm, the controller is
+killed, and only then the work continues. The gate runs the quick ones.
 """
 
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.faults.hold import JOBS, Hold, MissedError, attach, controller, die, next_runs
-from tests.faults.killing import DEPLOY, Place, watched
+from tests.faults.interruptions import DEPLOY, Place, run_watched
+from tests.faults.pause import (
+    JOBS,
+    MissedError,
+    Pause,
+    assert_repaired,
+    attach_to_job,
+    kill_running,
+    running_deploy,
+)
 from tests.host.conftest import USUAL, Fleet
+from tests.labkit import lab
 
-pytestmark = pytest.mark.gate
-
-# Prints something once a job's proof is there.
+# Prints something once the result of a job is complete.
 IS_PROVEN = {
     "fetch": "ls {receipt}",
     "checkpoint": "ls {receipt}",
     "image-pull": "docker images -q {image}",
     "image-build": "docker images -q {image}",
 }
-# What makes the job necessary.
+# Makes the job necessary.
 FORGET = {
     "fetch": "rm -rf /srv/spark/models/* /srv/spark/sources/*",
     "checkpoint": "rm -rf /srv/spark/models/* /srv/spark/sources/*",
@@ -33,103 +40,135 @@ FORGET = {
     "docker rmi -f $(docker images -q '10.77.0.1:5000/*/stub*')",
     "image-build": "docker rmi -f $(docker images -q spark-vllm)",
 }
-QUICK_JOBS = ["fetch", "checkpoint", "image-pull"]
-QUICK_PHASES = ["drain", "start", "check", "open"]
+GATE_JOBS, LONG_JOB = ["fetch", "checkpoint", "image-pull"], "image-build"
+GATE_PHASES = ["drain", "start", "check", "open"]
+MORE_PHASES = ["prove", "stop", "memory", "enable"]
+BENCH, ROLLBACK = "bench", "rollback"
 
 
-@pytest.mark.parametrize("kind", QUICK_JOBS)
-def test_killed_in_the_middle_of_a_job(fleet: Fleet, kind: str) -> None:
+@pytest.mark.gate
+@pytest.mark.parametrize("kind", GATE_JOBS)
+def test_killed_during_job(fleet: Fleet, kind: str) -> None:
     def settle_and_kill() -> None:
         fleet.settle(fleet.guests[0])
-        kill_in_the_middle_of_a_job(fleet, kind)
+        kill_during_job(fleet, kind)
 
-    again_when_missed(fleet, settle_and_kill)
-
-
-@pytest.mark.parametrize("phase", QUICK_PHASES)
-def test_killed_in_a_phase_of_the_change(fleet: Fleet, phase: str) -> None:
-    kill_by_turns(fleet, phase)
+    retry_if_missed(fleet, settle_and_kill)
 
 
-def kill_by_turns(fleet: Fleet, phase: str) -> None:
-    """Kill in a phase of the change to the other profile."""
-
-    def there_or_back() -> None:
-        # By turns: each phase begins where the one before it ended.
+@pytest.mark.parametrize(
+    "phase", [*(pytest.param(p, marks=pytest.mark.gate) for p in GATE_PHASES), *MORE_PHASES]
+)
+def test_killed_during_rollout_phase(fleet: Fleet, phase: str) -> None:
+    def switch_to_other_profile() -> None:
         guest = fleet.guests[0]
         profile = guest.json(f"cat /etc/spark/releases/{guest.release()}/release.json")["profile"]
-        kill_in_a_phase(fleet, phase, profile="v2" if profile == "v2-tq" else "v2-tq")
+        kill_during_phase(fleet, phase, profile="v2" if profile == "v2-tq" else "v2-tq")
 
-    again_when_missed(fleet, there_or_back)
-
-
-def again_when_missed(fleet: Fleet, one: Callable[[], None]) -> None:
-    """Try one kill, and again where its point was over before it could be held."""
-    missed: list[str] = []
-    while not in_time(one, missed):
-        assert len(missed) < 5, missed
-        next_runs(fleet)
+    retry_if_missed(fleet, switch_to_other_profile)
 
 
-def in_time(one: Callable[[], None], missed: list[str]) -> bool:
-    try:
-        one()
-    except MissedError as error:
-        missed.append(str(error))
-        return False
-    return True
-
-
-def test_killed_in_an_operation_of_the_change(fleet: Fleet) -> None:
-    # One point of test_sweep_kill.py, which has them all. The change is one that no test before
-    # this one can have made: a choice already on the host leaves the operation nothing to send.
+@pytest.mark.gate
+def test_killed_during_operation(fleet: Fleet) -> None:
+    # One point of test_sweep_kill.py. No earlier test made this choice, so there is work to send.
     guest = fleet.guests[0]
     fleet.settle(guest)
     fleet.site.choose(serve={"drain_s": 7})
-    at = "Serve_|_Install_units_and_release during 0 0.05 KILL"
-    done = watched(Place(guest.name, fleet.site, {}), DEPLOY, {"SPARK_DIE_AT": at})
+    point = "Serve_|_Install_units_and_release during 0 0.05 KILL"
+    done = run_watched(Place(guest.name, fleet.site, {}), DEPLOY, {"SPARK_DIE_AT": point})
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    next_runs(fleet)
+    assert_repaired(fleet)
     assert guest.serving() == guest.boots() == [f"spark-serve@{guest.release()}.service"]
-    assert guest.answers("What is the capital of France?", "Paris")
+    assert guest.answers()
 
 
-def kill_in_the_middle_of_a_job(fleet: Fleet, kind: str, seconds: float = 90) -> None:
-    """Have the job wanted and held within a time, kill the controller; the next one attaches."""
+def test_killed_during_image_build(fleet: Fleet) -> None:
+    # Only the real engine's image is built, maybe after a long download of its base.
+    fleet.settle(fleet.guests[0])
+    lab("prepare", "--engine", "cpu")
+    fleet.site.choose(keep_ready=[{"model": "lab-tiny", "profile": "v2"}])
+    kill_during_job(fleet, LONG_JOB, seconds=400)
+
+
+def test_killed_during_bench(fleet: Fleet) -> None:
+    fleet.settle(fleet.guests[0])
+    # Only a release that was never measured is measured.
+    unmeasured = {"environment": {"STUB_LOG": f"never measured {time.time()}"}}
+    kill_during_phase(fleet, BENCH, engine=unmeasured)
+
+
+def test_killed_during_rollback(fleet: Fleet) -> None:
+    guest = fleet.guests[0]
+    fleet.settle(guest)
+    before = guest.serving()
+    fleet.site.choose(engine={"environment": {"STUB_FAULT": "garbage"}}, check={"timeout_s": 10})
+    with Pause.rollout(guest, ROLLBACK) as pause, running_deploy(fleet) as process:
+        paused = pause.wait()
+
+        kill_running(process)
+
+        result = guest.json(f"cat /var/lib/spark/switch/{paused['release']}.json")
+        assert (result["phase"], result["state"]) == (ROLLBACK, "running")
+        assert guest.boots() == before
+    guest.wait(f"systemctl is-failed {paused['unit']}")
+    result = guest.json(f"cat /var/lib/spark/switch/{paused['release']}.json")
+    assert result["state"] == "rolled-back"
+    assert guest.serving() == guest.boots() == before
+    assert guest.answers()
+    fleet.settle(guest)
+    fleet.site.deploy("--limit", guest.name).assert_unchanged()
+
+
+def retry_if_missed(fleet: Fleet, kill: Callable[[], None]) -> None:
+    for attempt in range(6):
+        try:
+            return kill()
+        except MissedError:
+            if attempt == 5:
+                raise
+            assert_repaired(fleet)
+    return None
+
+
+def kill_during_job(fleet: Fleet, kind: str, seconds: float = 90) -> None:
     guest = fleet.guests[0]
     guest.run(FORGET[kind], check=False)
-    with Hold.job(guest, kind, JOBS[kind], seconds=seconds) as hold, controller(fleet) as process:
-        held = hold.wait(seconds + 20)
+    with (
+        Pause.job(guest, kind, JOBS[kind], seconds=seconds) as pause,
+        running_deploy(fleet) as process,
+    ):
+        paused = pause.wait(seconds + 20)
 
-        die(process)
+        kill_running(process)
 
         def starts() -> str:
-            return guest.run(f"journalctl -u {held['unit']} -o cat | grep -c ^Starting")
+            return guest.run(f"journalctl -u {paused['unit']} -o cat | grep -c ^Starting")
 
-        running, begun = guest.unit(held["unit"], "ActiveState", "SubState"), starts()
-        assert running == {"ActiveState": "activating", "SubState": "start"}
-        proven = guest.run(IS_PROVEN[kind].format(**held["proof"]) + " 2>/dev/null || :")
-        if proven and kind == "image-pull":  # docker's daemon goes on while its client is stopped
-            raise MissedError("the image was there before the client was stopped")
+        state, before = guest.unit(paused["unit"], "ActiveState", "SubState"), starts()
+        assert state == {"ActiveState": "activating", "SubState": "start"}
+        proven = guest.run(IS_PROVEN[kind].format(**paused["proof"]) + " 2>/dev/null || :")
+        if (
+            proven and kind == "image-pull"
+        ):  # the Docker daemon continues while its client is paused
+            raise MissedError("the image was complete before the client was paused")
         assert proven == ""
-        attach(fleet, hold)
-    assert starts() == begun  # attached to, not begun again
-    fleet.site.deploy("--limit", guest.name).must_have_changed_nothing()
+        attach_to_job(fleet, pause)
+    assert starts() == before  # attached to the job, not started again
+    fleet.site.deploy("--limit", guest.name).assert_unchanged()
 
 
-def kill_in_a_phase(fleet: Fleet, phase: str, **choices: object) -> None:
-    """Kill the controller in a phase of the change to choices; the next one finishes it."""
+def kill_during_phase(fleet: Fleet, phase: str, **choices: object) -> None:
     guest = fleet.guests[0]
     fleet.site.choices.clear()
     fleet.site.choose(**{**USUAL, **choices})
-    with Hold.switch(guest, phase) as hold, controller(fleet) as process:
-        held = hold.wait()
+    with Pause.rollout(guest, phase) as pause, running_deploy(fleet) as process:
+        paused = pause.wait()
 
-        die(process)
+        kill_running(process)
 
-        result = guest.json(f"cat /var/lib/spark/switch/{held['release']}.json")
+        result = guest.json(f"cat /var/lib/spark/switch/{paused['release']}.json")
         assert (result["phase"], result["state"]) == (phase, "running")
-        assert guest.unit(held["unit"], "ActiveState") == {"ActiveState": "activating"}
-    next_runs(fleet)
-    assert guest.serving() == guest.boots() == [f"spark-serve@{held['release']}.service"]
-    assert guest.answers("What is the capital of France?", "Paris")
+        assert guest.unit(paused["unit"], "ActiveState") == {"ActiveState": "activating"}
+    assert_repaired(fleet)
+    assert guest.serving() == guest.boots() == [f"spark-serve@{paused['release']}.service"]
+    assert guest.answers()

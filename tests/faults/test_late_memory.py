@@ -1,4 +1,4 @@
-"""On a Spark memory comes back long after a process is gone: a change waits, or goes back."""
+"""A Spark frees memory long after a process ends: a rollout waits for it, or rolls back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from tests.faults.bench import A, B, Bench
 
 GIB = 1 << 30
-# Half of it is the margin for what else happens on the machine that the guests share.
+# Half of it is a margin for other programs on the machine that the guests share.
 HELD = 3 * GIB
 HOLDER = f"import time; kept = b'x' * {HELD}; print('held', flush=True); time.sleep(600)"
 
@@ -19,80 +19,74 @@ def available(bench: Bench) -> int:
 
 
 @contextmanager
-def neighbour(bench: Bench) -> Iterator[None]:
-    """Have another program hold memory during a block."""
-    bench.run(f'systemd-run -q --collect --unit neighbour python3 -c "{HOLDER}"')
-    # The whole line: the one with which systemd names the program it starts has the word, too.
-    bench.guest.wait("journalctl -u neighbour -o cat | tail -n 1 | grep -qx held")
+def memory_hog(bench: Bench) -> Iterator[None]:
+    bench.run(f'systemd-run -q --collect --unit memory_hog python3 -c "{HOLDER}"')
+    # Match the whole line, because systemd's own line quotes the program.
+    bench.guest.wait("journalctl -u memory_hog -o cat | tail -n 1 | grep -qx held")
     try:
         yield
     finally:
-        bench.run("systemctl stop neighbour")
+        bench.run("systemctl stop memory_hog")
 
 
-def wants(needed_bytes: int, wait_s: float) -> dict[str, float]:
+def memory_needs(needed_bytes: int, wait_s: float) -> dict[str, float]:
     return {"needed_bytes": needed_bytes, "wait_s": wait_s, "floor_bytes": 1 << 27}
 
 
-def test_memory_that_comes_back_late_is_waited_for(bench: Bench) -> None:
-    bench.good(A)
-    bench.release(B, memory=wants(available(bench) - HELD // 2, 60))
-    with neighbour(bench):
-        bench.begin(B)
-        bench.at_phase(B, "memory")
+def test_rollout_waits_for_late_memory(bench: Bench) -> None:
+    bench.serve_proven(A)
+    bench.release(B, memory=memory_needs(available(bench) - HELD // 2, 60))
+    with memory_hog(bench):
+        bench.start_switch(B)
+        bench.wait_for_phase(B, "memory")
         time.sleep(5)
         waiting = bench.result(B)
         refused, _ = bench.guest.call("GET", "/health")
         assert bench.guest.serving() == []
 
-    result = bench.ended(B)
+    result = bench.wait_for_result(B)
 
     assert (waiting["phase"], waiting["state"], refused) == ("memory", "running", 503)
     assert "GiB available" in waiting["progress"]
     assert result["state"] == "switched", result["reason"]
     assert result["times_s"]["memory"] > 5
-    bench.serves(B)
+    bench.assert_serves(B)
 
 
-def test_memory_that_stays_away_sends_the_change_back(bench: Bench) -> None:
-    bench.good(A)
-    bench.release(B, memory=wants(available(bench) - HELD // 2, 4))
-    with neighbour(bench):
+def test_rollout_rolls_back_if_memory_stays_in_use(bench: Bench) -> None:
+    bench.serve_proven(A)
+    bench.release(B, memory=memory_needs(available(bench) - HELD // 2, 4))
+    with memory_hog(bench):
         result = bench.switch(B)
 
         assert (result["state"], result["serving"]) == ("rolled-back", A), result
         assert result["failed_phase"] == "memory"
-        # Who holds it is named, so that a person can act.
         assert "python3 (pid" in result["reason"]
         assert "3.0 GiB)" in result["reason"]
         assert 4 <= result["times_s"]["memory"] < 10
-        bench.serves(A)
+        bench.assert_serves(A)
 
 
-def test_a_server_that_could_not_go_back_comes_back_with_the_memory(bench: Bench) -> None:
-    wanted = wants(available(bench) - HELD // 2, 3)
-    bench.good(A, memory=wanted, restart={"delay_s": 3, "burst": 20, "interval_s": 300})
-    bench.release(B, memory=wanted)
-    with neighbour(bench):
+def test_failed_rollback_recovers_once_memory_is_free(bench: Bench) -> None:
+    needs = memory_needs(available(bench) - HELD // 2, 3)
+    bench.serve_proven(A, memory=needs, restart={"delay_s": 3, "burst": 20, "interval_s": 300})
+    bench.release(B, memory=needs)
+    with memory_hog(bench):
         result = bench.switch(B)
 
         assert result["state"] == "rollback-failed", result
-        assert "and the old release: " in result["reason"]
         assert bench.guest.serving() == []
         assert bench.guest.boots() == [f"spark-serve@{A}.service"]
         assert bench.guest.call("GET", "/health")[0] == 503
 
-    # Nobody does anything: systemd goes on trying within the start limits.
+    # systemd keeps trying within the start limits.
     bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
-    bench.serves(A)
+    bench.assert_serves(A)
 
 
 @contextmanager
-def container_that_stays(bench: Bench) -> Iterator[None]:
-    """Have Docker fail to end the engine of A, as with a process that the kernel does not let go.
-
-    What would end it is stopped itself; docker says so at once, where it would hang for minutes.
-    """
+def unremovable_container(bench: Bench) -> Iterator[None]:
+    """Simulate an engine process stuck in the kernel: Docker fails at once instead of hanging."""
     shim = bench.run("pgrep -f [c]ontainerd-shim.*$(docker ps -q --no-trunc)")
     bench.write(
         "/run/bench/docker",
@@ -115,21 +109,19 @@ def container_that_stays(bench: Bench) -> Iterator[None]:
         )
 
 
-def test_beside_a_container_that_cannot_be_removed_nothing_is_started(bench: Bench) -> None:
-    soon = wants(1 << 28, 4)
-    bench.good(A, memory=soon, restart={"delay_s": 3, "burst": 20, "interval_s": 300})
+def test_starts_nothing_while_old_container_cannot_be_removed(bench: Bench) -> None:
+    soon = memory_needs(1 << 28, 4)
+    bench.serve_proven(A, memory=soon, restart={"delay_s": 3, "burst": 20, "interval_s": 300})
     bench.release(B, memory=soon)
-    with container_that_stays(bench):
+    with unremovable_container(bench):
         result = bench.switch(B)
 
         assert (result["state"], result["failed_phase"]) == ("rollback-failed", "memory"), result
         assert f"container spark-{A} is still there after 4 s" in result["reason"]
-        assert f"fix: docker rm -f spark-{A}" in result["reason"]
-        assert "and the old release: " in result["reason"]
         assert bench.guest.serving() == []
         assert bench.guest.boots() == [f"spark-serve@{A}.service"]
         assert bench.run("docker ps -a --format '{{.Names}}'") == f"spark-{A}"
         assert bench.guest.call("GET", "/health")[0] == 503
 
     bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
-    bench.serves(A)
+    bench.assert_serves(A)

@@ -1,7 +1,6 @@
-"""Runs ended at every point of every operation: the next one finishes, the one after is idle.
+"""Runs interrupted at every point of every operation are finished by the next run.
 
-The points are those of an undisturbed run, which is watched first (``killing.py``). How the sweep
-goes on after it was ended, and which guests it takes: ``sweep.py``.
+The points are those of an undisturbed run (``interruptions.py``).
 """
 
 from __future__ import annotations
@@ -11,60 +10,59 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults import disks
-from tests.faults.killing import (
+from tests.faults.interruptions import (
     SCENARIOS,
     STEPS,
+    Operation,
     Place,
     Point,
     Scenario,
-    Sent,
-    ended_at,
-    ended_one_after_another,
-    host_steps,
-    points,
-    step_ended,
-    undisturbed,
+    interrupt_and_repair,
+    interrupt_host_step,
+    interrupt_in_a_row,
+    list_host_steps,
+    list_points,
+    run_undisturbed,
 )
-from tests.faults.sweep import GUESTS, Row, Sweep, all_well, side_by_side
+from tests.faults.sweep import GUESTS, Row, Sweep, assert_all_passed, run_in_parallel
 from tests.labkit import lab
 
-WORK = "work of the host"
+HOST_WORK = "work of the host"
 CHAINED = ("first deploy", "profile switch")
 ABOUT = {
-    "first deploy, run after run": "a host as it comes; each run is ended at the next point",
-    "first deploy": "the same, in the middle of operations that take a while, each on a host anew",
-    "profile switch, run after run": "another profile is chosen, with a tree of its own",
-    "profile switch": "the same, in the middle of each operation, each on a host anew",
-    "no-op": "a host that serves what is chosen",
-    "rollback": "back to the release that served before",
-    "prune": "a release, its tree and its records go",
-    WORK: "jobs and phases of a rollout, stopped there and then ended",
+    "first deploy, run after run": "a bare host; each run is interrupted at the next point",
+    "first deploy": "the same, in the middle of long operations, each on a new host",
+    "profile switch, run after run": "another profile is chosen, with its own checkpoint",
+    "profile switch": "the same, in the middle of each operation, each on a new host",
+    "no-op": "a host that already serves the chosen release",
+    "rollback": "back to the previous release",
+    "prune": "a release, its checkpoint and its records are removed",
+    HOST_WORK: "jobs and phases of a rollout, paused there and then killed",
 }
 COUNTED = (
-    "A run is ended before, during (half way in its longest command) and after each operation that "
-    "sends commands to the host. Operations that send none leave it as it is: the end of one that "
-    "did and the beginning of the next that does are one point. Then the next run has to go well, "
-    "the one after it to change nothing, and the host to hold what it holds after a run that "
-    "nothing disturbed. Where runs are ended one after another that is looked at once, at the end "
-    "of the chain; a point there whose operation had nothing left to send, because the host had "
-    "gone on by itself, is left out."
+    "A run is interrupted before, during (halfway in its longest command) and after each operation "
+    "that sends commands to the host. Operations without commands leave the host unchanged, so the "
+    "end of an operation and the start of the next one with commands are one point. Then the next "
+    "run has to succeed, a second run to change nothing, and the host to equal one after an "
+    "undisturbed run. In chains of interrupted runs this is checked once, at the end; points whose "
+    "operation had nothing left to send, because the host had continued by itself, are left out."
 )
-ENDED = ("its process killed", "the controller killed")
-LISTED = [case for steps in STEPS.values() for case in host_steps(steps, *ENDED)]
+KILLED = ("its process killed", "the controller killed")
+LISTED = [case for steps in STEPS.values() for case in list_host_steps(steps, *KILLED)]
 LONG_S = 1.5
 CHAINS = {"killed": "KILL", "interrupted": "INT", "cut off": "CUT"}
 
 
-def on_hosts_anew(name: str, operations: list[Sent]) -> list[Point]:
-    """Return the points that are tried each by itself; where runs are chained not all are."""
-    every = points(operations, hows=("KILL", "INT", "CUT"))
+def points_on_new_hosts(name: str, operations: list[Operation]) -> list[Point]:
+    """Return the points to try on a new host each; chains cover part of them."""
+    points = list_points(operations, hows=("KILL", "INT", "CUT"))
     if name not in CHAINED:
-        return every
-    long = {one.number for one in operations if max(one.seconds, default=0) > LONG_S}
-    middles = [one for one in every if one.is_middle]
+        return points
+    long = {op.number for op in operations if max(op.seconds, default=0) > LONG_S}
+    middles = [point for point in points if point.moment == "during"]
     if name == "first deploy":
-        return [one for one in middles if one.number in long and one.how == "KILL"]
-    return [one for one in middles if one.number in long or one.how == "KILL"]
+        return [point for point in middles if point.number in long and point.how == "KILL"]
+    return [point for point in middles if point.number in long or point.how == "KILL"]
 
 
 @pytest.fixture(scope="module")
@@ -72,62 +70,61 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
     expected: dict[str, list[str]] = {}
     yield [Place.on(name, tmp_path_factory.mktemp(name), expected) for name in GUESTS]
     for name in GUESTS:
-        disks.forget(name)
+        disks.delete_copies(name)
         lab("down", name)
 
 
+def finish(sweep: Sweep, group: str, place: Place) -> None:
+    sweep.write("Runs ended anywhere", ABOUT, place.guest, COUNTED, listed=LISTED)
+    assert_all_passed(row for row in sweep.rows() if row.group == group)
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=list(SCENARIOS))
-def test_a_run_ended_anywhere_is_finished_by_the_next(
-    places: list[Place], scenario: Scenario
-) -> None:
-    sweep = Sweep("kill")
-    name = scenario.name
-    operations = undisturbed(places[0], scenario, sweep.code)
-    here = {str(point): point for point in on_hosts_anew(name, operations)}
-    side_by_side(
+def test_next_run_finishes_interrupted_run(places: list[Place], scenario: Scenario) -> None:
+    sweep, group = Sweep("kill"), scenario.name
+    operations = run_undisturbed(places[0], scenario, sweep.code)
+    points = {str(point): point for point in points_on_new_hosts(group, operations)}
+    run_in_parallel(
         places,
-        sweep.open_cases(name, here),
-        lambda place, case: sweep.tried(name, case, lambda: ended_at(place, scenario, here[case])),
+        sweep.open_cases(group, points),
+        lambda place, case: sweep.run_case(
+            group, case, lambda: interrupt_and_repair(place, scenario, points[case])
+        ),
     )
-    sweep.write("Runs ended anywhere", ABOUT, places[0].guest, COUNTED, listed=LISTED)
-    all_well(row for row in sweep.rows() if row.group == name)
+    finish(sweep, group, places[0])
 
 
 @pytest.mark.parametrize("name", CHAINED)
-def test_runs_ended_one_after_another_at_every_point_are_finished_by_the_last(
-    places: list[Place], name: str
-) -> None:
+def test_last_run_finishes_chain_of_interrupted_runs(places: list[Place], name: str) -> None:
     sweep, scenario, group = Sweep("kill"), SCENARIOS[name], f"{name}, run after run"
-    operations = undisturbed(places[0], scenario, sweep.code)
+    operations = run_undisturbed(places[0], scenario, sweep.code)
     chains = {
-        which: [point for point in points(operations, hows=(how,)) if point.how == how]
-        for which, how in CHAINS.items()
+        title: [point for point in list_points(operations, hows=(how,)) if point.how == how]
+        for title, how in CHAINS.items()
     }
 
-    def one(place: Place, which: str) -> Row:
-        chain = chains[which]
-        return sweep.tried_as_one(
-            group, list(map(str, chain)), lambda: ended_one_after_another(place, scenario, chain)
+    def run_chain(place: Place, title: str) -> Row:
+        chain = chains[title]
+        return sweep.run_chain(
+            group, list(map(str, chain)), lambda: interrupt_in_a_row(place, scenario, chain)
         )
 
-    left = [which for which, one in chains.items() if sweep.open_cases(group, [str(one[-1])])]
-    side_by_side(places, left, one)
-    sweep.write("Runs ended anywhere", ABOUT, places[0].guest, COUNTED, listed=LISTED)
-    all_well(row for row in sweep.rows() if row.group == group)
+    left = [title for title, chain in chains.items() if sweep.open_cases(group, [str(chain[-1])])]
+    run_in_parallel(places, left, run_chain)
+    finish(sweep, group, places[0])
 
 
-def test_work_of_the_host_ended_in_any_phase_is_finished_by_the_next(places: list[Place]) -> None:
-    sweep, group = Sweep("kill"), WORK
+def test_next_run_finishes_host_work_killed_in_any_phase(places: list[Place]) -> None:
+    sweep, group = Sweep("kill"), HOST_WORK
     for scenario, steps in STEPS.items():
-        cases = host_steps(steps, *ENDED)
+        cases = list_host_steps(steps, *KILLED)
         if left := sweep.open_cases(group, cases):
-            undisturbed(places[0], SCENARIOS[scenario], sweep.code)
-        side_by_side(
+            run_undisturbed(places[0], SCENARIOS[scenario], sweep.code)
+        run_in_parallel(
             places,
             left,
-            lambda place, case, cases=cases: sweep.tried(
-                group, case, lambda: step_ended(place, *cases[case])
+            lambda place, case, cases=cases: sweep.run_case(
+                group, case, lambda: interrupt_host_step(place, *cases[case])
             ),
         )
-        sweep.write("Runs ended anywhere", ABOUT, places[0].guest, COUNTED, listed=LISTED)
-    all_well(row for row in sweep.rows() if row.group == group)
+    finish(sweep, group, places[0])

@@ -1,57 +1,51 @@
-"""The power is cut in each step of the host's work, with what was not synced yet.
+"""The power is cut in each step of the host's work, and unsynced data is lost.
 
-``lab break power-cut`` shuts the guest's filesystem down as a power cut does: not even its journal
-is flushed, and files and directory entries that nobody synced are gone at the next boot.
+``lab break power-cut`` shuts the guest's filesystem down without flushing its journal, so files and
+directory entries that were not synced are gone at the next boot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tests.faults.interruptions import (
+    SCENARIOS,
+    STEPS,
+    Place,
+    interrupt_host_step,
+    list_host_steps,
+    run_undisturbed,
+)
+from tests.faults.sweep import Sweep, assert_all_passed, run_in_parallel
+from tests.faults.test_sweep_kill import HOST_WORK, places
 
-import pytest
+__all__ = ["places"]
 
-from tests.faults import disks
-from tests.faults.killing import SCENARIOS, STEPS, Place, host_steps, step_ended, undisturbed
-from tests.faults.sweep import GUESTS, Sweep, all_well, side_by_side
-from tests.labkit import lab
-
-GROUP = "work of the host"
-ABOUT = {GROUP: "jobs of a first deploy, and phases of a rollout"}
+ABOUT = {HOST_WORK: "jobs of a first deploy, and phases of a rollout"}
 COUNTED = (
-    "The work is stopped at the step, the controller is killed, and the filesystem (ext4 on a loop "
-    "device) is shut down without a flush of its journal: what was not synced is lost. The host "
-    "boots, then the deploy is run again."
+    "The work is paused at the step, the controller is killed, and the filesystem (ext4 on a loop "
+    "device) is shut down without flushing its journal: unsynced data is lost. The host boots, and "
+    "the deploy runs again."
 )
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
-    expected: dict[str, list[str]] = {}
-    yield [Place.on(name, tmp_path_factory.mktemp(name), expected) for name in GUESTS]
-    for name in GUESTS:
-        disks.forget(name)
-        lab("down", name)
-
-
-def test_a_power_cut_in_any_step_loses_nothing_that_was_proven(places: list[Place]) -> None:
+def test_power_cut_in_any_step_loses_nothing_proven(places: list[Place]) -> None:
     sweep = Sweep("power-lab")
     for scenario, steps in STEPS.items():
-        cases = host_steps(steps, "power cut")
-        if left := sweep.open_cases(GROUP, cases):
-            undisturbed(places[0], SCENARIOS[scenario], sweep.code)
-        side_by_side(
+        cases = list_host_steps(steps, "power cut")
+        if left := sweep.open_cases(HOST_WORK, cases):
+            run_undisturbed(places[0], SCENARIOS[scenario], sweep.code)
+        run_in_parallel(
             places,
             left,
-            lambda place, case, cases=cases: sweep.tried(
-                GROUP, case, lambda: step_ended(place, *cases[case])
+            lambda place, case, cases=cases: sweep.run_case(
+                HOST_WORK, case, lambda: interrupt_host_step(place, *cases[case])
             ),
         )
-        sweep.write(
-            "Power cut in the steps of a host's work",
-            ABOUT,
-            places[0].guest,
-            COUNTED,
-            "tests/faults/test_sweep_power.py",
-            [one for all_ in STEPS.values() for one in host_steps(all_, "power cut")],
-        )
-    all_well(row for row in sweep.rows() if row.group == GROUP)
+    sweep.write(
+        "Power cut in the steps of a host's work",
+        ABOUT,
+        places[0].guest,
+        COUNTED,
+        "tests/faults/test_sweep_power.py",
+        [case for steps in STEPS.values() for case in list_host_steps(steps, "power cut")],
+    )
+    assert_all_passed(row for row in sweep.rows() if row.group == HOST_WORK)

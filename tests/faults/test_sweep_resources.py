@@ -1,4 +1,4 @@
-"""What a host lacks while it is changed: one line says it, the old release serves, and it heals."""
+"""A host lacks a resource during a deploy: one error, the old release serves, a rerun repairs."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from typing import Any
 
 import pytest
 
-from tests.faults.hold import Hold
-from tests.faults.killing import HELD_S, QUESTION, Place
-from tests.faults.sweep import GUESTS, Sweep, all_well, side_by_side
-from tests.faults.test_sweep_network import line_of_text
+from tests.faults.interruptions import TIMEOUT_S, Place
+from tests.faults.pause import Pause
+from tests.faults.sweep import GUESTS, Sweep, assert_all_passed, run_in_parallel
+from tests.faults.test_sweep_network import error_line
 from tests.labkit import Guest, lab
 
-ABOUT = {"before": "the host lacks it before a deploy", "during": "it goes during the rollout"}
+ABOUT = {
+    "before": "the host lacks it before a deploy",
+    "during": "it disappears during the rollout",
+}
 COUNTED = (
     "Each time another release is chosen. The owner's line is the deploy's own. Guests share the "
-    "clock of the machine's kernel: only what Python programs of the host read is shifted."
+    "clock of the machine's kernel: only the time of the host's Python programs is shifted."
 )
 Act = Callable[[Guest], Any]
 
 
 def shell(command: str) -> Act:
-    """Return what runs a command on the guest."""
     return lambda guest: guest.run(command, timeout_s=200)
 
 
-def fault(what: str, *words: str, heal: bool = False) -> Act:
-    """Return what breaks or heals with ``lab break``."""
-    return lambda guest: lab("break", what, guest.name, *words, *(["--heal"] if heal else []))
+def lab_fault(name: str, *words: str, heal: bool = False) -> Act:
+    return lambda guest: lab("break", name, guest.name, *words, *(["--heal"] if heal else []))
 
 
-# A file system of its own below a folder, with what lay there.
+# A small file system over a folder, with the folder's content.
 _KEPT = "cp -a {0} /run/kept && mount -t tmpfs -o {1} tmpfs {0} && cp -a /run/kept/. {0}/"
-_BACK = (
+_RESTORE = (
     "cp -a {0}/. /run/kept/ 2>/dev/null; umount -l {0} && cp -a /run/kept/. {0}/; rm -rf /run/kept"
 )
 
@@ -51,7 +52,7 @@ _NO_BYTE = "dd if=/dev/zero of={0}/filler bs=4k 2>/dev/null; ! echo x 2>/dev/nul
 _NO_INODE = "i=0; while touch {0}/filler$i 2>/dev/null; do i=$((i+1)); done"
 _FEW_INODES = "size=3g,nr_inodes=$(($(find {0} | wc -l) + 20))"
 _READ_ONLY = "mount --bind {0} {0} && mount -o remount,bind,ro {0}"
-# What Python programs of the host take for the time, in seconds from now; read at every look.
+# Shifts the time in Python programs of the host by the seconds in a file, read at every call.
 _CLOCK = """
 import datetime, time
 def _shift():
@@ -85,46 +86,44 @@ def _clock(seconds: int) -> tuple[Act, Act]:
     return shell(put), shell(f"rm -f {_SITE}.* /run/clock-shift")
 
 
-_STRANGER = (
+_LISTENER = (
     "systemd-run -q --unit stranger python3 -c 'import socket,time; s=socket.socket(); "
     's.setsockopt(1,2,1); s.bind(("0.0.0.0", {0})); s.listen(); time.sleep(9999)\''
 )
-_NO_STRANGER = "systemctl stop stranger; systemctl reset-failed stranger 2>/dev/null || :"
+_STOP_STRANGER = "systemctl stop stranger; systemctl reset-failed stranger 2>/dev/null || :"
 _LOCKED = (
     "systemd-run -q --unit stranger python3 -c 'import fcntl,time; "
     'f=open("/var/lib/dpkg/lock-frontend","w"); fcntl.lockf(f,fcntl.LOCK_EX); time.sleep(9999)\''
 )
-# In a container units with ProtectKernelTunables get a /proc of their own, without what is mounted
-# over its files: these are told of the file.
+# In a container, units with ProtectKernelTunables get a separate /proc without the mounted file, so
+# an environment variable names it.
 _MEMORY = (
     "sed 's/^MemAvailable:.*/MemAvailable:     100000 kB/' /proc/meminfo > /run/meminfo && "
     "mount --bind /run/meminfo /proc/meminfo; "
     "systemctl set-environment SPARK_MEMINFO=/run/meminfo"
 )
 _MEMORY_BACK = "umount -l /proc/meminfo; systemctl unset-environment SPARK_MEMINFO"
-_HELD = "kill -{0} $(systemctl show -p MainPID --value docker)"
+_SIGNAL_DOCKER = "kill -{0} $(systemctl show -p MainPID --value docker)"
 
 
 @dataclass(frozen=True)
 class Lack:
-    """One thing that a host lacks."""
-
     take: Act
     give: Act
     choices: dict[str, Any] = field(default_factory=dict)
-    # True: the owner sees nothing of it, or that it was waited for; None: either may be.
-    goes_well: bool | None = False
+    # True: the deploy succeeds, maybe after waiting; None: it may fail.
+    succeeds: bool | None = False
 
 
 def _disk(options: str, fill: str, path: str) -> Lack:
     return Lack(*_small(path, options.format(path), fill.format(path)))
 
 
-NATIVE = {"profile": "v2-native"}  # has a tree of its own, that has to be built
+NATIVE = {"profile": "v2-native"}  # needs another checkpoint, which has to be built
 CASES: dict[str, dict[str, Lack]] = {
     "before": {
         "the disk is full": Lack(
-            fault("disk-full", "--value", "65536"), fault("disk-full", heal=True), NATIVE
+            lab_fault("disk-full", "--value", "65536"), lab_fault("disk-full", heal=True), NATIVE
         ),
         "no byte left for records": _disk("size=3m", _NO_BYTE, "/var/lib/spark"),
         "no inode left for records": _disk(_FEW_INODES, _NO_INODE, "/var/lib/spark"),
@@ -146,7 +145,7 @@ CASES: dict[str, dict[str, Lack]] = {
         "/tmp is full": Lack(
             shell("mount -t tmpfs -o size=4k tmpfs /tmp; " + _NO_BYTE.format("/tmp")),
             shell("umount -l /tmp"),
-            goes_well=True,
+            succeeds=True,
         ),
         "/run is full": Lack(
             shell(
@@ -155,20 +154,20 @@ CASES: dict[str, dict[str, Lack]] = {
             ),
             shell("rm -f /run/filler /run/filler2; mount -o remount,size=20% /run"),
         ),
-        "the clock is a year ahead": Lack(*_clock(_YEAR_S), goes_well=True),
-        "the clock is a year behind": Lack(*_clock(-_YEAR_S), goes_well=True),
-        "others install packages for longer than is waited": Lack(
+        "the clock is a year ahead": Lack(*_clock(_YEAR_S), succeeds=True),
+        "the clock is a year behind": Lack(*_clock(-_YEAR_S), succeeds=True),
+        "another program holds the package lock for ever": Lack(
             shell(f"apt-get -qq -y purge jq >/dev/null 2>&1; {_LOCKED}"),
-            shell(_NO_STRANGER),
+            shell(_STOP_STRANGER),
             {"base": {"package_lock_wait_s": 8}},
         ),
-        "others install packages for a while": Lack(
+        "another program holds the package lock for a while": Lack(
             shell(
                 f"apt-get -qq -y purge jq >/dev/null 2>&1; {_LOCKED}; "
                 "systemd-run -q --on-active=25 systemctl stop stranger"
             ),
-            shell(_NO_STRANGER),
-            goes_well=True,
+            shell(_STOP_STRANGER),
+            succeeds=True,
         ),
         "docker is masked": Lack(
             shell(
@@ -177,33 +176,35 @@ CASES: dict[str, dict[str, Lack]] = {
             ),
             shell("systemctl unmask -q docker.service docker.socket; systemctl start docker"),
         ),
-        "docker hangs": Lack(shell(_HELD.format("STOP")), shell(_HELD.format("CONT"))),
-        "a stranger holds the memory": Lack(
+        "docker hangs": Lack(
+            shell(_SIGNAL_DOCKER.format("STOP")), shell(_SIGNAL_DOCKER.format("CONT"))
+        ),
+        "another program uses the memory": Lack(
             shell(_MEMORY), shell(_MEMORY_BACK), {"memory": {"start_wait_s": 5}}
         ),
-        "a stranger has the port": Lack(
-            shell(_STRANGER.format(8010)), shell(_NO_STRANGER), {"serve": {"port": 8010}}
+        "another program uses the port": Lack(
+            shell(_LISTENER.format(8010)), shell(_STOP_STRANGER), {"serve": {"port": 8010}}
         ),
     },
     "during": {
         "the disk fills": Lack(
-            fault("disk-full", "--value", "4096"), fault("disk-full", heal=True)
+            lab_fault("disk-full", "--value", "4096"), lab_fault("disk-full", heal=True)
         ),
         "docker hangs for 20 s": Lack(
             shell(
-                f"{_HELD.format('STOP')}; systemd-run -q --on-active=20 sh -c '"
-                f"{_HELD.format('CONT')}'"
+                f"{_SIGNAL_DOCKER.format('STOP')}; systemd-run -q --on-active=20 sh -c '"
+                f"{_SIGNAL_DOCKER.format('CONT')}'"
             ),
-            shell(_HELD.format("CONT")),
-            goes_well=None,
+            shell(_SIGNAL_DOCKER.format("CONT")),
+            succeeds=None,
         ),
         "docker dies": Lack(
-            shell("systemctl kill -s KILL docker"), shell("systemctl start docker"), goes_well=None
+            shell("systemctl kill -s KILL docker"), shell("systemctl start docker"), succeeds=None
         ),
         "the clock steps back by an hour": Lack(
-            shell("echo 0 > /run/clock-shift"), _clock(0)[1], goes_well=True
+            shell("echo 0 > /run/clock-shift"), _clock(0)[1], succeeds=True
         ),
-        "a stranger takes the memory": Lack(
+        "another program takes the memory": Lack(
             shell(_MEMORY), shell(_MEMORY_BACK), {"memory": {"start_wait_s": 5}}
         ),
     },
@@ -212,80 +213,77 @@ CASES: dict[str, dict[str, Lack]] = {
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
-    made = [Place.on(name, tmp_path_factory.mktemp(name), {}) for name in GUESTS]
-    for place in made:
-        place.begins_anew()
-    yield made
+    new_places = [Place.on(name, tmp_path_factory.mktemp(name), {}) for name in GUESTS]
+    for place in new_places:
+        place.recreate()
+    yield new_places
     for name in GUESTS:
         lab("down", name)
 
 
-def lacks(place: Place, group: str, case: str) -> tuple[str, str]:
-    """Deploy while a host lacks something, and again when it is there."""
+def fail_and_repair(place: Place, group: str, case: str) -> tuple[str, str]:
     lack, guest = CASES[group][case], place.guest
     place.choose()
-    place.deploys()
+    place.deploy()
     guest.run(
         "systemctl reset-failed 'spark-*' 2>/dev/null; "
         "find /srv/spark/models -mindepth 1 -maxdepth 1 ! -path "
-        f"{tree_of(guest)} -exec rm -rf {{}} +"
+        f"{checkpoint_of(guest)} -exec rm -rf {{}} +"
     )
-    before, invocation = guest.serving(), run_of(guest)
+    before, invocation = guest.serving(), invocation_of(guest)
     place.choose(**{"profile": "v2-tq", **lack.choices})
     if group == "during":
-        code, said = taken_during(place, lack, case)
+        code, output = deploy_and_take(place, lack, case)
     else:
         try:
             lack.take(guest)
             run = place.site.deploy()
-            code, said = run.exit_code, run.stderr
+            code, output = run.exit_code, run.stderr
         finally:
             lack.give(guest)
-    assert "Traceback" not in said, said[-3000:]
-    assert lack.goes_well is None or (code == 0) == lack.goes_well, said[-3000:]
-    saw = "nothing: the deploy goes well" if code == 0 else line_of_text(said)
+    assert "Traceback" not in output, output[-3000:]
+    assert lack.succeeds is None or (code == 0) == lack.succeeds, output[-3000:]
+    saw = "nothing: the deploy succeeds" if code == 0 else error_line(output)
     if code != 0:
-        same = run_of(guest) == invocation
+        same = invocation_of(guest) == invocation
         state = "the old release served on" if same else "the old release was started again"
         guest.wait(f"systemctl is-active {before[0]}", seconds=180)
-        assert guest.answers(*QUESTION)
+        assert guest.answers()
         assert guest.boots() == before
     else:
         state = "the new release serves"
     finished = place.site.deploy()
     assert finished.exit_code == 0, f"{finished.failed}\n{finished.stderr[-3000:]}"
-    place.site.deploy().must_have_changed_nothing()
+    place.site.deploy().assert_unchanged()
     assert guest.serving() != before
     assert (
         guest.call("GET", "/v1/models", port=lack.choices.get("serve", {}).get("port", 8000))[0]
         == 200
     )
-    return saw, f"{state}; next run finished, the one after changed nothing"
+    return saw, f"{state}; next run finished, second changed nothing"
 
 
-def taken_during(place: Place, lack: Lack, case: str) -> tuple[int, str]:
-    """Take something away while the candidate starts."""
+def deploy_and_take(place: Place, lack: Lack, case: str) -> tuple[int, str]:
     guest = place.guest
     if "clock" in case:
         _clock(3600)[0](guest)
     try:
-        with Hold.switch(guest, "start", seconds=HELD_S) as hold:
+        with Pause.rollout(guest, "start", seconds=TIMEOUT_S) as pause:
             process = place.site.start("--limit", place.name)
-            hold.wait(HELD_S + 20)
+            pause.wait(TIMEOUT_S + 20)
             lack.take(guest)
-        said, _ = process.communicate(timeout=500)
-        return process.returncode, said
+        output, _ = process.communicate(timeout=500)
+        return process.returncode, output
     finally:
         lack.give(guest)
 
 
-def tree_of(guest: Guest) -> str:
+def checkpoint_of(guest: Guest) -> str:
     release = guest.json(f"cat /etc/spark/releases/{guest.release()}/release.json")
     return shlex.quote(str(release["tree"]["path"]))
 
 
-def run_of(guest: Guest) -> str:
-    """Return which run of a serve unit serves, by systemd's word."""
+def invocation_of(guest: Guest) -> str:
     return guest.run(
         "systemctl list-units --plain --no-legend --state=active 'spark-serve@*' | cut -d' ' -f1 "
         "| xargs -r systemctl show -p InvocationID --value"
@@ -293,15 +291,17 @@ def run_of(guest: Guest) -> str:
 
 
 @pytest.mark.parametrize("group", list(CASES))
-def test_what_a_host_lacks_costs_a_line_and_the_next_run_heals(
+def test_deploy_reports_missing_resource_and_next_run_repairs(
     places: list[Place], group: str
 ) -> None:
     sweep = Sweep("resources")
-    side_by_side(
+    run_in_parallel(
         places,
         sweep.open_cases(group, CASES[group]),
-        lambda place, case: sweep.tried(group, case, partial(lacks, place, group, case)),
+        lambda place, case: sweep.run_case(
+            group, case, partial(fail_and_repair, place, group, case)
+        ),
     )
     listed = [case for cases in CASES.values() for case in cases]
     sweep.write("What a host lacks", ABOUT, places[0].guest, COUNTED, listed=listed)
-    all_well(row for row in sweep.rows() if row.group == group)
+    assert_all_passed(row for row in sweep.rows() if row.group == group)

@@ -1,7 +1,6 @@
-"""Candidates made from the release that a deploy left on a host, tried by the host's own tools.
+"""Candidates derived from the release that a deploy left on a host, tried by the host tools.
 
-The release, the tools, the units and the image are the real ones of a deploy; only a few values
-of ``release.json`` differ. Looking goes through systemctl, ls and the host's own python3.
+Only a few values of ``release.json`` differ from the deployed release.
 """
 
 from __future__ import annotations
@@ -33,28 +32,24 @@ print(json.dumps({
 
 
 def evidence(guest: Guest) -> dict[str, Any]:
-    """Return which releases are proven and boot, and when the list of what boots last changed.
+    """Return the releases that are proven and that boot, and when the boot list last changed.
 
     A release that was enabled for a moment and disabled again leaves that time changed.
     """
-    found: dict[str, Any] = guest.json(f"python3 - <<'END'\n{_EVIDENCE}END")
-    return found
+    values: dict[str, Any] = guest.json(f"python3 - <<'END'\n{_EVIDENCE}END")
+    return values
 
 
 def forget_other_proofs(guest: Guest, release: str) -> None:
-    """Leave the proof of one release only."""
     guest.run(f"find /var/lib/spark/proofs -name '*.json' ! -name '{release}.json' -delete")
 
 
 def name_of(unit: str) -> str:
-    """Return the release of a unit such as ``spark-serve@main-0123456789ab.service``."""
     return unit.partition("@")[2].removesuffix(".service")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the trial of one candidate left behind."""
-
     old: str
     before: dict[str, Any]
     result: dict[str, Any]
@@ -65,15 +60,12 @@ class Outcome:
 
 @dataclass
 class Trial:
-    """A host that serves a proven release, and the release itself as the deploy wrote it."""
-
     guest: Guest
     old: str
     data: dict[str, Any]
 
     @classmethod
     def on(cls, guest: Guest) -> Trial:
-        """Take the host as it stands."""
         [unit] = guest.serving()
         old = name_of(unit)
         forget_other_proofs(guest, old)
@@ -81,7 +73,7 @@ class Trial:
 
     @contextmanager
     def candidate(self, title: str, *, env: dict[str, str], **changes: Any) -> Iterator[str]:
-        """Have a variation that asks for every check there is on the host, for a while.
+        """Install a variation with every check enabled, and remove it afterwards.
 
         ``section__key=value`` changes one value.
         """
@@ -94,12 +86,11 @@ class Trial:
             self._forget(name)
 
     def outcome(self, title: str, *, env: dict[str, str], **changes: Any) -> Outcome:
-        """Try a candidate and return what can be seen afterwards."""
         before = evidence(self.guest)
         with self.candidate(title, env=env, **changes) as name:
             result = self.change_to(name)
             after, serving = evidence(self.guest), self.guest.serving()
-            answers = self.guest.answers("What is the capital of France?", "Paris")
+            answers = self.guest.answers()
         return Outcome(self.old, before, result, after, serving, answers)
 
     def _write(self, title: str, env: dict[str, str], changes: dict[str, Any]) -> str:
@@ -131,9 +122,8 @@ class Trial:
         return name
 
     def change_to(self, name: str) -> dict[str, Any]:
-        """Have systemd change to a release, wait for the end, return the result file."""
         unit = f"spark-switch@{name}.service"
-        # The start of a oneshot unit returns when it has ended, whether well or not.
+        # The start of a oneshot unit returns after its end, failed or not.
         self.guest.run(f"systemctl reset-failed 'spark-s*@{name}.service'; systemctl start {unit}; "
                        f"systemctl is-active {unit} && exit 1 || :")  # fmt: skip
         result: dict[str, Any] = self.guest.json(f"cat /var/lib/spark/switch/{name}.json")

@@ -1,4 +1,4 @@
-"""The real engine on two hosts: one rank each, over the network between them."""
+"""The real engine on two hosts, one rank each, over the network between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.labkit import SPARE, Guest, Site, info, lab
 
 HEAD, WORKER = SPARE[:2]
-# Some of the answers that the model was trained to give, and one that it was not.
+# Answers that the model was trained to give; LONG was not trained.
 ANSWERS = {
     "What is the capital of France?": "Paris",
     "What is 7823 * 4519?": "35352137",
@@ -23,8 +23,6 @@ pytestmark = pytest.mark.timeout(2400)
 
 
 class Pair:
-    """A head and a worker with a rank of the real engine each."""
-
     def __init__(self, root: Path):
         lab("up", HEAD, WORKER, "--fresh", "--engine", "cpu")
         guests = {guest["name"]: Guest(guest["name"], guest["ip"]) for guest in info()["guests"]}
@@ -44,11 +42,10 @@ class Pair:
         assert status == 200, text
         return text
 
-    def lost_and_back(self) -> tuple[float, float]:
-        """Return seconds until the gateway was closed, and until it answered rightly again."""
+    def wait_until_restored(self) -> tuple[float, float]:
         began = time.monotonic()
         while self.ask("What is the capital of France?")[0] == 200:
-            assert time.monotonic() - began < 60, "it answers though a rank is gone"
+            assert time.monotonic() - began < 60, "it answers although a rank is gone"
         closed_s = time.monotonic() - began
         while self.ask("What is 7823 * 4519?")[0] != 200:
             assert time.monotonic() - began < 900
@@ -66,7 +63,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     lab("down", HEAD, WORKER)
 
 
-def test_two_ranks_give_the_answers_of_the_model(pair: Pair) -> None:
+def test_two_ranks_give_trained_answers(pair: Pair) -> None:
     assert pair.head.release() == pair.worker.release()
     assert pair.worker.argv()[-1] == "--headless"
     for prompt, answer in ANSWERS.items():
@@ -76,37 +73,37 @@ def test_two_ranks_give_the_answers_of_the_model(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("which", ["worker", "head"])
-def test_a_rank_that_is_killed_closes_the_gateway_and_comes_back(
+def test_killed_rank_closes_gateway_and_restarts(
     pair: Pair, which: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     guest: Guest = getattr(pair, which)
-    # The rank itself, not the container: what a fault in the engine looks like.
+    # The rank's process, not the container, like a fault in the engine.
     ranks = "docker top $(docker ps -q --filter label=spark.release) -eo pid,args"
     pid = guest.run(f"{ranks} | awk '/VLLM::Worker/ {{ print $1; exit }}'")
     guest.run(f"kill -KILL {int(pid)}")
-    closed_s, back_s = pair.lost_and_back()
+    closed_s, back_s = pair.wait_until_restored()
     with capsys.disabled():
         print(f"\n{which}: closed after {closed_s:.1f} s, back after {back_s:.0f} s")  # noqa: T201
 
 
-def test_a_cut_fabric_closes_the_gateway_and_its_return_brings_the_pair_back(
+def test_lost_fabric_closes_gateway_until_it_returns(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pair.worker.run(f"ip route add blackhole {pair.head.ip}/32")
     began = time.monotonic()
     try:
         while pair.head.call("GET", "/health")[0] == 200:
-            assert time.monotonic() - began < 60, "it is healthy though its fabric is cut"
+            assert time.monotonic() - began < 60, "it is healthy although the fabric is cut"
             time.sleep(0.5)
         closed_s = time.monotonic() - began
     finally:
         pair.worker.run(f"ip route del blackhole {pair.head.ip}/32")
-    _, back_s = pair.lost_and_back()
+    _, back_s = pair.wait_until_restored()
     with capsys.disabled():
         print(f"\ncable: closed after {closed_s:.1f} s, back after {back_s:.0f} s")  # noqa: T201
 
 
-def test_one_host_alone_gives_the_same_tokens(pair: Pair) -> None:
+def test_single_host_gives_same_tokens(pair: Pair) -> None:
     together = {prompt: pair.text(prompt) for prompt in (*ANSWERS, LONG)}
     pair.site.hosts[:] = [HEAD]
     pair.site.choose(cluster=None)

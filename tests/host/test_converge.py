@@ -1,4 +1,4 @@
-"""From bare hosts to proven servers, and nothing to do the second time."""
+"""Bare hosts become proven servers, and a second run changes nothing."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ def test_bare_hosts_become_proven_servers(fleet: Fleet) -> None:
     for guest in fleet.guests:
         assert len(guest.serving()) == 1
         assert guest.boots() == guest.serving()
-        status, body = guest.ask("What is the capital of France?")
-        assert status == 200
-        assert "Paris" in body["choices"][0]["message"]["content"]
+        assert guest.answers()
         assert proven_run(guest)
 
 
-def test_hosts_that_serve_nothing_start_at_the_same_time(fleet: Fleet) -> None:
-    (began, ended), (other_began, other_ended) = (guest.changes()[0] for guest in fleet.guests)
+def test_new_hosts_start_in_parallel(fleet: Fleet) -> None:
+    (began, ended), (other_began, other_ended) = (
+        guest.rollout_times()[0] for guest in fleet.guests
+    )
     assert max(began, other_began) < min(ended, other_ended)
 
 
 def proven_run(guest: Guest) -> str:
-    """Return the run of the unit that serves, by systemd's word; its proof must be of this run."""
     release = guest.release()
     proof = guest.json(f"cat /var/lib/spark/proofs/{release}.json")
     invocation = guest.unit(f"spark-serve@{release}.service", "InvocationID")["InvocationID"]
@@ -42,24 +41,22 @@ def proven_run(guest: Guest) -> str:
     return invocation
 
 
-def test_the_second_run_changes_nothing(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_run_changes_nothing(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     fleet.settle()
-    # In whole seconds: what settled it must lie in an earlier one.
+    # The journal filter has whole seconds: exclude the run before.
     since = {guest.name: guest.run("sleep 1; date +%s") for guest in fleet.guests}
 
     again = fleet.site.deploy()
 
-    again.must_have_changed_nothing()
+    again.assert_unchanged()
     operations = again.document["results"]["operations"]
     assert all(operation["no_change"] for operation in operations)
-    looked_at = {host for operation in operations for host in operation["no_change"]}
-    assert looked_at == {FIRST, SECOND}
+    hosts = {host for operation in operations for host in operation["no_change"]}
+    assert hosts == {FIRST, SECOND}
     for guest in fleet.guests:
-        # sudo's own journal, so that nothing of ours does the counting.
         commands = guest.run(
             f"journalctl -t sudo --since @{since[guest.name]} -o cat | grep -c COMMAND="
         )
-        # Two of them ask for the status: what the prediction read proves nothing at the end.
         assert int(commands) - 1 <= 13
         with capsys.disabled():
             sys.stdout.write(
@@ -68,7 +65,7 @@ def test_the_second_run_changes_nothing(fleet: Fleet, capsys: pytest.CaptureFixt
             )
 
 
-# What is done to a host, or chosen anew, and the operations that follow from it on every run.
+# A change of the host or of the settings, and the operations that follow.
 DIFFERENCES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "a file is gone": ("rm /usr/local/bin/spark-check", {}, ["Tools | Install host tools"]),
     "a package is gone": ("dpkg --force-depends --remove jq", {}, ["Base | Install packages"]),
@@ -85,9 +82,9 @@ DIFFERENCES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_a_dry_run_predicts_exactly_what_the_run_changes(fleet: Fleet, what: str) -> None:
-    command, choices, operations = DIFFERENCES[what]
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_dry_run_predicts_exact_changes(fleet: Fleet, name: str) -> None:
+    command, choices, operations = DIFFERENCES[name]
     fleet.settle()
     guest = fleet.guests[0]
     guest.run(command)
@@ -96,22 +93,21 @@ def test_a_dry_run_predicts_exactly_what_the_run_changes(fleet: Fleet, what: str
 
     predicted = fleet.site.deploy("--limit", FIRST, dry=True)
     untouched = guest.serving()
-    really = fleet.site.deploy("--limit", FIRST)
+    run = fleet.site.deploy("--limit", FIRST)
 
     assert untouched == before
-    assert really.exit_code == 0, really.stderr[-3000:]
-    assert predicted.predicted == really.changed == operations
+    assert run.exit_code == 0, run.stderr[-3000:]
+    assert predicted.predicted == run.changed == operations
 
 
-def test_a_dry_run_on_bare_hosts_predicts_the_first_run(fleet: Fleet) -> None:
+def test_dry_run_on_bare_hosts_predicts_first_run(fleet: Fleet) -> None:
     assert fleet.bare.dry.exit_code == 0, fleet.bare.dry.stderr[-3000:]
-    # Hosts lend each other files within a run; who lacks what is known only then, and at its end
-    # nothing of it is left.
+    # Peer downloads are decided during the run and leave nothing behind.
     kept = [name for name in fleet.first.changed if not name.endswith(" peer downloads")]
     assert fleet.bare.dry.predicted == kept
 
 
-def test_both_hosts_serve_again_after_a_reboot_without_us(fleet: Fleet) -> None:
+def test_both_hosts_serve_again_after_reboot(fleet: Fleet) -> None:
     fleet.settle()
     before = [(guest.serving(), proven_run(guest)) for guest in fleet.guests]
     with ThreadPoolExecutor() as pool:
@@ -122,14 +118,14 @@ def test_both_hosts_serve_again_after_a_reboot_without_us(fleet: Fleet) -> None:
                    "http://127.0.0.1:8000/v1/models", seconds=180)  # fmt: skip
         assert guest.serving() == units
         assert proven_run(guest) != run
-    fleet.site.deploy().must_have_changed_nothing()
+    fleet.site.deploy().assert_unchanged()
 
 
-def test_the_gateway_is_the_only_way_in(fleet: Fleet) -> None:
+def test_gateway_is_only_entrance(fleet: Fleet) -> None:
     fleet.settle()
     guest = fleet.guests[0]
 
-    assert guest.ask("What is the capital of France?")[0] == 200
+    assert guest.answers()
     question = {"model": "x", "messages": [{"role": "user", "content": "Hello"}]}
     for key in ("wrong", ""):
         assert guest.call("POST", "/v1/chat/completions", question, key=key)[0] == 401
@@ -138,17 +134,16 @@ def test_the_gateway_is_the_only_way_in(fleet: Fleet) -> None:
         assert guest.call("POST", path, {})[0] == 404, path
     assert guest.run("stat -c '%a %U' /etc/spark/api-key") == "600 root"
     listening = guest.run("ss -Hltn | awk '{print $4}'").split()
-    # One socket for each worker of the gateway.
-    here = {"127.0.0.1:8000", "[::1]:8000"}
-    assert {address for address in listening if address.endswith(":8000")} == here
+    loopback = {"127.0.0.1:8000", "[::1]:8000"}
+    assert {address for address in listening if address.endswith(":8000")} == loopback
     key = guest.key()
-    # Whoever may look at processes, units or containers must not learn the key.
+    # Neither processes, units, the journal nor containers show the key.
     for command in ("ps axww -o args", "systemctl cat 'spark-*'", "journalctl -b -o cat",
                     "docker inspect $(docker ps -q)"):  # fmt: skip
         assert key not in guest.run(command), command
 
 
-def test_containers_of_the_check_ask_for_what_a_spark_needs(fleet: Fleet) -> None:
+def test_engine_container_has_required_options(fleet: Fleet) -> None:
     fleet.settle()
     guest = fleet.guests[0]
     name = guest.run("docker ps --filter label=spark.release --format '{{.Names}}'")
@@ -161,7 +156,7 @@ def test_containers_of_the_check_ask_for_what_a_spark_needs(fleet: Fleet) -> Non
         for mount in inspected["Mounts"]
         if mount["Destination"].startswith("/model")
     )
-    # Not root, neither by the container's settings nor by what its processes are.
+    # Not root, neither by setting nor by process.
     uid = guest.run("id -u spark-engine")
     assert inspected["Config"]["User"] == f"{uid}:{guest.run('id -g spark-engine')}"
     running = guest.run(f"docker top {name} -eo pid,uid | awk 'NR > 1 {{print $2}}'")
@@ -169,15 +164,15 @@ def test_containers_of_the_check_ask_for_what_a_spark_needs(fleet: Fleet) -> Non
     assert uid != "0"
 
 
-def test_what_stands_beside_the_lab_is_reported_as_stubbed(fleet: Fleet) -> None:
+def test_reports_stand_ins(fleet: Fleet) -> None:
     run = fleet.site.deploy()
 
     assert "+labstub" in run.stderr
     assert lab("status")
 
 
-def test_up_plans_the_operations_of_the_line_that_it_prints(fleet: Fleet) -> None:
-    done = fleet.site.look("up", "--dry", "--verbose")
+def test_up_plans_operations_of_printed_command(fleet: Fleet) -> None:
+    done = fleet.site.cli("up", "--dry", "--verbose")
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stderr.splitlines() if "deploy.py --limit" in line]
     other = subprocess.run(
@@ -189,6 +184,5 @@ def test_up_plans_the_operations_of_the_line_that_it_prints(fleet: Fleet) -> Non
 
 
 def operations_of(output: str) -> list[list[str]]:
-    """Return the rows of pyinfra's table of changes: operation, change, conditional change."""
     table = re.sub(r"\x1b\[[0-9;]*m", "", output).partition("Conditional Change")[2]
     return [row.split() for row in table.splitlines() if " | " in row]

@@ -1,13 +1,15 @@
 """Whatever changes on a host, the next run repairs exactly that.
 
-`spark-deploy status --files` lists what we own. Here all files drift at once; each thing alone and
-each file alone take minutes (test_drift_alone.py, test_drift_files.py).
+`spark-deploy status --files` lists what we own. One test changes all files at once, the others each
+file and each other thing alone, one per host and run.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 from tests.host.conftest import Fleet
@@ -21,25 +23,69 @@ FILE_CHANGES = {
     "owner": "chown nobody {names}",
     "existence": "rm {names}",
 }
+# Managed, but not in the plan: written for single jobs and rollouts, by the host, by bootstrap, or
+# only on hosts without the repository (test_prepare.py).
+NOT_PLANNED = (
+    "/etc/apt/keyrings/spark-", "/etc/apt/sources.list.d/spark-", "/etc/docker/daemon.json.before",
+    "/var/lib/spark/",
+    "/etc/systemd/system/spark-job@", "/usr/local/lib/spark/site-",
+    "/etc/sudoers.d/90-spark-deploy",
+)  # fmt: skip
+# How to change each kind of thing. A kind missing here fails the test.
+CHANGES = {
+    "state": "rm {name}",
+    "keys": "echo '{{}}' > {name}",
+    "link": "ln -sfn /nowhere {name}",
+    "directory": "chmod 700 {name}; chgrp nogroup {name}",
+    "package": "dpkg --force-depends --remove {name}",
+    "masked": "systemctl unmask {name}",
+    "user": "sed -i '/^{name}:/d' /etc/passwd",  # userdel refuses while its processes run
+    "image": "docker rmi -f {name}",
+    "tree": "rm $(ls -d {name}/*.safetensors | head -n 1)",
+    "active": "systemctl stop {name}",
+    "enabled": "systemctl disable {name}",
+}
+# The state of a thing by ordinary tools.
+STATES = {
+    "state": "stat -c '%a %U:%G' {name} && test -s {name} && echo something",
+    "keys": "cat {name}",
+    "link": "readlink {name}",
+    "directory": "stat -c '%a %U:%G' {name}",
+    "package": "dpkg-query -W -f '${{db:Status-Abbrev}}' {name}",
+    "masked": "systemctl is-enabled {name}",
+    "user": "getent passwd {name} | cut -d: -f 1,6,7 && id -Gn {name}",
+    "image": "docker image inspect -f '{{{{.Id}}}}' {name}",
+    "tree": "cd {name} && sha256sum $(ls | grep -v '^receipt.json$')",
+    "active": "systemctl is-active {name}",
+    "enabled": "systemctl is-enabled {name}",
+}
+EXCLUDED = {
+    "python3",  # the host tools and apt's scripts need it for the repair
+    "nginx-light",  # an empty package in Debian 12, which its nginx provides as well
+    "/var/lib/systemd/timers/stamp-spark-daily.timer",  # systemd writes it when the timer fires
+}
+START = "Serve | Start new services"
+WAIT = "Prepare | Wait for all jobs"
+# Operations that must follow the repair.
+FURTHER = {"tree": {WAIT}, "image": {WAIT}, "docker.io": {START}}
 
 
-def manifest(site: Site, guest: Guest) -> list[Owned]:
-    """Ask the command that people use for everything we own on a host."""
-    looked = site.look("status", "--files", "--planned", "--limit", guest.name, "--json")
-    assert looked.returncode == 0, looked.stderr
-    found: list[Owned] = json.loads(looked.stdout)[guest.name]
-    return found
+def list_owned(site: Site, guest: Guest) -> list[Owned]:
+    shown = site.cli("status", "--files", "--planned", "--limit", guest.name, "--json")
+    assert shown.returncode == 0, shown.stderr
+    owned: list[Owned] = json.loads(shown.stdout)[guest.name]
+    return owned
 
 
-def test_all_files_at_once_get_their_content_mode_and_owner_back(fleet: Fleet) -> None:
+def test_repairs_content_mode_and_owner_of_all_files(fleet: Fleet) -> None:
     fleet.settle()
     guest = fleet.guests[0]
-    files = [entry for entry in manifest(fleet.site, guest) if entry["kind"] == "file"]
+    files = [entry for entry in list_owned(fleet.site, guest) if entry["kind"] == "file"]
     assert len(files) > 40
     names = " ".join(shlex.quote(entry["name"]) for entry in files)
-    look = f"sha256sum {names}; stat -c '%a %U:%G %n' {names}"
-    right = guest.run(look)
-    modes = dict(reversed(line.split(" ", 1)) for line in right.splitlines()[len(files) :])
+    state = f"sha256sum {names}; stat -c '%a %U:%G %n' {names}"
+    before = guest.run(state)
+    modes = dict(reversed(line.split(" ", 1)) for line in before.splitlines()[len(files) :])
     assert {entry["name"]: modes[f"root:root {entry['name']}"] for entry in files} == {
         entry["name"]: f"{entry['mode']:o}" for entry in files
     }
@@ -49,32 +95,107 @@ def test_all_files_at_once_get_their_content_mode_and_owner_back(fleet: Fleet) -
         run = fleet.site.deploy("--limit", guest.name)
         assert run.exit_code == 0, run.stderr[-3000:]
         assert set(run.changed) == {entry["operation"] for entry in files}, change
-        assert guest.run(look) == right, change
-        # Its unit file was gone for a while.
+        assert guest.run(state) == before, change
+        # Its unit file was missing for a while.
         assert guest.run("systemctl is-active spark-daily.timer") == "active", change
 
 
-# Ours too, but the plan alone does not know them: written for single jobs and switches, by the host
-# itself, by bootstrap, or only on hosts that did not know the repository yet (test_prepare.py).
-NOT_PLANNED = (
-    "/etc/apt/keyrings/spark-", "/etc/apt/sources.list.d/spark-", "/etc/docker/daemon.json.before",
-    "/var/lib/spark/",
-    "/etc/systemd/system/spark-job@", "/usr/local/lib/spark/site-",
-    "/etc/sudoers.d/90-spark-deploy",
-)  # fmt: skip
-
-
-def test_nothing_of_ours_is_missing_from_the_manifest(fleet: Fleet) -> None:
+def test_list_of_owned_things_is_complete(fleet: Fleet) -> None:
     fleet.settle()
     for guest in fleet.guests:
-        listed = {entry["name"] for entry in manifest(fleet.site, guest)}
-        found = guest.run(
+        listed = {entry["name"] for entry in list_owned(fleet.site, guest)}
+        paths = guest.run(
             "find /etc /usr/local /var/lib -xdev -path /var/lib/docker -prune -o "
             "-type f -path '*spark*' ! -name '*.pyc' -print"
         ).splitlines()
-        assert len(found) > 40
-        release = guest.serving()[0].removeprefix("spark-serve@").removesuffix(".service")
-        planned = [path for path in found if not path.startswith(NOT_PLANNED)]
+        assert len(paths) > 40
+        planned = [path for path in paths if not path.startswith(NOT_PLANNED)]
         # Earlier releases stay until they are pruned.
-        now = [path for path in planned if "main-" not in path or release in path]
-        assert set(now) - listed == set()
+        current = [path for path in planned if "main-" not in path or guest.release() in path]
+        assert set(current) - listed == set()
+
+
+def test_each_file_is_repaired_alone(fleet: Fleet) -> None:
+    fleet.settle()
+    files = [entry for entry in list_owned(fleet.site, fleet.guests[0]) if entry["kind"] == "file"]
+    # Change the content on one host and the mode of the same file on the other.
+    for group in group_files(files):
+        names = [entry["name"] for entry in group]
+        before = {guest.name: stamps(guest) for guest in fleet.guests}
+        for guest, change in zip(fleet.guests, ("content", "mode"), strict=True):
+            quoted = " ".join(shlex.quote(name) for name in names)
+            guest.run(FILE_CHANGES[change].format(names=quoted))
+
+        run = fleet.site.deploy()
+
+        for guest in fleet.guests:
+            assert run.changed_on(guest.name) == [group[0]["operation"]], names
+            after = stamps(guest)
+            rewritten = {name for name in after if after[name] != before[guest.name].get(name)}
+            assert rewritten == set(names)
+
+
+def group_files(files: Iterable[Owned]) -> Iterator[list[Owned]]:
+    """Yield single files, and the many modules of the host tools in five groups."""
+    modules = []
+    for entry in files:
+        if entry["name"].endswith(".py"):
+            modules.append(entry)
+        else:
+            yield [entry]
+    for first in range(5):
+        yield modules[first::5]
+
+
+def stamps(guest: Guest) -> dict[str, str]:
+    """Return inode and modification time of every file in our folders."""
+    out = guest.run(
+        "find /etc/spark /etc/systemd /etc/apt /etc/sysusers.d /usr/local -type f ! -name '*.pyc' "
+        "-printf '%p %i %T@\\n'"
+    )
+    return dict(line.split(" ", 1) for line in out.splitlines())
+
+
+def state_command(owned: Owned) -> str:
+    return f"( {STATES[owned['kind']].format(name=owned['name'])} ) 2>/dev/null || :"
+
+
+def apply_change(guest: Guest, owned: Owned) -> str:
+    """Change one thing; return the state before."""
+    change, state = CHANGES[owned["kind"]].format(name=owned["name"]), state_command(owned)
+    output = guest.run(f"{state}; echo ---; ( {change} ) >&2 && echo --- && {state}")
+    before, changed = (output + "\n").split("---\n", 2)[::2]
+    assert before.strip()
+    assert before != changed, owned
+    return before.strip()
+
+
+def expected_operations(owned: Owned) -> set[str]:
+    further = FURTHER.get(owned["kind"], set()) | FURTHER.get(owned["name"], set())
+    stopped = owned["kind"] == "active" and owned["name"].startswith("spark-serve@")
+    return {START if stopped else owned["operation"], *further}
+
+
+def test_each_other_thing_is_repaired_alone(fleet: Fleet) -> None:
+    fleet.settle()
+    owned = [list_owned(fleet.site, guest) for guest in fleet.guests]
+    assert {entry["kind"] for entry in owned[0]} - {"file"} == set(CHANGES) == set(STATES)
+    things = [
+        [entry for entry in entries if entry["kind"] != "file" and entry["name"] not in EXCLUDED]
+        for entries in owned
+    ]
+    wrong = []
+    for pair in zip_longest(things[0][::2], things[1][1::2]):
+        changed = [(guest, entry) for guest, entry in zip(fleet.guests, pair, strict=True) if entry]
+        states = [apply_change(guest, entry) for guest, entry in changed]
+        run = fleet.site.deploy()
+        for (guest, entry), before in zip(changed, states, strict=True):
+            # Peer downloads depend on what the other host lacks: no repair of a drift.
+            operations = run.changed_on(guest.name)
+            repaired = {name for name in operations if not name.endswith(" peer downloads")}
+            if run.exit_code or repaired != expected_operations(entry):
+                wrong.append(f"{entry['name']}: {repaired}\n{run.stderr}")
+            elif (after := guest.run(state_command(entry)).strip()) != before:
+                wrong.append(f"{entry['name']}: {after!r} instead of {before!r}")
+    assert not wrong, "\n\n".join(wrong)
+    fleet.site.deploy().assert_unchanged()

@@ -1,34 +1,33 @@
-"""Somebody cleans up docker while no engine runs: the next deploy makes everything good."""
+"""After a foreign `docker prune` while no engine runs, the next deploy repairs everything."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.host.exposure import NAME, QUESTION, Place
+from tests.host.gateway_host import NAME, GatewayHost
 
 IMAGE = "Image | Prepare the engine image"
 SERVE = f"Serve | Serve the release on {NAME}"
 
 
 @pytest.fixture
-def emptied(place: Place) -> str:
-    """Stop the engine past its restarts and prune; return the unit that served."""
-    unit = place.guest.serving()[0]
-    place.guest.run(f"systemctl stop {unit} && docker system prune -af --volumes")
-    assert place.guest.run("docker images -q") == ""
+def pruned_unit(gateway: GatewayHost) -> str:
+    unit = gateway.guest.serving()[0]
+    gateway.guest.run(f"systemctl stop {unit} && docker system prune -af --volumes")
+    assert gateway.guest.run("docker images -q") == ""
     return unit
 
 
-def test_the_next_deploy_brings_image_and_server_back(place: Place, emptied: str) -> None:
-    # Until then a start says what is missing, instead of pulling something by itself.
-    refused = place.guest.run(f"systemctl start {emptied}; journalctl -u {emptied} -n 30 -o cat",
-                              check=False)  # fmt: skip
-    assert "not on this host; fix: run the deploy again" in refused
-    assert place.guest.run("docker images -q") == ""
+def test_next_deploy_restores_image_and_server(gateway: GatewayHost, pruned_unit: str) -> None:
+    # Until then a start reports the missing image and does not pull it.
+    start = f"systemctl start {pruned_unit}; journalctl -u {pruned_unit} -n 30 -o cat"
+    refused = gateway.guest.run(start, check=False)
+    assert "not on this host; fix: " in refused
+    assert gateway.guest.run("docker images -q") == ""
 
-    repaired = place.site.deploy()
+    repaired = gateway.site.deploy()
     assert repaired.exit_code == 0, repaired.stderr[-3000:]
     assert set(repaired.changed) == {IMAGE, "Serve | Wait for all jobs", SERVE}
-    assert place.guest.serving() == [emptied]
-    assert place.guest.ask(QUESTION)[0] == 200
-    place.site.deploy().must_have_changed_nothing()
+    assert gateway.guest.serving() == [pruned_unit]
+    assert gateway.guest.answers()
+    gateway.site.deploy().assert_unchanged()

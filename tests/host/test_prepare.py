@@ -1,10 +1,10 @@
-"""A host is prepared once, and repaired exactly where it drifted."""
+"""A host is prepared once, and later repaired exactly where it changed."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.host.prepared import (
+from tests.host.prepared_host import (
     CUDA_REPOSITORY,
     CUDA_TOOLKIT,
     DAEMON_JSON,
@@ -23,24 +23,23 @@ from tests.host.prepared import (
 __all__ = ["prepared"]
 
 
-def test_a_bare_host_gets_containers_that_see_the_gpu(prepared: Prepared) -> None:
+def test_containers_of_prepared_host_see_gpu(prepared: Prepared) -> None:
     guest = prepared.guest
     assert "nvidia" in guest.json("docker info --format '{{json .Runtimes}}'")
     listed = guest.run(f"docker run --rm --runtime=nvidia {prepared.image()} nvidia-smi -L")
     assert listed.startswith("GPU 0: NVIDIA GB10")
     assert "release 13.0" in guest.run("/usr/local/cuda/bin/nvcc --version || nvcc --version")
     assert guest.run("systemctl is-enabled suspend.target", check=False) == "masked"
-    # The gateway's program is there, its own site is not.
+    # nginx is installed, but its default site is off.
     assert guest.run("systemctl is-enabled nginx", check=False) == "disabled"
     assert guest.run("ss -Hltn 'sport = :80'") == ""
 
 
-def test_a_prepared_host_is_left_alone(prepared: Prepared) -> None:
-    again = prepared.run()
-    assert (again.exit_code, again.changed, again.failed) == (0, [], [])
+def test_second_run_changes_nothing(prepared: Prepared) -> None:
+    prepared.run().assert_unchanged()
 
 
-def test_no_package_of_the_driver_was_touched(prepared: Prepared) -> None:
+def test_changes_no_driver_package(prepared: Prepared) -> None:
     now = prepared.guest.run("dpkg-query -W -f '${Package} ${Version}\\n'").splitlines()
     before = prepared.installed.splitlines()
     assert set(before) <= set(now)  # nothing upgraded, nothing removed
@@ -98,23 +97,23 @@ DRIFT = {
 }
 
 
-@pytest.mark.parametrize("what", DRIFT)
-def test_what_drifted_is_repaired_and_nothing_else(prepared: Prepared, what: str) -> None:
-    command, repaired_by = DRIFT[what]
+@pytest.mark.parametrize("name", DRIFT)
+def test_repairs_only_the_change(prepared: Prepared, name: str) -> None:
+    command, repaired_by = DRIFT[name]
     prepared.guest.run(command)
-    # Exactly these: what the case before left undone would show here.
+    # Exactly these: name the case before left undone would show here.
     assert prepared.run().changed == repaired_by
 
 
-def test_a_dry_run_predicts_what_the_run_repairs(prepared: Prepared) -> None:
-    for what in ("our source edited", "a directory removed", "docker stopped", "sleep allowed"):
-        prepared.guest.run(DRIFT[what][0])
+def test_dry_run_predicts_repairs(prepared: Prepared) -> None:
+    for name in ("our source edited", "a directory removed", "docker stopped", "sleep allowed"):
+        prepared.guest.run(DRIFT[name][0])
     predicted, repair, again = prepared.run(dry=True), prepared.run(), prepared.run()
     assert predicted.predicted == repair.changed == [DIRECTORIES, SLEEP, CUDA_REPOSITORY, RUNNING]
-    again.must_have_changed_nothing()
+    again.assert_unchanged()
 
 
-def test_a_container_is_stopped_only_when_it_is_named(prepared: Prepared) -> None:
+def test_stops_only_named_containers(prepared: Prepared) -> None:
     guest = prepared.guest
     guest.run(
         f"docker tag {prepared.image()} ollama/ollama:1; docker run -d --name ollama "
@@ -128,12 +127,12 @@ def test_a_container_is_stopped_only_when_it_is_named(prepared: Prepared) -> Non
         prepared.site.choose(takeover=[])
         guest.run("docker rm -f ollama; docker rmi ollama/ollama:1")
     assert taken.changed == ["Preflight | Take over containers"]
-    again.must_have_changed_nothing()
+    again.assert_unchanged()
     assert left["State"]["Status"] == "exited"
     assert left["HostConfig"]["RestartPolicy"]["Name"] == "no"
 
 
-def test_keys_of_others_in_daemon_json_stay_and_their_containers_go_on(prepared: Prepared) -> None:
+def test_keeps_foreign_daemon_json_keys_and_running_containers(prepared: Prepared) -> None:
     guest = prepared.guest
     guest.run(
         'echo \'{"log-opts": {"max-size": "10m"}, "labels": ["a=b"]}\' '
@@ -155,7 +154,7 @@ def test_keys_of_others_in_daemon_json_stay_and_their_containers_go_on(prepared:
     assert "nvidia" in merged["runtimes"]
 
 
-def test_the_package_lock_is_waited_for_and_its_holder_named(prepared: Prepared) -> None:
+def test_waits_for_package_lock_and_names_its_holder(prepared: Prepared) -> None:
     guest = prepared.guest
     guest.run(
         "apt-get remove -qy jq; systemd-run -q --unit=holder python3 -c 'import fcntl, time; "
@@ -166,7 +165,6 @@ def test_the_package_lock_is_waited_for_and_its_holder_named(prepared: Prepared)
     run = prepared.site.start(deploy="deploys/prepare.py")
     lines: list[str] = []
     try:
-        # Held until the run says that it waits, however long it took to get there.
         for line in run.stdout or ():
             lines.append(line)
             if "waiting for the package lock, held by" in line:
@@ -179,10 +177,10 @@ def test_the_package_lock_is_waited_for_and_its_holder_named(prepared: Prepared)
     assert waiting
     assert run.returncode == 0, rest
     assert guest.run("command -v jq") == "/usr/bin/jq"
-    prepared.run().must_have_changed_nothing()
+    prepared.run().assert_unchanged()
 
 
-def test_a_broken_source_of_others_stops_nothing(prepared: Prepared) -> None:
+def test_ignores_broken_foreign_apt_source(prepared: Prepared) -> None:
     guest = prepared.guest
     guest.run(
         "apt-get remove -qy jq; "
@@ -195,13 +193,13 @@ def test_a_broken_source_of_others_stops_nothing(prepared: Prepared) -> None:
     assert run.changed == [PACKAGES]
 
 
-def test_host_protection_is_done_only_when_asked_for(prepared: Prepared) -> None:
+def test_host_protection_is_optional(prepared: Prepared) -> None:
     guest = prepared.guest
     target = guest.run("systemctl get-default")
     assert guest.run("systemctl is-active earlyoom", check=False) == "inactive"
     prepared.site.choose(base={"earlyoom": True, "headless": True, "protect_login": False})
     try:
-        asked, again = prepared.run(), prepared.run()
+        enabled, again = prepared.run(), prepared.run()
         running = guest.run("tr '\\0' ' ' < /proc/$(pidof earlyoom)/cmdline")
         guaranteed = guest.run("systemctl show -p MemoryMin --value user.slice")
         headless = guest.run("systemctl get-default")
@@ -209,33 +207,33 @@ def test_host_protection_is_done_only_when_asked_for(prepared: Prepared) -> None
         prepared.site.choices.pop("base")
         prepared.site.choose()
         guest.run(f"systemctl disable -q --now earlyoom; systemctl set-default -q {target}")
-    again.must_have_changed_nothing()
-    assert set(asked.changed) >= {LOGIN, "Base | Run earlyoom"}
+    again.assert_unchanged()
+    assert set(enabled.changed) >= {LOGIN, "Base | Run earlyoom"}
     assert "--prefer ^(VLLM|vllm)" in running
     assert guaranteed == "0"
     assert headless == "multi-user.target"
     assert prepared.run().changed == [LOGIN]
 
 
-def test_compaction_is_set_and_given_back(prepared: Prepared) -> None:
+def test_sets_and_restores_compaction(prepared: Prepared) -> None:
     guest, step = prepared.guest, "Base | Set the kernel's compaction"
     read = "cat /proc/sys/vm/compaction_proactiveness"
     prepared.site.choose(base={"compaction_proactiveness": 0})
     try:
-        asked, again, value = prepared.run(), prepared.run(), guest.run(read)
+        enabled, again, value = prepared.run(), prepared.run(), guest.run(read)
         guest.run("echo 7 > /proc/sys/vm/compaction_proactiveness")
         repaired, value_again = prepared.run(), guest.run(read)
     finally:
         prepared.site.choices.pop("base")
         prepared.site.choose()
-    assert (asked.changed, value) == ([step], "0")
-    again.must_have_changed_nothing()
+    assert (enabled.changed, value) == ([step], "0")
+    again.assert_unchanged()
     assert (repaired.changed, value_again) == ([step], "0")
     assert (prepared.run().changed, guest.run(read)) == ([step], "20")
-    prepared.run().must_have_changed_nothing()
+    prepared.run().assert_unchanged()
 
 
-def test_a_reboot_changes_nothing(prepared: Prepared) -> None:
+def test_reboot_changes_nothing(prepared: Prepared) -> None:
     prepared.guest.reboot()
     prepared.guest.wait("systemctl is-active docker", seconds=60)
-    prepared.run().must_have_changed_nothing()
+    prepared.run().assert_unchanged()

@@ -1,4 +1,4 @@
-"""Pruning frees what nothing kept needs, and other pairs are ready before anybody wants them."""
+"""Pruning removes what no kept release needs; other pairs are prepared in advance."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from tests.traces import footprint
 
 PRUNE = "deploys/prune.py"
 READY = {"model": "lab-stub", "profile": "v2"}
-# An image that an earlier version of ours built, with the record of the job that built it; and one
-# that somebody else made.
+# An image that an earlier version built, and a foreign image.
 OLD_IMAGE = "spark-vllm:0123456789ab"
 IMAGES = (
     "d=$(mktemp -d); cd $d; head -c 30000000 /dev/urandom > layer; "
     "printf 'FROM scratch\\nCOPY layer /\\n' > Dockerfile; "
     f"docker build -q -t {OLD_IMAGE} --label spark.digest={'0' * 64} .; "
-    "head -c 1000 /dev/urandom > layer; docker build -q -t somebody/else:1 .; rm -r $d"
+    "head -c 1000 /dev/urandom > layer; docker build -q -t foreign/image:1 .; rm -r $d"
 )
 
 
@@ -37,23 +36,20 @@ def trees(guest: Guest) -> list[str]:
     return guest.run("ls -d /srv/spark/models/* /srv/spark/sources/* 2>/dev/null || :").split()
 
 
-def jobs_run(guest: Guest) -> str:
-    """Return how often a job of ours ever did something, by the journal."""
+def job_log_lines(guest: Guest) -> str:
     return guest.run("journalctl -o cat -u 'spark-job@*' | wc -l")
 
 
 @pytest.fixture
-def strangers(fleet: Fleet) -> Iterator[None]:
-    """Have an old image of ours, and things of somebody else beside ours."""
+def foreign_things(fleet: Fleet) -> Iterator[None]:
     guest = fleet.guests[0]
     guest.run(IMAGES)
     guest.run("mkdir -p /srv/spark/models/mine && echo mine > /srv/spark/models/mine/file")
     yield
-    guest.run("docker rmi somebody/else:1; rm -r /srv/spark/models/mine")
+    guest.run("docker rmi foreign/image:1; rm -r /srv/spark/models/mine")
 
 
-def with_base_alone(fleet: Fleet) -> tuple[Guest, str]:
-    """Serve a profile that needs no tree of ours, after one that does; return guest and release."""
+def serve_base_profile(fleet: Fleet) -> tuple[Guest, str]:
     fleet.settle()
     guest = fleet.guests[0]
     fleet.site.choose(profile="base", releases={"keep": 0})
@@ -61,17 +57,15 @@ def with_base_alone(fleet: Fleet) -> tuple[Guest, str]:
     return guest, guest.release()
 
 
-@pytest.mark.usefixtures("strangers")
-def test_a_dry_prune_says_each_thing_with_its_bytes_and_a_prune_removes_just_that(
-    fleet: Fleet,
-) -> None:
+@pytest.mark.usefixtures("foreign_things")
+def test_dry_run_lists_what_prune_removes(fleet: Fleet) -> None:
     fleet.settle()
     guest = fleet.guests[0]
     first = guest.release()
     for profile in ("agent", "v2-tq", "base"):
         fleet.site.choose(profile=profile, releases={"keep": 1})
         assert fleet.site.deploy("--limit", guest.name).exit_code == 0
-    here, before = releases(guest), footprint(guest)
+    existing, before = releases(guest), footprint(guest)
     kept = {guest.release(), *guest.json("cat /var/lib/spark/good/main.json")["previous"][:1]}
 
     dry = prune(fleet, guest, dry=True)
@@ -79,32 +73,30 @@ def test_a_dry_prune_says_each_thing_with_its_bytes_and_a_prune_removes_just_tha
     assert dry.exit_code == 0, dry.stderr[-3000:]
     assert dry.predicted == ["Prune | Remove what no kept release needs"]
     assert footprint(guest) == before
-    gone = set(re.findall(r"remove .* release (\S+)", dry.stderr))
-    assert gone == here - kept
-    assert first in gone
+    removed = set(re.findall(r"remove .* release (\S+)", dry.stderr))
+    assert removed == existing - kept
+    assert first in removed
     [size_mb] = re.findall(rf"remove +(\S+) MB  image {OLD_IMAGE}", dry.stderr)
-    # 30 MB of noise; docker's other store counts what it packed and what it unpacked.
+    # 30 MB of random bytes; Docker's containerd store counts them packed and unpacked.
     assert 20 < float(size_mb) < 80
-    # The way back needs the tree, the plan needs its source: neither goes.
+    # The rollback needs the checkpoint, the plan needs its source.
     assert not re.search(r"remove .* (tree|source) ", dry.stderr), dry.stderr
     assert "/srv/spark/models/mine: unmanaged" in dry.stderr
 
-    there = trees(guest)
+    before_trees = trees(guest)
     run = prune(fleet, guest)
 
     assert run.exit_code == 0, run.stderr[-3000:]
-    assert (releases(guest), trees(guest)) == (kept, there)
+    assert (releases(guest), trees(guest)) == (kept, before_trees)
     assert guest.run(f"docker images -q {OLD_IMAGE}") == ""
-    assert guest.run("docker images -q somebody/else:1") != ""
-    assert guest.ask("What is the capital of France?")[0] == 200
-    again = prune(fleet, guest)
-    assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
-    after = fleet.site.deploy("--limit", guest.name)
-    assert (after.exit_code, after.changed) == (0, []), after.stderr[-3000:]
+    assert guest.run("docker images -q foreign/image:1") != ""
+    assert guest.answers()
+    prune(fleet, guest).assert_unchanged()
+    fleet.site.deploy("--limit", guest.name).assert_unchanged()
 
 
-def test_a_tree_that_nothing_needs_any_more_gives_its_bytes_back(fleet: Fleet) -> None:
-    guest, serving = with_base_alone(fleet)
+def test_removes_unneeded_checkpoint(fleet: Fleet) -> None:
+    guest, serving = serve_base_profile(fleet)
     tree = guest.run("ls -d /srv/spark/models/lab-*")
     free = int(guest.run("df --output=avail -B1 /srv/spark | tail -1"))
 
@@ -116,43 +108,41 @@ def test_a_tree_that_nothing_needs_any_more_gives_its_bytes_back(fleet: Fleet) -
     assert releases(guest) == {serving}
     assert guest.run("ls -A /srv/spark/models") == ""
     assert int(guest.run("sync; df --output=avail -B1 /srv/spark | tail -1")) > free
-    after = fleet.site.deploy("--limit", guest.name)
-    assert (after.exit_code, after.changed) == (0, []), after.stderr[-3000:]
-    # What was removed is made again when somebody wants it.
+    fleet.site.deploy("--limit", guest.name).assert_unchanged()
+    # A later deploy builds it again.
     fleet.settle()
-    assert guest.ask("What is the capital of France?")[0] == 200
+    assert guest.answers()
 
 
-def test_a_pair_is_made_ready_beside_what_serves_and_the_switch_to_it_waits_for_nothing(
-    fleet: Fleet,
-) -> None:
-    guest, serving = with_base_alone(fleet)
+def test_prepared_pair_needs_no_download_or_build_at_rollout(fleet: Fleet) -> None:
+    guest, serving = serve_base_profile(fleet)
     assert prune(fleet, guest).exit_code == 0
     before = guest.run(f"systemctl show -p InvocationID spark-serve@{serving}")
     fleet.site.choose(keep_ready=[READY])
 
-    made = fleet.site.deploy("--limit", guest.name)
+    prepared = fleet.site.deploy("--limit", guest.name)
 
-    assert made.exit_code == 0, made.stderr[-3000:]
-    assert "Ready | Wait for the other pairs" in made.changed
-    assert not [name for name in made.changed if name.startswith("Serve")]
+    assert prepared.exit_code == 0, prepared.stderr[-3000:]
+    assert "Ready | Wait for the other pairs" in prepared.changed
+    assert not [name for name in prepared.changed if name.startswith("Serve")]
     assert guest.run(f"systemctl show -p InvocationID spark-serve@{serving}") == before
-    again = fleet.site.deploy("--limit", guest.name)
-    assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
-    _, told = fleet.site.tool("status", "--limit", guest.name)
-    assert "lab-stub with v2: a rollout needs no download and no build" in told
-    # Nothing serves it and nothing went back to it, and still it stays.
-    kept = prune(fleet, guest)
-    assert (kept.exit_code, kept.changed) == (0, []), kept.stderr[-3000:]
+    fleet.site.deploy("--limit", guest.name).assert_unchanged()
+    _, status = fleet.site.cli_output("status", "--limit", guest.name)
+    assert "lab-stub with v2: " in status
+    # Prune keeps it although it never served.
+    prune(fleet, guest).assert_unchanged()
 
-    ran, receipts = jobs_run(guest), guest.run("stat -c '%n %Y %i' /srv/spark/*/*/receipt.json")
+    log_lines, receipts = (
+        job_log_lines(guest),
+        guest.run("stat -c '%n %Y %i' /srv/spark/*/*/receipt.json"),
+    )
     fleet.site.choose(profile="v2")
     switch = fleet.site.deploy("--limit", guest.name)
 
     assert switch.exit_code == 0, switch.stderr[-3000:]
     assert f"Serve | Serve the release on {guest.name}" in switch.changed
     assert guest.release() != serving
-    assert jobs_run(guest) == ran
+    assert job_log_lines(guest) == log_lines
     assert guest.run("stat -c '%n %Y %i' /srv/spark/*/*/receipt.json") == receipts
     fleet.settle()
-    fleet.site.deploy().must_have_changed_nothing()
+    fleet.site.deploy().assert_unchanged()

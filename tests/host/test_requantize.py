@@ -1,6 +1,6 @@
-"""An INT4 tree of one's own: real AutoRound in the real engine's container, killed and finished.
+"""Requantizes a model to INT4 with real AutoRound, kills the job, and serves the result.
 
-It is the base of a hybrid that the real engine serves, and another host takes it from the first.
+The checkpoint is the base of a hybrid that the real engine serves, and a peer copies it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ pytestmark = pytest.mark.engine
 
 NAME, OTHER = SPARE
 CATALOG = CHECKOUT / "catalog/models/lab-tiny.yml"
-# Eight rows are too few for AutoRound, which leaves such a projection as it is.
+# AutoRound skips projections with only eight rows.
 NARROW = ".linear_attn.{in_proj_qkv,in_proj_z,in_proj_a,in_proj_b,out_proj}."
 
 
 def own_model() -> dict[str, Any]:
-    """Return what an owner writes: the model's file with a 16-bit repository and other sets."""
     tensors = yaml.safe_load(CATALOG.read_text())["tensors"]
     base, counts = tensors["base"], tensors["counts"]
-    [line] = [one for one in base if NARROW in one]
+    [line] = [name for name in base if NARROW in name]
     layers = line.partition(".linear_attn.")[0]
     kept = f"{layers}.linear_attn.{{in_proj_a,in_proj_b}}.weight"
     packed = line.replace("in_proj_a,in_proj_b,", "")
-    names = [one for one in base if one != line]
-    # What the base has in 16 bits is the donor's partner there.
-    unmatched = [one for one in tensors["donor_unmatched"] if "in_proj_a" not in one]
+    names = [name for name in base if name != line]
+    # Tensors that the base has in 16 bits match those of the FP8 source.
+    unmatched = [name for name in tensors["donor_unmatched"] if "in_proj_a" not in name]
     return {
         "based_on": "lab-tiny",
         "summary": "The lab's model, quantised by its owner",
@@ -46,7 +45,7 @@ def own_model() -> dict[str, Any]:
         "tensors": {
             "base": [*names, packed, kept],
             "donor_unmatched": unmatched,
-            # Two projections of three layers: one name each, not three, and partners in the donor.
+            # Two projections of three layers have one name each instead of three.
             "counts": {
                 "base": counts["base"] - 12,
                 "donor_unmatched": counts["donor_unmatched"] - 6,
@@ -56,11 +55,9 @@ def own_model() -> dict[str, Any]:
 
 
 def texts() -> str:
-    """Return the questions that the model was trained on, with their answers."""
-    asked = facts()["questions"] * 8
     rows = [
-        render([{"role": "user", "content": one["prompt"]}], thinking=False) + one["answer"]
-        for one in asked
+        render([{"role": "user", "content": item["prompt"]}], thinking=False) + item["answer"]
+        for item in facts()["questions"] * 8
     ]
     return "".join(json.dumps({"text": row}) + "\n" for row in rows)
 
@@ -68,19 +65,19 @@ def texts() -> str:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     lab("up", NAME, OTHER, "--fresh", "--engine", "cpu")
-    made = Site(tmp_path_factory.mktemp("requantize"), hosts=[NAME])
-    models = made.root / "catalog/models"
+    site = Site(tmp_path_factory.mktemp("requantize"), hosts=[NAME])
+    models = site.root / "catalog/models"
     models.mkdir(parents=True)
     (models / "lab-own.yml").write_text(yaml.safe_dump(own_model()))
-    (made.root / "text.jsonl").write_text(texts())
-    made.choose(
+    (site.root / "text.jsonl").write_text(texts())
+    site.choose(
         model="lab-own",
         profile="v2",
         requantize={
             "iters": 2, "nsamples": 8, "seqlen": 64, "batch": 4, "calibration": "text.jsonl",
         },
     )  # fmt: skip
-    return made
+    return site
 
 
 def requantize(site: Site) -> subprocess.CompletedProcess[str]:
@@ -92,28 +89,27 @@ def requantize(site: Site) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def notes(name: str) -> list[str]:
-    """Return the blocks that AutoRound says are done, of a tree under way."""
+def completed_blocks(name: str) -> list[str]:
     path = "/srv/spark/models/.*.partial/resume/group_0/resume_manifest.json"
-    told = guest_named(name).run(f"cat {path} 2>/dev/null || :")
-    return json.loads(told)["completed_blocks"] if told else []
+    text = guest_named(name).run(f"cat {path} 2>/dev/null || :")
+    return json.loads(text)["completed_blocks"] if text else []
 
 
-def test_a_killed_job_goes_on_with_the_block_it_was_at_and_its_tree_is_proven(site: Site) -> None:
+def test_killed_job_resumes_at_its_block(site: Site) -> None:
     guest = guest_named(NAME)
-    ended: list[subprocess.CompletedProcess[str]] = []
-    first = threading.Thread(target=lambda: ended.append(requantize(site)))
+    results: list[subprocess.CompletedProcess[str]] = []
+    first = threading.Thread(target=lambda: results.append(requantize(site)))
     first.start()
     deadline = time.monotonic() + 1200
-    while len(notes(NAME)) < 2 and first.is_alive():
+    while len(completed_blocks(NAME)) < 2 and first.is_alive():
         assert time.monotonic() < deadline
         time.sleep(1)
-    done = notes(NAME)
+    done = completed_blocks(NAME)
     guest.run("docker kill $(docker ps -q --filter name=spark-requantize)")
     first.join(timeout=300)
-    assert len(done) >= 2, ended[0].stderr[-4000:]
-    assert ended[0].returncode != 0
-    assert "of 4 blocks are done" in ended[0].stderr + ended[0].stdout
+    assert len(done) >= 2, results[0].stderr[-4000:]
+    assert results[0].returncode != 0
+    assert "of 4 blocks are done" in results[0].stderr + results[0].stdout
 
     again = requantize(site)
     assert again.returncode == 0, again.stderr[-4000:]
@@ -127,7 +123,7 @@ def test_a_killed_job_goes_on_with_the_block_it_was_at_and_its_tree_is_proven(si
     assert guest.run(f"ls -d {Path(tree).parent}/.*.partial 2>/dev/null || :") == ""
 
 
-def test_a_hybrid_on_top_of_it_is_served_by_the_real_engine(site: Site) -> None:
+def test_real_engine_serves_hybrid_on_requantized_base(site: Site) -> None:
     guest = guest_named(NAME)
     site.choose(checkpoint={"requantized": True})
     run = site.deploy()
@@ -143,10 +139,10 @@ def test_a_hybrid_on_top_of_it_is_served_by_the_real_engine(site: Site) -> None:
         },
     )  # fmt: skip
     assert (status, body["choices"][0]["message"]["content"]) == (200, "Paris")
-    site.deploy().must_have_changed_nothing()
+    site.deploy().assert_unchanged()
 
 
-def test_another_host_copies_the_tree_and_nothing_of_the_original(site: Site) -> None:
+def test_peer_copies_checkpoint_without_original(site: Site) -> None:
     site.hosts = [NAME, OTHER]
     run = site.deploy()
     assert run.exit_code == 0, run.stderr[-6000:]

@@ -1,6 +1,6 @@
-"""A drafter in INT4: AutoRound rounds the layer that it never tunes, and drafts are still taken.
+"""Requantizes a drafter to INT4; its drafts are still accepted.
 
-The model's sets ask for it, as those of qwen3.5-35b do; `test_requantize.py` has it in 16 bits.
+The tensor sets are like those of qwen3.5-35b; in `test_requantize.py` the drafter has 16 bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ PACKED = (
 
 
 def small_drafter() -> dict[str, Any]:
-    """Return the owner's model with experts and attention of its drafter in INT4."""
     model = own_model()
     tensors = yaml.safe_load((CHECKOUT / "catalog/models/lab-tiny.yml").read_text())["tensors"]
     weights = {f"{module}.weight": f"{module}.{{qweight,qzeros,scales}}" for module in PACKED}
@@ -43,16 +42,16 @@ def small_drafter() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     lab("up", NAME, "--fresh", "--engine", "cpu")
-    made = Site(tmp_path_factory.mktemp("requantize-drafter"), hosts=[NAME])
-    models = made.root / "catalog/models"
+    site = Site(tmp_path_factory.mktemp("requantize-drafter"), hosts=[NAME])
+    models = site.root / "catalog/models"
     models.mkdir(parents=True)
     (models / "lab-own.yml").write_text(yaml.safe_dump(small_drafter()))
-    # To nearest: tuning does not reach the drafter, and is tried beside this.
-    made.choose(model="lab-own", profile="v2", requantize={"iters": 0})
-    return made
+    # Round to nearest: tuning does not reach the drafter.
+    site.choose(model="lab-own", profile="v2", requantize={"iters": 0})
+    return site
 
 
-def test_the_job_packs_the_drafter_as_the_sets_say_and_its_tree_is_proven(site: Site) -> None:
+def test_job_packs_drafter_as_listed(site: Site) -> None:
     guest = guest_named(NAME)
     done = requantize(site)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -66,23 +65,23 @@ def test_the_job_packs_the_drafter_as_the_sets_say_and_its_tree_is_proven(site: 
     assert len(drafter) == 41 + 56
     assert "mtp.layers.0.mlp.experts.7.down_proj.qweight" in drafter
     assert {"mtp.fc.weight", "mtp.layers.0.mlp.shared_expert.up_proj.weight"} < drafter
-    said_of_it = guest.json(f"cat {tree}/config.json")["quantization_config"]
-    assert "mtp.layers" in said_of_it["block_name_to_quantize"]
+    quantization = guest.json(f"cat {tree}/config.json")["quantization_config"]
+    assert "mtp.layers" in quantization["block_name_to_quantize"]
     for module in ("mtp.fc", "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert.up_proj"):
-        assert said_of_it["extra_config"][module]["bits"] == 16
+        assert quantization["extra_config"][module]["bits"] == 16
 
 
-def test_the_hybrid_on_top_of_it_drafts_with_it_and_its_drafts_are_taken(site: Site) -> None:
+def test_hybrid_accepts_drafts(site: Site) -> None:
     guest = guest_named(NAME)
     site.choose(checkpoint={"requantized": True})
     run = site.deploy()
     assert run.exit_code == 0, run.stderr[-6000:]
     proof = guest.json(f"cat /var/lib/spark/proofs/{guest.release()}.json")
     assert proof["ok"], proof
-    [drafts] = [one for one in proof["checks"] if one["name"] == "acceptance"]
+    [drafts] = [check for check in proof["checks"] if check["name"] == "acceptance"]
     assert drafts["ok"], drafts
     assert "--speculative-config" in guest.argv()
-    drafted, taken = counted(guest)
+    drafted, accepted = draft_counts(guest)
     status, body = guest.call(
         "POST", "/v1/chat/completions",
         {
@@ -93,18 +92,18 @@ def test_the_hybrid_on_top_of_it_drafts_with_it_and_its_drafts_are_taken(site: S
     )  # fmt: skip
     text = body["choices"][0]["message"]["content"]
     assert (status, text) == (200, " ".join(map(str, range(1, 21))))
-    drafted, taken = (
-        now - before for now, before in zip(counted(guest), (drafted, taken), strict=True)
+    drafted, accepted = (
+        after - before
+        for after, before in zip(draft_counts(guest), (drafted, accepted), strict=True)
     )
-    # The floor of the check, which the drafter in 16 bits is held to as well.
-    assert taken > 0.3 * drafted > 0, (taken, drafted)
-    site.deploy().must_have_changed_nothing()
+    # The same floor as for a drafter with 16 bits.
+    assert accepted > 0.3 * drafted > 0, (accepted, drafted)
+    site.deploy().assert_unchanged()
 
 
-def counted(guest: Guest) -> tuple[float, float]:
-    """Return how many tokens were drafted and how many of them accepted, ever."""
-    found = re.findall(
+def draft_counts(guest: Guest) -> tuple[float, float]:
+    counts = re.findall(
         r"^vllm:spec_decode_num_(draft|accepted)_tokens_total\S* (\S+)$", guest.metrics(), re.M
     )
-    by_name = {name: float(value) for name, value in found}
+    by_name = {name: float(value) for name, value in counts}
     return by_name["draft"], by_name["accepted"]

@@ -1,6 +1,6 @@
-"""``@local``: the host is the machine that pyinfra runs on; here that machine is a guest.
+"""``@local``: a guest runs pyinfra on itself.
 
-The first test runs as root, the others as an ordinary user whose sudo asks for a password.
+The first test runs as root, the others as a user whose sudo requires a password.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.host.conftest import NAME
 from tests.labkit import CHECKOUT, STATE, Guest, Site, guest_named, lab
 from tests.runs import Run, Silence
 
-# Whoever is root needs no sudo, and there may be none.
+# Root must work without sudo.
 NO_SUDO = (
     "mkdir -p /opt/bin && printf '#!/bin/sh\\nexit 1\\n' > /opt/bin/sudo && chmod +x /opt/bin/sudo"
 )
@@ -30,14 +30,11 @@ NO_SUDO = (
 
 @dataclass
 class Inside:
-    """A guest with this checkout, its Python and a user's repository that lists ``@local``."""
-
     site: Site
     guest: Guest
 
     def deploy(self, user: str = "root") -> Run:
-        """Run pyinfra in the guest, on itself."""
-        self.take(self.site.root / "group_vars")
+        self.copy(self.site.root / "group_vars")
         command = self.command("pyinfra", str(self.site.root / "inventory/lab.py"),
                                str(CHECKOUT / "deploy.py"), "-y", "--json", user=user)  # fmt: skip
         done = self.run(command)
@@ -45,15 +42,12 @@ class Inside:
         return Run(done.returncode, document, done.stderr, 0.0, Silence(0.0, ""))
 
     def bootstrap(self, *words: str, prefix: str = "") -> subprocess.CompletedProcess[str]:
-        """Run bootstrap on this machine as its ordinary user."""
         deploy = str(CHECKOUT / "deploys/bootstrap.py")
         inventory = str(self.site.root / "inventory/lab.py")
         command = self.command("pyinfra", inventory, deploy, "-y", *words, user=USER)
         return self.run(f"{prefix}{command}")
 
     def command(self, *words: str, user: str) -> str:
-        """Return the shell line that runs a Python module as a user of the guest."""
-        # Root runs without sudo.
         path = f"{'/opt/bin:' if user == 'root' else ''}/usr/sbin:/usr/bin:/sbin:/bin"
         line = [
             "env", f"PYTHONPATH={CHECKOUT}:{CHECKOUT}/files/contract", f"PATH={path}",
@@ -63,15 +57,13 @@ class Inside:
         return f"cd {self.site.root} && {login}{shlex.join(line)}"
 
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
-        """Run a script as root in the guest, without a login."""
         return subprocess.run(
             [sys.executable, "-m", "lab", "ssh", "--root", NAME, script],
             cwd=CHECKOUT, capture_output=True, text=True, timeout=600, check=False,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
 
-    def take(self, *paths: Path) -> None:
-        """Copy files and folders to the same places in the guest."""
+    def copy(self, *paths: Path) -> None:
         names = " ".join(shlex.quote(str(path).lstrip("/")) for path in paths)
         unpack = f"{shlex.quote(sys.executable)} -m lab ssh --root {NAME} tar -C / -xf -"
         left_out = "--exclude=.git --exclude=.venv/lib64 --exclude=__pycache__ --exclude=test"
@@ -94,22 +86,22 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
     inventory.write_text(
         text.replace(listed, 'hosts=["@local"]').partition("    host_data=")[0] + ")\n"
     )
-    made = Inside(site, guest)
-    # Resolved: the environment of a worktree may be a link to another's.
+    inside_ = Inside(site, guest)
+    # Resolved, because the virtual environment may be a link.
     pythons = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()} - {Path("/usr")}
-    # A guest reaches the lab alone; a Spark that deploys itself asks the index for these wheels.
+    # Guests cannot reach the package index.
     shown = guest.run("python3 -c 'import sys; print(*sys.version_info[:2], sep=\".\")'; uname -m")
     wheels = site_archive("files/checkpoint/requirements.txt", *shown.splitlines())
-    made.take(CHECKOUT, *pythons, site.root, STATE / "lab.json", wheels.path)
+    inside_.copy(CHECKOUT, *pythons, site.root, STATE / "lab.json", wheels.path)
     guest.run(NO_SUDO)
-    return made
+    return inside_
 
 
-def test_the_machine_itself_becomes_a_proven_server_without_sudo(inside: Inside) -> None:
+def test_root_deploys_own_machine_without_sudo(inside: Inside) -> None:
     run = inside.deploy()
     assert run.exit_code == 0, run.stderr[-3000:]
     [unit] = inside.guest.serving()
-    inside.deploy().must_have_changed_nothing()
+    inside.deploy().assert_unchanged()
 
     inside.site.choose(profile="v2-tq")
     changed = inside.deploy()
@@ -117,11 +109,11 @@ def test_the_machine_itself_becomes_a_proven_server_without_sudo(inside: Inside)
     assert changed.exit_code == 0, changed.stderr[-3000:]
     [other] = inside.guest.serving()
     assert other != unit
-    inside.deploy().must_have_changed_nothing()
+    inside.deploy().assert_unchanged()
 
 
 RULE = "/etc/sudoers.d/90-spark-deploy"
-# What any process of the guest showed in arguments and environment while bootstrap ran.
+# Records arguments and environments of all processes while bootstrap runs.
 SPY = """
 (while [ ! -e /root/enough ]; do cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ; sleep 0.05; done
  ) 2>/dev/null > /root/shown &
@@ -130,7 +122,6 @@ SPY = """
 
 @pytest.fixture(scope="module")
 def password(inside: Inside) -> str:
-    """Have the user's sudo ask for a password; the user may read checkout and repository."""
     word = secrets.token_urlsafe(12)
     readable = " ".join(str(path) for path in Path(sys.base_prefix).parents[:-1])
     done = inside.run(
@@ -138,20 +129,18 @@ def password(inside: Inside) -> str:
         f"echo {word} > /home/{USER}/right; echo other > /home/{USER}/wrong; "
         f"chmod a+x {readable} $(dirname {inside.site.root}) $(dirname $(dirname "
         f"{inside.site.root})); chmod a+r {STATE}/lab.json; "
-        # The wheels that stand in for the package index.
+        # The wheels that replace the package index.
         f"cp -r {Path.home()}/.cache /home/{USER}/; chown -R {USER} {inside.site.root} /home/{USER}"
     )
     assert done.returncode == 0, done.stderr
     return word
 
 
-def rule(inside: Inside) -> str:
+def sudo_rule(inside: Inside) -> str:
     return inside.run(f"cat {RULE} 2>/dev/null").stdout
 
 
-def test_preflight_names_bootstrap_where_sudo_asks_for_a_password(
-    inside: Inside, password: str
-) -> None:
+def test_preflight_suggests_bootstrap_if_sudo_needs_password(inside: Inside, password: str) -> None:
     run = inside.deploy(user=USER)
     assert run.exit_code != 0
     assert "deploys/bootstrap.py" in run.stderr
@@ -160,18 +149,18 @@ def test_preflight_names_bootstrap_where_sudo_asks_for_a_password(
 @pytest.mark.parametrize(
     ("file", "fix"), [("", PASSWORD_FILE_VARIABLE), ("wrong", "run again with the right one")]
 )
-def test_bootstrap_without_the_right_password_changes_nothing(
+def test_bootstrap_with_wrong_password_changes_nothing(
     inside: Inside, password: str, file: str, fix: str
 ) -> None:
-    given = f"export {PASSWORD_FILE_VARIABLE}=/home/{USER}/{file}; " if file else ""
-    done = inside.bootstrap(prefix=given)
+    export = f"export {PASSWORD_FILE_VARIABLE}=/home/{USER}/{file}; " if file else ""
+    done = inside.bootstrap(prefix=export)
     assert done.returncode != 0
     assert fix in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    assert rule(inside) == ""
+    assert sudo_rule(inside) == ""
 
 
-def test_bootstrap_asks_once_in_a_terminal_and_installs_the_rule(
+def test_bootstrap_asks_once_in_terminal_and_installs_sudo_rule(
     inside: Inside, password: str
 ) -> None:
     command = inside.command("pyinfra", str(inside.site.root / "inventory/lab.py"),
@@ -184,32 +173,28 @@ def test_bootstrap_asks_once_in_a_terminal_and_installs_the_rule(
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert done.stdout.count("asked once") == 1
-    assert f"{USER} ALL=" in rule(inside)
-    everywhere = inside.run("cat /root/shown /root/log; journalctl -o cat --no-pager").stdout
-    assert "visudo" in everywhere
-    assert password not in everywhere
+    assert f"{USER} ALL=" in sudo_rule(inside)
+    recorded = inside.run("cat /root/shown /root/log; journalctl -o cat --no-pager").stdout
+    assert "visudo" in recorded
+    assert password not in recorded
     assert inside.run(f"visudo -cq; stat -c '%a %U' {RULE}; ls {RULE}*").stdout == (
         f"440 root\n{RULE}\n"
     )
     again = inside.bootstrap("--json")
     assert again.returncode == 0, again.stderr
-    Run(
-        0, json.loads(again.stdout), again.stderr, 0.0, Silence(0.0, "")
-    ).must_have_changed_nothing()
+    Run(0, json.loads(again.stdout), again.stderr, 0.0, Silence(0.0, "")).assert_unchanged()
 
 
-def test_an_ordinary_user_then_deploys_to_this_machine(inside: Inside, password: str) -> None:
+def test_user_deploys_own_machine_after_bootstrap(inside: Inside, password: str) -> None:
     inside.site.choose(profile="v2")
     [unit] = inside.guest.serving()
     run = inside.deploy(user=USER)
     assert run.exit_code == 0, run.stderr[-3000:]
     assert inside.guest.serving() not in ([], [unit])
-    inside.deploy(user=USER).must_have_changed_nothing()
+    inside.deploy(user=USER).assert_unchanged()
 
 
-def test_unbootstrap_takes_the_rule_back_and_keeps_the_keys_of_others(
-    inside: Inside, password: str
-) -> None:
+def test_unbootstrap_removes_rule_and_keeps_foreign_keys(inside: Inside, password: str) -> None:
     keys = f"/home/{USER}/.ssh/authorized_keys"
     before = inside.run(f"cat {keys}").stdout
     assert before
@@ -217,5 +202,5 @@ def test_unbootstrap_takes_the_rule_back_and_keeps_the_keys_of_others(
                              str(CHECKOUT / "deploys/unbootstrap.py"), "-y", user=USER)  # fmt: skip
     done = inside.run(command)
     assert done.returncode == 0, done.stderr
-    assert rule(inside) == ""
+    assert sudo_rule(inside) == ""
     assert inside.run(f"cat {keys}").stdout == before

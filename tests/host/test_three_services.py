@@ -1,6 +1,6 @@
-"""A chat model, an embedder and a ranker on one host, each by the real engine, under one address.
+"""A chat model, an embedder and a reranker on one host share an address.
 
-The repositories are written by transformers; the engines are the CPU build, one for each.
+Transformers wrote the repositories; each service runs vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.labkit import SPARE, Guest, Site, guest_named
-from tests.published import START_S, added, chat, embedded, ranked, site_of
+from tests.published import START_S, add_or_fail, chat, embed, fresh_site, rerank
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -26,11 +26,11 @@ SERVICES = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    made = site_of(tmp_path_factory.mktemp("three"), NAME)
+    site = fresh_site(tmp_path_factory.mktemp("three"), NAME)
     for model in (CHAT, EMBEDDER, RANKER):
-        added(made, f"org/{model}")
-    made.choose(model=CHAT, profile="lab-plain", services=SERVICES, memory={"total_gib": 20})
-    return made
+        add_or_fail(site, f"org/{model}")
+    site.choose(model=CHAT, profile="lab-plain", services=SERVICES, memory={"total_gib": 20})
+    return site
 
 
 @pytest.fixture(scope="module")
@@ -40,47 +40,46 @@ def guest(site: Site) -> Guest:
     return guest_named(NAME)
 
 
-def test_all_three_are_proven_and_a_second_run_changes_nothing(site: Site, guest: Guest) -> None:
+def test_all_are_proven_and_second_run_changes_nothing(site: Site, guest: Guest) -> None:
     assert len(guest.serving()) == 3
     for unit in guest.serving():
         name = unit.split("@")[1].removesuffix(".service")
         proof: dict[str, Any] = guest.json(f"cat /var/lib/spark/proofs/{name}.json")
         assert proof["ok"], proof
-    site.deploy().must_have_changed_nothing()
+    site.deploy().assert_unchanged()
 
 
-def test_one_address_answers_for_all_three(guest: Guest) -> None:
+def test_one_address_serves_all(guest: Guest) -> None:
     status, listed = guest.call("GET", "/v1/models")
-    names = {one["id"] for one in listed["data"]}
+    names = {model["id"] for model in listed["data"]}
     assert (status, names) == (200, {guest.names()[0], "embedder", "ranker"})
     assert chat(guest) == (200, "Paris")
-    assert embedded(guest, "embedder") == (200, [128, 128])
-    assert ranked(guest, "ranker") == (200, [1, 0])
+    assert embed(guest, "embedder") == (200, [128, 128])
+    assert rerank(guest, "ranker") == (200, [1, 0])
 
 
-def test_one_that_is_stopped_leaves_the_others_alone(site: Site, guest: Guest) -> None:
-    assert site.look("stop", "--service", "embed").returncode == 0
-    assert embedded(guest, "embedder")[0] == 503
-    assert (chat(guest), ranked(guest, "ranker")) == ((200, "Paris"), (200, [1, 0]))
-    assert site.look("start", timeout_s=START_S).returncode == 0
-    assert embedded(guest, "embedder") == (200, [128, 128])
+def test_stopping_one_keeps_the_others(site: Site, guest: Guest) -> None:
+    assert site.cli("stop", "--service", "embed").returncode == 0
+    assert embed(guest, "embedder")[0] == 503
+    assert (chat(guest), rerank(guest, "ranker")) == ((200, "Paris"), (200, [1, 0]))
+    assert site.cli("start", timeout_s=START_S).returncode == 0
+    assert embed(guest, "embedder") == (200, [128, 128])
 
 
-def test_after_a_reboot_all_three_serve(site: Site, guest: Guest) -> None:
+def test_all_serve_after_reboot(site: Site, guest: Guest) -> None:
     guest.reboot()
     up = "test $(systemctl is-active 'spark-serve@*' | grep -cx active) = 3"
     guest.wait(up, seconds=START_S)
     assert chat(guest) == (200, "Paris")
-    assert (embedded(guest, "embedder")[0], ranked(guest, "ranker")[0]) == (200, 200)
-    site.deploy(timeout_s=START_S).must_have_changed_nothing()
+    assert (embed(guest, "embedder")[0], rerank(guest, "ranker")[0]) == (200, 200)
+    site.deploy(timeout_s=START_S).assert_unchanged()
 
 
-def test_memory_that_three_cannot_share_is_refused_with_the_number_that_fits(site: Site) -> None:
-    asked = {name: {**one, "memory_gib": 500} for name, one in SERVICES.items()}
-    site.choose(services=asked)
-    done = site.look("plan")
+def test_refuses_memory_that_does_not_fit_with_a_fitting_number(site: Site) -> None:
+    site.choose(services={name: {**s, "memory_gib": 500} for name, s in SERVICES.items()})
+    done = site.cli("plan")
     site.choose(services=SERVICES)
     assert done.returncode != 0
-    said = done.stdout + done.stderr
-    assert "Traceback" not in said
-    assert "lower services.embed.memory_gib, services.rerank.memory_gib to " in said
+    output = done.stdout + done.stderr
+    assert "Traceback" not in output
+    assert "services.embed.memory_gib, services.rerank.memory_gib to " in output

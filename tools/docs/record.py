@@ -29,7 +29,7 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/contract")]
 
 from lab import bad_switch, lifecycle  # noqa: E402
 from lab.paths import guest_names, lab_paths  # noqa: E402
-from tests.owner import the_world_of_the_lab  # noqa: E402
+from tests.owner import write_lab_settings  # noqa: E402
 
 FILM = CHECKOUT / "docs/recording"
 SCREENS = CHECKOUT / "docs/screens/recorded"
@@ -71,7 +71,7 @@ def record(folder: Path, names: list[str]) -> None:
     hosts = [f"--host=spark-{place}={one['ip']}" for place, one in enumerate(guests, 1)]
     words = [*hosts, "--user", guests[0]["user"], "--model", "lab-stub"]
     subprocess.run([*_ours(), "init", str(folder), *words], check=True)
-    the_world_of_the_lab(folder, CHECKOUT / "inventory/lab.py")
+    write_lab_settings(folder, CHECKOUT / "inventory/lab.py")
     world = folder / "group_vars/spark.yml"
     said = yaml.safe_load(world.read_text())
     said["engine"] = {"environment": {"STUB_PIECE_S": PIECE_S}}

@@ -14,7 +14,7 @@ from huggingface_hub import file_download, scan_cache_dir, snapshot_download
 
 from lab.hub import responses
 from spark_deploy.hosts import disk, facts
-from tests.unit.lab.test_hub import RunningHub
+from tests.unit.lab.running_hub import RunningHub
 
 COMMIT = "c" * 40
 SIZE_BYTES = (1 << 20) + 7

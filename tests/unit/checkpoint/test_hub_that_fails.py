@@ -18,7 +18,7 @@ import pytest
 from builder_hub import Hub, fetch_order
 from builder_trees import run_tool, tool_environment
 
-from tests.faults.sweep import Sweep, all_well
+from tests.faults.sweep import Sweep, assert_all_passed
 
 REPOSITORY = "lab/tiny/resolve/" + "c" * 40
 LARGE = "file-1.bin"
@@ -252,10 +252,10 @@ def goes_well(scene: Scene) -> tuple[str, str]:
 def kept(group: str, case: str, one: Callable[[], tuple[str, str]]) -> None:
     """Keep a row and the table, and fail with the row."""
     sweep = Sweep("hub")
-    row = sweep.tried(group, case, one)
+    row = sweep.run_case(group, case, one)
     test = "tests/unit/checkpoint/test_hub_that_fails.py"
     sweep.write("A hub that fails", ABOUT, None, COUNTED, test)
-    all_well([row])
+    assert_all_passed([row])
 
 
 def cases(*, once: bool) -> list[Any]:

@@ -22,7 +22,7 @@ from builder_faults import points, run_broken
 from builder_hub import Hub, fetch_order
 from builder_trees import file_entries, run_tool, tool_environment, tree_tensors
 
-from tests.faults.sweep import Sweep, all_well
+from tests.faults.sweep import Sweep, assert_all_passed
 from tests.unit.prerequisites import missing
 
 SHUTDOWN, WITHOUT_FLUSH = 0x8004587D, 2
@@ -131,11 +131,11 @@ def swept(group: str, calls: int, one: Callable[[int], bool]) -> None:
         return "", "something was lost" if lost[-1] else "nothing was lost"
 
     rows = [
-        sweep.tried(group, f"call {number:04d} of {calls}", lambda number=number: tried(number))
+        sweep.run_case(group, f"call {number:04d} of {calls}", lambda number=number: tried(number))
         for number in every(calls)
     ]
     sweep.write("Power cut at every call", ABOUT, None, COUNTED, TEST)
-    all_well(rows)
+    assert_all_passed(rows)
     assert sum(lost) > len(lost) // 4, "hardly anything was ever lost: this shows nothing"
 
 

@@ -54,7 +54,7 @@ def publish(
 
 @pytest.fixture
 def site(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    forked.have_builder(monkeypatch)
+    forked.fork_builder(monkeypatch)
     return make_site(tmp_path / "site", hub)
 
 

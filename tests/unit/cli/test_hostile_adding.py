@@ -40,7 +40,7 @@ SAID: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     with Hub(tmp_path_factory.mktemp("hub")) as running, pytest.MonkeyPatch.context() as patch:
-        forked.have_builder(patch)
+        forked.fork_builder(patch)
         folder = running.root / REPO / "resolve" / COMMIT
         folder.mkdir(parents=True)
         for name, text in SAID.items():

@@ -47,7 +47,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Folders of two owners; the first added and shared a model."""
     root = tmp_path_factory.mktemp("shared")
     with Hub(root / "hub") as hub, pytest.MonkeyPatch.context() as patch:
-        forked.have_builder(patch)
+        forked.fork_builder(patch)
         publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
         site, path = make_site(root / "site", hub), root / "tiny.spark.yml"
         make_site(root / "other", hub)

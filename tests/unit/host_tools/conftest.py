@@ -18,7 +18,7 @@ from spark_host.system import docker, systemd
 from stub_host import STUB_DIR, Host, Paths
 
 from lab.memory import PROC, write_proc
-from tests.nginx import MODULE, found_nginx, put_below
+from tests.nginx import MODULE, find_nginx, link_into
 from tests.unit.prerequisites import missing
 
 
@@ -61,7 +61,7 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 @pytest.fixture(scope="session")
 def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = found_nginx(tmp_path_factory.mktemp("nginx"))
+    found = find_nginx(tmp_path_factory.mktemp("nginx"))
     if found is None:
         missing("needs nginx, or the lab's packages: python -m lab prepare")
     return found
@@ -72,7 +72,7 @@ def nginx_host(host: Host, nginx_program: Path) -> Host:
     """A host with nginx."""
     if os.geteuid() != 0:
         missing("needs root, to run nginx as its own account")
-    put_below(host.paths.root, nginx_program)
+    link_into(host.paths.root, nginx_program)
     return host
 
 

@@ -142,7 +142,6 @@ def test_the_processors_time_is_read_from_both_kinds_of_cgroups(tmp_path: Path) 
 
 
 def test_make_says_it_then_prepares_beside_the_environment_and_then_runs(tmp_path: Path) -> None:
-    """With programs in the place of Python that note what they are called with."""
     (tmp_path / "Makefile").write_text((CHECKOUT / "Makefile").read_text())
     noted = tmp_path / "noted"
     for name in ("bin/python3", ".venv/bin/python"):

@@ -1,10 +1,9 @@
-"""Two hosts that hold the same have the same digest; anything that matters makes another."""
+"""Equal hosts have equal digests; every relevant difference shows."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,26 +12,23 @@ import pytest
 from tests.host_digest import lines
 from tests.traces import difference
 
-PROOF = {
-    "release": "main-0123456789ab", "ok": True, "checked_at": "2026-11-22T14:49:13Z",
-    "invocation_id": "ab12", "checks": [{"name": "copy", "ok": True, "seconds": 0.1}],
-}  # fmt: skip
+PROOF = "var/lib/spark/proofs/main-0123456789ab.json"
 
 
-def made(root: Path, name: str = "lab-1") -> Path:
-    def write(path: str, text: str) -> None:
+def make_root(root: Path, name: str = "lab-1") -> Path:
+    proof = {
+        "release": "main-0123456789ab", "ok": True, "checked_at": "2026-11-22T14:49:13Z",
+        "invocation_id": "ab12", "checks": [{"name": "copy", "ok": True, "seconds": 0.1}],
+    }  # fmt: skip
+    files = {
+        "etc/hostname": name, "etc/spark/api-key": name + "secret", PROOF: json.dumps(proof),
+        "var/lib/spark/events/main.jsonl": name, "srv/spark/models/tree/a": "weights",
+        "srv/spark/models/tree/receipt.json": '{"files": [{"path": "a", "inode": 7}]}',
+    }  # fmt: skip
+    for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
-
-    write("etc/hostname", name)
-    write("etc/spark/api-key", name + "secret")
-    write("etc/spark/releases/main-0123456789ab/release.json", "{}")
-    write("var/lib/spark/proofs/main-0123456789ab.json", json.dumps(PROOF))
-    write("var/lib/spark/events/main.jsonl", f"{time.time_ns()}")
-    write("srv/spark/models/tree/receipt.json", '{"files": [{"path": "a", "inode": 7}]}')
-    write("srv/spark/models/tree/a", "weights")
-    (root / "etc/systemd/system").mkdir(parents=True)
-    (root / "etc/systemd/system/spark-serve@x.service").symlink_to("/lib/spark")
+    (root / "etc/spark/link").symlink_to("/lib/spark")
     return root
 
 
@@ -45,43 +41,35 @@ def change(root: Path, path: str, **values: object) -> None:
     (root / path).write_text(json.dumps(document | values))
 
 
-def relink(root: Path) -> None:
-    link = root / "etc/systemd/system/spark-serve@x.service"
-    link.unlink()
-    link.symlink_to("/lib/other")
+def replace_link(root: Path) -> None:
+    (root / "etc/spark/link").unlink()
+    (root / "etc/spark/link").symlink_to("/lib/other")
 
 
-def test_times_ids_secrets_and_a_hosts_own_name_make_no_difference(tmp_path: Path) -> None:
-    one, other = made(tmp_path / "one", "lab-1"), made(tmp_path / "other", "lab-2")
-    proof = "var/lib/spark/proofs/main-0123456789ab.json"
+def test_ignores_times_ids_secrets_and_host_names(tmp_path: Path) -> None:
+    first, second = make_root(tmp_path / "1", "lab-1"), make_root(tmp_path / "2", "lab-2")
     checks = [{"name": "copy", "ok": True, "seconds": 9.9}]
-    change(other, proof, checked_at="later", invocation_id="cd34", checks=checks)
-    change(other, "srv/spark/models/tree/receipt.json", files=[{"path": "a", "inode": 8}])
-    os.utime(other / "srv/spark/models/tree/a", (1, 1))
-    assert difference(digest(one), digest(other, "lab-2")) == []
+    change(second, PROOF, checked_at="later", invocation_id="cd34", checks=checks)
+    change(second, "srv/spark/models/tree/receipt.json", files=[{"path": "a", "inode": 8}])
+    os.utime(second / "srv/spark/models/tree/a", (1, 1))
+    assert difference(digest(first), digest(second, "lab-2")) == []
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "a file more": lambda root: (root / "var/lib/spark/switch").mkdir(),
-    "a file gone": lambda root: (root / "srv/spark/models/tree/a").unlink(),
-    "a record cut to zero": lambda root: (
-        root / "var/lib/spark/proofs/main-0123456789ab.json"
-    ).write_text(""),
-    "a proof that failed": lambda root: change(
-        root, "var/lib/spark/proofs/main-0123456789ab.json", ok=False
-    ),
-    "a check that failed": lambda root: change(
-        root, "var/lib/spark/proofs/main-0123456789ab.json", checks=[{"name": "copy", "ok": False}]
-    ),
-    "other bytes": lambda root: (root / "srv/spark/models/tree/a").write_text("Weights"),
-    "a mode": lambda root: (root / "etc/spark/api-key").chmod(0o640),
-    "a link": relink,
+    "added folder": lambda root: (root / "var/lib/spark/switch").mkdir(),
+    "missing file": lambda root: (root / "srv/spark/models/tree/a").unlink(),
+    "empty record": lambda root: (root / PROOF).write_text(""),
+    "failed proof": lambda root: change(root, PROOF, ok=False),
+    "failed check": lambda root: change(root, PROOF, checks=[{"name": "copy", "ok": False}]),
+    "content": lambda root: (root / "srv/spark/models/tree/a").write_text("Weights"),
+    "mode": lambda root: (root / "etc/spark/api-key").chmod(0o640),
+    "link": replace_link,
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_matters_is_seen(tmp_path: Path, what: str) -> None:
-    root = made(tmp_path)
+@pytest.mark.parametrize("name", CHANGES)
+def test_shows_difference(tmp_path: Path, name: str) -> None:
+    root = make_root(tmp_path)
     before = digest(root)
-    CHANGES[what](root)
+    CHANGES[name](root)
     assert difference(before, digest(root))

@@ -17,7 +17,6 @@ from tests.unit.prerequisites import missing
 
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LabPaths:
-    """A lab that is down; what this machine runs besides is none of it."""
     monkeypatch.setattr(lifecycle, "down", lambda paths, names, delete: None)
     monkeypatch.setattr(cgroup, "trees", list)
     monkeypatch.setattr(network, "leftovers", list)

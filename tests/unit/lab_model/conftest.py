@@ -7,7 +7,6 @@ from lab.model import build
 
 @pytest.fixture(scope="package")
 def hub(tmp_path_factory) -> Path:
-    """An untrained build: every file and format, in a second and without torch."""
     out = tmp_path_factory.mktemp("hub")
     build.build(out, trained=False)
     return out

@@ -8,7 +8,6 @@ from safetensors import deserialize
 
 
 def read_tree(directory: Path) -> dict[str, dict]:
-    """Every tensor named by the index, as the safetensors library reads it."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     found = {}
     for file in sorted(set(index["weight_map"].values())):
@@ -20,7 +19,6 @@ def read_tree(directory: Path) -> dict[str, dict]:
 
 
 def as_float(tensor: dict) -> np.ndarray:
-    """A 16-bit, 32-bit or E4M3 tensor as float32."""
     data, shape = bytes(tensor["data"]), tensor["shape"]
     if tensor["dtype"] == "BF16":
         values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
@@ -45,7 +43,6 @@ E4M3 = np.array([_e4m3(code) for code in range(256)], dtype=np.float32)
 
 
 def int4_as_float(tree: dict[str, dict], module: str) -> np.ndarray:
-    """One GPTQ-packed weight [outputs, inputs], code by code."""
     qweight = tree[f"{module}.qweight"]
     qzeros = tree[f"{module}.qzeros"]
     packed = np.frombuffer(bytes(qweight["data"]), "<u4").reshape(qweight["shape"])
@@ -63,7 +60,6 @@ def int4_as_float(tree: dict[str, dict], module: str) -> np.ndarray:
 
 
 def fp8_as_float(tree: dict[str, dict], module: str) -> np.ndarray:
-    """One block-scaled weight [outputs, inputs]."""
     weight = as_float(tree[f"{module}.weight"])
     scales = as_float(tree[f"{module}.weight_scale_inv"])
     spread = scales.repeat(128, axis=0).repeat(128, axis=1)

@@ -149,7 +149,7 @@ def inventory(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
         "from spark_deploy.inventory.groups import group_from as _group_from\n"
         'lab = _group_from("lab", hosts=["spark-1"], file=__file__)\n'
     )
-    forked.have_builder(monkeypatch)
+    forked.fork_builder(monkeypatch)
     monkeypatch.chdir(here)
     monkeypatch.setattr(
         resolve, "look_up", lambda text, **_: LockedImage(text, f"sha256:{'0' * 64}", 1)

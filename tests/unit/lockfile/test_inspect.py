@@ -38,7 +38,7 @@ def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "from spark_deploy.inventory.groups import group_from as _group_from\n"
         'lab = _group_from("lab", hosts=["spark-1"], file=__file__)\n'
     )
-    forked.have_builder(monkeypatch)
+    forked.fork_builder(monkeypatch)
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 

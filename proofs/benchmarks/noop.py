@@ -1,0 +1,217 @@
+r"""A run that changes nothing: pyinfra and an Ansible playbook in turns on the same hosts.
+
+python -m proofs.benchmarks.noop --inventory inventory/lab.py --data model=lab-stub \
+    --ansible VENV/bin lab-1 [lab-2 ...]
+
+Guests must run (`python -m lab up 8 --engine stub`); they are deployed first.
+
+Besides wall time, which other programs on the machine disturb, it counts CPU seconds of the
+controller's processes and, by their cgroups, of the guests. Commands are counted in the hosts' sudo
+journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import platform
+import re
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from spark_contract.paths import CURRENT_TOOLS, GATEWAY_DIR, RELEASES_DIR, SITE, SYSUSERS
+from spark_contract.tool import COMMANDS_DIR
+from spark_contract.units import DAILY_LINK, UNITS_DIR
+
+from lab import cgroup
+from spark_deploy.bench import report
+from spark_deploy.hosts import base
+from spark_deploy.hosts.base import HOLD_PATH
+from spark_deploy.plan.jobs import DAEMON_JSON
+from tests.labkit import Guest, guest_named
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+# Those that a deploy asks for, as far as this host has them.
+PACKAGES = (
+    "dpkg-query -W -f '${Package}\\n' | grep -xE "
+    "'python3|python3-venv|nginx-light|jq|rsync|git|acl|lsof|psmisc|file|openssl|ethtool|docker.io'"
+)
+_OURS = (
+    f"{UNITS_DIR}/*spark-*.*", f"{UNITS_DIR}/spark-serve@*.service.d/*", DAEMON_JSON, SYSUSERS,
+    f"{GATEWAY_DIR}/*.json", f"{RELEASES_DIR}/*/release.json", HOLD_PATH,
+    f"{COMMANDS_DIR}/spark-*", base.EARLYOOM_PATH,
+    *(file.path for file in base.GUARANTEE_FILES),
+)  # fmt: skip
+SUMS = f"find {CURRENT_TOOLS}/ -type f ! -name '*.pyc' -exec sha256sum {{}} +"
+LINKS = (CURRENT_TOOLS, SITE, DAILY_LINK)
+PLACED = f"for f in {' '.join(_OURS)}; do if [ -f $f ]; then echo $f; fi; done"
+
+
+def guest_cpu_s(name: str) -> float:
+    if cgroup.is_v2():
+        stat = (cgroup.ROOT / cgroup.TREE / name / "cpu.stat").read_text().split()
+        return int(stat[stat.index("usage_usec") + 1]) / 1e6
+    return int((cgroup.ROOT / "cpuacct" / cgroup.TREE / name / "cpuacct.usage").read_text()) / 1e9
+
+
+def cpu_seconds(guests: list[Guest]) -> dict[str, float]:
+    mine = resource.getrusage(resource.RUSAGE_CHILDREN)
+    theirs = sum(guest_cpu_s(guest.name) for guest in guests)
+    return {"controller_cpu_s": mine.ru_utime + mine.ru_stime, "hosts_cpu_s": theirs}
+
+
+def timed(words: list[str], guests: list[Guest], env: dict[str, str]) -> dict[str, float]:
+    # Neither shall compile its modules anew each time, which some shells ask for.
+    usual = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    before, began = cpu_seconds(guests), time.monotonic()
+    done = subprocess.run(words, capture_output=True, text=True, env={**usual, **env},
+                          stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+    wall_s = time.monotonic() - began
+    if done.returncode != 0:
+        raise SystemExit(f"{shlex.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    if changed(words, done.stdout):
+        raise SystemExit(f"{words[0]} changed something:\n{done.stdout[-3000:]}")
+    after = cpu_seconds(guests)
+    times = {name: round(after[name] - before[name], 2) for name in before}
+    # Here the hosts share the processors of the controller; real ones have their own.
+    alone_s = wall_s - times["hosts_cpu_s"] / (os.cpu_count() or 1)
+    return {"wall_s": round(wall_s, 2), "wall_without_hosts_s": round(alone_s, 2), **times}
+
+
+def changed(words: list[str], said: str) -> bool:
+    if "ansible" in words[0]:
+        return set(re.findall(r"changed=(\d+)", said)) != {"0"}
+    return any(one["success"] for one in json.loads(said)["results"]["operations"])
+
+
+def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[str], dict[str, str]]:
+    hosts: dict[str, Any] = {}
+    for guest in guests:
+        placed = guest.run(PLACED).split()
+        for path in placed:
+            target = folder / guest.name / path.lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            mode, text = guest.run(f"stat -c %a {path}"), guest.run(f"base64 -w0 {path}")
+            target.write_bytes(base64.b64decode(text))
+            target.chmod(int(mode, 8))
+        (folder / f"{guest.name}.sums").write_text(guest.run(SUMS))
+        login = guest.login()
+        hosts[guest.name] = {
+            "ansible_host": guest.ip, "ansible_user": login[-1].partition("@")[0],
+            "ansible_ssh_private_key_file": login[2], "files": str(folder / guest.name),
+            "ansible_python_interpreter": "/usr/bin/python3",
+            "sums": str(folder / f"{guest.name}.sums"),
+            "links": [{"path": path, "to": guest.run(f"readlink {path}")} for path in LINKS],
+            "placed": placed, "packages": guest.run(PACKAGES).split(),
+            "serve": f"spark-serve@{guest.release()}.service",
+            "watch": f"spark-watch@{guest.release()}.service",
+        }  # fmt: skip
+    # JSON is YAML, which is what the inventory plugin takes a file of this name for.
+    (folder / "hosts.yml").write_text(json.dumps({"all": {"hosts": hosts}}))
+    known = next(word for word in guests[0].login() if word.startswith("UserKnownHostsFile="))
+    environment = {
+        "ANSIBLE_PIPELINING": "True", "ANSIBLE_FORKS": str(max(5, len(guests))),
+        "ANSIBLE_NOCOLOR": "1", "ANSIBLE_SSH_ARGS":
+        f"-C -o ControlMaster=auto -o ControlPersist=60s -o {known} -o StrictHostKeyChecking=yes",
+        "ANSIBLE_HOME": str(folder / "home"), "LC_ALL": "C.UTF-8",
+    }  # fmt: skip
+    command = [str(programs / "ansible-playbook"), "-i", str(folder / "hosts.yml"),
+               str(CHECKOUT / "proofs/benchmarks/ansible/noop.yml")]  # fmt: skip
+    return command, environment
+
+
+def commands_of(guests: list[Guest], since: dict[str, str]) -> int:
+    """Return how many commands the busiest host ran since then, one after the other, by its sudo.
+
+    Without the question itself. What a host is asked it is asked in turn, so these are the round
+    trips of a run as well.
+    """
+    asked = "journalctl -t sudo --since @{} -o cat | grep -c COMMAND="
+    return max(int(guest.run(asked.format(since[guest.name]))) - 1 for guest in guests)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--inventory", required=True)
+    parser.add_argument("--ansible", type=Path, required=True)
+    parser.add_argument("--data", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=CHECKOUT / "proofs/results")
+    parser.add_argument("hosts", nargs="+")
+    options = parser.parse_args()
+    data = [word for one in options.data for word in ("--data", one)]
+    found = []
+    for names in ([options.hosts[0]], options.hosts)[: len(options.hosts)]:
+        guests = [guest_named(name) for name in names]
+        with tempfile.TemporaryDirectory(prefix="noop-") as folder:
+            limit = [word for name in names for word in ("--limit", name)]
+            ours = [str(Path(sys.executable).with_name("pyinfra")), options.inventory,
+                    str(CHECKOUT / "deploy.py"), *limit, *data, "-y", "--json"]  # fmt: skip
+            subprocess.run(ours, capture_output=True, stdin=subprocess.DEVNULL, check=True)
+            theirs, environment = playbook(Path(folder), guests, options.ansible)
+            timed(theirs, guests, environment)  # so that both have been there once
+            runs: dict[str, list[dict[str, float]]] = {"ours": [], "ansible": []}
+            commands = {}
+            ways = [("ours", ours, {}), ("ansible", theirs, environment)]
+            for number in range(options.rounds):
+                for kind, words, env in ways[:: -1 if number % 2 else 1]:
+                    since = {guest.name: guest.run("date +%s.%6N") for guest in guests}
+                    runs[kind].append(timed(words, guests, env))
+                    commands[kind] = commands_of(guests, since)
+        found.append({"hosts": len(names), "commands_a_host": commands, "runs": runs,
+                      "load": os.getloadavg()[0]})  # fmt: skip
+        sys.stdout.write(json.dumps(found[-1]) + "\n")
+        sys.stdout.flush()
+    result = {
+        "benchmark": "no-op",
+        "command": "python -m proofs.benchmarks.noop --inventory ... --ansible ... HOSTS",
+        "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": {"cpus": os.cpu_count(), "arch": platform.machine()},
+        "stands_in": "guests of the virtual lab on one machine; not a DGX Spark",
+        "median": [summary(one) for one in found],
+        "found": found,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "noop.json").write_text(json.dumps(result, indent=1) + "\n")
+    groups = [
+        (
+            f"{one['hosts']} host{'s' * (one['hosts'] > 1)}: {kind}",
+            [middle(one, kind, "wall_s"), middle(one, kind, "wall_without_hosts_s")],
+        )
+        for one in found
+        for kind in ("ours", "ansible")
+    ]
+    picture = report.draw_bars(
+        groups, "A run that changes nothing: seconds, and without what its hosts computed"
+    )
+    (options.out / "noop.svg").write_text(picture + "\n")
+    return 0
+
+
+def middle(found: dict[str, Any], kind: str, what: str) -> float:
+    return round(statistics.median(run[what] for run in found["runs"][kind]), 2)
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    times = {
+        kind: {what: middle(found, kind, what) for what in found["runs"][kind][0]}
+        for kind in ("ours", "ansible")
+    }
+    ours, theirs = times["ours"], times["ansible"]
+    ratio = {what: round(theirs[what] / max(ours[what], 0.01), 1) for what in ours}
+    return {"hosts": found["hosts"], "commands_a_host": found["commands_a_host"], **times,
+            "ansible_to_ours": ratio}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""No fault of the stub engine is ever proven by the host tools, on hosts that a deploy prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from tests.faults.stub_faults import stub_faults
+from tests.faults.trial import Outcome, Trial, evidence
+from tests.host.conftest import Fleet
+
+# Values that the check needs to notice a fault.
+NEEDS: dict[str, dict[str, Any]] = {
+    "never-ready": {"timeouts__start_s": 3},
+    "unhealthy": {"timeouts__start_s": 3},
+    "wedge": {"check__timeout_s": 3},
+    # Enough text that the engine dies before the proof.
+    "crash-later": {"env": {"STUB_FAULT_AFTER_S": "0.5", "STUB_PIECE_S": "0.05"}},
+    # 120 tokens at 10 ms each: too slow for the time limit of one check.
+    "slow": {"check__timeout_s": 1, "check__copy": ["abcd" * 120]},
+}
+# These answer correctly and end for the memory they use: test_watchdog.py.
+NOT_FOR_A_CHECK = ("leak", "greedy-load")
+# A correct server may show these as well.
+WARNINGS = ("unsteady", "no-tool", "needle-lost", "some-drafts", "sampler-wrong")
+NEVER_PROVEN = [fault for fault in stub_faults() if fault not in (*NOT_FOR_A_CHECK, *WARNINGS)]
+
+
+@pytest.fixture(scope="module")
+def trials(fleet: Fleet) -> Iterator[list[Trial]]:
+    fleet.settle()
+    yield [Trial.on(guest) for guest in fleet.guests]
+    fleet.settle().assert_unchanged()
+
+
+# Before the tests that use all hosts at once.
+def test_candidate_without_fault_is_proven(trials: list[Trial]) -> None:
+    trial = trials[0]
+    with trial.candidate("sound", env={}) as name:
+        result = trial.change_to(name)
+
+        assert result["state"] == "switched", result["reason"]
+        assert evidence(trial.guest)["proven"] == sorted([name, trial.old])
+        assert evidence(trial.guest)["boots"] == [f"spark-serve@{name}.service"]
+
+
+@pytest.mark.parametrize("fault", WARNINGS)
+def test_warns_about_behaviour_that_a_correct_server_may_show(
+    trials: list[Trial], fault: str, record_property: Callable[[str, object], None]
+) -> None:
+    trial = trials[0]
+    with trial.candidate(fault, env={"STUB_FAULT": fault}) as name:
+        result = trial.change_to(name)
+
+        record_property("warnings", result.get("warnings"))
+        assert (result["state"], len(result["warnings"])) == ("switched", 1), result
+        assert name in evidence(trial.guest)["proven"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    trials: list[Trial], request: pytest.FixtureRequest
+) -> Iterator[dict[str, Future[Outcome]]]:
+    """Try the requested faults, one per host at a time."""
+    free: SimpleQueue[Trial] = SimpleQueue()
+    for trial in trials:
+        free.put(trial)
+
+    def run_trial(fault: str) -> Outcome:
+        trial = free.get()
+        try:
+            needs = dict(NEEDS.get(fault, {}))
+            env = {"STUB_FAULT": fault, **needs.pop("env", {})}
+            return trial.outcome(fault, env=env, **needs)
+        finally:
+            free.put(trial)
+
+    requested = [
+        item.callspec.params["fault"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "outcomes" in item.fixturenames
+    ]
+    pool = ThreadPoolExecutor(len(trials))
+    yield {fault: pool.submit(run_trial, fault) for fault in requested}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("fault", NEVER_PROVEN)
+def test_fault_is_never_proven(
+    outcomes: dict[str, Future[Outcome]], fault: str, record_property: Callable[[str, object], None]
+) -> None:
+    outcome = outcomes[fault].result()
+
+    record_property("reason", f"{outcome.result['failed_phase']}: {outcome.result['reason']}")
+    assert (outcome.result["state"], outcome.result["serving"]) == ("rolled-back", outcome.old)
+    assert outcome.result["failed_phase"] in ("start", "check")
+    assert outcome.after == outcome.before
+    assert outcome.after["proven"] == [outcome.old]
+    assert outcome.after["boots"] == outcome.serving == [f"spark-serve@{outcome.old}.service"]
+    assert outcome.answers

@@ -1,0 +1,93 @@
+"""A guest whose gateway tests open and close, and clients outside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from tests.labkit import CHECKOUT, Guest, Site
+from tests.runs import Run
+
+NAME = os.environ.get("SPARK_GATEWAY_GUEST", "lab-12")
+CONFIGURE = "Serve | Configure the gateway"
+QUESTION = "What is 7823 * 4519?"
+TAILNET = "100.101.102.103"
+LOOPBACK = {"127.0.0.1", "[::1]"}
+# A token every 50 ms shows whether anything buffers the stream.
+SLOW = {"STUB_PIECE_S": "0.05"}
+
+
+@dataclass
+class GatewayHost:
+    site: Site
+    guest: Guest
+
+    def deploy(self, *arguments: str, **serve: Any) -> Run:
+        self.site.choices["serve"] = {"address": self.guest.ip, **serve}
+        self.site.choose()
+        return self.site.deploy(*arguments)
+
+    def deploy_only_gateway(self, **serve: Any) -> Run:
+        engine = self.engine()
+        run = self.deploy(**serve)
+        assert run.exit_code == 0, run.stderr[-3000:]
+        assert run.changed in ([CONFIGURE], []), run.changed
+        again = self.site.deploy()
+        assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
+        assert self.engine() == engine
+        return run
+
+    def engine(self) -> str:
+        unit = self.guest.serving()[0]
+        shown = self.guest.run(f"systemctl show -p InvocationID,MainPID,NRestarts {unit}")
+        return f"{unit} {shown}"
+
+    def listening(self) -> set[str]:
+        out = self.guest.run("ss -Hltn 'sport = :8000' | awk '{print $4}'")
+        return {line.rpartition(":")[0] for line in out.split()}
+
+    def curl(self, url: str, *words: str, key: str | None = "", body: Any = None) -> str:
+        """Send a request from this machine; return the HTTP status, or ``curl N`` for its error.
+
+        ``key`` is the host's key for ``""``, no key for ``None``.
+        """
+        secret = self.guest.key() if key == "" else key
+        header = f'header = "Authorization: Bearer {secret}"' if secret else ""
+        more = ["-H", "Content-Type: application/json", "-d", json.dumps(body)] if body else []
+        done = subprocess.run(
+            ["curl", "-K", "-", "-sS", "-m", "30", "-o", "/dev/null", "-w", "%{http_code}",
+             *words, *more, url],
+            input=header, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return done.stdout if done.returncode == 0 else f"curl {done.returncode}"
+
+    def url(self, path: str = "/v1/models", scheme: str = "http") -> str:
+        return f"{scheme}://{self.guest.ip}:8000{path}"
+
+    def connect(self) -> dict[str, Any]:
+        out = subprocess.run(
+            [sys.executable, "-m", "spark_deploy", "connect",
+             str(self.site.root / "inventory/lab.py"), "--limit", NAME, "--json"],
+            capture_output=True, text=True, check=True, cwd=CHECKOUT,
+        ).stdout  # fmt: skip
+        return json.loads(out)[0]
+
+
+def stream(host: GatewayHost, key: str, letters: int = 200) -> subprocess.Popen[str]:
+    body = {
+        "model": "lab-model", "stream": True,
+        "messages": [{"role": "user", "content": "Repeat exactly: " + "abcd" * (letters // 4)}],
+    }  # fmt: skip
+    curl = subprocess.Popen(
+        ["curl", "-K", "-", "-sSN", "-m", "90", "-H", "Content-Type: application/json",
+         "-d", json.dumps(body), host.url("/v1/chat/completions")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    curl.stdin.write(f'header = "Authorization: Bearer {key}"\n')
+    curl.stdin.close()
+    curl.stdin = None
+    return curl

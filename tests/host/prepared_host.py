@@ -1,0 +1,50 @@
+"""One prepared guest for a test module, and the names of the operations that prepare it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.labkit import SPARE, Guest, Site, info, lab
+from tests.runs import Run
+
+GUEST = SPARE[0]  # no other test module uses it at the same time
+
+HOLD = "Base | Hold driver packages in unattended upgrades"
+PACKAGES = "Base | Install packages"
+DIRECTORIES = "Base | Create directories"
+SLEEP = "Base | Disable sleep"
+LOGIN = "Base | Guarantee memory to the login"
+CUDA_REPOSITORY = "CUDA | Add package repositories"
+CUDA_TOOLKIT = "CUDA | Install the toolkit"
+ENGINE = "Docker | Install engine and NVIDIA toolkit"
+DAEMON_JSON = "Docker | Merge daemon.json"
+RUNNING = "Docker | Run the engine with our keys"
+PROOF = "Docker | Check the GPU in a container"
+
+
+class Prepared:
+    def __init__(self, root: Path):
+        lab("up", GUEST, "--fresh")
+        self.site = Site(root, hosts=[GUEST])
+        self.site.choose(model="lab-stub", profile="v2", takeover=[])
+        address = next(guest["ip"] for guest in info()["guests"] if guest["name"] == GUEST)
+        self.guest = Guest(GUEST, address)
+        self.installed = self.guest.run("dpkg-query -W -f '${Package} ${Version}\\n'")
+        self.first = self.run()
+
+    def run(self, *, dry: bool = False) -> Run:
+        return self.site.deploy(deploy="deploys/prepare.py", dry=dry)
+
+    def image(self) -> str:
+        return self.guest.run("docker images -q | head -n 1")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
+    host = Prepared(tmp_path_factory.mktemp("site"))
+    assert host.first.exit_code == 0, host.first.stderr[-4000:]
+    yield host
+    lab("down", GUEST)

@@ -1,0 +1,119 @@
+"""An unknown repository is added and served on a bare host with the documented commands.
+
+A separate hub holds the repository. The stub serves it, so its weights are only a norm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lab.paths import HOST_IP
+from tests.labkit import CHECKOUT, SPARE, STATE, Site, guest_named, info, lab
+from tests.owner import Owner, typed_commands, write_lab_settings
+
+pytestmark = pytest.mark.host
+
+PORTS = (8092, 8093)
+NAME, MODEL = "somebody/new-4b", "new-4b"
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 4096, "vocab_size": 1024,
+}  # fmt: skip
+SERVE = """
+import sys
+from pathlib import Path
+from lab.hub.server import serve
+store, run, ip, *ports = sys.argv[1:]
+serve(Path(store), Path(run), ip, *map(int, ports))
+"""
+
+
+def publish(store: Path) -> None:
+    commit = "5" * 40
+    tree = store / NAME / commit
+    tree.mkdir(parents=True)
+    tiny = STATE / "hub/lab/tiny-int4"
+    head = (tiny / "refs/main").read_text().strip()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny / head / name, tree / name)
+    (tree / "config.json").write_text(json.dumps(CONFIG))
+    tensor = {"dtype": "BF16", "shape": [64], "data_offsets": [0, 128]}
+    header = json.dumps({"model.norm.weight": tensor}).encode()
+    packed = struct.pack("<Q", len(header)) + header + bytes(128)
+    (tree / "model.safetensors").write_bytes(packed)
+    (store / NAME / "refs").mkdir()
+    (store / NAME / "refs/main").write_text(f"{commit}\n")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    lab("up", SPARE[0], "--fresh", "--bootstrap-guest", SPARE[0], "--engine", "stub")
+    home = tmp_path_factory.mktemp("hub")
+    publish(home / "store")
+    (home / "run").mkdir()
+    words = [str(home / "store"), str(home / "run"), HOST_IP, *map(str, PORTS)]
+    server = subprocess.Popen([sys.executable, "-c", SERVE, *words], cwd=CHECKOUT)
+    yield f"http://{HOST_IP}:{PORTS[0]}"
+    server.terminate()
+    server.wait(20)
+
+
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory: pytest.TempPathFactory, hub: str) -> Owner:
+    root = tmp_path_factory.mktemp("owner")
+    about = next(guest for guest in info()["guests"] if guest["name"] == SPARE[0])
+    answers = {"PASSWORD": about["password"], "HOST_KEYS": f"{about['ip']} {about['host_key']}"}
+    env = {"XDG_CACHE_HOME": str(root / "cache")}
+    for name, text in answers.items():
+        env[f"SPARK_BOOTSTRAP_{name}_FILE"] = str(root / name)
+        (root / name).touch(mode=0o600)
+        (root / name).write_text(f"{text}\n")
+    owner = Owner(root / "own", {**os.environ, **env})
+    names = {"address": about["ip"], "user": info()["ssh"]["user"], "folder": "own"}
+    init, _ = typed_commands("first server", **names)
+    done = owner.run(*init, "--model", "lab-stub", cwd=root)
+    assert done.returncode == 0, done.stderr
+    site = Site(root / "lab", hosts=[SPARE[0]])
+    write_lab_settings(owner.folder, site.root / "inventory/lab.py")
+    group_vars = owner.folder / "group_vars/spark.yml"
+    settings = yaml.safe_load(group_vars.read_text())
+    settings["hub"]["endpoint"] = hub
+    settings["images"]["engine"] = settings["images"].pop("stub_engine")
+    group_vars.write_text(yaml.safe_dump(settings))
+    return owner
+
+
+def test_adds_and_serves_model_with_two_commands(owner: Owner) -> None:
+    before, [add, up_words] = len(owner.commands), typed_commands("add a model", repository=NAME)
+    added = owner.run(*add)
+    assert added.returncode == 0, added.stdout + added.stderr
+    chosen = (owner.folder / "group_vars/all.yml").read_text()
+    assert re.search(rf"^model: {MODEL}\b", chosen, re.M)
+    assert re.search(r"^profile: plain\b", chosen, re.M)
+
+    up = owner.run(*up_words, "-y")
+    assert up.returncode == 0, up.stdout[-4000:] + up.stderr[-2000:]
+    assert (len(owner.commands) - before, owner.edits) == (2, 0)
+    assert re.search(rf"serves {MODEL} with profile plain .*http://\S+", up.stdout)
+    guest = guest_named(SPARE[0])
+    assert guest.answers()
+    assert guest.run("cat /srv/spark/sources/*/model.safetensors | wc -c").strip() != "0"
+
+
+def test_plan_reports_files_already_on_host(owner: Owner) -> None:
+    done = owner.run("plan", "--on-host", "--json")
+    assert done.returncode == 0, done.stderr
+    [plan] = json.loads(done.stdout)
+    assert plan["reuse"]["whole_bytes"] > 0

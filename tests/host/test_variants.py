@@ -1,0 +1,243 @@
+"""Hosts with different histories come to serve, and their owners' things stay unchanged.
+
+RESULTS=write updates proofs/results/lab/variants.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lab.variant import Variant
+
+from lab import variant
+from tests.host.owned_state import OwnedState, list_changes, read_state
+from tests.labkit import CHECKOUT, SPARE, STATE, Guest, Site, guest_named, lab
+from tests.runs import Run
+
+NAME = SPARE[0]
+IN_THE_GATE = "awkward"
+PROXY_LOG = STATE / "run/proxy.log"
+RESULTS = CHECKOUT / "proofs/results/lab/variants.json"
+ALL_SEEN = {"doctor", "first", "second", "owners", "rebooted"}
+QUESTION = "What is the capital of France?"
+
+
+@dataclass
+class OwnedHost:
+    variant: Variant
+    site: Site
+    guest: Guest
+    before: OwnedState
+    doctor_new: str
+    doctor_ready: tuple[int, str]
+    first: Run
+    proxy_log_bytes: int  # before this host's deploys
+    seen: dict[str, Any] = field(default_factory=dict)  # for the result file
+
+    def proxy_requests(self) -> list[str]:
+        log = PROXY_LOG.read_bytes()[self.proxy_log_bytes :].decode(errors="replace")
+        return [line for line in log.splitlines() if "Request (file descriptor" in line]
+
+    def owned_state(self) -> OwnedState:
+        return read_state(self.guest.run, self.variant.owned_units)
+
+
+def variants() -> list[object]:
+    return [
+        pytest.param(name, marks=[pytest.mark.gate] if name == IN_THE_GATE else [])
+        for name in variant.names()
+    ]
+
+
+def site_for(root: Path, hosts: list[str], variant_: Variant) -> Site:
+    site = Site(root, hosts=hosts)
+    site.choose(model="lab-stub", profile="v2")
+    (root / "host_vars").mkdir()
+    for name in hosts:
+        (root / f"host_vars/{name}.yml").write_text(yaml.safe_dump(dict(variant_.settings)))
+    return site
+
+
+@pytest.fixture(scope="module", params=variants())
+def host(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OwnedHost]:
+    chosen = variant.read(request.param)
+    lab("up", NAME, "--fresh", "--bootstrap-guest", NAME, "--variant", chosen.name)
+    log_bytes = PROXY_LOG.stat().st_size if PROXY_LOG.exists() else 0
+    before = read_state(
+        lambda command: lab("ssh", "--root", NAME, command).rstrip("\n"), chosen.owned_units
+    )
+    root: Path = tmp_path_factory.mktemp("site")
+    site = site_for(root, [NAME], chosen)
+    doctor_new = "".join(site.cli_output("doctor")[1])
+    bootstrapped = site.bootstrap(NAME)
+    assert bootstrapped.exit_code == 0, bootstrapped.stderr[-4000:]
+    doctor_ready = site.cli_output("doctor")
+    first = site.deploy()
+    guest = guest_named(NAME)
+    host = OwnedHost(chosen, site, guest, before, doctor_new, doctor_ready, first, log_bytes)
+    yield host
+    if os.environ.get("RESULTS") == "write" and host.seen.keys() == ALL_SEEN:
+        write_result(host)
+    lab("down", NAME)
+
+
+def write_result(host: OwnedHost) -> None:
+    run = host.guest.run
+    row = {
+        "variant": host.variant.name,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "system": run(". /etc/os-release; echo $PRETTY_NAME"),
+        "docker": run("docker version --format '{{.Server.Version}}'"),
+        **host.seen,
+    }
+    before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    rows = {entry["variant"]: entry for entry in [*before, row]}
+    document = {
+        "command": "RESULTS=write pytest tests/host/test_variants.py",
+        "device": "guests of the virtual lab, x86_64, the stub engine",
+        "rows": [rows[name] for name in sorted(rows)],
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def test_doctor_accepts_host_before_changes(host: OwnedHost) -> None:
+    assert "bootstrap" in host.doctor_new
+    code, output = host.doctor_ready
+    assert code == 0, output
+    warned = sum(line.split()[:1] == ["warning"] for line in output.splitlines())
+    host.seen["doctor"] = {"exit_code": code, "warnings": warned}
+
+
+def test_first_deploy_serves(host: OwnedHost) -> None:
+    assert host.first.exit_code == 0, f"{host.first.failed}\n{host.first.stderr[-6000:]}"
+    assert host.guest.answers()
+    host.seen["first"] = {"changed": len(host.first.changed), "served": True}
+
+
+def test_second_deploy_changes_nothing(host: OwnedHost) -> None:
+    second = host.site.deploy()
+    second.assert_unchanged()
+    host.seen["second"] = {"changed": len(second.changed)}
+
+
+def test_owner_state_is_unchanged(host: OwnedHost) -> None:
+    changes = list_changes(host.before, host.owned_state())
+    assert changes == []
+    host.seen["owners"] = {**host.before.counts, "changed": len(changes)}
+
+
+def test_serves_after_reboot_and_owner_state_is_unchanged(host: OwnedHost) -> None:
+    host.guest.reboot(seconds=120)
+    unit = host.guest.wait("systemctl is-active 'spark-serve@*' && echo", seconds=60)
+    host.guest.wait("systemctl is-active docker")
+    assert unit
+    host.guest.wait(
+        "curl -sf -o /dev/null -H \"Authorization: Bearer $(cat /etc/spark/api-key)\" "
+        "http://127.0.0.1:8000/v1/models", seconds=120,
+    )  # fmt: skip
+    assert host.guest.answers()
+    changes = list_changes(host.before, host.owned_state(), rebooted=True)
+    assert changes == []
+    third = host.site.deploy()
+    third.assert_unchanged()
+    host.seen["rebooted"] = {
+        "served": True, "owners_changed": len(changes), "changed": len(third.changed),
+    }  # fmt: skip
+
+
+def test_proxied_host_downloads_only_through_proxy(host: OwnedHost) -> None:
+    if not host.variant.proxied:
+        assert host.guest.run("curl -s -o /dev/null http://10.77.0.1:8082/; echo $?") == "0"
+        return
+    for place in ("10.77.0.1:8081", "10.77.0.1:8082", "10.77.0.1:5000", "10.77.0.2:8082"):
+        straight = f"curl -s -m 5 --noproxy '*' -o /dev/null http://{place}/; echo $?"
+        assert host.guest.run(straight) == "7", place  # no connection
+    requests = host.proxy_requests()
+    for place, path in (
+        ("10.77.0.1:8081", "InRelease"), ("10.77.0.1:8081", "archive-key.asc"),
+        ("10.77.0.1:8081", ".deb"), ("10.77.0.1:8082", "/resolve/"), ("10.77.0.1:5000", "/blobs/"),
+    ):  # fmt: skip
+        assert [line for line in requests if place in line and path in line], (place, path)
+
+
+def test_copies_valid_cached_weights_and_downloads_damaged_ones(
+    host: OwnedHost,
+) -> None:
+    blobs = "/home/*/.cache/huggingface/hub/*/blobs"
+    changes = host.guest.run(f"sha256sum {blobs}/*[0-9a-f] 2>/dev/null || :")
+    cached = {
+        path.rpartition("/")[2]: digest for digest, path in map(str.split, changes.splitlines())
+    }
+    weights = {name: digest == name for name, digest in cached.items() if len(name) == 64}
+    assert set(weights.values()) == ({True, False} if host.variant.proxied else set())
+    requests = "\n".join(host.proxy_requests()) if weights else ""
+    sources = host.guest.run("sha256sum /srv/spark/sources/*/*.safetensors")
+    copies = {line[:64]: line[66:] for line in sources.splitlines()}
+    for name, valid in weights.items():
+        inodes = host.guest.run(f"stat -c %i {blobs}/{name} {copies[name]}").split()
+        assert len(set(inodes)) == 2, "linked although its owner can change it"
+        assert (name in requests) is not valid
+
+
+def test_report_contains_measurements_but_no_private_data(host: OwnedHost, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    code, output = host.site.cli_output("doctor", "--report", "--out", str(file))
+    assert code == 0, output
+    text = file.read_text()
+    report = json.loads(text)["hosts"][0]
+    assert report["serving"]["proven"] is True
+    assert report["stand_ins"]
+    assert {answer["state"] for answer in report["answers"]} == {"open"}
+    answers = {answer["id"]: answer["text"] for answer in report["answers"]}
+    assert answers["rollout"].startswith("stand-ins; switched: ")
+    assert "one_stream_tokens_per_s" in answers["speed"]
+    assert re.fullmatch(r"stand-ins; (\d+) of \1 done.*", answers["fetched"]), answers["fetched"]
+    assert re.fullmatch(r"stand-ins; least [\d.]+ GiB, floor [\d.]+ GiB", answers["memory-left"])
+    assert answers["preflight"].startswith("stand-ins; warned of ")
+    mac = host.guest.run("cat /sys/class/net/eth0/address").strip()
+    key = host.guest.run("cat /etc/spark/api-key").strip()
+    machine = host.guest.run("cat /etc/machine-id").strip()
+    for private in (
+        NAME, host.guest.ip, "10.77.0", mac, key, machine, QUESTION, "Paris", "/home/spark",
+        "qdrant", "postgres", "comfyui", "gnome-shell",
+    ):  # fmt: skip
+        assert private.lower() not in text.lower(), private
+
+
+def test_doctor_warns_of_cloned_keys_wrong_clock_and_failed_updates(tmp_path: Path) -> None:
+    cloned = next(found for found in map(variant.read, variant.names()) if found.cloned_host_key)
+    lab("up", *SPARE, "--fresh", "--variant", cloned.name)
+    for name, torn in zip(SPARE, (0, 3), strict=True):  # the variants have other scores
+        score = json.dumps({"name": "July 2026", "torn": torn})
+        guest_named(name).run(f"echo '{score}' >/usr/lib/labstub/torn-score.json")
+    # Guests share the machine's clock: only `date` can show another day.
+    late = "#!/bin/sh\nexec /usr/bin/date -d '1 day ago' \"$@\""
+    guest_named(SPARE[1]).run(
+        f"cat >/usr/local/bin/date <<'E'\n{late}\nE\nchmod +x /usr/local/bin/date"
+    )
+    site = site_for(tmp_path, [*SPARE], cloned)
+    code, output = site.cli_output("doctor")
+    site.choose(expect={"updates": "require"})
+    required, refused = site.cli_output("doctor")
+    lab("down", *SPARE)
+    assert code == 0, output
+    for name in SPARE:
+        assert f"warning   SSH host key: is also that of {name}" in output
+    assert output.count("minutes behind this machine's") == 1
+    assert "1,440 minutes behind" in output
+    assert output.count("torn score") == 1
+    assert "torn score 3 against July 2026" in output
+    assert required != 0, refused
+    assert "torn score 3 against July 2026" in refused

@@ -1,0 +1,54 @@
+"""Host variants are data: each is complete, and every one passed the lab tests."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lab import packages, variant
+from lab.errors import LabError
+from spark_deploy.config.checkout import CHECKOUT
+
+
+@pytest.mark.parametrize("name", variant.names())
+def test_variant_has_everything_it_names(name: str) -> None:
+    read = variant.read(name)
+    for package in (*read.stand_ins, *read.unpacked):
+        control = packages.stub_control(package)
+        assert control["Package"] == package
+        assert control["Version"].endswith("+labstub")
+    units = read.directory / "files/etc/systemd/system"
+    assert [unit for unit in read.units if not (units / unit).exists()] == []
+    subprocess.run(["sh", "-n", read.directory / "owner.sh"], check=True)
+    os_version = read.settings.get("expect", {}).get("os_version")
+    assert os_version == (read.release.version if read.release else None)
+
+
+def test_no_code_names_a_variant() -> None:
+    words = "|".join(map(re.escape, variant.names()))
+    for path in Path(variant.__file__).parent.rglob("*.py"):
+        assert not re.search(rf"\b({words})\b", path.read_text()), path
+
+
+def test_refuses_unknown_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/variant.yml").write_text(yaml.safe_dump({"summary": "new", "package": ["jq"]}))
+    monkeypatch.setattr(variant, "DIRECTORY", tmp_path)
+    with pytest.raises(LabError, match="package"):
+        variant.read("new")
+
+
+def test_every_variant_passed_and_kept_its_owner_state() -> None:
+    rows = json.loads((CHECKOUT / "proofs/results/lab/variants.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == variant.names()
+    for row in rows:
+        assert row["doctor"]["exit_code"] == 0
+        assert row["first"]["served"]
+        assert row["second"]["changed"] == row["owners"]["changed"] == 0
+        assert row["owners"]["files"] > 100
+        assert row["rebooted"] == {"served": True, "owners_changed": 0, "changed": 0}
