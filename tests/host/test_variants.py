@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import yaml
-from lab.variant import Variant
 
 from lab import variant
+from lab.variant import Variant
 from tests.host.owned_state import OwnedState, list_changes, read_state
 from tests.labkit import CHECKOUT, SPARE, STATE, Guest, Site, guest_named, lab
 from tests.runs import Run
