@@ -87,8 +87,8 @@ def problems(model: str = "large", profile: str = "v2", **more: Any) -> list[Pro
     return problems_of(settings_of(model, profile, **more), CATALOG)
 
 
-def whats(model: str = "large", profile: str = "v2", **more: Any) -> list[str]:
-    """Return what is wrong with a pair, in words."""
+def problem_texts(model: str = "large", profile: str = "v2", **more: Any) -> list[str]:
+    """Return the messages of the problems of a pair."""
     return [problem.what for problem in problems(model, profile, **more)]
 
 
