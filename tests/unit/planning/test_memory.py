@@ -1,9 +1,14 @@
-import dataclasses
+"""Memory of hybrid models: weights, cache blocks, and suggestions when a pair does not fit."""
+
+from __future__ import annotations
+
 import functools
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,12 +16,15 @@ from spark_contract.tool import COMPILING
 
 from spark_deploy.cli.plan_text import plan_lines, summary_lines
 from spark_deploy.config.catalog.model import HybridModel, LinearAttention
-from spark_deploy.config.catalog.profile import Speculation
+from spark_deploy.config.catalog.profile import Profile, Speculation
+from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.engine_options import KvCache
 from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.kv_cache import cache_shape
 from spark_deploy.plan.memory import GIB, plan_memory, weights_of
-from spark_deploy.plan.resolve import effective_profile, pair_of, problems_of
+from spark_deploy.plan.resolve import pair_of, problems_of
+from spark_deploy.plan.types import MemoryPlan
 from tests.unit.planning.plans import (
     CATALOG,
     FIXTURE,
@@ -28,24 +36,33 @@ from tests.unit.planning.plans import (
     shipped_catalog,
 )
 
+SHIPPED = shipped_catalog()
 
-def profile_with(name, **changes):
-    return dataclasses.replace(CATALOG.profile(name, "large"), **changes)
+
+def profile_with(name: str, **changes: Any) -> Profile:
+    return replace(CATALOG.profile(name, "large"), **changes)
+
+
+def memory_of(profile: str = "v2", **settings: Any) -> MemoryPlan:
+    chosen = settings_of(profile=profile, **settings)
+    return plan_memory(*pair_of(chosen, CATALOG), chosen)
 
 
 @pytest.mark.parametrize(
     ("name", "tree_gb", "mtp_gb"),
     [("qwen3.5-122b", 72.37, 5.05), ("qwen3.5-35b", 21.09, 0.46), ("qwen3.5-397b", 224.3, 13.2)],
 )
-def test_weights_from_the_architecture_match_the_published_trees(name, tree_gb, mtp_gb):
-    sizes = weights_of(shipped_catalog().model(name).architecture)
+def test_computed_weights_match_published_checkpoints(
+    name: str, tree_gb: float, mtp_gb: float
+) -> None:
+    sizes = weights_of(SHIPPED.model(name).architecture)
     assert sizes.tree_bytes / 1e9 == pytest.approx(tree_gb, rel=0.001)
     assert sizes.mtp_bytes / 1e9 == pytest.approx(mtp_gb, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("dtype", "block_tokens"),
-    # Block sizes the engine chooses for this architecture without drafts.
+    # Block sizes that vLLM chooses for this architecture without drafts.
     [
         ("auto", 2096),
         ("fp8", 4176),
@@ -55,41 +72,29 @@ def test_weights_from_the_architecture_match_the_published_trees(name, tree_gb, 
         ("turboquant_3bit_nc", 10784),
     ],
 )
-def test_cache_blocks_are_those_of_the_engine(dtype, block_tokens):
-    profile = profile_with("base")
-    profile = dataclasses.replace(
-        profile, kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype)
-    )
-    shape = cache_shape(LARGE.architecture, profile)
-    assert shape.block_tokens == block_tokens
+def test_cache_blocks_match_published_sizes(dtype: str, block_tokens: int) -> None:
+    profile = profile_with("base", kv_cache=KvCache(dtype=dtype))
+    assert cache_shape(LARGE.architecture, profile).block_tokens == block_tokens
 
 
-RECALL = dataclasses.replace(
-    LARGE.architecture,
-    layers=4,
-    full_attention_every=2,
-    kv_heads=2,
-    head_width=256,
+RECALL = replace(
+    LARGE.architecture, layers=4, full_attention_every=2, kv_heads=2, head_width=256,
     linear_attention=LinearAttention(key_heads=2, value_heads=8, head_width=128),
-)
-RESULTS = Path(__file__).parents[3] / "proofs/results/gpu"
-
-
-def measured_blocks(stage):
-    """Yield name, options, kernel of the prefill and block of every engine of a result file."""
-    for name, run in json.loads((RESULTS / f"recall-{stage}.json").read_text())["runs"].items():
-        prefill = run.get("additional", {}).get("gdn_prefill_backend", "triton")
-        if run["block_tokens"]:
-            yield name, run["options"], prefill, run["block_tokens"]
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "stage", ["recall", "turboquant", "wide", "drafts", "prefixes", "flashinfer"]
 )
-def test_cache_blocks_are_those_that_running_engines_made(stage):
-    planned, measured = {}, {}
-    for name, options, prefill, block_tokens in measured_blocks(stage):
+def test_cache_blocks_match_running_engines(stage: str) -> None:
+    path = CHECKOUT / f"proofs/results/gpu/recall-{stage}.json"
+    runs = {name: run for name, run in json.loads(path.read_text())["runs"].items()
+            if run["block_tokens"]}  # fmt: skip
+    planned = {}
+    for name, run in runs.items():
+        options = run["options"]
         drafts = options.get("speculative_config", {}).get("num_speculative_tokens")
+        prefill = run.get("additional", {}).get("gdn_prefill_backend", "triton")
         profile = profile_with(
             "base",
             kv_cache=KvCache(dtype=options.get("kv_cache_dtype", "auto")),
@@ -97,104 +102,75 @@ def test_cache_blocks_are_those_that_running_engines_made(stage):
             prefix_caching=bool(options.get("enable_prefix_caching")),
             options={"gdn-prefill-backend": prefill},
         )
-        planned[name], measured[name] = cache_shape(RECALL, profile).block_tokens, block_tokens
-    assert planned == measured
-    assert len(measured) > 5
+        planned[name] = cache_shape(RECALL, profile).block_tokens
+    assert planned == {name: run["block_tokens"] for name, run in runs.items()}
+    assert len(runs) > 5
 
 
 @pytest.mark.parametrize(
     ("model", "by_flashinfer", "by_triton"), [("large", 2112, 2096), ("small", 1088, 1056)]
 )
-def test_kept_prefixes_make_blocks_multiples_of_64_unless_triton_is_chosen(
-    model, by_flashinfer, by_triton
-):
-    architecture = CATALOG.model(model).architecture
-    agent = CATALOG.profile("agent", model)
-    chosen = dataclasses.replace(agent, options={"gdn_prefill_backend": "triton"})
+def test_prefix_caching_rounds_blocks_to_64_unless_prefill_is_triton(
+    model: str, by_flashinfer: int, by_triton: int
+) -> None:
+    architecture, agent = CATALOG.model(model).architecture, CATALOG.profile("agent", model)
+    triton = replace(agent, options={"gdn_prefill_backend": "triton"})
     assert cache_shape(architecture, agent).block_tokens == by_flashinfer
-    assert cache_shape(architecture, chosen).block_tokens == by_triton
+    assert cache_shape(architecture, triton).block_tokens == by_triton
 
 
-def test_drafts_add_a_layer_to_the_cache_and_states_to_each_request():
-    model = LARGE.architecture
-    shapes = [cache_shape(model, profile_with(name)) for name in ("base", "v2")]
-    assert [one.attention_groups for one in shapes] == [1, 1]
-    assert [one.block_bytes / one.block_tokens for one in shapes] == [24 * 1024, 26 * 1024]
-    assert [one.state_blocks for one in shapes] == [3, 9]
+def test_drafts_and_prefix_caching_need_more_states_per_request() -> None:
+    shapes = [cache_shape(LARGE.architecture, profile_with(p)) for p in ("base", "v2", "agent")]
+    assert [shape.attention_groups for shape in shapes] == [1, 1, 1]
+    assert [shape.state_blocks for shape in shapes] == [3, 9, 6]
+    kib = [shape.block_bytes / shape.block_tokens / 1024 for shape in shapes]
+    assert kib[:2] == [24, 26]  # the MTP layer has a cache, too
 
 
-def test_a_model_without_gated_delta_nets_keeps_no_states_and_pages_of_the_usual_size():
-    every = dataclasses.replace(LARGE.architecture, full_attention_every=1, linear_attention=None)
-    shape = cache_shape(every, profile_with("v2"))
+def test_model_without_linear_layers_has_pages_and_no_states() -> None:
+    dense = replace(LARGE.architecture, full_attention_every=1, linear_attention=None)
+    shape = cache_shape(dense, profile_with("v2"))
     assert (shape.block_tokens, shape.attention_groups, shape.state_blocks) == (16, 1, 0)
     assert shape.request_blocks(1600) == 100
-    assert list(every.broken()) == []
-    assert list(dataclasses.replace(every, full_attention_every=4).broken())
+    assert list(dense.broken()) == []
+    assert list(replace(dense, full_attention_every=4).broken())
 
 
-def test_prefix_caching_keeps_a_second_state_of_each_request():
-    model = LARGE.architecture
-    assert cache_shape(model, profile_with("agent")).state_blocks == 6
+@pytest.mark.parametrize("profile", ["v2", "v2-tq", "base"])
+def test_parts_add_up_to_memory_fraction(profile: str) -> None:
+    plan = memory_of(profile)
+    used = plan.weights_bytes + plan.drafter_bytes + plan.graphs_bytes + plan.kv_cache_bytes
+    assert used == pytest.approx(0.8 * plan.total_bytes, abs=1)
+    assert used + plan.reserve_bytes <= plan.total_bytes < 120 * GIB
 
 
-def test_the_parts_add_up_and_never_exceed_the_pool():
-    settings = settings_of()
-    for profile in ("v2", "v2-tq", "base"):
-        plan = plan_memory(LARGE, profile_with(profile), settings)
-        used = plan.weights_bytes + plan.drafter_bytes + plan.graphs_bytes + plan.kv_cache_bytes
-        assert used == pytest.approx(0.8 * plan.total_bytes, abs=1)
-        assert used + plan.reserve_bytes <= plan.total_bytes
-        assert plan.total_bytes < 120 * GIB, "never plan with the number on the box"
-
-
-def test_a_larger_reserve_lowers_the_fraction_the_engine_gets():
-    model, profile = LARGE, profile_with("v2")
-    plan = plan_memory(model, profile, settings_of(**{"memory.reserve_gib": 30}))
+def test_reserve_and_allowed_containers_lower_memory_fraction() -> None:
+    plan = memory_of(**{"memory.reserve_gib": 30})  # 12 of them by default
     assert plan.memory_fraction == 0.74
     assert plan.needed_bytes < 0.77 * plan.total_bytes
+    assert memory_of(allow_containers={"comfyui": 12.5, "tts": 5.5}) == plan
 
 
-def test_what_other_containers_may_take_is_taken_off_the_engine_s_share():
-    model, profile = LARGE, profile_with("v2")
-    allowed = settings_of(allow_containers={"comfyui": 12.5, "tts": 5.5})
-    reserved = settings_of(**{"memory.reserve_gib": 30})  # 12 of them by default
-    assert plan_memory(model, profile, allowed) == plan_memory(model, profile, reserved)
-
-
-def test_a_pinned_cache_decides_the_fraction():
-    settings = settings_of(**{"engine.kv_cache_gib": 10})
-    profile = effective_profile(profile_with("v2"), settings)
-    plan = plan_memory(LARGE, profile, settings)
-    assert plan.kv_cache_bytes == 10 * GIB
-    assert plan.memory_fraction == 0.67
+def test_pinned_cache_sets_memory_fraction() -> None:
+    plan = memory_of(**{"engine.kv_cache_gib": 10})
+    assert (plan.kv_cache_bytes, plan.memory_fraction) == (10 * GIB, 0.67)
     assert plan.memory_fraction * plan.total_bytes >= plan.weights_bytes + plan.kv_cache_bytes
 
 
-def test_turboquant_holds_more_tokens_than_sixteen_bit():
-    settings = settings_of()
-    model = LARGE
-    tokens = {p: plan_memory(model, profile_with(p), settings).kv_tokens for p in ("v2", "v2-tq")}
-    assert tokens["v2-tq"] > 2.5 * tokens["v2"] > 2_400_000
+def test_turboquant_holds_more_tokens_and_needs_prefill_buffers() -> None:
+    v2, turboquant = memory_of("v2"), memory_of("v2-tq")
+    assert turboquant.kv_tokens > 2.5 * v2.kv_tokens > 2_400_000
+    assert turboquant.graphs_bytes - v2.graphs_bytes == GIB // 2
 
 
-def test_vision_is_paid_for_and_shown():
-    model, profile = LARGE, profile_with("v2")
-    off = plan_memory(model, profile, settings_of())
-    settings = settings_of(**{"engine.vision": True})
-    on = plan_memory(model, effective_profile(profile, settings), settings)
+def test_vision_tower_reduces_cache() -> None:
+    off, on = memory_of(), memory_of(**{"engine.vision": True})
     assert (off.vision_bytes, on.vision_bytes) == (0, 900_000_000)
     assert on.weights_bytes - off.weights_bytes == 900_000_000
     assert off.kv_cache_bytes - on.kv_cache_bytes == 900_000_000
 
 
-def test_turboquant_pays_for_the_buffers_it_unpacks_prompts_into():
-    settings = settings_of()
-    model = LARGE
-    plans = {p: plan_memory(model, profile_with(p), settings) for p in ("v2", "v2-tq")}
-    assert plans["v2-tq"].graphs_bytes - plans["v2"].graphs_bytes == GIB // 2
-
-
-def test_a_host_can_have_its_own_sequences_context_and_memory(tmp_path):
+def test_host_vars_set_sequences_context_and_memory(tmp_path: Path) -> None:
     (tmp_path / "host_vars").mkdir()
     (tmp_path / "host_vars" / "b.yml").write_text(
         "engine: {max_sequences: 2, max_context_tokens: 65536}\nmemory: {reserve_gib: 30}\n"
@@ -202,17 +178,31 @@ def test_a_host_can_have_its_own_sequences_context_and_memory(tmp_path):
     hosts = load_hosts(
         {"spark": ["a", "b"]}, root=tmp_path, overrides={"model": "large"}, checkout=FIXTURE
     )
-    model, found = LARGE, {}
-    for name, host in hosts.items():
-        profile = effective_profile(profile_with("v2"), host.settings)
-        found[name] = (profile.limits, plan_memory(model, profile, host.settings))
-    (_, usual), (limits, own) = found["a"], found["b"]
+    (_, default), (limits, own) = (
+        ((pair := pair_of(host.settings, CATALOG))[1].limits, plan_memory(*pair, host.settings))
+        for host in hosts.values()
+    )
     assert (limits.max_sequences, limits.max_context_tokens) == (2, 65536)
-    assert own.kv_cache_bytes < usual.kv_cache_bytes
-    assert own.full_context_users > usual.full_context_users, "requests are shorter there"
+    assert own.kv_cache_bytes < default.kv_cache_bytes
+    assert own.full_context_users > default.full_context_users  # requests are shorter
 
 
-def test_what_never_fits_names_both_sides_and_the_way_out():
+@pytest.mark.parametrize(
+    ("dtype", "published_tokens"),
+    # Published for one Spark at 0.90, as vLLM 0.19 counts: blocks / four cache groups.
+    [("auto", 355_000), ("turboquant_4bit_nc", 1_400_000)],
+)
+def test_cache_size_of_122b_is_near_published_size(dtype: str, published_tokens: int) -> None:
+    profile = profile_with("v2", kv_cache=KvCache(dtype=dtype))
+    limits = replace(profile.limits, memory_fraction=0.9, max_sequences=1)
+    plan = plan_memory(LARGE, replace(profile, limits=limits), settings_of())
+    assert plan.kv_tokens / 4 == pytest.approx(published_tokens, rel=0.05)
+
+
+# Suggestions for pairs that do not fit.
+
+
+def test_reports_sizes_and_alternatives_when_nothing_fits() -> None:
     [problem] = problems(model="huge")
     assert problem.where == "model huge with profile v2"
     assert "weights 194.2 GiB" in problem.what
@@ -220,16 +210,16 @@ def test_what_never_fits_names_both_sides_and_the_way_out():
     assert "choose model large, or 4 hosts that serve it together" in problem.fix
 
 
-def changed_by(way):
-    """Read a way to fit as a user would: what to write into group_vars."""
-    change = {}
-    for part in way.split(" and "):
+def settings_from(suggestion: str) -> dict[str, Any]:
+    """Parse a suggestion like a user: into settings of group_vars."""
+    change: dict[str, Any] = {}
+    for part in suggestion.split(" and "):
         setting = re.fullmatch(r"(?:lower|raise|set) (\S+) to (\S+)", part)
-        chosen = re.fullmatch(r"choose (profile|model) (\S+)", part)
+        choice = re.fullmatch(r"choose (profile|model) (\S+)", part)
         if setting:
             change[setting[1]] = yaml.safe_load(setting[2])
-        elif chosen:
-            change[chosen[1]] = chosen[2]
+        elif choice:
+            change[choice[1]] = choice[2]
         else:
             assert part == "drop engine.kv_cache_gib"
             change["engine.kv_cache_gib"] = None
@@ -237,7 +227,7 @@ def changed_by(way):
 
 
 @pytest.mark.parametrize(
-    ("settings", "ways"),
+    ("settings", "suggestions"),
     [
         (
             {"memory.reserve_gib": 44},
@@ -270,159 +260,131 @@ def changed_by(way):
         ({"memory.reserve_gib": 110}, ["lower memory.reserve_gib to 41"]),
     ],
 )
-def test_what_nearly_fits_names_the_cheapest_ways_and_each_of_them_works(settings, ways):
+def test_suggests_cheapest_changes_and_each_fits(
+    settings: dict[str, Any], suggestions: list[str]
+) -> None:
     [problem] = problems(**settings)
-    assert problem.fix.split("; or ") == ways
-    for way in ways:
-        assert problems(**{**settings, **changed_by(way)}) == []
+    assert problem.fix.split("; or ") == suggestions
+    for suggestion in suggestions:
+        assert problems(**{**settings, **settings_from(suggestion)}) == []
 
 
-def shipped_settings(count, **overrides):
-    """Return what the first of so many hosts of a cluster plans with; dotted keys."""
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"memory.reserve_gib": 42},
+        {"engine.kv_cache_gib": 1, "engine.max_context_tokens": 32768},
+    ],
+)
+def test_suggested_values_are_smallest_changes(settings: dict[str, Any]) -> None:
+    assert problems(**settings) != []
+
+
+def shipped_settings(count: int, **overrides: Any) -> Settings:
+    """Return the settings of the first host of a cluster; dotted keys."""
     hosts = [f"host-{number}" for number in range(count)]
     if count > 1:
         overrides["cluster.hosts"] = hosts
     return load_hosts({"spark": hosts}, root=NOWHERE, overrides=overrides)["host-0"].settings
 
 
-def advice_for(count, **overrides):
-    """Return the advice on a pair that does not fit; ``None`` for one that fits."""
-    found = problems_of(shipped_settings(count, **overrides), shipped_catalog())
-    return next((one.fix for one in found if "does not fit on" in one.what), None)
+def suggestions_for(count: int, **overrides: Any) -> str | None:
+    """Return the suggestions for a pair that does not fit; ``None`` if it fits."""
+    found = problems_of(shipped_settings(count, **overrides), SHIPPED)
+    return next((p.fix for p in found if "does not fit on" in p.what), None)
 
 
-MODELS = [
-    name for name, model in shipped_catalog().models.items() if isinstance(model, HybridModel)
-]
-PAIRS = [pair for pair in itertools.product(MODELS, shipped_catalog().profile_names)
-         if pair[1] != "plain"]  # fmt: skip
+MODELS = [name for name, model in SHIPPED.models.items() if isinstance(model, HybridModel)]
+PAIRS = [pair for pair in itertools.product(MODELS, SHIPPED.profile_names) if pair[1] != "plain"]
 
 
 @functools.cache
-def fits_with_every_change(count, model, total_gib):
-    """Tell whether any profile fits with all that the advice may change, as far as it may."""
+def fits_with_all_changes(count: int, model: str, total_gib: float) -> bool:
     change = {
-        "memory.total_gib": total_gib,
-        "memory.reserve_gib": 8,
-        "engine.vision": False,
-        "engine.drafts": 0,
-        "engine.max_context_tokens": 8192,
-    }
-    tried = itertools.product(shipped_catalog().profile_names, (0.8, 0.85, 0.9))
-    return any(
-        problems_of(
-            shipped_settings(
-                count, model=model, profile=profile, **change, **{"engine.memory_fraction": share}
-            ),
-            shipped_catalog(),
-        )
-        == []
-        for profile, share in tried
-    )
+        "memory.total_gib": total_gib, "memory.reserve_gib": 8, "engine.vision": False,
+        "engine.drafts": 0, "engine.max_context_tokens": 8192,
+    }  # fmt: skip
+    for profile, fraction in itertools.product(SHIPPED.profile_names, (0.8, 0.85, 0.9)):
+        change["engine.memory_fraction"] = fraction
+        settings = shipped_settings(count, model=model, profile=profile, **change)
+        if problems_of(settings, SHIPPED) == []:
+            return True
+    return False
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize(("model", "profile"), PAIRS)
-def test_advice_applied_as_printed_is_accepted_by_the_plan(model, profile, count):
-    pair = {"model": model, "profile": profile}
-    # Half of the memory as well: only the largest model is refused with all of it.
+def test_printed_suggestions_are_accepted(model: str, profile: str, count: int) -> None:
+    pair: dict[str, Any] = {"model": model, "profile": profile}
+    # Half of the memory, too: with all of it only the largest model is refused.
     for pair["memory.total_gib"] in (119.7, 48):
-        advice = advice_for(count, **pair)
-        if advice is None:
+        fix = suggestions_for(count, **pair)
+        if fix is None:
             continue
-        advice, _, hosts = advice.partition(", or ")
-        advice = advice.rpartition("GiB: ")[2]
-        for way in advice.split("; or ") if advice != "choose a smaller model" else []:
-            settings = shipped_settings(count, **{**pair, **changed_by(way)})
-            assert problems_of(settings, shipped_catalog()) == [], way
-        if "no setting makes it fit" in (advice_for(count, **pair) or ""):
-            assert not fits_with_every_change(count, model, pair["memory.total_gib"])
+        if "no setting makes it fit" in fix:
+            assert not fits_with_all_changes(count, model, pair["memory.total_gib"])
+        fix, _, hosts = fix.partition(", or ")
+        fix = fix.rpartition("GiB: ")[2]
+        for suggestion in fix.split("; or ") if fix != "choose a smaller model" else []:
+            settings = shipped_settings(count, **{**pair, **settings_from(suggestion)})
+            assert problems_of(settings, SHIPPED) == [], suggestion
         if hosts:
-            assert advice_for(int(hosts.split()[0]), **pair) is None
+            assert suggestions_for(int(hosts.split()[0]), **pair) is None
 
 
-def test_two_hosts_that_hold_a_model_with_more_of_their_memory_are_shown_how():
+def test_suggests_smallest_memory_fraction_for_two_hosts() -> None:
     pair = {"model": "qwen3.5-397b", "profile": "v2"}
-    way = advice_for(2, **pair).split("; or ")[0]
-    change = changed_by(way)
+    fix = suggestions_for(2, **pair)
+    assert fix is not None
+    change = settings_from(fix.split("; or ")[0])
     assert 0.8 < change["engine.memory_fraction"] <= 0.9
-    lower = {"engine.memory_fraction": round(change["engine.memory_fraction"] - 0.01, 2)}
-    assert advice_for(2, **{**pair, **change, **lower}), "asks for more than it takes"
+    change["engine.memory_fraction"] = round(change["engine.memory_fraction"] - 0.01, 2)
+    assert suggestions_for(2, **{**pair, **change})
 
 
-def test_no_way_to_fit_asks_for_more_than_it_takes():
-    # One GiB more reserved, or a context twice as long, would not fit.
-    for settings in ({"memory.reserve_gib": 42}, {"engine.kv_cache_gib": 1,
-                     "engine.max_context_tokens": 32768}):  # fmt: skip
-        assert problems(**settings) != []
+# The plan's text about memory.
 
 
-def test_a_cache_pinned_too_small_for_one_request_is_refused():
-    [problem] = problems(**{"engine.kv_cache_gib": 1})
-    assert problem.fix.startswith("drop engine.kv_cache_gib")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "published_tokens", "apart"),
-    # Published for one Spark at 0.90, as vLLM 0.19 counts: blocks / four cache groups.
-    [("auto", 355_000, 0.05), ("turboquant_4bit_nc", 1_400_000, 0.05)],
-)
-def test_the_cache_of_the_122b_is_about_as_large_as_the_published_one(
-    dtype, published_tokens, apart
-):
-    profile = profile_with("v2")
-    profile = dataclasses.replace(
-        profile,
-        kv_cache=dataclasses.replace(profile.kv_cache, dtype=dtype),
-        limits=dataclasses.replace(profile.limits, memory_fraction=0.9, max_sequences=1),
-    )
-    planned = plan_memory(LARGE, profile, settings_of())
-    assert planned.kv_tokens / 4 == pytest.approx(published_tokens, rel=apart)
-
-
-def test_the_plan_says_what_free_memory_is_for():
-    plan, settings = plan_of(), settings_of()
-    text = "\n".join(plan_lines(plan, *pair_of(settings, CATALOG)))
+def test_plan_text_explains_free_memory() -> None:
+    text = "\n".join(plan_lines(plan_of(), *pair_of(settings_of(), CATALOG)))
     free = re.search(r"\+ free ([\d.]+) GiB", text)
     parts = re.search(
         r"free: ([\d.]+) GiB .*\(memory.reserve_gib\), ([\d.]+) GiB .*; "
         r"below 4.0 GiB .*\(memory.floor_gib\)",
         text,
     )
+    assert free is not None
+    assert parts is not None
     assert float(free[1]) == pytest.approx(float(parts[1]) + float(parts[2]), abs=0.11)
     assert float(free[1]) >= 0.2 * 119.7 - 0.1
 
 
-def test_the_plan_counts_the_cache_as_the_engine_does():
+def test_plan_text_counts_cache_like_engine() -> None:
     plan, (model, profile) = plan_of(), pair_of(settings_of(), CATALOG)
-    memory, longest = plan.memory, plan.serve.check.max_model_len
+    longest = plan.serve.check.max_model_len
     text = "\n".join(plan_lines(plan, model, profile))
-    counted = re.search(r"engine reports ([\d,]+): room for ([\d.]+) requests of ([\d,]+)", text)
-    tokens, requests, each = (float(word.replace(",", "")) for word in counted.groups())
-    assert (each, tokens) == (longest, memory.counted_tokens(longest))
-    assert tokens == pytest.approx(requests * each, rel=0.01)
-    larger = "larger cache blocks"
-    assert larger not in text
-    portable = dataclasses.replace(profile, engine_mode="portable")
-    assert larger in "\n".join(plan_lines(plan, model, portable))
+    match = re.search(r"engine reports ([\d,]+): room for ([\d.]+) requests of ([\d,]+)", text)
+    assert match is not None
+    tokens, requests, length = (float(number.replace(",", "")) for number in match.groups())
+    assert (length, tokens) == (longest, plan.memory.counted_tokens(longest))
+    assert tokens == pytest.approx(requests * length, rel=0.01)
+    portable = "\n".join(plan_lines(plan, model, replace(profile, engine_mode="portable")))
+    assert ["larger cache blocks" in lines for lines in (text, portable)] == [False, True]
 
 
-@pytest.mark.parametrize("mode", ["native", "portable"])
-def test_the_plan_counts_the_compilation_of_the_first_start_on_a_gpu(mode):
-    plan = plan_of("large", "v2")
-    check = dataclasses.replace(plan.serve.check, portable=mode == "portable")
-    plan = dataclasses.replace(plan, serve=dataclasses.replace(plan.serve, check=check))
-    _, profile = pair_of(settings_of(), CATALOG)
-    assert (COMPILING in "\n".join(summary_lines(plan, profile))) is (mode == "native")
+@pytest.mark.parametrize("portable", [False, True])
+def test_summary_mentions_compilation_on_gpu_only(portable: bool) -> None:
+    plan, (_, profile) = plan_of(), pair_of(settings_of(), CATALOG)
+    check = replace(plan.serve.check, portable=portable)
+    plan = replace(plan, serve=replace(plan.serve, check=check))
+    assert (COMPILING in "\n".join(summary_lines(plan, profile))) is not portable
 
 
-@pytest.mark.parametrize(("asked", "told"), [(0.8, False), (0.93, True)])
-def test_a_share_that_leaves_others_too_little_is_lowered_and_the_plan_says_to_what(asked, told):
-    chosen = {"engine.memory_fraction": asked}
-    settings = settings_of(**chosen)
-    _, profile = pair_of(settings, CATALOG)
-    plan = plan_of(**chosen)
+@pytest.mark.parametrize(("fraction", "lowered"), [(0.8, False), (0.93, True)])
+def test_summary_reports_lowered_memory_fraction(fraction: float, lowered: bool) -> None:
+    chosen = {"engine.memory_fraction": fraction}
+    plan, (_, profile) = plan_of(**chosen), pair_of(settings_of(**chosen), CATALOG)
     text = "\n".join(summary_lines(plan, profile))
-    said = f"lowered from {asked} to {plan.memory.memory_fraction:g}"
-    assert (said in text, plan.memory.memory_fraction < asked) == (told, told)
+    assert (f"lowered from {fraction} to {plan.memory.memory_fraction:g}" in text) is lowered
+    assert (plan.memory.memory_fraction < fraction) is lowered

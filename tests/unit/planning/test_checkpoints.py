@@ -1,0 +1,245 @@
+"""Checkpoints: bases that are not kept, prebuilt hybrids, INT4 checkpoints of our own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_contract.documents import plain
+from spark_contract.job import AbsentProof, ReceiptProof
+
+from spark_deploy.cli.plan_text import plan_lines, plan_text
+from spark_deploy.config.errors import PlanError, SettingsError
+from spark_deploy.hosts.capacity import demands
+from spark_deploy.hosts.disk import Place
+from spark_deploy.lock.resolve import size, wanted_by
+from spark_deploy.plan.jobs import Member, Work, discard_jobs_of, jobs_of, keep_of, with_peers
+from spark_deploy.plan.resolve import pair_of
+from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
+from tests.unit.preflight.surveyed import survey
+
+DISCARD = {"checkpoint.layout": "full", "checkpoint.keep_base": False}
+FULL = {"checkpoint.layout": "full"}
+PREBUILT = {"checkpoint.prebuilt": True, **FULL}
+INT4 = {"checkpoint.requantized": True, "requantize.iters": 0}
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"checkpoint.keep_base": False}, "set checkpoint.layout: full"),
+        ({"profile": "v2-native", **DISCARD, "checkpoint.layout": "overlay"},
+         "checkpoint.layout: full"),
+        ({"profile": "base", "checkpoint.keep_base": False}, "checkpoint.keep_base"),
+        ({"profile": "v2-native", "checkpoint.layout": "overlay"}, "checkpoint.layout: full"),
+        ({**PREBUILT, "checkpoint.layout": "overlay"}, "set checkpoint.layout: full"),
+        ({**PREBUILT, "model": "small"}, "no prebuilt hybrid"),
+        ({**PREBUILT, "profile": "v2-native"}, "int8-g128"),
+        ({**PREBUILT, "profile": "base"}, "needs keep"),
+        ({**INT4, **DISCARD}, "downloaded again"),
+        ({**INT4, **PREBUILT}, "two bases"),
+    ],
+)  # fmt: skip
+def test_refuses_checkpoints_that_cannot_be_built(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_of(**settings)
+    assert message in str(error.value)
+    # Also without a lock.
+    assert [message in str(problem) for problem in problems(**settings)] == [True]
+
+
+def test_layout_changes_checkpoint_and_keep_base_does_not() -> None:
+    overlay, full, discarded = plan_of(), plan_of(**FULL), plan_of(**DISCARD)
+    assert overlay.checkpoint.digest != full.checkpoint.digest
+    assert discarded.checkpoint.digest == full.checkpoint.digest
+    assert discarded.serve.name == full.serve.name
+
+
+@pytest.mark.parametrize(("settings", "kept"), [(FULL, 1), (DISCARD, 0)])
+def test_disk_plan_counts_discarded_base_at_peak_only(settings: dict[str, Any], kept: int) -> None:
+    plan = plan_of(**settings)
+    base = plan.checkpoint.base
+    [use] = [use for use in plan.disk if use.path == base.dir]
+    assert (use.peak_bytes, use.after_bytes) == (base.size_bytes, kept * base.size_bytes)
+
+
+def test_plan_text_reports_downloads_of_rebuild() -> None:
+    plan = plan_of(**DISCARD)
+    text = "\n".join(plan_lines(plan, *pair_of(settings_of(**DISCARD), CATALOG)))
+    base = size(plan.checkpoint.base.size_bytes)
+    assert f"a rebuild downloads {base} and 453.0 MB of donor ranges again" in text
+    assert f"0 B, {base} at peak for org/large-int4" in text
+    kept = "\n".join(plan_lines(plan_of(), *pair_of(settings_of(), CATALOG)))
+    assert "a rebuild downloads" not in kept
+
+
+def test_discarded_base_is_fetched_only_without_checkpoint_and_removed_last() -> None:
+    plan = plan_of(**DISCARD)
+    fetch, build, _image = jobs_of(plan, ())
+    [removal] = discard_jobs_of(plan)
+    proof = ReceiptProof(f"{plan.checkpoint.dir}/receipt.json", plan.checkpoint.digest)
+    job = {file.path: file.content for file in fetch.files()}[f"{fetch.job.dir}/job.json"]
+    assert json.loads(job)["unless"] == plain(proof)
+    assert build.job.proof == proof
+    base = plan.checkpoint.base.dir
+    assert removal.job.proof == AbsentProof(base)
+    assert removal.job.argv[-4:] == ("discard", base, "--tree", plan.checkpoint.dir)
+
+
+def test_base_that_is_kept_again_is_fetched_by_another_job() -> None:
+    fetch = jobs_of(plan_of(**FULL), ())[0].job
+    assert discard_jobs_of(plan_of(**FULL)) == ()
+    assert fetch.unless is None
+    assert fetch.digest != jobs_of(plan_of(**DISCARD), ())[0].job.digest
+    assert fetch.digest == jobs_of(plan_of(), ())[0].job.digest
+
+
+@pytest.mark.parametrize(
+    ("settings", "present_bytes", "needed_gib"),
+    [
+        (DISCARD, 0, 5 + 4),  # base and checkpoint
+        (DISCARD, 3 * GIB, 0),  # complete, even if smaller than planned
+        (FULL, 3 * GIB, 5),  # the base is fetched again
+    ],
+)
+def test_needs_disk_only_for_missing_files(
+    settings: dict[str, Any], present_bytes: int, needed_gib: int
+) -> None:
+    plan = plan_of(**settings)
+    base, tree = plan.checkpoint.base.dir, plan.checkpoint.dir
+    needs = replace(plan.needs, disk_needed_bytes=((base, 5 * GIB), (tree, 4 * GIB)))
+    places = tuple(
+        Place(path, present, "/", "/dev/x", 99 * GIB)
+        for path, present in ((base, 0), (tree, present_bytes))
+    )
+    [demand] = demands(needs, replace(survey(), places=places))
+    assert demand.needed_bytes == needed_gib * GIB
+
+
+@pytest.mark.parametrize(("layout", "pieces"), [("overlay", False), ("full", True)])
+def test_download_is_hashed_in_pieces_for_full_layout_only(layout: str, pieces: bool) -> None:
+    [order] = jobs_of(plan_of(**{"checkpoint.layout": layout}), ())[0].inputs
+    assert json.loads(order.content)["pieces"] is pieces
+
+
+def repositories(**settings: Any) -> set[str]:
+    return {repo for repo, _ in wanted_by(settings_of(**settings), CATALOG).sources}
+
+
+def test_prebuilt_hybrid_replaces_base_and_keeps_donor() -> None:
+    assert repositories(**PREBUILT) == {"other/large-hybrid", "org/large-fp8"}
+    plan, built = plan_of(**PREBUILT), plan_of(**FULL)
+    assert [source.locked.repo for source in plan.sources] == ["other/large-hybrid"]
+    assert plan.checkpoint.donor.repo == "org/large-fp8"
+    order = plan.checkpoint.order
+    same = {"swap", "base_tensors", "mtp_tensors", "donor_unmatched", "head"}
+    expected = {name: getattr(built.checkpoint.order, name) for name in same}
+    assert {name: getattr(order, name) for name in same} == expected
+    assert order.shared_experts == "fp8-base"
+    assert plan.memory == built.memory
+    assert plan.checkpoint.digest != built.checkpoint.digest
+    # Its shared experts are already FP8; only the head shrinks.
+    assert plan.checkpoint.output_bytes > built.checkpoint.output_bytes
+
+
+def requantize_order(work: Work) -> dict[str, Any]:
+    [order] = [file for file in work.inputs if file.path.endswith("/requantize.json")]
+    return json.loads(order.content)
+
+
+def test_int4_checkpoint_is_made_from_16_bit_repository_in_engine_image() -> None:
+    assert repositories(**INT4) == {"org/large", "org/large-fp8"}
+    plan = plan_of(**INT4)
+    image, made, built = jobs_of(plan, ())
+    assert made.job.after == (image.job.digest12,)
+    assert built.job.after == (made.job.digest12,)
+    order, build = requantize_order(made), plan.checkpoint.order
+    assert (order["image"], order["original"]["name"]) == (plan.image.tag, "org/large")
+    assert made.job.proof.receipt == f"{order['out']}/receipt.json"
+    assert (build.base.dir, build.base.revision) == (order["out"], order["digest"])
+    # AutoRound packs the tensors that the builder requires.
+    assert tuple(order["base_tensors"]) == build.base_tensors
+    assert tuple(order["mtp_tensors"]) == build.mtp_tensors
+
+
+def test_profile_without_build_serves_int4_checkpoint() -> None:
+    plan = plan_of(profile="base", **INT4)
+    assert plan.tree.dir == plan.serve.tree.path == plan.requantized.dir
+    assert [work.job.kind for work in jobs_of(plan, ())] == ["image-pull", "requantize"]
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"requantize.nsamples": 64}, False),
+        ({"images.engine": "vllm/vllm-openai:v0.32.0"}, False),
+        ({"profile": "base"}, True),
+        ({"downloads.tries": 3}, True),
+        ({"hub.token": {"env": "TOKEN"}}, True),
+    ],
+)
+def test_int4_folder_is_named_by_inputs_only(change: dict[str, Any], same: bool) -> None:
+    assert (plan_of(**INT4, **change).requantized.dir == plan_of(**INT4).requantized.dir) is same
+
+
+def test_calibration_text_is_sent_with_job_and_names_checkpoint(tmp_path: Path) -> None:
+    folders = set()
+    for text in ("one", "two"):
+        path = tmp_path / f"{text}.jsonl"
+        path.write_text(json.dumps({"text": text}) + "\n")
+        plan = plan_of(**{**INT4, "requantize.iters": 1, "requantize.calibration": str(path)})
+        made = jobs_of(plan, ())[1]
+        target = requantize_order(made)["calibration"]
+        assert [f.content for f in made.inputs if f.path == target] == [path.read_bytes()]
+        folders.add(plan.requantized.dir)
+    assert len(folders) == 2
+
+
+def test_peer_copies_int4_checkpoint_without_16_bit_repository() -> None:
+    jobs = jobs_of(plan_of(**INT4), ())
+    digest = jobs[1].job.proof.digest
+    members = [
+        Member("a", "http://a", {digest: "there"}, {digest: "e" * 64}),
+        Member("b", "http://b", {digest: "missing"}),
+    ]
+    assert with_peers(jobs[1], "b", members).job.argv[-2] == "--or-copy"
+    assert not [work for work in jobs if work.job.kind == "fetch"]
+
+
+def test_int4_checkpoint_needs_disk_and_16_bit_repository_is_pruned() -> None:
+    plan = plan_of(**INT4)
+    path = plan.requantized.dir
+    assert dict(plan.needs.disk_needed_bytes)[path] > plan.requantized.size_bytes
+    folders = keep_of(plan).folders
+    assert (path in folders, plan.requantized.original.dir in folders) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "small"}, "no 16-bit repository"),
+        ({"requantize.iters": 1}, "requantize.calibration"),
+    ],
+)
+def test_refuses_int4_checkpoint_without_inputs(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_of(**{**INT4, **settings})
+
+
+def test_plan_text_names_folder_and_command_of_int4_checkpoint() -> None:
+    plan, pair = plan_of(**INT4), pair_of(settings_of(**INT4), CATALOG)
+    text = "\n".join(plan_text(plan, *pair, verbose=True))
+    assert f"in {plan.requantized.dir}: AutoRound, 0 steps" in text
+    assert "`spark-deploy add --requantize`" in text
+
+
+@pytest.mark.parametrize("content", ["", "no json\n", '{"prompt": "x"}\n', '{"text": 3}\n'])
+def test_refuses_calibration_file_without_texts(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=r"requantize\.calibration"):
+        settings_of(**{"requantize.calibration": str(path)})

@@ -1,0 +1,338 @@
+"""Jobs of a host: downloads, builds, images, pairs to keep ready, peer downloads, pruning."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from spark_contract import documents
+from spark_contract.fetching import CopyPlan, FetchPlan, FinishedTree, LayersPlan, Peers
+from spark_contract.orders import BuildPlan, expand_all
+
+from spark_deploy.config.settings.sources import DownloadSettings, HubSettings
+from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.lock.types import LockedSource, SourceFile
+from spark_deploy.plan.jobs import (
+    Member,
+    State,
+    Work,
+    fetch_job,
+    image_job,
+    jobs_of,
+    keep_of,
+    peers_of,
+    ready_jobs_of,
+    shared_trees,
+    trees_to_share,
+    with_peers,
+)
+from spark_deploy.plan.types import HostPlan, ImagePlan, ManagedFile, SourcePlan
+from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
+
+FILES = (SourceFile("a.safetensors", 10, sha256="b" * 64), SourceFile("c", 1, git_sha1="d" * 40))
+LOCKED = LockedSource("org/name", "main", "a" * 40, FILES)
+HUB = HubSettings("http://hub/", ("http://mirror",))
+SOURCE = SourcePlan(LOCKED, "/s/org--name", HUB, DownloadSettings())
+
+
+def read(work: Work, name: str) -> Any:
+    return json.loads({file.path: file.content for file in work.files()}[f"{work.job.dir}/{name}"])
+
+
+def digests(works: tuple[Work, ...]) -> list[str]:
+    return [work.job.digest for work in works]
+
+
+def test_mirrors_come_before_hub() -> None:
+    assert read(fetch_job(SOURCE), "fetch.json")["urls"] == [
+        f"http://{host}/org/name/resolve/{'a' * 40}/" for host in ("mirror", "hub")
+    ]
+
+
+def test_digest_of_download_depends_on_content_only() -> None:
+    digest = fetch_job(SOURCE).job.digest
+    elsewhere = replace(SOURCE, hub=HubSettings(), downloads=DownloadSettings(parallel=1))
+    assert fetch_job(elsewhere).job.digest == digest
+    other = replace(LOCKED, files=(SourceFile("a.safetensors", 10, sha256="e" * 64),))
+    assert fetch_job(replace(SOURCE, locked=other)).job.digest != digest
+
+
+def test_retry_settings_reach_downloads_and_builds() -> None:
+    works = jobs_of(plan_of(**{"downloads.tries": 3, "downloads.retry_pause_s": 0.5}), ())
+    for order in (read(works[0], "fetch.json"), read(works[1], "plan.json")["donor"]):
+        assert (order["tries"], order["backoff_s"]) == (3, 0.5)
+    assert digests(works) == digests(jobs_of(plan_of(), ()))
+
+
+def test_each_job_with_hub_access_has_its_own_token_file() -> None:
+    works = jobs_of(plan_of(**{"hub.token": {"env": "TOKEN"}}), ())
+    fetch, build, image = works
+    for work, order in (
+        (fetch, read(fetch, "fetch.json")),
+        (build, read(build, "plan.json")["donor"]),
+    ):
+        assert order["token_file"] == f"{work.job.dir}/hub-token"
+        assert work.hub is not None
+    assert image.hub is None
+    assert digests(works) == digests(jobs_of(plan_of(), ()))
+
+
+def test_image_job_waits_for_docker_and_has_its_build_context() -> None:
+    plan = ImagePlan(
+        base="r/b@sha256:" + "1" * 64, tag="spark-vllm:x", digest="3" * 64,
+        context_digest="2" * 64, plugin=True, size_bytes=1,
+        layers=LayersPlan(digest="4" * 64, reference="r/b@sha256:0", plain=False, out="/s"),
+    )  # fmt: skip
+    work = image_job(plan, (ManagedFile("Dockerfile", b"FROM x\n"),))
+    files = {file.path: file.content for file in work.files()}
+    assert files[f"{work.job.dir}/context/Dockerfile"] == b"FROM x\n"
+    order = files[f"/etc/systemd/system/{work.job.unit}.d/order.conf"].decode()
+    assert "Requires=docker.service" in order
+    assert {f"BASE={plan.base}", f"spark.digest={plan.digest}"} <= set(work.job.argv)
+
+
+def test_job_waits_for_file_system_of_its_target() -> None:
+    work = fetch_job(replace(SOURCE, dir="/big/50%/s"))
+    files = {file.path: file.content.decode() for file in work.files()}
+    assert files[f"/etc/systemd/system/{work.job.unit}.d/order.conf"] == (
+        "[Unit]\nRequiresMountsFor=/big/50%%/s/receipt.json\n"
+    )
+
+
+def orders(model: str, profile: str) -> dict[str, Any]:
+    return {
+        work.job.kind: json.loads(file.content)
+        for work in jobs_of(plan_of(model, profile), ())
+        for file in work.inputs
+        if file.path.endswith(("fetch.json", "plan.json"))
+    }
+
+
+@pytest.mark.parametrize("profile", CATALOG.profile_names)
+@pytest.mark.parametrize("model", ["large", "small"])
+def test_host_reads_orders_as_written(model: str, profile: str) -> None:
+    written = orders(model, profile)
+    kinds: dict[str, Any] = {"fetch": FetchPlan}
+    if CATALOG.profile(profile, model).builds_checkpoint:
+        kinds["checkpoint"] = BuildPlan
+    assert written.keys() == kinds.keys()
+    for kind, document in written.items():
+        assert documents.plain(documents.read(kinds[kind], document)) == document
+
+
+@pytest.mark.parametrize("model", ["large", "small"])
+def test_build_order_lists_donor_shapes_of_swapped_modules(model: str) -> None:
+    order, shape = orders(model, "v2")["checkpoint"], CATALOG.model(model).architecture
+    shapes = {
+        name: (part["weight"], part["scale"])
+        for part in order["donor_shapes"]
+        for name in expand_all([part["modules"]])
+    }
+    assert set(shapes) == expand_all(order["swap"])
+    for name, (weight, scale) in shapes.items():
+        expected = [shape.shared_expert_width, shape.hidden]
+        if name.endswith("down_proj"):
+            expected.reverse()
+        assert (weight, scale) == (expected, [size // 128 for size in expected])
+
+
+# Pairs of keep_ready, and pruning.
+
+BASE = {"model": "large", "profile": "base"}
+TURBOQUANT = {"model": "large", "profile": "v2-tq"}
+SMALL = {"model": "small", "profile": "v2"}
+
+
+def plan_ready(*pairs: dict[str, str], **settings: Any) -> HostPlan:
+    return plan_of("large", "v2", keep_ready=list(pairs), **settings)
+
+
+def test_ready_pair_adds_only_jobs_that_are_not_shared() -> None:
+    jobs = ready_jobs_of(plan_ready(SMALL), ())
+    assert sorted(work.job.kind for work in jobs) == ["checkpoint", "fetch"]  # same image
+    served, ready = plan_ready(), plan_ready(TURBOQUANT)
+    assert ready_jobs_of(ready, ()) == ()
+    assert [use.what for use in ready.disk if use not in served.disk] in ([], ["compile cache"])
+
+
+def test_ready_pairs_do_not_change_served_release() -> None:
+    served, ready = plan_ready(), plan_ready({"model": "large", "profile": "v2"}, BASE, SMALL)
+    assert [(pair.model, pair.profile) for pair in ready.ready] == [
+        ("large", "base"),
+        ("small", "v2"),
+    ]
+    assert ready.serve == served.serve
+    assert jobs_of(ready, ()) == jobs_of(served, ())
+
+
+def test_switch_to_ready_pair_needs_no_more_jobs() -> None:
+    plan = plan_ready(SMALL, BASE)
+    done = {*digests(jobs_of(plan, ())), *digests(ready_jobs_of(plan, ()))}
+    for pair in (SMALL, BASE):
+        assert set(digests(jobs_of(plan_of(pair["model"], pair["profile"]), ()))) <= done
+
+
+def test_ready_pairs_need_disk_images_and_locked_names() -> None:
+    served, ready = plan_ready().needs, plan_ready(BASE, SMALL).needs
+    added = sum(dict(ready.disk_needed_bytes).values())
+    added -= sum(dict(served.disk_needed_bytes).values())
+    assert added > sum(source.size_bytes for source in plan_of("small", "v2").sources)
+    assert set(ready.images) > set(served.images)
+    docker_bytes = dict(ready.disk_needed_bytes)[ready.docker_dir]
+    assert docker_bytes == sum(size for _, size in ready.image_bytes)
+    wanted = wanted_by(settings_of(keep_ready=[SMALL]), CATALOG)
+    assert any("small" in repo for repo, _ in wanted.sources)
+
+
+def test_refuses_ready_pair_that_cannot_be_served() -> None:
+    found = problems(keep_ready=[{"model": "huge", "profile": "v2"}])
+    assert found
+    assert all("keep_ready huge with v2" in problem.where for problem in found)
+
+
+@pytest.mark.parametrize("pair", [BASE, SMALL, TURBOQUANT])
+def test_pruning_keeps_files_of_ready_pairs(pair: dict[str, str]) -> None:
+    keep = keep_of(plan_ready(pair))
+    for plan in (plan_ready(), plan_of(pair["model"], pair["profile"])):
+        mounts = {mount.source for mount in plan.serve.engine.mounts}
+        assert {plan.tree.dir, *(source.dir for source in plan.sources), *mounts} <= keep.folders
+        assert {plan.image.tag, plan.image.base} <= keep.images
+
+
+def test_pruning_keeps_planned_release_and_configured_number_of_others() -> None:
+    plan = plan_ready(**{"releases.keep": 4})
+    keep = keep_of(plan)
+    assert (keep.releases, keep.releases_kept) == ({plan.serve.name}, 4)
+
+
+# Peer downloads.
+
+TREE = "f" * 64
+STATES: dict[str, State] = {
+    "+": "there", "~": "under way", "-": "missing", "=": "needless",
+}  # fmt: skip
+
+
+def members(states: str, digest: str = TREE) -> list[Member]:
+    """Return hosts a, b, ... with the state of one tree: there +, under way ~, missing -."""
+    pairs = zip("abcdefgh", states, strict=False)
+    return [Member(name, name, {digest: STATES[state]}) for name, state in pairs]
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ("----", {"a": "", "b": "a", "c": "ba", "d": "cba"}),
+        ("-+--", {"a": "b", "c": "ba", "d": "bca"}),
+        ("++--", {"c": "ab", "d": "bac"}),
+        ("+++---", {"d": "abc", "e": "bcad", "f": "cabed"}),
+        ("-~-", {"a": "b", "c": "ba"}),
+        ("+~-", {"c": "ab"}),
+        ("-", {"a": ""}),
+    ],
+)
+def test_complete_peers_come_first_in_turns(states: str, expected: dict[str, str]) -> None:
+    hosts = members(states)
+    assert {name: "".join(peers_of(name, TREE, hosts)) for name in expected} == expected
+
+
+@pytest.mark.parametrize("states", ["----", "-+--", "-----", "+-------", "~--"])
+def test_hosts_do_not_wait_for_each_other(states: str) -> None:
+    hosts = members(states)
+    missing = {host.name for host in hosts if host.trees[TREE] == "missing"}
+    waits_for = {name: missing.intersection(peers_of(name, TREE, hosts)) for name in missing}
+    done: set[str] = set()
+    while len(done) < len(missing):
+        ready = {name for name in missing - done if waits_for[name] <= done}
+        assert ready
+        done |= ready
+    assert sum(not peers_of(name, TREE, hosts) for name in missing) <= 1
+
+
+@pytest.mark.parametrize("complete", [0, 1, 3])
+def test_no_host_sends_more_than_eight_copies(complete: int) -> None:
+    states: list[State] = ["there"] * complete + ["missing"] * (100 - complete)
+    hosts = [Member(f"h{n}", f"h{n}", {TREE: state}) for n, state in enumerate(states)]
+    urls = [peers_of(host.name, TREE, hosts) for host in hosts[complete:]]
+    assert max(Counter(peers[0] for peers in urls if peers).values()) <= 8
+    assert sum(not peers for peers in urls) == (0 if complete else 1)
+
+
+def test_shares_tree_only_while_other_host_lacks_it() -> None:
+    assert trees_to_share("a", members("++")) == frozenset()
+    assert trees_to_share("a", members("+-")) == {TREE}
+    assert trees_to_share("b", members("+-")) == frozenset()
+    other = Member("b", "b", {"e" * 64: "missing"})
+    assert trees_to_share("a", [*members("+"), other]) == frozenset()
+
+
+WORKS = jobs_of(plan_of("large", "v2"), ())
+FETCH, BUILD, IMAGE = WORKS
+[BUILD_TREE], [IMAGE_TREE] = shared_trees([BUILD]), shared_trees([IMAGE])
+
+
+def with_peer(state: State, receipts: dict[str, str]) -> list[Member]:
+    """Return a peer whose trees all have one state, and a host without trees."""
+    trees = {tree.digest: state for tree in shared_trees(WORKS)}
+    return [
+        Member("peer", "http://peer:1", trees, receipts),
+        Member("me", "", dict.fromkeys(trees, "missing")),
+    ]
+
+
+def test_peers_are_added_to_fetch_order_only() -> None:
+    work = with_peers(FETCH, "me", with_peer("under way", {}))
+    assert work.job == FETCH.job
+    [order], [original] = ([json.loads(f.content) for f in w.inputs] for w in (work, FETCH))
+    assert order.pop("peers") == {"urls": ["http://peer:1"]}
+    assert order == original
+
+
+def test_built_tree_is_copied_only_with_hash_of_receipt() -> None:
+    work = with_peers(BUILD, "me", with_peer("there", {BUILD_TREE.digest: "a" * 64}))
+    plan, copy = work.inputs
+    assert plan == BUILD.inputs[0]
+    assert work.job.digest == BUILD.job.digest
+    assert work.job.argv == (*BUILD.job.argv, "--or-copy", copy.path)
+    order = documents.parse(CopyPlan, copy.content.decode())
+    assert order == CopyPlan(BUILD_TREE.digest, (FinishedTree("http://peer:1", "a" * 64),))
+    assert with_peers(BUILD, "me", with_peer("there", {})) is BUILD
+
+
+def test_jobs_are_unchanged_without_peers() -> None:
+    alone = with_peer("there", {})[1:]
+    assert all(with_peers(work, "me", alone) is work for work in WORKS)
+    assert with_peers(BUILD, "me", with_peer("missing", {})) is BUILD
+
+
+def test_built_trees_are_shared_only_when_complete() -> None:
+    trees = shared_trees(WORKS)
+    assert [tree.unfinished for tree in trees] == [True, False, True]
+    assert [tree.job for tree in trees] == [work.job.digest12 for work in WORKS]
+
+
+@pytest.mark.parametrize(
+    ("states", "peers", "keeps"),
+    [("---", {"a": "", "b": "a", "c": "ba"}, "a"), ("+=-", {"c": "a"}, "")],
+)
+def test_first_host_pulls_image_and_keeps_blobs_for_peers(
+    states: str, peers: dict[str, str], keeps: str
+) -> None:
+    tool, command, *arguments = IMAGE.job.argv
+    for name, urls in peers.items():
+        work = with_peers(IMAGE, name, members(states, IMAGE_TREE.digest))
+        [file] = [file for file in work.inputs if file.path.endswith("/layers.json")]
+        assert work.job.argv == (tool, command, "--layers", file.path, *arguments)
+        assert work.job.digest == IMAGE.job.digest
+        order = documents.parse(LayersPlan, file.content.decode())
+        assert order.peers == (Peers(tuple(urls)) if urls else None)
+        assert order.keep == (name in keeps)
+
+
+@pytest.mark.parametrize("states", ["-", "=-"])
+def test_image_is_pulled_unchanged_if_not_shared(states: str) -> None:
+    hosts = members(states, IMAGE_TREE.digest)
+    assert with_peers(IMAGE, hosts[-1].name, hosts) is IMAGE
