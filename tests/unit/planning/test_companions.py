@@ -1,0 +1,167 @@
+"""Drafters and adapters: repositories that are mounted next to the model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from spark_contract.documents import parse, text_of
+from spark_contract.release import Release
+
+from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
+from spark_deploy.config.catalog.model import PlainModel
+from spark_deploy.config.catalog.profile import Adapter, Speculation
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.errors import PlanError
+from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.jobs import jobs_of, keep_of
+from spark_deploy.plan.kv_cache import shape_of
+from spark_deploy.plan.memory import GIB
+from spark_deploy.plan.resolve import Request
+from spark_deploy.plan.types import HostPlan
+from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
+from tests.unit.planning.test_plain import ANATOMY, MODEL, REPO, catalog_of
+
+DRAFT = "org/drafter"
+DRAFTER = replace(
+    ANATOMY, repository=DRAFT, weights={"BF16": GIB}, vision_bytes=0, drafter_bytes=0,
+    cache=(CacheLayers(kind="full", layers=2, token_bytes=4096),),
+)  # fmt: skip
+LORA = Anatomy(repository="org/lora", commit="0" * 40, weights={"F32": 48 << 20})
+ADAPTED = replace(MODEL, adapters={"law": Adapter(repository="org/lora", rank=48)})
+EAGLE = Speculation(method="eagle3", tokens=3, repository=DRAFT)
+
+
+def catalog_with(
+    model: PlainModel, drafts: Speculation | None = None, options: dict[str, Any] | None = None
+) -> Catalog:
+    catalog = catalog_of(model)
+    profile = catalog.profile("plain", "dense")
+    changed = replace(profile, speculation=drafts, options=options or {})
+    return replace(catalog, profiles={**catalog.profiles, ("plain", "dense"): changed})
+
+
+def plan(
+    drafts: Speculation | None = None,
+    model: PlainModel = MODEL,
+    anatomies: tuple[Anatomy, ...] = (ANATOMY, DRAFTER, LORA),
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> HostPlan:
+    chosen = replace(settings_of(**settings), model="dense", profile="plain")
+    catalog = catalog_with(model, drafts, options)
+    lock = made_up_lock(chosen, catalog)
+    known = {
+        anatomy.repository: replace(anatomy, commit=lock.sources[anatomy.repository].commit)
+        for anatomy in anatomies
+        if anatomy.repository in lock.sources
+    }
+    lock = replace(lock, anatomies=known)
+    return plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
+
+
+def value_of(plan: HostPlan, option: str) -> str:
+    argv = plan.serve.engine.argv
+    return argv[argv.index(option) + 1]
+
+
+def drafts_of(plan: HostPlan) -> dict[str, Any]:
+    return json.loads(value_of(plan, "--speculative-config"))
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3", "draft_model"])
+def test_drafter_is_downloaded_mounted_and_counted(method: Any) -> None:
+    found, without = plan(replace(EAGLE, method=method)), plan()
+    assert [source.locked.repo for source in found.sources] == [REPO, DRAFT]
+    assert [work.job.kind for work in jobs_of(found, ())] == ["fetch", "fetch", "image-pull"]
+    drafter = found.sources[1]
+    [mount] = [mount for mount in found.serve.engine.mounts if mount.source == drafter.dir]
+    assert (mount.target, mount.read_only) == ("/drafter", True)
+    trees = [(tree.path, tree.digest) for tree in found.serve.beside]
+    assert trees == [(drafter.dir, drafter.digest)]
+    assert drafts_of(found) == {"method": method, "num_speculative_tokens": 3, "model": "/drafter"}
+    assert found.memory.drafter_bytes == GIB
+    assert any(use.what == DRAFT for use in found.disk)
+    assert drafter.dir in keep_of(found).folders
+    assert 0 < found.memory.kv_tokens < without.memory.kv_tokens  # its layers have a cache, too
+    assert found.serve.name != without.serve.name
+
+
+def test_unknown_cache_of_drafter_makes_cache_unknown() -> None:
+    unknown = replace(DRAFTER, cache=(), cache_unknown="layers of x are unknown")
+    memory = plan(EAGLE, anatomies=(ANATOMY, unknown)).memory
+    assert memory.kv_tokens is None
+    assert memory.unknown == ("KV cache of a token, the drafter's: layers of x are unknown",)
+
+
+def test_ngram_drafts_need_no_memory() -> None:
+    found = plan(Speculation(method="ngram", tokens=3, longest_match=5, shortest_match=2))
+    assert drafts_of(found) == {
+        "method": "ngram", "num_speculative_tokens": 3,
+        "prompt_lookup_max": 5, "prompt_lookup_min": 2,
+    }  # fmt: skip
+    assert found.memory.drafter_bytes == 0
+    assert len(found.sources) == 1
+
+
+def test_drafts_setting_keeps_method_or_disables_drafter() -> None:
+    fewer, off = (plan(EAGLE, **{"engine.drafts": drafts}) for drafts in (1, 0))
+    config = drafts_of(fewer)
+    assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 1)
+    assert "--speculative-config" not in off.serve.engine.argv
+    assert len(off.sources) == 1
+
+
+def test_adapter_has_name_mount_and_slot() -> None:
+    found, without = plan(model=ADAPTED), plan()
+    argv = found.serve.engine.argv
+    assert found.serve.names == ("dense", "law")
+    assert argv[argv.index("--served-model-name") + 2].startswith("--")  # without the adapter
+    assert value_of(found, "--lora-modules") == "law=/adapters/0"
+    assert value_of(found, "--max-lora-rank") == "64"  # the next slot width
+    assert "--enable-lora" in argv
+    [tree] = found.serve.beside
+    mounts = {mount.source: mount.target for mount in found.serve.engine.mounts}
+    assert mounts[tree.path] == "/adapters/0"
+    assert found.memory.weights_bytes - without.memory.weights_bytes == 64 << 20
+
+
+def test_refuses_adapters_with_drafts() -> None:
+    with pytest.raises(PlanError, match="unverified with adapters"):
+        plan(Speculation(method="ngram", tokens=3), model=ADAPTED)
+
+
+def test_lock_needs_all_mounted_repositories() -> None:
+    settings = replace(settings_of(), model="dense", profile="plain")
+    wanted = wanted_by(settings, catalog_with(ADAPTED, EAGLE))
+    assert {repo for repo, _ in wanted.sources} == {REPO, DRAFT, "org/lora"}
+
+
+def test_release_without_companions_has_no_such_field() -> None:
+    release = plan().serve
+    assert '"beside"' not in text_of(release)
+    assert parse(Release, text_of(release)).trees == (release.tree,)
+
+
+def test_block_size_option_is_counted() -> None:
+    found = plan(options={"block-size": 64})
+    assert found.memory.block_tokens == 64
+    assert value_of(found, "--block-size") == "64"
+    assert shape_of(MODEL, catalog_of(MODEL).profile("plain", "dense")) is None  # unread headers
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        {"method": "eagle3", "tokens": 2},
+        {"method": "ngram", "tokens": 2, "repository": DRAFT},
+        {"method": "mtp", "tokens": 2, "longest_match": 3},
+        {"method": "mtp", "tokens": 9},
+        {"method": "ngram", "tokens": 2, "longest_match": 2, "shortest_match": 3},
+    ],
+)
+def test_rejects_invalid_speculation(drafts: dict[str, Any]) -> None:
+    assert len(list(Speculation(**drafts).broken())) == 1
