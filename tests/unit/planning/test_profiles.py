@@ -1,50 +1,158 @@
-"""Profiles claim what result files show, and nothing that cannot be planned."""
+"""Profiles: claims have results, stages of the ladder, profiles based on others."""
+
+from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import CatalogError
 from spark_deploy.config.settings.types import Settings
-from tests.unit.planning.plans import shipped_catalog
+from spark_deploy.plan.types import HostPlan
+from tests.unit.planning.plans import FIXTURE, plan_of, problems, shipped_catalog
 
 RESULTS = CHECKOUT / "proofs/results/gpu"
-CATALOG, DEFAULT = shipped_catalog(), Settings()
-PROFILES = {name: CATALOG.profile(name, DEFAULT.model) for name in CATALOG.profile_names}
+SHIPPED, DEFAULT = shipped_catalog(), Settings()
+PROFILES = {name: SHIPPED.profile(name, DEFAULT.model) for name in SHIPPED.profile_names}
 PROVEN = [(name, row) for name, profile in PROFILES.items() for row in profile.proven]
+LADDER = ("base", "base-mtp1", "hybrid", "hybrid-mtp1", "hybrid-mtp2", "v2", "v2-tq")
 
 
 @pytest.mark.parametrize(("name", "row"), PROVEN)
-def test_a_proven_row_is_a_passed_row_of_a_result_file(name, row):
-    found = json.loads((RESULTS / row.result).read_text("utf-8"))
-    [claim] = [item for item in found["rows"] if item["claim"] == row.claim]
-    assert claim["passed"] is True
+def test_claim_passed_in_result_file(name: str, row: Any) -> None:
+    rows = json.loads((RESULTS / row.result).read_text("utf-8"))["rows"]
+    assert [item["passed"] for item in rows if item["claim"] == row.claim] == [True]
 
 
-def test_the_page_of_results_lists_every_profile_with_its_results():
+def test_results_page_lists_all_profiles_with_results() -> None:
     page = (CHECKOUT / "proofs/profiles.md").read_text("utf-8")
     for name, profile in PROFILES.items():
         section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
         assert bool(section) is bool(profile.proven)
         assert all(f"(results/gpu/{row.result})" in section for row in profile.proven)
-
-
-def test_the_profile_of_the_defaults_is_proven():
     assert PROFILES[DEFAULT.profile].proven
 
 
-@pytest.mark.parametrize("name", [name for name in PROFILES if not PROFILES[name].plugin])
-def test_a_profile_without_the_plugin_serves_a_tree_that_the_engine_knows(name):
-    assert not PROFILES[name].tree_needs_plugin
+def test_profiles_without_plugin_need_no_plugin_and_drafts_are_checked() -> None:
+    for profile in PROFILES.values():
+        assert profile.plugin or not profile.tree_needs_plugin, profile.name
+        assert profile.check.acceptance_floor or not profile.speculation, profile.name
     assert PROFILES["v2"].tree_needs_plugin
 
 
-def test_the_option_of_online_fp8_is_the_one_that_ran():
+def test_online_fp8_uses_tested_option() -> None:
     runs = json.loads((RESULTS / "engine-speculation.json").read_text("utf-8"))["runs"]
-    ran = runs["tiny-online-fp8"]["options"]["quantization_config"]
-    assert PROFILES["online-fp8"].options["quantization-config"] == ran
+    tested = runs["tiny-online-fp8"]["options"]["quantization_config"]
+    assert PROFILES["online-fp8"].options["quantization-config"] == tested
 
 
-@pytest.mark.parametrize("name", [name for name in PROFILES if PROFILES[name].speculation])
-def test_a_profile_with_drafts_demands_that_they_are_accepted(name):
-    assert PROFILES[name].check.acceptance_floor
+def draft_tokens(plan: HostPlan) -> int:
+    argv = plan.serve.engine.argv
+    if "--speculative-config" not in argv:
+        return 0
+    config = json.loads(argv[argv.index("--speculative-config") + 1])
+    return int(config["num_speculative_tokens"])
+
+
+@pytest.mark.parametrize("profile", ["v2", "agent", "base"])
+@pytest.mark.parametrize("drafts", [0, 1, 2, 3])
+def test_drafts_setting_overrides_profile(profile: str, drafts: int) -> None:
+    plan = plan_of(profile=profile, **{"engine.drafts": drafts})
+    assert draft_tokens(plan) == drafts
+    assert bool(plan.memory.drafter_bytes) is bool(drafts)
+    assert plan.serve.check.acceptance_floor == (0.5 if drafts else None)
+
+
+def test_guard_rails_check_drafts_of_settings() -> None:
+    rule = "drafts-with-prefix-caching"
+    for drafts, warned in ((1, True), (0, False)):
+        warnings = plan_of(profile="agent", **{"engine.drafts": drafts}).warnings
+        assert any(rule in text for text in warnings) is warned
+    for drafts, asynchronous, refused in ((0, True, True), (2, True, False), (0, False, False)):
+        options = {"attention-backend": "FLASHINFER", "async-scheduling": asynchronous}
+        found = problems(profile="base", **{"engine.drafts": drafts, "engine.options": options})
+        assert any("flashinfer-without-drafts" in problem.what for problem in found) is refused
+
+
+def test_head_setting_changes_checkpoint_or_engine() -> None:
+    assert plan_of().checkpoint.order.head == "int8-g128"
+    for head in ("keep", "int8-triton"):
+        plan = plan_of(**{"engine.head": head})
+        assert plan.checkpoint.order.head == "keep"
+        in_engine = any('"lm_head":"int8-triton"' in word for word in plan.serve.engine.argv)
+        assert in_engine is (head == "int8-triton")
+    found = problems(profile="base", **{"engine.head": "int8-triton"})
+    assert any("own-head-without-the-plugin" in problem.what for problem in found)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FIXTURE, tmp_path / "checkout"))
+
+
+def write_profile(checkout: Path, name: str, **keys: Any) -> None:
+    (checkout / f"catalog/profiles/{name}.yml").write_text(yaml.safe_dump(keys))
+
+
+def test_based_on_changes_keys_and_inherits_no_claims(checkout: Path) -> None:
+    claim = {"what": "w", "result": "r.json", "claim": "c"}
+    v2 = yaml.safe_load((checkout / "catalog/profiles/v2.yml").read_text())
+    write_profile(checkout, "v2", **{**v2, "proven": [claim]})
+    write_profile(checkout, "own", based_on="v2", summary="s", choose_when="c", speculation=None)
+    catalog = read_catalog(checkout)
+    own, base = catalog.profile("own", "large"), catalog.profile("v2", "large")
+    assert base.proven
+    assert base.speculation
+    assert (own.proven, own.published, own.speculation) == ((), (), None)
+    assert (own.shared_experts, own.limits) == (base.shared_experts, base.limits)
+
+
+def test_based_on_needs_complete_base_and_own_description(checkout: Path) -> None:
+    write_profile(checkout, "one", based_on="v2", summary="s", choose_when="c")
+    write_profile(checkout, "two", based_on="one", summary="s", choose_when="c")
+    write_profile(checkout, "bare", based_on="v2")
+    catalog = read_catalog(checkout)
+    with pytest.raises(CatalogError, match="base it on v2 directly"):
+        catalog.profile("two", "large")
+    with pytest.raises(CatalogError, match="choose_when"):
+        catalog.profile("bare", "large")
+
+
+def test_ladder_changes_one_thing_per_stage() -> None:
+    stages = {
+        profile.stage: name
+        for (name, model), profile in SHIPPED.profiles.items()
+        if model == "qwen3.5-122b" and profile.stage
+    }
+    assert tuple(stages[stage] for stage in sorted(stages)) == LADDER
+    profiles = (SHIPPED.profile(name, "qwen3.5-122b") for name in LADDER)
+    assert [
+        (p.shared_experts, p.head, p.speculation and p.speculation.tokens, p.kv_cache.dtype)
+        for p in profiles
+    ] == [
+        ("keep", "keep", None, "auto"),
+        ("keep", "keep", 1, "auto"),
+        ("fp8-donor", "keep", None, "auto"),
+        ("fp8-donor", "keep", 1, "auto"),
+        ("fp8-donor", "keep", 2, "auto"),
+        ("fp8-donor", "int8-g128", 2, "auto"),
+        ("fp8-donor", "int8-g128", 2, "turboquant_k8v4"),
+    ]
+
+
+def test_published_speeds_name_their_source() -> None:
+    figures = [figure for name in SHIPPED.profile_names
+               for figure in SHIPPED.profile(name, "qwen3.5-122b").published
+               if figure.tokens_per_s]  # fmt: skip
+    speeds = {figure.tokens_per_s for figure in figures}
+    assert {28.3, 30.8, 36.5, 38.4, 39, 51, 70, 112} <= speeds
+    for figure in figures:
+        assert figure.value == f"{figure.tokens_per_s:g} tokens/s"
+        assert "vLLM" in figure.source
+        assert "not measured by this project" in figure.source

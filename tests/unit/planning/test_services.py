@@ -1,105 +1,109 @@
-"""Several services on one host: each with a plan of its own, and all of them fit together."""
+"""Several services on one host share memory, ports and the main gateway."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from spark_contract.documents import parse, text_of
 from spark_contract.release import Release, service_of
 
+from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SparkError
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.plan.host import document, plan_host
 from spark_deploy.plan.jobs import keep_of, served_jobs_of
 from spark_deploy.plan.memory import GIB
 from spark_deploy.plan.release import release_files_of
-from tests.unit.planning.plans import plan_of, problems
+from spark_deploy.plan.resolve import Request
+from spark_deploy.plan.types import HostPlan
+from tests.unit.planning.plans import PAYLOAD, made_up_lock, plan_of, problems
 
-SMALL = {
-    "model": "small",
-    "profile": "base",
-    "port": 8001,
-    "memory_gib": 24,
+SMALL: dict[str, Any] = {
+    "model": "small", "profile": "base", "port": 8001, "memory_gib": 24,
     "engine": {"max_context_tokens": 16384},
-}
-ROOM = {"engine.max_context_tokens": 32768}
+}  # fmt: skip
+SHORT = {"engine.max_context_tokens": 32768}
 
 
-def with_services(**services):
-    return plan_of(services=services, **ROOM)
+def with_services(**services: Any) -> HostPlan:
+    return plan_of(services=services, **SHORT)
 
 
-def test_each_service_has_a_release_a_gateway_and_a_socket_of_its_own():
+def test_each_service_has_own_release_gateway_and_files() -> None:
     plan = with_services(embed=SMALL)
     main, embed = plan.served
-    assert [service_of(one.serve.name) for one in plan.served] == ["main", "embed"]
+    assert [service_of(service.serve.name) for service in plan.served] == ["main", "embed"]
     assert (embed.model, embed.profile) == ("small", "base")
     assert (main.gateway.settings.port, embed.gateway.settings.port) == (8000, 8001)
     assert embed.gateway.settings.path.endswith("/embed.json")
-    paths = [[file.path for file in release_files_of(one)] for one in plan.served]
-    assert not set(paths[0]) & set(paths[1])
+    main_paths, embed_paths = (
+        {file.path for file in release_files_of(service)} for service in plan.served
+    )
+    assert not main_paths & embed_paths
     assert parse(Release, text_of(embed.serve)) == embed.serve
+    assert json.loads(json.dumps(document(plan)))["services"]
 
 
-def test_the_main_service_leaves_what_the_others_take():
-    alone, beside = plan_of(**ROOM), with_services(embed=SMALL)
-    given = round(alone.memory.memory_fraction - beside.memory.memory_fraction, 2)
-    total = alone.memory.total_bytes
-    assert beside.memory.needed_bytes < alone.memory.needed_bytes
-    assert given > 0
-    engines = sum(one.memory.memory_fraction for one in beside.served)
+def test_services_share_memory() -> None:
+    alone, plan = plan_of(**SHORT), with_services(embed=SMALL)
+    total, [embed] = plan.memory.total_bytes, plan.services
+    assert plan.memory.needed_bytes < alone.memory.needed_bytes
+    assert plan.memory.memory_fraction < alone.memory.memory_fraction
+    engines = sum(service.memory.memory_fraction for service in plan.served)
     assert engines * total <= total - 12 * GIB + 0.01 * total
+    argv = embed.serve.engine.argv
+    assert float(argv[argv.index("--gpu-memory-utilization") + 1]) * total <= 24 * GIB
+    needed = sum(service.memory.needed_bytes for service in plan.served)
+    assert plan.needs.memory_needed_bytes == needed
 
 
-def test_an_engine_never_gets_more_than_memory_gib():
+def test_change_of_service_keeps_main_release() -> None:
     plan = with_services(embed=SMALL)
-    [embed] = plan.services
-    words = list(embed.serve.engine.argv)
-    share = float(words[words.index("--gpu-memory-utilization") + 1])
-    assert share * plan.memory.total_bytes <= 24 * GIB
-    assert plan.needs.memory_needed_bytes == sum(one.memory.needed_bytes for one in plan.served)
+    changed = with_services(embed={**SMALL, "names": ["vectors"], "port": 8002})
+    assert plan.serve == changed.serve
+    assert plan.services[0].serve != changed.services[0].serve
 
 
-def test_a_service_that_changes_leaves_the_release_of_the_main_one_as_it_is():
-    one = with_services(embed=SMALL)
-    other = with_services(embed={**SMALL, "names": ["vectors"], "port": 8002})
-    assert one.serve == other.serve
-    assert one.services[0].serve != other.services[0].serve
+def test_suggests_sufficient_memory_of_service() -> None:
+    def problems_with(memory_gib: float) -> list[Any]:
+        return problems(services={"embed": {**SMALL, "memory_gib": memory_gib}}, **SHORT)
+
+    [problem] = problems_with(3)
+    assert problem.where == "services.embed"
+    enough = float(problem.fix.split("memory_gib to ")[1].split(",")[0])
+    assert problems_with(enough) == []
+    assert problems_with(enough - 2.5) != []
 
 
-def test_too_little_memory_is_refused_with_the_number_that_would_do():
-    [found] = problems(services={"embed": {**SMALL, "memory_gib": 3}}, **ROOM)
-    assert found.where == "services.embed"
-    enough = float(found.fix.split("memory_gib to ")[1].split(",")[0])
-    assert problems(services={"embed": {**SMALL, "memory_gib": enough}}, **ROOM) == []
-    assert problems(services={"embed": {**SMALL, "memory_gib": enough - 2.5}}, **ROOM) != []
+def test_suggests_lower_memory_of_services_for_main_service() -> None:
+    def problems_with(memory_gib: int) -> list[Any]:
+        return problems(services={"second": {**SMALL, "memory_gib": memory_gib}}, **SHORT)
+
+    [problem] = [p for p in problems_with(90) if "does not fit on one host" in p.what]
+    match = re.search(r"lower services\.second\.memory_gib to (\d+) together", problem.fix)
+    assert match is not None, problem.fix
+    assert problems_with(int(match[1])) == []
+    assert problems_with(int(match[1]) + 1) != []
 
 
-def test_what_does_not_fit_beside_the_main_one_is_refused():
-    found = problems(services={"second": {**SMALL, "memory_gib": 90}})
-    assert any("does not fit on one host" in one.what for one in found)
-
-
-def test_what_services_would_have_to_give_up_for_the_main_one_is_said():
-    asked = {"second": {**SMALL, "memory_gib": 90}}
-    [fix] = [one.fix for one in problems(services=asked, **ROOM) if "on one host" in one.what]
-    words = re.search(r"lower services\.second\.memory_gib to (\d+) together", fix)
-    assert words is not None, fix
-    enough = int(words[1])
-    assert problems(services={"second": {**SMALL, "memory_gib": enough}}, **ROOM) == []
-    assert problems(services={"second": {**SMALL, "memory_gib": enough + 1}}, **ROOM) != []
-
-
-def test_ports_and_downloads_of_all_are_looked_at_and_kept_by_a_prune():
+def test_ports_and_files_of_all_services_are_checked_and_kept() -> None:
     plan = with_services(embed=SMALL)
     assert plan.needs.ports == (8000, 8001)
     keep = keep_of(plan)
-    assert keep.releases == {one.serve.name for one in plan.served}
+    assert keep.releases == {service.serve.name for service in plan.served}
     assert plan.services[0].tree.dir in keep.folders
     titles = [work.job.title for work in served_jobs_of(plan, ())]
     assert len(titles) == len(set(titles))
-    for one in plan.served:
-        assert any(one.sources[0].locked.repo in title for title in titles)
+    for service in plan.served:
+        assert any(service.sources[0].locked.repo in title for title in titles)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,7 @@ def test_ports_and_downloads_of_all_are_looked_at_and_kept_by_a_prune():
         ({"a": {**SMALL, "memory_gib": 1}}, "services.a.memory_gib", "less than a hundredth"),
         ({"a": {**SMALL, "model": "smal"}}, "services.a.model", "did you mean small?"),
         ({"a": {**SMALL, "engine": {"options": {"port": 1}}}}, "services.a.engine.options", ""),
+        ({"a": {**SMALL, "names": ["v", "large"]}}, "services.a.names", "large"),
         ({"A b": SMALL}, "services", "A b"),
         ({"a": {**SMALL, "paths": ["/metrics"]}}, "services.a.paths", "/metrics"),
         (
@@ -123,43 +128,68 @@ def test_ports_and_downloads_of_all_are_looked_at_and_kept_by_a_prune():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_planned(services, where, what):
-    with pytest.raises(SparkError) as refused:
+def test_refuses_conflicting_services(services: dict[str, Any], where: str, what: str) -> None:
+    with pytest.raises(SparkError) as error:
         with_services(**services)
-    text = " ".join(problem.line for problem in refused.value.problems)
+    text = " ".join(problem.line for problem in error.value.problems)
     assert where in text
     assert what in text
 
 
-def test_paths_of_the_main_gateway_go_to_the_service_that_asks_for_them():
-    plan = with_services(embed={**SMALL, "paths": ["/v1/embeddings"]})
-    main, embed = (one.gateway.settings for one in plan.served)
+def test_main_gateway_routes_paths_and_model_names() -> None:
+    plan = with_services(embed={**SMALL, "paths": ["/v1/embeddings"], "names": ["vectors", "v"]})
+    main, embed = (service.gateway.settings for service in plan.served)
     assert (main.routes, embed.routes) == ({"/v1/embeddings": "embed"}, {})
-    # Who answers what is no part of a release: nothing restarts for it.
-    assert plan.serve == with_services(embed=SMALL).serve
-
-
-def test_the_main_gateway_knows_the_names_of_all_and_brings_what_reads_them():
-    plan = with_services(embed={**SMALL, "names": ["vectors", "v"]})
-    main, embed = (one.gateway.settings for one in plan.served)
     assert main.names == {"main": plan.serve.names, "embed": ("vectors", "v")}
     assert embed.names is None
     assert parse(type(main), text_of(main)) == main
-    assert "libnginx-mod-http-js" in plan.base.packages
-    alone = plan_of(**ROOM)
+    alone = plan_of(**SHORT)
     assert alone.gateway.settings.names is None
-    assert "libnginx-mod-http-js" not in alone.base.packages
+    module = "libnginx-mod-http-js"
+    assert [module in p.base.packages for p in (plan, alone)] == [True, False]
+    # Routing is no part of a release.
+    assert plan.serve == with_services(embed=SMALL).serve
 
 
-def test_two_services_answer_to_no_common_name():
-    with pytest.raises(SparkError) as refused:
-        with_services(embed={**SMALL, "names": ["vectors", "large"]})
-    [problem] = refused.value.problems
-    assert problem.where == "services.embed.names"
-    assert "services.embed.names" in problem.line
+RERANKER = {
+    "kind": "plain", "summary": "Ranks", "choose_when": "tests", "task": "reranking",
+    "repository": "BAAI/bge-reranker-v2-m3",
+}  # fmt: skip
+# As large as published: 0.6 billion weights of 16 bits, and as many of 32 bits.
+ANATOMIES = {
+    "jinaai/jina-embeddings-v5-text-small-retrieval": Anatomy(
+        repository="", commit="", architecture="JinaEmbeddingsV5Model", model_type="qwen3",
+        width=1024,
+        weights={"BF16": 1_200_000_000}, context_tokens=32768,
+        cache=(CacheLayers(kind="full", layers=28, token_bytes=4096),),
+    ),
+    "BAAI/bge-reranker-v2-m3": Anatomy(
+        repository="", commit="", architecture="XLMRobertaForSequenceClassification",
+        model_type="xlm-roberta", width=1024, weights={"F32": 2_270_000_000}, context_tokens=8192,
+        cache=(),
+    ),
+}  # fmt: skip
 
 
-def test_the_whole_plan_is_plain_data():
-    from spark_deploy.plan.host import document
-
-    assert json.loads(json.dumps(document(with_services(embed=SMALL))))["services"]
+def test_documented_example_fits_on_one_spark(tmp_path: Path) -> None:
+    page = (CHECKOUT / "docs/how-to/several-services.md").read_text()
+    blocks = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S))
+    [overrides] = [block for block in blocks if "model" in block]
+    # The page tells owners to add the reranker.
+    own = tmp_path / "catalog/models/bge-reranker-v2-m3.yml"
+    own.parent.mkdir(parents=True)
+    own.write_text(yaml.safe_dump(RERANKER))
+    catalog = read_catalog(own=tmp_path)
+    settings = load_hosts({"spark": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
+    lock = made_up_lock(settings, catalog)
+    commits = {source.repo: source.commit for source in lock.sources.values()}
+    anatomies = {
+        repository: replace(anatomy, repository=repository, commit=commits[repository])
+        for repository, anatomy in ANATOMIES.items()
+    }
+    lock = replace(lock, anatomies={**lock.anatomies, **anatomies})
+    plan = plan_host(Request("a", settings, catalog, lock, PAYLOAD))
+    names = plan.gateway.settings.names
+    assert (names["embed"], names["rerank"]) == (("embedder",), ("reranker",))
+    needed = sum(service.memory.needed_bytes for service in plan.served)
+    assert needed <= plan.memory.total_bytes

@@ -1,0 +1,226 @@
+"""The release of a service and its files on the host: digests, timers, commands."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_contract.documents import text_of
+from spark_contract.paths import TOOLS_DIR
+
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import SettingsError
+from spark_deploy.plan.host import document, image_after_bytes
+from spark_deploy.plan.jobs import keep_of
+from spark_deploy.plan.release import release_files_of, timer_files, unit_files_of
+from spark_deploy.plan.types import HostPlan
+from tests.unit.planning.plans import plan_of
+
+
+def test_v2_and_v2_tq_share_checkpoint_and_image() -> None:
+    v2, turboquant = plan_of("large", "v2"), plan_of("large", "v2-tq")
+    assert v2.checkpoint == turboquant.checkpoint
+    assert v2.image == turboquant.image
+    assert v2.serve.digest != turboquant.serve.digest
+
+
+def test_plans_are_reproducible() -> None:
+    first, second = plan_of(), plan_of()
+    assert first == second
+    assert first.serve.name == f"main-{first.serve.digest[:12]}"
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        # Where files come from and who has access.
+        ({"hub.endpoint": "http://mirror.example"}, True),
+        ({"downloads.parallel": 9}, True),
+        ({"hub.token": {"env": "TOKEN"}}, True),
+        ({"ssh.user": "someone"}, True),
+        ({"serve.api_key": {"file": "/key"}}, True),
+        ({"serve.port": 9000, "serve.expose": "lan", "serve.max_body_mib": 1}, True),
+        ({"disk.reserve_gib": 1}, True),
+        ({"takeover": ["old"]}, True),
+        # How the engine runs.
+        ({"engine.max_sequences": 2}, False),
+        ({"serve.names": ["a", "b"]}, False),
+        ({"engine.options": {"seed": 1}}, False),
+        ({"engine.environment": {"VLLM_LOGGING_LEVEL": "DEBUG"}}, False),
+        ({"memory.reserve_gib": 30}, False),
+    ],
+)
+def test_release_digest_depends_on_how_engine_runs(change: dict[str, Any], same: bool) -> None:
+    base, changed = plan_of(), plan_of(**change)
+    assert (changed.serve.digest == base.serve.digest) is same
+    assert changed.checkpoint.digest == base.checkpoint.digest
+    assert changed.sources[0].digest == base.sources[0].digest
+
+
+def test_names_are_independent_of_model_and_profile() -> None:
+    names = {"serve.names": ["assistant", "qwen"]}
+    for model, profile in (("large", "v2"), ("small", "base")):
+        assert plan_of(model, profile, **names).serve.names == ("assistant", "qwen")
+
+
+def test_release_contains_no_secret_reference() -> None:
+    text = text_of(plan_of(**{"serve.api_key": {"env": "KEY"}, "hub.token": {"env": "TOK"}}).serve)
+    assert '"KEY"' not in text
+    assert '"TOK"' not in text
+
+
+def test_compile_cache_depends_on_base_image_and_drafts_not_on_plugin() -> None:
+    ours, stock = plan_of("large", "v2"), plan_of("large", "v2-native")
+    assert ours.image.tag != stock.image.tag
+    assert ours.cache_dir == stock.cache_dir
+    assert plan_of("large", "base").cache_dir != ours.cache_dir
+    other_image = plan_of(images={"engine": "registry.example/other:1"})
+    assert other_image.cache_dir != ours.cache_dir
+
+
+def test_unpacked_image_fits_disk_estimate() -> None:
+    # vllm/vllm-openai:v0.31.0: 11.0 GB compressed, 26.4 GB unpacked.
+    image = replace(plan_of("small", "v2").image, size_bytes=11_000_000_000)
+    assert image_after_bytes(image) >= 26_400_000_000
+
+
+def test_server_waits_for_disks_of_checkpoint_and_cache() -> None:
+    paths = {"models_dir": "/disk-1/models", "cache_dir": "/disk-2/cache"}
+    plan = plan_of("small", "v2", paths=paths)
+    drop_in = release_files_of(plan)[-1].content.decode()
+    match = re.search(r"^RequiresMountsFor=(.*)$", drop_in, re.M)
+    assert match is not None
+    mounts = match[1].split()
+    assert mounts[0] == plan.serve.tree.path
+    assert [path.split("/")[1] for path in mounts] == ["disk-1", "disk-2", "run"]
+
+
+@pytest.mark.parametrize(
+    ("context", "configured_s", "planned_s"),
+    [(262144, 120, 263), (65536, 120, 120), (262144, 600, 600)],
+)
+def test_stall_timeout_exceeds_time_to_read_longest_prompt(
+    context: int, configured_s: int, planned_s: int
+) -> None:
+    settings = {"engine.max_context_tokens": context, "watch.stall_s": configured_s}
+    assert plan_of(**settings).serve.watch.stall_s == planned_s
+
+
+# Schedules.
+
+NIGHT = {"model": "large", "profile": "v2-tq"}
+DAY = {"model": "large", "profile": "v2"}
+TIMES = [{"at": "Mon..Fri 08:00", **DAY}, {"at": "20:00", **NIGHT}, {"at": "Sun 10:00", **DAY}]
+
+
+def scheduled(*times: dict[str, Any], **settings: Any) -> HostPlan:
+    return plan_of("large", "v2", keep_ready=[NIGHT], schedule=list(times or TIMES), **settings)
+
+
+def test_scheduled_releases_equal_deployed_ones() -> None:
+    plan = scheduled()
+    assert [change.at for change in plan.schedule] == ["Mon..Fri 08:00", "20:00", "Sun 10:00"]
+    day, night, sunday = (change.release for change in plan.schedule)
+    assert day == sunday == plan.serve == plan_of("large", "v2").serve
+    assert night == plan_of("large", "v2-tq").serve
+
+
+def test_scheduled_releases_are_installed_and_kept() -> None:
+    plan = scheduled()
+    names = {change.release.name for change in plan.schedule}
+    paths = {file.path for file in release_files_of(plan)}
+    for name in names:
+        assert f"/etc/spark/releases/{name}/release.json" in paths
+        assert f"/etc/systemd/system/spark-serve@{name}.service.d/50-release.conf" in paths
+    assert keep_of(plan).releases == names
+    assert plan.serve.name in document(plan)["unit"]["drop_in"]
+
+
+def test_release_has_one_timer_with_all_its_times() -> None:
+    plan = scheduled()
+    files = {file.path: file.content.decode() for file in timer_files(plan.schedule)}
+    assert len(files) == 2
+    day = files[f"/etc/systemd/system/spark-hours@{plan.serve.name}.timer"]
+    assert re.findall("^OnCalendar=(.*)$", day, re.M) == ["Mon..Fri 08:00", "Sun 10:00"]
+    assert f"\nUnit=spark-switch@{plan.serve.name}.service\n" in day
+    assert timer_files(plan_of("large", "v2").schedule) == ()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_accepts_timers(tmp_path: Path) -> None:
+    for file in timer_files(scheduled().schedule):
+        name = Path(file.path).name
+        (tmp_path / name).write_bytes(file.content)
+        unit = name.replace("spark-hours@", "spark-switch@").replace(".timer", ".service")
+        (tmp_path / unit).write_text("[Service]\nExecStart=/bin/true\n")
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", str(tmp_path / name)],
+            capture_output=True, text=True, check=False,
+            env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:/lib/systemd/system", "PATH": "/usr/bin:/bin"},
+        )  # fmt: skip
+        assert [line for line in done.stderr.splitlines() if "spark-" in line] == []
+    for at in [time["at"] for time in TIMES] + ["20:00 Europe/Berlin", "*-*-1 02:30"]:
+        subprocess.run(["systemd-analyze", "calendar", at], check=True, capture_output=True)
+        scheduled({"at": at, **DAY}, {"at": "20:00", **NIGHT})
+
+
+@pytest.mark.parametrize(
+    ("times", "settings", "message"),
+    [
+        ([{"at": "20:00", "model": "small", "profile": "v2"}, TIMES[0]], {}, "is not kept ready"),
+        ([TIMES[1]], {}, "no time leads back to large with v2"),
+        ([{"at": "20:00\nUnit=reboot.target", **DAY}], {}, "the required form"),
+        ([{"at": "", **DAY}], {}, "the required form"),
+        ([{**DAY}], {}, "at"),
+        (TIMES, {"cluster.hosts": ["a", "b"]}, "members of a cluster change together"),
+    ],
+)
+def test_refuses_invalid_schedules(
+    times: list[dict[str, Any]], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        scheduled(*times, **settings)
+
+
+# Commands on the host.
+
+COMMANDS = {file.path: file.content.decode() for file in unit_files_of(())}
+
+
+@pytest.mark.parametrize(
+    ("name", "user_id", "output"),
+    [
+        ("spark-check", 0, "tool check --deep a b"),
+        ("spark-host", 0, "tool --deep a b"),
+        ("spark-check", 1000, "sudo -- /usr/local/bin/spark-check --deep a b"),
+        ("spark-host", 1000, "sudo -- /usr/local/bin/spark-host --deep a b"),
+    ],
+)
+def test_commands_run_as_root(tmp_path: Path, name: str, user_id: int, output: str) -> None:
+    programs = {
+        "id": f"echo {user_id}",
+        "sudo": 'echo sudo "$@"',
+        "tools/current/bin/spark-host": 'echo tool "$@"',
+        name: COMMANDS[f"/usr/local/bin/{name}"].replace(TOOLS_DIR, f"{tmp_path}/tools"),
+    }
+    for path, text in programs.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+        (tmp_path / path).chmod(0o755)
+    command = [tmp_path / name, "--deep", "a b"]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == output
+
+
+def test_messages_name_installed_commands_only() -> None:
+    sources = [*CHECKOUT.glob("files/host/**/*.py"), *CHECKOUT.glob("spark_deploy/**/*.py")]
+    names = set()
+    for source in sources:
+        names |= set(re.findall(r"`(spark-(?:host|check)\b)", source.read_text("utf-8")))
+    assert names == {path.rpartition("/")[2] for path in COMMANDS}
