@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import stat
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from socketserver import ThreadingMixIn, UnixStreamServer
-from threading import Thread
 from typing import Any
 
 import pytest
+from json_server import json_server
 from spark_contract.errors import HostToolError
 from spark_contract.release import Release
 from spark_host.check import compare, runner
@@ -21,17 +19,19 @@ from spark_host.system import systemd
 from stub_host import Host
 
 OLD, NEW = "main-0123456789ab", "main-ba9876543210"
+SURE = {"yes": math.log(0.9), "no": math.log(0.1)}
+UNSURE = {"yes": math.log(0.6), "no": math.log(0.4)}
 
 
-class Words:
+class FakeEngine:
     def __init__(self) -> None:
-        self.said: dict[str, list[tuple[str, dict[str, float]]]] = {}
-        self.asked: list[dict[str, Any]] = []
+        self.steps: dict[str, list[tuple[str, dict[str, float]]]] = {}  # by prompt
+        self.requests: list[dict[str, Any]] = []
         self.logprobs = True
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(body)
-        steps = self.said[body["messages"][0]["content"]]
+        self.requests.append(body)
+        steps = self.steps[body["messages"][0]["content"]]
         content = [
             {
                 "token": token,
@@ -47,145 +47,112 @@ class Words:
 
 
 @pytest.fixture
-def words(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Words]:
-    engine = Words()
-
-    class Handler(BaseHTTPRequestHandler):
-        def address_string(self) -> str:
-            return "unix"
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def do_POST(self) -> None:
-            size = int(self.headers["Content-Length"])
-            data = json.dumps(engine.answer(json.loads(self.rfile.read(size)))).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-    class Server(ThreadingMixIn, UnixStreamServer):
-        daemon_threads = True
-
-    path = host.paths.run / "engines" / "main" / "engine.sock"
-    path.parent.mkdir(parents=True)
-    server = Server(str(path), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield engine
-    server.shutdown()
-    server.server_close()
+def engine(host: Host) -> Iterator[FakeEngine]:
+    fake = FakeEngine()
+    with json_server(host.paths.engine_socket("main"), lambda _, body: fake.answer(body)):
+        yield fake
 
 
-def running(monkeypatch: pytest.MonkeyPatch, release: Release) -> None:
-    def show(units: Any, _: Any) -> dict[str, Any]:
-        return {unit: {"ActiveState": "active"} for unit in units if release.name in unit}
+@pytest.fixture
+def serve(host: Host, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Release]:
+    """Make a release the only active one."""
 
-    monkeypatch.setattr(systemd, "show", show)
+    def activate(name: str) -> Release:
+        def show(units: Any, _: Any) -> dict[str, Any]:
+            return {unit: {"ActiveState": "active"} for unit in units if name in unit}
+
+        monkeypatch.setattr(systemd, "show", show)
+        return host.release(name)
+
+    return activate
 
 
-SURE = {"yes": math.log(0.9), "no": math.log(0.1)}
-UNSURE = {"yes": math.log(0.6), "no": math.log(0.4)}
-
-
-def ask(host: Host, *words: str) -> int:
+def run_check(host: Host, *words: str) -> int:
     return runner.main(list(words), host.paths)
 
 
 def test_compares_a_release_with_recorded_answers(
-    host: Host, words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    host: Host, engine: FakeEngine, serve: Callable[[str], Release],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path,
 ) -> None:  # fmt: skip
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Is it so?\n\nAnd that?\nIs it so?\n")
-    old, new = host.release(OLD), host.release(NEW)
-    words.said = {"Is it so?": [("yes", SURE)], "And that?": [("yes", SURE), ("yes", SURE)]}
-    running(monkeypatch, old)
-    assert ask(host, "--record", str(prompts)) == 0
+    engine.steps = {"Is it so?": [("yes", SURE)], "And that?": [("yes", SURE), ("yes", SURE)]}
+    serve(OLD)
+    assert run_check(host, "--record", str(prompts)) == 0
+    swapped = {"no": SURE["yes"], "yes": SURE["no"]}
+    engine.steps = {"Is it so?": [("yes", UNSURE)], "And that?": [("no", swapped), ("yes", SURE)]}
+    serve(NEW)
     capsys.readouterr()
-    turned = {"no": SURE["yes"], "yes": SURE["no"]}
-    words.said = {"Is it so?": [("yes", UNSURE)], "And that?": [("no", turned), ("yes", SURE)]}
-    running(monkeypatch, new)
-    assert ask(host, "--compare", OLD, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["prompts"], found["same_answers"]) == (2, 1)
+    assert run_check(host, "--compare", OLD, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["recorded"], result["running"]) == (OLD, NEW)
+    assert (result["prompts"], result["same_answers"]) == (2, 1)
     # Steps after the first difference have another prefix.
-    assert (found["steps"], found["same_top"]) == (2, 1)
+    assert (result["steps"], result["same_top"]) == (2, 1)
     near = 0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4)
     far = 0.9 * math.log(0.9 / 0.1) + 0.1 * math.log(0.1 / 0.9)
-    assert found["mean_nats"] == pytest.approx((near + far) / 2, abs=1e-3)
-    assert found["most_at"] == "And that?"
-    assert found["parted"] == [["And that?", "yes yes", "no yes"]]
+    assert result["mean_nats"] == pytest.approx((near + far) / 2, abs=1e-3)
+    assert result["most_at"] == "And that?"
+    assert result["parted"] == [["And that?", "yes yes", "no yes"]]
 
 
 def test_prompt_file_is_relative_to_the_callers_folder(
-    host: Host, words: Words, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    host: Host, engine: FakeEngine, serve: Callable[[str], Release],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
     (tmp_path / "prompts.txt").write_text("Is it so?\n")
-    words.said = {"Is it so?": [("yes", SURE)]}
-    running(monkeypatch, host.release(OLD))
+    engine.steps = {"Is it so?": [("yes", SURE)]}
+    serve(OLD)
     monkeypatch.setenv("SPARK_CALLED_FROM", str(tmp_path))
     monkeypatch.chdir("/")
-    assert ask(host, "--record", "prompts.txt") == 0
-    assert len(words.asked) == 1
-    assert ask(host, "--record", str(tmp_path / "prompts.txt")) == 0
+    assert run_check(host, "--record", "prompts.txt") == 0
+    assert len(engine.requests) == 1
     with pytest.raises(HostToolError, match=f"{tmp_path}/other.txt: cannot be read"):
-        ask(host, "--record", "other.txt")
+        run_check(host, "--record", "other.txt")
 
 
-def test_recording_is_greedy_and_readable_only_by_root(
-    host: Host, words: Words, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release = host.release(OLD)
-    words.said = {p: [("yes", SURE)] for p in compare.check_prompts(release)}
-    running(monkeypatch, release)
-    assert ask(host, "--record") == 0
-    assert {body["temperature"] for body in words.asked} == {0}
-    assert {body["top_logprobs"] for body in words.asked} == {20}
-    mode = stat.S_IMODE(host.paths.answers(OLD).stat().st_mode)
-    assert mode == 0o600
-
-
-def test_comparing_a_release_with_itself_keeps_the_recording(
-    host: Host, words: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    release = host.release(OLD)
-    words.said = {p: [("yes", SURE)] for p in compare.check_prompts(release)}
-    running(monkeypatch, release)
-    ask(host, "--record")
-    before = host.paths.answers(OLD).read_bytes()
+def test_recording_is_greedy_private_and_not_replaced_by_a_comparison(
+    host: Host, engine: FakeEngine, serve: Callable[[str], Release],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    engine.steps = {p: [("yes", SURE)] for p in compare.check_prompts(serve(OLD))}
+    assert run_check(host, "--record") == 0
+    settings = {(body["temperature"], body["top_logprobs"]) for body in engine.requests}
+    assert settings == {(0, 20)}
+    path = host.paths.answers(OLD)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = path.read_bytes()
     capsys.readouterr()
-    ask(host, "--compare", OLD)
+    assert run_check(host, "--compare", OLD) == 0
     assert "identical answers to 4 of 4 prompts" in capsys.readouterr().out
-    assert host.paths.answers(OLD).read_bytes() == before
+    assert path.read_bytes() == before
 
 
 def test_missing_recording_names_the_record_command(
-    host: Host, words: Words, monkeypatch: pytest.MonkeyPatch
+    host: Host, engine: FakeEngine, serve: Callable[[str], Release]
 ) -> None:
-    running(monkeypatch, host.release(NEW))
+    serve(NEW)
     with pytest.raises(HostToolError, match=r"while main-0123456789ab runs: spark-check --record"):
-        ask(host, "--compare", OLD)
+        run_check(host, "--compare", OLD)
 
 
 def test_missing_log_probabilities_are_an_error(
-    host: Host, words: Words, monkeypatch: pytest.MonkeyPatch
+    host: Host, engine: FakeEngine, serve: Callable[[str], Release]
 ) -> None:
-    release = host.release(OLD)
-    words.said = {p: [("yes", SURE)] for p in compare.check_prompts(release)}
-    words.logprobs = False
-    running(monkeypatch, release)
+    engine.steps = {p: [("yes", SURE)] for p in compare.check_prompts(serve(OLD))}
+    engine.logprobs = False
     with pytest.raises(HostToolError, match="has no log-probabilities of each token"):
-        ask(host, "--record")
+        run_check(host, "--record")
     assert not host.paths.answers(OLD).exists()
 
 
 @pytest.mark.parametrize(
-    "given", [["--compare"], ["--compare", "a", "b"], ["--record", "a", "b"], ["--record", "--x"]]
+    "words", [["--compare"], ["--compare", "a", "b"], ["--record", "a", "b"], ["--record", "--x"]]
 )
-def test_compare_refuses_other_arguments(host: Host, given: list[str]) -> None:
+def test_refuses_other_arguments(host: Host, words: list[str]) -> None:
     with pytest.raises(HostToolError):
-        ask(host, *given)
+        run_check(host, *words)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe", b"one\n" * 3 + b"x" * (5 << 20)])
@@ -197,14 +164,13 @@ def test_refuses_invalid_prompt_files(tmp_path: Path, content: bytes) -> None:
 
 
 def test_identical_answers_have_no_divergence() -> None:
-    answers = (Answer("p", "yes", (Step("yes", SURE), Step("no", UNSURE))),)
-    one = Answers(OLD, "d", "now", answers)
-    found = compare.compare_answers(one, one)
-    assert (found.mean_nats, found.most_nats, found.same_answers) == (0.0, 0.0, 1)
+    answer = Answer("p", "yes", (Step("yes", SURE), Step("no", UNSURE)))
+    answers = Answers(OLD, "d", "now", (answer,))
+    result = compare.compare_answers(answers, answers)
+    assert (result.mean_nats, result.most_nats, result.same_answers) == (0.0, 0.0, 1)
 
 
-def test_divergence_of_unlisted_tokens() -> None:
+def test_unlisted_tokens_diverge() -> None:
     sure = {"yes": math.log(0.99)}
-    other = {"no": math.log(0.99), "yes": math.log(0.01)}
-    assert compare.divergence(sure, other) > 4
+    assert compare.divergence(sure, {"no": math.log(0.99), "yes": math.log(0.01)}) > 4
     assert compare.divergence({"yes": 0.0}, {"no": 0.0}) > 10

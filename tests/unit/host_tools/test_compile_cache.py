@@ -1,4 +1,4 @@
-"""The compile cache of a release: reused, copied from a proven release, or empty."""
+"""The compile cache of a release: kept, copied from a proven release, or empty."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from spark_host.engine import compile_cache, container
 from spark_host.records import boot, versions
 from spark_host.rollout import steps
 from spark_host.system import folders
-from spark_host.system.host import Host as Machine
-from stub_host import Host, release_data
+from spark_host.system.host import Host as System
+from stub_host import Host
 
 NOBODY = pwd.getpwnam("nobody")
 KEY, OTHER_BASE, OTHER_DRAFTS = "0123456789ab-mtp2", "ba9876543210-mtp2", "0123456789ab-mtp0"
@@ -32,22 +32,25 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 
 class Caches:
     def __init__(self, host: Host):
-        self.host, self.here = host, Machine(host.paths)
+        self.host, self.system = host, System(host.paths)
         self.reports: list[str] = []
 
     def release(self, name: str, key: str = KEY) -> Release:
         mount = {"source": f"/srv/cache/{key}", "target": "/cache", "read_only": False}
-        engine = {**release_data()["engine"], "mounts": [mount], "user": "nobody"}
-        return self.host.release(name, engine=engine, service=service_of(name))
+        return self.host.release(
+            name, engine__mounts=[mount], engine__user="nobody", service=service_of(name)
+        )
 
-    def start(self, name: str, key: str = KEY) -> Path:
+    def prepare(self, name: str, key: str = KEY) -> Path:
+        """Do what a start does; return the cache folder."""
         release = self.release(name, key)
-        compile_cache.prepare(release, self.here, self.reports.append)
+        compile_cache.prepare(release, self.system, self.reports.append)
         return self.host.paths.below(str(release.cache))
 
-    def proven(self, name: str = PROVEN, key: str = KEY) -> Path:
-        folder = self.start(name, key)
-        boot.record_good(self.release(name, key), self.here)
+    def make_proven(self, name: str = PROVEN, key: str = KEY) -> Path:
+        """Fill the cache of a release and record it as good."""
+        folder = self.prepare(name, key)
+        boot.record_good(self.release(name, key), self.system)
         (folder / "nv").mkdir()
         (folder / "nv/kernel").write_text(name)
         os.chown(folder / "nv", NOBODY.pw_uid, NOBODY.pw_gid)
@@ -64,26 +67,28 @@ def content(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+FULL = ["nv", "nv/kernel"]
+
+
 def test_candidate_writes_only_to_its_copy(caches: Caches) -> None:
-    old = caches.proven()
-    new = caches.start(CANDIDATE)
-    assert content(new) == ["nv", "nv/kernel"]
+    old = caches.make_proven()
+    new = caches.prepare(CANDIDATE)
+    assert content(new) == FULL
     assert {new.stat().st_uid, (new / "nv").stat().st_uid} == {NOBODY.pw_uid}
     assert old.parent.stat().st_uid == 0
     assert (new / "nv/kernel").stat().st_ino != (old / "nv/kernel").stat().st_ino
     (new / "nv/kernel").write_text("broken")
     (new / "more").touch()
     assert (old / "nv/kernel").read_text() == PROVEN
-    assert content(caches.start(PROVEN)) == ["nv", "nv/kernel"]
+    assert content(caches.prepare(PROVEN)) == FULL
 
 
 @pytest.mark.parametrize("has_source", [True, False])
 def test_failed_candidate_keeps_its_cache(caches: Caches, has_source: bool) -> None:
-    old = caches.proven() if has_source else None
-    new = caches.start(CANDIDATE)
-    (new / "compiled").write_text("half")
-    assert (caches.start(CANDIDATE) / "compiled").read_text() == "half"
-    assert old is None or content(old) == ["nv", "nv/kernel"]
+    old = caches.make_proven() if has_source else None
+    (caches.prepare(CANDIDATE) / "compiled").write_text("half")
+    assert (caches.prepare(CANDIDATE) / "compiled").read_text() == "half"
+    assert old is None or content(old) == FULL
 
 
 ANSWERED, SILENT = Finding(READY, True, "", 0.0), Finding(READY, False, "", 0.0)
@@ -101,72 +106,57 @@ WRONG = Finding("arithmetic", False, "", 0.0)
     ],
 )
 def test_rejected_candidate_gets_a_new_copy(
-    caches: Caches,
-    monkeypatch: pytest.MonkeyPatch,
-    checked_run: str,
-    checks: tuple[Finding, ...],
+    caches: Caches, monkeypatch: pytest.MonkeyPatch, checked_run: str, checks: tuple[Finding, ...],
     keeps: bool,
-) -> None:
-    caches.proven()
+) -> None:  # fmt: skip
+    caches.make_proven()
     monkeypatch.setenv("INVOCATION_ID", "1")
-    (caches.start(CANDIDATE) / "nv/kernel").write_text("torn")
-    release = caches.release(CANDIDATE)
-    found = Proof(
-        release=CANDIDATE,
-        digest=release.digest,
-        invocation_id=checked_run,
-        level="quick",
-        ok=False,
-        checked_at="",
-        checks=checks,
-        versions={},
-        engine={},
-        portable=False,
-        stubbed=(),
-    )
-    caches.here.disk.write(caches.host.paths.proof(CANDIDATE), found)
+    (caches.prepare(CANDIDATE) / "nv/kernel").write_text("torn")
+    digest = caches.release(CANDIDATE).digest
+    result = Proof(CANDIDATE, digest, checked_run, "quick", False, "", checks, {}, {}, False, ())
+    caches.system.disk.write(caches.host.paths.proof(CANDIDATE), result)
     monkeypatch.setenv("INVOCATION_ID", "2")
-    assert (caches.start(CANDIDATE) / "nv/kernel").read_text() == ("torn" if keeps else PROVEN)
+    assert (caches.prepare(CANDIDATE) / "nv/kernel").read_text() == ("torn" if keeps else PROVEN)
 
 
-def test_an_unproven_cache_is_not_copied(caches: Caches) -> None:
-    (caches.start(CANDIDATE) / "compiled").touch()
-    assert content(caches.start(PROVEN)) == []
-
-
-def test_an_unproven_cache_of_another_driver_is_dropped(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "driver"),
+    [(PROVEN, "580.159.03"), (CANDIDATE, "590.10")],
+    ids=["another release", "another driver"],
+)
+def test_unproven_cache_is_used_only_by_its_release_and_driver(
+    caches: Caches, monkeypatch: pytest.MonkeyPatch, name: str, driver: str
 ) -> None:
-    (caches.start(CANDIDATE) / "compiled").touch()
-    monkeypatch.setattr(versions, "driver", lambda: "590.10")
-    assert content(caches.start(CANDIDATE)) == []
+    (caches.prepare(CANDIDATE) / "compiled").touch()
+    monkeypatch.setattr(versions, "driver", lambda: driver)
+    assert content(caches.prepare(name)) == []
 
 
-def test_a_proven_release_keeps_its_own_cache(caches: Caches) -> None:
-    caches.proven()
-    new = caches.proven(CANDIDATE, OTHER_DRAFTS)
-    assert (caches.start(CANDIDATE, OTHER_DRAFTS) / "nv/kernel").read_text() == CANDIDATE
-    assert new.is_dir()
+def test_proven_release_keeps_its_own_cache(caches: Caches) -> None:
+    caches.make_proven()
+    caches.make_proven(CANDIDATE, OTHER_DRAFTS)
+    assert (caches.prepare(CANDIDATE, OTHER_DRAFTS) / "nv/kernel").read_text() == CANDIDATE
 
 
-@pytest.mark.parametrize("key", [OTHER_BASE, OTHER_DRAFTS])
-def test_another_base_image_or_number_of_drafts_starts_empty(caches: Caches, key: str) -> None:
-    caches.proven()
-    assert content(caches.start(CANDIDATE, key)) == []
-
-
-def test_cache_of_another_service_is_not_copied(caches: Caches) -> None:
-    caches.proven()
-    assert content(caches.start(f"embed-{'c' * 12}")) == []
-
-
-@pytest.mark.parametrize("name", [PROVEN, CANDIDATE])
-def test_another_driver_starts_empty(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    ("name", "key", "driver"),
+    [
+        (CANDIDATE, OTHER_BASE, "580.159.03"),
+        (CANDIDATE, OTHER_DRAFTS, "580.159.03"),
+        (f"embed-{'c' * 12}", KEY, "580.159.03"),
+        (PROVEN, KEY, "590.10"),
+        (CANDIDATE, KEY, "590.10"),
+        (CANDIDATE, KEY, ""),
+    ],
+)
+def test_cache_that_does_not_fit_is_not_copied(
+    caches: Caches, monkeypatch: pytest.MonkeyPatch, name: str, key: str, driver: str
 ) -> None:
-    caches.proven()
-    monkeypatch.setattr(versions, "driver", lambda: "590.10")
-    assert content(caches.start(name)) == []
+    caches.make_proven()
+    monkeypatch.setattr(versions, "driver", lambda: driver)
+    new = caches.prepare(name, key)
+    assert content(new) == []
+    assert new.stat().st_uid == NOBODY.pw_uid
 
 
 def test_only_the_start_with_an_empty_cache_compiles(
@@ -174,27 +164,27 @@ def test_only_the_start_with_an_empty_cache_compiles(
 ) -> None:
     def compiles(name: str, run: str) -> bool:
         monkeypatch.setenv("INVOCATION_ID", run)
-        caches.start(name)
+        caches.prepare(name)
         release = caches.release(name)
-        assert not compile_cache.compiling(release, "another run", caches.here)
-        cpu = replace(release, check=replace(release.check, portable=True))
-        assert not compile_cache.compiling(cpu, run, caches.here)
-        return bool(compile_cache.compiling(release, run, caches.here))
+        assert not compile_cache.compiling(release, "another run", caches.system)
+        portable = replace(release, check=replace(release.check, portable=True))
+        assert not compile_cache.compiling(portable, run, caches.system)
+        return bool(compile_cache.compiling(release, run, caches.system))
 
     assert compiles(PROVEN, "1")
     assert compiles(PROVEN, "again")  # the first run was killed
-    boot.record_good(caches.release(PROVEN), caches.here)
+    boot.record_good(caches.release(PROVEN), caches.system)
     assert not compiles(PROVEN, "2")
     assert not compiles(CANDIDATE, "3")
 
 
 @pytest.mark.parametrize("run", ["1", "2"])
-def test_a_rollout_reports_that_its_candidate_compiles(
+def test_rollout_reports_that_the_candidate_compiles(
     caches: Caches, monkeypatch: pytest.MonkeyPatch, run: str
 ) -> None:
     monkeypatch.setenv("INVOCATION_ID", "1")
     monkeypatch.setattr(steps, "_REPORT_S", 0)
-    caches.start(CANDIDATE)
+    caches.prepare(CANDIDATE)
     states = iter(["activating", "activating", "active"])
     units = SimpleNamespace(
         begin=lambda _: None,
@@ -202,117 +192,109 @@ def test_a_rollout_reports_that_its_candidate_compiles(
         state=lambda *_: {"ActiveState": next(states), "InvocationID": run, "Job": "1"},
     )
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None)
-    host: Any = SimpleNamespace(
-        units=units, clock=clock, disk=caches.here.disk, paths=caches.host.paths
-    )
+    host: Any = replace(caches.system, units=units, clock=clock)  # type: ignore[arg-type]
     record: Any = SimpleNamespace(report=caches.reports.append)
     steps.start(caches.release(CANDIDATE), host, record)
     assert (COMPILING in caches.reports[-1]) is (run == "1")
 
 
-def links(folder: Path, outside: Path) -> None:
+def make_links(folder: Path, outside: Path) -> None:
     (folder / "file").symlink_to(outside / "secret")
     (folder / "folder").symlink_to(outside)
 
 
-def deep(folder: Path, _: Path) -> None:
+def make_deep(folder: Path, _: Path) -> None:
     """Nest folders beyond the longest path that the kernel takes and Python's recursion limit."""
-    place = os.open(folder, os.O_RDONLY)
+    parent = os.open(folder, os.O_RDONLY)
     for _ in range(3000):
-        os.mkdir("d", dir_fd=place)
-        below = os.open("d", os.O_RDONLY, dir_fd=place)
-        os.close(place)
-        place = below
-    os.close(place)
+        os.mkdir("d", dir_fd=parent)
+        child = os.open("d", os.O_RDONLY, dir_fd=parent)
+        os.close(parent)
+        parent = child
+    os.close(parent)
 
 
-def special(folder: Path, _: Path) -> None:
+def make_special(folder: Path, _: Path) -> None:
     os.mkfifo(folder / "pipe")
     (folder / "unreadable").touch(0o000)
     (folder / "\n\x1b[2J\udcff").touch()
 
 
-def huge(folder: Path, _: Path) -> None:
+def make_huge(folder: Path, _: Path) -> None:
     with (folder / "huge").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 20)
 
 
-TREES: dict[str, tuple[Callable[[Path, Path], None], bool]] = {
-    "links": (links, True), "special files": (special, True), "deep": (deep, False),
-    "huge": (huge, False),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("plant", "is_copied"),
+    [(make_links, True), (make_special, True), (make_deep, False), (make_huge, False)],
+)
 def test_hostile_cache_content_does_not_block_a_start(
-    caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: str
-) -> None:
-    plant, is_copied = TREES[tree]
+    caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[Path, Path], None], is_copied: bool,
+) -> None:  # fmt: skip
     monkeypatch.setattr(compile_cache, "_MOST_BYTES", 1 << 19)
     outside = tmp_path / "outside"
     outside.mkdir()
-    (outside / "secret").write_text("root's")
-    (outside / "secret").chmod(0o600)
-    plant(caches.proven(), outside)
-    new = caches.start(CANDIDATE)
+    secret = outside / "secret"
+    secret.write_text("root's")
+    secret.chmod(0o600)
+    plant(caches.make_proven(), outside)
+    new = caches.prepare(CANDIDATE)
     assert bool(list(new.iterdir())) is is_copied
     assert new.stat().st_uid == NOBODY.pw_uid
-    assert all(one.is_symlink() for one in new.iterdir() if one.name in ("file", "folder"))
+    assert all(path.is_symlink() for path in new.iterdir() if path.name in ("file", "folder"))
     plant(new / "nv" if is_copied else new, outside)
-    caches.start(CANDIDATE)  # continues with it
+    caches.prepare(CANDIDATE)  # keeps this cache
     monkeypatch.setattr(versions, "driver", lambda: "590.10")
-    assert content(caches.start(CANDIDATE)) == []
-    assert (outside / "secret").read_text() == "root's"
-    assert ((outside / "secret").stat().st_uid, content(outside)) == (0, ["secret"])
+    assert content(caches.prepare(CANDIDATE)) == []
+    assert (secret.read_text(), secret.stat().st_uid) == ("root's", 0)
+    assert content(outside) == ["secret"]
     assert folders.remove_tree(new.parent)
 
 
 def test_interrupted_copy_is_repeated(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches.proven()
-    caches.start(CANDIDATE)
-    caches.host.paths.compile_cache(CANDIDATE).unlink()
+    caches.make_proven()
 
-    def killed(_: Path, target: Path) -> bool:
+    def interrupt(_: Path, target: Path) -> bool:
         (target / "half").mkdir(parents=True)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "copy_tree", killed)
+        patch.setattr(folders, "copy_tree", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            caches.start(CANDIDATE)
-    assert caches.here.disk.read(CompileCache, caches.host.paths.compile_cache(CANDIDATE)) is None
-    assert content(caches.start(CANDIDATE)) == ["nv", "nv/kernel"]
+            caches.prepare(CANDIDATE)
+    state_file = caches.host.paths.compile_cache(CANDIDATE)
+    assert caches.system.disk.read(CompileCache, state_file) is None
+    assert content(caches.prepare(CANDIDATE)) == FULL
 
 
-@pytest.mark.parametrize("broken", ["copy", "room", "record", "removal", "driver"])
+@pytest.mark.parametrize("failure", ["copy", "disk space", "state file", "removal"])
 def test_any_failure_starts_with_an_empty_cache(
-    caches: Caches, monkeypatch: pytest.MonkeyPatch, broken: str
+    caches: Caches, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    caches.proven()
-    caches.start(CANDIDATE)
+    caches.make_proven()
+    caches.prepare(CANDIDATE)
     caches.host.paths.compile_cache(CANDIDATE).unlink()
-    if broken == "copy":
+    if failure == "copy":
         monkeypatch.setattr(folders, "copy_tree", lambda *_: False)
-    if broken == "room":
-        usage = type("Usage", (), {"free": 0})
+    if failure == "disk space":
+        usage = SimpleNamespace(free=0)
         monkeypatch.setattr(compile_cache.shutil, "disk_usage", lambda _: usage)
-    if broken == "record":
+    if failure in ("state file", "removal"):
         caches.host.paths.compile_cache(PROVEN).unlink()
-    if broken == "removal":
+    if failure == "removal":
         monkeypatch.setattr(folders, "remove_tree", lambda _: False)
-        caches.host.paths.compile_cache(PROVEN).unlink()
-    if broken == "driver":
-        monkeypatch.setattr(versions, "driver", lambda: "")
-    new = caches.start(CANDIDATE)
+    new = caches.prepare(CANDIDATE)
     assert content(new) == []
     assert new.stat().st_uid == NOBODY.pw_uid
 
 
 def test_cache_of_another_account_is_not_used(caches: Caches) -> None:
-    old = caches.proven()
+    old = caches.make_proven()
     os.chown(old, 12_345, 12_345)
-    assert content(caches.start(CANDIDATE)) == []
-    assert content(caches.start(PROVEN)) == []
+    assert content(caches.prepare(CANDIDATE)) == []
+    assert content(caches.prepare(PROVEN)) == []
 
 
 def test_refuses_link_at_the_cache_folder(caches: Caches, tmp_path: Path) -> None:
@@ -320,24 +302,24 @@ def test_refuses_link_at_the_cache_folder(caches: Caches, tmp_path: Path) -> Non
     (caches.host.paths.root / "srv/cache").mkdir(parents=True)
     (caches.host.paths.root / "srv/cache" / KEY).symlink_to(tmp_path / "outside")
     with pytest.raises(HostToolError):
-        caches.start(CANDIDATE)
+        caches.prepare(CANDIDATE)
     assert content(tmp_path / "outside") == []
 
 
 def test_hanging_coreutils_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def late(*words: object, timeout: float, **_: object) -> None:
+    def hang(*words: object, timeout: float, **_: object) -> None:
         raise subprocess.TimeoutExpired(str(words), timeout)
 
-    monkeypatch.setattr(subprocess, "run", late)
+    monkeypatch.setattr(subprocess, "run", hang)
     assert not folders.copy_tree(tmp_path, tmp_path / "copy")
 
 
 def test_missing_engine_account_is_named(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches.proven()
+    caches.make_proven()
 
-    def gone(name: str) -> None:
+    def getpwnam(name: str) -> None:
         raise KeyError(name)
 
-    monkeypatch.setattr(container.pwd, "getpwnam", gone)
+    monkeypatch.setattr(container.pwd, "getpwnam", getpwnam)
     with pytest.raises(HostToolError, match="nobody"):
-        caches.start(PROVEN)
+        caches.prepare(PROVEN)

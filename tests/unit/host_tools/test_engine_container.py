@@ -1,4 +1,4 @@
-"""The engine's container: environment, GPU specification and account."""
+"""The engine's container: environment and GPU specification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spark_contract.paths import Paths
 from spark_host.engine import container, serve
 from spark_host.records import versions
 from spark_host.system import docker
-from stub_host import RELEASE, REPOSITORY, Host, release_data
+from stub_host import RELEASE, REPOSITORY, Host
 
 HOSTILE = {
     "LD_PRELOAD": "/cache/evil.so",
@@ -25,10 +25,12 @@ HOSTILE = {
     "PATH": "/cache",
     "STUB_LOG": 'a value with  spaces, "quotes" and $signs = # ü',
 }
+SHELL_VARIABLES = {"PWD", "SHLVL", "_", "OLDPWD"}  # of the fake docker client
 
 
 @pytest.fixture
 def client(host: Host, tmp_path: Path) -> Path:
+    """A docker client that records environment, arguments and the environment file."""
     program = tmp_path / "bin/docker"
     program.parent.mkdir()
     program.write_text(
@@ -41,13 +43,14 @@ def client(host: Host, tmp_path: Path) -> Path:
     return program
 
 
-def fields(path: Path, end: str = "\0") -> list[str]:
-    return path.read_text().removesuffix(end).split(end)
+def client_environment(client: Path) -> dict[str, str]:
+    text = (client.parent.parent / "environ").read_text()
+    variables = dict(line.split("=", 1) for line in text.removesuffix("\0").split("\0"))
+    return {name: value for name, value in variables.items() if name not in SHELL_VARIABLES}
 
 
-def started(host: Host, client: Path, variables: dict[str, str]) -> dict[str, str]:
-    """Have the tools run an engine with these variables; return those of the docker client."""
-    host.release(engine={**release_data()["engine"], "env": variables})
+def run_engine(host: Host, client: Path) -> None:
+    host.release(engine__env=HOSTILE)
     done = subprocess.run(
         [sys.executable, "-m", "spark_host", "serve", RELEASE],
         capture_output=True, text=True, check=False,
@@ -59,33 +62,27 @@ def started(host: Host, client: Path, variables: dict[str, str]) -> dict[str, st
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = fields(client.parent.parent / "environ")
-    return dict(line.split("=", 1) for line in found)
 
 
 def test_docker_client_gets_no_engine_variables(host: Host, client: Path) -> None:
-    found = started(host, client, HOSTILE)
-    assert found.pop("PATH").endswith(":/usr/bin:/bin")
-    # Without the variables of the stub's shell.
-    assert set(found) - {"PWD", "SHLVL", "_", "OLDPWD"} <= {"HOME", "LC_ALL"}
-    said = "\n".join(fields(client.parent.parent / "argv"))
-    assert "evil.so" not in said
-    assert "quotes" not in said
+    run_engine(host, client)
+    variables = client_environment(client)
+    assert set(variables) <= {"HOME", "LC_ALL", "PATH"}
+    assert variables["PATH"].endswith(":/usr/bin:/bin")
+    argv = (client.parent.parent / "argv").read_text()
+    assert "evil.so" not in argv
+    assert "quotes" not in argv
 
 
-def test_container_gets_variables_from_a_root_only_file(host: Host, client: Path) -> None:
-    started(host, client, HOSTILE)
-    given = client.parent.parent / "env-file"
-    assert stat.S_IMODE(given.stat().st_mode) == 0o600
-    assert dict(line.split("=", 1) for line in fields(given, "\n")) == HOSTILE
-
-
-def test_environment_file_is_removed_after_the_engine(
+def test_container_gets_variables_from_a_root_only_file_removed_after_the_stop(
     host: Host, client: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started(host, client, HOSTILE)
+    run_engine(host, client)
+    file = client.parent.parent / "env-file"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert dict(line.split("=", 1) for line in file.read_text().splitlines()) == HOSTILE
     monkeypatch.setattr(docker, "remove_container", lambda _: None)
-    assert "evil.so" in host.paths.engine_environment(RELEASE).read_text()
+    assert host.paths.engine_environment(RELEASE).exists()
     serve.after_stop(RELEASE, host.paths)
     assert not host.paths.engine_environment(RELEASE).exists()
 
@@ -104,7 +101,7 @@ def test_environment_file_is_removed_after_the_engine(
     ],
 )
 def test_refuses_variables_that_break_the_file_format(host: Host, name: str, value: str) -> None:
-    release = host.release(engine={**release_data()["engine"], "env": {name: value}})
+    release = host.release(engine__env={name: value})
     with pytest.raises(HostToolError, match="environment"):
         container.write_environment(release, host.paths)
     assert not host.paths.engine_environment(RELEASE).exists()
@@ -114,12 +111,10 @@ def test_docker_client_has_a_minimal_environment(
     client: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in HOSTILE.items():
-        if name != "PATH":
-            monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{client.parent}:{os.defpath}")
     docker.client("stop", "x")
-    found = dict(line.split("=", 1) for line in fields(client.parent.parent / "environ"))
-    assert set(found) - {"PWD", "SHLVL", "_", "OLDPWD"} <= {"HOME", "LC_ALL", "PATH"}
+    assert set(client_environment(client)) <= {"HOME", "LC_ALL", "PATH"}
 
 
 # As `nvidia-ctk cdi generate` writes it, shortened; the link without a version comes first here.
@@ -133,8 +128,8 @@ containerEdits:
   - hostPath: /usr/lib/aarch64-linux-gnu/libcuda.so.{driver}
 """
 NEW, OLD = "580.173.02", "580.159.03"
-FAKE = """#!/bin/sh
-echo "$@" >> "$0.asked"
+NVIDIA_CTK = """#!/bin/sh
+echo "$@" >> "$0.calls"
 [ -e "$0.broken" ] && exit 1
 printf 'kind: nvidia.com/gpu\\nlibcuda.so.580.173.02\\n' > "${3#--output=}"
 """
@@ -144,33 +139,32 @@ printf 'kind: nvidia.com/gpu\\nlibcuda.so.580.173.02\\n' > "${3#--output=}"
 def nvidia_ctk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "bin/nvidia-ctk"
     program.parent.mkdir()
-    program.write_text(FAKE)
+    program.write_text(NVIDIA_CTK)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.setattr(versions, "driver", lambda: NEW)
     return program
 
 
-def asked(program: Path) -> str:
-    path = program.with_name("nvidia-ctk.asked")
+def calls(program: Path) -> str:
+    path = program.with_name("nvidia-ctk.calls")
     return path.read_text() if path.exists() else ""
 
 
-def specification(tmp_path: Path, text: str, name: str = "nvidia.yaml") -> Path:
+def write_specification(tmp_path: Path, text: str, name: str = "nvidia.yaml") -> Path:
     path = tmp_path / "etc/cdi" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def test_regenerates_cdi_spec_after_driver_update(tmp_path: Path, nvidia_ctk: Path) -> None:
-    spec = specification(tmp_path, SPECIFICATION.format(driver=OLD))
-    said: list[str] = []
-    container.refresh_cdi(said.append, Paths(tmp_path))
-    assert asked(nvidia_ctk) == f"cdi generate --output={spec}\n"
-    assert said == [f"{spec} is of driver {OLD}, {NEW} is loaded: regenerating it"]
-    container.refresh_cdi(said.append, Paths(tmp_path))
-    assert len(said) == 1
+def test_regenerates_cdi_spec_once_after_driver_update(tmp_path: Path, nvidia_ctk: Path) -> None:
+    spec = write_specification(tmp_path, SPECIFICATION.format(driver=OLD))
+    reports: list[str] = []
+    for _ in range(2):
+        container.refresh_cdi(reports.append, Paths(tmp_path))
+    assert calls(nvidia_ctk) == f"cdi generate --output={spec}\n"
+    assert reports == [f"{spec} is of driver {OLD}, {NEW} is loaded: regenerating it"]
 
 
 @pytest.mark.parametrize(
@@ -183,9 +177,9 @@ def test_regenerates_cdi_spec_after_driver_update(tmp_path: Path, nvidia_ctk: Pa
     ],
 )
 def test_keeps_other_cdi_files(tmp_path: Path, nvidia_ctk: Path, text: str, name: str) -> None:
-    spec = specification(tmp_path, text, name)
+    spec = write_specification(tmp_path, text, name)
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
-    assert (asked(nvidia_ctk), spec.read_text()) == ("", text)
+    assert (calls(nvidia_ctk), spec.read_text()) == ("", text)
 
 
 @pytest.mark.usefixtures("nvidia_ctk")
@@ -193,15 +187,15 @@ def test_refresh_without_driver_or_folder_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
-    specification(tmp_path, SPECIFICATION.format(driver=OLD))
+    write_specification(tmp_path, SPECIFICATION.format(driver=OLD))
     monkeypatch.setattr(versions, "driver", lambda: "")
     container.refresh_cdi(pytest.fail, Paths(tmp_path))
 
 
 def test_failed_cdi_refresh_does_not_stop_the_start(tmp_path: Path, nvidia_ctk: Path) -> None:
     nvidia_ctk.with_name("nvidia-ctk.broken").touch()
-    spec = specification(tmp_path, SPECIFICATION.format(driver=OLD))
-    said: list[str] = []
-    container.refresh_cdi(said.append, Paths(tmp_path))
-    assert "run it by hand to see why" in said[-1]
+    spec = write_specification(tmp_path, SPECIFICATION.format(driver=OLD))
+    reports: list[str] = []
+    container.refresh_cdi(reports.append, Paths(tmp_path))
+    assert "run it by hand to see why" in reports[-1]
     assert OLD in spec.read_text()

@@ -5,30 +5,26 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-import socketserver
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from json_server import json_server
 from spark_contract import files
-from spark_contract.documents import parse
+from spark_contract.documents import read
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.release import Release
-from spark_host.engine import container, serve
-from spark_host.engine.memory import GIB, available_bytes, wait_for_memory
-from spark_host.engine.serve import wait_for_turn
+from spark_host.engine import container, memory, serve
+from spark_host.engine.memory import GIB
 from spark_host.gateway import gateway, traffic
 from spark_host.system import docker
 from spark_host.system import host as system
-from stub_host import RELEASE, Host
-
-from tests.unit.host_tools.stub_host import release_data
+from stub_host import RELEASE, Host, release_data
 
 
 @pytest.mark.parametrize(
@@ -38,8 +34,9 @@ def test_engine_gets_the_proven_gpu_arguments(host: Host, arguments: tuple[str, 
     host.proven_gpu(*arguments)
     release = host.release()
     argv = container.docker_argv(release, host.paths)
-    given = argv[: argv.index(release.image.tag)]  # later arguments are the engine's
-    assert [word for word in given if word.startswith(("--runtime", "--device"))] == [*arguments]
+    docker_options = argv[: argv.index(release.image.tag)]
+    gpu_options = [word for word in docker_options if word.startswith(("--runtime", "--device"))]
+    assert gpu_options == [*arguments]
 
 
 def test_multiline_template_is_a_single_argument(host: Host) -> None:
@@ -51,16 +48,15 @@ def test_multiline_template_is_a_single_argument(host: Host) -> None:
 def test_start_needs_the_gpu_proof(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docker, "is_up", lambda: True)
     host.release()
-    assert docker.gpu_arguments(host.paths)
     host.paths.gpu_receipt.unlink()
-    words = "gpu-container.json: no container was proven to see the GPU; fix: run the deploy"
-    with pytest.raises(HostToolError, match=words):
+    message = "gpu-container.json: no container was proven to see the GPU; fix: run the deploy"
+    with pytest.raises(HostToolError, match=message):
         serve.prepare(RELEASE, host.paths)
 
 
-@pytest.mark.parametrize("way", [serve.prepare, serve.run], ids=["prepare", "run"])
+@pytest.mark.parametrize("verb", [serve.prepare, serve.run], ids=["prepare", "run"])
 def test_second_engine_is_refused(
-    host: Host, monkeypatch: pytest.MonkeyPatch, way: Callable[[str, Paths], int]
+    host: Host, monkeypatch: pytest.MonkeyPatch, verb: Callable[[str, Paths], int]
 ) -> None:
     started: list[str] = []
     monkeypatch.setattr(serve.os, "execvpe", lambda program, *_: started.append(program))
@@ -70,10 +66,8 @@ def test_second_engine_is_refused(
         lock.write("main-ffffffffffff\n")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(
-            HostToolError, match="the engine of main-ffffffffffff runs on this host"
-        ):
-            way(RELEASE, host.paths)
+        with pytest.raises(HostToolError, match="engine of main-ffffffffffff runs on this host"):
+            verb(RELEASE, host.paths)
     assert started == []
 
 
@@ -83,9 +77,9 @@ def test_missing_gateway_account_is_a_problem(host: Host) -> None:
     nginx.touch(0o755)
     release = host.release()
     assert gateway.problem(release, host.paths) is None
-    host.gateway(user="spark-nobody-here")
-    words = "account spark-nobody-here: does not exist on this host; fix: systemd-sysusers"
-    assert str(gateway.problem(release, host.paths)).startswith(words)
+    host.gateway(user="spark-absent")
+    message = "account spark-absent: does not exist on this host; fix: systemd-sysusers"
+    assert str(gateway.problem(release, host.paths)).startswith(message)
 
 
 def test_traffic_closes_before_the_container_is_removed(
@@ -93,33 +87,36 @@ def test_traffic_closes_before_the_container_is_removed(
 ) -> None:
     release = host.release()
     files.write_text(host.paths.traffic(release.service), "open\n")
-    seen: list[bool] = []
-    monkeypatch.setattr(
-        docker, "remove_container", lambda _: seen.append(traffic.is_open("main", host.paths))
-    )
+    open_at_removal: list[bool] = []
+
+    def remove_container(_: str) -> None:
+        open_at_removal.append(traffic.is_open("main", host.paths))
+
+    monkeypatch.setattr(docker, "remove_container", remove_container)
     assert serve.after_stop(RELEASE, host.paths) == 0
-    assert seen == [False]
+    assert open_at_removal == [False]
 
 
 CHAT, EMBED = "main-0123456789ab", "embed-0123456789ab"
+CHAT_UNIT = f"spark-serve@{CHAT}.service"
 
 
 @dataclass
-class Systemd:
+class FakeSystemd:
     states: dict[str, tuple[str, str]] = field(default_factory=dict)
-    then: dict[int, dict[str, tuple[str, str]]] = field(default_factory=dict)
-    asked: int = 0
+    later: dict[int, dict[str, tuple[str, str]]] = field(default_factory=dict)  # by query
+    queries: int = 0
 
     def show(self, units: list[str], properties: list[str]) -> dict[str, dict[str, str]]:
         assert properties == ["ActiveState", "SubState"]
-        self.asked += 1
-        self.states |= self.then.get(self.asked, {})
-        found = {one: self.states.get(one, ("inactive", "dead")) for one in units}
-        return {one: dict(zip(properties, state, strict=True)) for one, state in found.items()}
+        self.queries += 1
+        self.states |= self.later.get(self.queries, {})
+        states = {unit: self.states.get(unit, ("inactive", "dead")) for unit in units}
+        return {unit: dict(zip(properties, state, strict=True)) for unit, state in states.items()}
 
 
 @dataclass
-class Clock:
+class FakeClock:
     seconds: float = 0.0
 
     def monotonic(self) -> float:
@@ -129,180 +126,150 @@ class Clock:
         self.seconds += seconds
 
 
+class Turns:
+    """A host on which the chat service took the turn."""
+
+    def __init__(self, root: Path) -> None:
+        paths = Paths(root)
+        paths.run.mkdir(parents=True)
+        self.systemd, self.clock, self.reports = FakeSystemd(), FakeClock(), list[str]()
+        self.host: Any = system.Host(paths, units=self.systemd, clock=self.clock)  # type: ignore[arg-type]
+        self.wait(CHAT)
+
+    def wait(self, name: str) -> Release:
+        release = read(Release, release_data(name, service=name.rpartition("-")[0]))
+        serve.wait_for_turn(release, self.host, self.reports.append)
+        return release
+
+
 @pytest.fixture
-def machine(tmp_path):
-    paths = Paths(tmp_path)
-    paths.run.mkdir(parents=True)
-    return system.Host(paths, units=Systemd(), clock=Clock())
+def turns(tmp_path: Path) -> Turns:
+    return Turns(tmp_path)
 
 
-def release(name: str) -> Release:
-    service = name.rpartition("-")[0]
-    return parse(Release, json.dumps(release_data(name, service=service)))
-
-
-def test_second_start_waits_for_the_first(machine):
-    said: list[str] = []
-    wait_for_turn(release(CHAT), machine, said.append)
-    chat = f"spark-serve@{CHAT}.service"
-    machine.units.states[chat] = ("activating", "start-post")
-    machine.units.then[3] = {chat: ("active", "running")}
-    wait_for_turn(release(EMBED), machine, said.append)
-    assert said == [f"phase=turn waiting for the start of {CHAT}"] * 2
+def test_second_start_waits_for_the_first(turns: Turns) -> None:
+    turns.systemd.states[CHAT_UNIT] = ("activating", "start-post")
+    turns.systemd.later[3] = {CHAT_UNIT: ("active", "running")}
+    turns.wait(EMBED)
+    assert turns.reports == [f"phase=turn waiting for the start of {CHAT}"] * 2
 
 
 @pytest.mark.parametrize(
-    "state", [("failed", "failed"), ("activating", "auto-restart"), ("inactive", "dead")]
+    ("name", "state"),
+    [
+        (EMBED, ("failed", "failed")),
+        (EMBED, ("activating", "auto-restart")),
+        (EMBED, ("inactive", "dead")),
+        (CHAT, ("activating", "start-pre")),  # a restart of the same release
+    ],
 )
-def test_failed_start_does_not_block_others(machine, state):
-    said: list[str] = []
-    wait_for_turn(release(CHAT), machine, said.append)
-    machine.units.states[f"spark-serve@{CHAT}.service"] = state
-    wait_for_turn(release(EMBED), machine, said.append)
-    assert said == []
+def test_only_another_start_blocks(turns: Turns, name: str, state: tuple[str, str]) -> None:
+    turns.systemd.states[CHAT_UNIT] = state
+    turns.wait(name)
+    assert turns.reports == []
 
 
-def test_waiting_for_a_start_is_limited(machine):
-    said: list[str] = []
-    wait_for_turn(release(CHAT), machine, said.append)
-    machine.units.states[f"spark-serve@{CHAT}.service"] = ("activating", "start")
-    mine = release(EMBED)
-    wait_for_turn(mine, machine, said.append)
-    assert said[-1] == f"phase=turn no longer waiting for the start of {CHAT}"
-    assert mine.timeouts.start_s < machine.clock.seconds < mine.timeouts.start_s + 5
-
-
-def test_restart_of_the_same_release_does_not_wait(machine):
-    said: list[str] = []
-    wait_for_turn(release(CHAT), machine, said.append)
-    machine.units.states[f"spark-serve@{CHAT}.service"] = ("activating", "start-pre")
-    wait_for_turn(release(CHAT), machine, said.append)
-    assert said == []
-
-
-NEEDED_BYTES = 80 * GIB
-PATIENCE_S = 30.0  # far more than any of these waits takes
+def test_waiting_for_a_start_is_limited(turns: Turns) -> None:
+    turns.systemd.states[CHAT_UNIT] = ("activating", "start")
+    start_s = turns.wait(EMBED).timeouts.start_s
+    assert turns.reports[-1] == f"phase=turn no longer waiting for the start of {CHAT}"
+    assert start_s < turns.clock.seconds < start_s + 5
 
 
 @dataclass
-class World:
+class Waiting:
+    """A host whose memory and containers change with the number of reports."""
+
     meminfo: Path
     containers: list[str] = field(default_factory=list)
-    neighbours: list[str] = field(default_factory=list)  # engines of other services
-    sentences: list[str] = field(default_factory=list)
-    gone_after: int = 0
-    free_after: int = 0
+    other_containers: list[str] = field(default_factory=list)  # of another service
+    reports: list[str] = field(default_factory=list)
+    removed_after: int = 0
+    freed_after: int = 0
 
-    def free(self, gib: int) -> None:
-        kib_in_gib = 1 << 20
-        self.meminfo.write_text(
-            f"MemTotal: {119 * kib_in_gib} kB\nMemAvailable: {gib * kib_in_gib} kB\n"
-        )
+    def set_available(self, gib: int) -> None:
+        self.meminfo.write_text(f"MemTotal: {119 << 20} kB\nMemAvailable: {gib << 20} kB\n")
 
-    def listen(self, sentence: str) -> None:
-        self.sentences.append(sentence)
-        if len(self.sentences) == self.gone_after:
+    def report(self, text: str) -> None:
+        self.reports.append(text)
+        if len(self.reports) == self.removed_after:
             self.containers.clear()
-        if len(self.sentences) == self.free_after:
-            self.free(100)
+        if len(self.reports) == self.freed_after:
+            self.set_available(100)
 
-    def wait(self, wait_s: float = PATIENCE_S) -> None:
-        memory = {"needed_bytes": NEEDED_BYTES, "wait_s": wait_s, "floor_bytes": 4 * GIB}
-        release = parse(Release, json.dumps(release_data(memory=memory)))
-        wait_for_memory(release, self.listen, poll_s=0.01)
+    def wait(self, wait_s: float = 30.0) -> None:
+        plan = {"needed_bytes": 80 * GIB, "wait_s": wait_s, "floor_bytes": 4 * GIB}
+        release = read(Release, release_data(memory=plan))
+        memory.wait_for_memory(release, self.report, poll_s=0.01)
+
+    def list_containers(self, path: str, _: object) -> list[dict[str, list[str]]]:
+        [label] = json.loads(parse_qs(urlsplit(path).query)["filters"][0])["label"]
+        by_label = {
+            "spark.service=main": self.containers, "spark.service=embed": self.other_containers
+        }  # fmt: skip
+        return [{"Names": [f"/{name}"]} for name in by_label[label]]
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    # Not pytest's own directory, which is too deep for the name of a socket.
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
+    # tmp_path is too long for the name of a socket.
     root = Path(tempfile.mkdtemp(prefix="spark-memory-"))
-    made = World(root / "meminfo")
-
-    class Daemon(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked = json.loads(parse_qs(urlsplit(self.path).query)["filters"][0])["label"]
-            found = {"spark.service=main": made.containers, "spark.service=embed": made.neighbours}
-            body = json.dumps([{"Names": [f"/{n}"]} for one in asked for n in found[one]]).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-        def address_string(self) -> str:
-            return "unix"
-
-    monkeypatch.setenv("SPARK_MEMINFO", str(made.meminfo))
+    waiting = Waiting(root / "meminfo")
+    monkeypatch.setenv("SPARK_MEMINFO", str(waiting.meminfo))
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(root / "docker.sock"))
-    with socketserver.ThreadingUnixStreamServer(str(root / "docker.sock"), Daemon) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield made
-        server.shutdown()
-        thread.join()
+    with json_server(root / "docker.sock", waiting.list_containers):
+        yield waiting
     shutil.rmtree(root)
 
 
-def test_free_memory_needs_no_wait(world: World) -> None:
-    world.free(80)
-    world.wait()
-    assert world.sentences == []
+MEMORY, CONTAINER = "20.0 GiB available, 80.0 GiB needed", "spark-main-x is still there"
 
 
-def test_waits_for_memory(world: World) -> None:
-    world.free(20)
-    world.free_after = 3
-    world.wait()
-    assert len(world.sentences) == 3
-    assert all("20.0 GiB available, 80.0 GiB needed" in said for said in world.sentences)
-
-
-def test_waits_for_a_leftover_container(world: World) -> None:
-    world.free(100)
-    world.containers.append("spark-main-0123456789ab")
-    world.gone_after = 3
-    world.wait()
-    assert len(world.sentences) == 3
-    assert all("spark-main-0123456789ab is still there" in said for said in world.sentences)
-
-
-def test_ignores_engines_of_other_services(world: World) -> None:
-    world.free(100)
-    world.neighbours.append("spark-embed-0123456789ab")
-    world.wait()
-    assert world.sentences == []
-
-
-def test_waits_for_memory_after_the_container(world: World) -> None:
-    world.free(20)
-    world.containers.append("spark-main-0123456789ab")
-    world.gone_after, world.free_after = 2, 4
-    world.wait()
-    assert ["is still there" in said for said in world.sentences] == [True, True, False, False]
+@pytest.mark.parametrize(
+    ("available_gib", "containers", "changes", "obstacles"),
+    [
+        (80, [], {}, []),
+        (20, [], {"freed_after": 3}, [MEMORY] * 3),
+        (100, ["spark-main-x"], {"removed_after": 3}, [CONTAINER] * 3),
+        (
+            20, ["spark-main-x"], {"removed_after": 2, "freed_after": 4},
+            [CONTAINER, CONTAINER, MEMORY, MEMORY],
+        ),
+        (100, [], {"other_containers": ["spark-embed-x"]}, []),
+    ],
+    ids=["enough", "memory", "container", "memory after the container", "other service"],
+)  # fmt: skip
+def test_waits_for_containers_and_memory(
+    waiting: Waiting, available_gib: int, containers: list[str], changes: dict[str, Any],
+    obstacles: list[str],
+) -> None:  # fmt: skip
+    waiting.set_available(available_gib)
+    waiting.containers = containers
+    for name, value in changes.items():
+        setattr(waiting, name, value)
+    waiting.wait()
+    assert len(waiting.reports) == len(obstacles)
+    assert all(text in line for text, line in zip(obstacles, waiting.reports, strict=True))
 
 
 @pytest.mark.parametrize(
     ("containers", "obstacle", "fix"),
     [
-        ([], "20.0 GiB available, 80.0 GiB needed", "stop the largest processes: "),
-        (["spark-old"], "spark-old is still there", "docker rm -f spark-old"),
+        ([], MEMORY, "stop the largest processes: "),
+        (["spark-main-x"], CONTAINER, "docker rm -f spark-main-x"),
     ],
 )
 def test_timeout_names_the_obstacle(
-    world: World, containers: list[str], obstacle: str, fix: str
+    waiting: Waiting, containers: list[str], obstacle: str, fix: str
 ) -> None:
-    world.free(20)
-    world.containers.extend(containers)
+    waiting.set_available(20)
+    waiting.containers = containers
     with pytest.raises(HostToolError, match=f"{obstacle} after 0 s; fix: {fix}"):
-        world.wait(wait_s=0.1)
+        waiting.wait(wait_s=0.1)
 
 
-def test_kexec_reserve_is_not_available(
-    world: World,
-) -> None:
-    world.meminfo.write_text(
+def test_kexec_reserve_is_not_available(waiting: Waiting) -> None:
+    waiting.meminfo.write_text(
         "MemTotal: 125000000 kB\nMemAvailable: 90000000 kB\nCmaTotal: 0 kB\nCmaFree: 9000000 kB\n"
     )
-    assert available_bytes() == 81000000 * 1024
+    assert memory.available_bytes() == 81000000 * 1024

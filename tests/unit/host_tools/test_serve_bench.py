@@ -1,4 +1,4 @@
-"""The speed is measured once per versions; a clear loss is reported."""
+"""The speed is measured once per versions; a clear slowdown is reported."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from checked import check
+from spark_contract.records import Proof
 from spark_contract.release import Release
-from spark_host.check import runner, speed
+from spark_host.check import speed
 from spark_host.records import boot, proof, versions
 from spark_host.rollout import steps
 from spark_host.watch import watchdog
 from stub_host import Host, release_data
 
+OLD, NEW = f"main-{'a' * 12}", f"main-{'b' * 12}"
 BENCH = {"limit_s": 0.3, "worse_percent": 15}
-NOW = {"kernel": "6.17", "driver": "580.142", "docker": "28.5.1", "toolkit": "1.19.0"}
+VERSIONS = {"kernel": "6.17", "driver": "580.142", "docker": "28.5.1", "toolkit": "1.19.0"}
 
 
-class Record:
+class FakeRecord:
     def __init__(self) -> None:
         self.data: dict[str, Any] = {"phases": []}
 
@@ -28,7 +31,7 @@ class Record:
         self.data.update(values)
 
     def report(self, text: str) -> None:
-        self.data["told"] = text
+        pass
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -36,181 +39,173 @@ class Record:
         yield
 
 
-def released(host: Host, name: str = "main-0123456789ab", **changes: Any) -> Release:
-    check = {**release_data()["check"], "bench": BENCH, "timeout_s": 5}
-    release = host.release(name, check=check, **changes)
+def release_with_bench(host: Host, name: str = "main-0123456789ab", **changes: Any) -> Release:
+    plan = {**release_data()["check"], "bench": BENCH, "timeout_s": 5}
+    release = host.release(name, check=plan, **changes)
     return replace(release, engine=replace(release.engine, max_sequences=3))
 
 
-def prove(host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **parts: str) -> Record:
-    """Check a release fully under these versions, then do the last step of a change."""
-    monkeypatch.setattr(versions, "read", lambda: {**NOW, **parts})
-    runner.check(release, host.here, "full", print, invocation_id="run-1")
-    record = Record()
+def measure(
+    host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **parts: str
+) -> dict[str, Any]:
+    """Check a release fully under these versions, then measure as a rollout does."""
+    monkeypatch.setattr(versions, "read", lambda: {**VERSIONS, **parts})
+    check(host, release, "full")
+    record: Any = FakeRecord()
     steps.measure_speed(release, steps.this_host(host.paths), record)
-    return record
+    return record.data
+
+
+def stored_proof(host: Host, release: Release) -> Proof:
+    stored = proof.read(release.name, host.here)
+    assert stored is not None
+    return stored
 
 
 def test_measures_speed_within_the_time_limit(host: Host) -> None:
-    release = released(host)
+    release = release_with_bench(host)
     host.started(release, STUB_PIECE_S="0.0005")
-    found = speed.measure(release, host.paths, 0.5, print)
-    assert found["rounds"] >= 1
-    assert found["seconds"] < 3
+    bench = speed.measure(release, host.paths, 0.5, print)
+    assert bench["rounds"] >= 1
+    assert bench["seconds"] < 3
     # A token every 0.5 ms, plus overhead.
-    assert 300 < found["one_stream_tokens_per_s"]["median"] < 2000
-    assert found["all_streams_tokens_per_s"]["median"] > found["one_stream_tokens_per_s"]["median"]
-    assert 0 < found["first_token_s"]["median"] < 0.5
+    assert 300 < bench["one_stream_tokens_per_s"]["median"] < 2000
+    assert bench["all_streams_tokens_per_s"]["median"] > bench["one_stream_tokens_per_s"]["median"]
+    assert 0 < bench["first_token_s"]["median"] < 0.5
 
 
 def test_busy_engine_is_not_measured(host: Host) -> None:
-    release = released(host)
+    release = release_with_bench(host)
     engine = host.started(release, STUB_PIECE_S="0.0005")
     body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 3000}
-    stranger = threading.Thread(target=lambda: engine.ask("/v1/chat/completions", body, 20))
-    stranger.start()
+    client = threading.Thread(target=lambda: engine.ask("/v1/chat/completions", body, 20))
+    client.start()
     with pytest.raises(speed.NotMeasuredError, match="served other requests"):
         speed.measure(release, host.paths, 0.5, print)
-    stranger.join()
+    client.join()
 
 
-def test_silent_engine_is_not_measured(host: Host) -> None:
+def test_absent_engine_is_not_measured(host: Host) -> None:
     with pytest.raises(speed.NotMeasuredError, match="nothing listens"):
-        speed.measure(released(host), host.paths, 0.5, print)
+        speed.measure(release_with_bench(host), host.paths, 0.5, print)
 
 
-def spread(*values: float) -> dict[str, float]:
-    ordered = sorted(values)
-    return {"min": ordered[0], "median": ordered[len(ordered) // 2], "max": ordered[-1]}
+STREAM, FIRST = "one_stream_tokens_per_s", "first_token_s"
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "worse"),
+    ("key", "before", "now", "worse"),
     [
-        ((50, 51, 52), (30, 31, 32), ["one stream: 31.0 tokens/s, 51.0 tokens/s before"]),
-        ((50, 51, 52), (45, 46, 47), []),  # worse, but by less than the limit
-        ((30, 51, 52), (29, 35, 40), []),  # the rounds overlap: noise
-        ((50, 51, 52), (70, 71, 72), []),
+        (STREAM, (50, 51, 52), (30, 31, 32), "one stream: 31.0 tokens/s, 51.0 tokens/s before"),
+        (STREAM, (50, 51, 52), (45, 46, 47), None),  # worse, but by less than the limit
+        (STREAM, (30, 51, 52), (29, 35, 40), None),  # the rounds overlap: noise
+        (STREAM, (50, 51, 52), (70, 71, 72), None),
+        (FIRST, (0.4, 0.5), (0.9, 1.0), "first token of a long prompt: 1.00 s, 0.50 s before"),
     ],
-)
+)  # fmt: skip
 def test_only_slowdowns_beyond_noise_are_reported(
-    before: tuple[float, ...], now: tuple[float, ...], worse: list[str]
+    key: str, before: tuple[float, ...], now: tuple[float, ...], worse: str | None
 ) -> None:
-    key = "one_stream_tokens_per_s"
-    found = speed.compare({key: spread(*now)}, {key: spread(*before)}, 15)
-    assert [item["text"] for item in found] == worse
+    def spread(values: tuple[float, ...]) -> dict[str, float]:
+        return {"min": values[0], "median": values[len(values) // 2], "max": values[-1]}
+
+    result = speed.compare({key: spread(now)}, {key: spread(before)}, 15)
+    assert [item["text"] for item in result] == ([worse] if worse else [])
 
 
-def test_later_first_token_is_a_slowdown() -> None:
-    key = "first_token_s"
-    found = speed.compare({key: spread(0.9, 1.0)}, {key: spread(0.4, 0.5)}, 15)
-    assert [item["text"] for item in found] == [
-        "first token of a long prompt: 1.00 s, 0.50 s before"
-    ]
-
-
-def test_each_changed_part_has_a_rollback_hint() -> None:
-    before = {
-        "release": "main-aaaaaaaaaaaa",
+@pytest.mark.parametrize(
+    ("changes", "parts", "hints"),
+    [
+        ({}, {"docker": "29.2.1"}, ["`apt-get install --allow-downgrades docker-ce=5:28.5.1-1`"]),
+        (
+            {}, {"kernel": "6.17", "driver": "580.142"},
+            ["grub-reboot", "driver 580.126 only together with its kernel"],
+        ),
+        ({"release": NEW}, {}, [f"`spark-host rollback main` serves {OLD} again"]),
+    ],
+)  # fmt: skip
+def test_each_changed_part_has_a_rollback_hint(
+    changes: dict[str, Any], parts: dict[str, str], hints: list[str]
+) -> None:
+    before: dict[str, Any] = {
+        "release": OLD,
         "versions": {"kernel": "6.14", "driver": "580.126", "docker": "28.5.1", "toolkit": "1.18"},
         "packages": {"docker": "docker-ce=5:28.5.1-1", "toolkit": "nvidia-container-toolkit=1.18"},
     }
-    now = {**before, "versions": {**before["versions"], "docker": "29.2.1"}}  # type: ignore[dict-item]
-    assert versions.rollback_hints("main", before, now) == [
-        "`apt-get install --allow-downgrades docker-ce=5:28.5.1-1`, then deploy again"
-    ]
-    now = {**before, "versions": {**before["versions"], "kernel": "6.17", "driver": "580.142"}}  # type: ignore[dict-item]
-    kernel, driver = versions.rollback_hints("main", before, now)
-    assert "grub-reboot" in kernel
-    assert "6.14" in kernel
-    assert "driver 580.126 only together with its kernel" in driver
-    now = {**before, "release": "main-bbbbbbbbbbbb"}
-    assert versions.rollback_hints("main", before, now) == [
-        "`spark-host rollback main` serves main-aaaaaaaaaaaa again"
-    ]
+    now = {**before, **changes, "versions": {**before["versions"], **parts}}
+    found = versions.rollback_hints("main", before, now)
+    assert len(found) == len(hints)
+    assert all(part in hint for part, hint in zip(hints, found, strict=True))
 
 
 def test_speed_is_measured_once_per_versions(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = released(host)
+    release = release_with_bench(host)
     host.started(release, STUB_PIECE_S="0.0005")
-    assert prove(host, release, monkeypatch).data["phases"] == ["bench"]
-    assert prove(host, release, monkeypatch).data["phases"] == []
-    # A quick check of a later run does not forget it.
-    runner.check(release, host.here, "quick", print, invocation_id="run-2")
-    assert not proof.bench_due(release, proof.read(release.name, host.here))
-    assert prove(host, release, monkeypatch, driver="580.159").data["phases"] == ["bench"]
+    assert measure(host, release, monkeypatch)["phases"] == ["bench"]
+    assert measure(host, release, monkeypatch)["phases"] == []
+    # A quick check of a later run keeps the measurement.
+    check(host, release, "quick", run="run-2")
+    assert not proof.bench_due(release, stored_proof(host, release))
+    assert measure(host, release, monkeypatch, driver="580.159")["phases"] == ["bench"]
 
 
 @pytest.mark.slow
 def test_slowdown_after_upgrade_is_reported_with_rollback_hint(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = released(host)
+    release = release_with_bench(host)
     host.started(release, STUB_PIECE_S="0.0005")
     monkeypatch.setattr(versions, "packages", lambda: {"docker": "docker-ce=5:28.5.1-1"})
-    prove(host, release, monkeypatch)
+    measure(host, release, monkeypatch)
     host.engines.pop().kill()
     host.started(release, STUB_PIECE_S="0.004")
-    record = prove(host, release, monkeypatch, docker="29.2.1")
-    told = "\n".join(record.data["bench"])
-    assert "clearly slower after docker 28.5.1 -> 29.2.1: one stream: " in told
-    assert "to go back: `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in told
-    events = watchdog.events("main", host.paths)
-    assert {event.kind for event in events} == {"slower"}
-    kept = proof.read(release.name, host.here).bench
-    assert kept["versions"]["docker"] == "29.2.1"
-    assert "before" not in kept["before"]  # no chain of all proofs that ever were
+    lines = "\n".join(measure(host, release, monkeypatch, docker="29.2.1")["bench"])
+    assert "clearly slower after docker 28.5.1 -> 29.2.1: one stream: " in lines
+    assert "to go back: `apt-get install --allow-downgrades docker-ce=5:28.5.1-1`" in lines
+    assert {event.kind for event in watchdog.events("main", host.paths)} == {"slower"}
+    bench = stored_proof(host, release).bench
+    assert bench is not None
+    assert bench["versions"]["docker"] == "29.2.1"
+    assert "before" not in bench["before"], "the proof must not grow with each measurement"
 
 
 def test_new_image_is_compared_with_the_previous_release(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = released(
-        host,
-        image={
-            "tag": "spark-vllm:a",
-            "digest_label": None,
-            "base": "vllm@sha256:a",
-            "plugin": "1" * 12,
-        },
-    )
+    def with_base(base: str, name: str) -> Release:
+        image = {"tag": f"spark-vllm:{base}", "digest_label": None, "plugin": "1" * 12}
+        return release_with_bench(host, name, image={**image, "base": f"vllm@sha256:{base}"})
+
+    old = with_base("a", OLD)
     host.started(old, STUB_PIECE_S="0.0005")
-    prove(host, old, monkeypatch)
+    measure(host, old, monkeypatch)
     boot.record_good(old, host.here)
-    new = released(
-        host,
-        "main-bbbbbbbbbbbb",
-        image={
-            "tag": "spark-vllm:b",
-            "digest_label": None,
-            "base": "vllm@sha256:b",
-            "plugin": "1" * 12,
-        },
-    )
-    prove(host, new, monkeypatch)
-    kept = proof.read(new.name, host.here)
-    assert kept.bench["changed"] == ["image vllm@sha256:a -> vllm@sha256:b"]
-    assert kept.versions["plugin"] == "1" * 12
-    other = released(host, "main-cccccccccccc", profile="v2-tq")
+    new = with_base("b", NEW)
+    measure(host, new, monkeypatch)
+    stored = stored_proof(host, new)
+    assert stored.bench is not None
+    assert stored.bench["changed"] == ["image vllm@sha256:a -> vllm@sha256:b"]
+    assert stored.versions["plugin"] == "1" * 12
     boot.record_good(new, host.here)
-    assert proof.bench_before(other, host.here) is None
+    other_profile = release_with_bench(host, f"main-{'c' * 12}", profile="v2-tq")
+    assert proof.bench_before(other_profile, host.here) is None
 
 
 def test_packages_are_in_apt_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "_PROGRAMS", {"shell": "dpkg", "none": "no-such-program"})
-    found = versions.packages()
-    assert list(found) == ["shell"]
-    assert found["shell"].startswith("dpkg=1")
+    packages = versions.packages()
+    assert list(packages) == ["shell"]
+    assert packages["shell"].startswith("dpkg=1")
 
 
 def test_failed_measurement_keeps_the_rollout(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = released(host)
+    release = release_with_bench(host)
     host.started(release)
-    monkeypatch.setattr(versions, "read", lambda: NOW)
-    runner.check(release, host.here, "full", print, invocation_id="run-1")
+    monkeypatch.setattr(versions, "read", lambda: VERSIONS)
+    check(host, release, "full")
     host.engines[0].kill()
     host.engines[0].wait()
-    record = Record()
+    record: Any = FakeRecord()
     steps.measure_speed(release, steps.this_host(host.paths), record)
     assert "no speed was measured" in record.data["bench"][0]
-    assert proof.read(release.name, host.here).ok
+    assert stored_proof(host, release).ok

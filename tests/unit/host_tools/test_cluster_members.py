@@ -1,0 +1,316 @@
+"""Members of a cluster: ranks, firewall, joins, losses and silence."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checked import failed
+from clustered import HEAD, PORT, WORKER, Connection, clustered, in_hex, write_tables
+from spark_contract.documents import read
+from spark_contract.errors import HostToolError
+from spark_contract.paths import Paths
+from spark_contract.release import Cluster, Release
+from spark_host.check import runner
+from spark_host.engine import container
+from spark_host.system import cluster, docker, systemd
+from spark_host.system.host import Host
+from spark_host.watch import watchdog
+from spark_host.watch.watchdog import ClusterWatch
+from stub_host import release_data, wait_until
+
+
+@pytest.mark.parametrize(("address", "rank"), [(HEAD, 0), (WORKER, 1)])
+def test_rank_follows_the_address(tmp_path: Path, address: str, rank: int) -> None:
+    paths = write_tables(tmp_path, address)
+    assert cluster.rank(clustered(), paths) == rank
+    assert cluster.is_worker(clustered(), paths) == bool(rank)
+
+
+def test_host_without_member_address_is_refused(tmp_path: Path) -> None:
+    paths = write_tables(tmp_path, "192.168.100.99")
+    with pytest.raises(HostToolError, match=f"0 of its addresses .*spark-2 {WORKER}"):
+        cluster.rank(clustered(), paths)
+
+
+def test_rank_is_0_without_cluster(tmp_path: Path) -> None:
+    release, paths = read(Release, release_data()), Paths(tmp_path)
+    assert cluster.rank(release, paths) == 0
+    assert cluster.own_member(release, paths) is None
+    assert cluster.missing_members(release, paths) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "connections", "missing"),
+    [
+        (HEAD, [], ["spark-2"]),
+        (HEAD, [(HEAD, PORT, WORKER, 40000, "01")], []),
+        (WORKER, [(WORKER, 40000, HEAD, PORT, "01")], []),
+        (WORKER, [], ["spark-1"]),
+        # Not established, closing, and to the port of another release.
+        (WORKER, [(WORKER, 40000, HEAD, PORT, "02")], ["spark-1"]),
+        (WORKER, [(WORKER, 40000, HEAD, PORT, "08")], ["spark-1"]),
+        (WORKER, [(WORKER, 40000, HEAD, PORT + 2, "01")], ["spark-1"]),
+    ],
+)
+def test_joined_members_have_a_connection_to_the_head(
+    tmp_path: Path, address: str, connections: list[Connection], missing: list[str]
+) -> None:
+    paths = write_tables(tmp_path, address, *connections)
+    members = cluster.missing_members(clustered(), paths)
+    assert [member.host for member in members] == missing
+
+
+def test_reads_connections_of_tcp6(tmp_path: Path) -> None:
+    paths = write_tables(tmp_path, HEAD)
+    local, remote = (f"{'0' * 16}FFFF0000{in_hex(*end)}" for end in ((HEAD, PORT), (WORKER, 9)))
+    table = tmp_path / "proc/net/tcp6"
+    table.write_text(f"{table.read_text()}   0: {local} {remote} 01 00000000:00000000\n")
+    assert cluster.missing_members(clustered(), paths) == []
+
+
+def test_container_gets_the_member_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker, "gpu_arguments", lambda paths: [])
+    paths = write_tables(tmp_path, WORKER)
+    argv = container.docker_argv(clustered(), paths)
+    assert "--device=/dev/infiniband" in argv[: argv.index("spark-vllm:stub")]
+    assert argv[-5:] == ["--nnodes", "2", "--node-rank", "1", "--headless"]
+    container.write_environment(clustered(), paths)
+    assert f"VLLM_HOST_IP={WORKER}\n" in paths.engine_environment(clustered().name).read_text()
+
+
+# Records its arguments; fails for those in $HERE/refuses.
+IPTABLES = """#!/bin/sh
+echo "${0##*/} $*" >> $HERE/calls
+[ -e $HERE/refuses ] || exit 0
+case "$*" in *"$(cat $HERE/refuses)"*) echo "No chain by that name." >&2; exit 1;; esac
+"""
+CHAIN = f"SPARK-{clustered().name[-12:]}"
+
+
+@pytest.fixture
+def firewall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("iptables", "ip6tables"):
+        (tmp_path / name).write_text(IPTABLES.replace("$HERE", str(tmp_path)))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(cluster, "load_release", lambda name, paths: clustered())
+    return tmp_path
+
+
+def rules(firewall: Path, program: str) -> list[str]:
+    prefix = f"{program} -w 5 "
+    lines = (firewall / "calls").read_text().splitlines()
+    return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+
+
+def test_only_members_and_loopback_are_accepted(firewall: Path) -> None:
+    cluster.fence(["up", "any"], Paths(firewall))
+    jump = f"INPUT -p tcp --dport {PORT}:{PORT + 1} -j {CHAIN}"
+    removed = [f"-D {jump}", f"-F {CHAIN}", f"-X {CHAIN}"]  # of an interrupted start
+    assert rules(firewall, "iptables") == [
+        *removed, f"-N {CHAIN}", f"-A {CHAIN} -i lo -j RETURN", f"-A {CHAIN} -s {HEAD} -j RETURN",
+        f"-A {CHAIN} -s {WORKER} -j RETURN", f"-A {CHAIN} -j DROP", f"-I {jump}",
+    ]  # fmt: skip
+    # The store listens on IPv6, too, and no member uses it.
+    assert rules(firewall, "ip6tables") == [
+        *removed, f"-N {CHAIN}", f"-A {CHAIN} -i lo -j RETURN", f"-A {CHAIN} -j DROP", f"-I {jump}",
+    ]  # fmt: skip
+    assert len(CHAIN) < 29, "the kernel's limit"
+
+
+def test_down_removes_the_chain_and_ignores_absent_rules(firewall: Path) -> None:
+    (firewall / "refuses").write_text("-")
+    cluster.fence(["down", "any"], Paths(firewall))
+    assert [rule.split()[0] for rule in rules(firewall, "iptables")] == ["-D", "-F", "-X"]
+
+
+def test_no_firewall_without_cluster(firewall: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = dataclasses.replace(clustered(), cluster=None)
+    monkeypatch.setattr(cluster, "load_release", lambda name, paths: release)
+    cluster.fence(["up", "any"], Paths(firewall))
+    assert not (firewall / "calls").exists()
+
+
+def test_iptables_failure_is_reported(firewall: Path) -> None:
+    (firewall / "refuses").write_text("-N")
+    message = r"stay open to all hosts \(No chain by that name.*firewall"
+    with pytest.raises(HostToolError, match=message):
+        cluster.fence(["up", "any"], Paths(firewall))
+    with pytest.raises(HostToolError, match="up or down"):
+        cluster.fence(["sideways"], Paths(firewall))
+
+
+# Two addresses of this machine.
+LOCAL_HEAD, LOCAL_WORKER = "127.0.0.2", "127.0.0.3"
+
+
+class Pair:
+    """A release of two members on this machine, and the state of one of them."""
+
+    def __init__(self, root: Path, address: str = LOCAL_HEAD, **changes: float) -> None:
+        self.root, self.address = root, address
+        release = clustered()
+        assert release.cluster is not None
+        members = tuple(
+            dataclasses.replace(member, address=local)
+            for member, local in zip(
+                release.cluster.members, (LOCAL_HEAD, LOCAL_WORKER), strict=True
+            )
+        )
+        with socket.socket() as free:
+            free.bind((LOCAL_HEAD, 0))
+            port = int(free.getsockname()[1]) - 1
+        self.cluster: Cluster = dataclasses.replace(
+            release.cluster, members=members, port=port, **changes
+        )
+        watch = dataclasses.replace(release.watch, interval_s=0.05)
+        self.release = dataclasses.replace(release, cluster=self.cluster, watch=watch)
+        self.paths = Paths(root)
+
+    def joined(self, joined: bool = True) -> Paths:
+        head = (LOCAL_HEAD, self.cluster.port)
+        worker = (LOCAL_WORKER, 40000)
+        ends = (*head, *worker) if self.address == LOCAL_HEAD else (*worker, *head)
+        return write_tables(self.root, self.address, *([(*ends, "01")] if joined else []))
+
+    def left(self) -> Paths:
+        return self.joined(False)
+
+    def check(self, level: str, run: str = "run-1", *, at_start: bool = False) -> runner.Proof:
+        self.paths.state.mkdir(parents=True, exist_ok=True)
+        host = Host(self.paths)
+        return runner.check(self.release, host, level, print, run, at_start=at_start)
+
+
+@pytest.fixture
+def stop() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize(
+    ("address", "lost"),
+    [(LOCAL_HEAD, "spark-2 left the cluster"), (LOCAL_WORKER, "spark-1 left the cluster")],
+)
+@pytest.mark.parametrize("at_first", [True, False])
+def test_member_that_leaves_stops_the_engine(
+    tmp_path: Path, stop: threading.Event, address: str, lost: str, at_first: bool
+) -> None:
+    """systemd starts the watchdog after all joined, so a member missing at first has left."""
+    pair = Pair(tmp_path, address)
+    watch = ClusterWatch(pair.release, pair.joined(not at_first))
+    watch.begin(stop)
+    if not at_first:
+        time.sleep(0.3)
+        assert watch.lost is None
+        pair.left()
+    wait_until(lambda: watch.lost == lost, "the loss is noticed")
+
+
+def test_reset_waits_for_members_again(tmp_path: Path, stop: threading.Event) -> None:
+    pair = Pair(tmp_path)
+    watch = ClusterWatch(pair.release, pair.left())
+    watch.reset()
+    watch.begin(stop)
+    time.sleep(0.4)
+    assert watch.lost is None
+
+
+def test_silent_member_stops_the_engine(
+    tmp_path: Path, stop: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_SILENT_S", 0.3)
+    connects = True
+    monkeypatch.setattr(cluster, "can_connect", lambda *_, **__: connects)
+    pair = Pair(tmp_path)
+    watch = ClusterWatch(pair.release, pair.joined())
+    watch.begin(stop)
+    time.sleep(0.5)
+    assert watch.lost is None
+    connects = False
+    wait_until(lambda: watch.lost, "the silence is noticed")
+    assert str(watch.lost).startswith("spark-2 gave no answer on the fabric for")
+
+
+def test_lost_own_address_stops_the_engine(tmp_path: Path, stop: threading.Event) -> None:
+    pair = Pair(tmp_path)
+    watch = ClusterWatch(pair.release, pair.joined())
+    watch.begin(stop)
+    time.sleep(0.2)
+    write_tables(tmp_path, "192.168.1.9")
+    wait_until(lambda: watch.lost, "the missing address is noticed")
+    assert "this host has 0 of its addresses" in str(watch.lost)
+
+
+def test_refused_connection_counts_as_an_answer(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    watch = ClusterWatch(pair.release, pair.joined())
+    assert watch._find_silent() is None
+    assert watch._reached == {"spark-2"}
+
+
+def test_worker_is_proven_with_its_head(tmp_path: Path, stop: threading.Event) -> None:
+    head = Pair(tmp_path / "head")
+    to_head = (LOCAL_WORKER, 40000, LOCAL_HEAD, head.cluster.port, "01")
+    worker_paths = write_tables(tmp_path / "worker", LOCAL_WORKER, to_head)
+    ClusterWatch(head.release, head.joined()).begin(stop)
+    results: list[bool] = []
+    membership = runner.Membership(head.release, worker_paths)
+    thread = threading.Thread(
+        target=lambda: results.append(runner.wait_for_head(membership, lambda _: None).ok)
+    )
+    thread.start()
+    time.sleep(0.8)
+    assert results == []  # the head runs, but is not proven
+    links = tmp_path / "head/etc/systemd/system/multi-user.target.wants"
+    links.mkdir(parents=True)
+    (links / head.release.serve_unit).symlink_to("/etc/systemd/system/spark-serve@.service")
+    thread.join(10)
+    assert results == [True]
+
+
+def test_worker_fails_when_its_head_leaves(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, LOCAL_WORKER)
+    membership = runner.Membership(pair.release, pair.joined())
+    assert runner.wait_until_joined(membership, lambda _: None).ok
+    pair.left()
+    finding = runner.wait_for_head(membership, lambda _: None)
+    assert (finding.ok, finding.detail) == (False, "spark-1 left the cluster")
+
+
+def test_worker_waits_for_its_head_once_per_run(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, LOCAL_WORKER, join_s=0.2)
+    pair.joined()
+    assert pair.check("quick", at_start=True).ok
+    pair.left()
+    assert failed(pair.check("full")) == {"joined": "spark-1 left the cluster"}
+    assert failed(pair.check("quick", "run-2")) == {"joined": "spark-1 did not join within 0 s"}
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_start_without_members_resets_the_start_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    calls: list[tuple[str, ...]] = []
+
+    def systemctl(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        calls.append(words)
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(systemd, "systemctl", systemctl)
+    pair = Pair(tmp_path, LOCAL_WORKER, join_s=0.2)
+    pair.joined(joined)
+    result = pair.check("quick", at_start=True)
+    findings = {finding.name: finding.ok for finding in result.checks}
+    assert findings["joined"] == joined
+    assert (("reset-failed", pair.release.serve_unit) in calls) != joined
