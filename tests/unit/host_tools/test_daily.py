@@ -33,14 +33,14 @@ class Serving:
     units: set[str] = field(default_factory=lambda: set(UNITS))
     clock: str = "yes"
 
-    def look(self) -> list[tuple[str, str]]:
-        here = replace(self.host.here, units=self)  # type: ignore[arg-type]
-        return [(one.where, one.what) for one in daily.inspect(here).problems]
+    def problems(self) -> list[tuple[str, str]]:
+        host = replace(self.host.here, units=self)  # type: ignore[arg-type]
+        return [(problem.where, problem.what) for problem in daily.inspect(host).problems]
 
     def is_active(self, unit: str) -> bool:
         return unit in self.units
 
-    def proven(self, at: str) -> None:
+    def write_proof(self, at: str) -> None:
         proof.write(
             proof.Proof(
                 release=RELEASE, digest="d", invocation_id="run-1", level="full", ok=True,
@@ -59,13 +59,13 @@ def serving(host: Host, monkeypatch: pytest.MonkeyPatch) -> Serving:
     made = Serving(host)
     host.release()
     made.tree.mkdir(parents=True)
-    made.proven(ago(1))
+    made.write_proof(ago(1))
     host.gateway()
     monkeypatch.setattr(boot, "enabled", lambda service, host: [RELEASE])
-    asked = programs.output_of
+    run = programs.output_of
 
     def output_of(*argv: str) -> str | None:
-        return made.clock if argv[0] == "timedatectl" else asked(*argv)
+        return made.clock if argv[0] == "timedatectl" else run(*argv)
 
     monkeypatch.setattr(programs, "output_of", output_of)
     monkeypatch.setattr(daily, "FREE_BYTES", 0)
@@ -73,7 +73,7 @@ def serving(host: Host, monkeypatch: pytest.MonkeyPatch) -> Serving:
     return made
 
 
-def certificate(path: Path, days: int) -> None:
+def write_certificate(path: Path, days: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
@@ -82,20 +82,20 @@ def certificate(path: Path, days: int) -> None:
     )  # fmt: skip
 
 
-def with_certificate(serving: Serving, days: int) -> None:
+def set_certificate(serving: Serving, days: int) -> None:
     files = {"certificate": "/etc/spark/cert.pem", "key": "/etc/spark/key.pem"}
     serving.host.gateway(tls=files)
-    certificate(serving.host.paths.below(files["certificate"]), days)
+    write_certificate(serving.host.paths.below(files["certificate"]), days)
 
 
-def fill_the_journal(serving: Serving) -> None:
+def fill_journal(serving: Serving) -> None:
     file = serving.host.paths.below("/var/log/journal/abc/system.journal")
     file.parent.mkdir(parents=True)
     file.write_bytes(bytes(200_000))
     daily.JOURNAL_BYTES = 100_000
 
 
-def fill_the_cache(serving: Serving, files: int, size: int) -> None:
+def fill_cache(serving: Serving, files: int, size: int) -> None:
     cache = serving.host.paths.below(f"/srv/spark/cache/x/{RELEASE}")
     (cache / "deep").mkdir(parents=True)
     (cache / "deep/link").symlink_to("/")  # never followed
@@ -110,50 +110,47 @@ def fill_the_cache(serving: Serving, files: int, size: int) -> None:
 FAULTS: dict[str, tuple[Callable[[Serving], Any], str, str]] = {
     "watch": (lambda s: s.units.discard(f"spark-watch@{RELEASE}.service"), "watch", "does not run"),
     "gateway": (lambda s: s.units.discard("spark-gateway@main.service"), "watch", "spark-gateway@"),
-    "certificate": (lambda s: with_certificate(s, 12), "certificate", "in 1"),
-    "journal": (fill_the_journal, "journal", "takes 0.0 GiB"),
+    "certificate": (lambda s: set_certificate(s, 12), "certificate", "in 1"),
+    "journal": (fill_journal, "journal", "takes 0.0 GiB"),
     "disk": (lambda s: setattr(daily, "FREE_BYTES", 1 << 60), "disk", "GiB are free"),
     "inodes": (lambda s: setattr(daily, "FREE_INODES_SHARE", 2), "disk", "inodes are free"),
     "cache": (
-        lambda s: fill_the_cache(s, 10, 20_000),
+        lambda s: fill_cache(s, 10, 20_000),
         "cache",
         f"/srv/spark/cache/x/{RELEASE} has 0.0 GiB",
     ),
-    "cache of files": (lambda s: fill_the_cache(s, 80, 0), "cache", "in 51 files"),
+    "cache of files": (lambda s: fill_cache(s, 80, 0), "cache", "in 51 files"),
     "clock": (lambda s: setattr(s, "clock", "no"), "clock", "not synchronised"),
-    "clock back": (lambda s: s.proven(ago(-2)), "clock", "went back"),
+    "clock back": (lambda s: s.write_proof(ago(-2)), "clock", "went back"),
     "mount": (lambda s: s.tree.rmdir(), "mounts", "is missing"),
-    "old proof": (lambda s: s.proven(ago(90)), "proof", "was proven 90 days ago"),
+    "old proof": (lambda s: s.write_proof(ago(90)), "proof", "was proven 90 days ago"),
     "no proof": (lambda s: s.host.paths.proof(RELEASE).unlink(), "proof", "without a proof"),
 }
 
 
 def test_healthy_host_has_no_problems(serving: Serving) -> None:
-    with_certificate(serving, 300)
-    assert serving.look() == []
+    set_certificate(serving, 300)
+    assert serving.problems() == []
 
 
-def test_cache_of_usual_size_is_no_problem(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(daily, "CACHE_BYTES", 0)
-    monkeypatch.setattr(daily, "CACHE_FILES", 0)
-    fill_the_cache(serving, 10, 100)
-    assert serving.look() == []
+@pytest.fixture(autouse=True)
+def restore_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JOURNAL_BYTES", "CACHE_BYTES", "CACHE_FILES"):
+        monkeypatch.setattr(daily, name, getattr(daily, name))
+
+
+def test_cache_of_usual_size_is_no_problem(serving: Serving) -> None:
+    fill_cache(serving, 10, 100)
+    assert serving.problems() == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_problem_is_reported(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    monkeypatch.setattr(daily, "JOURNAL_BYTES", daily.JOURNAL_BYTES)
-    monkeypatch.setattr(daily, "CACHE_BYTES", daily.CACHE_BYTES)
-    monkeypatch.setattr(daily, "CACHE_FILES", daily.CACHE_FILES)
-    cause, where, what = FAULTS[fault]
+def test_each_problem_is_reported(serving: Serving, fault: str) -> None:
+    cause, where, message = FAULTS[fault]
     cause(serving)
-    found = serving.look()
-    assert {place for place, _ in found} == {where}
-    assert what in found[0][1]
+    problems = serving.problems()
+    assert {part for part, _ in problems} == {where}
+    assert message in problems[0][1]
 
 
 def test_status_includes_daily_problems(serving: Serving) -> None:
@@ -161,9 +158,9 @@ def test_status_includes_daily_problems(serving: Serving) -> None:
     assert daily.main([], serving.host.paths) == 0
     [kept] = serving.host.here.disk.read(DailyLook, serving.host.paths.daily).problems
     assert kept.where == "clock"
-    told = status.main([], serving.host.paths).daily
-    assert told is not None
-    assert told.problems == (kept,)
+    reported = status.main([], serving.host.paths).daily
+    assert reported is not None
+    assert reported.problems == (kept,)
 
 
 def test_inspects_a_host_without_releases(host: Host) -> None:

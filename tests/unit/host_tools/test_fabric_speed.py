@@ -1,4 +1,4 @@
-"""The throughput test is limited, authenticated, and stops by itself."""
+"""The throughput test is limited, needs a token, and ends by itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from gateway_client import free_port
 from spark_contract.documents import text_of
 from spark_contract.errors import HostToolError
 from spark_contract.fabric import SpeedOrder
@@ -20,26 +21,21 @@ from stub_host import Paths
 TOKEN = "0123456789abcdef" * 2
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 @pytest.fixture
 def order() -> SpeedOrder:
     return SpeedOrder("lo", "127.0.0.1", free_port(), TOKEN, 20_000_000, 2.0)
 
 
 @contextmanager
-def listening(order: SpeedOrder) -> Iterator[threading.Thread]:
+def listening(order: SpeedOrder) -> Iterator[None]:
     thread = threading.Thread(target=speed.listen, args=(order,), daemon=True)
     thread.start()
-    yield thread
+    yield
     thread.join(10)
-    assert not thread.is_alive(), "the listener goes on"
+    assert not thread.is_alive()
 
 
-def connected(order: SpeedOrder) -> socket.socket:
+def connect(order: SpeedOrder) -> socket.socket:
     until = time.monotonic() + 5
     while True:
         try:
@@ -51,42 +47,41 @@ def connected(order: SpeedOrder) -> socket.socket:
 
 def test_sends_exactly_the_byte_limit(order: SpeedOrder) -> None:
     with listening(order):
-        found = speed.send(order)
-    assert found.arrived_bytes == order.most_bytes
-    assert 0 < found.took_s < order.most_s
+        result = speed.send(order)
+    assert result.arrived_bytes == order.most_bytes
+    assert 0 < result.took_s < order.most_s
 
 
 def test_stalled_receiver_ends_at_the_time_limit(order: SpeedOrder) -> None:
     slow = dataclasses.replace(order, most_bytes=10**9, most_s=0.5)
-    kept = []
+    streams = []
 
-    def take_nothing() -> None:
+    def receive_nothing() -> None:
         with socket.create_server((slow.address, slow.port)) as listener:
-            kept.extend(listener.accept()[0] for _ in range(4))
-            for stream in kept:
+            streams.extend(listener.accept()[0] for _ in range(4))
+            for stream in streams:
                 stream.recv(len(TOKEN))
                 stream.sendall(b"+")
 
-    threading.Thread(target=take_nothing, daemon=True).start()
+    threading.Thread(target=receive_nothing, daemon=True).start()
     began = time.monotonic()
-    found = speed.send(slow)
+    result = speed.send(slow)
     assert time.monotonic() - began < 3
-    assert found.arrived_bytes < slow.most_bytes / 4  # the kernel's buffers
-    assert found.took_s < 1
+    assert result.arrived_bytes < slow.most_bytes / 4  # the kernel's buffers
+    assert result.took_s < 1
 
 
 def test_wrong_token_is_rejected(order: SpeedOrder) -> None:
     with listening(order):
-        with connected(order) as stranger:
+        with connect(order) as stranger:
             stranger.sendall(b"x" * len(TOKEN))
             assert stranger.recv(1) == b""
-        found = speed.send(order)
-    assert found.arrived_bytes == order.most_bytes
+        assert speed.send(order).arrived_bytes == order.most_bytes
 
 
 def test_listens_only_on_the_fabric_address(order: SpeedOrder) -> None:
     with listening(order):
-        connected(order).close()
+        connect(order).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", order.port), 1)
         speed.send(order)
@@ -98,22 +93,23 @@ def test_listener_times_out(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) 
         speed.listen(order)
 
 
-def test_unreachable_listener_is_named(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("interface", "message"),
+    [("lo", r"lo to 127.0.0.1:\d+.*no connection.*firewall"), ("fab7", "No such device")],
+)
+def test_reports_a_missing_listener_or_interface(
+    order: SpeedOrder, monkeypatch: pytest.MonkeyPatch, interface: str, message: str
+) -> None:
     monkeypatch.setattr(speed, "_MEET_S", 0.2)
-    with pytest.raises(HostToolError, match=r"lo to 127.0.0.1:\d+.*no connection") as caught:
-        speed.send(order)
-    assert "firewall" in str(caught.value)
+    with pytest.raises(HostToolError, match=message):
+        speed.send(dataclasses.replace(order, interface=interface))
 
 
-def test_missing_interface_is_named(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "_MEET_S", 0.2)
-    with pytest.raises(HostToolError, match="No such device"):
-        speed.send(dataclasses.replace(order, interface="fab7"))
-
-
-def test_order_on_stdin_result_as_json(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_the_order_from_stdin(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text_of(order)))
     with listening(order):
-        monkeypatch.setattr("sys.stdin", io.StringIO(text_of(order)))
-        assert speed.main(["send"], Paths("/")).arrived_bytes == order.most_bytes
+        result = speed.main(["send"], Paths("/"))
+    assert isinstance(result, speed.SpeedFound)
+    assert result.arrived_bytes == order.most_bytes
     with pytest.raises(HostToolError, match="listen or send"):
         speed.main(["send", TOKEN], Paths("/"))

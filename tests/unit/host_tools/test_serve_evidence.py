@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from spark_contract import documents
 from spark_contract.records import Rollout
 from spark_contract.status import Evidence
 from spark_host import evidence
 from spark_host.engine import logs
 from spark_host.system import docker, systemd
-from spark_host.system.programs import print_json
 from stub_host import RELEASE, Host
 
 from spark_deploy.hosts.status import Evidence as Fact
@@ -23,29 +24,29 @@ GIB = 1 << 30
 
 
 def test_start_log_yields_kernels_times_and_sizes() -> None:
-    said = list(logs.start_messages(LOG.splitlines()))
-    lines = logs.kernel_lines(said)
+    messages = list(logs.start_messages(LOG.splitlines()))
+    lines = logs.kernel_lines(messages)
     assert [line.split()[1] for line in lines] == [
         "Triton/FLA", "CutlassFp8BlockScaledMMKernel", "FlashInferCutlassNvFp4LinearKernel",
         "all", "is",
     ]  # fmt: skip
     assert lines[-1].endswith("setting cudagraph_mode=PIECEWISE")
-    assert logs.times_s(said) == {
+    assert logs.times_s(messages) == {
         "weights": 410.0, "load": 420.5, "graphs": 22.0, "init": 55.5,
     }  # fmt: skip
-    assert logs.sizes_bytes(said) == {
+    assert logs.sizes_bytes(messages) == {
         "model": int(75.5 * GIB), "kv_cache": int(18.5 * GIB), "graphs": GIB // 2,
     }  # fmt: skip
-    assert logs.kv_cache_tokens(said) == 652_465
+    assert logs.kv_cache_tokens(messages) == 652_465
 
 
 def test_only_whole_start_messages_are_read() -> None:
-    said = list(logs.start_messages(LOG.splitlines()))
-    assert not [line for line in logs.kernel_lines(said) if "CANARY" in line]
+    messages = list(logs.start_messages(LOG.splitlines()))
+    assert not [line for line in logs.kernel_lines(messages) if "CANARY" in line]
 
 
 def test_reports_mapped_libraries(tmp_path: Path) -> None:
-    """A real process maps a library; the maps are the kernel's own."""
+    """A real process maps the library."""
     packages = tmp_path / "lib/python3.12/dist-packages"
     for name in ("flashinfer_python-0.7.2.post1", "torch-2.14.0+cu130", "requests-2.0"):
         (packages / f"{name}.dist-info").mkdir(parents=True)
@@ -65,45 +66,44 @@ def test_reports_mapped_libraries(tmp_path: Path) -> None:
             (process / "cgroup").write_text(f"{group}\n")
             (process / "maps").symlink_to(f"/proc/{child.pid}/maps")
             (process / "root").symlink_to("/")
-        found = evidence.container_libraries("c0ffee", tmp_path / "proc")
+        libraries = evidence.container_libraries("c0ffee", tmp_path / "proc")
         other = evidence.container_libraries("c1c1c1", tmp_path / "proc")
         child.stdin.close()
-    assert (found["nccl"], found["flashinfer"], found["torch"]) == (
+    assert (libraries["nccl"], libraries["flashinfer"], libraries["torch"]) == (
         "2.29.3", "0.7.2.post1", "2.14.0+cu130",
     )  # fmt: skip
-    assert "requests" not in found
+    assert "requests" not in libraries
     assert other == {}
 
 
 @pytest.fixture
-def shown(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def read_evidence(host: Host, monkeypatch: pytest.MonkeyPatch):
     states = {"ActiveState": "active", "InvocationID": "run-1"}
     monkeypatch.setattr(systemd, "show", lambda units, _: dict.fromkeys(units, states))
     monkeypatch.setattr(docker, "container", lambda *_: None)
 
-    def ask() -> Evidence:
-        capsys.readouterr()
-        print_json(evidence.evidence(host.paths))
-        found = Fact().process(capsys.readouterr().out.splitlines())
-        assert found is not None
-        return found
+    def read() -> Evidence:
+        document = documents.plain(evidence.evidence(host.paths))
+        result = Fact().process([json.dumps(document)])
+        assert result is not None
+        return result
 
-    return ask
-
-
-def test_evidence_without_a_release(shown) -> None:
-    found = shown()
-    assert (found.engines, found.gpu_container) == ((), ())
+    return read
 
 
-def test_evidence_of_a_running_engine(host: Host, shown) -> None:
+def test_evidence_without_a_release(read_evidence) -> None:
+    result = read_evidence()
+    assert (result.engines, result.gpu_container) == ((), ())
+
+
+def test_evidence_of_a_running_engine(host: Host, read_evidence) -> None:
     release = host.release()
     host.started(release)
     host.here.disk.write(
         host.paths.rollout(RELEASE),
         Rollout(RELEASE, state="switched", log_tail=("CANARY",), times_s={"total": 9.5}),
     )
-    [engine] = shown().engines
+    [engine] = read_evidence().engines
     assert engine.release == RELEASE
     assert engine.generated_tokens == 0
     assert (engine.rollout_state, engine.rollout_times_s) == ("switched", {"total": 9.5})

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from spark_contract import documents
 from spark_contract.records import Good, Rollout, WayBack
 from spark_contract.status import UnderWay
 from spark_contract.units import GATEWAY, SERVE, SWITCH
@@ -10,7 +11,6 @@ from spark_host import status
 from spark_host.check import runner
 from spark_host.system import host as system
 from spark_host.system import systemd
-from spark_host.system.programs import print_json
 from spark_host.watch import watchdog
 from stub_host import RELEASE, Host
 
@@ -20,71 +20,73 @@ OTHER = "main-ffffffffffff"
 
 
 @pytest.fixture
-def told(host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def read_status(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that reads the status; the units have the given properties."""
 
-    def ask(**unit: str) -> HostStatus:
+    def read(**unit: str) -> HostStatus:
         states = {"ActiveState": "active", "InvocationID": "run-1", "NRestarts": "2", **unit}
         known = system.release_names(host.paths)
         units = [template.of(name) for template in (SERVE, SWITCH) for name in known]
 
-        def loaded(_: object, asked: list[str]) -> dict[str, systemd.UnitState]:
-            answered = {name: states[name] for name in asked if name in states}
-            return dict.fromkeys([*units, GATEWAY.of("main")], answered)
+        def loaded(_: object, properties: list[str]) -> dict[str, systemd.UnitState]:
+            unit = {name: states[name] for name in properties if name in states}
+            return dict.fromkeys([*units, GATEWAY.of("main")], unit)
 
         monkeypatch.setattr(systemd, "loaded", loaded)
-        capsys.readouterr()
-        print_json(status.main([], host.paths))
-        return Status().process(capsys.readouterr().out.splitlines())
+        document = documents.plain(status.main([], host.paths))
+        return Status().process([json.dumps(document)])
 
-    return ask
+    return read
 
 
-def test_status_of_an_empty_host(told) -> None:
-    found = told()
+def test_status_of_an_empty_host(read_status) -> None:
+    found = read_status()
     assert found.told.releases == ()
     assert (found.told.services, found.told.live) == ({}, None)
     assert found.told.memory.total_bytes > found.told.memory.available_bytes > 0
 
 
-def test_status_of_a_release_and_its_proof(host: Host, told) -> None:
+def test_status_of_a_release_and_its_proof(host: Host, read_status) -> None:
     release = host.release()
-    never = told().release(RELEASE)
+    never = read_status().release(RELEASE)
     assert (never.active, never.restarts, never.proof) == ("active", 2, None)
     assert never.unproven == "never checked"
 
     host.started(release)
     runner.check(release, host.here, "full", print, invocation_id="run-1")
-    proven = told().release(RELEASE)
+    proven = read_status().release(RELEASE)
     assert (proven.proof.release, proven.proof.level, proven.unproven) == (RELEASE, "full", None)
-    assert told(InvocationID="run-2").release(RELEASE).unproven == (
+    assert read_status(InvocationID="run-2").release(RELEASE).unproven == (
         "the engine was started after the last check"
     )
-    assert told(ActiveState="failed").release(RELEASE).unproven == "not running"
+    assert read_status(ActiveState="failed").release(RELEASE).unproven == "not running"
 
 
-def test_status_reports_an_interrupted_rollout_of_its_release(host: Host, told) -> None:
+def test_status_reports_an_interrupted_rollout_of_its_release(host: Host, read_status) -> None:
     host.release()
-    assert not told().left_failed(RELEASE)
-    assert told(ActiveState="failed").left_failed(RELEASE)
-    assert not told(ActiveState="failed").left_failed(OTHER)
+    assert not read_status().left_failed(RELEASE)
+    assert read_status(ActiveState="failed").left_failed(RELEASE)
+    assert not read_status(ActiveState="failed").left_failed(OTHER)
 
 
-def test_status_reports_a_running_rollout(host: Host, told) -> None:
+def test_status_reports_a_running_rollout(host: Host, read_status) -> None:
     host.release()
     here = host.here
-    left = Rollout(RELEASE, "then", invocation_id="run-1", state="running", phase="start")
-    here.disk.write(here.paths.rollout(RELEASE), left)
-    assert told(ActiveState="activating").rollout("main") == UnderWay(RELEASE, "then", "start")
-    assert told(ActiveState="inactive", Job="7").rollout("main").phase == "start"
-    assert told(ActiveState="inactive", Job="0").rollout("main") is None
+    record = Rollout(RELEASE, "then", invocation_id="run-1", state="running", phase="start")
+    here.disk.write(here.paths.rollout(RELEASE), record)
+    assert read_status(ActiveState="activating").rollout("main") == UnderWay(
+        RELEASE, "then", "start"
+    )
+    assert read_status(ActiveState="inactive", Job="7").rollout("main").phase == "start"
+    assert read_status(ActiveState="inactive", Job="0").rollout("main") is None
 
 
-def test_status_of_a_service_with_rollback_and_events(host: Host, told) -> None:
+def test_status_of_a_service_with_rollback_and_events(host: Host, read_status) -> None:
     release, here = host.release(), host.here
     here.disk.write(here.paths.good("main"), Good(RELEASE, (OTHER,), "then"))
     here.disk.write(here.paths.rollback("main"), WayBack("done", OTHER, RELEASE, "then"))
     watchdog.event(release, "hot", "the GPU is at 91 °C", host.paths)
-    found = told()
+    found = read_status()
     main = found.service("main")
     assert (main.good, main.active, main.traffic_open) == (RELEASE, RELEASE, False)
     assert (main.rolled_back.came, main.rolled_back.to) == (OTHER, RELEASE)

@@ -1,14 +1,16 @@
-"""Programs run with time limits; an absent program is no error."""
+"""Programs run with time limits; a timeout of systemd is not an empty answer."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from spark_host.system import programs
+from spark_contract.errors import HostToolError
+from spark_host.system import programs, systemd
 
 
 def test_programs_run_in_the_c_locale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,14 +21,13 @@ def test_programs_run_in_the_c_locale(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_python_programs_do_not_inherit_our_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "beside_it.py").write_text("said = 'found'\n")
-    (tmp_path / "program").write_text(
-        "#!/usr/bin/python3\nimport beside_it\nprint(beside_it.said)\n"
-    )
-    (tmp_path / "program").chmod(0o755)
+    (tmp_path / "neighbour.py").write_text("TEXT = 'imported'\n")
+    program = tmp_path / "program"
+    program.write_text("#!/usr/bin/python3\nimport neighbour\nprint(neighbour.TEXT)\n")
+    program.chmod(0o755)
     # Set by our launcher; netplan would not start with it.
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    assert programs.output_of(str(tmp_path / "program")) == "found"
+    assert programs.output_of(str(program)) == "imported"
 
 
 @pytest.mark.parametrize("argv", [("no-such-program",), ("false",), ("sleep", "5")])
@@ -48,7 +49,7 @@ def test_stuck_program_does_not_block_and_is_not_restarted(
             started.append(self)
 
         def kill(self) -> None:
-            """Reach nobody."""
+            """Have no effect, as while a driver is stuck."""
 
     monkeypatch.setattr(subprocess, "Popen", Stuck)
     monkeypatch.setattr(programs, "_LIMIT_S", 0.1)
@@ -65,3 +66,23 @@ def test_stuck_program_does_not_block_and_is_not_restarted(
     subprocess.Popen.terminate(started[0])
     started[0].wait(5)
     assert programs.output_of("sleep", "0") == ""
+
+
+@pytest.fixture
+def hanging_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("systemctl", "journalctl"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 30\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(systemd, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(systemd, "_JOURNAL_S", 0.2)
+
+
+def test_timeout_of_systemd_is_not_an_empty_answer(hanging_systemd: None) -> None:
+    done = systemd.systemctl("stop", "x.service", timeout_s=0.2)
+    assert (done.returncode, done.stderr) == (124, "no answer within 0 s")
+    with pytest.raises(HostToolError, match="systemctl show: no answer"):
+        systemd.state("x.service", "ActiveState")
+    with pytest.raises(HostToolError, match="systemctl list-units: no answer"):
+        systemd.listed("spark-serve@*.service")
+    assert systemd.journal("", "x.service") == ["(journalctl gave no answer within 0 s)"]

@@ -1,4 +1,4 @@
-"""Prune removes only unneeded files and reports the freed space."""
+"""Prune removes only what no kept release needs, and reports the freed space."""
 
 from __future__ import annotations
 
@@ -8,112 +8,99 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from prune_machine import BASE, A, B, C, D, Machine, generations, names, put
+from prune_machine import BASE, RUN, A, B, C, D, Machine, add_generations, names, write_json
 from spark_contract import files
 from spark_contract.errors import HostToolError
 from spark_host.cleanup import prune
 from spark_host.records import boot
 from spark_host.rollout import steps
 from spark_host.rollout.rollout import plan_rollback, rollout_lock
+from spark_host.system import docker
 
 
-def test_prune_removes_only_unneeded_files(machine: Machine) -> None:
-    trees = generations(machine)
-    found = machine.look(kept=1)
+@pytest.fixture
+def checkpoints(machine: Machine) -> dict[str, Path]:
+    return add_generations(machine)
 
-    assert names(found, "release") == [A, B]
-    assert names(found, "tree") == [f"model-{'a' * 12}", f"model-{'b' * 12}"]
-    assert names(found, "source") == ["org--old-aaaaaaaaaaaa"]
-    assert found.kept == {C: "rollback target", D: "serves"}
 
-    assert machine.prune(kept=1).problems == ()
-    assert not trees["a"].exists()
-    assert trees["c"].is_dir()
-    assert trees["d"].is_dir()
+def test_removes_only_unneeded_files(machine: Machine, checkpoints: dict[str, Path]) -> None:
+    plan = machine.plan()
+    assert names(plan, "release") == [A, B]
+    assert names(plan, "tree") == [f"model-{'a' * 12}", f"model-{'b' * 12}"]
+    assert names(plan, "source") == ["org--old-aaaaaaaaaaaa"]
+    assert plan.kept == {C: "rollback target", D: "serves"}
+
+    assert machine.prune().problems == ()
+    assert [letter for letter, path in checkpoints.items() if path.is_dir()] == ["c", "d"]
     assert boot.good("main", machine.host.here).previous == (C,)
+    assert machine.plan().items == ()
 
 
-def test_prune_works_on_a_full_disk(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    trees = generations(machine)
-
-    def write(path: Path, text: str, mode: int = 0o644) -> None:
+def test_works_on_a_full_disk(
+    machine: Machine, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, text: str, mode: int = 0o644) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with monkeypatch.context() as full:
-        full.setattr(files, "write_text", write)
-        assert machine.prune(kept=1).problems == ()
-    assert not trees["a"].exists()
-    assert not trees["b"].exists()
-    # The record is corrected by the next prune.
+        full.setattr(files, "write_text", fail)
+        assert machine.prune().problems == ()
+    assert not checkpoints["a"].exists()
+    assert not checkpoints["b"].exists()
+    # The good record still names removed releases; the next prune corrects it.
     assert plan_rollback("main", None, steps.this_host(machine.paths)).came.name == D
-    assert machine.look(kept=1).items == ()
-    assert machine.look(kept=1).kept == {C: "rollback target", D: "serves"}
+    assert machine.plan().items == ()
+    assert machine.plan().kept == {C: "rollback target", D: "serves"}
 
 
+@pytest.mark.usefixtures("checkpoints")
 def test_reported_bytes_match_the_freed_space(machine: Machine) -> None:
-    generations(machine)
-    promised, before = machine.look(kept=1).bytes, machine.used_bytes()
-    machine.prune(kept=1)
-    directories = 3 * 4096
-    assert 0 <= (before - machine.used_bytes()) - promised <= directories
-    assert promised > 3 * 64 * 1024
-
-
-def test_linked_file_frees_no_space(machine: Machine) -> None:
-    trees = generations(machine)
-    hub = machine.paths.root / "home"
-    hub.mkdir()
-    os.link(trees["a"] / "weights", hub / "users-own")
-    found = machine.look(kept=1)
-    by_name = {Path(item.name).name: item.bytes for item in found.items}
-    # Except for the linked weights, only the receipt.
-    assert by_name[f"model-{'a' * 12}"] <= 8192 < by_name[f"model-{'b' * 12}"]
-
-
-def test_second_prune_removes_nothing(machine: Machine) -> None:
-    generations(machine)
+    reported, before = machine.plan().bytes, machine.used_bytes()
     machine.prune()
-    assert machine.look().items == ()
+    directories = 3 * 4096
+    assert 0 <= (before - machine.used_bytes()) - reported <= directories
+    assert reported > 3 * 64 * 1024
 
 
+def test_linked_file_frees_no_space(machine: Machine, checkpoints: dict[str, Path]) -> None:
+    os.link(checkpoints["a"] / "weights", machine.paths.root / "users-own")
+    sizes = {Path(item.name).name: item.bytes for item in machine.plan().items}
+    # Only the receipt's.
+    assert sizes[f"model-{'a' * 12}"] <= 8192 < sizes[f"model-{'b' * 12}"]
+
+
+@pytest.mark.usefixtures("checkpoints")
 def test_dry_prune_changes_nothing(machine: Machine) -> None:
-    generations(machine)
     before = sorted(machine.paths.root.rglob("*"))
-    assert prune.main(["--dry", machine.keep()], machine.paths).items
+    assert machine.plan().items
     assert sorted(machine.paths.root.rglob("*")) == before
 
 
-def test_planned_releases_and_files_are_kept(machine: Machine) -> None:
-    trees = generations(machine)
+def test_keeps_planned_releases_and_files(machine: Machine, checkpoints: dict[str, Path]) -> None:
     machine.image("spark-vllm:ready", "l9", size=50)
-    kept = machine.look(
-        kept=0, releases=[B], folders=[machine.shown(trees["a"])], images=["spark-vllm:ready"]
-    )
-    assert names(kept, "release") == [A, C]
-    assert names(kept, "tree") == [f"model-{'c' * 12}"]
-    assert names(kept, "source") == []  # both are the base of a tree that stays
-    assert names(kept, "image") == []
+    folders = [machine.on_host(checkpoints["a"])]
+    plan = machine.plan(0, releases=[B], folders=folders, images=["spark-vllm:ready"])
+    assert names(plan, "release") == [A, C]
+    assert names(plan, "tree") == [f"model-{'c' * 12}"]
+    assert names(plan, "source") == []  # both are bases of kept checkpoints
+    assert names(plan, "image") == []
 
 
-def test_serving_release_is_kept(machine: Machine) -> None:
-    generations(machine)
+@pytest.mark.usefixtures("checkpoints")
+def test_keeps_a_serving_or_stopped_release(machine: Machine) -> None:
     files.remove(machine.paths.good("main"))
-    machine.units[f"spark-serve@{A}.service"] = {"ActiveState": "active"}
-    del machine.units[f"spark-serve@{D}.service"]
-    assert machine.look(kept=0).kept == {A: "serves"}
-
-
-def test_stopped_release_is_kept(machine: Machine) -> None:
-    generations(machine)
     machine.units.clear()
-    files.remove(machine.paths.good("main"))
-    put(machine.paths.stopped("main"), {"schema_version": 1, "release": B, "at": "then"})
-    assert machine.look(kept=0).kept == {B: "stopped by hand"}
+    machine.units[f"spark-serve@{A}.service"] = {"ActiveState": "active"}
+    assert machine.plan(0).kept == {A: "serves"}
+    machine.units.clear()
+    stopped = {"schema_version": 1, "release": B, "at": "then"}
+    write_json(machine.paths.stopped("main"), stopped)
+    assert machine.plan(0).kept == {B: "stopped by hand"}
 
 
-def test_unmanaged_files_are_kept(machine: Machine) -> None:
-    generations(machine)
-    strangers = [
+@pytest.mark.usefixtures("checkpoints")
+def test_keeps_unmanaged_files(machine: Machine) -> None:
+    unmanaged = [
         machine.folder("models", "my-finetune"),
         machine.folder("models", "looks-like-ours-0123456789ab"),
         machine.folder("models", "other-tool-0123456789ab", receipt='{"kind": "invoice"}'),
@@ -121,84 +108,168 @@ def test_unmanaged_files_are_kept(machine: Machine) -> None:
         machine.folder("cache", "pip"),
     ]
     link = machine.paths.root / "srv/models/linked-0123456789ab"
-    link.symlink_to(strangers[0])
+    link.symlink_to(unmanaged[0])
     machine.image("ollama/ollama:latest", "x", size=9, label=None)
     machine.image(BASE, "l1", size=100, label=None)  # pulled without a job
 
-    found = machine.look(kept=0)
-    machine.prune(kept=0)
+    plan = machine.plan(0)
+    machine.prune(0)
 
-    assert all((path / "weights").is_file() for path in strangers)
+    assert all((path / "weights").is_file() for path in unmanaged)
     assert link.is_symlink()
     assert machine.removed == []
-    assert {Path(path).name for path in found.not_ours} >= {path.name for path in strangers}
+    assert {Path(path).name for path in plan.not_ours} >= {path.name for path in unmanaged}
 
 
-def test_cache_is_removed_with_its_last_release(machine: Machine) -> None:
-    tree = machine.tree("model-111111111111")
-    ours = machine.folder("cache", "0123456789ab-mtp2")
+def test_removes_a_cache_with_its_last_release(machine: Machine) -> None:
+    checkpoint = machine.checkpoint("model-111111111111")
+    cache = machine.folder("cache", "0123456789ab-mtp2")
     other = machine.folder("cache", "ba9876543210-mtp0")
-    machine.good(A, tree, cache=machine.shown(other))
-    machine.good(B, tree, cache=machine.shown(ours))
+    machine.good_release(A, checkpoint, cache=machine.on_host(other))
+    machine.good_release(B, checkpoint, cache=machine.on_host(cache))
     machine.image("spark-vllm:one", "l1", size=1)
-    for folder, letters in ((ours, "bcd"), (other, "a")):
+    for folder, letters in ((cache, "bcd"), (other, "a")):
         for letter in letters:
             (folder / f"main-{letter * 12}/nv").mkdir(parents=True)
-    (ours / f".{B}.17.pruned").mkdir()
+    (cache / f".{B}.17.pruned").mkdir()
     unused = [f".{B}.17.pruned", C, D, "weights"]
-    assert sorted(names(machine.look(kept=0), "cache")) == sorted([other.name, *unused])
-    assert sorted(names(machine.look(kept=1), "cache")) == sorted([*unused, "weights"])
-    assert machine.prune(kept=1).problems == ()
-    assert [path.name for path in ours.iterdir()] == [B]
+    assert sorted(names(machine.plan(0), "cache")) == sorted([other.name, *unused])
+    assert sorted(names(machine.plan(1), "cache")) == sorted([*unused, "weights"])
+    assert machine.prune(1).problems == ()
+    assert [path.name for path in cache.iterdir()] == [B]
     assert (other / A / "nv").is_dir()
 
 
-def test_unreadable_kept_release_stops_the_prune(machine: Machine) -> None:
-    trees = generations(machine)
+def test_unreadable_kept_release_stops_the_prune(
+    machine: Machine, checkpoints: dict[str, Path]
+) -> None:
     (machine.paths.releases / D / "release.json").write_text("{")
     with pytest.raises(HostToolError, match="malformed"):
         machine.prune()
-    assert all(tree.is_dir() for tree in trees.values())
+    assert all(path.is_dir() for path in checkpoints.values())
 
 
-def test_running_rollout_stops_the_prune(machine: Machine) -> None:
-    trees = generations(machine)
+def test_running_rollout_stops_the_prune(machine: Machine, checkpoints: dict[str, Path]) -> None:
     with (
         rollout_lock("main", machine.host.here),
         pytest.raises(HostToolError, match="another change is under way"),
     ):
         machine.prune()
-    assert all(tree.is_dir() for tree in trees.values())
+    assert all(path.is_dir() for path in checkpoints.values())
 
 
-@pytest.mark.parametrize("wishes", ["{}", "[]", "nonsense", '{"releases_kept": "many"}'])
-def test_unreadable_request_removes_nothing(machine: Machine, wishes: str) -> None:
-    trees = generations(machine)
+@pytest.mark.parametrize("request_text", ["{}", "[]", "nonsense", '{"releases_kept": "many"}'])
+def test_malformed_request_removes_nothing(
+    machine: Machine, checkpoints: dict[str, Path], request_text: str
+) -> None:
     with pytest.raises(HostToolError, match="what to keep"):
-        prune.main([wishes], machine.paths)
-    assert all(tree.is_dir() for tree in trees.values())
+        prune.main([request_text], machine.paths)
+    assert all(path.is_dir() for path in checkpoints.values())
 
 
-def test_old_tools_are_removed_unless_linked_or_running(machine: Machine) -> None:
+def test_removes_old_tools_unless_linked_or_running(machine: Machine) -> None:
     tools = machine.paths.tools
-    old, now, run, site, packages = (
-        tools / name for name in ("1" * 12, "2" * 12, "3" * 12, f"site-{'4' * 12}", "site-mine")
-    )
-    for folder in (old, now, run, site, packages, tools / f"site-{'5' * 12}"):
+    old, current, running, site, unmanaged, old_site = folders = [
+        tools / name
+        for name in (
+            *("1" * 12, "2" * 12, "3" * 12, f"site-{'4' * 12}", "site-mine", f"site-{'5' * 12}"),
+        )
+    ]
+    for folder in folders:
         folder.mkdir(parents=True)
         (folder / "file").write_bytes(bytes(100_000))
-    (tools / "current").symlink_to(now)
+    (tools / "current").symlink_to(current)
     (tools / "site").symlink_to(site)
-    with subprocess.Popen(
-        ["sleep", "60"], env={**os.environ, "PYTHONPATH": f"{run}:{site}"}
-    ) as process:
-        going = prune.plan_prune(prune.read_keep(machine.keep()), machine.paths)
-        names = {folder.path.name for folder in going.folders if folder.kind == "tools"}
+    environment = {**os.environ, "PYTHONPATH": f"{running}:{site}"}
+    with subprocess.Popen(["sleep", "60"], env=environment) as process:
+        plan = machine.plan()
+        machine.prune()
         process.kill()
-    assert names == {"1" * 12, f"site-{'5' * 12}"}
-    assert going.bytes[str(old)] >= 100_000
-    prune.remove(going, machine.paths)
-    assert not old.exists()
-    assert now.is_dir()
-    assert run.is_dir()
-    assert packages.is_dir()
+    sizes = {item.name: item.bytes for item in plan.items if item.kind == "tools"}
+    assert set(sizes) == {str(old), str(old_site)}
+    assert sizes[str(old)] >= 100_000
+    assert [f for f in folders if f.exists()] == [current, running, site, unmanaged]
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_image_frees_only_its_own_layers(machine: Machine) -> None:
+    machine.image("spark-vllm:two", "b1", "b2", "p2", size=130)
+    machine.image(BASE, "b1", "b2", size=100, label=None)
+    proof = {"image": "spark-vllm:two", "label": "f" * 64}
+    machine.job("0" * 12, proof, kind="image-build", base=BASE)
+    sizes = {item.name: item.bytes for item in machine.plan().items if item.kind == "image"}
+    assert sizes == {BASE: 100, "spark-vllm:two": 30}
+    machine.prune()
+    assert machine.removed == ["spark-vllm:two", BASE]  # the top image first
+    assert not machine.paths.job("0" * 12).exists()
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_keeps_the_base_of_a_kept_image(machine: Machine) -> None:
+    machine.image(BASE, "l1", size=100, label=None)
+    proof = {"image": "spark-vllm:one", "label": "f" * 64}
+    machine.job("0" * 12, proof, kind="image-build", base=BASE)
+    assert names(machine.plan(), "image") == []
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_removes_a_pulled_image_only_without_tag_and_if_our_job_pulled_it(
+    machine: Machine,
+) -> None:
+    status = machine.paths.job("0" * 12) / "status.json"
+    machine.image(BASE, "l1", size=100, label=None)
+    machine.job("0" * 12, {"image": BASE}, kind="image-pull")
+    assert names(machine.plan(), "image") == [Path(BASE).name]
+
+    write_json(status, RUN)
+    assert names(machine.plan(), "image") == []
+
+    write_json(status, {**RUN, "started_at": "then"})
+    machine.images[BASE]["RepoTags"] = ["vllm/vllm:mine"]
+    assert names(machine.plan(), "image") == []
+
+
+@pytest.mark.usefixtures("checkpoints")
+@pytest.mark.parametrize("name", [".model-{}.partial", "model-{}.damaged", ".model-{}.pruned"])
+def test_removes_unfinished_folders(machine: Machine, name: str) -> None:
+    unfinished = machine.folder("models", name.format("9" * 12))
+    assert unfinished.name in names(machine.plan(), "tree")
+    machine.prune()
+    assert not unfinished.exists()
+
+
+@pytest.mark.usefixtures("checkpoints")
+@pytest.mark.parametrize("running", [True, False], ids=["running", "continues at next boot"])
+def test_keeps_results_of_unfinished_jobs(machine: Machine, running: bool) -> None:
+    growing = machine.folder("models", f".model-{'9' * 12}.partial")
+    source = machine.source("org--third-cccccccccccc")
+    checkpoint = machine.paths.root / "srv/models" / f"model-{'9' * 12}"
+    first, second = "1" * 12, "2" * 12
+    for digest12, folder, after in ((first, source, []), (second, checkpoint, [first])):
+        proof = {"receipt": f"{machine.on_host(folder)}/receipt.json", "digest": ""}
+        machine.job(digest12, proof, after=after)
+    if running:
+        machine.units[f"spark-job@{second}.service"] = {"ActiveState": "activating"}
+    else:
+        wants = machine.paths.units / "multi-user.target.wants"
+        wants.mkdir(parents=True)
+        (wants / "spark-prepare@main-ready.target").symlink_to("/nowhere")
+        drop_in = machine.paths.units / "spark-prepare@main-ready.target.d" / f"{second}.conf"
+        drop_in.parent.mkdir()
+        drop_in.touch()
+
+    machine.prune()
+
+    assert growing.is_dir()
+    assert source.is_dir()
+    assert machine.paths.job(second).is_dir()
+
+
+def test_reports_a_failed_image_and_removes_the_rest(
+    machine: Machine, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.image("spark-vllm:two", "p2", size=130)
+    failure = subprocess.CompletedProcess((), 1, "", "conflict: image is being used")
+    monkeypatch.setattr(docker, "client", lambda *words, **_: failure)
+    assert "being used" in machine.prune().problems[0]
+    assert not checkpoints["a"].exists()

@@ -1,45 +1,51 @@
-"""Uninstall removes only managed resources."""
+"""Uninstall removes only what we created."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from spark_contract.paths import Paths, kept_aside
-from spark_contract.status import Before, Footprint
+from spark_contract.status import Before, Footprint, Thing
 from spark_host.cleanup import baseline, uninstall
 from spark_host.cleanup.uninstall import Others
 from spark_host.system import docker, systemd
 
 DAEMON_JSON = "/etc/docker/daemon.json"
+OUR_SETTINGS = {"log-opts": {"max-size": "50m"}, "runtimes": {"nvidia": {}}}
 
 
-def wanted(**more: Any) -> Footprint:
-    given: dict[str, Any] = {
+def footprint(**changes: Any) -> Footprint:
+    values: dict[str, Any] = {
         "models_dir": "/srv/m", "sources_dir": "/srv/s", "cache_dir": "/srv/c",
         "files": (), "shared_files": (DAEMON_JSON,), "daemon_json": DAEMON_JSON,
         "daemon_keys": ("runtimes", "log-opts"), "masked": (), "packages": ("jq", "nginx-light"),
-        "engine_packages": ("docker.io",),
-        "gpu_packages": (), "docker_users": (), "access_files": (),
-        "models": False, "engine": False,
+        "engine_packages": ("docker.io",), "gpu_packages": (), "docker_users": (),
+        "access_files": (), "models": False, "engine": False,
     }  # fmt: skip
-    return Footprint(**{**given, **more})
+    return Footprint(**{**values, **changes})
 
 
-def was(**more: Any) -> Before:
-    given: dict[str, Any] = {
+def earlier_host(**changes: Any) -> Before:
+    values: dict[str, Any] = {
         "at": "then", "packages": ("libc6",), "groups": (), "masked": (), "boot_target": "",
         "docker_members": (), "images": (), "directories": (), "files": {},
     }  # fmt: skip
-    return Before(**{**given, **more})
+    return Before(**{**values, **changes})
 
 
 class Apt:
-    def __init__(self, *by_hand: str, **needs: tuple[str, ...]):
-        self.needs = {name.replace("_", "-"): of for name, of in needs.items()}
-        self.by_hand = set(by_hand)
+    """dpkg and apt with the dependencies of installed packages."""
+
+    def __init__(self) -> None:
+        self.needs: dict[str, tuple[str, ...]] = {
+            "jq": ("libjq1",), "libjq1": (), "nginx-light": (), "docker.io": ("runc",),
+            "runc": (), "libc6": (),
+        }  # fmt: skip
+        self.manual = {"jq", "nginx-light", "docker.io", "libc6"}
 
     def output_of(self, *argv: str) -> str:
         if argv[0] == "dpkg-query":
@@ -47,202 +53,186 @@ class Apt:
                 return "10\n"
             return "".join(f"ii  {name}\n" for name in self.needs)
         if argv[0] == "apt-mark":
-            return "".join(f"{name}\n" for name in argv[2:] if name in self.by_hand)
-        names = [word for word in argv[argv.index("purge") + 1 :]]
-        gone = self._with_those_that_need(set(names))
+            return "".join(f"{name}\n" for name in argv[2:] if name in self.manual)
+        purged = self._with_dependents(set(argv[argv.index("purge") + 1 :]))
         if "--auto-remove" in argv:
-            while more := self._unneeded(gone):
-                gone |= more
-        return "".join(f"Purg {name} [1]\n" for name in sorted(gone))
+            while unneeded := self._unneeded(purged):
+                purged |= unneeded
+        return "".join(f"Purg {name} [1]\n" for name in sorted(purged))
 
-    def _with_those_that_need(self, gone: set[str]) -> set[str]:
-        while more := {n for n, of in self.needs.items() if set(of) & gone} - gone:
-            gone = gone | more
-        return gone
+    def _with_dependents(self, purged: set[str]) -> set[str]:
+        while more := {name for name, needs in self.needs.items() if purged & set(needs)} - purged:
+            purged = purged | more
+        return purged
 
-    def _unneeded(self, gone: set[str]) -> set[str]:
-        left = {n: of for n, of in self.needs.items() if n not in gone}
-        needed = {one for of in left.values() for one in of}
-        return {n for n in left if n not in needed and n not in self.by_hand}
+    def _unneeded(self, purged: set[str]) -> set[str]:
+        left = set(self.needs) - purged
+        needed = {package for name in left for package in self.needs[name]}
+        return left - needed - self.manual
 
 
 @pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(systemd, "state", lambda *words: {"ActiveState": "inactive"})
-
-
-def judged(
-    monkeypatch: pytest.MonkeyPatch,
-    apt: Apt,
-    before: Before | None,
-    containers: tuple[str, ...] = (),
-    **more: Any,
-) -> dict[str, str]:
+def apt(monkeypatch: pytest.MonkeyPatch) -> Apt:
+    apt = Apt()
     monkeypatch.setattr(baseline, "output_of", apt.output_of)
-    obstacles = Others(containers, (), frozenset()).obstacles(wanted())
-    found = baseline.package_things(wanted(**more), before, obstacles)
-    return {thing.name: thing.stays for thing in found}
+    monkeypatch.setattr(systemd, "state", lambda *words: {"ActiveState": "inactive"})
+    return apt
 
 
-HERE = {"jq": ("libjq1",), "libjq1": (), "nginx_light": (), "docker_io": ("runc",), "runc": ()}
-BY_HAND = ("jq", "nginx-light", "docker.io")
+def reasons_to_stay(
+    before: Before | None, containers: tuple[str, ...] = (), **changes: Any
+) -> dict[str, str]:
+    """Return each listed package, and why it must stay."""
+    obstacles = Others(containers, (), frozenset()).obstacles(footprint())
+    things = baseline.package_things(footprint(**changes), before, obstacles)
+    return {thing.name: thing.stays for thing in things}
 
 
-def apt(**more: tuple[str, ...]) -> Apt:
-    made = Apt(*BY_HAND, **{**HERE, **more})
-    made.needs["docker.io"] = made.needs.pop("docker-io")
-    made.needs |= {"libc6": ()}
-    made.by_hand |= {"libc6"}
-    return made
+@pytest.mark.usefixtures("apt")
+def test_removes_packages_with_dependencies_except_docker() -> None:
+    packages = reasons_to_stay(earlier_host())
+    assert {name for name, stays in packages.items() if not stays} == {
+        "jq",
+        "libjq1",
+        "nginx-light",
+    }
+    assert "--data uninstall.engine=true" in packages["docker.io"]
+    with_engine = reasons_to_stay(earlier_host(), engine=True)
+    assert {"docker.io", "runc"} <= {name for name, stays in with_engine.items() if not stays}
 
 
-@pytest.mark.usefixtures("quiet")
-def test_packages_are_removed_with_dependencies_except_docker(monkeypatch):
-    found = judged(monkeypatch, apt(), was())
-    assert {name for name, stays in found.items() if not stays} == {"jq", "libjq1", "nginx-light"}
-    assert "--data uninstall.engine=true" in found["docker.io"]
-    asked = judged(monkeypatch, apt(), was(), engine=True)
-    assert {"docker.io", "runc"} <= {name for name, stays in asked.items() if not stays}
+@pytest.mark.usefixtures("apt")
+def test_does_not_list_packages_that_were_installed_before() -> None:
+    packages = reasons_to_stay(earlier_host(packages=("jq", "libjq1", "libc6")))
+    assert packages.keys().isdisjoint({"jq", "libjq1"})
 
 
-@pytest.mark.usefixtures("quiet")
-def test_earlier_packages_are_not_listed(monkeypatch):
-    found = judged(monkeypatch, apt(), was(packages=("jq", "libjq1", "libc6")))
-    assert "jq" not in found
-    assert "libjq1" not in found
+def test_packages_that_the_owner_needs_stay(apt: Apt) -> None:
+    apt.needs["theirs"] = ("jq",)
+    apt.manual.add("theirs")
+    packages = reasons_to_stay(earlier_host())
+    assert packages["jq"] == "theirs needs it"
+    assert packages.keys().isdisjoint({"libjq1", "theirs"})
 
 
-@pytest.mark.usefixtures("quiet")
-def test_packages_needed_by_the_owner_stay(monkeypatch):
-    later = apt(theirs=("jq",))
-    later.by_hand.add("theirs")
-    found = judged(monkeypatch, later, was())
-    assert found["jq"] == "theirs needs it"
-    assert "libjq1" not in found
-    assert "theirs" not in found
-
-
-def test_running_nginx_stays(monkeypatch):
+def test_running_nginx_stays(apt: Apt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemd, "state", lambda *words: {"UnitFileState": "enabled"})
-    assert judged(monkeypatch, apt(), was())["nginx-light"] == "nginx.service is in use"
+    assert reasons_to_stay(earlier_host())["nginx-light"] == "nginx.service is in use"
 
 
-@pytest.mark.usefixtures("quiet")
-def test_docker_stays_for_other_containers(monkeypatch):
-    found = judged(monkeypatch, apt(), was(), containers=("db",), engine=True)
-    assert found["docker.io"] == "used by containers of others: db"
-    assert "runc" not in found
+@pytest.mark.usefixtures("apt")
+def test_docker_stays_for_other_containers() -> None:
+    packages = reasons_to_stay(earlier_host(), containers=("db",), engine=True)
+    assert packages["docker.io"] == "used by containers of others: db"
+    assert "runc" not in packages
 
 
-@pytest.mark.usefixtures("quiet")
-def test_packages_stay_without_a_baseline(monkeypatch):
-    found = judged(monkeypatch, apt(), None, engine=True)
-    assert set(found) == {"jq", "nginx-light", "docker.io"}
-    assert all(found.values())
-
-
-def place(root: Path, text: str) -> Paths:
-    path = root / DAEMON_JSON.lstrip("/")
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    return Paths(root)
+@pytest.mark.usefixtures("apt")
+def test_packages_stay_without_a_baseline() -> None:
+    packages = reasons_to_stay(None, engine=True)
+    assert set(packages) == {"jq", "nginx-light", "docker.io"}
+    assert all(packages.values())
 
 
 @pytest.fixture
-def no_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+def write_daemon_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     monkeypatch.setattr(docker, "is_up", lambda: False)
 
+    def write(**settings: Any) -> Path:
+        path = tmp_path / DAEMON_JSON.lstrip("/")
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({**settings, **OUR_SETTINGS}))
+        return path
 
-OURS = {"log-opts": {"max-size": "50m"}, "runtimes": {"nvidia": {}}}
-
-
-@pytest.mark.usefixtures("no_docker")
-def test_daemon_json_is_restored_byte_for_byte(tmp_path):
-    first = '{"log-opts": {"max-size": "7m"},\n   "dns": ["1.1.1.1"]}'
-    paths = place(tmp_path, json.dumps({"dns": ["1.1.1.1"], **OURS}))
-    before = was(files={DAEMON_JSON: first})
-    [thing] = baseline.shared_file_things(wanted(), before, "", paths)
-    assert (thing.name, thing.stays) == (DAEMON_JSON, "")
-    baseline.restore_shared_file(DAEMON_JSON, wanted(), before, paths)
-    assert (tmp_path / DAEMON_JSON.lstrip("/")).read_text() == first
-    assert baseline.shared_file_things(wanted(), before, "", paths) == []
+    return write
 
 
-@pytest.mark.usefixtures("no_docker")
-def test_later_keys_in_daemon_json_stay(tmp_path):
-    paths = place(tmp_path, json.dumps({"mtu": 9000, **OURS}))
-    before = was(files={DAEMON_JSON: None})
-    baseline.restore_shared_file(DAEMON_JSON, wanted(), before, paths)
-    assert json.loads((tmp_path / DAEMON_JSON.lstrip("/")).read_text()) == {"mtu": 9000}
-    assert baseline.shared_file_things(wanted(), before, "", paths) == []
+def changed_files(before: Before | None, root: Path) -> list[Thing]:
+    return baseline.shared_file_things(footprint(), before, "", Paths(root))
 
 
-@pytest.mark.usefixtures("no_docker")
-def test_daemon_json_without_baseline_needs_a_copy(tmp_path):
-    paths = place(tmp_path, json.dumps(OURS))
-    [thing] = baseline.shared_file_things(wanted(), None, "", paths)
+@pytest.mark.parametrize(
+    ("earlier", "current", "restored"),
+    [
+        ('{"log-opts": {"max-size": "7m"},\n   "dns": ["1.1.1.1"]}', {"dns": ["1.1.1.1"]}, None),
+        (None, {"mtu": 9000}, {"mtu": 9000}),  # a key that the owner added later
+    ],
+    ids=["byte for byte", "later keys"],
+)
+def test_restores_daemon_json(
+    tmp_path: Path, write_daemon_json: Callable[..., Path], earlier: str | None,
+    current: dict[str, Any], restored: dict[str, Any] | None,
+) -> None:  # fmt: skip
+    path, before = write_daemon_json(**current), earlier_host(files={DAEMON_JSON: earlier})
+    assert [(t.name, t.stays) for t in changed_files(before, tmp_path)] == [(DAEMON_JSON, "")]
+    baseline.restore_shared_file(DAEMON_JSON, footprint(), before, Paths(tmp_path))
+    if restored is None:
+        assert path.read_text() == earlier
+    else:
+        assert json.loads(path.read_text()) == restored
+    assert changed_files(before, tmp_path) == []
+
+
+def test_daemon_json_without_baseline_needs_a_copy(
+    tmp_path: Path, write_daemon_json: Callable[..., Path]
+) -> None:
+    write_daemon_json()
+    [thing] = changed_files(None, tmp_path)
     assert "is unknown" in thing.stays
-    aside = paths.below(kept_aside(wanted().daemon_json))
-    aside.write_text("{}")
-    assert [(t.name, t.stays) for t in baseline.shared_file_things(wanted(), None, "", paths)] == [
-        (DAEMON_JSON, ""),
-        (str(aside), ""),
-    ]
+    copy = Paths(tmp_path).below(kept_aside(DAEMON_JSON))
+    copy.write_text("{}")
+    things = [(thing.name, thing.stays) for thing in changed_files(None, tmp_path)]
+    assert things == [(DAEMON_JSON, ""), (str(copy), "")]
 
 
-@pytest.mark.usefixtures("quiet")
-def test_baseline_is_recorded_once(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("apt")
+def test_baseline_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = Paths(tmp_path)
     monkeypatch.setattr(systemd, "show", lambda *words: {})
     monkeypatch.setattr(baseline, "output_of", lambda *argv: "ii  jq\n")
-    assert baseline.record_baseline(wanted(), paths)
+    assert baseline.record_baseline(footprint(), paths)
     first = baseline.read_baseline(paths)
     assert first is not None
     assert first.packages == ("jq",)
     monkeypatch.setattr(baseline, "output_of", lambda *argv: "ii  jq\nii  later\n")
-    assert not baseline.record_baseline(wanted(), paths)
+    assert not baseline.record_baseline(footprint(), paths)
     assert baseline.read_baseline(paths) == first
-    # A host with a state folder without a baseline.
+    # A state folder without a baseline is of a host that had a deploy before.
     old = Paths(tmp_path / "old")
     old.state.mkdir(parents=True)
-    assert not baseline.record_baseline(wanted(), old)
+    assert not baseline.record_baseline(footprint(), old)
     assert baseline.read_baseline(old) is None
 
 
-def test_unmanaged_folders_in_our_places_stay(tmp_path):
+def test_unmanaged_files_in_our_folders_stay(tmp_path: Path) -> None:
     for name in ("etc/spark/conf", "etc/spark/releases", "usr/local/lib/spark/jars"):
         (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "etc/systemd/system").mkdir(parents=True)
-    (tmp_path / "etc/systemd/system/spark-master.service").touch()
-    (tmp_path / "etc/systemd/system/spark-serve@.service").touch()
+    for unit in ("spark-master.service", "spark-serve@.service"):
+        (tmp_path / "etc/systemd/system").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "etc/systemd/system" / unit).touch()
     paths = Paths(tmp_path)
-    found = [*uninstall._units_and_configuration(paths), *uninstall._tools(paths)]
-    assert {Path(thing.name).name: thing.stays for thing in found} == {
-        "conf": "not made by us",
-        "releases": "",
-        "jars": "not made by us",
+    things = [*uninstall._units_and_configuration(paths), *uninstall._tools(paths)]
+    assert {Path(thing.name).name: thing.stays for thing in things} == {
+        "conf": "not made by us", "releases": "", "jars": "not made by us",
         "spark-serve@.service": "",
-    }
+    }  # fmt: skip
 
 
-def test_every_state_file_is_removed(tmp_path):
+def test_removes_every_state_file(tmp_path: Path) -> None:
     paths = Paths(tmp_path)
     of_release = (paths.proof, paths.compile_cache, paths.answers, paths.rollout, paths.request)
     of_service = (paths.rollback, paths.good, paths.stopped, paths.events)
-    records = [record("main") for record in (*of_release, *of_service, paths.job)]
-    for path in (*records, paths.gpu_receipt, paths.daily):
+    files = [path_of("main") for path_of in (*of_release, *of_service, paths.job)]
+    for path in (*files, paths.gpu_receipt, paths.daily, paths.state / "theirs"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert [thing.name for thing in uninstall._records(paths) if thing.stays] == []
-    (paths.state / "theirs").touch()
-    assert [Path(thing.name).name for thing in uninstall._records(paths) if thing.stays] == [
-        "theirs"
-    ]
+    staying = [Path(thing.name).name for thing in uninstall._records(paths) if thing.stays]
+    assert staying == ["theirs"]
 
 
-def test_vanished_folder_is_no_failure(tmp_path):
-    names = [str(tmp_path / name) for name in ("gone", "there")]
-    Path(names[1]).mkdir()
-    going = [uninstall.Thing("directory", name) for name in names]
-    assert uninstall._remove_round(going, wanted(), Paths(tmp_path)) == []
-    assert not Path(names[1]).exists()
+def test_missing_folder_is_no_failure(tmp_path: Path) -> None:
+    missing, empty = tmp_path / "missing", tmp_path / "empty"
+    empty.mkdir()
+    things = [Thing("directory", str(path)) for path in (missing, empty)]
+    assert uninstall._remove_round(things, footprint(), Paths(tmp_path)) == []
+    assert not empty.exists()
