@@ -1,20 +1,54 @@
-"""Scripts of facts, run by a real shell with stand-in programs."""
+"""Scripts of facts, run by a real shell with stub programs."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from pyinfra.api.exceptions import FactProcessError
+from spark_contract.machine import LIBCUDA
 
-from spark_deploy.hosts import disk, docker_facts, gpu
+from spark_deploy.hosts import disk, docker_facts, facts, gpu
 from spark_deploy.hosts.downloads import LoginAddress
 from spark_deploy.hosts.facts import split_sections
 from spark_deploy.hosts.network import NetplanFiles
 from spark_deploy.hosts.survey import audit_script, engine_memory_script, parse_audit
 from tests.unit.shell import install_stub, run_script
+
+
+def test_runs_two_sides_of_a_script_in_parallel_and_prints_them_in_order() -> None:
+    started = time.monotonic()
+    other = "echo '== b'; sleep 0.5; echo 2"
+    lines = run_script(facts.build_script("echo '== a'; sleep 0.5; echo 1", parallel=(other,)))
+    assert lines == ["== a", "1", "== b", "2", "== end"]
+    assert time.monotonic() - started < 0.9
+
+
+@pytest.mark.parametrize(("one", "other"), [("kill $$", "echo '== b'"), ("echo '== a'", "exit 1")])
+def test_output_is_cut_off_unless_both_sides_end(one: str, other: str) -> None:
+    script = facts.build_script(f"sh -c '{one}' || exit 1", parallel=(other,))
+    with pytest.raises(FactProcessError, match="cut off"):
+        facts.parse_sections(run_script(script))
+
+
+@pytest.mark.parametrize(
+    ("sudo", "output"),
+    [
+        ('shift 2; exec "$@"', ["yes", "ran"]),
+        ("exit 1", ["no", "ann", "ran"]),
+        ('[ "$3" = true ]', []),  # sudo works, and the script was killed
+    ],
+)
+def test_script_reports_sudo_and_never_runs_twice(
+    sudo: str, output: list[str], tmp_path: Path
+) -> None:
+    install_stub(tmp_path, "sudo", sudo)
+    install_stub(tmp_path, "id", '[ "$1" = -un ] && echo ann || echo 1000')
+    assert run_script(facts.as_root("echo ran"), tmp_path) == ["== sudo", *output]
 
 
 @pytest.mark.parametrize(
@@ -26,23 +60,33 @@ from tests.unit.shell import install_stub, run_script
         ("10.77.0.1 40312", ""),
     ],
 )
-def test_the_host_s_own_address_of_the_login_is_read(variable: str, address: str) -> None:
-    fact = LoginAddress()
+def test_reads_the_address_of_the_login(variable: str, address: str) -> None:
     environment = {"SSH_CONNECTION": variable} if variable else {}
-    assert fact.process(run_script(fact.command(), **environment)) == address
+    output = run_script(LoginAddress().command(), **environment)
+    assert LoginAddress().process(output) == address
 
 
-@pytest.mark.parametrize("complaint", ["", "W: /etc/apt/sources.list.d/dgx.sources: no Release"])
-def test_a_complaint_on_the_other_stream_does_not_hide_the_score(
-    tmp_path: Path, complaint: str
-) -> None:
-    script = f'echo "{complaint}" >&2\necho \'{{"name": "OTA2.2", "torn": 2.6}}\''
+@pytest.mark.parametrize("warning", ["", "W: /etc/apt/sources.list.d/dgx.sources: no Release"])
+def test_reads_the_torn_score_despite_warnings(tmp_path: Path, warning: str) -> None:
+    script = f'echo "{warning}" >&2\necho \'{{"name": "OTA2.2", "torn": 2.6}}\''
     install_stub(tmp_path, "nvidia-spark-ota-check", script)
     lines = run_script(f"{gpu.GPU_SCRIPT}\n:", tmp_path)
     assert gpu.parse_gpu(split_sections(lines)).torn_score == 2.6
 
 
-def test_each_running_engine_is_printed_with_the_need_of_its_release(tmp_path: Path) -> None:
+def test_reads_only_the_driver_version_of_a_cdi_specification(tmp_path: Path) -> None:
+    # The hook's link sorts before every version and exists with every driver.
+    specification = tmp_path / "nvidia.yaml"
+    specification.write_text(
+        "    args: [create-symlinks, --link, 'libcuda.so.1::/usr/lib/libcuda.so']\n"
+        "  - hostPath: /usr/lib/aarch64-linux-gnu/libcuda.so.580.126.09\n"
+        "    containerPath: /usr/lib/aarch64-linux-gnu/libcuda.so.580.126.09\n"
+    )
+    lines = run_script(f"grep -oE '{LIBCUDA}' {specification}")
+    assert set(lines) == {"libcuda.so.580.126.09"}
+
+
+def test_prints_the_planned_memory_of_each_running_engine(tmp_path: Path) -> None:
     known, unknown = (f"spark-serve@{name}-0123456789ab.service" for name in ("main", "code"))
     units = f"echo '{known} loaded active'\necho '{unknown} loaded active'"
     install_stub(tmp_path, "systemctl", units)
@@ -53,93 +97,74 @@ def test_each_running_engine_is_printed_with_the_need_of_its_release(tmp_path: P
     assert lines == ["== engine-memory", f"{known} 123", f"{unknown} "]
 
 
-HOLD = (
+LOCK = (
     "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(); input()"
 )
-AUDIT = """
-echo "The following packages are only half configured:"
-echo " nginx    small web server"
-"""
+AUDIT = 'echo "The following packages are only half configured:"; echo " nginx    small web server"'
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A database of packages of which one is half installed."""
-    (tmp_path / "bin").mkdir()
-    install_stub(tmp_path / "bin", "dpkg", AUDIT)
-    for lock in ("lock", "lock-frontend"):
-        (tmp_path / lock).touch()
-    return tmp_path
-
-
-def half_installed(folder: Path) -> tuple[str, ...]:
-    return parse_audit(run_script(f"exec 2>&1\n{audit_script(str(folder))}\n:", folder / "bin"))
-
-
-def test_what_nobody_installs_is_half_installed(folder: Path) -> None:
-    assert half_installed(folder) == ("nginx",)
+def read_half_installed(folder: Path) -> tuple[str, ...]:
+    return parse_audit(run_script(f"exec 2>&1\n{audit_script(str(folder))}\n:", folder))
 
 
 @pytest.mark.parametrize("lock", ["lock", "lock-frontend"])
-def test_what_somebody_installs_right_now_is_not(folder: Path, lock: str) -> None:
+def test_half_installed_packages_do_not_count_during_an_installation(
+    tmp_path: Path, lock: str
+) -> None:
+    install_stub(tmp_path, "dpkg", AUDIT)
+    for name in ("lock", "lock-frontend"):
+        (tmp_path / name).touch()
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder / lock)],
+        [sys.executable, "-c", LOCK, str(tmp_path / lock)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert holder.stdout is not None
     holder.stdout.readline()
-    assert half_installed(folder) == ()
+    assert read_half_installed(tmp_path) == ()
     holder.communicate("\n")
-    assert half_installed(folder) == ("nginx",)
+    assert read_half_installed(tmp_path) == ("nginx",)
 
 
 @pytest.mark.parametrize(("status", "in_trial"), [(0, True), (3, False)])
-def test_a_restore_that_still_runs_counts_as_a_trial(
-    tmp_path: Path, status: int, in_trial: bool
-) -> None:
+def test_running_restore_counts_as_a_trial(tmp_path: Path, status: int, in_trial: bool) -> None:
     units = f'[ "$*" = "is-active --quiet spark-fabric-return.service" ] && exit {status}; exit 4'
     install_stub(tmp_path, "systemctl", units)
-    fact = NetplanFiles()
-    assert fact.process(run_script(fact.command(), tmp_path)).in_trial is in_trial
+    lines = run_script(NetplanFiles().command(), tmp_path)
+    assert NetplanFiles().process(lines).in_trial is in_trial
 
 
-EXPECTED = "/var/lib/docker"
-# Another filesystem than that of /, on every machine.
-OTHER = "/dev/shm"
+DOCKER_DIR = "/var/lib/docker"
+OTHER = "/dev/shm"  # another filesystem than /
 
 
-def place(tmp_path: Path, **tools: str) -> disk.Place:
-    for name, text in tools.items():
-        install_stub(tmp_path, name, text)
-    lines = run_script(f"{disk.disk_script([EXPECTED], [EXPECTED])}\n:", tmp_path)
+def read_place(folder: Path, **stubs: str) -> disk.Place:
+    for name, script in stubs.items():
+        install_stub(folder, name, script)
+    lines = run_script(f"{disk.disk_script([DOCKER_DIR], [DOCKER_DIR])}\n:", folder)
     [place] = disk.parse_places(split_sections(lines)["places"])
     return place
 
 
-def test_a_docker_that_was_moved_is_followed(tmp_path: Path) -> None:
-    one = place(tmp_path, docker=f"echo '{OTHER}/docker|[Backing Filesystem extfs]'")
-    assert (one.path, one.folder) == (EXPECTED, f"{OTHER}/docker")
-    assert os.path.ismount(one.mount)
-    assert one.mount == OTHER
+def test_follows_docker_to_another_directory(tmp_path: Path) -> None:
+    place = read_place(tmp_path, docker=f"echo '{OTHER}/docker|[Backing Filesystem extfs]'")
+    assert (place.path, place.folder, place.mount) == (DOCKER_DIR, f"{OTHER}/docker", OTHER)
+    assert os.path.ismount(place.mount)
 
 
-def test_one_that_says_nothing_is_where_it_is_expected(tmp_path: Path) -> None:
-    for text in ("exit 1", "echo '|'; exit 1"):
-        assert place(tmp_path, docker=text).folder == EXPECTED
+@pytest.mark.parametrize("script", ["exit 1", "echo '|'; exit 1"])
+def test_silent_docker_is_expected_in_its_usual_directory(tmp_path: Path, script: str) -> None:
+    assert read_place(tmp_path, docker=script).folder == DOCKER_DIR
 
 
 @pytest.mark.parametrize("dump", ['version = 2\nroot = "{}"\n', "root = '{}'\nstate = '/run/x'\n"])
-def test_the_store_of_containerd_is_where_that_says(tmp_path: Path, dump: str) -> None:
-    store = "driver-type io.containerd.snapshotter.v1"
-    one = place(
-        tmp_path,
-        docker=f"echo '{EXPECTED}|[{store}]'",
-        containerd=f"cat <<'E'\n{dump.format(OTHER)}\nE",
-    )
-    assert (one.folder, one.mount) == (OTHER, OTHER)
+def test_follows_the_store_of_containerd(tmp_path: Path, dump: str) -> None:
+    docker = f"echo '{DOCKER_DIR}|[driver-type io.containerd.snapshotter.v1]'"
+    containerd = f"cat <<'E'\n{dump.format(OTHER)}\nE"
+    place = read_place(tmp_path, docker=docker, containerd=containerd)
+    assert (place.folder, place.mount) == (OTHER, OTHER)
 
 
-ANSWER = {
+OUTPUT = {
     "docker": '{"ServerVersion": "29.2.1"}',
     "nvidia-smi": "580.142",
     "nvidia-ctk": "NVIDIA Container Toolkit CLI version 1.19.0",
@@ -151,34 +176,31 @@ def read_docker(folder: Path) -> docker_facts.Docker:
     return fact.process(run_script(fact.command((), str(folder / "receipt.json")), folder))
 
 
-def look(folder: Path, monkeypatch: pytest.MonkeyPatch, **delays_s: float) -> docker_facts.Docker:
-    """Read a host on which each program sleeps at its first call, and ``docker`` at all."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("delays_s", "silent"),
+    [({"docker": 0.5, "nvidia-smi": 0.6, "nvidia-ctk": 0.6}, ()), ({"docker": 1.2}, ("docker",))],
+)
+def test_waits_for_late_programs_and_names_silent_ones(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    delays_s: dict[str, float],
+    silent: tuple[str, ...],
+) -> None:
     monkeypatch.setattr(docker_facts, "_LIMITS_S", (0.4, 0.9))
-    for name, answer in ANSWER.items():
-        delay_s = delays_s.get(name.replace("-", "_"), 0)
-        asked = folder / f"{name}.asked"
-        once = "" if name == "docker" else f"[ -e {asked} ] || "
-        answering = f"{once}sleep {delay_s}\ntouch {asked}\ncat <<'END'\n{answer}\nEND"
-        install_stub(folder, name, answering)
-    return read_docker(folder)
+    for name, output in OUTPUT.items():
+        called = tmp_path / f"{name}.called"
+        # Others than docker sleep at the first call only.
+        once = "" if name == "docker" else f"[ -e {called} ] || "
+        script = f"{once}sleep {delays_s.get(name, 0)}\ntouch {called}\ncat <<'END'\n{output}\nEND"
+        install_stub(tmp_path, name, script)
+    docker = read_docker(tmp_path)
+    assert docker.silent == silent
+    assert docker.info.get("ServerVersion") == (None if silent else "29.2.1")
+    assert (docker.driver_version, docker.toolkit_version) == ("580.142", "1.19.0")
 
 
-@pytest.mark.slow
-def test_a_late_answer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = look(tmp_path, monkeypatch, docker=0.5, nvidia_smi=0.6, nvidia_ctk=0.6)
-    assert (seen.info["ServerVersion"], seen.driver_version) == ("29.2.1", "580.142")
-    assert seen.toolkit_version == "1.19.0"
-    assert seen.silent == ()
-
-
-@pytest.mark.slow
-def test_what_never_answers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = look(tmp_path, monkeypatch, docker=1.2)
-    assert seen.info == {}
-    assert seen.silent == ("docker",)
-
-
-def test_what_fails_at_once_is_not_silent(tmp_path: Path) -> None:
-    for name in ANSWER:
+def test_failing_programs_are_not_silent(tmp_path: Path) -> None:
+    for name in OUTPUT:
         install_stub(tmp_path, name, "exit 1")
     assert read_docker(tmp_path).silent == ()

@@ -1,7 +1,10 @@
-"""What a hub cache or an earlier tree holds is known by hash, never by size alone."""
+"""Stored weights count by hash, never by size alone."""
+
+from __future__ import annotations
 
 import hashlib
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -11,85 +14,72 @@ from tests.receipts import source_receipt
 from tests.unit.shell import run_script
 
 MIB = 1 << 20
+CONTENT = {letter: letter.encode() * MIB for letter in "abcd"}
+SHA256 = {letter: hashlib.sha256(content).hexdigest() for letter, content in CONTENT.items()}
+HUB = "home/ann/.cache/huggingface/hub"
 
 
 @pytest.fixture
-def disk(tmp_path):
-    """A host's folders: a hub cache with two blobs, and a source tree of ours with a receipt."""
-    blobs = tmp_path / "home/ann/.cache/huggingface/hub/models--org--name/blobs"
+def root(tmp_path: Path) -> Path:
+    """A hub cache with blobs a and b, and a source with c in its receipt and d without."""
+    blobs = tmp_path / HUB / "models--org--name/blobs"
+    source = tmp_path / "sources/org--name-0123"
     blobs.mkdir(parents=True)
-    shards = {letter: letter.encode() * MIB for letter in "abcd"}
-    sha256 = {letter: hashlib.sha256(data).hexdigest() for letter, data in shards.items()}
+    source.mkdir(parents=True)
     for letter in "ab":
-        (blobs / sha256[letter]).write_bytes(shards[letter])
-    tree = tmp_path / "sources/org--name-0123"
-    tree.mkdir(parents=True)
-    (tree / "model-1.safetensors").write_bytes(shards["c"])
-    (tree / "unlisted.safetensors").write_bytes(shards["d"])
+        (blobs / SHA256[letter]).write_bytes(CONTENT[letter])
+    (source / "model-1.safetensors").write_bytes(CONTENT["c"])
+    (source / "unlisted.safetensors").write_bytes(CONTENT["d"])
     files = [
-        {"path": "model-1.safetensors", "size_bytes": MIB, "sha256": sha256["c"]},
+        {"path": "model-1.safetensors", "size_bytes": MIB, "sha256": SHA256["c"]},
         {"path": "gone.safetensors", "size_bytes": MIB, "sha256": "9" * 64},
     ]
-    (tree / "receipt.json").write_text(source_receipt(files=files))
-    return tmp_path, sha256
+    (source / "receipt.json").write_text(source_receipt(files=files))
+    return tmp_path
 
 
-def look(root, wanted, look_in=("sources", "home/*/.cache/huggingface/hub")):
-    target = str(root / "sources/org--name-4567")
-    script = stored_script([target], [f"{root}/{folder}" for folder in look_in])
-    found = parse_stored(split_sections(run_script(script))["stored"])
-    return found, found.linkable_bytes(target, wanted)
+def read_stored(root: Path, *look_in: str) -> Stored:
+    globs = [f"{root}/{folder}" for folder in look_in or ("sources", f"home/*/{HUB[9:]}")]
+    script = stored_script([f"{root}/sources/new"], globs)
+    return parse_stored(split_sections(run_script(script))["stored"])
 
 
-def test_blobs_named_by_their_hash_and_files_of_a_receipt_are_found(disk):
-    root, sha256 = disk
-    assert look(root, [(sha256[letter], MIB) for letter in "abc"])[1] == 3 * MIB
-    assert look(root, [(sha256["a"], MIB)])[1] == MIB
-    assert look(root, [(sha256["b"], MIB)], look_in=["sources"])[1] == 0
+def linkable_mib(root: Path, wanted: str, *look_in: str) -> int:
+    files = [(SHA256[letter], MIB) for letter in wanted]
+    return read_stored(root, *look_in).linkable_bytes(f"{root}/sources/new", files) // MIB
 
 
-def test_it_is_told_by_cache_or_tree_where_they_lie(disk):
-    root, sha256 = disk
-    found, _ = look(root, [])
-    assert found.folders[sha256["a"]] == f"{root}/home/ann/.cache/huggingface/hub"
-    assert found.folders[sha256["c"]] == f"{root}/sources/org--name-0123"
+def test_counts_blobs_named_by_hash_and_files_of_a_receipt(root: Path) -> None:
+    assert linkable_mib(root, "abc") == 3
+    assert linkable_mib(root, "a") == 1
+    assert linkable_mib(root, "b", "sources") == 0
+    assert linkable_mib(root, "d") == 0
+    folders = read_stored(root).folders
+    assert folders[SHA256["a"]] == f"{root}/{HUB}"
+    assert folders[SHA256["c"]] == f"{root}/sources/org--name-0123"
 
 
-def test_equal_size_is_no_proof_of_equal_content(disk):
-    root, sha256 = disk
-    assert look(root, [("0" * 64, MIB), (sha256["d"], MIB), ("9" * 64, MIB)])[1] == 0
+@pytest.mark.parametrize("file", [("0" * 64, MIB), ("9" * 64, MIB), (SHA256["a"], 2 * MIB)])
+def test_equal_size_and_truncated_files_do_not_count(root: Path, file: tuple[str, int]) -> None:
+    assert read_stored(root).linkable_bytes(f"{root}/sources/new", [file]) == 0
 
 
-def test_a_file_cut_short_does_not_count(disk):
-    root, sha256 = disk
-    assert look(root, [(sha256["a"], 2 * MIB)])[1] == 0
+def test_files_of_another_filesystem_need_room(root: Path) -> None:
+    stored = Stored({"/data/x": "other"}, read_stored(root).files)
+    assert stored.linkable_bytes("/data/x", [(SHA256["a"], MIB)]) == 0
 
 
-def test_what_is_on_another_filesystem_has_to_be_copied_and_needs_room(disk):
-    root, sha256 = disk
-    found, _ = look(root, [])
-    elsewhere = Stored({"/data/x": "other"}, found.files)
-    assert elsewhere.linkable_bytes("/data/x", [(sha256["a"], MIB)]) == 0
-
-
-def test_folders_with_spaces_and_damaged_receipts_are_survived(disk):
-    root, sha256 = disk
+def test_reads_folders_with_blanks_and_damaged_receipts(root: Path) -> None:
     (root / "my models").mkdir()
-    (root / "my models" / sha256["d"]).write_bytes(b"d" * MIB)
+    (root / "my models" / SHA256["d"]).write_bytes(CONTENT["d"])
     (root / "sources/org--name-0123/receipt.json").write_text("{")
-    wanted = [(sha256[letter], MIB) for letter in "cd"]
-    assert look(root, wanted, look_in=["sources", "my models", "nowhere", "no*ne"])[1] == MIB
-
-
-def test_nothing_is_asked_where_there_is_nothing_to_look_in():
+    assert linkable_mib(root, "cd", "sources", "my models", "nowhere", "no*ne") == 1
     assert stored_script(["/srv/x"], []) == ""
 
 
 @pytest.mark.parametrize("spoil", ["chown 1000", "chmod 666", "chmod 600"])
-def test_what_others_could_change_is_copied_and_needs_room_but_is_known(disk, spoil):
-    root, sha256 = disk
-    blobs = root / "home/ann/.cache/huggingface/hub/models--org--name/blobs"
-    subprocess.run([*spoil.split(), blobs / sha256["a"]], check=True)
-    found, linkable = look(root, [(sha256[letter], MIB) for letter in "ab"])
-    assert linkable == MIB
-    assert sha256["a"] in found.folders
+def test_files_that_others_can_change_need_room_but_are_known(root: Path, spoil: str) -> None:
+    blob = root / HUB / "models--org--name/blobs" / SHA256["a"]
+    subprocess.run([*spoil.split(), blob], check=True)
+    assert linkable_mib(root, "ab") == 1
+    assert SHA256["a"] in read_stored(root).folders

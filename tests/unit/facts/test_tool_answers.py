@@ -2,60 +2,45 @@
 
 from __future__ import annotations
 
+import copy
 import socketserver
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spark_deploy.hosts import status
 from spark_deploy.hosts.payload import PythonSite, QuantiserSite, Site
-from spark_deploy.hosts.status import Count, JobStates, Requests
+from spark_deploy.hosts.status import Count, Jobs, JobStates, Requests, Status
 from tests.unit.shell import run_script
+from tests.unit.statuses import told
 
-
-def test_links_of_the_boot_pulled_jobs_and_a_lending_host_are_told_apart() -> None:
-    said = ["[]", "linked spark-prepare@main-a.target", "pulled 0123456789ab", "lends now"]
-    found = JobStates().process(said)
-    assert (found.linked, found.pulled, found.lends) == (
-        ("spark-prepare@main-a.target",),
-        ("0123456789ab",),
-        True,
-    )
-    assert not JobStates().process(said[:3]).lends
+RELEASE = "main-0123456789ab"
+TARGET = "spark-prepare@main-a.target"
+LINKED = ["[]", f"linked {TARGET}", "pulled 0123456789ab"]
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("fact", "output", "value"),
     [
-        (
-            ["3.12 aarch64", "/opt/site-a", "ab", "/opt/c", "/t"],
-            Site("3.12", "aarch64", "/opt/site-a", "ab", "/opt/c", "/t"),
-        ),
-        (["3.11 x86_64", "-", "-", "-", "-"], Site("3.11", "x86_64", "", "", "", "")),
-        (["-", "-", "-", "-", "-"], Site("", "", "", "", "", "")),
-        ([], Site("", "", "", "", "", "")),
+        (JobStates, LINKED, Jobs({}, (TARGET,), ("0123456789ab",), lends=False)),
+        (JobStates, [*LINKED, "lends now"], Jobs({}, (TARGET,), ("0123456789ab",), lends=True)),
+        (PythonSite, ["3.12 aarch64", "/opt/site-a", "ab", "/opt/c", "/t"],
+         Site("3.12", "aarch64", "/opt/site-a", "ab", "/opt/c", "/t")),
+        (PythonSite, ["3.11 x86_64", "-", "-", "-", "-"], Site("3.11", "x86_64")),
+        (PythonSite, ["-", "-", "-", "-", "-"], Site()),
+        (PythonSite, [], Site()),
+        (QuantiserSite, ["3.12 aarch64", "-", "ab"], Site("3.12", "aarch64", receipt="ab")),
+        (QuantiserSite, ["3.11 x86_64", "-", "-"], Site("3.11", "x86_64")),
+        (QuantiserSite, ["-", "-", "ab"], Site()),
+        (QuantiserSite, [], Site()),
     ],
-)
-def test_python_packages_and_tools_are_told_in_one_answer(said: list[str], found: Site) -> None:
-    assert PythonSite().process(said) == found
-
-
-@pytest.mark.parametrize(
-    ("said", "found"),
-    [
-        (["3.12 aarch64", "-", "ab"], Site("3.12", "aarch64", receipt="ab")),
-        (["3.11 x86_64", "-", "-"], Site("3.11", "x86_64")),
-        (["-", "-", "ab"], Site()),
-        ([], Site()),
-    ],
-)
-def test_the_python_of_an_image_is_told_with_what_lies_beside_it(
-    said: list[str], found: Site
-) -> None:
-    assert QuantiserSite().process(said) == found
+)  # fmt: skip
+def test_facts_parse_output(fact: Any, output: list[str], value: Any) -> None:
+    assert fact().process(output) == value
 
 
 METRICS = """\
@@ -70,7 +55,7 @@ vllm:num_requests_swapped{engine="0",model_name="m"} x
 
 
 class Engine(BaseHTTPRequestHandler):
-    """An engine of which nothing is there but its counters."""
+    """An engine that serves only its metrics."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -78,20 +63,72 @@ class Engine(BaseHTTPRequestHandler):
         self.wfile.write(METRICS.encode())
 
     def log_message(self, *words: object) -> None:
-        """A client on a socket of a folder has no address to log."""
+        """Log nothing: a client of a Unix socket has no address."""
 
 
 @pytest.fixture
-def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def engine_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(status, "engine_dir", lambda name: str(tmp_path / name))
     (tmp_path / "main").mkdir()
-    with socketserver.ThreadingUnixStreamServer(str(tmp_path / "main/engine.sock"), Engine) as one:
-        threading.Thread(target=one.serve_forever, daemon=True).start()
-        yield tmp_path
-        one.shutdown()
+    path = str(tmp_path / "main/engine.sock")
+    with socketserver.ThreadingUnixStreamServer(path, Engine) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield
+        server.shutdown()
 
 
-def test_engines_are_asked_by_their_sockets(engines: Path) -> None:
-    fact = Requests()
-    script = fact.command(("main", "silent", "odd'; exit 3; '"))
-    assert fact.process(run_script(script)) == {"main": Count(running=3, waiting=4)}
+def test_counts_requests_over_the_sockets_of_engines(engine_socket: None) -> None:
+    script = Requests().command(("main", "silent", "odd'; exit 3; '"))
+    assert Requests().process(run_script(script)) == {"main": Count(running=3, waiting=4)}
+
+
+PROVEN: dict[str, Any] = {
+    "services": {
+        "main": {
+            "good": RELEASE, "active": RELEASE, "enabled": [RELEASE],
+            "traffic_open": True,
+            "gateway": {"active": "active"},
+        }
+    },
+    "releases": [{"name": RELEASE}],
+    "live": {"ok": True, "release": RELEASE, "seconds": 0.2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (("services", "main", "active"), "main-other", "serves main-other"),
+        (("services", "main", "active"), None, "serves nothing"),
+        (("services", "main", "good"), None, "check has not passed"),
+        (("services", "main", "enabled"), [], "boots nothing"),
+        (("services", "main", "enabled"), [RELEASE, "main-b"], "boots main-0123456789ab, main-b"),
+        (("releases", 0, "unproven"), "never checked", "proof: never checked"),
+        (("releases",), [], "proof: none"),
+        (("services", "main", "traffic_open"), False, "gateway is closed"),
+        (("services", "main", "gateway"), {"active": "failed"}, "gateway is not running"),
+        (("services", "main", "gateway"), {"active": "active", "difference": "listens on 0.0.0.0"},
+         "the gateway: listens on 0.0.0.0"),
+        (("live",), {"ok": False, "release": RELEASE, "detail": "timed out"},
+         "no answer: timed out"),
+        (("live", "release"), "main-other", "no answer"),
+        (("live",), None, "no answer"),
+    ],
+)  # fmt: skip
+def test_release_is_unproven_without_any_of_its_evidence(
+    path: tuple[Any, ...], value: Any, reason: str
+) -> None:
+    assert told(PROVEN).unproven("main", RELEASE) == ""
+    document = copy.deepcopy(PROVEN)
+    node: Any = document
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    assert reason in told(document).unproven("main", RELEASE)
+
+
+def test_missing_and_other_tools_prove_nothing_and_are_no_error() -> None:
+    assert "tools" in Status().process([]).unproven("main", RELEASE)
+    other = Status().process(['{"schema_version": 2, "colour": "red"}'])
+    assert other.installed
+    assert "another version (colour: unknown)" in other.unproven("main", RELEASE)

@@ -1,14 +1,39 @@
-"""What lies at paths of ours is asked in one question, however many operations look at it."""
+"""Managed files: compared with a single fact, sent on standard input, put in place by a rename."""
 
 from __future__ import annotations
 
+import ast
+import base64
+import hashlib
+import io
+import os
+import stat
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from spark_deploy.hosts.files import expect_files, file_states, place_files
-from spark_deploy.plan.types import ManagedFile
-from tests.unit.operations.test_operations import FakeHost, on
+import pytest
 
-ONE, TWO = ManagedFile("/etc/one", b"1"), ManagedFile("/etc/two", b"2", 0o600)
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.hosts.facts import FileStates
+from spark_deploy.hosts.files import (
+    encode_lines,
+    expect_files,
+    file_states,
+    pack_files,
+    place_files,
+    unpack_script,
+    unzip_script,
+)
+from spark_deploy.hosts.payload import read_tree
+from spark_deploy.plan.types import FileState, ManagedFile, differing
+from tests.unit.operations.fake_host import FakeHost, on
+from tests.unit.shell import run_script
+
+FIRST, SECOND = ManagedFile("/etc/one", b"1"), ManagedFile("/etc/two", b"2", 0o600)
 
 
 class Disk(FakeHost):
@@ -16,42 +41,141 @@ class Disk(FakeHost):
 
     def __init__(self, *files: ManagedFile):
         super().__init__(files=files)
-        self.questions: list[tuple[str, ...]] = []
+        self.queries: list[tuple[str, ...]] = []
 
     def get_fact(self, fact: Any, **arguments: Any) -> Any:
-        self.questions.append(tuple(arguments["paths"]))
+        self.queries.append(tuple(arguments["paths"]))
         return super().get_fact(fact, **arguments)
 
 
-def placed(*files: ManagedFile) -> list[Any]:
+def place(*files: ManagedFile) -> list[Any]:
     return list(place_files(files))
 
 
-def test_one_question_asks_for_all_that_a_run_will_look_at() -> None:
-    host = Disk(ONE, TWO)
+def test_one_query_reads_all_expected_files() -> None:
+    host = Disk(FIRST, SECOND)
     with on(host):
-        expect_files([ONE.path])
-        expect_files([TWO.path, "/etc/none"])
-        assert (placed(TWO), placed(ONE)) == ([], [])
+        expect_files([FIRST.path])
+        expect_files([SECOND.path, "/etc/none"])
+        assert (place(SECOND), place(FIRST)) == ([], [])
         assert file_states(["/etc/none"]) == {}
-    assert host.questions == [(ONE.path, TWO.path, "/etc/none")]
+    assert host.queries == [(FIRST.path, SECOND.path, "/etc/none")]
 
 
-def test_after_a_command_it_is_asked_again() -> None:
-    host = Disk(ONE)
+def test_queries_again_after_a_command_and_for_unexpected_files() -> None:
+    host = Disk(FIRST)
     with on(host) as state:
-        expect_files([ONE.path, TWO.path])
-        assert len(placed(TWO)) == 1
-        done = type("Done", (), {"operation_meta": type("Meta", (), {"executed": True})})
-        state.ops[host]["an operation"] = done
-        host.files[TWO.path] = TWO
-        assert placed(TWO) == []
-    assert len(host.questions) == 2
+        assert place(FIRST) == []
+        assert len(place(SECOND)) == 1
+        state.ops[host]["hash"] = SimpleNamespace(operation_meta=SimpleNamespace(executed=True))
+        host.files[SECOND.path] = SECOND
+        assert place(SECOND) == []
+    assert host.queries == [(FIRST.path,), *[(FIRST.path, SECOND.path)] * 2]
 
 
-def test_what_nobody_spoke_of_is_asked_for_all_the_same() -> None:
-    host = Disk(ONE)
-    with on(host):
-        assert placed(ONE) == []
-        assert len(placed(TWO)) == 1
-    assert host.questions == [(ONE.path,), (ONE.path, TWO.path)]
+def test_fact_reads_mode_and_hash_of_regular_files_only(tmp_path: Path) -> None:
+    plain, link = tmp_path / "a b'c.conf", tmp_path / "link"
+    plain.write_bytes(b"x\n")
+    plain.chmod(0o640)
+    link.symlink_to(plain)
+    paths = [str(path) for path in (plain, link, tmp_path, tmp_path / "absent")]
+    states = FileStates().process(run_script(FileStates().command(paths)))
+    assert list(states) == [str(plain)]
+    assert states[str(plain)].mode == 0o640
+    assert states[str(plain)].sha256 == hashlib.sha256(b"x\n").hexdigest()
+
+
+@pytest.mark.parametrize(
+    "drift",
+    [
+        None,
+        FileState(0o644, "root:root", "0" * 64),
+        FileState(0o600, "root:root", FIRST.sha256),
+        FileState(0o644, "user:root", FIRST.sha256),
+    ],
+    ids=["absent", "content", "mode", "owner"],
+)
+def test_any_drift_makes_a_file_differ(drift: FileState | None) -> None:
+    right = FileState(0o644, "root:root", FIRST.sha256)
+    other = ManagedFile("/etc/b", FIRST.content)
+    states = {"/etc/b": right, **({FIRST.path: drift} if drift else {})}
+    assert differing([FIRST, other], states) == (FIRST,)
+    assert differing([FIRST, other], {"/etc/b": right, FIRST.path: right}) == ()
+
+
+def test_archive_names_members_by_position_so_that_no_path_steers_tar() -> None:
+    files = [ManagedFile("../../etc/shadow", b"one"), ManagedFile("/b", b"two")]
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(pack_files(files)))) as tar:
+        members = {name: tar.extractfile(name).read() for name in tar.getnames()}
+    assert members == {"0": b"one", "1": b"two"}
+
+
+def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "it's.conf"
+    file = ManagedFile(str(target), b"new\n", 0o640)
+    script = unpack_script([file]).replace("-o root -g root ", "")  # only root may do that
+    run_script(script, stdin=pack_files([file]))
+    assert target.read_bytes() == b"new\n"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert os.listdir(target.parent) == ["it's.conf"]
+    assert stat.S_IMODE(target.parent.stat().st_mode) == 0o755
+
+
+def test_tree_leaves_bytecode_out(tmp_path: Path) -> None:
+    for name in ("bin/run", "__pycache__/x.pyc", "a.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("#!/bin/sh\n")
+    files = read_tree(tmp_path, "/opt/x")
+    assert [file.path for file in files] == ["/opt/x/a.py", "/opt/x/bin/run"]
+    assert "content" not in repr(files[0])
+
+
+PROGRAM = b"print('ours')\n" * 20_000
+
+
+def pack() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as out:
+        out.writestr("package/__init__.py", PROGRAM)
+    return buffer.getvalue()
+
+
+def receive(home: Path, content: bytes, sha256: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", unzip_script(str(home), sha256, "made of this")],
+        input=encode_lines(content), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_unpacks_an_archive_with_its_receipt_and_leaves_nothing_else(tmp_path: Path) -> None:
+    home, content = tmp_path / "tools/site", pack()
+    for _ in range(2):  # the second time over the first
+        done = receive(home, content, hashlib.sha256(content).hexdigest())
+        assert done.returncode == 0, done.stderr
+        assert (home / "package/__init__.py").read_bytes() == PROGRAM
+        assert (home / ".receipt").read_text() == "made of this\n"
+        assert os.listdir(home.parent) == ["site"]
+        assert stat.S_IMODE(home.stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("received", [0, 100, -1])
+def test_never_unpacks_bytes_that_differ_from_those_sent(tmp_path: Path, received: int) -> None:
+    home, content = tmp_path / "tools/site", pack()
+    home.mkdir(parents=True)
+    (home / "before").touch()
+    done = receive(home, content[:received], hashlib.sha256(content).hexdigest())
+    assert done.returncode != 0
+    assert "do not match the hash" in done.stderr
+    assert os.listdir(home) == ["before"]
+    assert os.listdir(home.parent) == ["site"]
+
+
+def test_no_operation_uploads_through_predictable_names_of_pyinfra() -> None:
+    """With sudo pyinfra uploads through ``/tmp/pyinfra-HASH``, which any user can create."""
+    uploads = {"FileUploadCommand", "put_file", "put", "template", "rsync", "sync", "script"}
+    for room in ("spark_deploy/hosts", "roles", "deploys"):
+        for path in sorted((CHECKOUT / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pyinfra"):
+                    names = {alias.name for alias in node.names}
+                    assert not names & {*uploads, "files", "server"}, path

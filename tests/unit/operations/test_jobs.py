@@ -1,4 +1,4 @@
-"""Which work a boot goes on with: that of the present choice, and of no other."""
+"""Jobs: started once, attached to, continued at boot only for the current choice."""
 
 from __future__ import annotations
 
@@ -10,122 +10,127 @@ import pytest
 from spark_contract.job import ImageProof, Job, JobState, State
 from spark_contract.units import BOOT_LINKS
 
+from roles import tools
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.hosts import jobs
-from spark_deploy.hosts.status import Jobs, JobStates
+from spark_deploy.hosts.status import Jobs
 from spark_deploy.plan.jobs import Work
-from spark_deploy.plan.types import ManagedFile
-from tests.unit.operations.test_operations import FakeHost, on, outcome, sent_files, shown
+from spark_deploy.plan.types import ManagedFile, ToolsPlan
+from tests.unit.operations.fake_host import FakeHost, describe, on, run_operation, unpack_sent
 
-NOW, BEFORE = "main-aaaaaaaaaaaa", "main-bbbbbbbbbbbb"
-TARGET = f"spark-prepare@{NOW}.target"
-GIVEN_UP = f"spark-prepare@{BEFORE}.target"
-OTHERS = ("spark-prepare@main-ready.target", "spark-prepare@embed-cccccccccccc.target")
+RELEASE = "main-aaaaaaaaaaaa"
+TARGET = f"spark-prepare@{RELEASE}.target"
+REPLACED = "spark-prepare@main-bbbbbbbbbbbb.target"
+READY = "spark-prepare@main-ready.target"
+OTHERS = (READY, "spark-prepare@embed-cccccccccccc.target")
 JOB = Job(
     digest="d" * 64, kind="image-build", title="build image x", argv=("true",), env={},
     proof=ImageProof("x"), total_bytes=None, after=(),
 )  # fmt: skip
 WORK = Work(JOB, (ManagedFile("/i", b"i"),))
-CANARY = "hf_canary0123456789"
 
 
-def host(state: State, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> FakeHost:
-    told = JobState(JOB.digest, JOB.title, JOB.kind, state, "said", None, None, None, "said", ())
-    states = {JOB.digest12: told}
-    return FakeHost(JobStates=Jobs(states, linked, pulled), FileStates={})
+def host_with(state: State, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> FakeHost:
+    """Return a host whose job has this state; boots pull in ``linked`` targets."""
+    job = JobState(JOB.digest, JOB.title, JOB.kind, state, "why", None, None, None, "why", ())
+    return FakeHost(JobStates=Jobs({JOB.digest12: job}, linked, pulled), FileStates={})
 
 
-def prepared(seen: FakeHost, *, retire_others: bool = True) -> list[str]:
-    return outcome(seen, jobs.wait_for_jobs, (JOB,), NOW, 60, retire_others)
+def wait(host: FakeHost, *, retire_others: bool = True) -> list[str]:
+    return run_operation(host, jobs.wait_for_jobs, (JOB,), RELEASE, 60, retire_others)
 
 
-def job(seen: FakeHost) -> list[str]:
-    return outcome(seen, jobs.start_job, WORK, NOW, (JOB.digest12,))
+def start(host: FakeHost) -> list[str]:
+    return run_operation(host, jobs.start_job, WORK, RELEASE, (JOB.digest12,))
 
 
-def test_work_of_a_choice_that_was_given_up_is_taken_from_the_boot() -> None:
-    [command] = prepared(host("done", (GIVEN_UP, *OTHERS)))
-    assert f"multi-user.target.wants/{GIVEN_UP}" in command
-    assert f"/etc/systemd/system/{GIVEN_UP}.d" in command
+def test_boots_no_longer_continue_jobs_of_a_replaced_release() -> None:
+    [command] = wait(host_with("done", (REPLACED, *OTHERS)))
+    assert f"multi-user.target.wants/{REPLACED}" in command
+    assert f"/etc/systemd/system/{REPLACED}.d" in command
     assert not any(target in command for target in (TARGET, *OTHERS))
+    assert wait(host_with("done", (REPLACED,)), retire_others=False) == []
 
 
-def test_it_is_taken_away_before_the_wait_for_the_present_choice() -> None:
-    retired, waited, own = prepared(host("running", (TARGET, GIVEN_UP)))
-    assert GIVEN_UP in retired
-    assert waited.startswith("_wait(")
-    assert TARGET in own
-    assert GIVEN_UP not in own
+def test_retires_replaced_jobs_before_the_wait_and_finished_jobs_after() -> None:
+    retire, waiting, finish = wait(host_with("running", (TARGET, REPLACED)))
+    assert REPLACED in retire
+    assert waiting.startswith("_wait(")
+    assert TARGET in finish
+    assert REPLACED not in finish
 
 
-def test_without_jobs_what_boots_is_known_from_an_answer_that_is_still_true() -> None:
-    seen = host("done", ("spark-prepare@main-ready.target",))
-    with on(seen):
-        assert list(jobs.wait_for_jobs._inner((JOB,), NOW, 60, False)) == []
-        *_, command = map(shown, jobs.wait_for_jobs._inner((), "main-ready", 60, False))
-    assert seen.asked == 1
-    assert "spark-prepare@main-ready.target" in command
+def test_release_without_jobs_reuses_an_answer() -> None:
+    host = host_with("done", (READY,))
+    with on(host):
+        assert list(jobs.wait_for_jobs._inner((JOB,), RELEASE, 60, False)) == []
+        *_, command = map(describe, jobs.wait_for_jobs._inner((), "main-ready", 60, False))
+    assert host.fact_reads == 1
+    assert READY in command
 
 
 @pytest.mark.parametrize("linked", [(), OTHERS])
-def test_nothing_is_done_when_only_what_is_wanted_boots(linked: tuple[str, ...]) -> None:
-    seen = host("done", linked)
-    assert prepared(seen) == []
-    assert seen.noops == ["1 jobs are proven"]
+def test_waits_for_nothing_when_all_jobs_are_proven(linked: tuple[str, ...]) -> None:
+    host = host_with("done", linked)
+    assert wait(host) == []
+    assert host.noops == ["1 jobs are proven"]
 
 
-def test_pairs_to_have_ready_leave_the_others_alone() -> None:
-    assert prepared(host("done", (GIVEN_UP,)), retire_others=False) == []
-
-
-def test_running_work_is_attached_to_when_a_boot_would_go_on_with_it() -> None:
-    seen = host("running", (TARGET,), (JOB.digest12,))
-    assert job(seen) == []
-    assert seen.noops == ["build image x: already running, attaching"]
+def test_attaches_to_a_running_job_that_boots_continue() -> None:
+    host = host_with("running", (TARGET,), (JOB.digest12,))
+    assert start(host) == []
+    assert host.noops == ["build image x: already running, attaching"]
 
 
 @pytest.mark.parametrize(
-    ("linked", "pulled"), [((GIVEN_UP,), ()), ((TARGET,), ()), ((), (JOB.digest12,))]
+    ("linked", "pulled"), [((REPLACED,), ()), ((TARGET,), ()), ((), (JOB.digest12,))]
 )
-def test_running_work_of_an_earlier_choice_boots_for_the_present_one(
+def test_boots_continue_a_running_job_for_the_current_choice(
     linked: tuple[str, ...], pulled: tuple[str, ...]
 ) -> None:
-    *_, command = job(host("running", linked, pulled))
+    *_, command = start(host_with("running", linked, pulled))
     assert f"ln -sfn /etc/systemd/system/spark-prepare@.target {BOOT_LINKS}/{TARGET}" in command
     assert "systemctl start" not in command
 
 
-def test_work_of_unknown_state_is_neither_begun_nor_told_as_missing() -> None:
-    [command] = job(host("unknown", ()))
+def test_refuses_to_start_a_job_of_unknown_state() -> None:
+    [command] = start(host_with("unknown", ()))
     assert command.startswith("_refuse(")
-    assert "said" in command
-
-
-def test_the_host_says_what_boots_and_what_the_target_pulls_in() -> None:
-    told: Any = JobStates().process(
-        ["[]", f"linked {TARGET}", f"linked {GIVEN_UP}", "pulled dddddddddddd"]
-    )
-    assert told == Jobs({}, (TARGET, GIVEN_UP), ("dddddddddddd",))
+    assert "why" in command
 
 
 @pytest.mark.parametrize(
     ("state", "sent"), [("waiting", True), ("failed", True), ("running", False), ("done", False)]
 )
-def test_a_token_travels_on_standard_input_when_work_begins_and_at_no_other_time(
+def test_token_is_sent_on_standard_input_only_when_a_job_starts(
     tmp_path: Path, state: State, sent: bool
 ) -> None:
-    (tmp_path / "token").write_text(CANARY)
+    token = "hf_canary0123456789"
+    (tmp_path / "token").write_text(token)
     hub = HubSettings(token=SecretRef(file=str(tmp_path / "token")))
-    seen = host(state, (TARGET,), (JOB.digest12,))
-    with on(seen) as running:
-        seen.state = running
-        begun = list(jobs.start_job._inner(replace(WORK, hub=hub), NOW, (JOB.digest12,)))
-    text = "".join(map(str, begun)) + "".join(map(repr, begun))
-    assert CANARY not in text
+    host = host_with(state, (TARGET,), (JOB.digest12,))
+    with on(host) as current:
+        host.state = current
+        commands = list(jobs.start_job._inner(replace(WORK, hub=hub), RELEASE, (JOB.digest12,)))
+    text = "".join(map(str, commands)) + "".join(map(repr, commands))
+    assert token not in text
     assert (f"600 /var/lib/spark/jobs/{JOB.digest12}/hub-token" in text) == sent
-    with_token = [command for command in begun if f"{CANARY}\n".encode() in sent_files(command)]
-    assert bool(with_token) == sent
-    # One command brings the token and starts the job, whose end removes it.
-    starting = [one for one in begun if "systemctl start --no-block" in str(one)]
-    assert all("hub-token" not in str(one) for one in begun if one not in starting)
+    assert any(f"{token}\n".encode() in unpack_sent(command) for command in commands) == sent
+    # One command sends the token and starts the job, which removes it at its end.
+    for command in commands:
+        if "systemctl start --no-block" not in str(command):
+            assert "hub-token" not in str(command)
+
+
+def test_installs_python_packages_before_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may end between the two steps, and a boot continues jobs by itself."""
+    steps: list[str] = []
+    for step in ("install_tools", "install_site"):
+        monkeypatch.setattr(tools, step, lambda step=step, **_: steps.append(step))
+    for declare in ("expect_files", "expect_fact"):
+        monkeypatch.setattr(tools, declare, lambda *_: None)
+    apply: Any = tools.apply
+    plan = ToolsPlan(digest="1" * 64, python_requirements="requirements.txt")
+    apply._inner(plan=plan, files=(), units=())
+    assert steps == ["install_site", "install_tools"]

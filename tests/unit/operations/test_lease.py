@@ -1,4 +1,4 @@
-"""Of two runs only one changes a host; the other says in one line who does."""
+"""Of two runs only one changes a host; the other names the holder."""
 
 from __future__ import annotations
 
@@ -10,195 +10,162 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pyinfra.api.command import FunctionCommand
 
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.hosts import operations as lease
-from spark_deploy.hosts.operations import host_errors
-from tests.unit.operations.test_operations import FakeHost, on
+from spark_deploy.hosts import operations
+from spark_deploy.hosts.operations import host_errors, release_script, take_script, this_run
+from tests.unit.operations.fake_host import FakeHost, local_shell, on
 
-# Of this machine, and no process has that number.
-DEAD = f"{lease.this_run().rpartition('-')[0]}-{2**30}"
+MACHINE = this_run().rpartition("-")[0]
+DEAD = f"{MACHINE}-{2**30}"  # no process has that number
 OTHER = "feedbeef-77"
-
-
-class RealShell(FakeHost):
-    """Runs what it is asked here, and says what changed."""
-
-    data: Any = SimpleNamespace(get=lambda key: None)
-
-    def run_shell_command(self, command: Any, **_: Any) -> tuple[bool, Any]:
-        done = subprocess.run(
-            ["sh", "-c", shlex.split(command.get_raw_value())[-1]],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert not done.stderr, done.stderr
-        output = SimpleNamespace(stdout_lines=done.stdout.splitlines(), output=done.stdout)
-        return done.returncode == 0, output
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(lease, "LEASE", str(tmp_path / "lease"))
+    monkeypatch.setattr(operations, "LEASE", str(tmp_path / "lease"))
     return tmp_path / "lease"
 
 
-def script(text: str) -> str:
-    done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+def take(path: Path, token: str, who: str) -> str:
+    return local_shell(take_script(str(path), token, who)).strip()
 
 
-def take(path: Path, token: str, who: str, **more: Any) -> str:
-    return script(lease.take_script(str(path), token, who, **more))
+def release(path: Path, token: str) -> None:
+    local_shell(release_script(str(path), token))
 
 
-def changed(host: RealShell, executing: bool = True) -> list[str]:
-    """Return what an operation that changes something comes to on ``host``."""
+def local_host() -> FakeHost:
+    host = FakeHost(shell=lambda script: local_shell(shlex.split(script)[-1]))
+    host.data = {}
+    return host
 
-    @host_errors
-    def body() -> Any:
-        yield "first"
-        yield "second"
 
+@host_errors
+def change() -> Any:
+    yield "first"
+    yield "second"
+
+
+@host_errors
+def do_nothing() -> Any:
+    yield from ()
+
+
+@host_errors
+def never_reached() -> Any:
+    raise AssertionError("a host was inspected while another run changes it")
+    yield
+
+
+def run(host: FakeHost, body: Any = change, executing: bool = True) -> list[str]:
+    """Return the commands of an operation, or the refusal."""
     with on(host, executing) as state:
-        state.callback_handlers = [lease.ReturnLeases()]
-        lease.hold_lease(state, host)  # type: ignore[arg-type]
+        state.callback_handlers = [operations.ReturnLeases()]
+        operations.hold_lease(state, host)  # type: ignore[arg-type]
         commands = [
-            f"refused: {one.args[0]}" if isinstance(one, FunctionCommand) else str(one)
-            for one in body()
+            f"refused: {command.args[0]}" if isinstance(command, FunctionCommand) else str(command)
+            for command in body()
         ]
-    held = lease._leases.get(host)  # type: ignore[call-overload]
-    if held is not None and held.renewing is not None:
-        held.renewing.kill()
+    lease = operations._leases.get(host)  # type: ignore[call-overload]
+    if lease is not None and lease.renewing is not None:
+        lease.renewing.kill()
     return commands
 
 
-def test_a_free_host_is_taken_before_the_first_command_and_given_back(path: Path) -> None:
-    host = RealShell({})
-    assert changed(host) == ["first", "second"]
+def test_takes_a_free_host_before_the_first_command_and_returns_it(path: Path) -> None:
+    host = local_host()
+    assert run(host) == ["first", "second"]
     token, _, since, who = path.read_text().split()
-    assert (token, who) == (lease.this_run(), lease.holder())
+    assert (token, who) == (this_run(), operations.holder())
     assert since.endswith("Z")
-    lease.ReturnLeases.host_disconnect(None, host)  # type: ignore[arg-type]
+    operations.ReturnLeases.host_disconnect(None, host)  # type: ignore[arg-type]
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_host_that_another_run_changes_is_refused_in_one_line_and_left_alone(path: Path) -> None:
+@pytest.mark.parametrize("body", [change, never_reached])
+def test_refuses_a_host_that_another_run_changes(path: Path, body: Any) -> None:
     assert take(path, OTHER, "ben@laptop") == "taken"
-    [said] = changed(RealShell({}))
-    assert said.startswith("refused: ")
-    assert "ben@laptop has been changing this host since 20" in said
-    assert "expires in" in said
+    [refusal] = run(local_host(), body)
+    assert "ben@laptop has been changing this host since 20" in refusal
+    assert "expires in" in refusal
     assert path.read_text().startswith(OTHER)
 
 
-def test_a_run_of_this_machine_that_was_killed_holds_nobody_up(path: Path) -> None:
+def test_takes_the_lease_of_a_killed_run_of_this_machine(path: Path) -> None:
     take(path, DEAD, "ann@desk")
-    assert changed(RealShell({})) == ["first", "second"]
-    assert path.read_text().startswith(lease.this_run())
+    assert run(local_host()) == ["first", "second"]
+    assert path.read_text().startswith(this_run())
 
 
-def test_a_run_of_this_machine_that_lives_is_respected(path: Path) -> None:
-    alive = f"{lease.this_run().rpartition('-')[0]}-{os.getppid()}"
-    take(path, alive, "ann@desk")
-    [said] = changed(RealShell({}))
-    assert "ann@desk has been changing" in said
+def test_respects_a_living_run_of_this_machine(path: Path) -> None:
+    take(path, f"{MACHINE}-{os.getppid()}", "ann@desk")
+    [refusal] = run(local_host())
+    assert "ann@desk has been changing" in refusal
 
 
-def test_a_dry_run_takes_none(path: Path) -> None:
+def test_dry_run_and_unchanged_host_take_no_lease(path: Path) -> None:
     take(path, OTHER, "ben@laptop")
-    assert changed(RealShell({}), executing=False) == ["first", "second"]
+    assert run(local_host(), executing=False) == ["first", "second"]
     path.unlink()
-    assert changed(RealShell({}), executing=False) == ["first", "second"]
+    assert run(local_host(), executing=False) == ["first", "second"]
+    assert run(local_host(), do_nothing) == []
     assert not path.exists()
 
 
-def test_a_host_that_another_run_changes_is_not_even_looked_at(path: Path) -> None:
-    take(path, OTHER, "ben@laptop")
-
-    @host_errors
-    def body() -> Any:
-        raise AssertionError("what is half done was judged")
-        yield
-
-    host = RealShell({})
-    with on(host) as state:
-        state.callback_handlers = [lease.ReturnLeases()]
-        lease.hold_lease(state, host)  # type: ignore[arg-type]
-        [said] = body()
-    assert "ben@laptop has been changing" in said.args[0]
-
-
-def test_an_operation_that_finds_everything_right_takes_none(path: Path) -> None:
-    host = RealShell({})
-
-    @host_errors
-    def body() -> Any:
-        yield from ()
-
-    with on(host) as state:
-        state.callback_handlers = [lease.ReturnLeases()]
-        lease.hold_lease(state, host)  # type: ignore[arg-type]
-        assert list(body()) == []
-    assert not path.exists()
-
-
-def test_it_ends_by_itself_after_the_last_sign_and_is_renewed_by_its_own(path: Path) -> None:
+def test_expires_after_the_last_renewal(path: Path) -> None:
     take(path, OTHER, "ben@laptop")
     _, until, since, _ = path.read_text().split()
     assert take(path, OTHER, "ben@laptop") == "taken"
     assert path.read_text().split()[2] == since
     uptime_s = int(Path("/proc/uptime").read_text().split(".")[0])
-    assert 0 < int(until) - uptime_s <= lease.TTL_S
+    assert 0 < int(until) - uptime_s <= operations.TTL_S
     path.write_text(f"{OTHER} {uptime_s - 1} {since} ben@laptop\n")
     assert take(path, "another-1", "ann@desk") == "taken"
 
 
 @pytest.mark.parametrize("content", ["", "\n", "x", "x y z\n", "\0\0", "a 99999999999 s $(id)\n"])
-def test_a_damaged_lease_stops_nobody_for_ever_and_runs_nothing(path: Path, content: str) -> None:
+def test_damaged_lease_runs_nothing_and_blocks_no_run_for_ever(path: Path, content: str) -> None:
     path.write_text(content)
-    said = take(path, OTHER, "ben@laptop")
-    assert said == "taken" or said == "held a " + said.split()[2] + " s $(id)"
+    answer = take(path, OTHER, "ben@laptop")
+    assert answer == "taken" or answer == "held a " + answer.split()[2] + " s $(id)"
 
 
-def test_a_user_of_the_host_cannot_hold_the_lock_that_runs_wait_for(path: Path) -> None:
-    # Whoever may open a file to read it may flock it, for as long as he likes.
+def test_users_of_the_host_cannot_hold_the_lock(path: Path) -> None:
+    # A user who can open a file to read it can also lock it.
     lock = Path(f"{path}.lock")
     take(path, OTHER, "ann@desk")
     assert stat.S_IMODE(lock.stat().st_mode) == 0o600
     lock.unlink()
-    script(lease.release_script(str(path), "beef-1"))
+    release(path, "beef-1")
     assert stat.S_IMODE(lock.stat().st_mode) == 0o600
 
 
-def test_only_the_run_that_holds_it_gives_it_back(path: Path) -> None:
+def test_only_the_holder_returns_the_lease(path: Path) -> None:
     take(path, OTHER, "ben@laptop")
-    script(lease.release_script(str(path), lease.this_run()))
+    release(path, this_run())
     assert path.exists()
-    script(lease.release_script(str(path), OTHER))
+    release(path, OTHER)
     assert not path.exists()
 
 
-def test_what_a_host_says_of_a_holder_is_a_plain_word(path: Path) -> None:
+def test_holder_is_shown_without_control_characters(path: Path) -> None:
     path.write_text(f"{OTHER} 99999999999 s \x1b[2Jroot\n")
-    [said] = changed(RealShell({}))
-    assert "\x1b" not in said
+    [refusal] = run(local_host())
+    assert "\x1b" not in refusal
 
 
-# Two commands: an interrupted run ends in the first one, and never sends the second.
+# Two commands: an interrupted run ends in the first and never sends the second.
 SLOW = """
 from pyinfra.context import host, state
-from pyinfra.api import operation
-from spark_deploy.hosts import operations as lease
-from spark_deploy.hosts.operations import host_errors
-lease.LEASE = "{0}/lease"
-lease.hold_lease(state, host)
-@operation()
-@host_errors
+from spark_deploy.hosts import operations
+operations.LEASE = "{0}/lease"
+operations.hold_lease(state, host)
+@operations.host_operation
 def slow():
     yield "sleep 30"
     yield "touch {0}/more"
@@ -207,32 +174,31 @@ slow(name="slow")
 
 
 @pytest.mark.parametrize(
-    "how",
+    "number",
     [
         signal.SIGINT,
-        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGHUP)),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupted_run_ends_at_once_and_gives_its_host_back(
-    tmp_path: Path, how: signal.Signals
+def test_interrupted_run_ends_at_once_and_returns_its_lease(
+    tmp_path: Path, number: signal.Signals
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW.format(tmp_path))
-    run = subprocess.Popen(
+    process = subprocess.Popen(
         [Path(sys.executable).with_name("pyinfra"), "@local", "slow.py", "-y"], cwd=tmp_path,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        # Whatever ignores a signal around the tests (nohup, CI) does not around this run.
         env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'files/contract'}"},
-        preexec_fn=lambda: signal.signal(how, signal.SIG_DFL),
+        # nohup or CI may ignore the signal in this process.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )  # fmt: skip
     while not (tmp_path / "lease").exists():
-        assert run.poll() is None
+        assert process.poll() is None
         time.sleep(0.02)
-
-    run.send_signal(how)
+    process.send_signal(number)
     time.sleep(0.01)
-    run.send_signal(how)  # by its parent, after the terminal
-    said, _ = run.communicate(timeout=15)
-
-    assert run.returncode == 128 + how
-    assert said.count("interrupted: leases are returned") == 1
+    process.send_signal(number)  # from the parent, after the terminal's
+    output, _ = process.communicate(timeout=15)
+    assert process.returncode == 128 + number
+    assert output.count("interrupted: leases are returned") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["slow.py"]

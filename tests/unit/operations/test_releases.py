@@ -1,4 +1,4 @@
-"""Going back and pruning: what they say, what they do, and when they leave a host alone."""
+"""Changes of a release: started, watched, held back after a failure, rolled back; and pruning."""
 
 from __future__ import annotations
 
@@ -12,66 +12,58 @@ from spark_contract.records import Rollout
 from spark_contract.status import Keep, Pruning
 from spark_contract.tool import HOST_TOOL
 
-from spark_deploy.hosts import releases, serve
+from spark_deploy.hosts import commands, releases, serve
+from spark_deploy.hosts.operations import Refused
 from spark_deploy.hosts.status import Prunable, WayBack
 from spark_deploy.hosts.uninstall import prune_host
-from tests.unit.facts.test_serve_status import RELEASE, RIGHT
-from tests.unit.operations.test_operations import FakeHost, on, outcome
+from tests.unit.facts.test_tool_answers import PROVEN, RELEASE
+from tests.unit.operations.fake_host import Failed, FakeHost, on, run_operation
 from tests.unit.statuses import told
 
 A = {"name": "main-aaaaaaaaaaaa", "model": "m", "profile": "v2"}
 B = {"name": "main-bbbbbbbbbbbb", "model": "m", "profile": "v2-tq"}
+NEW, OLD = "main-bbbbbbbbbbbb", "main-aaaaaaaaaaaa"
 KEEP = Keep(2, frozenset(), frozenset(), frozenset(), "/m", "/s", "/c")
 
 
-def way(answer: dict[str, Any]) -> Any:
-    return WayBack().process([json.dumps(answer)])
+def after_failure(host: FakeHost, *others: FakeHost) -> FakeHost:
+    results = {other: SimpleNamespace(error_ops=1) for other in others}
+    host.state = SimpleNamespace(inventory=list(others), results=results)
+    return host
 
 
-def back(answer: dict[str, Any], **more: Any) -> tuple[FakeHost, list[str]]:
-    host = FakeHost(WayBack=way(answer))
-    for name, value in more.items():
-        setattr(host.state, name, value)
-    return host, outcome(host, releases.roll_back, "main", None, 60)
+def rollback_host(**result: Any) -> FakeHost:
+    """Return a host whose tools give this result for ``rollback --dry``."""
+    return FakeHost(WayBack=WayBack().process([json.dumps(result)]))
 
 
-def test_a_rollback_is_one_command_to_the_named_release() -> None:
-    _, commands = back({"from": B, "to": A})
-    assert commands == [f"_begin_and_watch({HOST_TOOL} rollback main --to main-aaaaaaaaaaaa, 60)"]
+def roll_back(host: FakeHost, executing: bool = True) -> list[str]:
+    return run_operation(host, releases.roll_back, "main", None, 60, executing=executing)
 
 
-def test_a_dry_rollback_says_from_where_to_where() -> None:
-    host = FakeHost(WayBack=way({"from": B, "to": A}))
-    commands = outcome(host, releases.roll_back, "main", None, 60, executing=False)
-    assert len(commands) == 1
-    assert host.logs == [
-        "goes back from main-bbbbbbbbbbbb (m with v2-tq) to main-aaaaaaaaaaaa (m with v2)"
-    ]
+def test_rollback_is_one_command_and_names_both_releases() -> None:
+    for executing in (True, False):
+        host = rollback_host(**{"from": B, "to": A})
+        [command] = roll_back(host, executing)
+        assert command == f"_begin_and_watch({HOST_TOOL} rollback main --to {OLD}, 60)"
+        assert host.logs == [f"goes back from {NEW} (m with v2-tq) to {OLD} (m with v2)"]
 
 
-def test_a_rollback_that_is_done_does_nothing() -> None:
-    host, commands = back({"from": A, "to": A, "done": "A serves in place of B"})
-    assert (commands, host.noops) == ([], ["A serves in place of B"])
+def test_finished_rollback_does_nothing() -> None:
+    host = rollback_host(**{"from": A, "to": A, "done": "A serves in place of B"})
+    assert roll_back(host) == []
+    assert host.noops == ["A serves in place of B"]
 
 
-def test_a_rollback_that_cannot_be_done_fails_with_the_hosts_words() -> None:
-    problem = {"where": "main", "what": "nothing to go back to", "fix": "change group_vars"}
-    _, [command] = back({"from": A, "to": None, "problem": problem})
-    assert command.startswith("_refuse(main: nothing to go back to")
-
-
-def test_a_dry_rollback_that_will_be_refused_says_why_and_predicts_no_change() -> None:
+def test_impossible_rollback_is_refused_and_predicts_no_change() -> None:
     problem = {"where": "main", "what": "was stopped on purpose", "fix": "start it first"}
-    host = FakeHost(WayBack=way({"from": A, "to": None, "problem": problem}))
-    assert outcome(host, releases.roll_back, "main", None, 60, executing=False) == []
+    result = {"from": A, "to": None, "problem": problem}
+    [command] = roll_back(rollback_host(**result))
+    assert command.startswith("_refuse(main: was stopped on purpose")
+    host = rollback_host(**result)
+    assert roll_back(host, executing=False) == []
     assert host.logs == ["main: was stopped on purpose", "  fix: start it first"]
     assert host.noops == ["refused"]
-
-
-def test_a_host_with_older_tools_is_told_to_deploy_first() -> None:
-    [command] = outcome(FakeHost(WayBack=WayBack.default()), releases.roll_back, "main", None, 60)
-    assert command.startswith("_refuse(")
-    assert "run deploy.py for this host first" in command
 
 
 MALFORMED = (
@@ -84,38 +76,61 @@ MALFORMED = (
     ("fact", "operation", "arguments"),
     [(WayBack, releases.roll_back, ("main", None, 60)), (Prunable, prune_host, (KEEP,))],
 )
-def test_what_the_host_tools_refuse_is_told_in_their_words(
+def test_refuses_with_the_problem_of_the_host_tools(
     fact: Any, operation: Any, arguments: tuple[Any, ...]
 ) -> None:
     host = FakeHost(**{fact.__name__: fact().process(["phase=x", MALFORMED])})
-    [command] = outcome(host, operation, *arguments)
+    [command] = run_operation(host, operation, *arguments)
     assert command.startswith("_refuse(/etc/spark/releases/main-aaaaaaaaaaaa/release.json: malf")
     assert "fix: run the deploy for this host again" in command
-
-
-def test_tools_that_do_not_know_a_verb_give_no_answer() -> None:
+    # Older tools print their list of verbs.
     usage = ["spark-host status [--live]: everything", "spark-host check [RELEASE]: prove"]
-    for fact in (WayBack(), Prunable()):
-        assert fact.process(usage) == fact.process([]) == fact.default()
-        assert "older than this checkout" in str(fact.default())
+    assert fact().process(usage) == fact().process([]) == fact.default()
+    [command] = run_operation(FakeHost(**{fact.__name__: fact.default()}), operation, *arguments)
+    assert "run deploy.py for this host first" in command
 
 
-def test_a_failure_elsewhere_leaves_this_host_alone() -> None:
-    other = FakeHost()
-    other.name = "spark-0"
-    results = {other: SimpleNamespace(error_ops={"op"})}
-    _, [command] = back({"from": B, "to": A}, inventory=[other], results=results)
-    assert "left alone on main-bbbbbbbbbbbb (m with v2-tq), because spark-0 failed first" in command
+def test_facts_change_nothing() -> None:
+    assert "--dry" in WayBack().command("main", None)
+    assert f"--to {OLD} --dry" in WayBack().command("main", OLD)
+    assert "prune --dry" in Prunable().command("{}")
 
 
-def test_after_a_rollback_the_run_is_red_unless_what_serves_is_proven() -> None:
-    good = FakeHost(Status=told(RIGHT))
-    assert outcome(good, releases.verify_rollback, "main", "m/v2-tq") == []
+def hold_back(host: FakeHost) -> str:
+    """Return why the current host must wait, or ""."""
+    with on(host):
+        try:
+            releases.hold_back("left alone")
+        except Refused as refused:
+            return str(refused)
+    return ""
 
-    closed = {**RIGHT["services"]["main"], "traffic_open": False}
-    bad = FakeHost(Status=told({**RIGHT, "services": {"main": closed}}))
-    [command] = outcome(bad, releases.verify_rollback, "main", "m/v2-tq")
-    assert "gateway is closed" in command
+
+def test_failure_of_another_host_holds_changes_back() -> None:
+    assert "left alone, because spark-1 failed first" in hold_back(
+        after_failure(FakeHost(), FakeHost())
+    )
+    lost_before = FakeHost(connected=False)
+    assert hold_back(after_failure(FakeHost(), lost_before)) == ""
+    host = after_failure(rollback_host(**{"from": B, "to": A}), FakeHost(name="spark-0"))
+    [command] = roll_back(host)
+    assert f"left alone on {NEW} (m with v2-tq), because spark-0 failed first" in command
+
+
+def test_blames_the_failed_host_and_not_those_that_waited() -> None:
+    failed, second = FakeHost(name="first"), FakeHost(name="second")
+    assert "because first failed first" in hold_back(after_failure(second, failed))
+    third = after_failure(FakeHost(), failed, second)
+    assert "because first failed first" in hold_back(third)
+
+
+def test_host_lost_during_its_change_holds_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "AWAY_S", 0)
+    monkeypatch.setattr(commands.gevent, "sleep", lambda _: None)
+    lost = FakeHost(shell=lambda script: OSError("no route"))
+    assert not releases.change_now(None, lost, OLD, 60)  # type: ignore[arg-type]
+    assert "takes it back, by itself" in lost.logs[-1]
+    assert "because spark-1 failed first" in hold_back(after_failure(FakeHost(), lost))
 
 
 FOUND = {
@@ -125,30 +140,54 @@ FOUND = {
         {"kind": "job", "name": "0" * 12, "bytes": 0},
     ],
     "bytes": 7_250_000_000,
-    "kept": {"main-aaaaaaaaaaaa": "serves"},
+    "kept": {OLD: "serves"},
     "not_ours": ["/srv/spark/models/mine"],
     "problems": [],
 }
 
 
 @pytest.mark.parametrize("executing", [False, True])
-def test_a_prune_says_each_thing_with_its_bytes_once(executing: bool) -> None:
+def test_prune_lists_each_item_once_with_its_size(executing: bool) -> None:
     host = FakeHost(Prunable=read(Pruning, FOUND))
-    commands = outcome(host, prune_host, KEEP, executing=executing)
-    text = "\n".join(host.logs)
-    assert len(commands) == 1
-    outcome(host, prune_host, KEEP)
-    assert "\n".join(host.logs) == text
+    assert len(run_operation(host, prune_host, KEEP, executing=executing)) == 1
+    text = host.log_text
+    run_operation(host, prune_host, KEEP)
+    assert host.log_text == text
     assert "7.25 GB  tree /srv/spark/models/x" in text
-    assert "release main-aaaaaaaaaaaa: serves" in text
+    assert f"release {OLD}: serves" in text
     assert "/srv/spark/models/mine: unmanaged" in text
     assert "state files of 1 jobs" in text
 
 
-def test_a_prune_with_nothing_to_do_does_nothing() -> None:
+def test_prune_without_items_does_nothing() -> None:
     host = FakeHost(Prunable=read(Pruning, {**FOUND, "items": [], "bytes": 0}))
-    assert outcome(host, prune_host, KEEP) == []
+    assert run_operation(host, prune_host, KEEP) == []
     assert host.noops == ["nothing to remove"]
+
+
+PLAN: Any = SimpleNamespace(service="main", name=RELEASE, cluster=None)
+[PROVEN_RELEASE] = PROVEN["releases"]
+
+
+def serving(release: dict[str, Any] | None = None, **service: Any) -> FakeHost:
+    """Return a host that serves RELEASE, with changes."""
+    main = {**PROVEN["services"]["main"], **service}
+    changes = {"services": {"main": main}, "releases": [{**PROVEN_RELEASE, **(release or {})}]}
+    return FakeHost(Status=told({**PROVEN, **changes}))
+
+
+def roll_out(host: FakeHost, plan: Any = PLAN, *scheduled: Any) -> list[str]:
+    return run_operation(host, serve.roll_out, plan, 60, scheduled)
+
+
+def verify_rollback(host: FakeHost, chosen: str = "m/v2-tq") -> list[str]:
+    return run_operation(host, releases.verify_rollback, "main", chosen)
+
+
+def test_rollback_fails_unless_the_serving_release_is_proven() -> None:
+    assert verify_rollback(serving()) == []
+    [command] = verify_rollback(serving(traffic_open=False))
+    assert "gateway is closed" in command
 
 
 @pytest.mark.parametrize(
@@ -158,177 +197,168 @@ def test_a_prune_with_nothing_to_do_does_nothing() -> None:
         ("m/v2", "applies the current settings"),
     ],
 )
-def test_a_rollback_says_where_the_next_up_goes_and_how_to_stay(chosen: str, then: str) -> None:
-    release = {**RIGHT["releases"][0], "model": "m", "profile": "v2"}
-    host = FakeHost(Status=told({**RIGHT, "releases": [release]}))
-    assert outcome(host, releases.verify_rollback, "main", chosen) == []
+def test_rollback_names_the_effect_of_the_next_up(chosen: str, then: str) -> None:
+    host = serving({"model": "m", "profile": "v2"})
+    assert verify_rollback(host, chosen) == []
     assert host.logs == [f"serves m/v2 ({RELEASE}), proven; the next `spark-deploy up` {then}"]
 
 
-def plan() -> Any:
-    return SimpleNamespace(service="main", name=RELEASE, cluster=None)
-
-
-def status(**service: Any) -> FakeHost:
-    of_main = {**RIGHT["services"]["main"], **service}
-    return FakeHost(Status=told({**RIGHT, "services": {"main": of_main}}))
-
-
-def test_a_deploy_reports_a_stop_and_does_not_undo_it() -> None:
-    stopped = {
-        "schema_version": 1,
-        "at": "2026-11-21T10:00:00Z",
-        "by": "ann@desk",
-        "release": RELEASE,
-    }
-    host = status(stopped_by_hand=stopped, active=None)
-    assert outcome(host, serve.roll_out, plan(), 60) == []
-    assert "stopped on purpose by ann@desk and is down since 2026-11-21T10" in host.logs[0]
+def test_deploy_reports_a_stopped_service_and_leaves_it_stopped() -> None:
+    at, by = "2026-11-21T10:00:00Z", "ann@desk"
+    stopped = {"schema_version": 1, "at": at, "by": by, "release": RELEASE}
+    host = serving(stopped_by_hand=stopped, active=None)
+    assert roll_out(host) == []
+    assert f"stopped on purpose by ann@desk and is down since {at}" in host.logs[0]
     assert "`spark-deploy start` starts it" in host.logs[0]
-    assert outcome(host, serve.verify_service, plan(), SimpleNamespace()) == []
+    assert run_operation(host, serve.verify_service, PLAN, SimpleNamespace()) == []
 
 
-def test_a_deploy_after_a_rollback_says_that_it_goes_to_what_group_vars_say() -> None:
-    gone_back = {
-        "schema_version": 1, "state": "done", "from": RELEASE, "to": "main-aaaaaaaaaaaa",
-        "at": "then",
-    }  # fmt: skip
-    host = status(active="main-aaaaaaaaaaaa", good="main-aaaaaaaaaaaa", rolled_back=gone_back)
-    assert len(outcome(host, serve.roll_out, plan(), 60)) == 1
+def test_deploy_after_a_rollback_reports_that_it_applies_group_vars() -> None:
+    back = {"schema_version": 1, "state": "done", "from": RELEASE, "to": OLD, "at": "then"}
+    host = serving(active=OLD, good=OLD, rolled_back=back)
+    assert len(roll_out(host)) == 1
     assert f"was rolled back from {RELEASE}" in host.logs[0]
     assert f"group_vars say {RELEASE}" in host.logs[0]
 
 
-def test_a_change_ended_by_force_after_its_proof_leaves_no_failed_unit() -> None:
-    [release] = RIGHT["releases"]
-    host = FakeHost(Status=told({**RIGHT, "releases": [{**release, "change_failed": True}]}))
-    assert outcome(host, serve.roll_out, plan(), 60) == [
-        f"systemctl reset-failed spark-switch@{RELEASE}.service"
-    ]
-    down = {**RIGHT["services"]["main"], "active": None}
-    host = FakeHost(
-        Status=told(
-            {**RIGHT, "releases": [{**release, "change_failed": True}], "services": {"main": down}}
-        )
-    )
-    assert outcome(host, serve.roll_out, plan(), 60) == [f"change_now({RELEASE}, 60)"]
+def test_resets_the_unit_of_a_change_that_was_killed_after_its_proof() -> None:
+    reset = f"systemctl reset-failed spark-switch@{RELEASE}.service"
+    assert roll_out(serving({"change_failed": True})) == [reset]
+    down = serving({"change_failed": True}, active=None)
+    assert roll_out(down) == [f"change_now({RELEASE}, 60)"]
 
 
-OTHER = "main-aaaaaaaaaaaa"
+NIGHT: Any = SimpleNamespace(name=RELEASE, service="main")
+DAY: Any = SimpleNamespace(name="main-cccccccccccc", service="main", cluster=None)
 
 
-class Failed:
-    name, connector = "first", None
-
-
-FAILED = Failed()
+def test_deploy_keeps_a_proven_release_of_the_schedule() -> None:
+    host = serving()
+    assert host.facts["Status"].due(DAY, [NIGHT]) is NIGHT
+    assert roll_out(host, DAY, NIGHT) == []
+    assert host.noops == [f"{RELEASE} is served by schedule"]
+    assert roll_out(serving(), DAY) == [f"change_now({DAY.name}, 60)"]
+    broken = {"ok": False, "release": RELEASE, "detail": "timed out"}
+    assert told({**PROVEN, "live": broken}).due(DAY, [NIGHT]) is DAY
 
 
 @pytest.mark.parametrize(
-    ("service", "starts"),
+    ("active", "good", "starts"),
     [
-        ({"active": None, "good": None}, True),
-        ({"active": None, "good": RELEASE}, True),
-        ({"active": None, "good": OTHER}, False),
-        ({"active": OTHER, "good": OTHER}, False),
-        ({"active": OTHER, "good": None}, False),
-        ({"active": RELEASE, "good": None}, False),
+        (None, None, True),
+        (None, RELEASE, True),
+        (None, OLD, False),
+        (OLD, OLD, False),
+        (OLD, None, False),
+        (RELEASE, None, False),
     ],
 )
-def test_only_a_host_with_nothing_to_lose_starts_beside_the_others(
-    service: dict[str, Any], starts: bool
+def test_starts_in_parallel_only_where_no_service_can_be_interrupted(
+    active: str | None, good: str | None, starts: bool
 ) -> None:
-    assert len(outcome(status(**service), serve.start_service, plan(), 60)) == starts
+    host = serving(active=active, good=good)
+    assert len(run_operation(host, serve.start_service, PLAN, 60)) == starts
 
 
-def test_a_first_start_waits_for_no_other_host_and_a_replacement_does() -> None:
-    for service, operation, refused in (
-        ({"active": None, "good": None}, serve.start_service, False),
-        ({"active": OTHER, "good": OTHER}, serve.roll_out, True),
-    ):
-        host = status(**service)
-        host.state.inventory = [FAILED]
-        host.state.results = {FAILED: SimpleNamespace(error_ops=1)}
-        [command] = outcome(host, operation, plan(), 60)
-        assert ("because first failed first" in command) == refused
+@pytest.mark.parametrize(
+    ("active", "operation", "refused"),
+    [(None, serve.start_service, False), (OLD, serve.roll_out, True)],
+)
+def test_failed_host_holds_back_replacements_but_no_first_start(
+    active: str | None, operation: Any, refused: bool
+) -> None:
+    host = after_failure(serving(active=active, good=active), FakeHost(name="first"))
+    [command] = run_operation(host, operation, PLAN, 60)
+    assert ("because first failed first" in command) == refused
 
 
-def test_a_dry_run_foretells_the_first_start_of_a_host_once() -> None:
-    host = status(active=None, good=None)
-    with on(host, executing=False) as state:
-        state.inventory.get_host = lambda name: host
-        first = list(serve.start_service._inner(plan(), 60))
-        second = list(serve.roll_out._inner(plan(), 60))
+def test_dry_run_predicts_the_first_start_once() -> None:
+    host = serving(active=None, good=None)
+    with on(host, executing=False):
+        first = list(serve.start_service._inner(PLAN, 60))
+        second = list(serve.roll_out._inner(PLAN, 60))
     assert (len(first), second, host.noops) == (1, [], ["is served by then"])
 
 
-def test_a_way_back_is_asked_without_changing_anything() -> None:
-    assert "--dry" in WayBack().command("main", None)
-    assert "--to main-aaaaaaaaaaaa --dry" in WayBack().command("main", "main-aaaaaaaaaaaa")
-    assert "prune --dry" in Prunable().command("{}")
+BEGUN = '{"release": "r", "request": "id1", "joined": false}'
 
 
-class Polled:
-    """A host that answers one command after the other."""
-
-    def __init__(self, *answers: str):
-        self.answers, self.asked, self.logs, self.connected = list(answers), [], [], True
-        self.data = {"_sudo": True}
-
-    def log(self, text: str, **_: Any) -> None:
-        self.logs.append(text)
-
-    log_styled = log
-
-    def run_shell_command(self, command: Any, **_: Any) -> tuple[bool, Any]:
-        self.asked.append(str(command))
-        out = self.answers.pop(0)
-        if out.startswith("error: "):
-            return False, SimpleNamespace(stdout="", stderr=out, output=out)
-        return True, SimpleNamespace(stdout=out, stderr="", output=out)
+def rollout(**fields: Any) -> str:
+    return text_of(Rollout("r", **fields))
 
 
-def poll(**known: Any) -> str:
-    return text_of(Rollout("r", **known))
+SWITCHED = rollout(state="switched", phase="done", times_s={"start": 1.0})
 
 
-def watched(*answers: str) -> tuple[bool, Polled]:
-    host = Polled(*answers)
-    done = releases._begin_and_watch(None, host, "switch-begin r", 60)  # type: ignore[arg-type]
-    return done, host
-
-
-def test_a_change_is_followed_under_the_id_it_was_begun_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def watch(monkeypatch: pytest.MonkeyPatch, *answers: str) -> tuple[bool, FakeHost]:
     monkeypatch.setattr(releases, "POLL_EVERY_S", 0)
-    done, host = watched(
-        '{"release": "r", "request": "id1", "joined": false}',
-        poll(),
-        poll(state="running", phase="check"),
-        poll(state="switched", phase="done", times_s={"start": 1.0}),
-    )
+    queue = [BEGUN, *answers]
+    host = FakeHost(shell=lambda script: queue.pop(0))
+    return releases._begin_and_watch(None, host, "switch-begin r", 60), host  # type: ignore[arg-type]
+
+
+def test_watches_a_change_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = rollout(state="running", phase="check")
+    done, host = watch(monkeypatch, rollout(), running, SWITCHED)
     assert done
-    assert all("switch-poll r id1" in asked for asked in host.asked[1:])
+    assert all("switch-poll r id1" in script for script, _ in host.commands[1:])
 
 
-def test_a_host_that_cannot_say_how_a_change_goes_is_asked_on_and_quoted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(releases, "POLL_EVERY_S", 0)
-    done, host = watched(
-        '{"release": "r", "request": "id1", "joined": false}',
-        "error: systemctl show: no answer within 60 s; fix: run again",
-        poll(state="switched", phase="done", times_s={"start": 1.0}),
-    )
+def test_keeps_watching_when_progress_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Failed("error: systemctl show: no answer within 60 s; fix: run again")
+    done, host = watch(monkeypatch, failed, SWITCHED)
     assert done
-    assert any("systemctl show: no answer within 60 s" in line for line in host.logs)
+    assert "systemctl show: no answer within 60 s" in host.log_text
 
 
-def test_a_change_that_never_ran_fails_at_once() -> None:
-    done, host = watched(
-        '{"release": "r", "request": "id1", "joined": false}',
-        poll(state="not-started", failed_phase="begin", reason="the unit did not run"),
-    )
+def test_change_that_never_ran_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "the unit did not run"
+    never = rollout(state="not-started", failed_phase="begin", reason=reason)
+    done, host = watch(monkeypatch, never)
     assert not done
-    assert "not-started in phase begin: the unit did not run" in host.logs[-1]
+    assert f"not-started in phase begin: {reason}" in host.logs[-1]
+
+
+def report(**result: Any) -> tuple[bool, list[str]]:
+    host = FakeHost()
+    good = releases.report_change(host, NEW, Rollout(NEW, **result))  # type: ignore[arg-type]
+    return good, host.log_text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("state", "serving", "kept"),
+    [
+        ("rolled-back", OLD, "; the current release keeps serving"),
+        ("failed-no-previous", None, ""),
+        ("rollback-failed", None, ""),
+    ],
+)
+def test_failed_change_shows_the_log_the_reason_and_what_serves(
+    state: str, serving: str | None, kept: str
+) -> None:
+    failure = {"failed_phase": "start", "reason": "did not start", "ended_at": "2026-01-01T00:00Z"}
+    assert report(state=state, serving=serving, log_tail=["loading", "ERROR"], **failure) == (
+        False,
+        [
+            *("  loading", "  ERROR"),
+            f"{NEW}: {state} in phase start: did not start",
+            f"  now serving: {serving or 'nothing'}",
+            f"  fix: correct the cause above and run again{kept}",
+        ],
+    )
+
+
+def test_interrupted_change_does_not_claim_that_nothing_serves() -> None:
+    good, lines = report(state="interrupted", phase="start", failed_phase=None, reason=None)
+    assert not good
+    assert lines[0] == f"{NEW}: interrupted in phase start: it was interrupted"
+    assert "not known from this change" in lines[1]
+
+
+def test_successful_change_shows_times_warnings_and_speed() -> None:
+    times, bench = {"start": 61.25, "check": 3.0}, ["speed: 30.1 tokens/s", "slower than before"]
+    warnings = ("repeat: two texts",)
+    assert report(state="switched", times_s=times, bench=bench, warnings=warnings) == (
+        True,
+        [f"serves {NEW} (start 61.2 s, check 3.0 s)", f"check warning: {warnings[0]}", *bench],
+    )

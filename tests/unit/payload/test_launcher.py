@@ -1,4 +1,6 @@
-"""The command that starts the host tools: root runs our code and nobody else's."""
+"""The host tools: run only our code, installed or from memory."""
+
+from __future__ import annotations
 
 import os
 import subprocess
@@ -6,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from spark_deploy.hosts.payload import read_payload
+from spark_deploy.hosts.payload import memory_command, packed_tools, read_payload
 
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """Return the tools as they lie on a host, `current` pointing at them."""
+    """Install the tools as on a host."""
     for file in read_payload().tools:
         path = tmp_path / "tools" / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -21,39 +23,51 @@ def tools(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["json.py", "secrets.py", "spark_host/__init__.py"])
-def test_the_tools_run_no_code_of_the_folder_they_are_called_from(
-    tools: Path, tmp_path: Path, name: str
-) -> None:
+def test_tools_run_no_code_of_the_current_directory(tools: Path, tmp_path: Path, name: str) -> None:
     home = tmp_path / "home"
-    planted = home / name
-    planted.parent.mkdir(parents=True)
-    planted.write_text("raise SystemExit('code of a stranger')\n")
-
+    (home / name).parent.mkdir(parents=True)
+    (home / name).write_text("raise SystemExit('code of a stranger')\n")
     done = subprocess.run(
         [tools / "bin/spark-host", "help"], cwd=home, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(home)},
     )  # fmt: skip
-
-    assert "stranger" not in done.stderr
     assert done.stderr.startswith("spark-host status")
     assert done.returncode == 0
 
 
-def test_what_the_tools_start_in_python_is_as_careful(tools: Path) -> None:
-    launcher = (tools / "bin/spark-host").read_text()
-    child = "import os, sys; sys.exit(not (sys.flags.safe_path and os.getcwd() == '/'))"
-    script = launcher.replace("-m spark_host", f'-c "{child}"')
-
-    assert subprocess.run(["sh", "-c", script], check=False, cwd=tools).returncode == 0
-
-
-def test_the_tools_know_the_folder_they_are_called_from_as_they_work_in_another(
+def test_child_processes_inherit_the_protection_and_the_callers_directory(
     tools: Path, tmp_path: Path
 ) -> None:
-    launcher = (tools / "bin/spark-host").read_text()
-    child = "import os; print(os.environ['SPARK_CALLED_FROM'])"
-    script = launcher.replace("-m spark_host", f'-c "{child}"')
+    child = (
+        "import os, sys; sys.exit(not (sys.flags.safe_path and os.getcwd() == '/'"
+        " and os.environ['SPARK_CALLED_FROM'].endswith('/a folder')))"
+    )
+    script = (tools / "bin/spark-host").read_text().replace("-m spark_host", f'-c "{child}"')
     folder = tmp_path / "a folder"
     folder.mkdir()
-    said = subprocess.run(["sh", "-c", script], check=True, cwd=folder, capture_output=True)
-    assert said.stdout.decode().strip() == str(folder)
+    subprocess.run(["sh", "-c", script], check=True, cwd=folder)
+
+
+def run_from_memory(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", memory_command(*words)],
+        input=packed_tools(), capture_output=True, text=True, cwd=cwd, check=False,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "/nowhere", "SPARK_ROOT": str(cwd)},
+    )  # fmt: skip
+
+
+def test_sent_tools_run_from_memory_and_leave_no_file(tmp_path: Path) -> None:
+    done = run_from_memory("help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "spark-host manifest" in done.stderr
+    assert list(tmp_path.rglob("*")) == []
+    bad = run_from_memory("manifest", "{}", cwd=tmp_path)
+    assert bad.returncode == 2
+    assert bad.stderr.startswith("error: ")
+    assert "models_dir: missing; fix:" in bad.stderr
+
+
+def test_sent_tools_ignore_python_of_the_current_directory(tmp_path: Path) -> None:
+    for name in ("spark_host", "base64", "tarfile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('theirs')")
+    assert run_from_memory("help", cwd=tmp_path).returncode == 0

@@ -14,7 +14,7 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings
 from spark_deploy.config.settings.service import RolloutSettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.cluster import fabric_links, fabric_plan, present_addresses, waves_of
+from spark_deploy.plan.cluster import fabric_links, fabric_plan, present_addresses, waves_of, ways
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.release import release_files_of
 from spark_deploy.plan.resolve import Request, problems_of
@@ -63,6 +63,14 @@ def plan_on(host: str, ports: dict[str, Ports], settings: Settings | None = None
     settings = settings or clustered()
     lock = made_up_lock(settings, CATALOG)
     return plan_host(Request(host, settings, CATALOG, lock, PAYLOAD, ports))
+
+
+def test_both_interfaces_of_a_cable_link_to_the_other_member() -> None:
+    links = ways(clustered(), "spark-1", FABRIC)
+    assert {(link.interface, link.host, link.address) for link in links} == {
+        ("enp1s0f1np1", "spark-2", "192.168.100.11"),
+        ("enP2p1s0f1np1", "spark-2", "192.168.101.11"),
+    }
 
 
 def test_all_members_get_one_release() -> None:

@@ -1,0 +1,130 @@
+"""Commands that survive a lost connection, and errors that fail only their host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pyinfra.api.command import FunctionCommand
+from pyinfra.api.exceptions import ConnectError, PyinfraError
+
+from spark_deploy.hosts import commands
+from spark_deploy.hosts.facts import FactUnavailable
+from spark_deploy.hosts.operations import host_command, host_errors, refuse
+from tests.unit.operations.fake_host import Failed, FakeHost, on
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(commands.gevent, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    return now
+
+
+def answers(*results: str | Exception | None) -> FakeHost:
+    """Return a host that gives these results in turn; ``None`` cuts the connection silently."""
+    queue = list(results)
+
+    def shell(script: str) -> str | Exception:
+        result = queue.pop(0) if queue else OSError("no route")
+        if result is None:
+            host.connected = False
+            return Failed("")
+        return result
+
+    host = FakeHost(shell=shell)
+    return host
+
+
+@pytest.mark.parametrize("loss", [OSError("gone"), EOFError(), TimeoutError(), None])
+def test_reconnects_and_repeats_the_command(clock: list[float], loss: Exception | None) -> None:
+    host = answers(loss, "here")
+    assert commands.run_reconnecting(host, "true") == (True, "here", "")
+    assert host.connects == 1
+
+
+def test_repeats_no_command_that_fails_on_a_connected_host(clock: list[float]) -> None:
+    host = answers(Failed("x"))
+    assert commands.run_reconnecting(host, "false") == (False, "", "x")
+    assert host.connects == 0
+
+
+@pytest.mark.parametrize("sudo", [True, False])
+def test_pauses_grow_and_sudo_follows_the_settings(clock: list[float], sudo: bool) -> None:
+    host = answers(*[OSError("gone")] * 5, "here")
+    host.data["_sudo"] = sudo
+    assert commands.run_reconnecting(host, "true") == (True, "here", "")
+    assert clock[0] == 1 + 2 + 3 + 4 + 5
+    assert host.logs == ["connection lost (OSError); reconnecting"]
+    assert {options["_sudo"] for _, options in host.commands} == {sudo}
+
+
+def test_gives_up_a_host_after_minutes(clock: list[float]) -> None:
+    with pytest.raises(ConnectError, match="unreachable for"):
+        commands.run_reconnecting(answers(), "true")
+    assert commands.AWAY_S <= clock[0] < commands.AWAY_S + 30
+
+
+@host_errors
+def fail(error: Exception) -> Any:
+    raise error
+    yield
+
+
+def message_of(error: Exception, *, connected: bool) -> str:
+    with on(FakeHost(connected=connected)):
+        [command] = fail(error)
+    assert isinstance(command, FunctionCommand)
+    return str(command.args[0])
+
+
+@pytest.mark.parametrize("error", [PyinfraError("No hosts remaining!"), FactUnavailable("no fact")])
+def test_lost_host_is_reported_as_unreachable(error: Exception) -> None:
+    text = message_of(error, connected=False)
+    assert text.startswith("spark-1: fail: unreachable")
+    assert text.endswith("fix: run again; finished steps stay done")
+
+
+def test_other_errors_name_the_operation_or_a_defect() -> None:
+    unread = message_of(FactUnavailable("could not read the state"), connected=True)
+    assert "fail: could not read the state\n" in unread
+    assert "fail: KeyError: 'x'\n  fix: report this" in message_of(KeyError("x"), connected=True)
+
+
+def test_prediction_passes_errors_of_pyinfra_on() -> None:
+    with on(FakeHost(connected=False), False), pytest.raises(PyinfraError):
+        list(fail(PyinfraError("No hosts remaining!")))
+
+
+REFUSAL = ["disk: is full", "  fix: free some"]
+
+
+@host_errors
+def refusing_operation() -> None:
+    refuse("disk", "is full", "free some")
+
+
+@host_command
+def refusing_command(state: Any, host: Any) -> bool:
+    refuse("disk", "is full", "free some")
+
+
+@pytest.mark.parametrize("executing", [True, False])
+def test_refusing_operation_fails_its_host_and_logs_once(executing: bool) -> None:
+    host = FakeHost()
+    with on(host, executing) as state:
+        [command] = refusing_operation()
+        assert host.logs == ([] if executing else REFUSAL)
+        if executing:
+            assert command.execute(state, host, {}) is False
+    assert host.logs == REFUSAL
+
+
+def test_refusing_command_fails_its_host() -> None:
+    host = FakeHost()
+    run: Callable[..., bool] = FunctionCommand(refusing_command, [], {}).execute
+    with on(host) as state:
+        assert run(state, host, {}) is False
+    assert host.logs == REFUSAL

@@ -1,0 +1,220 @@
+"""Links between hosts: faults found by ping, TCP and RDMA tests; a measurement changes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from spark_contract.errors import ERROR
+from spark_contract.fabric import SpeedFound
+
+from spark_deploy.hosts import fabric
+from spark_deploy.hosts.fabric import describe_speed, find_differences, judge_links, judge_speed
+from spark_deploy.plan.types import Way
+from tests.unit.operations.fake_host import Failed, FakeHost, describe, on
+from tests.unit.preflight.surveyed import survey
+
+LINK = Way("fab0", "roce0", 9000, 200000, "spark-2", "192.168.100.12", 9000)
+TWIN = Way("fab1", "roce1", 9000, 200000, "spark-2", "192.168.101.12", 9000)
+REACHED = {LINK.address: "yes", TWIN.address: "yes"}
+
+
+@pytest.mark.parametrize(
+    ("links", "reached", "problems", "warnings"),
+    [
+        ((LINK, TWIN), REACHED, [], []),
+        ((LINK, TWIN), {**REACHED, TWIN.address: "no"},
+         ["fab1: no packet of 9000 bytes comes back from spark-2"], []),
+        ((replace(LINK, other_mtu=1500), TWIN), REACHED, ["fab0: MTU 9000, but 1500 on"], []),
+        ((replace(LINK, speed_mbit_per_s=100000), TWIN), REACHED, [],
+         ["linked at 100 Gb/s of 200"]),
+        ((replace(LINK, mtu=1500, other_mtu=1500), TWIN), REACHED, [], ["MTU 1500"]),
+        ((LINK,), {}, [], ["no ping", "half of the cable's speed"]),
+    ],
+)  # fmt: skip
+def test_judges_links(
+    links: tuple[Way, ...], reached: dict[str, str], problems: list[str], warnings: list[str]
+) -> None:
+    verdict = judge_links("spark-1", links, reached)
+    for found, expected in ((verdict.problems, problems), (verdict.warnings, warnings)):
+        assert len(found) == len(expected)
+        for problem, words in zip(found, expected, strict=True):
+            assert words in str(problem)
+
+
+def test_members_need_the_same_driver_branch() -> None:
+    one, other, newer = (
+        survey(smi=[f"NVIDIA GB10, {version}", "rc=0"])
+        for version in ("580.142", "580.95", "590.44")
+    )
+    assert list(find_differences(("a", "b"), {"a": one, "b": other})) == []
+    [problem] = find_differences(("a", "b"), {"a": one, "b": newer, "c": other})
+    assert problem.what == "different branches: a 580, b 590"
+    assert list(find_differences(("a",), {"a": one, "b": newer})) == []
+
+
+def test_members_need_a_kernel_without_memory_for_handover() -> None:
+    good = survey()
+    memory = replace(good.memory, cma_total_bytes=0, cma_free_bytes=9 << 30)
+    [problem] = find_differences(("a", "b"), {"a": replace(good, memory=memory), "b": good})
+    assert problem.where == "a: kernel"
+    assert "kho=off" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("link_mbit_per_s", "gbit_per_s", "problem", "warning"),
+    [
+        (200000, 88.0, "", ""),
+        (200000, 26.0, "", ""),  # perhaps the limit of Python
+        (200000, 13.2, "", "degraded port is reported to carry 13"),
+        (200000, 0.94, "0.9 Gb/s to spark-2 over a link of 200", ""),
+        (10000, 9.4, "", ""),
+        (10000, 0.94, "0.9 Gb/s to spark-2 over a link of 10", ""),
+        (1000, 0.94, "", ""),
+        (None, 0.94, "", ""),
+        (None, 0.0, "no packet of full size gets to spark-2", ""),
+    ],
+)
+def test_judges_a_short_speed_test(
+    link_mbit_per_s: int | None, gbit_per_s: float, problem: str, warning: str
+) -> None:
+    link = replace(LINK, speed_mbit_per_s=link_mbit_per_s)
+    verdict = judge_speed("spark-1", link, SpeedFound(int(gbit_per_s * 125e6), 1.0))
+    assert [problem in found.what for found in verdict.problems] == [True] * bool(problem)
+    assert [warning in found.what for found in verdict.warnings] == [True] * bool(warning)
+
+
+def test_describes_the_measured_speed_and_that_of_the_link() -> None:
+    text = describe_speed(LINK, SpeedFound(10**9, 0.1))
+    assert text.endswith("80.0 Gb/s over TCP (1000 MB in 0.10 s; link 200 Gb/s)")
+    unknown = replace(LINK, speed_mbit_per_s=None)
+    assert "link of unknown speed" in describe_speed(unknown, SpeedFound(10**9, 0.1))
+
+
+def end(gbit_per_s: float = 0, error: str = "", rdma: str | None = None) -> FakeHost:
+    """Return a host on the cable; ``rdma`` is the output of ib_write_bw, if installed."""
+    result = {"schema_version": 1, "arrived_bytes": int(gbit_per_s * 125e6), "took_s": 1.0}
+
+    def shell(script: str) -> str:
+        if "ib_write_bw" in script:
+            return Failed() if rdma is None else rdma
+        return Failed(error) if error else json.dumps(result)
+
+    return FakeHost(shell=shell)
+
+
+def measure(
+    monkeypatch: pytest.MonkeyPatch,
+    sender: FakeHost,
+    listener: FakeHost,
+    executing: bool = True,
+    reached: str = "yes",
+) -> list[str]:
+    monkeypatch.setattr(fabric, "read_fact", lambda fact, **_: {LINK.address: reached})
+    hosts = {"spark-1": sender, "spark-2": listener}
+    with on(sender, executing) as state:
+        state.inventory.get_host = hosts.__getitem__
+        return [describe(command) for command in fabric.measure_links._inner([LINK])]
+
+
+def orders(host: FakeHost) -> list[tuple[str, dict[str, Any]]]:
+    """Return the commands of TCP tests, with their orders."""
+    tests = [
+        (script, options["_stdin"])
+        for script, options in host.commands
+        if "ib_write_bw" not in script
+    ]
+    return [(script, json.loads(order)) for script, order in tests]
+
+
+def test_both_ends_get_a_token_that_no_process_list_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, listener = end(88), end()
+    for _ in range(2):
+        assert measure(monkeypatch, sender, listener) == []
+    (send, order), (_, second) = orders(sender)
+    listen, same = orders(listener)[0]
+    assert order == same
+    assert len(order["token"]) == 32
+    assert order["token"] != second["token"]
+    assert order["token"] not in send + listen
+    assert order["most_bytes"] <= 10**9
+    assert "DynamicUser=yes" in listen
+    assert "RuntimeMaxSec=" in listen
+    assert "fab0 to spark-2 (192.168.100.12): 88.0 Gb/s over TCP" in sender.log_text
+
+
+def test_dry_run_names_the_traffic_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, listener = end(88), end()
+    assert measure(monkeypatch, sender, listener, executing=False) == []
+    assert not sender.commands + listener.commands
+    assert "1000 MB and 2.5 s at most" in sender.log_text
+
+
+@pytest.mark.parametrize(
+    ("sender", "listener", "reached", "message"),
+    [
+        (end(0.9), end(), "yes", "0.9 Gb/s to spark-2 over a link of 200"),
+        (end(0), end(), "yes", "no packet of full size gets to spark-2"),
+        (end(88), end(), "no", "no packet of 9000 bytes comes back"),
+        (end(error="x"), end(error=f"{ERROR}fab0:20000: cannot listen; fix: run again"), "yes",
+         "cannot listen"),
+        (end(error=f"{ERROR}fab0: no connection; fix: look"), end(), "yes", "no connection"),
+    ],
+)  # fmt: skip
+def test_faulty_link_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    sender: FakeHost,
+    listener: FakeHost,
+    reached: str,
+    message: str,
+) -> None:
+    [refusal] = measure(monkeypatch, sender, listener, reached=reached)
+    assert message in refusal
+
+
+PERFTEST = """
+ #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]
+ 65536      35300            0.00               RATE   		     0.176505
+---------------------------------------------------------------------------------------
+"""
+
+
+@pytest.mark.parametrize(
+    ("tcp", "rdma", "logged", "degraded"),
+    [
+        (13.2, None, "install perftest", True),
+        (20, "92.54", "92.5 Gb/s RDMA", False),  # TCP alone is doubtful
+        (88, "13.10", "13.1 Gb/s to spark-2", True),
+    ],
+)
+def test_warns_of_a_port_that_looks_degraded(
+    monkeypatch: pytest.MonkeyPatch, tcp: float, rdma: str | None, logged: str, degraded: bool
+) -> None:
+    sender = end(tcp, rdma=rdma and PERFTEST.replace("RATE", rdma))
+    listener = end(rdma="")
+    assert measure(monkeypatch, sender, listener) == []
+    assert logged in sender.log_text
+    assert ("reported to carry 13" in sender.log_text) is degraded
+    if rdma:
+        [*_, (listen, _)], [*_, (send, _)] = listener.commands, sender.commands
+        assert "--bind_source_ip 192.168.100.12" in listen
+        assert "DynamicUser=yes" in listen
+        assert "192.168.100.12 && exit" in send
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "logged"),
+    [
+        (None, "", "install perftest"),
+        ("", None, "install perftest"),
+        ("x", "", "ib_write_bw failed"),
+    ],
+)
+def test_judges_tcp_alone_without_perftest(
+    monkeypatch: pytest.MonkeyPatch, here: str | None, there: str | None, logged: str
+) -> None:
+    sender = end(88, rdma=here)
+    assert measure(monkeypatch, sender, end(rdma=there)) == []
+    assert logged in sender.log_text

@@ -1,0 +1,176 @@
+"""Peer downloads: opened only where they help, and closed at the end of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from spark_contract.fetching import SHARE_KEY
+from spark_contract.job import JobState, ReceiptProof
+
+from spark_deploy.config.settings.sources import FleetSettings
+from spark_deploy.hosts import downloads
+from spark_deploy.hosts.downloads import LoginAddress
+from spark_deploy.hosts.status import Jobs
+from spark_deploy.plan.jobs import Work, jobs_of
+from spark_deploy.plan.types import FileState, ManagedFile
+from tests.unit.operations.fake_host import FakeHost, describe, on
+from tests.unit.planning.plans import plan_of
+
+WORKS = jobs_of(plan_of("large", "v2"), ())
+RECEIPTS = {
+    work.job.proof.receipt: FileState(0o644, "root:root", "a" * 64)
+    for work in WORKS
+    if isinstance(work.job.proof, ReceiptProof)
+}
+
+
+class Fleet:
+    """Hosts of a run, whose operations run in turn; a state is that of all jobs of a host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **states: str):
+        self.hosts = {name: self._host(name, state) for name, state in states.items()}
+        self.placed: dict[str, list[ManagedFile]] = {}
+        self.current: Any = None
+        monkeypatch.setattr(downloads, "current_host", lambda: self.current)
+        monkeypatch.setattr(downloads, "place_files", self._place)
+        monkeypatch.setattr(downloads, "read_fact", self._read)
+
+    def _host(self, name: str, state: Any) -> FakeHost:
+        jobs = {
+            work.job.digest12: JobState(
+                work.job.digest, "t", work.job.kind, state, "", None, None, None, None, ()
+            )
+            for work in WORKS
+        }
+        facts = {"JobStates": Jobs(jobs if state else {}), "LoginAddress": f"10.0.0.{name}"}
+        return FakeHost(name=name, FileStates=RECEIPTS, **facts)
+
+    def _read(self, fact: Any, **arguments: Any) -> Any:
+        assert fact is not LoginAddress or arguments == {"_sudo": False}
+        return self.current.facts[fact.__name__]
+
+    def _place(self, files: Any) -> Iterator[str]:
+        self.placed[self.current.name] = list(files)
+        yield "put " + " ".join(file.path for file in files)
+
+    def run(self, operation: Any, *arguments: Any) -> dict[str, list[str]]:
+        """Return the commands of an operation by host."""
+        commands = {}
+        for name, host in self.hosts.items():
+            self.current, state = host, host.state
+            state.inventory, state.failed_hosts = list(self.hosts.values()), set()
+            with on(host):
+                commands[name] = [describe(command) for command in operation._inner(*arguments)]
+        return commands
+
+    def share(self, **settings: Any) -> dict[str, list[str]]:
+        fleet = FleetSettings(**settings)
+        assert not any(self.run(downloads.note_files, WORKS, "main-a", fleet).values())
+        return self.run(downloads.start_sharing, WORKS, fleet)
+
+    def stop(self) -> dict[str, list[str]]:
+        return self.run(downloads.stop_sharing)
+
+    def work(self, name: str, number: int = 0) -> Work:
+        """Return a job of a host with the peers it copies from."""
+        self.current = self.hosts[name]
+        with on(self.current):
+            return downloads.with_known_peers(WORKS[number])
+
+    def peers(self, name: str) -> list[str]:
+        order = json.loads(self.work(name).inputs[0].content)
+        urls: list[str] = order.get("peers", {"urls": []})["urls"]
+        return urls
+
+
+def test_opens_no_port_when_no_host_lacks_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, a="done", b="done")
+    assert fleet.share() == fleet.stop() == {"a": [], "b": []}
+
+
+def test_first_host_downloads_and_others_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, a="", b="", c="")
+    for commands in fleet.share().values():
+        assert "systemctl restart spark-share@trees.service" in commands[1]
+    assert fleet.peers("a") == []
+    assert fleet.peers("b") == ["http://10.0.0.a:8010"]
+    assert fleet.peers("c") == ["http://10.0.0.b:8010", "http://10.0.0.a:8010"]
+    fleet.hosts["c"].state.failed_hosts = {fleet.hosts["b"]}
+    assert fleet.peers("c") == ["http://10.0.0.a:8010"]
+
+
+def test_new_host_copies_from_complete_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, a="done", b="done", c="")
+    commands = fleet.share()
+    assert [len(commands[name]) for name in "abc"] == [2, 2, 1]  # c gets only the key
+    assert sorted(fleet.peers("c")) == ["http://10.0.0.a:8010", "http://10.0.0.b:8010"]
+
+
+def test_built_checkpoint_is_copied_by_the_hash_of_its_receipt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(monkeypatch, a="done", b="")
+    fleet.share()
+    copy = json.loads(fleet.work("b", 1).inputs[1].content)
+    assert copy["trees"] == [{"url": "http://10.0.0.a:8010", "receipt_sha256": "a" * 64}]
+
+
+def test_hosts_share_one_secret_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, a="done", b="")
+    commands = fleet.share()
+    files = [file for files in fleet.placed.values() for file in files if file.path == SHARE_KEY]
+    assert {file.mode for file in files} == {0o600}
+    [key] = {file.content.decode().strip() for file in files}
+    assert len(key) > 31
+    assert key not in str(commands)
+
+
+def test_closes_what_the_run_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, a="done", b="")
+    fleet.share()
+    for [command] in fleet.stop().values():
+        assert "systemctl stop spark-share@trees.service" in command
+        assert f"rm -f {SHARE_KEY}" in command
+    assert fleet.stop() == {"a": [], "b": []}
+
+
+def test_closes_what_an_interrupted_run_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, a="done", b="done")
+    facts = fleet.hosts["a"].facts
+    facts["JobStates"] = dataclasses.replace(facts["JobStates"], lends=True)
+    assert fleet.share(share=False) == {"a": [], "b": []}
+    assert {name: len(commands) for name, commands in fleet.stop().items()} == {"a": 1, "b": 0}
+
+
+def test_single_hosts_and_disabled_sharing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Fleet(monkeypatch, a="").share() == {"a": []}
+    fleet = Fleet(monkeypatch, a="done", b="")
+    assert fleet.share(share=False) == {"a": [], "b": []}
+    assert fleet.peers("b") == []
+
+
+def test_host_of_unknown_address_copies_but_serves_no_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = Fleet(monkeypatch, a="", b="", c="")
+    fleet.hosts["b"].facts["LoginAddress"] = ""
+    assert [len(commands) for commands in fleet.share().values()] == [2, 1, 2]
+    assert fleet.peers("b") == fleet.peers("c") == ["http://10.0.0.a:8010"]
+    assert "set fleet.address" in fleet.hosts["b"].logs[-1]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_image_is_shared_only_with_its_blobs(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    layers = WORKS[-1].layers
+    assert layers is not None
+    fleet = Fleet(monkeypatch, a="done", b="")
+    receipt = {f"{layers.out}/receipt.json": FileState(0o644, "root:root", "b" * 64)}
+    fleet.hosts["a"].facts["FileStates"] = {**RECEIPTS, **(receipt if kept else {})}
+    fleet.share()
+    inputs = fleet.work("b", -1).inputs
+    orders = [str(file.content) for file in inputs if file.path.endswith("layers.json")]
+    assert ["http://10.0.0.a:8010" in order for order in orders] == [True] * kept

@@ -1,0 +1,116 @@
+"""Facts read ahead in parallel, and reused only while they are valid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import gevent
+import pytest
+
+from spark_deploy.hosts import facts
+from spark_deploy.hosts.facts import HostFact, expect_fact, prefetch, read_fact
+from tests.unit.operations.fake_host import FakeHost, local_shell, on
+
+
+class Output(HostFact[list[str]]):
+    """The output of a script."""
+
+    default = list
+
+    def command(self, script: str) -> str:
+        return script
+
+    def process(self, output: Iterable[str]) -> list[str]:
+        return list(output)
+
+
+class Slow(Output):
+    """A fact with a separate command."""
+
+
+class Unterminated(Output):
+    """A fact whose last line has no newline."""
+
+
+class Failing(Output):
+    """A fact whose script fails."""
+
+
+SCRIPTS = {
+    Output: ("echo a; echo; exit 0", ["a", ""]),
+    Slow: ("echo b", ["b"]),
+    Unterminated: ("printf c", ["c"]),
+    Failing: ("echo half; exit 1", []),
+}
+
+
+class CountingHost(FakeHost):
+    """Runs scripts and counts how many run at once."""
+
+    def __init__(self) -> None:
+        super().__init__({}, shell=self.count)
+        self.running = self.most_at_once = 0
+
+    def count(self, script: str) -> str:
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        gevent.sleep(0.01)
+        self.running -= 1
+        return local_shell(script)
+
+
+def read(kind: type[Output]) -> list[str]:
+    return read_fact(kind, script=SCRIPTS[kind][0])
+
+
+@pytest.fixture
+def host() -> Iterator[CountingHost]:
+    host = CountingHost()
+    with on(host):
+        for kind, (script, _) in SCRIPTS.items():
+            expect_fact(kind, lambda script=script: {"script": script}, slow=kind is Slow)
+        yield host
+
+
+def test_reads_expected_facts_in_parallel_and_only_once(host: CountingHost) -> None:
+    prefetch()
+    assert (len(host.commands), host.most_at_once) == (2, 2)
+    for kind in (Output, Slow, Unterminated):
+        assert read(kind) == SCRIPTS[kind][1]
+    prefetch()
+    assert (len(host.commands), host.fact_reads) == (2, 0)
+
+
+def test_reads_a_failed_fact_and_other_arguments_again(host: CountingHost) -> None:
+    prefetch()
+    read(Failing)
+    read_fact(Output, script="echo another")
+    assert host.fact_reads == 2
+
+
+def test_reads_facts_again_after_a_lost_connection(host: CountingHost) -> None:
+    host.shell = lambda script: EOFError()
+    prefetch()
+    read(Output)
+    assert host.fact_reads == 1
+
+
+def test_forgets_a_value_after_seconds_and_after_a_command(
+    host: CountingHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefetch()
+    monkeypatch.setattr(facts, "MAX_AGE_S", -1)
+    read(Output)
+    assert host.fact_reads == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(facts, "commands_executed", lambda on: 1)
+    read(Slow)
+    assert host.fact_reads == 2
+
+
+def test_prediction_prefetches_nothing() -> None:
+    host = CountingHost()
+    with on(host, executing=False):
+        expect_fact(Output, lambda: {"script": "echo a"})
+        prefetch()
+    assert host.commands == []
