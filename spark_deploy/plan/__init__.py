@@ -1,1 +1,1 @@
-"""The plan of a host: pure, frozen, digestible."""
+"""The plan of a host: pure and frozen."""

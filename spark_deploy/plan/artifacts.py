@@ -24,9 +24,9 @@ from spark_deploy.plan.jobs import fetch_order
 from spark_deploy.plan.memory import weights_of
 from spark_deploy.plan.types import CheckpointPlan, ImagePlan, RequantizedPlan, SourcePlan
 
-_CALIBRATION = "/calibration.jsonl"  # placeholder; the job replaces it with a path in its folder
-# While a block is tuned: the weight, its rounded form, tuned values, gradients and the best values
-# so far, most in 32 bits. An estimate: not measured on a Spark.
+_CALIBRATION = "/calibration.jsonl"  # placeholder; the job sets the real path
+# While a block is tuned: weights, rounded weights, tuned values, gradients and best values so far,
+# most in 32 bits. Estimated; not measured on a Spark.
 _BYTES_PER_PARAMETER = 32
 _RUNTIME_BYTES = 8 << 30
 # 16 bits over 4 bits, with a 16-bit scale and a 4-bit zero per group of 128.
@@ -148,7 +148,7 @@ def _order(
     base: SourcePlan | RequantizedPlan,
     donor: LockedSource | None,
 ) -> orders.BuildPlan:
-    """Return the builder's order; profiles with the same checkpoint share its digest and folder."""
+    """Return the builder's order; its digest and folder do not depend on the profile's name."""
     hub, downloads = settings.hub, settings.downloads
     order = orders.BuildPlan(
         digest="0" * 64,
@@ -223,10 +223,10 @@ def _donor(model: HybridModel, profile: Profile, lock: Lock) -> LockedSource | N
 def requantized_plan(
     model: Model, settings: Settings, lock: Lock, image: ImagePlan, quantiser_digest: str
 ) -> RequantizedPlan | None:
-    """Return the plan of the checkpoint to quantise; ``None`` if the published one is used.
+    """Return the plan of the checkpoint to quantise; ``None`` if not configured.
 
     AutoRound runs in the engine's image. The model's exact tensor sets decide which tensors it
-    packs; all others stay in 16 bits.
+    packs; the rest stays in 16 bits.
     """
     if not settings.checkpoint.requantized:
         return None
@@ -259,7 +259,7 @@ def requantized_plan(
         nsamples=options.nsamples,
         seqlen=options.seqlen,
         batch=options.batch,
-        # One block while it is tuned, with its inputs and outputs.
+        # The tuned block, and the inputs and outputs of a block.
         memory_bytes=block * _BYTES_PER_PARAMETER + 4 * activations + _RUNTIME_BYTES,
         # The result, and the inputs of the next block.
         work_bytes=size_bytes + 2 * activations,

@@ -1,4 +1,4 @@
-"""Networks between hosts: netplan files, links of a cluster, its release, rollout waves. Pure."""
+"""Networks between hosts: netplan files, links, releases of clusters, rollout waves. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FIRST_PORT = 29500
 _PORTS = 2000
 
 
-def fabric_plan(host: str, settings: Settings, found: Ports) -> FabricPlan:
+def fabric_plan(host: str, settings: Settings, host_ports: Ports) -> FabricPlan:
     """Return the network configuration that a host tries.
 
     Raises:
@@ -55,16 +55,18 @@ def fabric_plan(host: str, settings: Settings, found: Ports) -> FabricPlan:
         raise PlanError.one(f"{host}: fabric", "is not in the fabric", fix)
     ports = tuple(
         FabricPort(port.interface, fabric.address(hosts.index(host), network), fabric.mtu)
-        for port, network in zip(_fabric_ports(host, settings, found), fabric.networks, strict=True)
+        for port, network in zip(
+            _fabric_ports(host, settings, host_ports), fabric.networks, strict=True
+        )
     )
-    if problems := [problem for port in ports for problem in _conflicts(host, port, found)]:
+    if problems := [problem for port in ports for problem in _conflicts(host, port, host_ports)]:
         raise PlanError(problems)
     return FabricPlan(netplan_of(ports), ports, fabric.confirm_s)
 
 
-def present_addresses(host: str, settings: Settings, found: Ports) -> str:
+def present_addresses(host: str, settings: Settings, host_ports: Ports) -> str:
     """Return the addresses of the fabric's ports, or "" if a port has none."""
-    ports = _fabric_ports(host, settings, found)
+    ports = _fabric_ports(host, settings, host_ports)
     if not all(port.addresses for port in ports):
         return ""
     return ", ".join(f"{port.interface} {' '.join(port.addresses)}" for port in ports)
@@ -75,14 +77,14 @@ def netplan_of(ports: Sequence[FabricPort]) -> str:
     return _NETPLAN_HEAD + "".join(_NETPLAN_PORT.format(**dataclasses.asdict(p)) for p in ports)
 
 
-def _fabric_ports(host: str, settings: Settings, found: Ports) -> list[Port]:
-    fabric, known = settings.fabric, {port.interface: port for port in found.ports}
+def _fabric_ports(host: str, settings: Settings, host_ports: Ports) -> list[Port]:
+    fabric, known = settings.fabric, {port.interface: port for port in host_ports.ports}
     if missing := [name for name in fabric.interfaces if name not in known]:
         what = f"{', '.join(missing)}: no such interface (found: {', '.join(known) or 'none'})"
         raise PlanError.one(f"{host}: fabric.interfaces", what, "look at `ip link` there")
     if fabric.interfaces:
         return [known[name] for name in fabric.interfaces]
-    cabled = sorted((port for port in found.ports if port.device and port.up), key=_slot)
+    cabled = sorted((port for port in host_ports.ports if port.device and port.up), key=_slot)
     if len(cabled) != len(fabric.networks):
         names = ", ".join(port.interface for port in cabled) or "none"
         what = f"{len(cabled)} ports with RDMA and a cable ({names})"
@@ -98,10 +100,10 @@ def _slot(port: Port) -> tuple[int, str]:
     return (int(match[1] or 0), match[2]) if match else (0, port.interface)
 
 
-def _conflicts(host: str, planned: FabricPort, found: Ports) -> Iterator[Problem]:
-    """Yield addresses of the port, or uses of its network, that conflict with the plan."""
+def _conflicts(host: str, planned: FabricPort, host_ports: Ports) -> Iterator[Problem]:
+    """Yield addresses on the host that conflict with the planned address of a port."""
     network = ipaddress.IPv4Interface(planned.address).network
-    present = [(port.interface, text) for port in found.ports for text in port.addresses]
+    present = [(port.interface, text) for port in host_ports.ports for text in port.addresses]
     for interface, text in present:
         if interface == planned.interface and text != planned.address:
             what = f"already has {text}; {NETPLAN_FILE} would add a second address"
@@ -114,7 +116,7 @@ def _conflicts(host: str, planned: FabricPort, found: Ports) -> Iterator[Problem
             yield Problem(f"{host}: {planned.interface}", what, "set fabric.networks to free ones")
 
 
-def fabric_links(host: str, settings: Settings, found: Mapping[str, Ports]) -> tuple[Way, ...]:
+def fabric_links(host: str, settings: Settings, fabric: Mapping[str, Ports]) -> tuple[Way, ...]:
     """Return the links to the next host: over RDMA ports, or over those in the settings.
 
     Raises:
@@ -126,10 +128,10 @@ def fabric_links(host: str, settings: Settings, found: Mapping[str, Ports]) -> t
         raise PlanError.one(f"{host}: fabric", "is not in a fabric of several hosts", fix)
     next_host = hosts[(hosts.index(host) + 1) % len(hosts)]
     links = []
-    # RDMA ports pair with RDMA ports only, even if all ports share one network.
-    for port in (port for port in found[host].ports if _is_fabric_link(port, settings)):
+    # RDMA ports pair with RDMA ports only, even if all ports share a network.
+    for port in (port for port in fabric[host].ports if _is_fabric_link(port, settings)):
         networks = {address.network for address in _interfaces(port)}
-        for peer in found[next_host].ports:
+        for peer in fabric[next_host].ports:
             if not peer.up or bool(peer.device) != bool(port.device):
                 continue
             common = [address for address in _interfaces(peer) if address.network in networks]
@@ -190,19 +192,19 @@ def links(settings: Settings, ports: Mapping[str, Ports]) -> tuple[Link, ...]:
 
 
 def _ambiguous(
-    hosts: Sequence[str], found: Mapping[str, Ports], network: ipaddress.IPv4Network
+    hosts: Sequence[str], fabric: Mapping[str, Ports], network: ipaddress.IPv4Network
 ) -> Iterator[Problem]:
     """Yield addresses used twice, and networks on two cables of a host: packets would go astray."""
     owners: dict[str, str] = {}
     for host in hosts:
-        ports = _cluster_ports(found[host].ports, network)
+        ports = _cluster_ports(fabric[host].ports, network)
         for address in (text.partition("/")[0] for port in ports for text in port.addresses):
             if (other := owners.setdefault(address, host)) != host:
                 what = f"has {address}, like {other}"
                 fix = "list each machine once in cluster.hosts; use each address on one port only"
                 yield Problem(f"{host}: cluster", what, fix)
         first_ports: dict[ipaddress.IPv4Network, Port] = {}
-        for port in (p for p in found[host].ports if p.up and p.addresses):
+        for port in (p for p in fabric[host].ports if p.up and p.addresses):
             subnet = _interfaces(port)[0].network
             first = first_ports.setdefault(subnet, port)
             if first is not port and (first.device or port.device):
@@ -211,20 +213,20 @@ def _ambiguous(
                 yield Problem(f"{host}: {port.interface}", what, fix)
 
 
-def _network(settings: Settings, found: Mapping[str, Ports]) -> ipaddress.IPv4Network:
+def _network(settings: Settings, fabric: Mapping[str, Ports]) -> ipaddress.IPv4Network:
     cluster = settings.cluster
     if cluster.subnet:
         network = ipaddress.IPv4Network(cluster.subnet)
         missing = [
             host
             for host in cluster.hosts
-            if not any(port.up and _address(port, network) for port in found[host].ports)
+            if not any(port.up and _address(port, network) for port in fabric[host].ports)
         ]
     else:
         networks = {
             host: {
                 _interfaces(port)[0].network
-                for port in found[host].ports
+                for port in fabric[host].ports
                 if port.device and port.up and port.addresses
             }
             for host in cluster.hosts
@@ -235,7 +237,7 @@ def _network(settings: Settings, found: Mapping[str, Ports]) -> ipaddress.IPv4Ne
         missing = missing or list(cluster.hosts)
     if network is not None and not missing:
         return network
-    raise PlanError([_unreachable(host, found[host].ports, cluster.subnet) for host in missing])
+    raise PlanError([_unreachable(host, fabric[host].ports, cluster.subnet) for host in missing])
 
 
 def _unreachable(host: str, ports: Sequence[Port], subnet: str | None) -> Problem:
@@ -254,7 +256,7 @@ def _unreachable(host: str, ports: Sequence[Port], subnet: str | None) -> Proble
 
 def _link(host: str, ports: Sequence[Port], network: ipaddress.IPv4Network) -> Link:
     main = next(port for port in ports if port.up and _address(port, network))
-    # Both twins of a cage carry half of the cable; NCCL has one GID index for all devices.
+    # Both twins of a cage carry half of the cable; NCCL uses a single GID index for all devices.
     twins = [port for port in ports if port.device and port.up and port.addresses]
     same = [port for port in twins if main.device and port.gid_index == main.gid_index]
     return Link(
@@ -271,20 +273,20 @@ def _address(port: Port, network: ipaddress.IPv4Network) -> str:
     return next((text for text in addresses if ipaddress.IPv4Address(text) in network), "")
 
 
-def ways(settings: Settings, host: str, found: Mapping[str, Ports]) -> tuple[Way, ...]:
+def ways(settings: Settings, host: str, fabric: Mapping[str, Ports]) -> tuple[Way, ...]:
     """Return every route from a host to the other members, over all interfaces with RDMA."""
-    if not found:
+    if not fabric:
         return ()
-    network = _network(settings, found)
+    network = _network(settings, fabric)
     return tuple(
         Way(
             own.interface, own.device, own.mtu, own.speed_mbit_per_s,
             member, other.addresses[0].partition("/")[0], other.mtu,
         )
-        for own in _cluster_ports(found[host].ports, network)
+        for own in _cluster_ports(fabric[host].ports, network)
         for member in settings.cluster.hosts
         if member != host
-        for other in _cluster_ports(found[member].ports, network)
+        for other in _cluster_ports(fabric[member].ports, network)
         if _interfaces(other)[0].network == _interfaces(own)[0].network
     )  # fmt: skip
 
@@ -297,12 +299,12 @@ def _cluster_ports(ports: Sequence[Port], network: ipaddress.IPv4Network) -> lis
     ]
 
 
-def spread(release: Release, settings: Settings, found: Mapping[str, Ports]) -> Release:
+def spread(release: Release, settings: Settings, fabric: Mapping[str, Ports]) -> Release:
     """Return the release for all members of the host's cluster.
 
-    Its port follows from the rest of the release.
+    The port follows from the rest of the release.
     """
-    joined = links(settings, found)
+    joined = links(settings, fabric)
     offset = int(digest_of({"release": release, "links": joined})[:8], 16) % (_PORTS // 2)
     port = _FIRST_PORT + 2 * offset
     members = tuple(_member(link, rank, port, joined) for rank, link in enumerate(joined))
@@ -352,8 +354,8 @@ def waves_of(
 ) -> tuple[Wave, ...]:
     """Return which hosts change together, wave after wave.
 
-    Canaries come first, one per wave; then the other hosts in inventory order. The smallest
-    ``at_once`` of the hosts limits a wave. The members of a cluster are one wave.
+    Canaries come first, in separate waves; then the rest in inventory order. The smallest
+    ``at_once`` of the hosts limits a wave. The members of a cluster share a wave.
     """
     unique = [wave for wave in dict.fromkeys(clusters) if wave]
     members = {name for wave in unique for name in wave}

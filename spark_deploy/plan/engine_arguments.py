@@ -86,7 +86,7 @@ CONTAINER_ARGUMENTS = (
     "--pull=never",  # only images that the host already has
     "--network=none",
     "--ipc=private",
-    # One engine on one GPU shares little memory between processes; only used pages count.
+    # An engine on a single GPU shares little memory between processes.
     "--shm-size=2g",
     "--cap-drop=ALL",
     "--security-opt=no-new-privileges",
@@ -156,12 +156,12 @@ def _speculative_config(model: Model, profile: Profile) -> Mapping[str, Any] | N
     if drafts.repository:
         config["model"] = DRAFTER_MOUNT
         if profile.engine_mode == "portable":
-            # The portable format is for checkpoints built here; drafters are published ones.
+            # The portable format is for checkpoints built here, not for drafters.
             config["draft_load_config"] = {"load_format": "safetensors"}
     if pins_drafter_experts(model, profile):
-        # The default on a GB10 is FlashInfer CUTLASS, whose 85 files may have to be compiled while
-        # weights are loaded. Proofs ran with Triton. The global moe-backend would also affect the
-        # model's INT4 experts.
+        # The default on a GB10 is FlashInfer CUTLASS, with up to 85 files to compile while weights
+        # are loaded. Proofs ran with Triton. The global moe-backend would also affect the model's
+        # INT4 experts.
         config["moe_backend"] = "triton"
     lookup = {"prompt_lookup_max": drafts.longest_match, "prompt_lookup_min": drafts.shortest_match}
     return {**config, **{name: count for name, count in lookup.items() if count is not None}}
@@ -192,7 +192,7 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
         spark = {"lm_head": profile.head, "lm_head_times": HEAD_TIMES, **own.get("spark", {})}
         options["additional-config"] = {**own, "spark": spark}
     if pins_target_experts(model, profile):
-        # All experts are 16-bit, so the drafter's kernel is right for the whole engine.
+        # All experts are 16-bit, so the drafter's kernel fits all.
         options["moe-backend"] = "triton"
     return options
 
@@ -216,7 +216,7 @@ def engine_arguments(
 def engine_environment(profile: Profile, image: ImagePlan, start_timeout_s: int) -> dict[str, str]:
     """Return the engine's environment; it contains no secret.
 
-    The container has only a loopback interface, so every library is configured to use it.
+    The container has only a loopback interface; all libraries must use it.
     """
     environment = {
         # The account has no home and no name in the image; libraries need both.
@@ -227,9 +227,9 @@ def engine_environment(profile: Profile, image: ImagePlan, start_timeout_s: int)
         "VLLM_NO_USAGE_STATS": "1",
         # Skips the warm-up: DeepGEMM is not used for this architecture.
         "VLLM_USE_DEEP_GEMM": "0",
-        # top_k and top_p by Triton as in the proofs; FlashInfer would compile its own kernels.
+        # top_k and top_p by Triton as in the proofs; FlashInfer would compile kernels.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        # A full-width compilation beside loaded weights freezes the host.
+        # Compiling on all cores with loaded weights freezes the host.
         "MAX_JOBS": "2",
         "FLASHINFER_NVCC_THREADS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(start_timeout_s),
@@ -244,7 +244,7 @@ def engine_environment(profile: Profile, image: ImagePlan, start_timeout_s: int)
     if image.plugin:
         environment["VLLM_PLUGINS"] = "spark"
     if profile.head == "int8-triton":
-        # Its measurement is valid for one image, which it cannot query.
+        # The head's measurement is valid for this image only.
         environment["SPARK_IMAGE"] = image.tag
     return {**environment, **profile.environment}
 
@@ -303,7 +303,7 @@ def prefill_line(model: Model, profile: Profile) -> list[str]:
 
 
 def plugin_line(model: HybridModel) -> str:
-    """Return the pattern of the plugin's log line about its exact tensor sets."""
+    """Return the pattern of the plugin's log line about the exact tensor sets."""
     names = expand_all(model.tensors.swap)
     modules = {name.replace(".gate_proj", ".gate_up_proj") for name in names}
     modules -= {name for name in modules if name.endswith(".up_proj")}

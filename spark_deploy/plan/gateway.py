@@ -18,7 +18,7 @@ from spark_deploy.plan.types import GatewayPlan, ManagedFile, ServicePlan, TlsPl
 CONTAINER_NAME = "host.docker.internal"
 LOOPBACK = "127.0.0.1"
 
-_MAX_CONNECTIONS = 256  # of one client address; a proxy before the gateway is one address
+_MAX_CONNECTIONS = 256  # per client address; all clients of a proxy share its address
 
 
 def gateway_plan(settings: Settings, host: str, service: str = MAIN_SERVICE) -> GatewayPlan:
@@ -100,17 +100,17 @@ def gateway_file(plan: GatewayPlan) -> ManagedFile:
 
 def base_urls(plan: GatewayPlan) -> tuple[tuple[str, str], ...]:
     """Return each base URL with the audience; the URL of the host itself first."""
-    here = (url(plan, LOOPBACK), "the host itself")
+    local = (url(plan, LOOPBACK), "the host itself")
     audience = EXPOSURES[plan.settings.expose].audience
     if audience is None:
-        return (here,)
+        return (local,)
     unknown = "TAILSCALE-ADDRESS" if plan.settings.expose == "tailscale" else "ADDRESS"
     address = CONTAINER_NAME if plan.settings.expose == "docker" else plan.address or unknown
-    there = (url(plan, address), audience)
+    remote = (url(plan, address), audience)
     if plan.settings.replicas is None:
-        return (here, there)
+        return (local, remote)
     balanced = replace(plan, settings=replace(plan.settings, port=plan.settings.replicas.port))
-    return (here, there, (url(balanced, address), f"{audience}, all replicas"))
+    return (local, remote, (url(balanced, address), f"{audience}, all replicas"))
 
 
 def url(plan: GatewayPlan, address: str) -> str:

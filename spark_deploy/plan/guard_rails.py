@@ -202,7 +202,7 @@ def apply_rails(
     facts: Mapping[str, Any],
     overridden: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str, ...]:
-    """Return the warnings, or raise one error with every refusal.
+    """Return the warnings, or raise an error with all refusals.
 
     ``overridden`` are refusing rules that the owner overrides, and why.
     """
@@ -255,7 +255,7 @@ def _refuse_unknown(rails: Sequence[GuardRail], facts: Mapping[str, Any]) -> Non
 def pair_problems(
     model: Model, profile: Profile, settings: Settings, engines: Engines
 ) -> list[Problem]:
-    """Return why a model cannot be served with a profile, whatever the memory."""
+    """Return why a model cannot be served with a profile, apart from memory."""
     return [
         *_limit_problems(model, profile),
         *_spread_problems(model, profile, settings),

@@ -78,7 +78,7 @@ def plan_host(request: Request) -> HostPlan:
 
 
 def base_plan(settings: Settings) -> types.BasePlan:
-    """Return what every managed host gets, whatever it serves."""
+    """Return the plan of packages and host settings, independent of any model."""
     # nginx's JavaScript module chooses among several services.
     packages = (*BASE_PACKAGES, *([types.NJS] if settings.services else ()))
     return types.BasePlan(settings=settings.base, packages=packages, paths=settings.paths)
@@ -208,8 +208,8 @@ def _fields(part: PairPlan) -> dict[str, Any]:
 def _disk_uses(pairs: Sequence[PairPlan]) -> tuple[DiskUse, ...]:
     """Return the use of every folder; image and cache are estimates, the rest is exact.
 
-    Each path is the folder of one artefact, so that existing files can be subtracted. Shared
-    artefacts count once.
+    Each path is the folder of an artefact, so that existing files can be subtracted. Shared
+    artefacts count only once.
     """
     uses: dict[tuple[str, str], DiskUse] = {}
     for use in (use for pair in pairs for use in _pair_uses(pair)):
@@ -244,15 +244,15 @@ def _image_peak_bytes(image: ImagePlan) -> int:
 
 
 def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
-    """Return peak and final use of an empty host with one file system."""
+    """Return peak and final use of an empty host with a single file system."""
     return sum(use.peak_bytes for use in uses), sum(use.after_bytes for use in uses)
 
 
 def _done_once_there(checkpoint: types.CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
     """Return (path, tree) pairs: if the tree exists, the path needs no more bytes.
 
-    A tree is created by one rename, so it is complete if it exists, even if smaller than planned
-    (repeated names are written once); a base that is not kept is not fetched again.
+    A checkpoint appears by a rename, so an existing one is complete, even if smaller than planned
+    (repeated names are written once). A base that is not kept is not fetched again.
     """
     if checkpoint is None or checkpoint.order.layout != "full":
         return ()

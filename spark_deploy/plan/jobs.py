@@ -48,7 +48,7 @@ from spark_deploy.plan.types import (
 )
 
 DAEMON_JSON = "/etc/docker/daemon.json"
-# Copies that one host sends at once; a local network is ten times as fast as most lines.
+# Concurrent copies from a host; a local network is ten times as fast as most uplinks.
 _COPIES = 8
 # "needless": missing, but the result exists.
 State = Literal["there", "under way", "missing", "needless"]
@@ -59,7 +59,7 @@ PYTHON = {"PYTHONPATH": f"{CURRENT_TOOLS}:{SITE}"}  # host tools and the builder
 class Work:
     job: Job
     inputs: tuple[ManagedFile, ...] = ()
-    hub: HubSettings | None = None  # whose token the job sends
+    hub: HubSettings | None = None  # the job sends the token of this hub
     layers: LayersPlan | None = None  # of the image that the job pulls or builds on
 
     def files(self) -> tuple[ManagedFile, ...]:
@@ -113,7 +113,8 @@ def _builder_work(
 def fetch_job(source: SourcePlan, tree: CheckpointPlan | None = None) -> Work:
     """Download a repository at its commit; every file is checked against the lock.
 
-    ``tree`` is built from it; if it keeps no base, the download is skipped once it exists.
+    ``tree`` is built from it; if the base is not kept, an existing tree makes the download
+    unnecessary.
     """
     identity = {"kind": FETCH_JOB, "source": source.digest, "dir": source.dir}
     unless = None
@@ -210,7 +211,7 @@ def _discard_job(tree: CheckpointPlan, base: SourcePlan) -> Work:
 def image_job(plan: ImagePlan, context: tuple[ManagedFile, ...]) -> Work:
     """Build the engine image, or pull it if it needs no plugin.
 
-    The paths of the build context are relative to its root.
+    Paths of the build context are relative.
     """
     kind: JobKind = IMAGE_BUILD_JOB if plan.plugin else IMAGE_PULL_JOB
     digest = digest_of({"kind": kind, "image": plan.digest})
@@ -274,7 +275,7 @@ def keep_of(plan: HostPlan) -> Keep:
     folders = {mount.source for release in releases for mount in release.engine.mounts}
     images = {plan.docker.check_image}
     for pair in (*plan.served, *plan.ready):
-        # The 16-bit repository is not needed once its INT4 checkpoint exists.
+        # The 16-bit repository is not needed once the INT4 checkpoint exists.
         folders |= {pair.requantized.dir} if pair.requantized else set()
         folders |= {pair.cache_dir, pair.tree.dir, *(source.dir for source in pair.fetched)}
         images |= {pair.image.tag, pair.image.base}
@@ -289,7 +290,7 @@ def keep_of(plan: HostPlan) -> Keep:
     )
 
 
-# Peer download: one host downloads, the others copy from it.
+# Peer download: a host downloads, other hosts copy from it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +336,10 @@ def lacks(state: State) -> bool:
 def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]:
     """Return the URLs from which a host copies a tree, in order.
 
-    First hosts that have it, each client starting at another host; then hosts that download it;
-    then hosts before this one that start now, the nearest first. So no two hosts wait for each
-    other, and the first host uses the hub. Of many hosts only the first copy from complete ones and
-    the others from neighbours, so that no host sends more copies than its network carries.
+    First complete hosts, in a different order for each client; then hosts that download the tree;
+    then preceding hosts that start now, the nearest first. So hosts never wait for each other, and
+    the first host uses the hub. Only the first clients copy from complete hosts, the rest from
+    neighbours, so that no host sends more than 8 copies at once.
     """
     place = [member.name for member in members].index(me)
     rank = sum(member.trees.get(digest) == "missing" for member in members[:place])
@@ -346,12 +347,12 @@ def peers_of(me: str, digest: str, members: Sequence[Member]) -> tuple[str, ...]
     def among(state: State, some: Sequence[Member]) -> list[str]:
         return [m.url for m in some if m.name != me and m.trees.get(digest) == state]
 
-    there = among("there", members)
-    there = there if rank < _COPIES * len(there) else []
-    turn = place % len(there) if there else 0
+    complete = among("there", members)
+    complete = complete if rank < _COPIES * len(complete) else []
+    turn = place % len(complete) if complete else 0
     running = among("under way", members)
-    before = among("missing", members[:place])
-    return (*there[turn:], *there[:turn], *running, *reversed(before[-_COPIES:]))
+    preceding = among("missing", members[:place])
+    return (*complete[turn:], *complete[:turn], *running, *reversed(preceding[-_COPIES:]))
 
 
 def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
@@ -377,7 +378,7 @@ def with_peers(work: Work, me: str, members: Sequence[Member]) -> Work:
 
 
 def _through_layers(work: Work, layers: LayersPlan, me: str, members: Sequence[Member]) -> Work:
-    """Return the job of an image that copies its base from peers, or shares it.
+    """Return the job of an image with layers of the base from peers, or shared with them.
 
     A host without peers keeps the blobs for hosts that join later.
     """

@@ -1,7 +1,7 @@
-"""Blocks of the engine's KV cache, and how many of them a request takes.
+"""Blocks of the engine's KV cache: size, and number per request.
 
-Hybrid models (checked against vLLM's published block sizes): an attention page is raised until it
-holds one GDN state, layers form groups of equal size, and a request takes pages for its context in
+Hybrid models (checked against vLLM's published block sizes): an attention page grows to the
+size of a GDN state, layers form groups of equal size, and a request takes pages for its context in
 each attention group and one state in each GDN group.
 """
 
@@ -39,7 +39,7 @@ class CacheShape:
     def request_blocks(self, tokens: int) -> int:
         pages = self.attention_groups * math.ceil(tokens / self.block_tokens)
         if self.window_groups:
-            # One more: a window begins anywhere in a block.
+            # A window can start anywhere in a block: count an additional block.
             kept = math.ceil(min(tokens, self.window_tokens) / self.block_tokens) + 1
             pages += self.window_groups * kept
         return pages + self.state_blocks

@@ -26,7 +26,7 @@ from spark_deploy.plan.types import MemoryPlan
 GIB = 1024**3
 # The engine checks against the total of the GPU driver, about 2 % above MemTotal.
 START_MARGIN = 1.02
-# The engine makes all LoRA slots as wide as the widest adapter needs, in one of these ranks.
+# All LoRA slots have the rank of the widest adapter, rounded up to these ranks.
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _INT4 = 0.5 + 2 / 128 + 0.5 / 128
 _INT8 = 1 + 2 / 128 + 1 / 128
@@ -95,7 +95,7 @@ def _gdn(model: Architecture) -> int:
 
 
 def mtp_layer_bytes(model: Architecture) -> tuple[float, float]:
-    """Return the bytes of an MTP layer that every draft reads, and of one of its experts."""
+    """Return the bytes of an MTP layer that every draft reads, and those of an expert."""
     scheme = _INT4 if model.mtp_scheme == "int4" else _BF16
     dense = 3 * model.hidden * model.shared_expert_width + model.experts * model.hidden
     joining = 2 * model.hidden * model.hidden
@@ -160,7 +160,7 @@ def _unknown(model: Model, profile: Profile) -> Iterator[str]:
 
 
 def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
-    """Return the bytes missing for one request of full length; zero or less when it fits."""
+    """Return the bytes missing for a request of full length; zero or less if it fits."""
     fixed = sum(loaded_bytes(model, profile, settings.ranks)) + runtime_bytes(model, profile)
     budget = _budget_bytes(profile, settings, fixed)
     shape = shape_of(model, profile, settings.ranks)
@@ -172,7 +172,7 @@ def missing_bytes(model: Model, profile: Profile, settings: Settings) -> int:
 
 
 def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int:
-    """Return the engine's memory limit: the configured fraction, but never the reserve."""
+    """Return the engine's memory limit: the configured fraction, less if the reserve needs it."""
     memory = settings.memory
     if profile.kv_cache.size_bytes:
         return fixed_bytes + profile.kv_cache.size_bytes
@@ -186,7 +186,7 @@ def _budget_bytes(profile: Profile, settings: Settings, fixed_bytes: int) -> int
 def loaded_bytes(model: Model, profile: Profile, ranks: int = 1) -> tuple[int, int]:
     """Return the bytes that each rank loads: of the weights, and of the drafter.
 
-    Routers, vision tower, adapters and a drafter with its own repository are not split over ranks.
+    Routers, vision tower, adapters and separate drafters are not split over ranks.
     """
     body, mtp = _own_bytes(model, profile, ranks)
     drafter = profile.speculation.anatomy if profile.speculation else None

@@ -1,4 +1,4 @@
-"""The release of a service, and its files on the host: document, unit limits, timers."""
+"""The release of a service and the files on the host: document, unit limits, timers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BENCH_WORSE_PERCENT = 15
 
 
 def limits(release: Release) -> str:
-    """Return the drop-in with the release's time and start limits, which follow its load time."""
+    """Return the drop-in with time and start limits, which depend on the load time."""
     start = start_limits(release)
     directories = (mount.source for mount in release.engine.mounts)
     return (
@@ -59,9 +59,8 @@ def limits(release: Release) -> str:
 def start_limits(release: Release) -> dict[str, float]:
     """Return how often systemd restarts a failing engine, and within which time.
 
-    The limit must trigger even if every step runs into its timeout: with a shorter interval such
-    an engine would restart for ever. The price: as many crashes within these hours, each after
-    serving well, stop the service too.
+    The interval covers starts in which every step times out, otherwise such an engine would restart
+    for ever. As many crashes within these hours stop the service, too, even after good service.
     """
     starting_s = _STARTING_STEPS * _start_step_s(release)
     stopping_s = _STOPPING_STEPS * _stop_step_s(release)
@@ -194,7 +193,7 @@ def serve_plan(
 
 
 def cache_dir(settings: Settings, profile: Profile, image: ImagePlan) -> str:
-    """Return the folder of compile caches; each release has its own folder in it.
+    """Return the folder of compile caches; each release has a separate folder in it.
 
     It depends on the base image and the number of drafts: the engine's cache key lacks the latter
     and breaks when it changes. The plugin is not part: compilers key on the source.
@@ -227,7 +226,7 @@ def _check_plan(resolved: Resolved, *, plugin: bool) -> CheckPlan:
         reasoning=model.check.reasoning and model.parsers.reasoning is not None,
         repeat=model.check.repeat and not pools,
         conversation=model.check.conversation,
-        # Only for `spark-check --deep`: such a prompt takes minutes.
+        # Only for `spark-check --deep`: such a prompt needs minutes.
         needle=None if pools else contract.Needle(longest * 3 // 4),
         image=profile.vision and sees,
         acceptance_floor=profile.check.acceptance_floor if profile.speculation else None,

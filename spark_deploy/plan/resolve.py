@@ -126,7 +126,7 @@ def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved
         model, profile = pair_of(own, catalog)
         given = settings.services[name].memory_bytes
         needed = given + missing_bytes(model, profile, own)
-        # The engine takes whole hundredths of the memory.
+        # vLLM's memory fraction has two decimals here.
         hundredths = -(-needed * 100 // own.memory.total_bytes)
         enough = math.ceil(hundredths * own.memory.total_bytes / 100 / GIB * 10) / 10
         what = (
@@ -209,7 +209,7 @@ def _problems(
 class Lever:
     """A setting that a user can change; each further value leaves the engine more memory."""
 
-    setting: str  # a suggestion changes a setting only once
+    setting: str  # changed at most once per suggestion
     advice: str  # with {} for the value
     values: Sequence[Any]
     change: Callable[[Settings, Any], Settings]
@@ -293,7 +293,7 @@ def _least_values(chosen: Sequence[Lever], settings: Settings, fits: Fits) -> li
 def _smaller_model(
     model: Model, profile: Profile, settings: Settings, catalog: Catalog, fits: Fits
 ) -> list[str]:
-    """Suggest the largest other model that fits and takes requests as long."""
+    """Suggest the largest other model that fits and supports the same context."""
     if not isinstance(model, HybridModel):
         return []  # a repository of the user's choice has no substitute
     context = context_tokens(model, profile)

@@ -1,4 +1,4 @@
-"""Decode speed of a pair, computed from the bytes that one step reads.
+"""Decode speed of a model and profile, computed from the bytes that a step reads.
 
 Decoding is memory-bound: a step reads its weights once, however many tokens it verifies. A step
 takes bytes over bandwidth, with an efficiency per kind of kernel, plus a time per layer; accepted
@@ -18,15 +18,15 @@ from spark_deploy.plan.engine_arguments import quantises_online
 from spark_deploy.plan.kv_cache import layer_bytes_per_token, own_drafts, state_bytes
 from spark_deploy.plan.memory import mtp_layer_bytes, weights_of
 
-BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by its data sheet
+BANDWIDTH_BYTES_PER_S = 273e9  # of a Spark's memory, by the data sheet
 # Efficiency relative to that bandwidth. Community reports of INT4 kernels:
 LARGE_INT4 = 0.84
 # Fitted with LAYER_S on two published figures: 28.3 and 30.8 tokens/s of profiles base and hybrid.
 SMALL = 0.578
 LAYER_S = 92e-6  # launches, norms, routing and waiting, for each layer of a step
-# Measured on an H200 relative to its own bandwidth (proofs/results/gpu/lm-head.json, batch 1).
+# Relative to the bandwidth of the H200 that measured it (proofs/results/gpu/lm-head.json, batch 1).
 HEADS = {"keep": 0.96, "int8-g128": 0.81, "int8-triton": 0.99}
-# Published: 0.95 of one draft accepted, 0.8 of two. Later drafts as often as the second.
+# Published acceptance: 0.95 with a single draft, 0.8 with two. Later drafts: like the second.
 FIRST_ACCEPTED, LATER_ACCEPTED = 0.95, 0.684
 TOLERANCE = 0.15
 """Largest deviation that the page leaves unexplained."""
@@ -78,7 +78,7 @@ def speed_of(
 
 
 def tokens_per_step(drafts: int) -> float:
-    """Return the tokens of a request per step: one, plus accepted drafts."""
+    """Return the tokens of a request per step: 1 plus accepted drafts."""
     return 1 + sum(FIRST_ACCEPTED * LATER_ACCEPTED**place for place in range(drafts))
 
 

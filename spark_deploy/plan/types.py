@@ -1,7 +1,7 @@
-"""The plan of a host: frozen data, the only thing roles and operations receive.
+"""The plan of a host: frozen data for roles and operations.
 
-Digests follow from content, so equal inputs give equal names. Sizes are bytes, times are seconds,
-paths are text and refer to the host unless noted.
+Digests follow from content. Sizes are bytes, times are seconds, paths refer to the host unless
+noted.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class PayloadIdentity:
     quantiser_digest: str = ""  # of the list of AutoRound's wheels
 
 
-# One cage of a Spark's ConnectX-7 shows two interfaces, each with its own RDMA device; which of
-# the four names carries the cable differs from host to host.
+# A cage of a Spark's ConnectX-7 has two interfaces, each with an RDMA device; which of the four
+# names is cabled differs from host to host.
 @dataclass(frozen=True, slots=True)
 class Port:
     interface: str
@@ -173,7 +173,7 @@ class BesidePlan:
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """All that a model with a profile needs on a host before its engine can start."""
+    """Files and image of a model with a profile."""
 
     model: str
     profile: str
@@ -186,7 +186,7 @@ class PairPlan:
 
     @property
     def fetched(self) -> tuple[SourcePlan, ...]:
-        """The sources with a fetch job; the requantize job downloads its original itself."""
+        """The sources with a fetch job; the requantize job downloads the 16-bit repository."""
         made = self.requantized
         return tuple(s for s in self.sources if made is None or s is not made.original)
 
@@ -204,7 +204,7 @@ class MemoryPlan:
     vision_bytes: int  # part of weights_bytes
     graphs_bytes: int
     kv_cache_bytes: int
-    block_tokens: int  # one cache block holds one GDN state, so it is this many tokens
+    block_tokens: int  # large enough for a GDN state
     kv_tokens: int | None  # None: unknown, or no cache
     full_context_users: float | None  # total blocks / blocks of a request of full length
     needed_bytes: int  # MemAvailable required before start
@@ -228,7 +228,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """Disk space below ``path``: the peak during the run, and what remains after it."""
+    """Disk space below ``path``: the peak during a run, and the rest afterwards."""
 
     path: str
     what: str
@@ -285,15 +285,15 @@ class NeedsPlan:
     memory_needed_bytes: int
     memory_total_min_bytes: int
     docker_dir: str = "/var/lib/docker"
-    # Images of the plan; if all are present, nothing more is written below docker_dir.
+    # Images of the plan; if all are present, docker_dir needs no more space.
     images: tuple[str, ...] = ()
     # Bytes below docker_dir for each engine image that is missing.
     image_bytes: tuple[tuple[str, int], ...] = ()
-    # (path, tree): if the tree exists, nothing more is written to the path.
+    # (path, tree): if the tree exists, the path needs no more space.
     disk_done_once_there: tuple[tuple[str, str], ...] = ()
     reboot: str = "report"  # "report" | "allow" a pending reboot
     tailscale: bool = False  # the gateway needs the host's tailnet address
-    # Files that the host may already have: (target folder, its files as (sha256, bytes)).
+    # Files that the host may already have: (target folder, files as (sha256, bytes)).
     downloads: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     look_in: tuple[str, ...] = ()  # where the fetcher searches for them
     cluster: tuple[str, ...] = ()  # members, including this host
@@ -302,7 +302,7 @@ class NeedsPlan:
 
 @dataclass(frozen=True, slots=True)
 class BootstrapPlan:
-    public_key: str  # one line of authorized_keys; "": this machine, which needs no login
+    public_key: str  # line of authorized_keys; "": this machine, no login needed
     account: str | None = None  # created for deploys; None: use the login user
     allowed_from: tuple[str, ...] = ()  # empty: the address of the login
     sudoers_path: str = SUDOERS_PATH

@@ -1,14 +1,23 @@
-"""The catalog is read whole; what is wrong in it stops who names it, and nobody else."""
+"""Reading the catalog: mistakes affect only the files that contain them."""
 
+from __future__ import annotations
+
+import copy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.catalog.model import HybridModel
+from spark_deploy.config.catalog.tensor_sets import Tensors
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents import convert
 from spark_deploy.config.errors import CatalogError
-from tests.unit.planning.plans import CATALOG, FIXTURE
+from spark_deploy.config.schema_errors import dotted
+from tests.unit.planning.plans import CATALOG, FIXTURE, shipped_catalog
 
 
 @pytest.fixture
@@ -16,82 +25,78 @@ def checkout(tmp_path: Path) -> Path:
     return Path(shutil.copytree(FIXTURE, tmp_path / "checkout"))
 
 
-def changed(checkout: Path, name: str, **keys: object) -> Path:
+def changed(checkout: Path, name: str, **keys: Any) -> Path:
     path = checkout / f"catalog/{name}.yml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text("utf-8")), **keys}))
     return checkout
 
 
-def test_a_broken_model_stops_only_who_names_it(checkout: Path) -> None:
-    found = read_catalog(changed(checkout, "models/huge", summary=7))
-    assert found.model("small") == CATALOG.model("small")
-    assert found.profile("v2", "large") == CATALOG.profile("v2", "large")
-    for ask in (lambda: found.model("huge"), lambda: found.profile("v2", "huge")):
-        with pytest.raises(CatalogError, match=r"catalog/models/huge.yml: summary: 7 is not text"):
-            ask()
+def test_broken_model_affects_only_itself(checkout: Path) -> None:
+    catalog = read_catalog(changed(checkout, "models/huge", summary=7))
+    assert catalog.model("small") == CATALOG.model("small")
+    assert catalog.profile("v2", "large") == CATALOG.profile("v2", "large")
+    message = r"catalog/models/huge.yml: summary: 7 is not text"
+    with pytest.raises(CatalogError, match=message):
+        catalog.model("huge")
+    with pytest.raises(CatalogError, match=message):
+        catalog.profile("v2", "huge")
 
 
-def test_a_change_that_makes_no_profile_stops_only_this_pair(checkout: Path) -> None:
-    wrong = {"when": {"kv_cache": {"starts_with": "turbo"}}, "set": {"limits": {"sequences": 1}}}
-    found = read_catalog(changed(checkout, "models/small", changes=[wrong]))
-    assert found.profile("v2-tq", "large") == CATALOG.profile("v2-tq", "large")
-    assert found.profile("v2", "small") == CATALOG.profile("v2", "small")
+def test_invalid_change_affects_only_its_pair(checkout: Path) -> None:
+    change = {"when": {"kv_cache": {"starts_with": "turbo"}}, "set": {"limits": {"sequences": 1}}}
+    catalog = read_catalog(changed(checkout, "models/small", changes=[change]))
+    assert catalog.profile("v2-tq", "large") == CATALOG.profile("v2-tq", "large")
+    assert catalog.profile("v2", "small") == CATALOG.profile("v2", "small")
     where = r"catalog/models/small.yml: changes of profile v2-tq: limits.sequences: unknown key"
     with pytest.raises(CatalogError, match=where):
-        found.profile("v2-tq", "small")
+        catalog.profile("v2-tq", "small")
 
 
-def test_a_broken_profile_and_one_that_is_not_there_are_told_apart(checkout: Path) -> None:
-    found = read_catalog(changed(checkout, "profiles/agent", plugin="yes please"))
+def test_broken_and_missing_profiles_have_different_messages(checkout: Path) -> None:
+    catalog = read_catalog(changed(checkout, "profiles/agent", plugin="yes please"))
     with pytest.raises(CatalogError, match=r"catalog/profiles/agent.yml: plugin"):
-        found.profile("agent", "large")
-    with pytest.raises(
-        CatalogError, match=r"catalog/profiles/v9.yml: does not exist\n.*known here"
-    ):
-        found.profile("v9", "large")
-    assert "agent" not in found.profile_names
+        catalog.profile("agent", "large")
+    missing = r"catalog/profiles/v9.yml: does not exist\n.*known here"
+    with pytest.raises(CatalogError, match=missing):
+        catalog.profile("v9", "large")
+    assert "agent" not in catalog.profile_names
 
 
-def test_later_changes_win_and_all_of_them_see_the_file(checkout: Path) -> None:
-    rules = [
+def test_later_changes_win_and_conditions_read_the_profile_file(checkout: Path) -> None:
+    changes = [
         {"set": {"limits": {"max_sequences": 8}, "prefix_caching": True}},
         {"when": {"prefix_caching": {"is": True}}, "set": {"limits": {"max_sequences": 2}}},
     ]
-    found = read_catalog(changed(checkout, "models/large", changes=rules))
-    assert found.profile("v2", "large").limits.max_sequences == 8
-    assert found.profile("agent", "large").limits.max_sequences == 2
+    catalog = read_catalog(changed(checkout, "models/large", changes=changes))
+    assert catalog.profile("v2", "large").limits.max_sequences == 8
+    assert catalog.profile("agent", "large").limits.max_sequences == 2
 
 
-def test_a_condition_on_what_profiles_do_not_say_is_refused_with_what_they_do(
-    checkout: Path,
-) -> None:
-    rules = [{"when": {"name": {"is": "v2"}}, "set": {"vision": True}}]
-    found = read_catalog(changed(checkout, "models/large", changes=rules))
+def test_refuses_condition_on_unknown_key(checkout: Path) -> None:
+    changes = [{"when": {"name": {"is": "v2"}}, "set": {"vision": True}}]
+    catalog = read_catalog(changed(checkout, "models/large", changes=changes))
     with pytest.raises(CatalogError, match="changes"):
-        found.model("large")
+        catalog.model("large")
 
 
 @pytest.mark.parametrize(
-    ("key", "advice"),
+    ("key", "fix"),
     [
         ("gdn_key_heads", r"linear_attention: \{key_heads"),
         ("profile_overrides", "changes, a list of"),
     ],
 )
-def test_a_key_of_an_earlier_catalog_is_refused_with_its_new_spelling(
-    checkout: Path, key: str, advice: str
-) -> None:
-    model = yaml.safe_load((checkout / "catalog/models/large.yml").read_text("utf-8"))
-    old = {key: {"v2": {}}}
+def test_old_key_is_refused_with_new_spelling(checkout: Path, key: str, fix: str) -> None:
+    old: dict[str, Any] = {key: {"v2": {}}}
     if key.startswith("gdn"):
+        model = yaml.safe_load((checkout / "catalog/models/large.yml").read_text("utf-8"))
         old = {"architecture": {**model["architecture"], key: 16}}
-    found = read_catalog(changed(checkout, "models/large", **old))
-    with pytest.raises(CatalogError, match=f"{key}: unknown key\n  fix: write {advice}"):
-        found.model("large")
+    catalog = read_catalog(changed(checkout, "models/large", **old))
+    with pytest.raises(CatalogError, match=f"{key}: unknown key\n  fix: write {fix}"):
+        catalog.model("large")
 
 
-def test_files_beside_an_inventory_win_by_name_and_the_plan_says_so(tmp_path: Path) -> None:
-    """A profile of one's own, based on ours of the same name, and a model that is nobody else's."""
+def test_files_of_inventory_override_catalog_with_note(tmp_path: Path) -> None:
     models, profiles = tmp_path / "catalog/models", tmp_path / "catalog/profiles"
     models.mkdir(parents=True)
     profiles.mkdir()
@@ -99,23 +104,78 @@ def test_files_beside_an_inventory_win_by_name_and_the_plan_says_so(tmp_path: Pa
         "based_on: base\nsummary: Mine\nchoose_when: I say so\nlimits: {max_sequences: 2}\n"
     )
     (models / "mine.yml").write_text("based_on: large\nsummary: Mine, too\n")
-    found = read_catalog(FIXTURE, own=tmp_path)
-    assert found.profile("base", "large").limits.max_sequences == 2
-    assert found.profile("base", "large").plugin == CATALOG.profile("base", "large").plugin
-    assert found.model("mine").memory == CATALOG.model("large").memory
-    assert found.replaced == {"profiles/base"}
-    [note] = found.notes("mine", "base")
+    catalog = read_catalog(FIXTURE, own=tmp_path)
+    assert catalog.profile("base", "large").limits.max_sequences == 2
+    assert catalog.profile("base", "large").plugin == CATALOG.profile("base", "large").plugin
+    assert catalog.model("mine").memory == CATALOG.model("large").memory
+    assert catalog.replaced == {"profiles/base"}
+    [note] = catalog.notes("mine", "base")
     assert "catalog/profiles/base.yml" in note
-    assert found.notes("mine", "v2") == ()
-    # In a folder without a catalog, and in ours, nothing is anybody's own.
-    assert read_catalog(FIXTURE, own=tmp_path / "other") == CATALOG
-    assert read_catalog(FIXTURE, own=FIXTURE) == CATALOG
+    assert catalog.notes("mine", "v2") == ()
+    for folder in (tmp_path / "other", FIXTURE):
+        assert read_catalog(FIXTURE, own=folder) == CATALOG
 
 
-def test_a_mistake_in_a_file_of_ones_own_is_told_as_in_ours(tmp_path: Path) -> None:
+def test_mistake_in_file_of_inventory_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "catalog/models"
     folder.mkdir(parents=True)
     (folder / "mine.yml").write_text("kind: plain\nrepository: not a repository\n")
-    found = read_catalog(FIXTURE, own=tmp_path)
     with pytest.raises(CatalogError, match=r"catalog/models/mine.yml: repository"):
-        found.model("mine")
+        read_catalog(FIXTURE, own=tmp_path).model("mine")
+
+
+# Tensor sets: patterns, counts and shapes must agree.
+
+HYBRIDS = [n for n, m in shipped_catalog().models.items() if isinstance(m, HybridModel)]
+
+
+def tensors_of(model: str) -> dict[str, Any]:
+    path = CHECKOUT / f"catalog/models/{model}.yml"
+    return yaml.safe_load(path.read_text("utf-8")).get("tensors", {})
+
+
+@pytest.fixture
+def tensors() -> dict[str, Any]:
+    return copy.deepcopy(tensors_of("qwen3.5-122b"))
+
+
+def tensor_problems(tensors: dict[str, Any], donor: str | None = "Org/Donor") -> str:
+    broken = convert(Tensors, tensors).broken(donor=donor)
+    return "\n".join(f"tensors.{dotted(b.key)}: {b.what}; {b.fix}" for b in broken)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_counts_and_shapes_name_their_source(name: str) -> None:
+    tensors = tensors_of(name)  # empty if based_on another model
+    counts = tensors.get("counts")
+    assert counts is None or len(counts["source"]) > 10
+    assert all(len(shape["source"]) > 10 for shape in tensors.get("donor_shapes", ()))
+
+
+def test_counts_of_122b_are_the_published_ones(tensors: dict[str, Any]) -> None:
+    counts = tensors["counts"]
+    assert counts["base"] + counts["mtp"] == 112_901
+    assert (counts["swap"], counts["donor_unmatched"]) == (144, 408)
+
+
+@pytest.mark.parametrize("key", ["base", "mtp", "swap", "donor_unmatched"])
+def test_count_reveals_missing_pattern(tensors: dict[str, Any], key: str) -> None:
+    tensors[key] = tensors[key][:-1]
+    message = tensor_problems(tensors)
+    assert f"tensors.{key}: " in message
+    assert f"counts.{key} says {tensors['counts'][key]}" in message
+
+
+def test_refuses_donor_without_shapes(tensors: dict[str, Any]) -> None:
+    tensors["donor_shapes"] = []
+    assert "describes other modules than tensors.swap names" in tensor_problems(tensors)
+    assert not tensor_problems(tensors, donor=None)
+
+
+def test_refuses_inconsistent_shapes(tensors: dict[str, Any]) -> None:
+    twice = {**tensors, "donor_shapes": tensors["donor_shapes"] * 2}
+    assert "a second time" in tensor_problems(twice)
+    tensors["donor_shapes"][0]["scale"] = [24, 8]
+    assert "a weight of [1024, 3072] has scales [8, 24]" in tensor_problems(tensors)
+    tensors["donor_shapes"][0]["modules"] = "a{b"
+    assert "tensors.donor_shapes: 'a{b': a brace is not closed" in tensor_problems(tensors)

@@ -1,4 +1,4 @@
-"""Catalog files, shared files and locks with anything in one place: planned or refused in lines."""
+"""Catalog files, shared files and locks with arbitrary values: planned, or refused in one line."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ HOSTILE = settings(
 )  # fmt: skip
 
 
-def text(document: dict[str, Any]) -> bytes:
+def encoded(document: dict[str, Any]) -> bytes:
     return json.dumps(document).encode()
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A catalog of few files, so that it is read in no time, and a place for one's own."""
+    """Return a small catalog, and a folder for files of the inventory."""
     for kind, names in {"models": (), "profiles": ("base.yml",)}.items():
         (tmp_path / "ours/catalog" / kind).mkdir(parents=True)
         (tmp_path / "mine/catalog" / kind).mkdir(parents=True)
@@ -72,7 +72,7 @@ def own(tmp_path: Path) -> Path:
             shutil.copy(ours, tmp_path / "ours/catalog" / kind / name)
     engines = CHECKOUT / "catalog/engines.yml"
     shutil.copy(engines, tmp_path / "ours/catalog/engines.yml")
-    # Every rail is read again for each example: a few of them are as good as all.
+    # Three rules suffice; each example reads them again.
     rails = yaml.safe_load((CHECKOUT / "catalog/guard_rails.yml").read_text("utf-8"))
     few = json.dumps({"rails": rails["rails"][:3]})
     (tmp_path / "ours/catalog/guard_rails.yml").write_text(few)
@@ -82,43 +82,41 @@ def own(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def locked(own: Path) -> str:
-    """The lock file of what the settings name."""
+    """Return the text of a lock file."""
     lock = made_up_lock(settings_of(), read_catalog(CHECKOUT / "tests/fixtures/checkout"))
     write_lock(own / "lock.yml", lock)
     return (own / "lock.yml").read_text("utf-8")
 
 
-def planned(own: Path, model: dict[str, Any], profile: dict[str, Any], anatomy: Any) -> None:
-    """Plan with files as they are; what is refused is refused in single lines."""
-    for kind, name, said in (("models", "dense", model), ("profiles", "mine", profile)):
+def check_plan(own: Path, model: dict[str, Any], profile: dict[str, Any], anatomy: Any) -> None:
+    """Plan with these files; refusals must be single lines."""
+    for kind, name, document in (("models", "dense", model), ("profiles", "mine", profile)):
         path = own / f"mine/catalog/{kind}/{name}.yml"
-        path.write_text(yaml.safe_dump(said), encoding="utf-8")
+        path.write_text(yaml.safe_dump(document), encoding="utf-8")
     try:
         catalog = read_catalog(own / "ours", own=own / "mine")
-        asked = dataclasses.replace(settings_of(), model="dense", profile="mine")
+        chosen = dataclasses.replace(settings_of(), model="dense", profile="mine")
         catalog.model("dense")
         catalog.profile("mine", "dense")
-        lock = made_up_lock(asked, catalog)
-        read = {
-            repo: dataclasses.replace(anatomy, repository=repo, commit=one.commit)
-            for repo, one in lock.sources.items()
+        lock = made_up_lock(chosen, catalog)
+        anatomies = {
+            repo: dataclasses.replace(anatomy, repository=repo, commit=source.commit)
+            for repo, source in lock.sources.items()
         }
-        lock = dataclasses.replace(lock, anatomies=read)
-        plan_host(Request("a", asked, catalog, lock, PAYLOAD))
+        lock = dataclasses.replace(lock, anatomies=anatomies)
+        plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
     except SparkError as error:
-        demand_lines(error)
+        check_messages(error)
 
 
-def demand_lines(error: SparkError) -> None:
+def check_messages(error: SparkError) -> None:
     for problem in error.problems:
         assert "\n" not in f"{problem.where}{problem.what}{problem.fix}"
         assert problem.fix
 
 
-def test_the_documents_themselves_are_planned(own: Path) -> None:
-    """Else the changed ones below would all be refused for the same mistake."""
-    shown = {**PROFILE, "speculation": None}
-    planned(own, MODEL, shown, ANATOMY)
+def test_unchanged_documents_are_check_plan(own: Path) -> None:
+    check_plan(own, MODEL, {**PROFILE, "speculation": None}, ANATOMY)
     catalog = read_catalog(own / "ours", own=own / "mine")
     assert catalog.model("dense").adapters["law"].rank == 16
     assert catalog.profile("mine", "dense").kv_cache.dtype == "fp8"
@@ -126,48 +124,48 @@ def test_the_documents_themselves_are_planned(own: Path) -> None:
 
 
 @HOSTILE
-@given(said=changed_in_one_place(text(MODEL)))
-@example(said=text({**MODEL, "memory": {"runtime_gib": 10**30}}))
-@example(said=text({**MODEL, "changes": [{"set": {"limits": None}}]}))
-@example(said=text({**MODEL, "adapters": {"law": {"repository": "org/dense", "rank": 1}}}))
-def test_a_model_of_anybody_is_planned_or_refused_in_one_line(own: Path, said: bytes) -> None:
-    planned(own, json.loads(said), {**PROFILE, "speculation": None}, ANATOMY)
+@given(text=changed_in_one_place(encoded(MODEL)))
+@example(text=encoded({**MODEL, "memory": {"runtime_gib": 10**30}}))
+@example(text=encoded({**MODEL, "changes": [{"set": {"limits": None}}]}))
+@example(text=encoded({**MODEL, "adapters": {"law": {"repository": "org/dense", "rank": 1}}}))
+def test_any_model_file_is_planned_or_refused(own: Path, text: bytes) -> None:
+    check_plan(own, json.loads(text), {**PROFILE, "speculation": None}, ANATOMY)
 
 
 @HOSTILE
-@given(said=changed_in_one_place(text(PROFILE)))
-@example(said=text({**PROFILE, "options": {"block-size": 10**30}}))
-@example(said=text({**PROFILE, "options": {"block-size": 0}}))
-@example(said=text({**PROFILE, "kv_cache": {"size_gib": 1e-9}}))
-def test_a_profile_of_anybody_is_planned_or_refused_in_one_line(own: Path, said: bytes) -> None:
-    planned(own, {**MODEL, "adapters": {}}, json.loads(said), ANATOMY)
+@given(text=changed_in_one_place(encoded(PROFILE)))
+@example(text=encoded({**PROFILE, "options": {"block-size": 10**30}}))
+@example(text=encoded({**PROFILE, "options": {"block-size": 0}}))
+@example(text=encoded({**PROFILE, "kv_cache": {"size_gib": 1e-9}}))
+def test_any_profile_file_is_planned_or_refused(own: Path, text: bytes) -> None:
+    check_plan(own, {**MODEL, "adapters": {}}, json.loads(text), ANATOMY)
 
 
 @HOSTILE
-@given(said=changed_in_one_place(text(READ)), bits=st.sampled_from(["auto", "fp8"]))
+@given(text=changed_in_one_place(encoded(READ)), bits=st.sampled_from(["auto", "fp8"]))
 @example(
-    said=text({**READ, "cache": [{"kind": "full", "layers": 1, "token_bytes": 1}]}), bits="fp8"
+    text=encoded({**READ, "cache": [{"kind": "full", "layers": 1, "token_bytes": 1}]}), bits="fp8"
 )
-@example(said=text({**READ, "cache": [{"kind": "full", "layers": 1}]}), bits="auto")
-@example(said=text({**READ, "weights": {"BF16": 2**62}}), bits="auto")
-def test_a_lock_of_anybody_is_planned_with_or_refused_in_one_line(
-    own: Path, locked: str, said: bytes, bits: str
+@example(text=encoded({**READ, "cache": [{"kind": "full", "layers": 1}]}), bits="auto")
+@example(text=encoded({**READ, "weights": {"BF16": 2**62}}), bits="auto")
+def test_any_lock_file_is_planned_or_refused(
+    own: Path, locked: str, text: bytes, bits: str
 ) -> None:
     path = own / "lock.yml"
-    data = {**yaml.safe_load(locked), "anatomies": {"org/dense": json.loads(said)}}
+    data = {**yaml.safe_load(locked), "anatomies": {"org/dense": json.loads(text)}}
     path.write_text(json.dumps(data))
     try:
-        found = read_lock(path).anatomies["org/dense"]
+        anatomy = read_lock(path).anatomies["org/dense"]
     except SparkError as error:
-        demand_lines(error)
+        check_messages(error)
         return
-    planned(own, {**MODEL, "adapters": {}}, {**PROFILE, "kv_cache": {"dtype": bits}}, found)
+    check_plan(own, {**MODEL, "adapters": {}}, {**PROFILE, "kv_cache": {"dtype": bits}}, anatomy)
 
 
 @HOSTILE
-@given(said=changed_in_one_place(text(SHARED)))
-def test_what_anybody_shared_is_read_or_refused_in_one_line(said: bytes) -> None:
+@given(text=changed_in_one_place(encoded(SHARED)))
+def test_any_shared_file_is_read_or_refused(text: bytes) -> None:
     try:
-        read_shared(json.loads(said), "x.yml")
+        read_shared(json.loads(text), "x.yml")
     except SparkError as error:
-        demand_lines(error)
+        check_messages(error)

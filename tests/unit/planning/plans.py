@@ -1,4 +1,4 @@
-"""Plans of the tests' own catalog: what is true of them holds for any model and profile."""
+"""Plans of the test catalog, and of the shipped catalog with a made-up lock."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ FIXTURE = CHECKOUT / "tests" / "fixtures" / "checkout"
 CATALOG = read_catalog(FIXTURE)
 LARGE = CATALOG.model("large")
 PAYLOAD = PayloadIdentity("1" * 64, "2" * 64, "requirements.txt")
-NOWHERE = Path("/nonexistent")  # the defaults alone decide
+NOWHERE = Path("/nonexistent")  # no group_vars
 _SHARD_BYTES = 5_000_000_000
 _SMALL = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json")
 
 
 def settings_of(model: str = "large", profile: str = "v2", **more: Any) -> Settings:
-    """Return the defaults with a pair and other choices; dotted keys."""
+    """Return the default settings with changes; dotted keys."""
     overrides = {"model": model, "profile": profile, **more}
-    found = load_hosts({"spark": ["a"]}, root=NOWHERE, overrides=overrides, checkout=FIXTURE)
-    return found["a"].settings
+    hosts = load_hosts({"spark": ["a"]}, root=NOWHERE, overrides=overrides, checkout=FIXTURE)
+    return hosts["a"].settings
 
 
 def plan_of(model: str = "large", profile: str = "v2", **more: Any) -> HostPlan:
@@ -47,43 +47,41 @@ def plan_of(model: str = "large", profile: str = "v2", **more: Any) -> HostPlan:
 
 
 def plan_with(settings: Settings, catalog: Catalog = CATALOG) -> HostPlan:
-    """Return the plan that settings make with a lock of made-up identities."""
+    """Return the plan of settings with a made-up lock."""
     return plan_host(Request("a", settings, catalog, made_up_lock(settings, catalog), PAYLOAD))
 
 
 @functools.cache
 def shipped_catalog() -> Catalog:
-    """Return the product's own catalog, read once for all tests of a process."""
+    """Return the shipped catalog, read once per process."""
     return read_catalog()
 
 
 @functools.cache
 def shipped() -> tuple[tuple[str, str, HostPlan | PlanError], ...]:
-    """Return every model with every profile of the product's catalog: its plan, or its refusal."""
-    return tuple(_planned(shipped_catalog(), Settings()))
+    """Return every model and profile of the shipped catalog with its plan or refusal."""
+    return tuple(_plans(shipped_catalog(), Settings()))
 
 
-def _planned(
-    catalog: Catalog, default: Settings
-) -> Iterator[tuple[str, str, HostPlan | PlanError]]:
-    # Roles that only some group has an image for get one here: no pair stops for want of it.
+def _plans(catalog: Catalog, default: Settings) -> Iterator[tuple[str, str, HostPlan | PlanError]]:
+    # Some image roles have no default image.
     images = {model.image.role: f"registry.example/{model.image.role}:1"
               for model in catalog.models.values()}  # fmt: skip
     for model, profile in itertools.product(catalog.models, catalog.profile_names):
-        # The profile for any repository and the models of ours have nothing to say to each other.
+        # Profile plain is for plain models only.
         if (profile == "plain") != isinstance(catalog.models[model], PlainModel):
             continue
-        found = dataclasses.replace(
+        settings = dataclasses.replace(
             default, model=model, profile=profile, images={**images, **default.images}
         )
         try:
-            yield model, profile, plan_with(found, catalog)
+            yield model, profile, plan_with(settings, catalog)
         except PlanError as error:
             yield model, profile, error
 
 
 def problems(model: str = "large", profile: str = "v2", **more: Any) -> list[Problem]:
-    """Return why a pair is refused before any host is touched."""
+    """Return why a pair cannot be planned."""
     return problems_of(settings_of(model, profile, **more), CATALOG)
 
 
@@ -93,9 +91,9 @@ def problem_texts(model: str = "large", profile: str = "v2", **more: Any) -> lis
 
 
 def made_up_lock(settings: Settings, catalog: Catalog) -> Lock:
-    """Lock every name of ``settings`` to hashes of the name: nothing is left that is not locked.
+    """Lock every name of ``settings`` to hashes of the name.
 
-    A base tree is as large as its architecture says, in shards of 5 GB.
+    Base checkpoints have the size of their architecture, in shards of 5 GB.
     """
     wanted = wanted_by(settings, catalog)
     bytes_of = {
@@ -112,14 +110,12 @@ def made_up_lock(settings: Settings, catalog: Catalog) -> Lock:
         LockedImage(name, f"sha256:{sha('sha256', name)}", 9_800_000_000)
         for name in sorted(wanted.images)
     ]
-    # What no catalog says: repositories served as published are as nobody has read them.
-    read = [Anatomy(repository=one.repo, commit=one.commit) for one in sources]
-    return Lock.of(sources, images, anatomies=read)
+    anatomies = [Anatomy(repository=source.repo, commit=source.commit) for source in sources]
+    return Lock.of(sources, images, anatomies=anatomies)
 
 
-def sha(kind: str, words: str) -> str:
-    """Return a made-up identity that is the same every time."""
-    return hashlib.new(kind, f"made up: {words}".encode()).hexdigest()
+def sha(kind: str, text: str) -> str:
+    return hashlib.new(kind, f"made up: {text}".encode()).hexdigest()
 
 
 def _files(repo: str, size_bytes: int) -> tuple[SourceFile, ...]:

@@ -1,10 +1,7 @@
-"""Every pair of the catalog: its plan as a difference that a reader can review.
+"""Reviewed plans of every model and profile of the catalog; `make golden` rewrites them.
 
-One pair is written out whole: the model and profile of the defaults; of repositories served as
-published the first, and the others as differences from it. The default profile of another
-model is written as its difference from that, another profile as its difference from the default
-profile of its model. ``GOLDEN=write pytest tests/unit/planning/test_goldens.py`` (or ``make
-golden``) writes them anew.
+The default pair and the first plain model are complete. Other models are differences from these,
+other profiles are differences from the default profile of their model.
 """
 
 import difflib
@@ -24,54 +21,54 @@ from tests.unit.planning.plans import shipped
 
 GOLDEN = Path(__file__).parent / "golden"
 DEFAULT = Settings()
-PLANS = {(model, profile): found for model, profile, found in shipped()}
+PLANS = {(model, profile): plan for model, profile, plan in shipped()}
 
 
 @functools.cache
 def plan_lines(model: str, profile: str) -> tuple[str, ...]:
-    """Return a plan as sorted lines `path = value`, or as the reasons why there is none."""
+    """Return a plan as sorted lines `path = value`, or the refusals."""
     plan = PLANS[model, profile]
     if isinstance(plan, PlanError):
         return tuple(f"refused: {line}" for p in plan.problems for line in str(p).splitlines())
     data = document(plan)
-    # What repeats another part of the plan, or the model's own file.
+    # Repeated elsewhere in the plan or in the model's file.
     for part, repeated in (
         ("needs", ("downloads", "image_bytes", "disk_needed_bytes")),
         ("checkpoint", ("base",)),
     ):
         data[part] = {k: v for k, v in (data[part] or {}).items() if k not in repeated}
     donor = data["checkpoint"].get("donor")
-    for locked in [*(one["locked"] for one in data["sources"]), *([donor] if donor else [])]:
+    for locked in [*(source["locked"] for source in data["sources"]), *([donor] if donor else [])]:
         locked["files"] = f"{len(locked['files'])} files"
     built = data["checkpoint"].get("order", {})
     built |= {k: f"{len(v)} entries" for k, v in built.items() if isinstance(v, list)}
-    # A digest is written once, where it is made; elsewhere it is a name.
+    # A digest is written once; elsewhere its name replaces it.
     names = {plan.serve.digest: "RELEASE", plan.image.digest: "IMAGE"}
     if plan.checkpoint:
         names[plan.checkpoint.digest] = "CHECKPOINT"
     digests = (f"{name} = {digest}" for digest, name in names.items())
-    return (*sorted(digests), *(named(line, names) for line in flat("", data)))
+    return (*sorted(digests), *(with_names(line, names) for line in flat_lines("", data)))
 
 
-def named(line: str, names: dict[str, str]) -> str:
+def with_names(line: str, names: dict[str, str]) -> str:
     for digest, name in names.items():
         line = line.replace(digest, name).replace(digest[:12], name)
     return line
 
 
-def flat(path: str, value: Any) -> Iterator[str]:
-    """Yield a line for each value, an option of the engine beside its values."""
+def flat_lines(path: str, value: Any) -> Iterator[str]:
+    """Yield a line for each value; an engine option and its values share a line."""
     if isinstance(value, dict) and value:
         for key in sorted(value):
-            yield from flat(f"{path}.{key}" if path else str(key), value[key])
+            yield from flat_lines(f"{path}.{key}" if path else str(key), value[key])
     elif isinstance(value, list) and value:
-        for item in options_joined(value):
-            yield from flat(f"{path}[]", item)
+        for item in join_options(value):
+            yield from flat_lines(f"{path}[]", item)
     else:
         yield f"{path} = {json.dumps(value)}"
 
 
-def options_joined(items: list[Any]) -> list[Any]:
+def join_options(items: list[Any]) -> list[Any]:
     joined: list[Any] = []
     for item in items:
         option = joined[-1] if joined else None
@@ -84,12 +81,11 @@ def options_joined(items: list[Any]) -> list[Any]:
 
 
 def base_of(model: str, profile: str) -> tuple[str, str] | None:
-    """Return the pair that this one is written as a difference from."""
+    """Return the pair whose golden this one is compared with."""
     if (model, profile) == (DEFAULT.model, DEFAULT.profile):
         return None
     if profile == "plain":
-        # Those served as published differ little, and all from the others much.
-        first = next(name for name, served in PLANS if served == "plain")
+        first = next(name for name, other in PLANS if other == "plain")
         return None if model == first else (first, "plain")
     return (DEFAULT.model if profile == DEFAULT.profile else model, DEFAULT.profile)
 
@@ -98,31 +94,30 @@ def golden_of(model: str, profile: str) -> str:
     lines, base = plan_lines(model, profile), base_of(model, profile)
     if base is None or lines[0].startswith("refused"):
         return "\n".join([*lines, ""])
-    # Without the places of the lines: a line more elsewhere is no difference here.
-    marked = difflib.unified_diff(plan_lines(*base), lines, n=0, lineterm="")
-    changed = [line for line in marked if not line.startswith(("---", "+++", "@@"))]
+    difference = difflib.unified_diff(plan_lines(*base), lines, n=0, lineterm="")
+    changed = [line for line in difference if not line.startswith(("---", "+++", "@@"))]
     return "\n".join([f"as {' with '.join(base)}, but", *changed, ""])
 
 
 @pytest.mark.parametrize(("model", "profile"), PLANS, ids=[f"{m}--{p}" for m, p in PLANS])
-def test_the_plan_of_every_pair_is_the_reviewed_one(model, profile):
+def test_plan_matches_reviewed_golden(model: str, profile: str) -> None:
     path, text = GOLDEN / f"{model}--{profile}.txt", golden_of(model, profile)
     if os.environ.get("GOLDEN") == "write":
         path.write_text(text, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == text, "run `make golden` and review the difference"
 
 
-def test_no_golden_is_left_over():
-    found = {path.name for path in GOLDEN.iterdir()}
+def test_no_golden_is_stale() -> None:
+    names = {f"{model}--{profile}.txt" for model, profile in PLANS}
+    stale = [path for path in GOLDEN.iterdir() if path.name not in names]
     if os.environ.get("GOLDEN") == "write":
-        for name in found - {f"{m}--{p}.txt" for m, p in PLANS}:
-            (GOLDEN / name).unlink()
-        found = {path.name for path in GOLDEN.iterdir()}
-    assert found == {f"{m}--{p}.txt" for m, p in PLANS}
+        for path in stale:
+            path.unlink()
+        return
+    assert not stale
 
 
 @pytest.mark.parametrize(("model", "profile"), PLANS, ids=[f"{m}--{p}" for m, p in PLANS])
-def test_no_pair_is_refused_for_want_of_a_lock_or_an_image(model, profile):
-    """Such a golden would say nothing of the pair."""
+def test_no_golden_lacks_lock_or_image(model: str, profile: str) -> None:
     refusals = [line for line in plan_lines(model, profile) if line.startswith("refused")]
     assert not [line for line in refusals if "not locked" in line or "image role" in line]

@@ -1,8 +1,11 @@
-"""The computed speed: bytes of a step, held against published figures that it was not fitted on."""
+"""Computed decode speed, compared with published figures."""
 
-import dataclasses
+from __future__ import annotations
+
 import json
-import types
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -30,17 +33,17 @@ FIGURES = [
 
 
 @pytest.mark.parametrize(("name", "figure"), FIGURES)
-def test_a_published_figure_is_met_or_the_page_would_have_to_say_what_is_not_known(name, figure):
+def test_computed_speed_is_near_published_figure(name: str, figure: Any) -> None:
     model, profile = SHIPPED.model(figure.model), SHIPPED.profile(name, figure.model)
-    found = speed_of(model.architecture, profile, requests=figure.requests).tokens_per_s
-    assert found == pytest.approx(figure.tokens_per_s, rel=TOLERANCE)
-    if figure.fitted:
-        assert found == pytest.approx(figure.tokens_per_s, rel=0.002), "the fit is of these two"
+    speed = speed_of(model.architecture, profile, requests=figure.requests).tokens_per_s
+    assert speed == pytest.approx(figure.tokens_per_s, rel=TOLERANCE)
+    if figure.fitted:  # the constants were fitted on these
+        assert speed == pytest.approx(figure.tokens_per_s, rel=0.002)
 
 
-def by_hand_ms(hidden, layers, experts, vocabulary):
-    """The plain tree at its first token, from the sizes of config.json, written out once more."""
-    int4, gbs = 0.5 + 2 / 128 + 0.5 / 128, 273e6
+def step_ms(hidden: int, layers: int, experts: int, vocabulary: int) -> float:
+    """Compute the first token of the plain checkpoint a second time, from sizes of config.json."""
+    int4, bytes_per_ms = 0.5 + 2 / 128 + 0.5 / 128, 273e6
     routed = layers * 8 * 3 * hidden * experts * int4 / 0.84
     full = layers / 4 * hidden * (2 * 32 * 256 + 2 * 2 * 256 + 32 * 256)
     linear = layers * 3 / 4 * hidden * (2 * 2048 + 3 * 8192 + 128)
@@ -48,26 +51,25 @@ def by_hand_ms(hidden, layers, experts, vocabulary):
     small = layers * (3 * hidden * experts + 256 * hidden) * 2 / 0.578
     head = vocabulary * hidden * 2 / 0.96
     attention = (full + linear) * int4 / 0.84
-    return (routed + attention + states + small + head) / gbs + layers * 0.092
+    return (routed + attention + states + small + head) / bytes_per_ms + layers * 0.092
 
 
-def test_the_step_of_the_plain_tree_is_what_its_sizes_give_by_hand():
-    step = speed_of(
-        SHIPPED.model("qwen3.5-122b").architecture, SHIPPED.profile("base", "qwen3.5-122b")
-    )
-    assert step.step_s * 1000 == pytest.approx(by_hand_ms(3072, 48, 1024, 248320), rel=1e-3)
+def test_step_time_of_plain_checkpoint_matches_second_computation() -> None:
+    profile = SHIPPED.profile("base", "qwen3.5-122b")
+    step = speed_of(SHIPPED.model("qwen3.5-122b").architecture, profile)
+    assert step.step_s * 1000 == pytest.approx(step_ms(3072, 48, 1024, 248320), rel=1e-3)
 
 
-def test_the_shares_of_heads_are_those_of_the_result_file_that_they_name():
+def test_head_efficiencies_match_result_file() -> None:
     path = CHECKOUT / "proofs/results/gpu/lm-head.json"
-    shape = next(one for one in json.loads(path.read_text())["shapes"] if one["inputs"] == 3072)
+    [shape] = [s for s in json.loads(path.read_text())["shapes"] if s["inputs"] == 3072]
     floor_us = sum(shape["floors"].values()) / 2  # of the INT8 values
-    names = {"keep": ("bf16", 2), "int8-g128": ("marlin", 1), "int8-triton": ("own", 1)}
-    for head, (kernel, values) in names.items():
-        assert HEADS[head] == pytest.approx(values * floor_us / shape["us"][kernel]["1"], abs=0.03)
+    kernels = {"keep": ("bf16", 2), "int8-g128": ("marlin", 1), "int8-triton": ("own", 1)}
+    for head, (kernel, width) in kernels.items():
+        assert HEADS[head] == pytest.approx(width * floor_us / shape["us"][kernel]["1"], abs=0.03)
 
 
-def test_more_tokens_touch_more_experts_and_never_more_than_there_are():
+def test_more_tokens_touch_more_experts_up_to_all() -> None:
     shape = LARGE.architecture
     counts = [experts_touched(shape, tokens) for tokens in (1, 2, 3, 10, 1000)]
     assert counts[0] == pytest.approx(shape.experts_per_token)
@@ -76,53 +78,44 @@ def test_more_tokens_touch_more_experts_and_never_more_than_there_are():
     assert counts[-1] <= shape.experts
 
 
-def test_a_step_yields_its_token_and_the_drafts_that_are_accepted():
-    assert tokens_per_step(0) == 1
-    assert tokens_per_step(1) == pytest.approx(1.95)
-    assert tokens_per_step(2) == pytest.approx(1 + 2 * 0.8, abs=0.005)
+def test_step_yields_one_token_and_accepted_drafts() -> None:
+    expected = [1, 1.95, 1 + 2 * 0.8]
+    assert [tokens_per_step(drafts) for drafts in range(3)] == pytest.approx(expected, abs=0.005)
 
 
-def test_a_long_context_costs_time_and_less_of_it_in_a_smaller_cache():
-    def at(name, tokens):
+def test_long_contexts_cost_less_with_smaller_cache() -> None:
+    def speed(name: str, tokens: int) -> float:
         profile = CATALOG.profile(name, "large")
         return speed_of(LARGE.architecture, profile, context_tokens=tokens).tokens_per_s
 
-    assert at("v2", 0) > at("v2", 100_000) > at("v2", 200_000)
-    assert at("v2", 0) == at("v2-tq", 0)
-    assert at("v2", 200_000) < at("v2-tq", 200_000)
+    assert speed("v2", 0) > speed("v2", 100_000) > speed("v2", 200_000)
+    assert speed("v2", 0) == speed("v2-tq", 0)
+    assert speed("v2", 200_000) < speed("v2-tq", 200_000)
 
 
-def test_the_next_lever_is_one_that_the_profile_has_not_pulled():
+def test_next_lever_is_not_yet_used_by_profile() -> None:
     base, v2 = (CATALOG.profile(name, "large") for name in ("base", "v2"))
-    first = next_lever(LARGE, base)
-    assert (first.setting, first.gain > 0.2) == ("engine.drafts: 1", True)
-    drafting = dataclasses.replace(base, speculation=Speculation(method="mtp", tokens=3))
+    lever = next_lever(LARGE, base)
+    assert (lever.setting, lever.gain > 0.2) == ("engine.drafts: 1", True)
+    drafting = replace(base, speculation=Speculation(method="mtp", tokens=3))
     assert next_lever(LARGE, drafting).setting == "engine.head: int8-g128"
     assert next_lever(LARGE, v2).setting == "engine.head: int8-triton"
-    pulled = dataclasses.replace(v2, head="int8-triton")
-    assert next_lever(LARGE, pulled) is None
+    assert next_lever(LARGE, replace(v2, head="int8-triton")) is None
 
 
-def shown(profile, **more):
-    settings = settings_of(profile=profile, **more)
-    text = "\n".join(plan_lines(plan_of(profile=profile, **more), *pair_of(settings, CATALOG)))
-    return text.partition("  speed  ")[2]
+def test_plan_text_shows_computed_range_and_causes() -> None:
+    text = "\n".join(plan_lines(plan_of(), *pair_of(settings_of(), CATALOG)))
+    speed = text.partition("  speed  ")[2]
+    assert speed.lstrip().startswith("37 to 51 tokens/s for one request")
+    for part in ("routed experts 40%", "in total for 4", "next lever: engine.head: int8-triton"):
+        assert part in speed
 
 
-def test_the_plan_says_a_range_that_it_marks_as_computed_and_where_the_time_goes():
-    said = shown("v2")
-    assert said.lstrip().startswith("37 to 51 tokens/s for one request")
-    assert "not yet measured on a Spark" in said
-    assert "routed experts 40%" in said
-    assert "in total for 4" in said
-    assert "next lever: engine.head: int8-triton" in said
-
-
-def test_where_no_speed_is_computed_the_plan_says_so():
-    portable = dataclasses.replace(CATALOG.profile("v2", "large"), engine_mode="portable")
-    text = "\n".join(plan_lines(plan_of(), LARGE, portable))
+def test_plan_text_reports_missing_speed() -> None:
+    v2 = CATALOG.profile("v2", "large")
+    text = "\n".join(plan_lines(plan_of(), LARGE, replace(v2, engine_mode="portable")))
     assert "tokens/s" not in text
     assert "  speed       not computed for engines without a Spark's kernels\n" in text
-    two = types.SimpleNamespace(cluster=types.SimpleNamespace(members=("one", "two")))
-    [line] = speed_lines(types.SimpleNamespace(serve=two), LARGE, CATALOG.profile("v2", "large"))
+    pair = SimpleNamespace(serve=SimpleNamespace(cluster=SimpleNamespace(members=("a", "b"))))
+    [line] = speed_lines(pair, LARGE, v2)
     assert line == "  speed       not computed for 2 Sparks as one server"
