@@ -1,4 +1,4 @@
-"""A full disk loses no record and does not keep a server from starting."""
+"""A full disk loses no state file, and does not prevent a server from starting."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checked import check
 from memory_host import Model
 from memory_ports import MemoryDisk
 from spark_contract import files
@@ -18,21 +19,21 @@ from spark_host.records import proof
 from spark_host.system import host as system
 from stub_host import REPOSITORY, Host
 
-# A file size limit cuts a write short without an error, like a nearly full disk. It needs its own
-# process, because it applies to every write.
+# A file size limit cuts a write short without an error, as a nearly full disk does. It applies to
+# the whole process, so it needs a separate one.
 _WRITE = """
 import resource, signal, sys
 from pathlib import Path
 from spark_contract import files
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
-files.write_text(Path(sys.argv[1]), "the next record" * 20)
+files.write_text(Path(sys.argv[1]), "the next content" * 20)
 """
 
 
-def test_full_disk_keeps_the_previous_record(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "good.json"
-    files.write_text(path, "the previous record")
+    files.write_text(path, "the previous content")
 
     done = subprocess.run(
         [sys.executable, "-c", _WRITE, str(path)],
@@ -40,7 +41,7 @@ def test_full_disk_keeps_the_previous_record(tmp_path: Path) -> None:
     )  # fmt: skip
 
     assert f"File too large: '{path}'" in done.stderr
-    assert path.read_text() == "the previous record"
+    assert path.read_text() == "the previous content"
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -51,17 +52,14 @@ class FullDisk(MemoryDisk):
     remove, read = staticmethod(system.Disk.remove), staticmethod(system.Disk.read)
 
 
-def with_full_disk(host: Host) -> system.Host:
-    return replace(host.here, disk=FullDisk(Model()))
+def on_full_disk(host: Host) -> system.Host:
+    return replace(host.here, disk=FullDisk(Model()))  # type: ignore[arg-type]
 
 
 def test_full_disk_does_not_fail_a_check(host: Host) -> None:
     release, reports = host.release(), list[str]()
     host.start(release)
-    proof_now = runner.check(
-        release, with_full_disk(host), "quick", reports.append, invocation_id="run"
-    )
-    assert proof_now.ok
+    assert runner.check(release, on_full_disk(host), "quick", reports.append, "run").ok
     assert "the proof was not written: [Errno 28] No space left on device: " in reports[-1]
 
 
@@ -69,15 +67,15 @@ def test_full_disk_does_not_fail_a_check(host: Host) -> None:
 def test_full_disk_removes_an_invalid_proof(host: Host) -> None:
     release = host.release()
     host.start(release)
-    assert runner.check(release, host.here, "full", str, invocation_id="run").ok
+    assert check(host, release, "full").ok
     host.engines[-1].kill()
     host.engines[-1].wait()
-    assert not runner.check(release, with_full_disk(host), "full", str, invocation_id="run").ok
+    assert not runner.check(release, on_full_disk(host), "full", str, "run-1").ok
     assert proof.read(release.name, host.here) is None
 
 
 @pytest.mark.parametrize(
-    ("error", "line"),
+    ("error", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "/x/y: No space left on device"),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), "fix: run it as root: sudo"),
@@ -85,13 +83,13 @@ def test_full_disk_removes_an_invalid_proof(host: Host) -> None:
     ],
 )
 def test_os_error_is_a_single_line(
-    error: OSError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(words: list[str], paths: object) -> int:
+    error: OSError, message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(*_: object) -> int:
         raise error
 
     monkeypatch.setattr(status, "main", fail)
     assert __main__.main(["status"]) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert line in lines[0]
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line

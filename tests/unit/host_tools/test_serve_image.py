@@ -22,7 +22,7 @@ from stub_host import REPOSITORY, Host
 LAYER = os.urandom(5 << 20)  # above the limit of nginx's direct I/O
 DOCKER = """#!{python}
 import json, sys
-with open({seen!r}, "a") as log:
+with open({log!r}, "a") as log:
     print(json.dumps(sys.argv[1:]), file=log)
 sys.exit(7 if sys.argv[1] == "build" else 0)
 """
@@ -68,7 +68,7 @@ def pulls(daemon: Daemon, answer: Answer, reference: str) -> None:
 
 
 @pytest.fixture
-def place(nginx_host: Host) -> Path:
+def root(nginx_host: Host) -> Path:
     root = nginx_host.paths.root
     (root / "job/manifests").mkdir(parents=True)
     (root / "job/manifests" / digest(MANIFEST)).write_bytes(MANIFEST)
@@ -76,13 +76,16 @@ def place(nginx_host: Host) -> Path:
     (root / "tree" / digest(LAYER)).write_bytes(LAYER)
     program = root / "bin/docker"
     program.parent.mkdir()
-    program.write_text(DOCKER.format(python=sys.executable, seen=str(root / "seen")))
+    program.write_text(DOCKER.format(python=sys.executable, log=str(root / "calls")))
     program.chmod(0o755)
     return root
 
 
-def run(root: Path, *, keep: bool, fetches: bool = True) -> tuple[int, list[list[str]], str]:
-    """Run the job's command; the blobs are there already, or their fetcher fails."""
+def run(root: Path, *, keep: bool = False, fetches: bool = True) -> tuple[int, list[Any], str]:
+    """Run the job's command; return exit code, docker's arguments and errors.
+
+    The blobs are already there; ``fetches`` is whether their fetcher succeeds.
+    """
     plan = LayersPlan(
         digest="d" * 64, reference=REFERENCE, plain=False, out=str(root / "tree"), keep=keep
     )
@@ -101,50 +104,52 @@ def run(root: Path, *, keep: bool, fetches: bool = True) -> tuple[int, list[list
         },
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    lines = (root / "seen").read_text().splitlines() if (root / "seen").exists() else []
-    seen = [json.loads(line) for line in lines]
-    return done.returncode, seen, done.stderr
+    log = root / "calls"
+    calls = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return done.returncode, calls, done.stderr
 
 
-def test_pulls_from_local_blobs_then_builds(place: Path, daemon: Daemon) -> None:
-    code, seen, _ = run(place, keep=False)
-    here, there = daemon.pulled
-    assert here.startswith("127.0.0.1:")
-    assert here.endswith(f"/lab/engine@{digest(MANIFEST)}")
-    assert there == REFERENCE
-    # The command of the job, and the exit code.
-    assert (seen, code) == ([["image", "rm", here], ["build", "."]], 7)
-    assert not (place / "tree").exists()
+# The job's command, which exits with 7.
+BUILT = (7, [["build", "."]])
 
 
-def test_keeps_blobs_for_other_hosts(place: Path, daemon: Daemon) -> None:
-    run(place, keep=True)
-    assert (place / "tree" / digest(LAYER)).read_bytes() == LAYER
+def test_pulls_from_local_blobs_then_builds(root: Path, daemon: Daemon) -> None:
+    code, calls, _ = run(root)
+    local, public = daemon.pulled
+    assert local.startswith("127.0.0.1:")
+    assert local.endswith(f"/lab/engine@{digest(MANIFEST)}")
+    assert public == REFERENCE
+    assert (code, calls) == (7, [["image", "rm", local], ["build", "."]])
+    assert not (root / "tree").exists()
 
 
-def test_pulls_from_the_registry_without_blobs(place: Path, daemon: Daemon) -> None:
-    code, seen, said = run(place, keep=False, fetches=False)
-    assert (code, seen, daemon.pulled) == (7, [["build", "."]], [REFERENCE])
-    assert "not pulled from other hosts" in said
-    assert (place / "tree").exists()
+def test_keeps_blobs_for_other_hosts(root: Path, daemon: Daemon) -> None:
+    run(root, keep=True)
+    assert (root / "tree" / digest(LAYER)).read_bytes() == LAYER
 
 
-def test_missing_blob_falls_back_to_the_registry(place: Path, daemon: Daemon) -> None:
-    (place / "tree" / digest(LAYER)).unlink()
-    code, seen, said = run(place, keep=True)
-    assert daemon.pulled[-1] == REFERENCE
-    assert (code, seen) == (7, [["build", "."]])
-    assert "404" in said
+def test_pulls_from_the_registry_without_blobs(root: Path, daemon: Daemon) -> None:
+    *result, errors = run(root, fetches=False)
+    assert (tuple(result), daemon.pulled) == (BUILT, [REFERENCE])
+    assert "not pulled from other hosts" in errors
+    assert (root / "tree").exists()
 
 
-def test_existing_image_is_not_pulled(place: Path, daemon: Daemon) -> None:
+def test_missing_blob_falls_back_to_the_registry(root: Path, daemon: Daemon) -> None:
+    (root / "tree" / digest(LAYER)).unlink()
+    *result, errors = run(root, keep=True)
+    assert (tuple(result), daemon.pulled[-1]) == (BUILT, REFERENCE)
+    assert "404" in errors
+
+
+def test_existing_image_is_not_pulled(root: Path, daemon: Daemon) -> None:
     daemon.images.add(REFERENCE)
-    code, seen, _ = run(place, keep=False, fetches=False)
-    assert (code, seen, daemon.pulled) == (7, [["build", "."]], [])
+    *result, _ = run(root, fetches=False)
+    assert (tuple(result), daemon.pulled) == (BUILT, [])
 
 
-def test_failed_pull_builds_nothing(place: Path, daemon: Daemon) -> None:
+def test_failed_pull_builds_nothing(root: Path, daemon: Daemon) -> None:
     daemon.script = lambda answer, reference: answer.send({"error": "no such host"})
-    code, seen, said = run(place, keep=False, fetches=False)
-    assert (code, seen) == (1, [])
-    assert f"error: {REFERENCE}: docker cannot pull it: no such host; fix: " in said
+    code, calls, errors = run(root, fetches=False)
+    assert (code, calls) == (1, [])
+    assert f"error: {REFERENCE}: docker cannot pull it: no such host; fix: " in errors
