@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spark_contract import tool
+from spark_contract.documents import DocumentError
 from spark_contract.errors import ERROR, HostToolError, Problem
 from spark_contract.paths import Paths
 
@@ -72,8 +73,8 @@ def daily(words: Words, paths: Paths) -> int:
 
 
 _CHECK = "[RELEASE] [--quick|--full|--deep] [--json], --record [FILE], --compare RELEASE"
-# By verb: the function, which returns an exit code or a document to print as JSON; what turns the
-# verb's words into the function's arguments; and the help.
+# By verb: the function, which returns an exit code or a document to print as JSON; the function
+# that turns the verb's words into arguments; and the help.
 VERBS: dict[str, tuple[str, Arguments, str]] = {
     tool.STATUS: ("status:main", _words, "[--live]: print the state of this host as JSON"),
     tool.EVIDENCE: ("evidence:evidence", _paths, "print publishable facts about engines as JSON"),
@@ -152,6 +153,11 @@ def main(argv: Words) -> int:
     except HostToolError as error:
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except DocumentError as error:
+        fix = "run the command of spark-deploy again: its version must fit this tool"
+        line = Problem(f"spark-host {argv[0]}", f"malformed request: {error}", fix).line
+        print(f"{ERROR}{line}", file=sys.stderr, flush=True)
+        return 2
     except OSError as error:
         where = error.filename or f"spark-host {argv[0]}"
         fix = _FIXES.get(error.errno or 0, "see `journalctl -xe`, then run it again")

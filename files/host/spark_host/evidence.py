@@ -7,7 +7,6 @@ import mmap
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
@@ -52,6 +51,14 @@ def _engine(release: Release, host: Host) -> EngineEvidence:
     messages = list(logs.start_messages(read_log(release, invocation_id)))
     container = docker.container(release.container, 5) or {}
     rollout = host.disk.read(Rollout, host.paths.rollout(release.name))
+    counts: dict[str, float | None] = {}
+    with suppress(EngineError):
+        metrics = Engine.of(release, host.paths).metrics()
+        counts = {
+            "drafted_tokens": metrics.drafted,
+            "accepted_tokens": metrics.accepted,
+            "generated_tokens": metrics.total(metrics.dialect.generated),
+        }
     return EngineEvidence(
         release=release.name,
         lines=logs.kernel_lines(messages),
@@ -61,21 +68,8 @@ def _engine(release: Release, host: Host) -> EngineEvidence:
         libraries=container_libraries(str(container["Id"])) if container.get("Id") else {},
         rollout_state=rollout.state if rollout else None,
         rollout_times_s=dict(rollout.times_s) if rollout else {},
-        **_token_counts(release, host.paths),
+        **{key: None if value is None else int(value) for key, value in counts.items()},
     )
-
-
-def _token_counts(release: Release, paths: Paths) -> dict[str, Any]:
-    try:
-        metrics = Engine.of(release, paths).metrics()
-    except EngineError:
-        return {}
-    totals = {
-        "drafted_tokens": metrics.drafted,
-        "accepted_tokens": metrics.accepted,
-        "generated_tokens": metrics.total(metrics.dialect.generated),
-    }
-    return {key: None if value is None else int(value) for key, value in totals.items()}
 
 
 def firmware(root: Path = Path("/")) -> dict[str, str]:

@@ -28,16 +28,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlencode
 
-from spark_contract import files
+from spark_contract import fetching, files
 from spark_contract.errors import HostToolError
-from spark_contract.fetching import (
-    DOCKER_HUB,
-    MANIFEST_TYPES,
-    PULL_LEAST_BYTES_PER_S,
-    PULL_STALL_S,
-    LayersPlan,
-    parse_reference,
-)
 from spark_contract.job import Progress
 from spark_contract.orders import BUILDER, LAYERS
 from spark_contract.paths import Paths
@@ -80,12 +72,12 @@ def main(words: list[str], paths: Paths) -> int:
 
 
 def _pull_from_peers(order: Path, paths: Paths) -> None:
-    plan = files.load(LayersPlan, order, "no such order")
+    plan = files.load(fetching.LayersPlan, order, "no such order")
     blobs, manifests = Path(plan.out), order.parent / "manifests"
     fetch = [sys.executable, "-m", BUILDER, LAYERS, str(order), str(manifests)]
     if subprocess.run(fetch, stdin=subprocess.DEVNULL, check=False).returncode != 0:
         raise HostToolError(plan.reference, "the blobs were not fetched", "see the lines above")
-    reference = parse_reference(plan.reference)
+    reference = fetching.parse_reference(plan.reference)
     with _local_registry(blobs, manifests, paths) as address:
         local = f"{address}/{reference.name}@{reference.version}"
         pull(local)
@@ -132,7 +124,7 @@ def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
 
 def _manifest_location(path: Path) -> str:
     manifest = json.loads(path.read_text())
-    kinds = MANIFEST_TYPES[:2] if "manifests" in manifest else MANIFEST_TYPES[2:]
+    kinds = fetching.MANIFEST_TYPES[:2] if "manifests" in manifest else fetching.MANIFEST_TYPES[2:]
     kind = manifest.get("mediaType") if manifest.get("mediaType") in kinds else kinds[0]
     return (
         f"location ~ /manifests/{path.name}$ {{ root {nginx.quoted(path.parent)}; "
@@ -168,7 +160,7 @@ class Layers:
                 self._count(layer, status, event["progressDetail"])
             kind = (layer, re.sub(r"\d+", "#", status))  # "Retrying in 5 seconds", "in 4 seconds"
             bytes_now = sum(self._downloaded.values()) + sum(self._unpacked.values())
-            least = PULL_LEAST_BYTES_PER_S * self._stall_s if self._is_downloading() else 1
+            least = fetching.PULL_LEAST_BYTES_PER_S * self._stall_s if self._is_downloading() else 1
             if kind not in self._seen or bytes_now - self._progress_bytes >= least:
                 self._progress_at, self._progress_bytes = now, bytes_now
             self._seen.add(kind)
@@ -219,7 +211,7 @@ class Layers:
             return Progress(phase, done if counted else None, total, rate, left_s)
 
 
-def pull(reference: str, *, stall_s: float = PULL_STALL_S) -> None:
+def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
     """Pull an image by name and digest.
 
     Raises:
@@ -314,14 +306,11 @@ def _refuse_error(reference: str, event: dict[str, Any]) -> None:
     reason = detail.get("message") if isinstance(detail, dict) else None
     reason = reason or event.get("error") or ("status" not in event and event.get("message"))
     if reason:
+        start = str(reason)[: 4 * _MESSAGE_LENGTH]
+        printable = "".join(letter if letter.isprintable() else " " for letter in start)
+        message = f"docker cannot pull it: {' '.join(printable.split())[:_MESSAGE_LENGTH]}"
         fix = "check the registry's address, the login and the network; `journalctl -u docker`"
-        raise HostToolError(reference, f"docker cannot pull it: {_one_line(reason)}", fix)
-
-
-def _one_line(text: object) -> str:
-    start = str(text)[: 4 * _MESSAGE_LENGTH]
-    printable = "".join(letter if letter.isprintable() else " " for letter in start)
-    return " ".join(printable.split())[:_MESSAGE_LENGTH]
+        raise HostToolError(reference, message, fix)
 
 
 def registry_auth(reference: str) -> str | None:
@@ -330,11 +319,11 @@ def registry_auth(reference: str) -> str | None:
     The login never enters arguments, logs or errors. Without a login (``None``) docker pulls
     anonymously.
     """
-    host = parse_reference(reference).host
+    host = fetching.parse_reference(reference).host
     environment = docker.client_environment()
     try:
         config = json.loads(Path(environment["HOME"], ".docker/config.json").read_text())
-        key = "https://index.docker.io/v1/" if host == DOCKER_HUB else host
+        key = "https://index.docker.io/v1/" if host == fetching.DOCKER_HUB else host
         login = _helper_login(config, key, environment) or _file_login(config, key)
     except (OSError, ValueError, AttributeError, TypeError, subprocess.SubprocessError):
         return None

@@ -20,7 +20,6 @@ from spark_contract.status import Keep
 from spark_contract.tool import HOST_TOOL
 from spark_contract.units import mount_unit
 from spark_host import jobs
-from spark_host.cleanup.prune import read_keep
 from spark_host.system import host as system
 
 from spark_deploy.config.checkout import CHECKOUT
@@ -61,7 +60,7 @@ def read_back(plan: HostPlan, root: Path) -> None:
     assert system.load_gateway("main", paths) == plan.gateway.settings
     for work in (*jobs_of(plan, ()), *discard_jobs_of(plan)):
         assert jobs.load(work.job.digest12, paths) == work.job
-    assert read_keep(text_of(keep_of(plan))) == keep_of(plan)
+    assert parse(Keep, text_of(keep_of(plan))) == keep_of(plan)
 
 
 @pytest.mark.parametrize("plan", PLANS)

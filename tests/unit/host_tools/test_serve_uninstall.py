@@ -211,7 +211,7 @@ def test_unmanaged_files_in_our_folders_stay(tmp_path: Path) -> None:
         (tmp_path / "etc/systemd/system").mkdir(parents=True, exist_ok=True)
         (tmp_path / "etc/systemd/system" / unit).touch()
     paths = Paths(tmp_path)
-    things = [*uninstall._units_and_configuration(paths), *uninstall._tools(paths)]
+    things = [*uninstall._units_and_configuration(paths), *uninstall._tools_and_records(paths)]
     assert {Path(thing.name).name: thing.stays for thing in things} == {
         "conf": "not made by us", "releases": "", "jars": "not made by us",
         "spark-serve@.service": "",
@@ -226,7 +226,9 @@ def test_removes_every_state_file(tmp_path: Path) -> None:
     for path in (*files, paths.gpu_receipt, paths.daily, paths.state / "theirs"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    staying = [Path(thing.name).name for thing in uninstall._records(paths) if thing.stays]
+    staying = [
+        Path(thing.name).name for thing in uninstall._tools_and_records(paths) if thing.stays
+    ]
     assert staying == ["theirs"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grp
 import json
 import os
+import pwd
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from spark_contract import files
 from spark_contract.documents import text_of
-from spark_contract.paths import Paths, kept_aside
+from spark_contract.paths import ENGINE_USER, GATEWAY_USER, Paths, kept_aside
 from spark_contract.status import Before, Footprint, Thing
 
 from spark_host.cleanup import resources
@@ -98,12 +99,12 @@ def groups() -> tuple[str, ...]:
 
 def _folders(footprint: Footprint, paths: Paths) -> tuple[str, ...]:
     """Return the folders below /etc, the parents of our data, and folders of packages."""
-    found = {folder for folder, _, _ in os.walk(paths.below("/etc"))}
+    folders = {folder for folder, _, _ in os.walk(paths.below("/etc"))}
     data = (footprint.models_dir, footprint.sources_dir, footprint.cache_dir)
     for path in (*data, *(path for remains in _REMAINS.values() for path in remains)):
         below = paths.below(path)
-        found |= {str(folder) for folder in (below, *below.parents) if folder.is_dir()}
-    return tuple(sorted(found))
+        folders |= {str(folder) for folder in (below, *below.parents) if folder.is_dir()}
+    return tuple(sorted(folders))
 
 
 def output_of(*argv: str) -> str:
@@ -150,7 +151,7 @@ def remove_packages(names: Iterable[str]) -> str:
 
 
 def _usage(name: str, added: list[str], before: Before) -> str:
-    """Return what of the owner's uses a package, or ""."""
+    """Return the service or packages of the owner that use a package, or ""."""
     if unit := _NOT_STARTED.get(name):
         state = systemd.state(unit, "ActiveState", "UnitFileState")
         if state.get("ActiveState") == "active" or state.get("UnitFileState") == "enabled":
@@ -162,7 +163,7 @@ def _usage(name: str, added: list[str], before: Before) -> str:
 
 
 def _purged(names: list[str], *, auto: bool) -> set[str]:
-    """Return what apt would purge with ``names``; ``auto`` includes unneeded dependencies."""
+    """Return the packages that apt would purge, with ``auto`` also unneeded dependencies."""
     if not names:
         return set()
     words = ["--auto-remove"] if auto else []
@@ -188,6 +189,10 @@ def host_settings(footprint: Footprint, before: Before | None) -> Iterator[Thing
     for user in docker_members():
         if user in footprint.docker_users and not (before and user in before.docker_members):
             yield Thing("docker user", user, 0, unknown)
+    known = {entry.pw_name for entry in pwd.getpwall()}
+    for name in (GATEWAY_USER, ENGINE_USER):
+        if name in known:
+            yield Thing("user", name)
 
 
 def remains(before: Before | None, paths: Paths) -> Iterator[Thing]:
@@ -208,7 +213,7 @@ def remains(before: Before | None, paths: Paths) -> Iterator[Thing]:
 def shared_file_things(
     footprint: Footprint, before: Before | None, keep_docker: str, paths: Paths
 ) -> list[Thing]:
-    """Return what we changed in files of others; ``keep_docker`` is why Docker's settings stay."""
+    """Return the shared files that we changed; ``keep_docker`` is why Docker's settings stay."""
     things = []
     for path in footprint.shared_files:
         now = _read(paths.below(path))

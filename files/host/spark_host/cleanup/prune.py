@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spark_contract import files, receipts, units
-from spark_contract.documents import DocumentError, parse
+from spark_contract.documents import parse
 from spark_contract.errors import HostToolError
 from spark_contract.job import Job, ReceiptProof
 from spark_contract.paths import Paths
@@ -29,15 +29,6 @@ from spark_host.system import docker, systemd
 from spark_host.system.host import Host, load_release, release_names
 
 _UP = ("active", "activating", "reloading", "deactivating")
-
-
-def read_keep(text: str) -> Keep:
-    """Parse the request; an absent part is an error, never an empty list."""
-    try:
-        return parse(Keep, text)
-    except DocumentError as error:
-        message = f"cannot be read: {error}"
-        raise HostToolError("prune: what to keep", message, "run deploys/prune.py", 2) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +70,8 @@ def plan_prune(keep: Keep, paths: Paths) -> Plan:
     managed, others = [], []
     parents = (("tree", keep.models_dir), ("source", keep.sources_dir), ("cache", keep.cache_dir))
     for kind, parent in parents:
-        ours, rest = resources.folders(kind, paths.below(parent), made)
-        managed += ours
+        created, rest = resources.folders(kind, paths.below(parent), made)
+        managed += created
         others += rest
     folders = [folder for folder in managed if folder.of not in needed]
     folders += [
@@ -114,8 +105,8 @@ def plan_prune(keep: Keep, paths: Paths) -> Plan:
 
 def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
     all_names, host = release_names(paths), Host(paths)
-    serving = systemd.show([units.SERVE.of(name) for name in all_names], ["ActiveState"])
-    changes = systemd.show([units.SWITCH.of(name) for name in all_names], ["ActiveState"])
+    templates = (units.SERVE, units.SWITCH)
+    states = systemd.show([t.of(name) for t in templates for name in all_names], ["ActiveState"])
     kept: dict[str, str] = {}
     for service in {service_of(name) for name in all_names}:
         record = boot.good(service, host)
@@ -127,9 +118,10 @@ def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
         reasons += [(stopped.release, "stopped by hand")] if stopped and stopped.release else []
         kept.update({name: reason for name, reason in reasons if name in all_names})
     for name in all_names:
-        if serving.get(units.SERVE.of(name), {}).get("ActiveState") in _UP:
+        serving, rollout = (states.get(t.of(name), {}).get("ActiveState") for t in templates)
+        if serving in _UP:
             kept[name] = "serves"
-        elif changes.get(units.SWITCH.of(name), {}).get("ActiveState") in _UP:
+        elif rollout in _UP:
             kept[name] = "rollout in progress"
         elif name in keep.releases:
             kept.setdefault(name, "in the settings")
@@ -236,7 +228,7 @@ def main(words: list[str], paths: Paths) -> Pruning:
     requests = [word for word in words if word != "--dry"]
     if len(requests) != 1:
         raise HostToolError("prune", "needs a single JSON text", "run deploys/prune.py", 2)
-    keep = read_keep(requests[0])
+    keep = parse(Keep, requests[0])
     with nullcontext() if dry else all_rollout_locks(paths):
         plan = plan_prune(keep, paths)
         return plan.document([] if dry else remove(plan, paths))

@@ -149,7 +149,7 @@ def images(known: dict[str, Job], paths: Paths) -> list[Image]:
         else:
             digests = entry.get("RepoDigests") or ()
             references = [] if tags else [ref for ref in digests if ref in pulled]
-        managed |= {ref: found for ref in references if (found := inspect_image(ref))}
+        managed |= {ref: made for ref in references if (made := inspect_image(ref))}
     return sorted(managed.values(), key=lambda image: (len(image.layers), image.reference))
 
 

@@ -5,7 +5,6 @@ An interrupted uninstall can be repeated.
 
 from __future__ import annotations
 
-import pwd
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,16 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spark_contract import files, units
-from spark_contract.documents import DocumentError, parse
+from spark_contract.documents import parse
 from spark_contract.errors import HostToolError
 from spark_contract.fabric import NETPLAN_FILE
 from spark_contract.fetching import SHARE_KEY, SHARE_SETTINGS
 from spark_contract.paths import (
     API_KEY,
     CONFIG_DIR,
-    ENGINE_USER,
     GATEWAY_DIR,
-    GATEWAY_USER,
     RELEASES_DIR,
     SYSUSERS,
     Paths,
@@ -89,26 +86,18 @@ class Others:
 
 
 def note(text: str, paths: Paths) -> int:
-    baseline.record_baseline(_parse_footprint(text), paths)
+    baseline.record_baseline(parse(Footprint, text), paths)
     return 0
 
 
 def manifest(text: str, paths: Paths) -> Ours:
-    return read_manifest(_parse_footprint(text), paths)
+    return read_manifest(parse(Footprint, text), paths)
 
 
 def uninstall(text: str, paths: Paths) -> Ours:
-    footprint = _parse_footprint(text)
+    footprint = parse(Footprint, text)
     with all_rollout_locks(paths):
         return remove(footprint, paths)
-
-
-def _parse_footprint(text: str) -> Footprint:
-    try:
-        return parse(Footprint, text)
-    except DocumentError as error:
-        fix = "run deploys/uninstall.py"
-        raise HostToolError("footprint", f"cannot be read: {error}", fix, 2) from error
 
 
 def read_manifest(footprint: Footprint, paths: Paths) -> Ours:
@@ -116,7 +105,7 @@ def read_manifest(footprint: Footprint, paths: Paths) -> Ours:
     before = baseline.read_baseline(paths)
     deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
     others = _other_containers()
-    things = [*_running(), *_boot_links(paths), *_data(footprint, paths)]
+    things = [*_running(paths), *_data(footprint, paths)]
     things += _images(before, others, paths)
     packages: list[Thing] = []
     if deployed:
@@ -125,8 +114,8 @@ def read_manifest(footprint: Footprint, paths: Paths) -> Ours:
     things += [*_units_and_configuration(paths), *_files(footprint, keep_docker, paths)]
     if deployed:
         things += baseline.shared_file_things(footprint, before, keep_docker, paths)
-        things += [*baseline.host_settings(footprint, before), *_users(), *packages]
-    things += [*baseline.remains(before, paths), *_tools(paths), *_records(paths)]
+        things += [*baseline.host_settings(footprint, before), *packages]
+    things += [*baseline.remains(before, paths), *_tools_and_records(paths)]
     if things:
         reason = "lets this project log in"
         access = (path for path in footprint.access_files if paths.below(path).exists())
@@ -145,11 +134,11 @@ def _other_containers() -> Others:
     if not docker.is_up():
         fix = "systemctl start docker, then run again"
         raise HostToolError("docker", "does not answer, so the containers are unknown", fix)
-    ours = set(docker.engine_containers())
+    engines = set(docker.engine_containers())
     names, gpu, images = [], [], set()
     for item in docker.query("/containers/json?all=1") or []:
         name = str((item.get("Names") or [item.get("Id")])[0]).lstrip("/")
-        if name in ours:
+        if name in engines:
             continue
         names.append(name)
         images.add(str(item.get("ImageID")))
@@ -176,7 +165,8 @@ def _images(before: Before | None, others: Others, paths: Paths) -> Iterator[Thi
             yield Thing("image", image.reference, sizes[image.reference], stays)
 
 
-def _running() -> Iterator[Thing]:
+def _running(paths: Paths) -> Iterator[Thing]:
+    """Return running units and containers, and links that start units at boot."""
     patterns = (units.DAILY_TIMER, *(template.of("*") for template in _TEMPLATES), _SOCKET_MOUNTS)
     for pattern in patterns:
         names = systemd.listed(pattern)
@@ -186,13 +176,9 @@ def _running() -> Iterator[Thing]:
                 yield Thing("service", name)
     for name in docker.engine_containers():
         yield Thing("container", name)
-
-
-def _boot_links(paths: Paths) -> Iterator[Thing]:
-    for folder in sorted(paths.units.glob("*.wants")):
-        for link in sorted(folder.iterdir()):
-            if _UNIT.match(link.name):
-                yield Thing("boot link", str(link))
+    for link in sorted(paths.units.glob("*.wants/*")):
+        if _UNIT.match(link.name):
+            yield Thing("boot link", str(link))
 
 
 def _data(footprint: Footprint, paths: Paths) -> Iterator[Thing]:
@@ -208,8 +194,8 @@ def _data(footprint: Footprint, paths: Paths) -> Iterator[Thing]:
     parents |= {("tree", t.parent) for t in made if t.parent.is_dir() and t.parent != sources}
     managed, others = [], []
     for kind, parent in (*sorted(parents), ("cache", paths.below(footprint.cache_dir))):
-        ours, rest = resources.folders(kind, parent, made)
-        managed += ours
+        created, rest = resources.folders(kind, parent, made)
+        managed += created
         others += rest
     sizes = resources.freed_bytes(folder.path for folder in managed)
     for folder in managed:
@@ -259,22 +245,12 @@ def _keep_docker(packages: list[Thing], footprint: Footprint, others: Others) ->
     return f"needed by {', '.join(staying)}" if staying else ""
 
 
-def _users() -> Iterator[Thing]:
-    known = {entry.pw_name for entry in pwd.getpwall()}
-    for name in (GATEWAY_USER, ENGINE_USER):
-        if name in known:
-            yield Thing("user", name)
-
-
-def _tools(paths: Paths) -> Iterator[Thing]:
+def _tools_and_records(paths: Paths) -> Iterator[Thing]:
     for path in _entries(paths.tools):
         is_managed = _TOOL.match(path.name)
         is_folder = path.is_dir() and not path.is_symlink()
         size = resources.freed_bytes([path])[path] if is_managed and is_folder else 0
         yield Thing("tools", str(path), size, "" if is_managed else _UNMANAGED)
-
-
-def _records(paths: Paths) -> Iterator[Thing]:
     for path in _entries(paths.state):
         if path.name != baseline.RECORD:
             yield Thing("record", str(path), 0, "" if path.name in _RECORDS else _UNMANAGED)

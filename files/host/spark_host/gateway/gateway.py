@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pwd
 import re
 import secrets
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,10 +20,10 @@ from spark_contract.tool import MAKE_USERS
 
 from spark_host.gateway import listeners, nginx
 from spark_host.system import systemd
-from spark_host.system.host import load_gateway
+from spark_host.system.host import load_gateway, locked
 from spark_host.system.programs import run_program
 
-_WAIT_S = 10
+_WAIT_S = 20
 _TEST_S = 60.0
 _USABLE_KEY = re.compile(r"^[A-Za-z0-9._~+/=-]{16,512}\Z")
 
@@ -41,10 +39,7 @@ def run(service: str, paths: Paths) -> int:
 
 
 def reload(service: str, paths: Paths) -> int:
-    """Apply key, settings and addresses; return once no old worker accepts connections.
-
-    Old workers finish their running answers.
-    """
+    """Apply key, settings and addresses; old workers finish their running answers."""
     settings = load_gateway(service, paths)
     master = _master(service, paths)
     if master is None:
@@ -53,13 +48,7 @@ def reload(service: str, paths: Paths) -> int:
     _install_config(settings, paths)
     old_workers = _workers(master)
     os.kill(master, signal.SIGHUP)
-
-    def still_old() -> str | None:
-        now = _workers(master)
-        return None if now and not old_workers & now else "old workers still accept connections"
-
-    _wait(still_old, settings)
-    wait_until_listening(service, paths)
+    wait_until_listening(service, paths, old_workers)
     return 0
 
 
@@ -141,15 +130,26 @@ def problem(release: Release, paths: Paths) -> HostToolError | None:
     return None
 
 
-def wait_until_listening(service: str, paths: Paths) -> None:
-    """Wait until the gateway listens on exactly the wanted addresses."""
+def wait_until_listening(
+    service: str, paths: Paths, old_workers: frozenset[int] = frozenset()
+) -> None:
+    """Wait until the gateway listens on exactly the wanted addresses, without ``old_workers``."""
     settings = load_gateway(service, paths)
-
-    def wrong() -> str | None:
+    deadline = time.monotonic() + _WAIT_S
+    while True:
         master = _master(service, paths)
-        return "does not run" if master is None else _wrong_addresses(settings, master)
-
-    _wait(wrong, settings)
+        workers = _workers(master) if master else frozenset()
+        if master is None:
+            message: str | None = "does not run"
+        elif not workers or old_workers & workers:
+            message = "old workers still accept connections"
+        else:
+            message = _wrong_addresses(settings, master)
+        if message is None:
+            return
+        if time.monotonic() > deadline:
+            raise HostToolError(settings.unit, message, f"journalctl -u {settings.unit}")
+        time.sleep(0.05)
 
 
 def _wrong_addresses(settings: Gateway, master: int) -> str | None:
@@ -159,14 +159,6 @@ def _wrong_addresses(settings: Gateway, master: int) -> str | None:
         return None
     named = [", ".join(sorted(addresses)) or "nothing" for addresses in (actual, wanted)]
     return f"listens on {named[0]} instead of {named[1]}, port {settings.port}"
-
-
-def _wait(problem_now: Callable[[], str | None], settings: Gateway) -> None:
-    deadline = time.monotonic() + _WAIT_S
-    while (message := problem_now()) is not None:
-        if time.monotonic() > deadline:
-            raise HostToolError(settings.unit, message, f"journalctl -u {settings.unit}")
-        time.sleep(0.05)
 
 
 def _master(service: str, paths: Paths) -> int | None:
@@ -201,9 +193,7 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
         # Workers must traverse it to their temporary folders; only root may list it.
         os.chmod(path, 0o711)
     # A deploy and the watchdog may write at the same time.
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / "lock", wait=True):
         config, new = folder / "nginx.conf", folder / "nginx.conf.new"
         for path, text in _rendered(settings, paths).items():
             files.write_text(new if path == config else path, text, 0o600)
@@ -214,8 +204,6 @@ def _install_config(settings: Gateway, paths: Paths) -> Path:
             message = f"nginx rejects the configuration: {reason}"
             raise HostToolError(f"gateway of {settings.service}", message, "run the deploy again")
         os.replace(new, config)
-    finally:
-        os.close(lock)
     return folder
 
 

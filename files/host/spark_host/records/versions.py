@@ -11,15 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from spark_contract.machine import (
-    DRIVER_LIBRARIES,
-    DRIVER_MODULE,
-    REBOOT_MARKER,
-    REBOOT_PACKAGES,
-    BootSigns,
-    library_versions,
-    module_version,
-)
+from spark_contract import machine
 from spark_contract.release import Release
 
 from spark_host.system import docker
@@ -88,27 +80,27 @@ def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 def packages() -> dict[str, str]:
     """Return ``name=version``, as for apt, of the packages of docker and the NVIDIA toolkit."""
-    found = {}
+    installed = {}
     for part, program in _PROGRAMS.items():
         path = shutil.which(program)
         owner = (path and output_of("dpkg-query", "-S", os.path.realpath(path))) or ""
         name = owner.partition(":")[0].partition(",")[0].strip()
         version = name and output_of("dpkg-query", "-W", "-f", "${Version}", name)
         if version:
-            found[part] = f"{name}={version}"
-    return found
+            installed[part] = f"{name}={version}"
+    return installed
 
 
 def reboot_pending(root: Path = Path("/")) -> str:
     """Return why the host needs a reboot, or ""; reads only files, so it is fast."""
-    libraries = root.glob(DRIVER_LIBRARIES.lstrip("/"))
-    return BootSigns(
+    libraries = root.glob(machine.DRIVER_LIBRARIES.lstrip("/"))
+    return machine.BootSigns(
         kernel=os.uname().release,
         kernels=tuple(path.name.partition("-")[2] for path in root.glob("boot/vmlinuz-*")),
-        marked=(root / REBOOT_MARKER.lstrip("/")).exists(),
-        packages=tuple(_text(root / REBOOT_PACKAGES.lstrip("/")).split()),
-        module=module_version(_text(root / DRIVER_MODULE.lstrip("/"))),
-        libraries=library_versions(path.name for path in libraries),
+        marked=(root / machine.REBOOT_MARKER.lstrip("/")).exists(),
+        packages=tuple(_text(root / machine.REBOOT_PACKAGES.lstrip("/")).split()),
+        module=machine.module_version(_text(root / machine.DRIVER_MODULE.lstrip("/"))),
+        libraries=machine.library_versions(path.name for path in libraries),
     ).pending
 
 

@@ -6,32 +6,19 @@ keeps a network that cannot be reached.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spark_contract import documents, files
+from spark_contract import documents, fabric, files
 from spark_contract.errors import HostToolError
-from spark_contract.fabric import (
-    APPLY_UNIT,
-    KEPT_NETPLAN,
-    NETPLAN_FILE,
-    NETPLAN_TRIAL,
-    RETURN_UNIT,
-    TRY_AGAIN,
-    FabricPlan,
-    FabricPort,
-    FabricRecord,
-)
 from spark_contract.paths import RUN_DIR, STATE_DIR, Paths
 from spark_contract.tool import FABRIC, HOST_TOOL
 
 from spark_host.system import systemd
+from spark_host.system.host import locked
 from spark_host.system.programs import error_line, run_program
 
 _APPLY_S = 30.0  # less than the controller's time limit for a command
@@ -47,10 +34,10 @@ _TRANSIENT = ("systemd-run", "--quiet", "--collect")
 
 def main(words: Sequence[str], paths: Paths) -> int:
     """``try`` (a plan on stdin), ``settled``, ``confirm`` or ``restore [--unconfirmed]``."""
-    with _locked(paths):
+    with locked(paths.run / "fabric.lock", wait=True):
         match list(words):
             case ["try"]:
-                _try(documents.parse(FabricPlan, sys.stdin.read()), paths)
+                _try(documents.parse(fabric.FabricPlan, sys.stdin.read()), paths)
             case ["settled"]:
                 _wait_until_settled(paths)
             case ["confirm"]:
@@ -63,31 +50,21 @@ def main(words: Sequence[str], paths: Paths) -> int:
     return 0
 
 
-@contextmanager
-def _locked(paths: Paths) -> Iterator[None]:
-    """Serialise confirmation and the timer's restore."""
-    paths.run.mkdir(parents=True, exist_ok=True)
-    # Only root: a user who can read the file could lock it and prevent the restore.
-    lock = os.open(paths.run / "fabric.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _try(plan: FabricPlan, paths: Paths) -> None:
+def _try(plan: fabric.FabricPlan, paths: Paths) -> None:
     """Write the trial file, schedule the removal, then apply it."""
-    trial = paths.below(NETPLAN_TRIAL)
-    if paths.below(NETPLAN_FILE).exists():
+    trial = paths.below(fabric.NETPLAN_TRIAL)
+    if paths.below(fabric.NETPLAN_FILE).exists():
         fix = "remove it first: spark-deploy fabric --restore"
-        raise HostToolError(NETPLAN_FILE, "another managed network is in use", fix)
+        raise HostToolError(fabric.NETPLAN_FILE, "another managed network is in use", fix)
     if trial.exists():  # replacing it would leave addresses behind
-        raise HostToolError(NETPLAN_TRIAL, "another trial is running", TRY_AGAIN)
+        raise HostToolError(fabric.NETPLAN_TRIAL, "another trial is running", fabric.TRY_AGAIN)
     # systemd may still have the timer of a trial that has just ended.
-    run_program(["systemctl", "stop", f"{RETURN_UNIT}.timer", f"{RETURN_UNIT}.service"], _APPLY_S)
+    run_program(
+        ["systemctl", "stop", f"{fabric.RETURN_UNIT}.timer", f"{fabric.RETURN_UNIT}.service"],
+        _APPLY_S,
+    )
     managed = {port.interface for port in plan.ports}
-    record = FabricRecord(
+    record = fabric.FabricRecord(
         plan.ports,
         {port.interface: int(_link(port)["mtu"]) for port in plan.ports},
         {name: now for name, now in _addresses().items() if now and name not in managed},
@@ -96,7 +73,7 @@ def _try(plan: FabricPlan, paths: Paths) -> None:
     files.write_text(paths.below(_TRIED), documents.text_of(record), 0o600)
     files.write_text(trial, plan.netplan, 0o600)
     timer = [
-        *_TRANSIENT, f"--unit={RETURN_UNIT}", f"--on-active={plan.confirm_s}",
+        *_TRANSIENT, f"--unit={fabric.RETURN_UNIT}", f"--on-active={plan.confirm_s}",
         "--timer-property=AccuracySec=1s", HOST_TOOL, FABRIC, "restore", "--unconfirmed",
     ]  # fmt: skip
     try:
@@ -106,31 +83,33 @@ def _try(plan: FabricPlan, paths: Paths) -> None:
         files.remove(trial)
         raise
     # In another process, because the caller may lose the connection.
-    apply = [*_TRANSIENT, "--no-block", f"--unit={APPLY_UNIT}", "netplan", "apply"]
+    apply = [*_TRANSIENT, "--no-block", f"--unit={fabric.APPLY_UNIT}", "netplan", "apply"]
     _must(apply, "systemd rejects the change")
 
 
 def _confirm(paths: Paths) -> None:
     """Make the trial permanent once it has settled; the second call has no effect."""
-    trial, kept = paths.below(NETPLAN_TRIAL), paths.below(NETPLAN_FILE)
+    trial, kept = paths.below(fabric.NETPLAN_TRIAL), paths.below(fabric.NETPLAN_FILE)
     if not trial.exists() and kept.exists():
         return
     record = _wait_until_settled(paths)
     files.write_text(paths.below(_KEPT), documents.text_of(record), 0o600)
     files.write_text(kept, trial.read_text(), 0o600)
     files.remove(trial)
-    run_program(["systemctl", "stop", f"{RETURN_UNIT}.timer"], _APPLY_S)
+    run_program(["systemctl", "stop", f"{fabric.RETURN_UNIT}.timer"], _APPLY_S)
 
 
 def _restore(paths: Paths, *, unconfirmed: bool) -> None:
     """Restore the ports; with ``unconfirmed`` only from a trial."""
-    trial, kept = paths.below(NETPLAN_TRIAL), paths.below(NETPLAN_FILE)
+    trial, kept = paths.below(fabric.NETPLAN_TRIAL), paths.below(fabric.NETPLAN_FILE)
     if not trial.exists() and (unconfirmed or not kept.exists()):
         return
     tried = paths.below(_TRIED if trial.exists() else _KEPT)
-    record = files.load(FabricRecord, tried, "no managed network") if tried.exists() else None
+    record = (
+        files.load(fabric.FabricRecord, tried, "no managed network") if tried.exists() else None
+    )
     if kept.exists() and not unconfirmed:
-        files.write_text(paths.below(KEPT_NETPLAN), kept.read_text(), 0o600)
+        files.write_text(paths.below(fabric.KEPT_NETPLAN), kept.read_text(), 0o600)
         files.remove(kept)
     files.remove(trial)
     try:
@@ -142,10 +121,10 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
             _restore_others(record)
     files.remove(tried)
     if not unconfirmed:
-        run_program(["systemctl", "stop", f"{RETURN_UNIT}.timer"], _APPLY_S)
+        run_program(["systemctl", "stop", f"{fabric.RETURN_UNIT}.timer"], _APPLY_S)
 
 
-def _reset_ports(record: FabricRecord) -> None:
+def _reset_ports(record: fabric.FabricRecord) -> None:
     """Remove addresses that networkd leaves on interfaces that netplan no longer names."""
     for port in record.ports:
         _ip("address", "delete", port.address, "dev", port.interface)
@@ -153,7 +132,7 @@ def _reset_ports(record: FabricRecord) -> None:
         _ip("link", "set", port.interface, "mtu", str(mtu))
 
 
-def _restore_others(record: FabricRecord) -> None:
+def _restore_others(record: fabric.FabricRecord) -> None:
     """Restore addresses and routes of other interfaces if the trial removed them.
 
     Seen with networkd 252: it gave the address of a port to another interface, which lost the old
@@ -176,7 +155,7 @@ def _restore_others(record: FabricRecord) -> None:
             _ip(_version(route), "route", "replace", *route.split())
 
 
-def _lost(record: FabricRecord, now: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+def _lost(record: fabric.FabricRecord, now: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
     """Return interfaces and addresses that vanished without a successor (a new lease)."""
     managed = {port.address for port in record.ports}
     return [
@@ -192,7 +171,7 @@ def _version(text: str) -> str:
     return "-6" if ":" in text else "-4"
 
 
-def _wait_until_settled(paths: Paths) -> FabricRecord:
+def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
     """Wait until netplan has finished and all ports have address and MTU; return the record.
 
     Only then does a login prove anything. The network manager may change other interfaces for a
@@ -201,15 +180,15 @@ def _wait_until_settled(paths: Paths) -> FabricRecord:
     Raises:
         HostToolError: The trial is over, or a port is not configured in time.
     """
-    if not paths.below(NETPLAN_TRIAL).exists():
+    if not paths.below(fabric.NETPLAN_TRIAL).exists():
         fix = "raise fabric.confirm_s, and run it again"
         raise HostToolError("fabric", "not confirmed in time: the old network is back", fix)
-    record = files.load(FabricRecord, paths.below(_TRIED), "no record of the trial")
+    record = files.load(fabric.FabricRecord, paths.below(_TRIED), "no record of the trial")
     began = time.monotonic()
     seen, since = None, 0.0
     while time.monotonic() < began + _APPLY_S:
         missing = [port for port in record.ports if not _is_set(port)]
-        state = systemd.state(f"{APPLY_UNIT}.service", "ActiveState").get("ActiveState")
+        state = systemd.state(f"{fabric.APPLY_UNIT}.service", "ActiveState").get("ActiveState")
         applying = state not in ("inactive", "failed", None)
         now = (missing, applying, _addresses(), _default_routes())
         if now != seen:
@@ -224,7 +203,7 @@ def _wait_until_settled(paths: Paths) -> FabricRecord:
         message = f"{port.interface} did not get {port.address} with MTU {port.mtu}"
     elif seen and seen[1]:  # a login now would prove the old network
         message = f"netplan did not finish within {_APPLY_S:.0f} s"
-    fix = f"read `journalctl -u {APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
+    fix = f"read `journalctl -u {fabric.APPLY_UNIT} -u systemd-networkd -u NetworkManager`"
     raise HostToolError("fabric", message, fix)
 
 
@@ -247,13 +226,13 @@ def _default_routes() -> tuple[str, ...]:
     return tuple(line for line in lines if line and " proto ra " not in f"{line} ")
 
 
-def _is_set(port: FabricPort) -> bool:
+def _is_set(port: fabric.FabricPort) -> bool:
     link = _link(port)
     addresses = {f"{entry['local']}/{entry['prefixlen']}" for entry in link["addr_info"]}
     return port.address in addresses and link["mtu"] == port.mtu
 
 
-def _link(port: FabricPort) -> Any:
+def _link(port: fabric.FabricPort) -> Any:
     for link in json.loads(_ip("-j", "address", "show", "dev", port.interface) or "[]"):
         return link
     fix = "list the interfaces (`ip link`), then set fabric.interfaces"

@@ -65,18 +65,19 @@ def release_names(paths: Paths) -> list[str]:
     return sorted(n for n in names if RELEASE_NAME.match(n) and paths.release(n).is_file())
 
 
-def _list_folder(path: Path) -> list[str]:
+def list_folder(path: Path) -> list[str]:
     return sorted(os.listdir(path)) if path.is_dir() else []
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Take the lock at ``path``; ``BlockingIOError`` if another process has it."""
+def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Take the lock at ``path``; ``BlockingIOError`` if it is taken, unless ``wait``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not inheritable: a child must not keep the lock of a killed process.
+    # Not inheritable: a child must not keep the lock of a killed process. Only for root: a user
+    # who can read the file could take the lock.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
         os.close(descriptor)
@@ -87,8 +88,8 @@ class Disk:
     write = staticmethod(write_document)
     remove = staticmethod(files.remove)
     exists = staticmethod(Path.exists)
-    listed = staticmethod(_list_folder)
-    locked = staticmethod(_locked)
+    listed = staticmethod(list_folder)
+    locked = staticmethod(locked)
     load = staticmethod(load_release)
     names = staticmethod(release_names)
 
