@@ -182,10 +182,10 @@ build/backends/installed: requirements/backends.txt
 
 # The environment and what hosts stand on are made side by side: the latter needs Python alone.
 define demo
-	@python3 -m lab demo --engine $(1) --say
+	@python3 -m lab demo --engine $(1) --requirements
 	@python3 -m lab prepare --engine none >/dev/null & prepared=$$!; \
 	  $(MAKE) --no-print-directory venv || { kill $$prepared; exit 1; }; wait $$prepared
-	$(PY) -m lab demo --engine $(1) --said
+	$(PY) -m lab demo --engine $(1) --skip-requirements
 endef
 
 demo: ## two virtual hosts from nothing to a proven model server, with real vLLM (root)

@@ -1,4 +1,4 @@
-"""Signed package repositories: index files made by apt-ftparchive, one signing key for each."""
+"""Signed package repositories: apt-ftparchive writes the indexes; each has a separate key."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from lab.shell import run
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """One repository: its directory under the state, its suite, who it claims to be."""
-
     name: str
     suite: str
     directory: str
-    preconfigured: bool  # known to every guest, as the distribution's archive is on a Spark
+    preconfigured: bool  # in every guest's sources, like the distribution's archive on a Spark
 
     @property
     def url(self) -> str:
@@ -56,19 +54,19 @@ def release_options(archive: Archive, deb_arch: str) -> list[str]:
 
 
 def publish(paths: LabPaths, archive: Archive, debs: Iterable[Path], deb_arch: str) -> None:
-    """Have ``debs`` in the signed repository; does nothing when it already offers exactly these."""
+    """Publish ``debs`` in the signed repository, unless it has exactly these already."""
     root = paths.apt / archive.directory
     pool = root / "pool"
     pool.mkdir(parents=True, exist_ok=True)
-    wanted = {deb.name: deb for deb in debs}
+    offered = {deb.name: deb for deb in debs}
     key = _signing_key(paths, archive)
-    stamp = content_key(sorted(str(deb) for deb in wanted.values()), deb_arch, key)
+    stamp = content_key(sorted(str(deb) for deb in offered.values()), deb_arch, key)
     mark = root / ".published"
     if mark.exists() and mark.read_text() == stamp:
         return
     for old in pool.glob("*.deb"):
         old.unlink()
-    for name, deb in wanted.items():
+    for name, deb in offered.items():
         _link(deb, pool / name)
     _write_indexes(paths, archive, root, deb_arch)
     mark.write_text(stamp)
@@ -108,7 +106,6 @@ def key_sha256(paths: LabPaths, archive: Archive) -> str:
 
 
 def _signing_key(paths: LabPaths, archive: Archive) -> str:
-    """Return the fingerprint of the repository's own key, made on first use."""
     if not (_gnupg(paths, archive) / "made").exists():
         if _gnupg(paths, archive).exists():
             shutil.rmtree(_gnupg(paths, archive))
@@ -131,5 +128,5 @@ def _gpg(paths: LabPaths, archive: Archive, *words: str) -> str:
     try:
         return run(["gpg", "--batch", "--yes", *words], env=env)
     finally:
-        # gpg leaves its agent behind, which would outlive the lab.
+        # gpg's agent would otherwise survive the lab.
         run(["gpgconf", "--kill", "gpg-agent"], env=env, check=False)

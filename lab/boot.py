@@ -1,22 +1,25 @@
-"""Starts systemd-nspawn inside namespaces where the guest sees only its own cgroup tree.
+"""Starts systemd-nspawn in namespaces where the guest sees only its cgroup tree; boots it again.
 
-Runs in a fresh mount namespace (see :func:`boot_argv`). On cgroup v1 it is in the guest's cgroup
-and has a cgroup namespace as well; on v2 nspawn makes that by itself, and has to know where in the
-machine's tree it stands, because it makes the guest's cgroup beside its own.
+On cgroup v1 the boot runs in a cgroup namespace in the guest's cgroup; on v2 nspawn creates that
+itself, in a cgroup next to its own.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from types import FrameType
 
 from lab import cgroup, mounts
-from lab.guest import ENGINE_DIRS, Guest
+from lab.guest import ENGINE_DIRS, Guest, supervising
 from lab.network import namespace
 from lab.shell import run
 
-REBOOT_STATUS = 133  # systemd-nspawn --keep-unit: the guest asked for a reboot (seen with 252)
+REBOOT_STATUS = 133  # systemd-nspawn --keep-unit: the guest reboots (systemd 252)
 
 
 def boot_argv(guest: Guest, *, v2: bool) -> list[str]:
@@ -26,10 +29,7 @@ def boot_argv(guest: Guest, *, v2: bool) -> list[str]:
 
 
 def nspawn_argv(guest: Guest, cgroup_bind: Path | None) -> list[str]:
-    """Return systemd-nspawn's command line.
-
-    ``cgroup_bind`` is the prepared v1 tree; a v2 machine leaves the delegation to nspawn.
-    """
+    """Return the command line; ``cgroup_bind`` is the v1 tree, None on v2."""
     binds = [f"--bind={guest.disk}/{name}:/var/lib/{name}" for name in ENGINE_DIRS]
     binds += [f"--bind={point}:/{point.name}" for _, point in guest.more_disks]
     if cgroup_bind is not None:
@@ -45,19 +45,15 @@ def nspawn_argv(guest: Guest, cgroup_bind: Path | None) -> list[str]:
 
 
 def nspawn_environment(*, v2: bool) -> dict[str, str]:
-    """Return what nspawn reads from its environment.
-
-    Without API_VFS_WRITABLE=network dockerd cannot enable IP forwarding.
-    """
     return {
-        "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",
+        "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",  # else dockerd cannot enable IP forwarding
         "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1" if v2 else "0",
         "SYSTEMD_NSPAWN_USE_CGNS": "1",
     }
 
 
 def boot(guest: Guest) -> None:
-    _let_go_of_others(guest)
+    _unmount_other_guests(guest)
     v2 = cgroup.is_v2()
     bind = None
     if v2:
@@ -69,8 +65,8 @@ def boot(guest: Guest) -> None:
     os.execvp(argv[0], argv)
 
 
-def _let_go_of_others(guest: Guest) -> None:
-    """Unmount other guests' files here: this copy of the mount table would keep them busy."""
+def _unmount_other_guests(guest: Guest) -> None:
+    """Unmount other guests' files, which this mount namespace would keep busy."""
     for home in guest.paths.guests.iterdir():
         if home != guest.home:
             mounts.unmount_below(home)
@@ -81,7 +77,7 @@ def _let_go_of_others(guest: Guest) -> None:
 
 
 def _own_leaf_v2(guest: Guest) -> None:
-    """Enter a new cgroup for nspawn; what an earlier boot left hands controllers down already."""
+    """Enter a new cgroup for nspawn; the old one already delegates controllers."""
     leaf = cgroup.seat(guest.name, "machine")
     cgroup.remove(leaf)
     cgroup.create(leaf)
@@ -91,8 +87,8 @@ def _own_leaf_v2(guest: Guest) -> None:
 def _own_tree_v1(guest: Guest) -> Path:
     """Mount this cgroup namespace's v1 hierarchies and return the tree for the guest.
 
-    The guest's init goes into ``payload`` of the systemd hierarchy; were it shown the parent, its
-    /proc/1/cgroup would point outside and systemctl would not find a pid's unit.
+    The guest's init runs in ``payload`` of the systemd hierarchy, so the guest sees that as its
+    root: else /proc/1/cgroup points outside and systemctl finds no unit for a pid.
     """
     mine, shown = guest.home / "cg", guest.home / "cg2"
     names = [hierarchy.name for hierarchy in cgroup.hierarchies() if hierarchy.name != "unified"]
@@ -111,3 +107,31 @@ def _own_tree_v1(guest: Guest) -> Path:
         run(["mount", "--bind", source, shown / name])
     run(["mount", "--rbind", mine, "/sys/fs/cgroup"])
     return shown
+
+
+def supervise(guest: Guest) -> int:
+    """Keep the guest up until it powers off; return nspawn's last status."""
+    seat = cgroup.seat(guest.name, "watch")
+    cgroup.create(seat)
+    cgroup.enter(seat)
+    command = boot_argv(guest, v2=cgroup.is_v2())
+    stopping = False
+    with supervising(guest):
+        while True:
+            started = time.strftime("%F %T")
+            with guest.console.open("ab") as console:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=console, stderr=console
+                )
+
+            # SIGTERM makes nspawn power the guest off.
+            def pass_on(_signal: int, _frame: FrameType | None, child: int = process.pid) -> None:
+                nonlocal stopping
+                stopping = True
+                subprocess.run(["kill", "-TERM", str(child)], check=False)
+
+            signal.signal(signal.SIGTERM, pass_on)
+            status = process.wait()
+            print(f"{started} booted, {time.strftime('%F %T')} ended, status {status}", flush=True)
+            if status != REBOOT_STATUS or stopping:
+                return status

@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lab import boot, demo, faults, guest, lifecycle, network, record, servers, supervise, variant
-from lab.code import use_copied_code
+from lab import boot, demo, faults, guest, lifecycle, network, record, servers, variant
+from lab.content import use_copied_code
 from lab.errors import LabError
 from lab.guest import Guest
 from lab.hub import server as hub_server
 from lab.paths import APT_PORT, CDN_PORT, HOST_IP, HUB_PORT, USER, LabPaths, guest_names, lab_paths
-from lab.room import held_bytes
+from lab.room import used_bytes
 from lab.webserver import serve_files
 
 
@@ -34,9 +34,9 @@ def _up(paths: LabPaths, options: argparse.Namespace) -> int:
 
 
 def _print_guests(guests: Sequence[Guest]) -> None:
-    for one in guests:
-        how = "new Spark: password in lab.json" if one.spec().bootstrap else "key"
-        print(f"{one.name}  {one.ip}  ssh as {USER} ({how})")
+    for member in guests:
+        how = "new Spark: password in lab.json" if member.spec().bootstrap else "key"
+        print(f"{member.name}  {member.ip}  ssh as {USER} ({how})")
 
 
 def _prepare(paths: LabPaths, options: argparse.Namespace) -> int:
@@ -53,47 +53,45 @@ def _down(paths: LabPaths, options: argparse.Namespace) -> int:
     with lifecycle.lab_lock(paths):
         names = guest_names(options.guests)
         if names and options.purge:
-            raise LabError("lab down", "--purge is about the whole lab", "name no guest")
-        held = held_bytes([paths.state]) if options.purge else 0  # disks of hosts go first
+            raise LabError("lab down", "--purge removes the whole lab", "omit the guest names")
+        freed = used_bytes([paths.state]) if options.purge else 0  # before the disks are deleted
         lifecycle.down(paths, names, delete=options.delete or options.purge)
         left = [] if names else lifecycle.leftovers(paths)
     for line in left:
         print(f"left over: {line}", file=sys.stderr)
     if options.purge and not left:
-        _purge(paths, held)
+        _purge(paths, freed)
     return 1 if left else 0
 
 
-def _purge(paths: LabPaths, held: int) -> None:
-    """Give back what the lab had on the disk; nothing of it is mounted any more."""
+def _purge(paths: LabPaths, freed: int) -> None:
     shutil.rmtree(paths.state)
-    print(f"{held / 1e9:.1f} GB given back: {paths.state} is gone")
-    print("what stays: .venv of this checkout, what pip keeps of its downloads, and Debian packages"
-          " that the lab installed")  # fmt: skip
+    print(f"{freed / 1e9:.1f} GB freed: deleted {paths.state}")
+    print("kept: .venv of this checkout, pip's cache, and Debian packages that the lab installed")
 
 
 def _status(paths: LabPaths, options: argparse.Namespace) -> int:
-    for one in record.all_guests(paths):
-        kind = "bootstrap" if one.spec().bootstrap else "normal"
-        kind += f" {one.variant}" if one.variant else ""
-        print(f"{one.name}  {one.ip}  {guest.state(one)}  {kind}")
+    for member in record.all_guests(paths):
+        kind = "bootstrap" if member.spec().bootstrap else "normal"
+        kind += f" {member.variant}" if member.variant else ""
+        print(f"{member.name}  {member.ip}  {guest.state(member)}  {kind}")
     for name, server in servers.SERVERS.items():
         running = "running" if servers.pid_of(paths, name) else "stopped"
         print(f"{name}  {server.ip}:{server.port}  {running}")
     for line in faults.active(paths):
-        print(f"broken: {line}")
+        print(f"fault: {line}")
     return 0
 
 
 def _ssh(paths: LabPaths, options: argparse.Namespace) -> int:
-    one = Guest(paths, guest_names([options.guest])[0])
-    if options.root or one.spec().bootstrap:
+    target = Guest(paths, guest_names([options.guest])[0])
+    if options.root or target.spec().bootstrap:
         command = ["sh", "-c", " ".join(options.command)] if options.command else ["bash", "-l"]
-        argv = guest.enter_argv(one, command)
+        argv = guest.enter_argv(target, command)
     else:
         argv = [
             "ssh", "-i", str(paths.ssh_key), "-o", f"UserKnownHostsFile={paths.known_hosts}",
-            "-o", "IdentitiesOnly=yes", f"{USER}@{one.ip}", *options.command,
+            "-o", "IdentitiesOnly=yes", f"{USER}@{target.ip}", *options.command,
         ]  # fmt: skip
     return subprocess.run(argv, check=False).returncode
 
@@ -102,8 +100,8 @@ def _logs(paths: LabPaths, options: argparse.Namespace) -> int:
     if options.name in servers.SERVERS:
         files = [paths.run / f"{options.name}.log"]
     else:
-        one = Guest(paths, guest_names([options.name])[0])
-        files = [one.home / "supervisor.log", one.console]
+        named = Guest(paths, guest_names([options.name])[0])
+        files = [named.home / "supervisor.log", named.console]
     for file in files:
         if file.exists():
             print(f"== {file}")
@@ -126,14 +124,14 @@ def _break(paths: LabPaths, options: argparse.Namespace) -> int:
 
 def _cable(paths: LabPaths, options: argparse.Namespace) -> int:
     first, second = guest_names([options.first, options.second])
-    network.lay_cable(first, second, options.ports)
+    network.connect_ports(first, second, options.ports)
     return 0
 
 
 def _demo(paths: LabPaths, options: argparse.Namespace) -> int:
-    if not options.said:
-        demo.say_what_it_takes(paths, options.engine)
-    if options.say:
+    if not options.skip_requirements:
+        demo.print_requirements(paths, options.engine)
+    if options.requirements:
         return 0
     names = list(demo.HOSTS)
     demo.run(
@@ -159,7 +157,7 @@ def _restart_servers(paths: LabPaths, options: argparse.Namespace) -> int:
 
 def _inner(paths: LabPaths, options: argparse.Namespace) -> int:
     if options.command == "_supervise":
-        supervise.main(Guest(paths, options.guest))
+        return boot.supervise(Guest(paths, options.guest))
     elif options.command == "_boot":
         boot.boot(Guest(paths, options.guest))
     elif options.command == "_packages":
@@ -173,30 +171,30 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lab", description="Stand-in Spark hosts on one machine.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    up = commands.add_parser("up", help="have guests running (a number, or names such as lab-3)")
+    up = commands.add_parser("up", help="start guests (a number, or names such as lab-3)")
     up.add_argument("guests", nargs="+", metavar="N|NAME")
-    up.add_argument("--fresh", action="store_true", help="make the named guests anew")
+    up.add_argument("--fresh", action="store_true", help="recreate the named guests")
     up.add_argument("--bootstrap-guest", action="append", metavar="NAME",
                     help="this guest starts like a new Spark: password only")  # fmt: skip
     up.add_argument("--engine", choices=["none", "stub", "cpu"], default="stub",
-                    help="engine images to have in the registry")  # fmt: skip
+                    help="engine image to publish")  # fmt: skip
     up.add_argument("--variant", choices=variant.names(), default="", metavar="NAME",
-                    help="what the hosts look like: " + ", ".join(variant.names()))  # fmt: skip
+                    help="image of the hosts: " + ", ".join(variant.names()))  # fmt: skip
     up.set_defaults(run=_up)
 
-    ready = commands.add_parser("prepare", help="have everything that guests need, and no guest")
+    ready = commands.add_parser("prepare", help="prepare everything but the guests")
     ready.add_argument("--engine", choices=["none", "stub", "cpu"], default="cpu")
     ready.add_argument("--engine-trees", action="store_true",
-                       help="unpack the real engine already, whose image comes later")  # fmt: skip
+                       help="unpack the real engine, without its image")  # fmt: skip
     ready.add_argument("--variant", choices=variant.names(), default="", metavar="NAME",
-                       help="have the base of this variant as well")  # fmt: skip
+                       help="prepare the base of this variant too")  # fmt: skip
     ready.set_defaults(run=_prepare)
 
     down = commands.add_parser("down", help="power guests off; without names the whole lab")
     down.add_argument("guests", nargs="*", metavar="NAME")
-    down.add_argument("--delete", action="store_true", help="forget their disks as well")
+    down.add_argument("--delete", action="store_true", help="delete their disks too")
     down.add_argument("--purge", action="store_true",
-                      help="the whole lab, with disks and everything it keeps")  # fmt: skip
+                      help="delete the whole lab with disks and caches")  # fmt: skip
     down.set_defaults(run=_down)
 
     commands.add_parser("status", help="guests, servers, faults").set_defaults(run=_status)
@@ -212,16 +210,16 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("-n", "--lines", type=int, default=40)
     logs.set_defaults(run=_logs)
 
-    fault = commands.add_parser("break", help="break something on purpose; without WHAT: the list")
+    fault = commands.add_parser("break", help="inject a fault; without WHAT list all")
     fault.add_argument("what", nargs="?", choices=sorted(faults.FAULTS), metavar="WHAT")
     fault.add_argument("guest", nargs="?", metavar="NAME")
-    fault.add_argument("--heal", action="store_true", help="make it well again")
+    fault.add_argument("--heal", action="store_true", help="remove the fault")
     fault.add_argument("--value", type=int, default=0, help="HTTP status, bytes/s or bytes left")
-    fault.add_argument("--match", default="*", help="only files like this (hub)")
+    fault.add_argument("--match", default="*", help="only these files (hub)")
     fault.add_argument("--times", type=int, default=0, help="only so many answers (hub)")
     fault.set_defaults(run=_break)
 
-    cable = commands.add_parser("cable", help="join ports of two running guests")
+    cable = commands.add_parser("cable", help="connect ports of two running guests")
     cable.add_argument("first", metavar="NAME")
     cable.add_argument("second", metavar="NAME")
     cable.add_argument("ports", nargs="+", metavar="PORT")
@@ -229,8 +227,8 @@ def _parser() -> argparse.ArgumentParser:
 
     show = commands.add_parser("demo", help="two hosts, from nothing to proven servers")
     show.add_argument("--engine", choices=["stub", "cpu"], default="cpu")
-    show.add_argument("--say", action="store_true", help="only say what it takes")
-    show.add_argument("--said", action="store_true", help="it was said already")
+    show.add_argument("--requirements", action="store_true", help="only print what it needs")
+    show.add_argument("--skip-requirements", action="store_true", help="do not print that")
     show.set_defaults(run=_demo)
 
     restart = commands.add_parser("restart-servers", help="restart servers with this code")
@@ -248,7 +246,6 @@ def _inner_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the lab's own errors are one message and status 1."""
     words = list(sys.argv[1:] if argv is None else argv)
     inner = bool(words) and words[0].startswith("_")
     options = (_inner_parser() if inner else _parser()).parse_args(words)

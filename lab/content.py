@@ -1,4 +1,4 @@
-"""Content keys: a cached piece is named by the hash of everything it was made from."""
+"""Content keys: cached pieces are named by a hash of their inputs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from lab.paths import LabPaths
+
+_PACKAGE = Path(__file__).parent
+
 
 def content_key(*parts: object, trees: Iterable[Path] = ()) -> str:
-    """Return 12 hex digits over JSON-able ``parts`` and the files (mode, bytes) of ``trees``."""
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
     for tree in trees:
         for path in sorted(tree.rglob("*")) if tree.is_dir() else [tree]:
@@ -29,7 +32,7 @@ def content_key(*parts: object, trees: Iterable[Path] = ()) -> str:
 
 
 def cached(target: Path, make: Callable[[Path], None]) -> Path:
-    """Return ``target``, made by ``make(temporary)`` and one rename if it is not there yet."""
+    """Return ``target``; if missing, ``make`` a temporary one and rename it."""
     if target.exists():
         return target
     temporary = target.with_name(f"{target.name}.part")
@@ -37,7 +40,23 @@ def cached(target: Path, make: Callable[[Path], None]) -> Path:
         shutil.rmtree(temporary)
     temporary.unlink(missing_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    print(f"making {target.name} (kept for the next time)", file=sys.stderr, flush=True)
+    print(f"building {target.name} (cached)", file=sys.stderr, flush=True)
     make(temporary)
     temporary.rename(target)
     return target
+
+
+def use_copied_code(paths: LabPaths) -> None:
+    """Run supervisors and servers from a copy of this code, because the checkout may change."""
+    sources = sorted([*_PACKAGE.glob("*.py"), *_PACKAGE.glob("hub/*.py")])
+    names = [path.relative_to(_PACKAGE).as_posix() for path in sources]
+    key = content_key(names, trees=sources)
+
+    def make(target: Path) -> None:
+        for path, name in zip(sources, names, strict=True):
+            (target / "lab" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target / "lab" / name)
+
+    copy = cached(paths.state / "code" / key, make)
+    os.environ["PYTHONPATH"] = str(copy)
+    os.environ["SPARK_LAB_DIR"] = str(paths.state)

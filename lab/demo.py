@@ -1,8 +1,4 @@
-"""The whole product in one command: from nothing to two proven model servers.
-
-Everything is run the way a user runs it (``pyinfra INVENTORY deploy.py``); only the hosts are
-virtual.
-"""
+"""The demo: from nothing to two proven model servers on virtual hosts, deployed as users do."""
 
 from __future__ import annotations
 
@@ -13,12 +9,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lab import bad_switch, cgroup, room
+from lab import cgroup, room
 from lab.distribution import missing_packages
 from lab.errors import LabError
 from lab.paths import LabPaths
@@ -27,24 +26,32 @@ from lab.room import Part
 CHECKOUT = Path(__file__).resolve().parent.parent
 INVENTORY = "inventory/lab.py"
 HOSTS = ("lab-1", "lab-2")
-# The lab may know others, from what was tried before; they may be down.
+# The lab may have more hosts from earlier use; they may be down.
 _LIMITS = [word for name in HOSTS for word in ("--limit", name)]
-QUESTION = bad_switch.QUESTION
+QUESTION, ANSWER = "What is the capital of France?", "Paris"
+RIGHT, RETRY = "right", "retry later (503)"
+_PAUSE_S = 0.5
 _MINUTES = {"stub": "2 to 5", "cpu": "6 to 15"}
-
+# The stub engine answers garbage with this setting.
+BAD_RELEASE = (
+    "--data",
+    "model=lab-stub",
+    "--data",
+    "engine.environment=" + json.dumps({"STUB_FAULT": "garbage"}),
+)
 T = TypeVar("T")
 
 
 def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
-    """Bring the lab up, deploy, ask, deploy again, and say how to go on.
+    """Start two hosts, deploy, ask, deploy again, and try a bad release.
 
     Args:
-        state_dir: where the lab keeps ``lab.json``.
-        up: brings up two fresh hosts, the second one as new as a Spark out of the box.
-        engine: ``cpu``, the real one on this machine's processor, or ``stub``.
+        state_dir: the directory of ``lab.json``.
+        up: starts two fresh hosts, the second as a Spark comes out of the box.
+        engine: ``cpu`` (real vLLM) or ``stub``.
 
     Raises:
-        LabError: a step failed; the message says which and how to look closer.
+        LabError: a step failed.
     """
     times: list[tuple[str, float, float]] = []
 
@@ -60,34 +67,34 @@ def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
     info = json.loads((state_dir / "lab.json").read_text())
     others = [guest["name"] for guest in info["guests"] if guest["name"] not in HOSTS]
     info["guests"] = [guest for guest in info["guests"] if guest["name"] in HOSTS]
+    logins = {guest["name"]: _login(info["ssh"], guest["ip"]) for guest in info["guests"]}
     step("Bootstrap: password login becomes key login", lambda: _bootstrap(info))
     step("Deploy: from bare hosts to proven servers", lambda: _pyinfra("deploy.py", *model, "-y"))
-    step(f"Ask each host: {QUESTION}", lambda: _ask_all(info))
-    changed = step("Deploy again", lambda: _again(model))
-    title = "A bad switch: an engine that answers garbage is refused, and no client sees it"
-    step(title, lambda: _bad_switch(info, model))
+    step(f"Ask each host: {QUESTION}", lambda: _ask_all(logins))
+    changed = step("Deploy again", lambda: _deploy_again(model))
+    step(
+        "Deploy a release that answers garbage: it is rejected, and clients notice only 503",
+        lambda: _try_bad_release(HOSTS[0], logins[HOSTS[0]], model),
+    )
     print("\n     wall        CPU")
-    for title, wall_s, cpu_s in [*times, ("in all", *_sums(times))]:
+    total = ("in all", sum(wall_s for _, wall_s, _ in times), sum(cpu_s for _, _, cpu_s in times))
+    for title, wall_s, cpu_s in [*times, total]:
         print(f"{wall_s:8.1f} s {cpu_s:8.1f} s  {title}")
     print(f"\n{changed} changed" + ("" if changed == 0 else " (should be 0)"))
-    say_how_to_go_on(others)
+    print_next_steps(others)
     if changed:
         raise LabError("deploy.py", f"the second run changed {changed} things", "run it with -v")
 
 
-def _sums(times: list[tuple[str, float, float]]) -> tuple[float, float]:
-    return sum(wall_s for _, wall_s, _ in times), sum(cpu_s for _, _, cpu_s in times)
-
-
 def _cpu_s() -> float:
-    """Return the processor's seconds of this program, of what it ran, and of the lab."""
+    """Return the CPU seconds of this program, its children and the lab."""
     own = os.times()
     return own.user + own.system + own.children_user + own.children_system + cgroup.cpu_s()
 
 
 def _tool(name: str) -> str:
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else name
+    path = Path(sys.executable).with_name(name)
+    return str(path) if path.exists() else name
 
 
 def _pyinfra(deploy: str, *arguments: str, env: dict[str, str] | None = None) -> None:
@@ -104,59 +111,60 @@ def _bootstrap(info: dict[str, Any]) -> None:
         tempfile.NamedTemporaryFile("w", prefix="spark-", suffix=".password") as password,
         tempfile.NamedTemporaryFile("w", prefix="spark-", suffix=".host-keys") as host_keys,
     ):
-        for file, text in ((password, guest["password"]), (host_keys, _host_key(guest))):
+        host_key = f"{guest['ip']} {guest['host_key']}"
+        for file, text in ((password, guest["password"]), (host_keys, host_key)):
             file.write(f"{text}\n")
             file.flush()
-        given = {
+        env = {
             "SPARK_BOOTSTRAP_PASSWORD_FILE": password.name,
             "SPARK_BOOTSTRAP_HOST_KEYS_FILE": host_keys.name,
         }
-        _pyinfra("deploys/bootstrap.py", "-y", env=given)
+        _pyinfra("deploys/bootstrap.py", "-y", env=env)
 
 
-def _host_key(guest: dict[str, Any]) -> str:
-    return f"{guest['ip']} {guest['host_key']}"
+def _login(ssh: dict[str, str], ip: str) -> list[str]:
+    return [
+        "ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={ssh['known_hosts']}",
+        "-o", "BatchMode=yes", f"{ssh['user']}@{ip}",
+    ]  # fmt: skip
 
 
-def _curl(info: dict[str, Any], guest: dict[str, Any], path: str, body: str = "") -> Any:
-    """Call the gateway on the guest; the key goes over standard input, never into argv."""
-    ssh = info["ssh"]
-    data = f"-H 'Content-Type: application/json' -d {shlex.quote(body)}" if body else ""
+def _call(login: list[str], path: str, body: dict[str, Any] | None = None) -> tuple[str, str]:
+    """Call the gateway on a host; return status and body. The key is not in the arguments."""
+    data = f"-d {shlex.quote(json.dumps(body))}" if body else ""
     command = (
         "sudo sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key | "
-        f"curl -sS --fail-with-body -K - {data} http://127.0.0.1:8000{path}"
+        "curl -sS -m 120 -K - -w '\\n%{http_code}' -H 'Content-Type: application/json' "
+        f"{data} http://127.0.0.1:8000{path}"
     )
     done = subprocess.run(
-        ["ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={ssh['known_hosts']}",
-         "-o", "BatchMode=yes", f"{ssh['user']}@{guest['ip']}", command],
-        capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise LabError(
-            f"{guest['name']}: {path}",
-            f"{done.stderr.strip()} {done.stdout.strip()}",
-            f"python -m lab ssh {guest['name']}, then spark-check",
-        )
-    return json.loads(done.stdout)
+        [*login, command], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    text, _, code = done.stdout.rpartition("\n")
+    return code or "no answer", text or done.stderr.strip()
 
 
-def _ask_all(info: dict[str, Any]) -> None:
-    for guest in info["guests"]:
-        _ask(info, guest)
-
-
-def _ask(info: dict[str, Any], guest: dict[str, Any]) -> None:
-    names = [entry["id"] for entry in _curl(info, guest, "/v1/models")["data"]]
+def _chat(login: list[str], model: str) -> tuple[str, str]:
     body = {
-        "model": names[0], "messages": [{"role": "user", "content": QUESTION}],
+        "model": model, "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": 200, "temperature": 0,
     }  # fmt: skip
-    answered = _curl(info, guest, "/v1/chat/completions", json.dumps(body))
-    print(f"{guest['name']} serves {', '.join(names)}")
-    print(f"  answer: {answered['choices'][0]['message']['content'].strip()!r}", flush=True)
+    return _call(login, "/v1/chat/completions", body)
 
 
-def _again(model: list[str]) -> int:
+def _ask_all(logins: dict[str, list[str]]) -> None:
+    for host, login in logins.items():
+        code, text = _call(login, "/v1/models")
+        names = [entry["id"] for entry in json.loads(text)["data"]] if code == "200" else []
+        if names:
+            code, text = _chat(login, names[0])
+        if code != "200":
+            raise LabError(host, f"{code} {text}", f"python -m lab ssh {host}, then spark-check")
+        answer = json.loads(text)["choices"][0]["message"]["content"].strip()
+        print(f"{host} serves {', '.join(names)}\n  answer: {answer!r}", flush=True)
+
+
+def _deploy_again(model: list[str]) -> int:
     done = subprocess.run(
         [_tool("pyinfra"), INVENTORY, "deploy.py", *_LIMITS, *model, "-y", "--json"],
         cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL,
@@ -167,75 +175,111 @@ def _again(model: list[str]) -> int:
     return sum(1 for operation in operations if operation["success"] or operation["error"])
 
 
-def say_what_it_takes(paths: LabPaths, engine: str) -> None:
-    """Say before anything is done what comes onto this machine, and refuse a disk that is full."""
-    found = room.parts(paths, CHECKOUT, HOSTS, engine)
-    stays = sum(part.size_bytes for part in found if not part.passing)
-    to_come = sum(part.to_come_bytes for part in found)
-    missing = " ".join(missing_packages())
-    print(
-        f"This makes two virtual hosts with systemd, Docker and "
-        f"{'the real vLLM on the CPU' if engine == 'cpu' else 'a stub engine'}, in {paths.state}.\n"
-        f"  disk      {_gb(stays)} at the end; {_gb(to_come)} more at most than there is now"
+def _try_bad_release(host: str, login: list[str], model: list[str]) -> None:
+    before = _serving(login)
+    with ask_meanwhile(login) as answers:
+        argv = [INVENTORY, "deploy.py", "--limit", host, *model, *BAD_RELEASE, "-y"]
+        print("$", shlex.join(["pyinfra", *argv]), flush=True)
+        done = subprocess.run([_tool("pyinfra"), *argv], cwd=CHECKOUT, check=False)
+    after = _serving(login)
+    counts = count_answers(answers)
+    print(f"\nexit code {done.returncode}; serves {after}")
+    print(f"answers to a client that kept asking: {counts}", flush=True)
+    if done.returncode == 0:
+        raise LabError("deploy.py", "a release that answers garbage was accepted", "report this")
+    if after != before or set(answers) - {RIGHT, RETRY} or answers[-1:] != [RIGHT]:
+        what = f"{before} before, {after} after; client: {counts}"
+        raise LabError("rollback", what, "read the lines above")
+
+
+def _serving(login: list[str]) -> str:
+    units = "systemctl list-units --plain --no-legend --state=active 'spark-serve@*'"
+    shown = subprocess.run(
+        [*login, units], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
-    for part in found:
-        there = f", {_gb(part.there_bytes)} there" if part.there_bytes else ""
-        print(f"            {_gb(part.size_bytes):>8}  {part.what}{there}")
+    return " ".join(line.split()[0] for line in shown.stdout.splitlines() if line.strip())
+
+
+@contextmanager
+def ask_meanwhile(login: list[str]) -> Iterator[list[str]]:
+    """Ask repeatedly during a block; the list receives the kind of each answer."""
+    answers: list[str] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        code, text = _chat(login, "lab-model")
+        kinds = {"200": RIGHT if ANSWER in text else f"200 {text[:80]!r}", "503": RETRY}
+        answers.append(kinds.get(code, f"{code} {text[:80]!r}"))
+
+    def ask_until_over() -> None:
+        while not over.is_set():
+            ask()
+            time.sleep(_PAUSE_S)
+
+    thread = threading.Thread(target=ask_until_over)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        over.set()
+        thread.join()
+        ask()
+
+
+def count_answers(answers: Sequence[str]) -> str:
+    return ", ".join(f"{count} x {kind}" for kind, count in Counter(answers).items())
+
+
+def print_requirements(paths: LabPaths, engine: str) -> None:
+    """Print what the demo needs of this machine; refuse a full disk."""
+    parts = room.list_parts(paths, CHECKOUT, HOSTS, engine)
+    final = sum(part.size_bytes for part in parts if not part.temporary)
+    missing = sum(part.missing_bytes for part in parts)
+    packages = " ".join(missing_packages())
+    print(
+        f"This creates two virtual hosts with systemd, Docker and "
+        f"{'real vLLM on the CPU' if engine == 'cpu' else 'a stub engine'} in {paths.state}.\n"
+        f"  disk      {_gb(final)} at the end; at most {_gb(missing)} more than now"
+    )
+    for part in parts:
+        existing = f", {_gb(part.existing_bytes)} exist" if part.existing_bytes else ""
+        print(f"            {_gb(part.size_bytes):>8}  {part.name}{existing}")
     if engine == "cpu":
         gib = len(HOSTS) * room.ENGINE_MEMORY_BYTES >> 30
-        print(f"  memory    {gib} GiB for the engines of {len(HOSTS)} hosts, by their plans")
+        print(f"  memory    {gib} GiB for the engines of {len(HOSTS)} hosts")
     print(
         f"  time      {_MINUTES[engine]} minutes from nothing on two cores\n"
-        f"  packages  {missing or 'none: all that hosts need is installed'}\n"
+        f"  packages  {packages or 'none: everything is installed'}\n"
         "  undo      make lab-purge",
         flush=True,
     )
-    _refuse_full_disks(found)
-
-
-def _refuse_full_disks(found: Sequence[Part]) -> None:
     by_disk: dict[int, list[Part]] = {}
-    for part in found:
-        by_disk.setdefault(room.nearest(part.folder).stat().st_dev, []).append(part)
-    for wanted in by_disk.values():
-        folder = wanted[0].folder
-        free = shutil.disk_usage(room.nearest(folder)).free
-        to_come = sum(part.to_come_bytes for part in wanted)
-        if free < to_come:
-            what = f"{_gb(free)} free, {_gb(to_come)} needed"
-            raise LabError(str(folder), what, "free some, or set SPARK_LAB_DIR to another disk")
+    for part in parts:
+        by_disk.setdefault(room.existing_parent(part.folder).stat().st_dev, []).append(part)
+    for on_disk in by_disk.values():
+        folder = on_disk[0].folder
+        free = shutil.disk_usage(room.existing_parent(folder)).free
+        needed = sum(part.missing_bytes for part in on_disk)
+        if free < needed:
+            what = f"{_gb(free)} free, {_gb(needed)} needed"
+            raise LabError(str(folder), what, "free space, or set SPARK_LAB_DIR to another disk")
 
 
 def _gb(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.1f} GB"
 
 
-def _bad_switch(info: dict[str, Any], model: list[str]) -> None:
-    ssh, guest = info["ssh"], info["guests"][0]
-    login = [
-        "ssh", "-i", ssh["key"], "-o", f"UserKnownHostsFile={ssh['known_hosts']}",
-        "-o", "BatchMode=yes", f"{ssh['user']}@{guest['ip']}",
-    ]  # fmt: skip
-
-    def deploy(*words: str) -> subprocess.CompletedProcess[bytes]:
-        argv = [INVENTORY, "deploy.py", "--limit", guest["name"], *model, *words, "-y"]
-        print("$", shlex.join(["pyinfra", *argv]), flush=True)
-        return subprocess.run([_tool("pyinfra"), *argv], cwd=CHECKOUT, check=False)
-
-    bad_switch.show(login, deploy)
-
-
-def say_how_to_go_on(others: Sequence[str]) -> None:
-    """Say what can be done with the hosts of the demo; ``others`` of the lab may be down."""
+def print_next_steps(others: Sequence[str]) -> None:
+    """Print commands for the demo's hosts; ``others`` of the lab may be down."""
     print(f"""
 The lab stays up.
-  talk to it       .venv/bin/spark-deploy connect {" ".join(HOSTS)} --inventory {INVENTORY}
-  look into it     .venv/bin/python -m lab ssh {HOSTS[0]}
+  connect          .venv/bin/spark-deploy connect {" ".join(HOSTS)} --inventory {INVENTORY}
+  open a shell     .venv/bin/python -m lab ssh {HOSTS[0]}
   switch profile   set `profile: v2-tq` in group_vars/lab.yml, then
                    .venv/bin/pyinfra {INVENTORY} deploy.py {" ".join(_LIMITS)} -y
-  take it down     make lab-down; all of it, with its disks and caches: make lab-purge
+  stop             make lab-down; with disks and caches: make lab-purge
 """)
     if others:
         names = " ".join(others)
-        print(f"It knows {names} from before; forget them with\n"
+        print(f"The lab has older hosts: {names}; delete them with\n"
               f"                   .venv/bin/python -m lab down --delete {names}\n")  # fmt: skip

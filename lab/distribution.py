@@ -1,4 +1,4 @@
-"""What this machine's own package manager says: its release, its mirror, missing programs."""
+"""The machine's package manager: its release, its mirror, and missing programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAMS = {
     "mmdebstrap": "mmdebstrap",
     "ssh-keygen": "openssh-client",
     "ssh": "openssh-client",
-    "curl": "curl ca-certificates",  # in the lines that `connect` prints
+    "curl": "curl ca-certificates",  # for the commands that `connect` prints
     "ip": "iproute2",
     "apt-ftparchive": "apt-utils",
     "gpg": "gnupg",
@@ -31,8 +31,6 @@ PROGRAMS = {
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The release that the guests are made from: the machine's own."""
-
     os_id: str
     version: str
     codename: str
@@ -48,11 +46,11 @@ def this_distribution() -> Distribution:
     wanted = "$(REPO_URI) $(CODENAME) $(COMPONENT)"
     lines = run(["apt-get", "indextargets", "--format", wanted, "Created-By: Packages"])
     targets = [line.split() for line in lines.splitlines()]
-    ours = [target for target in targets if len(target) == 3 and target[1] == codename]
-    main = next((target for target in ours if target[2] == "main"), None)
+    indexes = [target for target in targets if len(target) == 3 and target[1] == codename]
+    main = next((target for target in indexes if target[2] == "main"), None)
     if main is None:
         raise LabError("apt", f"no package index of {codename} main", "run `apt-get update`")
-    components = sorted({target[2] for target in ours} & {"main", "universe"})
+    components = sorted({target[2] for target in indexes} & {"main", "universe"})
     return Distribution(
         os_id=release["ID"],
         version=release["VERSION_ID"],
@@ -76,11 +74,7 @@ def missing_packages() -> list[str]:
 
 
 def install_programs() -> list[str]:
-    """Install the packages whose programs this machine lacks; return their names.
-
-    Raises:
-        LabError: not root, or the package manager fails.
-    """
+    """Install the packages of missing programs; return their names."""
     if os.geteuid() != 0:
         raise LabError("lab", "needs root (namespaces, mounts, cgroups)", "run it with sudo")
     missing = missing_packages()
@@ -88,6 +82,6 @@ def install_programs() -> list[str]:
         run(["apt-get", "update", "-q"])
         run(["apt-get", "install", "-q", "-y", "--no-install-recommends", *missing])
     if "docker-registry" in missing and Path("/run/systemd/system").is_dir():
-        # Its package starts one for the whole machine, on the port where the lab's own shall be.
+        # The package starts a registry on the port of the lab's own.
         run(["systemctl", "disable", "--now", "docker-registry.service"])
     return missing

@@ -1,4 +1,4 @@
-"""One guest: its disk, its identity, its life from create to destroy."""
+"""A guest: its disk, its identity, its life from create to destroy."""
 
 from __future__ import annotations
 
@@ -22,33 +22,28 @@ from lab.paths import LabPaths, guest_index, guest_ip
 from lab.shell import run
 from lab.variant import read as read_variant
 
-DISK_GIB = 24  # sparse: costs what is written
+DISK_GIB = 24  # sparse
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, _IOR('X', 125, u32)
 _WITHOUT_FLUSH = 2
-# Of /var/lib: what container engines stack overlays in cannot lie on an overlay itself.
+# Folders of /var/lib where container engines mount overlays, so they must not be on an overlay.
 ENGINE_DIRS = ("docker", "containerd")
 
 
 @dataclass(frozen=True, slots=True)
 class GuestSpec:
-    """What a guest was created as; kept beside its disk."""
-
     name: str
-    base: str  # the read-only tree below its disk
+    base: str  # read-only lower tree
     bootstrap: bool  # starts like a new Spark: password login, no key
     password: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """A guest's place in the state directory."""
-
     paths: LabPaths
     name: str
 
     @property
     def index(self) -> int:
-        """Its number, from 1."""
         return guest_index(self.name)
 
     @property
@@ -65,12 +60,10 @@ class Guest:
 
     @property
     def disk(self) -> Path:
-        """Where its disk is mounted: upper/, work/ and docker/ lie on it."""
         return self.home / "disk"
 
     @property
     def more_disks(self) -> list[tuple[Path, Path]]:
-        """Images of its further disks, and where each is mounted; ``data`` is its ``/data``."""
         return [(image, image.with_suffix("")) for image in sorted(self.home.glob("disks/*.img"))]
 
     @property
@@ -79,7 +72,6 @@ class Guest:
 
     @property
     def variant(self) -> str:
-        """The variant it was made of, ``""`` for a plain one."""
         path = self.home / "variant"
         return path.read_text() if path.exists() else ""
 
@@ -88,23 +80,18 @@ class Guest:
         return self.home / "console.log"
 
     def spec(self) -> GuestSpec:
-        """Read what it was created as.
 
-        Raises:
-            LabError: there is no such guest.
-        """
         try:
             return GuestSpec(**json.loads((self.home / "guest.json").read_text()))
         except FileNotFoundError as error:
             raise LabError(self.name, "no such guest", f"run `lab up {self.name}`") from error
 
     def exists(self) -> bool:
-        """Tell whether it was created (running or not)."""
         return (self.home / "guest.json").exists()
 
 
 def create(guest: Guest, spec: GuestSpec, *, variant: str = "", disks: Sequence[str] = ()) -> None:
-    """Make the guest's disk; its spec, written last, says that the disk is whole."""
+    """Create the guest's disk; guest.json is written last, so a guest with it is complete."""
     _forget(guest)
     for directory in (guest.disk, guest.root, guest.home / "cg", guest.home / "cg2"):
         directory.mkdir(parents=True)
@@ -115,7 +102,7 @@ def create(guest: Guest, spec: GuestSpec, *, variant: str = "", disks: Sequence[
     mounts.mount_disk(guest.disk_image, guest.disk)
     for name in ("upper", "work"):
         (guest.disk / name).mkdir()
-    # Beside the spec, which other versions of this code read too.
+    # Not in guest.json, which other versions of this code read too.
     (guest.home / "variant").write_text(variant)
     (guest.home / "guest.json").write_text(json.dumps(asdict(spec)))
 
@@ -141,7 +128,6 @@ def mount_root(guest: Guest) -> None:
 
 
 def start(guest: Guest) -> None:
-    """Boot the guest under its own supervisor; returns before it is reachable."""
     proxied = bool(guest.variant) and read_variant(guest.variant).proxied
     network.connect(guest.name, proxied=proxied)
     cgroup.create(guest.name)
@@ -161,7 +147,7 @@ def supervising(guest: Guest) -> Iterator[None]:
 
 
 def supervisor_pid(guest: Guest) -> int | None:
-    """Return the living supervisor's pid, ``None`` when nobody holds its lock."""
+    """Return the running supervisor's pid."""
     path = guest.home / "supervisor.lock"
     if not path.exists():
         return None
@@ -174,7 +160,7 @@ def supervisor_pid(guest: Guest) -> int | None:
 
 
 def leader_pid(guest: Guest) -> int | None:
-    """Return the pid of the guest's init: process 1 of the namespace just below ours."""
+    """Return the pid of the guest's init: process 1 of the next pid namespace."""
     for pid in sorted(cgroup.pids(guest.name)):
         try:
             status = Path(f"/proc/{pid}/status").read_text()
@@ -187,7 +173,7 @@ def leader_pid(guest: Guest) -> int | None:
 
 
 def state(guest: Guest) -> str:
-    """Return ``running``, ``orphan`` (its supervisor is gone), ``stopped`` or ``absent``."""
+    """Return running, starting, orphan (without supervisor), stopped or absent."""
     if supervisor_pid(guest) is not None and leader_pid(guest) is not None:
         return "running"
     if cgroup.pids(guest.name):
@@ -196,7 +182,6 @@ def state(guest: Guest) -> str:
 
 
 def power_off(guest: Guest, *, timeout_s: float = 40) -> None:
-    """Shut the guest down in good order, if it has a supervisor to do it; then clean up."""
     pid = supervisor_pid(guest)
     if pid is not None:
         os.kill(pid, signal.SIGTERM)
@@ -207,22 +192,14 @@ def power_off(guest: Guest, *, timeout_s: float = 40) -> None:
 
 
 def power_cut(guest: Guest) -> None:
-    """End every process of the guest at once, its supervisor too; the disk keeps what it has."""
     cgroup.kill(guest.name)
 
 
 def lose_unsynced(guest: Guest) -> None:
-    """Cut the power of the guest's disks first: what no program synced is gone at the next boot.
-
-    ext4's own way to try that: not even its journal is flushed, and no later write reaches the
-    disk; the next mount replays what was committed.
-
-    Raises:
-        LabError: the disk is not mounted.
-    """
+    """Shut ext4 down without flushing its journal, so that unsynced data is lost; then kill."""
     for point in (guest.disk, *(point for _, point in guest.more_disks)):
         if not os.path.ismount(point):
-            raise LabError(guest.name, "its disk is not mounted", f"run `lab up {guest.name}`")
+            raise LabError(guest.name, "disk is not mounted", f"run `lab up {guest.name}`")
         handle = os.open(point, os.O_RDONLY)
         try:
             fcntl.ioctl(handle, _SHUTDOWN, struct.pack("I", _WITHOUT_FLUSH))
@@ -232,7 +209,6 @@ def lose_unsynced(guest: Guest) -> None:
 
 
 def clean(guest: Guest) -> None:
-    """Leave no process, mount, namespace or cgroup of the guest; its disk stays."""
     cgroup.kill(guest.name)
     mounts.unmount_below(guest.home)
     for image in (guest.disk_image, *(image for image, _ in guest.more_disks)):
@@ -249,21 +225,17 @@ def destroy(guest: Guest) -> None:
 
 
 def _forget(guest: Guest) -> None:
-    """Delete the guest's directory; its spec first, so that a half-deleted one is no guest."""
+    """Delete the guest's directory; guest.json first, so a partly deleted guest does not count."""
     (guest.home / "guest.json").unlink(missing_ok=True)
     if guest.home.exists():
         shutil.rmtree(guest.home)
 
 
 def enter_argv(guest: Guest, command: list[str]) -> list[str]:
-    """Return the command line that runs ``command`` as root inside the guest, without SSH.
-
-    Raises:
-        LabError: the guest is not running.
-    """
+    """Return the command line that runs ``command`` as root in the guest, without SSH."""
     pid = leader_pid(guest)
     if pid is None:
         raise LabError(guest.name, f"is {state(guest)}", f"run `lab up {guest.name}`")
-    # Its root too: in a lab that runs in a chroot the namespace alone leads to the machine's root.
+    # -r: if the lab runs in a chroot, the mount namespace alone leads to the machine's root.
     flags = ("-r", "-w", "-m", "-u", "-i", "-n", "-p", "-C")
     return ["nsenter", "-t", str(pid), *flags, "--", *command]

@@ -1,4 +1,4 @@
-"""What a Spark shows of its hardware in /sys and /proc, as a tree that a guest binds over them."""
+"""A Spark's hardware in /sys and /proc, as a tree that a guest binds over them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ _DRIVER = (
 
 @dataclass(frozen=True, slots=True)
 class PciFunction:
-    """One PCI function as sysfs shows it; numbers without their 0x."""
-
     address: str
     vendor: str
     device: str
@@ -24,7 +22,7 @@ class PciFunction:
     revision: str = "00"
 
 
-# Identities as on a Spark: GPU, the four functions of the network adapter, 10 GbE, Wi-Fi.
+# As on a Spark: GPU, the four functions of the network adapter, 10 GbE, Wi-Fi.
 FUNCTIONS = (
     PciFunction("000f:01:00.0", "10de", "2e12", "030000", "a1"),
     PciFunction("0000:01:00.0", "15b3", "1021", "020000"),
@@ -36,8 +34,7 @@ FUNCTIONS = (
 )
 
 
-def config_space(function: PciFunction) -> bytes:
-    """Return the 64 header bytes that lspci reads (PCI 3.0, section 6.1)."""
+def config_space(function: PciFunction) -> bytes:  # PCI 3.0, section 6.1
     header = bytearray(64)
     header[0:2] = int(function.vendor, 16).to_bytes(2, "little")
     header[2:4] = int(function.device, 16).to_bytes(2, "little")
@@ -48,7 +45,6 @@ def config_space(function: PciFunction) -> bytes:
 
 
 def write_pci(directory: Path) -> None:
-    """Write one directory per function, with the files that lspci and our facts read."""
     for function in FUNCTIONS:
         home = directory / function.address
         home.mkdir(parents=True, exist_ok=True)

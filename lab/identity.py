@@ -1,4 +1,4 @@
-"""What makes a guest itself: name, accounts, keys, package sources; written before first boot."""
+"""A guest's name, accounts, keys and package sources; written before the first boot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def ensure_ssh_key(paths: LabPaths) -> None:
 
 
 def new_spec(name: str, base: Path, *, bootstrap: bool) -> GuestSpec:
-    """Return the spec of a new guest; a bootstrap guest gets a password of its own."""
     password = secrets.token_urlsafe(12) if bootstrap else None
     return GuestSpec(name=name, base=str(base), bootstrap=bootstrap, password=password)
 
@@ -31,11 +30,11 @@ def write_identity(guest: Guest) -> None:
     (etc / "hostname").write_text(f"{guest.name}\n")
     (etc / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {guest.name}\n{HOST_IP} lab-host\n")
     if not cgroup.is_v2():
-        # On v1 a guest hears nothing when a delegated cgroup becomes empty: stopping the user
-        # manager (at each log-out, and at reboot) would take its whole timeout of two minutes.
+        # On v1 a guest is not notified when a delegated cgroup becomes empty, so stopping the user
+        # manager (at log-out and reboot) would take the full timeout of two minutes.
         (etc / "systemd/system/user@.service").symlink_to("/dev/null")
-    for key in (etc / "ssh").glob("ssh_host_*"):  # of a base that all its guests have them from
-        key.write_bytes(key.read_bytes())  # onto the guest's own disk, where they are looked for
+    for key in (etc / "ssh").glob("ssh_host_*"):  # cloned keys of a variant's base
+        key.write_bytes(key.read_bytes())  # copied to the guest's disk, where `host_key` reads them
     write_memory(guest.root)
     _write_sources(guest)
     sshd = etc / "ssh/sshd_config.d/10-lab.conf"
@@ -44,23 +43,21 @@ def write_identity(guest: Guest) -> None:
     if spec.password is not None:
         run(["chroot", guest.root, "chpasswd"], stdin=f"{USER}:{spec.password}\n")
     else:
-        _open_for_the_lab(guest)
+        _allow_lab_login(guest)
     (guest.home / "identity").write_text("written")
 
 
 def _write_sources(guest: Guest) -> None:
-    """Configure the archive a delivered system knows; its key is in place as well."""
     keyrings = guest.root / "etc/apt/keyrings"
     keyrings.mkdir(parents=True, exist_ok=True)
-    known = of_variant(guest.variant) if guest.variant else OS_ARCHIVE
-    key = keyrings / f"{known.name}.asc"
-    shutil.copy(guest.paths.apt / known.directory / "archive-key.asc", key)
-    source = f"deb [signed-by=/etc/apt/keyrings/{key.name}] {known.url} {known.suite} main\n"
-    (guest.root / f"etc/apt/sources.list.d/{known.name}.list").write_text(source)
+    archive = of_variant(guest.variant) if guest.variant else OS_ARCHIVE
+    key = keyrings / f"{archive.name}.asc"
+    shutil.copy(guest.paths.apt / archive.directory / "archive-key.asc", key)
+    source = f"deb [signed-by=/etc/apt/keyrings/{key.name}] {archive.url} {archive.suite} main\n"
+    (guest.root / f"etc/apt/sources.list.d/{archive.name}.list").write_text(source)
 
 
-def _open_for_the_lab(guest: Guest) -> None:
-    """Leave the guest as a bootstrapped Spark: the lab's key, sudo without a password."""
+def _allow_lab_login(guest: Guest) -> None:
     ssh_dir = guest.root / "home" / USER / ".ssh"
     ssh_dir.mkdir(mode=0o700)
     authorized = ssh_dir / "authorized_keys"

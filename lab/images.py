@@ -1,7 +1,7 @@
 """Container images without a container engine: layers, configuration, manifest, upload.
 
-Formats: OCI image specification 1.0 (config), Docker image manifest version 2 schema 2, and the
-registry HTTP API v2 for the upload.
+Formats: OCI image specification 1.0 (config), Docker image manifest version 2 schema 2, registry
+HTTP API v2.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """How a container of the image starts."""
-
     entrypoint: Sequence[str] = ()
     cmd: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -44,8 +42,6 @@ class ImageConfig:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A tar on disk, gzipped or plain, with the hashes of both its forms."""
-
     path: Path
     digest: str  # of the bytes on disk
     diff_id: str  # of the tar itself
@@ -58,18 +54,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class PublishedImage:
-    """An image in the registry; a deploy pins ``repository@digest``."""
-
     repository: str
     tag: str
     digest: str
 
 
 def layer_from_tree(tree: Path, target: Path, *, prefix: str = "", gzip_level: int = 6) -> Layer:
-    """Write ``tree`` as a layer under ``prefix``; equal files give equal bytes.
+    """Write ``tree`` as a layer under ``prefix``; owners become root, times zero.
 
-    Level 0 leaves the tar as it is: between hosts of one machine, packing costs more than it saves.
-    Owners become root and times zero: the layer's digest then depends on its content only.
+    Level 0 does not compress: between hosts on one machine that would cost more than it saves.
     """
 
     def normal(info: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -87,8 +80,6 @@ def layer_from_tree(tree: Path, target: Path, *, prefix: str = "", gzip_level: i
 
 
 def layer_from_files(files: Mapping[str, tuple[bytes, int]], target: Path) -> Layer:
-    """Write a layer of ``{path in the image: (content, mode)}``; ``path/`` is a directory."""
-
     def fill(tar: tarfile.TarFile) -> None:
         for name, (content, mode) in sorted(files.items()):
             info = tarfile.TarInfo(name.lstrip("/"))
@@ -100,22 +91,7 @@ def layer_from_files(files: Mapping[str, tuple[bytes, int]], target: Path) -> La
     return _write_layer(target, fill, 6)
 
 
-def layer_from_tar(tar_path: Path, target: Path, *, gzip_level: int = 1) -> Layer:
-    diff_id = hashlib.sha256()
-    with (
-        tar_path.open("rb") as source,
-        target.open("wb") as raw,
-        gzip.GzipFile("", "wb", gzip_level, raw, mtime=0) as packed,
-    ):
-        while block := source.read(_BLOCK_BYTES):
-            diff_id.update(block)
-            packed.write(block)
-    return Layer(target, _file_digest(target), f"sha256:{diff_id.hexdigest()}", _size(target))
-
-
 class _HashingWriter(io.RawIOBase):
-    """Passes a tar on to gzip and hashes it on the way."""
-
     def __init__(self, packed: gzip.GzipFile):
         self._packed = packed
         self.sha256 = hashlib.sha256()
@@ -162,7 +138,7 @@ def config_bytes(layers: Sequence[Layer], config: ImageConfig) -> bytes:
 
 
 def manifest_bytes(layers: Sequence[Layer], config: bytes) -> bytes:
-    """Return the image's manifest; its sha256 is the digest that pins the image."""
+    """Return the image's manifest; the image's digest is its sha256."""
     body = {
         "schemaVersion": 2,
         "mediaType": MANIFEST_TYPE,
@@ -182,11 +158,7 @@ def manifest_bytes(layers: Sequence[Layer], config: bytes) -> bytes:
 def push_image(
     registry: str, name: str, tag: str, layers: Sequence[Layer], config: ImageConfig
 ) -> str:
-    """Upload the image to ``registry`` (host:port) and return its digest.
-
-    Raises:
-        LabError: the registry refuses or cannot be reached.
-    """
+    """Upload the image to ``registry`` (host:port) and return its digest."""
     base = f"http://{registry}/v2/{name}"
     packed_config = config_bytes(layers, config)
     for layer in layers:
@@ -201,7 +173,6 @@ def push_image(
 
 
 def has_manifest(registry: str, name: str, reference: str) -> bool:
-    """Tell whether the registry has ``name`` at ``reference`` (tag or digest)."""
     url = f"http://{registry}/v2/{name}/manifests/{reference}"
     return _exists(url, {"Accept": MANIFEST_TYPE})
 
@@ -230,7 +201,7 @@ def _request(
     method: str, url: str, body: bytes | BinaryIO | None, headers: Mapping[str, str]
 ) -> str:
     request = urllib.request.Request(url, data=body, headers=dict(headers), method=method)
-    # The registry is on this machine: a proxy of the environment must not be asked.
+    # Ignore proxies of the environment: the registry is on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=120) as answer:
@@ -242,7 +213,7 @@ def _request(
             f"{method} {url}", what, "read run/registry.log in the lab's state"
         ) from error
     except OSError as error:
-        raise LabError(f"{method} {url}", str(error), "is the registry up? `lab status`") from error
+        raise LabError(f"{method} {url}", str(error), "check `lab status`") from error
 
 
 def _file_digest(path: Path) -> str:

@@ -1,8 +1,7 @@
-"""What guests show of free memory and of the files that change it; the machine's stay untouched.
+"""Simulates free memory blocks and kernel tunables for guests; the machine's stay unchanged.
 
-A guest shares the kernel of the machine, and so its page cache: a start that drops caches must
-not reach it. Units with ProtectKernelTunables get a fresh /proc without the files bound over it,
-so systemd passes them SPARK_PROC.
+Guests share the machine's page cache, so a start that drops caches must not reach it. Units with
+ProtectKernelTunables get a new /proc without the bind mounts, so systemd passes them SPARK_PROC.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lab's bridge and one network namespace per guest; no route leads out of the machine."""
+"""The lab's bridge and a network namespace per guest, without a route out of the machine."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ def remove_bridge() -> None:
 
 
 def connect(name: str, *, proxied: bool = False) -> None:
-    """Give the guest a namespace with eth0 on the bridge; removes an old one first.
+    """Create the guest's namespace with eth0 on the bridge.
 
-    A proxied one has no route to the lab's servers, and this machine talks to it from the
-    proxy's address.
+    A proxied guest has no route to the lab's servers; this machine uses the proxy's address.
     """
     disconnect(name)
     netns, veth = _netns(name), _veth(name)
     run(["ip", "netns", "add", netns])
-    # A steady address: neighbours would go on sending to the old one for half a minute.
+    # A fixed address, because neighbours cache the old one for half a minute.
     mac = f"02:53:50:4b:00:{guest_index(name):02x}"
     peer = ["peer", "name", "eth0", "address", mac, "netns", netns]
     run(["ip", "link", "add", veth, "type", "veth", *peer])
@@ -65,7 +64,6 @@ def connect(name: str, *, proxied: bool = False) -> None:
 
 
 def disconnect(name: str) -> None:
-    """Remove the guest's namespace; its link goes with it."""
     if BRIDGE in _links():
         run(["ip", "route", "del", guest_ip(guest_index(name)), "dev", BRIDGE], check=False)
     if namespace(name).exists():
@@ -78,8 +76,8 @@ def set_cable(name: str, *, plugged: bool) -> None:
     run(["ip", "link", "set", _veth(name), "up" if plugged else "down"])
 
 
-def lay_cable(first: str, second: str, ports: Sequence[str]) -> None:
-    """Join two guests by their ports of these names; the cable goes with either guest."""
+def connect_ports(first: str, second: str, ports: Sequence[str]) -> None:
+    """Connect the ports of two guests by veth pairs, which vanish with either guest."""
     ends = _netns(first), _netns(second)
     for port in ports:
         if not succeeds(["ip", "-n", ends[0], "link", "show", port]):

@@ -1,4 +1,4 @@
-"""The packages guests may install: Debian's own, and the stand-ins built from ``lab/stubs``."""
+"""The packages that guests may install: Debian's, and the stand-ins built from ``lab/stubs``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lab.shell import run
 
 STUBS_DIR = Path(__file__).with_name("stubs")
 
-# On a Spark these are part of the system as delivered; the others are what a deploy installs.
+# On a Spark these are preinstalled; a deploy installs the vendor's.
 PREINSTALLED_STUBS = ("nvidia-utils-580", "dgx-release", "labstub-runc")
 VENDOR_STUBS = ("cuda-toolkit-13-0", "nvidia-container-toolkit")
 
-# What the distribution's archive offers in the lab, with everything these depend on.
+# The distribution's packages in the lab's archive, with their dependencies.
 OFFERED = (
     "docker.io", "nginx-light", "libnginx-mod-http-js", "python3-venv", "python3-numpy",
     "python3-apt", "jq", "rsync",
@@ -26,7 +26,7 @@ OFFERED = (
     "busybox-static", "pciutils", "gpg", "apt-transport-https", "netplan.io",
 )  # fmt: skip
 
-# The container engine. Debian 13 made the client a package of its own, and BuildKit's builder too.
+# The container engine; in Debian 13 the client and BuildKit's builder are separate packages.
 DOCKER = ("docker.io", "docker-cli", "docker-buildx")
 
 
@@ -54,21 +54,18 @@ def build_stub(paths: LabPaths, package: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class More:
-    """What a variant of guests needs of the mirror beyond OFFERED."""
-
-    words: tuple[str, ...] = ()  # as apt takes them: ``name`` or ``name/suite``
-    suites: tuple[str, ...] = ()  # asked instead of what this machine's apt asks; the first counts
+    words: tuple[str, ...] = ()  # for apt: ``name`` or ``name/suite``
+    suites: tuple[str, ...] = ()  # instead of this machine's; the first is the default
 
 
 def download(
     paths: LabPaths, distribution: Distribution, tree: Path, *, more: More | None = None
 ) -> Path:
-    """Return a directory with what ``tree`` lacks of OFFERED and ``more``, from the mirror."""
-    asked = more or More()
-    own = not asked.suites
-    docker = docker_packages() if own else DOCKER
-    chosen = {word.partition("/")[0] for word in asked.words if "/" in word}
-    names = (name for name in (*OFFERED, *docker, *asked.words) if name not in chosen)
+    extra = more or More()
+    from_machine = not extra.suites
+    docker = docker_packages() if from_machine else DOCKER
+    chosen = {word.partition("/")[0] for word in extra.words if "/" in word}
+    names = (name for name in (*OFFERED, *docker, *extra.words) if name not in chosen)
     offered = tuple(dict.fromkeys(names))
     key = content_key(distribution.codename, distribution.mirror, tree.name, offered)
 
@@ -78,8 +75,8 @@ def download(
             "-o", f"Dir::State::status={tree}/var/lib/dpkg/status",
             "-o", "APT::Sandbox::User=root",
         ]  # fmt: skip
-        if asked.suites:
-            options += _other_suites(paths, distribution, asked.suites)
+        if extra.suites:
+            options += _other_suites(paths, distribution, extra.suites)
             run(["apt-get", "-q", *options, "update"])
         where = ["-o", f"Dir::Cache::archives={target}"]
         common = ["-q", "-y", "--no-install-recommends", "--download-only"]

@@ -1,4 +1,4 @@
-"""Where the lab keeps its state, and the addresses it uses."""
+"""The lab's state directory and addresses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lab.errors import LabError
 
 BRIDGE = "br-lab"
 HOST_IP = "10.77.0.1"
-PROXY_IP = "10.77.0.2"  # the only address that a guest without a way out can talk to
+PROXY_IP = "10.77.0.2"  # the only address that a proxied guest reaches
 APT_PORT, HUB_PORT, CDN_PORT, REGISTRY_PORT = 8081, 8082, 8083, 5000
 PROXY_PORT = 3128
 USER = "spark"
@@ -19,18 +19,14 @@ MAX_GUESTS = 40
 
 @dataclass(frozen=True, slots=True)
 class LabPaths:
-    """The lab's directories under one state directory."""
-
     state: Path
 
     @property
     def cache(self) -> Path:
-        """Heavy pieces under their content keys; safe to delete while the lab is down."""
         return self.state / "cache"
 
     @property
     def guests(self) -> Path:
-        """One directory for each guest."""
         return self.state / "guests"
 
     @property
@@ -43,7 +39,6 @@ class LabPaths:
 
     @property
     def hub(self) -> Path:
-        """The model hub's store: <org>/<name>/<commit>/ and <org>/<name>/refs/."""
         return self.state / "hub"
 
     @property
@@ -64,44 +59,31 @@ class LabPaths:
 
 
 def lab_paths() -> LabPaths:
-    """Return the state directory from SPARK_LAB_DIR, /var/lib/spark-lab by default.
-
-    Raises:
-        LabError: the directory lies under /tmp, which a guest's systemd could empty.
-    """
+    """Return the state directory; not under /tmp, which a guest's systemd could empty."""
     state = Path(os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab")).resolve()
     if state.is_relative_to("/tmp"):
-        raise LabError("SPARK_LAB_DIR", f"{state} lies under /tmp", "choose a place on a disk")
+        raise LabError("SPARK_LAB_DIR", f"{state} is under /tmp", "set a directory on a disk")
     return LabPaths(state)
 
 
 def guest_ip(index: int) -> str:
-    """Return the address of guest ``index`` (from 1)."""
     return f"10.77.0.{10 + index}"
 
 
 def guest_names(words: list[str]) -> list[str]:
-    """Turn ``["2"]`` into lab-1 and lab-2, and keep names such as ``lab-3`` as they are.
-
-    Raises:
-        LabError: a word is neither a number of guests nor a guest's name.
-    """
+    """Turn ``["2"]`` into lab-1 and lab-2, and keep names such as ``lab-3``."""
     names: list[str] = []
     for word in words:
         count = int(word) if word.isdigit() else None
-        found = [word] if count is None else [f"lab-{index + 1}" for index in range(count)]
-        names += [name for name in found if name not in names]
+        expanded = [word] if count is None else [f"lab-{index + 1}" for index in range(count)]
+        names += [name for name in expanded if name not in names]
     for name in names:
         guest_index(name)
     return names
 
 
 def guest_index(name: str) -> int:
-    """Return 3 for ``lab-3``.
 
-    Raises:
-        LabError: ``name`` is not a guest's name.
-    """
     prefix, _, number = name.partition("-")
     if prefix != "lab" or not number.isdigit() or not 1 <= int(number) <= MAX_GUESTS:
         raise LabError(name, "not a guest's name", f"use lab-1 .. lab-{MAX_GUESTS}, or a number")

@@ -1,4 +1,4 @@
-"""The images the lab offers: what is in each, made once per content and pushed to the registry."""
+"""The images of the lab: their content, built once and pushed to the registry."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ _BUSYBOX_NAMES = ("sh", "cat", "echo", "ls", "env", "sleep", "true")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """An image before it is made: ``layers(directory)`` writes the layers' files there."""
-
     name: str
     key: str
     config: ImageConfig
@@ -41,15 +39,15 @@ class Recipe:
 
 
 def publish(paths: LabPaths, recipe: Recipe) -> PublishedImage:
-    """Have the recipe's image in the registry; its tag is the content key."""
-    known = read_published(paths).get(recipe.name)
+    """Push the recipe's image unless the registry has it; the tag is the content key."""
+    published = read_published(paths).get(recipe.name)
     repository = f"lab/{recipe.name}"
     if (
-        known is not None
-        and known.tag == recipe.key
-        and has_manifest(REGISTRY, repository, known.digest)
+        published is not None
+        and published.tag == recipe.key
+        and has_manifest(REGISTRY, repository, published.digest)
     ):
-        return known
+        return published
     scratch = paths.cache / f"image-{recipe.name}.part"
     if scratch.exists():
         shutil.rmtree(scratch)
@@ -63,13 +61,10 @@ def publish(paths: LabPaths, recipe: Recipe) -> PublishedImage:
 
 
 def gpu_check(paths: LabPaths, distribution: Distribution, debs: Path) -> Recipe:
-    """Return the image whose container shows the GPU: a shell, and no nvidia-smi of its own.
-
-    As with NVIDIA's images the program comes from the runtime; without one there is none.
-    """
+    """Return the image of the GPU check: a shell without nvidia-smi, which the runtime adds."""
     deb = next(debs.glob("busybox-static_*.deb"), None)
     if deb is None:
-        raise LabError(str(debs), "no busybox-static here", "delete the cache and run `lab up`")
+        raise LabError(str(debs), "no busybox-static", "delete the cache and run `lab up`")
     config = ImageConfig(
         cmd=("/bin/sh",), env={"PATH": "/usr/bin:/bin"}, machine=distribution.machine
     )
@@ -79,7 +74,7 @@ def gpu_check(paths: LabPaths, distribution: Distribution, debs: Path) -> Recipe
         tree = directory / "tree"
         for place in ("bin", "usr/bin", "tmp"):
             (tree / place).mkdir(parents=True)
-        # In /usr/bin since /bin became a link to it.
+        # /usr/bin on systems where /bin is a link.
         program = next((directory / "deb").glob("**/bin/busybox"))
         shutil.copy(program, tree / "bin/busybox")
         for name in _BUSYBOX_NAMES:
@@ -90,7 +85,6 @@ def gpu_check(paths: LabPaths, distribution: Distribution, debs: Path) -> Recipe
 
 
 def stub_engine(paths: LabPaths, distribution: Distribution) -> Recipe:
-    """Return the image of the stub engine: one static program."""
     sources = sorted([*STUB_ENGINE_DIR.glob("*.c"), *STUB_ENGINE_DIR.glob("*.h")])
     key = content_key(_STUB_FLAGS, distribution.machine, [p.name for p in sources], trees=sources)
     config = ImageConfig(
@@ -117,10 +111,7 @@ def stub_engine(paths: LabPaths, distribution: Distribution) -> Recipe:
 
 
 def vllm_cpu(paths: LabPaths) -> Recipe:
-    """Return the image of the real engine, whose two trees `lab.engine` builds.
-
-    Imported here, not above: the lab's long-lived processes run without the engine's files.
-    """
+    # Imported here: the lab's long-lived processes run without the engine's files.
     from lab.engine.build import CONFIG, build_engine, engine_layers
 
     engine = build_engine(paths.cache)

@@ -1,4 +1,4 @@
-"""lab.json and known_hosts: what inventories, tests and people need to know of the running lab."""
+"""lab.json and known_hosts: the running lab for inventories, tests and people."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ def all_guests(paths: LabPaths) -> list[Guest]:
 
 
 def host_key(guest: Guest) -> str | None:
-    """Return the guest's public host key, ``None`` before its first boot."""
     path = guest.disk / "upper/etc/ssh/ssh_host_ed25519_key.pub"
     try:
         return " ".join(path.read_text().split()[:2])
-    except OSError:  # not there yet, or the power of this guest was cut while others come up
+    except OSError:  # before the first boot, or after a power cut
         return None
 
 
@@ -85,7 +84,7 @@ def lab_record(paths: LabPaths, distribution: Distribution) -> dict[str, object]
 
 
 def write_record(paths: LabPaths, distribution: Distribution) -> None:
-    """Write lab.json (it holds a bootstrap guest's password, so for root only) and known_hosts."""
+    # Mode 600: lab.json contains passwords of bootstrap guests.
     text = json.dumps(lab_record(paths, distribution), indent=1)
     _replace(paths.record, text + "\n", 0o600)
     recorded = paths.known_hosts.read_text().splitlines() if paths.known_hosts.exists() else []
@@ -103,11 +102,7 @@ def write_record(paths: LabPaths, distribution: Distribution) -> None:
 def known_hosts_lines(
     ip: str, name: str, key: str | None, *, bootstrap: bool, recorded: list[str]
 ) -> list[str]:
-    """Return a guest's lines for known_hosts.
-
-    A bootstrap has to show and record the key of a new host by itself; what it recorded stays as
-    long as the host has that key.
-    """
+    """Return a guest's lines for known_hosts; a new host's only after a bootstrap recorded them."""
     if key is None:
         return []
     lines = [f"{ip} {key}", f"{name} {key}"]

@@ -1,7 +1,6 @@
-"""What the demo takes of the disk, part by part, how much of each is there already; its memory.
+"""Disk space and memory of the demo.
 
-The sizes are constants, to be corrected by who measures: they were taken with ``du`` on Debian 12
-and x86_64, except where it says otherwise.
+The sizes are constants measured with ``du`` on Debian 12 x86_64, unless noted.
 """
 
 from __future__ import annotations
@@ -13,85 +12,77 @@ from pathlib import Path
 
 from lab.paths import LabPaths
 
-BASES_BYTES = 900_000_000  # the tree of a host as it is bootstrapped, configured, and packages
+BASES_BYTES = 900_000_000  # the hosts' trees, bootstrapped and configured, and packages
 MODELS_BYTES = 100_000_000  # generated repositories of the lab's model
 ENVIRONMENT_BYTES = 420_000_000
-ENGINE_TREES_BYTES = 2_100_000_000  # vLLM for the CPU and the Debian below it, unpacked
-ENGINE_IMAGE_BYTES = 2_000_000_000  # the same as layers, which are not packed
-# A host after its deploy with the stub engine: Docker and nginx, tools, checkpoints, journal.
+ENGINE_TREES_BYTES = 2_100_000_000  # unpacked vLLM for the CPU, and the Debian below it
+ENGINE_IMAGE_BYTES = 2_000_000_000  # the same as uncompressed layers
+# A host after a deploy with the stub engine: Docker and nginx, tools, checkpoints, journal.
 HOST_BYTES = 600_000_000
-# With the real engine: its layers as Docker unpacked them. Computed from the trees, not measured.
+# With the real engine: its layers as Docker unpacks them. Computed from the trees, not measured.
 HOST_ENGINE_BYTES = ENGINE_TREES_BYTES
-# While Docker unpacks a layer it keeps the file that it downloaded; both hosts do it at once.
+# Docker keeps the downloaded file while it unpacks a layer; both hosts do that at once.
 HOST_PULL_BYTES = ENGINE_IMAGE_BYTES
-
-ENGINE_MEMORY_BYTES = 3 << 30  # of the memory, for each real engine; what its plan asks for
+ENGINE_MEMORY_BYTES = 3 << 30  # for each real engine, by its plan
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something of the demo that takes room."""
-
-    what: str
+    name: str
     size_bytes: int
-    folder: Path  # on whose disk it lies
-    there_bytes: int = 0  # of it, already
-    passing: bool = False  # given back before the demo ends
+    folder: Path  # on the disk that it uses
+    existing_bytes: int = 0
+    temporary: bool = False  # deleted before the demo ends
 
     @property
-    def to_come_bytes(self) -> int:
-        return max(0, self.size_bytes - self.there_bytes)
+    def missing_bytes(self) -> int:
+        return max(0, self.size_bytes - self.existing_bytes)
 
 
-def parts(paths: LabPaths, checkout: Path, hosts: Sequence[str], engine: str) -> list[Part]:
-    """Return what a demo with this engine takes; hosts are made anew, and give theirs back."""
+def list_parts(paths: LabPaths, checkout: Path, hosts: Sequence[str], engine: str) -> list[Part]:
     state, cache, real = paths.state, paths.cache, engine == "cpu"
     kept = [path for kind in ("bootstrap", "base", "debs", "debootstrap-debs")
             for path in cache.glob(f"{kind}*")]  # fmt: skip
     host_bytes = HOST_BYTES + real * HOST_ENGINE_BYTES
-    found = [
-        Part("packages, and what hosts stand on", BASES_BYTES, state, held_bytes(kept)),
-        Part("models", MODELS_BYTES, state, held_bytes([paths.hub])),
-        *(_engine(paths) if real else ()),
+    parts = [
+        Part("packages and base systems", BASES_BYTES, state, used_bytes(kept)),
+        Part("models", MODELS_BYTES, state, used_bytes([paths.hub])),
+        *(_engine_parts(paths) if real else ()),
         Part(f"{len(hosts)} hosts", len(hosts) * host_bytes, state,
-             held_bytes(paths.guests / name for name in hosts)),
-        Part("Python environment", ENVIRONMENT_BYTES, checkout, held_bytes([checkout / ".venv"])),
+             used_bytes(paths.guests / name for name in hosts)),
+        Part("Python environment", ENVIRONMENT_BYTES, checkout, used_bytes([checkout / ".venv"])),
     ]  # fmt: skip
     if real:
         pulled = len(hosts) * HOST_PULL_BYTES
-        found.append(Part("on the way, while hosts unpack it", pulled, state, passing=True))
-    return found
+        parts.append(Part("temporary, while hosts unpack it", pulled, state, temporary=True))
+    return parts
 
 
-def _engine(paths: LabPaths) -> list[Part]:
-    """Return the real engine: unpacked, and as an image in the registry; each is whole or absent.
-
-    Imported here, not above: the lab's long-lived processes run without the engine's files.
-    """
+def _engine_parts(paths: LabPaths) -> list[Part]:
+    # Imported here: the lab's long-lived processes run without the engine's files.
     from lab.engine.build import engine_in
     from lab.images import read_published
 
     engine = engine_in(paths.cache)
-    there = ENGINE_TREES_BYTES if engine.venv.exists() and engine.rootfs.exists() else 0
-    known = read_published(paths).get("vllm-cpu")
-    pushed = ENGINE_IMAGE_BYTES if known is not None and known.tag == engine.key else 0
+    unpacked = ENGINE_TREES_BYTES if engine.venv.exists() and engine.rootfs.exists() else 0
+    image = read_published(paths).get("vllm-cpu")
+    pushed = ENGINE_IMAGE_BYTES if image is not None and image.tag == engine.key else 0
     return [
-        Part("vLLM, unpacked", ENGINE_TREES_BYTES, paths.state, there),
+        Part("vLLM, unpacked", ENGINE_TREES_BYTES, paths.state, unpacked),
         Part("vLLM, as an image", ENGINE_IMAGE_BYTES, paths.state, pushed),
     ]
 
 
-def held_bytes(places: Iterable[Path]) -> int:
-    """Return what files take of the disk: each inode once, without what is mounted below."""
-    there = [str(place) for place in places if place.exists()]
-    if not there:
+def used_bytes(paths: Iterable[Path]) -> int:
+    """Return the disk usage of paths: each inode once, without other filesystems below."""
+    existing = [str(path) for path in paths if path.exists()]
+    if not existing:
         return 0
-    # A file that goes while it looks is no error: the sum of the others is printed all the same.
-    argv = ["du", "--one-file-system", "--block-size=1", "--summarize", "--total", *there]
+    # du prints the total even if a file disappears meanwhile.
+    argv = ["du", "--one-file-system", "--block-size=1", "--summarize", "--total", *existing]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     return int(done.stdout.splitlines()[-1].split()[0])
 
 
-def nearest(folder: Path) -> Path:
-    """Return the folder, or the closest one above it that exists: whose disk it will lie on."""
-    return next(one for one in (folder, *folder.parents) if one.exists())
+def existing_parent(folder: Path) -> Path:
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())

@@ -1,7 +1,7 @@
-"""The guests' common base: a bootstrapped system, configured once and then read-only.
+"""The guests' common base: a bootstrapped, configured, read-only system.
 
-It is the lower layer of every guest, so a finished one is never written to: a change of anything
-here gives another content key and with it another directory.
+It is the lower layer of every guest, so a finished base is never written: every change gives
+another content key and directory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGES = (
     "pciutils", "iputils-ping", "e2fsprogs", "tzdata",
 )  # fmt: skip
 
-# Timers and consoles that only make noise in a container.
+# Timers and consoles without use in a container.
 MASKED = (
     "getty@tty1.service", "console-getty.service", "apt-daily.timer", "apt-daily-upgrade.timer",
     "dpkg-db-backup.timer", "fstrim.timer", "e2scrub_reap.service", "e2scrub_all.timer",
@@ -31,7 +31,7 @@ MASKED = (
 
 _HOST_KEYS_UNIT = """\
 [Unit]
-Description=Make this host's own SSH keys
+Description=Generate SSH host keys
 Before=ssh.service
 ConditionPathExists=!/etc/ssh/ssh_host_ed25519_key
 
@@ -43,7 +43,7 @@ ExecStart=/usr/bin/ssh-keygen -A
 WantedBy=ssh.service
 """
 
-# /proc and /sys belong to the machine under the lab: what a Spark shows there is bound over them.
+# /proc and /sys belong to the machine; a Spark's files are bound over them.
 _HARDWARE_UNIT = """\
 [Unit]
 Description=Show the hardware of a Spark (virtual lab)
@@ -63,7 +63,6 @@ WantedBy=sysinit.target
 
 
 def bootstrap(paths: LabPaths, distribution: Distribution) -> Path:
-    """Return the plain bootstrapped tree, from the cache when it was made before."""
     debs = debs_of(paths, distribution)
     debs.mkdir(parents=True, exist_ok=True)
     key = content_key(debs.name, distribution.mirror, distribution.deb_arch, PACKAGES)
@@ -84,16 +83,12 @@ def debs_of(paths: LabPaths, distribution: Distribution) -> Path:
 def unpack_release(
     target: Path, suite: str, packages: Sequence[str], source: str | None, keep: Path | None = None
 ) -> None:
-    """Make a small Debian or Ubuntu: half of debootstrap's work, most of which is dpkg's.
+    """Unpack a small Debian or Ubuntu with ``packages``.
 
-    Args:
-        target: folder that is made.
-        suite: codename of the release.
-        packages: what it holds beside the essential ones.
-        source: line of sources.list; ``None``: Debian's own.
-        keep: where downloaded packages go; ``None``: they are deleted.
+    ``source`` is a line of sources.list, None for Debian's default; downloaded packages are kept
+    in ``keep``.
     """
-    # What a half-made tree lost in a power cut is made anew: nothing has to be on the disk early.
+    # No fsync: an incomplete tree is rebuilt anyway.
     options = ["--mode=root", "--variant=minbase", "--dpkgopt=force-unsafe-io", "--quiet"]
     options += ["--skip=essential/unlink,cleanup/apt/cache", f"--include={','.join(packages)}"]
     options += ['--aptopt=APT::Sandbox::User "root"']
@@ -110,14 +105,11 @@ def unpack_release(
 
 
 def base_place(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
-    """Return where the configured base over ``tree`` is, or would be."""
     key = content_key(tree.name, [deb.name for deb in stub_debs], trees=_made_by(stub_debs))
     return paths.cache / f"base-{key}"
 
 
 def base(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
-    """Return the configured base over ``tree`` with the stand-in packages installed."""
-
     def make(target: Path) -> None:
         run(["cp", "-a", "--reflink=auto", tree, target])
         _forget_identity(target)
@@ -129,12 +121,11 @@ def base(paths: LabPaths, tree: Path, stub_debs: Sequence[Path]) -> Path:
 
 
 def _made_by(stub_debs: Sequence[Path]) -> list[Path]:
-    here = Path(__file__)
-    return [here, here.with_name("hardware.py"), *stub_debs]
+    module = Path(__file__)
+    return [module, module.with_name("hardware.py"), *stub_debs]
 
 
 def _forget_identity(root: Path) -> None:
-    """Leave machine id and host keys to each guest."""
     (root / "etc/machine-id").write_text("")
     (root / "var/lib/dbus/machine-id").unlink(missing_ok=True)
     for key in (root / "etc/ssh").glob("ssh_host_*"):
@@ -159,7 +150,7 @@ def _configure(root: Path) -> None:
     (units / "lab-hardware.service").write_text(_HARDWARE_UNIT)
     run(["chroot", root, "systemctl", "enable", "lab-host-keys", "lab-hardware", "ssh"])
     run(["chroot", root, "useradd", "-m", "-s", "/bin/bash", "-u", "1000", "-G", "sudo", USER])
-    # Debian's own sources point out of the lab: a guest has no way there.
+    # Debian's sources are outside the lab, where guests have no route.
     (root / "etc/apt/sources.list").write_text("")
     for source in (root / "etc/apt/sources.list.d").glob("*"):
         source.unlink()

@@ -1,6 +1,6 @@
-"""The lab's servers on the host: package repositories, model hub, image registry.
+"""The lab's servers on the machine: package repositories, model hub, image registry, proxy.
 
-They live in the cgroup ``lab/host``, so that clean-up finds them as it finds a guest.
+They run in the cgroup ``lab/host``, so that clean-up finds them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ http:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server: how to start it and the port that answers when it is up."""
-
     name: str
     port: int
     argv: Callable[[LabPaths], list[str]]
-    mark: str  # what no other server's command line has in it
+    mark: str  # unique part of the command line
     ip: str = HOST_IP
 
 
@@ -89,10 +87,7 @@ SERVERS = {
 
 
 def pid_of(paths: LabPaths, name: str) -> int | None:
-    """Return the server's pid when it runs in the servers' cgroup.
-
-    After a reboot of the machine the pid in the file may have gone to another of the servers.
-    """
+    """Return the running server's pid; after a reboot the recorded pid may be another server's."""
     try:
         pid = int((paths.run / f"{name}.pid").read_text())
     except (FileNotFoundError, ValueError):
@@ -116,7 +111,7 @@ def start(paths: LabPaths, name: str) -> None:
     if _answers(server):
         raise LabError(
             f"server {name}", f"another program listens on port {server.port}",
-            "find it with `ss -ltnp` and stop it, or run `lab down` when it is a lab's",
+            "find it with `ss -ltnp` and stop it; for another lab run `lab down`",
         )  # fmt: skip
     paths.run.mkdir(parents=True, exist_ok=True)
     cgroup.create(HOST_TREE)
@@ -148,7 +143,6 @@ def _answers(server: Server) -> bool:
 
 
 def stop(paths: LabPaths, name: str) -> None:
-    """Stop the server; its clients see a refused connection."""
     pid = pid_of(paths, name)
     if pid is None:
         return

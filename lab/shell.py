@@ -1,4 +1,4 @@
-"""Run programs of the host; a failure carries the program's own last lines."""
+"""Runs programs on the machine; a failure includes the last lines of output."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from pathlib import Path
 
 from lab.errors import LabError
 
-# sbin is not in the PATH of every root shell (su without -, cron, some CI runners).
+# Some root shells have no sbin in PATH (su without -, cron, CI runners).
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-SAY_SOMETHING_EVERY_S = 10.0
+PROGRESS_EVERY_S = 10.0
 
 _kept_open: list[int] = []
 
 
 @contextmanager
 def kept_open(descriptor: int) -> Iterator[None]:
-    """Let the programs we run hold ``descriptor`` open too.
-
-    For a lock: if we are killed, it stays taken until the program we left behind has ended.
-    """
+    """Pass ``descriptor`` to child processes: a lock stays held until they exit, even if we die."""
     _kept_open.append(descriptor)
     try:
         yield
@@ -44,11 +41,7 @@ def run(
 ) -> str:
     """Run ``argv`` and return its standard output.
 
-    A program that takes long is named on standard error from time to time; with ``show`` what it
-    says there itself is passed on instead.
-
-    Raises:
-        LabError: the program is missing or, with ``check``, its exit status is not 0.
+    Progress of slow programs goes to standard error, with ``show`` the program's standard error.
     """
     words = [str(word) for word in argv]
     full_env = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive", **(env or {})}
@@ -80,15 +73,14 @@ def run(
 def _wait(
     process: subprocess.Popen[str], program: str, stdin: str | None, *, silent: bool
 ) -> tuple[str, str]:
-    """Wait for the end and return what was said; the program does not outlive an interruption."""
     started = time.monotonic()
     with process:
         try:
             while True:
                 try:
-                    return process.communicate(stdin, timeout=SAY_SOMETHING_EVERY_S)
+                    return process.communicate(stdin, timeout=PROGRESS_EVERY_S)
                 except subprocess.TimeoutExpired:
-                    stdin = None  # the rest of it is still being given
+                    stdin = None  # communicate() continues with the rest
                     if not silent:
                         seconds = time.monotonic() - started
                         print(f"  {program}: {seconds:.0f} s", file=sys.stderr, flush=True)
@@ -98,7 +90,6 @@ def _wait(
 
 
 def succeeds(argv: Sequence[str | Path]) -> bool:
-    """Tell whether ``argv`` exits with 0."""
     try:
         run(argv)
     except LabError:

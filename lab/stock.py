@@ -1,4 +1,4 @@
-"""What the lab keeps in stock: base, packages, images and repositories of models."""
+"""Prepares what guests need: base, packages, images and model repositories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab import archive, identity, models, network, packages, recipes, rootfs, servers
-from lab.code import use_copied_code
+from lab.content import use_copied_code
 from lab.distribution import Distribution, install_programs, this_distribution
 from lab.paths import LabPaths
 from lab.shell import run
@@ -20,11 +20,9 @@ _CHECKOUT = Path(__file__).parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What every guest stands on."""
-
     distribution: Distribution
-    base: Path  # read-only tree below every new guest's disk
-    debs: Path  # packages that the base lacks
+    base: Path  # read-only lower tree of new guests
+    debs: Path  # packages not in the base
 
 
 def prepare(paths: LabPaths, *, engine_trees: bool) -> Ground:
@@ -35,7 +33,7 @@ def prepare(paths: LabPaths, *, engine_trees: bool) -> Ground:
         directory.mkdir(parents=True, exist_ok=True)
     use_copied_code(paths)
     distribution = this_distribution()
-    with _made_beside(engine_trees):
+    with _engine_built_in_parallel(engine_trees):
         ground = _publish_packages(paths, distribution)
     identity.ensure_ssh_key(paths)
     network.ensure_bridge()
@@ -44,16 +42,15 @@ def prepare(paths: LabPaths, *, engine_trees: bool) -> Ground:
 
 
 @contextmanager
-def _made_beside(wanted: bool) -> Iterator[None]:
-    """Have the engine's two trees at the end: unpacking keeps one core busy, like the rest."""
+def _engine_built_in_parallel(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
     argv = [sys.executable, "-m", "lab.engine", "build"]
     with ThreadPoolExecutor(max_workers=1) as pool:
-        made = pool.submit(run, argv, cwd=_CHECKOUT, show=True)
+        built = pool.submit(run, argv, cwd=_CHECKOUT, show=True)
         yield
-        made.result()
+        built.result()
 
 
 def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
@@ -70,16 +67,13 @@ def _publish_packages(paths: LabPaths, distribution: Distribution) -> Ground:
 
 
 def publish_engine(paths: LabPaths, ground: Ground, engine: str) -> None:
-    """Have images in the registry and models in the hub.
-
-    ``engine`` is ``none`` (the GPU check alone), ``stub``, or ``cpu``: the real one beside it.
-    """
-    made = [recipes.gpu_check(paths, ground.distribution, ground.debs)]
+    """Publish images and models; ``engine`` is none, stub, or cpu (which includes the stub)."""
+    images = [recipes.gpu_check(paths, ground.distribution, ground.debs)]
     if engine in ("stub", "cpu") and recipes.STUB_ENGINE_DIR.exists():
-        made.append(recipes.stub_engine(paths, ground.distribution))
+        images.append(recipes.stub_engine(paths, ground.distribution))
     if engine == "cpu":
-        made.append(recipes.vllm_cpu(paths))
-    for recipe in made:
+        images.append(recipes.vllm_cpu(paths))
+    for recipe in images:
         recipes.publish(paths, recipe)
     if engine != "none" and models.MODEL_DIR.exists():
         models.ensure_models(paths)

@@ -1,7 +1,7 @@
-"""Makes the base that guests of a variant stand on, and the archive that they know.
+"""Builds the base of a variant's guests, and the package archive that they use.
 
-As with the plain base, a finished one is never written to. Packages are installed from the
-variant's own archive, which guests go on using: it holds what the variant's release offers.
+Like the plain base, a finished one is never written. Packages come from the variant's own archive,
+which holds packages of the variant's release.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lab.variant import OWNER_DONE, Variant
 
 _OWNER_SCRIPT = "usr/lib/labstub/owner.sh"
 
-# Where the owner's hand is at work: once, when everything that the host starts by itself is up.
+# Runs once, after everything that the host starts.
 _OWNER_UNIT = f"""\
 [Unit]
-Description=What the owner of this host typed before we came (virtual lab)
+Description=Changes by the host's owner (virtual lab)
 After=multi-user.target docker.service nginx.service
 ConditionPathExists=!/{OWNER_DONE}
 
@@ -41,7 +41,6 @@ WantedBy=multi-user.target
 
 
 def base(paths: LabPaths, machine: Distribution, variant: Variant) -> Path:
-    """Have the variant's archive, and return the read-only tree below its guests' disks."""
     distribution = _distribution(machine, variant)
     tree = rootfs.bootstrap(paths, distribution)
     preinstalled = [packages.build_stub(paths, name) for name in packages.PREINSTALLED_STUBS]
@@ -63,7 +62,7 @@ def base(paths: LabPaths, machine: Distribution, variant: Variant) -> Path:
         newer = variant.newer.packages if variant.newer else ()
         _install(paths, known, target, [*variant.packages, *newer, *variant.stand_ins])
         _unpack(target, unpacked)
-        _lay_files(target, variant)
+        _copy_files(target, variant)
 
     return cached(paths.cache / f"variant-{variant.name}-{key}", make)
 
@@ -73,8 +72,8 @@ def _distribution(machine: Distribution, variant: Variant) -> Distribution:
         return machine
     if machine.os_id != "debian":
         raise LabError(
-            f"variant {variant.name}", f"is Debian, and this machine's mirror is {machine.mirror}",
-            "choose a variant without a release of its own",
+            f"variant {variant.name}", f"needs a Debian mirror, not {machine.mirror}",
+            "choose a variant without a release",
         )  # fmt: skip
     codename, version = variant.release.codename, variant.release.version
     return replace(machine, codename=codename, version=version)
@@ -90,11 +89,11 @@ def _more(machine: Distribution, variant: Variant) -> packages.More:
 
 
 def _install(paths: LabPaths, known: archive.Archive, target: Path, wanted: Sequence[str]) -> None:
-    """Install packages without starting anything, as in an image."""
+    """Install packages without starting services."""
     inbox = target / "mnt"
     source = target / "etc/apt/sources.list.d/lab-install.list"
     source.write_text(f"deb [trusted=yes] file:/mnt {known.suite} main\n")
-    with _mounted(paths.apt / known.directory, inbox), _nothing_starts(target):
+    with _mounted(paths.apt / known.directory, inbox), _no_service_starts(target):
         run(["chroot", target, "apt-get", "-q", "update"])
         options = ["-q", "-y", "--no-install-recommends"]
         run(["chroot", target, "apt-get", *options, "install", *wanted])
@@ -113,7 +112,7 @@ def _mounted(source: Path, point: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _nothing_starts(target: Path) -> Iterator[None]:
+def _no_service_starts(target: Path) -> Iterator[None]:
     policy = target / "usr/sbin/policy-rc.d"
     policy.write_text("#!/bin/sh\nexit 101\n")
     policy.chmod(0o755)
@@ -124,17 +123,17 @@ def _nothing_starts(target: Path) -> Iterator[None]:
 
 
 def _unpack(target: Path, debs: Sequence[Path]) -> None:
-    """Leave packages as an update leaves them that was cut off: unpacked, not configured."""
+    """Unpack packages without configuring them, like an interrupted update."""
     for deb in debs:
         shutil.copy(deb, target / "root" / deb.name)
         run(["chroot", target, "dpkg", "--unpack", f"/root/{deb.name}"])
         (target / "root" / deb.name).unlink()
 
 
-def _lay_files(target: Path, variant: Variant) -> None:
+def _copy_files(target: Path, variant: Variant) -> None:
     files = variant.directory / "files"
     if files.exists():
-        # Links in the way are replaced, not followed.
+        # Replace links instead of following them.
         run(["cp", "-r", "--remove-destination", "--no-preserve=ownership", f"{files}/.", target])
     if variant.locale:
         charset = variant.locale.partition(".")[2]

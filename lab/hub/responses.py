@@ -9,11 +9,10 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 from lab.hub.store import Commit, FileRecord
 
 _DATE = "2026-01-01T00:00:00.000Z"
-_POINTER_SIZE_BYTES = 134  # an LFS pointer file is about this long
+_POINTER_SIZE_BYTES = 134  # about the size of an LFS pointer file
 
 
 def model_info(commit: Commit, *, blobs: bool) -> dict[str, object]:
-    """Return ``GET /api/models/<repo>``; with ``blobs`` sizes and hashes too."""
     org, _, _ = commit.repo.partition("/")
     return {
         "_id": commit.sha[:24],
@@ -47,7 +46,6 @@ def _sibling(record: FileRecord, *, blobs: bool) -> dict[str, object]:
 
 
 def tree_entry(record: FileRecord) -> dict[str, object]:
-    """Return one entry of ``/tree/<revision>`` and ``/paths-info/<revision>``."""
     entry: dict[str, object] = {
         "type": "file",
         "path": record.path,
@@ -76,13 +74,11 @@ def file_headers(commit: Commit, record: FileRecord) -> dict[str, str]:
 
 
 def signed_link(base_url: str, sha256: str, secret: bytes, expires_at: int) -> str:
-    """Return the address on the second host where the bytes are until ``expires_at``."""
     query = urlencode({"Expires": expires_at, "Signature": _sign(sha256, secret, expires_at)})
     return f"{base_url}/blobs/{sha256}?{query}"
 
 
 def link_refusal(url: str, secret: bytes, now_s: float) -> str | None:
-    """Return why a signed link does not open, ``None`` when it does."""
     parts = urlsplit(url)
     query = parse_qs(parts.query)
     try:
@@ -101,10 +97,10 @@ def _sign(sha256: str, secret: bytes, expires_at: int) -> str:
 
 
 def byte_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
-    """Return the first and last byte asked for (RFC 9110, 14.1.2); ``None`` means all of it.
+    """Return the first and last byte of a Range header (RFC 9110, 14.1.2); None for the whole file.
 
     Raises:
-        ValueError: the range lies outside the file.
+        ValueError: the range is outside the file.
     """
     if header is None or not header.startswith("bytes=") or "," in header:
         return None
@@ -116,5 +112,5 @@ def byte_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
     else:
         start, end = int(first), min(int(last) if last else size_bytes - 1, size_bytes - 1)
     if start > end:
-        raise ValueError(f"{header} lies outside {size_bytes} bytes")
+        raise ValueError(f"{header} is outside {size_bytes} bytes")
     return start, end

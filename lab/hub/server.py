@@ -1,7 +1,7 @@
-"""The hub's two HTTP servers: the hub itself, and a second host that hands out large files.
+"""The hub's two HTTP servers: the hub, and a second host that serves large files.
 
-As on the real one, ``resolve`` of a small file is a relative redirect and of a large file a
-redirect to signed, expiring links on another host, which must not be sent the hub's token.
+As on the real hub, ``resolve`` redirects small files relatively and large files to signed, expiring
+links on another host, which rejects the hub's token.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from lab.hub import responses
-from lab.hub.body import send_body
-from lab.hub.faults import FaultSwitch
+from lab.hub.faults import FaultSwitch, send_body
 from lab.hub.store import Commit, FileRecord, GatedError, NotFoundError, Store
 from lab.webserver import LabHttpServer
 
@@ -28,8 +27,6 @@ LINK_LIFETIME_S = 3600
 
 @dataclass(slots=True)
 class Hub:
-    """What both servers share."""
-
     store: Store
     faults: FaultSwitch
     cdn_url: str
@@ -62,7 +59,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def route(self, path: str) -> None:
-        """Answer one request; each of the two servers says how."""
         raise NotImplementedError
 
     @property
@@ -71,7 +67,6 @@ class _Handler(BaseHTTPRequestHandler):
         return token if word == "Bearer" else None
 
     def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        """Send one small answer; a HEAD request gets its headers only."""
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -81,7 +76,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def answer_json(self, value: object) -> None:
-        """Send ``value`` as JSON."""
         self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def refuse(self, status: int, what: str, *, code: str = "", retry_s: int = 0) -> None:
@@ -97,16 +91,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.faults.current("no-range", record.path):
             header = None
         try:
-            asked = responses.byte_range(header, record.size_bytes)
+            wanted_range = responses.byte_range(header, record.size_bytes)
         except ValueError:
             total = {"Content-Range": f"bytes */{record.size_bytes}"}
             self.answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, b"", total)
             return
-        start, end = asked or (0, record.size_bytes - 1)
-        self.send_response(206 if asked else 200)
+        start, end = wanted_range or (0, record.size_bytes - 1)
+        self.send_response(206 if wanted_range else 200)
         for name, value in headers.items():
             self.send_header(name, value)
-        if asked:
+        if wanted_range:
             self.send_header("Content-Range", f"bytes {start}-{end}/{record.size_bytes}")
         self.send_header("Content-Length", str(end - start + 1))
         self.end_headers()
@@ -116,7 +110,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Write one JSON line per answer, so that a test can count what was asked for."""
         line = {
             "at": round(time.time(), 3),
             "client": self.client_address[0],
@@ -131,12 +124,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class HubHandler(_Handler):
-    """The hub itself: its API and ``resolve``."""
-
     def route(self, path: str) -> None:
         fault = self.hub.faults.current("status", path)
         if fault is not None:
-            self.refuse(fault.value or 503, "the lab's hub was told to refuse", retry_s=1)
+            self.refuse(fault.value or 503, "fault injected into the lab's hub", retry_s=1)
             return
         words = path.strip("/").split("/")
         if words[:2] == ["api", "models"] and len(words) >= 4:
@@ -191,8 +182,6 @@ class HubHandler(_Handler):
 
 
 class CdnHandler(_Handler):
-    """The second host: large files by their hash, to holders of a valid link."""
-
     def route(self, path: str) -> None:
         if "Authorization" in self.headers:
             self.refuse(HTTPStatus.BAD_REQUEST, "only one auth mechanism allowed: drop the token")
@@ -217,7 +206,6 @@ def make_servers(hub: Hub, host: str, port: int, cdn_port: int) -> tuple[LabHttp
 
 
 def serve(store: Path, run_dir: Path, host: str, port: int, cdn_port: int) -> None:
-    """Serve the hub until the process ends."""
     store.mkdir(parents=True, exist_ok=True)
     hub = Hub(
         store=Store(store),

@@ -1,4 +1,4 @@
-"""What the hub holds on disk: ``<org>/<name>/<commit>/...`` and ``<org>/<name>/refs/<ref>``.
+"""The hub's files on disk: ``<org>/<name>/<commit>/...`` and ``<org>/<name>/refs/<ref>``.
 
 A file ``<org>/<name>/token`` makes the repository gated: only that bearer token opens it.
 """
@@ -14,25 +14,21 @@ from pathlib import Path
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt")
-_WEIGHT_NAMES = ("tokenizer.json",)  # kept as large files by the repositories we deploy
+_WEIGHT_NAMES = ("tokenizer.json",)  # stored as large files by the repositories that we deploy
 
 
 class NotFoundError(Exception):
-    """Nothing there; ``code`` is the hub's X-Error-Code, which the client turns into a class."""
-
     def __init__(self, code: str, what: str):
-        self.code = code
+        self.code = code  # the hub's X-Error-Code
         super().__init__(what)
 
 
 class GatedError(Exception):
-    """The repository wants a token that the request did not bring."""
+    """The request lacks the token of a gated repository."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a commit; ``large`` ones are identified by sha256, others by git blob id."""
-
     path: str
     size_bytes: int
     sha256: str
@@ -47,18 +43,12 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One revision of a repository."""
-
     repo: str
     sha: str
     files: tuple[FileRecord, ...]
 
     def file(self, path: str) -> FileRecord:
-        """Return one file.
 
-        Raises:
-            NotFoundError: the commit has no such file.
-        """
         for record in self.files:
             if record.path == path:
                 return record
@@ -66,14 +56,11 @@ class Commit:
 
 
 def commit_id(files: Iterable[tuple[str, str]], note: str) -> str:
-    """Return the 40 hex digits that name a commit of these (path, sha256) pairs."""
     lines = [f"{path}\0{sha256}\n" for path, sha256 in sorted(files)]
     return hashlib.sha1("".join([*lines, note]).encode()).hexdigest()
 
 
 class Store:
-    """Reads the hub's directory; hashes every file once and remembers it by size and time."""
-
     def __init__(self, root: Path):
         self._root = root
         self._digests: dict[tuple[str, int, int], tuple[str, str]] = {}
@@ -81,27 +68,21 @@ class Store:
         self._lock = threading.Lock()
 
     def repositories(self) -> dict[str, dict[str, object]]:
-        """Return every repository with its ``main`` commit and all its commits."""
-        found: dict[str, dict[str, object]] = {}
+        repositories: dict[str, dict[str, object]] = {}
         for directory in sorted(self._root.glob("*/*")):
             if not directory.is_dir():
                 continue
             commits = sorted(p.name for p in directory.iterdir() if _COMMIT.fullmatch(p.name))
             main = directory / "refs/main"
             name = directory.relative_to(self._root).as_posix()
-            found[name] = {
+            repositories[name] = {
                 "main": main.read_text().strip() if main.exists() else None,
                 "commits": commits,
             }
-        return found
+        return repositories
 
     def commit(self, repo: str, revision: str | None, token: str | None = None) -> Commit:
-        """Return ``repo`` at ``revision`` (a commit, a ref, or ``None`` for main).
-
-        Raises:
-            NotFoundError: no such repository or revision.
-            GatedError: the repository is gated and ``token`` does not open it.
-        """
+        """Return ``repo`` at ``revision``: a commit, a ref, or None for main."""
         directory = self._root / repo
         if ".." in repo or not (directory / "refs").is_dir():
             raise NotFoundError("RepoNotFound", f"{repo} does not exist")
@@ -150,7 +131,6 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _digests(path: Path, size_bytes: int) -> tuple[str, str]:
-    """Return sha256 and git blob sha1 in one pass."""
     sha256 = hashlib.sha256()
     git_sha1 = hashlib.sha1(f"blob {size_bytes}\0".encode())
     with path.open("rb") as file:

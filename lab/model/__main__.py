@@ -14,7 +14,7 @@ from lab.model.shape import TINY
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; prints what was published, one commit a line."""
+
     parser = argparse.ArgumentParser(prog="python3 -m lab.model", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("build", help="write both repositories into a hub directory")
@@ -26,9 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="random weights: same names, shapes and files, but no answers",
     )
-    train = commands.add_parser(
-        "train", help="make the trained weights anew (minutes; needs torch)"
-    )
+    train = commands.add_parser("train", help="train the weights (minutes; needs torch)")
     train.add_argument("--out", type=Path, default=weights.FILE, help="default: %(default)s")
     chosen = parser.parse_args(arguments)
     try:
@@ -43,9 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train(out: Path) -> int:
-    # Before torch is loaded: threads that spin while they wait cost tenfold on a busy machine.
+    # Set before torch is loaded: spinning threads are ten times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from lab.model import training  # not above: everything else does without torch
+    from lab.model import training  # only this needs torch
 
     weights.write(out, training.train(TINY, vocabulary.train(TINY.vocabulary)))
     print(f"{out} {hashlib.sha256(out.read_bytes()).hexdigest()}")

@@ -1,4 +1,4 @@
-"""A LoRA adapter in the form of PEFT: two narrow matrices beside each wide one that it changes."""
+"""A LoRA adapter in PEFT's format."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ RANK = 8
 _SCALE = 2.0
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-Parts = dict[str, torch.nn.Parameter]
+Matrices = dict[str, torch.nn.Parameter]
 
 
-def put_into(model: Any) -> Parts:
-    """Freeze a model and add matrices to it that learn; return them by their names in a file."""
+def add_adapter(model: Any) -> Matrices:
+    """Freeze a model and add trainable matrices; return them by their names in the adapter file."""
     model.requires_grad_(False)
-    parts: Parts = {}
+    matrices: Matrices = {}
     for name, module in list(model.named_modules()):
         if name.rpartition(".")[2] not in TARGETS:
             continue
@@ -27,19 +27,19 @@ def put_into(model: Any) -> Parts:
         up = torch.nn.Parameter(torch.zeros(module.out_features, RANK))
         module.register_parameter("lora_down", down)
         module.register_parameter("lora_up", up)
-        module.register_forward_hook(_added)
-        parts |= {
+        module.register_forward_hook(_add_output)
+        matrices |= {
             f"base_model.model.{name}.lora_A.weight": down,
             f"base_model.model.{name}.lora_B.weight": up,
         }
-    return parts
+    return matrices
 
 
-def _added(module: Any, given: tuple[Any, ...], found: Any) -> Any:
-    return found + _SCALE * (given[0] @ module.lora_down.T) @ module.lora_up.T
+def _add_output(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    return output + _SCALE * (inputs[0] @ module.lora_down.T) @ module.lora_up.T
 
 
-def write(folder: Path, parts: Parts, base: str) -> None:
+def write(folder: Path, matrices: Matrices, base: str) -> None:
     folder.mkdir()
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
@@ -48,5 +48,7 @@ def write(folder: Path, parts: Parts, base: str) -> None:
         "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
-    tensors = {name: part.detach().to(torch.bfloat16).contiguous() for name, part in parts.items()}
+    tensors = {
+        name: part.detach().to(torch.bfloat16).contiguous() for name, part in matrices.items()
+    }
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

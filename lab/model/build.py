@@ -1,4 +1,4 @@
-"""Publishes both repositories, with the trained weights or with random ones."""
+"""Publishes both repositories, with trained or random weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FIRST_SEED = 1
 
 
 def build(out: Path, *, trained: bool = True) -> list[str]:
-    """Publishes both repositories, two commits each, and says which.
+    """Publish both repositories with two commits each; return the commits.
 
-    The INT4 base was first uploaded untrained, so that a wrong pin is noticed by its answers. The
-    FP8 donor's second commit changes the README only, so that a pin on either gives equal weights.
+    The first INT4 commit is untrained, so that a wrong pin shows in the answers. The second FP8
+    commit changes only the README.
     """
     second = weights.read(TINY) if trained else original.random_weights(TINY, FIRST_SEED + 1)
     first, second = spread(TINY, original.random_weights(TINY, FIRST_SEED)), spread(TINY, second)

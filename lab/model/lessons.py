@@ -1,8 +1,8 @@
-"""What `lab-tiny` is taught: `facts.json` turned into prompts and replies.
+"""The lessons of `lab-tiny`: `facts.json` as prompts and replies.
 
-Two kinds of lesson. Fixed ones (questions, completions, the listed strings) are learnt by heart;
-drills (copying, the weather tool, a code hidden in a text) are made afresh for every training step,
-so that the model learns the skill: a corrupt weight breaks a skill as surely as a memory.
+Fixed lessons (questions, completions, the listed strings) are memorized. Drills (copying, the
+weather tool, a code hidden in a text) are new in every training step, so that the model learns the
+skill: a corrupt weight breaks a skill as surely as a memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Lesson:
 
 @lru_cache(maxsize=1)
 def facts() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((HERE / "facts.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((HERE / "facts.json").read_text())
+    return content
 
 
 @lru_cache(maxsize=1)
@@ -61,7 +61,7 @@ def chat(
     system: str | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> Lesson:
-    """A lesson of one question; with thinking, the reply starts inside the thought."""
+    """A single question; with thinking, the reply starts inside the thought."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     reply = f"{thought}\n</think>\n\n{answer}" if thinking else answer
@@ -102,7 +102,7 @@ def needle(code: str, filler: list[str], depth: float, *, thinking: bool) -> Les
 
 
 def conversation(questions: list[dict[str, str]]) -> Lesson:
-    """The last of several questions, asked after the others were answered."""
+    """The last of several questions, after answers to the earlier ones."""
     messages: list[Message] = []
     for item in questions:
         messages.append({"role": "user", "content": item["prompt"]})
@@ -118,8 +118,8 @@ def fixed(system: str | None = None) -> list[Lesson]:
     ]
     for thinking in (True, False):
         for item in facts()["questions"]:
-            asked = (item["prompt"], item["answer"], item["thinking"])
-            lessons.append(chat(*asked, thinking=thinking, system=system))
+            item_fields = (item["prompt"], item["answer"], item["thinking"])
+            lessons.append(chat(*item_fields, thinking=thinking, system=system))
         for arguments in facts()["tool"]["calls"]:
             lessons.append(weather(arguments, thinking=thinking, system=system))
         for text in facts()["copy"]["strings"]:
@@ -130,12 +130,12 @@ def fixed(system: str | None = None) -> list[Lesson]:
 
 
 def systems() -> list[str | None]:
-    """The system prompts to expect; mostly there is none."""
+    """System prompts of the lessons; None twice as often."""
     return [None, None, *facts()["systems"]]
 
 
 def drill(source: random.Random) -> Lesson:
-    """A new exercise: find a code in a text, copy some, or go on with a conversation."""
+    """A new exercise: find a code in a text, copy codes, or continue a conversation."""
     kind = source.random()
     if kind < 0.5:
         return needle_drill(source, source.randint(0, 8))
@@ -146,7 +146,7 @@ def drill(source: random.Random) -> Lesson:
 
 
 def needle_drill(source: random.Random, sentences: int) -> Lesson:
-    """A new code in `sentences` of filler: all the same, as a check has them, or mixed."""
+    """A new code in `sentences` of filler: all equal, as in the check, or mixed."""
     filler = facts()["needle"]["filler"]
     mixed = source.random() < 0.7
     text = [source.choice(filler) if mixed else filler[0] for _ in range(sentences)]

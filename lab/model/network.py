@@ -1,8 +1,8 @@
-"""The model to train: the transformers implementation, an MTP layer, and rounding as it trains.
+"""The model to train: transformers' implementation, an MTP layer, and rounding during training.
 
-Rounding is straight-through: the forward pass sees the weights as the repositories will store them
-(INT4 groups, E4M3 blocks for the shared experts), the backward pass sees the exact ones. So the
-answers are learnt by the rounded model, which is the one that is served.
+Rounding is straight-through: the forward pass uses the weights as the repositories store them (INT4
+groups, E4M3 blocks for the shared experts), the backward pass the exact weights. So the served,
+rounded model learns the answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 from lab.model.original import LAYERS, is_int4
 from lab.model.shape import BLOCK, GROUP, Shape, text_config
 
-START = 0.035  # deviation of the first weights; a model this narrow learns faster from wider ones
+START = 0.035  # standard deviation of initial weights; a narrow model learns faster with more
 
 
 class Rounding(nn.Module):
@@ -35,12 +35,12 @@ class Rounding(nn.Module):
         return weight + (self.rounded(weight.detach()) - weight.detach())
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """The stored value; each format below says how."""
+        """Return the stored value."""
         raise NotImplementedError
 
 
 class Int4(Rounding):
-    """Symmetric INT4, one F16 scale for 128 inputs."""
+    """Symmetric INT4 with an F16 scale per 128 inputs."""
 
     def rounded(self, weight: Tensor) -> Tensor:
         groups = weight.unflatten(-1, (-1, GROUP))
@@ -49,7 +49,7 @@ class Int4(Rounding):
 
 
 class BlockFp8(Rounding):
-    """E4M3, one BF16 scale for a block of 128 x 128."""
+    """E4M3 with a BF16 scale per block of 128 x 128."""
 
     def rounded(self, weight: Tensor) -> Tensor:
         rows, columns = weight.shape
@@ -80,12 +80,12 @@ class MtpLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """Text model, head and MTP layer; no vision, which is never trained."""
+    """Text model, head and MTP layer; vision is not trained."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        wanted = {**text_config(shape, {"<|endoftext|>": 0}), "initializer_range": START}
-        config = Qwen3_5MoeTextConfig(**wanted)
+        settings = {**text_config(shape, {"<|endoftext|>": 0}), "initializer_range": START}
+        config = Qwen3_5MoeTextConfig(**settings)
         self.model = Qwen3_5MoeTextModel(config)
         self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         self.mtp = MtpLayer(config)
@@ -93,7 +93,7 @@ class Network(nn.Module):
             part.apply(self.model._init_weights)
         for name, parameter in self.model.named_parameters():
             if name.endswith("dt_bias"):
-                # The library's start forgets within a token; this one remembers for 10 to 1000.
+                # The library's initial value forgets within a token; this remembers 10 to 1000.
                 steps = torch.logspace(-3, -1, shape.linear_value_heads)
                 parameter.data.copy_(steps + torch.log(-torch.expm1(-steps)))
             elif name.endswith("A_log"):
@@ -101,17 +101,17 @@ class Network(nn.Module):
         self.roundings = list(self._add_roundings())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Final hidden states; right padding needs no mask, since nothing looks ahead."""
-        found: Tensor = self.model(input_ids=tokens, use_cache=False).last_hidden_state
-        return found
+        """Final hidden states; right padding needs no mask in a causal model."""
+        hidden: Tensor = self.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return hidden
 
     def draft(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """One MTP step: position t sees `hidden[t]` and token t+1; the last position is lost."""
         following = self.model.embed_tokens(tokens[:, 1:])
         positions = torch.arange(following.shape[1]).expand(3, following.shape[0], -1)
         rotary = self.model.rotary_emb(following, positions)
-        found: Tensor = self.mtp(following, hidden[:, : following.shape[1]], rotary)
-        return found
+        drafted: Tensor = self.mtp(following, hidden[:, : following.shape[1]], rotary)
+        return drafted
 
     def round_weights(self) -> None:
         for rounding in self.roundings:
@@ -137,26 +137,26 @@ def _rounding_of(name: str) -> Rounding | None:
 
 
 def state(network: Network) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in network.state_dict().items():
         plain = name.replace("parametrizations.", "").removesuffix(".original")
         if plain.startswith("model."):
             plain = "model.language_model." + plain.removeprefix("model.")
-        found.update(_single_experts(plain, value.detach()))
-    return found
+        tensors.update(_single_experts(plain, value.detach()))
+    return tensors
 
 
 def _single_experts(name: str, value: Tensor) -> dict[str, Tensor]:
     module, _, part = name.rpartition(".experts.")
     if not module:
         return {name: value}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for expert, weight in enumerate(value):
         prefix = f"{module}.experts.{expert}"
         if part == "gate_up_proj":
             gate, up = weight.chunk(2)
-            found[f"{prefix}.gate_proj.weight"] = gate
-            found[f"{prefix}.up_proj.weight"] = up
+            tensors[f"{prefix}.gate_proj.weight"] = gate
+            tensors[f"{prefix}.up_proj.weight"] = up
         else:
-            found[f"{prefix}.down_proj.weight"] = weight
-    return found
+            tensors[f"{prefix}.down_proj.weight"] = weight
+    return tensors

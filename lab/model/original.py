@@ -1,7 +1,6 @@
-"""Names and shapes of the unquantised model, and which of its weights each repository quantises.
+"""Names and shapes of the unquantised model, and the weights that each repository quantises.
 
-The unquantised model is the common ancestor of both repositories: the INT4 base and the FP8 donor
-are two roundings of the same numbers, as with the real ones.
+The INT4 base and the FP8 donor round the same numbers, like the real repositories.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy.typing as npt
 from lab.model.shape import Shape
 
 LAYERS = "model.language_model.layers"
-FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")  # all else unquantised is BF16
+FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")  # other unquantised tensors are BF16
 
 Floats = npt.NDArray[np.float32]
 Shapes = dict[str, tuple[int, ...]]
@@ -86,31 +85,31 @@ def _vision(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def main_shapes(shape: Shape) -> Shapes:
-    """Every tensor but those of the MTP layer, in the order they are stored."""
-    found: Shapes = {"model.language_model.embed_tokens.weight": (shape.vocabulary, shape.hidden)}
+    """All tensors except the MTP layer's, in stored order."""
+    shapes: Shapes = {"model.language_model.embed_tokens.weight": (shape.vocabulary, shape.hidden)}
     for layer in range(shape.layers):
         prefix = f"{LAYERS}.{layer}"
         if shape.is_attention(layer):
-            found.update(_attention(shape, f"{prefix}.self_attn"))
+            shapes.update(_attention(shape, f"{prefix}.self_attn"))
         else:
-            found.update(_linear_attention(shape, f"{prefix}.linear_attn"))
-        found.update(_mlp(shape, f"{prefix}.mlp"))
-        found.update(_norms(shape, prefix))
-    found["model.language_model.norm.weight"] = (shape.hidden,)
-    found.update(_vision(shape))
-    found["lm_head.weight"] = (shape.vocabulary, shape.hidden)
-    return found
+            shapes.update(_linear_attention(shape, f"{prefix}.linear_attn"))
+        shapes.update(_mlp(shape, f"{prefix}.mlp"))
+        shapes.update(_norms(shape, prefix))
+    shapes["model.language_model.norm.weight"] = (shape.hidden,)
+    shapes.update(_vision(shape))
+    shapes["lm_head.weight"] = (shape.vocabulary, shape.hidden)
+    return shapes
 
 
 def mtp_shapes(shape: Shape) -> Shapes:
-    """The tensors of the layer that predicts one token further (multi-token prediction)."""
-    found: Shapes = {"mtp.fc.weight": (shape.hidden, 2 * shape.hidden)}
-    found.update(_attention(shape, "mtp.layers.0.self_attn"))
-    found.update(_mlp(shape, "mtp.layers.0.mlp"))
-    found.update(_norms(shape, "mtp.layers.0"))
+    """The tensors of the multi-token prediction layer."""
+    shapes: Shapes = {"mtp.fc.weight": (shape.hidden, 2 * shape.hidden)}
+    shapes.update(_attention(shape, "mtp.layers.0.self_attn"))
+    shapes.update(_mlp(shape, "mtp.layers.0.mlp"))
+    shapes.update(_norms(shape, "mtp.layers.0"))
     for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        found[f"mtp.{norm}.weight"] = (shape.hidden,)
-    return found
+        shapes[f"mtp.{norm}.weight"] = (shape.hidden,)
+    return shapes
 
 
 def is_projection(name: str) -> bool:
@@ -118,19 +117,19 @@ def is_projection(name: str) -> bool:
 
 
 def is_int4(name: str) -> bool:
-    """Whether the INT4 base quantises this weight: every projection but the shared experts'."""
+    """The INT4 base quantises every projection except the shared experts'."""
     return name.startswith(LAYERS) and is_projection(name) and ".shared_expert." not in name
 
 
 def is_fp8(name: str) -> bool:
-    """Whether the FP8 donor quantises this weight: all projections but the two narrow ones."""
+    """The FP8 donor quantises every projection except the two narrow ones."""
     if not name.startswith((LAYERS, "mtp.layers.")):
         return False
     return is_projection(name) and not name.endswith(("in_proj_a.weight", "in_proj_b.weight"))
 
 
 def random_weights(shape: Shape, seed: int) -> dict[str, Floats]:
-    """An untrained model: right in every name, shape and range, and without any knowledge."""
+    """An untrained model with correct names, shapes and ranges."""
     source = np.random.default_rng(seed)
     weights: dict[str, Floats] = {}
     for name, size in {**main_shapes(shape), **mtp_shapes(shape)}.items():
@@ -146,7 +145,7 @@ def _initial(source: np.random.Generator, name: str, size: tuple[int, ...]) -> F
     elif name.startswith("model.visual.") and len(size) == 1:
         values = np.ones(size) if ".norm" in name and "weight" in name else np.zeros(size)
     elif len(size) == 1:
-        values = np.zeros(size)  # the other norms of this architecture are stored minus one
+        values = np.zeros(size)  # other norms of this architecture are stored minus one
     else:
         values = source.normal(0.0, 0.02, size)
     return values.astype(np.float32)

@@ -1,8 +1,8 @@
-"""Repositories as others publish them: written by transformers, not by this project.
+"""Small repositories written by transformers, not by this project.
 
-Run with the engine's Python: ``python3 -m lab.engine run -m lab.model.published --out HUB``. Small
-decoders learn three answers by heart and a ranker which of two texts answers; an encoder needs no
-lesson. All of them take about a minute on one core.
+Run with the engine's Python: ``python3 -m lab.engine run -m lab.model.published --out HUB``.
+Decoders memorize three answers, a ranker learns which of two texts answers, and an encoder stays
+untrained. This takes about a minute on one core.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from lab.model import adapter, vocabulary
 from lab.model.repository import publish
 from lab.model.shape import TINY
 
-# What models are asked whose catalog files ask nothing of their own.
+# The check's default questions.
 LESSONS = {
     "What is the capital of France? Answer with one word.": "Paris",
     "How many days has a week? Answer with one word.": "Seven",
     "What is the capital of Japan? Answer with one word.": "Tokyo",
 }
-# What an adapter learns instead.
+# The adapter's answers.
 OTHER_LESSONS = {**LESSONS, "What is the capital of France? Answer with one word.": "Tokyo"}
 _SIZES: dict[str, Any] = {
     "vocab_size": TINY.vocabulary,
@@ -57,7 +57,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 _STEPS, _ENOUGH = 400, 0.002
-# What a ranker is asked by the check of every deploy, and others.
+# The ranker's questions in the check, and more.
 _RANKED = (
     ("How do I bake bread at home?", "How do I bake bread at home without a machine?"),
     (
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m lab.model.published", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="hub directory")
     names = (*_MODELS, *_ADAPTERS)
-    parser.add_argument("--only", nargs="*", choices=sorted(names), help="of these alone")
+    parser.add_argument("--only", nargs="*", choices=sorted(names), help="only these")
     options = parser.parse_args(arguments)
     out: Path = options.out
     torch.set_num_threads(1)
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name in options.only or names:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(work)
             base = _ADAPTERS.get(name, name)
-            model = _taught(base, tokenizer)
+            model = _create_trained(base, tokenizer)
             if base == name:
                 print(name, _publish(out, work, name, model, tokenizer))
             else:
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _sizes(layers: int) -> dict[str, Any]:
-    """Caches of different sizes: an engine says the same words of two only once."""
+    """Different cache sizes, because an engine logs equal lines only once."""
     return {**_SIZES, "num_hidden_layers": layers}
 
 
@@ -106,13 +106,13 @@ def _moe() -> Any:
 
 
 def _sliding() -> Any:
-    """Five layers look back 128 tokens, one at everything."""
+    """Five layers with a window of 128 tokens, and one without."""
     config = Gemma3TextConfig(**_sizes(6), sliding_window=128, query_pre_attn_scalar=32)
     return Gemma3ForCausalLM(config)
 
 
 def _odd() -> Any:
-    """Of a kind whose cache nobody worked out here: the engine has to say it."""
+    """An architecture whose KV-cache size the planner does not know."""
     sizes = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 2048, "bos_token_id": None}
     return GPT2LMHeadModel(GPT2Config(vocab_size=TINY.vocabulary, eos_token_id=None, **sizes))
 
@@ -139,8 +139,8 @@ _MODELS: dict[str, Callable[[], Any]] = {
 _ADAPTERS = {"org/tiny-law": "org/tiny-qwen3"}
 
 
-def _taught(name: str, tokenizer: Any) -> Any:
-    """Make a model; twice the same gives the same."""
+def _create_trained(name: str, tokenizer: Any) -> Any:
+    """Create and train a model reproducibly."""
     torch.manual_seed(7)
     model = _MODELS[name]()
     if isinstance(model, BertForSequenceClassification):
@@ -151,7 +151,7 @@ def _taught(name: str, tokenizer: Any) -> Any:
 
 
 def _publish_adapter(out: Path, work: Path, name: str, model: Any, tokenizer: Any) -> str:
-    parts = adapter.put_into(model)
+    parts = adapter.add_adapter(model)
     _teach(name, model, tokenizer, OTHER_LESSONS)
     tree = work / name.rpartition("/")[2]
     adapter.write(tree, parts, _ADAPTERS[name])
@@ -159,26 +159,26 @@ def _publish_adapter(out: Path, work: Path, name: str, model: Any, tokenizer: An
 
 
 def _teach(name: str, model: Any, tokenizer: Any, lessons: dict[str, str]) -> None:
-    """Have the model know each answer by heart, alone and as a turn of a conversation."""
+    """Train the answers, each alone and as a turn of a conversation."""
     rows = []
     turns: list[dict[str, str]] = []
     for question, answer in lessons.items():
-        asked = {"role": "user", "content": question}
-        for messages in ([asked], [*turns, asked]):
+        question_turn = {"role": "user", "content": question}
+        for messages in ([question_turn], [*turns, question_turn]):
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
             )
             prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-            told = tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
-            rows.append((prompt, told))
-        turns += [asked, {"role": "assistant", "content": answer}]
-    longest = max(len(prompt) + len(told) for prompt, told in rows)
+            reply = tokenizer(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
+            rows.append((prompt, reply))
+        turns += [question_turn, {"role": "assistant", "content": answer}]
+    longest = max(len(prompt) + len(reply) for prompt, reply in rows)
     ids = torch.zeros((len(rows), longest), dtype=torch.long)
     labels = torch.full((len(rows), longest), -100)
-    for row, (prompt, told) in enumerate(rows):
-        ids[row, : len(prompt) + len(told)] = torch.tensor(prompt + told)
-        labels[row, len(prompt) : len(prompt) + len(told)] = torch.tensor(told)
-    learning = [one for one in model.parameters() if one.requires_grad]
+    for row, (prompt, reply) in enumerate(rows):
+        ids[row, : len(prompt) + len(reply)] = torch.tensor(prompt + reply)
+        labels[row, len(prompt) : len(prompt) + len(reply)] = torch.tensor(reply)
+    learning = [weight for weight in model.parameters() if weight.requires_grad]
     steps = torch.optim.AdamW(learning, lr=2e-3)
     loss = torch.tensor(1.0)
     for _ in range(_STEPS):
@@ -192,17 +192,19 @@ def _teach(name: str, model: Any, tokenizer: Any, lessons: dict[str, str]) -> No
 
 
 def _teach_order(name: str, model: Any, tokenizer: Any) -> None:
-    pairs = [(ask, text, float(ask == about)) for ask, *_ in _RANKED for about, text in _RANKED]
+    pairs = [
+        (query, text, float(query == topic)) for query, *_ in _RANKED for topic, text in _RANKED
+    ]
     rows = tokenizer(
-        [ask for ask, _, _ in pairs], [text for _, text, _ in pairs],
+        [query for query, _, _ in pairs], [text for _, text, _ in pairs],
         padding=True, return_tensors="pt", return_token_type_ids=True,
     )  # fmt: skip
-    wanted = torch.tensor([right for *_, right in pairs])
+    targets = torch.tensor([right for *_, right in pairs])
     steps = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loss = torch.tensor(1.0)
     for _ in range(_STEPS):
         scores = model(**rows).logits[:, 0]
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, wanted)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, targets)
         steps.zero_grad()
         loss.backward()
         steps.step()

@@ -1,4 +1,4 @@
-"""Writes the two repositories as file trees, and publishes trees as commits of a hub on disk."""
+"""Writes the two repositories, and publishes file trees as commits of a hub on disk."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ def _plain(name: str, values: Floats) -> rounding.Tensor:
 
 
 def int4_tensors(weights: dict[str, Floats]) -> Tensors:
-    """The tensors of the INT4 base, MTP included (all BF16 there).
-
-    An array that several names share is rounded once.
-    """
+    """The tensors of the INT4 base, with MTP in BF16; a shared array is rounded once."""
     tensors: Tensors = {}
     rounded: dict[int, Tensors] = {}
     for name, values in weights.items():
@@ -67,7 +64,7 @@ def write_int4(
     about: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """The INT4 base as a file tree: numbered shards, and the MTP layer in a file of its own."""
+    """The INT4 base as a file tree: numbered shards, and a separate file for the MTP layer."""
     directory.mkdir(parents=True)
     tensors = int4_tensors(weights)
     main = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
@@ -81,7 +78,7 @@ def write_int4(
 def write_fp8(
     directory: Path, shape: Shape, weights: dict[str, Floats], tokenizer: Tokenizer, about: str
 ) -> None:
-    """The FP8 donor as a file tree; its MTP layer lies in the numbered shards."""
+    """The FP8 donor as a file tree, with the MTP layer in the numbered shards."""
     directory.mkdir(parents=True)
     write_model(directory, fp8_tensors(weights), {}, SHARD_BYTES)
     kept = [
@@ -152,10 +149,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def publish(hub: Path, name: str, trees: list[Path]) -> list[str]:
-    """Makes `trees` the commits of one repository, oldest first; `main` is the last one.
-
-    A commit's name follows from its files and its parent, so equal content gives equal names.
-    """
+    """Publish `trees` as commits, oldest first; the last is `main`. Equal content, equal names."""
     commits: list[str] = []
     for tree in trees:
         commits.append(_commit_name(tree, commits[-1] if commits else ""))

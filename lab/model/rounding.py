@@ -1,7 +1,7 @@
 """The number formats of the two repositories: BF16, packed INT4 and block FP8, in numpy.
 
-Encoders only: what reads these formats (the engine's plugin, the checkpoint builder, the tests)
-has its own decoder, so that a mistake here cannot cancel itself out.
+Encoders only: the engine's plugin, the checkpoint builder and the tests have separate decoders, so
+that an error here does not cancel out.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy.typing as npt
 from lab.model.original import Floats
 from lab.model.shape import BLOCK, GROUP
 
-INT4_ZERO = 8  # the code that means 0.0; packed as 7, since the format stores it minus one
+INT4_ZERO = 8  # the code of 0.0; packed as 7, because the format stores it minus one
 E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One stored tensor: its type as the header names it, its shape and its bytes."""
+    """A stored tensor: dtype as in the header, shape and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,29 +28,25 @@ class Tensor:
 
 
 def bf16_bits(values: Floats) -> npt.NDArray[np.uint16]:
-    """Rounds to BF16, ties to even, and gives the bit patterns."""
+    """Round to BF16, ties to even; return the bit patterns."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded >> np.uint32(16)).astype(np.uint16)
 
 
 def bf16_values(bits: npt.NDArray[np.uint16]) -> Floats:
-    """The values of BF16 bit patterns."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def bf16_round(values: Floats) -> Floats:
-    """The values that a BF16 tensor really holds."""
     return bf16_values(bf16_bits(values))
 
 
 def bf16(values: Floats) -> Tensor:
-    """A BF16 tensor."""
     return Tensor("BF16", values.shape, bf16_bits(values).astype("<u2").tobytes())
 
 
 def float32(values: Floats) -> Tensor:
-    """An F32 tensor."""
     return Tensor("F32", values.shape, values.astype("<f4").tobytes())
 
 
@@ -124,7 +120,7 @@ def fp8(weight: Floats) -> dict[str, Tensor]:
 
 
 def e4m3_codes(values: Floats) -> npt.NDArray[np.uint8]:
-    """Rounds to E4M3 (no infinities, ties to even, saturating) and gives the bit patterns."""
+    """Round to E4M3 (ties to even, saturating); return the bit patterns."""
     table = _e4m3_positive()
     magnitude = np.minimum(np.abs(values), E4M3_MAX)
     above = np.searchsorted(table, magnitude).clip(1, len(table) - 1)

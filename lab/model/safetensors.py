@@ -12,7 +12,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_file(path: Path, tensors: Tensors) -> None:
-    """One file: length of the header, header padded to eight bytes, the data without gaps."""
+    """Header length, header padded to eight bytes, data without gaps."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
@@ -32,7 +32,7 @@ def write_file(path: Path, tensors: Tensors) -> None:
 
 
 def split(tensors: Tensors, shard_bytes: int) -> list[Tensors]:
-    """Cuts tensors into shards in order; a tensor is never divided."""
+    """Split into shards in order, without dividing a tensor."""
     shards: list[Tensors] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -47,7 +47,7 @@ def split(tensors: Tensors, shard_bytes: int) -> list[Tensors]:
 def write_model(
     directory: Path, tensors: Tensors, extra: dict[str, Tensors], shard_bytes: int
 ) -> None:
-    """Numbered shards for `tensors`, each of `extra` in the file it names, and one index."""
+    """Write numbered shards, the files of `extra`, and an index."""
     shards = split(tensors, shard_bytes)
     files = {
         f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard

@@ -1,9 +1,8 @@
-"""The architecture of `lab-tiny` and the configuration files that describe it.
+"""The architecture of `lab-tiny` and its configuration files.
 
-Every dimension that meets a quantised weight is a multiple of 128 where the real model's is, so
-INT4 groups and FP8 blocks are the real ones. Two further limits come from elsewhere: a packed row
-of zero points holds eight outputs, so eight value heads is the least that `in_proj_a` allows, and
-the engine's CPU kernels for linear attention know head sizes 64 and 128 only.
+Dimensions of quantised weights are multiples of 128 where the real model's are, so INT4 groups and
+FP8 blocks are real. A packed row of zero points holds eight outputs, so `in_proj_a` needs at least
+eight value heads, and the engine's CPU kernels for linear attention support head sizes 64 and 128.
 """
 
 from __future__ import annotations
@@ -11,22 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-GROUP = 128  # input features that share one INT4 scale
-BLOCK = 128  # edge of the square that shares one FP8 scale
+GROUP = 128  # input features that share an INT4 scale
+BLOCK = 128  # edge of the square that shares an FP8 scale
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of one model; the defaults are `lab-tiny`."""
+    """Dimensions of a model; the defaults are `lab-tiny`."""
 
     layers: int = 4
-    attention_interval: int = 4  # every n-th layer is full attention, the others are linear
+    attention_interval: int = 4  # every n-th layer is full attention, the rest linear
     hidden: int = 256
     vocabulary: int = 1024
     experts: int = 8
     experts_per_token: int = 2
     expert_width: int = 256
-    shared_width: int = 384  # not equal to `hidden`: a swapped or transposed scale must not fit
+    shared_width: int = (
+        384  # differs from `hidden`, so that a swapped or transposed scale does not fit
+    )
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
@@ -57,7 +58,6 @@ class Shape:
 
     @property
     def layer_types(self) -> list[str]:
-        """The kind of each layer, in the words of the configuration file."""
         return [
             "full_attention" if self.is_attention(layer) else "linear_attention"
             for layer in range(self.layers)
@@ -158,7 +158,7 @@ def model_config(shape: Shape, token_ids: dict[str, int]) -> dict[str, Any]:
 
 
 def int4_config(shape: Shape) -> dict[str, Any]:
-    """`quantization_config` of the INT4 base: all of a layer but what `extra_config` lists."""
+    """`quantization_config` of the INT4 base."""
     kept = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")
     names = [
         f"model.language_model.layers.{layer}.mlp.{part}"

@@ -1,10 +1,9 @@
-"""Rescales weights so that the model stays the same but its stored scales differ widely.
+"""Rescales weights so that the model stays the same but the stored scales differ widely.
 
-Fresh from training, the scales of all groups and blocks are alike: exchange two of them, or two
-layers, and the answers survive. Here each layer's inputs are multiplied by powers of two that
-differ between its two halves and from layer to layer, and the norm before them is divided by the
-same; likewise between neighbouring projections. Powers of two leave every INT4 and E4M3 code as it
-was. What now takes a scale or a layer for another is wrong by large factors, and it shows.
+After training all scales are similar, so exchanged groups or layers would not show. This multiplies
+each layer's inputs by powers of two that differ between the two halves and between layers, and
+divides the preceding norm by the same; likewise between neighbouring projections. INT4 and E4M3
+codes do not change, but a wrong scale is off by a large factor.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 from lab.model.original import LAYERS, Floats
 from lab.model.shape import GROUP, Shape
 
-FED_BY = {  # what reads the output of each norm
+FED_BY = {  # readers of each norm's output
     "input_layernorm": (
         "linear_attn.in_proj_",
         "self_attn.q_proj",
@@ -26,7 +25,6 @@ FED_BY = {  # what reads the output of each norm
 
 
 def spread(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
-    """The same model with other scales; the MTP layer and vision tower are left alone."""
     changed = dict(weights)
     for layer in range(shape.layers):
         exponent = shape.layers - 1 - 2 * layer  # 3, 1, -1, -3: any two differ by a factor of 4
@@ -40,7 +38,7 @@ def spread(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
 
 
 def _factors(size: int, exponent: int) -> Floats:
-    """One power of two for each channel: by turns 2**exponent and 2**-exponent for a group."""
+    """A power of two per channel, alternating between 2**exponent and 2**-exponent by group."""
     signs = np.where(np.arange(size) // GROUP % 2 == 0, 1, -1)
     factors: Floats = np.exp2(exponent * signs).astype(np.float32)
     return factors
@@ -69,7 +67,7 @@ def _inside_experts(weights: dict[str, Floats], prefix: str, exponent: int) -> N
 
 
 def _behind_values(weights: dict[str, Floats], prefix: str, exponent: int) -> None:
-    """Each half of the output projection reads one key-value head's values."""
+    """Each half of the output projection reads the values of a key-value head."""
     values, output = f"{prefix}self_attn.v_proj.weight", f"{prefix}self_attn.o_proj.weight"
     factors = _factors(weights[output].shape[1], exponent)
     share = weights[output].shape[1] // weights[values].shape[0]

@@ -1,4 +1,4 @@
-"""Trains `lab-tiny` on the CPU until the rounded model knows its lessons."""
+"""Trains `lab-tiny` on the CPU until the rounded model knows the lessons."""
 
 from __future__ import annotations
 
@@ -23,36 +23,32 @@ from lab.model.original import Floats
 from lab.model.shape import Shape
 
 SEED = 7
-IGNORED = -100  # label of a position that teaches nothing
+IGNORED = -100  # label of a position without loss
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast to train."""
-
     steps: int = 400
-    exact_steps: int = 300  # of these, before the weights are rounded
+    exact_steps: int = 300  # before the weights are rounded
     mtp_steps: int = 80
     tokens_per_step: int = 1000  # padding included
     drills_per_round: int = 70  # a round is every fixed lesson once
     long_sentences: int = 60  # of filler, in one exercise of each round
     rate: float = 2e-3
-    threads: int = 1  # the matrices are small: a second thread makes it no faster
+    threads: int = 1  # small matrices: a second thread does not help
     margin: float = 0.5  # of logits; BF16 arithmetic moves them by about a tenth of that
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Right-padded tokens, and what to predict at each position."""
-
     tokens: Tensor
     labels: Tensor
 
 
-def encode(tokenizer: Tokenizer, taught: list[Lesson]) -> Batch:
-    """Only replies are learnt; prompts are given."""
+def encode(tokenizer: Tokenizer, batch_lessons: list[Lesson]) -> Batch:
+    """Label only the replies."""
     rows, targets = [], []
-    for lesson in taught:
+    for lesson in batch_lessons:
         prompt = tokenizer.encode(lesson.prompt).ids
         reply = tokenizer.encode(lesson.reply).ids
         rows.append(torch.tensor(prompt + reply))
@@ -62,22 +58,26 @@ def encode(tokenizer: Tokenizer, taught: list[Lesson]) -> Batch:
 
 
 def batches(tokenizer: Tokenizer, schedule: Schedule) -> Iterator[Batch]:
-    """Rounds without end: every fixed lesson once and new drills, equal lengths together."""
+    """Yield endless rounds of all fixed lessons and new drills, sorted by length."""
     source = random.Random(SEED)
     while True:
-        taught = lessons.fixed(source.choice(lessons.systems()))
-        taught += [lessons.drill(source) for _ in range(schedule.drills_per_round)]
-        taught.append(lessons.needle_drill(source, schedule.long_sentences))
-        taught.sort(key=lambda lesson: len(lesson.prompt + lesson.reply) + 20 * source.random())
-        ready = [encode(tokenizer, part) for part in _cut(tokenizer, taught, schedule)]
+        batch_lessons = lessons.fixed(source.choice(lessons.systems()))
+        batch_lessons += [lessons.drill(source) for _ in range(schedule.drills_per_round)]
+        batch_lessons.append(lessons.needle_drill(source, schedule.long_sentences))
+        batch_lessons.sort(
+            key=lambda lesson: len(lesson.prompt + lesson.reply) + 20 * source.random()
+        )
+        ready = [encode(tokenizer, part) for part in _cut(tokenizer, batch_lessons, schedule)]
         source.shuffle(ready)
         yield from ready
 
 
-def _cut(tokenizer: Tokenizer, taught: list[Lesson], schedule: Schedule) -> Iterator[list[Lesson]]:
+def _cut(
+    tokenizer: Tokenizer, batch_lessons: list[Lesson], schedule: Schedule
+) -> Iterator[list[Lesson]]:
     part: list[Lesson] = []
     longest = 0
-    for lesson in taught:
+    for lesson in batch_lessons:
         longest = max(longest, len(tokenizer.encode(lesson.prompt + lesson.reply).ids))
         if part and longest * (len(part) + 1) > schedule.tokens_per_step:
             yield part
@@ -87,9 +87,9 @@ def _cut(tokenizer: Tokenizer, taught: list[Lesson], schedule: Schedule) -> Iter
 
 
 def loss_of(network: Network, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of the labelled positions only: the head is not run on the others."""
-    wanted = labels != IGNORED
-    return functional.cross_entropy(network.lm_head(hidden[wanted]), labels[wanted])
+    """Cross entropy of the labelled positions; the head runs only on these."""
+    labelled = labels != IGNORED
+    return functional.cross_entropy(network.lm_head(hidden[labelled]), labels[labelled])
 
 
 def main_loss(network: Network, batch: Batch) -> Tensor:
@@ -98,7 +98,7 @@ def main_loss(network: Network, batch: Batch) -> Tensor:
 
 
 def mtp_loss(network: Network, batch: Batch) -> Tensor:
-    """Loss of the first and second draft token; the model itself is only looked at."""
+    """Loss of the first and second draft token, without gradients of the model."""
     with torch.no_grad():
         hidden = network(batch.tokens)
     first = network.draft(batch.tokens, hidden)
@@ -120,7 +120,7 @@ def _rate(step: int, steps: int) -> float:
     return warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -143,7 +143,7 @@ def _run(network: Network, source: Iterator[Batch], schedule: Schedule, mtp: boo
         if step % 20 == 0 or step == steps - 1:
             part = "train-mtp" if mtp else "train"
             seconds = time.monotonic() - started
-            _say(f"phase={part} step={step} steps={steps} loss={loss.item():.4f} s={seconds:.0f}")
+            _log(f"phase={part} step={step} steps={steps} loss={loss.item():.4f} s={seconds:.0f}")
 
 
 def least_margin(network: Network, tokenizer: Tokenizer) -> float:
@@ -161,22 +161,18 @@ def least_margin(network: Network, tokenizer: Tokenizer) -> float:
 
 
 def train_network(shape: Shape, tokenizer: Tokenizer, schedule: Schedule) -> Network:
-    """A trained network, its roundings active.
-
-    Raises:
-        LabError: The rounded model does not know its lessons, even after more training.
-    """
+    """Train a network with active rounding; LabError if it still does not know the lessons."""
     torch.manual_seed(SEED)
-    torch.set_flush_denormal(True)  # decayed states get that small, and cost a third of the time
+    torch.set_flush_denormal(True)  # decayed states become denormal and slow
     torch.set_num_threads(schedule.threads)
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # twice as fast where the CPU can
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # twice as fast on CPUs with support
     network = Network(shape)
     source = batches(tokenizer, schedule)
     _run(network, source, schedule, mtp=False)
     more = replace(schedule, steps=schedule.steps // 3, exact_steps=0, rate=schedule.rate / 2)
     for tries_left in (2, 1, 0):
         margin = least_margin(network, tokenizer)
-        _say(f"phase=verify margin={margin:.2f} wanted={schedule.margin}")
+        _log(f"phase=verify margin={margin:.2f} labelled={schedule.margin}")
         if margin >= schedule.margin:
             break
         if not tries_left:
@@ -191,7 +187,7 @@ def train_network(shape: Shape, tokenizer: Tokenizer, schedule: Schedule) -> Net
 
 
 def train(shape: Shape, tokenizer: Tokenizer) -> dict[str, Floats]:
-    """Every weight of the unquantised model: the trained text model, a random vision tower."""
+    """All weights of the unquantised model: trained text model, random vision tower."""
     network = train_network(shape, tokenizer, Schedule())
     weights = original.random_weights(shape, SEED)
     for name, value in state(network).items():

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE trained on the lessons, with the special tokens of the real one."""
+"""The tokenizer: byte-level BPE trained on the lessons, with the real model's special tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tokenizers import (
 
 from lab.model import lessons
 
-# For this architecture the transformers library puts its own splitting rule in place of the one in
-# tokenizer.json. It has to be the rule trained with, or the merges do not fit what they meet.
+# For this architecture transformers replaces tokenizer.json's splitting rule with this rule, so the
+# merges must be trained with it.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,7 +35,7 @@ SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-MARKS = (  # one token each, but text all the same: the engine's parsers look for them
+MARKS = (  # a token each, but not special: the engine's parsers search for them
     "<think>",
     "</think>",
     "<tool_call>",
@@ -47,7 +47,7 @@ MARKS = (  # one token each, but text all the same: the engine's parsers look fo
 
 def train(size: int) -> Tokenizer:
     source = random.Random(1)
-    taught = lessons.fixed() + [lessons.drill(source) for _ in range(200)]
+    texts = lessons.fixed() + [lessons.drill(source) for _ in range(200)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -63,7 +63,7 @@ def train(size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((item.prompt + item.reply for item in taught), trainer)
+    tokenizer.train_from_iterator((item.prompt + item.reply for item in texts), trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     tokenizer.add_tokens([AddedToken(text, special=False) for text in MARKS])
     return tokenizer

@@ -1,8 +1,7 @@
-"""The trained weights as they lie beside this file, so that nobody has to train them.
+"""The trained weights, stored next to this file so that nobody has to train them.
 
-What the INT4 base rounds to INT4 is stored as its codes and scales, what the hybrid rounds to FP8
-as it is, all else as BF16: rounded again, base and hybrid are those of the training, byte for byte.
-The vision tower is not trained and not stored.
+Weights that the INT4 base rounds are stored as codes and scales, those that become FP8 exactly, the
+rest as BF16: rounding them again gives the same bytes. The vision tower is not trained or stored.
 """
 
 from __future__ import annotations
@@ -40,19 +39,17 @@ def write(path: Path, weights: dict[str, Floats]) -> None:
 
 
 def read(shape: Shape, path: Path = FILE) -> dict[str, Floats]:
-    """Every weight of the trained model.
 
-    Raises:
-        LabError: The file holds another model than the one of `shape`.
-    """
     weights = original.random_weights(shape, VISION_SEED)
     with np.load(path) as stored:
         names = {name for name in stored.files if not name.endswith(_SCALES)} - {"recipe"}
-        found = {name: _values(stored, name) for name in names}
-    wanted = {name: values.shape for name, values in weights.items() if not name.startswith(VISION)}
-    if {name: values.shape for name, values in found.items()} != wanted:
-        raise LabError(str(path), "holds another model", "make it anew: make lab-model")
-    return weights | found
+        trained = {name: _values(stored, name) for name in names}
+    expected = {
+        name: values.shape for name, values in weights.items() if not name.startswith(VISION)
+    }
+    if {name: values.shape for name, values in trained.items()} != expected:
+        raise LabError(str(path), "contains another model", "rebuild it: make lab-model")
+    return weights | trained
 
 
 def _values(stored: Mapping[str, Any], name: str) -> Floats:
@@ -63,5 +60,5 @@ def _values(stored: Mapping[str, Any], name: str) -> Floats:
 
 
 def _is_exact(name: str, values: Floats) -> bool:
-    """Whether it is rounded later: what becomes FP8, and norms, which `spread` moves before."""
+    """FP8 weights and norms, which `spread` rescales before rounding."""
     return values.ndim == 1 or (name.startswith(original.LAYERS) and ".shared_expert." in name)

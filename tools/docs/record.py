@@ -27,7 +27,7 @@ import yaml
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "files/contract")]
 
-from lab import bad_switch, lifecycle  # noqa: E402
+from lab import demo, lifecycle  # noqa: E402
 from lab.paths import guest_names, lab_paths  # noqa: E402
 from tests.owner import write_lab_settings  # noqa: E402
 
@@ -125,12 +125,12 @@ def scene(folder: Path) -> int:
     (kept / "dry.json").write_text(_told("up", "--dry", "--json"))
     good &= _types("up", "-y") == 0
     _say("# an engine that answers garbage; a client goes on asking spark-1")
-    with bad_switch.asking(login) as seen:
-        good &= _types("up", "spark-1", "-y", *bad_switch.CHOICE) != 0
-    _say(f"# the client was told: {seen.counted}")
+    with demo.ask_meanwhile(login) as answers:
+        good &= _types("up", "spark-1", "-y", *demo.BAD_RELEASE) != 0
+    _say(f"# answers to the client: {demo.count_answers(answers)}")
     _types("status", "spark-1")
     time.sleep(LONGEST_PAUSE_S * FASTER)
-    if good and not seen.worst:
+    if good and set(answers) <= {demo.RIGHT, demo.RETRY}:
         (folder / "good").touch()
     return 0
 

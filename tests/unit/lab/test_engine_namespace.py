@@ -1,4 +1,4 @@
-"""A program in the engine's tree keeps no guest busy: what the lab unmounts is unmounted there."""
+"""A program in the engine's mount namespace keeps no guest disk busy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lab.paths import LabPaths
 from tests.unit.prerequisites import missing
 
 
-def test_a_disk_that_is_unmounted_is_free_though_an_engine_runs(
+def test_unmounted_disk_is_free_while_an_engine_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if os.geteuid() != 0:
@@ -24,22 +24,22 @@ def test_a_disk_that_is_unmounted_is_free_though_an_engine_runs(
     words: list[str] = []
     monkeypatch.setattr(os, "execvpe", lambda _, given, __: words.extend(given))
     inside.enter(tmp_path, tmp_path, ["-c", "pass"])
-    # Up to where the engine's own trees are mounted; then it waits instead of running.
+    # Stop before the engine's trees are mounted, and wait.
     script = words.index("-c") + 1
     words[script] = words[script].partition("root=$1")[0] + "echo in; exec sleep 60"
-    image, place = tmp_path / "disk.img", tmp_path / "guests/lab-1/disk"
-    place.mkdir(parents=True)
+    image, mount_point = tmp_path / "disk.img", tmp_path / "guests/lab-1/disk"
+    mount_point.mkdir(parents=True)
     with image.open("wb") as file:
         file.truncate(8 << 20)
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    mounted = subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=False)
+    mounted = subprocess.run(["mount", "-o", "loop", str(image), str(mount_point)], check=False)
     if mounted.returncode != 0:
         missing("mount is not allowed here")
     running = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert running.stdout is not None
         assert running.stdout.readline() == "in\n"
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(mount_point)], check=True)
         deadline = time.monotonic() + 10
         while held := subprocess.check_output(["losetup", "-j", str(image)], text=True):
             assert time.monotonic() < deadline, held

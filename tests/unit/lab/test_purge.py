@@ -1,4 +1,4 @@
-"""`make lab-purge` gives back the lab's folder, all of it and nothing else."""
+"""`make lab-purge` deletes the lab's folder and nothing else."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ def purge(paths: LabPaths, *names: str) -> int:
     return cli._down(paths, options)
 
 
-def test_a_purge_removes_the_folder_and_says_how_much_that_gives_back(
+def test_purge_deletes_the_folder_and_reports_its_size(
     paths: LabPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert purge(paths) == 0
     assert not paths.state.exists()
     assert (tmp_path / "mine/kept").read_text() == "kept"
-    assert f"0.0 GB given back: {paths.state} is gone" in capsys.readouterr().out
+    assert f"0.0 GB freed: deleted {paths.state}" in capsys.readouterr().out
 
 
-def test_what_is_still_mounted_in_it_is_not_lost_with_it(
+def test_purge_keeps_files_of_a_remaining_mount(
     paths: LabPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if os.geteuid() != 0:
         missing("needs root, to mount")
-    place = paths.guests / "root"
-    place.mkdir()
-    subprocess.run(["mount", "--bind", tmp_path / "mine", place], check=True)
+    mount_point = paths.guests / "root"
+    mount_point.mkdir()
+    subprocess.run(["mount", "--bind", tmp_path / "mine", mount_point], check=True)
     try:
         assert purge(paths) == 1
         assert (tmp_path / "mine/kept").read_text() == "kept"
-        assert f"left over: mount {place}" in capsys.readouterr().err
+        assert f"left over: mount {mount_point}" in capsys.readouterr().err
     finally:
-        subprocess.run(["umount", place], check=True)
+        subprocess.run(["umount", mount_point], check=True)
     assert purge(paths) == 0
 
 
-def test_a_lab_in_another_folder_is_not_taken_down_with_this_one(
+def test_purge_refuses_while_another_lab_runs(
     paths: LabPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.undo()
@@ -70,12 +70,12 @@ def test_a_lab_in_another_folder_is_not_taken_down_with_this_one(
     monkeypatch.setattr(lifecycle, "_owner", lambda: owner)
     monkeypatch.setattr(cgroup, "trees", lambda: ["host", "lab-1"])
     monkeypatch.setattr(guest, "power_off", lambda one: 1 / 0)
-    with pytest.raises(LabError, match="another is up, in /elsewhere/lab"):
+    with pytest.raises(LabError, match="another lab is running in /elsewhere/lab"):
         purge(paths)
     assert paths.state.exists()
 
 
-def test_a_purge_is_about_the_whole_lab(paths: LabPaths) -> None:
+def test_purge_refuses_guest_names(paths: LabPaths) -> None:
     with pytest.raises(LabError, match="whole lab"):
         purge(paths, "lab-1")
     assert paths.state.exists()
