@@ -38,7 +38,7 @@ from spark_deploy.cli.terminal import command_path, next_command, note, print_pr
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError, SparkError
 from spark_deploy.hosts.commands import shell
-from spark_deploy.hosts.status import WayBack
+from spark_deploy.hosts.status import RollbackPreview
 from spark_deploy.inventory.command_line import plans
 from spark_deploy.inventory.run import run_deploy
 
@@ -122,7 +122,7 @@ def preview_rollback(hosts: Sequence[Target], to: str | None) -> int | None:
     service, codes = service_of(to) if to else MAIN_SERVICE, list[int]()
 
     def read(host: Host, _: Target) -> Rollback | Problem:
-        answer: Rollback | Problem = host.get_fact(WayBack, service=service, to=to)
+        answer: Rollback | Problem = host.get_fact(RollbackPreview, service=service, to=to)
         return answer
 
     answers: list[Answer[Rollback | Problem]] = query(hosts, read)

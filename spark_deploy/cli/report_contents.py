@@ -59,7 +59,7 @@ def _host_report(
     engines = evidence.engines if evidence else ()
     engine = next((e for e in engines if release and e.release == release.name), None)
     verdict = judge(plan.needs, survey)
-    jobs = data.status.told.jobs if data.status.told else ()
+    jobs = data.status.report.jobs if data.status.report else ()
     return HostReport(
         name=f"host-{number}",
         local=local,
@@ -105,7 +105,7 @@ def _versions(
         "gpu": ", ".join(device.name for device in gpu.gpus),
         "driver": gpu.driver_version,
         "module": gpu.module_version,
-        **(data.status.told.versions if data.status.told else {}),
+        **(data.status.report.versions if data.status.report else {}),
         "kernel": data.survey.identity.kernel,
         "image": _REGISTRY.sub("", proven.get("image", "")),
         "plugin": proven.get("plugin", ""),
@@ -123,7 +123,7 @@ def _subject(problem: Problem) -> str:
 
 
 def _notes(data: HostData, service: str) -> Iterator[str]:
-    status = data.status.told
+    status = data.status.report
     if not data.status.installed:
         yield "the host tools are not installed"
     elif data.evidence is None:
@@ -147,7 +147,7 @@ def _serving(
 ) -> Serving:
     proof, memory = release.proof, plan.memory
     same = (release.model, release.profile) == (plan.model, plan.profile)
-    events = status.told.events.get(service, ()) if status.told else ()
+    events = status.report.events.get(service, ()) if status.report else ()
     full = proof.last_full if proof else None
     bench = (proof.bench if proof else None) or {}
     medians = {k: v.get("median") for k, v in bench.items() if isinstance(v, dict)}

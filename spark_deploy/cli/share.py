@@ -182,7 +182,7 @@ def _newest_proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
     for _, status in query_or_note(hosts, read_status):
         proofs += [
             release.proof
-            for release in (status.told.releases if status.told else ())
+            for release in (status.report.releases if status.report else ())
             if (release.model, release.profile) == (plan.model, plan.profile)
             and release.proof is not None and release.unproven is None
         ]  # fmt: skip

@@ -48,7 +48,7 @@ def status(options: Options, files: bool, planned: bool) -> int:
 
     def read(host: Host, target: Target) -> HostStatus | None:
         host_status = read_status(host, target)
-        state = host_status.told if host_status else None
+        state = host_status.report if host_status else None
         services = state.services if state else {}
         if active := tuple(name for name, service in services.items() if service.active):
             counts[target.name] = host.get_fact(Requests, services=active)
@@ -143,7 +143,7 @@ def _services(plan: HostPlan | None, host_status: HostStatus) -> list[dict[str, 
     planned = {release.service: release.name for release in releases}
     running = {
         name: service.active
-        for name, service in (host_status.told.services if host_status.told else {}).items()
+        for name, service in (host_status.report.services if host_status.report else {}).items()
         if name != MAIN_SERVICE and (service.active or service.enabled or name in planned)
     }
     services = []
@@ -179,7 +179,7 @@ def _serving(host_status: HostStatus, active: str | None) -> dict[str, Any]:
 
 def host_fields(host_status: HostStatus) -> dict[str, Any]:
     """Return the state of the main service and the host, as reported by the host tools."""
-    data = plain(host_status.told) or {}
+    data = plain(host_status.report) or {}
     service = host_status.service(MAIN_SERVICE)
     active = service.active if service else None
     release, rolled_back = host_status.release(active), None
@@ -213,7 +213,7 @@ def _pair_text(host_status: HostStatus, name: str | None, plan: HostPlan | None)
 
 
 def _readiness(plan: HostPlan, host_status: HostStatus) -> list[dict[str, Any]]:
-    jobs = host_status.told.jobs if host_status.told else ()
+    jobs = host_status.report.jobs if host_status.report else ()
     done = {job.digest for job in jobs if job.state == "done"}
     context = read_payload().image_context
     return [

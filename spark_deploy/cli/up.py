@@ -174,7 +174,7 @@ def _service_changes(plan: HostPlan, status: HostStatus) -> Iterator[str]:
     for name, service in planned.items():
         if status.unproven(name, service.serve.name) and not status.stopped(name):
             yield f"service {name}: will serve {service.model} with {service.profile}"
-    for name, running in (status.told.services if status.told else {}).items():
+    for name, running in (status.report.services if status.report else {}).items():
         if name not in (MAIN_SERVICE, *planned) and (running.active or running.enabled):
             yield f"service {name}: no longer listed, will stop"
 
@@ -200,7 +200,7 @@ def _steps(plan: HostPlan, state: HostState) -> Iterator[str]:
     elif old.name != plan.serve.name:
         yield f"engine restarts; clients get 503 for {_downtime(state.last)}"
     if (old is None or old.name != plan.serve.name) and not plan.serve.check.portable:
-        releases = state.status.told.releases if state.status.told else ()
+        releases = state.status.report.releases if state.status.report else ()
         service_name = plan.serve.service
         compiled = {r.cache for r in releases if service_of(r.name) == service_name}
         if plan.cache_dir not in compiled:

@@ -23,7 +23,11 @@ class Verdict:
 
 def judge_workloads(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Find competitors of our engine for memory, GPU or ports."""
-    problems = [*_containers(needs, survey), *_ports(needs, survey), *_tailnet(needs, survey)]
+    problems = [*_containers(needs, survey), *_ports(needs, survey)]
+    if needs.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
+        message = f"has no address on this host: {survey.tailscale or 'no output'}"
+        fix = "run `tailscale up` on the host, or choose another serve.expose"
+        problems.append(Problem("tailscale", message, fix))
     holders = tuple(_holders(needs, survey))
     obtainable_bytes = survey.obtainable_bytes
     if obtainable_bytes is not None and obtainable_bytes < needs.memory_needed_bytes:
@@ -63,22 +67,15 @@ def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
             continue
         where, planned = f"port {listener.port}", needs.gateways.get(listener.service)
         if planned and listener.port not in planned:
-            message = (
-                f"the gateway of {listener.service} still listens on the port of another service"
-            )
+            message = f"the gateway of {listener.service} still listens on another service's port"
             fix = f"deploy {listener.service} with the new port first, then the other service"
             yield Problem(where, message, fix)
         elif not is_managed(listener.cgroup):
-            who = f"{listener.process} (pid {listener.pid})" if listener.process else "a process"
-            message = f"{who} already listens on {listener.address}"
+            process = (
+                f"{listener.process} (pid {listener.pid})" if listener.process else "a process"
+            )
+            message = f"{process} already listens on {listener.address}"
             yield Problem(where, message, "stop it, or choose another serve.port")
-
-
-def _tailnet(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
-    if needs.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
-        message = f"has no address on this host: {survey.tailscale or 'no output'}"
-        fix = "run `tailscale up` on the host, or choose another serve.expose"
-        yield Problem("tailscale", message, fix)
 
 
 def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
@@ -158,14 +155,19 @@ def _disk(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         # A host on which everything is present may fill up without stopping the service.
         if not demand.needed_bytes or demand.available_bytes >= wanted:
             continue
-        free = f"free {(wanted - demand.available_bytes) / GIB:.1f} GiB"
+        fixes = [f"free {(wanted - demand.available_bytes) / GIB:.1f} GiB"]
+        for item in survey.reclaimable:
+            if item.kind in _PRUNE:
+                command, removed = _PRUNE[item.kind]
+                freed = f"frees up to {item.bytes / GIB:.1f} GiB: it removes {removed}"
+                fixes.append(f"`{command}` {freed}")
         yield Problem(
             f"disk {demand.mount}",
             f"{demand.available_bytes / GIB:.1f} GiB free, "
             f"{demand.needed_bytes / GIB:.1f} GiB to be written and "
             f"{needs.disk_reserve_bytes / GIB:.1f} GiB kept free "
             f"(for {', '.join(demand.paths)})",
-            "; ".join([free, *_reclaimable(survey)]),
+            "; ".join(fixes),
         )
 
 
@@ -180,23 +182,15 @@ _PRUNE = {
 }
 
 
-def _reclaimable(survey: Survey) -> Iterator[str]:
-    for item in survey.reclaimable:
-        if item.kind in _PRUNE:
-            command, removed = _PRUNE[item.kind]
-            yield f"`{command}` frees up to {item.bytes / GIB:.1f} GiB: it removes {removed}"
-
-
 def _writable(survey: Survey) -> Iterator[Problem]:
     """Yield each parent directory in which another user could replace our files."""
-    for above in survey.above:
-        if above.writer:
+    for parent in survey.parents:
+        if parent.writer:
             yield Problem(
-                above.path,
-                f"{above.writer}; models are stored below it and can be replaced after "
-                "they were verified",
+                parent.path,
+                f"{parent.writer}; models below it can be replaced after they were verified",
                 "set paths to a place where root owns all parent directories, or "
-                f"`chown root: {above.path} && chmod go-w {above.path}`",
+                f"`chown root: {parent.path} && chmod go-w {parent.path}`",
             )
 
 

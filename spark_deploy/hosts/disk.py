@@ -31,7 +31,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Above:
+class ParentDirectory:
     """A parent directory of a place; anyone with write access can replace the place."""
 
     path: str
@@ -97,7 +97,7 @@ for path in {words}; do
     'NR == 2 {{ mount = $6; for (i = 7; i <= NF; i++) mount = mount " " $i
       print path "\t" used "\t" $1 "\t" $4 "\t" mount "\t" folder }}'
 done
-echo '== above'
+echo '== parents'
 for path in {words}; do
   for there in "$path" "$(realpath -m -- "$path")"; do
     while [ -n "$there" ]; do there=${{there%/*}}; echo "${{there:-/}}"; done
@@ -119,12 +119,12 @@ def parse_places(lines: Iterable[str]) -> Iterator[Place]:
             )
 
 
-def parse_above(lines: Iterable[str]) -> Iterator[Above]:
-    """Read the ``above`` section: owner/group/mode/path; only the path may contain a slash."""
+def parse_parents(lines: Iterable[str]) -> Iterator[ParentDirectory]:
+    """Read the ``parents`` section: owner/group/mode/path; only the path may contain a slash."""
     for line in lines:
         owner, group, mode, path = [*line.split("/", 3), "", "", ""][:4]
         if path.startswith("/") and re.fullmatch("[0-7]{1,5}", mode):
-            yield Above(path, owner, group, int(mode, 8))
+            yield ParentDirectory(path, owner, group, int(mode, 8))
 
 
 def parse_reclaimable(lines: Iterable[str]) -> Iterator[Reclaimable]:

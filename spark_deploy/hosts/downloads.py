@@ -160,7 +160,7 @@ def note_files(jobs: Sequence[Work], release: str, fleet: FleetSettings) -> None
         return
     names = tuple(work.job.digest12 for work in jobs)
     states = read_fact(JobStates, jobs=names, target=PREPARE.of(release))
-    if states.lends:  # left open by an interrupted run, closed by this run
+    if states.shares_files:  # left open by an interrupted run, closed by this run
         _sharing.add(current_host())
     if not fleet.share:
         host.noop("this host does not share")

@@ -38,13 +38,12 @@ def _warning(where: str, message: str, fix: str) -> _Finding:
 def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
     """Collect everything that is wrong with a host at once."""
     findings = (*_identity(needs, survey), *_health(needs, survey))
-    more = (judge_workloads(needs, survey), judge_capacity(needs, survey))
+    workloads, capacity = judge_workloads(needs, survey), judge_capacity(needs, survey)
+    problems = (problem for refuses, problem in findings if refuses)
+    warnings = (problem for refuses, problem in findings if not refuses)
     return Verdict(
-        (*(p for bad, p in findings if bad), *(p for verdict in more for p in verdict.problems)),
-        (
-            *(p for bad, p in findings if not bad),
-            *(p for verdict in more for p in verdict.warnings),
-        ),
+        (*problems, *workloads.problems, *capacity.problems),
+        (*warnings, *workloads.warnings, *capacity.warnings),
     )
 
 
@@ -55,27 +54,27 @@ def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     driver is broken, and a broken driver on the right board does not make it a wrong host.
     """
     expect = needs.expect
-    seen = survey.identity
-    if seen.arch != expect.arch:
+    identity = survey.identity
+    if identity.arch != expect.arch:
         fix = "take this host out of the inventory, or set expect.arch for another machine"
-        yield _error("architecture", f"{seen.arch or 'unknown'}, expected {expect.arch}", fix)
+        yield _error("architecture", f"{identity.arch or 'unknown'}, expected {expect.arch}", fix)
         return
-    if expect.pci_ids and not set(seen.pci) & set(expect.pci_ids):
-        nvidia = ", ".join(device for device in seen.pci if device.startswith("10de:"))
+    if expect.pci_ids and not set(identity.pci) & set(expect.pci_ids):
+        nvidia = ", ".join(device for device in identity.pci if device.startswith("10de:"))
         yield _error(
             "PCI",
             f"no device {' or '.join(expect.pci_ids)} (NVIDIA devices found: {nvidia or 'none'})",
             "not the expected board, or the GPU fell off the bus: power-cycle, look at lspci",
         )
         return
-    if (seen.os_id, seen.os_version) != (expect.os_id, expect.os_version):
+    if (identity.os_id, identity.os_version) != (expect.os_id, expect.os_version):
         yield _error(
             "operating system",
-            f"{seen.os_name or seen.os_id or 'unknown'}, "
+            f"{identity.os_name or identity.os_id or 'unknown'}, "
             f"expected {expect.os_id} {expect.os_version}",
             "install that release, or set expect.os_id and expect.os_version if you know it works",
         )
-    if expect.dgx_release in ("require", "warn") and not seen.dgx_release:
+    if expect.dgx_release in ("require", "warn") and not identity.dgx_release:
         problem = Problem(
             "DGX OS",
             "/etc/dgx-release is missing",
@@ -104,19 +103,16 @@ def _driver(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
         message = gpu.smi_error.splitlines()[0] if gpu.smi_error else "nvidia-smi is not installed"
         yield _error("driver", message, _DRIVER_FIX[gpu.smi])
         return
-    names = [each.name for each in gpu.gpus]
+    names = [card.name for card in gpu.gpus]
     if needs.expect.gpu_name and needs.expect.gpu_name not in names:
         message = f"{', '.join(names)}, expected {needs.expect.gpu_name}"
         yield _error("GPU", message, "set expect.gpu_name")
-    if version_key(gpu.driver_version) < version_key(needs.expect.driver_min):
-        message = f"{gpu.driver_version} is older than {needs.expect.driver_min}"
-        yield _error(
-            "driver", message, "update with the DGX Dashboard (the whole set, then reboot)"
-        )
-    if gpu.module_version and gpu.module_version != gpu.driver_version:
-        message = (
-            f"module {gpu.module_version} is loaded, library {gpu.driver_version} is installed"
-        )
+    version, module = gpu.driver_version, gpu.module_version
+    if version_key(version) < version_key(needs.expect.driver_min):
+        message = f"{version} is older than {needs.expect.driver_min}"
+        yield _error("driver", message, "update the whole set with the DGX Dashboard, then reboot")
+    if module and module != version:
+        message = f"module {module} is loaded, library {version} is installed"
         yield _error("driver", message, _DRIVER_FIX["mismatch"])
     if len(gpu.driver_branches) > 1:
         message = f"packages of several branches are installed: {', '.join(gpu.driver_branches)}"
@@ -169,16 +165,10 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     for daily in survey.daily:
         yield _warning(f"daily check: {daily.where}", daily.what, daily.fix)
     if survey.gpu.torn_score and needs.expect.updates != "ignore":
-        message = (
-            f"torn score {survey.gpu.torn_score:g} against {survey.gpu.torn_name or 'its set'}"
-        )
-        problem = Problem(
-            "updates",
-            f"the vendor's update is incomplete: {message}",
-            "finish it with the DGX Dashboard (or apt full-upgrade) and reboot, or set "
-            "expect.updates",
-        )
-        yield needs.expect.updates == "require", problem
+        score = f"torn score {survey.gpu.torn_score:g} against {survey.gpu.torn_name or 'its set'}"
+        message = f"the vendor's update is incomplete: {score}"
+        fix = "finish it with the DGX Dashboard or apt full-upgrade, reboot; or set expect.updates"
+        yield needs.expect.updates == "require", Problem("updates", message, fix)
     yield from _half_installed(survey)
 
 

@@ -37,19 +37,19 @@ from spark_deploy.hosts.operations import (
     refuse,
     show,
 )
-from spark_deploy.hosts.status import Status, WayBack
+from spark_deploy.hosts.status import RollbackPreview, Status
 
 POLL_EVERY_S = 2.0
 _interrupted: WeakSet[Host] = WeakSet()
 _left_alone: WeakSet[Host] = WeakSet()
 
 
-def interrupt(host: Host) -> None:
+def note_interruption(host: Host) -> None:
     """Note that this host's service is about to stop: losing the host now may be the reason."""
     _interrupted.add(host)
 
 
-def hold_back(message: str) -> None:
+def refuse_after_failure(message: str) -> None:
     """Refuse this host if another failed: changes that stop a service cease at the first failure.
 
     A host lost before the change is no evidence against it and does not count.
@@ -90,7 +90,7 @@ def change_now(state: State, host: Host, release: str, timeout_s: int) -> bool:
 
 @host_command
 def _begin_and_watch(state: State, host: Host, begin: str, timeout_s: int) -> bool:
-    interrupt(host)
+    note_interruption(host)
     try:
         ok, out, err = run_reconnecting(host, begin)
         if not ok:
@@ -157,7 +157,7 @@ def report_change(host: Host, release: str, rollout: Rollout) -> bool:
 @host_operation
 def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
     """Serve the previous or a named release, checked again."""
-    way = read_fact(WayBack, service=service, to=to)
+    way = read_fact(RollbackPreview, service=service, to=to)
     if isinstance(way, Problem):
         if this_host.state.is_executing:
             raise Refused(way)
@@ -170,7 +170,7 @@ def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
         this_host.noop(reason)
         return
     came = way.came or "nothing"
-    hold_back(f"left alone on {came}")
+    refuse_after_failure(f"left alone on {came}")
     log_once(f"goes back from {came} to {way.to}")
     begin = tool.line(tool.ROLLBACK, service, "--to", way.to.name)
     yield FunctionCommand(_begin_and_watch, [begin, timeout_s], {})

@@ -26,7 +26,13 @@ from spark_deploy.hosts.facts import HostFact, read_fact, read_fact_now, run_fac
 from spark_deploy.hosts.files import place_files
 from spark_deploy.hosts.operations import Commands, host_command, host_operation, refuse
 from spark_deploy.hosts.preflight import fact_arguments, read_survey
-from spark_deploy.hosts.releases import change_now, change_to, hold_back, interrupt, require_members
+from spark_deploy.hosts.releases import (
+    change_now,
+    change_to,
+    note_interruption,
+    refuse_after_failure,
+    require_members,
+)
 from spark_deploy.hosts.status import HostStatus, Status, UsersKnown, parse_status
 from spark_deploy.hosts.survey import HostSurvey
 from spark_deploy.plan.gateway import base_urls
@@ -51,10 +57,10 @@ def start_service(plan: Release, timeout_s: int) -> Commands:
         host.noop("members of a cluster change together, in turn")
         return
     status = read_fact(Status)
-    if status.has_to_lose(plan.service, plan.name):
+    if status.would_replace(plan.service, plan.name):
         host.noop("the current release is replaced in turn")
         return
-    if why := _why_change(plan, status):
+    if why := _reason_to_change(plan, status):
         log_once(f"{plan.name}: {why}")
         predict(_served(plan))
         yield change_to(plan.name, timeout_s)
@@ -64,7 +70,7 @@ def _served(plan: Release) -> str:
     return f"{plan.name} is served"
 
 
-def _why_change(plan: Release, status: HostStatus) -> str:
+def _reason_to_change(plan: Release, status: HostStatus) -> str:
     """Return why the host has to change to this release; "" (with a no-op) if it does not."""
     if is_predicted(_served(plan)):
         host.noop("is served by then")
@@ -95,11 +101,11 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
         log_once(f"{plan.name} is proven, although the process of the change was killed")
         yield f"systemctl reset-failed {SWITCH.of(plan.name)}"
         return
-    why = _why_change(plan, status)
+    why = _reason_to_change(plan, status)
     if not why:
         return
     state = status.service(plan.service)
-    hold_back(f"left alone on {(state.active if state else None) or 'nothing'}")
+    refuse_after_failure(f"left alone on {(state.active if state else None) or 'nothing'}")
     if plan.cluster is not None:
         require_members(tuple(member.host for member in plan.cluster.members))
     back = state.rolled_back if state else None
@@ -114,7 +120,7 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
 @host_operation
 def stop_unlisted(services: Sequence[str]) -> Commands:
     """Stop and disable every service that is not among ``services``; artefacts are kept."""
-    status = read_fact(Status).told
+    status = read_fact(Status).report
     unlisted = sorted(
         name
         for name, service in (status.services if status else {}).items()
@@ -203,7 +209,7 @@ def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
         host.noop(f"was rebooted for this already, and it is still pending: {why}")
         return
     _require_readable(host, read_fact(Status))
-    hold_back("not rebooted")
+    refuse_after_failure("not rebooted")
     predict("reboot")
     yield FunctionCommand(_reboot, [why, needs, serve], {})
 
@@ -211,7 +217,7 @@ def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
 @host_command
 def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release) -> bool:
     host.log(f"rebooting: {why}")
-    interrupt(host)
+    note_interruption(host)
     try:
         before = run(host, f"cat {BOOT_ID}")
         note = "\n".join([*before, why])

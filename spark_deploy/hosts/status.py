@@ -38,7 +38,7 @@ class Jobs:
     states: dict[str, JobState]  # by 12-digit name; without those unknown to the host
     linked: tuple[str, ...] = ()  # prepare targets of any release that the boot pulls in
     pulled: tuple[str, ...] = ()  # jobs that this release's target pulls in
-    lends: bool = False  # serves files to peers, for this run or an interrupted run
+    shares_files: bool = False  # serves files to peers, for this run or an interrupted run
 
     def done(self, names: Iterable[str]) -> bool:
         return all(name in self.states and self.states[name].state == "done" for name in names)
@@ -56,35 +56,35 @@ class JobStates(HostFact[Jobs]):
         return (
             f"{poll}; ls {BOOT_LINKS} 2>/dev/null | sed -n 's/^{PREPARE.name}@/linked &/p'; "
             f"ls {wants} 2>/dev/null | sed -n 's/\\.conf$//; s/^/pulled /p'; "
-            f"! systemctl -q is-active {SHARE_UNIT} || echo lends now"
+            f"! systemctl -q is-active {SHARE_UNIT} || echo sharing now"
         )
 
     def process(self, output: Iterable[str]) -> Jobs:
-        marked: dict[str, list[str]] = {"linked": [], "pulled": [], "lends": []}
+        marked: dict[str, list[str]] = {"linked": [], "pulled": [], "sharing": []}
         poll: list[str] = []
         for line in output:
             word, _, name = line.partition(" ")
             marked[word].append(name) if word in marked else poll.append(line)
-        linked, pulled, lends = map(tuple, marked.values())
-        return Jobs(parse_poll("\n".join(poll)), linked, pulled, bool(lends))
+        linked, pulled, sharing = map(tuple, marked.values())
+        return Jobs(parse_poll("\n".join(poll)), linked, pulled, bool(sharing))
 
 
 @dataclass(frozen=True, slots=True)
 class HostStatus:
-    """``spark-host status``; ``told`` is ``None`` if no tools are installed yet."""
+    """``spark-host status``; ``report`` is ``None`` if no tools are installed yet."""
 
-    told: status.Status | None
+    report: status.Status | None
     unreadable: str = ""  # why the output of installed tools cannot be read
 
     @property
     def installed(self) -> bool:
-        return self.told is not None or bool(self.unreadable)
+        return self.report is not None or bool(self.unreadable)
 
     def service(self, service: str) -> status.Service | None:
-        return self.told.services.get(service) if self.told else None
+        return self.report.services.get(service) if self.report else None
 
     def release(self, name: str | None) -> status.ReleaseState | None:
-        releases = self.told.releases if self.told else ()
+        releases = self.report.releases if self.report else ()
         return next((release for release in releases if release.name == name), None)
 
     def left_failed(self, release: str) -> bool:
@@ -93,10 +93,10 @@ class HostStatus:
 
     def live(self, release: str) -> status.Live | None:
         """Return the outcome of a completion through the running engine."""
-        outcomes = (self.told.live, *self.told.more_live) if self.told else ()
+        outcomes = (self.report.live, *self.report.more_live) if self.report else ()
         return next((live for live in outcomes if live and live.release == release), None)
 
-    def has_to_lose(self, service: str, release: str) -> bool:
+    def would_replace(self, service: str, release: str) -> bool:
         """Whether a change to ``release`` would replace a running or proven release."""
         state = self.service(service)
         if state is None:
@@ -125,12 +125,12 @@ class HostStatus:
 
     def unknown_versions(self) -> str:
         """Describe which versions the host could not read, or ""."""
-        names = ", ".join(self.told.versions_unknown) if self.told else ""
+        names = ", ".join(self.report.versions_unknown) if self.report else ""
         return f"no version of {names}: no answer in time; taken as unchanged" if names else ""
 
     def unproven(self, service: str, release: str) -> str:
         """Return why the host does not provably serve ``release``; "" if it does."""
-        if self.told is None:
+        if self.report is None:
             return self.unreadable or "no host tools are installed yet"
         state = self.service(service)
         if state is None:
@@ -216,7 +216,7 @@ def _tool_command(command: str) -> str:
     return tool.when_installed(f"{command} 2>&1 || :")
 
 
-class WayBack(HostFact["Rollback | Problem"]):
+class RollbackPreview(HostFact["Rollback | Problem"]):
     """Result of ``spark-host rollback --dry``, or why it refuses."""
 
     default = staticmethod(_no_tools)
@@ -230,7 +230,7 @@ class WayBack(HostFact["Rollback | Problem"]):
         return result.problem or result if isinstance(result, Rollback) else result
 
 
-class Prunable(HostFact["Pruning | Problem"]):
+class PrunePreview(HostFact["Pruning | Problem"]):
     """Result of ``spark-host prune --dry``, or why it refuses; ``keep`` is JSON."""
 
     default = staticmethod(_no_tools)

@@ -231,7 +231,7 @@ class Survey:
     tailscale: str  # the host's tailnet address, or the error text of the command
     stored: disk.Stored  # weights that need no room again
     daily: tuple[Problem, ...] = ()  # problems found by the host's daily check
-    above: tuple[disk.Above, ...] = ()  # parent directories of our places
+    parents: tuple[disk.ParentDirectory, ...] = ()  # parent directories of our places
     stopped: Mapping[str, Stopped] = field(default_factory=dict)  # services a user stopped
     engine_bytes: Mapping[str, int] = field(default_factory=dict)  # planned, by running unit
 
@@ -315,7 +315,7 @@ class HostSurvey(HostFact[Survey]):
             tailscale=sections.first("tailscale"),
             stored=disk.parse_stored(sections["stored"]),
             daily=daily.problems if daily else (),
-            above=tuple(disk.parse_above(sections["above"])),
+            parents=tuple(disk.parse_parents(sections["parents"])),
             # An unreadable file also keeps the service down.
             stopped={
                 name: parse_document(Stopped, text) or Stopped(None, "an unknown time")

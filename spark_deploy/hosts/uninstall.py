@@ -33,7 +33,7 @@ from spark_deploy.hosts.facts import HostFact, parse_document, read_fact
 from spark_deploy.hosts.gpu import SPECIFICATION
 from spark_deploy.hosts.operations import Commands, Refused, host_command, host_operation, refuse
 from spark_deploy.hosts.payload import Payload, memory_command, packed_tools, placed_tools
-from spark_deploy.hosts.status import Prunable
+from spark_deploy.hosts.status import PrunePreview
 from spark_deploy.plan.jobs import DAEMON_JSON, ready_jobs_of, ready_name, served_jobs_of
 from spark_deploy.plan.release import release_files_of, unit_files_of
 from spark_deploy.plan.types import NJS, SUDOERS_PATH, BasePlan, HostPlan, ManagedFile
@@ -51,7 +51,7 @@ def gigabytes(size_bytes: int) -> str:
 def prune_host(keep: Keep) -> Commands:
     """Remove managed checkpoints, sources, images and caches that no kept release needs."""
     request = json.dumps(plain(keep), sort_keys=True)
-    result = read_fact(Prunable, keep=request)
+    result = read_fact(PrunePreview, keep=request)
     if isinstance(result, Problem):
         raise Refused(result)
     for line in describe_prune(result):
@@ -88,7 +88,7 @@ def _prune(state: State, host: Host, request: str) -> bool:
     return True
 
 
-class OursOnHost(HostFact[Ours]):
+class ManagedResources(HostFact[Ours]):
     """Result of ``spark-host manifest``, run by tools sent as ``_stdin``: ``packed_tools``."""
 
     def requires_command(self, command: str) -> str:
@@ -136,7 +136,7 @@ def uninstall_request(settings: Settings) -> str:
 
 def read_resources(request: str) -> Ours:
     command = memory_command(tool.MANIFEST, request)
-    return read_fact(OursOnHost, command=command, _stdin=packed_tools())
+    return read_fact(ManagedResources, command=command, _stdin=packed_tools())
 
 
 @host_operation
@@ -185,28 +185,21 @@ def describe_uninstall(result: Ours) -> Iterator[str]:
     """Yield removed and kept things with sizes; things of the same kind share a line."""
     if result.noted_at is None and result.things:
         yield "no state from before the first deploy was noted: unknown things are kept"
-    for kind in dict.fromkeys(thing.kind for thing in result.things):
-        yield from _describe_kind(kind, [thing for thing in result.things if thing.kind == kind])
+    groups: dict[str, dict[str, list[Thing]]] = {}  # by kind, then by the reason to keep it
+    for thing in result.things:
+        groups.setdefault(thing.kind, {}).setdefault(thing.stays, []).append(thing)
+    for kind, by_reason in groups.items():
+        for reason, things in sorted(by_reason.items(), key=lambda group: group[0] != ""):
+            names, total = [thing.name for thing in things], sum(t.size_bytes for t in things)
+            size = f"{gigabytes(total) if total else '':>9} {kind:<13}"
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            if reason:
+                yield f"keep   {size} {', '.join(names)}: {reason}"
+            else:
+                yield f"remove {size} {', '.join(names[:_SHOWN])}{more}"
     freed = sum(thing.size_bytes for thing in result.things if not thing.stays)
     left = sum(thing.size_bytes for thing in result.things if thing.stays)
     yield f"remove {gigabytes(freed)} in total; keep {gigabytes(left)}"
-
-
-def _describe_kind(kind: str, things: list[Thing]) -> Iterator[str]:
-    removed = [thing for thing in things if not thing.stays]
-    if removed:
-        names = [thing.name for thing in removed]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        yield f"remove {_size(removed)} {kind:<13} {', '.join(names[:_SHOWN])}{more}"
-    for reason in dict.fromkeys(thing.stays for thing in things if thing.stays):
-        same = [thing for thing in things if thing.stays == reason]
-        names = [thing.name for thing in same]
-        yield f"keep   {_size(same)} {kind:<13} {', '.join(names)}: {reason}"
-
-
-def _size(things: list[Thing]) -> str:
-    total = sum(thing.size_bytes for thing in things)
-    return f"{gigabytes(total) if total else '':>9}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def test_parses_samples_with_and_without_gpu():
 def test_a_portable_release_is_not_valid_for_a_spark(monkeypatch):
     release = plan_of("large", "v2").serve
     release = replace(release, check=replace(release.check, portable=True))
-    status = told({"services": {"main": {"active": release.name}}}).told
+    status = told({"services": {"main": {"active": release.name}}}).report
     outputs = {tool.line(tool.STATUS): text_of(status), host.SYSTEM: ""}
     monkeypatch.setattr(host.Login, "run", lambda _, script: outputs.get(script, text_of(release)))
     served, _ = host.read_served(host.Login("spark-1", (), False), "main")

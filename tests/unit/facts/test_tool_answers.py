@@ -26,8 +26,8 @@ LINKED = ["[]", f"linked {TARGET}", "pulled 0123456789ab"]
 @pytest.mark.parametrize(
     ("fact", "output", "value"),
     [
-        (JobStates, LINKED, Jobs({}, (TARGET,), ("0123456789ab",), lends=False)),
-        (JobStates, [*LINKED, "lends now"], Jobs({}, (TARGET,), ("0123456789ab",), lends=True)),
+        (JobStates, LINKED, Jobs({}, (TARGET,), ("0123456789ab",), False)),
+        (JobStates, [*LINKED, "sharing now"], Jobs({}, (TARGET,), ("0123456789ab",), True)),
         (PythonSite, ["3.12 aarch64", "/opt/site-a", "ab", "/opt/c", "/t"],
          Site("3.12", "aarch64", "/opt/site-a", "ab", "/opt/c", "/t")),
         (PythonSite, ["3.11 x86_64", "-", "-", "-", "-"], Site("3.11", "x86_64")),

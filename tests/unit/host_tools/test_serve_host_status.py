@@ -41,9 +41,9 @@ def read_status(host: Host, monkeypatch: pytest.MonkeyPatch):
 
 def test_status_of_an_empty_host(read_status) -> None:
     found = read_status()
-    assert found.told.releases == ()
-    assert (found.told.services, found.told.live) == ({}, None)
-    assert found.told.memory.total_bytes > found.told.memory.available_bytes > 0
+    assert found.report.releases == ()
+    assert (found.report.services, found.report.live) == ({}, None)
+    assert found.report.memory.total_bytes > found.report.memory.available_bytes > 0
 
 
 def test_status_of_a_release_and_its_proof(host: Host, read_status) -> None:
@@ -90,7 +90,7 @@ def test_status_of_a_service_with_rollback_and_events(host: Host, read_status) -
     main = found.service("main")
     assert (main.good, main.active, main.traffic_open) == (RELEASE, RELEASE, False)
     assert (main.rolled_back.came, main.rolled_back.to) == (OTHER, RELEASE)
-    [event] = found.told.events["main"]
+    [event] = found.report.events["main"]
     assert (event.release, event.kind, event.text) == (RELEASE, "hot", "the GPU is at 91 °C")
     # The format of the file.
     assert json.loads(host.paths.events("main").read_text()) == {

@@ -141,7 +141,7 @@ def test_closes_what_the_run_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_closes_what_an_interrupted_run_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(monkeypatch, a="done", b="done")
     facts = fleet.hosts["a"].facts
-    facts["JobStates"] = dataclasses.replace(facts["JobStates"], lends=True)
+    facts["JobStates"] = dataclasses.replace(facts["JobStates"], shares_files=True)
     assert fleet.share(share=False) == {"a": [], "b": []}
     assert {name: len(commands) for name, commands in fleet.stop().items()} == {"a": 1, "b": 0}
 

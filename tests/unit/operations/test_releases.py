@@ -14,7 +14,7 @@ from spark_contract.tool import HOST_TOOL
 
 from spark_deploy.hosts import commands, releases, serve
 from spark_deploy.hosts.operations import Refused
-from spark_deploy.hosts.status import Prunable, WayBack
+from spark_deploy.hosts.status import PrunePreview, RollbackPreview
 from spark_deploy.hosts.uninstall import prune_host
 from tests.unit.facts.test_tool_answers import PROVEN, RELEASE
 from tests.unit.operations.fake_host import Failed, FakeHost, on, run_operation
@@ -34,7 +34,7 @@ def after_failure(host: FakeHost, *others: FakeHost) -> FakeHost:
 
 def rollback_host(**result: Any) -> FakeHost:
     """Return a host whose tools give this result for ``rollback --dry``."""
-    return FakeHost(WayBack=WayBack().process([json.dumps(result)]))
+    return FakeHost(RollbackPreview=RollbackPreview().process([json.dumps(result)]))
 
 
 def roll_back(host: FakeHost, executing: bool = True) -> list[str]:
@@ -74,7 +74,10 @@ MALFORMED = (
 
 @pytest.mark.parametrize(
     ("fact", "operation", "arguments"),
-    [(WayBack, releases.roll_back, ("main", None, 60)), (Prunable, prune_host, (KEEP,))],
+    [
+        (RollbackPreview, releases.roll_back, ("main", None, 60)),
+        (PrunePreview, prune_host, (KEEP,)),
+    ],
 )
 def test_refuses_with_the_problem_of_the_host_tools(
     fact: Any, operation: Any, arguments: tuple[Any, ...]
@@ -91,27 +94,27 @@ def test_refuses_with_the_problem_of_the_host_tools(
 
 
 def test_facts_change_nothing() -> None:
-    assert "--dry" in WayBack().command("main", None)
-    assert f"--to {OLD} --dry" in WayBack().command("main", OLD)
-    assert "prune --dry" in Prunable().command("{}")
+    assert "--dry" in RollbackPreview().command("main", None)
+    assert f"--to {OLD} --dry" in RollbackPreview().command("main", OLD)
+    assert "prune --dry" in PrunePreview().command("{}")
 
 
-def hold_back(host: FakeHost) -> str:
+def refuse_after_failure(host: FakeHost) -> str:
     """Return why the current host must wait, or ""."""
     with on(host):
         try:
-            releases.hold_back("left alone")
+            releases.refuse_after_failure("left alone")
         except Refused as refused:
             return str(refused)
     return ""
 
 
 def test_failure_of_another_host_holds_changes_back() -> None:
-    assert "left alone, because spark-1 failed first" in hold_back(
+    assert "left alone, because spark-1 failed first" in refuse_after_failure(
         after_failure(FakeHost(), FakeHost())
     )
     lost_before = FakeHost(connected=False)
-    assert hold_back(after_failure(FakeHost(), lost_before)) == ""
+    assert refuse_after_failure(after_failure(FakeHost(), lost_before)) == ""
     host = after_failure(rollback_host(**{"from": B, "to": A}), FakeHost(name="spark-0"))
     [command] = roll_back(host)
     assert f"left alone on {NEW} (m with v2-tq), because spark-0 failed first" in command
@@ -119,9 +122,9 @@ def test_failure_of_another_host_holds_changes_back() -> None:
 
 def test_blames_the_failed_host_and_not_those_that_waited() -> None:
     failed, second = FakeHost(name="first"), FakeHost(name="second")
-    assert "because first failed first" in hold_back(after_failure(second, failed))
+    assert "because first failed first" in refuse_after_failure(after_failure(second, failed))
     third = after_failure(FakeHost(), failed, second)
-    assert "because first failed first" in hold_back(third)
+    assert "because first failed first" in refuse_after_failure(third)
 
 
 def test_host_lost_during_its_change_holds_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +133,7 @@ def test_host_lost_during_its_change_holds_others_back(monkeypatch: pytest.Monke
     lost = FakeHost(shell=lambda script: OSError("no route"))
     assert not releases.change_now(None, lost, OLD, 60)  # type: ignore[arg-type]
     assert "takes it back, by itself" in lost.logs[-1]
-    assert "because spark-1 failed first" in hold_back(after_failure(FakeHost(), lost))
+    assert "because spark-1 failed first" in refuse_after_failure(after_failure(FakeHost(), lost))
 
 
 FOUND = {
@@ -148,7 +151,7 @@ FOUND = {
 
 @pytest.mark.parametrize("executing", [False, True])
 def test_prune_lists_each_item_once_with_its_size(executing: bool) -> None:
-    host = FakeHost(Prunable=read(Pruning, FOUND))
+    host = FakeHost(PrunePreview=read(Pruning, FOUND))
     assert len(run_operation(host, prune_host, KEEP, executing=executing)) == 1
     text = host.log_text
     run_operation(host, prune_host, KEEP)
@@ -160,7 +163,7 @@ def test_prune_lists_each_item_once_with_its_size(executing: bool) -> None:
 
 
 def test_prune_without_items_does_nothing() -> None:
-    host = FakeHost(Prunable=read(Pruning, {**FOUND, "items": [], "bytes": 0}))
+    host = FakeHost(PrunePreview=read(Pruning, {**FOUND, "items": [], "bytes": 0}))
     assert run_operation(host, prune_host, KEEP) == []
     assert host.noops == ["nothing to remove"]
 

@@ -32,7 +32,7 @@ def fragmented(name: str) -> dict[str, Any]:
 
 
 def writable(line: str, words: str) -> Case:
-    return Case({"above": [ROOT, line]}, [f"/data: |{words}|chown root: /data"])
+    return Case({"parents": [ROOT, line]}, [f"/data: |{words}|chown root: /data"])
 
 
 CASES = {
@@ -42,10 +42,10 @@ CASES = {
     "owned by an unknown user": writable("1007/1007/755//data", "belongs to 1007"),
     "world-writable": writable("root/root/777//data", "by everybody"),
     "group-writable": writable("root/users/2775//data", "by group users"),
-    "root only": Case({"above": [ROOT, "root/root/755//srv"]}),
-    "sticky": Case({"above": [ROOT, "root/root/1777//tmp"]}),
-    "group root": Case({"above": [ROOT, "root/root/775//srv"]}),
-    "other group without write access": Case({"above": [ROOT, "root/staff/755//a"]}),
+    "root only": Case({"parents": [ROOT, "root/root/755//srv"]}),
+    "sticky": Case({"parents": [ROOT, "root/root/1777//tmp"]}),
+    "group root": Case({"parents": [ROOT, "root/root/775//srv"]}),
+    "other group without write access": Case({"parents": [ROOT, "root/staff/755//a"]}),
     # Identity; a wrong architecture or board hides what follows from it.
     "architecture": Case(
         {"uname": ["x86_64", "6.1"], "smi": [], "pci": []},
@@ -165,8 +165,8 @@ def test_parent_directories_are_read_as_named_and_as_links_resolve(tmp_path: Pat
     (tmp_path / "data").symlink_to(tmp_path / "real/of ann")
     script = disk.disk_script([f"{tmp_path}/data/models/new"])
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
-    lines = done.stdout.partition("== above\n")[2].partition("== ")[0].splitlines()
-    parents = {parent.path: parent for parent in disk.parse_above(lines)}
+    lines = done.stdout.partition("== parents\n")[2].partition("== ")[0].splitlines()
+    parents = {parent.path: parent for parent in disk.parse_parents(lines)}
     assert parents[f"{tmp_path}/data"].writer
     assert parents[f"{tmp_path}/real/of ann"].writer
     assert {"/", str(tmp_path), f"{tmp_path}/real"} <= set(parents)
