@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from checked import check
-from memory_host import Model
-from memory_ports import MemoryDisk
+from simulated_host import SimulatedHost
+from simulated_ports import Disk
 from spark_contract import files
 from spark_host import __main__, status
 from spark_host.check import runner
@@ -45,7 +45,7 @@ def test_full_disk_keeps_the_previous_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-class FullDisk(MemoryDisk):
+class FullDisk(Disk):
     def write(self, path: Path, document: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -53,7 +53,7 @@ class FullDisk(MemoryDisk):
 
 
 def on_full_disk(host: Host) -> system.Host:
-    return replace(host.here, disk=FullDisk(Model()))  # type: ignore[arg-type]
+    return replace(host.here, disk=FullDisk(SimulatedHost()))  # type: ignore[arg-type]
 
 
 def test_full_disk_does_not_fail_a_check(host: Host) -> None:

@@ -1,7 +1,7 @@
 """A simulated host with faults.
 
-Each call of a port is a point at which a test can inject a fault. After each call and each event
-the host checks the invariants.
+A test can inject a fault at each call of a port. After each call and each event the host checks
+its invariants.
 """
 
 from __future__ import annotations
@@ -12,16 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from memory_ports import (
-    MemoryCheck,
-    MemoryClock,
-    MemoryDisk,
-    MemoryEngines,
-    MemoryGateway,
-    MemoryTraffic,
-    MemoryUnits,
-)
-from memory_systemd import A, B, Machine, release_of
+import simulated_ports as ports
+from simulated_units import A, B, SimulatedUnits, release_of
 from spark_contract.records import Rollout
 from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host.records import boot
@@ -30,69 +22,65 @@ from spark_host.rollout.steps import FAILURES
 
 
 class Killed(BaseException):
-    """The process that made this call is gone."""
+    """The process that made this call is killed."""
 
 
 class PowerCut(BaseException):
-    """All processes and everything in memory are gone."""
+    """All processes and everything in memory are lost."""
 
 
 @dataclass
-class Model(Machine):
-    faults: dict[int, str] = field(default_factory=dict)
-    troubles: dict[str, list[str]] = field(default_factory=dict)  # the same, by the call's name
+class SimulatedHost(SimulatedUnits):
+    faults: dict[int, str] = field(default_factory=dict)  # by number of the call
+    faults_at: dict[str, list[str]] = field(default_factory=dict)  # by name of the call
     gateway_runs: bool = False
-    full: bool = False
+    disk_full: bool = False
     stopping: bool = False
-    known: set[str] = field(default_factory=set)  # releases that a deploy brought
+    releases: set[str] = field(default_factory=set)
+    incomplete: set[str] = field(default_factory=set)  # releases without image or checkpoint
     locks: set[Path] = field(default_factory=set)
     boots: int = 1
-    gone: set[str] = field(default_factory=set)  # releases with a missing image or tree
-    words: list[str] = field(default_factory=lambda: ["what its last run said"])  # in the journal
+    journal: list[str] = field(default_factory=lambda: ["a line of the last run"])
     calls: int = 0
     calls_of_first: int = 0
     proven: set[str] = field(default_factory=set)  # releases that passed a full check
-    asked: list[str] = field(default_factory=list)  # changes that systemd shall start
+    queued: list[str] = field(default_factory=list)  # rollouts that systemd will start
     current: str | None = None  # the running rollout
     history: list[str] = field(default_factory=list)
-    _seen: tuple[object, ...] = ()  # at the last check of the invariants
-
-    # The host, as the tools get it.
+    _checked: tuple[object, ...] = ()  # the state of the last invariant check
 
     def host(self, run: str | None = None) -> steps.Host:
+        """Return this host as the tools see it."""
         return steps.Host(
-            self.paths, MemoryDisk(self), MemoryUnits(self), MemoryClock(self),
-            f"boot-{self.boots}", run, None, MemoryEngines(self), MemoryGateway(self),
-            MemoryTraffic(self), MemoryCheck(self),
+            self.paths, ports.Disk(self), ports.Systemd(self), ports.Clock(self),
+            f"boot-{self.boots}", run, None, ports.Engines(self), ports.Gateway(self),
+            ports.Traffic(self), ports.Check(self),
         )  # fmt: skip
 
     def call(
-        self,
-        name: str,
-        effect: Callable[[], Any] = lambda: None,
-        error: Exception | None = None,
+        self, name: str, effect: Callable[[], Any] = lambda: None, error: Exception | None = None
     ) -> Any:
-        if self.quiet:
+        if self.ignores_faults:
             return effect()
         self.calls += 1
-        assert self.calls < 5000, "it does not end"
+        assert self.calls < 5000, "endless loop"
         fault = self.faults.pop(self.calls, "")
-        if self.troubles.get(name):
-            fault = self.troubles[name].pop(0)
+        if self.faults_at.get(name):
+            fault = self.faults_at[name].pop(0)
         self.history.append(f"{self.calls} {name}{' !' + fault if fault else ''}")
         if fault:
-            self._strike(fault, error)
-        found = effect()
-        self.prove()
+            self._inject(fault, error)
+        result = effect()
+        self.check_invariants()
         if fault == "kill after":
             raise Killed
         if fault == "cut after":
             raise PowerCut
         if fault == "late" and error:
             raise error
-        return found
+        return result
 
-    def _strike(self, fault: str, error: Exception | None) -> None:
+    def _inject(self, fault: str, error: Exception | None) -> None:
         if fault == "kill before":
             raise Killed
         if fault == "cut before":
@@ -101,55 +89,55 @@ class Model(Machine):
             self.stopping = True
             raise Killed
         if fault == "full":
-            self.full = True
+            self.disk_full = True
         elif fault == "hang":
             self.pass_time(60)
         elif fault == "dies":
             for unit in list(self.units):
-                self._engine_ends(unit)
+                self.end_engine(unit)
         elif fault in ("stop", "again", "other"):
-            self._a_person(fault)
+            self._act_as_user(fault)
         if fault in ("fail", "hang") and error:
             raise error
 
-    def _a_person(self, fault: str) -> None:
-        self.quiet = True
+    def _act_as_user(self, action: str) -> None:
+        """Stop the service, or request the running or another rollout."""
+        self.ignores_faults = True
         try:
-            if fault == "stop":
+            if action == "stop":
                 boot.stop_service("main", "ann", self.host())
             elif self.current:
                 other = A if self.current == B else B
-                name = self.current if fault == "again" else other
-                if name in self.known:
+                name = self.current if action == "again" else other
+                if name in self.releases:
                     joined = record.begin(name, self.host()).joined
-                    assert joined or fault == "other"
-                    self._run_changes()
+                    assert joined or action == "other"
+                    self._run_rollouts()
         finally:
-            self.quiet = False
-
-    # Histories.
+            self.ignores_faults = False
 
     def deploy(self, name: str) -> None:
-        self.known.add(name)
+        self.releases.add(name)
         try:
-            self._process(lambda: record.begin(name, self.host()))
-            self._run_changes()
+            self._run_process(lambda: record.begin(name, self.host()))
+            self._run_rollouts()
         except PowerCut:
             self.boot()
         if self.stopping:
             self.boot()
 
-    def _run_changes(self) -> None:
-        while self.asked:
-            name, before = self.asked.pop(), self.current
+    def _run_rollouts(self) -> None:
+        while self.queued:
+            name, before = self.queued.pop(), self.current
             unit = self.unit(SWITCH.of(name))
-            unit.state, unit.run, self.current = "activating", f"change-{next(self.ids)}", name
+            unit.state, unit.run, self.current = "activating", f"rollout-{next(self.ids)}", name
             host = self.host(unit.run)
-            ended = self._process(partial(rollout.roll_out, name, host))
-            self._process(partial(rollout.recover, name, replace(host, exit_status=str(ended))))
+            status = self._run_process(partial(rollout.roll_out, name, host))
+            host = replace(host, exit_status=str(status))
+            self._run_process(partial(rollout.recover, name, host))
             unit.state, self.current = "inactive", before
 
-    def _process(self, work: Callable[[], object]) -> object:
+    def _run_process(self, work: Callable[[], object]) -> object:
         try:
             return work()
         except Killed:
@@ -160,46 +148,47 @@ class Model(Machine):
 
     def boot(self) -> None:
         self.history.append("boot")
-        self.units, self.engines, self.open_to, self.asked = {}, {}, None, []
-        self.locks, self.current, self.stopping, self.quiet = set(), None, False, False
+        self.units, self.engines, self.open_to, self.queued = {}, {}, None, []
+        self.locks, self.current, self.stopping, self.ignores_faults = set(), None, False, False
         self.boots += 1
         self.gateway_runs = GATEWAY.of("main") in self.links
         for name in boot.enabled("main", self.host()):
             self.start(SERVE.of(name))
         self.settle()
 
-    def settle(self) -> None:
-        while (due_s := min((unit.due_s for unit in self.units.values()), default=1e9)) < 1e9:
-            self._pass_until(due_s)
-
     def upgrade(self) -> None:
         self.driver += 1
 
-    # Invariants.
-
-    def serves(self) -> str | None:
+    def serving(self) -> str | None:
         """Return the release that answers clients."""
-        up = [name for name in self.engines if self.unit(SERVE.of(name)).state == "active"]
-        return next((name for name in up if name == self.open_to and self.gateway_runs), None)
+        name = self.open_to
+        is_up = name in self.engines and self.unit(SERVE.of(str(name))).state == "active"
+        return name if is_up and self.gateway_runs else None
+
+    def good(self) -> str | None:
+        return boot.good("main", self.host()).release
+
+    def enabled(self) -> list[str]:
+        return boot.enabled("main", self.host())
 
     def outcome(self, name: str) -> Rollout:
-        found: Rollout = self.documents[self.paths.rollout(name)]
-        return found
+        rollout: Rollout = self.documents[self.paths.rollout(name)]
+        return rollout
 
-    def prove(self) -> None:
+    def check_invariants(self) -> None:
         host = self.host()
         good, stopped = boot.good("main", host), boot.is_stopped("main", host)
-        seen = (self.open_to, *self.engines.items(), *self.links, good, stopped)
-        if seen == self._seen:
+        state = (self.open_to, *self.engines.items(), *self.links, good, stopped)
+        if state == self._checked:
             return
-        self._seen = seen
+        self._checked = state
         assert len(self.engines) <= 1, f"two engines: {self.engines}"
         if self.open_to is not None and self.engines:
             ((name, run),) = self.engines.items()
             assert run in self.proven_runs, f"the gateway is open to {name}, which is not proven"
             assert name in self.proven, f"the gateway is open to {name}, never fully proven"
         linked = boot.enabled("main", host)
-        assert linked or good.release is None, "something is good and nothing boots"
+        assert linked or good.release is None, "a release is good, but none boots"
         if stopped:
             return
         starts = [name for name in linked if not boot.obstacle(release_of(name), host)]

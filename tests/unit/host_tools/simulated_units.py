@@ -1,6 +1,6 @@
-"""Units and engines of a host in memory: they start, run, fail and rest as time passes.
+"""Simulated units and engines: they start, run, fail and restart as time passes.
 
-The tools' own rules decide what may start and what opens.
+The tools' own rules decide which release may start and when the gateway opens.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from spark_host.rollout import steps
 from stub_host import Host as FolderHost
 
 A, B = (f"main-{digit * 12}" for digit in "ab")
-LOAD_S, REST_S, START_S, STARTS = 2.0, 60.0, 100.0, 3
+LOAD_S, RESTART_S, START_LIMIT_S, MAX_STARTS = 2.0, 60.0, 100.0, 3
+NEVER_S = float("inf")
 
 
 @cache
 def release_of(name: str) -> Release:
-    """Return a release as the tools read it."""
     with tempfile.TemporaryDirectory() as folder:
         host = FolderHost(Paths(Path(folder)), Path())
-        limits = {"start_s": START_S, "stop_s": 2, "drain_s": 1}
-        return host.release(name, timeouts=limits)
+        return host.release(name, timeouts={"start_s": START_LIMIT_S, "stop_s": 2, "drain_s": 1})
 
 
-class QuickPaths(Paths):
+def _cached(name: str) -> Any:
+    return staticmethod(cache(partial(getattr(Paths, name), Paths(Path("/")))))
+
+
+class CachedPaths(Paths):
     units = Path("/etc/systemd/system")
     run = Path("/run/spark")
-    proof, rollout, request = (staticmethod(cache(partial(getattr(Paths, name), Paths(Path("/")))))
-                              for name in ("proof", "rollout", "request"))  # fmt: skip
-    good, stopped, rollback = (staticmethod(cache(partial(getattr(Paths, name), Paths(Path("/")))))
-                               for name in ("good", "stopped", "rollback"))  # fmt: skip
+    proof, rollout, request = map(_cached, ("proof", "rollout", "request"))
+    good, stopped, rollback = map(_cached, ("good", "stopped", "rollback"))
 
 
 @dataclass
@@ -50,124 +51,134 @@ class Unit:
     sub: str = "dead"
     result: str = "success"
     run: str = ""
-    due_s: float = float("inf")  # of the next state
+    due_s: float = NEVER_S  # time of the next state
     starts: int = 0
+
+    def set(self, state: str, sub: str, due_s: float = NEVER_S) -> None:
+        self.state, self.sub, self.due_s = state, sub, due_s
 
 
 @dataclass
-class Machine:
-    broken: dict[str, str] = field(default_factory=dict)  # release -> at which step it fails
-    doubts: str = ""  # warnings of the full check
+class SimulatedUnits:
+    broken: dict[str, str] = field(default_factory=dict)  # release -> the step at which it fails
+    warning: str = ""  # of the full check
     documents: dict[Path, Any] = field(default_factory=dict)
-    links: set[str] = field(default_factory=set)  # units that start with the host
+    links: set[str] = field(default_factory=set)  # units that start at boot
     units: dict[str, Unit] = field(default_factory=dict)
-    engines: dict[str, str] = field(default_factory=dict)  # run of the unit by release
+    engines: dict[str, str] = field(default_factory=dict)  # release -> run of the unit
     open_to: str | None = None
     driver: int = 1
-    at_s: float = 0.0
+    now_s: float = 0.0
     proven_runs: set[str] = field(default_factory=set)  # runs that passed the quick check
     ids: Iterator[int] = field(default_factory=count)
-    quiet: bool = False  # calls of ports succeed
+    ignores_faults: bool = False
 
-    paths = QuickPaths(Path("/"))
+    paths = CachedPaths(Path("/"))
 
     def host(self) -> steps.Host:
-        """Return this host as the tools get it."""
         raise NotImplementedError
 
-    def prove(self) -> None:
+    def check_invariants(self) -> None:
         raise NotImplementedError
 
     def unit(self, name: str) -> Unit:
         return self.units.setdefault(name, Unit())
 
+    def next_due_s(self) -> float:
+        return min((unit.due_s for unit in self.units.values()), default=NEVER_S)
+
     def pass_time(self, seconds: float) -> None:
-        self._pass_until(self.at_s + seconds)
+        self._pass_until(self.now_s + seconds)
+
+    def settle(self) -> None:
+        """Pass time until no unit changes."""
+        while (due_s := self.next_due_s()) < NEVER_S:
+            self._pass_until(due_s)
 
     def _pass_until(self, end_s: float) -> None:
-        while True:
-            due = min(self.units, key=lambda name: self.units[name].due_s, default=None)
-            if due is None or self.units[due].due_s > end_s:
-                break
-            self.at_s = max(self.at_s, self.units[due].due_s)
-            self._due(due)
-            self.prove()
-        self.at_s = end_s
+        while (due_s := self.next_due_s()) <= end_s and due_s < NEVER_S:
+            self.now_s = max(self.now_s, due_s)
+            self._advance(next(name for name, unit in self.units.items() if unit.due_s == due_s))
+            self.check_invariants()
+        self.now_s = end_s
 
     def start(self, name: str) -> None:
         unit, release = self.unit(name), release_of(SERVE.instance(name))
         if unit.state == "active" or (unit.state, unit.sub) == ("activating", "start"):
             return
-        unit.run, unit.due_s = f"run-{next(self.ids)}", float("inf")
+        unit.run = f"run-{next(self.ids)}"
         if boot.obstacle(release, self.host()):  # ExecCondition
-            unit.state, unit.sub, unit.result = "inactive", "dead", "exec-condition"
+            unit.set("inactive", "dead")
+            unit.result = "exec-condition"
             return
-        unit.state, unit.sub, unit.starts = "activating", "start", unit.starts + 1
+        unit.set("activating", "start")
+        unit.starts += 1
         if self.engines:  # another process has the engine lock
-            self._fails(unit)
+            self._fail(unit)
             return
         self.open_to = None
         self.engines[release.name] = unit.run
-        slow = self.broken.get(release.name) == "hangs"
-        unit.due_s = self.at_s + (START_S if slow else LOAD_S)
+        hangs = self.broken.get(release.name) == "hangs"
+        unit.due_s = self.now_s + (START_LIMIT_S if hangs else LOAD_S)
 
-    def _due(self, name: str) -> None:
+    def _advance(self, name: str) -> None:
         unit, release = self.units[name], release_of(SERVE.instance(name))
-        unit.due_s = float("inf")
+        unit.due_s = NEVER_S
         if unit.sub == "auto-restart":
             self.start(name)
             return
-        wrong = self.broken.get(release.name) in ("dies", "quick", "hangs")
-        self.proof(release, "quick", not wrong, self.host())
-        if wrong:
-            self._engine_ends(name)
+        ok = self.broken.get(release.name) not in ("dies", "quick", "hangs")
+        self.write_proof(release, "quick", ok, self.host())
+        if not ok:
+            self.end_engine(name)
             return
         self.proven_runs.add(unit.run)
         if boot.opens_at_start(release, self.host()):
             self.open_to = release.name
-        unit.state, unit.sub = "active", "running"
+        unit.set("active", "running")
 
-    def _engine_ends(self, name: str) -> None:
+    def end_engine(self, name: str) -> None:
         if self.engines.pop(SERVE.instance(name), None) is not None:
             self.open_to = None
-            self._fails(self.units[name])
+            self._fail(self.units[name])
 
-    def _fails(self, unit: Unit) -> None:
+    def _fail(self, unit: Unit) -> None:
         unit.result = "exit-code"
-        if unit.starts < STARTS:
-            unit.state, unit.sub, unit.due_s = "activating", "auto-restart", self.at_s + REST_S
+        if unit.starts < MAX_STARTS:
+            unit.set("activating", "auto-restart", self.now_s + RESTART_S)
         else:
-            unit.state, unit.sub, unit.due_s = "failed", "failed", float("inf")
+            unit.set("failed", "failed")
 
     def stop(self, name: str) -> None:
         unit = self.unit(name)
         if self.engines.pop(SERVE.instance(name), None) is not None:
             self.open_to = None
-        unit.due_s = float("inf")
+        unit.due_s = NEVER_S
         if unit.state != "failed":
-            unit.state, unit.sub = "inactive", "dead"
+            unit.set("inactive", "dead")
 
     def reset(self, name: str) -> None:
         unit = self.unit(name)
         unit.starts = 0
         if unit.state == "failed":
-            unit.state, unit.sub = "inactive", "dead"
+            unit.set("inactive", "dead")
 
     def versions(self) -> dict[str, str]:
         return {"driver": str(self.driver)}
 
-    def proof(self, release: Release, level: str, ok: bool, host: Any) -> Proof:
+    def write_proof(self, release: Release, level: str, ok: bool, host: Any) -> Proof:
         run = self.unit(release.serve_unit).run
         findings = [Finding("answers", ok, "it answers" if ok else "it is wrong", 1.0)]
-        if self.doubts and level == "full":
-            findings.append(Finding("repeat", False, self.doubts, 1.0, "warn"))
+        if self.warning and level == "full":
+            findings.append(Finding("repeat", False, self.warning, 1.0, "warn"))
         result = Proof(
             release.name, release.digest, run, level, ok, host.clock.now(), tuple(findings),
             self.versions(), {"version": "1"}, False, (),
         )  # fmt: skip
-        quiet, self.quiet = self.quiet, self.quiet or level == "quick"  # in another process
+        # The quick check runs in another process, so it has no faults.
+        ignored, self.ignores_faults = self.ignores_faults, self.ignores_faults or level == "quick"
         try:
             runner.write_proof(result, host, str)
         finally:
-            self.quiet = quiet
+            self.ignores_faults = ignored
         return result

@@ -1,0 +1,264 @@
+"""Reports of failed rollouts: a candidate that fails late is rolled back and is not good.
+
+Faults at every call are in `test_rollout_histories.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from simulated_host import SimulatedHost
+from simulated_ports import Engines
+from simulated_units import A, B, release_of
+from spark_contract.errors import HostToolError
+from spark_contract.records import Good, Rollout
+from spark_contract.release import Bench
+from spark_contract.units import SERVE
+from spark_host.engine.client import SilentError
+from spark_host.records import boot, proof
+from spark_host.rollout import rollout, steps
+from spark_host.rollout.record import Record
+
+
+def deploy(sim: SimulatedHost, name: str, **faults_at: list[str]) -> Rollout:
+    """Deploy a release with faults at the first calls of these names."""
+    sim.faults_at = {call.replace("_", " "): faults for call, faults in faults_at.items()}
+    sim.deploy(name)
+    sim.faults_at = {}
+    return sim.outcome(name)
+
+
+def assert_serves(sim: SimulatedHost, name: str) -> None:
+    assert (sim.serving(), sim.enabled(), sim.good()) == (name, [name], name)
+
+
+def assert_serves_nothing(sim: SimulatedHost) -> None:
+    assert (sim.engines, sim.enabled(), sim.good()) == ({}, [], None)
+
+
+@pytest.fixture
+def sim() -> SimulatedHost:
+    """A host that serves A."""
+    sim = SimulatedHost()
+    sim.deploy(A)
+    return sim
+
+
+@pytest.mark.parametrize(("call", "phase"), [("enable", "enable"), ("bring up", "open")])
+def test_first_release_that_fails_late_is_not_good(call: str, phase: str) -> None:
+    sim = SimulatedHost()
+    result = deploy(sim, B, **{call: ["fail"]})
+    assert (result.state, result.failed_phase) == ("failed-no-previous", phase)
+    assert "did not answer" in str(result.reason)
+    assert_serves_nothing(sim)
+    with pytest.raises(HostToolError, match="no proven release to start"):
+        boot.start_service("main", sim.host())
+
+
+@pytest.mark.parametrize(
+    ("call", "faults", "state", "phase", "reason"),
+    [
+        ("enable", ["fail"], "rolled-back", "enable", f"enable {SERVE.of(B)}: did not answer"),
+        ("stop", ["fail"], "rolled-back", "stop", f"systemctl stop {SERVE.of(A)}: did not answer"),
+        ("open", ["fail"], "rolled-back", "open", "I/O error"),
+        ("bring up", ["fail"], "rolled-back", "open", "gateway: did not answer"),
+    ],
+)
+def test_late_failure_keeps_the_old_release(
+    sim: SimulatedHost, call: str, faults: list[str], state: str, phase: str, reason: str
+) -> None:
+    result = deploy(sim, B, **{call: faults})
+    assert (result.state, result.failed_phase, result.serving) == (state, phase, A)
+    assert reason in str(result.reason)
+    assert ("start" in result.times_s) == (phase != "stop")
+    assert_serves(sim, A)
+    assert boot.good("main", sim.host()).previous == ()
+
+
+def test_rollback_that_fails_too_reports_both_reasons(sim: SimulatedHost) -> None:
+    result = deploy(sim, B, bring_up=["fail", "fail"])
+    assert (result.state, result.failed_phase, result.serving) == ("rollback-failed", "open", A)
+    assert str(result.reason).count("gateway: did not answer") == 2
+    assert (list(sim.engines), sim.enabled(), sim.good()) == ([A], [A], A)
+
+
+@pytest.mark.parametrize("phase", ["stop", "start"])
+def test_log_tail_is_not_of_an_earlier_run(sim: SimulatedHost, phase: str) -> None:
+    if phase == "start":
+        sim.broken[B] = "dies"
+    result = deploy(sim, B, stop=["fail"] if phase == "stop" else [])
+    assert result.failed_phase == phase
+    assert result.log_tail == (() if phase == "stop" else tuple(sim.journal))
+
+
+@pytest.mark.parametrize("call", ["enable", "bring up"])
+@pytest.mark.parametrize("fails_again", [True, False])
+def test_rollout_killed_after_the_proof_is_finished_or_rolled_back(
+    sim: SimulatedHost, call: str, fails_again: bool
+) -> None:
+    result = deploy(sim, B, **{call: ["kill before", *["fail"] * fails_again]})
+    serving = A if fails_again else B
+    state = "rolled-back" if fails_again else "switched"
+    assert (result.state, result.serving) == (state, serving)
+    assert (result.failed_phase is not None) == fails_again
+    assert ("; and then: " in str(result.reason)) == fails_again
+    assert_serves(sim, serving)
+
+
+def test_earlier_good_record_survives_clock_steps(sim: SimulatedHost) -> None:
+    host = sim.host()
+    host.disk.write(host.paths.good("main"), Good(A, (), "999999999"))  # then the clock went back
+    sim.upgrade()
+    sim.broken = {A: "full"}
+    assert deploy(sim, A).state == "failed-no-previous"
+    assert (sim.good(), sim.enabled()) == (A, [A])
+
+
+def test_unstoppable_candidate_gets_no_traffic(sim: SimulatedHost) -> None:
+    result = deploy(sim, B, enable=["fail"], stop=["", "fail"])
+    assert result.state == "rollback-failed"
+    assert (list(sim.engines), sim.open_to) == ([B], None)
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        (["fail"] * 9, "gateway: did not answer"),
+        (["kill before", "fail"], "was killed in phase open; and then: "),
+    ],
+)
+def test_proven_engine_is_not_stopped_for_its_gateway(
+    sim: SimulatedHost, faults: list[str], reason: str
+) -> None:
+    result = deploy(sim, A, bring_up=faults)
+    assert (result.state, result.failed_phase, result.serving) == ("refused", "open", A)
+    assert reason in str(result.reason)
+    assert_serves(sim, A)
+
+
+@pytest.mark.parametrize("fault", ["kill after", "fail", "full"])
+def test_rechecked_engine_is_not_rolled_back(sim: SimulatedHost, fault: str) -> None:
+    deploy(sim, B)
+    sim.upgrade()
+    deploy(sim, B, full_check=[fault])
+    assert_serves(sim, B)
+
+
+def test_successful_rollout_survives_an_unwritten_record(sim: SimulatedHost) -> None:
+    deploy(sim, B)
+    sim.stop(SERVE.of(B))
+    deploy(sim, B, full_check=["full"])
+    assert sim.serving() == B
+
+
+def test_power_cut_between_two_links_allows_the_next_rollout(sim: SimulatedHost) -> None:
+    sim.releases.add(B)
+    sim.faults_at = {"enable": ["cut after"]}
+    sim.deploy(B)
+    assert (sim.enabled(), sim.serving()) == ([A, B], A)
+    assert deploy(sim, B).state == "switched"
+    assert sim.serving() == B
+
+
+def test_first_release_is_enabled_before_it_is_good() -> None:
+    sim = SimulatedHost()
+    deploy(sim, B, enable=["cut after"])
+    assert sim.serving() == B
+    deploy(sim, A)  # a link without a good record does not prevent it
+    assert sim.serving() == A
+
+
+def test_only_good_release_boots_after_a_stopped_rollout(sim: SimulatedHost) -> None:
+    sim.boot()
+    deploy(sim, A, gateway=["stop"])
+    assert sim.enabled() == [A]
+    boot.start_service("main", sim.host())
+    sim.boot()
+    assert sim.serving() == A
+
+
+@pytest.mark.parametrize(("began", "ok"), [("000000000", False), ("999999999", True)])
+def test_failed_candidate_loses_only_its_own_proof(
+    sim: SimulatedHost, began: str, ok: bool
+) -> None:
+    host = sim.host()
+    record = Record(release_of(A), host)
+    record.data = replace(record.data, started_at=began, failed_phase="start", reason="it died")
+    before = proof.read(A, host)
+    assert before is not None
+    rollout.roll_back(release_of(A), None, host, record)
+    assert proof.read(A, host) == replace(before, ok=ok)
+    assert record.data.state == "failed-no-previous"
+
+
+def test_busy_engine_is_drained_without_new_requests(sim: SimulatedHost) -> None:
+    answers: list[Any] = [SilentError("late"), 3.0, SilentError("late"), 0.0]
+    open_to: list[str | None] = []
+
+    class BusyEngines(Engines):
+        def unfinished(self, *_: object) -> float:
+            open_to.append(self.sim.open_to)
+            answer = answers.pop(0)
+            if isinstance(answer, SilentError):
+                raise answer
+            return float(answer)
+
+    host, old = replace(sim.host(), engines=BusyEngines(sim)), release_of(A)
+    slow = replace(old, timeouts=replace(old.timeouts, drain_s=30))
+    steps.drain(slow, host, Record(slow, host))
+    assert answers == []
+    answers, open_to = [0.0], []
+    steps.replace_running(release_of(B), old, host, Record(release_of(B), host))
+    assert open_to == [None]
+
+
+def test_disk_that_fills_up_keeps_the_old_release(
+    sim: SimulatedHost, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sim.faults_at = {"unfinished": ["full"]}
+    sim.deploy(B)
+    assert_serves(sim, A)
+    message = f"rolled-back: serving {A}; [Errno 28] No space left on device: "
+    assert message in capfd.readouterr().out
+
+
+def test_rollout_on_a_full_disk_is_refused(
+    sim: SimulatedHost, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engines = dict(sim.engines)
+    sim.faults_at = {"begin": ["full"]}
+    sim.deploy(B)
+    assert (sim.engines, sim.serving()) == (engines, A)
+    output = capfd.readouterr().out
+    assert f"refused: serving {A}; /var/lib/spark/switch/{B}.json: cannot be written: " in output
+    assert "fix: free space" in output
+
+
+def test_unwritable_speed_does_not_fail_the_rollout(sim: SimulatedHost) -> None:
+    release, host = release_of(A), sim.host()
+    release = replace(release, check=replace(release.check, bench=Bench(1.0, 15.0)))
+    record = Record(release, host)
+    steps.activate(release, host, record)
+    assert "no speed was measured: [Errno 28] No space left on device" in record.data.bench[0]
+    assert sim.serving() == A
+
+
+def test_warnings_are_reported_after_a_rollout() -> None:
+    sim = SimulatedHost(warning="two texts")
+    result = deploy(sim, A)
+    assert (result.state, result.serving) == ("switched", A)
+    assert result.warnings == ("repeat: two texts",)
+    assert (result.reason, result.failed_phase) == (None, None)
+
+
+@pytest.mark.parametrize("call", [None, "stop", "disable"])
+def test_retired_service_neither_runs_nor_boots(sim: SimulatedHost, call: str | None) -> None:
+    if call:
+        sim.faults_at = {call: ["fail"]}
+        with pytest.raises(HostToolError):
+            boot.retire_service("main", sim.host())
+        assert sim.engines or sim.enabled(), "the next run must notice that it is not done"
+    assert boot.retire_service("main", sim.host()) == 0
+    assert_serves_nothing(sim)

@@ -1,0 +1,298 @@
+"""Requests and records of rollouts, targets of rollbacks, and stopped services."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from simulated_host import SimulatedHost
+from simulated_units import A, B, release_of
+from spark_contract import documents
+from spark_contract.errors import HostToolError
+from spark_contract.records import Rollout, Stopped
+from spark_contract.status import Begun, NamedRelease, Rollback, UnderWay
+from spark_contract.units import RETURN_TIMER, SWITCH
+from spark_host.records import boot
+from spark_host.rollout import record, rollout
+
+C = f"main-{'c' * 12}"
+RUN = "this-run"
+
+
+@pytest.fixture
+def sim() -> SimulatedHost:
+    return SimulatedHost(releases={A, B, C})
+
+
+def begin(sim: SimulatedHost) -> Begun:
+    return record.begin(A, sim.host())
+
+
+def poll(sim: SimulatedHost, begun: Begun) -> Rollout:
+    return record.poll(A, sim.host(), begun.request)
+
+
+def run_unit(sim: SimulatedHost) -> None:
+    unit = sim.unit(SWITCH.of(A))
+    unit.state, unit.run = "activating", RUN
+
+
+def fail_unit(sim: SimulatedHost, run: str = "") -> None:
+    unit = sim.unit(SWITCH.of(A))
+    unit.state, unit.result, unit.run = "failed", "exit-code", run
+
+
+def write_record(sim: SimulatedHost, **values: Any) -> None:
+    data = record.Record(release_of(A), sim.host(RUN)).data
+    sim.documents[sim.paths.rollout(A)] = replace(data, **{"state": "switched", **values})
+
+
+def test_begin_removes_the_previous_record(sim: SimulatedHost) -> None:
+    write_record(sim)
+    begun = begin(sim)
+    assert sim.paths.rollout(A) not in sim.documents
+    assert sim.queued == [A]
+    run_unit(sim)
+    assert poll(sim, begun).state == "none"
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [{"release": B}, {"request": "older"}, {"request": None}, {"invocation_id": "earlier run"}],
+)
+def test_stale_record_is_ignored(sim: SimulatedHost, stale: dict[str, Any]) -> None:
+    begun = begin(sim)
+    run_unit(sim)
+    write_record(sim)
+    assert poll(sim, begun).state == "switched"
+    write_record(sim, **stale)
+    assert poll(sim, begun).state == "none"
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        ("", f"{SWITCH.of(A)} did not run (exit-code)"),
+        ("run", "rollout of main: another change is under way; fix: wait for it"),
+    ],
+)
+def test_unit_without_record_is_a_failure(sim: SimulatedHost, run: str, reason: str) -> None:
+    begun = begin(sim)
+    write_record(sim, request="older")
+    fail_unit(sim, run)
+    sim.journal = [f"error: {reason}", "phase=none"] if run else []
+    result = poll(sim, begun)
+    assert (result.state, result.reason) == ("not-started", reason)
+
+
+def test_queued_rollout_has_not_failed(sim: SimulatedHost) -> None:
+    begun = begin(sim)
+    sim.unit(SWITCH.of(A)).sub = "start"  # the job is queued
+    assert poll(sim, begun).state == "none"
+
+
+def test_begin_joins_a_running_rollout(sim: SimulatedHost) -> None:
+    first = begin(sim)
+    run_unit(sim)
+    write_record(sim, state="running")
+    sim.queued.clear()
+    second = begin(sim)
+    assert (second.joined, second.request) == (True, first.request)
+    assert sim.queued == []
+    assert poll(sim, second).state == "running"
+
+
+def test_killed_rollout_is_interrupted(sim: SimulatedHost) -> None:
+    begun = begin(sim)
+    write_record(sim, state="running")
+    assert poll(sim, begun).state == "interrupted"
+
+
+def test_running_rollout_needs_unit_and_open_record(sim: SimulatedHost) -> None:
+    def running() -> UnderWay | None:
+        host = sim.host()
+        unit = host.units.state(SWITCH.of(A), "ActiveState", "Job")
+        return record.running_rollout(A, unit, host)
+
+    begin(sim)
+    requested = UnderWay(A, sim.documents[sim.paths.request(A)].at, None)
+    assert running() is None
+    run_unit(sim)
+    assert running() == requested
+    write_record(sim, state="running", phase="start", started_at="then")
+    assert running() == UnderWay(A, "then", "start")
+    write_record(sim, state="switched", phase="done")
+    assert running() is None
+    write_record(sim, state="running", invocation_id="earlier run", phase="drain")
+    assert running() == requested
+
+
+def test_record_contains_request_and_run_and_round_trips(sim: SimulatedHost) -> None:
+    begun = begin(sim)
+    write_record(sim)
+    result = sim.outcome(A)
+    assert (result.request, result.invocation_id) == (begun.request, RUN)
+    data = documents.plain(result)
+    assert documents.read(Rollout, data) == result
+    assert next(iter(data)) == "schema_version"
+
+
+@pytest.mark.parametrize("other", [{"invocation_id": "earlier run"}, {"boot_id": "boot-0"}])
+def test_only_the_same_run_recovers_a_rollout(sim: SimulatedHost, other: dict[str, str]) -> None:
+    write_record(sim, state="running", phase="start", **other)
+    sim.calls = 0
+    assert rollout.recover(A, sim.host(RUN)) == 0
+    assert sim.outcome(A).state == "running"
+    assert sim.calls == 0
+
+
+def test_refused_unit_is_an_error(sim: SimulatedHost) -> None:
+    sim.faults_at = {"begin": ["fail"]}
+    with pytest.raises(HostToolError, match=f"systemctl start {SWITCH.of(A)}: did not answer"):
+        begin(sim)
+
+
+def make_good(sim: SimulatedHost, *names: str) -> None:
+    """Make releases good in this order."""
+    for name in names:
+        sim.proven.add(name)
+        boot.enable_only(release_of(name), sim.host())
+
+
+def named(name: str) -> NamedRelease:
+    return NamedRelease(name, "lab-stub", "v2")
+
+
+def plan(sim: SimulatedHost, target: str | None = None) -> Rollback:
+    return rollout.plan_rollback("main", target, sim.host())
+
+
+def refusal(sim: SimulatedHost, target: str | None = None) -> str:
+    problem = plan(sim, target).problem
+    assert problem is not None
+    return f"{problem.where}: {problem.what}; {problem.fix}"
+
+
+def test_rollback_targets_the_previous_or_a_named_release(sim: SimulatedHost) -> None:
+    make_good(sim, A, B, C)
+    assert plan(sim) == Rollback(named(C), named(B))
+    assert plan(sim, A) == Rollback(named(C), named(A))
+
+
+def test_rollback_without_previous_release_is_refused(sim: SimulatedHost) -> None:
+    make_good(sim, A)
+    assert "nothing to go back to" in refusal(sim)
+
+
+def test_rollback_to_an_absent_release_lists_the_present_releases(sim: SimulatedHost) -> None:
+    make_good(sim, A, B)
+    sim.releases.discard(C)
+    present = f"{A} (lab-stub with v2); {B} (lab-stub with v2)"
+    assert f"{C}: is not a release on this host (there: {present})" in refusal(sim, C)
+
+
+def test_rollback_to_an_incomplete_release_names_a_complete_release(sim: SimulatedHost) -> None:
+    make_good(sim, A, B, C)
+    sim.incomplete = {B}
+    message = refusal(sim)
+    assert message.startswith(f"{B}: tree of {B}: is gone")
+    assert f"name a complete release: {A} (lab-stub with v2), or" in message
+    assert "model: lab-stub and profile: v2" in message
+    sim.incomplete = {A, B}
+    assert "name a complete release" not in refusal(sim)
+
+
+def test_stopped_service_is_not_rolled_back(sim: SimulatedHost) -> None:
+    make_good(sim, A, B)
+    sim.documents[sim.paths.stopped("main")] = Stopped(B, "now")
+    assert "stopped on purpose" in refusal(sim)
+
+
+def test_second_rollback_does_not_toggle(sim: SimulatedHost) -> None:
+    make_good(sim, A, B)
+    boot.note_rollback("main", A, sim.host())
+    make_good(sim, A)
+    assert f"{A} serves in place of {B}" in str(plan(sim).done)
+    note = boot.rolled_back("main", sim.host())
+    assert note is not None
+    assert note.came == B
+    assert plan(sim, B).to == named(B), "a named release can be reached"
+
+
+@pytest.mark.parametrize("next_good", [B, C], ids=["failed rollback", "next rollout"])
+def test_another_good_release_cancels_the_rollback(sim: SimulatedHost, next_good: str) -> None:
+    make_good(sim, A, B)
+    boot.note_rollback("main", A, sim.host())
+    make_good(sim, *([A] if next_good == C else []), next_good)
+    assert boot.rolled_back("main", sim.host()) is None
+    assert plan(sim).to == named(A)
+
+
+def test_dry_rollback_changes_nothing(
+    sim: SimulatedHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_good(sim, A, B)
+    assert rollout.rollback(["main", "--dry"], sim.host()) == 0
+    assert json.loads(capsys.readouterr().out)["to"]["name"] == A
+    assert sim.queued == []
+    assert sim.paths.rollback("main") not in sim.documents
+
+    assert rollout.rollback(["main"], sim.host()) == 0
+    assert sim.queued == [A]
+    begun = documents.parse(Begun, capsys.readouterr().out)
+    assert (begun.release, begun.joined, begun.came, begun.to) == (A, False, named(B), named(A))
+
+
+TIMER = RETURN_TIMER.of("main")
+
+
+def test_second_stop_keeps_the_first_author(sim: SimulatedHost) -> None:
+    make_good(sim, A)
+    boot.stop_service("main", "ann@desk", sim.host())
+    first = sim.documents[sim.paths.stopped("main")]
+    boot.stop_service("main", "ben@laptop", sim.host())
+    assert sim.documents[sim.paths.stopped("main")] == first
+    assert (first.by, first.release) == ("ann@desk", A)
+
+
+def test_timed_stop_ends_and_removes_its_timer(sim: SimulatedHost) -> None:
+    make_good(sim, A)
+    boot.stop_service("main", "ann", sim.host(), 3600)
+    assert TIMER in sim.links
+    boot.start_when_due("main", sim.host())
+    assert boot.is_stopped("main", sim.host()), "the hour is not over"
+    sim.pass_time(3601)
+    boot.start_when_due("main", sim.host())
+    assert boot.active("main", sim.host()) == A
+    assert not boot.is_stopped("main", sim.host())
+    assert TIMER not in sim.links
+
+
+def test_permanent_stop_replaces_a_timed_stop(sim: SimulatedHost) -> None:
+    make_good(sim, A)
+    boot.stop_service("main", "ann", sim.host(), 60)
+    boot.stop_service("main", "ben", sim.host())
+    assert TIMER not in sim.links
+    sim.pass_time(3600)
+    boot.start_when_due("main", sim.host())
+    assert boot.is_stopped("main", sim.host())
+
+
+def test_power_cut_during_a_timed_stop_does_not_stop_for_good(sim: SimulatedHost) -> None:
+    make_good(sim, A)
+    sim.history.clear()
+    boot.stop_service("main", "ann", sim.host(), 60)
+    calls = [line.partition(" ")[2] for line in sim.history]
+    assert calls.index("enable") < calls.index("write stopped"), "timer first"
+
+
+def test_manual_start_ends_a_timed_stop(sim: SimulatedHost) -> None:
+    make_good(sim, A)
+    boot.stop_service("main", "ann", sim.host(), 60)
+    boot.start_service("main", sim.host())
+    assert TIMER not in sim.links
+    sim.pass_time(3600)
+    assert boot.start_when_due("main", sim.host()) == 0
+    assert boot.active("main", sim.host()) == A
