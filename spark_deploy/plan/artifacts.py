@@ -130,7 +130,13 @@ def checkpoint_plan(
     sources = model.sources
     repo = (settings.checkpoint.prebuilt and sources.hybrid) or sources.base
     base = requantized or source_plan(locked_source(lock, repo, sources.revision), settings)
-    donor = _donor(model, profile, lock)
+    donor = None
+    if profile.shared_experts in orders.WITH_DONOR:
+        if sources.donor is None:
+            what = f"profile {profile.name} needs an FP8 source checkpoint; this model has none"
+            fix = "set sources.donor, or use a profile with another shared_experts"
+            raise PlanError.one(f"catalog/models/{model.name}.yml", what, fix)
+        donor = locked_source(lock, sources.donor, sources.revision)
     return CheckpointPlan(
         order=_order(model, profile, settings, base, donor),
         base=base,
@@ -208,16 +214,6 @@ def _output_bytes(model: HybridModel, profile: Profile, base_bytes: int) -> int:
     if profile.head == "int8-g128":
         new, old = new + sizes.head_int8_bytes, old + sizes.head_bytes
     return new if profile.layout == "overlay" else base_bytes - old + new
-
-
-def _donor(model: HybridModel, profile: Profile, lock: Lock) -> LockedSource | None:
-    if profile.shared_experts not in orders.WITH_DONOR:
-        return None
-    if model.sources.donor is None:
-        what = f"profile {profile.name} needs an FP8 source checkpoint; this model has none"
-        fix = "set sources.donor, or use a profile with another shared_experts"
-        raise PlanError.one(f"catalog/models/{model.name}.yml", what, fix)
-    return locked_source(lock, model.sources.donor, model.sources.revision)
 
 
 def requantized_plan(

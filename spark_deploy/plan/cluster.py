@@ -307,7 +307,17 @@ def spread(release: Release, settings: Settings, fabric: Mapping[str, Ports]) ->
     joined = links(settings, fabric)
     offset = int(digest_of({"release": release, "links": joined})[:8], 16) % (_PORTS // 2)
     port = _FIRST_PORT + 2 * offset
-    members = tuple(_member(link, rank, port, joined) for rank, link in enumerate(joined))
+    addresses = [link.address for link in joined]
+    members = tuple(
+        Member(
+            host=link.host,
+            address=link.address,
+            argv=rank_arguments(rank, addresses, port),
+            env=_environment(link),
+            docker_args=_RDMA_ARGUMENTS if link.devices else (),
+        )
+        for rank, link in enumerate(joined)
+    )
     # Host network: ranks exchange further ports only while they run.
     docker_args = tuple(
         "--network=host" if argument == "--network=none" else argument
@@ -317,16 +327,6 @@ def spread(release: Release, settings: Settings, fabric: Mapping[str, Ports]) ->
         release,
         engine=replace(release.engine, docker_args=docker_args),
         cluster=Cluster(members, port, settings.cluster.join_s),
-    )
-
-
-def _member(link: Link, rank: int, port: int, joined: Sequence[Link]) -> Member:
-    return Member(
-        host=link.host,
-        address=link.address,
-        argv=rank_arguments(rank, [member.address for member in joined], port),
-        env=_environment(link),
-        docker_args=_RDMA_ARGUMENTS if link.devices else (),
     )
 
 

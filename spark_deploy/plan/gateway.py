@@ -54,20 +54,18 @@ def route_by_name(main: ServicePlan, others: Sequence[ServicePlan]) -> GatewayPl
     if not others:
         return main.gateway
     names = {service_of(plan.serve.name): plan.serve.names for plan in (main, *others)}
-    first: dict[str, str] = {}
-    for service, own in names.items():
-        for name in own:
-            if first.setdefault(name, service) != service:
-                what = f"{name} is also a model name of {first[name]}"
-                raise PlanError.one(f"services.{service}.names", what, "use a unique name")
+    owners: dict[str, str] = {}
+    for service, name in ((service, name) for service, own in names.items() for name in own):
+        if owners.setdefault(name, service) != service:
+            what = f"{name} is also a model name of {owners[name]}"
+            raise PlanError.one(f"services.{service}.names", what, "use a unique name")
     return replace(main.gateway, settings=replace(main.gateway.settings, names=names))
 
 
 def _replicas(settings: Settings, host: str) -> Replicas | None:
-    replicas = settings.replicas
-    others = (name for name in replicas.hosts if name != host)
-    addresses = (replicas.addresses[name] for name in others if name in replicas.addresses)
-    gateways = tuple(f"{_shown(address)}:{settings.serve.port}" for address in addresses)
+    replicas, port = settings.replicas, settings.serve.port
+    others = [name for name in replicas.hosts if name != host and name in replicas.addresses]
+    gateways = tuple(f"{_shown(replicas.addresses[name])}:{port}" for name in others)
     return Replicas(replicas.port, gateways) if replicas.hosts else None
 
 

@@ -328,18 +328,21 @@ def _levers(
     no_drafts = [0] * bool(profile.speculation)
     names = ", ".join(f"services.{name}.memory_gib" for name in settings.services)
     pinned = settings.engine.kv_cache_gib is not None
+    engine = functools.partial(_setting, "engine")
     levers = [
-        Lever("vision", "set engine.vision to false", [False] * profile.vision, _engine("vision")),
-        Lever("cache", "drop engine.kv_cache_gib", [None] * pinned, _engine("kv_cache_gib")),
-        Lever("fraction", "raise engine.memory_fraction to {}", higher, _engine("memory_fraction")),
-        Lever("reserve", "lower memory.reserve_gib to {}", reserves, _reserve),
+        Lever("vision", "set engine.vision to false", [False] * profile.vision, engine("vision")),
+        Lever("cache", "drop engine.kv_cache_gib", [None] * pinned, engine("kv_cache_gib")),
+        Lever("fraction", "raise engine.memory_fraction to {}", higher, engine("memory_fraction")),
+        Lever(
+            "reserve", "lower memory.reserve_gib to {}", reserves, _setting("memory", "reserve_gib")
+        ),
         Lever("services", f"lower {names} to {{}} together", shares, _share),
         Lever(
-            "context", "set engine.max_context_tokens to {}", halves, _engine("max_context_tokens")
+            "context", "set engine.max_context_tokens to {}", halves, engine("max_context_tokens")
         ),
-        Lever("drafts", "set engine.drafts to {}", no_drafts, _engine("drafts")),
+        Lever("drafts", "set engine.drafts to {}", no_drafts, engine("drafts")),
         *(
-            Lever("profile", "choose profile {}", [name], _profile)
+            Lever("profile", "choose profile {}", [name], lambda s, name: replace(s, profile=name))
             for name in _others_like(profile, model, catalog)
         ),
     ]
@@ -367,18 +370,11 @@ def _others_like(profile: Profile, model: Model, catalog: Catalog) -> list[str]:
     return [other.name for other in sorted(others, key=distance) if other.name != profile.name]
 
 
-def _engine(field: str) -> Callable[[Settings, Any], Settings]:
+def _setting(section: str, name: str) -> Callable[[Settings, Any], Settings]:
+    """Return a function that changes a setting of a section."""
     return lambda settings, value: replace(
-        settings, engine=replace(settings.engine, **{field: value})
+        settings, **{section: replace(getattr(settings, section), **{name: value})}
     )
-
-
-def _profile(settings: Settings, name: str) -> Settings:
-    return replace(settings, profile=name)
-
-
-def _reserve(settings: Settings, size_gib: int) -> Settings:
-    return replace(settings, memory=replace(settings.memory, reserve_gib=size_gib))
 
 
 def _share_gib(settings: Settings) -> int:

@@ -101,7 +101,7 @@ def test_files_of_inventory_override_catalog_with_note(tmp_path: Path) -> None:
     models.mkdir(parents=True)
     profiles.mkdir()
     (profiles / "base.yml").write_text(
-        "based_on: base\nsummary: Mine\nchoose_when: I say so\nlimits: {max_sequences: 2}\n"
+        "based_on: base\nsummary: Mine\nchoose_when: I want it\nlimits: {max_sequences: 2}\n"
     )
     (models / "mine.yml").write_text("based_on: large\nsummary: Mine, too\n")
     catalog = read_catalog(FIXTURE, own=tmp_path)
@@ -124,7 +124,7 @@ def test_mistake_in_file_of_inventory_is_reported(tmp_path: Path) -> None:
         read_catalog(FIXTURE, own=tmp_path).model("mine")
 
 
-# Tensor sets: patterns, counts and shapes must agree.
+# Tensor sets: patterns, numbers and shapes must agree.
 
 HYBRIDS = [n for n, m in shipped_catalog().models.items() if isinstance(m, HybridModel)]
 

@@ -1,4 +1,4 @@
-"""Catalog files, shared files and locks with arbitrary values: planned, or refused in one line."""
+"""Catalog files, shared files and locks with arbitrary values: planned, or refused in lines."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def shipped_catalog() -> Catalog:
 
 @functools.cache
 def shipped() -> tuple[tuple[str, str, HostPlan | PlanError], ...]:
-    """Return every model and profile of the shipped catalog with its plan or refusal."""
+    """Return every model and profile of the shipped catalog with plan or refusal."""
     return tuple(_plans(shipped_catalog(), Settings()))
 
 

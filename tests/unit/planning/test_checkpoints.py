@@ -142,7 +142,7 @@ def test_prebuilt_hybrid_replaces_base_and_keeps_donor() -> None:
     assert order.shared_experts == "fp8-base"
     assert plan.memory == built.memory
     assert plan.checkpoint.digest != built.checkpoint.digest
-    # Its shared experts are already FP8; only the head shrinks.
+    # The shared experts are already FP8; only the head shrinks.
     assert plan.checkpoint.output_bytes > built.checkpoint.output_bytes
 
 

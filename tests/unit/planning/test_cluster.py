@@ -33,7 +33,7 @@ LAN = Port("enP7s7", True, 1500, 10000, ("192.168.1.10/24",), None, None)
 
 
 def cabled_ports(cage: int, last: int, *, gid: int = 3) -> tuple[Port, ...]:
-    """Return the four interfaces of a Spark with one cable, in cage 0 or 1."""
+    """Return the four interfaces of a Spark with a cable in cage 0 or 1."""
     ports = []
     for number in (0, 1):
         for pci, net in (("p1s0", 100), ("P2p1s0", 101)):
@@ -100,7 +100,7 @@ def test_only_cluster_members_use_the_host_network() -> None:
     assert single.cluster is None
     assert "--network=none" in single.engine.docker_args
     assert "--network=host" in member.engine.docker_args
-    # RDMA adds pinned memory and its devices, but no root rights.
+    # RDMA adds pinned memory and devices, but no root rights.
     assert member.cluster.head.docker_args == ("--ulimit=memlock=-1:-1", "--device=/dev/infiniband")
     single_args, member_args = (
         [argument for argument in release.engine.docker_args if "--network" not in argument]
@@ -153,7 +153,7 @@ def readdressed(ports: tuple[Port, ...], *addresses: str) -> tuple[Port, ...]:
         (readdressed((LAN, *cabled_ports(0, 11)), "192.168.1.2/24", "192.168.100.11/24",
                      "192.168.100.12/24"),
          "spark-2: enP2p1s0f0np0: 192.168.100.0/24 is also the network of enp1s0f0np0"),
-        # One machine under two names, or a duplicate address.
+        # The same machine under two names, or a duplicate address.
         ((LAN, *cabled_ports(1, 10)), "spark-2: cluster: has 192.168.100.10"),
     ],
 )  # fmt: skip

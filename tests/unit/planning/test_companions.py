@@ -44,7 +44,7 @@ def catalog_with(
     return replace(catalog, profiles={**catalog.profiles, ("plain", "dense"): changed})
 
 
-def plan(
+def make_plan(
     drafts: Speculation | None = None,
     model: PlainModel = MODEL,
     anatomies: tuple[Anatomy, ...] = (ANATOMY, DRAFTER, LORA),
@@ -74,41 +74,42 @@ def drafts_of(plan: HostPlan) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", ["dflash", "eagle3", "draft_model"])
 def test_drafter_is_downloaded_mounted_and_counted(method: Any) -> None:
-    found, without = plan(replace(EAGLE, method=method)), plan()
-    assert [source.locked.repo for source in found.sources] == [REPO, DRAFT]
-    assert [work.job.kind for work in jobs_of(found, ())] == ["fetch", "fetch", "image-pull"]
-    drafter = found.sources[1]
-    [mount] = [mount for mount in found.serve.engine.mounts if mount.source == drafter.dir]
+    plan, without = make_plan(replace(EAGLE, method=method)), make_plan()
+    assert [source.locked.repo for source in plan.sources] == [REPO, DRAFT]
+    assert [work.job.kind for work in jobs_of(plan, ())] == ["fetch", "fetch", "image-pull"]
+    drafter = plan.sources[1]
+    [mount] = [mount for mount in plan.serve.engine.mounts if mount.source == drafter.dir]
     assert (mount.target, mount.read_only) == ("/drafter", True)
-    trees = [(tree.path, tree.digest) for tree in found.serve.beside]
+    trees = [(tree.path, tree.digest) for tree in plan.serve.beside]
     assert trees == [(drafter.dir, drafter.digest)]
-    assert drafts_of(found) == {"method": method, "num_speculative_tokens": 3, "model": "/drafter"}
-    assert found.memory.drafter_bytes == GIB
-    assert any(use.what == DRAFT for use in found.disk)
-    assert drafter.dir in keep_of(found).folders
-    assert 0 < found.memory.kv_tokens < without.memory.kv_tokens  # its layers have a cache, too
-    assert found.serve.name != without.serve.name
+    assert drafts_of(plan) == {"method": method, "num_speculative_tokens": 3, "model": "/drafter"}
+    assert plan.memory.drafter_bytes == GIB
+    assert any(use.what == DRAFT for use in plan.disk)
+    assert drafter.dir in keep_of(plan).folders
+    # The drafter's layers have a cache, too.
+    assert 0 < plan.memory.kv_tokens < without.memory.kv_tokens
+    assert plan.serve.name != without.serve.name
 
 
 def test_unknown_cache_of_drafter_makes_cache_unknown() -> None:
     unknown = replace(DRAFTER, cache=(), cache_unknown="layers of x are unknown")
-    memory = plan(EAGLE, anatomies=(ANATOMY, unknown)).memory
+    memory = make_plan(EAGLE, anatomies=(ANATOMY, unknown)).memory
     assert memory.kv_tokens is None
     assert memory.unknown == ("KV cache of a token, the drafter's: layers of x are unknown",)
 
 
 def test_ngram_drafts_need_no_memory() -> None:
-    found = plan(Speculation(method="ngram", tokens=3, longest_match=5, shortest_match=2))
-    assert drafts_of(found) == {
+    plan = make_plan(Speculation(method="ngram", tokens=3, longest_match=5, shortest_match=2))
+    assert drafts_of(plan) == {
         "method": "ngram", "num_speculative_tokens": 3,
         "prompt_lookup_max": 5, "prompt_lookup_min": 2,
     }  # fmt: skip
-    assert found.memory.drafter_bytes == 0
-    assert len(found.sources) == 1
+    assert plan.memory.drafter_bytes == 0
+    assert len(plan.sources) == 1
 
 
 def test_drafts_setting_keeps_method_or_disables_drafter() -> None:
-    fewer, off = (plan(EAGLE, **{"engine.drafts": drafts}) for drafts in (1, 0))
+    fewer, off = (make_plan(EAGLE, **{"engine.drafts": drafts}) for drafts in (1, 0))
     config = drafts_of(fewer)
     assert (config["method"], config["num_speculative_tokens"]) == ("eagle3", 1)
     assert "--speculative-config" not in off.serve.engine.argv
@@ -116,22 +117,22 @@ def test_drafts_setting_keeps_method_or_disables_drafter() -> None:
 
 
 def test_adapter_has_name_mount_and_slot() -> None:
-    found, without = plan(model=ADAPTED), plan()
-    argv = found.serve.engine.argv
-    assert found.serve.names == ("dense", "law")
+    plan, without = make_plan(model=ADAPTED), make_plan()
+    argv = plan.serve.engine.argv
+    assert plan.serve.names == ("dense", "law")
     assert argv[argv.index("--served-model-name") + 2].startswith("--")  # without the adapter
-    assert value_of(found, "--lora-modules") == "law=/adapters/0"
-    assert value_of(found, "--max-lora-rank") == "64"  # the next slot width
+    assert value_of(plan, "--lora-modules") == "law=/adapters/0"
+    assert value_of(plan, "--max-lora-rank") == "64"  # the next slot width
     assert "--enable-lora" in argv
-    [tree] = found.serve.beside
-    mounts = {mount.source: mount.target for mount in found.serve.engine.mounts}
+    [tree] = plan.serve.beside
+    mounts = {mount.source: mount.target for mount in plan.serve.engine.mounts}
     assert mounts[tree.path] == "/adapters/0"
-    assert found.memory.weights_bytes - without.memory.weights_bytes == 64 << 20
+    assert plan.memory.weights_bytes - without.memory.weights_bytes == 64 << 20
 
 
 def test_refuses_adapters_with_drafts() -> None:
     with pytest.raises(PlanError, match="unverified with adapters"):
-        plan(Speculation(method="ngram", tokens=3), model=ADAPTED)
+        make_plan(Speculation(method="ngram", tokens=3), model=ADAPTED)
 
 
 def test_lock_needs_all_mounted_repositories() -> None:
@@ -141,15 +142,15 @@ def test_lock_needs_all_mounted_repositories() -> None:
 
 
 def test_release_without_companions_has_no_such_field() -> None:
-    release = plan().serve
+    release = make_plan().serve
     assert '"beside"' not in text_of(release)
     assert parse(Release, text_of(release)).trees == (release.tree,)
 
 
 def test_block_size_option_is_counted() -> None:
-    found = plan(options={"block-size": 64})
-    assert found.memory.block_tokens == 64
-    assert value_of(found, "--block-size") == "64"
+    plan = make_plan(options={"block-size": 64})
+    assert plan.memory.block_tokens == 64
+    assert value_of(plan, "--block-size") == "64"
     assert shape_of(MODEL, catalog_of(MODEL).profile("plain", "dense")) is None  # unread headers
 
 

@@ -127,7 +127,7 @@ NOT_TUNED = {"enable_flashinfer_autotune": False, "enable_jit_warmup": False}
             {"kernel_config": '{"enable_jit_warmup": true}'},
             {**NOT_TUNED, "enable_jit_warmup": True},
         ),
-        # The engine refuses the option together with its key.
+        # The engine refuses option and key together.
         ({"enable-flashinfer-autotune": True}, {"enable_jit_warmup": False}),
         ({"no_enable_flashinfer_autotune": True}, {"enable_jit_warmup": False}),
         ({"kernel-config": None}, None),

@@ -42,7 +42,7 @@ def plan_lines(model: str, profile: str) -> tuple[str, ...]:
         locked["files"] = f"{len(locked['files'])} files"
     built = data["checkpoint"].get("order", {})
     built |= {k: f"{len(v)} entries" for k, v in built.items() if isinstance(v, list)}
-    # A digest is written once; elsewhere its name replaces it.
+    # A digest is written once, and replaced by a name elsewhere.
     names = {plan.serve.digest: "RELEASE", plan.image.digest: "IMAGE"}
     if plan.checkpoint:
         names[plan.checkpoint.digest] = "CHECKPOINT"
@@ -57,7 +57,7 @@ def with_names(line: str, names: dict[str, str]) -> str:
 
 
 def flat_lines(path: str, value: Any) -> Iterator[str]:
-    """Yield a line for each value; an engine option and its values share a line."""
+    """Yield a line for each value; an engine option and the values share a line."""
     if isinstance(value, dict) and value:
         for key in sorted(value):
             yield from flat_lines(f"{path}.{key}" if path else str(key), value[key])
@@ -81,7 +81,7 @@ def join_options(items: list[Any]) -> list[Any]:
 
 
 def base_of(model: str, profile: str) -> tuple[str, str] | None:
-    """Return the pair whose golden this one is compared with."""
+    """Return the pair with which a golden is compared."""
     if (model, profile) == (DEFAULT.model, DEFAULT.profile):
         return None
     if profile == "plain":

@@ -519,7 +519,7 @@ def test_refuses_cache_types_of_unknown_size(
     assert "turboquant_k8v4" in message
 
 
-# Code of others: refused unless the owner overrides the rule by name.
+# Foreign code: refused unless the owner overrides the rule by name.
 
 WHY = "reviewed by us in November"
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -664,9 +664,9 @@ def test_refuses_more_sequences_than_tokens_per_step() -> None:
 def test_refuses_engines_unsupported_by_plugin(image: str, refused: bool) -> None:
     engines = supported_engines()
     settings = settings_of(profile="v2", **{"images.engine": image})
-    found = problems_of(settings, CATALOG, engines)
-    assert [problem.where for problem in found] == ["images.engine"] * refused
-    assert all(", ".join(engines) in problem.what for problem in found)
+    refusals = problems_of(settings, CATALOG, engines)
+    assert [problem.where for problem in refusals] == ["images.engine"] * refused
+    assert all(", ".join(engines) in problem.what for problem in refusals)
     without = settings_of(profile="base", **{"images.engine": image})
     assert not [p for p in problems_of(without, CATALOG, engines) if "plugin" in p.what]
 

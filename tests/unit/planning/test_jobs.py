@@ -188,9 +188,9 @@ def test_ready_pairs_need_disk_images_and_locked_names() -> None:
 
 
 def test_refuses_ready_pair_that_cannot_be_served() -> None:
-    found = problems(keep_ready=[{"model": "huge", "profile": "v2"}])
-    assert found
-    assert all("keep_ready huge with v2" in problem.where for problem in found)
+    refusals = problems(keep_ready=[{"model": "huge", "profile": "v2"}])
+    assert refusals
+    assert all("keep_ready huge with v2" in problem.where for problem in refusals)
 
 
 @pytest.mark.parametrize("pair", [BASE, SMALL, TURBOQUANT])
@@ -217,7 +217,7 @@ STATES: dict[str, State] = {
 
 
 def members(states: str, digest: str = TREE) -> list[Member]:
-    """Return hosts a, b, ... with the state of one tree: there +, under way ~, missing -."""
+    """Return hosts a, b, ... with states of a tree: there +, running ~, missing -, needless =."""
     pairs = zip("abcdefgh", states, strict=False)
     return [Member(name, name, {digest: STATES[state]}) for name, state in pairs]
 
@@ -275,7 +275,7 @@ FETCH, BUILD, IMAGE = WORKS
 
 
 def with_peer(state: State, receipts: dict[str, str]) -> list[Member]:
-    """Return a peer whose trees all have one state, and a host without trees."""
+    """Return a peer with all trees in a state, and a host without trees."""
     trees = {tree.digest: state for tree in shared_trees(WORKS)}
     return [
         Member("peer", "http://peer:1", trees, receipts),

@@ -189,7 +189,7 @@ def test_host_vars_set_sequences_context_and_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "published_tokens"),
-    # Published for one Spark at 0.90, as vLLM 0.19 counts: blocks / four cache groups.
+    # Published for a Spark at 0.90 with vLLM 0.19: blocks / four cache groups.
     [("auto", 355_000), ("turboquant_4bit_nc", 1_400_000)],
 )
 def test_cache_size_of_122b_is_near_published_size(dtype: str, published_tokens: int) -> None:
@@ -290,8 +290,8 @@ def shipped_settings(count: int, **overrides: Any) -> Settings:
 
 def suggestions_for(count: int, **overrides: Any) -> str | None:
     """Return the suggestions for a pair that does not fit; ``None`` if it fits."""
-    found = problems_of(shipped_settings(count, **overrides), SHIPPED)
-    return next((p.fix for p in found if "does not fit on" in p.what), None)
+    refusals = problems_of(shipped_settings(count, **overrides), SHIPPED)
+    return next((p.fix for p in refusals if "does not fit on" in p.what), None)
 
 
 MODELS = [name for name, model in SHIPPED.models.items() if isinstance(model, HybridModel)]

@@ -1,4 +1,4 @@
-"""A new model or profile is one new file: all tests pass after `make golden docs`."""
+"""A new model or profile is a single file: all tests pass after `make golden docs`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ speculation: {{method: mtp, tokens: 1}}
 limits: {{max_sequences: 2, max_batched_tokens: 8192, memory_fraction: 0.8}}
 check: {{acceptance_floor: 0.4}}
 """
-# Tests read the catalog by importing its reader, directly or not, or by its path.
+# Tests read the catalog by importing the reader, directly or not, or by path.
 READER = "spark_deploy/config/catalog/load.py"
 BY_PATH = re.compile(r"catalog_names\(|\"catalog[/\"]|catalog/(models|profiles)")
 GOLDENS = "tests/unit/planning/test_goldens.py"
@@ -78,7 +78,7 @@ def new_model(checkout: Path) -> str:
 
 
 def tests_of_catalog(checkout: Path) -> list[Path]:
-    """Return the tests that read the catalog, without this one."""
+    """Return the tests that read the catalog, except this test."""
     tests = sorted((checkout / "tests/unit").rglob("test_*.py"))
     return [
         test

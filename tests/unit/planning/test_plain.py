@@ -43,7 +43,7 @@ def catalog_of(model: PlainModel) -> Catalog:
     return replace(CATALOG, models={**CATALOG.models, "dense": model}, profiles=profiles)
 
 
-def plan(
+def make_plan(
     model: PlainModel = MODEL,
     anatomy: Anatomy | None = ANATOMY,
     profile: str = "plain",
@@ -63,26 +63,26 @@ def plan(
 
 def refused(model: PlainModel = MODEL, **settings: Any) -> str:
     with pytest.raises(PlanError) as error:
-        plan(model, **settings)
+        make_plan(model, **settings)
     return "\n".join(str(problem) for problem in error.value.problems)
 
 
 def test_serves_downloaded_files_without_build() -> None:
-    found = plan()
-    assert found.checkpoint is None
-    assert [work.job.kind for work in jobs_of(found, ())] == ["fetch", "image-pull"]
-    assert found.serve.tree.path == found.sources[0].dir
-    assert found.image.tag == found.image.base
+    plan = make_plan()
+    assert plan.checkpoint is None
+    assert [work.job.kind for work in jobs_of(plan, ())] == ["fetch", "image-pull"]
+    assert plan.serve.tree.path == plan.sources[0].dir
+    assert plan.image.tag == plan.image.base
 
 
 def test_excluded_files_are_not_downloaded() -> None:
-    whole, without = plan(), plan(replace(MODEL, leave_out=("original/*",)))
+    whole, without = make_plan(), make_plan(replace(MODEL, leave_out=("original/*",)))
     assert whole.sources[0].size_bytes - without.sources[0].size_bytes == 17 * GIB
     assert whole.serve.tree.digest != without.serve.tree.digest
 
 
 def test_memory_follows_headers_and_config() -> None:
-    memory = plan().memory
+    memory = make_plan().memory
     # The model file lists no vision, so the engine keeps all towers.
     assert (memory.weights_bytes, memory.drafter_bytes) == (17 * GIB, 0)
     assert memory.kv_tokens == memory.kv_cache_bytes // (32 * 4096) // 16 * 16
@@ -91,9 +91,12 @@ def test_memory_follows_headers_and_config() -> None:
 
 def test_vision_tower_is_loaded_only_with_vision() -> None:
     model = replace(MODEL, vision=True)
-    off, on = plan(model), plan(model, **{"engine.vision": True})
+    off, on = make_plan(model), make_plan(model, **{"engine.vision": True})
     assert on.memory.weights_bytes - off.memory.weights_bytes == GIB
-    assert ["--language-model-only" in one.serve.engine.argv for one in (off, on)] == [True, False]
+    assert ["--language-model-only" in plan.serve.engine.argv for plan in (off, on)] == [
+        True,
+        False,
+    ]
     assert on.serve.check.image
 
 
@@ -118,11 +121,11 @@ UNKNOWN = replace(ANATOMY, cache=(), cache_unknown="layers of odd are unknown")
 
 
 def test_unknown_cache_is_reported_and_limited_by_fraction() -> None:
-    memory = plan(anatomy=UNKNOWN).memory
+    memory = make_plan(anatomy=UNKNOWN).memory
     assert (memory.kv_tokens, memory.full_context_users) == (None, None)
     assert memory.unknown == ("KV cache of a token: layers of odd are unknown",)
-    assert memory.needed_bytes == plan().memory.needed_bytes
-    pinned = plan(anatomy=UNKNOWN, **{"engine.kv_cache_gib": 8}).memory
+    assert memory.needed_bytes == make_plan().memory.needed_bytes
+    pinned = make_plan(anatomy=UNKNOWN, **{"engine.kv_cache_gib": 8}).memory
     assert pinned.kv_cache_bytes == 8 * GIB
 
 
@@ -136,12 +139,14 @@ def test_refuses_architecture_that_engine_does_not_list() -> None:
     unlisted = replace(ANATOMY, architecture="NobodyForCausalLM")
     assert "NobodyForCausalLM" in refused(anatomy=unlisted, **{"images.engine": V033})
     newer = replace(ANATOMY, architecture="DoryForCausalLM")
-    plan(anatomy=newer, **{"images.engine": V033})
+    make_plan(anatomy=newer, **{"images.engine": V033})
     v030 = {"images.engine": "registry.example/vllm:v0.30.0"}
     assert "name an image of vLLM 0.33.0" in refused(anatomy=newer, **v030)
     # Unknown version, or another implementation of the model.
-    plan(anatomy=unlisted, **{"images.engine": "registry.example/vllm:nightly"})
-    plan(anatomy=unlisted, **{"images.engine": V033, "engine.options.model-impl": "transformers"})
+    make_plan(anatomy=unlisted, **{"images.engine": "registry.example/vllm:nightly"})
+    make_plan(
+        anatomy=unlisted, **{"images.engine": V033, "engine.options.model-impl": "transformers"}
+    )
 
 
 def test_refuses_parsers_that_engine_does_not_have() -> None:
@@ -150,7 +155,7 @@ def test_refuses_parsers_that_engine_does_not_have() -> None:
     assert "parsers.reasoning: qwen is not a parser" in message
     assert "did you mean qwen3?" in message
     assert "parsers.tool_call: nano_v3 is not a parser" in message
-    plan(model, **{"images.engine": "registry.example/vllm:nightly"})
+    make_plan(model, **{"images.engine": "registry.example/vllm:nightly"})
 
 
 def test_refuses_profiles_that_build_checkpoints() -> None:
@@ -163,7 +168,7 @@ def test_has_no_problems_without_lock() -> None:
 
 
 def test_check_uses_default_questions() -> None:
-    check = plan().serve.check
+    check = make_plan().serve.check
     assert len(check.plain_questions) == 3
     assert not check.tool_call
 
@@ -174,7 +179,10 @@ COUNTED = CountedCache(
 
 
 def test_measured_cache_size_replaces_unknown_one() -> None:
-    blind, measured = plan(anatomy=UNKNOWN), plan(anatomy=replace(UNKNOWN, counted=COUNTED))
+    blind, measured = (
+        make_plan(anatomy=UNKNOWN),
+        make_plan(anatomy=replace(UNKNOWN, counted=COUNTED)),
+    )
     memory = measured.memory
     assert memory.kv_tokens == pytest.approx(memory.kv_cache_bytes / 10_000, rel=0.001)
     assert memory.unknown == ()
@@ -191,7 +199,7 @@ def test_measured_cache_size_replaces_unknown_one() -> None:
     ids=["other cache type", "computed cache"],
 )
 def test_ignores_measured_cache_size_that_does_not_apply(anatomy: Anatomy) -> None:
-    assert plan(anatomy=anatomy).memory.counted_by == ""
+    assert make_plan(anatomy=anatomy).memory.counted_by == ""
 
 
 @pytest.mark.parametrize("anatomy", [ANATOMY, UNKNOWN], ids=["known", "unknown"])
@@ -199,12 +207,12 @@ def test_ignores_measured_cache_size_that_does_not_apply(anatomy: Anatomy) -> No
 def test_plan_text_mentions_cache(anatomy: Anatomy, verbose: bool) -> None:
     model = replace(MODEL, anatomy=anatomy)
     profile = catalog_of(model).profile("plain", "dense")
-    text = plan_text(plan(anatomy=anatomy), model, profile, verbose=verbose)
+    text = plan_text(make_plan(anatomy=anatomy), model, profile, verbose=verbose)
     assert "KV cache" in "\n".join(text)
 
 
 def test_refuses_narrow_experts_with_scales_in_groups() -> None:
     for quantisation in ("", "fp8"):
-        plan(anatomy=replace(ANATOMY, expert_width=64, quantisation=quantisation))
+        make_plan(anatomy=replace(ANATOMY, expert_width=64, quantisation=quantisation))
     grouped = replace(ANATOMY, expert_width=64, quantisation="gptq, 4 bit")
     assert "experts-of-one-group" in refused(anatomy=grouped)

@@ -1,4 +1,4 @@
-"""Profiles: claims have results, stages of the ladder, profiles based on others."""
+"""Profiles: claims have results, stages of the ladder, based_on."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_guard_rails_check_drafts_of_settings() -> None:
         assert any(rule in text for text in warnings) is warned
     for drafts, asynchronous, refused in ((0, True, True), (2, True, False), (0, False, False)):
         options = {"attention-backend": "FLASHINFER", "async-scheduling": asynchronous}
-        found = problems(profile="base", **{"engine.drafts": drafts, "engine.options": options})
-        assert any("flashinfer-without-drafts" in problem.what for problem in found) is refused
+        refusals = problems(profile="base", **{"engine.drafts": drafts, "engine.options": options})
+        assert any("flashinfer-without-drafts" in problem.what for problem in refusals) is refused
 
 
 def test_head_setting_changes_checkpoint_or_engine() -> None:
@@ -87,8 +87,8 @@ def test_head_setting_changes_checkpoint_or_engine() -> None:
         assert plan.checkpoint.order.head == "keep"
         in_engine = any('"lm_head":"int8-triton"' in word for word in plan.serve.engine.argv)
         assert in_engine is (head == "int8-triton")
-    found = problems(profile="base", **{"engine.head": "int8-triton"})
-    assert any("own-head-without-the-plugin" in problem.what for problem in found)
+    refusals = problems(profile="base", **{"engine.head": "int8-triton"})
+    assert any("own-head-without-the-plugin" in problem.what for problem in refusals)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The release of a service and its files on the host: digests, timers, commands."""
+"""The release of a service and the files on the host: digests, timers, commands."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_plans_are_reproducible() -> None:
 @pytest.mark.parametrize(
     ("change", "same"),
     [
-        # Where files come from and who has access.
+        # Sources of files, and access.
         ({"hub.endpoint": "http://mirror.example"}, True),
         ({"downloads.parallel": 9}, True),
         ({"hub.token": {"env": "TOKEN"}}, True),

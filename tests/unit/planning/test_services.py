@@ -1,4 +1,4 @@
-"""Several services on one host share memory, ports and the main gateway."""
+"""Several services on a host share memory, ports and the main gateway."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_documented_example_fits_on_one_spark(tmp_path: Path) -> None:
     page = (CHECKOUT / "docs/how-to/several-services.md").read_text()
     blocks = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S))
     [overrides] = [block for block in blocks if "model" in block]
-    # The page tells owners to add the reranker.
+    # Owners add the reranker themselves.
     own = tmp_path / "catalog/models/bge-reranker-v2-m3.yml"
     own.parent.mkdir(parents=True)
     own.write_text(yaml.safe_dump(RERANKER))
