@@ -50,7 +50,7 @@ def test_the_report_of_a_spark_fills_the_column_and_is_linked(page: Page) -> Non
     text = page(report_of())
     assert row(text, "| speed, memory").endswith("| 6 of 6 questions answered |")
     assert row(text, "| `@local`").endswith("| not yet |")
-    captured = row(text, "| Does the memory hold")
+    captured = row(text, "| Does memory suffice")
     assert "| yes: least 17.0 GiB, floor 4.0 GiB ([2026-11-22](../../reports/0.json)) |" in captured
 
 
