@@ -1,14 +1,14 @@
-"""What pyinfra reads before the inventory, where it is started: refuse one that does not exist.
+"""pyinfra reads this file before the inventory: refuse a missing or empty inventory.
 
-Copy it into a repository of your own, beside where you call pyinfra.
+To use it in your own repository, copy it to the directory in which you call pyinfra.
 """
 
 import pathlib as _pathlib
 import sys as _sys
 
-# For a checkout whose package is not installed; a repository of your own does not need it.
+# Only needed if the package is not installed.
 _sys.path.insert(0, str(_pathlib.Path(__file__).resolve().parent))
-# pyinfra forbids it for the sake of its own files, and every run would compile all of ours anew.
+# pyinfra disables bytecode; every run would compile our modules again.
 _sys.dont_write_bytecode = bool(_sys.flags.dont_write_bytecode)
 
 from spark_deploy.inventory import check_inventory as _check_inventory  # noqa: E402

@@ -11,7 +11,7 @@ from spark_deploy.hosts.commands import each
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.uninstall import uninstall_request
-from spark_deploy.inventory.host_names import known_of
+from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.plans import plan_for, waves_for
 from spark_deploy.plan.jobs import discard_jobs_of, ready_jobs_of, served_jobs_of
 from spark_deploy.plan.release import release_files_of, unit_files_of
@@ -22,7 +22,7 @@ jobs, release = served_jobs_of(plan, payload.image_context), plan.serve.name
 
 service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
-base.apply(plan=plan.base, request=uninstall_request(known_of(host).found.settings))
+base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
 tools.apply(plan=plan.tools, files=payload.tools, units=unit_files_of(payload.units))
 # Downloads and the build need no container engine: they start now and run in parallel.
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)

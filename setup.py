@@ -1,7 +1,4 @@
-"""What pyproject.toml cannot say: a wheel carries the parts of the checkout that a deploy needs.
-
-``spark_deploy/config/checkout.py`` finds them in ``spark_deploy/_checkout``, laid out as here.
-"""
+"""Build a wheel that carries the checkout's files for deploys in ``spark_deploy/_checkout``."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "dist")
 
 
 class WithCheckout(build_py):
-    """Copies what is carried beside the package's modules."""
+    """Copies these parts into the package."""
 
     def run(self) -> None:
-        """Build as always, and copy; an editable install has the checkout itself."""
+        """Build and copy; an editable install uses the checkout."""
         if self.editable_mode:
             super().run()
             return
-        shutil.rmtree(self.build_lib, ignore_errors=True)  # what earlier builds left is not ours
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # files of earlier builds
         super().run()
         here, into = Path(__file__).parent, Path(self.build_lib) / "spark_deploy" / "_checkout"
         for name in FOLDERS:

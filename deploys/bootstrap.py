@@ -5,12 +5,12 @@ from pyinfra.api import FunctionCommand
 
 from roles import bootstrap
 from spark_deploy.inventory.bootstrap import contact_of
-from spark_deploy.inventory.login import plan_of, prove
+from spark_deploy.inventory.login import bootstrap_plan, check_access
 
 contact = contact_of(host)
 bootstrap.apply(
-    plan=plan_of(host),
+    plan=bootstrap_plan(host),
     password=contact.password,
     ready=contact.ready,
-    check=FunctionCommand(prove, [contact.endpoint], {}),
+    check=FunctionCommand(check_access, [contact.endpoint], {}),
 )

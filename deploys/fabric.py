@@ -11,15 +11,15 @@ from roles import base, fabric, tools
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.uninstall import uninstall_request
-from spark_deploy.inventory.host_names import known_of
-from spark_deploy.inventory.login import endpoint_of, prove_way
+from spark_deploy.inventory.host_names import context_of
+from spark_deploy.inventory.login import check_login, endpoint_of
 from spark_deploy.inventory.plans import payload_identity, ports_of
 from spark_deploy.plan.cluster import fabric_links
 from spark_deploy.plan.host import base_plan, tools_plan
 from spark_deploy.plan.release import unit_files_of
 
 hold_lease(state, host)
-settings, payload = known_of(host).found.settings, read_payload()
+settings, payload = context_of(host).loaded.settings, read_payload()
 
 if settings.fabric.restore:
     fabric.restore()
@@ -33,5 +33,5 @@ else:
         fabric.measure(ways=fabric_links(host.name, settings, ports))
     else:
         endpoint = endpoint_of(host)
-        login = None if endpoint.is_local else FunctionCommand(prove_way, [endpoint], {})
+        login = None if endpoint.is_local else FunctionCommand(check_login, [endpoint], {})
         fabric.apply(settings=settings, check=login)

@@ -1,7 +1,7 @@
 """Make an INT4 checkpoint of the model's 16-bit repository, with AutoRound in the engine's image.
 
 Serves and stops no engine: if memory is in use, the job fails with that reason. After a
-kill or reboot it continues with the current block. `checkpoint.requantized: true` serves the
+kill or reboot it continues with the current block. `checkpoint.source: requantized` serves the
 result, on this host and on those that copy it.
 """
 
@@ -12,7 +12,7 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.uninstall import uninstall_request
-from spark_deploy.inventory.host_names import known_of
+from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.plans import plan_for
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.release import unit_files_of
@@ -20,12 +20,12 @@ from spark_deploy.plan.release import unit_files_of
 hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 if plan.requantized is None:
-    fix = "run `spark-deploy add MODEL --requantize`, or set checkpoint.requantized: true"
+    fix = "run `spark-deploy add MODEL --requantize`, or set checkpoint.source: requantized"
     raise PlanError.one(host.name, "the settings request no checkpoint of our own", fix)
 jobs = tuple(w for w in jobs_of(plan, payload.image_context) if w.job.kind != "checkpoint")
 release = f"{plan.serve.service}-requantize"
 
-base.apply(plan=plan.base, request=uninstall_request(known_of(host).found.settings))
+base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
 tools.apply(plan=plan.tools, files=payload.tools, units=unit_files_of(payload.units))
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 cuda.apply(plan=plan.cuda)

@@ -11,11 +11,11 @@ from spark_contract.units import MAIN_SERVICE
 
 from roles import service
 from spark_deploy.hosts.operations import hold_lease
-from spark_deploy.inventory.host_names import known_of
+from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.plans import waves_for
 
 hold_lease(state, host)
-settings = known_of(host).found.settings
+settings = context_of(host).loaded.settings
 to = settings.releases.rollback_to
 name = service_of(to) if to else MAIN_SERVICE
 # An unlisted service has no choice.

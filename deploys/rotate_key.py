@@ -8,10 +8,10 @@ from pyinfra import host, state
 
 from roles import service
 from spark_deploy.hosts.operations import hold_lease
-from spark_deploy.inventory.host_names import known_of
+from spark_deploy.inventory.host_names import context_of
 from spark_deploy.plan.gateway import gateway_plan
 
 hold_lease(state, host)
-settings = known_of(host).found.settings
+settings = context_of(host).loaded.settings
 
 service.rotate_key(plan=gateway_plan(settings, host.name))

@@ -8,6 +8,8 @@ from pyinfra import host
 from pyinfra.api import FunctionCommand
 
 from roles import bootstrap
-from spark_deploy.inventory.login import endpoint_of, plan_of, prove_shut
+from spark_deploy.inventory.login import bootstrap_plan, check_no_access, endpoint_of
 
-bootstrap.revoke(plan=plan_of(host), check=FunctionCommand(prove_shut, [endpoint_of(host)], {}))
+bootstrap.revoke(
+    plan=bootstrap_plan(host), check=FunctionCommand(check_no_access, [endpoint_of(host)], {})
+)

@@ -9,8 +9,8 @@ from pyinfra import host, state
 from roles import uninstall
 from spark_deploy.hosts.operations import hold_lease
 from spark_deploy.hosts.uninstall import uninstall_request
-from spark_deploy.inventory.host_names import known_of
+from spark_deploy.inventory.host_names import context_of
 
 hold_lease(state, host)
 
-uninstall.apply(request=uninstall_request(known_of(host).found.settings))
+uninstall.apply(request=uninstall_request(context_of(host).loaded.settings))

@@ -1,8 +1,6 @@
-"""The virtual lab: its guests, and what its services are called since it came up.
+"""The virtual lab: settings from lab.json, which `python -m lab up N` writes.
 
-`python -m lab up N` writes lab.json (addresses, keys, image tags); here it becomes settings, so
-that the deploy itself knows nothing of a lab. The choices are in group_vars/lab.yml as for any
-group.
+The deploy has no code for the lab. Other settings are in group_vars/lab.yml, as for any group.
 """
 
 import hashlib as _hashlib
@@ -26,13 +24,13 @@ except (OSError, ValueError) as _error:
 
 
 def _image(_name: str) -> str:
-    """Return the reference of an image of the lab's registry, made already or not."""
+    """Return the reference of an image in the lab's registry, built or not."""
     _made = _lab["images"].get(_name, {})
     _repository = _made.get("repository", f"{_lab['registry']}/lab/{_name}")
     return f"{_repository}:{_made.get('tag', '1')}"
 
 
-# A lock belongs to what the hub serves: models made anew get a lock of their own.
+# One lock for each content of the hub: rebuilt models get another lock.
 _served = _json.dumps({_name: _entry["main"] for _name, _entry in _lab["hub"]["repos"].items()})
 _hub_version = _hashlib.sha256(_served.encode()).hexdigest()[:8]
 
@@ -58,7 +56,10 @@ lab = _group_from(
             "stub_engine": _image("stub-engine"),
             "gpu_check": _image("cuda-check"),
         },
-        "expect": _lab["os"],
+        "expect": {
+            "arch": _lab["os"]["arch"],
+            "os": f"{_lab['os']['os_id']} {_lab['os']['os_version']}",
+        },
         "ssh": {
             "user": _lab["ssh"]["user"],
             "key_file": _lab["ssh"]["key"],

@@ -1,12 +1,12 @@
 """Your Sparks. List them here; everything else is in group_vars/spark.yml and host_vars/.
 
-This file may live in a repository of your own, with group_vars/ beside it.
+You can move this file to your own repository, next to group_vars/.
 """
 
 import pathlib as _pathlib
 import sys as _sys
 
-# For a checkout whose package is not installed; a repository of your own does not need it.
+# Only needed if the package is not installed.
 _sys.path.insert(0, str(_pathlib.Path(__file__).resolve().parent.parent))
 
 from spark_deploy.inventory import group_from as _group_from
@@ -14,8 +14,8 @@ from spark_deploy.inventory import group_from as _group_from
 spark = _group_from(
     "spark",
     hosts=[
-        # Names as ssh knows them, or any name with `ssh: {hostname: ...}` in host_vars/<name>.yml;
-        # "@local" is the machine this runs on.
+        # Names that ssh knows, or any name with `ssh: {hostname: ...}` in host_vars/<name>.yml;
+        # "@local" is this machine.
         "spark-1",
     ],
     file=__file__,

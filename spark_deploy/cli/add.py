@@ -65,7 +65,7 @@ def add(
     # The current settings of the hosts may not fit the new model.
     profile, options = options.profile or "plain", replace(options, profile=None)
     # Hosts may differ in hub and folder: the first host decides.
-    host = select_hosts(options, judged=False)[0]
+    host = select_hosts(options, must_serve=False)[0]
     if options.dry:
         return _preview(options, place, host)
     added = _write(place, host, profile, force=force)
@@ -112,10 +112,10 @@ class _Added:
 
 def _requantize(options: Options, model: str, hosts: Sequence[str]) -> int:
     options = replace(options, model=model, profile=None, limit=[*options.limit, *hosts])
-    code = changes.run("requantize", options, {"checkpoint.requantized": True})
+    code = changes.run("requantize", options, {"checkpoint.source": "requantized"})
     if code == 0 and not options.dry:
         note(
-            f"to serve it, set checkpoint.requantized: true next to model: {model}, "
+            f"to serve it, set checkpoint.source: requantized next to model: {model}, "
             "then run spark-deploy up"
         )
     return code
@@ -198,7 +198,7 @@ def _write(place: str, host: Target, profile: str, *, force: bool) -> _Added:
 
 def _plan(options: Options, added: _Added, data: dict[str, Any]) -> list[str]:
     """Return the plan of the new pair as text, and add the figures to ``data``."""
-    host = select_hosts(options, judged=False)[0].serving(added.model, added.profile)
+    host = select_hosts(options, must_serve=False)[0].serving(added.model, added.profile)
     plan = build_plan(host)
     data["release"] = plan.serve.name
     data["fetched_bytes"] = sum(source.size_bytes for source in plan.sources)

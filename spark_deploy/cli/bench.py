@@ -86,7 +86,7 @@ def bench(
         if results:
             print(json.dumps(plain(results), indent=1) if options.json else text)
         return code
-    for target in select_hosts(options, judged=False):
+    for target in select_hosts(options, must_serve=False):
         result, name = _measure_host(target, how, folder)
         results.append(result)
         text = _write_report([result], folder, name)

@@ -39,7 +39,7 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError, SparkError
 from spark_deploy.hosts.commands import shell
 from spark_deploy.hosts.status import RollbackPreview
-from spark_deploy.inventory.command_line import plans
+from spark_deploy.inventory.command_line import makes_plan
 from spark_deploy.inventory.run import run_deploy
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
@@ -70,7 +70,7 @@ def start(options: Options, service: str | None) -> int:
 
 
 def _run_tool(options: Options, command: str, words: list[str], service: str | None) -> int:
-    hosts = select_hosts(options, judged=False)
+    hosts = select_hosts(options, must_serve=False)
     names = {host.name for host in hosts}
     for host in hosts if service in (None, MAIN_SERVICE) else ():
         # Without one member the others would restart in vain.
@@ -111,7 +111,7 @@ def _run_tool(options: Options, command: str, words: list[str], service: str | N
 @shared_options(changes=True)
 def rollback(options: Options, to: str | None) -> int:
     if not options.yes and not options.dry and sys.stdin.isatty():
-        code = preview_rollback(select_hosts(options, judged=False), to)
+        code = preview_rollback(select_hosts(options, must_serve=False), to)
         if code is not None:
             return code
     return run("rollback", options, {"releases.rollback_to": to})
@@ -203,7 +203,8 @@ def run(
     more = [_assignment(key, value) for key, value in (data or {}).items() if value]
     try:
         hosts = select_hosts(
-            replace(options, data=[*options.data, *more]), judged=plans(deploy_file(command))
+            replace(options, data=[*options.data, *more]),
+            must_serve=makes_plan(deploy_file(command)),
         )
     except SettingsError as error:
         raise SettingsError([
@@ -250,7 +251,7 @@ def deploy(
         return run(dry=options.dry, as_json=as_json)
     console = Console(stderr=options.json, highlight=False)
     return watch(
-        lambda watcher: run(watcher=watcher, tell=watcher.log),
+        lambda watcher: run(watcher=watcher, log=watcher.log),
         [host.name for host in hosts], _log_folder() / f"{command}.log", console,
     )  # fmt: skip
 

@@ -169,9 +169,9 @@ def connect(options: Options, client: str | None, service: str | None, tunnel: b
     if len(two := [name for name, value in given.items() if value]) > 1:
         problem, fix = "exclude each other", f"omit --{two[1]}"
         raise SparkError.one(f"--{two[0]} and --{two[1]}", problem, fix)
-    hosts = _without_workers(select_hosts(options, judged=False), options, service)
+    hosts = _without_workers(select_hosts(options, must_serve=False), options, service)
     tailnet = _tailnet_addresses(hosts)
-    names = list(read_inventory(inventory_path(options), data=list(options.data), judged=False))
+    names = list(read_inventory(inventory_path(options), data=list(options.data), must_serve=False))
     servers = [
         connection_of(host, tailnet.get(host.name), names.index(host.name), service)
         for host in hosts
@@ -334,7 +334,7 @@ def ssh_command(host: Target) -> list[str]:
     """Return an ssh command with pyinfra's connection settings."""
     data = host.data
     words = ["ssh"]
-    for flag, key in (("-F", "ssh_config_file"), ("-i", "ssh_key"), ("-p", "ssh_port")):
+    for flag, key in (("-i", "ssh_key"), ("-p", "ssh_port")):
         if data.get(key) not in (None, 22):
             words += [flag, str(data[key])]
     if data.get("ssh_known_hosts_file"):

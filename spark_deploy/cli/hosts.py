@@ -31,12 +31,12 @@ from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.status import HostStatus, Status
 from spark_deploy.inventory import host_keys, login
-from spark_deploy.inventory.host_keys import Endpoint, Seen, readable_ssh_files
-from spark_deploy.inventory.host_names import KEY, Known, read_repositories
-from spark_deploy.inventory.output_limits import listen_carefully
-from spark_deploy.inventory.plans import payload_identity, read_inventory
+from spark_deploy.inventory.host_keys import Endpoint, HostKey, readable_ssh_files
+from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext
+from spark_deploy.inventory.output_limits import limit_output
+from spark_deploy.inventory.plans import payload_identity, read_headers, read_inventory
 from spark_deploy.lock.file import read_lock
-from spark_deploy.lock.resolve import beside_of, resolve, wanted_by
+from spark_deploy.lock.resolve import companions, resolve, wanted_by
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.artifacts import original_bytes
 from spark_deploy.plan.host import plan_host
@@ -83,12 +83,12 @@ class Target:
         return replace(self, settings=replace(self.settings, settings=settings))
 
 
-def select_hosts(options: Options, *, judged: bool = True, deploy: str = "") -> list[Target]:
+def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "") -> list[Target]:
     """Return the hosts that the command line selects.
 
     Args:
         options: shared options.
-        judged: refuse settings that cannot be served.
+        must_serve: refuse settings that cannot be served.
         deploy: the deploy that will run; the inventory may prepare for it.
     """
     pair = {key: getattr(options, key) for key in ("model", "profile") if getattr(options, key)}
@@ -96,7 +96,7 @@ def select_hosts(options: Options, *, judged: bool = True, deploy: str = "") -> 
     try:
         inventory = read_inventory(
             inventory_path(options), data=data, limit=options.limit, exclude=options.exclude,
-            judged=judged, deploy=deploy,
+            must_serve=must_serve, deploy=deploy,
         )  # fmt: skip
     except SettingsError as error:
         flags = {f"--data: {key}": f"--{key}" for key in pair}
@@ -105,9 +105,10 @@ def select_hosts(options: Options, *, judged: bool = True, deploy: str = "") -> 
             for problem in error.problems
         ]) from error  # fmt: skip
     looked_up: dict[Path, Lock] = {}
+    contexts = {name: host_data[CONTEXT_KEY] for name, host_data in inventory.items()}
     return [
-        Target(name, host_data, host_data[KEY].found, host_data[KEY].catalog, looked_up)
-        for name, host_data in inventory.items()
+        Target(name, inventory[name], context.loaded, context.catalog, looked_up)
+        for name, context in contexts.items()
     ]
 
 
@@ -139,9 +140,9 @@ def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
         note("not locked yet, querying the hub (`spark-deploy update --missing` locks it):")
         lock = resolve(lock, missing, settings, catalog.engines.engines, note)
     if not estimate:
-        lock = host.looked_up[path] = read_repositories(settings, catalog, lock, note)
+        lock = host.looked_up[path] = read_headers(settings, catalog, lock, note)
     request = Request(host.name, settings, catalog, lock, payload_identity())
-    known: Known | None = host.data.get(KEY)
+    known: HostContext | None = host.data.get(CONTEXT_KEY)
     return known.plan(request) if known else plan_host(request)
 
 
@@ -153,7 +154,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
         model = catalog.model(name)
         for pair, profile in catalog.profiles.items():
             if pair[1] == name:
-                size_bytes |= dict.fromkeys((repo for repo, _ in beside_of(model, profile)), 0)
+                size_bytes |= dict.fromkeys((repo for repo, _ in companions(model, profile)), 0)
         if isinstance(model, PlainModel):
             size_bytes[model.repository] = 0  # unknown
             continue
@@ -243,7 +244,7 @@ def query(
                     reason = in_words(errors.reasons.get(host.name, "no reason given"))
                     return Answer(target, None, f"unreachable: {with_fix(reason)}")
                 state.activate_host(host)
-                listen_carefully()
+                limit_output()
                 value = read(host, target)
             except (PyinfraError, OSError) as error:
                 return Answer(target, None, f"query failed: {_reason(host, state, error)}")
@@ -289,13 +290,13 @@ def _reason(host: Host, state: State, error: Exception) -> str:
         return "a read-only command failed on the host"
     return (
         "a command failed on the host, or sudo is missing or requires a password; fix: run "
-        "deploys/bootstrap.py, or set `sudo: false` if you log in as root"
+        "deploys/bootstrap.py, or log in as root (ssh.user: root)"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class AccessResult:
-    silent: tuple[Seen, ...]
+    silent: tuple[HostKey, ...]
     closed: tuple[Endpoint, ...]  # our key does not log in, or sudo requires a password
 
     def problems(self) -> Iterator[Problem]:
@@ -318,7 +319,7 @@ def check_access(hosts: Sequence[Target]) -> AccessResult:
         pairs = zip(endpoints, results, strict=True)
         closed = [endpoint for endpoint, access in pairs if not access.ready]
         remote = [endpoint for endpoint in closed if not endpoint.is_local]
-        seen = list(pool.map(host_keys.look, remote))
+        seen = list(pool.map(host_keys.query_host_key, remote))
     silent = tuple(host for host in seen if host.state == "unreachable")
     unreached = [host.endpoint for host in silent]
     return AccessResult(silent, tuple(endpoint for endpoint in closed if endpoint not in unreached))

@@ -21,8 +21,8 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT, page
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.inventory.host_names import KEY, LOCAL
-from spark_deploy.inventory.hosts_file import HOSTS_FILE, read_hosts
+from spark_deploy.inventory.groups import HOSTS_FILE, read_hosts
+from spark_deploy.inventory.host_names import CONTEXT_KEY, LOCAL
 from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.plan.resolve import resolve
 
@@ -112,7 +112,7 @@ def init(
     not_locked = _lock(folder)
     cd = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     command = f"{cd}{shlex.quote(command_path('spark-deploy'))} up"
-    settings = {name: data[KEY].found.settings for name, data in inventory.items()}
+    settings = {name: data[CONTEXT_KEY].loaded.settings for name, data in inventory.items()}
     data = {
         "folder": str(folder), "written": [str(path) for path in written],
         "kept": [str(path) for path in texts if path not in written],

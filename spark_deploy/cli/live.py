@@ -47,7 +47,7 @@ class Line:
 def logs(options: Options, follow: bool, lines: int) -> int:
     """Exit with 1 if a journal could not be read."""
     script = journal_command(lines, follow=follow)
-    hosts = select_hosts(options, judged=False)
+    hosts = select_hosts(options, must_serve=False)
     readers = {host.name: _start(login_of(host), script) for host in hosts}
     try:
         merged = _read_all(readers)
@@ -145,7 +145,7 @@ def top(options: Options, once: bool, service: str | None) -> int:
     """Refresh until interrupted; exit with 1 if a host did not answer."""
     processes: dict[str, subprocess.Popen[str]] = {}
     samples: dict[str, list[Sample]] = {}
-    for host in select_hosts(options, judged=False):
+    for host in select_hosts(options, must_serve=False):
         for name in chosen_services(host, service):
             title = host.name if name == MAIN_SERVICE else f"{host.name}/{name}"
             script = _SAMPLE_SCRIPT.replace("FOLDER", engine_dir(name))

@@ -19,7 +19,7 @@ from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SparkError
-from spark_deploy.inventory.host_names import hold_if_told
+from spark_deploy.inventory.plans import verify_names_if_online
 from spark_deploy.lock.file import read_lock
 from spark_deploy.plan.host import document
 from spark_deploy.plan.resolve import pair_of
@@ -49,7 +49,9 @@ def plan(options: Options, estimate: bool, on_host: bool) -> int:
         # Tensor names are compared with the catalog unless the lock file records the result.
         path = host.settings.lock_path
         lock = host.looked_up.get(path) or read_lock(path)
-        host.looked_up[path] = hold_if_told(host.settings.settings, host.catalog, lock, note)
+        host.looked_up[path] = verify_names_if_online(
+            host.settings.settings, host.catalog, lock, note
+        )
     needs, reuse = {host_plan.host: host_plan.needs for host_plan in plans}, dict[str, Reuse]()
     if on_host:
         surveys = query_or_note(hosts, lambda host, target: read_survey(host, needs[target.name]))

@@ -113,7 +113,7 @@ class Shared:
 @click.option("--unasked", is_flag=True, help="Work offline; include no check result.")
 @shared_options()
 def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
-    hosts = select_hosts(options, judged=False)
+    hosts = select_hosts(options, must_serve=False)
     host = hosts[0].serving(*_pair(choice, hosts[0]))
     plan = build_plan(host)
     proof = None if unasked else _newest_proof(hosts, plan)

@@ -55,7 +55,7 @@ def status(options: Options, files: bool, planned: bool) -> int:
         return host_status
 
     hosts = []
-    for answer in query(select_hosts(options, judged=False), read):
+    for answer in query(select_hosts(options, must_serve=False), read):
         requests = counts.get(answer.host.name, {})
         summary = {**summary_of(answer), "requests": plain(requests.get(MAIN_SERVICE))}
         for service in summary.get("services", ()):
@@ -82,7 +82,7 @@ def _managed_files(options: Options) -> int:
     def read(_host: Host, target: Target) -> Ours:
         return read_resources(uninstall_request(target.settings.settings))
 
-    answers = query(select_hosts(options, judged=False), read)
+    answers = query(select_hosts(options, must_serve=False), read)
     data = [{**answer.data(), **(plain(answer.value) or {})} for answer in answers]
     print_result(options, data, map(_resource_lines, answers), between="\n")
     return 0 if all(answer.value is not None for answer in answers) else 1

@@ -18,7 +18,11 @@ from spark_deploy.config.documents import typed
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.schema_errors import closest
 from spark_deploy.hosts.status import HostStatus
-from spark_deploy.inventory.host_names import hold_if_told, open_questions, unread
+from spark_deploy.inventory.plans import (
+    unread_repositories,
+    unverified_builds,
+    verify_names_if_online,
+)
 from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import Names, refuse_two_revisions, resolve, wanted_by
 from spark_deploy.lock.types import Lock
@@ -57,7 +61,7 @@ def lock_names(
             is_missing |= bool(problems)
             continue
         for host in hosts:
-            lock = hold_if_told(host.settings.settings, host.catalog, lock, note)
+            lock = verify_names_if_online(host.settings.settings, host.catalog, lock, note)
         _write(path, _with_cache_sizes(lock, hosts) if counted else lock)
     if options.json:
         locks = {str(path): typed(read_lock(path), nulls=False) for path in by_path}
@@ -100,9 +104,9 @@ def _unread(hosts: list[Target], lock: Lock) -> Iterator[str]:
     """Yield builds without verified tensor names, and repositories without read headers."""
     for host in hosts:
         settings, catalog = host.settings.settings, host.catalog
-        for question, _ in open_questions(settings, catalog, lock):
+        for question, _ in unverified_builds(settings, catalog, lock):
             yield f"tensor names of {question.build} are not verified"
-        for repository in unread(settings, catalog, lock):
+        for repository in unread_repositories(settings, catalog, lock):
             yield f"headers of {repository.repository} are not read"
 
 

@@ -24,7 +24,7 @@ from spark_deploy.config.errors import Problem, SettingsError, SparkError
 from spark_deploy.config.schema_errors import closest, dotted
 from spark_deploy.config.settings.cross_checks import broken_rules
 from spark_deploy.config.settings.load import HostSettings
-from spark_deploy.inventory.groups import refuse_together
+from spark_deploy.inventory.groups import refuse_conflicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
         SparkError: the hosts could not serve it, or a file cannot be edited.
     """
     # The current choice may be impossible to serve.
-    chosen = select_hosts(options, judged=False)
-    all_hosts = select_hosts(replace(options, limit=[], exclude=[]), judged=False)
+    chosen = select_hosts(options, must_serve=False)
+    all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
     names = {host.name for host in chosen}
     wanted = _parse_choice(choice, chosen[0].catalog)
     _check(all_hosts, names, wanted)
@@ -132,7 +132,7 @@ def _check(all_hosts: Sequence[Target], chosen: set[str], wanted: dict[str, Any]
             ]
     if problems:
         raise SettingsError(problems)
-    refuse_together(after, all_hosts[0].catalog, judged=chosen)
+    refuse_conflicts(after, all_hosts[0].catalog, must_serve=chosen)
 
 
 def _file_of(host: HostSettings, key: str, all_hosts: Sequence[Target], chosen: set[str]) -> Path:

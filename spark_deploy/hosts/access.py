@@ -199,7 +199,7 @@ def allow_sudo(plan: BootstrapPlan, password: HiddenValue | None) -> Commands:
         host.noop("sudo needs no password")
         return
     if not access.sudo_installed:
-        fix = "install sudo as root, or log in as root (ssh.user: root, sudo: false)"
+        fix = "install sudo as root, or log in as root (ssh.user: root)"
         refuse("sudo", "is not installed", fix)
     if not _PLAIN_USER.fullmatch(access.user):
         fix = "add the rule by hand with visudo"

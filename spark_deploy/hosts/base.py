@@ -222,7 +222,7 @@ def create_directories(plan: BasePlan) -> Commands:
 @host_operation
 def hold_driver(plan: BasePlan) -> Commands:
     """Keep driver packages out of unattended upgrades, or allow them again."""
-    if plan.settings.hold_driver_in_unattended_upgrades:
+    if plan.settings.hold_driver:
         if not (yield from place_files((HOLD_FILE,))):
             host.noop("unattended upgrades skip driver packages")
     elif not (yield from remove_files((HOLD_PATH,))):

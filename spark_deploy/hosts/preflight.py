@@ -9,6 +9,7 @@ from pyinfra import host, state
 from spark_contract.machine import version_key
 
 from spark_deploy.config.errors import Problem
+from spark_deploy.config.settings.host import GB10
 from spark_deploy.hosts.capacity import (
     GIB,
     Verdict,
@@ -25,6 +26,8 @@ from spark_deploy.hosts.survey import HostSurvey, Survey
 from spark_deploy.plan.types import NeedsPlan
 
 _Finding = tuple[bool, Problem]  # whether it refuses the host
+_GB10_PCI_ID = "10de:2e12"
+_OLDEST_DRIVER = "580"  # the first for CUDA 13
 
 
 def _error(where: str, message: str, fix: str) -> _Finding:
@@ -59,29 +62,26 @@ def _identity(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         fix = "take this host out of the inventory, or set expect.arch for another machine"
         yield _error("architecture", f"{identity.arch or 'unknown'}, expected {expect.arch}", fix)
         return
-    if expect.pci_ids and not set(identity.pci) & set(expect.pci_ids):
+    if expect.gpu_name == GB10 and _GB10_PCI_ID not in identity.pci:
         nvidia = ", ".join(device for device in identity.pci if device.startswith("10de:"))
         yield _error(
             "PCI",
-            f"no device {' or '.join(expect.pci_ids)} (NVIDIA devices found: {nvidia or 'none'})",
+            f"no device {_GB10_PCI_ID} (NVIDIA devices found: {nvidia or 'none'})",
             "not the expected board, or the GPU fell off the bus: power-cycle, look at lspci",
         )
         return
-    if (identity.os_id, identity.os_version) != (expect.os_id, expect.os_version):
-        yield _error(
-            "operating system",
-            f"{identity.os_name or identity.os_id or 'unknown'}, "
-            f"expected {expect.os_id} {expect.os_version}",
-            "install that release, or set expect.os_id and expect.os_version if you know it works",
-        )
-    if expect.dgx_release in ("require", "warn") and not identity.dgx_release:
+    if f"{identity.os_id} {identity.os_version}" != expect.os:
+        message = f"{identity.os_name or identity.os_id or 'unknown'}, expected {expect.os}"
+        fix = "install that release, or set expect.os if you know that this one works"
+        yield _error("operating system", message, fix)
+    if expect.dgx_os != "ignore" and not identity.dgx_release:
         problem = Problem(
             "DGX OS",
             "/etc/dgx-release is missing",
             "plain Ubuntu needs kernel parameters and a watchdog driver of DGX OS, or the board "
-            "resets about every 20 minutes; set expect.dgx_release: ignore when you have them",
+            "resets about every 20 minutes; set expect.dgx_os: ignore when you have them",
         )
-        yield expect.dgx_release == "require", problem
+        yield expect.dgx_os == "require", problem
     yield from _driver(needs, survey.gpu)
 
 
@@ -108,8 +108,8 @@ def _driver(needs: NeedsPlan, gpu: GpuState) -> Iterator[_Finding]:
         message = f"{', '.join(names)}, expected {needs.expect.gpu_name}"
         yield _error("GPU", message, "set expect.gpu_name")
     version, module = gpu.driver_version, gpu.module_version
-    if version_key(version) < version_key(needs.expect.driver_min):
-        message = f"{version} is older than {needs.expect.driver_min}"
+    if version_key(version) < version_key(_OLDEST_DRIVER):
+        message = f"{version} is older than {_OLDEST_DRIVER}"
         yield _error("driver", message, "update the whole set with the DGX Dashboard, then reboot")
     if module and module != version:
         message = f"module {module} is loaded, library {version} is installed"
@@ -164,11 +164,11 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         yield _warning("reboot", f"pending: {pending}", fix)
     for daily in survey.daily:
         yield _warning(f"daily check: {daily.where}", daily.what, daily.fix)
-    if survey.gpu.torn_score and needs.expect.updates != "ignore":
+    if survey.gpu.torn_score and needs.expect.dgx_os != "ignore":
         score = f"torn score {survey.gpu.torn_score:g} against {survey.gpu.torn_name or 'its set'}"
         message = f"the vendor's update is incomplete: {score}"
-        fix = "finish it with the DGX Dashboard or apt full-upgrade, reboot; or set expect.updates"
-        yield needs.expect.updates == "require", Problem("updates", message, fix)
+        fix = "finish it with the DGX Dashboard or apt full-upgrade, reboot; or set expect.dgx_os"
+        yield needs.expect.dgx_os == "require", Problem("updates", message, fix)
     yield from _half_installed(survey)
 
 

@@ -23,7 +23,7 @@ from spark_contract.status import Footprint, Keep, Ours, Pruning, Thing
 from spark_contract.units import DAILY_STAMP
 
 from spark_deploy.config.errors import Problem
-from spark_deploy.config.settings.host import BASE_PACKAGES, TOOLKIT_PACKAGES
+from spark_deploy.config.settings.host import BASE_PACKAGES, CUDA_PACKAGE, TOOLKIT_PACKAGES
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import base
 from spark_deploy.hosts.access import ACCOUNT_HOME
@@ -125,7 +125,7 @@ def uninstall_request(settings: Settings) -> str:
         masked=base.SLEEP_TARGETS,
         packages=(*BASE_PACKAGES, "earlyoom", NJS),
         engine_packages=docker.packages,
-        gpu_packages=(*TOOLKIT_PACKAGES, settings.cuda.package),
+        gpu_packages=(*TOOLKIT_PACKAGES, CUDA_PACKAGE),
         docker_users=docker.users,
         access_files=(SUDOERS_PATH, ACCOUNT_HOME),
         models=settings.uninstall.models,
@@ -227,7 +227,7 @@ def _files(files: Iterable[ManagedFile], operation: str) -> Iterator[Owned]:
 
 def _base_resources(plan: BasePlan) -> Iterator[Owned]:
     settings = plan.settings
-    if settings.hold_driver_in_unattended_upgrades:
+    if settings.hold_driver:
         yield from _files((base.HOLD_FILE,), "Base | Hold driver packages in unattended upgrades")
     for package in base.planned_packages(plan):
         yield Owned("package", package, "Base | Install packages")

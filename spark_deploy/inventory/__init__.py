@@ -1,7 +1,6 @@
-"""pyinfra's side: inventory files, first contact, connections, one plan a host."""
+"""pyinfra's side: inventory files, first contact, connections, one plan for each host."""
 
-from spark_deploy.inventory.groups import group_from
-from spark_deploy.inventory.hosts_file import hosts_of
+from spark_deploy.inventory.groups import group_from, hosts_of
 from spark_deploy.inventory.plans import check_inventory
 
 __all__ = ["check_inventory", "group_from", "hosts_of"]

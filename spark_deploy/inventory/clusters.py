@@ -1,4 +1,4 @@
-"""Clusters and replicas of an inventory: are the hosts there, and told the same."""
+"""Clusters and replicas of an inventory: their hosts must exist and have matching settings."""
 
 from __future__ import annotations
 
@@ -13,100 +13,99 @@ from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.gateway import address_of
 
-# What a release is made of: members that differ in it would be members of different clusters.
-_ALIKE = (
+# Settings that a release is made of: members of a cluster need the same release.
+_SAME_IN_CLUSTER = (
     "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers",
     "services", "watch", "check", "images", "paths", "lock_file",
+    "serve.names", "serve.start_timeout_s", "serve.stop_timeout_s", "serve.drain_s",
 )  # fmt: skip
-_ALIKE_OF_SERVE = ("names", "start_timeout_s", "stop_timeout_s", "drain_s")
-# What clients of one address must find the same, whoever answers.
-_ALIKE_REPLICAS = ("model", "replicas")
-_ALIKE_OF_REPLICAS = ("names", "port", "api_key", "max_body_bytes")
+# Settings that clients of replicas notice.
+_SAME_IN_REPLICAS = (
+    "model", "replicas", "serve.names", "serve.port", "serve.api_key", "serve.max_body_bytes",
+)  # fmt: skip
+_LIST_IT = "list it in the same group of the inventory"
+_IN_GROUP_VARS = "set it once, in group_vars of their group"
 
 
 def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
-    """Yield why hosts that shall serve together cannot, from their settings alone."""
-    for name, found in hosts.items():
-        members = found.settings.cluster.hosts
-        if not members:
-            continue
+    """Yield why hosts cannot serve a model together."""
+    for name, loaded in hosts.items():
+        members = loaded.settings.cluster.hosts
         for other in members:
             if other not in hosts:
-                fix = "list it beside the others, in one group of the inventory"
-                yield Problem(f"{name}: cluster.hosts", f"'{other}' is no host of its group", fix)
-        if name != members[0] and members[0] in hosts:
-            yield from _differences(hosts[members[0]], found)
-        told = {one: found.settings.cluster.hosts for one, found in hosts.items()}
-        yield from _untold(name, members, told, "cluster")
+                yield Problem(f"{name}: cluster.hosts", f"'{other}' is not in its group", _LIST_IT)
+        if members:
+            yield from _differences(hosts.get(members[0]), loaded, _SAME_IN_CLUSTER)
+            lists = {host: each.settings.cluster.hosts for host, each in hosts.items()}
+            yield from _missing_lists(name, members, lists, "cluster")
 
 
-def _untold(
-    name: str, members: Sequence[str], told: Mapping[str, Sequence[str]], key: str
+def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
+    """Yield why hosts cannot be replicas behind one address."""
+    for name, loaded in hosts.items():
+        replicas = loaded.settings.replicas
+        for other in replicas.hosts:
+            if other not in hosts:
+                yield Problem(f"{name}: replicas.hosts", f"'{other}' is not in its group", _LIST_IT)
+            elif other not in replicas.addresses:
+                fix = f"set serve.address of {other}"
+                yield Problem(f"{name}: replicas.hosts", f"the address of {other} is unknown", fix)
+        if replicas.hosts:
+            yield from _differences(hosts.get(replicas.hosts[0]), loaded, _SAME_IN_REPLICAS)
+            lists = {host: each.settings.replicas.hosts for host, each in hosts.items()}
+            yield from _missing_lists(name, replicas.hosts, lists, "replicas")
+
+
+def _differences(
+    first: HostSettings | None, member: HostSettings, keys: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield hosts that the first one counts on and that know nothing of it."""
+    """Yield settings that differ from the first host of the same cluster or replicas."""
+    if first is None or first.host == member.host:
+        return
+    for key in keys:
+        if _value(member.settings, key) != _value(first.settings, key):
+            message = f"differs from {first.host}, the first host"
+            yield Problem(f"{member.host}: {key}", message, _IN_GROUP_VARS)
+
+
+def _value(settings: Settings, key: str) -> Any:
+    value: Any = settings
+    for part in key.split("."):
+        value = getattr(value, part)
+    return plain(value)
+
+
+def _missing_lists(
+    name: str, members: Sequence[str], lists: Mapping[str, Sequence[str]], section: str
+) -> Iterator[Problem]:
+    """Yield members whose own settings do not list the first host."""
     for other in members[1:] if name == members[0] else ():
-        if other in told and list(told[other][:1]) != [name]:
-            what = f"{name} counts on it, but it is told {', '.join(told[other]) or 'none'}"
-            fix = "write it once, into group_vars of their group"
-            yield Problem(f"{other}: {key}.hosts", what, fix)
+        if other in lists and list(lists[other][:1]) != [name]:
+            message = f"{name} lists this host, but here it is {', '.join(lists[other]) or 'empty'}"
+            yield Problem(f"{other}: {section}.hosts", message, _IN_GROUP_VARS)
 
 
-def twin_problems(endpoints: Mapping[str, tuple[str, int]]) -> Iterator[Problem]:
-    """Yield hosts that are reached where another one is: two plans would change one machine."""
+def duplicate_address_problems(endpoints: Mapping[str, tuple[str, int]]) -> Iterator[Problem]:
+    """Yield hosts with the address of another host: two plans would change one machine."""
     first: dict[tuple[str, int], str] = {}
     for name, (address, port) in endpoints.items():
         if (other := first.setdefault((address, port), name)) != name:
             where = address if port == 22 else f"{address}, port {port}"
-            what = f"is reached at {where}, as {other} is"
-            yield Problem(name, what, "list each machine once; correct the address of one of them")
+            message = f"has the same address as {other}: {where}"
+            yield Problem(name, message, "list each machine once, or correct the address")
 
 
-def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
-    """Yield why hosts cannot serve side by side behind one address."""
-    for name, found in hosts.items():
-        replicas = found.settings.replicas
-        for other in replicas.hosts:
-            if other not in hosts:
-                fix = "list it beside the others, in one group of the inventory"
-                yield Problem(f"{name}: replicas.hosts", f"'{other}' is no host of its group", fix)
-            elif other not in replicas.addresses:
-                what = f"nobody said how {other} is reached"
-                yield Problem(f"{name}: replicas.addresses", what, f"say it: {{{other}: ADDRESS}}")
-        first = hosts.get(replicas.hosts[0]) if replicas.hosts else None
-        if first is not None and name != first.host:
-            yield from _differences(first, found, _ALIKE_REPLICAS, _ALIKE_OF_REPLICAS, "the first")
-        if replicas.hosts:
-            told = {one: found.settings.replicas.hosts for one, found in hosts.items()}
-            yield from _untold(name, replicas.hosts, told, "replicas")
-
-
-def knowing_addresses(hosts: Mapping[str, HostSettings]) -> dict[str, HostSettings]:
-    """Return hosts whose replicas know how each is reached, where anybody said so."""
-    known = {name: address_of(one.settings, name) for name, one in hosts.items()}
-    return {name: _knowing(one, known) for name, one in hosts.items()}
-
-
-def _knowing(found: HostSettings, known: Mapping[str, str | None]) -> HostSettings:
-    replicas = found.settings.replicas
-    said = {name: address for name in replicas.hosts if (address := known.get(name))}
-    told = replace(replicas, addresses={**said, **replicas.addresses})
-    return replace(found, settings=replace(found.settings, replicas=told))
-
-
-def _differences(
-    head: HostSettings,
-    member: HostSettings,
-    alike: Sequence[str] = _ALIKE,
-    of_serve: Sequence[str] = _ALIKE_OF_SERVE,
-    called: str = "the head of their cluster",
-) -> Iterator[Problem]:
-    ours, theirs = (_told(one.settings, alike, of_serve) for one in (member, head))
-    for key in (key for key in ours if ours[key] != theirs[key]):
-        what = f"differs from that of {head.host}, {called}"
-        fix = "write it once, into group_vars of their group"
-        yield Problem(f"{member.host}: {key}", what, fix)
-
-
-def _told(settings: Settings, alike: Sequence[str], of_serve: Sequence[str]) -> dict[str, Any]:
-    serve = {f"serve.{name}": plain(getattr(settings.serve, name)) for name in of_serve}
-    return {name: plain(getattr(settings, name)) for name in alike} | serve
+def with_replica_addresses(hosts: Mapping[str, HostSettings]) -> dict[str, HostSettings]:
+    """Return the hosts with the known addresses of their replicas."""
+    known: dict[str, str | None] = {}
+    for name, loaded in hosts.items():
+        settings = loaded.settings
+        fast = settings.fleet.address if settings.serve.expose == "lan" else None
+        known[name] = fast or address_of(settings, name)
+    result = {}
+    for name, loaded in hosts.items():
+        replicas = loaded.settings.replicas
+        addresses = {host: address for host in replicas.hosts if (address := known.get(host))}
+        settings = replace(loaded.settings, replicas=replace(replicas, addresses=addresses))
+        result[name] = replace(loaded, settings=settings)
+    return result

@@ -1,4 +1,4 @@
-"""The command line of this run: of pyinfra, or of ``spark-deploy``, which is made like it."""
+"""The command line of this run: pyinfra's, or that of ``spark-deploy``, which imitates it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ import click
 from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.schema_errors import closest
 
-# Deploys that make no plan: what hosts are to serve need not be possible for them.
-_PLAN_NOTHING = {"rollback.py", "rotate_key.py", "unbootstrap.py", "uninstall.py"}
+_WITHOUT_PLAN = {"rollback.py", "rotate_key.py", "unbootstrap.py", "uninstall.py"}
 
 
-def plans(deploy: str) -> bool:
-    """Whether a deploy, by its file, makes hosts serve what the settings choose."""
-    place = Path(deploy)
-    return place.parent.name != "deploys" or place.name not in _PLAN_NOTHING
+def makes_plan(deploy: str) -> bool:
+    """Return whether a deploy file plans what hosts serve."""
+    path = Path(deploy)
+    return path.parent.name != "deploys" or path.name not in _WITHOUT_PLAN
 
 
-def judges(arguments: Mapping[str, Any]) -> bool:
-    """Whether choices that cannot be served are refused: where a plan may be made of them."""
+def must_serve(arguments: Mapping[str, Any]) -> bool:
+    """Return whether to refuse models and profiles that cannot be served: if a plan follows."""
     operations: Sequence[str] = arguments.get("operations") or []
-    return bool(arguments.get("judged", plans(operations[0] if operations else "")))
+    return bool(arguments.get("must_serve", makes_plan(operations[0] if operations else "")))
 
 
 def command_line() -> dict[str, Any]:
-    """Return the command line of pyinfra or of `spark-deploy`; empty when used from elsewhere."""
+    """Return the parameters of pyinfra or ``spark-deploy``; empty outside of both."""
     context = click.get_current_context(silent=True)
     if context is None or "inventory" not in context.params:
         return {}
@@ -40,17 +39,16 @@ def command_line() -> dict[str, Any]:
 
 
 def overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings among ``--data``; the rest is pyinfra's own."""
+    """Return the settings in ``--data``; other values are pyinfra's, such as ``ssh_user``."""
     pairs = [item.partition("=") for item in arguments.get("data") or ()]
-    bad = [f"{key}{sign}{value}" for key, sign, value in pairs if not sign]
-    if bad:
-        raise SettingsError.one(f"--data {bad[0]}", "has no value", "write --data key=value")
-    of_pyinfra = ("_", "ssh_")  # such as `_sudo` and `ssh_user`
-    return {key: _value(text) for key, _, text in pairs if not key.startswith(of_pyinfra)}
+    for key, sign, _ in pairs:
+        if not sign:
+            raise SettingsError.one(f"--data {key}", "has no value", "write --data key=value")
+    return {key: _value(text) for key, _, text in pairs if not key.startswith(("_", "ssh_"))}
 
 
 def _value(text: str) -> Any:
-    """Read a value of ``--data`` by the rules of pyinfra: true, false, number, JSON, else text."""
+    """Parse a value as pyinfra does: true, false, number, JSON, otherwise text."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     for read in (int, json.loads):
@@ -64,7 +62,7 @@ def _value(text: str) -> Any:
 def check_patterns(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> None:
-    """Refuse patterns that match nothing: pyinfra would do nothing and exit 0."""
+    """Refuse patterns without a match: pyinfra would do nothing and exit 0."""
     names = [host for hosts in groups.values() for host in hosts]
     known = [*groups, *names]
     problems = []
@@ -81,32 +79,26 @@ def check_patterns(
         raise SettingsError(problems)
 
 
-def named_inventory() -> str:
-    """Return the inventory that the command line names.
-
-    Raises:
-        SettingsError: it looks like a file, and is none.
-    """
-    named = str(command_line().get("inventory") or "")
-    if not named or Path(named).exists() or "," in named or "@" in named:
-        return named
-    looks_like_file = "/" in named or named.endswith(".py")
-    if looks_like_file or not (_is_host(named) or _is_module(named)):
-        raise no_inventory(named)
-    return named
+def inventory_argument() -> str:
+    """Return the inventory of the command line; refuse a path without a file."""
+    inventory = str(command_line().get("inventory") or "")
+    if not inventory or Path(inventory).exists() or "," in inventory or "@" in inventory:
+        return inventory
+    looks_like_file = "/" in inventory or inventory.endswith(".py")
+    if looks_like_file or not (_is_host(inventory) or _is_module(inventory)):
+        raise missing_inventory(inventory)
+    return inventory
 
 
-def no_inventory(named: str) -> SettingsError:
-    """Return the error about a path where no inventory file is; it names the closest one."""
-    path = Path(named)
-    folders = dict.fromkeys((path.parent, path.parent / "inventory", Path("inventory")))
-    there = sorted({str(one) for folder in folders for one in folder.glob("[!_]*.py")})
-    same = [one for one in there if Path(one).name == path.name]  # of another folder
-    guess = same[0] if same else closest(named, there)
-    fix = (
-        f"did you mean {guess}?" if guess else "name an inventory file, such as inventory/spark.py"
-    )
-    return SettingsError.one(named, "is not an inventory file", fix)
+def missing_inventory(path: str) -> SettingsError:
+    """Return the error about a missing inventory file, with the closest existing one."""
+    wanted = Path(path)
+    folders = dict.fromkeys((wanted.parent, wanted.parent / "inventory", Path("inventory")))
+    existing = sorted({file for folder in folders for file in folder.glob("[!_]*.py")})
+    same_name = [str(file) for file in existing if file.name == wanted.name]
+    guess = same_name[0] if same_name else closest(path, [str(file) for file in existing])
+    fix = f"did you mean {guess}?" if guess else "name an inventory file, like inventory/spark.py"
+    return SettingsError.one(path, "is not an inventory file", fix)
 
 
 def _is_host(name: str) -> bool:
@@ -117,7 +109,7 @@ def _is_host(name: str) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Whether pyinfra may find hosts in a module, named as ``module.attribute``."""
+    """Return whether pyinfra may find hosts in a module, as ``module.attribute``."""
     try:
         return importlib.util.find_spec(name.replace(":", ".").partition(".")[0]) is not None
     except (ImportError, ValueError):

@@ -1,6 +1,6 @@
-"""What inventory files call: hosts with their settings, checked before any connection.
+"""Hosts with their settings, for inventory files; checked before any connection.
 
-Names in an inventory file that pyinfra must not take for groups begin with an underscore.
+In an inventory file, a leading underscore hides a name from pyinfra.
 """
 
 from __future__ import annotations
@@ -8,37 +8,97 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import getpass
 import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import click
+from paramiko.ssh_exception import ConfigParseError
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from pyinfra.connectors.sshuserclient.client import get_ssh_config
 
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.documents import CLOSED, Text, convert
 from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.schema_errors import problems_of as schema_problems
 from spark_deploy.config.settings.load import HostSettings, load_hosts
+from spark_deploy.config.settings.patterns import Address, Login
+from spark_deploy.config.yaml_files import load_schema, read_mapping
 from spark_deploy.hosts.payload import supported_engines
 from spark_deploy.inventory.clusters import (
     cluster_problems,
-    knowing_addresses,
+    duplicate_address_problems,
     replica_problems,
-    twin_problems,
+    with_replica_addresses,
 )
-from spark_deploy.inventory.command_line import check_patterns, command_line, judges, overrides
-from spark_deploy.inventory.host_keys import transport
-from spark_deploy.inventory.host_names import KEY, Known, host_problems, stray_files
-from spark_deploy.inventory.output_limits import listen_carefully
+from spark_deploy.inventory.command_line import check_patterns, command_line, must_serve, overrides
+from spark_deploy.inventory.host_keys import open_transport
+from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext, host_problems, stray_files
+from spark_deploy.inventory.output_limits import limit_output
 from spark_deploy.plan.gateway import gateway_plan
 from spark_deploy.plan.resolve import problems_of
 
 T = TypeVar("T")
 Group = tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]
+HOSTS_FILE = "hosts.yml"
+_PYINFRA_KEYS = {
+    "ssh_hostname": "address", "ssh_user": "user", "ssh_port": "port", "ssh_key": "key_file",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class HostEntry:
+    """How to reach one host; ~/.ssh/config supplies what is left out."""
+
+    address: Address | None = None
+    """Address, if ssh does not know the name."""
+    user: Login | None = None
+    """Login user."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """SSH port."""
+    key_file: Text | None = None
+    """Private key on the controller."""
+
+
+@dataclass(frozen=True, slots=True, config=CLOSED)
+class HostList:
+    """hosts.yml: names of hosts, and how to reach each; "@local" is the machine this runs on."""
+
+    hosts: dict[str, HostEntry | None] = Field(min_length=1)
+    """By name. Leave the value empty if ssh knows the name."""
+
+
+def read_hosts(path: Path) -> HostList:
+    """Return the host list of a ``hosts.yml``, or raise ``SettingsError`` with every mistake."""
+    data, problems = read_mapping(path, shown=path.name)
+    problems = problems or list(schema_problems(data, load_schema("hosts"), lambda _: path.name))
+    if problems:
+        raise SettingsError(problems)
+    return convert(HostList, data)
+
+
+def hosts_of(file: str, group: str = "spark") -> dict[str, Group]:
+    """Return the group of ``hosts.yml``, for ``globals().update(...)`` of an inventory file.
+
+    Args:
+        file: the inventory's ``__file__``; ``hosts.yml`` is next to ``group_vars``.
+        group: name of the group, and of the file in ``group_vars``.
+    """
+    hosts = read_hosts(vars_root(file) / HOSTS_FILE).hosts
+    data: dict[str, dict[str, Any]] = {}
+    for name, entry in hosts.items():
+        fields = {key: getattr(entry, field, None) for key, field in _PYINFRA_KEYS.items()}
+        data[name] = {key: value for key, value in fields.items() if value is not None}
+    return {group: group_from(group, hosts=list(hosts), file=file, host_data=data)}
 
 
 def group_from(
@@ -52,10 +112,10 @@ def group_from(
     """Return one pyinfra group: ``spark = _group_from("spark", hosts=[...], file=__file__)``.
 
     Args:
-        name: the group; its choices are in ``group_vars/<name>.yml``.
-        hosts: names; ``@local`` stands for this machine.
-        file: the inventory's ``__file__``; ``group_vars`` lies beside it or one folder up.
-        generated: settings the inventory works out itself, below host_vars in rank.
+        name: the group; settings are in ``group_vars/<name>.yml``.
+        hosts: names; ``@local`` is this machine.
+        file: the inventory's ``__file__``; ``group_vars`` is next to it or one folder up.
+        generated: settings computed by the inventory; host_vars override them.
         host_data: further pyinfra data of single hosts, such as ``ssh_hostname``.
     """
     return groups_from({name: hosts}, file=file, generated=generated, host_data=host_data)[name]
@@ -70,70 +130,74 @@ def groups_from(
 ) -> dict[str, Group]:
     """Return several pyinfra groups; in the file: ``globals().update(_groups_from(...))``."""
     _make_importable()
-    listen_carefully()
-    arguments = command_line()
-    if wrong := list(host_problems(groups, file=file)):
-        raise SettingsError(wrong)
-    check_patterns(arguments, groups, Path(file).stem)
-    if not chosen_hosts(arguments, groups, Path(file).stem):
-        excluded = " ".join(f"--exclude {one}" for one in arguments.get("exclude") or ())
-        raise SettingsError.one(excluded, "leaves no host", "exclude fewer of them")
-    judged = judges(arguments)
-    found = _loaded(groups, file, overrides(arguments), generated, judged=judged)
+    limit_output()
+    arguments, stem = command_line(), Path(file).stem
+    if problems := list(host_problems(groups, file=file)):
+        raise SettingsError(problems)
+    check_patterns(arguments, groups, stem)
+    chosen = chosen_hosts(arguments, groups, stem)
+    if not chosen:
+        excluded = " ".join(f"--exclude {pattern}" for pattern in arguments.get("exclude") or ())
+        raise SettingsError.one(excluded, "leaves no host", "exclude fewer hosts")
+    servable = must_serve(arguments)
     extra = host_data or {}
-    found = {name: _with_address(one, extra.get(name, {})) for name, one in found.items()}
-    if wrong := list(twin_problems(_endpoints(found, extra))):
-        raise SettingsError(wrong)
-    found = knowing_addresses(found)
-    _check_canaries(found)
+    hosts = _load(groups, file, overrides(arguments), generated, extra, must_serve=servable)
     root = vars_root(file)
-    catalog = _of_this_run(f"catalog of {root}", functools.partial(read_catalog, own=root))
-    refuse_together(found, catalog, judged=found if judged else ())
-    if "operations" in arguments:  # in pyinfra itself: our own commands end in their own ways
+    catalog = _once_per_command(f"catalog of {root}", functools.partial(read_catalog, own=root))
+    refuse_conflicts(hosts, catalog, must_serve=hosts if servable else ())
+    if "operations" in arguments:  # pyinfra itself; our own commands handle interrupts
         signal.signal(signal.SIGINT, _stop)
     data = {
-        host: {**_data(one), **extra.get(host, {}), KEY: Known(one, catalog)}
-        for host, one in found.items()
+        name: {**_data(loaded, extra.get(name, {})), CONTEXT_KEY: HostContext(loaded, catalog)}
+        for name, loaded in hosts.items()
     }
     if _is_bootstrap(arguments):
-        chosen = chosen_hosts(arguments, groups, Path(file).stem)
-        for host, further in _first_contact({host: data[host] for host in chosen}, arguments):
-            data[host].update(further)
-    return {group: ([(host, data[host]) for host in hosts], {}) for group, hosts in groups.items()}
+        # The only run that needs an SSH client this early, and that may use passwords.
+        from spark_deploy.inventory.bootstrap import prepare
+        from spark_deploy.inventory.login import PasswordPrompt
+
+        prompt = _once_per_command("password", PasswordPrompt)
+        for name, further in prepare({name: data[name] for name in chosen}, prompt=prompt).items():
+            data[name].update(further)
+    return {group: ([(name, data[name]) for name in names], {}) for group, names in groups.items()}
 
 
-def _endpoints(
-    found: Mapping[str, HostSettings], extra: Mapping[str, Mapping[str, Any]]
-) -> dict[str, tuple[str, int]]:
-    """Return where each host is reached; what stands in ~/.ssh/config is not followed."""
-    return {
-        name: (
-            one.settings.ssh.hostname or name,
-            extra.get(name, {}).get("ssh_port") or one.settings.ssh.port or 22,
-        )
-        for name, one in found.items()
-    }
-
-
-def _loaded(
+def _load(
     groups: Mapping[str, Sequence[str]],
     file: str,
-    chosen: Mapping[str, Any],
+    overriding: Mapping[str, Any],
     generated: Mapping[str, Any] | None,
+    extra: Mapping[str, Mapping[str, Any]],
     *,
-    judged: bool,
+    must_serve: bool,
 ) -> dict[str, HostSettings]:
-    """Return the settings of all hosts; files that nobody reads are told with their mistakes."""
+    """Return the settings of all hosts, with every address known; stray files are refused."""
     root = vars_root(file)
     problems = list(stray_files(groups, root=root, file=file))
-    found: dict[str, HostSettings] = {}
+    hosts: dict[str, HostSettings] = {}
     try:
-        found = load_hosts(groups, root=root, overrides=chosen, generated=generated, judged=judged)
+        hosts = load_hosts(
+            groups, root=root, overrides=overriding, generated=generated, must_serve=must_serve
+        )
     except SettingsError as error:
         problems += error.problems
+    endpoints = {}
+    for name, loaded in hosts.items():
+        data, ssh = extra.get(name, {}), loaded.settings.ssh
+        # Addresses in ~/.ssh/config are not considered.
+        ssh = dataclasses.replace(ssh, hostname=data.get("ssh_hostname", ssh.hostname))
+        endpoints[name] = (ssh.hostname or name, data.get("ssh_port") or ssh.port or 22)
+        settings = dataclasses.replace(loaded.settings, ssh=ssh)
+        hosts[name] = dataclasses.replace(loaded, settings=settings)
+    problems += duplicate_address_problems(endpoints)
+    fix = f"name one of these hosts: {', '.join(hosts)}"
+    for canary in dict.fromkeys(loaded.settings.rollout.canary for loaded in hosts.values()):
+        if canary is not None and canary not in hosts:
+            message = f"'{canary}' is not a host of this inventory"
+            problems.append(Problem("rollout.canary", message, fix))
     if problems:
         raise SettingsError(problems)
-    return found
+    return with_replica_addresses(hosts)
 
 
 def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
@@ -145,116 +209,91 @@ def _is_bootstrap(arguments: Mapping[str, Any]) -> bool:
 def chosen_hosts(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> list[str]:
-    """List the hosts that --limit and --exclude leave, as pyinfra will."""
+    """Return the hosts that --limit and --exclude leave, as pyinfra will."""
     names = list(dict.fromkeys(host for hosts in groups.values() for host in hosts))
 
     def matching(option: str) -> set[str]:
-        found: set[str] = set()
+        matches: set[str] = set()
         for pattern in arguments.get(option) or ():
-            found.update(names if pattern in ("all", stem) else groups.get(pattern, ()))
-            found.update(fnmatch.filter(names, pattern))
-        return found
+            matches.update(names if pattern in ("all", stem) else groups.get(pattern, ()))
+            matches.update(fnmatch.filter(names, pattern))
+        return matches
 
     limited = matching("limit") if arguments.get("limit") else set(names)
     excluded = matching("exclude")
     return [name for name in names if name in limited and name not in excluded]
 
 
-def _first_contact(
-    data: Mapping[str, Mapping[str, Any]], arguments: Mapping[str, Any]
-) -> list[tuple[str, dict[str, Any]]]:
-    """Let bootstrap look at the hosts; everything else never logs in with a password."""
-    # Only this run needs an SSH client this early.
-    from spark_deploy.inventory.bootstrap import prepare
-    from spark_deploy.inventory.login import Asked
-
-    asked = _of_this_run("password", Asked)
-    return list(prepare(data, asked=asked).items())
-
-
-def _of_this_run(what: str, make: Callable[[], T]) -> T:
-    """Return what the groups of one inventory share: made for the first, kept with the command."""
+def _once_per_command(name: str, make: Callable[[], T]) -> T:
+    """Return a value that all groups of one command share."""
     context = click.get_current_context(silent=True)
     if context is None:
         return make()
-    key = f"{__name__}.{what}"
+    key = f"{__name__}.{name}"
     if key not in context.meta:
         context.meta[key] = make()
-    found: T = context.meta[key]
-    return found
-
-
-_BESIDE = ("group_vars", "host_vars", "catalog", "hosts.yml")
+    value: T = context.meta[key]
+    return value
 
 
 def vars_root(file: str) -> Path:
-    """Return the folder whose group_vars and catalog are an inventory file's: its own, or above."""
+    """Return the folder with group_vars and catalog of an inventory file, or the parent."""
     folder = Path(file).resolve().parent
     for candidate in (folder, folder.parent):
-        if any((candidate / name).exists() for name in _BESIDE):
+        names = ("group_vars", "host_vars", "catalog", HOSTS_FILE)
+        if any((candidate / name).exists() for name in names):
             return candidate
     return folder
 
 
-def _with_address(found: HostSettings, data: Mapping[str, Any]) -> HostSettings:
-    """Let plans know the address that an inventory file gives pyinfra."""
-    if "ssh_hostname" not in data:
-        return found
-    ssh = dataclasses.replace(found.settings.ssh, hostname=data["ssh_hostname"])
-    return dataclasses.replace(found, settings=dataclasses.replace(found.settings, ssh=ssh))
+def _data(loaded: HostSettings, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return pyinfra's data of a host: connection, sudo, and the settings for display.
 
-
-def _data(found: HostSettings) -> dict[str, Any]:
-    """Return pyinfra's data of a host: how to connect, sudo, and the settings for reading."""
-    settings, ssh = found.settings, found.settings.ssh
-    # `_sudo` is a string-typed trap in pyinfra ("no" is true): ours is a checked boolean.
-    data = {**found.data, "_sudo": settings.sudo}
-    if found.host.startswith("@"):
-        # Who is root here already needs no sudo, and there may be none.
-        is_root = found.host == "@local" and os.geteuid() == 0
-        return {**data, "_sudo": settings.sudo and not is_root}
+    Root needs no sudo, and may not have it.
+    """
+    if loaded.host.startswith("@"):
+        return {**loaded.data, "_sudo": os.geteuid() != 0, **extra}
+    ssh = loaded.settings.ssh
     connection = {
         "ssh_hostname": ssh.hostname,
         "ssh_user": ssh.user,
         "ssh_port": ssh.port,
         "ssh_key": ssh.key_file,
-        "ssh_config_file": ssh.config_file,
         "ssh_known_hosts_file": ssh.known_hosts_file,
-        # Keys of hosts are shown and recorded by deploys/bootstrap.py, never accepted silently.
+        # deploys/bootstrap.py shows and records host keys; nothing accepts them silently.
         "ssh_strict_host_key_checking": "yes",
-        "ssh_paramiko_connect_kwargs": {"transport_factory": transport},
+        "ssh_paramiko_connect_kwargs": {"transport_factory": open_transport},
     }
-    return {**data, **{key: value for key, value in connection.items() if value is not None}}
+    given = {key: value for key, value in connection.items() if value is not None}
+    data = {**loaded.data, **given, **extra}
+    user = data.get("ssh_user") or _configured_user(data.get("ssh_hostname", loaded.host))
+    return {"_sudo": user != "root", **data}
 
 
-def _check_canaries(found: Mapping[str, HostSettings]) -> None:
-    """Refuse a canary that no host is: all would change as if there were none."""
-    wanted = dict.fromkeys(one.settings.rollout.canary for one in found.values())
-    fix = f"name one of these hosts: {', '.join(found)}"
-    problems = [
-        Problem("rollout.canary", f"'{name}' is no host of this inventory", fix)
-        for name in wanted
-        if name is not None and name not in found
-    ]
-    if problems:
-        raise SettingsError(problems)
+def _configured_user(hostname: str) -> str:
+    """Return the login user of ~/.ssh/config, otherwise the local user."""
+    user = None
+    # Connecting reports mistakes in this file.
+    with suppress(OSError, ValueError, ConfigParseError, RecursionError):
+        if config := get_ssh_config():
+            user = config.lookup(hostname).get("user")
+    return user or getpass.getuser()
 
 
-def refuse_together(
-    found: Mapping[str, HostSettings], catalog: Catalog, *, judged: Collection[str]
+def refuse_conflicts(
+    hosts: Mapping[str, HostSettings], catalog: Catalog, *, must_serve: Collection[str]
 ) -> None:
-    """Refuse settings that cannot work together, for all hosts at once.
+    """Refuse settings that contradict each other, for all hosts at once.
 
-    Of those in ``judged`` it is refused as well what cannot be served.
+    On the hosts in ``must_serve``, model and profile have to work together.
     """
-    problems = [*cluster_problems(found), *replica_problems(found)]
-    for host in found.values():
-        if host.host in judged:
-            problems += problems_of(host.settings, catalog, supported_engines())
-        gateway = gateway_plan(host.settings, host.host)
+    problems = [*cluster_problems(hosts), *replica_problems(hosts)]
+    for name, loaded in hosts.items():
+        if name in must_serve:
+            problems += problems_of(loaded.settings, catalog, supported_engines())
+        gateway = gateway_plan(loaded.settings, name)
         if gateway.tls is not None:
-            # Only this needs X.509.
-            from spark_deploy.hosts.certificates import check_gateway
+            from spark_deploy.hosts.certificates import check_gateway  # X.509 takes time to import
 
             problems += check_gateway(gateway)
     if problems:
@@ -262,7 +301,7 @@ def refuse_together(
 
 
 def _make_importable() -> None:
-    """Let ``roles`` be found from any working directory, before an installed namesake."""
+    """Let ``roles`` be imported from any directory, before an installed package of that name."""
     path = str(CHECKOUT)
     if path in sys.path:
         sys.path.remove(path)
@@ -270,8 +309,7 @@ def _make_importable() -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    # pyinfra would wait for the commands of all hosts and then exit 0. Jobs on hosts belong to
-    # their systemd and go on.
-    sys.stderr.write("\ninterrupted: jobs on the hosts go on; run again to look at them\n")
+    # pyinfra would wait for the commands of all hosts and then exit 0.
+    sys.stderr.write("\ninterrupted: jobs on the hosts continue; run again to follow them\n")
     sys.stderr.flush()
     os._exit(130)

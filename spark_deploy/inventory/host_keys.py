@@ -1,4 +1,7 @@
-"""Make pyinfra's SSH connections fast, and have them end when the host is gone."""
+"""SSH host keys, and connections that are fast and end when the host disappears.
+
+Fingerprints are printed as ``ssh-keygen -l`` does, so that people can compare them.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,9 @@ from spark_deploy.config.errors import Problem, SettingsError
 from spark_deploy.config.printable import one_line
 from spark_deploy.inventory.host_names import LOCAL
 
-# known_hosts format: sshd(8). Fingerprints are printed as `ssh-keygen -l` does (SHA256, base64
-# without padding), so that they can be compared with the ones shown at the machine itself.
-
-
 CONNECT_TIMEOUT_S = 10.0
 
-# Whoever connects says why it failed; paramiko would print a traceback of it as well.
+# Callers report why a connection failed; paramiko would print a traceback as well.
 logging.getLogger("paramiko.transport").setLevel(logging.CRITICAL)
 
 KeyState = Literal["known", "new", "changed", "unreachable"]
@@ -35,7 +34,7 @@ KeyState = Literal["known", "new", "changed", "unreachable"]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a host is reached: everything taken from settings and the SSH configuration."""
+    """Where to reach a host, from settings and SSH configuration."""
 
     host: str  # name in the inventory
     hostname: str
@@ -47,36 +46,34 @@ class Endpoint:
 
     @property
     def is_local(self) -> bool:
-        """Whether the host is this machine, without SSH."""
         return self.host == LOCAL
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The key a host showed, compared with what is recorded."""
+class HostKey:
+    """The key that a host presented, compared with known_hosts."""
 
     endpoint: Endpoint
-    entry_name: str  # how known_hosts names the host
-    path: Path  # the known_hosts file
+    entry_name: str  # of the host in known_hosts
+    path: Path  # of the known_hosts file
     state: KeyState
     key: PKey | None
-    recorded: PKey | None  # of the same type, when it differs
+    recorded: PKey | None  # of the same type, if it differs
     detail: str = ""
 
     @property
     def fingerprint(self) -> str:
-        """Type and fingerprint of the key that was shown."""
-        return describe(self.key) if self.key else ""
+        return fingerprint(self.key) if self.key else ""
 
 
-def describe(key: PKey) -> str:
+def fingerprint(key: PKey) -> str:
     """Return a key's type and SHA256 fingerprint."""
     digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
     return f"{key.get_name()} SHA256:{digest}"
 
 
-def look(endpoint: Endpoint) -> Seen:
-    """Ask a host for its key without logging in, through jump hosts where configured."""
+def query_host_key(endpoint: Endpoint) -> HostKey:
+    """Read the key of a host without logging in, through jump hosts."""
     given: dict[str, object] = {"timeout": CONNECT_TIMEOUT_S}
     if endpoint.port:
         given["port"] = endpoint.port
@@ -90,109 +87,97 @@ def look(endpoint: Endpoint) -> Seen:
         known = HostKeys(str(path)) if path.exists() else HostKeys()
     recorded: Mapping[str, PKey] = known.lookup(name) or {}
     try:
-        place = (hostname, port)
-        transport = Transport(
-            config.get("sock") or socket.create_connection(place, timeout=CONNECT_TIMEOUT_S)
-        )
+        sock = config.get("sock") or socket.create_connection((hostname, port), CONNECT_TIMEOUT_S)
+        transport = Transport(sock)
         try:
-            _prefer(transport, list(recorded.keys()))
+            # Request a recorded key type first: a host may have several keys.
+            options = transport.get_security_options()
+            options.key_types = sorted(options.key_types, key=lambda kind: kind not in recorded)
             transport.start_client(timeout=CONNECT_TIMEOUT_S)
             key = transport.get_remote_server_key()
         finally:
             transport.close()
     except (OSError, EOFError, SSHException) as error:
         why = getattr(error, "strerror", None) or str(error)
-        return Seen(endpoint, name, path, "unreachable", None, None, why)
+        return HostKey(endpoint, name, path, "unreachable", None, None, why)
     same_type = recorded.get(key.get_name())
     if same_type is None:
-        return Seen(endpoint, name, path, "changed" if recorded else "new", key, None)
+        return HostKey(endpoint, name, path, "changed" if recorded else "new", key, None)
     state: KeyState = "known" if same_type == key else "changed"
-    return Seen(endpoint, name, path, state, key, same_type)
+    return HostKey(endpoint, name, path, state, key, same_type)
 
 
 @contextmanager
 def readable_ssh_files() -> Iterator[None]:
-    """Have what is wrong in files of ssh itself told as theirs.
-
-    Raises:
-        SettingsError: they hold what nobody can read, or a way that has no end.
-    """
+    """Report mistakes in ~/.ssh/config and known_hosts as ``SettingsError``."""
     try:
         yield
     except RecursionError as error:
-        what, fix = "a jump host is reached through itself", "mend ProxyJump; ssh -G HOST shows it"
-        raise SettingsError.one("~/.ssh/config", what, fix) from error
+        fix = "correct ProxyJump; `ssh -G HOST` shows it"
+        message = "a jump host is reached through itself"
+        raise SettingsError.one("~/.ssh/config", message, fix) from error
     except (ValueError, ConfigParseError, InvalidHostKey) as error:
-        said = error.line if isinstance(error, InvalidHostKey) else error
-        what = f"holds what cannot be read: {one_line(said)}"
-        fix = "mend that line; `ssh -G HOST` shows what ssh makes of the configuration"
-        raise SettingsError.one("~/.ssh/config or known_hosts", what, fix) from error
+        reason = error.line if isinstance(error, InvalidHostKey) else error
+        fix = "correct that line; `ssh -G HOST` prints the configuration that ssh uses"
+        where = "~/.ssh/config or known_hosts"
+        raise SettingsError.one(where, f"cannot be read: {one_line(reason)}", fix) from error
 
 
-def _prefer(transport: Transport, types: Sequence[str]) -> None:
-    """Ask for a key type that is recorded, so that a host with several keys is recognised."""
-    options = transport.get_security_options()
-    wanted = [t for t in options.key_types if t in types]
-    options.key_types = tuple([*wanted, *(t for t in options.key_types if t not in wanted)])
-
-
-def problems_of(seen: Sequence[Seen]) -> list[Problem]:
-    """List hosts whose key is not the recorded one."""
+def changed_key_problems(keys: Sequence[HostKey]) -> list[Problem]:
+    """Return a problem for each host with another key than known_hosts."""
     return [
         Problem(
-            item.endpoint.host,
-            f"shows the host key {item.fingerprint}, but {item.path} has "
-            f"{describe(item.recorded) if item.recorded else 'keys of other types'}: "
-            "it was reinstalled, or someone stands between",
-            f"compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` at the machine; "
-            f"if it is right: ssh-keygen -f {item.path} -R '{item.entry_name}'",
+            each.endpoint.host,
+            f"presents the host key {each.fingerprint}, but {each.path} has "
+            f"{fingerprint(each.recorded) if each.recorded else 'keys of other types'}: "
+            "it was reinstalled, or the connection is intercepted",
+            f"compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the machine; "
+            f"if it matches: ssh-keygen -f {each.path} -R '{each.entry_name}'",
         )
-        for item in seen
-        if item.state == "changed"
+        for each in keys
+        if each.state == "changed"
     ]
 
 
-def is_named(item: Seen, file: str) -> bool:
-    """Return whether a known_hosts file names exactly the key that a host showed.
+def is_listed(key: HostKey, file: str) -> bool:
+    """Return whether a known_hosts file has exactly the presented key.
 
     Raises:
-        SettingsError: The file cannot be read, or has another key for the host.
+        SettingsError: the file cannot be read, or has another key for the host.
     """
     path = Path(file).expanduser()
     try:
         with readable_ssh_files():
-            named: Mapping[str, PKey] = HostKeys(str(path)).lookup(item.entry_name) or {}
+            listed: Mapping[str, PKey] = HostKeys(str(path)).lookup(key.entry_name) or {}
     except OSError as error:
         fix = "name a readable known_hosts file"
         raise SettingsError.one(str(path), str(error.strerror), fix) from error
-    key = named.get(item.key.get_name()) if item.key else None
-    if named and key != item.key:
-        what = f"shows the host key {item.fingerprint}, {path} has another"
-        fix = "compare with the machine itself: someone may stand between"
-        raise SettingsError.one(item.endpoint.host, what, fix)
-    return key is not None
+    match = listed.get(key.key.get_name()) if key.key else None
+    if listed and match != key.key:
+        message = f"presents the host key {key.fingerprint}, but {path} has another key"
+        fix = "compare with the machine itself: the connection may be intercepted"
+        raise SettingsError.one(key.endpoint.host, message, fix)
+    return match is not None
 
 
-def record(seen: Sequence[Seen]) -> None:
-    """Append new keys to their known_hosts files, which are made when missing."""
-    for item in seen:
-        if item.state != "new" or item.key is None:
+def record_host_keys(keys: Sequence[HostKey]) -> None:
+    """Append new keys to their known_hosts files; create missing files."""
+    for each in keys:
+        if each.state != "new" or each.key is None:
             continue
-        item.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = item.path.read_text() if item.path.exists() else ""
-        line = HostKeyEntry([item.entry_name], item.key).to_line() or ""
-        with item.path.open("a") as file:
+        each.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        text = each.path.read_text() if each.path.exists() else ""
+        line = HostKeyEntry([each.entry_name], each.key).to_line() or ""
+        with each.path.open("a") as file:
             file.write(("" if not text or text.endswith("\n") else "\n") + line)
-    # pyinfra reads each file once; let it see what was added.
-    get_host_keys.cache.clear()
+    get_host_keys.cache.clear()  # pyinfra caches these files
 
 
 GONE_AFTER_S = 60
 _OPTIONS = (
-    # Each command costs 40 ms more without it, and so does the login.
+    # Saves 40 ms in each command and in the login.
     (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
-    # A host without power or cable says nothing: a command there would wait for ever, and all
-    # other hosts with it.
+    # A host without power or cable sends nothing: without these, commands would hang forever.
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", GONE_AFTER_S // 4),
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", GONE_AFTER_S // 4),
@@ -201,14 +186,11 @@ _OPTIONS = (
 )
 
 
-def transport(sock: Any, **keywords: Any) -> Transport:
-    """Return the transport of a connection, whose options hold from its first byte on.
-
-    A connection through another process has no socket to set them on.
-    """
+def open_transport(sock: Any, **keywords: Any) -> Transport:
+    """Return the transport of a connection; a proxy command has no socket to set options on."""
     if isinstance(sock, socket.socket):
         for level, name, value in _OPTIONS:
-            option = getattr(socket, name, None)  # not every system has all of them
+            option = getattr(socket, name, None)  # missing on some systems
             if option is not None:
                 sock.setsockopt(level, option, value)
     return Transport(sock, **keywords)

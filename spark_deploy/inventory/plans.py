@@ -1,37 +1,49 @@
-"""The plan of a host for a deploy."""
+"""The plan of a host for a deploy, from inventory, lock and network."""
 
 from __future__ import annotations
 
 import runpy
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from pyinfra import logger
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.context import inventory
+from spark_contract.orders import BuildPlan
 
-from spark_deploy.config.errors import PlanError, SettingsError
+from spark_deploy.config.catalog.model import PlainModel
+from spark_deploy.config.catalog.types import Catalog
+from spark_deploy.config.errors import LockError, PlanError, SettingsError
+from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts.network import Fabric
 from spark_deploy.hosts.payload import SITE_REQUIREMENTS, quantiser_digest, read_payload
-from spark_deploy.inventory.command_line import named_inventory, no_inventory
+from spark_deploy.inventory.command_line import inventory_argument, missing_inventory
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
-from spark_deploy.inventory.host_names import KEY, held_for, host_problems, known_of
-from spark_deploy.lock.resolve import locked_for
+from spark_deploy.inventory.host_names import CONTEXT_KEY, context_of, host_problems
+from spark_deploy.lock import headers
+from spark_deploy.lock.file import checked, write_lock
+from spark_deploy.lock.resolve import companions, locked_for, size
+from spark_deploy.lock.types import Lock, VerifiedNames
+from spark_deploy.plan.artifacts import checkpoint_plan
 from spark_deploy.plan.cluster import Wave, waves_of
-from spark_deploy.plan.resolve import Request
-from spark_deploy.plan.types import HostPlan, PayloadIdentity, Ports
+from spark_deploy.plan.resolve import Request, pair_of
+from spark_deploy.plan.types import HostPlan, PayloadIdentity, Ports, SourcePlan
 
-# Hosts run at the same time; the first one asks the hub, the others wait for its answer.
+# Hosts run in parallel; the first queries the hub and the rest wait for the answer.
 _locking = threading.Lock()
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LOCK_FIX = "run `spark-deploy update --missing` and keep the file"
+
+Log = Callable[[str], None]
 
 
 def payload_identity() -> PayloadIdentity:
-    """Return what this checkout would send to hosts, by content."""
+    """Return the digests of what this checkout sends to hosts."""
     payload = read_payload()
     return PayloadIdentity(
         tools_digest=payload.tools_digest,
@@ -42,44 +54,130 @@ def payload_identity() -> PayloadIdentity:
 
 
 def waves_for(state: State) -> tuple[Wave, ...]:
-    """Return in which waves the hosts of this run replace what they serve."""
+    """Return the waves in which the hosts of this run change."""
     chosen = [host for host in state.inventory if state.is_host_in_limit(host)]
-    settings = {host.name: known_of(host).found.settings for host in chosen}
-    rollouts = {name: one.rollout for name, one in settings.items()}
-    return waves_of(rollouts, (one.cluster.hosts for one in settings.values()))
+    settings = {host.name: context_of(host).loaded.settings for host in chosen}
+    rollouts = {name: each.rollout for name, each in settings.items()}
+    return waves_of(rollouts, (each.cluster.hosts for each in settings.values()))
 
 
 def plan_for(host: Host) -> HostPlan:
-    """Return the plan of ``host``; names it is the first to need are locked and shown."""
-    known = known_of(host)
-    found, catalog = known.found, known.catalog
+    """Return the plan of ``host``; lock and print names that are new."""
+    context = context_of(host)
+    loaded, catalog = context.loaded, context.catalog
     with _locking:
-        lock = locked_for(found.settings, catalog, found.lock_path, logger.info)
-        lock = held_for(found.settings, catalog, found.lock_path, lock, logger.info)
-    fabric = ports_of(found.settings.cluster.hosts)
-    request = Request(host.name, found.settings, catalog, lock, payload_identity(), fabric)
-    plan = known.plan(request)
+        lock = locked_for(loaded.settings, catalog, loaded.lock_path, logger.info)
+        lock = verified_lock(loaded.settings, catalog, loaded.lock_path, lock, logger.info)
+    fabric = ports_of(loaded.settings.cluster.hosts)
+    request = Request(host.name, loaded.settings, catalog, lock, payload_identity(), fabric)
+    plan = context.plan(request)
     for warning in plan.warnings:
         logger.warning(f"[{host.name}] {warning}")
     return plan
 
 
 def ports_of(members: Sequence[str]) -> dict[str, Ports]:
-    """Ask every host on the cables how it reaches the others.
+    """Return the ports of cabled hosts, or raise ``PlanError`` if a host is not in this run."""
+    hosts = {host.name: host for host in inventory}
+    absent = [name for name in members if name not in hosts or not hosts[name].connected]
+    if absent:
+        message = f"{', '.join(absent)} cannot be queried: unreachable, or left out by --limit"
+        fix = "start every host of the cluster and include it in the run"
+        raise PlanError.one(f"cluster of {', '.join(members)}", message, fix)
+    return {name: hosts[name].get_fact(Fabric, _sudo=False) for name in members}
+
+
+class UnreadRepository(NamedTuple):
+    """A repository without headers in the lock; ``leave_out`` files are not weights."""
+
+    repository: str
+    commit: str
+    leave_out: tuple[str, ...]
+
+
+def unverified_builds(
+    settings: Settings, catalog: Catalog, lock: Lock
+) -> Iterator[tuple[VerifiedNames, BuildPlan]]:
+    """Yield builds with locked sources and unverified tensor names."""
+    for served in settings.all_served:
+        if served.checkpoint.requantized:
+            continue  # the base is on no hub; the builder verifies it
+        plan = checkpoint_plan(*pair_of(served, catalog), served, lock)
+        if plan is not None and isinstance(plan.base, SourcePlan):
+            names = headers.names_to_verify(plan.order, plan.base.locked, plan.donor)
+            if not lock.has_verified(names):
+                yield names, plan.order
+
+
+def unread_repositories(
+    settings: Settings, catalog: Catalog, lock: Lock
+) -> Iterator[UnreadRepository]:
+    """Yield locked repositories that are served as published and have no headers in the lock."""
+    for served in settings.all_served:
+        model = catalog.model(served.model)
+        profile = catalog.profile(served.profile, served.model)
+        required: list[tuple[str, str, tuple[str, ...]]] = [
+            (*source, ()) for source in companions(model, profile)
+        ]
+        if isinstance(model, PlainModel):
+            required.append((model.repository, model.revision, model.leave_out))
+        for repository, revision, leave_out in required:
+            locked, anatomy = lock.source(repository, revision), lock.anatomies.get(repository)
+            if locked is not None and (anatomy is None or anatomy.leave_out != leave_out):
+                yield UnreadRepository(repository, locked.commit, leave_out)
+
+
+def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
+    """Return the lock with the headers of repositories that are served as published."""
+    for repository, commit, leave_out in dict.fromkeys(
+        unread_repositories(settings, catalog, lock)
+    ):
+        anatomy = headers.read_anatomy(repository, commit, settings.hub, leave_out=leave_out)
+        lock = checked(lock.also(anatomies=[anatomy]))
+        architecture = anatomy.architecture or "no architecture named"
+        log(f"  {repository}: {architecture}, weights {size(anatomy.weights_bytes)}")
+    return lock
+
+
+def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
+    """Return the lock with tensor counts of every build, verified with headers from the hub.
 
     Raises:
-        PlanError: one of them is no part of this run.
+        HubSilent: the hub did not send the headers.
+        LockError: base or donor differ from the catalog, or a repository is not a model.
     """
-    known = {one.name: one for one in inventory}
-    away = [name for name in members if name not in known or not known[name].connected]
-    if away:
-        what = f"cannot be asked for {', '.join(away)}: not reached, or left out by --limit"
-        fix = "name all of them, and have all of them up: each is asked about its ports"
-        raise PlanError.one(f"cluster of {', '.join(members)}", what, fix)
-    return {name: known[name].get_fact(Fabric, _sudo=False) for name in members}
+    lock = read_headers(settings, catalog, lock, log)
+    for names, order in unverified_builds(settings, catalog, lock):
+        verified = headers.check_names(names, order, settings.hub)
+        lock = lock.also(names=[verified])
+        counts = [(verified.base_tensors, verified.base), (verified.donor_tensors, verified.donor)]
+        texts = [f"{count:,} names of {source.split('@')[0]}" for count, source in counts if source]
+        log(f"  {names.build}: {' and '.join(texts)} match the catalog")
+    return lock
 
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> Lock:
+    """Return ``verify_names``, or the lock unchanged if the hub does not answer."""
+    try:
+        return verify_names(settings, catalog, lock, log)
+    except headers.HubSilent as error:
+        log(f"names are not compared with the catalog yet: {error.problems[0].line}")
+        return lock
+
+
+def verified_lock(settings: Settings, catalog: Catalog, path: Path, lock: Lock, log: Log) -> Lock:
+    """Return the lock for a deploy, and store new results if ``locked`` allows it."""
+    if settings.locked == "required":
+        for names, _ in unverified_builds(settings, catalog, lock):
+            log(f"{path.name}: names of {names.build} are not verified; {_LOCK_FIX}")
+        for unread in unread_repositories(settings, catalog, lock):
+            message = f"headers of {unread.repository} are not read yet"
+            raise LockError.one(path.name, message, _LOCK_FIX)
+        return lock
+    verified = verify_names_if_online(settings, catalog, lock, log)
+    if verified != lock:
+        write_lock(path, verified)
+    return verified
 
 
 def read_inventory(
@@ -88,80 +186,80 @@ def read_inventory(
     data: Sequence[str] = (),
     limit: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    judged: bool = True,
+    must_serve: bool = True,
     deploy: str = "",
 ) -> dict[str, dict[str, Any]]:
     """Run an inventory file outside pyinfra and return pyinfra's data of each chosen host.
 
     Plain inventories of pyinfra, lists of names without ``group_from``, get their settings here.
-    With ``judged=False`` hosts may choose what cannot be served: nothing is planned from it.
+    With ``must_serve=False`` models and profiles may be invalid, because no plan follows.
     """
-    listed = _hosts_of_text(str(path)) if not path.exists() else None
-    if listed is None and not path.is_file():
-        raise no_inventory(str(path))
-    # What pyinfra would have been called with; inventory files look nowhere else.
+    hosts = [] if path.exists() else _hosts_of_text(str(path))
+    if not hosts and not path.is_file():
+        raise missing_inventory(str(path))
+    # Inventory files read the parameters of pyinfra's command line.
     with click.Context(click.Command("spark-deploy")) as context:
         context.params.update(
-            inventory=str(path), data=data, limit=limit, exclude=exclude, judged=judged,
+            inventory=str(path), data=data, limit=limit, exclude=exclude, must_serve=must_serve,
             bootstraps=deploy.endswith("bootstrap.py"),
         )  # fmt: skip
-        groups = _with_settings({"hosts": listed} if listed else _run(path), path)
-    hosts = {host: more for members, _ in groups.values() for host, more in members}
-    if not hosts:
+        groups = _with_settings({"hosts": hosts} if hosts else _run(path), path)
+    data_of = {host: more for members, _ in groups.values() for host, more in members}
+    if not data_of:
         raise _no_host(path)
-    members = {name: [host for host, _ in value[0]] for name, value in groups.items()}
-    chosen = chosen_hosts({"limit": limit, "exclude": exclude}, members, path.stem)
-    return {host: hosts[host] for host in chosen}
+    names = {name: [host for host, _ in group[0]] for name, group in groups.items()}
+    chosen = chosen_hosts({"limit": limit, "exclude": exclude}, names, path.stem)
+    return {host: data_of[host] for host in chosen}
 
 
 def check_inventory() -> None:
-    """Refuse an inventory that is none or names no host, for a ``config.py``, which comes first.
+    """Refuse a missing or empty inventory; for ``config.py``, which pyinfra reads first.
 
-    pyinfra itself would go on without a host, change nothing and exit 0. Files with ``group_from``
-    refuse an empty list by themselves.
+    pyinfra would continue without a host and exit 0. Files with ``group_from``
+    refuse an empty list themselves.
     """
-    path = Path(named_inventory())
+    path = Path(inventory_argument())
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
         return
-    found = _run(path)
-    groups = {name: one[0] if _is_group(one) else one for name, one in found.items()}
-    # pyinfra takes no group with anything else in it, and goes on with the others.
-    taken = [one for one in groups.values() if all(isinstance(host, (str, tuple)) for host in one)]
-    if any(taken):
+    groups = {name: group[0] if _is_group(group) else group for name, group in _run(path).items()}
+    # pyinfra ignores a group with anything else in it.
+    usable = [
+        hosts for hosts in groups.values() if all(isinstance(host, (str, tuple)) for host in hosts)
+    ]
+    if any(usable):
         return
-    if len(taken) < len(groups):
+    if len(usable) < len(groups):
         raise SettingsError(list(host_problems(groups, file=str(path))))
     raise _no_host(path)
 
 
 def _no_host(path: Path) -> SettingsError:
-    fix = "list hosts in it, as inventory/spark.py does"
-    return SettingsError.one(str(path), "names no host", fix)
+    return SettingsError.one(str(path), "names no host", "list hosts as inventory/spark.py does")
 
 
-def _hosts_of_text(named: str) -> list[str] | None:
-    """Return the hosts of ``spark-1,spark-2`` or ``@local``, which pyinfra takes as well."""
-    if "," in named or named.startswith("@"):
-        return [host for host in named.split(",") if host]
-    return None
+def _hosts_of_text(text: str) -> list[str]:
+    """Return the hosts of ``spark-1,spark-2`` or ``@local``, which pyinfra accepts as well."""
+    if "," in text or text.startswith("@"):
+        return [host for host in text.split(",") if host]
+    return []
 
 
 def _run(path: Path) -> dict[str, Any]:
-    """Return the groups of an inventory file: every list, and every pair of a list and data."""
+    """Return the groups of an inventory file: lists, and pairs of a list and data."""
     try:
         names = runpy.run_path(str(path))
     except SettingsError:
         raise
-    except Exception as error:  # whatever a file of the user's does
+    except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         if any(Path(frame.filename).is_relative_to(_PACKAGE) for frame in frames[1:]):
-            raise  # raised by this package: the inventory file is not the cause
+            raise  # an error in this package, not in the inventory file
         last = frames[-1]
         line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
         line = line or (last.lineno if Path(last.filename).name == path.name else None)
         where = f"{path} line {line}" if line else str(path)
-        what = f"cannot be run: {type(error).__name__}: {error}"
-        raise SettingsError.one(where, what, "correct the inventory file") from error
+        message = f"cannot be run: {type(error).__name__}: {error}"
+        raise SettingsError.one(where, message, "correct the inventory file") from error
     return {
         name: value
         for name, value in names.items()
@@ -169,21 +267,21 @@ def _run(path: Path) -> dict[str, Any]:
     }
 
 
-def _with_settings(found: Mapping[str, Any], path: Path) -> dict[str, Group]:
-    """Return the groups of an inventory, those that are plain lists of pyinfra with settings."""
-    ours = {name: value for name, value in found.items() if _is_ours(value)}
+def _with_settings(groups: Mapping[str, Any], path: Path) -> dict[str, Group]:
+    """Return the groups of an inventory; plain lists of pyinfra get settings."""
+    ours = {name: group for name, group in groups.items() if _has_settings(group)}
     known = {host for members, _ in ours.values() for host, _ in members}
     plain: dict[str, list[Any]] = {}
     data: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, group in groups.items():
         if name in ours:
             continue
-        members, shared = value if _is_group(value) else (value, {})
-        for one in members:
-            host, more = one if _is_pair(one) else (one, {})
-            if isinstance(host, str) and host in known:
-                continue  # pyinfra lets a host be in several groups
+        members, shared = group if _is_group(group) else (group, {})
+        for member in members:
+            host, more = member if _is_pair(member) else (member, {})
             if isinstance(host, str):
+                if host in known:
+                    continue  # pyinfra allows a host in several groups
                 known.add(host)
                 data[host] = {**shared, **more}
             plain.setdefault(name, []).append(host)
@@ -195,12 +293,12 @@ def _is_group(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    """Tell a name or a list of names that has data beside it."""
+    """Return whether a value is a name or list of names with data."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
 
 
-def _is_ours(value: Any) -> bool:
-    """Tell what ``group_from`` returns."""
-    if not _is_group(value) or not value[0]:
+def _has_settings(group: Any) -> bool:
+    """Return whether ``group_from`` made a group."""
+    if not _is_group(group) or not group[0]:
         return False
-    return all(_is_pair(one) and KEY in one[1] for one in value[0])
+    return all(_is_pair(member) and CONTEXT_KEY in member[1] for member in group[0])

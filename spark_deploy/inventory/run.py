@@ -24,14 +24,14 @@ from spark_deploy.inventory.host_keys import readable_ssh_files
 
 
 class _Lines(logging.Handler):
-    """Hands every log line of pyinfra to a function."""
+    """Passes every log line of pyinfra to a function."""
 
-    def __init__(self, tell: Callable[[str], None]):
+    def __init__(self, log: Callable[[str], None]):
         super().__init__()
-        self.tell = tell
+        self.log = log
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.tell(record.getMessage())
+        self.log(record.getMessage())
 
 
 def run_deploy(
@@ -40,7 +40,7 @@ def run_deploy(
     data: Sequence[str] = (),
     *,
     watcher: BaseStateCallback | None = None,
-    tell: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
     dry: bool = False,
     as_json: bool = False,
 ) -> int:
@@ -48,10 +48,10 @@ def run_deploy(
 
     Args:
         deploy: the deploy file.
-        hosts: names with pyinfra's data, which holds our settings.
+        hosts: names with pyinfra's data, which contains our settings.
         data: ``KEY=VALUE`` of the command line.
-        watcher: gets the state callbacks.
-        tell: gets log lines; without it they are printed as pyinfra does.
+        watcher: gets pyinfra's state callbacks.
+        log: gets log lines; by default they are printed as pyinfra does.
         dry: predict changes and print them instead.
         as_json: print the plan and the results as JSON.
     """
@@ -60,7 +60,7 @@ def run_deploy(
     pyinfra.is_cli = True  # operations of a deploy file are identified by their lines
     os.environ.setdefault("PYINFRA_PROGRESS", "off")  # its spinner
     override = dict(pair.split("=", 1) for pair in data)
-    with _logging(tell):
+    with _logging(log):
         inventory = Inventory(  # type: ignore[no-untyped-call]  # pyinfra
             ([(name, dict(more)) for name, more in hosts], {}),
             override_data={key: parse_cli_arg(value) for key, value in override.items()},
@@ -106,15 +106,15 @@ def _run(state: State, deploy: Path, *, dry: bool, as_json: bool) -> None:
 
 
 @contextmanager
-def _logging(tell: Callable[[str], None] | None) -> Iterator[None]:
-    """Send pyinfra's log and echo to ``tell``, else to standard error as pyinfra does."""
+def _logging(log: Callable[[str], None] | None) -> Iterator[None]:
+    """Send pyinfra's log and echo to ``log``, otherwise to standard error as pyinfra does."""
     from pyinfra_cli.log import LogFormatter, LogHandler
 
-    handler: logging.Handler = _Lines(tell) if tell else LogHandler()
+    handler: logging.Handler = _Lines(log) if log else LogHandler()
     handler.setFormatter(LogFormatter())
     logger, level, propagates = pyinfra.logger, pyinfra.logger.level, pyinfra.logger.propagate
-    output.set_formatter((lambda text, *_, **__: text) if tell else click.style)
-    output.set_echo((lambda text="", **_: tell(str(text))) if tell else click.echo)
+    output.set_formatter((lambda text, *_, **__: text) if log else click.style)
+    output.set_echo((lambda text="", **_: log(str(text))) if log else click.echo)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(handler)

@@ -36,7 +36,7 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.lock.hub_token import read_hub_token
 from spark_deploy.lock.kv_cache_spec import Missing, Numbers, cache_layers
-from spark_deploy.lock.types import HeldNames, LockedSource
+from spark_deploy.lock.types import LockedSource, VerifiedNames
 
 _UNANSWERED = 4  # the builder's exit code when reading or the network failed
 # Fields that do not affect the names: locations and output.
@@ -47,11 +47,13 @@ class HubSilent(LockError):  # noqa: N818 - named after what happened
     """The hub did not send the headers."""
 
 
-def question(order: BuildPlan, base: LockedSource, donor: LockedSource | None) -> HeldNames:
+def names_to_verify(
+    order: BuildPlan, base: LockedSource, donor: LockedSource | None
+) -> VerifiedNames:
     """Return the identity of a check of names; its counts are not known yet."""
     asked = {key: said for key, said in plain(order).items() if key not in _NOT_ASKED}
     places = [f"{one.repo}@{one.commit}" for one in (base, donor) if one is not None]
-    return HeldNames(
+    return VerifiedNames(
         build=f"{order.name}, shared experts {order.shared_experts}, head {order.head}",
         question=digest_of({"builder": asked, "places": places}),
         base=places[0],
@@ -59,7 +61,7 @@ def question(order: BuildPlan, base: LockedSource, donor: LockedSource | None) -
     )
 
 
-def check_names(asked: HeldNames, order: BuildPlan, hub: HubSettings) -> HeldNames:
+def check_names(asked: VerifiedNames, order: BuildPlan, hub: HubSettings) -> VerifiedNames:
     """Check the sources of a build by their headers, and return ``asked`` with its counts.
 
     Raises:

@@ -67,7 +67,7 @@ def refuse_two_revisions(sources: Iterable[tuple[str, str]]) -> None:
 
 
 def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterator[tuple[str, str]]:
-    yield from beside_of(model, profile)
+    yield from companions(model, profile)
     if isinstance(model, PlainModel):
         yield model.repository, model.revision
         return
@@ -80,7 +80,7 @@ def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterato
         yield model.sources.donor, model.sources.revision
 
 
-def beside_of(model: Model, profile: Profile) -> Iterator[tuple[str, str]]:
+def companions(model: Model, profile: Profile) -> Iterator[tuple[str, str]]:
     """Yield the repositories of drafter and adapters with their revisions."""
     drafts = profile.speculation
     if drafts and drafts.repository:

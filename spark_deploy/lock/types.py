@@ -80,7 +80,7 @@ class LockedImage:
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
-class HeldNames:
+class VerifiedNames:
     """Tensor counts of sources whose headers match the catalog."""
 
     build: FromKey
@@ -116,7 +116,7 @@ class Lock:
     """Repositories by name."""
     images: Annotated[dict[str, LockedImage], name_entries("reference")]
     """Container images by reference."""
-    names: Annotated[dict[str, HeldNames], name_entries("build")] = Field(default_factory=dict)
+    names: Annotated[dict[str, VerifiedNames], name_entries("build")] = Field(default_factory=dict)
     """What was found of the names of each build, before its sources are downloaded."""
     anatomies: Annotated[dict[str, Anatomy], name_entries("repository")] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": HUB_REPOSITORY}
@@ -128,7 +128,7 @@ class Lock:
         cls,
         sources: Iterable[LockedSource] = (),
         images: Iterable[LockedImage] = (),
-        names: Iterable[HeldNames] = (),
+        names: Iterable[VerifiedNames] = (),
         anatomies: Iterable[Anatomy] = (),
     ) -> Lock:
         """Return a sorted lock; later entries replace earlier ones of the same name."""
@@ -151,7 +151,7 @@ class Lock:
         self,
         sources: Iterable[LockedSource] = (),
         images: Iterable[LockedImage] = (),
-        names: Iterable[HeldNames] = (),
+        names: Iterable[VerifiedNames] = (),
         anatomies: Iterable[Anatomy] = (),
     ) -> Lock:
         """Return this lock with more entries, which replace those of the same name."""
@@ -162,7 +162,7 @@ class Lock:
             [*self.anatomies.values(), *anatomies],
         )
 
-    def holds(self, asked: HeldNames) -> bool:
+    def has_verified(self, asked: VerifiedNames) -> bool:
         """Return whether these sources passed the same check."""
         found = self.names.get(asked.build)
         return found is not None and found.question == asked.question

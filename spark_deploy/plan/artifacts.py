@@ -76,9 +76,6 @@ def refuse_impossible_trees(model: Model, profile: Profile, settings: Settings) 
         raise PlanError.one(where, what, "use profile plain, or write a similar one")
     if checkpoint.prebuilt:
         _refuse_unusable_hybrid(model, profile)
-    if checkpoint.requantized and checkpoint.prebuilt:
-        what = "prebuilt and requantized are two bases"
-        raise PlanError.one(f"{where}: checkpoint.prebuilt", what, "set one of them to false")
     if not checkpoint.keep_base:
         _refuse_discarded_base(profile, settings)
     if profile.shared_experts == "int8-g128" and profile.layout == "overlay":
@@ -102,7 +99,7 @@ def _refuse_discarded_base(profile: Profile, settings: Settings) -> None:
 
 
 def _refuse_unusable_hybrid(model: Model, profile: Profile) -> None:
-    fix = "set checkpoint.prebuilt: false"
+    fix = "set checkpoint.source: base"
     if isinstance(model, PlainModel) or model.sources.hybrid is None:
         what = "this model has no prebuilt hybrid"
         fix = f"name one in sources.hybrid of the model, or {fix}"
@@ -113,7 +110,7 @@ def _refuse_unusable_hybrid(model: Model, profile: Profile) -> None:
         fix = f"set checkpoint.layout: full, or {fix}"
     else:
         return
-    where = f"model {model.name} with profile {profile.name}: checkpoint.prebuilt"
+    where = f"model {model.name} with profile {profile.name}: checkpoint.source"
     raise PlanError.one(where, what, fix)
 
 
@@ -166,7 +163,6 @@ def _order(
         donor=orders.DonorUrl(
             url=f"{hub.endpoint}/{donor.repo}/resolve/{donor.commit}",
             tries=downloads.tries,
-            backoff_s=downloads.retry_pause_s,
             outage_s=downloads.outage_s,
         )
         if donor
@@ -228,8 +224,8 @@ def requantized_plan(
         return None
     options = settings.requantize
     if not isinstance(model, HybridModel) or model.sources.original is None:
-        where = f"model {model.name}: checkpoint.requantized"
-        fix = "set sources.original of the model, or checkpoint.requantized: false"
+        where = f"model {model.name}: checkpoint.source"
+        fix = "set sources.original of the model, or checkpoint.source: base"
         raise PlanError.one(where, "this model has no 16-bit repository", fix)
     if options.iters and options.calibration is None:
         fix = "set requantize.calibration to a file, or requantize.iters: 0"
@@ -305,10 +301,8 @@ def image_plan(
             reference=base,
             plain=reference.host in settings.registries.insecure,
             out=f"{settings.paths.sources_dir}/{folder}",
-            parallel=downloads.parallel,
             rate_limit_bytes_per_s=downloads.rate_limit_bytes_per_s,
             tries=downloads.tries,
-            backoff_s=downloads.retry_pause_s,
             outage_s=downloads.outage_s,
         ),
     )

@@ -39,6 +39,7 @@ _INTERFACE = re.compile(r"en(?:P(\d+))?p(.*)")
 _RDMA_ARGUMENTS = ("--ulimit=memlock=-1:-1", "--device=/dev/infiniband")
 # Each release has two of these ports on the fabric, so members of different releases never meet.
 _FIRST_PORT = 29500
+_CONFIRM_S = 90  # the old network returns unless a new login over it succeeded
 _PORTS = 2000
 
 
@@ -61,7 +62,7 @@ def fabric_plan(host: str, settings: Settings, host_ports: Ports) -> FabricPlan:
     )
     if problems := [problem for port in ports for problem in _conflicts(host, port, host_ports)]:
         raise PlanError(problems)
-    return FabricPlan(netplan_of(ports), ports, fabric.confirm_s)
+    return FabricPlan(netplan_of(ports), ports, _CONFIRM_S)
 
 
 def present_addresses(host: str, settings: Settings, host_ports: Ports) -> str:
@@ -326,7 +327,7 @@ def spread(release: Release, settings: Settings, fabric: Mapping[str, Ports]) ->
     return replace(
         release,
         engine=replace(release.engine, docker_args=docker_args),
-        cluster=Cluster(members, port, settings.cluster.join_s),
+        cluster=Cluster(members, port, max(120, settings.serve.start_timeout_s // 4)),
     )
 
 

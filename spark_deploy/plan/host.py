@@ -12,7 +12,13 @@ from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.catalog.model import Model, PlainModel
 from spark_deploy.config.errors import PlanError
-from spark_deploy.config.settings.host import BASE_PACKAGES, DOCKER_DIR, TOOLKIT_PACKAGES
+from spark_deploy.config.settings.host import (
+    BASE_PACKAGES,
+    CUDA_PACKAGE,
+    CUDA_TOOLKIT,
+    DOCKER_DIR,
+    TOOLKIT_PACKAGES,
+)
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
@@ -61,8 +67,8 @@ def plan_host(request: Request) -> HostPlan:
         needs=_needs(request, (main, *services), disk, docker.check_image, pairs),
         base=base_plan(settings),
         cuda=types.CudaPlan(
-            settings.cuda.version,
-            settings.cuda.package,
+            CUDA_TOOLKIT,
+            CUDA_PACKAGE,
             _repositories(settings, settings.cuda.repositories),
             settings.base.package_lock_wait_s,
         ),

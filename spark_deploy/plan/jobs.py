@@ -149,10 +149,9 @@ def fetch_order(
         pieces=pieces,
         look_in=downloads.look_in,
         token_file=token_file,
-        parallel=downloads.parallel,
+        parallel=4,
         rate_limit_bytes_per_s=downloads.rate_limit_bytes_per_s,
         tries=downloads.tries,
-        backoff_s=downloads.retry_pause_s,
         outage_s=downloads.outage_s,
     )
 

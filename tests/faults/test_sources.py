@@ -15,7 +15,7 @@ WEIGHTS = "model-*.safetensors"
 ACCESS_LOG = STATE / "run" / "hub-access.jsonl"
 NO_ROOM = r"disk /\S*: 0\.0 GiB free.*/srv/spark/.*\n.*fix: free \d+\.\d GiB"
 JOBS_BY_TIME = "find /var/lib/spark/jobs -printf '%p %s %T@\\n' | sort"
-FEW_RETRIES = {"downloads": {"tries": 2, "retry_pause_s": 0.2}}
+FEW_RETRIES = {"downloads": {"outage_s": 0}}
 
 
 def finished_files(guest: Guest) -> str:

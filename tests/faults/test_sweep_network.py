@@ -31,7 +31,7 @@ COUNTED = (
     "Permanent failures of the servers that a host uses. The owner's line is the deploy's own. "
     "Afterwards the server works again, and the next deploy succeeds without any help."
 )
-FEW_RETRIES = {"downloads": {"tries": 2, "retry_pause_s": 0.2}}
+FEW_RETRIES = {"downloads": {"outage_s": 0}}
 STATUSES = ("401", "403", "404", "429", "500", "502", "503")
 LIMIT_S = 240  # of a deploy until it reports the failure
 BODIES = ("truncated", "reset", "stall", "wrong bytes")

@@ -33,7 +33,7 @@ class Pair:
         self.site.choose(
             model="lab-stub",
             profile="v2",
-            cluster={"hosts": [HEAD, WORKER], "subnet": FABRIC, "join_s": 120},
+            cluster={"hosts": [HEAD, WORKER], "subnet": FABRIC},
         )
 
     def release(self) -> str:

@@ -29,8 +29,8 @@ class Pair:
         self.head, self.worker = guests[HEAD], guests[WORKER]
         self.site = Site(root, hosts=[HEAD, WORKER])
         self.site.choose(
-            serve={"start_timeout_s": 900},
-            cluster={"hosts": [HEAD, WORKER], "subnet": "10.77.0.0/24", "join_s": 500},
+            serve={"start_timeout_s": 2000},
+            cluster={"hosts": [HEAD, WORKER], "subnet": "10.77.0.0/24"},
         )
 
     def ask(self, prompt: str) -> tuple[int, str]:

@@ -120,7 +120,7 @@ def test_prebuilt_hybrid_is_verified_against_donor_and_served(fleet: Fleet, tmp_
     fleet.settle()
     guest = fleet.guests[0]
     only = ("--limit", guest.name)
-    fleet.site.choose(checkpoint={**FULL, "prebuilt": True})
+    fleet.site.choose(checkpoint={**FULL, "source": "prebuilt"})
 
     run = fleet.site.deploy(*only)
 

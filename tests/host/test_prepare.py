@@ -197,7 +197,7 @@ def test_host_protection_is_optional(prepared: Prepared) -> None:
     guest = prepared.guest
     target = guest.run("systemctl get-default")
     assert guest.run("systemctl is-active earlyoom", check=False) == "inactive"
-    prepared.site.choose(base={"earlyoom": True, "headless": True, "protect_login": False})
+    prepared.site.choose(base={"earlyoom": True, "headless": True, "skip": ["protect-login"]})
     try:
         enabled, again = prepared.run(), prepared.run()
         running = guest.run("tr '\\0' ' ' < /proc/$(pidof earlyoom)/cmdline")

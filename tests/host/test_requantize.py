@@ -125,7 +125,7 @@ def test_killed_job_resumes_at_its_block(site: Site) -> None:
 
 def test_real_engine_serves_hybrid_on_requantized_base(site: Site) -> None:
     guest = guest_named(NAME)
-    site.choose(checkpoint={"requantized": True})
+    site.choose(checkpoint={"source": "requantized"})
     run = site.deploy()
     assert run.exit_code == 0, run.stderr[-6000:]
     proof = guest.json(f"cat /var/lib/spark/proofs/{guest.release()}.json")

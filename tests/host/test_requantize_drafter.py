@@ -73,7 +73,7 @@ def test_job_packs_drafter_as_listed(site: Site) -> None:
 
 def test_hybrid_accepts_drafts(site: Site) -> None:
     guest = guest_named(NAME)
-    site.choose(checkpoint={"requantized": True})
+    site.choose(checkpoint={"source": "requantized"})
     run = site.deploy()
     assert run.exit_code == 0, run.stderr[-6000:]
     proof = guest.json(f"cat /var/lib/spark/proofs/{guest.release()}.json")

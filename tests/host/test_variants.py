@@ -229,7 +229,7 @@ def test_doctor_warns_of_cloned_keys_wrong_clock_and_failed_updates(tmp_path: Pa
     )
     site = site_for(tmp_path, [*SPARE], cloned)
     code, output = site.cli_output("doctor")
-    site.choose(expect={"updates": "require"})
+    site.choose(expect={"dgx_os": "require"})
     required, refused = site.cli_output("doctor")
     lab("down", *SPARE)
     assert code == 0, output

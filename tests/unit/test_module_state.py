@@ -43,7 +43,7 @@ DRAWN = re.compile(
 @pytest.mark.parametrize(
     "side", ["spark_deploy/", "files/contract/", "files/host/", "files/checkpoint/", "roles/"]
 )
-def test_no_module_keeps_what_one_run_found_out(side: str) -> None:
+def test_modules_keep_no_state_of_a_run(side: str) -> None:
     """What a run knows travels in values, in pyinfra's data of a host or with the command.
 
     What is kept weakly by pyinfra's own host is data of that host, and goes with it.
@@ -132,7 +132,7 @@ def _changes(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) 
         "@functools.lru_cache\ndef f():\n    return ask()",
     ],
 )
-def test_each_way_of_keeping_something_is_seen(code: str) -> None:
+def test_finds_every_kind_of_module_state(code: str) -> None:
     assert list(state_of(ast.parse(code)))
 
 
@@ -145,5 +145,5 @@ def test_each_way_of_keeping_something_is_seen(code: str) -> None:
         "FORM = re.compile('x')",
     ],
 )
-def test_what_stays_as_it_is_written_may_stand_in_a_module(code: str) -> None:
+def test_accepts_constants_in_modules(code: str) -> None:
     assert list(state_of(ast.parse(code))) == []

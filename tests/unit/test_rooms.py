@@ -166,14 +166,14 @@ def none(offenders: list[str]) -> None:
     assert not offenders, "\n" + "\n".join(offenders)
 
 
-def test_every_module_has_a_room_and_every_room_a_module() -> None:
+def test_every_module_has_a_room() -> None:
     """A new file that fits no room is a question to answer first, not an exception."""
     rooms = {name: room_of(name) for name in MODULES}
     none([name for name, room in rooms.items() if room is None])
     assert set(RANK) == set(rooms.values())
 
 
-def test_a_room_imports_no_room_above_it() -> None:
+def test_rooms_import_only_rooms_below() -> None:
     wrong = []
     for name, found, top in imported(""):
         room, theirs = room_of(name), room_of(file_of(found) or "")
@@ -185,7 +185,7 @@ def test_a_room_imports_no_room_above_it() -> None:
     none(wrong)
 
 
-def test_what_is_shipped_imports_only_what_its_room_may_have_from_outside() -> None:
+def test_rooms_import_only_their_libraries() -> None:
     standard, allowed = {*sys.stdlib_module_names, "__future__"}, dict(ROOMS)
     none(
         [
@@ -196,7 +196,7 @@ def test_what_is_shipped_imports_only_what_its_room_may_have_from_outside() -> N
     )
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_modules_have_no_import_cycle() -> None:
     graph = {
         name: {ours for found in imports(name) if (ours := _ours(found)) and ours != name}
         for name in MODULES
@@ -229,7 +229,7 @@ def reached_from(start: str) -> list[str]:
     return sorted(reached)
 
 
-def test_a_plan_reads_nothing_and_imports_nothing_of_ours_that_does() -> None:
+def test_plan_is_pure() -> None:
     """Catalog, lock and payload are loaded before: same request, same plan."""
     # The package's own face looks for the contract of its checkout, before anything is planned.
     reached = set(reached_from("spark_deploy/plan/")) - {"spark_deploy/__init__.py"}
@@ -244,7 +244,7 @@ def test_a_plan_reads_nothing_and_imports_nothing_of_ours_that_does() -> None:
     none(reading)
 
 
-def test_a_role_imports_no_other_role_and_knows_no_lab() -> None:
+def test_roles_are_independent() -> None:
     roles = [name for name in MODULES if name.startswith("roles/")]
     others = [
         f"{name} imports {found}" for name, found, top in imported("roles/") if top == "roles"
@@ -258,20 +258,20 @@ def test_a_role_imports_no_other_role_and_knows_no_lab() -> None:
     none(others + labs)
 
 
-def test_what_runs_elsewhere_does_not_import_the_controller() -> None:
+def test_host_code_imports_no_controller() -> None:
     found = imported("files", "lab", "bench")
     none([f"{name} imports {it}" for name, it, top in found if top in {"spark_deploy", "roles"}])
 
 
 @pytest.mark.parametrize("side", ["host", "checkpoint", "image"])
-def test_a_package_on_the_host_imports_no_other(side: str) -> None:
+def test_host_packages_are_independent(side: str) -> None:
     mine = {"host": "spark_host", "checkpoint": "spark_checkpoint", "image": "spark_vllm"}[side]
     others = OURS - {mine, "spark_contract"}
     found = imported(f"files/{side}/")
     none([f"{name} imports {it}" for name, it, top in found if top in others])
 
 
-def test_no_product_file_is_longer_than_a_reader_keeps_in_mind() -> None:
+def test_product_files_are_short() -> None:
     product = [name for name in MODULES if name.startswith(("spark_deploy/", "files/", "roles/"))]
     lengths = {name: len((CHECKOUT / name).read_text("utf-8").splitlines()) for name in product}
     none([f"{name}: {lines} lines" for name, lines in lengths.items() if lines > LONGEST_FILE])
@@ -280,7 +280,7 @@ def test_no_product_file_is_longer_than_a_reader_keeps_in_mind() -> None:
 @pytest.mark.parametrize(
     "path", sorted((CHECKOUT / "inventory").glob("*.py")), ids=lambda p: p.name
 )
-def test_inventories_hide_their_helpers_from_pyinfra(path: Path) -> None:
+def test_inventory_helpers_start_with_an_underscore(path: Path) -> None:
     """Every public list or tuple of an inventory file is a group, imported names included."""
     tree = ast.parse(path.read_text("utf-8"))
     public = set()

@@ -17,7 +17,7 @@ from spark_deploy.config.catalog.types import Engines, Families
 from spark_deploy.config.documents import schema_of, typed
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.types import COMMAND_FLAGS, EXPERT, Settings
-from spark_deploy.inventory.hosts_file import HostList
+from spark_deploy.inventory.groups import HostList
 from spark_deploy.lock.types import Lock
 
 DOCUMENTS = {

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
+from pydantic.json_schema import SkipJsonSchema
 
 from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, form
-from spark_deploy.config.settings.patterns import Interface, IpAddress
+from spark_deploy.config.settings.patterns import Interface
 
 _FIRST = 11  # the last number of the first host's addresses on a cable
 
@@ -30,12 +31,10 @@ class ClusterSettings:
     )
     """Network between the members; addresses must stay the same. null: the network in which every
     member has an RDMA port."""
-    join_s: int = Field(default=600, ge=120)
-    """Seconds to wait for the other members at a start; it is retried a minute later."""
 
     def broken(self) -> Iterator[Violation]:
         if len(self.hosts) == 1:
-            message = f"{self.hosts[0]} alone is no cluster"
+            message = f"{self.hosts[0]} alone is not a cluster"
             yield Violation(("hosts",), message, "name two hosts or more, or none")
         try:
             ipaddress.IPv4Network(self.subnet or "0.0.0.0/0")
@@ -54,19 +53,13 @@ class ReplicasSettings:
     with the fewest running requests; `connect` prints the first. All need the same settings and the
     same serve.api_key, so write it into group_vars."""
     port: int = Field(default=8008, ge=1, le=65535, description="Shared port of the replicas.")
-    addresses: dict[str, IpAddress] = Field(
-        default_factory=dict, examples=[{"spark-1": "192.168.100.11", "spark-2": "192.168.100.12"}]
-    )
-    """Addresses between the hosts by name, best in the fastest network; default: the address for
-    clients."""
+    # Filled by the inventory: fleet.address of each host, or its address for clients.
+    addresses: SkipJsonSchema[dict[str, str]] = Field(default_factory=dict, exclude=True)
 
     def broken(self) -> Iterator[Violation]:
         if len(self.hosts) == 1:
             message = f"{self.hosts[0]} alone has no replica"
             yield Violation(("hosts",), message, "name two hosts or more, or none")
-        for name in self.addresses:
-            if name not in self.hosts:
-                yield Violation(("addresses", name), "is none of the hosts", "name it there, too")
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -92,8 +85,6 @@ class FabricSettings:
     between hosts, use host_vars."""
     mtu: int = Field(default=9000, ge=1280, le=9216)
     """MTU; the same at both ends."""
-    confirm_s: int = Field(default=90, ge=20, le=600)
-    """Seconds until the old network returns, unless a new login over it succeeded."""
     measure: bool = False
     """Only measure: send up to 1 GB (2.5 seconds) from each host to the next over each cabled port.
     Command: `spark-deploy fabric --measure`."""

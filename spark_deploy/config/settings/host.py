@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -10,17 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation, form
+from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation
 from spark_deploy.config.settings.patterns import Address, Folder, Login, Package, SshSource, text
 from spark_deploy.config.settings.sources import RepositoryNames
 
 BASE_PACKAGES = ("ca-certificates", "curl", "jq", "nginx-light", "pciutils", "python3")
 TOOLKIT_PACKAGES = ("nvidia-container-toolkit",)
 DOCKER_DIR = "/var/lib/docker"  # for the disk plan; a running docker reports its own
-_PciId = Annotated[
-    str, text("^[0-9a-f]{4}:[0-9a-f]{4}$", "VENDOR:DEVICE as `lspci -n` prints it", "10de:2e12")
-]
-_Driver = Annotated[str, text(r"^[0-9]+(\.[0-9]+)*$", "numbers and dots, in quotes", "580.95.05")]
+CUDA_TOOLKIT = "13.0"
+CUDA_PACKAGE = "cuda-toolkit-13-0"
+GB10 = "NVIDIA GB10"
+_Os = Annotated[str, text(r"^[a-z]+ [0-9a-z.]+$", "ID and VERSION_ID, in quotes", "ubuntu 24.04")]
 _User = Annotated[str, text("^[a-z_][a-z0-9_-]*$", "the name of one account", "spark")]
 
 
@@ -44,39 +43,27 @@ class ExpectSettings:
     """Required properties of a host; preflight refuses other hosts before any change."""
 
     arch: str = Field(default="aarch64", description="As `uname -m` prints it.")
-    pci_ids: tuple[_PciId, ...] = Field(
-        default=("10de:2e12",), min_length=1, json_schema_extra=UNIQUE
-    )
-    """At least one of these vendor:device pairs must be present (10de:2e12 is GB10)."""
-    gpu_name: str = Field(default="NVIDIA GB10", description="As nvidia-smi prints it.")
-    os_id: str = Field(default="ubuntu", description="ID of /etc/os-release.")
-    os_version: str = Field(default="24.04", description="VERSION_ID of /etc/os-release; quote it.")
-    driver_min: _Driver = "580"
-    """Smallest driver version accepted; quote it."""
-    dgx_release: Literal["require", "warn", "ignore"] = "warn"
-    """Reaction to a missing /etc/dgx-release."""
-    updates: Literal["require", "warn", "ignore"] = "warn"
-    """Reaction to an unfinished vendor update (torn score of nvidia-spark-ota-check above 0)."""
+    gpu_name: str = GB10
+    """As nvidia-smi prints it. Only for a GB10, its PCI id must be present as well."""
+    os: _Os = Field(default="ubuntu 24.04", description="ID and VERSION_ID of /etc/os-release.")
+    dgx_os: Literal["require", "warn", "ignore"] = "warn"
+    """Reaction to a missing /etc/dgx-release, or to an unfinished vendor update (torn score of
+    nvidia-spark-ota-check above 0)."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class BaseSettings:
-    """Packages and host settings without GPU.
-
-    When switched off, only the driver hold, protect_login and compaction_proactiveness are
-    reverted.
-    """
+    """Packages and host settings without GPU."""
 
     package_lock_wait_s: int = Field(default=1800, ge=0, le=86400)
     """Seconds to wait for another package installation, such as timers after a boot."""
-    hold_driver_in_unattended_upgrades: bool = True
-    """Exclude driver, CUDA and kernel packages from unattended upgrades; a partial driver upgrade
-    disables the GPU."""
-    disable_sleep: bool = True
-    """Mask suspend and hibernate."""
-    protect_login: bool = True
-    """Guarantee memory to SSH and login sessions (cgroup v2), so that you can log in when memory
-    runs out."""
+    skip: tuple[Literal["hold-driver", "disable-sleep", "protect-login"], ...] = Field(
+        default=(), examples=[["disable-sleep"]], json_schema_extra=UNIQUE
+    )
+    """Protections to leave out. hold-driver: no unattended upgrades of driver, CUDA and kernel (a
+    partial driver upgrade disables the GPU); disable-sleep: mask suspend and hibernate;
+    protect-login: guarantee memory to SSH and login sessions. All but disable-sleep are reverted
+    when you add them."""
     headless: bool = False
     """Boot into multi-user.target from the next boot; the desktop uses several GiB."""
     earlyoom: bool = False
@@ -85,22 +72,25 @@ class BaseSettings:
     """vm.compaction_proactiveness of the kernel (default 20); null: unchanged. 0 is reported about
     10 % faster, but may leave the GPU driver without contiguous memory after days."""
 
+    @property
+    def hold_driver(self) -> bool:
+        return "hold-driver" not in self.skip
+
+    @property
+    def disable_sleep(self) -> bool:
+        return "disable-sleep" not in self.skip
+
+    @property
+    def protect_login(self) -> bool:
+        return "protect-login" not in self.skip
+
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class CudaSettings:
-    """CUDA toolkit; kept when present, never the driver."""
+    """CUDA toolkit 13.0, installed if missing; never the driver."""
 
-    version: str = Field(
-        default="13.0",
-        json_schema_extra=form(r"^[0-9]+\.[0-9]+$", "two numbers and a dot, in quotes", "13.0"),
-    )
-    """Required toolkit version, in quotes; installed if missing."""
     repositories: RepositoryNames = Field(default=(), json_schema_extra=UNIQUE)
     """Entries of `repositories` to add before installing the toolkit."""
-
-    @property
-    def package(self) -> str:
-        return f"cuda-toolkit-{self.version.replace('.', '-')}"
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -143,25 +133,29 @@ class PathSettings:
     sources_dir: Folder = "/srv/spark/sources"
     """Verified downloads. On the filesystem of models_dir, base shards are linked instead of
     copied."""
-    cache_dir: Folder = "/srv/spark/cache"
-    """Compile caches of engines, per release."""
+
+    @property
+    def cache_dir(self) -> str:
+        """Compile caches of engines, next to ``models_dir``."""
+        return f"{self.models_dir.rpartition('/')[0]}/cache"
 
     def broken(self) -> Iterator[Violation]:
-        for key in ("models_dir", "sources_dir", "cache_dir"):
-            if _belongs_to_system(getattr(self, key)):
-                message = (
-                    f"{getattr(self, key)} is the system's, or others than root may write there"
-                )
-                yield Violation(
-                    (key,), message, "name a folder of root's own, such as /srv/spark/models"
-                )
-        paths = ((getattr(self, field.name), field.name) for field in dataclasses.fields(self))
-        for (path, key), (other, other_key) in itertools.pairwise(sorted(paths)):
-            if other == path or other.startswith(path + "/"):
-                message = f"{other} lies inside paths.{key} ({path})"
-                yield Violation(
-                    (other_key,), message, "give every kind of data a folder of its own"
-                )
+        kinds = {
+            "models_dir": "models_dir",
+            "sources_dir": "sources_dir",
+            "cache_dir": "models_dir",
+        }
+        for kind, key in kinds.items():
+            if _belongs_to_system(path := getattr(self, kind)):
+                message = f"{path} belongs to the system, or accounts other than root can write it"
+                fix = "name a folder below one that root owns, such as /srv/spark/models"
+                yield Violation((key,), message, fix)
+        paths = sorted((getattr(self, kind), kind) for kind in kinds)
+        for (path, kind), (other, other_kind) in itertools.pairwise(paths):
+            if other == path or other.startswith(f"{path}/"):
+                message = f"{other} is inside the folder of {kind} ({path})"
+                fix = "choose folders that do not contain each other"
+                yield Violation((kinds[other_kind],), message, fix)
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -174,7 +168,8 @@ class SshSettings:
     """Login user. spark-deploy is the account that deploys/bootstrap.py creates; bootstrap gives
     any other user sudo without a password."""
     first_user: Login | None = None
-    """Login user of bootstrap while it creates spark-deploy; null: from ~/.ssh/config."""
+    """Login user of `deploys/bootstrap.py` while it creates spark-deploy; null: from
+    ~/.ssh/config."""
     allowed_from: tuple[SshSource, ...] = Field(
         default=(), examples=[["192.168.1.0/24"]], json_schema_extra=UNIQUE
     )
@@ -182,6 +177,5 @@ class SshSettings:
     address during bootstrap."""
     port: int | None = Field(default=None, ge=1, le=65535, description="SSH port.")
     key_file: Text | None = Field(default=None, description="Private key on the controller.")
-    config_file: Text | None = Field(default=None, description="Another file than ~/.ssh/config.")
     known_hosts_file: Text | None = None
     """Another file than ~/.ssh/known_hosts."""

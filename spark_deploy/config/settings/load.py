@@ -63,7 +63,7 @@ def load_hosts(
     overrides: Mapping[str, Any] | None = None,
     generated: Mapping[str, Any] | None = None,
     checkout: Path = CHECKOUT,
-    judged: bool = True,
+    must_serve: bool = True,
 ) -> dict[str, HostSettings]:
     """Return the settings of every host, or raise one error with all mistakes.
 
@@ -73,7 +73,7 @@ def load_hosts(
         overrides: ``--data`` of the command line, dotted keys allowed.
         generated: what an inventory works out itself; ranks between group and host files.
         checkout: folder with defaults, schemas and catalog.
-        judged: whether models and profiles must be in a catalog.
+        must_serve: whether models and profiles must be in a catalog.
     """
     problems: list[Problem] = []
     common = _common_layers(root, checkout, problems)
@@ -95,7 +95,7 @@ def load_hosts(
             layers = [*common, *middle, *own, *one, *last]
             made = None if one else usual
             if made is None:
-                made = _host_settings(host, group, root, layers, checkout, problems, judged)
+                made = _host_settings(host, group, root, layers, checkout, problems, must_serve)
             usual = usual if one else made
             found[host] = _as_host(made, host)
     if problems:
@@ -176,7 +176,7 @@ def _host_settings(
     layers: Sequence[Layer],
     checkout: Path,
     problems: list[Problem],
-    judged: bool,
+    must_serve: bool,
 ) -> HostSettings:
     data: dict[str, Any] = {}
     for layer in layers:
@@ -198,9 +198,9 @@ def _host_settings(
     found += problems_of(data, schema, where)
     settings = typing.cast(Settings, None)
     if not found:
-        catalog = functools.partial(catalog_names, checkout=checkout, own=root) if judged else None
+        names = functools.partial(catalog_names, checkout=checkout, own=root)
         try:
-            settings = convert(CheckedSettings, data, catalog)
+            settings = convert(CheckedSettings, data, names if must_serve else None)
         except ValidationError as error:
             found = [
                 Problem(f"{where(broken.set_by or broken.key)}: {dotted(broken.key)}",

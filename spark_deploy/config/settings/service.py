@@ -24,15 +24,22 @@ class CheckpointSettings:
     layout: Literal["overlay", "full"] | None = None
     """overlay: hard links to the base plus a small file; needs the plugin, takes seconds. full: a
     complete copy that any tool can read. null: the profile's layout."""
-    prebuilt: bool = False
-    """Start from the model's ready hybrid repository (sources.hybrid) instead of the INT4 base. It
-    passes the same checks and is compared with the FP8 source. Only with layout full."""
-    requantized: bool = False
-    """Build from your own INT4 checkpoint, made from sources.original by `spark-deploy add MODEL
-    --requantize`."""
+    source: Literal["base", "prebuilt", "requantized"] = "base"
+    """base: build from the model's INT4 repository. prebuilt: start from its ready hybrid
+    repository (sources.hybrid), which passes the same checks and is compared with the FP8 source;
+    only with layout full. requantized: build from your own INT4 checkpoint, made from
+    sources.original by `spark-deploy add MODEL --requantize`."""
     keep_base: bool = True
     """false removes the downloaded base after a full checkpoint was verified and serves. This saves
     disk, but a rebuild downloads the base again. An overlay needs its base."""
+
+    @property
+    def prebuilt(self) -> bool:
+        return self.source == "prebuilt"
+
+    @property
+    def requantized(self) -> bool:
+        return self.source == "requantized"
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)

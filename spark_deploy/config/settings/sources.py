@@ -97,17 +97,11 @@ class ProxySettings:
 class DownloadSettings:
     """How hosts download model files."""
 
-    parallel: int = Field(default=4, ge=1, le=64, description="Files downloaded at the same time.")
     rate_limit_mib_per_s: float | None = Field(default=None, gt=0)
     """Maximum MiB per second of a host; null: unlimited."""
-    tries: int = Field(default=8, ge=1, le=100)
-    """Attempts without a new byte before a download switches to the next mirror, and after outage_s
-    fails; the next run resumes."""
-    retry_pause_s: float = Field(default=1.0, ge=0, le=30)
-    """Seconds before the second attempt; doubles each time, up to 30."""
     outage_s: float = Field(default=6 * 3600.0, ge=0, le=7 * 86400)
-    """Seconds without a new byte during which jobs retry the hub, at least every 30 seconds. 0:
-    only tries counts."""
+    """Seconds without a new byte during which jobs retry the hub, at least every 30 seconds. 0: a
+    download fails after two attempts without a new byte; the next run resumes."""
     look_in: tuple[Glob, ...] = Field(
         default=(
             "/srv/spark/sources",
@@ -118,6 +112,11 @@ class DownloadSettings:
     )
     """Folders on the host (shell globs) with existing model files. Files that only root can write
     are linked, the rest copied."""
+
+    @property
+    def tries(self) -> int:
+        """Attempts without a new byte at one source, before the next mirror."""
+        return 8 if self.outage_s else 2
 
     @property
     def rate_limit_bytes_per_s(self) -> int | None:
@@ -132,7 +131,8 @@ class FleetSettings:
     """Hosts of a run copy model files and images from each other, so the hub sends each file only
     once. Read-only over plain HTTP with a key of the run, until the run ends."""
     address: IpAddress | None = Field(default=None, examples=["192.168.100.11"])
-    """Address for peer downloads, best in the fastest network. null: the login address."""
+    """Address of this host for peer downloads, and for replicas with `expose: lan`; best in the
+    fastest network. null: the login address, and for replicas the address for clients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)

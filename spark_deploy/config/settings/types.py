@@ -58,29 +58,24 @@ from spark_deploy.config.settings.sources import (
 
 # Options of one command. Its deploy takes them as `--data`; settings files need none of them.
 COMMAND_FLAGS = frozenset({
-    "releases.rollback_to", "fabric.measure", "fabric.restore", "uninstall.models",
-    "uninstall.engine", "requantize.iters", "requantize.nsamples", "requantize.seqlen",
-    "requantize.batch", "requantize.calibration",
+    "releases.rollback_to", "releases.keep", "ssh.first_user", "fabric.measure",
+    "fabric.restore", "uninstall.models", "uninstall.engine", "requantize.iters",
+    "requantize.nsamples", "requantize.seqlen", "requantize.batch", "requantize.calibration",
 })  # fmt: skip
 # Settings that most hosts never change; `--data` and settings files accept them like all others.
 EXPERT = frozenset({
     "locked", "lock_file", "registries.insecure", "override_rails", "allow_memory_holders",
-    "rollout.canary", "releases.keep", "serve.max_body_mib", "serve.max_requests_per_s",
-    "serve.start_timeout_s", "serve.stop_timeout_s", "serve.drain_s", "serve.ca_dir",
-    "serve.tls_names", "engine.options", "engine.environment", "engine.memory_fraction",
-    "engine.chat_template", "engine.head", "checkpoint.layout", "checkpoint.prebuilt",
-    "checkpoint.keep_base", "cluster.join_s", "cluster.subnet", "replicas.port",
-    "replicas.addresses", "fabric.networks", "fabric.interfaces", "fabric.mtu",
-    "fabric.confirm_s", "memory.total_gib", "memory.start_wait_s", "memory.floor_gib",
-    "watch.stall_s", "watch.interval_s", "check.timeout_s", "check.bench_s", "downloads.parallel",
-    "downloads.tries", "downloads.retry_pause_s", "downloads.outage_s", "downloads.look_in",
-    "fleet.address", "repositories", "expect.arch", "expect.pci_ids", "expect.gpu_name",
-    "expect.os_id", "expect.os_version", "expect.driver_min", "expect.dgx_release",
-    "expect.updates", "base.package_lock_wait_s", "base.hold_driver_in_unattended_upgrades",
-    "base.disable_sleep", "base.protect_login", "base.earlyoom", "base.compaction_proactiveness",
-    "cuda.version", "cuda.repositories", "docker.packages", "docker.repositories", "docker.daemon",
-    "disk.reserve_gib", "paths.cache_dir", "ssh.first_user", "ssh.config_file",
-    "ssh.known_hosts_file", "sudo",
+    "rollout.canary", "serve.max_body_mib", "serve.max_requests_per_s", "serve.start_timeout_s",
+    "serve.stop_timeout_s", "serve.drain_s", "serve.ca_dir", "serve.tls_names",
+    "engine.options", "engine.environment", "engine.memory_fraction", "engine.chat_template",
+    "engine.head", "checkpoint.layout", "checkpoint.keep_base", "cluster.subnet",
+    "replicas.port", "fabric.networks", "fabric.interfaces", "fabric.mtu", "memory.total_gib",
+    "memory.start_wait_s", "memory.floor_gib", "watch.stall_s", "watch.interval_s",
+    "check.timeout_s", "check.bench_s", "downloads.outage_s", "downloads.look_in",
+    "fleet.address", "repositories", "expect.arch", "expect.gpu_name", "expect.os",
+    "expect.dgx_os", "base.package_lock_wait_s", "base.skip", "base.earlyoom",
+    "base.compaction_proactiveness", "cuda.repositories", "docker.packages",
+    "docker.repositories", "docker.daemon", "disk.reserve_gib", "ssh.known_hosts_file",
 })  # fmt: skip
 
 
@@ -220,7 +215,6 @@ class Settings:
     paths: PathSettings = Field(default_factory=PathSettings)
     uninstall: UninstallSettings = Field(default_factory=UninstallSettings)
     ssh: SshSettings = Field(default_factory=SshSettings)
-    sudo: bool = Field(default=True, description="Use sudo. Set false when you log in as root.")
 
     @property
     def ranks(self) -> int:

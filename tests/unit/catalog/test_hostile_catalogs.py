@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spark_deploy.cli.share import read_shared
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import typed
-from spark_deploy.config.errors import SparkError
 from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.resolve import Request
-from tests.unit.examples import examples
-from tests.unit.hostile import changed_in_one_place
+from tests.unit.hostile import accepted_or_refused, changed_in_one_place, tries
 from tests.unit.planning.plans import PAYLOAD, made_up_lock, settings_of
 from tests.unit.planning.test_plain import ANATOMY
 
@@ -51,10 +49,6 @@ SHARED: dict[str, Any] = {
               "stubbed": [], "checks": {"answers": True}},
 }  # fmt: skip
 READ = typed(ANATOMY, nulls=False)
-HOSTILE = settings(
-    max_examples=examples(60), deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
 
 
 def encoded(document: dict[str, Any]) -> bytes:
@@ -93,7 +87,7 @@ def check_plan(own: Path, model: dict[str, Any], profile: dict[str, Any], anatom
     for kind, name, document in (("models", "dense", model), ("profiles", "mine", profile)):
         path = own / f"mine/catalog/{kind}/{name}.yml"
         path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    try:
+    with accepted_or_refused(in_one_line=True):
         catalog = read_catalog(own / "ours", own=own / "mine")
         chosen = dataclasses.replace(settings_of(), model="dense", profile="mine")
         catalog.model("dense")
@@ -105,14 +99,6 @@ def check_plan(own: Path, model: dict[str, Any], profile: dict[str, Any], anatom
         }
         lock = dataclasses.replace(lock, anatomies=anatomies)
         plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
-    except SparkError as error:
-        check_messages(error)
-
-
-def check_messages(error: SparkError) -> None:
-    for problem in error.problems:
-        assert "\n" not in f"{problem.where}{problem.what}{problem.fix}"
-        assert problem.fix
 
 
 def test_unchanged_documents_are_check_plan(own: Path) -> None:
@@ -123,7 +109,7 @@ def test_unchanged_documents_are_check_plan(own: Path) -> None:
     assert read_shared(SHARED, "x").profile_name == "mine"
 
 
-@HOSTILE
+@tries(60)
 @given(text=changed_in_one_place(encoded(MODEL)))
 @example(text=encoded({**MODEL, "memory": {"runtime_gib": 10**30}}))
 @example(text=encoded({**MODEL, "changes": [{"set": {"limits": None}}]}))
@@ -132,7 +118,7 @@ def test_any_model_file_is_planned_or_refused(own: Path, text: bytes) -> None:
     check_plan(own, json.loads(text), {**PROFILE, "speculation": None}, ANATOMY)
 
 
-@HOSTILE
+@tries(60)
 @given(text=changed_in_one_place(encoded(PROFILE)))
 @example(text=encoded({**PROFILE, "options": {"block-size": 10**30}}))
 @example(text=encoded({**PROFILE, "options": {"block-size": 0}}))
@@ -141,7 +127,7 @@ def test_any_profile_file_is_planned_or_refused(own: Path, text: bytes) -> None:
     check_plan(own, {**MODEL, "adapters": {}}, json.loads(text), ANATOMY)
 
 
-@HOSTILE
+@tries(60)
 @given(text=changed_in_one_place(encoded(READ)), bits=st.sampled_from(["auto", "fp8"]))
 @example(
     text=encoded({**READ, "cache": [{"kind": "full", "layers": 1, "token_bytes": 1}]}), bits="fp8"
@@ -154,18 +140,14 @@ def test_any_lock_file_is_planned_or_refused(
     path = own / "lock.yml"
     data = {**yaml.safe_load(locked), "anatomies": {"org/dense": json.loads(text)}}
     path.write_text(json.dumps(data))
-    try:
+    with accepted_or_refused(in_one_line=True):
         anatomy = read_lock(path).anatomies["org/dense"]
-    except SparkError as error:
-        check_messages(error)
-        return
-    check_plan(own, {**MODEL, "adapters": {}}, {**PROFILE, "kv_cache": {"dtype": bits}}, anatomy)
+        profile = {**PROFILE, "kv_cache": {"dtype": bits}}
+        check_plan(own, {**MODEL, "adapters": {}}, profile, anatomy)
 
 
-@HOSTILE
+@tries(60)
 @given(text=changed_in_one_place(encoded(SHARED)))
 def test_any_shared_file_is_read_or_refused(text: bytes) -> None:
-    try:
+    with accepted_or_refused(in_one_line=True):
         read_shared(json.loads(text), "x.yml")
-    except SparkError as error:
-        check_messages(error)

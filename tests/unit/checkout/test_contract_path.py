@@ -6,7 +6,7 @@ import sys
 from spark_deploy.config.checkout import CHECKOUT
 
 
-def test_a_checkout_uses_its_own_contract_in_an_environment_that_knows_none() -> None:
+def test_checkout_finds_its_contract_without_site_packages() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(CHECKOUT)!r}); import spark_deploy; "
         "import spark_contract; print(spark_contract.__file__)"

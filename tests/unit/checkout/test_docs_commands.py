@@ -34,14 +34,14 @@ def typed() -> Iterator[tuple[str, str]]:
 TYPED = sorted(set(typed()))
 
 
-def test_the_pages_show_many_commands():
+def test_pages_show_many_commands():
     assert len(TYPED) > 40
     named = {said.split()[0] for _, said in TYPED}
     assert {"init", "up", "plan", "status", "rollback", "connect"} <= named
 
 
 @pytest.mark.parametrize(("page", "said"), TYPED, ids=lambda text: text.replace(" ", "_"))
-def test_a_command_on_a_page_exists_with_its_options(page, said):
+def test_commands_on_pages_exist(page, said):
     name, *words = shlex.split(said, comments=True)
     assert name in COMMANDS, f"{page}: {name}"
     command = GROUP.get_command(click.Context(GROUP), name)
@@ -56,7 +56,7 @@ def test_a_command_on_a_page_exists_with_its_options(page, said):
         pytest.fail(f"{page}: spark-deploy {said}: {error.message}")
 
 
-def test_every_deploy_that_a_page_names_is_there():
+def test_deploys_on_pages_exist():
     named = {
         (page.name, found)
         for page in PAGES
@@ -66,7 +66,7 @@ def test_every_deploy_that_a_page_names_is_there():
     assert [one for one in named if not (CHECKOUT / one[1]).is_file()] == []
 
 
-def test_every_picture_on_a_page_is_there_and_every_picture_is_on_a_page():
+def test_pictures_exist_and_are_used():
     shown = {
         (page.parent / found).resolve()
         for page in PAGES
@@ -81,7 +81,7 @@ def test_every_picture_on_a_page_is_there_and_every_picture_is_on_a_page():
     assert drawn - shown == set()
 
 
-def test_pictures_are_drawn_by_the_commands_from_what_was_recorded():
+def test_pictures_match_recorded_output():
     screens = runpy.run_path(str(CHECKOUT / "tools/docs/screens.py"), run_name="screens")
     drawn = {
         name: html.unescape(screens["picture"](name, *said)).replace("\xa0", " ")
@@ -99,7 +99,7 @@ def test_pictures_are_drawn_by_the_commands_from_what_was_recorded():
     assert set(drawn) == {path.stem for path in (CHECKOUT / "docs/screens").glob("*.svg")}
 
 
-def test_the_film_shows_a_first_deploy_a_switch_and_a_bad_one_that_is_refused():
+def test_recording_shows_deploy_switch_and_rollback():
     film = CHECKOUT / "docs/recording/first.cast"
     head, *events = map(json.loads, film.read_text("utf-8").splitlines())
     assert (head["version"], head["width"]) == (2, 96)

@@ -6,13 +6,13 @@ import sys
 from spark_deploy.config.checkout import CHECKOUT
 
 
-def test_the_generated_pages_are_current():
+def test_generated_pages_are_current():
     command = [sys.executable, str(CHECKOUT / "tools/docs/generate.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_every_setting_model_and_profile_has_its_page():
+def test_models_and_profiles_are_documented():
     pages = {
         path.stem: path.read_text("utf-8") for path in (CHECKOUT / "docs/reference").glob("*.md")
     }
@@ -21,7 +21,7 @@ def test_every_setting_model_and_profile_has_its_page():
             assert f"## {path.stem}" in pages[kind] or f"| `{path.stem}` |" in pages[kind]
 
 
-def test_the_way_through_the_house_leads_past_files_that_are_there():
+def test_architecture_names_existing_files():
     page = (CHECKOUT / "docs/architecture.md").read_text("utf-8")
     contributing = (CHECKOUT / "CONTRIBUTING.md").read_text("utf-8")
     tops = "catalog|deploys|docs|files|group_vars|lab|proofs|roles|spark_deploy|tests|tools"
@@ -30,7 +30,7 @@ def test_the_way_through_the_house_leads_past_files_that_are_there():
     assert [name for name in named if not (CHECKOUT / name).exists()] == []
 
 
-def test_every_result_file_is_named_by_a_page_or_the_catalog():
+def test_result_files_are_referenced():
     """A result that nobody reads proves nothing to anybody."""
     pages = [*CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("proofs/**/*.md")]
     read = "\n".join(
@@ -41,7 +41,7 @@ def test_every_result_file_is_named_by_a_page_or_the_catalog():
     assert len(set(results)) == len(results), "pages name them without their folder"
 
 
-def test_the_table_of_quantised_trees_is_that_of_its_result_file():
+def test_quantisation_table_matches_results():
     page = (CHECKOUT / "proofs/engine-proofs.md").read_text("utf-8")
     table = page.partition("| tree | all positions: divergence |")[2].partition("\n\n")[0]
     shown = [[float(cell) for cell in row.split("|")[2:-1]] for row in table.splitlines()[2:]]

@@ -33,20 +33,20 @@ JOBS = jobs()
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
-def test_a_job_counts_the_commands_that_it_shows(job: Job) -> None:
+def test_jobs_count_their_commands(job: Job) -> None:
     assert len(job.typed) == job.commands
     assert all("spark-deploy " in command for command in job.typed)
 
 
 @pytest.mark.parametrize("name", PROMISED)
-def test_no_job_takes_more_than_was_promised(name: str) -> None:
+def test_jobs_take_no_more_steps_than_promised(name: str) -> None:
     [job] = [one for one in JOBS if one.name == name]
     commands, edits = PROMISED[name]
     assert (job.commands <= commands, job.edits <= edits) == (True, True), job
 
 
 @pytest.mark.parametrize("job", [job for job in JOBS if job.page], ids=lambda job: job.name)
-def test_the_page_of_a_job_shows_what_the_table_says_is_typed(job: Job) -> None:
+def test_job_pages_show_their_commands(job: Job) -> None:
     text = (PAGE.parent / str(job.page).partition("#")[0]).read_text("utf-8")
     for command in job.typed:
         name = re.search(r"spark-deploy ([a-z-]+)", command)

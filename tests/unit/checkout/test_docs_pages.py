@@ -32,7 +32,7 @@ def text_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_make_target_of_a_page_is_there(name: str) -> None:
+def test_make_targets_on_pages_exist(name: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.M))
     shown = re.findall(r"(?:^|`)make ((?:[a-z-]+ ?)+)(?=[`#\n&|]|$)", text_of(name), re.M)
     assert {word for words in shown for word in words.split()} <= targets
@@ -63,7 +63,7 @@ def are_settings(block: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if blocks(name)])
-def test_every_yaml_of_a_page_is_taken(name: str, tmp_path: Path) -> None:
+def test_yaml_on_pages_is_valid(name: str, tmp_path: Path) -> None:
     for number, block in enumerate(blocks(name)):
         block = block.replace("model: NAME", "model: qwen3.5-35b").replace("NAME", "plain")
         data = yaml.safe_load(block)
@@ -92,7 +92,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_link_of_a_page_leads_somewhere(name: str) -> None:
+def test_links_on_pages_work(name: str) -> None:
     page = CHECKOUT / name
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(name))):
         if re.match(r"^[a-z]+:", target):
@@ -104,7 +104,7 @@ def test_every_link_of_a_page_leads_somewhere(name: str) -> None:
             assert anchor in anchors(there), f"{name}: {target}"
 
 
-def test_every_setting_that_a_page_names_is_one():
+def test_settings_on_pages_exist():
     keys = load_schema("settings")["properties"]
     sections = {name: set(one["properties"]) for name, one in keys.items() if "properties" in one}
     named = {

@@ -12,7 +12,7 @@ PROMISES = PAGE.partition("## Promises")[2].partition("\n## ")[0]
 ROWS = [line for line in PROMISES.splitlines() if line.startswith("| ")][1:]
 
 
-def test_every_promise_names_a_test_that_is_there() -> None:
+def test_security_promises_name_existing_tests() -> None:
     assert len(ROWS) > 25
     for row in ROWS:
         named = re.findall(r"`((?:unit|host)/[\w/]+\.py)::(\w+)`", row)

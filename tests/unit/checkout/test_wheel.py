@@ -68,16 +68,14 @@ def run(installed: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
-def test_it_sends_hosts_the_same_bytes_as_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_wheel_sends_the_same_bytes_as_the_checkout(installed: Path, tmp_path: Path) -> None:
     tools, image, where = run(installed, "python", "-c", DIGESTS, cwd=tmp_path).stdout.split()
     here = read_payload()
     assert (tools, image) == (here.tools_digest, here.image_context_digest)
     assert str(installed.parent) in where
 
 
-def test_a_folder_of_ones_own_is_made_planned_and_refused_by_it(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_wheel_creates_and_plans_a_configuration(installed: Path, tmp_path: Path) -> None:
     made = run(installed, "spark-deploy", "init", "own", "--host", "spark-1", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     own = tmp_path / "own"
@@ -93,9 +91,7 @@ def test_a_folder_of_ones_own_is_made_planned_and_refused_by_it(
     assert "did you mean model?" in wrong.stderr
 
 
-def test_pyinfra_runs_its_deploys_as_far_as_a_host_is_there(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_wheel_runs_deploys_with_pyinfra(installed: Path, tmp_path: Path) -> None:
     assert run(installed, "spark-deploy", "init", "own", "--local", cwd=tmp_path).returncode == 0
     own = tmp_path / "own"
     line = run(installed, "spark-deploy", "rotate-key", "--dry", cwd=own)
@@ -103,7 +99,7 @@ def test_pyinfra_runs_its_deploys_as_far_as_a_host_is_there(
     assert "Ready: " in line.stdout + line.stderr, line.stdout + line.stderr
 
 
-def test_plan_outside_a_configuration_points_to_init(installed: Path, tmp_path: Path) -> None:
+def test_plan_without_configuration_points_to_init(installed: Path, tmp_path: Path) -> None:
     plan = run(installed, "spark-deploy", "plan", "--estimate", cwd=tmp_path)
     assert plan.returncode == 1
     assert not plan.stdout

@@ -69,7 +69,7 @@ def questions(monkeypatch) -> list[str]:
          ["--data", "fabric.measure=true", "-y"]),
         (("rotate-key", "-y", "--verbose"), "deploys/rotate_key.py", ["-y"]),
         (("add", "qwen3.5-35b", "--requantize", "--on", "spark-1", "-y"), "deploys/requantize.py",
-         ["--data", "model=qwen3.5-35b", "--data", "checkpoint.requantized=true", "-y"]),
+         ["--data", "model=qwen3.5-35b", "--data", "checkpoint.source=requantized", "-y"]),
     ],
 )  # fmt: skip
 def test_runs_the_printed_command_on_each_host(monkeypatch, capsys, words, deploy, more):

@@ -39,9 +39,9 @@ def test_an_estimated_plan_works_offline(spark_deploy):
         (("checkpoint.layout=overlay",), "(overlay; "),
         (("checkpoint.layout=full",), "(full; "),
         (("checkpoint.layout=full", "checkpoint.keep_base=false"), "is proven and serves"),
-        (("checkpoint.layout=full", "checkpoint.prebuilt=true"), "int4-fp8-hybrid (estimated"),
+        (("checkpoint.layout=full", "checkpoint.source=prebuilt"), "int4-fp8-hybrid (estimated"),
         (
-            ("checkpoint.requantized=true", "requantize.iters=0"),
+            ("checkpoint.source=requantized", "requantize.iters=0"),
             "Qwen/Qwen3.5-122B-A10B (estimated, not locked), 250.2 GB",  # 125 billion weights
         ),
     ],

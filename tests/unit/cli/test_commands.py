@@ -92,7 +92,9 @@ def test_wrong_usage_exits_with_2_and_mentions_help(words, capsys):
 
 def test_hosts_are_arguments_or_limit_options(monkeypatch):
     seen = []
-    monkeypatch.setattr(live, "select_hosts", lambda options, judged: seen.append(options) or [])
+    monkeypatch.setattr(
+        live, "select_hosts", lambda options, must_serve: seen.append(options) or []
+    )
     assert main(["top", "spark-1", "x/hosts.py", "--limit", "spark-2", "--json", "--once"]) == 0
     [options] = seen
     assert (options.inventory, options.limit) == ("x/hosts.py", ["spark-2", "spark-1"])

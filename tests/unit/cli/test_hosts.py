@@ -12,7 +12,7 @@ import pytest
 
 from spark_deploy.cli import hosts as cli_hosts
 from spark_deploy.cli.hosts import check_access, with_fix
-from spark_deploy.inventory.host_keys import Endpoint, Seen
+from spark_deploy.inventory.host_keys import Endpoint, HostKey
 from spark_deploy.inventory.login import Access
 
 
@@ -36,12 +36,12 @@ def test_known_connection_errors_get_a_fix(reason: str, fix: str | None) -> None
 def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """A ready host, a host that rejects our key, and a slow host that is off."""
 
-    def look(endpoint: Endpoint) -> Seen:
+    def look(endpoint: Endpoint) -> HostKey:
         time.sleep(0.2 if endpoint.host == "off" else 0)
         state: Any = "unreachable" if endpoint.host == "off" else "known"
-        return Seen(endpoint, endpoint.hostname, tmp_path, state, None, None, "no route")
+        return HostKey(endpoint, endpoint.hostname, tmp_path, state, None, None, "no route")
 
-    monkeypatch.setattr(cli_hosts.host_keys, "look", look)
+    monkeypatch.setattr(cli_hosts.host_keys, "query_host_key", look)
     monkeypatch.setattr(
         cli_hosts.login, "try_key", lambda endpoint: Access(endpoint.host == "ready", True)
     )
@@ -57,7 +57,7 @@ def test_each_host_without_access_gets_a_problem(hosts: list[Any]) -> None:
 
 def test_local_is_closed_if_sudo_requires_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[Endpoint] = []
-    monkeypatch.setattr(cli_hosts.host_keys, "look", probed.append)
+    monkeypatch.setattr(cli_hosts.host_keys, "query_host_key", probed.append)
     monkeypatch.setattr(cli_hosts.login, "try_key", lambda endpoint: Access(True, False))
     result = check_access([SimpleNamespace(name="@local", data={})])  # type: ignore[list-item]
     assert [endpoint.host for endpoint in result.closed] == ["@local"]

@@ -176,7 +176,7 @@ def test_pyinfra_reads_the_same_hosts_and_refuses_a_missing_inventory():
         ("hosts:\n\ta: {}\n", "hosts.yml line 2: holds a tab where YAML takes only blanks"),
         (
             "hosts: {a: {address: 10.0.0.7}, b: {address: 10.0.0.7, port: 22}}\n",
-            "hosts.b: is at the same address as a, 10.0.0.7",
+            "b: has the same address as a: 10.0.0.7",
         ),
     ],
 )

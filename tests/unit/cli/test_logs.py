@@ -35,7 +35,7 @@ def hosts(monkeypatch, tmp_path):
         (tmp_path / name).write_text(f"import time; time.sleep({wait}); print({lines!r})\n")
     data = {"_sudo": False}
     listed = [SimpleNamespace(name=name, data=data) for name in ("a", "b")]
-    monkeypatch.setattr(live, "select_hosts", lambda options, judged: listed)
+    monkeypatch.setattr(live, "select_hosts", lambda options, must_serve: listed)
     monkeypatch.setattr(
         connect, "ssh_command", lambda item: [sys.executable, str(tmp_path / item.name)]
     )

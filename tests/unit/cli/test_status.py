@@ -129,7 +129,7 @@ def test_requests_of_running_engines_are_counted(tmp_path, monkeypatch, capsys, 
         get_fact=lambda fact, services=None: counts if services else told(document())
     )
     target, run = target_of(tmp_path), status.status.callback.__wrapped__
-    monkeypatch.setattr(status, "select_hosts", lambda options, judged: [target])
+    monkeypatch.setattr(status, "select_hosts", lambda options, must_serve: [target])
     monkeypatch.setattr(status, "query", lambda hosts, read: [Answer(target, read(host, target))])
     run(Options(), files=False, planned=False)
     assert ("2 running, 1 waiting" in capsys.readouterr().out) == bool(expected)

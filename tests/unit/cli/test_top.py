@@ -62,7 +62,7 @@ def test_once_prints_one_sample_and_fails_without_an_answer(
 ):
     (tmp_path / "ssh").write_text(f"TEXT = {look(1, 5) + look(3, 25)!r}\n{script}\n")
     item = SimpleNamespace(name="a", data={"_sudo": False})
-    monkeypatch.setattr(live, "select_hosts", lambda options, judged: [item])
+    monkeypatch.setattr(live, "select_hosts", lambda options, must_serve: [item])
     monkeypatch.setattr(live, "chosen_services", lambda host, service: ["main"])
     monkeypatch.setattr(connect, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
     assert live.top.callback.__wrapped__(Options(json=True), once=True, service=None) == code
@@ -76,7 +76,7 @@ def test_each_service_has_a_line(monkeypatch, tmp_path, capsys):
         f"import sys; open({str(commands)!r}, 'a').write(sys.argv[-1]); print({look(1, 5)!r})\n"
     )
     item = SimpleNamespace(name="a", data={"_sudo": False})
-    monkeypatch.setattr(live, "select_hosts", lambda options, judged: [item])
+    monkeypatch.setattr(live, "select_hosts", lambda options, must_serve: [item])
     monkeypatch.setattr(live, "chosen_services", lambda host, service: ["main", "embed"])
     monkeypatch.setattr(connect, "ssh_command", lambda _: [sys.executable, str(tmp_path / "ssh")])
     assert live.top.callback.__wrapped__(Options(json=True), once=True, service=None) == 0

@@ -20,7 +20,7 @@ from spark_deploy.cli.up import HostState, preview
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
-from spark_deploy.inventory.host_keys import Seen
+from spark_deploy.inventory.host_keys import HostKey
 from spark_deploy.inventory.login import Access
 from spark_deploy.lock.resolve import Names
 from spark_deploy.plan.jobs import jobs_of
@@ -42,7 +42,9 @@ def test_a_missing_ssh_key_is_reported_before_a_password_prompt(dry, monkeypatch
     monkeypatch.setattr(up, "select_hosts", lambda _options: [host])
     monkeypatch.setattr(hosts.login, "try_key", lambda _endpoint: Access(False, False))
     monkeypatch.setattr(
-        hosts.host_keys, "look", lambda host: Seen(host, "spark-1", tmp_path, "new", None, None)
+        hosts.host_keys,
+        "query_host_key",
+        lambda host: HostKey(host, "spark-1", tmp_path, "new", None, None),
     )
     monkeypatch.setattr(up.changes, "deploy", lambda *_: 1 / 0)
     with pytest.raises(SparkError, match="run `ssh-keygen -t ed25519`"):
@@ -71,7 +73,7 @@ def test_up_and_init_can_lock_names_without_options_of_update(monkeypatch, tmp_p
     host = SimpleNamespace(catalog=None, settings=SimpleNamespace(lock_path=path, settings=None))
     monkeypatch.setattr(update, "select_hosts", lambda _options: [host])
     monkeypatch.setattr(update, "wanted_by", lambda *_: Names(frozenset(), frozenset()))
-    monkeypatch.setattr(update, "hold_if_told", lambda *words: words[2])
+    monkeypatch.setattr(update, "verify_names_if_online", lambda *words: words[2])
     assert update.lock_names(Options(), missing=True) == 0
 
 

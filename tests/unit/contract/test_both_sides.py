@@ -64,9 +64,7 @@ def read_back(plan: HostPlan, root: Path) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_host_reads_every_planned_document_as_it_was_planned(
-    plan: HostPlan, tmp_path: Path
-) -> None:
+def test_host_reads_every_planned_document(plan: HostPlan, tmp_path: Path) -> None:
     read_back(plan, tmp_path)
 
 
@@ -78,13 +76,11 @@ def test_the_host_reads_every_planned_document_as_it_was_planned(
         {"hub.token": {"env": "TOKEN"}, "keep_ready": [{"model": "large", "profile": "base"}]},
     ],
 )
-def test_the_host_reads_what_other_choices_make_of_a_plan(
-    choices: dict[str, Any], tmp_path: Path
-) -> None:
+def test_host_reads_documents_of_other_settings(choices: dict[str, Any], tmp_path: Path) -> None:
     read_back(plan_of(**choices), tmp_path)
 
 
-def test_what_the_engine_is_told_in_arguments_is_what_the_host_goes_by(tmp_path: Path) -> None:
+def test_engine_arguments_match_the_release(tmp_path: Path) -> None:
     plan = plan_of(**{"engine.max_sequences": 3})
     release = plan.serve
     assert release.engine.max_sequences == 3
@@ -93,7 +89,7 @@ def test_what_the_engine_is_told_in_arguments_is_what_the_host_goes_by(tmp_path:
     assert (socket.parent.name, socket.name) == (release.service, Path(ENGINE_SOCKET).name)
 
 
-def test_name_and_digest_come_last_and_stand_for_all_the_rest(tmp_path: Path) -> None:
+def test_digest_covers_document_and_restart_limits(tmp_path: Path) -> None:
     """That is the document, and what else is frozen with it: how its unit starts again."""
     plan = plan_of()
     written = json.loads(release_files_of(plan)[0].content)
@@ -104,7 +100,7 @@ def test_name_and_digest_come_last_and_stand_for_all_the_rest(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("key", ["colour", "stream"])
-def test_a_key_that_nobody_reads_is_refused_with_its_place(key: str, tmp_path: Path) -> None:
+def test_refuses_unknown_key_with_path(key: str, tmp_path: Path) -> None:
     plan = plan_of()
     data = json.loads(release_files_of(plan)[0].content)
     data["check"][key] = True
@@ -112,7 +108,7 @@ def test_a_key_that_nobody_reads_is_refused_with_its_place(key: str, tmp_path: P
         read(Release, data)
 
 
-def test_a_pattern_that_is_none_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+def test_refuses_invalid_log_pattern(tmp_path: Path) -> None:
     paths = put(plan := plan_of(), tmp_path / "host")
     path = paths.releases / plan.serve.name / "release.json"
     data = json.loads(path.read_text())
@@ -122,12 +118,12 @@ def test_a_pattern_that_is_none_is_refused_before_an_engine_starts(tmp_path: Pat
         system.load_release(plan.serve.name, paths)
 
 
-def test_what_to_keep_is_never_read_as_keep_nothing() -> None:
+def test_refuses_incomplete_list_of_kept_releases() -> None:
     with pytest.raises(DocumentError, match="releases: missing"):
         parse(Keep, '{"releases_kept": 1}')
 
 
-def test_an_error_line_is_taken_apart_as_it_was_put_together() -> None:
+def test_parses_printed_error_line() -> None:
     error = HostToolError("/a/b: c", "is gone: really", "look: there")
     problem = problem_in(f"{ERROR}{error}")
     assert problem is not None
@@ -136,7 +132,7 @@ def test_an_error_line_is_taken_apart_as_it_was_put_together() -> None:
     assert problem_in("all is well") is None
 
 
-def test_progress_survives_its_line() -> None:
+def test_parses_printed_progress() -> None:
     progress = Progress("fetch", 5, 10, 2, None)
     assert read_progress(progress.line(), None) == progress
     assert read_progress("phase=x bytes=1", 7) == Progress("x", 1, 7, None, None)
@@ -144,7 +140,7 @@ def test_progress_survives_its_line() -> None:
 
 @pytest.mark.parametrize("template", [units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY,
                                       units.JOB, units.PREPARE])  # fmt: skip
-def test_every_template_has_its_file_and_runs_our_tool(template: units.Template) -> None:
+def test_unit_files_exist_and_run_our_tool(template: units.Template) -> None:
     text = (CHECKOUT / "files/units" / template.of("")).read_text("utf-8")
     programs = re.findall(r"^Exec\w+=-?(\S*spark-host)", text, re.MULTILINE)
     assert set(programs) <= {HOST_TOOL}
@@ -153,7 +149,7 @@ def test_every_template_has_its_file_and_runs_our_tool(template: units.Template)
     assert named <= known
 
 
-def test_no_unit_is_named_by_hand() -> None:
+def test_unit_names_come_from_the_contract() -> None:
     """A name that is put together beside the contract is the second place of one fact."""
     by_hand = re.compile(r"spark-(?:serve|switch|watch|gateway|job|prepare)@[^A-Z`]")
     found = [
@@ -168,7 +164,7 @@ def test_no_unit_is_named_by_hand() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-escape") is None, reason="needs systemd-escape")
 @pytest.mark.parametrize("path", ["/run/spark/engines/main", "/run/spark/engines/my-one", "/a b"])
-def test_a_mount_unit_is_named_as_systemd_names_it(path: str) -> None:
+def test_mount_unit_matches_systemd_escape(path: str) -> None:
     words = ["systemd-escape", "--path", "--suffix=mount", path]
     said = subprocess.run(words, capture_output=True, text=True, check=True)
     assert mount_unit(path) == said.stdout.strip()

@@ -49,7 +49,7 @@ DATA = {
 }  # fmt: skip
 
 
-def test_what_is_written_is_read_back_and_written_again_byte_for_byte() -> None:
+def test_documents_round_trip_byte_for_byte() -> None:
     assert documents.plain(WORK) == DATA
     text = documents.text_of(WORK)
     assert text == json.dumps(DATA, indent=1, sort_keys=True) + "\n"
@@ -57,7 +57,7 @@ def test_what_is_written_is_read_back_and_written_again_byte_for_byte() -> None:
     assert documents.text_of(documents.parse(Work, text)) == text
 
 
-def test_an_optional_key_is_there_only_when_it_says_something() -> None:
+def test_omits_optional_keys_with_defaults() -> None:
     told = {**DATA, "unless": {"receipt": "/r", "digest": "d"}}
     work = documents.read(Work, told)
     assert work.unless == Receipt("/r", "d")
@@ -86,15 +86,13 @@ def test_an_optional_key_is_there_only_when_it_says_something() -> None:
          "proof.absent: unknown or proof.digest: unknown"),
     ],
 )  # fmt: skip
-def test_what_is_not_the_document_is_refused_with_the_path_of_the_key(
-    change: dict[str, Any], what: str
-) -> None:
+def test_refuses_wrong_value_with_path(change: dict[str, Any], what: str) -> None:
     with pytest.raises(DocumentError) as refused:
         documents.read(Work, {**DATA, **change})
     assert str(refused.value) == what
 
 
-def test_true_is_no_version_and_no_word_of_a_list() -> None:
+def test_true_is_not_one() -> None:
     @dataclass(frozen=True, slots=True)
     class First:
         SCHEMA_VERSION: ClassVar[int] = 1
@@ -107,19 +105,19 @@ def test_true_is_no_version_and_no_word_of_a_list() -> None:
 
 
 @pytest.mark.parametrize("gone", sorted(DATA))
-def test_no_key_may_be_missing_even_where_the_class_has_a_default(gone: str) -> None:
+def test_refuses_missing_key(gone: str) -> None:
     rest = {name: value for name, value in DATA.items() if name != gone}
     with pytest.raises(DocumentError, match=f"^{gone}: "):
         documents.read(Work, rest)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema_version": 2', "null"])
-def test_a_text_that_is_no_document_is_refused(text: str) -> None:
+def test_refuses_text_without_a_document(text: str) -> None:
     with pytest.raises(DocumentError):
         documents.parse(Work, text)
 
 
-def test_a_unit_is_named_by_its_template_and_tells_its_instance() -> None:
+def test_template_names_unit_and_instance() -> None:
     unit = units.SERVE.of("main-0123456789ab")
     assert unit == "spark-serve@main-0123456789ab.service"
     assert units.SERVE.instance(unit) == "main-0123456789ab"

@@ -10,7 +10,7 @@ import pytest
 from spark_contract import files
 
 
-def test_a_folder_that_takes_no_file_is_told_by_the_file_that_people_know() -> None:
+def test_error_names_the_target_file() -> None:
     with pytest.raises(OSError, match=r"settings\.yml") as refused:
         files.write_text(Path("/proc/settings.yml"), "")
     assert refused.value.filename == "/proc/settings.yml"
@@ -22,7 +22,7 @@ def ended_process() -> int:
     return done.pid
 
 
-def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
+def test_removes_temporary_file_of_killed_writer(tmp_path: Path) -> None:
     # Seen after a power cut in the lab: the name of the writer's process was taken by nobody since.
     left = tmp_path / f".record.json.{ended_process()}"
     left.write_text("half")
@@ -30,7 +30,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_what_others_write_at_the_same_time_stays(tmp_path: Path) -> None:
+def test_keeps_temporary_files_of_other_writers(tmp_path: Path) -> None:
     names = [
         f".record.json.{os.getppid()}", f".other.json.{ended_process()}", ".record.json.note",
         f"record.json.{ended_process()}",

@@ -55,7 +55,7 @@ def asked_by_a_deploy(root: Path) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_status_and_deploy_give_one_reason(
+def test_status_and_deploy_report_the_same_reboot_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     files, why = CASES[case]

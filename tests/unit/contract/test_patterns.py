@@ -19,9 +19,7 @@ CATALOG = shipped_catalog()
         ("lab-tiny", 423, 464, 12, 56),
     ],
 )
-def test_the_patterns_of_a_model_stand_for_the_published_sets(
-    name, base, with_mtp, swap, unmatched
-):
+def test_model_patterns_match_published_counts(name, base, with_mtp, swap, unmatched):
     tensors = CATALOG.model(name).tensors
     assert len(expand_all(tensors.base)) == base
     assert len(expand_all(tensors.base + tensors.mtp)) == with_mtp
@@ -30,14 +28,14 @@ def test_the_patterns_of_a_model_stand_for_the_published_sets(
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-122b", "qwen3.5-35b", "qwen3.5-397b", "lab-tiny"])
-def test_every_swapped_module_is_a_tensor_of_the_base(name):
+def test_swapped_modules_are_tensors_of_the_base(name):
     tensors = CATALOG.model(name).tensors
     swapped = {f"{module}.weight" for module in expand_all(tensors.swap)}
     assert swapped <= expand_all(tensors.base)
     assert not swapped & expand_all(tensors.donor_unmatched)
 
 
-def test_attention_and_gdn_layers_together_are_all_layers():
+def test_every_layer_has_one_kind_of_attention():
     names = expand_all(CATALOG.model("qwen3.5-122b").tensors.base)
     kinds = {name.split(".")[3]: name.split(".")[4] for name in names if "_attn." in name}
     assert len(kinds) == 48
@@ -56,7 +54,7 @@ def test_attention_and_gdn_layers_together_are_all_layers():
         ("a{,s}", ["a", "as"]),
     ],
 )
-def test_braces_expand_in_their_own_order(pattern, names):
+def test_expands_braces_in_order(pattern, names):
     assert list(expand(pattern)) == names
     assert count(pattern) == len(names)
 
@@ -76,18 +74,18 @@ def test_braces_expand_in_their_own_order(pattern, names):
         "{0..1999}{0..1999}",
     ],
 )
-def test_a_malformed_pattern_is_refused(pattern):
+def test_refuses_malformed_pattern(pattern):
     with pytest.raises(PatternError):
         list(expand(pattern))
 
 
-def test_two_patterns_with_a_common_name_are_refused():
+def test_refuses_patterns_with_a_common_name():
     with pytest.raises(PatternError, match="a second time"):
         expand_all(["a.{0..3}", "a.3"])
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 9))
-def test_ranges_agree_with_counting(first, more, step):
+def test_expands_ranges(first, more, step):
     names = list(expand(f"l{{{first}..{first + more}..{step}}}"))
     assert names == [f"l{n}" for n in range(first, first + more + 1, step)]
 
@@ -101,9 +99,9 @@ def test_ranges_agree_with_counting(first, more, step):
         ({"a0", "a1"}, ["a{0..1}", "a1"], False),
     ],
 )
-def test_names_are_used_up_only_by_patterns_that_give_each_once(names, patterns, right):
+def test_uses_up_names_exactly_once(names, patterns, right):
     assert uses_up(names, patterns) is right
 
 
-def test_groups_count_numbers_as_one():
+def test_groups_names_by_number():
     assert summarize_names([f"a.{n}.b" for n in range(300)] + ["c"]) == "300 x a.{N}.b, 1 x c"

@@ -29,12 +29,12 @@ def words_of_the_contract() -> set[str]:
     }
 
 
-def test_the_host_knows_every_word_of_the_contract() -> None:
+def test_host_tool_has_every_command_of_the_contract() -> None:
     assert {"status", "switch-poll", "gateway-reload"} <= words_of_the_contract()
     assert words_of_the_contract() <= set(host.VERBS)
 
 
-def test_units_start_only_what_the_host_knows() -> None:
+def test_units_start_existing_commands() -> None:
     said = {
         word
         for file in (CHECKOUT / "files/units").iterdir()
@@ -44,7 +44,7 @@ def test_units_start_only_what_the_host_knows() -> None:
     assert said <= set(host.VERBS)
 
 
-def test_every_verb_finds_its_work_and_imports_no_other() -> None:
+def test_commands_import_only_their_module() -> None:
     """The modules are named by text, which nobody else holds against what is there."""
     functions = [function.split(":") for function, *_ in host.VERBS.values()]
     for module, name in functions:
@@ -57,7 +57,7 @@ def test_every_verb_finds_its_work_and_imports_no_other() -> None:
     assert not modules & set(said.stdout.split())
 
 
-def test_nobody_types_a_word_beside_the_contract() -> None:
+def test_command_lines_come_from_the_contract() -> None:
     """Who names the tool's place puts a command together by hand."""
     typed = {
         str(path.relative_to(CHECKOUT))
@@ -69,7 +69,7 @@ def test_nobody_types_a_word_beside_the_contract() -> None:
 
 
 @pytest.mark.parametrize("room", ["spark_deploy", "files", "roles", "deploys", "docs", "README.md"])
-def test_people_are_told_only_words_that_it_knows(room: str) -> None:
+def test_messages_and_pages_name_existing_commands(room: str) -> None:
     place = CHECKOUT / room
     pages = [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.md")]
     told = {
@@ -81,7 +81,7 @@ def test_people_are_told_only_words_that_it_knows(room: str) -> None:
     assert {one for one in told if one[0] not in {*host.VERBS, "help"}} == set()
 
 
-def test_the_short_name_of_the_check_asks_for_the_check(tmp_path: Path) -> None:
+def test_spark_check_runs_the_check_command(tmp_path: Path) -> None:
     """Run the file that hosts get, with a tool that repeats what it is told."""
     files = {Path(file.path).name: file for file in unit_files_of(read_payload().units)}
     repeat = tmp_path / "tool"

@@ -1,50 +1,25 @@
-"""Inventories through pyinfra itself: nothing here gets a connection."""
+"""Inventory files, read by pyinfra and by our commands; no host is reached."""
 
 import contextlib
 import json
-import os
-import re
 import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
-from spark_contract.gateway import Replicas
 
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.inventory.host_names import KEY
+from spark_deploy.inventory import groups, host_names
+from spark_deploy.inventory.groups import groups_from
+from spark_deploy.inventory.host_names import HostContext
 from spark_deploy.inventory.plans import read_inventory
-from spark_deploy.plan.gateway import base_urls, gateway_plan
-from tests import forked
-
-INVENTORY = """
-import sys as _sys
-_sys.path.insert(0, {checkout!r})
-from spark_deploy.inventory.groups import group_from as _group_from
-spark = _group_from("spark", hosts={hosts!r}, file=__file__)
-"""
-
-
-@pytest.fixture
-def foreign(tmp_path: Path) -> Path:
-    """An inventory in a user's own repository, with group_vars beside it."""
-    (tmp_path / "group_vars").mkdir()
-    (tmp_path / "group_vars/spark.yml").write_text("profile: base\nssh: {user: me}\n")
-    path = tmp_path / "sparks.py"
-    path.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["spark-1", "spark-2"]))
-    return path
-
-
-def pyinfra(
-    inventory: Path, *arguments: str, cwd: Path | None = None, what: str = "debug-inventory"
-):
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    words = ["pyinfra", inventory, *arguments, what]
-    return forked.run(words, cwd=cwd or inventory.parent, env=environment)
+from spark_deploy.plan.host import plan_host
+from spark_deploy.plan.resolve import Request
+from tests.unit.planning.plans import CATALOG, PAYLOAD, made_up_lock, settings_of
 
 
 def data_of(text: str, host: str) -> dict:
@@ -52,8 +27,9 @@ def data_of(text: str, host: str) -> dict:
     return json.JSONDecoder().raw_decode(part[part.index("{") :])[0]
 
 
-def test_an_inventory_outside_the_checkout_brings_its_own_group_vars(foreign):
-    done = pyinfra(foreign)
+def test_uses_group_vars_next_to_the_inventory(own):
+    own.write("group_vars/spark.yml", "profile: base\nssh: {user: me}\n")
+    done = own.pyinfra()
     assert done.returncode == 0, done.stderr
     data = data_of(done.stdout + done.stderr, "spark-2")
     assert (data["profile"], data["model"]) == ("base", "qwen3.5-122b")
@@ -61,84 +37,97 @@ def test_an_inventory_outside_the_checkout_brings_its_own_group_vars(foreign):
     assert data["ssh_strict_host_key_checking"] == "yes"
 
 
-def test_the_local_machine_is_a_host_like_any_other(foreign):
-    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["@local"]))
-    done = pyinfra(foreign)
-    data = data_of(done.stdout + done.stderr, "@local")
-    assert data["profile"] == "base"
+def test_root_login_needs_no_sudo(own, monkeypatch):
+    own.write("host_vars/spark-1.yml", "ssh: {user: root}\n")
+    own.write("home/.ssh/config", "Host spark-2\n  User root\n")
+    monkeypatch.setenv("HOME", str(own.root / "home"))
+    groups.get_ssh_config.cache.clear()
+    assert [data["_sudo"] for data in own.read().values()] == [False, False]
+    own.write("home/.ssh/config", "Host spark-2\n  User ann\n")
+    groups.get_ssh_config.cache.clear()
+    assert own.read()["spark-2"]["_sudo"] is True
+    groups.get_ssh_config.cache.clear()
+
+
+def test_local_machine_has_no_ssh_data(own):
+    own.list_hosts('["@local"]')
+    [data] = own.read().values()
     assert not [key for key in data if key.startswith("ssh_")]
 
 
-def test_data_of_the_command_line_is_validated_too(foreign):
-    done = pyinfra(foreign, "--data", "profile=v9", "--data", "serve.port=http")
+def test_validates_data_of_the_command_line(own):
+    done = own.pyinfra("--data", "profile=v9", "--data", "serve.port=http")
     assert done.returncode == 1
     assert '--data: serve.port: "http" is not a whole number' in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("option", ["--limit", "--exclude"])
-def test_a_pattern_that_matches_nothing_is_refused(foreign, option):
-    done = pyinfra(foreign, option, "sprk-1")
-    assert done.returncode == 1
-    assert f"{option} sprk-1: matches no host or group" in done.stderr
-    assert "did you mean spark-1?" in done.stderr
-
-
 @pytest.mark.parametrize(
-    "words", [("--exclude", "spark-*"), ("--limit", "spark-1", "--exclude", "spark-1")]
+    ("words", "message"),
+    [
+        (("--limit", "sprk-1"), "--limit sprk-1: matches no host or group"),
+        (("--limit", "spark-1", "--exclude", "sprk-1"), "--exclude sprk-1: matches no host"),
+        (("--exclude", "spark-*"), "leaves no host"),
+        (("--limit", "spark-1", "--exclude", "spark-1"), "leaves no host"),
+    ],
 )
-def test_patterns_that_leave_no_host_are_refused(foreign, words):
-    """pyinfra itself would do nothing, and call that a success."""
-    done = pyinfra(foreign, *words)
+def test_refuses_patterns_without_a_host(own, words, message):
+    done = own.pyinfra(*words)
     assert done.returncode == 1
-    assert "leaves no host" in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_names_globs_and_groups_are_good_limits(foreign):
-    """Together, as one that is none is refused in any company."""
+def test_accepts_names_globs_and_groups_as_limits(own):
     patterns = ["spark-1", "spark-*", "spark", "all", "sparks"]
     limits = [word for pattern in patterns for word in ("--limit", pattern)]
-    assert pyinfra(foreign, *limits).returncode == 0
-    done = pyinfra(foreign, *limits, "--limit", "sprk-1")
-    assert done.returncode == 1
-    assert "--limit sprk-1: matches no host or group" in done.stderr
+    assert own.pyinfra(*limits).returncode == 0
 
 
-def test_a_pair_that_cannot_work_is_refused_before_connecting(foreign):
-    deploy = str(CHECKOUT / "deploy.py")
-    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["127.0.0.1"]))
-    with socket.create_server(("127.0.0.1", 0)) as host:
-        port = f"ssh.port={host.getsockname()[1]}"
-        wrong = ("--data", port, "--data", "model=qwen3.5-397b")
-        refused = pyinfra(foreign, *wrong, "-y", what=deploy)
-        host.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            host.accept()
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ({}, ["spark-1", "spark-2", "head"]),
+        ({"limit": ["spark-*"]}, ["spark-1", "spark-2"]),
+        ({"limit": ["spark"], "exclude": ["spark-2"]}, ["spark-1"]),
+        ({"limit": ["all"], "exclude": ["head"]}, ["spark-1", "spark-2"]),
+    ],
+)
+def test_limit_and_exclude_choose_hosts(options, chosen):
+    hosts = {"spark": ["spark-1", "spark-2"], "heads": ["head"]}
+    assert groups.chosen_hosts(options, hosts, "site") == chosen
+
+
+@pytest.fixture
+def port():
+    """A port of this machine on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"ssh.port={server.getsockname()[1]}"
+
+
+def test_refuses_impossible_pair_before_connecting(own, port):
+    own.list_hosts('["127.0.0.1"]')
+    wrong = ("--data", port, "--data", "model=qwen3.5-397b", "-y")
+    refused = own.pyinfra(*wrong, deploy=str(CHECKOUT / "deploy.py"))
     assert refused.returncode == 1
-    assert "model qwen3.5-397b with profile base: does not fit on one host" in refused.stderr
+    assert "model qwen3.5-397b with profile v2: does not fit on one host" in refused.stderr
     assert "Connecting" not in refused.stderr
-    # The same with settings that can work does try, and finds nobody: the host is closed now.
-    tried = pyinfra(foreign, "--data", port, "-y", what=deploy)
+    tried = own.pyinfra("--data", port, "-y", deploy=str(CHECKOUT / "deploy.py"))
     assert tried.returncode == 1
-    assert "Connecting to hosts" in tried.stderr
     assert "Could not connect" in tried.stderr
 
 
 @pytest.mark.parametrize("name", ["rollback", "rotate_key", "unbootstrap", "uninstall"])
-def test_a_deploy_that_serves_nothing_asks_nobody_what_could_be_served(foreign, name):
-    """Else a slip in the choice would hold back the way to the release before."""
-    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["127.0.0.1"]))
-    with socket.create_server(("127.0.0.1", 0)) as host:
-        port = f"ssh.port={host.getsockname()[1]}"
+def test_deploys_without_a_plan_accept_an_impossible_pair(own, port, name):
+    own.list_hosts('["127.0.0.1"]')
     wrong = ("--data", port, "--data", "model=qwen3.5-397b", "-y")
-    tried = pyinfra(foreign, *wrong, what=str(CHECKOUT / f"deploys/{name}.py"))
+    tried = own.pyinfra(*wrong, deploy=str(CHECKOUT / f"deploys/{name}.py"))
     assert "does not fit" not in tried.stderr
     assert "Could not connect" in tried.stderr
 
 
-def test_a_peer_that_hangs_up_is_one_line_and_no_traceback(foreign):
-    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["127.0.0.1"]))
+def test_reports_closed_connection_in_one_line(own):
+    own.list_hosts('["127.0.0.1"]')
 
     def hang_up(listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -148,28 +137,27 @@ def test_a_peer_that_hangs_up_is_one_line_and_no_traceback(foreign):
     with socket.create_server(("127.0.0.1", 0)) as host:
         threading.Thread(target=hang_up, args=(host,), daemon=True).start()
         port = f"ssh.port={host.getsockname()[1]}"
-        tried = pyinfra(foreign, "--data", port, "-y", what=str(CHECKOUT / "deploy.py"))
+        tried = own.pyinfra("--data", port, "-y", deploy=str(CHECKOUT / "deploy.py"))
     assert "[127.0.0.1] SSH error" in tried.stderr
     assert "Traceback" not in tried.stderr
 
 
-def test_the_inventory_of_the_checkout_works_from_any_folder(tmp_path):
-    done = pyinfra(CHECKOUT / "inventory/spark.py", cwd=tmp_path)
+def test_shipped_inventory_works_from_any_folder(own):
+    done = own.run("pyinfra", str(CHECKOUT / "inventory/spark.py"), "debug-inventory")
     assert done.returncode == 0, done.stderr
 
 
-def test_a_lab_that_is_down_is_one_clear_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARK_LAB_DIR", str(tmp_path))
-    done = pyinfra(CHECKOUT / "inventory/lab.py")
+def test_reports_missing_lab_in_one_line(own, monkeypatch):
+    monkeypatch.setenv("SPARK_LAB_DIR", str(own.root))
+    done = own.run("pyinfra", str(CHECKOUT / "inventory/lab.py"), "debug-inventory")
     assert done.returncode == 1
     assert "lab.json: the lab's state cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_values_of_the_command_line_are_read_as_pyinfra_reads_them():
-    """pyinfra hands the same option to hosts as data; the two must not disagree."""
+def test_parses_data_as_pyinfra_does():
     texts = ["true", "False", "8", "-1", "1.5", '{"a": 1}', "null", "v2", "013", "", "a=b", "1_0"]
-    # pyinfra_cli patches the interpreter when imported: not in this process.
+    # Importing pyinfra_cli patches the interpreter: not in this process.
     script = (
         "import sys; from pyinfra_cli.util import parse_cli_arg as theirs\n"
         "from spark_deploy.inventory.command_line import _value as ours\n"
@@ -181,156 +169,213 @@ def test_values_of_the_command_line_are_read_as_pyinfra_reads_them():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_canary_that_no_host_is_gets_refused_before_connecting(foreign):
-    vars_of_all = foreign.parent / "group_vars/spark.yml"
-    vars_of_all.write_text("profile: base\nrollout: {canary: spark-9}\n")
-    done = pyinfra(foreign)
-    said = done.stdout + done.stderr
-    assert done.returncode != 0
-    assert "'spark-9' is no host of this inventory" in said
-    assert "name one of these hosts: spark-1, spark-2" in said
-    vars_of_all.write_text("profile: base\nrollout: {canary: spark-2, at_once: all}\n")
-    done = pyinfra(foreign)
-    assert data_of(done.stdout + done.stderr, "spark-2")["rollout"]["canary"] == "spark-2"
+def test_catalog_next_to_the_inventory_adds_models(own):
+    text = "kind: plain\nsummary: Mine\nchoose_when: it is mine\nrepository: me/mine\n"
+    own.write("catalog/models/mine.yml", text)
+    own.write("group_vars/spark.yml", "model: mine\nprofile: plain\n")
+    assert own.read()["spark-1"]["model"] == "mine"
+    own.write("catalog/models/mine.yml", text.replace("me/mine", "nowhere"))
+    assert "catalog/models/mine.yml: repository" in own.error()
 
 
-def test_members_of_a_cluster_are_in_one_group_and_told_the_same(foreign):
-    (foreign.parent / "group_vars/spark.yml").write_text(
-        "model: qwen3.5-122b\ncluster: {hosts: [spark-1, spark-2]}\n"
+LISTS = {
+    "empty": ("[]", "the list is empty", "add a host"),
+    "login": ('["spark@spark-1"]', "'spark@spark-1': contains a login", "ssh: {user: spark}"),
+    "port": ('["spark-1:2222"]', "contains a port", "ssh: {port: 2222}"),
+    "missing comma": (
+        '[\n    "alpha"  # upstairs\n    "beta",\n]',
+        'sparks.py: hosts of spark line 6: "alpha" and "beta" are joined',
+        "put a comma between them",
+    ),
+    "duplicate": ('["spark-1", "spark-1"]', "spark-1: is listed twice", "list it once"),
+    "text": ('"spark-1"', "'spark-1' is not a list", "write hosts=["),
+    "null": ("None", "None is not a list", "write hosts=["),
+    "nested list": ('[["spark-1"]]', "['spark-1'] is not a name", "as text in quotes"),
+    "number": ("[7]", "7 is not a name", "as text in quotes"),
+    "empty name": ('[""]', "'': is not a host name", "such as spark-1"),
+    "ssh option": ('["-oProxyCommand=x"]', "is not a host name or address", "such as spark-1"),
+    "short address": ('["192.168.1"]', "is not a host name or address", "such as spark-1"),
+    "wrong connector": ('["@locl"]', "only @local works here", "write @local"),
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+def test_refuses_wrong_host_list_in_one_line(own, case):
+    hosts, what, fix = LISTS[case]
+    own.list_hosts(hosts)
+    message = own.error()
+    assert what in message
+    assert fix in message.partition("fix: ")[2]
+    assert message.count("fix:") == 1
+
+
+@pytest.mark.parametrize("host", ["spark-1", "Spark_1.lan", "10.0.0.7", "fe80::1", "@local"])
+def test_accepts_names_and_addresses(own, host):
+    own.list_hosts(f'["{host}"]')
+    own.write("sparks.py", own.inventory.read_text() + '_note = "one " "two"\n')
+    assert list(own.read()) == [host]
+
+
+STRAY = {
+    "group_vars/sparks.yml": ("to a group of sparks.py", "did you mean group_vars/spark.yml?"),
+    "group_vars/elsewhere.yml": ("does not belong to a group", "rename or remove it"),
+    "group_vars/spark.yaml": ("is not read", "group_vars/spark.yml"),
+    "group_vars/spark/main.yml": ("group_vars/spark: is not read", "group_vars/spark.yml"),
+    "host_vars/spark1.yml": ("to a host of", "did you mean host_vars/spark-1.yml?"),
+    "host_vars/spark-1": ("is not read", "host_vars/spark-1.yml"),
+    "host_vars/spark-1.json": ("is not read", "host_vars/spark-1.yml"),
+}
+
+
+@pytest.mark.parametrize("name", STRAY)
+def test_refuses_settings_file_that_is_never_read(own, name):
+    what, fix = STRAY[name]
+    own.write(name, "profile: base\n")
+    message = own.error()
+    assert what in message
+    assert fix in message
+    assert message.count("fix:") == 1
+
+
+def test_accepts_used_settings_files_and_notes(own):
+    for name in ("group_vars/spark.yml", "group_vars/all.yml", "host_vars/spark-2.yml"):
+        own.write(name, "profile: base\n")
+    for name in ("group_vars/README.md", "host_vars/.gitkeep", "group_vars/spark.yml.bak"):
+        own.write(name, "words")
+    assert len(own.read()) == 2
+
+
+def test_accepts_settings_files_of_an_adjacent_inventory(own):
+    own.write("group_vars/office.yml", "profile: base\n")
+    own.write("host_vars/desk-1.yml", "profil: base\n")
+    assert own.error().count("fix:") == 2
+    own.write("office.py", 'office = _group_from("office", hosts=["desk-1"])')
+    assert len(own.read()) == 2
+
+
+PLAIN = {
+    "list": ('rack = ["spark-1", "spark-2"]', ["spark-1", "spark-2"]),
+    "list with data": ('rack = [("spark-1", {"ssh_hostname": "10.0.0.1"})]', ["spark-1"]),
+    "group with data": ('rack = (["spark-1"], {"ssh_user": "ann"})', ["spark-1"]),
+    "host in two groups": ('a = ["spark-1"]\nb = ["spark-1", "spark-2"]', ["spark-1", "spark-2"]),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_reads_plain_inventory_of_pyinfra(own, case):
+    text, hosts = PLAIN[case]
+    own.write("sparks.py", text)
+    own.write("group_vars/all.yml", "profile: base\n")
+    assert {host: data["profile"] for host, data in own.read().items()} == dict.fromkeys(
+        hosts, "base"
     )
-    assert pyinfra(foreign).returncode == 0
-    (foreign.parent / "host_vars").mkdir()
-    (foreign.parent / "host_vars/spark-2.yml").write_text("profile: base\n")
-    done = pyinfra(foreign)
-    assert done.returncode == 1
-    assert "spark-2: profile: differs from that of spark-1, the head of" in done.stderr
+
+
+def test_plain_inventory_keeps_connection_data(own):
+    own.write("sparks.py", 'rack = ([("spark-1", {"ssh_port": 2222})], {"ssh_user": "ann"})')
+    [data] = own.read().values()
+    assert (data["ssh_user"], data["ssh_port"]) == ("ann", 2222)
+
+
+def test_reads_host_names_instead_of_a_file(own, monkeypatch):
+    monkeypatch.chdir(own.root)
+    assert list(read_inventory(Path("spark-1,spark-2"))) == ["spark-1", "spark-2"]
+    assert list(read_inventory(Path("@local"))) == ["@local"]
 
 
 @pytest.mark.parametrize(
-    ("all_of_them", "one", "said"),
+    ("text", "message"),
     [
-        ("cluster: {hosts: [spark-1, spark-2]}", "cluster: {hosts: []}",
-         "spark-2: cluster.hosts: spark-1 counts on it, but it is told none"),
-        ("replicas: {hosts: [spark-1, spark-2]}\n"
-         "serve: {expose: lan, api_key: {env: SPARK_API_KEY}}\n"
-         "ssh: {user: me}", "ssh: {hostname: 192.168.1.22}\nreplicas: {hosts: []}",
-         "spark-2: replicas.hosts: spark-1 counts on it, but it is told none"),
-    ],
-)  # fmt: skip
-def test_a_host_that_others_count_on_and_that_shall_serve_alone_is_refused(
-    foreign, monkeypatch, all_of_them, one, said
-):
-    monkeypatch.setenv("SPARK_API_KEY", "k" * 32)
-    (foreign.parent / "group_vars/spark.yml").write_text(f"model: qwen3.5-122b\n{all_of_them}\n")
-    (foreign.parent / "host_vars").mkdir()
-    (foreign.parent / "host_vars/spark-2.yml").write_text(f"{one}\n")
-    done = pyinfra(foreign)
-    assert done.returncode == 1
-    assert said in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("second", "refused"),
-    [
-        ("hostname: 192.168.1.21", True),
-        ("hostname: 192.168.1.21, user: other", True),
-        ("hostname: 192.168.1.21, port: 2222", False),
-        ("hostname: 192.168.1.22", False),
+        ("hosts = [\n", "sparks.py line 1: cannot be run: SyntaxError"),
+        ("\nimport nothere", "line 2: cannot be run: ModuleNotFound"),
+        ("{}['x']", "line 1: cannot be run: KeyError: 'x'"),
+        ("_hosts = ['spark-1']", "names no host"),
+        ("", "names no host"),
     ],
 )
-def test_one_machine_under_two_names_is_refused_before_it_is_changed_twice_at_once(
-    foreign, second, refused
-):
-    (foreign.parent / "host_vars").mkdir()
-    for name, ssh in (("spark-1", "hostname: 192.168.1.21"), ("spark-2", second)):
-        (foreign.parent / f"host_vars/{name}.yml").write_text(f"ssh: {{{ssh}}}\n")
-    done = pyinfra(foreign)
-    assert (done.returncode == 1) is refused
-    assert ("spark-2: is reached at 192.168.1.21, as spark-1 is" in done.stderr) is refused
+def test_reports_broken_inventory_in_one_line(own, text, message):
+    own.write("sparks.py", text)
+    assert message in own.error()
 
 
-def test_a_cluster_of_hosts_that_are_not_there_is_refused(foreign):
-    (foreign.parent / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1, spark-9]}\n")
-    done = pyinfra(foreign)
-    assert done.returncode == 1
-    assert "spark-1: cluster.hosts: 'spark-9' is no host of its group" in done.stderr
+def test_raises_errors_of_this_package_unchanged(own, monkeypatch):
+    monkeypatch.setattr(groups, "load_hosts", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        own.read()
 
 
-def test_a_host_that_the_cluster_does_not_name_serves_by_itself(foreign):
-    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["a", "b", "c"]))
-    (foreign.parent / "group_vars/spark.yml").write_text("cluster: {hosts: [a, b]}\n")
-    found = read_inventory(foreign)
-    told = {name: more[KEY].found.settings.cluster.hosts for name, more in found.items()}
-    assert told == {"a": ("a", "b"), "b": ("a", "b"), "c": ()}
+def test_refuses_host_in_two_groups(own):
+    with pytest.raises(SettingsError, match="is in the groups a and b"):
+        groups_from({"a": ["spark-1"], "b": ["spark-1"]}, file=str(own.inventory))
 
 
-def test_one_host_is_no_cluster(foreign):
-    (foreign.parent / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1]}\n")
-    done = pyinfra(foreign)
-    assert "cluster.hosts: spark-1 alone is no cluster" in done.stderr
-
-
-REPLICAS = """
-replicas: {hosts: [a, b], addresses: {b: 10.0.0.2}}
-serve: {expose: lan, api_key: {env: KEY}}
-"""
-
-
-def test_replicas_know_how_each_is_reached_and_others_serve_by_themselves(foreign):
-    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["a", "b", "c"]))
-    (foreign.parent / "group_vars/spark.yml").write_text(REPLICAS)
-    found = {name: more[KEY].found for name, more in read_inventory(foreign).items()}
-    plans = {name: gateway_plan(one.settings, name) for name, one in found.items()}
-    told = {name: plan.settings.replicas for name, plan in plans.items()}
-    assert told == {
-        "a": Replicas(8008, ("10.0.0.2:8000",)),
-        "b": Replicas(8008, ("a:8000",)),
-        "c": None,
-    }
-    assert base_urls(plans["a"])[-1] == ("http://a:8008/v1", "the network, all replicas")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("inventory", "fix"),
     [
-        ("replicas: {hosts: [a, d]}", "a: replicas.hosts: 'd' is no host of its group"),
-        ("replicas: {hosts: [a]}", "replicas.hosts: a alone has no replica"),
-        ("serve: {expose: loopback, api_key: {env: K}}", "do not reach each other with"),
-        ("serve: {expose: lan, api_key: {env: K}, tls: private-ca}", "without TLS"),
-        ("serve: {expose: lan}", "serve.api_key: each host would make a key of its own"),
-        ("rollout: {at_once: 2}", "rollout.at_once: all replicas would be away"),
-        ("cluster: {hosts: [a, b]}", "replicas each by itself"),
-        ("replicas: {hosts: [a, b], port: 8000}", "replicas.port: 8000 is serve.port, too"),
+        ("inventory/sprak.py", "did you mean inventory/spark.py?"),
+        ("spark.py", "did you mean inventory/spark.py?"),
+        ("no-such-host.invalid", "name an inventory file"),
     ],
 )
-def test_what_cannot_be_replicas_is_refused(foreign, more, said):
-    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["a", "b", "c"]))
-    chosen = {**yaml.safe_load(REPLICAS), **yaml.safe_load(more)}
-    (foreign.parent / "group_vars/spark.yml").write_text(yaml.safe_dump(chosen))
-    with pytest.raises(SettingsError, match=re.escape(said)):
-        read_inventory(foreign)
+def test_pyinfra_fails_without_an_inventory(own, inventory, fix):
+    done = own.run("pyinfra", inventory, "deploy.py", "-y", cwd=CHECKOUT)
+    assert done.returncode == 1, done.stderr
+    assert f"{inventory}: is not an inventory file" in done.stderr
+    assert fix in done.stderr
 
 
-def test_replicas_that_clients_could_tell_apart_are_refused(foreign):
-    foreign.write_text(INVENTORY.format(checkout=str(CHECKOUT), hosts=["a", "b"]))
-    (foreign.parent / "group_vars/spark.yml").write_text(REPLICAS)
-    (foreign.parent / "host_vars").mkdir()
-    (foreign.parent / "host_vars/b.yml").write_text("serve: {names: [other]}\n")
-    with pytest.raises(SettingsError, match=r"b: serve\.names: differs from that of a, the first"):
-        read_inventory(foreign)
+def test_our_commands_fail_without_an_inventory(own):
+    done = own.run("spark_deploy", "status", "inventory/sprak.py", cwd=CHECKOUT)
+    assert done.returncode == 1
+    assert "did you mean inventory/spark.py?" in done.stderr
 
 
-def test_a_model_beside_the_inventory_is_chosen_like_ours(foreign):
-    folder = foreign.parent / "catalog/models"
-    folder.mkdir(parents=True)
-    mine = "kind: plain\nsummary: Mine\nchoose_when: it is mine\nrepository: me/mine\n"
-    (folder / "mine.yml").write_text(mine)
-    (foreign.parent / "group_vars/spark.yml").write_text("model: mine\nprofile: plain\n")
-    done = pyinfra(foreign)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hosts = []", "plain.py: names no host"),
+        ("rack = ([], {'a': 1})", "plain.py: names no host"),
+        ("_hosts = ['a']", "plain.py: names no host"),
+        ("hosts = [['spark-1']]", "hosts of hosts: ['spark-1'] is not a name"),
+        ("ports = [8000]\nhosts = ['spark-1']", None),
+        ('hosts = ["@local"]', None),
+    ],
+)
+def test_config_py_refuses_plain_inventory_without_hosts(own, text, message):
+    """pyinfra itself would ignore such groups and exit 0."""
+    use_our_config(own)
+    own.write("plain.py", text)
+    done = own.run("pyinfra", "plain.py", "debug-inventory")
+    assert done.returncode == (0 if message is None else 1), done.stderr
+    assert (message or "") in done.stderr
+
+
+def use_our_config(own) -> None:
+    text = (CHECKOUT / "config.py").read_text()
+    folder = "_pathlib.Path(__file__).resolve().parent"
+    own.write("config.py", text.replace(folder, repr(str(CHECKOUT))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inventory", ["@local", "spark-1,spark-2", "localhost", "racks.hosts"])
+def test_config_py_accepts_hosts_and_modules(own, inventory):
+    use_our_config(own)
+    own.write("racks.py", 'hosts = ["@local"]')
+    done = own.run("pyinfra", inventory, "debug-inventory")
     assert done.returncode == 0, done.stderr
-    assert data_of(done.stdout + done.stderr, "spark-1")["model"] == "mine"
-    (folder / "mine.yml").write_text(mine.replace("me/mine", "nowhere"))
-    done = pyinfra(foreign)
-    assert done.returncode == 1
-    assert "catalog/models/mine.yml: repository" in done.stderr
-    assert "Traceback" not in done.stderr
+
+
+def test_plans_the_same_request_once(monkeypatch):
+    planned: list[Request] = []
+    monkeypatch.setattr(
+        host_names, "plan_host", lambda request: planned.append(request) or plan_host(request)
+    )
+    settings = settings_of()
+    request = Request("spark-1", settings, CATALOG, made_up_lock(settings, CATALOG), PAYLOAD)
+    context = HostContext(None, CATALOG)
+    assert context.plan(request) is context.plan(replace(request))
+    other = replace(request, host="spark-2")
+    assert context.plan(other).host == "spark-2"
+    assert planned == [request, other]

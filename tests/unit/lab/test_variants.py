@@ -25,8 +25,8 @@ def test_variant_has_everything_it_names(name: str) -> None:
     units = read.directory / "files/etc/systemd/system"
     assert [unit for unit in read.units if not (units / unit).exists()] == []
     subprocess.run(["sh", "-n", read.directory / "owner.sh"], check=True)
-    os_version = read.settings.get("expect", {}).get("os_version")
-    assert os_version == (read.release.version if read.release else None)
+    system = read.settings.get("expect", {}).get("os")
+    assert system == (f"debian {read.release.version}" if read.release else None)
 
 
 def test_no_code_names_a_variant() -> None:

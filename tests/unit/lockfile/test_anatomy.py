@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from spark_contract.orders import Described
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
-from spark_deploy.inventory.host_names import held_for, hold_names, unread
+from spark_deploy.inventory.plans import unread_repositories, verified_lock, verify_names
 from spark_deploy.lock import hub as lookup
 from spark_deploy.lock.file import checked, read_lock, write_lock
 from spark_deploy.lock.headers import anatomy_of
 from spark_deploy.lock.types import Lock
 from tests.unit.checkpoint.builder_hub import Hub
-from tests.unit.examples import examples
-from tests.unit.hostile import hostile
+from tests.unit.hostile import accepted_or_refused, hostile, tries
 from tests.unit.lockfile.hub_trees import CATALOG, sibling, write_repository
 
 REPO, COMMIT = "org/tiny-qwen3", "3" * 40
@@ -64,12 +63,12 @@ def asked(hub: Hub, tmp_path: Path, **more: Any) -> Any:
     return dataclasses.replace(found, model="tiny", profile="plain")
 
 
-def test_weights_are_summed_by_part_and_type_and_kept_in_the_lock(hub: Hub, tmp_path: Path) -> None:
+def test_sums_weights_by_part_and_dtype(hub: Hub, tmp_path: Path) -> None:
     config = {**QWEN3, "num_nextn_predict_layers": 1}
     write_repository(hub.root, REPO, ENTRIES, COMMIT, config)
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
     hub.requests.clear()
-    lock = hold_names(asked(hub, tmp_path), CATALOG_OF_ONE, lock, lambda text: None)
+    lock = verify_names(asked(hub, tmp_path), CATALOG_OF_ONE, lock, lambda text: None)
     found = lock.anatomies[REPO]
     assert found.weights == {"BF16": 100 * 64 * 2, "F8_E4M3": 64 * 64}
     assert (found.vision_bytes, found.drafter_bytes) == (140, 200 + 60)
@@ -87,16 +86,16 @@ def test_weights_are_summed_by_part_and_type_and_kept_in_the_lock(hub: Hub, tmp_
     assert lock.also([moved]).anatomies == {}
 
 
-def test_a_deploy_that_may_not_lock_refuses_what_nobody_read(hub: Hub, tmp_path: Path) -> None:
+def test_required_lock_refuses_unread_headers(hub: Hub, tmp_path: Path) -> None:
     write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
     wanted = asked(hub, tmp_path, locked="required")
-    assert [one.repository for one in unread(wanted, CATALOG_OF_ONE, lock)] == [REPO]
+    assert [one.repository for one in unread_repositories(wanted, CATALOG_OF_ONE, lock)] == [REPO]
     with pytest.raises(LockError, match="are not read yet"):
-        held_for(wanted, CATALOG_OF_ONE, tmp_path / "spark.lock.yml", lock, lambda text: None)
+        verified_lock(wanted, CATALOG_OF_ONE, tmp_path / "spark.lock.yml", lock, lambda text: None)
 
 
-def test_files_that_are_left_out_later_are_counted_no_more(hub: Hub, tmp_path: Path) -> None:
+def test_left_out_files_are_not_counted(hub: Hub, tmp_path: Path) -> None:
     folder = write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     (folder / "model.safetensors.index.json").unlink()
     (folder / "consolidated.safetensors").write_bytes(
@@ -108,14 +107,14 @@ def test_files_that_are_left_out_later_are_counted_no_more(hub: Hub, tmp_path: P
         listing.write_text(json.dumps(said))
     wanted, tell = asked(hub, tmp_path), list[str]().append
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
-    lock = hold_names(wanted, CATALOG_OF_ONE, lock, tell)
+    lock = verify_names(wanted, CATALOG_OF_ONE, lock, tell)
     assert lock.anatomies[REPO].repeats_names
     model = dataclasses.replace(MODEL, leave_out=("consolidated*",))
     models = {**CATALOG_OF_ONE.models, "tiny": model}
     catalog = dataclasses.replace(CATALOG_OF_ONE, models=models)
-    lock = hold_names(wanted, catalog, lock, tell)
+    lock = verify_names(wanted, catalog, lock, tell)
     assert not lock.anatomies[REPO].repeats_names
-    assert not list(unread(wanted, catalog, lock))
+    assert not list(unread_repositories(wanted, catalog, lock))
 
 
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "deepseek_v3"}
@@ -152,7 +151,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_the_cache_follows_from_the_kinds_of_layers(kind: str) -> None:
+def test_computes_cache_of_each_kind_of_layer(kind: str) -> None:
     changes, wanted = KEPT[kind]
     found = read(**changes)
     kept = [
@@ -174,7 +173,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("why", UNKNOWN)
-def test_what_is_not_known_is_said_and_not_guessed(why: str) -> None:
+def test_reports_unknown_cache(why: str) -> None:
     changes, said = UNKNOWN[why]
     found = read(**changes)
     assert said in found.cache_unknown
@@ -186,7 +185,7 @@ IMPOSSIBLE = ({"num_hidden_layers": -3}, {"head_dim": 2**80}, {"num_key_value_he
 
 
 @pytest.mark.parametrize("changes", IMPOSSIBLE, ids=str)
-def test_numbers_that_no_model_has_are_refused_in_one_line(changes: dict[str, Any]) -> None:
+def test_refuses_impossible_numbers(changes: dict[str, Any]) -> None:
     with pytest.raises(LockError) as refused:
         read(**changes)
     [problem] = refused.value.problems
@@ -205,7 +204,7 @@ EVERYTHING = {
 }
 
 
-@settings(max_examples=examples(200))
+@tries(200)
 @given(text=hostile(json.dumps(QWEN3).encode()) | hostile(json.dumps(EVERYTHING).encode()))
 @example(text=json.dumps({**QWEN3, "architectures": [["a"]]}).encode())
 @example(text=json.dumps({**QWEN3, "architectures": "LlamaForCausalLM"}).encode())
@@ -214,23 +213,18 @@ EVERYTHING = {
 @example(text=json.dumps({**QWEN3, "num_attention_heads": 2**31, "hidden_size": 1}).encode())
 @example(text=json.dumps({**QWEN3, "quantization_config": [1]}).encode())
 @example(text=json.dumps({**QWEN3, "model_type": "q\x1b[2Jwen"}).encode())
-def test_any_configuration_is_read_or_refused_in_one_line(text: bytes) -> None:
+def test_any_configuration_is_read_or_refused(text: bytes) -> None:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError):
         return  # the reader of the headers refuses it: test_hostile_hub.py
     if not isinstance(config, dict):
         return
-    try:
-        found = anatomy_of(REPO, described(config))
-    except LockError as error:
-        [problem] = error.problems
-        assert problem.line.isprintable()
-        return
-    # What is not refused is one that the lock can hold, and printable.
-    source = lookup._locked("here", REPO, "main", _Info)
-    lock = checked(Lock.of([source], anatomies=[found]))
-    assert str(lock.anatomies[REPO]).isprintable()
+    with accepted_or_refused(in_one_line=True):
+        anatomy = anatomy_of(REPO, described(config))
+        source = lookup._locked("here", REPO, "main", _Info)
+        lock = checked(Lock.of([source], anatomies=[anatomy]))
+        assert str(lock.anatomies[REPO]).isprintable()
 
 
 class _Info:

@@ -17,7 +17,7 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.inventory.host_names import held_for, hold_names
+from spark_deploy.inventory.plans import verified_lock, verify_names
 from spark_deploy.lock import headers
 from spark_deploy.lock import hub as lookup
 from spark_deploy.lock.file import read_lock, write_lock
@@ -65,30 +65,28 @@ def quiet(text: str) -> None:
     pass
 
 
-def test_names_are_counted_and_digested_in_the_lock_and_asked_for_once(
+def test_stores_verified_names_in_the_lock(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
 ) -> None:
     said: list[str] = []
-    held = hold_names(settings, CATALOG, lock, said.append)
+    held = verify_names(settings, CATALOG, lock, said.append)
     found = held.names[BUILD]
     base, mtp = expand_all(TENSORS.base), expand_all(TENSORS.mtp)
     assert found.base == f"{BASE}@{COMMITS[BASE]}"
     assert found.donor == f"{DONOR}@{COMMITS[DONOR]}"
     assert (found.base_tensors, found.mtp_tensors) == (len(base | mtp), len(mtp))
     assert (found.swapped_modules, found.mtp_from_donor) == (len(modules()), 0)
-    assert said == [
-        f"  {BUILD}: 464 names of {BASE} and {found.donor_tensors} names of {DONOR} are as the "
-        "catalog says"
-    ]
+    [line] = said
+    assert f"{BUILD}: 464 names of {BASE} and {found.donor_tensors} names of {DONOR}" in line
     write_lock(tmp_path / "spark.lock.yml", held)
     assert read_lock(tmp_path / "spark.lock.yml") == held
     hub.requests.clear()
-    assert hold_names(settings, CATALOG, held, quiet) == held
+    assert verify_names(settings, CATALOG, held, quiet) == held
     assert hub.requests == []
 
 
-def test_no_byte_of_a_weight_is_asked_for(hub: Hub, settings: Settings, lock: Lock) -> None:
-    hold_names(settings, CATALOG, lock, quiet)
+def test_downloads_headers_only(hub: Hub, settings: Settings, lock: Lock) -> None:
+    verify_names(settings, CATALOG, lock, quiet)
     for repo in (BASE, DONOR):
         assert asked(hub, repo)
         for path, wanted in asked(hub, repo):
@@ -116,7 +114,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_not_as_the_catalog_says_is_refused_and_nothing_is_written(
+def test_refuses_sources_that_differ_from_the_catalog(
     hub: Hub, wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -157,7 +155,7 @@ def inventory(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def test_lock_writes_what_plan_then_need_not_ask(
+def test_plan_needs_no_hub_after_update(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = inventory(tmp_path, hub, monkeypatch)
@@ -171,7 +169,7 @@ def test_lock_writes_what_plan_then_need_not_ask(
     assert (hub.requests, capsys.readouterr().err) == ([], "")
 
 
-def test_a_lock_from_before_is_read_checked_and_completed(
+def test_completes_a_lock_without_names(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = inventory(tmp_path, hub, monkeypatch)
@@ -190,64 +188,62 @@ def test_a_lock_from_before_is_read_checked_and_completed(
     assert path.read_text() == whole
 
 
-def test_another_commit_is_asked_again_and_the_old_finding_goes(
-    hub: Hub, settings: Settings, lock: Lock
-) -> None:
-    held = hold_names(settings, CATALOG, lock, quiet)
+def test_new_commit_needs_a_new_verification(hub: Hub, settings: Settings, lock: Lock) -> None:
+    held = verify_names(settings, CATALOG, lock, quiet)
     write_repository(hub.root, BASE, base_entries(), commit="3" * 40)
     moved = held.also([lookup.look_up(hub.url, BASE, "main", None)])
     assert moved.names == {}
-    again = hold_names(settings, CATALOG, moved, quiet)
+    again = verify_names(settings, CATALOG, moved, quiet)
     assert again.names[BUILD].base == f"{BASE}@{'3' * 40}"
     assert again.names[BUILD].base_tensors == held.names[BUILD].base_tensors
 
 
-def test_another_catalog_is_another_question(hub: Hub, settings: Settings, lock: Lock) -> None:
-    held = hold_names(settings, CATALOG, lock, quiet)
+def test_changed_catalog_needs_a_new_verification(hub: Hub, settings: Settings, lock: Lock) -> None:
+    held = verify_names(settings, CATALOG, lock, quiet)
     model = CATALOG.model("lab-tiny")
     sets = dataclasses.replace(model.tensors, base=(*model.tensors.base, "model.new.weight"))
     changed = dataclasses.replace(model, tensors=sets)
     catalog = dataclasses.replace(CATALOG, models={**CATALOG.models, "lab-tiny": changed})
     with pytest.raises(LockError, match=r"missing 1 \(1 x model\.new\.weight\)"):
-        hold_names(settings, catalog, held, quiet)
+        verify_names(settings, catalog, held, quiet)
 
 
-def test_a_deploy_writes_findings_down_and_is_not_stopped_by_a_silent_hub(
+def test_deploy_continues_without_the_hub(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
 ) -> None:
     path, said = tmp_path / "spark.lock.yml", []
     hub.fault = lambda handler, path, data: handler.answer(404, b"") or True
-    assert held_for(settings, CATALOG, path, lock, said.append) == lock
+    assert verified_lock(settings, CATALOG, path, lock, said.append) == lock
     assert not path.exists()
     [line] = said
-    assert line.startswith("names are not held against the catalog yet: ")
+    assert line.startswith("names are not compared with the catalog yet: ")
     assert "the server answers 404" in line
     hub.fault = None
-    assert held_for(settings, CATALOG, path, lock, said.append) == read_lock(path)
+    assert verified_lock(settings, CATALOG, path, lock, said.append) == read_lock(path)
     assert BUILD in read_lock(path).names
 
 
-def test_where_locks_are_required_nobody_is_asked_and_the_way_is_named(
+def test_required_lock_works_offline(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
 ) -> None:
     said: list[str] = []
     strict = dataclasses.replace(settings, locked="required")
-    assert held_for(strict, CATALOG, tmp_path / "spark.lock.yml", lock, said.append) == lock
+    assert verified_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lock, said.append) == lock
     assert hub.requests == []
     [message] = said
     assert BUILD in message
     assert "`spark-deploy update --missing`" in message
 
 
-def test_a_profile_that_builds_nothing_holds_nothing(
+def test_profiles_without_a_build_need_no_verification(
     hub: Hub, settings: Settings, lock: Lock
 ) -> None:
     base = dataclasses.replace(settings, profile="base")
-    assert hold_names(base, CATALOG, lock, quiet) == lock
+    assert verify_names(base, CATALOG, lock, quiet) == lock
     assert hub.requests == []
 
 
-def test_the_token_reaches_the_hub_and_no_command_line_no_lock_and_no_file_that_stays(
+def test_token_reaches_only_the_hub(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     canary, seen, folders = "hf_canary0123456789", [], []
@@ -262,7 +258,7 @@ def test_the_token_reaches_the_hub_and_no_command_line_no_lock_and_no_file_that_
 
     monkeypatch.setattr(headers.subprocess, "run", run)
     secret = dataclasses.replace(settings.hub, token=SecretRef(env="CANARY_TOKEN"))
-    held = hold_names(dataclasses.replace(settings, hub=secret), CATALOG, lock, seen.append)
+    held = verify_names(dataclasses.replace(settings, hub=secret), CATALOG, lock, seen.append)
     write_lock(tmp_path / "spark.lock.yml", held)
     seen.append((tmp_path / "spark.lock.yml").read_text())
     given = {headers.get("Authorization") for _, headers, _ in hub.requests}
@@ -271,19 +267,19 @@ def test_the_token_reaches_the_hub_and_no_command_line_no_lock_and_no_file_that_
     assert not any(os.path.exists(folder) for folder in folders)
 
 
-def test_a_python_file_in_the_folder_of_work_is_not_run(
+def test_ignores_python_files_in_the_working_directory(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('a file of the folder was run')\n")
     monkeypatch.chdir(tmp_path)
-    assert BUILD in hold_names(settings, CATALOG, lock, quiet).names
+    assert BUILD in verify_names(settings, CATALOG, lock, quiet).names
 
 
-def test_a_reader_that_dies_is_one_clear_line(
+def test_reports_killed_reader_in_one_line(
     settings: Settings, lock: Lock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = subprocess.CompletedProcess([], -9, "", "")
     monkeypatch.setattr(headers.subprocess, "run", lambda *_, **__: killed)
     with pytest.raises(LockError, match="the reader of its headers ended with -9") as caught:
-        hold_names(settings, CATALOG, lock, quiet)
+        verify_names(settings, CATALOG, lock, quiet)
     assert len(caught.value.problems) == 1

@@ -58,7 +58,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield running
 
 
-def test_a_public_repository_is_locked_without_a_token_that_the_hub_refuses(hub: Hub) -> None:
+def test_retries_public_repository_without_expired_token(hub: Hub) -> None:
     refusal = {"X-Error-Message": "Invalid credentials in Authorization header"}
     hub.fault = lambda handler, path, data: (
         handler.headers.get("Authorization") and (handler.answer(401, b"", refusal) or True)
@@ -93,7 +93,7 @@ def test_a_public_repository_is_locked_without_a_token_that_the_hub_refuses(hub:
 @example(answer=json.dumps({**ANSWER, "sha": "\ud7fc"}).encode())
 @example(answer=json.dumps({**ANSWER, "siblings": {"a": 1}}).encode())
 @example(answer=json.dumps({**ANSWER, "id": "other/repo"}).encode())
-def test_an_answer_is_a_valid_lock_or_one_line(hub: Hub, answer: bytes) -> None:
+def test_hub_answer_is_a_valid_lock_or_one_problem(hub: Hub, answer: bytes) -> None:
     hub.fault = lambda handler, path, data: handler.serve(answer) or True
     path = hub.root / "spark.lock.yml"
     try:
@@ -145,7 +145,7 @@ def say_slowly(handler: Any) -> None:
 
 
 @pytest.mark.parametrize("act", [say_forever, say_slowly])
-def test_an_answer_without_end_is_one_line(
+def test_limits_size_and_time_of_hub_answers(
     hub: Hub, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup, "_LONGEST_S", 1)
@@ -156,7 +156,7 @@ def test_an_answer_without_end_is_one_line(
 
 
 @pytest.mark.parametrize("act", [hang_up, say_nothing, say_too_little, refuse_with_escapes])
-def test_a_hub_that_ends_in_the_middle_is_one_line(
+def test_reports_interrupted_hub_answer_in_one_line(
     hub: Hub, act: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup, "_TIMEOUT_S", 0.3)
@@ -167,7 +167,7 @@ def test_a_hub_that_ends_in_the_middle_is_one_line(
     assert problem.line.isprintable()
 
 
-def test_a_hub_that_trickles_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stops_waiting_for_a_slow_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def trickles(handler: Any, path: str, data: bytes) -> bool:
         handler.answer(200, b"", announced=len(data))
         for at in range(len(data)):
@@ -187,7 +187,7 @@ def test_a_hub_that_trickles_is_not_waited_for(hub: Hub, monkeypatch: pytest.Mon
      ("http", "http://other.invalid/x", True), ("http", "https://other.invalid/x", True),
      ("https", "http://hub.invalid/x", False), ("https", "ftp://hub.invalid/x", False)],
 )  # fmt: skip
-def test_a_hub_over_tls_leads_to_no_place_without(before: str, location: str, goes: bool) -> None:
+def test_hub_redirects_never_leave_https(before: str, location: str, goes: bool) -> None:
     answered = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:

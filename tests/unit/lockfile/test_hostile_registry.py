@@ -69,20 +69,18 @@ def refused(address: str) -> str:
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_an_answer_of_no_registry_is_one_line(answer: bytes) -> None:
+def test_reports_invalid_registry_answer_in_one_line(answer: bytes) -> None:
     with answering(answer) as address:
         refused(address)
 
 
-def test_an_answer_without_end_is_not_waited_for() -> None:
+def test_limits_size_of_registry_answers() -> None:
     with answering(OK + b"\r\n", b"{" * (1 << 20)) as address:
         assert "longer than" in refused(address)
 
 
 @pytest.mark.parametrize("head", [OK + b"X: ", OK + b"\r\n"], ids=["head", "body"])
-def test_an_answer_that_trickles_is_not_waited_for(
-    head: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stops_waiting_for_a_slow_registry(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "LIMIT_S", 0.5)
     with answering(head, b"x", pause_s=0.05) as address:
         began = time.monotonic()
@@ -91,7 +89,7 @@ def test_an_answer_that_trickles_is_not_waited_for(
 
 
 @pytest.mark.parametrize("target", ["ftp://127.0.0.1:1/x", "file:///etc/hostname", "gopher://a/"])
-def test_a_redirect_leads_to_no_other_protocol(target: str) -> None:
+def test_registry_redirects_stay_with_http(target: str) -> None:
     redirect = f"HTTP/1.1 302 x\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"
     with answering(redirect.encode()) as address:
         said = refused(address)
@@ -103,7 +101,7 @@ def test_a_redirect_leads_to_no_other_protocol(target: str) -> None:
     [("https", "https", True), ("http", "https", True), ("http", "http", True),
      ("https", "http", False), ("https", "ftp", False), ("http", "ftp", False)],
 )  # fmt: skip
-def test_a_redirect_never_leads_from_tls_to_none(before: str, after: str, goes: bool) -> None:
+def test_registry_redirects_never_leave_https(before: str, after: str, goes: bool) -> None:
     handler = registry._PlainRedirects()
     asked = urllib.request.Request(f"{before}://registry.invalid/v2/")
     there = partial(

@@ -25,7 +25,7 @@ MIRROR = "https://mirror.example"
         ({"HF_TOKEN": "two words"}, HubSettings(), None),
     ],
 )
-def test_a_login_is_used_without_hub_token_and_only_for_its_own_hub(
+def test_sends_hugging_face_login_only_to_its_hub(
     tmp_path, monkeypatch, environment, settings, token
 ):
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -40,7 +40,7 @@ def test_a_login_is_used_without_hub_token_and_only_for_its_own_hub(
     assert read_hub_token(settings) == token
 
 
-def test_hf_auth_login_is_a_login(tmp_path, monkeypatch):
+def test_reads_token_of_hf_auth_login(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     (tmp_path / "token").write_text("hf_file\n")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
@@ -48,7 +48,7 @@ def test_hf_auth_login_is_a_login(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["two words", "tab\there", "schl\u00fcssel", "x" * 513])
-def test_a_malformed_hub_token_is_refused_without_being_shown(tmp_path, text):
+def test_refuses_malformed_token_without_showing_it(tmp_path, text):
     (tmp_path / "token").write_text(text)
     with pytest.raises(SettingsError, match=r"hub\.token") as caught:
         read_hub_token(HubSettings(token=SecretRef(file=str(tmp_path / "token"))))

@@ -55,7 +55,7 @@ def fitting(found: dict[tuple[str, str], str | None]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_every_part_of_every_model_is_held_against_it(
+def test_compares_repository_with_every_model(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = {
@@ -71,7 +71,7 @@ def test_every_part_of_every_model_is_held_against_it(
     assert "another number of experts or layers" in as_base["qwen3.5-122b", "base"]
 
 
-def test_a_hybrid_is_the_base_with_the_donors_experts(
+def test_recognises_hybrid_repository(
     hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fp8 = {name: one for name, one in donor_entries().items() if ".shared_expert." in name}
@@ -81,7 +81,7 @@ def test_a_hybrid_is_the_base_with_the_donors_experts(
     assert fitting(found) == {(name, "hybrid") for name in TINY}
 
 
-def test_a_person_sees_files_kinds_sizes_quantisation_and_what_fits(
+def test_prints_files_sizes_and_matching_models(
     hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["add", "--dry", BASE, "inventory.py"]) == 0
@@ -109,7 +109,7 @@ def test_a_person_sees_files_kinds_sizes_quantisation_and_what_fits(
         ("--help-me", None),
     ],
 )
-def test_what_cannot_be_inspected_is_one_problem_with_a_way_out(
+def test_reports_uninspectable_repository_in_one_problem(
     here: Path, capsys: pytest.CaptureFixture[str], place: str, what: str | None
 ) -> None:
     if what is None:
@@ -123,7 +123,7 @@ def test_what_cannot_be_inspected_is_one_problem_with_a_way_out(
     assert "Traceback" not in said.err
 
 
-def test_names_in_a_repository_do_not_move_the_cursor(
+def test_prints_repository_names_without_control_characters(
     hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entries = {**base_entries(), "\x1b[2Jmodel.\x07weight": ("BF16", (1,))}

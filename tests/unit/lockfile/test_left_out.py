@@ -43,9 +43,7 @@ def look_up(tmp_path: Path) -> Iterator[Look]:
         yield ask
 
 
-def test_pickle_and_code_are_not_fetched_and_the_lock_says_which_and_why(
-    look_up: Look, tmp_path: Path
-) -> None:
+def test_leaves_out_pickle_and_code(look_up: Look, tmp_path: Path) -> None:
     found = look_up(*ALWAYS, "model.safetensors", *RUNS)
     assert {file.path for file in found.files} == {*ALWAYS, "model.safetensors"}
     assert found.left_out.keys() == set(RUNS)
@@ -57,7 +55,7 @@ def test_pickle_and_code_are_not_fetched_and_the_lock_says_which_and_why(
     assert "modeling_x.py: is code" in path.read_text()
 
 
-def test_no_host_is_told_to_fetch_them(look_up: Look) -> None:
+def test_hosts_never_download_left_out_files(look_up: Look) -> None:
     settings = settings_of()
     source = source_plan(look_up("model.safetensors", "config.json", *RUNS), settings)
     [order] = fetch_job(source).inputs
@@ -65,7 +63,7 @@ def test_no_host_is_told_to_fetch_them(look_up: Look) -> None:
     assert fetched == {"model.safetensors", "config.json"}
 
 
-def test_weights_that_exist_only_as_pickle_are_refused_in_one_line(look_up: Look) -> None:
+def test_refuses_repository_with_pickle_weights_only(look_up: Look) -> None:
     with pytest.raises(LockError) as caught:
         look_up("config.json", "pytorch_model-00001-of-00002.bin", "modeling_x.py")
     [problem] = caught.value.problems
@@ -76,16 +74,16 @@ def test_weights_that_exist_only_as_pickle_are_refused_in_one_line(look_up: Look
 
 
 @pytest.mark.parametrize("path", ["a.PY", "x/y.Pkl", "w.ckpt", "a.tar.py", "liba.so", "go.sh"])
-def test_a_spelling_does_not_help(path: str) -> None:
+def test_recognises_code_in_any_spelling(path: str) -> None:
     assert why_left_out(path)
 
 
 @pytest.mark.parametrize("path", ["LICENSE", ".gitignore", "py", "a.py.md", "model.bin.index.json"])
-def test_what_nobody_runs_is_fetched(path: str) -> None:
+def test_downloads_text_files(path: str) -> None:
     assert why_left_out(path) is None
 
 
-def test_a_lock_from_before_with_such_files_is_refused_with_the_way_on() -> None:
+def test_refuses_old_lock_with_code() -> None:
     files = (
         SourceFile("model.safetensors", 1, sha256="a" * 64),
         SourceFile("modeling_x.py", 1, git_sha1="b" * 40),
@@ -96,7 +94,7 @@ def test_a_lock_from_before_with_such_files_is_refused_with_the_way_on() -> None
     assert f"update --only {REPO}" in caught.value.problems[0].fix
 
 
-def test_the_tree_without_them_does_not_take_the_place_of_one_with_them() -> None:
+def test_left_out_files_change_the_directory() -> None:
     weights = (SourceFile("model.safetensors", 1, sha256="a" * 64),)
     plain = LockedSource(REPO, "main", "1" * 40, weights)
     parted = LockedSource(REPO, "main", "1" * 40, weights, {"x.py": "is code"})

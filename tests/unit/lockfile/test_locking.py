@@ -136,7 +136,7 @@ def settings(server, tmp_path):
     return load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
 
 
-def test_the_first_use_locks_shows_and_writes_what_a_host_needs(settings, tmp_path, server):
+def test_locks_names_on_first_use(settings, tmp_path, server):
     path, said = tmp_path / "spark.lock.yml", []
     lock = locked_for(settings, CATALOG, path, said.append)
     source = lock.source("lab/tiny-int4", "main")
@@ -152,7 +152,7 @@ def test_the_first_use_locks_shows_and_writes_what_a_host_needs(settings, tmp_pa
     assert any("lab/tiny-int4" in line and "5.0 kB" in line for line in said)
 
 
-def test_a_second_run_asks_nobody(settings, tmp_path):
+def test_second_run_sends_no_requests(settings, tmp_path):
     path = tmp_path / "spark.lock.yml"
     locked_for(settings, CATALOG, path, lambda text: None)
     text = path.read_text()
@@ -162,7 +162,7 @@ def test_a_second_run_asks_nobody(settings, tmp_path):
     assert path.read_text() == text
 
 
-def test_only_what_is_missing_is_looked_up(settings, tmp_path):
+def test_looks_up_missing_names_only(settings, tmp_path):
     path = tmp_path / "spark.lock.yml"
     lock = locked_for(settings, CATALOG, path, lambda text: None)
     first = next(iter(lock.sources.values()))
@@ -172,7 +172,7 @@ def test_only_what_is_missing_is_looked_up(settings, tmp_path):
     assert len(Server.asked) == 1
 
 
-def test_required_locks_refuse_new_names_and_name_all_of_them(settings, tmp_path):
+def test_required_lock_refuses_new_names(settings, tmp_path):
     strict = dataclasses.replace(settings, locked="required")
     with pytest.raises(LockError) as caught:
         locked_for(strict, CATALOG, tmp_path / "spark.lock.yml", lambda text: None)
@@ -181,9 +181,7 @@ def test_required_locks_refuse_new_names_and_name_all_of_them(settings, tmp_path
     assert not (tmp_path / "spark.lock.yml").exists()
 
 
-def test_one_repository_at_two_revisions_is_refused_before_one_lock_drops_the_other(
-    settings, tmp_path
-):
+def test_refuses_two_revisions_of_a_repository(settings, tmp_path):
     tiny = CATALOG.model("lab-tiny")
     older = dataclasses.replace(tiny, sources=dataclasses.replace(tiny.sources, revision="v1"))
     pairs = {("base", "older"): CATALOG.profile("base", "lab-tiny")}
@@ -199,7 +197,7 @@ def test_one_repository_at_two_revisions_is_refused_before_one_lock_drops_the_ot
     assert Server.asked == []
 
 
-def test_a_profile_without_a_donor_does_not_lock_one(settings):
+def test_locks_no_donor_without_need(settings):
     base = dataclasses.replace(settings, profile="base")
     assert {repo for repo, _ in wanted_by(base, CATALOG).sources} == {"lab/tiny-int4"}
 
@@ -208,28 +206,28 @@ def test_a_profile_without_a_donor_does_not_lock_one(settings):
     ("repo", "revision", "what"),
     [("lab/none", "main", "no such repository"), ("lab/tiny-int4", "v9", "no branch, tag")],
 )
-def test_a_name_the_hub_does_not_know_is_one_clear_line(server, repo, revision, what):
+def test_reports_unknown_repository_or_revision(server, repo, revision, what):
     with pytest.raises(LockError, match=what):
         hub.look_up(f"http://{server}", repo, revision, None)
 
 
-def test_a_hub_that_is_down_is_one_clear_line():
+def test_reports_unreachable_hub():
     with pytest.raises(LockError, match="cannot be asked"):
         hub.look_up("http://127.0.0.1:9", "lab/tiny-int4", "main", None)
 
 
-def test_the_size_is_that_of_the_wanted_platform_and_the_digest_that_of_the_tag(server):
+def test_locks_digest_of_tag_and_size_of_platform(server):
     found = registry.look_up(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
     assert (found.digest, found.size_bytes) == (sha(INDEX), 1000)
 
 
-def test_an_image_without_the_platform_is_refused(server):
+def test_refuses_image_without_the_platform(server):
     with pytest.raises(LockError, match="no linux/amd64 image"):
         registry.look_up(f"{server}/lab/engine:many", arch="x86_64", insecure=[server])
 
 
 @pytest.mark.parametrize("tag", ["plain", "older"])
-def test_an_engine_is_an_image_that_starts_vllm(server, tag):
+def test_accepts_images_that_start_vllm(server, tag):
     image = f"{server}/lab/engine:{tag}"
     assert registry.look_up(image, arch="x86_64", insecure=[server], engine=True).size_bytes == 1000
 
@@ -238,28 +236,26 @@ def test_an_engine_is_an_image_that_starts_vllm(server, tag):
     ("tag", "what"),
     [("nginx", "starts '/docker-entrypoint.sh', not vLLM's server"), ("none", "starts nothing")],
 )
-def test_an_image_that_is_no_engine_is_refused_before_it_is_pulled(server, tag, what):
+def test_refuses_image_that_starts_something_else(server, tag, what):
     image = f"{server}/lab/engine:{tag}"
     with pytest.raises(LockError, match=f"is no engine: it {what}"):
         registry.look_up(image, arch="x86_64", insecure=[server], engine=True)
     assert registry.look_up(image, arch="x86_64", insecure=[server]).size_bytes == 1000
 
 
-def test_a_configuration_of_other_bytes_is_refused(server, monkeypatch):
+def test_refuses_configuration_with_wrong_digest(server, monkeypatch):
     digest = sha(CONFIGURATIONS["plain"])
     monkeypatch.setitem(MANIFESTS, digest, CONFIGURATIONS["nginx"])
     with pytest.raises(LockError, match=f"other bytes than {digest}"):
         registry.look_up(f"{server}/lab/engine:plain", arch="x", insecure=[server], engine=True)
 
 
-def test_an_unknown_tag_is_refused(server):
+def test_refuses_unknown_tag(server):
     with pytest.raises(LockError, match="no such image or tag"):
         registry.look_up(f"{server}/lab/engine:v9", arch="x86_64", insecure=[server])
 
 
-def test_an_engine_whose_tag_does_not_exist_names_the_supported_versions(
-    settings, server, tmp_path
-):
+def test_suggests_supported_engine_versions(settings, server, tmp_path):
     images = {**settings.images, "engine": f"{server}/lab/engine:v0.33.0"}
     missing = dataclasses.replace(settings, images=images)
     with pytest.raises(LockError) as refusal:
@@ -269,13 +265,13 @@ def test_an_engine_whose_tag_does_not_exist_names_the_supported_versions(
     assert offered == [f"{server}/lab/engine:v{version}" for version in ("0.32.0", "0.30.0")]
 
 
-def test_bytes_that_differ_from_the_claimed_digest_are_refused(server):
+def test_refuses_manifest_with_wrong_digest(server):
     Server.broken.add("lie")
     with pytest.raises(LockError, match="sent other bytes"):
         registry.look_up(f"{server}/lab/engine:plain", arch="x86_64", insecure=[server])
 
 
-def test_a_registry_without_tls_must_be_declared(server):
+def test_http_registry_must_be_declared(server):
     with pytest.raises(LockError, match=r"registries\.insecure"):
         registry.look_up(f"{server}/lab/engine:plain", arch="x86_64")
 
@@ -290,7 +286,7 @@ def test_a_registry_without_tls_must_be_declared(server):
         ("ghcr.io/a/b@sha256:0", "ghcr.io", "a/b", "sha256:0"),
     ],
 )
-def test_references_are_read_as_the_container_engine_reads_them(text, host, name, version):
+def test_parses_image_references_as_docker_does(text, host, name, version):
     found = parse_reference(text)
     assert (found.host, found.name, found.version) == (host, name, version)
 
@@ -313,14 +309,14 @@ def test_references_are_read_as_the_container_engine_reads_them(text, host, name
         ),
     ],
 )
-def test_a_lock_that_does_not_pin_everything_is_refused(tmp_path, change, what):
+def test_refuses_invalid_lock(tmp_path, change, what):
     path = tmp_path / "spark.lock.yml"
     path.write_text(change)
     with pytest.raises(LockError, match=what):
         read_lock(path)
 
 
-def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, hub, tmp_path):
+def test_deploy_locks_once_and_prints_names(server, hub, tmp_path):
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "group_vars/here.yml").write_text(
         f"model: lab-tiny\nhub: {{endpoint: '{hub.url}'}}\n"
@@ -354,7 +350,7 @@ def test_a_deploy_locks_on_first_use_and_shows_names_and_bytes(server, hub, tmp_
     assert (len(lock.images), len(lock.names)) == (2, 1)
 
 
-def test_a_lock_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_syncs_lock_before_renaming_it(tmp_path, monkeypatch):
     seen = []
     for name in ("fsync", "rename"):
         real = getattr(os, name)
@@ -364,7 +360,7 @@ def test_a_lock_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["spark.lock.yml"]
 
 
-def test_a_lock_that_cannot_be_written_says_what_to_do(tmp_path):
+def test_reports_unwritable_lock(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(LockError, match=r"cannot be written(.|\n)*make its folder writable"):
         write_lock(tmp_path / "taken" / "spark.lock.yml", Lock.of())

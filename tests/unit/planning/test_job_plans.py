@@ -54,16 +54,16 @@ def test_mirrors_come_before_hub() -> None:
 
 def test_digest_of_download_depends_on_content_only() -> None:
     digest = fetch_job(SOURCE).job.digest
-    elsewhere = replace(SOURCE, hub=HubSettings(), downloads=DownloadSettings(parallel=1))
+    elsewhere = replace(SOURCE, hub=HubSettings(), downloads=DownloadSettings(outage_s=1))
     assert fetch_job(elsewhere).job.digest == digest
     other = replace(LOCKED, files=(SourceFile("a.safetensors", 10, sha256="e" * 64),))
     assert fetch_job(replace(SOURCE, locked=other)).job.digest != digest
 
 
 def test_retry_settings_reach_downloads_and_builds() -> None:
-    works = jobs_of(plan_of(**{"downloads.tries": 3, "downloads.retry_pause_s": 0.5}), ())
+    works = jobs_of(plan_of(**{"downloads.outage_s": 0}), ())
     for order in (read(works[0], "fetch.json"), read(works[1], "plan.json")["donor"]):
-        assert (order["tries"], order["backoff_s"]) == (3, 0.5)
+        assert (order["tries"], order["backoff_s"]) == (2, 1.0)
     assert digests(works) == digests(jobs_of(plan_of(), ()))
 
 

@@ -40,7 +40,7 @@ def test_plans_are_reproducible() -> None:
     [
         # Sources of files, and access.
         ({"hub.endpoint": "http://mirror.example"}, True),
-        ({"downloads.parallel": 9}, True),
+        ({"downloads.outage_s": 9}, True),
         ({"hub.token": {"env": "TOKEN"}}, True),
         ({"ssh.user": "someone"}, True),
         ({"serve.api_key": {"file": "/key"}}, True),
@@ -90,14 +90,14 @@ def test_unpacked_image_fits_disk_estimate() -> None:
 
 
 def test_server_waits_for_disks_of_checkpoint_and_cache() -> None:
-    paths = {"models_dir": "/disk-1/models", "cache_dir": "/disk-2/cache"}
+    paths = {"models_dir": "/disk-1/models"}
     plan = plan_of("small", "v2", paths=paths)
     drop_in = release_files_of(plan)[-1].content.decode()
     match = re.search(r"^RequiresMountsFor=(.*)$", drop_in, re.M)
     assert match is not None
     mounts = match[1].split()
     assert mounts[0] == plan.serve.tree.path
-    assert [path.split("/")[1] for path in mounts] == ["disk-1", "disk-2", "run"]
+    assert [path.split("/")[1] for path in mounts] == ["disk-1", "disk-1", "run"]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_each_condition_is_a_problem_a_warning_or_neither(name: str) -> None:
 
 @pytest.mark.parametrize(("rule", "refused", "warned"), RULES)
 def test_plain_ubuntu_is_judged_by_the_rule(rule: Any, refused: int, warned: int) -> None:
-    needs = {"expect": ExpectSettings(dgx_release=rule)}
+    needs = {"expect": ExpectSettings(dgx_os=rule)}
     Case({"dgx_release": []}, ["DGX OS"] * refused, ["DGX OS"] * warned, needs).check()
 
 
@@ -129,14 +129,14 @@ def test_a_torn_vendor_update_is_judged_by_the_rule(
     rule: Any, refused: int, warned: int, score: str
 ) -> None:
     sections = {"torn": [f'{{"name": "OTA2.2", "torn": {score}}}']}
-    words, needs = f"torn score {score} against OTA2.2", {"expect": ExpectSettings(updates=rule)}
+    words, needs = f"torn score {score} against OTA2.2", {"expect": ExpectSettings(dgx_os=rule)}
     Case(sections, [words] * refused, [words] * warned, needs).check()
 
 
 @pytest.mark.parametrize("score", ["0", "0.0", '"?"'])
 def test_a_complete_vendor_set_is_not_mentioned(score: str) -> None:
     sections = {"torn": [f'{{"name": "OTA2.2", "torn": {score}}}']}
-    Case(sections, [], [], {"expect": ExpectSettings(updates="require")}).check()
+    Case(sections, [], [], {"expect": ExpectSettings(dgx_os="require")}).check()
 
 
 @pytest.mark.parametrize(

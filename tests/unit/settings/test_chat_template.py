@@ -35,12 +35,12 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["chat.jinja", "{root}/chat.jinja"])
-def test_the_engine_gets_the_text_of_the_file_as_it_is(root: Path, form: str) -> None:
+def test_passes_template_text_to_the_engine(root: Path, form: str) -> None:
     plan = plan_with(settings(root, f"{{chat_template: {form.format(root=root)}}}"))
     assert argument(plan) == TEMPLATE
 
 
-def test_another_text_is_another_release_and_the_same_text_the_same(root: Path) -> None:
+def test_template_text_is_part_of_the_release(root: Path) -> None:
     names = []
     for text in (TEMPLATE, TEMPLATE, TEMPLATE + " "):
         (root / "chat.jinja").write_text(text)
@@ -51,13 +51,13 @@ def test_another_text_is_another_release_and_the_same_text_the_same(root: Path) 
     assert len({*names, without.serve.name}) == 3
 
 
-def test_options_beside_it_stay(root: Path) -> None:
+def test_keeps_other_engine_options(root: Path) -> None:
     plan = plan_with(settings(root, "{chat_template: chat.jinja, options: {seed: 7}}"))
     assert argument(plan) == TEMPLATE
     assert "--seed" in plan.serve.engine.argv
 
 
-def test_a_plan_names_it_by_lines_and_hash_instead_of_printing_it(root: Path) -> None:
+def test_plan_shows_template_by_lines_and_hash(root: Path) -> None:
     chosen = settings(root, "{chat_template: chat.jinja}")
     text = "\n".join(plan_lines(plan_with(chosen), *pair_of(chosen, CATALOG)))
     digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()[:12]
@@ -77,7 +77,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_template_is_refused_with_its_file(root: Path, case: str) -> None:
+def test_refuses_invalid_template(root: Path, case: str) -> None:
     data, said = WRONG[case]
     if data is None:
         (root / "chat.jinja").unlink()
@@ -89,7 +89,7 @@ def test_what_is_no_template_is_refused_with_its_file(root: Path, case: str) -> 
 
 
 @pytest.mark.parametrize("option", ["chat-template", "chat_template"])
-def test_two_templates_are_refused(root: Path, option: str) -> None:
+def test_refuses_two_templates(root: Path, option: str) -> None:
     with pytest.raises(SettingsError, match="keep one of the two"):
         settings(
             root, f"{{chat_template: chat.jinja, options: {{{option}: '{{{{ messages }}}}'}}}}"

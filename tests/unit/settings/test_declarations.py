@@ -92,7 +92,7 @@ def contents(checkout: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_a_new_setting_is_typed_in_one_place_and_used_in_another(checkout, tmp_path):
+def test_a_new_setting_needs_one_declaration(checkout, tmp_path):
     declaration = checkout / DECLARATION
     before = declaration.read_text("utf-8")
     line = next(line for line in before.splitlines(True) if "    interval_s: int" in line)
@@ -116,7 +116,7 @@ def test_a_new_setting_is_typed_in_one_place_and_used_in_another(checkout, tmp_p
 
 
 @pytest.mark.slow
-def test_a_new_argument_of_the_engine_is_typed_in_one_place_and_said_in_another(checkout):
+def test_a_new_engine_argument_needs_one_declaration(checkout):
     declaration, profile = checkout / ARGUMENTS, checkout / "catalog/profiles/v2.yml"
     before = declaration.read_text("utf-8")
     line = next(line for line in before.splitlines(True) if "    max_batched_tokens" in line)
@@ -138,13 +138,13 @@ def test_a_new_argument_of_the_engine_is_typed_in_one_place_and_said_in_another(
     assert left == "{} ['--max-naps 0: not possible in a profile']"
 
 
-def test_what_owners_are_told_to_set_instead_of_an_option_is_a_setting():
+def test_suggested_settings_exist():
     chosen = {fix.removeprefix("set ") for fix in INSTEAD.values() if "profile" not in fix}
     assert chosen
     assert {f"engine.{key}" for key in typed(EngineSettings())} > chosen
 
 
-def test_all_yml_says_what_the_declarations_say():
+def test_all_yml_contains_every_default():
     data = yaml.safe_load((CHECKOUT / "group_vars/all.yml").read_text("utf-8"))
     expected = typed(Settings())
     for group, key in (flag.split(".") for flag in COMMAND_FLAGS):
@@ -155,7 +155,7 @@ def test_all_yml_says_what_the_declarations_say():
     assert convert(Settings, data) == Settings()
 
 
-def test_sizes_are_shown_as_people_type_them():
+def test_schema_shows_sizes_in_gib():
     memory = schema_of(Settings, "settings")["properties"]["memory"]["properties"]
     assert memory["total_gib"]["default"] == 119.7
     assert memory["reserve_gib"]["default"] == 12
@@ -166,5 +166,5 @@ HIDDEN = [(HybridModel, "name"), (PlainModel, "anatomy"), (Profile, "engine_mode
 
 
 @pytest.mark.parametrize(("document", "hidden"), HIDDEN)
-def test_what_a_file_cannot_say_is_in_no_schema(document, hidden):
+def test_schema_omits_computed_fields(document, hidden):
     assert hidden not in schema_of(document, "x")["properties"]

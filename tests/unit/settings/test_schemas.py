@@ -30,12 +30,12 @@ def levels(schema: dict, path: str = ""):
         yield from levels(part, f"$defs.{key}")
 
 
-def test_a_key_of_several_lines_is_named_in_one():
+def test_escapes_line_breaks_in_key_paths():
     assert dotted(("sources", "a\nb", 0)) == r"'sources.a\nb[0]'"
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
-def test_every_schema_is_valid_and_closed_and_describes_each_key(path):
+def test_schemas_are_valid_closed_and_described(path):
     schema = json.loads(path.read_text("utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     assert schema["$schema"].endswith("2020-12/schema")
@@ -47,7 +47,7 @@ def test_every_schema_is_valid_and_closed_and_describes_each_key(path):
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
-def test_examples_in_a_schema_follow_it(path):
+def test_schema_examples_are_valid(path):
     schema = json.loads(path.read_text("utf-8"))
     for where, part in levels(schema):
         for example in part.get("examples", ()):
@@ -63,7 +63,7 @@ WRITTEN_BY_PEOPLE = (
 
 
 @pytest.mark.parametrize("name", WRITTEN_BY_PEOPLE)
-def test_what_text_has_to_look_like_is_said_in_words_with_an_example_that_does(name):
+def test_patterns_have_a_message_with_a_valid_example(name):
     for where, part in patterns(schema_of(name)):
         words, _, example = part.get("patternErrorMessage", "").rpartition(", such as ")
         assert words.startswith("write "), where
@@ -90,7 +90,7 @@ YAML_FILES = [
 
 
 @pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: str(path.relative_to(CHECKOUT)))
-def test_every_yaml_file_of_the_repository_follows_its_schema(path):
+def test_yaml_files_follow_their_schema(path):
     text = path.read_text("utf-8")
     first = text.splitlines()[0]
     assert first.startswith("# yaml-language-server: $schema="), "editors need this line"

@@ -5,7 +5,7 @@ from spark_deploy.config.settings.read_secret import read_secret
 from spark_deploy.config.settings.secrets import SecretRef
 
 
-def test_a_secret_comes_from_the_environment_a_file_or_a_command(tmp_path, monkeypatch):
+def test_reads_secret_from_environment_file_or_command(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "one\n")
     (tmp_path / "key").write_text("two\nnot this line\n")
     assert read_secret(SecretRef(env="MY_KEY"), setting="x") == "one"
@@ -24,12 +24,12 @@ def test_a_secret_comes_from_the_environment_a_file_or_a_command(tmp_path, monke
         SecretRef(),
     ],
 )
-def test_a_secret_that_cannot_be_read_names_the_setting(reference):
+def test_unreadable_secret_names_the_setting(reference):
     with pytest.raises(SettingsError, match=r"hub\.token"):
         read_secret(reference, setting="hub.token")
 
 
-def test_the_output_of_a_failing_command_is_not_shown():
+def test_hides_output_of_failing_secret_command():
     reference = SecretRef(command=("sh", "-c", "echo hunter2; echo hunter2 >&2; exit 3"))
     with pytest.raises(SettingsError) as caught:
         read_secret(reference, setting="hub.token")

@@ -27,7 +27,7 @@ def nested(key: str, value: object) -> dict[str, object]:
     return value  # type: ignore[return-value]
 
 
-FOLDERS = ("paths.models_dir", "paths.sources_dir", "paths.cache_dir")
+FOLDERS = ("paths.models_dir", "paths.sources_dir")
 HOSTILE = [
     # A line of its own in an apt source, a unit, nginx, sudoers.
     *(repository(suite=text) for text in ("noble\nTrusted: yes", "noble\n", "a b", "-x", "")),
@@ -44,8 +44,6 @@ HOSTILE = [
     *(repository(key_url=text) for text in ("https://a/$(id)", "https://a/`id`", "https://a/'x")),
     *(repository(key_sha256=text) for text in (KEY + "\n", KEY[1:])),
     {"repositories": {"vendor\n": REPOSITORY}},
-    # An option of apt-get, a file, a shell.
-    nested("cuda.version", "13.0\n"),
     # More than one field of --mount, a unit's specifier, a folder that is not ours.
     *(nested(key, f"/data/a{text}") for key in FOLDERS for text in (",readonly", "%h", ":ro")),
     *(nested(key, f"/data/a{text}") for key in FOLDERS for text in ("\n", "'b", '"', "$x", "\\x")),
@@ -69,7 +67,7 @@ HOSTILE = [
     *(nested("hub.endpoint", text) for text in ("https://a\n", "https://a b", "file:///etc")),
     *(nested("hub.mirrors", [text]) for text in ("https://a\n", "https://")),
     *(nested("registries.insecure", [text]) for text in ("a:1\n", 'a":1', "a,b:1")),
-    *(nested("expect.os_id", text) for text in ("ubuntu\n",)),
+    *(nested("expect.os", text) for text in ("ubuntu 24.04\n", "ubuntu")),
     *(nested("model", text) for text in ("lab-stub\n", "../x", "-x")),
     *(nested("releases.rollback_to", text) for text in ("main-0123456789ab\n", "-x")),
     *(nested("engine.environment", {text: "x"}) for text in ("A\n", "A=B", "a", "A B")),
@@ -97,18 +95,18 @@ def load(tmp_path: Path, settings: object) -> None:
 
 
 @pytest.mark.parametrize("settings", HOSTILE, ids=lambda settings: repr(settings)[:70])
-def test_a_hostile_value_is_refused_before_any_host_is_touched(tmp_path, settings) -> None:
+def test_refuses_hostile_values_of_settings(tmp_path, settings) -> None:
     with pytest.raises(SettingsError):
         load(tmp_path, settings)
 
 
 @pytest.mark.parametrize("settings", GOOD, ids=lambda settings: repr(settings)[:70])
-def test_what_people_write_is_taken(tmp_path, settings) -> None:
+def test_accepts_ordinary_values(tmp_path, settings) -> None:
     load(tmp_path, settings)
 
 
-def test_there_are_so_many_of_them() -> None:
-    assert len(HOSTILE) >= 132
+def test_hostile_values_are_many() -> None:
+    assert len(HOSTILE) >= 115
 
 
 GOOD_FILE = SourceFile("model.safetensors", 1, "a" * 64, None)
@@ -125,7 +123,7 @@ GOOD_FILE = SourceFile("model.safetensors", 1, "a" * 64, None)
         LockedSource("org/repo", "main", "a" * 40, (SourceFile("x", 1, "a" * 64 + "\n", None),)),
     ],
 )
-def test_what_a_hub_answers_is_held_against_the_lock_s_form_before_it_is_used(
+def test_validates_hub_answers_with_the_lock_schema(
     monkeypatch: pytest.MonkeyPatch, source: LockedSource
 ) -> None:
     monkeypatch.setattr(hub, "look_up", lambda *_: source)

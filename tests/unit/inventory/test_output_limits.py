@@ -1,4 +1,4 @@
-"""What hosts print reaches neither the operator's terminal raw, nor memory without end."""
+"""Output of hosts cannot control the operator's terminal or fill the memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -21,18 +20,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pyinfra.connectors import util
 
-from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.printable import heard, shown
 from spark_deploy.inventory import output_limits
 
-OWNED = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"
-PRINTED = "".join(f"\\{byte:03o}" for byte in OWNED)
-PRINTING = f"printf '{PRINTED}\\n'"
+ESCAPES = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"
+PRINT_ESCAPES = "printf '" + "".join(f"\\{byte:03o}" for byte in ESCAPES) + "\\n'"
 HARMLESS = st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.sampled_from("äé漢😀\t"))
 
 
-def moves_a_terminal(text: str) -> bool:
+def controls_terminal(text: str) -> bool:
     return any(
         (ord(sign) < 32 and sign not in "\n\t") or 127 <= ord(sign) < 160 or sign in "\u202e\u2066"
         for sign in text
@@ -42,8 +39,8 @@ def moves_a_terminal(text: str) -> bool:
 @given(st.text())
 @example("a\x1b[2Jb")
 @example("\u202egnp.exe")
-def test_nothing_that_is_shown_moves_a_terminal(text: str) -> None:
-    assert not moves_a_terminal(shown(text))
+def test_shown_text_has_no_control_characters(text: str) -> None:
+    assert not controls_terminal(shown(text))
 
 
 @given(st.text(), st.booleans())
@@ -52,94 +49,83 @@ def test_nothing_that_is_shown_moves_a_terminal(text: str) -> None:
 @example("\\b", True)
 @example("a\b\b\rb\f", True)
 @example("\u009b31m", False)
-def test_nor_does_what_json_brings_back(text: str, ascii_only: bool) -> None:
+def test_parsed_json_has_no_control_characters(text: str, ascii_only: bool) -> None:
     line = heard(json.dumps({"a": text, "b": 1}, ensure_ascii=ascii_only))
-    found = json.loads(line)
-    assert found["b"] == 1
-    assert not moves_a_terminal(found["a"])
+    data = json.loads(line)
+    assert data["b"] == 1
+    assert not controls_terminal(data["a"])
 
 
 @given(HARMLESS)
 @example("\\u001b is how it is written")
 @example(r"C:\b\f\r \\u001b")
 @example("line one\nline two\ttabbed 😀")
-def test_plain_words_come_through_as_they_are(text: str) -> None:
+def test_plain_text_is_unchanged(text: str) -> None:
     assert shown(text) == text
     assert json.loads(heard(json.dumps(text))) == text
 
 
 @pytest.mark.slow
-def test_with_v_pyinfra_shows_text_of_a_host_and_no_command_to_the_terminal(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "inventory.py").write_text(
-        f"import sys as _sys; _sys.path.insert(0, {str(CHECKOUT)!r})\n"
-        "from spark_deploy.inventory.groups import group_from as _group_from\n"
-        'here = _group_from("here", hosts=["@local"], file=__file__)\n'
-    )
-    (tmp_path / "group_vars").mkdir()
-    (tmp_path / "group_vars/here.yml").write_text("sudo: false\n")
-    (tmp_path / "deploy.py").write_text(
-        f"from pyinfra.operations import server\nserver.shell(commands=[{PRINTING!r}])\n"
-    )
+def test_pyinfra_with_v_prints_no_escape_sequences(own) -> None:
+    own.list_hosts('["@local"]')
+    own.write("deploy.py", "from pyinfra.operations import server\n"
+              f"server.shell(commands=[{PRINT_ESCAPES!r}])\n")  # fmt: skip
     words = [sys.executable, "-m", "pyinfra", "-y", "-vvv"]
-    theirs = subprocess.run([*words, "@local", "deploy.py"], cwd=tmp_path, capture_output=True)
-    ours = subprocess.run([*words, "inventory.py", "deploy.py"], cwd=tmp_path, capture_output=True)
+    outputs = [
+        subprocess.run([*words, inventory, "deploy.py"], cwd=own.root, capture_output=True)
+        for inventory in ("@local", "sparks.py")
+    ]
+    plain, ours = outputs
     assert ours.returncode == 0, ours.stderr
     assert b"fine" in ours.stderr
     for command in (b"\x1b]0;", b"\x1b[2J", b"\x1b[1A", b"\xff", b"\x9b31m"):
         assert command not in ours.stdout + ours.stderr, command
-    # What this is about: without it they are there, or the reading ends with a traceback.
-    assert b"\x1b]0;" in theirs.stderr or b"UnicodeDecodeError" in theirs.stderr
+    # Without our module they are there, or reading ends with a traceback.
+    assert b"\x1b]0;" in plain.stderr or b"UnicodeDecodeError" in plain.stderr
 
 
-def read(stream: Any) -> list[str]:
+def read(stream: Any, *, print_output: bool = False) -> list[str]:
     queue: Queue[util.OutputLine] = Queue()
-    output_limits.read_buffer("stdout", stream, queue)
+    output_limits.read_buffer("stdout", stream, queue, print_output, lambda line: f"[host] {line}")
     return [line.line for line in queue.queue]
 
 
-def test_a_host_that_prints_without_end_is_listened_to_for_so_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stops_reading_endless_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_limits, "MOST_BYTES", 10_000)
     monkeypatch.setattr(output_limits, "_LINE_BYTES", 1_000)
     with subprocess.Popen(["yes", "x" * 99], stdout=subprocess.PIPE) as endless:
         lines = read(endless.stdout)
-        assert endless.wait(timeout=10) != 0  # nobody reads on
+        assert endless.wait(timeout=10) != 0
     assert len(lines) == 101
-    assert "more than anybody asked for" in lines[-1]
+    assert "more than the limit" in lines[-1]
     one_line = io.BytesIO(b"x" * 1_000_000)
     assert sum(map(len, read(one_line))) < 11_000
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(output_limits, "echo", lambda text, err: told.append(text))
-    return told
-
-
-@pytest.mark.parametrize("said", [b"x" * 3_000_000, b"y\n" * 700_000])
-def test_a_flood_of_a_host_is_no_flood_of_the_operators_terminal(
-    said: bytes, terminal: list[str]
-) -> None:
-    queue: Queue[util.OutputLine] = Queue()
-    output_limits.read_buffer(
-        "stdout", io.BytesIO(said), queue, True, lambda line: f"[host] {line}"
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        output_limits, "echo", lambda text, err: lines.append(text.removeprefix("[host] "))
     )
-    assert sum(len(line.removeprefix("[host] ")) + 1 for line in terminal) < 1_100_000
-    assert "the host printed more" in terminal[-1]
-    assert sum(len(line.line) + 1 for line in queue.queue) >= len(said)  # what is read stays whole
+    return lines
 
 
-def test_what_hosts_say_every_day_is_shown_whole(terminal: list[str]) -> None:
-    said = [f"Unpacking package {number} ... " + "=" * 100 for number in range(2_000)]
-    output_limits.read_buffer("stdout", io.BytesIO("\n".join(said).encode()), Queue(), True)
-    assert terminal == said
+@pytest.mark.parametrize("output", [b"x" * 3_000_000, b"y\n" * 700_000])
+def test_prints_a_bounded_part_of_a_flood(output: bytes, printed: list[str]) -> None:
+    lines = read(io.BytesIO(output), print_output=True)
+    assert sum(len(line) + 1 for line in printed) < 1_100_000
+    assert "the host printed more" in printed[-1]
+    assert sum(len(line) + 1 for line in lines) >= len(output)
 
 
-class Hostile(paramiko.ServerInterface):
+def test_prints_ordinary_output_completely(printed: list[str]) -> None:
+    lines = [f"Unpacking package {number} ... " + "=" * 100 for number in range(2_000)]
+    read(io.BytesIO("\n".join(lines).encode()), print_output=True)
+    assert printed == lines
+
+
+class HostileServer(paramiko.ServerInterface):
     def check_auth_none(self, username: str) -> int:
         return paramiko.AUTH_SUCCESSFUL
 
@@ -151,12 +137,12 @@ class Hostile(paramiko.ServerInterface):
 
     def check_channel_exec_request(self, channel: Any, command: bytes) -> bool:
         def talk() -> None:
-            channel.sendall(b"before\n" + OWNED + b"\nafter\n")
-            channel.sendall_stderr(OWNED + b"\n")
+            channel.sendall(b"before\n" + ESCAPES + b"\nafter\n")
+            channel.sendall_stderr(ESCAPES + b"\n")
             channel.send_exit_status(0)
             channel.close()
 
-        threading.Timer(0.2, talk).start()  # the request is answered first
+        threading.Timer(0.2, talk).start()  # after the reply to the request
         return True
 
 
@@ -165,7 +151,7 @@ def client() -> Iterator[paramiko.Transport]:
     ours, theirs = socket.socketpair()
     server = paramiko.Transport(theirs)
     server.add_server_key(paramiko.ECDSAKey.generate())
-    server.start_server(event=threading.Event(), server=Hostile())
+    server.start_server(event=threading.Event(), server=HostileServer())
     transport = paramiko.Transport(ours)
     transport.start_client(timeout=20)
     transport.auth_none("ann")
@@ -174,7 +160,7 @@ def client() -> Iterator[paramiko.Transport]:
     server.close()
 
 
-def test_over_ssh_the_lines_behind_bytes_that_are_no_text_arrive(
+def test_reads_ssh_output_after_invalid_utf8(
     client: paramiko.Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(util, "read_buffer", output_limits.read_buffer)
@@ -187,16 +173,14 @@ def test_over_ssh_the_lines_behind_bytes_that_are_no_text_arrive(
     assert output.stdout_lines[-1] == "after"
     assert len(output.stdout_lines) == 3
     assert "fine" in output.stderr_lines[0]
-    assert not any(map(moves_a_terminal, output.output_lines))
+    assert not any(map(controls_terminal, output.output_lines))
     assert os.linesep not in output.stdout_lines[1]
 
 
-def test_pyinfra_fails_instead_of_prompting_for_a_sudo_password(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pyinfra_never_prompts_for_a_sudo_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(util, "getpass", lambda _: "typed")
     monkeypatch.setattr(util, "read_buffer", util.read_buffer)
-    output_limits.listen_carefully()
+    output_limits.limit_output()
     host: Any = SimpleNamespace(print_prefix="", connector_data={})
     refused = util.CommandOutput([util.OutputLine("stderr", util.SUDO_PASSWORD_REQUIRED_LINES[0])])
     with pytest.raises(SparkError, match=r"deploys/bootstrap\.py"):

@@ -1,0 +1,178 @@
+"""Clusters and replicas: listed hosts exist, and settings match where they must."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from spark_contract.gateway import Replicas
+
+from spark_deploy.config.errors import SparkError
+from spark_deploy.config.settings.load import HostSettings
+from spark_deploy.config.settings.types import Settings
+from spark_deploy.inventory.clusters import cluster_problems
+from spark_deploy.inventory.host_names import CONTEXT_KEY
+from spark_deploy.plan.gateway import base_urls, gateway_plan
+from tests.unit.planning.test_cluster import FABRIC, PAIR, clustered, plan_on
+
+HEAD = clustered()
+OTHER_VALUES = {
+    ("serve", "names"): ("one", "two"),
+    ("engine", "options"): {"seed": 1},
+    ("engine", "environment"): {"A_B": "c"},
+    ("allow_containers",): {"comfyui": 12},
+    ("images",): {**HEAD.images, "engine": "vllm/vllm-openai:v0.32.0"},
+}
+REPLICAS = """
+replicas: {hosts: [a, b]}
+serve: {expose: lan, api_key: {env: KEY}}
+"""
+
+
+def leaves(part: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, (*path, field.name))
+        else:
+            yield (*path, field.name), value
+
+
+def other_values(path: tuple[str, ...], value: Any) -> tuple[Any, ...]:
+    if path in OTHER_VALUES:
+        return (OTHER_VALUES[path],)
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, (int, float)):
+        return (value + 1, value * 2)
+    return (f"{value}x",) if isinstance(value, str) else (1, 2048, 0.5, "on")
+
+
+def with_value(part: Any, path: tuple[str, ...], value: Any) -> Any:
+    name, *rest = path
+    value = with_value(getattr(part, name), tuple(rest), value) if rest else value
+    return dataclasses.replace(part, **{name: value})
+
+
+def release_digest(settings: Settings) -> str | None:
+    try:
+        return plan_on(PAIR[0], FABRIC, settings).serve.digest
+    except (SparkError, TypeError, ValueError, AttributeError, KeyError):  # not an allowed value
+        return None
+
+
+def problems_with(member: Settings) -> list[str]:
+    hosts = {
+        name: HostSettings(name, "spark", Path(), settings, {})
+        for name, settings in zip(PAIR, (HEAD, member), strict=True)
+    }
+    return [problem.where for problem in cluster_problems(hosts)]
+
+
+def test_refuses_member_with_another_release() -> None:
+    digest, changing = release_digest(HEAD), set()
+    for path, value in leaves(HEAD):
+        for other in other_values(path, value):
+            try:
+                member = with_value(HEAD, path, other)
+            except ValidationError:
+                continue
+            if release_digest(member) not in (digest, None):
+                changing.add(".".join(path))
+                assert problems_with(member), f"{'.'.join(path)} changes the release"
+    assert {"engine.options", "serve.drain_s", "watch.interval_s", "paths.models_dir"} <= changing
+    assert len(changing) > 20
+
+
+@pytest.mark.parametrize("key", ["lock_file", "profile"])
+def test_refuses_member_with_another_lock_or_profile(key: str) -> None:
+    other = dataclasses.replace(HEAD, **{key: "another"})
+    assert problems_with(other) == [f"{PAIR[1]}: {key}"]
+
+
+CLUSTER = {"cluster": {"hosts": ["a", "b"]}}
+REFUSED = {
+    "unknown member": ({"cluster": {"hosts": ["a", "d"]}}, {}, "a: cluster.hosts: 'd' is not in"),
+    "single member": ({"cluster": {"hosts": ["a"]}}, {}, "cluster.hosts: a alone is not a"),
+    "other profile": (CLUSTER, {"profile": "base"}, "b: profile: differs from a"),
+    "list missing": (CLUSTER, {"cluster": {"hosts": []}}, "b: cluster.hosts: a lists this host"),
+    "unknown canary": ({"rollout": {"canary": "z"}}, {}, "'z' is not a host of this inventory"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_wrong_cluster(own, case) -> None:
+    group, host, message = REFUSED[case]
+    own.list_hosts('["a", "b", "c"]')
+    own.write("group_vars/spark.yml", yaml.safe_dump(group))
+    own.write("host_vars/b.yml", yaml.safe_dump(host))
+    assert message in own.error()
+
+
+def test_hosts_outside_the_cluster_serve_alone(own) -> None:
+    own.list_hosts('["a", "b", "c"]')
+    own.write("group_vars/spark.yml", "cluster: {hosts: [a, b]}\nrollout: {canary: b}\n")
+    hosts = {
+        name: data[CONTEXT_KEY].loaded.settings.cluster.hosts for name, data in own.read().items()
+    }
+    assert hosts == {"a": ("a", "b"), "b": ("a", "b"), "c": ()}
+
+
+@pytest.mark.parametrize(
+    ("ssh", "refused"),
+    [
+        ("hostname: 192.168.1.21", True),
+        ("hostname: 192.168.1.21, user: other", True),
+        ("hostname: 192.168.1.21, port: 2222", False),
+        ("hostname: 192.168.1.22", False),
+    ],
+)
+def test_refuses_two_names_for_one_machine(own, ssh, refused) -> None:
+    own.write("host_vars/spark-1.yml", "ssh: {hostname: 192.168.1.21}\n")
+    own.write("host_vars/spark-2.yml", f"ssh: {{{ssh}}}\n")
+    if refused:
+        assert "spark-2: has the same address as spark-1: 192.168.1.21" in own.error()
+    else:
+        assert len(own.read()) == 2
+
+
+def test_replicas_use_the_fast_address_of_each_host(own) -> None:
+    own.list_hosts('["a", "b", "c"]')
+    own.write("group_vars/spark.yml", REPLICAS)
+    own.write("host_vars/b.yml", "fleet: {address: 10.0.0.2}\n")
+    hosts = {name: data[CONTEXT_KEY].loaded.settings for name, data in own.read().items()}
+    plans = {name: gateway_plan(settings, name) for name, settings in hosts.items()}
+    assert {name: plan.settings.replicas for name, plan in plans.items()} == {
+        "a": Replicas(8008, ("10.0.0.2:8000",)),
+        "b": Replicas(8008, ("a:8000",)),
+        "c": None,
+    }
+    assert base_urls(plans["a"])[-1] == ("http://a:8008/v1", "the network, all replicas")
+
+
+@pytest.mark.parametrize(
+    ("group", "host", "message"),
+    [
+        ("replicas: {hosts: [a, d]}", "", "a: replicas.hosts: 'd' is not in its group"),
+        ("replicas: {hosts: [a]}", "", "replicas.hosts: a alone has no replica"),
+        ("serve: {expose: loopback, api_key: {env: K}}", "", "serve.expose"),
+        ("serve: {expose: lan, api_key: {env: K}, tls: private-ca}", "", "serve.tls"),
+        ("serve: {expose: lan}", "", "serve.api_key"),
+        ("rollout: {at_once: 2}", "", "rollout.at_once"),
+        ("cluster: {hosts: [a, b]}", "", "replicas.hosts"),
+        ("replicas: {hosts: [a, b], port: 8000}", "", "replicas.port"),
+        ("{}", "replicas: {hosts: []}", "b: replicas.hosts: a lists this host"),
+        ("{}", "serve: {names: [other]}", "b: serve.names: differs from a"),
+    ],
+)
+def test_refuses_wrong_replicas(own, group, host, message) -> None:
+    own.list_hosts('["a", "b", "c"]')
+    settings = {**yaml.safe_load(REPLICAS), **yaml.safe_load(group)}
+    own.write("group_vars/spark.yml", yaml.safe_dump(settings))
+    own.write("host_vars/b.yml", host)
+    assert message in own.error()

@@ -1,0 +1,263 @@
+"""Any file, option or answer is accepted or refused with problems; nothing else is raised."""
+
+import hashlib
+import io
+import json
+import shutil
+import urllib.error
+import urllib.request
+from email.message import Message
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import HfApi
+from huggingface_hub.hf_api import ModelInfo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_deploy.cli.report import read_report
+from spark_deploy.config.catalog.load import read_catalog
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.errors import LockError, SparkError
+from spark_deploy.config.settings.load import load_hosts
+from spark_deploy.hosts.status import Evidence
+from spark_deploy.inventory.plans import read_inventory
+from spark_deploy.lock import hub, registry
+from spark_deploy.lock.file import read_lock
+from spark_deploy.plan.resolve import problems_of
+from tests.unit.hostile import JSON, YAML, accepted_or_refused, check_problems, tries
+from tests.unit.planning.plans import shipped_catalog
+
+CATALOG = shipped_catalog()
+
+
+def keys_of(level: dict, prefix: str = "") -> list[str]:
+    """Return every dotted key of a schema, with its sections."""
+    keys = []
+    for key, part in level.get("properties", {}).items():
+        keys += [prefix + key, *keys_of(part, f"{prefix}{key}.")]
+    return keys
+
+
+def schema_keys(name: str) -> list[str]:
+    return keys_of(json.loads((CHECKOUT / f"schema/{name}.schema.json").read_text()))
+
+
+SETTINGS = schema_keys("settings")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "group_vars").mkdir()
+    return tmp_path
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    return path
+
+
+def put(document: dict, key: str, value: object) -> None:
+    """Set a dotted key, if its sections are mappings."""
+    *above, last = key.split(".")
+    level = document
+    for part in above:
+        level = level.setdefault(part, {})
+        if not isinstance(level, dict):
+            return
+    level[last] = value
+
+
+@tries(40)
+@given(st.dictionaries(st.sampled_from(SETTINGS), YAML, max_size=3))
+def test_any_value_of_any_setting(root, chosen):
+    data: dict = {}
+    for key, value in chosen.items():
+        put(data, key, value)
+    write(root / "group_vars/spark.yml", yaml.dump(data, allow_unicode=True))
+    with accepted_or_refused():
+        loaded = load_hosts({"spark": ["a"]}, root=root)["a"]
+        problems_of(loaded.settings, CATALOG)
+
+
+ODD_YAML = (
+    *("a: !!timestamp x", "a: !!bool x", "a: !!int x", "a: " + "1" * 5000, "a: 2026-13-01"),
+    *("&a [*a]", "a: &b {c: *b}", "? [a]\n: 1", "a: " + "[" * 900, "a: " + "[" * 900 + "]" * 900),
+    *("a: !!python/name:os.system", "a: !!binary x", "<<: 1", "a: !!set {b}", "\ufeffa: 1", "%TAG"),
+)
+
+
+@pytest.mark.slow
+@tries(40)
+@given(st.text() | st.binary().map(lambda raw: raw.decode("latin-1")) | st.sampled_from(ODD_YAML))
+def test_any_text_as_settings_file(root, text):
+    write(root / "group_vars/spark.yml", text)
+    with accepted_or_refused():
+        load_hosts({"spark": ["a"]}, root=root)
+
+
+@tries(40)
+@given(st.dictionaries(st.sampled_from(SETTINGS), JSON, max_size=3))
+def test_any_value_on_the_command_line(root, chosen):
+    with accepted_or_refused():
+        loaded = load_hosts({"spark": ["a"]}, root=root, overrides=chosen)["a"]
+        problems_of(loaded.settings, CATALOG)
+
+
+def dumped(values: st.SearchStrategy) -> st.SearchStrategy[str]:
+    return values.map(lambda value: yaml.dump(value, allow_unicode=True))
+
+
+LOCK_KEYS = st.sampled_from(["schema_version", "sources", "images"])
+
+
+@tries(40)
+@given(st.text() | dumped(YAML) | dumped(st.dictionaries(LOCK_KEYS, YAML)))
+def test_any_text_as_lock(root, text):
+    with accepted_or_refused():
+        read_lock(write(root / "spark.lock.yml", text))
+
+
+HEAD = "import datetime\nfrom datetime import date\nnan, inf = float('nan'), float('inf')\n"
+OURS = "from spark_deploy.inventory import group_from as _group_from\n"
+
+
+@tries(40)
+@given(YAML | st.lists(st.text(max_size=6) | YAML, max_size=4), st.booleans())
+def test_any_value_as_host_list(root, hosts, ours):
+    group = f"_group_from('spark', hosts={hosts!r}, file=__file__)" if ours else repr(hosts)
+    with accepted_or_refused():
+        read_inventory(write(root / "sparks.py", f"{HEAD}{OURS}spark = {group}\n"))
+
+
+@pytest.fixture
+def catalog_copy(root: Path) -> Path:
+    for part in ("schema", "catalog"):
+        shutil.copytree(CHECKOUT / part, root / "checkout" / part)
+    return root / "checkout"
+
+
+CATALOG_FILES = {
+    "models/qwen3.5-35b.yml": "model",
+    "profiles/v2.yml": "profile",
+    "guard_rails.yml": "guard_rails",
+}
+
+
+@pytest.mark.slow
+@settings(tries(40), max_examples=15)
+@given(st.sampled_from(sorted(CATALOG_FILES)), st.data())
+def test_any_value_in_a_catalog_file(catalog_copy, name, data):
+    path = catalog_copy / "catalog" / name
+    original = path.read_text("utf-8")
+    content = yaml.safe_load(original)
+    put(content, data.draw(st.sampled_from(schema_keys(CATALOG_FILES[name]))), data.draw(YAML))
+    try:
+        path.write_text(yaml.dump(content, allow_unicode=True), errors="surrogatepass")
+        with accepted_or_refused():
+            catalog = read_catalog(catalog_copy)
+            for model in ("qwen3.5-35b", "qwen3.5-122b"):
+                catalog.profile("v2", model)
+    finally:
+        path.write_text(original)
+
+
+SIBLING = st.fixed_dictionaries(
+    {"rfilename": JSON}, optional={"size": JSON, "blobId": JSON, "lfs": JSON}
+)
+LISTING = st.fixed_dictionaries(
+    {"sha": JSON, "siblings": st.lists(SIBLING, max_size=2)}, optional={"id": JSON}
+)
+
+
+@tries(40)
+@given(JSON | LISTING)
+def test_any_answer_of_a_hub(monkeypatch, answer):
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: ModelInfo(**answer))
+    with accepted_or_refused():
+        hub.look_up("http://hub.invalid", "org/base", "main", None)
+
+
+@pytest.fixture
+def registry_answers(monkeypatch):
+    def answer_with(*bodies: bytes, challenge: str = ""):
+        left = list(bodies)
+
+        def opened(request, timeout):
+            headers = Message()
+            if challenge:
+                headers["WWW-Authenticate"] = challenge
+            if challenge and len(left) > 1:
+                left.pop(0)
+                raise urllib.error.HTTPError("http://r", 401, "no", headers, None)
+            answer = io.BytesIO(left.pop(0) if left else b"")
+            answer.headers = headers  # type: ignore[attr-defined]
+            return answer
+
+        monkeypatch.setattr(urllib.request, "urlopen", opened)
+
+    return answer_with
+
+
+def encoded(values: st.SearchStrategy) -> st.SearchStrategy[bytes]:
+    return values.map(lambda value: json.dumps(value).encode())
+
+
+MANIFEST = st.fixed_dictionaries({}, optional={"manifests": JSON, "layers": JSON})
+
+
+@tries(40)
+@given(st.binary(max_size=12) | encoded(JSON | MANIFEST))
+def test_any_answer_of_a_registry(registry_answers, body):
+    registry_answers(body, body)
+    with accepted_or_refused():
+        registry.look_up("registry.invalid/a:b", arch="aarch64")
+
+
+ENTRYPOINT = st.fixed_dictionaries({"Entrypoint": JSON})
+
+
+@tries(40)
+@given(encoded(JSON | st.fixed_dictionaries({"config": JSON | ENTRYPOINT})))
+def test_any_configuration_of_an_engine_image(registry_answers, configuration):
+    digest = f"sha256:{hashlib.sha256(configuration).hexdigest()}"
+    manifest = json.dumps({"config": {"digest": digest}, "layers": []}).encode()
+    registry_answers(manifest, configuration)
+    with pytest.raises(LockError) as caught:
+        registry.look_up("registry.invalid/a:b", arch="aarch64", engine=True)
+    check_problems(caught.value)
+
+
+@tries(40)
+@given(
+    st.binary(max_size=12),
+    st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), max_size=30),
+)
+def test_any_login_challenge_and_token(registry_answers, body, service):
+    challenge = f'Bearer realm="https://auth.invalid/token",service="{service}"'
+    registry_answers(b"first", body, body, challenge=challenge)
+    with pytest.raises(LockError) as caught:
+        registry.look_up("registry.invalid/a:b", arch="aarch64")
+    check_problems(caught.value)
+
+
+REPORT = st.fixed_dictionaries(
+    {"schema_version": st.just(1), "at": JSON, "version": st.text(), "hosts": JSON}
+)
+
+
+@tries(40)
+@given(st.binary() | encoded(JSON | REPORT))
+def test_any_file_as_report(root, data):
+    path = root / "report.json"
+    path.write_bytes(data)
+    with pytest.raises(SparkError) as caught:
+        read_report(path)
+    check_problems(caught.value)
+
+
+@tries(40)
+@given(st.text() | JSON.map(json.dumps))
+def test_any_output_of_host_tools(text):
+    Evidence().process(text.splitlines())
