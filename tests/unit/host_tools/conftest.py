@@ -47,13 +47,13 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setenv("SPARK_DOCKER_SOCKET", str(root / "no-docker.sock"))
     write_proc(root)  # never this machine's caches
     monkeypatch.setenv("SPARK_PROC", str(root / PROC))
-    made = Host(Paths(root), stub_program)
+    stub_host = Host(Paths(root), stub_program)
     before = set(threading.enumerate())
-    yield made
+    yield stub_host
     # Threads of a test write below this host, too.
     for thread in set(threading.enumerate()) - before:
         thread.join(20)
-    for engine in made.engines:
+    for engine in stub_host.engines:
         engine.kill()
         engine.wait()
     shutil.rmtree(root)
@@ -61,10 +61,10 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 @pytest.fixture(scope="session")
 def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = find_nginx(tmp_path_factory.mktemp("nginx"))
-    if found is None:
+    program = find_nginx(tmp_path_factory.mktemp("nginx"))
+    if program is None:
         missing("needs nginx, or the lab's packages: python -m lab prepare")
-    return found
+    return program
 
 
 @pytest.fixture
@@ -103,25 +103,25 @@ def services(js_host: Host) -> Iterator[GatewayClient]:
 
 @pytest.fixture
 def machine(host: Host, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine(host)
+    machine = Machine(host)
 
-    def ask(path: str, timeout_s: float = 10) -> Any:
+    def query(path: str, timeout_s: float = 10) -> Any:
         if path == "/images/json":
-            return list(made.images.values())
+            return list(machine.images.values())
         return []
 
     def client(*words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         assert words[0] == "rmi"
-        made.removed.append(words[1])
-        made.images.pop(words[1])
+        machine.removed.append(words[1])
+        machine.images.pop(words[1])
         return subprocess.CompletedProcess(words, 0, "", "")
 
-    monkeypatch.setattr(docker, "query", ask)
+    monkeypatch.setattr(docker, "query", query)
     monkeypatch.setattr(docker, "is_up", lambda: True)
-    monkeypatch.setattr(docker, "image", lambda tag: made.images.get(tag))
+    monkeypatch.setattr(docker, "image", lambda tag: machine.images.get(tag))
     monkeypatch.setattr(docker, "client", client)
-    monkeypatch.setattr(systemd, "show", lambda units, fields: made.units)
+    monkeypatch.setattr(systemd, "show", lambda units, fields: machine.units)
     monkeypatch.setattr(
         systemd, "systemctl", lambda *words, **_: subprocess.CompletedProcess(words, 0, "", "")
     )
-    return made
+    return machine

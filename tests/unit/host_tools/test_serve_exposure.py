@@ -6,12 +6,11 @@ import json
 import os
 import socket
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_client import CHAT, QUESTION, GatewayClient
+from gateway_client import CHAT, OWN_KEY, QUESTION, GatewayClient
 from spark_contract.errors import HostToolError
 from spark_host.gateway import gateway, listeners
 from stub_host import Host
@@ -135,20 +134,11 @@ def test_invalid_certificate_keeps_the_running_gateway(client: GatewayClient) ->
 
 def test_requests_above_the_limit_get_429_with_retry_after(client: GatewayClient) -> None:
     apply_settings(client, max_requests_per_s=1)
-
-    def ask(_: int) -> tuple[int, str | None, bytes]:
-        with client.send("/v1/models") as answer:
-            return answer.status, answer.headers["Retry-After"], answer.read()
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(ask, range(8)))
-    refused = [answer for answer in answers if answer[0] == 429]
-    assert 3 <= [status for status, *_ in answers].count(200) <= 4
-    assert len(refused) in (4, 5)
-    assert {retry_after for _, retry_after, _ in refused} == {"1"}
-    assert json.loads(refused[0][2])["error"]["type"] == "rate_limit_error"
-    # Requests with a wrong key count, too.
-    assert 429 in {client.status("/v1/models", key=None) for _ in range(5)}
+    answers = [client.send("/v1/models", key=None if n % 2 else OWN_KEY) for n in range(8)]
+    refused = [answer for answer in answers if answer.status == 429]
+    assert len(refused) >= 4  # a wrong key counts, too
+    assert {answer.headers["Retry-After"] for answer in refused} == {"1"}
+    assert json.load(refused[0])["error"]["type"] == "rate_limit_error"
 
 
 @pytest.fixture

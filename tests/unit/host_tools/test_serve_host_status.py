@@ -40,10 +40,10 @@ def read_status(host: Host, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_status_of_an_empty_host(read_status) -> None:
-    found = read_status()
-    assert found.report.releases == ()
-    assert (found.report.services, found.report.live) == ({}, None)
-    assert found.report.memory.total_bytes > found.report.memory.available_bytes > 0
+    host_status = read_status()
+    assert host_status.report.releases == ()
+    assert (host_status.report.services, host_status.report.live) == ({}, None)
+    assert host_status.report.memory.total_bytes > host_status.report.memory.available_bytes > 0
 
 
 def test_status_of_a_release_and_its_proof(host: Host, read_status) -> None:
@@ -86,11 +86,11 @@ def test_status_of_a_service_with_rollback_and_events(host: Host, read_status) -
     here.disk.write(here.paths.good("main"), Good(RELEASE, (OTHER,), "then"))
     here.disk.write(here.paths.rollback("main"), WayBack("done", OTHER, RELEASE, "then"))
     watchdog.event(release, "hot", "the GPU is at 91 °C", host.paths)
-    found = read_status()
-    main = found.service("main")
+    host_status = read_status()
+    main = host_status.service("main")
     assert (main.good, main.active, main.traffic_open) == (RELEASE, RELEASE, False)
     assert (main.rolled_back.came, main.rolled_back.to) == (OTHER, RELEASE)
-    [event] = found.report.events["main"]
+    [event] = host_status.report.events["main"]
     assert (event.release, event.kind, event.text) == (RELEASE, "hot", "the GPU is at 91 °C")
     # The format of the file.
     assert json.loads(host.paths.events("main").read_text()) == {
