@@ -55,11 +55,7 @@ class Login:
         return [*self.ssh, shlex.join(words)] if self.ssh else words
 
     def run(self, script: str, limit_s: float = _LIMIT_S) -> str:
-        """Return the output of a script.
-
-        Raises:
-            SparkError: the script failed.
-        """
+        """Return the output of a script, or fail with its error."""
         done = subprocess.run(
             self.argv(script), capture_output=True, text=True, timeout=limit_s, check=False,
             stdin=subprocess.DEVNULL,
@@ -71,11 +67,7 @@ class Login:
 
 
 def read_served(login: Login, service: str) -> tuple[Served, Release]:
-    """Return the release that a service serves.
-
-    Raises:
-        SparkError: it serves none.
-    """
+    """Return the release that a service serves, or fail without one."""
     status = parse(Status, login.run(tool.line(tool.STATUS)))
     state = status.services.get(service)
     if state is None or state.active is None:

@@ -77,11 +77,7 @@ def measure_seeds(endpoint: Endpoint, context_tokens: int, note: Note) -> Iterat
 
 
 def measure_answer(endpoint: Endpoint, text: str, tokens: int) -> Answer:
-    """Send a greedy request and time the streamed answer.
-
-    Raises:
-        SparkError: the answer is incomplete.
-    """
+    """Send a greedy request and time the streamed answer; refuse an incomplete answer."""
     body = {
         "model": endpoint.model, "messages": [{"role": "user", "content": text}],
         "max_tokens": tokens, "temperature": 0,
@@ -165,18 +161,9 @@ def measure_grid(
     python: str, endpoint: Endpoint, tokenizer: Path, grid: Grid, result: Path,
     more: Sequence[str] = (),
 ) -> tuple[str, tuple[Cell, ...]]:  # fmt: skip
-    """Run llama-benchy; return its version and cases.
+    """Run llama-benchy and write its ``result`` file; return its version and cases.
 
-    Args:
-        python: interpreter with llama-benchy.
-        endpoint: the server.
-        tokenizer: folder with the tokenizer of the model.
-        grid: the cases.
-        result: llama-benchy's result file, to be written.
-        more: additional arguments.
-
-    Raises:
-        SparkError: llama-benchy failed; the message quotes its last lines.
+    ``tokenizer`` is a folder, ``more`` additional arguments.
     """
     words = [
         "--base-url", endpoint.base_url, "--model", endpoint.model, "--tokenizer", str(tokenizer),
@@ -254,11 +241,7 @@ class Case:
 def measure_loads(
     login: Login, release: Release, port: int, key_path: str, cases: list[Case], note: Note
 ) -> tuple[str | None, tuple[Load, ...]]:
-    """Run the cases in turn; return vLLM's version and results, or None if the image lacks it.
-
-    Raises:
-        SparkError: a case or some of its requests failed.
-    """
+    """Run the cases in turn; return vLLM's version and results, or None if the image lacks it."""
     version, loads = None, list[Load]()
     for case in cases:
         seed, plural = int(time.time()), "s" * (case.concurrency > 1)

@@ -109,7 +109,7 @@ def _call(words: list[str]) -> int:
 
 
 def _run(command: Callable[[], int]) -> int:
-    from spark_deploy.cli.terminal import print_problem
+    from spark_deploy.cli.console import print_problem
     from spark_deploy.config.errors import SparkError
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from spark_contract import orders
@@ -15,11 +15,20 @@ from spark_contract.orders import CONFIG, GENERATION, TOKENIZER, Described, Sche
 
 from spark_deploy.cli import changes, share, use
 from spark_deploy.cli.catalog_files import Draft, write_files
+from spark_deploy.cli.console import (
+    FILE,
+    Options,
+    host_names,
+    next_command,
+    note,
+    print_problem,
+    print_result,
+    profile_option,
+    shared_options,
+)
 from spark_deploy.cli.hosts import Target, build_plan, select_hosts
-from spark_deploy.cli.options import FILE, Options, host_names, profile_option, shared_options
 from spark_deploy.cli.plan_text import plan_lines, row
 from spark_deploy.cli.recipes import draft_of_recipe
-from spark_deploy.cli.terminal import next_command, note, print_problem, print_result
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.catalog.model import HybridModel
@@ -99,9 +108,8 @@ def add(
     return 1 if data["problems"] else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Added:
-    """A pair that is in the catalog now."""
+class _Added(NamedTuple):
+    """A pair that was added to the catalog."""
 
     model: str
     profile: str
@@ -138,13 +146,7 @@ def _preview(options: Options, place: str, host: Target) -> int:
 
 
 def _inspect(options: Options, place: str, host: Target) -> int:
-    """Print the tensors of a repository or directory, and the models that they fit.
-
-    Reads headers only.
-
-    Raises:
-        CatalogError: neither a repository nor a directory.
-    """
+    """Print the tensors of a repository or directory, and matching models, from headers."""
     if Path(place).is_dir():
         place = str(Path(place).absolute())
     elif not is_repository(place.partition("@")[0]):
@@ -162,22 +164,16 @@ def _inspect(options: Options, place: str, host: Target) -> int:
 
 def _orders(model: HybridModel) -> Iterator[orders.BuildPlan]:
     """Yield a build order for each part of a model that a repository can be."""
-    schemes: list[Scheme] = ["keep"]
-    schemes += ["fp8-base"] if model.sources.hybrid is not None else []
-    schemes += ["fp8-donor"] if model.sources.donor is not None else []
-    for scheme in schemes:
+    sources: dict[Scheme, object] = {
+        "keep": True, "fp8-base": model.sources.hybrid, "fp8-donor": model.sources.donor,
+    }  # fmt: skip
+    for scheme in (scheme for scheme, source in sources.items() if source):
+        donor = orders.DonorDir("/donor") if scheme in orders.WITH_DONOR else None
         yield orders.BuildPlan(
-            digest="0" * 64,
-            name=model.name,
-            base=orders.Base("/base", None),
-            donor=orders.DonorDir("/donor") if scheme in orders.WITH_DONOR else None,
-            **exact_sets(model),
-            shared_experts=scheme,
-            head="keep",
-            layout="full",
-            out=f"/tree/{model.name}",
-            extra={},
-        )
+            digest="0" * 64, name=model.name, base=orders.Base("/base", None), donor=donor,
+            **exact_sets(model), shared_experts=scheme, head="keep", layout="full",
+            out=f"/tree/{model.name}", extra={},
+        )  # fmt: skip
 
 
 def _write(place: str, host: Target, profile: str, *, force: bool) -> _Added:
@@ -236,8 +232,7 @@ def _of_repository(place: str, host: Target) -> Draft:
     return draft_of(anatomy, content, card, host.catalog.engines, read_families(), revision)
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
+class Card(NamedTuple):
     license: str = ""
     gated: bool = False
     task: str = ""  # the hub's name: text-generation, sentence-similarity, ...

@@ -20,9 +20,8 @@ from spark_deploy.bench.result import Answer, BenchResult, Cell, Load, Published
 from spark_deploy.bench.submission import Origin, write_submission
 from spark_deploy.cli import changes
 from spark_deploy.cli.connect import connection_of, login_of
+from spark_deploy.cli.console import FILE, FOLDER, Options, note, service_option, shared_options
 from spark_deploy.cli.hosts import Target, build_plan, chosen_services, select_hosts
-from spark_deploy.cli.options import FILE, FOLDER, Options, service_option, shared_options
-from spark_deploy.cli.terminal import note
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import SparkError
 from spark_deploy.ticking import ticking
@@ -75,34 +74,26 @@ def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
 def bench(
     options: Options, out: str, compare: Sequence[str], ladder: bool, **measurement: Any
 ) -> int:
-    folder, how, results = Path(out), Measurement(**measurement), list[BenchResult]()
-    if compare or ladder:
-        code, name = 0, "ladder" if ladder and not compare else "comparison"
-        if compare:
-            results = [_read_result(Path(file)) for file in compare]
-        else:
-            code, results = climb(options, lambda target: _measure_host(target, how, folder)[0])
-        text = _write_report(results, folder, name) if results else ""
+    folder, how, code, results = Path(out), Measurement(**measurement), 0, list[BenchResult]()
+    if compare:
+        results = [_read_result(Path(file)) for file in compare]
+        _write_report(options, results, folder, "comparison")
+    elif ladder:
+        code, results = climb(options, lambda target: _measure_host(target, how, folder)[0])
         if results:
-            print(json.dumps(plain(results), indent=1) if options.json else text)
-        return code
-    for target in select_hosts(options, must_serve=False):
-        result, name = _measure_host(target, how, folder)
-        results.append(result)
-        text = _write_report([result], folder, name)
-        if not options.json:
-            print(text)
-    if options.json:
+            _write_report(options, results, folder, "ladder")
+    else:
+        for target in select_hosts(options, must_serve=False):
+            result, name = _measure_host(target, how, folder)
+            results.append(result)
+            _write_report(options, [result], folder, name)
+    if options.json and results:
         print(json.dumps(plain(results), indent=1))
-    return 0
+    return code
 
 
 def stages_of(target: Target) -> list[str]:
-    """Return the profiles that are stages of the host's model, in order.
-
-    Raises:
-        SparkError: there is none.
-    """
+    """Return the profiles that are stages of the host's model, in order; refuse a model without."""
     model = target.settings.settings.model
     stages = {
         profile.stage: name
@@ -118,13 +109,10 @@ def stages_of(target: Target) -> list[str]:
 def climb(
     options: Options, measure_host: Callable[[Target], BenchResult]
 ) -> tuple[int, list[BenchResult]]:
-    """Serve and measure each stage, then serve the settings again.
-
-    Returns:
-        An exit code and the results up to a failure.
+    """Serve and measure each stage, then serve the settings again; return code and results.
 
     Raises:
-        SparkError: a stage does not fit, or no confirmation; before any change.
+        SparkError: before any change, if a stage does not fit or without confirmation.
     """
     hosts = select_hosts(options)
     names = [target.name for target in hosts]
@@ -166,7 +154,8 @@ def _measure_host(target: Target, how: Measurement, out: Path) -> tuple[BenchRes
     return result, name
 
 
-def _write_report(results: Sequence[BenchResult], out: Path, name: str) -> str:
+def _write_report(options: Options, results: Sequence[BenchResult], out: Path, name: str) -> None:
+    """Write the reports; print the text unless JSON is requested."""
     out.mkdir(parents=True, exist_ok=True)
     text = report.render_markdown(results)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
@@ -174,7 +163,8 @@ def _write_report(results: Sequence[BenchResult], out: Path, name: str) -> str:
     note(f"written: {out / name}.md and .html")
     if not report.has_plots():
         note("without plots; to add them: pip install 'dgx-spark-deploy[bench]'")
-    return text
+    if not options.json:
+        print(text)
 
 
 def _read_result(path: Path) -> BenchResult:
@@ -268,11 +258,7 @@ class _Run:
         return self.release.check.max_model_len
 
     def skip(self, problem: str, fix: str) -> None:
-        """Note a protocol that cannot run.
-
-        Raises:
-            SparkError: protocols were requested.
-        """
+        """Note a protocol that cannot run, or fail if protocols were requested."""
         if self.how.protocols:
             raise SparkError.one(self.login.name, problem, fix)
         self.notes.append(f"{problem}; {fix}")

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from spark_contract import files
 
-from spark_deploy.cli.terminal import note
+from spark_deploy.cli.console import note
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import catalog_files
 from spark_deploy.config.errors import CatalogError
@@ -77,11 +77,7 @@ def _comment(text: str) -> list[str]:
 
 
 def write_files(root: Path, texts: Mapping[tuple[str, str], str], *, force: bool) -> list[Path]:
-    """Write catalog files by (kind, name) and return their paths.
-
-    Raises:
-        CatalogError: a file exists or cannot be used; no file was changed.
-    """
+    """Write catalog files by (kind, name), all or none; return their paths."""
     paths = {pair: root / "catalog" / pair[0] / f"{pair[1]}.yml" for pair in texts}
     for path in paths.values():
         if path.exists() and not force:

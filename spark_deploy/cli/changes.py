@@ -23,6 +23,16 @@ from spark_contract.release import service_of
 from spark_contract.status import Rollback
 from spark_contract.units import MAIN_SERVICE
 
+from spark_deploy.cli.console import (
+    Options,
+    command_path,
+    next_command,
+    note,
+    print_problem,
+    print_result,
+    service_option,
+    shared_options,
+)
 from spark_deploy.cli.hosts import (
     Answer,
     Target,
@@ -32,9 +42,7 @@ from spark_deploy.cli.hosts import (
     query,
     select_hosts,
 )
-from spark_deploy.cli.options import Options, service_option, shared_options
 from spark_deploy.cli.progress_screen import INTERRUPTED, watch
-from spark_deploy.cli.terminal import command_path, next_command, note, print_problem, print_result
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError, SparkError
 from spark_deploy.hosts.commands import shell
@@ -191,14 +199,7 @@ def run(
 ) -> int:
     """Run the deploy of a command on the selected hosts; return pyinfra's exit code.
 
-    Args:
-        command: its name.
-        options: shared options.
-        data: settings of the command's own options.
-        question: key of ``_QUESTIONS``, if it is not the command.
-
-    Raises:
-        SparkError: no such inventory or host, or no terminal for the confirmation.
+    ``data`` has the command's own settings; ``question`` is a key of ``_QUESTIONS``.
     """
     more = [_assignment(key, value) for key, value in (data or {}).items() if value]
     try:
@@ -225,11 +226,7 @@ def run(
 
 
 def confirm(is_confirmed: bool, question: str) -> None:
-    """Ask for confirmation unless ``--yes`` gave it.
-
-    Raises:
-        SparkError: there is no terminal.
-    """
+    """Ask for confirmation unless ``--yes`` gave it; without a terminal fail."""
     if is_confirmed:
         return
     if not sys.stdin.isatty():

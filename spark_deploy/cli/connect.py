@@ -20,6 +20,14 @@ import click
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.bench.host import Login
+from spark_deploy.cli.console import (
+    Options,
+    next_command,
+    note,
+    print_result,
+    service_option,
+    shared_options,
+)
 from spark_deploy.cli.hosts import (
     Target,
     chosen_services,
@@ -27,8 +35,6 @@ from spark_deploy.cli.hosts import (
     query_or_note,
     select_hosts,
 )
-from spark_deploy.cli.options import Options, service_option, shared_options
-from spark_deploy.cli.terminal import next_command, note, print_result
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.certificates import ca_path
@@ -37,7 +43,6 @@ from spark_deploy.inventory.plans import read_inventory
 from spark_deploy.plan.gateway import CONTAINER_NAME, LOOPBACK, base_urls, gateway_plan, url
 from spark_deploy.plan.kv_cache import context_tokens
 from spark_deploy.plan.resolve import pair_of
-from spark_deploy.plan.types import GatewayPlan
 
 QUESTION = "What is 7823 * 4519?"
 _WEBUI_IMAGE, _WEBUI_PORT = "ghcr.io/open-webui/open-webui:main", 3000
@@ -227,11 +232,7 @@ def _print_client(
 
 
 def _hold_tunnels(servers: Sequence[Connection]) -> None:
-    """Keep tunnels open until Ctrl-C.
-
-    Raises:
-        SparkError: no server needs a tunnel, or a tunnel failed.
-    """
+    """Keep tunnels open until Ctrl-C, or until one fails."""
     if not servers:
         raise SparkError.one("--tunnel", "no tunnel needed", "see `spark-deploy connect`")
     # A handler, so that Ctrl-C cannot interrupt between start and registration of a tunnel.
@@ -263,12 +264,7 @@ def connection_of(
 ) -> Connection:
     """Return the connection of a client to a server.
 
-    Args:
-        host: the host.
-        tailnet_address: the address in the tailnet, if it was read from the host.
-        place: of the host in the inventory, from 0. Each host has a separate local port, so
-            that tunnels to all hosts can be open at once.
-        service: an additional service.
+    ``place`` is the index of the host in the inventory: tunnels to all hosts can be open at once.
 
     Raises:
         SparkError: the host has no such service.
@@ -285,7 +281,10 @@ def connection_of(
     login = [] if local else ssh_command(host)
     sudo = ["sudo"] if host.data["_sudo"] else []
     read_key = shlex.join([*login, *sudo, "cat", plan.settings.key_path])
-    base_url, users = _best(plan)
+    urls = base_urls(plan)
+    # The URL for most clients: of the network, or the host's own.
+    is_local = plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
+    base_url, users = urls[0] if is_local else urls[-1]
     tunnel, port = None, plan.settings.port
     if base_url == url(plan, LOOPBACK) and not local:
         # If the port is taken ssh would continue without it (or with IPv6 only), and the key would
@@ -316,13 +315,6 @@ def connection_of(
             else profile.limits.max_context_tokens
         ),
     )
-
-
-def _best(plan: GatewayPlan) -> tuple[str, str]:
-    """Return the URL for most clients: of the network, or the host's own."""
-    urls = base_urls(plan)
-    is_local = plan.settings.expose == "docker" or (len(urls) > 1 and not plan.address)
-    return urls[0] if is_local else urls[-1]
 
 
 def login_of(host: Target) -> Login:

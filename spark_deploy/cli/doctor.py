@@ -13,11 +13,10 @@ import click
 from pyinfra.api.host import Host
 from spark_contract.units import MAIN_SERVICE
 
+from spark_deploy.cli.console import FILE, Options, note, print_result, shared_options
 from spark_deploy.cli.hosts import Answer, Target, build_plan, query, query_or_note, select_hosts
-from spark_deploy.cli.options import FILE, Options, shared_options
 from spark_deploy.cli.report import HostReport, plain_data, write_report
 from spark_deploy.cli.report_contents import HostData, host_report, read_host
-from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.checkout import page
 from spark_deploy.config.errors import LockError, Problem
 from spark_deploy.hosts.capacity import competing_containers
@@ -66,16 +65,15 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
         return 1
     report, path = write_report(tuple(reports), out)
     result = {"file": str(path), **plain_data(report)}
-    print_result(options, result, ([_report_summary(host)] for host in reports), between="\n")
+    lines = []
+    for report_of_host in reports:
+        states = [answer.state for answer in report_of_host.answers]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in ("yes", "no", "open"))
+        stubs = "; stand-ins of the virtual lab, not a Spark" * bool(report_of_host.stand_ins)
+        lines.append(f"{report_of_host.name}: {counts} of {len(states)} questions{stubs}")
+    print_result(options, result, [lines])
     note(f"{path}: read it before you send it ({page('reports')})")
     return 0 if len(reports) == len(hosts) else 1
-
-
-def _report_summary(host: HostReport) -> str:
-    states = [answer.state for answer in host.answers]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in ("yes", "no", "open"))
-    stubs = "; stand-ins of the virtual lab, not a Spark" if host.stand_ins else ""
-    return f"{host.name}: {counts} of {len(states)} questions{stubs}"
 
 
 def _needs(hosts: Sequence[Target]) -> dict[str, NeedsPlan]:

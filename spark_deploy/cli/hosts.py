@@ -18,8 +18,7 @@ from pyinfra.api.state import BaseStateCallback, State, StateStage
 from pyinfra.context import ctx_host, ctx_state
 from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.cli.options import Options
-from spark_deploy.cli.terminal import note, short_list
+from spark_deploy.cli.console import Options, note, short_list
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.types import Catalog
@@ -86,10 +85,7 @@ class Target:
 def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "") -> list[Target]:
     """Return the hosts that the command line selects.
 
-    Args:
-        options: shared options.
-        must_serve: refuse settings that cannot be served.
-        deploy: the deploy that will run; the inventory may prepare for it.
+    ``must_serve`` refuses settings that cannot be served; ``deploy`` is the deploy that will run.
     """
     pair = {key: getattr(options, key) for key in ("model", "profile") if getattr(options, key)}
     data = [*options.data, *(f"{key}={value}" for key, value in pair.items())]
@@ -113,11 +109,7 @@ def select_hosts(options: Options, *, must_serve: bool = True, deploy: str = "")
 
 
 def inventory_path(options: Options) -> Path:
-    """Return the given inventory, or that of the working directory or the checkout.
-
-    Raises:
-        SettingsError: none exists; an installed package contains no inventory.
-    """
+    """Return the given inventory, or that of the working directory or checkout, or fail."""
     default = Path("inventory/spark.py")
     if options.inventory:
         return Path(options.inventory)
@@ -177,11 +169,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
 
 
 def chosen_services(host: Target, service: str | None) -> list[str]:
-    """Return the named service, or all services of the host.
-
-    Raises:
-        SparkError: the host has no such service.
-    """
+    """Return the named service, or all services of the host; refuse an unknown name."""
     services = [MAIN_SERVICE, *host.settings.settings.services]
     if service is None:
         return services

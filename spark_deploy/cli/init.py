@@ -14,8 +14,16 @@ import click
 
 from spark_deploy.cli import update
 from spark_deploy.cli.catalog_files import SCHEMAS
-from spark_deploy.cli.options import FOLDER, Options, model_option, profile_option, shared_options
-from spark_deploy.cli.terminal import command_path, note, print_result
+from spark_deploy.cli.console import (
+    FOLDER,
+    Options,
+    command_path,
+    model_option,
+    note,
+    print_result,
+    profile_option,
+    shared_options,
+)
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT, page
@@ -120,7 +128,7 @@ def init(
                   for name, chosen in settings.items()],
         "not_locked": not_locked, "next": [command],
     }  # fmt: skip
-    hint = "      (to look first: `spark-deploy plan`, `spark-deploy doctor`)"
+    hint = "      (to check first: `spark-deploy plan`, `spark-deploy doctor`)"
     print_result(options, data, [[f"next: {command}", hint]])
     return 0
 
@@ -129,7 +137,10 @@ def _default_hosts(folder: Path, local: bool) -> list[str]:
     """Return lines for this machine or for hosts entered by the user; none if hosts.yml exists."""
     if (folder / HOSTS_FILE).exists():
         return []
-    is_spark = _is_spark()
+    try:
+        is_spark = "spark" in PRODUCT_NAME.read_text("utf-8").lower()
+    except OSError:
+        is_spark = False
     if local or (is_spark and not sys.stdin.isatty()):
         return _host_lines([LOCAL], None)
     if not sys.stdin.isatty():
@@ -142,13 +153,6 @@ def _default_hosts(folder: Path, local: bool) -> list[str]:
         "Login user (empty: default of ssh)", default="", show_default=False, err=True
     )
     return _host_lines(re.findall(r"[^\s,]+", names), user or None)
-
-
-def _is_spark() -> bool:
-    try:
-        return "spark" in PRODUCT_NAME.read_text("utf-8").lower()
-    except OSError:
-        return False
 
 
 def _host_lines(hosts: Sequence[str], user: str | None) -> list[str]:

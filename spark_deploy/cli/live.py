@@ -21,9 +21,8 @@ from spark_contract.units import GATEWAY, JOB, MAIN_SERVICE, SERVE, SWITCH, WATC
 
 from spark_deploy.bench.host import HEAT, Login, parse_heat
 from spark_deploy.cli.connect import login_of
+from spark_deploy.cli.console import Options, note, service_option, shared_options
 from spark_deploy.cli.hosts import chosen_services, select_hosts
-from spark_deploy.cli.options import Options, service_option, shared_options
-from spark_deploy.cli.terminal import note
 from spark_deploy.config.printable import shown
 from spark_deploy.plan.memory import GIB
 
@@ -226,7 +225,8 @@ def _show(rows: list[Now], options: Options, once: bool) -> None:
     if options.json:
         print(json.dumps([asdict(row) for row in rows]), flush=True)
         return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
+    width = None if sys.stdout.isatty() else 1000
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
     if console.is_terminal and not once:
         console.clear()
     console.print(table(rows))

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import click
 
+from spark_deploy.cli.console import Options, note, print_result, shared_options
 from spark_deploy.cli.doctor import Reuse, read_survey, reusable, reuse_text
 from spark_deploy.cli.hosts import build_plan, query_or_note, select_hosts
-from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.plan_text import plan_text
 from spark_deploy.cli.report import HostReport, read_report
-from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.catalog.model import HybridModel
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT

@@ -20,7 +20,7 @@ from spark_deploy.plan.gateway import base_urls
 from spark_deploy.plan.host import disk_total, document
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.speed import TOLERANCE, Calibration, Speed, next_lever, speed_of
-from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, MemoryPlan, ServicePlan
+from spark_deploy.plan.types import CheckpointPlan, GatewayPlan, HostPlan, ServicePlan
 
 RATES_MB_PER_S = (25, 100)  # lines of 200 Mbit/s and 1 Gbit/s
 UNMEASURED = Calibration()
@@ -101,8 +101,8 @@ def _downloads(plan: HostPlan) -> str:
     build = "; then builds the checkpoint" if plan.checkpoint else ""
     model = f"up to {size(files)} of files" if files else "files of unknown size"
     return (
-        f"{model} and {size(image)} of images, without those on the host: {fast} at 100 MB/s, "
-        f"{slow} at 25 MB/s{build}"
+        f"{model} and {size(image)} of images, minus files already on the host: "
+        f"{fast} at 100 MB/s, {slow} at 25 MB/s{build}"
     )
 
 
@@ -131,7 +131,10 @@ def plan_lines(
     for source in plan.sources:
         yield row("download", _source(source.locked, source.size_bytes))
         if plan.checkpoint and not plan.checkpoint.keep_base:
-            yield row("", _without_base(plan.checkpoint))
+            donor_bytes = plan.checkpoint.donor_bytes
+            donor = f" and {size(donor_bytes)} of donor ranges" if donor_bytes else ""
+            again = f"a rebuild downloads {size(plan.checkpoint.base.size_bytes)}{donor} again"
+            yield row("", f"removed once the built checkpoint is proven and serves; {again}")
     if made := plan.requantized:
         yield row(
             "",
@@ -139,9 +142,7 @@ def plan_lines(
             f"{made.order.iters} steps, {gib(made.order.memory_bytes)} of memory (estimated); "
             "run `spark-deploy add --requantize`",
         )
-    yield row("checkpoint", _checkpoint(plan))
-    if plan.checkpoint and (donor := plan.checkpoint.donor):
-        yield row("", f"reads byte ranges of {donor.repo} {_commit(donor)}, without keeping them")
+    yield from _checkpoint(plan.checkpoint)
     layer = "with our plugin layer" if plan.image.plugin else "unchanged"
     yield row("image", f"{plan.image.base}, {size(plan.image.size_bytes)} compressed, {layer}")
     for number, pair in enumerate(plan.ready):
@@ -152,7 +153,11 @@ def plan_lines(
     yield from speed_lines(plan, model, profile, calibration)
     yield from _disk(plan)
     yield row("engine", _engine_command(plan.serve))
-    yield from _cluster(plan.serve)
+    if cluster := plan.serve.cluster:
+        for number, member in enumerate(cluster.members):
+            yield row("" if number else "cluster", f"{member.host}: {shlex.join(member.argv)}")
+        yield row("", f"{cluster.head.host} answers clients; the workers compute for it")
+        yield row("", "a deploy reads the members' addresses and renames the release")
     unit = document(plan)["unit"]
     yield row("unit", f"{unit['name']} with {unit['drop_in']}:")
     yield row("", "; ".join(line for line in unit["lines"] if not line.startswith("[")))
@@ -176,15 +181,14 @@ def _service(plan: ServicePlan) -> Iterator[str]:
 
 
 def _engine_command(release: Release) -> str:
-    return shlex.join(["vllm", "serve", *map(_short_word, release.engine.argv)])
-
-
-def _short_word(word: str) -> str:
-    """Return an argument, or a digest in place of a long text."""
-    if "\n" not in word and len(word) < _MAX_WORD_CHARACTERS:
-        return word
-    digest = hashlib.sha256(word.encode()).hexdigest()[:12]
-    return f"<{len(word.splitlines())} lines, sha256 {digest}>"
+    """Return the command, with digests in place of long texts."""
+    words = []
+    for word in release.engine.argv:
+        if "\n" in word or len(word) >= _MAX_WORD_CHARACTERS:
+            digest = hashlib.sha256(word.encode()).hexdigest()[:12]
+            word = f"<{len(word.splitlines())} lines, sha256 {digest}>"
+        words.append(word)
+    return shlex.join(["vllm", "serve", *words])
 
 
 def _source(locked: LockedSource, size_bytes: int) -> str:
@@ -197,22 +201,15 @@ def _commit(locked: LockedSource) -> str:
     return f"at {locked.commit[:12]}"
 
 
-def _checkpoint(plan: HostPlan) -> str:
-    if plan.checkpoint is None:
-        return "the downloaded checkpoint, unchanged"
-    order = plan.checkpoint.order
-    return (
-        f"{plan.checkpoint.dir}, {size(plan.checkpoint.output_bytes)} new ({order.layout}; "
-        f"shared experts {order.shared_experts}, head {order.head})"
-    )
-
-
-def _without_base(checkpoint: CheckpointPlan) -> str:
-    donor = f" and {size(checkpoint.donor_bytes)} of donor ranges" if checkpoint.donor_bytes else ""
-    return (
-        "removed once the built checkpoint is proven and serves; a rebuild downloads "
-        f"{size(checkpoint.base.size_bytes)}{donor} again"
-    )
+def _checkpoint(checkpoint: CheckpointPlan | None) -> Iterator[str]:
+    if checkpoint is None:
+        yield row("checkpoint", "the downloaded checkpoint, unchanged")
+        return
+    order = checkpoint.order
+    parts = f"{order.layout}; shared experts {order.shared_experts}, head {order.head}"
+    yield row("checkpoint", f"{checkpoint.dir}, {size(checkpoint.output_bytes)} new ({parts})")
+    if donor := checkpoint.donor:
+        yield row("", f"reads byte ranges of {donor.repo} {_commit(donor)}, without keeping them")
 
 
 def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
@@ -224,7 +221,12 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         f"{gib(memory.drafter_bytes)} + runtime {gib(memory.graphs_bytes)} + KV cache "
         f"{gib(memory.kv_cache_bytes)} + free {gib(memory.left_bytes)}",
     )
-    yield row("", _free_memory(memory))
+    yield row(
+        "",
+        f"free: {gib(memory.reserve_bytes)} for system and programs (memory.reserve_gib), "
+        f"{gib(memory.left_bytes - memory.reserve_bytes)} for start peaks and file cache; below "
+        f"{gib(memory.floor_bytes)} the watchdog stops the engine (memory.floor_gib)",
+    )
     for text in memory.unknown:
         yield row("", f"NOT KNOWN: {text}; the engine reports it at the first start")
     if memory.counted_by:
@@ -240,15 +242,6 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
     )
     if profile.engine_mode != "native":
         yield row("", "portable engines have larger cache blocks and report fewer tokens")
-
-
-def _free_memory(memory: MemoryPlan) -> str:
-    peaks = memory.left_bytes - memory.reserve_bytes
-    return (
-        f"free: {gib(memory.reserve_bytes)} for system and programs (memory.reserve_gib), "
-        f"{gib(peaks)} for start peaks and file cache; below {gib(memory.floor_bytes)} the "
-        "watchdog stops the engine (memory.floor_gib)"
-    )
 
 
 def speed_lines(
@@ -308,15 +301,6 @@ def _disk(plan: HostPlan) -> Iterator[str]:
         f"{size(after_bytes):>9}, {size(peak_bytes)} at peak, in total on an empty host; "
         "`doctor` compares with each filesystem",
     )
-
-
-def _cluster(release: Release) -> Iterator[str]:
-    if release.cluster is None:
-        return
-    for number, member in enumerate(release.cluster.members):
-        yield row("" if number else "cluster", f"{member.host}: {shlex.join(member.argv)}")
-    yield row("", f"{release.cluster.head.host} answers clients; the workers compute for it")
-    yield row("", "a deploy reads the members' addresses and renames the release")
 
 
 def _serving(release: Release, gateway: GatewayPlan) -> Iterator[str]:

@@ -32,6 +32,13 @@ _REASONS = {
 _SHELL = re.compile(r"[|&;]|\d?>")  # the end of a command, or a redirection
 _ASSIGNED = re.compile(r"[A-Za-z_]\w*=[^$`]*$")
 _MAX_CHARACTERS = 4_000_000
+# Keys that are used, by kind of recipe.
+_SPARKRUN_KEYS = {"recipe_version", "name", "description", "model", "model_revision", "env",
+                  "defaults", "command", "solo_only", "cluster_only", "min_nodes",
+                  "max_nodes"}  # fmt: skip
+_NVIDIA_KEYS = {"schema_version", "title", "model", "serve", "checkpoint", "topology", "backend",
+                "hardware"}  # fmt: skip
+_VLLM_KEYS = {"meta", "model", "features", "opt_in_features", "variants", "hardware_overrides"}
 _MODEL_KEYS = {"model_id", "base_args", "base_env", "min_vllm_version"}
 _VARIANT_KEYS = {"model_id", "extra_args", "extra_env", "hardware_overrides"}
 
@@ -50,11 +57,7 @@ class Recipe:
 
 
 def draft_of_recipe(data: Mapping[str, Any], source: str, engine: Engine | None = None) -> Draft:
-    """Return the catalog file of a recipe, without parsers that a known engine lacks.
-
-    Raises:
-        CatalogError: an unknown kind, no repository, or a recipe for several hosts.
-    """
+    """Return the catalog file of a recipe, without parsers that ``engine`` lacks."""
     recipe = _read(data, source)
     if not is_repository(recipe.repository):
         problem = f"names no repository of the hub ({recipe.repository[:60]!r})"
@@ -108,11 +111,13 @@ def _read(data: Mapping[str, Any], source: str) -> Recipe:
 def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
     defaults = _mapping(data.get("defaults"))
     command = data.get("command")
-    used = {"recipe_version", "name", "description", "model", "model_revision", "defaults", "env",
-            "command", "solo_only", "cluster_only", "min_nodes", "max_nodes"}  # fmt: skip
     if isinstance(command, str):
         values = {**defaults, "model": data.get("model")}
-        words, exported, unused = _serve_words(_fill(command, values, source))
+        texts = {name: str(value) for name, value in values.items()}
+        if len(command) * max(map(len, texts.values())) > _MAX_CHARACTERS:
+            raise CatalogError.one(source, "the command is too long", "use another recipe")
+        filled = re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), command)
+        words, exported, unused = _serve_words(filled)
         unused += [f"defaults.{name}: not in the command" for name in defaults
                    if f"{{{name}}}" not in command]  # fmt: skip
     else:
@@ -131,26 +136,17 @@ def _sparkrun(data: Mapping[str, Any], source: str) -> Recipe:
         revision=str(data.get("model_revision") or "main"),
         summary=str(data.get("description") or data.get("name") or ""),
         nodes=max(nodes, 2) if data.get("cluster_only") is True else nodes,
-        unused=[*unused, *_unused_keys(data, used)],
+        unused=[*unused, *_unused_keys(data, _SPARKRUN_KEYS)],
     )
-
-
-def _fill(command: str, values: Mapping[str, Any], source: str) -> str:
-    texts = {name: str(value) for name, value in values.items()}
-    if len(command) * max(map(len, texts.values())) > _MAX_CHARACTERS:
-        raise CatalogError.one(source, "the command is too long", "use another recipe")
-    return re.sub(r"\{(\w+)\}", lambda match: texts.get(match[1], match[0]), command)
 
 
 def _nvidia(data: Mapping[str, Any]) -> Recipe:
     serve, checkpoint = _mapping(data.get("serve")), _mapping(data.get("checkpoint"))
     command = str(serve.get("command") or "")
     words, exported, unused = _serve_words(command)
-    used = {"schema_version", "title", "model", "serve", "checkpoint", "topology", "backend",
-            "hardware"}  # fmt: skip
     unused += [f"serve.{key}: {_SERVICE}" for key in serve
                if key not in ("command", "label", "target")]  # fmt: skip
-    unused += _unused_keys(data, used)
+    unused += _unused_keys(data, _NVIDIA_KEYS)
     draft = checkpoint.get("draft_label")
     if draft and str(draft) not in command:
         unused.append(f"checkpoint.draft {draft}: not in the command")
@@ -170,7 +166,10 @@ def _nvidia(data: Mapping[str, Any]) -> Recipe:
 def _vllm_project(data: Mapping[str, Any]) -> Recipe:
     model, meta = _mapping(data.get("model")), _mapping(data.get("meta"))
     features, variants = _mapping(data.get("features")), _mapping(data.get("variants"))
-    name = _variant(variants)
+    fallback = "default" if "default" in variants else str(next(iter(variants), "default"))
+    on_spark = (str(name) for name, variant in variants.items()
+                if _SPARK in _mapping(_mapping(variant).get("hardware_overrides")))  # fmt: skip
+    name = next(on_spark, fallback)
     variant = _mapping(variants.get(name))
     hardware = [_mapping(_mapping(part.get("hardware_overrides")).get(_SPARK))
                 for part in (data, variant)]  # fmt: skip
@@ -190,8 +189,7 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
     for part in hardware:
         environment |= _mapping(part.get("extra_env"))
     unused += [f"variants.{other}" for other in variants if other != name]
-    used = {"meta", "model", "features", "opt_in_features", "variants", "hardware_overrides"}
-    unused += _unused_keys(data, used)
+    unused += _unused_keys(data, _VLLM_KEYS)
     unused += [f"model.{text}" for text in _unused_keys(model, _MODEL_KEYS)]
     unused += [f"variants.{name}.{text}" for text in _unused_keys(variant, _VARIANT_KEYS)]
     recipe = Recipe(
@@ -207,13 +205,6 @@ def _vllm_project(data: Mapping[str, Any]) -> Recipe:
     if _mapping(meta.get("hardware")).get(_SPARK) != "verified":
         recipe.open.append("not marked as verified on a DGX Spark")
     return recipe
-
-
-def _variant(variants: Mapping[str, Any]) -> str:
-    for name, variant in variants.items():
-        if _SPARK in _mapping(_mapping(variant).get("hardware_overrides")):
-            return str(name)
-    return "default" if "default" in variants else str(next(iter(variants), "default"))
 
 
 def _serve_words(command: str) -> tuple[list[str], dict[str, Any], list[str]]:

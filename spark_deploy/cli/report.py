@@ -97,11 +97,7 @@ _HOST_REPORT = TypeAdapter(HostReport)
 
 
 def read_report(path: Path) -> Report:
-    """Return the report in a file.
-
-    Raises:
-        SparkError: the file is not a report.
-    """
+    """Return the report in a file, or fail with every invalid field."""
     fix = "use the file as `spark-deploy doctor --report` wrote it"
     try:
         return _REPORT.validate_json(path.read_bytes())

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Literal
 
 from pyinfra.api.host import Host
 from spark_contract import release as names
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB
-from spark_contract.records import Finding
 from spark_contract.status import EngineEvidence, Evidence, ReleaseState
 
 from spark_deploy.cli.report import GB10, Answer, HostReport, JobState, Serving, redact_report
@@ -47,12 +45,6 @@ def read_host(host: Host, survey: Survey) -> HostData:
 def host_report(
     number: int, data: HostData, plan: HostPlan, service: str, *, local: bool = False
 ) -> HostReport:
-    return redact_report(with_answers(_host_report(number, data, plan, service, local=local)))
-
-
-def _host_report(
-    number: int, data: HostData, plan: HostPlan, service: str, *, local: bool
-) -> HostReport:
     survey, evidence = data.survey, data.evidence
     state = data.status.service(service)
     release = data.status.release(state.active if state else None)
@@ -60,7 +52,7 @@ def _host_report(
     engine = next((e for e in engines if release and e.release == release.name), None)
     verdict = judge(plan.needs, survey)
     jobs = data.status.report.jobs if data.status.report else ()
-    return HostReport(
+    report = HostReport(
         name=f"host-{number}",
         local=local,
         machine=_machine(survey, evidence),
@@ -81,6 +73,7 @@ def _host_report(
         serving=_serving(release, engine, plan, data.status, service) if release else None,
         answers=(),
     )
+    return redact_report(with_answers(report))
 
 
 def _machine(survey: Survey, evidence: Evidence | None) -> dict[str, str]:
@@ -164,7 +157,10 @@ def _serving(
         ),
         portable=bool(proof and proof.portable),
         restarts=release.restarts,
-        checks=tuple(map(_check, proof.checks)) if proof else (),
+        checks=tuple(
+            check if check.ok and check.name in _NUMERIC_CHECKS else replace(check, detail="")
+            for check in (proof.checks if proof else ())
+        ),
         engine=engine or EngineEvidence(release.name),
         planned_kv_cache_tokens=tokens if same else None,
         planned_kv_cache_bytes=memory.kv_cache_bytes if same else None,
@@ -176,193 +172,132 @@ def _serving(
     )
 
 
-def _check(check: Finding) -> Finding:
-    is_numeric = check.name in _NUMERIC_CHECKS and check.ok
-    return check if is_numeric else replace(check, detail="")
-
-
-_WITHOUT_SERVING = ("fetched", "built", "gpu-container", "driver-trouble")
+# Questions of catalog/open_questions.yml in their order.
+QUESTION_IDS = (
+    "deployed", "preflight", "local", "neighbours", "fetched", "built", "loaded", "answers",
+    "gdn-prefill", "acceptance", "needle", "watch", "rollout", "restarted", "gpu-container",
+    "start-time", "memory-left", "kv-cache", "speed", "heat", "driver-trouble",
+)  # fmt: skip
 _AS_PLANNED = 0.99  # of the tokens: the plan rounds
 _ENOUGH_TOKENS = 100_000  # generated before the absence of events is an answer
-# True: yes, False: no, None: open; and the evidence.
-Verdict = tuple[bool | None, str]
-Rule = Callable[[HostReport, Any], Verdict]
+_STATES: dict[bool | None, Literal["yes", "no", "open"]] = {True: "yes", False: "no", None: "open"}
+Verdict = tuple[str, bool | None, str]  # question, answer or None if open, evidence
 
 
 def with_answers(host: HostReport) -> HostReport:
-    return replace(host, answers=tuple(_answer(name, host) for name in ANSWERS))
+    verdicts = [*_host_answers(host)]
+    if host.serving:
+        verdicts += _deployment_answers(host, host.serving)
+        verdicts += _check_answers(host.serving)
+        verdicts += _engine_answers(host.serving)
+    answers = {name: (verdict, text) for name, verdict, text in verdicts}
+    gpu, result = host.versions.get("gpu", ""), []
+    invalid = "stand-ins; " if host.stand_ins else f"not a Spark: {gpu}; "
+    is_valid = not host.stand_ins and gpu in ("", GB10)
+    for name in QUESTION_IDS:
+        verdict, text = answers.get(name, (None, "nothing runs"))
+        state = _STATES[verdict] if is_valid else "open"
+        result.append(Answer(name, state, text if is_valid else invalid + text))
+    return replace(host, answers=tuple(result))
 
 
-def _answer(name: str, host: HostReport) -> Answer:
-    verdict, text = None, "nothing runs"
-    if host.serving or name in _WITHOUT_SERVING:
-        verdict, text = ANSWERS[name](host, host.serving)
-    gpu = host.versions.get("gpu", "")
-    if host.stand_ins or gpu not in ("", GB10):
-        reason = "stand-ins" if host.stand_ins else f"not a Spark: {gpu}"
-        return Answer(name, "open", f"{reason}; {text}")
-    return Answer(name, "open" if verdict is None else "yes" if verdict else "no", text)
+def _host_answers(host: HostReport) -> Iterator[Verdict]:
+    for name, kind in (("fetched", FETCH_JOB), ("built", CHECKPOINT_JOB)):
+        jobs = [job for job in host.jobs if job.kind == kind]
+        done = [job for job in jobs if job.state == "done"]
+        seconds = sum(job.elapsed_s or 0 for job in done)
+        text = f"{len(done)} of {len(jobs)} done" + (f", {seconds} s" if seconds else "")
+        yield (name, len(done) == len(jobs), text) if jobs else (name, None, "no such job")
+    options, docker = " ".join(host.gpu_container), host.versions.get("docker", "")
+    text = f"docker {docker}, {options}" if options else "no container was tested"
+    yield "gpu-container", True if options else None, text
+    faults = host.kernel_log.get("xid")
+    text = "the kernel log was not read" if faults is None else f"{faults} Xid lines since the boot"
+    yield "driver-trouble", None if faults is None else faults == 0, text
 
 
-def _deployed(_host: HostReport, serving: Serving) -> Verdict:
-    return serving.proven, f"{serving.model} with {serving.profile}, {serving.level} check"
+def _deployment_answers(host: HostReport, serving: Serving) -> Iterator[Verdict]:
+    proven, engine = serving.proven, serving.engine
+    pair = f"{serving.model} with {serving.profile}"
+    yield "deployed", proven, f"{pair}, {serving.level} check"
+    text = f"warned of {', '.join(host.warnings) or 'nothing'}"
+    text = f"refused for {', '.join(host.refusals)}" if host.refusals else text
+    yield "preflight", (not host.refusals) if proven else None, text
+    text = "as `@local`" if host.local else "not queried as `@local`"
+    yield "local", proven if host.local else None, text
+    count = host.unmanaged_containers
+    text = f"next to {count} unmanaged containers" if count else "no unmanaged containers"
+    yield "neighbours", proven if count else None, text
+    times = ", ".join(f"{name} {s:.0f} s" for name, s in engine.rollout_times_s.items())
+    state = engine.rollout_state
+    text = f"{state}: {times}" if state else "no rollout is recorded"
+    yield "rollout", state == "switched" if state else None, text
+    restarted = serving.restarted_since_full_check
+    text = "restarted since the full check" if restarted else "not restarted since the full check"
+    yield "restarted", proven if restarted else None, text
 
 
-def _preflight(host: HostReport, serving: Serving) -> Verdict:
-    if host.refusals:
-        return (False if serving.proven else None), f"refused for {', '.join(host.refusals)}"
-    return (True if serving.proven else None), f"warned of {', '.join(host.warnings) or 'nothing'}"
-
-
-def _local(host: HostReport, serving: Serving) -> Verdict:
-    return (serving.proven, "as `@local`") if host.local else (None, "not queried as `@local`")
-
-
-def _neighbours(host: HostReport, serving: Serving) -> Verdict:
-    if not host.unmanaged_containers:
-        return None, "no unmanaged containers"
-    return serving.proven, f"next to {host.unmanaged_containers} unmanaged containers"
-
-
-def _jobs_done(kind: str, host: HostReport, _serving: object) -> Verdict:
-    jobs = [job for job in host.jobs if job.kind == kind]
-    if not jobs:
-        return None, "no such job on the host"
-    done = [job for job in jobs if job.state == "done"]
-    seconds = sum(job.elapsed_s or 0 for job in done)
-    text = f"{len(done)} of {len(jobs)} done" + (f", {seconds} s" if seconds else "")
-    return len(done) == len(jobs), text
-
-
-def _find_check(serving: Serving, name: str) -> Finding | None:
-    return next((check for check in serving.checks if check.name == name), None)
-
-
-def _loaded(_host: HostReport, serving: Serving) -> Verdict:
-    check = _find_check(serving, names.LOG_LINES)
-    if serving.portable or check is None:
-        return None, "portable mode" if serving.portable else "log lines were not checked"
-    return check.ok, "every required log line" if check.ok else "a line is missing"
-
-
-def _answers(_host: HostReport, serving: Serving) -> Verdict:
+def _check_answers(serving: Serving) -> Iterator[Verdict]:
+    checks = {check.name: check for check in serving.checks}
+    loaded = None if serving.portable else checks.get(names.LOG_LINES)
+    text = "portable mode" if serving.portable else "log lines were not checked"
+    if loaded:
+        text = "every required log line" if loaded.ok else "a line is missing"
+    yield "loaded", loaded.ok if loaded else None, text
     required = [check for check in serving.checks if check.weight == "must"]
     failed = [check.name for check in required if not check.ok]
     if serving.portable:
-        return None, "portable mode"
-    if failed:
-        return False, f"failed: {', '.join(failed)}"
-    if serving.level in ("", "quick"):
-        return None, "the last check was quick"
-    return True, f"{len(required)} checks passed"
+        yield "answers", None, "portable mode"
+    elif failed:
+        yield "answers", False, f"failed: {', '.join(failed)}"
+    elif serving.level in ("", "quick"):
+        yield "answers", None, "the last check was quick"
+    else:
+        yield "answers", True, f"{len(required)} checks passed"
+    acceptance, engine = checks.get(names.ACCEPTANCE), serving.engine
+    if engine.drafted_tokens:
+        share = (engine.accepted_tokens or 0) / engine.drafted_tokens
+        text = f"{share:.1%} of {engine.drafted_tokens:,} drafted tokens since the start"
+        yield "acceptance", acceptance.ok if acceptance else True, text
+    elif acceptance:
+        yield "acceptance", acceptance.ok, acceptance.detail
+    else:
+        yield "acceptance", None, "no drafts"
+    needle = checks.get(names.NEEDLE)
+    text = f"took {needle.seconds:.0f} s" if needle else "not run"
+    yield "needle", needle.ok if needle else None, text
 
 
-def _gdn_prefill(_host: HostReport, serving: Serving) -> Verdict:
-    line = next((line for line in serving.engine.lines if "GDN prefill kernel" in line), "")
-    return (True, line) if line else (None, "no such line")
-
-
-def _acceptance(_host: HostReport, serving: Serving) -> Verdict:
-    check = _find_check(serving, names.ACCEPTANCE)
-    if serving.engine.drafted_tokens:
-        share = (serving.engine.accepted_tokens or 0) / serving.engine.drafted_tokens
-        text = f"{share:.1%} of {serving.engine.drafted_tokens:,} drafted tokens since the start"
-        return (check.ok if check else True), text
-    return (check.ok, check.detail) if check else (None, "no drafts")
-
-
-def _needle(_host: HostReport, serving: Serving) -> Verdict:
-    check = _find_check(serving, names.NEEDLE)
-    return (check.ok, f"took {check.seconds:.0f} s") if check else (None, "not run")
-
-
-def _no_events(*kinds: str) -> Rule:
-    def rule(_host: HostReport, serving: Serving) -> Verdict:
-        seen = {event.kind for event in serving.events if event.kind in kinds}
-        if seen:
-            return False, f"recorded {', '.join(sorted(seen))}"
-        tokens = serving.engine.generated_tokens or 0
-        return (True if tokens >= _ENOUGH_TOKENS else None), f"{tokens:,} tokens since the start"
-
-    return rule
-
-
-def _rollout(_host: HostReport, serving: Serving) -> Verdict:
-    if serving.engine.rollout_state is None:
-        return None, "no rollout is recorded"
-    times = ", ".join(f"{name} {s:.0f} s" for name, s in serving.engine.rollout_times_s.items())
-    return serving.engine.rollout_state == "switched", f"{serving.engine.rollout_state}: {times}"
-
-
-def _restarted(_host: HostReport, serving: Serving) -> Verdict:
-    if serving.restarted_since_full_check:
-        return serving.proven, "restarted since the full check"
-    return None, "not restarted since the full check"
-
-
-def _gpu_container(host: HostReport, _serving: object) -> Verdict:
-    if not host.gpu_container:
-        return None, "no container was tested"
-    docker = host.versions.get("docker", "")
-    return True, f"docker {docker}, {' '.join(host.gpu_container)}"
-
-
-def _start_time(_host: HostReport, serving: Serving) -> Verdict:
-    steps = [f"{name} {seconds:.0f} s" for name, seconds in serving.engine.times_s.items()]
-    ready = _find_check(serving, names.READY)
-    if ready and ready.ok:
-        total = f"ready after {ready.seconds:.0f} s"
-        return (True if steps else None), ", ".join([total, *steps])
-    return (True, ", ".join(steps)) if steps else (None, "no step is timed")
-
-
-def _memory_left(_host: HostReport, serving: Serving) -> Verdict:
-    if serving.start_memory is None:
-        return None, "not recorded"
-    lowest, floor = serving.start_memory.lowest_bytes, serving.start_memory.floor_bytes
-    return lowest >= floor, f"least {gib(lowest)}, floor {gib(floor)}"
-
-
-def _kv_cache(_host: HostReport, serving: Serving) -> Verdict:
-    counted, planned = serving.engine.kv_cache_tokens, serving.planned_kv_cache_tokens
+def _engine_answers(serving: Serving) -> Iterator[Verdict]:
+    engine, memory = serving.engine, serving.start_memory
+    line = next((line for line in engine.lines if "GDN prefill kernel" in line), "")
+    yield "gdn-prefill", True if line else None, line or "no such line"
+    tokens = engine.generated_tokens or 0
+    for name, kinds in (
+        ("watch", {names.STALLED, names.STARVING, names.KILLED}),
+        ("heat", {names.HOT, names.POWER}),
+    ):
+        events = sorted({event.kind for event in serving.events} & kinds)
+        if events:
+            yield name, False, f"recorded {', '.join(events)}"
+        else:
+            text = f"{tokens:,} tokens since the start"
+            yield name, True if tokens >= _ENOUGH_TOKENS else None, text
+    steps = [f"{name} {seconds:.0f} s" for name, seconds in engine.times_s.items()]
+    ready = [f"ready after {check.seconds:.0f} s" for check in serving.checks
+             if check.name == names.READY and check.ok]  # fmt: skip
+    text = ", ".join([*ready, *steps]) or "no step is timed"
+    yield "start-time", True if steps else None, text
+    text = "not recorded"
+    if memory:
+        text = f"least {gib(memory.lowest_bytes)}, floor {gib(memory.floor_bytes)}"
+    yield "memory-left", memory.lowest_bytes >= memory.floor_bytes if memory else None, text
+    counted, planned = engine.kv_cache_tokens, serving.planned_kv_cache_tokens
     if counted is None or not planned:
-        return None, f"counted {counted or 'nothing'}, planned {planned or 'nothing'}"
-    text = f"{counted:,} tokens, planned {planned:,} ({counted / planned - 1:+.0%})"
-    return counted >= planned * _AS_PLANNED, text
-
-
-def _speed(_host: HostReport, serving: Serving) -> Verdict:
+        text = f"counted {counted or 'nothing'}, planned {planned or 'nothing'}"
+        yield "kv-cache", None, text
+    else:
+        text = f"{counted:,} tokens, planned {planned:,} ({counted / planned - 1:+.0%})"
+        yield "kv-cache", counted >= planned * _AS_PLANNED, text
     text = ", ".join(f"{name} {value:.4g}" for name, value in serving.speed.items())
-    return (True, text) if text else (None, "not measured")
-
-
-def _driver_trouble(host: HostReport, _serving: object) -> Verdict:
-    if "xid" not in host.kernel_log:
-        return None, "the kernel log was not read"
-    faults = host.kernel_log["xid"]
-    return faults == 0, f"{faults} Xid lines since the boot"
-
-
-ANSWERS: dict[str, Rule] = {
-    "deployed": _deployed,
-    "preflight": _preflight,
-    "local": _local,
-    "neighbours": _neighbours,
-    "fetched": partial(_jobs_done, FETCH_JOB),
-    "built": partial(_jobs_done, CHECKPOINT_JOB),
-    "loaded": _loaded,
-    "answers": _answers,
-    "gdn-prefill": _gdn_prefill,
-    "acceptance": _acceptance,
-    "needle": _needle,
-    "watch": _no_events(names.STALLED, names.STARVING, names.KILLED),
-    "rollout": _rollout,
-    "restarted": _restarted,
-    "gpu-container": _gpu_container,
-    "start-time": _start_time,
-    "memory-left": _memory_left,
-    "kv-cache": _kv_cache,
-    "speed": _speed,
-    "heat": _no_events(names.HOT, names.POWER),
-    "driver-trouble": _driver_trouble,
-}
+    yield "speed", True if text else None, text or "not measured"

@@ -22,6 +22,7 @@ from spark_contract.records import Proof
 from spark_contract.units import COMMIT
 
 from spark_deploy.cli.catalog_files import write_files
+from spark_deploy.cli.console import FILE, Options, names_of, note, print_result, shared_options
 from spark_deploy.cli.hosts import (
     Target,
     build_plan,
@@ -29,8 +30,6 @@ from spark_deploy.cli.hosts import (
     read_status,
     select_hosts,
 )
-from spark_deploy.cli.options import FILE, Options, names_of, shared_options
-from spark_deploy.cli.terminal import note, print_result
 from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.checkout import catalog_names
 from spark_deploy.config.documents import CLOSED, convert, schema_of, typed
@@ -57,54 +56,35 @@ _UNPROVEN = "no queried host serves and has checked it"
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Identity:
-    """A locked repository."""
-
-    revision: str = Field(max_length=200)
-    """Requested revision."""
+    revision: str = Field(max_length=200)  # as requested
     commit: str = Field(json_schema_extra={"pattern": f"^{COMMIT}$"})
-    """Commit of the revision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Summary:
     """The last check of the pair on the author's host."""
 
-    level: str = Field(max_length=20)
-    """quick, full or deep."""
+    level: str = Field(max_length=20)  # quick, full or deep
     ok: bool
-    """Whether all required checks passed."""
-    checked_at: str = Field(max_length=40)
-    """Time in UTC."""
-    engine: str = Field(max_length=80)
-    """Version of the engine."""
+    checked_at: str = Field(max_length=40)  # UTC
+    engine: str = Field(max_length=80)  # version
     portable: bool
-    """Without the kernels of a Spark."""
-    stubbed: tuple[str, ...] = ()
-    """Stand-ins of the virtual lab."""
-    checks: dict[str, bool] = Field(default_factory=dict)
-    """Checks by name: whether they passed."""
+    stubbed: tuple[str, ...] = ()  # stand-ins of the virtual lab
+    checks: dict[str, bool] = Field(default_factory=dict)  # by name: whether they passed
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Shared:
-    """The file."""
+    """The content of a shared file."""
 
-    shared: Literal[1]
-    """Version of this format."""
-    name: CatalogName
-    """Name of the model."""
+    shared: Literal[1]  # version of this format
+    name: CatalogName  # of the model
     model: dict[str, Any]
-    """File of the model."""
     profile_name: CatalogName
-    """Name of the profile."""
     profile: dict[str, Any]
-    """File of the profile."""
     sources: dict[str, Identity] = Field(default_factory=dict)
-    """Locked repositories."""
-    images: dict[str, str] = Field(default_factory=dict)
-    """Locked images; for information."""
-    proof: Summary | None = None
-    """Null: no queried host serves it."""
+    images: dict[str, str] = Field(default_factory=dict)  # for information
+    proof: Summary | None = None  # None: no queried host serves it
 
 
 @click.command
@@ -136,10 +116,8 @@ def share(options: Options, choice: str, out: str | None, unasked: bool) -> int:
     }  # fmt: skip
     result = f"without a check result: {_UNPROVEN}"
     if proof:
-        passed = sum(check.ok for check in proof.checks)
-        result = (
-            f"{proof.level} check of {proof.checked_at}, {passed} of {len(proof.checks)} passed"
-        )
+        passed = f"{sum(check.ok for check in proof.checks)} of {len(proof.checks)} passed"
+        result = f"{proof.level} check of {proof.checked_at}, {passed}"
     print_result(options, data, [[f"{path}: written, {result}"]])
     for name in left_out:
         note(f"not in the file: your setting {name}; pass it on separately")
@@ -161,6 +139,19 @@ def _shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
     if plan.checkpoint and plan.checkpoint.donor:
         locked.append(plan.checkpoint.donor)
     image, _, digest = plan.image.base.partition("@")
+    summary = (
+        None
+        if proof is None
+        else Summary(
+            level=proof.level,
+            ok=proof.ok,
+            checked_at=proof.checked_at,
+            engine=proof.engine.get("version", ""),
+            portable=proof.portable,
+            stubbed=proof.stubbed,
+            checks={check.name: check.ok for check in proof.checks},
+        )
+    )
     return Shared(
         shared=1,
         name=plan.model,
@@ -172,7 +163,7 @@ def _shared(host: Target, plan: HostPlan, proof: Proof | None) -> Shared:
             for source in locked
         },
         images={image: digest},
-        proof=_summary(proof) if proof else None,
+        proof=summary,
     )
 
 
@@ -189,24 +180,8 @@ def _newest_proof(hosts: list[Target], plan: HostPlan) -> Proof | None:
     return max(proofs, key=lambda proof: proof.checked_at, default=None)
 
 
-def _summary(proof: Proof) -> Summary:
-    return Summary(
-        level=proof.level,
-        ok=proof.ok,
-        checked_at=proof.checked_at,
-        engine=proof.engine.get("version", ""),
-        portable=proof.portable,
-        stubbed=proof.stubbed,
-        checks={check.name: check.ok for check in proof.checks},
-    )
-
-
 def text_of(shared: Shared) -> str:
-    """Return the file.
-
-    Raises:
-        CatalogError: a value looks like a secret.
-    """
+    """Return the file; refuse values that look like secrets."""
     data = typed(shared, nulls=False)
     problems = [
         Problem(f"{shared.name}: {dotted(path)}", "looks like a secret", "remove it from the file")
@@ -230,11 +205,7 @@ def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str
 
 
 def read_shared(data: Mapping[str, Any], source: str) -> Shared:
-    """Parse a shared file.
-
-    Raises:
-        CatalogError: not in the format of ``share``.
-    """
+    """Parse a shared file; refuse other formats."""
     problems = list(problems_of(dict(data), schema_of(Shared, "shared"), lambda path: source))
     if problems:
         raise CatalogError(problems)
@@ -252,12 +223,16 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
         ("models", shared.name): shared.model,
         ("profiles", shared.profile_name): shared.profile,
     }
-    texts = {
-        (kind, name): f"# Added by `spark-deploy add` from a shared file of {shared.name}.\n"
-        + yaml.safe_dump(dict(keys), sort_keys=False, width=96, allow_unicode=True)
-        for (kind, name), keys in contents.items()
-        if _existing(kind, name, root) != keys
-    }
+    texts = {}
+    for (kind, name), keys in contents.items():
+        try:
+            existing = read_file(kind, name, own=root)
+        except CatalogError:
+            existing = {}
+        if existing != keys:
+            head = f"# Added by `spark-deploy add` from a shared file of {shared.name}.\n"
+            text = yaml.safe_dump(dict(keys), sort_keys=False, width=96, allow_unicode=True)
+            texts[kind, name] = head + text
     is_new = ("profiles", shared.profile_name) in texts
     if is_new and not force and shared.profile_name in catalog_names("profiles"):
         problem = "differs from our profile of this name, which other models use"
@@ -275,18 +250,10 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
     return written, list(_open(shared, host))
 
 
-def _existing(kind: str, name: str, root: Path) -> dict[str, object] | None:
-    try:
-        return read_file(kind, name, own=root)
-    except CatalogError:
-        return None
-
-
 def _confirmed(shared: Shared, host: Target) -> Iterator[LockedSource]:
     """Yield the shared commits with files as the hub lists them.
 
-    Repositories that neither model nor profile names are refused: a shared file must not change
-    the lock of other models.
+    Refuses repositories of other models: a shared file must not change their lock.
     """
     settings, lock = host.settings.settings.hub, read_lock(host.settings.lock_path)
     token = read_hub_token(settings)

@@ -14,9 +14,8 @@ from spark_contract.status import Ours
 from spark_contract.tool import SPEED
 from spark_contract.units import MAIN_SERVICE
 
+from spark_deploy.cli.console import Options, print_result, shared_options
 from spark_deploy.cli.hosts import Answer, Target, build_plan, query, read_status, select_hosts
-from spark_deploy.cli.options import Options, shared_options
-from spark_deploy.cli.terminal import print_result
 from spark_deploy.cli.up import rollout_text
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
@@ -294,7 +293,11 @@ def _details(host: Mapping[str, Any]) -> Iterator[str]:
     for problem in host["daily"].get("problems", ()):
         yield _row("daily", f"{problem['where']}: {problem['what']}; fix: {problem['fix']}")
     for job in host["jobs"]:
-        yield _row("job", _job_text(job))
+        progress, share = job.get("progress") or {}, ""
+        if progress.get("total"):
+            share = f" {100 * (progress.get('bytes') or 0) / progress['total']:.0f} %"
+        reason = f" ({job['result']})" if job["state"] == "failed" and job.get("result") else ""
+        yield _row("job", f"{job['title']}: {job['state']}{share}{reason}")
     for event in host["events"][-3:]:
         yield _row("event", f"{event.get('at')} {event.get('kind')}: {event.get('text')}")
 
@@ -325,15 +328,6 @@ def _proof_lines(proof: Mapping[str, Any]) -> Iterator[str]:
         yield _row("cache", f"{cache['tokens']:,} tokens in {size}, measured by the engine")
     for text in proof.get("speed", ()):
         yield _row("speed", text.removeprefix(SPEED))
-
-
-def _job_text(job: Mapping[str, Any]) -> str:
-    progress = job.get("progress") or {}
-    share = ""
-    if progress.get("total"):
-        share = f" {100 * (progress.get('bytes') or 0) / progress['total']:.0f} %"
-    reason = f" ({job['result']})" if job["state"] == "failed" and job.get("result") else ""
-    return f"{job['title']}: {job['state']}{share}{reason}"
 
 
 def _proof_text(proof: Mapping[str, Any]) -> str:

@@ -22,10 +22,9 @@ from spark_contract.tool import COMPILING
 from spark_contract.units import MAIN_SERVICE, PREPARE
 
 from spark_deploy.cli import changes, update
+from spark_deploy.cli.console import Options, note, shared_options
 from spark_deploy.cli.hosts import Answer, Target, build_plan, check_access, query, select_hosts
-from spark_deploy.cli.options import Options, shared_options
 from spark_deploy.cli.progress_screen import PHASES, minutes, print_text
-from spark_deploy.cli.terminal import note
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
@@ -48,7 +47,12 @@ def up(options: Options) -> int:
     words = changes.pyinfra_command("up", options, named, flags)
     if code := _bootstrap(hosts, options):
         return code
-    if not options.dry and any(_missing_names(host) for host in hosts):
+    if not options.dry and any(
+        wanted_by(host.settings.settings, host.catalog)
+        .missing_in(read_lock(host.settings.lock_path))
+        .names
+        for host in hosts
+    ):
         update.lock_names(options, missing=True)
     plans = {host.name: build_plan(host) for host in hosts}
     answers = query(hosts, lambda host, target: read_state(host, plans[target.name]))
@@ -74,11 +78,7 @@ def up(options: Options) -> int:
 
 
 def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
-    """Install SSH key and sudo rule where missing; asks for the password once.
-
-    Raises:
-        SparkError: no host is reachable, there is no SSH key to install, or with ``--dry``.
-    """
+    """Install SSH key and sudo rule where missing; asks for the password once."""
     access = check_access(hosts)
     if access.silent and len(access.silent) == len(hosts):
         raise SparkError(list(access.problems()))
@@ -99,11 +99,6 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
     code = changes.deploy("bootstrap", closed, options)
     get_host_keys.cache.clear()  # read the newly recorded host keys
     return code
-
-
-def _missing_names(host: Target) -> bool:
-    wanted = wanted_by(host.settings.settings, host.catalog)
-    return bool(wanted.missing_in(read_lock(host.settings.lock_path)).names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import click
 
+from spark_deploy.cli.console import Options, note, shared_options
 from spark_deploy.cli.hosts import Target, build_plan, query_or_note, read_status, select_hosts
-from spark_deploy.cli.options import Options, shared_options
-from spark_deploy.cli.terminal import note
 from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.documents import typed

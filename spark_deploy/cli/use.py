@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,15 @@ from spark_contract import files
 from spark_contract.documents import plain
 
 from spark_deploy.cli.catalog_files import schema_line
+from spark_deploy.cli.console import (
+    Options,
+    names_of,
+    next_command,
+    note,
+    print_result,
+    shared_options,
+)
 from spark_deploy.cli.hosts import Target, select_hosts
-from spark_deploy.cli.options import Options, names_of, shared_options
-from spark_deploy.cli.terminal import next_command, note, print_result
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
@@ -61,11 +66,7 @@ def settings(options: Options) -> int:
 
 
 def select(options: Options, choice: str) -> tuple[list[Edit], list[str]]:
-    """Write the choice; return the changed lines and the names of the hosts.
-
-    Raises:
-        SparkError: the hosts could not serve it, or a file cannot be edited.
-    """
+    """Write the choice; return changed lines and host names. Refuses an impossible choice."""
     # The current choice may be impossible to serve.
     chosen = select_hosts(options, must_serve=False)
     all_hosts = select_hosts(replace(options, limit=[], exclude=[]), must_serve=False)
@@ -97,11 +98,7 @@ def edit_line(edit: Edit) -> str:
 
 
 def _parse_choice(choice: str, catalog: Catalog) -> dict[str, str]:
-    """Return the model and profile in MODEL, PROFILE or MODEL/PROFILE.
-
-    Raises:
-        SparkError: not in the catalog.
-    """
+    """Return the model and profile in MODEL, PROFILE or MODEL/PROFILE."""
     models, profiles = sorted(catalog.models), sorted(set(catalog.profile_names))
     model, slash, profile = choice.partition("/")
     if slash and model in models and profile in profiles:
@@ -161,32 +158,32 @@ def _keys_in(file: Path) -> dict[str, str]:
 
 
 def _write(file: Path, edits: Sequence[Edit], root: Path, *, dry: bool) -> None:
-    """Change lines of a file; keep all other lines and comments.
-
-    Raises:
-        SparkError: the keys are not single lines.
-    """
-    # Bytes keep line endings; a byte order mark is not part of the first key.
-    is_new = not file.is_file()
-    text = schema_line(root, file, "settings") if is_new else file.read_bytes().decode()
-    mark, text = ("\ufeff", text[1:]) if text.startswith("\ufeff") else ("", text)
-    for edit in edits:
-        text = _set_line(text, edit.key, edit.after)
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError:
-        data = None
-    if not isinstance(data, dict) or any(data.get(edit.key) != edit.after for edit in edits):
-        keys = " and ".join(f"{edit.key}: {edit.after}" for edit in edits)
+    """Change values in a file; keep every other character."""
+    # Bytes keep line endings.
+    text = file.read_bytes().decode() if file.is_file() else schema_line(root, file, "settings")
+    values = {edit.key: edit.after for edit in edits}
+    changed = _set_keys(text, values)
+    if changed is None:
+        keys = " and ".join(f"{key}: {value}" for key, value in values.items())
         raise SparkError.one(str(file), "cannot be edited automatically", f"write {keys} into it")
     if not dry:
         mode = file.stat().st_mode & 0o777 if file.exists() else 0o644
-        files.write_text(file, mark + text, mode)
+        files.write_text(file, changed, mode)
 
 
-def _set_line(text: str, key: str, value: str) -> str:
-    """Set a top-level key of a document; keep a comment after it."""
-    line = re.compile(rf"^{key}:[ \t]*[^#\r\n]*?(?P<rest>[ \t]*(#.*)?\r?)$", re.MULTILINE)
-    changed, count = line.subn(lambda match: f"{key}: {value}{match['rest']}", text)
-    end = "\r\n" if "\r\n" in text else "\n"
-    return changed if count else f"{text.rstrip()}{end}{key}: {value}{end}".lstrip("\r\n")
+def _set_keys(text: str, values: dict[str, str]) -> str | None:
+    """Set top-level keys of a YAML document; ``None`` if another key would change, too."""
+    try:
+        root, before = yaml.compose(text), yaml.safe_load(text) or {}
+        nodes = {key.value: node for key, node in root.value} if root else {}
+        present = [key for key in values if key in nodes]
+        for key in sorted(present, key=lambda key: -nodes[key].start_mark.index):
+            start, end = nodes[key].start_mark.index, nodes[key].end_mark.index
+            text = text[:start] + values[key] + text[end:]
+        line_end = "\r\n" if "\r\n" in text else "\n"
+        for key in values.keys() - set(present):
+            lines = [*filter(None, [text.rstrip()]), f"{key}: {values[key]}", ""]
+            text = line_end.join(lines)
+        return text if yaml.safe_load(text) == {**before, **values} else None
+    except (yaml.YAMLError, TypeError, ValueError):
+        return None

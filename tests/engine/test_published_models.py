@@ -24,8 +24,8 @@ from lab.hub.faults import FaultSwitch
 from lab.hub.server import Hub, make_servers
 from lab.hub.store import Store
 from spark_deploy.cli import main
+from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import build_plan, select_hosts
-from spark_deploy.cli.options import Options
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.types import HostPlan

@@ -72,7 +72,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("spark_deploy/hosts", "pyinfra gevent paramiko cryptography"),
         ("spark_deploy/inventory", "pyinfra pyinfra_cli gevent paramiko click pydantic"),
         ("spark_deploy/bench", "yaml pydantic matplotlib"),
-        ("spark_deploy/cli", "pyinfra gevent click rich yaml ruamel pydantic"),
+        ("spark_deploy/cli", "pyinfra gevent click rich yaml pydantic"),
         ("spark_deploy/__main__.py", ""),
         ("roles", "pyinfra"),
         ("deploys", "pyinfra"),

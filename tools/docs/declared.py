@@ -1,4 +1,4 @@
-"""What is written from declarations: schemas, ``group_vars/all.yml``, the page of settings."""
+"""Files generated from declarations: schemas, ``group_vars/all.yml``, the settings page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def schema_file(name: str) -> Iterator[str]:
 
 
 def all_yml() -> Iterator[str]:
-    """Yield the lines of ``group_vars/all.yml``: every setting, its default and its meaning."""
+    """Yield the lines of ``group_vars/all.yml``: every setting with default and description."""
     keys, defaults = schema_of(Settings, "settings")["properties"], typed(Settings())
     yield from ALL_YML_HEAD.splitlines()
     for key, part in keys.items():
@@ -63,21 +63,21 @@ def all_yml() -> Iterator[str]:
         if not inside:
             continue
         yield from (*_comment(part["description"]), f"{key}:")
-        for inner, its in inside.items():
+        for inner, inner_part in inside.items():
             yield from textwrap.indent(
-                "\n".join(_entry(inner, its, defaults[key][inner])), "  "
+                "\n".join(_entry(inner, inner_part, defaults[key][inner])), "  "
             ).splitlines()
 
 
 def _entry(key: str, part: dict[str, Any], value: Any) -> Iterator[str]:
-    """Yield a setting with its meaning behind it where that fits, else above it."""
+    """Yield a setting with its description on the same line if it fits, else above."""
     text = part["description"]
-    examples = [one for one in part.get("examples", ()) if one != value]
+    examples = [example for example in part.get("examples", ()) if example != value]
     if examples:
         text += f" Example: {_flow(examples[0])}"
     lines = [f"{key}: {_flow(value)}"]
     if isinstance(value, dict) and value:
-        lines = [f"{key}:", *(f"  {name}: {_flow(one)}" for name, one in value.items())]
+        lines = [f"{key}:", *(f"  {name}: {_flow(item)}" for name, item in value.items())]
     if len(lines) == 1 and len(lines[0]) + len(text) < WIDTH - 6:
         yield f"{lines[0]}  # {text}"
     else:
@@ -100,10 +100,10 @@ def settings_page() -> Iterator[str]:
     yield "<!-- generated from spark_deploy/config/settings by `make docs` -->"
     yield from ("# Settings", "", SETTINGS_INTRODUCTION)
     everything = dict(_leaves(schema["properties"], defaults))
-    usual = {key: it for key, it in everything.items() if key not in COMMAND_FLAGS | EXPERT}
+    usual = {key: leaf for key, leaf in everything.items() if key not in COMMAND_FLAGS | EXPERT}
     sections: dict[str, dict[str, Any]] = {}
-    for key, it in usual.items():
-        sections.setdefault(key.rpartition(".")[0], {})[key] = it
+    for key, leaf in usual.items():
+        sections.setdefault(key.rpartition(".")[0], {})[key] = leaf
     for name, keys in sections.items():
         text = schema["properties"][name]["description"] if name else ""
         yield from _table(f"`{name}`" if name else "General", text, keys)
@@ -135,7 +135,7 @@ def _leaves(properties: dict[str, Any], defaults: dict[str, Any]) -> Iterator[tu
 
 
 def _keys(part: dict[str, Any]) -> dict[str, Leaf]:
-    return {key: (its, "") for key, its in part["properties"].items()}
+    return {key: (inner, "") for key, inner in part["properties"].items()}
 
 
 def _table(title: str, text: str, keys: dict[str, Leaf]) -> Iterator[str]:
@@ -169,33 +169,30 @@ def row(*cells: object) -> str:
 
 # Chapters of group_vars/all.yml by the key that begins each, with an optional paragraph.
 HEADINGS = {
-    "model": "What to serve\n"
-    "One release is one frozen way of serving: model, profile, engine, memory, watch, check, and "
-    "the names and time limits of serve. Changing any of it restarts the engine and checks it; if "
-    "the check fails, the previous release returns. Port, exposure, TLS, key and request limits "
-    "restart nothing.",
+    "model": "Model and service\n"
+    "A release fixes model, profile, engine, memory, watch, check, and names and time limits of "
+    "serve. Changing any of them restarts the engine and checks it; if the check fails, the "
+    "previous release returns. Port, exposure, TLS, key and request limits need no restart.",
     "memory": "Memory: one pool for CPU and GPU",
-    "lock_file": "Where things come from",
-    "expect": "What a host must be",
-    "base": "What a host gets",
-    "ssh": "How to reach a host",
+    "lock_file": "Sources",
+    "expect": "Host requirements",
+    "base": "Host setup",
+    "ssh": "SSH",
 }
 
 ALL_YML_HEAD = """\
 # yaml-language-server: $schema=../schema/settings.schema.json
 #
-# Every setting and its default, in reading order. This is written by the project and changes with
-# its versions: write only what you want different, into group_vars/all.yml of your own folder,
-# group_vars/<group>.yml (all hosts of that group) or host_vars/<host>.yml (one host). Later wins:
-# these defaults < group_vars/all.yml of your own < group < host < --data key=value. Mappings are
-# merged key by key; lists are replaced whole."""
+# All settings with defaults. Generated: every version replaces this file. Write your changes
+# into group_vars/all.yml of your own folder, group_vars/<group>.yml (hosts of a group) or
+# host_vars/<host>.yml (one host). Later wins: these defaults < group_vars/all.yml of your own <
+# group < host < --data key=value. Mappings are merged by key; lists are replaced."""
 
 SETTINGS_INTRODUCTION = (
-    "Every key of `group_vars/<group>.yml` and `host_vars/<host>.yml`, with its default. "
-    "Later wins: `group_vars/all.yml` of this project, then beside your inventory "
-    "`group_vars/all.yml`, the group's file and the host's file, then `--data key=value` "
-    "(dots reach inside: `--data serve.port=9000`). Mappings are merged key by key, lists are "
-    "replaced whole. A mistake in any of them ends a run before the first connection. vLLM's names "
-    "`max_model_len`, `max_num_seqs`, `gpu_memory_utilization` and `num_speculative_tokens` are "
-    "accepted below `engine`."
+    "All settings of `group_vars/<group>.yml` and `host_vars/<host>.yml`, with defaults. Later "
+    "wins: `group_vars/all.yml` of this project, then `group_vars/all.yml`, the group's file and "
+    "the host's file of your folder, then `--data key=value` (dots reach inside: "
+    "`--data serve.port=9000`). Mappings are merged by key, lists are replaced. A mistake ends a "
+    "run before the first connection. Below `engine`, vLLM's names `max_model_len`, "
+    "`max_num_seqs`, `gpu_memory_utilization` and `num_speculative_tokens` are accepted."
 )

@@ -1,4 +1,4 @@
-"""Tables of result files, sweeps, and of what is proven where."""
+"""Tables of result files, sweeps and proven parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def result_rows(folder: str) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for path in sorted((RESULTS / folder).glob("*.json")):
         result, kind = json.loads(path.read_text("utf-8")), find_kind(path.stem)
-        verdicts = [found["passed"] for found in result.get("rows", []) if "passed" in found]
+        verdicts = [entry["passed"] for entry in result.get("rows", []) if "passed" in entry]
         counts = ", ".join(str(verdicts.count(verdict)) for verdict in (True, False, None))
         command = f"`make {kind.target}`" + (f"; needs {kind.needs}" if kind.needs else "")
         link = f"[{path.stem}]({folder}/{path.name})"
@@ -31,7 +31,7 @@ def result_rows(folder: str) -> Iterator[str]:
 
 
 def device_of(name: str) -> str:
-    """Return the short name of what a result was measured on, such as H100."""
+    """Return the short name of the device of a result, such as H100."""
     [path] = RESULTS.glob(f"[gc]pu/{name}")
     device = _device(json.loads(path.read_text("utf-8")))
     return next((word for word in device.split() if re.match(r"[A-Z]+\d", word)), device)
@@ -46,14 +46,16 @@ def kernel_rows() -> Iterator[str]:
     table = json.loads((RESULTS / "cpu/backends.json").read_text("utf-8"))
     devices = table["devices"]
     layers: dict[tuple[str, ...], dict[str, None]] = {}
-    for found in table["differences"]:
-        kernels = (found[device].rpartition(" > ")[2] for device in devices)
-        key = (*kernels, found["note"] if found["planned"] else "every plan pins it")
-        layers.setdefault(key, {})[re.sub(r"linear .*", "linear layers", found["choice"])] = None
-    yield row("layers", *(f"{key}, {one['name']}" for key, one in devices.items()), "handled by")
+    for entry in table["differences"]:
+        kernels = (entry[device].rpartition(" > ")[2] for device in devices)
+        key = (*kernels, entry["note"] if entry["planned"] else "every plan pins it")
+        layers.setdefault(key, {})[re.sub(r"linear .*", "linear layers", entry["choice"])] = None
+    yield row(
+        "layers", *(f"{key}, {device['name']}" for key, device in devices.items()), "handled by"
+    )
     yield "|---|---|---|---|"
-    for (one, other, handled), names in layers.items():
-        yield row(", ".join(names), f"`{one}`", f"`{other}`", handled)
+    for (first, second, handled), names in layers.items():
+        yield row(", ".join(names), f"`{first}`", f"`{second}`", handled)
 
 
 def sweep_sections() -> Iterator[str]:

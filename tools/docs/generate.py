@@ -1,8 +1,7 @@
 """Write the generated files; ``--check`` only reports whether they are current.
 
-Schemas, group_vars/all.yml and settings.md are generated whole. Other pages are written by hand,
-with tables between marks: from the catalog, from the arithmetic of plans, from result files, and
-from the open questions and reports of hosts.
+Schemas, group_vars/all.yml and settings.md are generated. Other pages have generated tables between
+marks: from the catalog, plans, result files, open questions and reports of hosts.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def _model(model: HybridModel) -> Iterator[str]:
 
 
 def _together(model: HybridModel, count: int) -> str:
-    """Return what each of several hosts holds of a model with the default profile."""
+    """Return the memory per host of a model on several hosts."""
     names = _served_with(model, count)
     if not names:
         return f"- on {count} hosts (`cluster.hosts`): no profile"
@@ -148,7 +147,7 @@ def profile_sections() -> Iterator[str]:
         "",
         "### Published",
         "",
-        "| profile | what | figure | source |",
+        "| profile | measurement | figure | source |",
         "|---|---|---|---|",
     )
     for shown in profiles:
@@ -166,7 +165,7 @@ def rail_rows() -> Iterator[str]:
 
 
 def profile_proofs() -> Iterator[str]:
-    """Yield what result files show of each profile."""
+    """Yield the results of each profile."""
     for name in catalog().profile_names:
         proofs = catalog().profile(name, Settings().model).proven
         if proofs:
@@ -203,13 +202,13 @@ def _on(count: int, model: str, profile: str) -> Settings:
 
 
 def _served_with(model: Model, count: int = 1) -> list[str]:
-    """Return the profiles that the plan does not refuse for ``model`` on so many hosts."""
+    """Return the profiles that fit on this number of hosts."""
     pairs = ((name, _on(count, model.name, name)) for name in catalog().profile_names)
     return [name for name, settings in pairs if not problems_of(settings, catalog())]
 
 
 def _for_sparks() -> list[HybridModel]:
-    models = (one for one in catalog().models.values() if isinstance(one, HybridModel))
+    models = (model for model in catalog().models.values() if isinstance(model, HybridModel))
     return [model for model in models if not model.name.startswith("lab-")]
 
 

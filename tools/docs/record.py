@@ -1,9 +1,8 @@
-"""Record what pages show of hosts, in a real run in the lab, and draw it (`make recording`; root).
+"""Record commands in the virtual lab and draw the recording (`make recording`; root).
 
-Two virtual hosts, a stand-in for the engine, and the commands that a person types. asciinema films
-them; in the pauses, which the film cuts, commands are asked for the JSON that ``screens.py``
-draws. ``first.cast`` is shown faster than it was, as it says; ``first.svg`` is drawn from it by
-termtosvg-ng.
+Two virtual hosts run a stand-in for the engine. asciinema records the terminal; pauses are cut and
+used to save the JSON that ``screens.py`` draws. termtosvg-ng draws ``first.svg`` from
+``first.cast``, which plays faster than it was recorded.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SCREENS = CHECKOUT / "docs/screens/recorded"
 COLUMNS, ROWS = 96, 24
 FASTER, LONGEST_PAUSE_S = 6, 1.5
 FRAME_MS = 150
-# The stand-in takes its time for each piece of an answer, so that there is something to see.
+# Delay of the stand-in between pieces of an answer: keeps requests visible.
 PIECE_S = "0.02"
 _LONG = {
     "model": "lab-model", "stream": True, "max_tokens": 400, "ignore_eos": True,
@@ -45,9 +44,9 @@ _LONG = {
 
 
 def main() -> int:
-    """Record and draw, or draw again what was recorded, or play the scene; returns 0 when good."""
+    """Record and draw, draw again, or run the scene; return 0 on success."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draw", action="store_true", help="draw what was recorded once more")
+    parser.add_argument("--draw", action="store_true", help="draw the existing recording again")
     parser.add_argument("--scene", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("guests", nargs="*", default=["lab-1", "lab-2"])
     options = parser.parse_args()
@@ -67,35 +66,36 @@ def record(folder: Path, names: list[str]) -> None:
     paths = lab_paths()
     lifecycle.up(paths, names, fresh=True, bootstrap=frozenset(), engine="stub")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-    guests = [one for one in json.loads(paths.record.read_text())["guests"] if one["name"] in names]
-    hosts = [f"--host=spark-{place}={one['ip']}" for place, one in enumerate(guests, 1)]
+    guests = json.loads(paths.record.read_text())["guests"]
+    guests = [guest for guest in guests if guest["name"] in names]
+    hosts = [f"--host=spark-{place}={guest['ip']}" for place, guest in enumerate(guests, 1)]
     words = [*hosts, "--user", guests[0]["user"], "--model", "lab-stub"]
-    subprocess.run([*_ours(), "init", str(folder), *words], check=True)
+    subprocess.run([*_command(), "init", str(folder), *words], check=True)
     write_lab_settings(folder, CHECKOUT / "inventory/lab.py")
-    world = folder / "group_vars/spark.yml"
-    said = yaml.safe_load(world.read_text())
-    said["engine"] = {"environment": {"STUB_PIECE_S": PIECE_S}}
-    world.write_text(yaml.safe_dump(said))
+    path = folder / "group_vars/spark.yml"
+    settings = yaml.safe_load(path.read_text())
+    settings["engine"] = {"environment": {"STUB_PIECE_S": PIECE_S}}
+    path.write_text(yaml.safe_dump(settings))
     raw = folder / "raw.cast"
     inner = [sys.executable, __file__, "--scene", str(folder)]
     size = ["--cols", str(COLUMNS), "--rows", str(ROWS), "--overwrite", "-q"]
     argv = ["asciinema", "rec", *size, "-t", "dgx-spark-deploy", "-c", shlex.join(inner), str(raw)]
     subprocess.run(argv, check=True)
     if not (folder / "good").exists():
-        raise SystemExit(f"the scene went wrong:\n{raw.read_text()[-6000:]}")
+        raise SystemExit(f"the scene failed:\n{raw.read_text()[-6000:]}")
     FILM.mkdir(exist_ok=True)
-    film = "\n".join(faster(_at_home(raw.read_text(), folder).splitlines()))
+    film = "\n".join(_speed_up(_without_paths(raw.read_text(), folder).splitlines()))
     (FILM / "first.cast").write_text(f"{film}\n")
-    for kept in (folder / "recorded").iterdir():
-        (SCREENS / kept.name).write_text(_at_home(kept.read_text(), folder))
+    for file in (folder / "recorded").iterdir():
+        (SCREENS / file.name).write_text(_without_paths(file.read_text(), folder))
 
 
-def _at_home(text: str, folder: Path) -> str:
+def _without_paths(text: str, folder: Path) -> str:
     text = text.replace(f"{CHECKOUT}/.venv/bin/", "").replace(str(folder), "~/sparks")
     return text.replace(str(CHECKOUT), "~/dgx-spark-deploy")
 
 
-def faster(lines: list[str]) -> Iterator[str]:
+def _speed_up(lines: list[str]) -> Iterator[str]:
     head: dict[str, Any] = json.loads(lines[0])
     kept = {key: head[key] for key in ("version", "width", "height", "title")}
     yield json.dumps({**kept, "env": {"TERM": "xterm-256color"}})
@@ -108,27 +108,27 @@ def faster(lines: list[str]) -> Iterator[str]:
 
 
 def scene(folder: Path) -> int:
-    """Type the commands; the last change answers garbage, and a client asks all the while."""
+    """Run the commands; during the last change, to a broken engine, a client sends requests."""
     os.chdir(folder)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     kept = folder / "recorded"
     kept.mkdir()
-    _say(f"# virtual hosts, a stand-in for the engine; {FASTER} times as fast as it was")
-    good = _types("up", "-y") == 0
+    _comment(f"# virtual hosts with a stand-in for the engine; {FASTER} times faster")
+    good = _type("up", "-y") == 0
     shutil.copy(folder / "cache/spark-deploy/up.log", kept)
-    (kept / "status.json").write_text(_told("status", "--json"))
+    (kept / "status.json").write_text(_output_of("status", "--json"))
     login = _login()
-    with _busy(login):
-        _types("top", "--once")
-        (kept / "top.json").write_text(_told("top", "--once", "--json"))
-    _types("use", "agent")
-    (kept / "dry.json").write_text(_told("up", "--dry", "--json"))
-    good &= _types("up", "-y") == 0
-    _say("# an engine that answers garbage; a client goes on asking spark-1")
+    with _load(login):
+        _type("top", "--once")
+        (kept / "top.json").write_text(_output_of("top", "--once", "--json"))
+    _type("use", "agent")
+    (kept / "dry.json").write_text(_output_of("up", "--dry", "--json"))
+    good &= _type("up", "-y") == 0
+    _comment("# a broken engine; a client keeps sending requests to spark-1")
     with demo.ask_meanwhile(login) as answers:
-        good &= _types("up", "spark-1", "-y", *demo.BAD_RELEASE) != 0
-    _say(f"# answers to the client: {demo.count_answers(answers)}")
-    _types("status", "spark-1")
+        good &= _type("up", "spark-1", "-y", *demo.BAD_RELEASE) != 0
+    _comment(f"# answers to the client: {demo.count_answers(answers)}")
+    _type("status", "spark-1")
     time.sleep(LONGEST_PAUSE_S * FASTER)
     if good and set(answers) <= {demo.RIGHT, demo.RETRY}:
         (folder / "good").touch()
@@ -136,19 +136,19 @@ def scene(folder: Path) -> int:
 
 
 def _login() -> list[str]:
-    """Return what leads to the first host, of the command that reads its key."""
-    words = shlex.split(json.loads(_told("connect", "--json"))[0]["read_key"])
+    """Return the ssh command of the first host."""
+    words = shlex.split(json.loads(_output_of("connect", "--json"))[0]["read_key"])
     return words[: words.index("sudo")] if "sudo" in words else words[:-1]
 
 
 @contextmanager
-def _busy(login: list[str]) -> Iterator[None]:
-    ask = (
+def _load(login: list[str]) -> Iterator[None]:
+    request = (
         "sudo sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key | "
         "curl -s -N -m 60 -K - -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(_LONG))} http://127.0.0.1:8000/v1/chat/completions"
     )
-    script = f"for turn in 1 2 3 4; do {ask}; done"
+    script = f"for turn in 1 2 3 4; do {request}; done"
     clients = [
         subprocess.Popen([*login, script], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         for _ in range(3)
@@ -160,30 +160,30 @@ def _busy(login: list[str]) -> Iterator[None]:
         client.wait()
 
 
-def _ours() -> list[str]:
+def _command() -> list[str]:
     return [sys.executable, "-m", "spark_deploy"]
 
 
-def _say(text: str) -> None:
-    _shown(f"\x1b[2m{text}\x1b[0m\n")
+def _comment(text: str) -> None:
+    _write(f"\x1b[2m{text}\x1b[0m\n")
 
 
-def _shown(text: str) -> None:
+def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _types(*words: str) -> int:
-    _shown(f"\x1b[1m$\x1b[0m spark-deploy {shlex.join(words)}\n")
+def _type(*words: str) -> int:
+    _write(f"\x1b[1m$\x1b[0m spark-deploy {shlex.join(words)}\n")
     time.sleep(1)
-    done = subprocess.run([*_ours(), *words], stdin=subprocess.DEVNULL, check=False)
-    _shown("\n")
+    done = subprocess.run([*_command(), *words], stdin=subprocess.DEVNULL, check=False)
+    _write("\n")
     return done.returncode
 
 
-def _told(*words: str) -> str:
-    """Return what a command prints; ``status`` ends with 1 when something differs."""
-    done = subprocess.run([*_ours(), *words], capture_output=True, text=True, check=False)
+def _output_of(*words: str) -> str:
+    """Return the JSON output of a command; ``status`` may exit with 1."""
+    done = subprocess.run([*_command(), *words], capture_output=True, text=True, check=False)
     json.loads(done.stdout)
     return done.stdout
 

@@ -23,7 +23,8 @@ from rich._export_format import CONSOLE_SVG_FORMAT  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 
-from spark_deploy.cli import live, progress_screen, terminal  # noqa: E402
+from spark_deploy.cli import console as cli_console  # noqa: E402
+from spark_deploy.cli import live, progress_screen  # noqa: E402
 from spark_deploy.cli.hosts import Target, build_plan  # noqa: E402
 from spark_deploy.cli.plan_text import plan_text  # noqa: E402
 from spark_deploy.cli.progress_screen import HostView, Transcript  # noqa: E402
@@ -74,7 +75,7 @@ def plan(console: Console) -> None:
     target = Target("spark-1", {}, settings, read_catalog())
     pair = pair_of(settings.settings, target.catalog)
     lines = plan_text(build_plan(target, estimate=True), *pair, verbose=False)
-    terminal.print_wrapped(lines, console)
+    cli_console.print_wrapped(lines, console)
 
 
 def up_running(console: Console) -> None:
@@ -101,7 +102,7 @@ def status(console: Console) -> None:
         host["proof"]["checked_at"] = recent.isoformat()  # keeps the picture unchanged
         # Fields that are newer than the recording are empty.
         lines = status_lines({**host_fields(HostStatus(None)), **host})
-        terminal.print_wrapped(lines, console)
+        cli_console.print_wrapped(lines, console)
 
 
 def top_once(console: Console) -> None:

@@ -1,7 +1,4 @@
-"""What makes a site of these pages: the README is its front, and order is by use.
-
-A link out of ``docs/`` leads into the repository, which the site is no part of: its text stays.
-"""
+"""mkdocs hooks: the README becomes the front page; links out of ``docs/`` become plain text."""
 
 from __future__ import annotations
 
@@ -28,40 +25,39 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    here = Path(page.file.src_uri).parent
+    folder = Path(page.file.src_uri).parent
 
-    def kept(match: re.Match[str]) -> str:
+    def rewrite(match: re.Match[str]) -> str:
         mark, text, target = match.groups()
         path, sharp, anchor = target.partition("#")
-        if path and (CHECKOUT / "docs" / here / path).resolve() == CHECKOUT / "README.md":
-            front = "../" * len(here.parts) + "index.md"
+        if path and (CHECKOUT / "docs" / folder / path).resolve() == CHECKOUT / "README.md":
+            front = "../" * len(folder.parts) + "index.md"
             return f"{mark}[{text}]({front}{sharp}{anchor})"
-        inside = re.match(r"^[a-z]+:", target) or not path or _is_page(here / path)
+        inside = re.match(r"^[a-z]+:", target) or not path or _is_page(folder / path)
         return match[0] if inside else text
 
-    return _LINK.sub(kept, markdown)
+    return _LINK.sub(rewrite, markdown)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Have the page ask no other site: what the theme would fetch lies beside it.
+    """Load scripts from this site.
 
     Raises:
-        PluginError: something is asked of another site, so a reader without a network lacks it.
+        PluginError: the page loads files from another site, so it would not work offline.
     """
     output = output.replace(_SHIM, get_relative_url("iframe-worker.js", page.url))
-    if found := _FOREIGN.search(output):
-        raise PluginError(f"{page.url} asks another site: {found[0]}")
+    if match := _FOREIGN.search(output):
+        raise PluginError(f"{page.url} loads from another site: {match[0]}")
     return output
 
 
 def _is_page(path: Path) -> bool:
-    there = (CHECKOUT / "docs" / path).resolve()
-    in_docs = there.is_relative_to(CHECKOUT / "docs") and there.is_file()
+    target = (CHECKOUT / "docs" / path).resolve()
+    in_docs = target.is_relative_to(CHECKOUT / "docs") and target.is_file()
     return in_docs or path.as_posix() == "index.md"
 
 
 def on_nav(nav: Any, **_: Any) -> Any:
-    """Put what people do first."""
     nav.items.sort(key=lambda item: ORDER.index(_name(item)))
     return nav
 

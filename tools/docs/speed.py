@@ -1,4 +1,4 @@
-"""The page of the computed speed: published figures beside it, and what it is made of."""
+"""Tables of the computed speed: comparison with published figures, and its parts."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ from spark_deploy.plan.speed import (
 from tools.docs.declared import row
 
 ON_H200 = (
-    "[measured](../../proofs/engine-proofs.md#lm-head-kernel) on an H200, of its own bandwidth: "
+    "[measured](../../proofs/engine-proofs.md#lm-head-kernel) on an H200, by its bandwidth: "
     "3072 inputs, one token, between both floors"
 )
 NUMBERS = (
     ("bandwidth", f"{BANDWIDTH_BYTES_PER_S / 1e9:.0f} GB/s", "data sheet of a Spark"),
-    ("INT4 kernels", f"{LARGE_INT4} of it", "reported of Marlin by the community"),
-    ("states, cache", f"{LARGE_INT4} of it", "taken as INT4 kernels"),
+    ("INT4 kernels", f"{LARGE_INT4} of it", "reported by the community for Marlin"),
+    ("states, cache", f"{LARGE_INT4} of it", "assumed equal to INT4 kernels"),
     ("shared experts, routers, drafter", f"{SMALL} of it", "fitted"),
     ("each layer", f"{LAYER_S * 1e6:.0f} µs", "fitted"),
     *((f"LM head, {head}", f"{share} of it", ON_H200) for head, share in HEADS.items()),
     ("first draft accepted", str(FIRST_ACCEPTED), "published: 95 % of one"),
-    ("each later one, after the one before", str(LATER_ACCEPTED), "published: 80 % of two"),
+    (
+        "each later draft, if the previous was accepted",
+        str(LATER_ACCEPTED),
+        "published: 80 % of two",
+    ),
 )
 
 
@@ -57,18 +61,18 @@ def compared_rows(catalog: Catalog) -> Iterator[str]:
 
 
 def measured_rows(catalog: Catalog) -> Iterator[str]:
-    found = list(measured_speeds(CHECKOUT, catalog))
-    if not found:
-        yield "There is no report yet, so nothing is corrected."
+    speeds = list(measured_speeds(CHECKOUT, catalog))
+    if not speeds:
+        yield "There is no report yet, so no correction."
         return
     yield from ("| report | profile, model | measured | computed | |", "|---|---|---|---|---|")
-    for one in found:
-        ratio = one.tokens_per_s / one.computed_tokens_per_s
+    for speed in speeds:
+        ratio = speed.tokens_per_s / speed.computed_tokens_per_s
         yield row(
-            f"[{one.report}](../../reports/{one.report})",
-            f"{one.profile}, {one.model}",
-            f"{one.tokens_per_s:.1f}",
-            f"{one.computed_tokens_per_s:.1f}",
+            f"[{speed.report}](../../reports/{speed.report})",
+            f"{speed.profile}, {speed.model}",
+            f"{speed.tokens_per_s:.1f}",
+            f"{speed.computed_tokens_per_s:.1f}",
             f"times {ratio:.2f}",
         )
     factor = read_calibration(CHECKOUT, catalog).factor
@@ -94,16 +98,16 @@ def number_rows() -> Iterator[str]:
 
 def _shape(catalog: Catalog, name: str) -> Architecture:
     model = catalog.model(name)
-    assert isinstance(model, HybridModel), f"{name}: figures are published of ours alone"
+    assert isinstance(model, HybridModel), f"{name}: published figures need a hybrid model"
     return model.architecture
 
 
 def _published(catalog: Catalog) -> list[tuple[str, str, Figure, float]]:
-    """Return profile, model, figure and its number, in the order of the numbers."""
-    found = [
+    """Return profile, model, figure and its number, sorted."""
+    rows = [
         (name, figure.model, figure, figure.tokens_per_s)
         for name in catalog.profile_names
         for figure in catalog.profile(name, Settings().model).published
         if figure.model and figure.tokens_per_s
     ]
-    return sorted(found, key=lambda one: (one[2].requests, one[1], one[3]))
+    return sorted(rows, key=lambda row: (row[2].requests, row[1], row[3]))

@@ -157,7 +157,7 @@ def test_compare_reads_files_and_refuses_others(tmp_path, capsys):
 
 def test_json_of_several_hosts_is_one_document(tmp_path, monkeypatch, capsys):
     hosts = [SimpleNamespace(name=name) for name in ("a", "b")]
-    monkeypatch.setattr(bench, "select_hosts", lambda options, judged: hosts)
+    monkeypatch.setattr(bench, "select_hosts", lambda options, must_serve: hosts)
     monkeypatch.setattr(bench, "_measure_host", lambda host, how, out: (result(), host.name))
     assert main(["bench", "--out", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2

@@ -17,8 +17,8 @@ import pytest
 from spark_contract.status import NamedRelease, Rollback
 
 from spark_deploy.cli import changes, main
+from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import Answer
-from spark_deploy.cli.options import Options
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SparkError
 
@@ -193,7 +193,7 @@ def run_tool(command: str, options: Options, **values: Any) -> int:
 @pytest.mark.parametrize("command", ["stop", "start"])
 def test_a_single_member_of_a_cluster_is_refused(command, monkeypatch):
     member = host_of("spark-2", "spark-1", "spark-2")
-    monkeypatch.setattr(changes, "select_hosts", lambda _, judged: [member])
+    monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [member])
     with pytest.raises(SparkError, match="serves together with spark-1") as error:
         run_tool(command, Options(inventory="own.py"))
     fix = f"spark-deploy {command} spark-1 spark-2 --inventory own.py"
@@ -219,7 +219,7 @@ def test_stop_and_start_run_one_command_per_host(
         return True, SimpleNamespace(stdout="stopped\n")
 
     host = SimpleNamespace(run_shell_command=run_shell_command)
-    monkeypatch.setattr(changes, "select_hosts", lambda _, judged: [host_of("spark-1")])
+    monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
     monkeypatch.setattr(
         changes, "query", lambda hosts, run, doing: [Answer(hosts[0], run(host, hosts[0]))]
     )
@@ -232,7 +232,7 @@ def test_stop_and_start_run_one_command_per_host(
 
 
 def test_an_unknown_service_gets_a_suggestion(monkeypatch):
-    monkeypatch.setattr(changes, "select_hosts", lambda _, judged: [host_of("spark-1")])
+    monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [host_of("spark-1")])
     with pytest.raises(SparkError, match="did you mean embed"):
         run_tool("stop", Options(), service="embd")
 

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +36,7 @@ def text_of(verdict: dict[str, Any]) -> str:
     return "\n".join(doctor.verdict_lines(verdict))
 
 
-def test_a_verdict_shows_problems_and_warnings_with_fixes() -> None:
+def test_a_verdict_shows_problems_and_warnings_with_fixes():
     verdict = {
         "host": "lab-1", "reachable": True, "stubbed": ["driver 580+labstub"], "stopped": {},
         "problems": [{"where": "disk /", "what": "1 GiB free", "fix": "free 9 GiB"}],
@@ -53,13 +52,13 @@ def test_a_verdict_shows_problems_and_warnings_with_fixes() -> None:
 
 
 @pytest.mark.parametrize(("lines", "is_shown"), [(["0"], False), (["3"], True), ([], False)])
-def test_failed_allocations_of_the_driver_are_shown(lines: list[str], is_shown: bool) -> None:
+def test_failed_allocations_of_the_driver_are_shown(lines, is_shown):
     rows = verdict_of(survey(driver_memory=lines))["looks"]
     assert ("driver" in rows) == is_shown
     assert "blocks" in rows
 
 
-def test_other_engines_are_listed_with_the_commands_that_replace_them() -> None:
+def test_other_engines_are_listed_with_the_commands_that_replace_them():
     verdict = verdict_of(survey(containers=[RUNNING, SECOND]))
     text = text_of(verdict)
     assert "  others    ollama (ollama/ollama, running), vllm (vllm/vllm, running)\n" in text
@@ -73,12 +72,12 @@ def test_other_engines_are_listed_with_the_commands_that_replace_them() -> None:
 
 
 @pytest.mark.parametrize("setting", ["takeover", "allow_containers"])
-def test_listed_containers_need_no_replacement(setting: str) -> None:
+def test_listed_containers_need_no_replacement(setting):
     assert verdict_of(survey(containers=[RUNNING]), **{setting: ("ollama",)})["move"] == []
     assert verdict_of(survey(containers=[]))["move"] == []
 
 
-def test_stopped_services_are_listed_and_stay_stopped() -> None:
+def test_stopped_services_are_listed_and_stay_stopped():
     record = '{"schema_version":1,"release":"main-1","at":"NOON","by":"ann@desk","until":"ONE"}'
     verdict = verdict_of(survey(containers=[], stopped=["main", record, "small", "torn"]))
     assert text_of(verdict).startswith(
@@ -91,7 +90,7 @@ def test_stopped_services_are_listed_and_stay_stopped() -> None:
     assert "stopped" not in text_of(verdict_of(survey(containers=[])))
 
 
-def test_the_survey_reads_each_stop_as_one_line(tmp_path: Path) -> None:
+def test_the_survey_reads_each_stop_as_one_line(tmp_path):
     def lines() -> list[str]:
         script = ["sh", "-ec", stopped_script(str(tmp_path)) + "exit 0"]
         return subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n")
@@ -101,7 +100,7 @@ def test_the_survey_reads_each_stop_as_one_line(tmp_path: Path) -> None:
     assert lines() == ["== stopped", "main", '{ "at": "NOON"}', ""]
 
 
-def test_files_on_the_host_reduce_the_download() -> None:
+def test_files_on_the_host_reduce_the_download():
     downloads = (("/srv/spark/sources/x", SHARDS),)
     stored = Stored(files=FILES, folders={"a" * 64: "/data/hub"})
     host_survey = dataclasses.replace(survey(containers=[]), stored=stored)
@@ -118,13 +117,11 @@ def test_files_on_the_host_reduce_the_download() -> None:
         (0, 72_000_000_000, ""),
     ],
 )
-def test_small_files_get_a_readable_unit(found_bytes: int, whole_bytes: int, text: str) -> None:
+def test_small_files_get_a_readable_unit(found_bytes, whole_bytes, text):
     assert doctor.reuse_text(doctor.Reuse(found_bytes, whole_bytes, ())).startswith(text)
 
 
-def test_plan_on_host_shows_files_that_hosts_have(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_on_host_shows_files_that_hosts_have(monkeypatch, capsys):
     queried: list[str] = []
     is_reached = True
 
@@ -151,9 +148,7 @@ def test_plan_on_host_shows_files_that_hosts_have(
     assert "spark-1: is off" in capsys.readouterr().err
 
 
-def test_an_unreachable_hub_is_queried_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreachable_hub_is_queried_once(monkeypatch, capsys):
     hosts: list[Any] = [SimpleNamespace(name=f"spark-{number}") for number in (1, 2, 3)]
     calls = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,7 +80,7 @@ def drawn(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_answer_of_a_hub_gives_a_draft_or_one_problem(hub: Hub, data: st.DataObject) -> None:
+def test_any_answer_of_a_hub_gives_a_draft_or_one_problem(hub, data):
     end, text = data.draw(st.sampled_from(sorted(answers_of(hub).items())))
     assert drawn(hub, end, data.draw(hostile(text))).get("kind", "plain") == "plain"
 
@@ -143,7 +142,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_impossible_answers_are_refused(hub: Hub, case: str) -> None:
+def test_impossible_answers_are_refused(hub, case):
     end, answer = REFUSED[case]
     assert drawn(hub, end, answer(hub)) == {}
 
@@ -151,7 +150,7 @@ def test_impossible_answers_are_refused(hub: Hub, case: str) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(item, marks=pytest.mark.slow) if item == LONG else item for item in TAKEN]
 )
-def test_odd_answers_stay_out_of_the_file(hub: Hub, case: str) -> None:
+def test_odd_answers_stay_out_of_the_file(hub, case):
     end, answer = TAKEN[case]
     assert drawn(hub, end, answer(hub))["repository"] == REPO
 
@@ -179,9 +178,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_hostile_file_is_refused_without_writing(
-    hub: Hub, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_file_is_refused_without_writing(hub, tmp_path, case, capsys):
     text, output = FILES[case]
     site = make_site(tmp_path / "site", hub)
     (tmp_path / "r.yaml").write_text(text)
@@ -196,9 +193,7 @@ def test_a_hostile_file_is_refused_without_writing(
 RECIPE = 'model: org/tiny\nsummary: x\ndescription: "a\\e[2Jb"\n"\\e[2J": 1\ncommand: vllm serve x'
 
 
-def test_a_recipe_cannot_send_control_characters(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_cannot_send_control_characters(hub, tmp_path, capsys):
     hub.fault = None
     site = make_site(tmp_path / "site", hub)
     (tmp_path / "r.yaml").write_text(RECIPE)
@@ -212,9 +207,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_files_are_written_all_or_none(
-    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_all_or_none(tmp_path, at, monkeypatch):
     model = {"kind": "plain", "summary": "s", "choose_when": "c", "repository": "org/x"}
     texts = {
         ("models", "mine"): yaml.safe_dump(model),

@@ -26,7 +26,7 @@ from spark_deploy.inventory.login import Access
         ("SSH error (odd)", None),
     ],
 )
-def test_known_connection_errors_get_a_fix(reason: str, fix: str | None) -> None:
+def test_known_connection_errors_get_a_fix(reason, fix):
     text = with_fix(reason)
     assert text.startswith(reason)
     assert fix in text.partition("; fix: ")[2] if fix else text == reason
@@ -48,14 +48,14 @@ def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     return [SimpleNamespace(name=name, data={}) for name in ("ready", "strange", "off")]
 
 
-def test_each_host_without_access_gets_a_problem(hosts: list[Any]) -> None:
+def test_each_host_without_access_gets_a_problem(hosts):
     off, strange = check_access(hosts).problems()
     assert (off.where, off.what) == ("off", "unreachable: off: no route")
     assert (strange.where, "SSH key" in strange.what) == ("strange", True)
     assert "spark-deploy up" in strange.fix
 
 
-def test_local_is_closed_if_sudo_requires_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_is_closed_if_sudo_requires_a_password(monkeypatch):
     probed: list[Endpoint] = []
     monkeypatch.setattr(cli_hosts.host_keys, "query_host_key", probed.append)
     monkeypatch.setattr(cli_hosts.login, "try_key", lambda endpoint: Access(True, False))
@@ -65,9 +65,7 @@ def test_local_is_closed_if_sudo_requires_a_password(monkeypatch: pytest.MonkeyP
     assert not probed
 
 
-def test_a_slow_login_names_its_hosts(
-    hosts: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_login_names_its_hosts(hosts, monkeypatch, capsys):
     monkeypatch.setattr(cli_hosts, "QUIET_S", 0.05)
     check_access(hosts)
     assert "ready, strange, off: 0 s\n" in capsys.readouterr().err
@@ -75,9 +73,7 @@ def test_a_slow_login_names_its_hosts(
     assert capsys.readouterr().err == ""
 
 
-def test_a_slow_query_names_only_hosts_without_an_answer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_query_names_only_hosts_without_an_answer(monkeypatch, capsys):
     def connect(host: Any, **_options: Any) -> None:
         gevent.sleep(0.3 if host.name == "slow" else 0)
 

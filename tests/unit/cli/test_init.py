@@ -26,7 +26,7 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr(init, "PRODUCT_NAME", tmp_path / "product_name")
 
     def no_hub(*_words, **_more):
-        raise LockError.one("hub", "cannot be asked", "look at the network")
+        raise LockError.one("hub", "cannot be queried", "check the network")
 
     monkeypatch.setattr(init.update, "lock_names", no_hub)
 
@@ -51,31 +51,11 @@ def hosts(folder: Path) -> dict:
     ],
 )  # fmt: skip
 def test_hosts_are_written_from_options(words, expected, capsys):
-    folder = made(*words)
-    assert hosts(folder) == expected
+    assert hosts(made(*words)) == expected
     assert "next: cd own && spark-deploy up" in capsys.readouterr().out
 
 
-def test_links_to_pages_name_the_project():
-    assert re.search(
-        r"\S+\.md of dgx-spark-deploy\n", (made("--host", "a") / "group_vars/all.yml").read_text()
-    )
-
-
-def test_json_lists_written_files_and_the_next_command(capsys):
-    folder = made("--host", "a", "--profile", "agent")
-    (folder / "hosts.yml").unlink()
-    capsys.readouterr()
-    assert main(["init", "own", "--host", "b", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["written"] == ["own/hosts.yml"]
-    assert "own/group_vars/all.yml" in result["kept"]
-    assert result["hosts"] == [{"host": "b", "model": "qwen3.5-122b", "profile": "agent"}]
-    assert result["not_locked"] == "cannot be asked"
-    assert result["next"] == ["cd own && spark-deploy up"]
-
-
-def test_several_hosts_can_be_separated_by_commas(monkeypatch):
+def test_hosts_can_be_entered_with_commas(monkeypatch):
     text = iter(["10.0.0.7, spark-2,spark-3", ""])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(init.click, "prompt", lambda *_words, **_more: next(text))
@@ -83,45 +63,48 @@ def test_several_hosts_can_be_separated_by_commas(monkeypatch):
     assert hosts(made()) == expected
 
 
-def test_on_a_spark_it_serves_on_this_machine(tmp_path):
+def test_a_spark_serves_on_itself_by_default(tmp_path):
     (tmp_path / "product_name").write_text("NVIDIA_DGX_Spark\n")
     assert hosts(made()) == {"@local": None}
 
 
-def test_without_terminal_and_hosts_the_fix_is_an_option(capsys):
-    assert main(["init", "own"]) == 1
-    assert "--host spark-1=192.168.1.21" in capsys.readouterr().err
-    assert not Path("own/hosts.yml").exists()
-
-
-def test_existing_files_are_kept(capsys):
+def test_existing_files_are_kept_and_schemas_renewed(capsys):
     folder = made("--host", "a", "--profile", "agent")
-    (folder / "group_vars/all.yml").write_text("profile: base\n")
-    (folder / "hosts.yml").write_text("hosts: {b: }\n")
+    settings, schema = folder / "group_vars/all.yml", folder / "schema/settings.schema.json"
+    current = schema.read_text()
+    settings.write_text("profile: base\n")
+    schema.write_text("{}")
+    (folder / "hosts.yml").unlink()
+    capsys.readouterr()
+    assert main(["init", "own", "--host", "b", "--json"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["written"] == ["own/hosts.yml", "own/schema/settings.schema.json"]
+    assert "own/group_vars/all.yml" in result["kept"]
+    assert result["hosts"] == [{"host": "b", "model": "qwen3.5-122b", "profile": "base"}]
+    assert result["not_locked"] == "cannot be queried"
+    assert result["next"] == ["cd own && spark-deploy up"]
+    assert (settings.read_text(), schema.read_text()) == ("profile: base\n", current)
+    assert "kept     own/group_vars/all.yml" in captured.err
     made("--host", "c")
     assert hosts(folder) == {"b": None}
-    assert (folder / "group_vars/all.yml").read_text() == "profile: base\n"
-    assert "kept     own/hosts.yml" in capsys.readouterr().err
-
-
-def test_schemas_are_renewed(capsys):
-    folder = made("--host", "a")
-    old = folder / "schema/settings.schema.json"
-    now = old.read_text()
-    old.write_text("{}")
-    made("--host", "a")
-    assert old.read_text() == now
-    assert "written  own/schema/settings.schema.json" in capsys.readouterr().err
 
 
 def test_a_published_model_gets_the_plain_profile():
     text = (made("--host", "a", "--model", "qwen3-4b") / "group_vars/all.yml").read_text()
     assert yaml.safe_load(text)["profile"] == "plain"
-    assert "v2" not in text, "it is for trees of our own"
+    assert "v2" not in text  # a profile for hybrid models
 
 
-def test_the_written_settings_can_be_planned(capsys, monkeypatch):
+def test_commented_settings_are_valid_and_can_be_planned(monkeypatch, capsys):
     folder = made("--host", "a=10.0.0.7", "--profile", "agent")
+    path = folder / "group_vars/all.yml"
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 15
+    assert re.search(r"^profile: .*\S+\.md of dgx-spark-deploy$", path.read_text(), re.M)
+    commented = ("# keep", "#   - ", "# serve", "# paths")
+    settings = [line.removeprefix("# ") for line in lines if line.startswith(commented)]
+    path.write_text("\n".join([*lines, *settings]))
     monkeypatch.chdir(folder)
     capsys.readouterr()
     assert main(["plan", "--estimate", "--json"]) == 0
@@ -129,39 +112,26 @@ def test_the_written_settings_can_be_planned(capsys, monkeypatch):
     assert (plan["host"], plan["profile"]) == ("a", "agent")
 
 
-def test_commented_settings_are_valid(monkeypatch):
-    folder = made("--host", "a")
-    path = folder / "group_vars/all.yml"
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 15
-    # The file without the comment signs.
-    opened = [line.removeprefix("# ") for line in lines if line.startswith(("# keep", "#   - ",
-              "# serve", "# paths"))]  # fmt: skip
-    path.write_text("\n".join([*lines, *opened]))
-    monkeypatch.chdir(folder)
-    assert main(["plan", "--estimate"]) == 0
-
-
 def test_settings_list_the_profiles_of_the_readme():
     page = (CHECKOUT / "README.md").read_text("utf-8").partition("## Which profile")[2]
     choices = set(re.findall(r"^\| `([\w-]+)` \|", page, re.M))
     text = (made("--host", "a", "--profile", "agent") / "group_vars/all.yml").read_text()
-    named = set(re.search(r"^profile: agent  # or (.*): docs", text, re.M)[1].split(", "))
+    listed = set(re.search(r"^profile: agent  # or (.*): docs", text, re.M)[1].split(", "))
     assert "v2-tq" in choices
-    assert "plain" not in named  # for published models
-    assert choices <= {"agent"} | named  # a profile of one's own is named, too, but on no page
+    assert "plain" not in listed  # for published models
+    assert choices <= {"agent"} | listed
 
 
 def test_pyinfra_reads_the_same_hosts_and_refuses_a_missing_inventory():
     folder = made("--host", "a=10.0.0.7", "--user", "nvidia")
 
-    def ask(*words):
+    def run(*words):
         return forked.run(("pyinfra", *words), cwd=folder.absolute(), env=os.environ)
 
-    shown = ask("inventory/spark.py", "debug-inventory")
-    assert shown.returncode == 0, shown.stderr
-    assert '"ssh_hostname": "10.0.0.7"' in shown.stdout + shown.stderr
-    wrong = ask("inventory/sparks.py", "debug-inventory")
+    result = run("inventory/spark.py", "debug-inventory")
+    assert result.returncode == 0, result.stderr
+    assert '"ssh_hostname": "10.0.0.7"' in result.stdout + result.stderr
+    wrong = run("inventory/sparks.py", "debug-inventory")
     assert wrong.returncode != 0
     assert "did you mean inventory/spark.py?" in wrong.stdout + wrong.stderr
 
@@ -229,6 +199,7 @@ def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
         (("--host", "a", "--host", "a=10.0.0.7"), "hosts.yml"),
         (("--host", "a: b"), "hosts.yml"),
         (("--host", ""), "hosts.yml"),
+        ((), "--host spark-1=192.168.1.21"),
     ],
 )
 def test_a_mistake_leaves_no_files(words, text, capsys):

@@ -66,7 +66,7 @@ def interrupted(site: Path, *words: str, once: str) -> tuple[int, str]:
     return process.wait(timeout=20), text
 
 
-def test_an_interrupted_deploy_restores_the_cursor(site: Path) -> None:
+def test_an_interrupted_deploy_restores_the_cursor(site):
     code, text = interrupted(site, "rollback", "-y", once="connecting")
     assert code == 130
     assert "interrupted: work on hosts continues" in text
@@ -74,13 +74,13 @@ def test_an_interrupted_deploy_restores_the_cursor(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_question_changes_nothing(site: Path) -> None:
+def test_an_interrupted_question_changes_nothing(site):
     code, text = interrupted(site, "rotate-key", once="[y/N]")
     assert (code, "no changes made" in text) == (130, True)
     assert "continues" not in text
 
 
 @pytest.mark.slow
-def test_an_interrupted_tunnel_is_a_success(site: Path) -> None:
+def test_an_interrupted_tunnel_is_a_success(site):
     code, text = interrupted(site, "connect", "--tunnel", once="open until Ctrl-C")
     assert (code, "interrupted" in text) == (0, False)

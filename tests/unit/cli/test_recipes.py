@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ USED = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_recipe_becomes_a_valid_catalog_file(name: str, tmp_path: Path) -> None:
+def test_a_recipe_becomes_a_valid_catalog_file(name, tmp_path):
     draft = draft_of_recipe(READ[name], name)
     folder = tmp_path / "catalog/models"
     folder.mkdir(parents=True)
@@ -84,14 +83,14 @@ def test_a_recipe_becomes_a_valid_catalog_file(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", READ)
-def test_every_key_is_used_or_reported(name: str) -> None:
+def test_every_key_is_used_or_reported(name):
     draft = draft_of_recipe(READ[name], name)
     text = "\n".join(draft.open)
     for key in READ[name].keys() - USED[name]:
         assert f"not used: {key}:" in text, key
 
 
-def test_code_and_secrets_are_reported_and_not_used() -> None:
+def test_code_and_secrets_are_reported_and_not_used():
     text = {name: "\n".join(draft_of_recipe(data, name).open) for name, data in READ.items()}
     assert "--trust-remote-code: foreign code is not run" in text["sparkrun-2.yaml"]
     assert "environment HF_TOKEN" in text["sparkrun-2.yaml"]
@@ -109,7 +108,7 @@ def test_code_and_secrets_are_reported_and_not_used() -> None:
     assert "hf_secret" not in "".join(draft_of_recipe(d, n).text() for n, d in READ.items())
 
 
-def test_an_unknown_parser_is_reported_and_left_out() -> None:
+def test_an_unknown_parser_is_reported_and_left_out():
     engine = shipped_catalog().engines.engines["0.33.0"]
     text = "--reasoning-parser nano_v3 --tool-call-parser qwen3_coder"
     draft = draft_of_recipe({"model": "org/x", "command": f"vllm serve {text}"}, "r", engine)
@@ -126,24 +125,24 @@ SEVERAL = (
 
 
 @pytest.mark.parametrize("changes", SEVERAL, ids=str)
-def test_a_recipe_for_several_hosts_is_refused(changes: dict[str, Any]) -> None:
+def test_a_recipe_for_several_hosts_is_refused(changes):
     with pytest.raises(CatalogError, match=r"is for \d+ GPUs"):
         draft_of_recipe({**READ["sparkrun-2.yaml"], **changes}, "r.yaml")
 
 
 @pytest.mark.parametrize("command", ["python -m sglang.launch_server", "vllm 'serve"])
-def test_a_command_without_vllm_serve_is_reported(command: str) -> None:
+def test_a_command_without_vllm_serve_is_reported(command):
     draft = draft_of_recipe({"model": "org/x", "command": command}, "r.yaml")
     assert "not used: command: it does not call `vllm serve`" in draft.open
 
 
-def test_a_command_that_expands_too_far_is_refused() -> None:
+def test_a_command_that_expands_too_far_is_refused():
     data = {"model": "org/x", "command": "{a}" * 10_000, "defaults": {"a": "x" * 1_000_000}}
     with pytest.raises(CatalogError, match="too long"):
         draft_of_recipe(data, "r.yaml")
 
 
-def test_values_that_a_profile_cannot_express_are_reported(tmp_path: Path) -> None:
+def test_values_that_a_profile_cannot_express_are_reported(tmp_path):
     text = "--max-model-len auto --kv-cache-dtype nvfp4 --max-num-seqs -1 --seed 1"
     data = {"model": "org/x", "command": f"vllm serve org/x {text}"}
     draft = draft_of_recipe(data, "r.yaml")
@@ -164,14 +163,14 @@ def written(data: dict[str, Any], name: str) -> tuple[str, tuple[Problem, ...]]:
 @settings(max_examples=40, deadline=None)
 @given(value=ANYTHING)
 @pytest.mark.parametrize("name", READ)
-def test_any_value_gives_a_draft_or_one_problem(name: str, value: Any) -> None:
+def test_any_value_gives_a_draft_or_one_problem(name, value):
     for key in READ[name]:
         text, problems = written({**READ[name], key: value}, name)
         assert all(problem.line.isprintable() for problem in problems)
         assert len(problems) == 1 or yaml.safe_load(text)["kind"] == "plain"
 
 
-def test_shipped_repositories_name_source_and_missing_run() -> None:
+def test_shipped_repositories_name_source_and_missing_run():
     catalog = shipped_catalog()
     shipped = {n: m for n, m in catalog.models.items() if isinstance(m, PlainModel)}
     assert len(shipped) >= 8

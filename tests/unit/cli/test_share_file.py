@@ -1,10 +1,10 @@
-"""``spark-deploy share`` and ``add FILE``: the same release elsewhere, and no secrets."""
+"""``spark-deploy share`` and ``add FILE``: the same release elsewhere, without secrets."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import yaml
 
 from spark_deploy.cli import hosts, main
 from spark_deploy.cli import share as command
+from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import Answer, build_plan, select_hosts
-from spark_deploy.cli.options import Options
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
-from tests.unit.cli.test_add import COMMIT, CONFIG, add, make_site, publish
+from tests.unit.cli.test_add import COMMIT, add, make_site, publish
 from tests.unit.statuses import told
 
 CANARY = "canary-4f9c2d7b1e"
@@ -28,18 +28,15 @@ def share(root: Path, choice: str, *extra: str) -> int:
 
 
 def share_online(root: Path, out: Path) -> int:
-    """Not by main(), which would patch this whole process by gevent."""
+    """Share without main(), which would patch this process by gevent."""
     run = command.share.callback.__wrapped__
     options = Options(inventory=str(root / "sparks.py"))
     return int(run(options, choice="tiny/plain", out=str(out), unasked=False))
 
 
-def release_of(root: Path, model: str) -> Any:
-    options = Options(
-        inventory=str(root / "sparks.py"), model=model, profile="plain",
-    )  # fmt: skip
-    result = select_hosts(options)
-    return build_plan(result[0]).serve
+def release_of(root: Path) -> Any:
+    options = Options(inventory=str(root / "sparks.py"), model="tiny", profile="plain")
+    return build_plan(select_hosts(options)[0]).serve
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +45,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("shared")
     with Hub(root / "hub") as hub, pytest.MonkeyPatch.context() as patch:
         forked.fork_builder(patch)
-        publish(hub, "org/tiny", CONFIG, tokenizer_config__json={"chat_template": "x"})
+        publish(hub, "org/tiny")
         site, path = make_site(root / "site", hub), root / "tiny.spark.yml"
         make_site(root / "other", hub)
         assert add(site, "org/tiny") == 0
@@ -71,25 +68,31 @@ def file(shared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(shared / "tiny.spark.yml", tmp_path))
 
 
-def test_what_is_shared_is_the_same_release_elsewhere(
-    site: Path, other: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
+@pytest.fixture
+def edit(file: Path) -> Callable[[Callable[[Any], Any]], None]:
+    """Return a function that edits the shared file."""
+
+    def run(change: Callable[[Any], Any]) -> None:
+        data = yaml.safe_load(file.read_text())
+        change(data)
+        file.write_text(yaml.safe_dump(data))
+
+    return run
+
+
+def test_a_shared_file_gives_the_same_release(site, other, file, capsys):
     assert add(other, str(file)) == 0
-    text = capsys.readouterr().out
-    assert "OPEN        shared without a check result" in text
-    assert "spark-deploy use tiny/plain" in text
-    assert release_of(other, "tiny") == release_of(site, "tiny")
-    assert not (other / "catalog/profiles").exists(), "ours says the same"
+    out = capsys.readouterr().out
+    assert "OPEN        shared without a check result" in out
+    assert "spark-deploy use tiny/plain" in out
+    assert release_of(other) == release_of(site)
+    assert not (other / "catalog/profiles").exists()  # equals the shipped profile
 
 
-def test_a_script_reads_what_the_file_holds_and_that_it_proves_nothing(
-    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_describes_the_file_and_missing_results(site, tmp_path, capsys):
     settings = site / "group_vars/spark.yml"
     settings.write_text(f"{settings.read_text()}engine: {{max_sequences: 2}}\n")
     path = tmp_path / "a file.yml"
-    capsys.readouterr()
     assert share(site, "tiny/plain", "--unasked", "--json", "--out", str(path)) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["file"], result["model"], result["profile"]) == (str(path), "tiny", "plain")
@@ -100,102 +103,81 @@ def test_a_script_reads_what_the_file_holds_and_that_it_proves_nothing(
     assert result["next"] == [f"spark-deploy add '{path}'"]
 
 
-def test_a_host_that_cannot_be_asked_for_a_proof_is_named(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    away = "cannot be reached: no route to host"
-    monkeypatch.setattr(hosts, "query", lambda hosts, ask: [Answer(hosts[0], None, away)])
+def test_an_unreachable_host_is_named(site, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hosts, "query", lambda hosts, _: [Answer(hosts[0], None, "no route")])
     assert share_online(site, tmp_path / "x.yml") == 0
-    assert f"a: {away}" in capsys.readouterr().err
+    assert "a: no route" in capsys.readouterr().err
 
 
-def test_a_profile_of_ones_own_goes_with_it(site: Path, other: Path, tmp_path: Path) -> None:
+def test_an_own_profile_is_shared_without_its_base(site, other, tmp_path):
     (site / "catalog/profiles").mkdir(parents=True)
     mine = {"based_on": "plain", "summary": "Mine", "choose_when": "I do", "prefix_caching": True}
     (site / "catalog/profiles/mine.yml").write_text(yaml.safe_dump(mine))
     path = tmp_path / "x.yml"
     assert share(site, "tiny/mine", "--unasked", "--out", str(path)) == 0
     assert add(other, str(path)) == 0
-    taken = yaml.safe_load((other / "catalog/profiles/mine.yml").read_text())
-    assert (taken["prefix_caching"], taken["load_format"]) == (True, "safetensors")
-    assert "based_on" not in taken, "it stands alone"
+    profile = yaml.safe_load((other / "catalog/profiles/mine.yml").read_text())
+    assert (profile["prefix_caching"], profile["load_format"]) == (True, "safetensors")
+    assert "based_on" not in profile
 
 
-def test_a_commit_that_the_hub_does_not_confirm_is_refused_and_nothing_is_written(
-    other: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+# Everyone can propose a commit to a public repository; the hub then lists it.
+ANOTHER = {"org/another": {"revision": "main", "commit": "5" * 40}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data["sources"]["org/tiny"].update(commit="6" * 40), ""),
+        (lambda data: data["sources"].update(ANOTHER), "neither tiny nor plain names this repo"),
+        (
+            lambda data: data["profile"].update(
+                prefix_caching=not data["profile"].get("prefix_caching")
+            ),
+            "which other models use",
+        ),
+    ],
+    ids=["unknown commit", "repository of another model", "changed shipped profile"],
+)
+def test_a_file_that_would_change_others_is_refused(other, file, edit, change, message, capsys):
     before = (other / "spark.lock.yml").read_bytes()
-    data = yaml.safe_load(file.read_text())
-    data["sources"]["org/tiny"]["commit"] = "6" * 40
-    file.write_text(yaml.safe_dump(data))
+    edit(change)
     assert add(other, str(file)) == 1
-    assert "Traceback" not in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
     assert (other / "spark.lock.yml").read_bytes() == before
     assert not (other / "catalog").exists()
+    if message == "which other models use":
+        assert add(other, str(file), "--force") == 0
 
 
-def test_a_repository_of_another_model_is_not_locked_by_a_stranger(
-    other: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Everyone can propose a commit to a public repository; the hub then lists it."""
-    before = (other / "spark.lock.yml").read_bytes()
-    data = yaml.safe_load(file.read_text())
-    data["sources"]["org/another"] = {"revision": "main", "commit": "5" * 40}
-    file.write_text(yaml.safe_dump(data))
-    assert add(other, str(file)) == 1
-    assert "neither tiny nor plain names this repository" in capsys.readouterr().err
-    assert (other / "spark.lock.yml").read_bytes() == before
-    assert not (other / "catalog").exists()
-
-
-def test_a_commit_that_its_revision_is_not_at_is_told(
-    shared: Path, other: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_moved_revision_is_reported(shared, other, file, edit, capsys):
     folder = shared / "hub/api/models/org/tiny/revision"
-    moved = (folder / "main").read_text().replace("5" * 40, "7" * 40)
-    (folder / "stable").write_text(moved)
-    data = yaml.safe_load(file.read_text())
-    data["model"]["revision"] = data["sources"]["org/tiny"]["revision"] = "stable"
-    file.write_text(yaml.safe_dump(data))
+    (folder / "stable").write_text((folder / "main").read_text().replace("5" * 40, "7" * 40))
+    edit(lambda data: data["model"].update(revision="stable"))
+    edit(lambda data: data["sources"]["org/tiny"].update(revision="stable"))
     assert add(other, str(file)) == 0
     text = "OPEN        org/tiny: stable is now 777777777777, shared at 555555555555"
     assert text in capsys.readouterr().out
 
 
-def test_a_profile_of_ours_is_replaced_by_a_strangers_only_when_told_so(
-    other: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = yaml.safe_load(file.read_text())
-    data["profile"]["prefix_caching"] = not data["profile"].get("prefix_caching", False)
-    file.write_text(yaml.safe_dump(data))
-    assert add(other, str(file)) == 1
-    assert "which other models use" in capsys.readouterr().err
-    assert not (other / "catalog").exists()
-    assert add(other, str(file), "--force") == 0
-
-
-def test_a_proof_is_told_without_the_host_it_is_of(
-    site: Path, other: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_a_check_result_is_shared_without_the_host(site, other, tmp_path, monkeypatch, capsys):
     proof = {"engine": {"version": "0.33.0"}, "checks": [{"name": "answers"}],
              "versions": {"kernel": CANARY}, "invocation_id": CANARY}  # fmt: skip
-    status = told({"releases": [{"name": "main-1", "model": "tiny", "profile": "plain",
-                                 "proof": proof}]})  # fmt: skip
-    monkeypatch.setattr(hosts, "query", lambda hosts, ask: [Answer(hosts[0], status)])
+    release = {"name": "main-1", "model": "tiny", "profile": "plain", "proof": proof}
+    status = told({"releases": [release]})
+    monkeypatch.setattr(hosts, "query", lambda hosts, _: [Answer(hosts[0], status)])
     path = tmp_path / "proven.yml"
     assert share_online(site, path) == 0
     result = yaml.safe_load(path.read_text())["proof"]
     assert (result["ok"], result["engine"], result["checks"]) == (True, "0.33.0", {"answers": True})
     assert CANARY not in path.read_text()
-    capsys.readouterr()
     assert add(other, str(path)) == 0
     assert "checked by the author: full check of 2020" in capsys.readouterr().out
 
 
-def test_no_secret_of_the_settings_has_a_way_into_the_file(
-    site: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_of_the_settings_are_not_shared(site, file, monkeypatch):
     settings = site / "group_vars/spark.yml"
     monkeypatch.setenv("CANARY", CANARY)
     monkeypatch.setenv("A_PROXY", f"http://me:{CANARY}@proxy.example:3128")
@@ -215,15 +197,13 @@ def test_no_secret_of_the_settings_has_a_way_into_the_file(
     [{"A_URL": "https://me:pass@example.org/"}, {"A_NOTE": "hf_abcdefghijklmnop"}],
     ids=["login", "token"],
 )
-def test_what_looks_like_a_secret_in_a_catalog_file_is_refused(
-    site: Path, file: Path, environment: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_secrets_in_a_catalog_file_are_refused(site, file, environment, capsys):
     path = site / "catalog/models/tiny.yml"
     data = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**data, "changes": [{"set": {"environment": environment}}]}))
     file.unlink()
     assert share(site, "tiny/plain", "--unasked", "--out", str(file)) == 1
-    text = capsys.readouterr().err
-    assert "looks like a secret" in text
-    assert not any(value in text for value in environment.values())
+    err = capsys.readouterr().err
+    assert "looks like a secret" in err
+    assert not any(value in err for value in environment.values())
     assert not file.exists()

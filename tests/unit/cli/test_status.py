@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from spark_deploy.cli import status
+from spark_deploy.cli.console import Options
 from spark_deploy.cli.doctor import verdict_lines
 from spark_deploy.cli.hosts import Answer, Target
-from spark_deploy.cli.options import Options
 from spark_deploy.cli.status import status_lines, summary_of
 from spark_deploy.hosts.status import Count, HostStatus
 from tests.unit.cli.targets import target_of

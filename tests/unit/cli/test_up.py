@@ -14,8 +14,8 @@ from spark_contract.tool import COMPILING
 
 from spark_deploy.cli import hosts, up, update
 from spark_deploy.cli.changes import confirm
+from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import Answer
-from spark_deploy.cli.options import Options
 from spark_deploy.cli.up import HostState, preview
 from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from spark_deploy.cli import main
+from spark_deploy.cli.use import _set_keys
 
 INVENTORY = """\
 from spark_deploy.inventory import group_from as _group_from
@@ -98,12 +99,28 @@ def test_a_dry_run_and_a_repeated_choice_write_nothing(site, capsys):
     assert (site / "group_vars/all.yml").read_text() == ALL
 
 
-def test_a_file_in_another_form_is_kept_and_the_fix_is_shown(site, capsys):
-    text = "{model: qwen3.5-35b, profile: v2}\n"
-    (site / "group_vars/all.yml").write_text(text)
-    assert main(["use", "agent"]) == 1
-    assert "write profile: agent into it" in capsys.readouterr().err
-    assert (site / "group_vars/all.yml").read_text() == text
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("{model: qwen3.5-35b, profile: v2}\n", "{model: qwen3.5-35b, profile: agent}\n"),
+        ("model: qwen3.5-35b\nprofile:\n  'v2'\n", "model: qwen3.5-35b\nprofile:\n  agent\n"),
+        ("# none\n", "# none\nprofile: agent\n"),
+        ("", "profile: agent\n"),
+    ],
+)
+def test_every_form_of_yaml_is_edited_in_place(site, before, after):
+    (site / "group_vars/all.yml").write_text(before)
+    (site / "group_vars/spark.yml").write_text("lock_file: spark.lock.yml\n")
+    assert main(["use", "agent"]) == 0
+    assert (site / "group_vars/all.yml").read_text() == after
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{model: qwen3.5-35b}\n", "model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n"],
+)
+def test_a_value_without_a_place_of_its_own_is_not_edited(text):
+    assert _set_keys(text, {"profile": "agent"}) is None
 
 
 @pytest.mark.parametrize("present", ["qwen3.5-397b", "nobody-has-this"])

@@ -78,7 +78,7 @@ def status_of(**changes: Any) -> dict[str, Any]:
     }
 
 
-def said_of(
+def data_of(
     status: dict[str, Any] | None = None, evidence: dict[str, Any] | None = None, **survey: Any
 ) -> HostData:
     """Return the data of a serving Spark."""
@@ -87,4 +87,4 @@ def said_of(
 
 
 def report_of(text: HostData | None = None) -> HostReport:
-    return host_report(1, text or said_of(), PLAN, "main")
+    return host_report(1, text or data_of(), PLAN, "main")

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hosts import CHECKS, EVIDENCE, PROOF, report_of, said_of, status_of
+from hosts import CHECKS, EVIDENCE, PROOF, data_of, report_of, status_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ def whole(text: Any) -> str:
 
 
 @given(canary=CANARIES, before=st.sampled_from(["", "it said ", "at="]), after=st.just(" there"))
-def test_secrets_and_addresses_are_redacted(canary: str, before: str, after: str) -> None:
+def test_secrets_and_addresses_are_redacted(canary, before, after):
     assert canary.rpartition(" ")[2] not in redacted(f"{before}{canary}{after}")
 
 
@@ -60,11 +60,11 @@ def test_secrets_and_addresses_are_redacted(canary: str, before: str, after: str
         "--device=nvidia.com/gpu=all", "81% of 70 drafted tokens were accepted (floor 50%)",
     ],
 )  # fmt: skip
-def test_technical_texts_are_kept(text: str) -> None:
+def test_technical_texts_are_kept(text):
     assert redacted(text) == text
 
 
-def test_people_and_logins_are_redacted() -> None:
+def test_people_and_logins_are_redacted():
     assert redacted("https://me:secret@proxy/ of ann@example.org in /home/ann/x") == (
         "https://<redacted>@proxy/ of <redacted> in /home/<redacted>/x"
     )
@@ -73,7 +73,7 @@ def test_people_and_logins_are_redacted() -> None:
 # Without shrinking: each example makes a whole report.
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(canary=CANARIES, prompt=PROMPTS)
-def test_no_field_leaks_a_secret(canary: str, prompt: str) -> None:
+def test_no_field_leaks_a_secret(canary, prompt):
     """Every text field that a person, a program or a vendor fills contains a canary."""
     text = f"{prompt} {canary}"
     quoting = [{**item, "detail": f"{item['detail']} {text}"} for item in CHECKS]
@@ -105,7 +105,7 @@ def test_no_field_leaks_a_secret(canary: str, prompt: str) -> None:
         "labels": {text: text},
     }
     result = whole(
-        said_of(
+        data_of(
             status,
             evidence,
             containers=[json.dumps(container)],

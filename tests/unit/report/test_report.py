@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,17 +13,17 @@ from hosts import (
     PLANNED_TOKENS,
     PROOF,
     RELEASE,
+    data_of,
     report_of,
-    said_of,
     status_of,
     survey_of,
 )
 
 from spark_deploy.cli import doctor, hosts
+from spark_deploy.cli.console import Options
 from spark_deploy.cli.hosts import Answer
-from spark_deploy.cli.options import Options
 from spark_deploy.cli.report import HostReport, Report, file_text, read_report
-from spark_deploy.cli.report_contents import ANSWERS, HostData, with_answers
+from spark_deploy.cli.report_contents import QUESTION_IDS, HostData, with_answers
 from spark_deploy.config.catalog.load import read_questions
 from spark_deploy.config.errors import SparkError
 from tests.unit.statuses import told
@@ -39,14 +38,14 @@ def answers_of(host: HostReport) -> dict[str, str]:
 
 def without(**proof: object) -> HostData:
     release = {**status_of()["releases"][0], "proof": {**PROOF, **proof}}
-    return said_of(status_of(releases=[release]))
+    return data_of(status_of(releases=[release]))
 
 
-def test_every_open_question_has_a_rule() -> None:
-    assert [item.id for item in QUESTIONS.all] == list(ANSWERS)
+def test_every_open_question_has_a_rule():
+    assert [item.id for item in QUESTIONS.all] == list(QUESTION_IDS)
 
 
-def test_a_proven_spark_answers_most_questions() -> None:
+def test_a_proven_spark_answers_most_questions():
     result = answers_of(report_of())
     assert {name for name, state in result.items() if state == "yes"} == {
         "deployed", "neighbours", "fetched", "built", "loaded", "answers", "gdn-prefill",
@@ -56,7 +55,7 @@ def test_a_proven_spark_answers_most_questions() -> None:
     assert result["needle"] == result["local"] == result["restarted"] == "open"
 
 
-def test_answers_contain_the_evidence() -> None:
+def test_answers_contain_the_evidence():
     texts = {item.id: item.text for item in report_of().answers}
     assert texts["acceptance"] == "75.0% of 4,000 drafted tokens since the start"
     assert texts["memory-left"] == "least 17.0 GiB, floor 4.0 GiB"
@@ -76,25 +75,23 @@ def test_answers_contain_the_evidence() -> None:
         (without(checks=[{"name": "log lines", "ok": False}]), "loaded", "no"),
         (without(invocation_id="run-3"), "restarted", "yes"),
         (without(start_memory=None), "memory-left", "open"),
-        (said_of(evidence={**EVIDENCE, "kernel_log": {"xid": 2}}), "driver-trouble", "no"),
+        (data_of(evidence={**EVIDENCE, "kernel_log": {"xid": 2}}), "driver-trouble", "no"),
         (
-            said_of(evidence={**EVIDENCE, "engines": [{**ENGINE, "rollout_state": "rolled-back"}]}),
+            data_of(evidence={**EVIDENCE, "engines": [{**ENGINE, "rollout_state": "rolled-back"}]}),
             "rollout",
             "no",
         ),
-        (said_of(evidence={**EVIDENCE, "engines": []}), "kv-cache", "open"),
-        (said_of(status_of(events={"main": [{"kind": "hot"}]})), "heat", "no"),
-        (said_of(status_of(jobs=[{"kind": "fetch", "state": "failed"}])), "fetched", "no"),
-        (said_of(status_of(services={"main": {}})), "deployed", "open"),
+        (data_of(evidence={**EVIDENCE, "engines": []}), "kv-cache", "open"),
+        (data_of(status_of(events={"main": [{"kind": "hot"}]})), "heat", "no"),
+        (data_of(status_of(jobs=[{"kind": "fetch", "state": "failed"}])), "fetched", "no"),
+        (data_of(status_of(services={"main": {}})), "deployed", "open"),
     ],
 )
-def test_missing_evidence_is_open_and_failures_are_no(
-    text: HostData, question: str, state: str
-) -> None:
+def test_missing_evidence_is_open_and_failures_are_no(text, question, state):
     assert answers_of(report_of(text))[question] == state
 
 
-def test_a_host_without_our_tools_is_reported() -> None:
+def test_a_host_without_our_tools_is_reported():
     result = report_of(HostData(survey_of(), told({}), None))
     assert len(result.notes) == 1
     assert (result.serving, result.is_spark) == (None, True)
@@ -104,9 +101,9 @@ def test_a_host_without_our_tools_is_reported() -> None:
     assert older.serving.engine.lines == ()
 
 
-def test_stand_ins_answer_nothing() -> None:
+def test_stand_ins_answer_nothing():
     assert report_of().is_spark
-    stubbed = report_of(said_of(stubs=["ii  labstub-driver 580.159.03+labstub"]))
+    stubbed = report_of(data_of(stubs=["ii  labstub-driver 580.159.03+labstub"]))
     assert stubbed.stand_ins
     assert not stubbed.is_spark
     assert set(answers_of(stubbed).values()) == {"open"}
@@ -114,20 +111,20 @@ def test_stand_ins_answer_nothing() -> None:
     assert texts["driver-trouble"] == "stand-ins; 0 Xid lines since the boot"
 
 
-def test_other_gpus_answer_nothing() -> None:
+def test_other_gpus_answer_nothing():
     result = with_answers(replace(report_of(), versions={"gpu": "NVIDIA H200"}))
     assert set(answers_of(result).values()) == {"open"}
     assert result.answers[0].text.startswith("not a Spark: NVIDIA H200; ")
 
 
 @pytest.mark.parametrize(("tokens", "state"), [(0.995, "yes"), (0.98, "no")])
-def test_the_kv_cache_is_compared_with_the_plan(tokens: float, state: str) -> None:
+def test_the_kv_cache_is_compared_with_the_plan(tokens, state):
     counted = {**ENGINE, "kv_cache_tokens": int(PLANNED_TOKENS * tokens)}
-    result = report_of(said_of(evidence={**EVIDENCE, "engines": [counted]}))
+    result = report_of(data_of(evidence={**EVIDENCE, "engines": [counted]}))
     assert answers_of(result)["kv-cache"] == state
 
 
-def test_a_report_can_be_read_from_a_file(tmp_path: Path) -> None:
+def test_a_report_can_be_read_from_a_file(tmp_path):
     report = Report(1, "2026-11-22T12:00:00Z", "1.0", (report_of(),))
     path = tmp_path / "a.json"
     path.write_text(file_text(report))
@@ -140,7 +137,7 @@ def test_a_report_can_be_read_from_a_file(tmp_path: Path) -> None:
             read_report(path)
 
 
-def test_a_report_names_the_release_and_never_the_host() -> None:
+def test_a_report_names_the_release_and_never_the_host():
     result = report_of()
     assert result.name == "host-1"
     assert result.serving is not None
@@ -149,19 +146,17 @@ def test_a_report_names_the_release_and_never_the_host() -> None:
     assert result.versions["nccl"] == "2.29.3"
 
 
-def test_additional_services_are_counted_only() -> None:
+def test_additional_services_are_counted_only():
     services = {"main": {"active": RELEASE}, "embed": {"active": "embed-0123456789ab"}}
-    result = report_of(said_of(status_of(services=services)))
+    result = report_of(data_of(status_of(services=services)))
     assert result.serving is not None
     assert result.serving.engine.kv_cache_tokens == ENGINE["kv_cache_tokens"]
     assert [note[:15] for note in result.notes] == ["1 more services"]
 
 
-def test_an_unreachable_host_is_reported_and_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreachable_host_is_reported_and_left_out(tmp_path, monkeypatch, capsys):
     selected = [SimpleNamespace(name=name) for name in ("spark-a3f2", "spark-b7c1")]
-    answers = [Answer(selected[0], said_of()), Answer(selected[1], None, "unreachable: no")]
+    answers = [Answer(selected[0], data_of()), Answer(selected[1], None, "unreachable: no")]
     for name, result in {"select_hosts": selected, "build_plan": PLAN}.items():
         monkeypatch.setattr(doctor, name, lambda *_, result=result, **__: result)
     monkeypatch.setattr(hosts, "query", lambda *_: answers)

@@ -1,0 +1,126 @@
+"""``spark-deploy logs`` and ``top``: merged journals, samples, rates and the table."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from spark_deploy.cli import connect, live
+from spark_deploy.cli.console import Options
+
+
+@pytest.fixture
+def ssh(monkeypatch, tmp_path):
+    """Return a function that sets the hosts and a Python script for each instead of ssh."""
+
+    def install(**scripts: str) -> None:
+        for name, script in scripts.items():
+            (tmp_path / name).write_text(script)
+        hosts = [SimpleNamespace(name=name, data={"_sudo": False}) for name in scripts]
+        monkeypatch.setattr(live, "select_hosts", lambda options, must_serve: hosts)
+        monkeypatch.setattr(live, "chosen_services", lambda host, service: service or ["main"])
+        monkeypatch.setattr(
+            connect, "ssh_command", lambda host: [sys.executable, str(tmp_path / host.name)]
+        )
+
+    return install
+
+
+def entry(at_us: int, unit: str, text: object) -> str:
+    return json.dumps({"__REALTIME_TIMESTAMP": str(at_us), "_SYSTEMD_UNIT": unit, "MESSAGE": text})
+
+
+def test_journal_lines_name_the_unit_and_incomplete_lines_are_skipped():
+    text = [
+        entry(1, "spark-serve@main-0.service", "loading"),
+        entry(2, "spark-gateway@main.service", [104, 105]),
+        json.dumps({"__REALTIME_TIMESTAMP": "3", "UNIT": "spark-job@1.service", "MESSAGE": "done"}),
+        '{"__REALTIME_TI',
+    ]
+    lines = [(line.part, line.text) for line in live.parse_journal("a", text)]
+    assert lines == [("engine", "loading"), ("gateway", "hi"), ("job", "done")]
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_journals_are_merged_by_time_and_failures_reported(ssh, capsys, readable):
+    scripts = {}
+    for name, wait_s, times in (("a", 0.3, (1, 4)), ("b", 0, (2, 3))):
+        lines = "\n".join(entry(at, "spark-serve@x.service", f"{name}{at}") for at in times)
+        scripts[name] = f"import time; time.sleep({wait_s}); print({lines!r})\n"
+    ssh(**scripts, **({} if readable else {"c": "raise SystemExit(255)"}))
+    code = live.logs.callback.__wrapped__(Options(json=True), lines=9, follow=False)
+    captured = capsys.readouterr()
+    texts = [json.loads(line)["text"] for line in captured.out.splitlines()]
+    assert (code, texts) == (0 if readable else 1, ["a1", "b2", "b3", "a4"])
+    assert captured.err.startswith("" if readable else "c: journal unreadable")
+
+
+def test_the_journal_command_follows_on_request():
+    assert " -f " in live.journal_command(5, follow=True)
+    assert " -f " not in live.journal_command(5, follow=False)
+    assert "-u 'spark-serve@*.service'" in live.journal_command(5, follow=False)
+
+
+def sample(at: float, tokens: int, drafted: int = 0, accepted: int = 0) -> str:
+    return (
+        f"at {at}\n"
+        'vllm:num_requests_running{engine="0",model_name="m"} 2.0\n'
+        'vllm:num_requests_waiting{engine="0",model_name="m"} 1.0\n'
+        f'vllm:generation_tokens_total{{engine="0"}} {tokens}.0\n'
+        f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {drafted}.0\n'
+        f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+        "memory 7000000\ngpu 61,48.2\nend\n"
+    )
+
+
+def rows(*services: live.Now, width: int = 100) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    console.print(live.table(services))
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "cells"),
+    [
+        (sample(10, 1000, 100, 80) + sample(12, 1100, 200, 160), "2 1 50.0 80% 25% 6.7 61 48"),
+        (sample(10, 1000) + sample(12, 10), "2 1 - - 25% 6.7 61 48"),  # the engine restarted
+        ("at 1\nmemory 7000000\ngpu [N/A],[N/A]\nend\n", "- - - - - 6.7 - -"),  # no engine
+        (sample(1, 5).removesuffix("end\n"), "- - - - - - - -"),  # incomplete
+    ],
+)
+def test_a_row_shows_rates_between_two_samples(text, cells):
+    now = live.now_of("spark-1", list(live.parse_samples(text.splitlines())))
+    assert rows(now)[1].split() == ["spark-1", *cells.split()]
+
+
+@pytest.mark.parametrize(("script", "code"), [("print(TEXT)", 0), ("raise SystemExit(255)", 1)])
+def test_once_prints_one_sample_and_fails_without_an_answer(ssh, capsys, script, code):
+    ssh(a=f"TEXT = {sample(1, 5) + sample(3, 25)!r}\n{script}\n")
+    assert live.top.callback.__wrapped__(Options(json=True), once=True, service=None) == code
+    [service] = json.loads(capsys.readouterr().out)
+    assert service["tokens_per_s"] == (10.0 if code == 0 else None)
+
+
+def test_each_service_has_a_row(ssh, tmp_path, capsys):
+    log = str(tmp_path / "commands")
+    ssh(a=f"import sys; open({log!r}, 'a').write(sys.argv[-1]); print({sample(1, 5)!r})\n")
+    services = ["main", "embed"]
+    assert live.top.callback.__wrapped__(Options(json=True), once=True, service=services) == 0
+    assert [row["host"] for row in json.loads(capsys.readouterr().out)] == ["a", "a/embed"]
+    commands = (tmp_path / "commands").read_text()
+    assert all(f"engines/{name}/engine.sock" in commands for name in services)
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_rows_fit_the_screen(width):
+    names = ["spark-kitchen-1.lan", "spark-kitchen-2.lan", "spark-of-the-cellar.home.example"]
+    lines = rows(*(live.now_of(name, []) for name in names), width=width)
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines[1:3]] == names[:2]

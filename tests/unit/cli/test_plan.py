@@ -1,0 +1,286 @@
+"""``spark-deploy plan``, ``update`` and ``settings``; output at every width of the terminal."""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from spark_deploy.cli import main
+from spark_deploy.cli.console import print_wrapped, styled, wrap_line
+from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.settings.load import HostSettings, load_hosts
+from spark_deploy.lock.file import write_lock
+from tests.unit.planning.plans import made_up_lock, shipped_catalog
+
+PLAN = ("plan", "--estimate")
+WIDTHS = [80, 100, 160]
+
+
+@pytest.fixture
+def spark_deploy(capsys, monkeypatch, tmp_path):
+    """Run a command in an empty folder; return exit code, output and messages."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str):
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def inventory(tmp_path):
+    """Return a function that writes an inventory."""
+    (tmp_path / "group_vars").mkdir()
+
+    def write(name: str, *hosts: str) -> str:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(
+            "from spark_deploy.inventory.groups import group_from as _g\n"
+            f'spark = _g("spark", hosts={list(hosts)!r}, file=__file__)\n'
+        )
+        return name
+
+    return write
+
+
+@pytest.fixture
+def lock_path(tmp_path):
+    """Lock every name that the defaults need."""
+    settings = load_hosts({"spark": ["a"]}, root=tmp_path)["a"].settings
+    write_lock(tmp_path / "spark.lock.yml", made_up_lock(settings, shipped_catalog()))
+    return tmp_path / "spark.lock.yml"
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (("--profile", "v2-tq"),
+         ("turboquant_k8v4", "(estimated, not locked)", "KV cache of", "release     main-")),
+        (("--data", "engine.vision=true"),
+         ("5 questions", "tool call", "growing conversation", "pictures", "acceptance")),
+        (("--data", "checkpoint.layout=overlay"), ("(overlay; ",)),
+        (("--data", "checkpoint.layout=full"), ("(full; ",)),
+        (("--data", "checkpoint.layout=full", "--data", "checkpoint.keep_base=false"),
+         ("is proven and serves",)),
+        (("--data", "checkpoint.layout=full", "--data", "checkpoint.source=prebuilt"),
+         ("int4-fp8-hybrid (estimated",)),
+        (("--data", "checkpoint.source=requantized", "--data", "requantize.iters=0"),
+         # 125 billion weights
+         ("Qwen/Qwen3.5-122B-A10B (estimated, not locked), 250.2 GB",)),
+        (("--model", "qwen3-4b", "--profile", "plain"),
+         ("qwen3-4b with plain fits as far as known\n", "downloads   files of unknown size and",
+          "NOT KNOWN   weights, context and KV cache")),
+    ],
+)  # fmt: skip
+def test_a_verbose_estimate_works_offline(spark_deploy, words, texts):
+    code, out, err = spark_deploy(*PLAN, "-v", *words)
+    assert (code, err) == (0, "")
+    assert all(text in out for text in texts)
+
+
+def test_units_and_arguments_need_verbose(spark_deploy):
+    _, brief, _ = spark_deploy(*PLAN)
+    _, verbose, _ = spark_deploy(*PLAN, "-v")
+    first, second = brief.splitlines()[:2]
+    assert first == "spark-1: qwen3.5-122b with v2 fits"
+    assert "http://127.0.0.1:8000/v1" in second
+    assert "min at 100 MB/s" in brief
+    for part in ("vllm serve", "spark-serve@", "StartLimitBurst"):
+        assert (part in verbose, part in brief) == (True, False)
+
+
+def test_json_and_text_of_a_plan_agree(spark_deploy):
+    _, text, _ = spark_deploy(*PLAN, "-v")
+    _, out, _ = spark_deploy(*PLAN, "--json")
+    [plan] = json.loads(out)
+    assert (plan["host"], plan["model"], plan["profile"]) == ("spark-1", "qwen3.5-122b", "v2")
+    unit = plan["unit"]["name"]
+    assert re.fullmatch(r"spark-serve@main-[0-9a-f]{12}\.service", unit)
+    assert f"unit        {unit} with /etc/systemd/system/{unit}.d/50-release.conf:" in text
+    assert "; StartLimitBurst=3; RestartSec=60; TimeoutStartSec=" in text
+    after, peak = (
+        round(sum(use[key] for use in plan["disk"]) / 1e9, 1)
+        for key in ("after_bytes", "peak_bytes")
+    )
+    assert peak > after > 70
+    assert f"{after} GB, {peak} GB at peak, in total on an empty host" in text
+
+
+def test_the_plan_of_a_cluster_sends_clients_to_the_head(spark_deploy, tmp_path):
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/spark.yml").write_text("cluster: {hosts: [spark-1, spark-2]}\n")
+    (tmp_path / "sparks.py").write_text("spark = ['spark-1', 'spark-2']\n")
+    _, out, _ = spark_deploy(*PLAN, "sparks.py")
+    head, worker = (line for line in out.splitlines() if line.startswith("  serves "))
+    assert "at http://127.0.0.1:8000/v1 (the host itself), together with spark-2" in head
+    assert worker.endswith("qwen3.5-122b together with spark-1, which answers clients")
+
+
+LOCKED = "Intel/Qwen3.5-122B-A10B-int4-AutoRound"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*PLAN, "--model", "qwen3.5-397b"), "does not fit on one host"),
+        ((*PLAN, "--profile", "v3"), "--profile: 'v3' is not a profile"),
+        ((*PLAN, "--limit", "spark-9"), "matches no host or group"),
+        ((*PLAN, "--data", "serve.port=x"), "is not a whole number"),
+        ((*PLAN, "nothing.py"), "is not an inventory file"),
+        ((*PLAN, "--inventory", "nothing.py"), "is not an inventory file"),
+        (("plan", "--data", "hub.endpoint=http://127.0.0.1:9"), "; or add --estimate to work off"),
+        (("update", "--only", LOCKED.replace("Round", "Rund")), f"did you mean {LOCKED}?"),
+        (("add", "--dry", "./hosts.yml"), "./hosts.yml: is neither a directory nor org/name"),
+        (("bench", "--compare", "nothing.json"), "No such file or directory"),
+        (("bench", "--compare", str(CHECKOUT / "docs/screens/recorded/bench.json"), "--out",
+          "file/below"), "file/below: Not a directory"),
+        (("rollback", "spark-1", "--to", "x", "-y"), '--to: "x" does not have the required form'),
+    ],
+)  # fmt: skip
+def test_each_mistake_gets_one_message_with_a_fix(spark_deploy, tmp_path, words, message):
+    (tmp_path / "file").write_text("")
+    code, out, err = spark_deploy(*words)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.count("fix:") == 1
+    assert "Errno" not in err
+    assert "pyinfra" not in err
+
+
+def test_update_check_lists_missing_names_once(spark_deploy, tmp_path, inventory):
+    code, _, err = spark_deploy("update", inventory("sparks.py", "a", "b"), "--check")
+    assert (code, err.count("is not locked")) == (1, 4)
+    assert not (tmp_path / "spark.lock.yml").exists()
+
+
+@pytest.mark.usefixtures("lock_path")
+def test_update_json_prints_the_lock_file(spark_deploy, inventory):
+    code, out, _ = spark_deploy("update", inventory("sparks.py", "a"), "--check", "--json")
+    [(path, lock)] = json.loads(out).items()
+    assert (Path(path).name, "sources" in lock, "images" in lock) == ("spark.lock.yml", True, True)
+    assert code in (0, 1)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_default_inventory_is_in_the_directory_or_the_checkout(
+    spark_deploy, lock_path, inventory, monkeypatch, own
+):
+    if own:
+        inventory("inventory/spark.py", "mine")
+    monkeypatch.setattr(HostSettings, "lock_path", lock_path)
+    code, out, err = spark_deploy("status", "--files", "--planned", "--json")
+    assert (code, err) == (0, "")
+    [(host, resources)] = json.loads(out).items()
+    assert host == ("mine" if own else "spark-1")
+    assert {entry["kind"] for entry in resources} >= {"file", "package", "tree", "image", "enabled"}
+    _, text, _ = spark_deploy("status", "--files", "--planned")
+    for command in ("spark-check", "spark-host"):
+        assert re.search(rf"^  file +/usr/local/bin/{command}$", text, re.MULTILINE)
+
+
+def test_the_inventory_of_a_missing_lab_names_the_make_target(spark_deploy, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPARK_LAB_DIR", str(tmp_path))
+    code, _, err = spark_deploy(
+        "status", "--files", "--planned", str(CHECKOUT / "inventory/lab.py")
+    )
+    assert code == 1
+    [target] = re.findall(r"fix: bring it up: `make (\S+)`", err)
+    assert re.search(rf"^{target}:", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_settings_are_printed_for_owners(spark_deploy):
+    _, text, _ = spark_deploy("settings")
+    head = " ".join(text.split("\n\n")[0].replace("\n#", "").split())
+    assert "into group_vars/all.yml of your own folder" in head
+    assert "make docs" not in head
+    _, out, _ = spark_deploy("settings", "--json")
+    assert out.endswith("}\n")
+    assert json.loads(out)["model"]
+
+
+WORDS = st.lists(st.text("abcdef.,-/", min_size=1, max_size=12), min_size=1, max_size=40)
+
+
+@given(WORDS, st.sampled_from(WIDTHS), st.sampled_from(["", "  serves      ", "host: "]))
+def test_a_wrapped_line_keeps_every_word_within_the_width(words, width, title):
+    line = title + " ".join(words)
+    result = wrap_line(line, width)
+    assert " ".join(result).split() == line.split()
+    assert max(map(len, result)) <= width
+
+
+def test_a_long_word_is_not_split():
+    line = f"  engine  {'x' * 90} --flag"
+    assert wrap_line(line, 80)[-2:] == [line[:100], "          --flag"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_wrapped_plan_keeps_the_columns(width, spark_deploy):
+    _, text, _ = spark_deploy(*PLAN)
+    out = io.StringIO()
+    print_wrapped(text.splitlines(), Console(file=out, width=width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(lines).split() == text.split()
+    assert all(line.startswith(" " * 14) for line in lines if line.startswith("   "))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_wrapped_command_can_be_copied(width, tmp_path, spark_deploy):
+    (tmp_path / "sparks.py").write_text("spark = ['spark-1.of-a-long-domain.example']\n")
+    _, out, _ = spark_deploy("connect", "--inventory", "sparks.py")
+    commands = [line for line in out.splitlines() if line[13:].startswith(("ssh ", "curl "))]
+    assert len(commands) == 3
+    for line in commands:
+        parts = [part[13:] for part in wrap_line(line, width)]
+        # Lines continue after a backslash, never inside quotes.
+        assert all(part.endswith(" \\") for part in parts[:-1])
+        assert shlex.split("\n".join(parts).replace("\\\n", "")) == shlex.split(line[13:])
+        assert all("'" in part for part in parts if len(part) > width - 13)
+
+
+@pytest.mark.parametrize(
+    ("line", "word"), [("  REFUSED   disk: full", "REFUSED"), ("  WARNING     odd", "WARNING")]
+)
+def test_problems_are_highlighted(line, word):
+    [span] = styled(line).spans
+    assert line[span.start : span.end] == word
+    assert "bold" in str(span.style)
+
+
+@pytest.mark.parametrize(
+    "width", [80, *(pytest.param(n, marks=pytest.mark.slow) for n in (100, 160))]
+)
+def test_an_error_message_fits_the_terminal(width, tmp_path):
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    words = [sys.executable, "-m", "spark_deploy", "plan", "--model", "qwen3.5-397b"]
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm", "NO_COLOR": "1"}
+    inventory = str(CHECKOUT / "inventory/spark.py")
+    with subprocess.Popen([*words, inventory], cwd=tmp_path, stderr=slave, env=env) as process:
+        os.close(slave)
+        text = b""
+        with contextlib.suppress(OSError):  # the end of the output
+            while extra := os.read(master, 1 << 16):
+                text += extra
+    os.close(master)
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.decode()).splitlines()
+    assert process.returncode == 1
+    assert "does not fit on one host" in " ".join(line.strip() for line in lines)
+    assert max(map(len, lines)) <= width
