@@ -1,7 +1,7 @@
 """Starts systemd-nspawn in namespaces where the guest sees only its cgroup tree; boots it again.
 
 On cgroup v1 the boot runs in a cgroup namespace in the guest's cgroup; on v2 nspawn creates that
-itself, in a cgroup next to its own.
+itself, in a neighbouring cgroup.
 """
 
 from __future__ import annotations

@@ -168,7 +168,9 @@ def _inner(paths: LabPaths, options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lab", description="Stand-in Spark hosts on one machine.")
+    parser = argparse.ArgumentParser(
+        prog="lab", description="Stand-in Spark hosts on this machine."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     up = commands.add_parser("up", help="start guests (a number, or names such as lab-3)")
@@ -185,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     ready = commands.add_parser("prepare", help="prepare everything but the guests")
     ready.add_argument("--engine", choices=["none", "stub", "cpu"], default="cpu")
     ready.add_argument("--engine-trees", action="store_true",
-                       help="unpack the real engine, without its image")  # fmt: skip
+                       help="unpack the real engine, without an image")  # fmt: skip
     ready.add_argument("--variant", choices=variant.names(), default="", metavar="NAME",
                        help="prepare the base of this variant too")  # fmt: skip
     ready.set_defaults(run=_prepare)
@@ -210,8 +212,8 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("-n", "--lines", type=int, default=40)
     logs.set_defaults(run=_logs)
 
-    fault = commands.add_parser("break", help="inject a fault; without WHAT list all")
-    fault.add_argument("what", nargs="?", choices=sorted(faults.FAULTS), metavar="WHAT")
+    fault = commands.add_parser("break", help="inject a fault; without FAULT list all")
+    fault.add_argument("what", nargs="?", choices=sorted(faults.FAULTS), metavar="FAULT")
     fault.add_argument("guest", nargs="?", metavar="NAME")
     fault.add_argument("--heal", action="store_true", help="remove the fault")
     fault.add_argument("--value", type=int, default=0, help="HTTP status, bytes/s or bytes left")
@@ -225,9 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     cable.add_argument("ports", nargs="+", metavar="PORT")
     cable.set_defaults(run=_cable)
 
-    show = commands.add_parser("demo", help="two hosts, from nothing to proven servers")
+    show = commands.add_parser("demo", help="two hosts become proven servers")
     show.add_argument("--engine", choices=["stub", "cpu"], default="cpu")
-    show.add_argument("--requirements", action="store_true", help="only print what it needs")
+    show.add_argument("--requirements", action="store_true", help="only print the requirements")
     show.add_argument("--skip-requirements", action="store_true", help="do not print that")
     show.set_defaults(run=_demo)
 

@@ -1,4 +1,4 @@
-"""The demo: from nothing to two proven model servers on virtual hosts, deployed as users do."""
+"""The demo: two new virtual hosts become proven model servers, deployed as users do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def run(state_dir: Path, up: Callable[[], None], engine: str) -> None:
-    """Start two hosts, deploy, ask, deploy again, and try a bad release.
+    """Start two hosts, deploy, send requests, deploy again, and try a bad release.
 
     Args:
         state_dir: the directory of ``lab.json``.
@@ -202,7 +202,7 @@ def _serving(login: list[str]) -> str:
 
 @contextmanager
 def ask_meanwhile(login: list[str]) -> Iterator[list[str]]:
-    """Ask repeatedly during a block; the list receives the kind of each answer."""
+    """Send requests during a block; the list receives the kind of each answer."""
     answers: list[str] = []
     over = threading.Event()
 
@@ -231,7 +231,7 @@ def count_answers(answers: Sequence[str]) -> str:
 
 
 def print_requirements(paths: LabPaths, engine: str) -> None:
-    """Print what the demo needs of this machine; refuse a full disk."""
+    """Print the demo's requirements of this machine; refuse a full disk."""
     parts = room.list_parts(paths, CHECKOUT, HOSTS, engine)
     final = sum(part.size_bytes for part in parts if not part.temporary)
     missing = sum(part.missing_bytes for part in parts)

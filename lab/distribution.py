@@ -1,4 +1,4 @@
-"""The machine's package manager: its release, its mirror, and missing programs."""
+"""The machine's package manager: release, mirror, and missing programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An error of the lab: where, what is wrong, how to fix it."""
+"""An error of the lab: place, problem and fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults to inject into the lab, each with the way to remove it."""
+"""Faults to inject into the lab, each with a method to remove it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A guest: its disk, its identity, its life from create to destroy."""
+"""A guest: disk, identity, life from create to destroy."""
 
 from __future__ import annotations
 

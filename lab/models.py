@@ -1,9 +1,4 @@
-"""The lab's model repositories: generated ones, a hybrid built from them, the 16-bit original.
-
-The hybrid is written without the product's builder and without numpy, so that the builder meets a
-foreign tree: other shards, another order, an extra entry in config.json. Modules of the model are
-imported in functions: the lab's long-lived processes run without them.
-"""
+"""The lab's model repositories: generated repositories, a hybrid of them, the 16-bit original."""
 
 from __future__ import annotations
 

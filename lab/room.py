@@ -19,7 +19,7 @@ ENGINE_TREES_BYTES = 2_100_000_000  # unpacked vLLM for the CPU, and the Debian 
 ENGINE_IMAGE_BYTES = 2_000_000_000  # the same as uncompressed layers
 # A host after a deploy with the stub engine: Docker and nginx, tools, checkpoints, journal.
 HOST_BYTES = 600_000_000
-# With the real engine: its layers as Docker unpacks them. Computed from the trees, not measured.
+# With the real engine: layers as Docker unpacks them. Computed from the trees, not measured.
 HOST_ENGINE_BYTES = ENGINE_TREES_BYTES
 # Docker keeps the downloaded file while it unpacks a layer; both hosts do that at once.
 HOST_PULL_BYTES = ENGINE_IMAGE_BYTES

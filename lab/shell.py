@@ -22,7 +22,7 @@ _kept_open: list[int] = []
 
 @contextmanager
 def kept_open(descriptor: int) -> Iterator[None]:
-    """Pass ``descriptor`` to child processes: a lock stays held until they exit, even if we die."""
+    """Pass ``descriptor`` to child processes: it stays locked until they exit, even if we die."""
     _kept_open.append(descriptor)
     try:
         yield
@@ -39,7 +39,7 @@ def run(
     check: bool = True,
     show: bool = False,
 ) -> str:
-    """Run ``argv`` and return its standard output.
+    """Run ``argv`` and return the standard output.
 
     Progress of slow programs goes to standard error, with ``show`` the program's standard error.
     """

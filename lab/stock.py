@@ -1,4 +1,4 @@
-"""Prepares what guests need: base, packages, images and model repositories."""
+"""Prepares everything for guests: base, packages, images and model repositories."""
 
 from __future__ import annotations
 

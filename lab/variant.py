@@ -39,12 +39,12 @@ class Variant:
     packages: tuple[str, ...] = ()  # installed before the first boot
     stand_ins: tuple[str, ...] = ()  # of lab/stubs, installed
     unpacked: tuple[str, ...] = ()  # of lab/stubs, half installed: dpkg --audit names them
-    units: tuple[str, ...] = ()  # units among its files to enable
+    units: tuple[str, ...] = ()  # units among the files, to enable
     disks: tuple[str, ...] = ()  # additional disks; ``data`` is mounted at ``/data``
     locale: str = ""
     proxied: bool = False  # guests reach only the lab's proxy
     cloned_host_key: bool = False  # all guests have the same SSH host key
-    settings: Mapping[str, Any] = field(default_factory=dict)  # settings that its owner needs
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings required by the owner
     owned_units: tuple[str, ...] = ()  # a deploy must not change their state and files
 
     @property

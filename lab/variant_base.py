@@ -1,7 +1,6 @@
 """Builds the base of a variant's guests, and the package archive that they use.
 
-Like the plain base, a finished one is never written. Packages come from the variant's own archive,
-which holds packages of the variant's release.
+Like the plain base, it is never written once finished. Packages come from the variant's archive.
 """
 
 from __future__ import annotations

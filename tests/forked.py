@@ -1,8 +1,4 @@
-"""Runs of Python modules, forked from an interpreter that has already imported what they need.
-
-This saves the start-up of each run. Every run has a process, folder, environment and arguments like
-`python -m`. The test process itself cannot fork, because it has threads.
-"""
+"""Runs Python modules, forked from an interpreter that has already imported their dependencies."""
 
 from __future__ import annotations
 
@@ -40,12 +36,12 @@ def run(
     env: Mapping[str, str],
     ready: Sequence[str] = PYINFRA,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m`` with these words; its standard input is empty.
+    """Run ``python -m`` with these words and an empty standard input.
 
     Args:
-        words: the module, and its arguments.
+        words: the module and arguments.
         cwd: the folder it runs in.
-        env: its whole environment.
+        env: the whole environment.
         ready: modules that it imports, and that are imported once for all runs.
     """
     server = _server(tuple(ready))

@@ -201,7 +201,7 @@ class Guest:
             return int(code or 0), text
 
     def wait(self, command: str, *, seconds: float = 60) -> str:
-        """Wait until a command succeeds on the guest, else raise TimeoutError."""
+        """Wait until a command succeeds on the guest, or raise TimeoutError."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:

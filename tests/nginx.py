@@ -1,4 +1,4 @@
-"""This machine's nginx for tests, or the one that the lab gives its guests, unpacked."""
+"""This machine's nginx for tests, or the lab's unpacked nginx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a pyinfra run: what it changed, and how long it printed nothing."""
+"""The results of a pyinfra run: changes, and the longest time without output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Run:
         return self.operations("success", host)
 
     def assert_unchanged(self) -> None:
-        """Fail unless the run succeeded, had operations, and changed nothing."""
+        """Fail unless the run succeeded, had operations, and made no change."""
         changed, failed = self.changed, self.failed
         if self.exit_code or changed or failed or not self.operations("no_change"):
             raise AssertionError(

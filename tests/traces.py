@@ -1,4 +1,4 @@
-"""The state of a host as comparable text: what makes it serve, and every trace of a change."""
+"""The state of a host as comparable text: whether it serves, and every trace of a change."""
 
 from __future__ import annotations
 

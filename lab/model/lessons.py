@@ -102,7 +102,7 @@ def needle(code: str, filler: list[str], depth: float, *, thinking: bool) -> Les
 
 
 def conversation(questions: list[dict[str, str]]) -> Lesson:
-    """The last of several questions, after answers to the earlier ones."""
+    """The last of several questions, after answers to the others."""
     messages: list[Message] = []
     for item in questions:
         messages.append({"role": "user", "content": item["prompt"]})

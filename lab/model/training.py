@@ -1,4 +1,4 @@
-"""Trains `lab-tiny` on the CPU until the rounded model knows the lessons."""
+"""Trains `lab-tiny` on the CPU until the rounded model answers the lessons."""
 
 from __future__ import annotations
 

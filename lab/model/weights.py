@@ -1,4 +1,4 @@
-"""The trained weights, stored next to this file so that nobody has to train them.
+"""The trained weights, stored next to this file to avoid training.
 
 Weights that the INT4 base rounds are stored as codes and scales, those that become FP8 exactly, the
 rest as BF16: rounding them again gives the same bytes. The vision tower is not trained or stored.

@@ -1,13 +1,12 @@
-r"""A run that changes nothing: pyinfra and an Ansible playbook in turns on the same hosts.
+r"""A run without changes: pyinfra and an Ansible playbook in turns on the same hosts.
 
 python -m proofs.benchmarks.noop --inventory inventory/lab.py --data model=lab-stub \
     --ansible VENV/bin lab-1 [lab-2 ...]
 
 Guests must run (`python -m lab up 8 --engine stub`); they are deployed first.
 
-Besides wall time, which other programs on the machine disturb, it counts CPU seconds of the
-controller's processes and, by their cgroups, of the guests. Commands are counted in the hosts' sudo
-journal.
+Measures wall time, which other programs on the machine disturb, and CPU seconds of the controller's
+processes and (by cgroup) of the guests. Commands are counted in the hosts' sudo journal.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from spark_deploy.plan.jobs import DAEMON_JSON
 from tests.labkit import Guest, guest_named
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Those that a deploy asks for, as far as this host has them.
+# Packages of a deploy that this host may have.
 PACKAGES = (
     "dpkg-query -W -f '${Package}\\n' | grep -xE "
     "'python3|python3-venv|nginx-light|jq|rsync|git|acl|lsof|psmisc|file|openssl|ethtool|docker.io'"
@@ -65,13 +64,13 @@ def guest_cpu_s(name: str) -> float:
 
 
 def cpu_seconds(guests: list[Guest]) -> dict[str, float]:
-    mine = resource.getrusage(resource.RUSAGE_CHILDREN)
-    theirs = sum(guest_cpu_s(guest.name) for guest in guests)
-    return {"controller_cpu_s": mine.ru_utime + mine.ru_stime, "hosts_cpu_s": theirs}
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    hosts_s = sum(guest_cpu_s(guest.name) for guest in guests)
+    return {"controller_cpu_s": children.ru_utime + children.ru_stime, "hosts_cpu_s": hosts_s}
 
 
 def timed(words: list[str], guests: list[Guest], env: dict[str, str]) -> dict[str, float]:
-    # Neither shall compile its modules anew each time, which some shells ask for.
+    # With this variable, which some shells set, modules would be compiled in every run.
     usual = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     before, began = cpu_seconds(guests), time.monotonic()
     done = subprocess.run(words, capture_output=True, text=True, env={**usual, **env},
@@ -83,7 +82,7 @@ def timed(words: list[str], guests: list[Guest], env: dict[str, str]) -> dict[st
         raise SystemExit(f"{words[0]} changed something:\n{done.stdout[-3000:]}")
     after = cpu_seconds(guests)
     times = {name: round(after[name] - before[name], 2) for name in before}
-    # Here the hosts share the processors of the controller; real ones have their own.
+    # The guests share the processors of the controller; real hosts do not.
     alone_s = wall_s - times["hosts_cpu_s"] / (os.cpu_count() or 1)
     return {"wall_s": round(wall_s, 2), "wall_without_hosts_s": round(alone_s, 2), **times}
 
@@ -97,8 +96,8 @@ def changed(words: list[str], said: str) -> bool:
 def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[str], dict[str, str]]:
     hosts: dict[str, Any] = {}
     for guest in guests:
-        placed = guest.run(PLACED).split()
-        for path in placed:
+        files = guest.run(PLACED).split()
+        for path in files:
             target = folder / guest.name / path.lstrip("/")
             target.parent.mkdir(parents=True, exist_ok=True)
             mode, text = guest.run(f"stat -c %a {path}"), guest.run(f"base64 -w0 {path}")
@@ -112,11 +111,11 @@ def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[st
             "ansible_python_interpreter": "/usr/bin/python3",
             "sums": str(folder / f"{guest.name}.sums"),
             "links": [{"path": path, "to": guest.run(f"readlink {path}")} for path in LINKS],
-            "placed": placed, "packages": guest.run(PACKAGES).split(),
+            "placed": files, "packages": guest.run(PACKAGES).split(),
             "serve": f"spark-serve@{guest.release()}.service",
             "watch": f"spark-watch@{guest.release()}.service",
         }  # fmt: skip
-    # JSON is YAML, which is what the inventory plugin takes a file of this name for.
+    # The inventory plugin reads this file as YAML, which includes JSON.
     (folder / "hosts.yml").write_text(json.dumps({"all": {"hosts": hosts}}))
     known = next(word for word in guests[0].login() if word.startswith("UserKnownHostsFile="))
     environment = {
@@ -131,13 +130,12 @@ def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[st
 
 
 def commands_of(guests: list[Guest], since: dict[str, str]) -> int:
-    """Return how many commands the busiest host ran since then, one after the other, by its sudo.
+    """Return how many commands sudo ran on the busiest host, without this query.
 
-    Without the question itself. What a host is asked it is asked in turn, so these are the round
-    trips of a run as well.
+    Commands of a host run in sequence, so these are also the round trips of a run.
     """
-    asked = "journalctl -t sudo --since @{} -o cat | grep -c COMMAND="
-    return max(int(guest.run(asked.format(since[guest.name]))) - 1 for guest in guests)
+    query = "journalctl -t sudo --since @{} -o cat | grep -c COMMAND="
+    return max(int(guest.run(query.format(since[guest.name]))) - 1 for guest in guests)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Agents themselves, with what `connect` prints, against a real gateway (`make clients`: npm)."""
+"""opencode and Claude Code with the text of `connect` and a real gateway (`make clients`; npm)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUESTION, ANSWER = "What is 7823 * 4519?", "35352137"
 @pytest.fixture
 def connection(nginx_host: Host) -> Iterator[Connection]:
     host = nginx_host
-    # The stub would call a tool in every answer, and agents would go on for ever.
+    # Otherwise the stub calls a tool in every answer, and agents never end.
     host.started(host.release(), STUB_FAULT="no-tool")
     with running_gateway(host, engine=False, max_body_bytes=1 << 22) as client:
         key = host.paths.below(client.settings.key_path)
@@ -51,7 +51,7 @@ def npm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return installed
 
 
-def told(script: str, *words: str, home: Path) -> str:
+def run_shell(script: str, *words: str, home: Path) -> str:
     done = subprocess.run(
         ["bash", "-euc", f'{script}\nexec "$0" "$@"', *words], cwd=home, timeout=180, check=False,
         capture_output=True, text=True, stdin=subprocess.DEVNULL,
@@ -65,18 +65,14 @@ def text_of(client: str, connection: Connection) -> str:
     return "\n".join(CLIENTS[client].text(connection))
 
 
-def test_opencode_answers_through_the_gateway(
-    npm: Callable[[str], Path], connection: Connection, tmp_path: Path
-) -> None:
+def test_opencode(npm: Callable[[str], Path], connection: Connection, tmp_path: Path) -> None:
     opencode = npm(OPENCODE) / "opencode"
     (tmp_path / "opencode.json").write_text(text_of("opencode", connection))
-    said = told(text_of("env", connection), str(opencode), "run", QUESTION, home=tmp_path)
-    assert ANSWER in said
+    output = run_shell(text_of("env", connection), str(opencode), "run", QUESTION, home=tmp_path)
+    assert ANSWER in output
 
 
-def test_claude_code_answers_through_the_gateway(
-    npm: Callable[[str], Path], connection: Connection, tmp_path: Path
-) -> None:
+def test_claude_code(npm: Callable[[str], Path], connection: Connection, tmp_path: Path) -> None:
     claude = npm(CLAUDE_CODE) / "claude"
-    said = told(text_of("claude", connection), str(claude), "-p", QUESTION, home=tmp_path)
-    assert ANSWER in said
+    output = run_shell(text_of("claude", connection), str(claude), "-p", QUESTION, home=tmp_path)
+    assert ANSWER in output

@@ -1,6 +1,6 @@
-"""Open WebUI's own reading of what `connect` prints, from its wheel (`make clients`: PyPI, 106 MB).
+"""Open WebUI's reading of the text of `connect`, from the wheel (`make clients`: PyPI, 106 MB).
 
-The whole program is several gigabytes, so only the statements that read its environment are run.
+The whole program is several gigabytes, so only the statements that read the environment are run.
 """
 
 from __future__ import annotations
@@ -26,42 +26,41 @@ BASE_URL = "http://127.0.0.1:8000/v1"
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     home = tmp_path_factory.mktemp("open-webui")
     argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    # It says for which Pythons it is; none of it is installed here.
+    # The wheel is only read, so any Python will do.
     argv += ["--ignore-requires-python", "--dest", str(home), f"open-webui=={VERSION}"]
     subprocess.run(argv, check=True)
     [wheel] = home.glob("*.whl")
-    with zipfile.ZipFile(wheel) as held:
-        return held.read("open_webui/config.py").decode()
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read("open_webui/config.py").decode()
 
 
-def test_it_asks_the_server_with_the_key_that_connect_names(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_and_key(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     body = ast.parse(config).body
-    first, end = (place_of(name, body) for name in ("OPENAI_API_KEY", "OPENAI_API_CONFIGS"))
+    first, end = (index_of(name, body) for name in ("OPENAI_API_KEY", "OPENAI_API_CONFIGS"))
     found: dict[str, Any] = {"os": os}
     exec(compile(ast.Module(body[first:end], []), "config.py", "exec"), found)
     assert found["OPENAI_API_BASE_URLS"] == [BASE_URL]
     assert found["OPENAI_API_KEYS"] == [KEY]
 
 
-def test_it_reads_every_name_that_is_said_to_be_read(config: str) -> None:
+def test_documented_names_read(config: str) -> None:
     for name in READS["config.py"]:
         assert f"os.getenv('{name}'" in config
 
 
-def place_of(name: str, body: list[ast.stmt]) -> int:
+def index_of(name: str, body: list[ast.stmt]) -> int:
     return next(
-        place
-        for place, one in enumerate(body)
-        if isinstance(one, ast.Assign) and [ast.unparse(target) for target in one.targets] == [name]
+        index
+        for index, node in enumerate(body)
+        if isinstance(node, ast.Assign)
+        and [ast.unparse(target) for target in node.targets] == [name]
     )
 
 
 def environment(home: Path) -> dict[str, str]:
-    one = Connection(
+    connection = Connection(
         "spark-1", BASE_URL, "here", "main-model", ("main-model",), "/etc/spark/api-key",
         f"echo {KEY}", None, None, None, "",
     )  # fmt: skip
@@ -69,10 +68,13 @@ def environment(home: Path) -> dict[str, str]:
     docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nenv\n')
     docker.chmod(0o755)
     done = subprocess.run(
-        ["bash", "-euc", "\n".join(CLIENTS["openwebui"].text(one))],
+        ["bash", "-euc", "\n".join(CLIENTS["openwebui"].text(connection))],
         capture_output=True, text=True, check=True, env={"PATH": f"{home}:/usr/bin:/bin"},
     )  # fmt: skip
     words = done.stdout.splitlines()
-    held = dict(word.split("=", 1) for word in words if "=" in word)
-    given = [words[place + 1] for place, word in enumerate(words) if word == "-e"]
-    return {name: value or held[name] for name, _, value in (one.partition("=") for one in given)}
+    values = dict(word.split("=", 1) for word in words if "=" in word)
+    options = [words[index + 1] for index, word in enumerate(words) if word == "-e"]
+    return {
+        name: value or values[name]
+        for name, _, value in (option.partition("=") for option in options)
+    }

@@ -1,6 +1,6 @@
-"""What an editor says about our YAML, asked of the real language server (`make editor`; needs npm).
+"""Completion and diagnostics of our YAML by the real language server (`make editor`; needs npm).
 
-Each file names its schema in its first line, so every editor with that server knows it.
+The first line of each file names the schema.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spark_deploy.cli.catalog_files import schema_line
 from spark_deploy.config.checkout import CHECKOUT
 
 VERSION = "1.25.0"
-ABLE = {"textDocument": {"completion": {"completionItem": {"snippetSupport": True}}}}
+CAPABILITIES = {"textDocument": {"completion": {"completionItem": {"snippetSupport": True}}}}
 FOLDERS = ("group_vars", "catalog", "schema")
 
 
@@ -29,13 +29,13 @@ class Editor:
         self.process = subprocess.Popen(
             [str(server), "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self.ask("initialize", processId=None, rootUri=root.as_uri(), capabilities=ABLE)
+        self.ask("initialize", processId=None, rootUri=root.as_uri(), capabilities=CAPABILITIES)
         self.tell("initialized")
 
-    def tell(self, method: str, **params: Any) -> None:
+    def notify(self, method: str, **params: Any) -> None:
         self._send({"jsonrpc": "2.0", "method": method, "params": params})
 
-    def ask(self, method: str, **params: Any) -> Any:
+    def request(self, method: str, **params: Any) -> Any:
         self.count += 1
         self._send({"jsonrpc": "2.0", "id": self.count, "method": method, "params": params})
         while True:
@@ -54,9 +54,9 @@ class Editor:
             params = message.get("params", {})
             found = message.get("method") == "textDocument/publishDiagnostics"
             if found and params["uri"] == file.as_uri():
-                return [one["message"] for one in params["diagnostics"]]
+                return [item["message"] for item in params["diagnostics"]]
 
-    def offered(self, path: str, text: str) -> set[str]:
+    def complete(self, path: str, text: str) -> set[str]:
         path = path.replace(".yml", f"-{self.count}.yml")
         self.open(path, text)
         lines = text.split("\n")
@@ -65,7 +65,7 @@ class Editor:
             textDocument={"uri": (self.root / path).as_uri()},
             position={"line": len(lines) - 1, "character": len(lines[-1])},
         )
-        return {one["label"] for one in answer["items"]}
+        return {item["label"] for item in answer["items"]}
 
     def _send(self, message: dict[str, Any]) -> None:
         body = json.dumps(message).encode()
@@ -118,18 +118,18 @@ def shipped() -> list[str]:
     return sorted(str(file.relative_to(CHECKOUT)) for file in files)
 
 
-def test_nothing_is_wrong_with_any_file_that_is_shipped(editor: Editor) -> None:
+def test_shipped_files_valid(editor: Editor) -> None:
     assert len(shipped()) > 12
     assert {path: found for path in shipped() if (found := editor.open(path))} == {}
 
 
 @pytest.mark.parametrize("path", ["group_vars/spark.yml", "host_vars/spark-1.yml"])
-def test_settings_are_offered_with_their_values(editor: Editor, path: str) -> None:
+def test_settings_completed(editor: Editor, path: str) -> None:
     head = line_of("group_vars/spark.yml")
-    assert {"model", "profile", "serve", "keep_ready", "schedule"} <= editor.offered(path, head)
-    assert {"port", "expose"} <= editor.offered(path, head + "serve:\n  ")
-    assert {"lan", "tailscale"} <= editor.offered(path, head + "serve:\n  expose: ")
-    assert {"at", "model"} <= editor.offered(path, head + "schedule:\n  - ")
+    assert {"model", "profile", "serve", "keep_ready", "schedule"} <= editor.complete(path, head)
+    assert {"port", "expose"} <= editor.complete(path, head + "serve:\n  ")
+    assert {"lan", "tailscale"} <= editor.complete(path, head + "serve:\n  expose: ")
+    assert {"at", "model"} <= editor.complete(path, head + "schedule:\n  - ")
 
 
 @pytest.mark.parametrize(
@@ -139,28 +139,28 @@ def test_settings_are_offered_with_their_values(editor: Editor, path: str) -> No
         ("catalog/profiles/mine.yml", "catalog/profiles/v2.yml", {"summary", "limits"}),
     ],
 )
-def test_models_and_profiles_are_completed(
+def test_models_and_profiles_completed(
     editor: Editor, path: str, like: str, keys: set[str]
 ) -> None:
-    assert keys <= editor.offered(path, line_of(like))
+    assert keys <= editor.complete(path, line_of(like))
 
 
-def test_the_folder_that_init_writes_is_right_and_completed(server: Path, tmp_path: Path) -> None:
+def test_folder_of_init(server: Path, tmp_path: Path) -> None:
     words = ["init", str(tmp_path), "--host", "spark-1=192.0.2.1", "--host", "b", "--user", "ann"]
     subprocess.run([sys.executable, "-m", "spark_deploy", *words], check=True, cwd=CHECKOUT)
     editor = Editor(server, tmp_path)
     try:
         assert (editor.open("hosts.yml"), editor.open("group_vars/all.yml")) == ([], [])
         hosts = (tmp_path / "hosts.yml").read_text()
-        assert {"address", "user"} <= editor.offered("hosts.yml", hosts + "  spark-2:\n    ")
+        assert {"address", "user"} <= editor.complete("hosts.yml", hosts + "  spark-2:\n    ")
         run = [sys.executable, "-m", "spark_deploy", "use", "agent", "b"]
         subprocess.run([*run, "inventory/spark.py"], check=True, cwd=tmp_path)
         own = (tmp_path / "host_vars/b.yml").read_text()
-        assert {"memory", "serve"} <= editor.offered("host_vars/b.yml", own)
+        assert {"memory", "serve"} <= editor.complete("host_vars/b.yml", own)
         for schema, key in (("profiles/x", "limits"), ("models/x", "sources")):
             path = f"catalog/{schema}.yml"
             name = schema.partition("s/")[0]
-            assert {key} <= editor.offered(path, schema_line(tmp_path, tmp_path / path, name))
+            assert {key} <= editor.complete(path, schema_line(tmp_path, tmp_path / path, name))
         wrong = hosts.replace("address", "adress")
         assert any("adress" in text for text in editor.open("wrong.yml", wrong))
     finally:
@@ -168,7 +168,7 @@ def test_the_folder_that_init_writes_is_right_and_completed(server: Path, tmp_pa
         editor.process.wait()
 
 
-def test_a_wrong_key_and_a_wrong_value_are_marked(editor: Editor) -> None:
+def test_wrong_key_and_value_marked(editor: Editor) -> None:
     head = line_of("group_vars/spark.yml")
     wrong = editor.open("group_vars/spark.yml", head + "profil: v2\nserve: {port: 70000}\n")
     assert any("profil" in text for text in wrong), wrong

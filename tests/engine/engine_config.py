@@ -1,6 +1,6 @@
-"""Build the engine's configuration for one checkpoint and stop; run by the engine's own Python.
+"""Build the engine's configuration for a checkpoint and stop; run by the engine's Python.
 
-Checkpoints are refused here, before any process for weights is started.
+This is where checkpoints are refused, before any process for weights is started.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the plugin takes for finite; run by the engine's own Python with the plugin on its path."""
+"""Check the plugin's finite-number rules; run by the engine's Python with the plugin on path."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Quantised(torch.nn.Module):
         self.w13_scales = torch.nn.Parameter(scales(**at), requires_grad=False)
 
 
-def drowned(model: torch.nn.Module) -> str:
+def scale_problem(model: torch.nn.Module) -> str:
     try:
         finite.check_scale_sizes(model)
     except ValueError as refusal:
@@ -77,16 +77,16 @@ def main() -> None:
     report = {
         "scales": {
             "usual": finite.has_plausible_scales(scales()),
-            "one ten times as large": finite.has_plausible_scales(scales(last=0.2)),
-            "one ten thousand times as large": finite.has_plausible_scales(scales(last=-100.0)),
+            "ten times as large": finite.has_plausible_scales(scales(last=0.2)),
+            "ten thousand times as large": finite.has_plausible_scales(scales(last=-100.0)),
             "none": finite.has_plausible_scales(torch.zeros(0)),
             "only zeros": finite.has_plausible_scales(torch.zeros(200)),
         },
-        "layers": [drowned(Quantised()), drowned(Quantised(last=100.0))],
+        "layers": [scale_problem(Quantised()), scale_problem(Quantised(last=100.0))],
         "drafters": {
-            "whose head comes later": refused(Drafter(of_layer=1.0, of_head=nan)),
-            "with a damaged layer": refused(Drafter(of_layer=nan, of_head=1.0)),
-            "with a damaged head of its own": refused(own),
+            "head loaded later": refused(Drafter(of_layer=1.0, of_head=nan)),
+            "damaged layer": refused(Drafter(of_layer=nan, of_head=1.0)),
+            "damaged own head": refused(own),
         },
         "later_without_marks": finite.modules_from_target(torch.nn.Linear(3, 3)),
         "verdicts": verdicts,

@@ -1,8 +1,8 @@
-"""What the engine's TurboQuant attention launches, compiled for a Spark instead of run.
+"""Compile, without running, the kernels that the engine's TurboQuant launches on a Spark.
 
-The engine's own backend and launchers run over tensors that have only types, shapes and strides, so
-that no constant of a kernel is copied here; Triton's own code specialises and compiles what they
-launch. It needs triton (`make kernels`), and neither torch nor a GPU.
+The engine's backend and launchers run over tensors that have only types, shapes and strides, so no
+kernel constant is copied here; Triton specialises and compiles the launched kernels. Needs triton
+(`make kernels`), no torch, no GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ OPS, CONFIG = "vllm.v1.attention.ops", "vllm.model_executor.layers.quantization.
 BACKEND = "vllm.v1.attention.backends.turboquant_attn"
 REAL = [f"{OPS}.triton_decode_attention", f"{OPS}.triton_turboquant_decode"]
 REAL += [f"{OPS}.triton_turboquant_store", CONFIG, BACKEND]
-"""Modules of the engine that are loaded, each after what it imports."""
+"""Modules of the engine, in order of import."""
 FILES = {f"{name.replace('.', '/')}.py" for name in REAL}
 HEAD_SIZE, KV_HEADS, SPLITS = 256, 2, 32
-"""Of the 35B and of the 122B; and how often the engine splits a sequence unless told otherwise."""
+"""As in the 35B and the 122B; SPLITS is the engine's default."""
 
 
 class Usage(NamedTuple):
@@ -41,7 +41,7 @@ class Usage(NamedTuple):
 class Tensor:
     device = SimpleNamespace(index=0)
     place = 0
-    """Where new ones lie: a multiple of 16, or of nothing."""
+    """Address of new tensors."""
 
     def __init__(self, *shape: int, dtype: str, strides: tuple[int, ...] = (), **_: Any) -> None:
         self.shape, self.dtype = shape, dtype
@@ -67,9 +67,9 @@ class Tensor:
         rest = math.prod(self.shape) // abs(math.prod(shape))
         return Tensor(*(rest if size < 0 else size for size in shape), dtype=self.dtype)
 
-    def transpose(self, one: int, other: int) -> Tensor:
+    def transpose(self, first: int, second: int) -> Tensor:
         order = list(range(len(self.shape)))
-        order[one], order[other] = other, one
+        order[first], order[second] = second, first
         shape, strides = ([it[at] for at in order] for it in (self.shape, self.strides))
         return Tensor(*shape, dtype=self.dtype, strides=tuple(strides))
 
@@ -87,9 +87,9 @@ class Tensor:
     def __getitem__(self, key: Any) -> Tensor:
         keys = [*(key if isinstance(key, tuple) else (key,)), *[slice(None)] * len(self.shape)]
         kept = [
-            (len(range(size)[one]), stride)
-            for one, size, stride in zip(keys, self.shape, self.strides, strict=False)
-            if isinstance(one, slice)
+            (len(range(size)[part]), stride)
+            for part, size, stride in zip(keys, self.shape, self.strides, strict=False)
+            if isinstance(part, slice)
         ]
         shape, strides = zip(*kept, strict=True)
         return Tensor(*shape, dtype=self.dtype, strides=strides)
@@ -113,9 +113,9 @@ class Anything(metaclass=_Whatever):
         pass
 
 
-def _module(name: str, **holds: Any) -> ModuleType:
+def _module(name: str, **members: Any) -> ModuleType:
     module = ModuleType(name)
-    module.__dict__.update(__getattr__=lambda _: Anything, **holds)
+    module.__dict__.update(__getattr__=lambda _: Anything, **members)
     return module
 
 
@@ -185,18 +185,18 @@ def engine(root: Path) -> Iterator[SimpleNamespace]:
 
 
 def launches(root: Path, preset: str, heads: int, block: int, even: bool) -> list[Usage]:
-    """Store, decode and read back as an engine does, 16 bit in and out; return what it took.
+    """Store, decode and read back 16-bit values; return the usage of every kernel.
 
     Args:
         root: where the engine's sources are.
-        preset: of TurboQuant.
-        heads: of a query.
+        preset: a TurboQuant preset.
+        heads: query heads.
         block: tokens in a block of the cache.
-        even: whether addresses and widths are multiples of 16, or of nothing.
+        even: whether addresses and widths are multiples of 16.
     """
     tokens, blocks = 3, 4096 if even else 4097
-    with engine(root) as held, patch.object(Tensor, "place", 4096 if even else 4097):
-        impl = held.backend.TurboQuantAttentionImpl(
+    with engine(root) as loaded, patch.object(Tensor, "place", 4096 if even else 4097):
+        impl = loaded.backend.TurboQuantAttentionImpl(
             heads, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, kv_cache_dtype=preset
         )
         slot = impl.tq_config.slot_size_aligned
@@ -214,7 +214,7 @@ def launches(root: Path, preset: str, heads: int, block: int, even: bool) -> lis
         impl._continuation_prefill(
             layer, query, key, key, cache, table[0:1], 4096, 4096 + tokens, square, line
         )
-        return [_used(kernel) for kernel in held.launched]
+        return [_used(kernel) for kernel in loaded.launched]
 
 
 def _used(kernel: Any) -> Usage:

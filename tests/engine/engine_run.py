@@ -1,6 +1,6 @@
-"""Answers of one engine with one checkpoint; run by the engine's own Python.
+"""Generate answers with one checkpoint; run by the engine's Python.
 
-Arguments: the checkpoint, a file for the answers (JSON), further options of the engine (JSON).
+Arguments: the checkpoint, a file for the answers (JSON), further engine options (JSON).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A release's arguments given to the real `vllm serve`, and what it answers; run by its Python.
+"""Start the real `vllm serve` with a release's arguments; run by the engine's Python.
 
-Arguments: a JSON file with the arguments of a release, the folders that its mounts stand for and
-the bodies to ask; and a file for the answers.
+Arguments: a JSON file (arguments of the release, folders of the mounts, request bodies) and a file
+for the answers.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ WAIT_S = 1500
 
 
 def main(case: str, answers: str) -> None:
-    asked = json.loads(Path(case).read_text())
+    request = json.loads(Path(case).read_text())
     with tempfile.TemporaryDirectory() as folder:
         socket = f"{folder}/engine.sock"
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve",
-             *_placed(asked["argv"], asked["folders"], socket)]
+             *_local_arguments(request["argv"], request["folders"], socket)]
         )  # fmt: skip
         try:
-            Path(answers).write_text(json.dumps(_answers(process, socket, asked["bodies"])))
+            Path(answers).write_text(json.dumps(_answers(process, socket, request["bodies"])))
         finally:
             process.terminate()
             process.wait(60)
 
 
-def _placed(argv: list[str], folders: dict[str, str], socket: str) -> list[str]:
-    found = []
+def _local_arguments(argv: list[str], folders: dict[str, str], socket: str) -> list[str]:
+    words = []
     for word in argv:
         name, _, place = word.rpartition("=")
         if place in folders:
             word = f"{name}={folders[place]}" if name else folders[place]
-        found.append(socket if word.endswith("/engine.sock") else word)
-    return found
+        words.append(socket if word.endswith("/engine.sock") else word)
+    return words
 
 
 def _answers(process: subprocess.Popen[bytes], socket: str, bodies: list[Any]) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def _answers(process: subprocess.Popen[bytes], socket: str, bodies: list[Any]) -
                 raise SystemExit("the engine did not come up")
             time.sleep(1)
         models = client.get("/v1/models").json()
-        said = [client.post("/v1/chat/completions", json=body) for body in bodies]
-    return {"models": models, "answers": [[one.status_code, one.json()] for one in said]}
+        replies = [client.post("/v1/chat/completions", json=body) for body in bodies]
+    return {"models": models, "answers": [[reply.status_code, reply.json()] for reply in replies]}
 
 
 def _is_ready(client: httpx.Client) -> bool:

@@ -1,9 +1,8 @@
-"""Asks `lab-tiny` its lessons with another implementation; run by the engine's Python
-with the checkout on its path.
+"""Test `lab-tiny` with a second implementation; run by the engine's Python, checkout on path.
 
-Decodes the published repositories by the formats' definitions, puts the donor's shared experts in
-place of the base's, loads the result into transformers in BF16 and generates greedily. Prints JSON:
-how many lessons came out right as published, and after each kind of damage.
+Decodes the published repositories by the formats' definitions, replaces the base's shared experts
+by the donor's, loads the result into transformers in BF16 and generates greedily. Prints JSON:
+correct lessons as published, and after each kind of damage.
 """
 
 import json
@@ -98,15 +97,15 @@ class Reference:
         )
 
 
-def swap(tree: Tree, one: str, other: str) -> None:
-    tree[one], tree[other] = tree[other], tree[one]
+def swap(tree: Tree, first: str, second: str) -> None:
+    tree[first], tree[second] = tree[second], tree[first]
 
 
 def unscaled_shared_experts(base: Tree, donor: Tree) -> None:
-    one = bytes.fromhex("803f")  # 1.0 in BF16, low byte first
+    unit = bytes.fromhex("803f")  # 1.0 in BF16, low byte first
     for name, tensor in donor.items():
         if name.endswith("weight_scale_inv"):
-            donor[name] = {**tensor, "data": one * (len(tensor["data"]) // 2)}
+            donor[name] = {**tensor, "data": unit * (len(tensor["data"]) // 2)}
 
 
 def shared_experts_of_other_layers(base: Tree, donor: Tree) -> None:
@@ -138,8 +137,8 @@ def int4_codes_in_wrong_order(base: Tree, donor: Tree) -> None:
             base[name] = {**tensor, "data": swapped}
 
 
-# Not among them: gate and up exchanged. This model is right all the same then; the builder's
-# comparison with the 16-bit weights of the base is what notices.
+# Exchanged gate and up are missing: this model still answers correctly then. The builder's
+# comparison with the 16-bit weights of the base detects that.
 DAMAGES: list[Callable[[Tree, Tree], None]] = [
     unscaled_shared_experts,
     shared_experts_of_other_layers,

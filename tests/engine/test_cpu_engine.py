@@ -114,13 +114,13 @@ def reference(engine: Engine, plain: Path) -> dict[str, Any]:
     return engine.answers(plain)[0]
 
 
-def test_the_engine_is_as_the_plugin_needs_it(engine: Engine) -> None:
+def test_engine_compatibility(engine: Engine) -> None:
     done = engine.run("-m", "spark_vllm.check")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search(r"vLLM 0\.32\.0 is compatible \(\d\d+ checks\)", done.stdout)
 
 
-def test_every_tensor_is_dequantised_bit_for_bit(
+def test_tensors_dequantised_bit_for_bit(
     engine: Engine, hybrid: Any, work: Path, overlay: Path, plain: Path
 ) -> None:
     full = hybrid.write(work / "full-keep", layout="full")
@@ -132,7 +132,7 @@ def test_every_tensor_is_dequantised_bit_for_bit(
     assert counts[0] == counts[1] > 200
 
 
-def test_a_portable_overlay_answers_as_the_plain_tree(
+def test_portable_overlay_equals_plain_tree(
     engine: Engine, overlay: Path, reference: dict[str, Any]
 ) -> None:
     answers, log = engine.answers(overlay, load_format="spark_portable")
@@ -142,7 +142,7 @@ def test_a_portable_overlay_answers_as_the_plain_tree(
     assert re.search(r"spark: all numbers of \d{2,} tensors and the logits of 1 heads of", log)
 
 
-def test_drafts_run_and_the_full_layout_equals_the_overlay(
+def test_full_layout_with_drafts(
     engine: Engine, hybrid: Any, work: Path, reference: dict[str, Any]
 ) -> None:
     full = hybrid.write(work / "full", layout="full", head="int8-g128")
@@ -157,9 +157,7 @@ def test_drafts_run_and_the_full_layout_equals_the_overlay(
     assert re.search(r"spark portable mode: .* for Qwen3_5MoeMTP", log)
 
 
-def test_a_damaged_checkpoint_is_refused_before_loading(
-    engine: Engine, hybrid: Any, work: Path
-) -> None:
+def test_missing_scale_refused_before_loading(engine: Engine, hybrid: Any, work: Path) -> None:
     tree = hybrid.write(work / "damaged", layout="overlay")
     index = json.loads((tree / hybrids.INDEX).read_text())
     name = next(name for name in index["weight_map"] if name.endswith("weight_scale_inv_fp8"))
@@ -168,9 +166,7 @@ def test_a_damaged_checkpoint_is_refused_before_loading(
     assert f"no {name}" in engine.refusal("engine_config.py", tree)
 
 
-def test_a_checkpoint_with_a_scale_that_is_no_number_is_refused_naming_the_tensor(
-    engine: Engine, hybrid: Any, work: Path
-) -> None:
+def test_nan_scale_refused_with_tensor_name(engine: Engine, hybrid: Any, work: Path) -> None:
     tree = hybrid.write(work / "not-a-number", layout="overlay")
     [shard] = [path for path in tree.glob("*.safetensors") if "overlay" in path.name]
     tensors = hybrids.read_file(shard)
@@ -184,7 +180,7 @@ def test_a_checkpoint_with_a_scale_that_is_no_number_is_refused_naming_the_tenso
     assert "layers.1.mlp.shared_expert.down_proj.weight" in log
 
 
-def test_one_wrong_number_is_found_in_every_format(engine: Engine) -> None:
+def test_damaged_numbers_found_in_every_dtype(engine: Engine) -> None:
     done = engine.run(str(HERE / "engine_finite.py"))
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
@@ -194,28 +190,28 @@ def test_one_wrong_number_is_found_in_every_format(engine: Engine) -> None:
         assert all(found.values()), dtype
     assert report["others"] == [True, True, True]
     assert report["wrapped_once"]
-    assert report["scales"].pop("one ten thousand times as large") is False
+    assert report["scales"].pop("ten thousand times as large") is False
     assert all(report["scales"].values())
-    usual, drowned = report["layers"]
+    usual, damaged = report["layers"]
     assert usual == ""
-    assert "w13_scales" in drowned
+    assert "w13_scales" in damaged
     drafters = report["drafters"]
-    assert drafters["whose head comes later"] == ""
-    assert "layer.weight" in drafters["with a damaged layer"]
-    assert "lm_head.weight" in drafters["with a damaged head of its own"]
+    assert drafters["head loaded later"] == ""
+    assert "layer.weight" in drafters["damaged layer"]
+    assert "lm_head.weight" in drafters["damaged own head"]
     assert report["later_without_marks"] == []
 
 
-def test_the_portable_format_refuses_a_plain_tree(engine: Engine, plain: Path) -> None:
+def test_portable_format_refuses_plain_tree(engine: Engine, plain: Path) -> None:
     log = engine.refusal("engine_run.py", plain, load_format="spark_portable")
     assert "is no hybrid checkpoint" in log
 
 
-def test_an_engine_without_the_plugin_refuses_the_hybrid(overlay: Path, work: Path) -> None:
+def test_engine_without_plugin_refuses_hybrid(overlay: Path, work: Path) -> None:
     log = Engine(work / "nothing", work).refusal("engine_config.py", overlay)
     assert "Unknown quantization method: spark_inc" in log
 
 
-def test_an_intact_checkpoint_passes_the_same_way(engine: Engine, overlay: Path) -> None:
+def test_intact_checkpoint_accepted(engine: Engine, overlay: Path) -> None:
     done = engine.run(str(HERE / "engine_config.py"), str(overlay), "{}")
     assert done.returncode == 0, done.stderr[-3000:]

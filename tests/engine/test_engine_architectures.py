@@ -1,6 +1,6 @@
-"""``catalog/engines.yml`` against the registry in the sources of every supported engine.
+"""``catalog/engines.yml`` against the model registry of every supported engine.
 
-``ENGINES=write pytest tests/engine/test_engine_architectures.py`` writes it anew.
+``ENGINES=write pytest tests/engine/test_engine_architectures.py`` writes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARSERS = {
 HEAD = """\
 # yaml-language-server: $schema=../schema/engines.schema.json
 #
-# Architectures and parsers of each supported engine; others are refused before a byte is fetched.
+# Architectures and parsers of each supported engine; other names are refused before any download.
 # Do not edit: `ENGINES=write pytest tests/engine/test_engine_architectures.py` writes it.
 """
 
@@ -78,7 +78,7 @@ def lines() -> Iterator[str]:
             yield from (f"    {key}: [", *text.splitlines(), "    ]")
 
 
-def test_the_data_is_what_the_sources_list() -> None:
+def test_engines_file_equals_sources() -> None:
     text = "\n".join(lines()) + "\n"
     if os.environ.get("ENGINES") == "write":
         FILE.write_text(text, encoding="utf-8")
@@ -86,8 +86,8 @@ def test_the_data_is_what_the_sources_list() -> None:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_no_table_of_served_models_is_forgotten(version: str) -> None:
-    beside = {
+def test_tables_of_served_models_complete(version: str) -> None:
+    ignored = {
         "_SPECULATIVE_DECODING_MODELS",
         "_TRANSFORMERS_BACKEND_MODELS",
         "_VLLM_MODELS",
@@ -95,21 +95,21 @@ def test_no_table_of_served_models_is_forgotten(version: str) -> None:
         "_OOT_SUPPORTED_MODELS",
     }
     found = {name for name, keys in tables(version).items() if name.isupper() and keys}
-    assert found - beside == {*GENERATES, *POOLS} & found
+    assert found - ignored == {*GENERATES, *POOLS} & found
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-def test_every_parser_that_we_name_is_one_of_the_newest_engine(kind: str) -> None:
+def test_used_parsers_exist(kind: str) -> None:
     listed = set(parsers(SUPPORTED_ENGINES[-1], kind))
     assert len(listed) > 30
     catalog = read_catalog()
-    named = {getattr(one, kind) for one in read_families().families}
-    named |= {getattr(one.parsers, kind) for one in catalog.models.values()}
+    named = {getattr(family, kind) for family in read_families().families}
+    named |= {getattr(model.parsers, kind) for model in catalog.models.values()}
     assert named - {None} - listed == set()
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_the_catalog_knows_every_supported_engine(version: str) -> None:
+def test_catalog_lists_supported_engines(version: str) -> None:
     engine = read_catalog().engines.engines[version]
     assert engine.lists("LlamaForCausalLM")
     assert engine.lists("BertModel")

@@ -1,4 +1,4 @@
-"""The engine's own names of options against those the plan decides or a guard rail judges."""
+"""The engine's option names against those that the plan sets or checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_deploy.plan.engine_arguments import PREFILL_LINES
 LINEAR = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"
 ARGUMENTS = "vllm/engine/arg_utils.py"
 PARSER = "vllm/utils/argparse_utils.py"
-OF_THE_SERVER = {
+SERVER_OPTIONS = {
     "api-key",
     "config",
     "host",
@@ -31,7 +31,7 @@ OF_THE_SERVER = {
     "tool-parser-plugin",
     "uds",
 }
-"""Options of ``vllm serve`` that another file of the engine defines."""
+"""Options of ``vllm serve`` defined in another file."""
 
 
 def tree(version: str, file: str) -> ast.Module:
@@ -48,7 +48,7 @@ def spellings(version: str) -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_a_second_name_of_a_decided_option_is_decided_too(version: str) -> None:
+def test_aliases_of_owned_options_owned(version: str) -> None:
     found = list(spellings(version))
     assert len(found) > 150
     for names in found:
@@ -57,7 +57,7 @@ def test_a_second_name_of_a_decided_option_is_decided_too(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_no_option_of_the_engine_is_mistaken_for_the_beginning_of_another(version: str) -> None:
+def test_engine_options_not_taken_for_abbreviations(version: str) -> None:
     own = {name for names in spellings(version) for name in names}
     mistaken = [
         option for option, what, _ in option_problems(dict.fromkeys(own)) if "taken by" in what
@@ -66,24 +66,24 @@ def test_no_option_of_the_engine_is_mistaken_for_the_beginning_of_another(versio
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_every_decided_option_exists_in_an_engine_we_support(version: str) -> None:
+def test_owned_options_exist(version: str) -> None:
     own = {name for names in spellings(version) for name in names}
     only_newer = {"device-memory-utilization"} if version == "0.30.0" else set()
-    assert {*OWNED_OPTIONS, *JUDGED_OPTIONS} - OF_THE_SERVER - only_newer - own == set()
+    assert {*OWNED_OPTIONS, *JUDGED_OPTIONS} - SERVER_OPTIONS - only_newer - own == set()
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_the_prefill_kernel_can_be_chosen_and_is_named_in_the_log(version: str) -> None:
+def test_prefill_kernel_option_and_log_line(version: str) -> None:
     assert {"gdn-prefill-backend"} in list(spellings(version))
     text = (fetch(version, {LINEAR}) / LINEAR).read_text()
     assert '"Using %s GDN prefill kernel (requested=%s, head_k_dim=%s)."' in text
     for backend, pattern in PREFILL_LINES.items():
         chosen = re.search(rf'"{backend}": "([^"]+)",', text)
         assert chosen is not None
-        said = f"Using {chosen[1]} GDN prefill kernel (requested={backend}, head_k_dim=128)."
-        assert re.search(pattern, said)
+        line = f"Using {chosen[1]} GDN prefill kernel (requested={backend}, head_k_dim=128)."
+        assert re.search(pattern, line)
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_the_engines_parser_still_takes_the_beginning_of_a_name(version: str) -> None:
+def test_parser_accepts_abbreviations(version: str) -> None:
     assert "allow_abbrev" not in ast.unparse(tree(version, PARSER))

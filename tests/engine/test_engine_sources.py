@@ -1,4 +1,4 @@
-"""The table of what the plugin relies on, against the sources of released engines."""
+"""The plugin's table of engine symbols against the sources of released engines."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def released(version: str) -> Path:
     return fetch(version, FILES)
 
 
-def test_every_supported_engine_has_recorded_sources() -> None:
+def test_supported_engines_have_recorded_sources() -> None:
     assert set(RELEASES) == set(SUPPORTED_ENGINES)
 
 
-def test_the_labs_engine_is_supported() -> None:
+def test_lab_engine_supported() -> None:
     assert ENGINE_VERSION in SUPPORTED_ENGINES
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_a_released_engine_is_as_the_table_says(version: str) -> None:
+def test_released_engine_fits_table(version: str) -> None:
     assert table_problems(Sources(released(version)), version) == []
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_an_engine_brings_what_the_plugin_imports(version: str) -> None:
+def test_engine_requires_plugin_imports(version: str) -> None:
     about = f"{RELEASES[version].project.replace('-', '_')}-{version}.dist-info/METADATA"
     text = (fetch(version, {about}) / about).read_text()
     required = {name.lower() for name in re.findall(r"^Requires-Dist: ([\w-]+)", text, re.M)}
@@ -53,18 +53,18 @@ def engine_imports(tree: ast.Module) -> dict[str, str]:
     }
 
 
-def test_every_import_from_the_engine_has_a_row() -> None:
+def test_engine_imports_have_rows() -> None:
     imported = set()
     for path in PLUGIN.rglob("*.py"):
         imported |= set(engine_imports(ast.parse(path.read_text())).values())
     assert imported - {row.symbol for row in TABLE} == set()
 
 
-OURS_ALONE = {"SparkIncConfig.enter_portable_mode", "Int8Head._measured"}
-"""Methods of ours that replace none of the engine's."""
+NEW_METHODS = {"SparkIncConfig.enter_portable_mode", "Int8Head._measured"}
+"""Methods of the plugin that the engine's classes lack."""
 
 
-def test_every_method_that_replaces_one_of_the_engine_has_a_row() -> None:
+def test_overridden_methods_have_rows() -> None:
     judged = {tuple(row.symbol.rpartition(":")[2].split(".")[-2:]) for row in TABLE}
     methods = {names[-1] for names in judged}
     missing = []
@@ -78,17 +78,17 @@ def test_every_method_that_replaces_one_of_the_engine_has_a_row() -> None:
                     continue
                 name = f"{node.name}.{item.name}"
                 if item.name == "__init__":
-                    # Ours takes nothing from the engine's unless it calls it.
+                    # Relevant only if it calls the engine's.
                     calls = "super().__init__" in ast.unparse(item)
                     known = not calls or any((base, "__init__") in judged for base in bases)
                 else:
                     known = item.name in methods
-                if not known and name not in OURS_ALONE:
+                if not known and name not in NEW_METHODS:
                     missing.append(name)
     assert missing == []
 
 
-def test_every_field_of_a_batch_that_we_read_has_a_row() -> None:
+def test_batch_fields_have_rows() -> None:
     text = (PLUGIN / "turboquant.py").read_text()
     read = {
         node.attr
@@ -109,7 +109,7 @@ def test_every_field_of_a_batch_that_we_read_has_a_row() -> None:
     assert read - rows == set()
 
 
-def test_every_row_names_a_file_of_ours() -> None:
+def test_rows_name_plugin_files() -> None:
     for row in TABLE:
         places = (PLUGIN / row.used_by, PLUGIN.parent / row.used_by)
         assert any(path.is_file() for path in places), row
@@ -124,7 +124,7 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize(("version", "row", "mutate"), MUTANTS)
-def test_a_changed_engine_is_refused(version: str, row: Row, mutate: Mutation) -> None:
+def test_changed_engine_refused(version: str, row: Row, mutate: Mutation) -> None:
     root = released(version)
     mutant = Mutant(root, row)
     mutate(mutant)
@@ -136,5 +136,5 @@ def test_a_changed_engine_is_refused(version: str, row: Row, mutate: Mutation) -
         assert problem.endswith(row.used_by)
 
 
-def test_every_row_has_mutants() -> None:
+def test_rows_have_mutants() -> None:
     assert {id(row) for row in TABLE} == {id(param.values[1]) for param in MUTANTS}

@@ -1,4 +1,4 @@
-"""The trained model of the lab, asked by another implementation than the one it is served by.
+"""The lab's trained model, tested with a second implementation.
 
 Needs root for the engine's own root directory, or SPARK_VLLM_PYTHON: a Python with torch and
 transformers.
@@ -43,27 +43,27 @@ def run(place: Path, *words: str) -> str:
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     hub = tmp_path_factory.mktemp("trained") / "hub"
     run(hub.parent, "-m", "lab.model", "build", "--out", str(hub))
-    said = run(hub.parent, "tests/engine/lab_tiny_reference.py", str(hub))
-    return json.loads(said.splitlines()[-1])
+    output = run(hub.parent, "tests/engine/lab_tiny_reference.py", str(hub))
+    return json.loads(output.splitlines()[-1])
 
 
-def test_every_lesson_is_answered_right_by_the_decoded_hybrid(report: dict[str, Any]) -> None:
+def test_decoded_hybrid_answers_lessons(report: dict[str, Any]) -> None:
     assert report["asked"] > 40
     assert report["wrong"] == []
 
 
-def test_chats_render_as_they_were_taught(report: dict[str, Any]) -> None:
+def test_chat_template(report: dict[str, Any]) -> None:
     assert report["same_prompts"]
 
 
-def test_each_kind_of_damage_is_noticed_by_its_answers(report: dict[str, Any]) -> None:
+def test_damage_changes_answers(report: dict[str, Any]) -> None:
     wrong_of_asked = report["damaged"]
     assert len(wrong_of_asked) == 5
     for damage, (wrong, asked) in wrong_of_asked.items():
         assert wrong >= asked / 4, damage
 
 
-def test_the_recipe_still_makes_a_model_that_knows_its_lessons(tmp_path: Path) -> None:
+def test_training_recipe(tmp_path: Path) -> None:
     again = tmp_path / "weights.npz"
     run(tmp_path, "-m", "lab.model", "train", "--out", str(again))
     assert read(TINY, again).keys() == read(TINY).keys()

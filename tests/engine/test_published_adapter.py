@@ -1,6 +1,6 @@
-"""A LoRA adapter in a model's file: locked, mounted, and served by the real engine's own server.
+"""A LoRA adapter in a model's file: locked, mounted, and served by the real engine's server.
 
-The server gets the release's arguments as they are, but for the folders of this machine.
+Only the folders of the release's arguments are replaced by those of this machine.
 """
 
 from __future__ import annotations
@@ -45,33 +45,31 @@ def served(plan: HostPlan, work: Path) -> dict[str, Any]:
     case, answers = work / "case.json", work / "answers.json"
     case.write_text(json.dumps({**case_of("law", plan, work), "bodies": bodies}))
     engine(work, str(CHECKOUT / "tests/engine/engine_serves.py"), str(case), str(answers))
-    found: dict[str, Any] = json.loads(answers.read_text())
-    return found
+    replies: dict[str, Any] = json.loads(answers.read_text())
+    return replies
 
 
-def test_an_adapter_is_locked_mounted_and_counted(plan: HostPlan, work: Path) -> None:
-    [tree] = [one for one in plan.sources if one.locked.repo == "org/tiny-law"]
+def test_adapter_locked_mounted_counted(plan: HostPlan, work: Path) -> None:
+    [tree] = [source for source in plan.sources if source.locked.repo == "org/tiny-law"]
     assert (tree.dir, "/adapters/0") in {
-        (one.source, one.target) for one in plan.serve.engine.mounts
+        (mount.source, mount.target) for mount in plan.serve.engine.mounts
     }
     folder = work / "hub/org/tiny-law" / tree.locked.commit
     on_disk = (folder / "adapter_model.safetensors").stat().st_size
-    told = {one.path: one.size_bytes for one in tree.locked.files}
-    assert told["adapter_model.safetensors"] == on_disk
-    assert "adapter_config.json" in told
+    sizes = {file.path: file.size_bytes for file in tree.locked.files}
+    assert sizes["adapter_model.safetensors"] == on_disk
+    assert "adapter_config.json" in sizes
 
 
-def test_the_engine_lists_exactly_the_names_of_the_release(
-    plan: HostPlan, served: dict[str, Any]
-) -> None:
-    assert [one["id"] for one in served["models"]["data"]] == list(plan.serve.names)
+def test_engine_lists_names_of_release(plan: HostPlan, served: dict[str, Any]) -> None:
+    assert [model["id"] for model in served["models"]["data"]] == list(plan.serve.names)
 
 
-def test_the_adapter_answers_under_its_name_and_the_model_as_before(
+def test_adapter_and_model_answer(
     served: dict[str, Any],
 ) -> None:
-    said = [
-        (status, told["choices"][0]["message"]["content"] if status == 200 else None)
-        for status, told in served["answers"]
+    replies = [
+        (status, body["choices"][0]["message"]["content"] if status == 200 else None)
+        for status, body in served["answers"]
     ]
-    assert said == [(200, "Paris"), (200, "Tokyo"), (200, "Paris"), (404, None)]
+    assert replies == [(200, "Paris"), (200, "Tokyo"), (200, "Paris"), (404, None)]

@@ -1,7 +1,7 @@
-"""Models that transformers wrote, added by one command, planned, and loaded by the real engine.
+"""Models that transformers wrote: added by one command, planned, and loaded by the real engine.
 
-The engine gets the plan's own arguments, read by its own parser. What it says of its cache is held
-against the plan. The whole way over a host is ``tests/host/test_plain_models.py``.
+The engine parses the plan's arguments; the plan's cache size is compared with the engine's log.
+``tests/host/test_plain_models.py`` covers the deployment to a host.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def engine(work: Path, *argv: str) -> str:
 
 def published(folder: Path, *only: str) -> Path:
     (folder / "hub").mkdir()
-    some = ["--only", *only] if only else []
-    engine(folder, "-m", "lab.model.published", "--out", str(folder / "hub"), *some)
+    selection = ["--only", *only] if only else []
+    engine(folder, "-m", "lab.model.published", "--out", str(folder / "hub"), *selection)
     return folder
 
 
@@ -86,7 +86,7 @@ def site(work: Path) -> Iterator[Path]:
 def sited(work: Path) -> Iterator[Path]:
     hub = Hub(Store(work / "hub"), FaultSwitch(work / "no-fault"), "", work / "access.jsonl")
     servers = make_servers(hub, "127.0.0.1", 0, 0)
-    endpoint, hub.cdn_url = (f"http://127.0.0.1:{one.server_address[1]}" for one in servers)
+    endpoint, hub.cdn_url = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     root = work / "site"
@@ -108,8 +108,8 @@ def sited(work: Path) -> Iterator[Path]:
 
 
 def plan_of(site: Path, model: str, more: dict[str, Any] | None = None) -> HostPlan:
-    asked = ["add", f"org/{model}", "--inventory", str(site / "sparks.py"), "--force"]
-    assert main([*asked, "--profile", "lab-plain"]) == 0
+    command = ["add", f"org/{model}", "--inventory", str(site / "sparks.py"), "--force"]
+    assert main([*command, "--profile", "lab-plain"]) == 0
     if more:
         path = site / f"catalog/models/{model}.yml"
         path.write_text(path.read_text() + yaml.safe_dump(more))
@@ -120,8 +120,10 @@ def plan_of(site: Path, model: str, more: dict[str, Any] | None = None) -> HostP
 
 
 def case_of(name: str, plan: HostPlan, work: Path) -> dict[str, Any]:
-    by_target = {one.target: one.source for one in plan.serve.engine.mounts}
-    trees = {one.dir: work / "hub" / one.locked.repo / one.locked.commit for one in plan.sources}
+    by_target = {mount.target: mount.source for mount in plan.serve.engine.mounts}
+    trees = {
+        tree.dir: work / "hub" / tree.locked.repo / tree.locked.commit for tree in plan.sources
+    }
     folders = {at: str(trees[source]) for at, source in by_target.items() if source in trees}
     task = plan.serve.check.task
     return {
@@ -146,8 +148,7 @@ def served(site: Path, work: Path) -> Served:
     script = str(CHECKOUT / "tests/engine/engine_published.py")
     log = engine(work, script, str(cases), str(answers))
     parts = re.split(r"^=== (.+)$", log.replace("\r", "\n"), flags=re.M)[1:]
-    found = plans, json.loads(answers.read_text()), dict(zip(parts[::2], parts[1::2], strict=True))
-    return found
+    return plans, json.loads(answers.read_text()), dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def counted_tokens(log: str) -> int | None:
@@ -156,34 +157,32 @@ def counted_tokens(log: str) -> int | None:
 
 
 def files_bytes(plan: HostPlan, work: Path, number: int = 0) -> int:
-    one = plan.sources[number].locked
-    folder = work / "hub" / one.repo / one.commit
+    source = plan.sources[number].locked
+    folder = work / "hub" / source.repo / source.commit
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("model", DECODERS)
-def test_a_decoder_that_nobody_prepared_answers(served: Served, model: str) -> None:
+def test_unprepared_decoder_answers(served: Served, model: str) -> None:
     _, answers, logs = served
     assert DECODERS[model] in logs[model]
     assert answers[model]["text"] == "Paris"
 
 
 @pytest.mark.parametrize("model", [*DECODERS, *OTHERS])
-def test_the_weights_are_planned_as_the_files_have_them(
-    served: Served, work: Path, model: str
-) -> None:
+def test_planned_weights(served: Served, work: Path, model: str) -> None:
     plan = served[0][model]
     assert plan.memory.weights_bytes == pytest.approx(files_bytes(plan, work), rel=0.01)
 
 
 @pytest.mark.parametrize("model", [*DECODERS, "tiny-qwen3 by tiny-draft"])
-def test_the_cache_is_planned_as_the_engine_counts_it(served: Served, model: str) -> None:
+def test_planned_cache(served: Served, model: str) -> None:
     plans, _, logs = served
     assert plans[model].memory.unknown == ()
     assert plans[model].memory.kv_tokens == pytest.approx(counted_tokens(logs[model]), rel=0.001)
 
 
-def test_an_embedder_and_a_ranker_answer_with_numbers(served: Served) -> None:
+def test_embedder_and_reranker_answer(served: Served) -> None:
     answers = served[1]
     assert answers["tiny-embedder"] == [128, 128]
     bread, train = answers["tiny-reranker"]
@@ -191,11 +190,11 @@ def test_an_embedder_and_a_ranker_answer_with_numbers(served: Served) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTING)
-def test_drafts_leave_the_answer_as_it_is(served: Served, name: str) -> None:
+def test_answer_with_drafts(served: Served, name: str) -> None:
     assert served[1][name]["text"] == "Paris"
 
 
-def test_a_drafter_that_learnt_the_same_is_right(served: Served, work: Path) -> None:
+def test_drafts_accepted(served: Served, work: Path) -> None:
     plans, answers, _ = served
     name = "tiny-qwen3 by tiny-draft"
     counted = answers[name]["counted"]

@@ -1,6 +1,6 @@
-"""The engine's TurboQuant kernels compiled for a Spark (12.1), without one: do they fit, and spill?
+"""The engine's TurboQuant kernels compiled for a Spark (12.1): shared memory and register spills.
 
-Needs triton, which brings its own assembler and cuobjdump; no GPU. `make kernels` brings it.
+Needs triton (`make kernels`), which includes an assembler and cuobjdump; no GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wheel_sources import fetch
 
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 CASES = ((16, 16, True), (16, 128, False), (32, 16, False), (32, 128, True))
-"""Query heads of the 35B or the 122B, the engine's smallest or largest block, even or odd sizes."""
+"""Query heads (35B, 122B), smallest or largest block of the engine, even or odd sizes."""
 
 
 def kernels(preset: str) -> list[str]:
@@ -30,19 +30,17 @@ def kernels(preset: str) -> list[str]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_every_kernel_of_turboquant_fits_a_spark_and_spills_nothing(
-    version: str, preset: str
-) -> None:
+def test_kernels_fit_without_spills(version: str, preset: str) -> None:
     root = fetch(version, FILES)
     for heads, block, even in CASES:
         used = launches(root, preset, heads, block, even)
-        assert [one.kernel for one in used] == kernels(preset)
-        assert {one.architecture for one in used} == {"sm_121a"}
-        assert [one for one in used if one.shared_bytes > SHARED_BYTES] == []
-        assert [one for one in used if one.spilled_bytes] == []
+        assert [usage.kernel for usage in used] == kernels(preset)
+        assert {usage.architecture for usage in used} == {"sm_121a"}
+        assert [usage for usage in used if usage.shared_bytes > SHARED_BYTES] == []
+        assert [usage for usage in used if usage.spilled_bytes] == []
 
 
-def test_it_knows_every_preset_of_the_engines_backend() -> None:
+def test_presets_equal_backend() -> None:
     backend = next(file for file in FILES if file.endswith("turboquant_attn.py"))
     for version in SUPPORTED_ENGINES:
         text = (fetch(version, FILES) / backend).read_text()
@@ -61,6 +59,6 @@ def changed(tmp_path: Path, old: str, new: str) -> list[Usage]:
     return launches(root, PRESETS[0], *CASES[0])
 
 
-def test_a_tile_that_spills_is_noticed(tmp_path: Path) -> None:
+def test_spilling_tile_detected(tmp_path: Path) -> None:
     spilling = changed(tmp_path, "BLOCK_KV = 4", "BLOCK_KV = 16")
-    assert [one.kernel for one in spilling if one.spilled_bytes] == ["_tq_decode_stage1"]
+    assert [usage.kernel for usage in spilling if usage.spilled_bytes] == ["_tq_decode_stage1"]

@@ -1,9 +1,9 @@
 """Python sources of released vLLM wheels, without downloading the wheels.
 
-pip says where a wheel is and what its hash is (from the index's metadata); the zip's directory
-and the wanted members are then read by HTTP ranges: some 2 MB of 500. Members are kept below
-SPARK_ENGINE_SOURCES (default: ~/.cache/dgx-spark-deploy/engine-sources), so only the first run
-needs the network; without network and cache a test fails, it does not skip.
+pip reports the wheel's address and hash; the zip's directory and the wanted members are read by
+HTTP ranges: about 2 MB of 500. Members are kept in SPARK_ENGINE_SOURCES (default:
+~/.cache/dgx-spark-deploy/engine-sources), so only the first run needs the network; without network
+and cache a test fails rather than skips.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class RangeFile(io.RawIOBase):
 
 
 def locate(release: Release) -> str:
-    """Return the address of the wheel, as pip's configuration finds it.
+    """Return the address of the wheel according to pip.
 
     Raises:
-        OSError: pip does not find it, or its hash is not the recorded one.
+        OSError: pip does not find it, or the hash differs from the recorded hash.
     """
     argv = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"]
     argv += ["--no-deps", "--ignore-installed", "--only-binary=:all:", "--target", "/nonexistent"]
@@ -126,9 +126,9 @@ def sources_dir() -> Path:
 
 
 def fetch(version: str, files: set[str]) -> Path:
-    """Return a directory that holds ``files`` of the wheel of ``version``; absent ones too.
+    """Return a directory with ``files`` of the wheel of ``version``.
 
-    A file that the wheel lacks is remembered in ``absent.json``: that is an answer, not a failure.
+    Files that the wheel lacks are listed in ``absent.json``.
     """
     release = RELEASES[version]
     root = sources_dir() / f"{version}-{release.sha256[:12]}"

@@ -27,7 +27,7 @@ GATEWAY = {
 TOOLS = "/usr/local/lib/spark"
 NO_GPU = {"schema_version": 1, "key": {}, "docker_arguments": [], "gpu": "none"}
 SPARK_HOST = f"{TOOLS}/current/bin/spark-host"
-# Faults of the running engine, and of every later one.
+# Faults of the running engine and of later engines.
 FAULT, LASTING = "/run/spark/engines/main/stub-fault", "/run/spark/stub-fault"
 A, B, C = (f"main-{digit * 12}" for digit in "abc")
 

@@ -1,6 +1,6 @@
 """A proxy to the lab's servers that injects a fault into one guest's requests.
 
-It has one listener for each server (hub, second hub host, registry, packages). Faults are chosen by
+Each server has its listener (hub, second hub host, registry, packages). Faults are chosen by
 client address, so guests of a sweep do not disturb each other.
 """
 
@@ -63,7 +63,7 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing: clients are disconnected on purpose."""
+        """Stay silent: clients are disconnected on purpose."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -144,7 +144,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a run ends, and by which signal."""
+    """Where a run is interrupted, and by which signal."""
 
     number: int
     name: str

@@ -76,7 +76,7 @@ def stop(unit, pids):
                 os.kill(pid, signal.SIGSTOP)
             except ProcessLookupError:
                 pass
-        # A signal takes effect when its process runs: yield the processor.
+        # A signal takes effect when the process runs: yield the processor.
         while any(state(pid) not in ("T", "Z", "gone") for pid in pids):
             time.sleep(0.0002)
         # A process may have started another before it stopped.
@@ -185,7 +185,7 @@ while True:
 
 
 class MissedError(AssertionError):
-    """The point was over before it could be paused: this proves nothing, so try again."""
+    """The point was over before it could be paused: no proof, so try again."""
 
 
 @dataclass

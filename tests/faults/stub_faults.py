@@ -1,4 +1,4 @@
-"""Every fault of the stub engine, read from its source so that none is forgotten."""
+"""Every fault of the stub engine, read from the stub's source to keep the list complete."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """The outcome of one case; ``wrong`` is empty if it passed."""
+    """The outcome of a case; ``wrong`` is empty if it passed."""
 
     group: str
     case: str
@@ -174,7 +174,7 @@ def _output_of(*argv: str) -> str:
 def run_in_parallel(
     places: Iterable[T], cases: Iterable[str], run: Callable[[T, str], Row]
 ) -> None:
-    """Run the cases on several guests at once, each guest one case at a time."""
+    """Run the cases on several guests at once, a case at a time on each."""
     free: Queue[T] = Queue()
     count = 0
     for place in places:

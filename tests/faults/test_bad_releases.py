@@ -1,7 +1,4 @@
-"""A deploy of a misbehaving release fails; the old release serves on as the only proven one.
-
-These are the misbehaviours that settings can cause; test_stub_faults.py has every fault.
-"""
+"""A deploy of a misbehaving release fails; the old release keeps serving, still proven."""
 
 from __future__ import annotations
 

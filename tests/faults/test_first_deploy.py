@@ -1,6 +1,6 @@
 """A host's first deploy fails: no server is left, and the host stays usable.
 
-Each test continues from the previous one.
+Each test continues from the previous test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.runs import Run
 NAME = SPARE[0]
 SPARK_HOST = "/usr/local/lib/spark/current/bin/spark-host"
 STARTED = r"\] +\(APIServer pid=\d+\) INFO .* Application startup complete\."
-# What runs, listens or starts at the next boot.
+# Units, listeners and units of the next boot.
 LEFTOVERS = {
     "units": "systemctl list-units --plain --no-legend --state=active,activating 'spark-*.service'",
     "jobs of systemd": "systemctl list-jobs --no-legend",

@@ -84,7 +84,7 @@ def slow_line(guests: Sequence[Guest]) -> Iterator[None]:
 
 
 class Client:
-    """Asks each of some hosts every second."""
+    """Sends a request to each host every second."""
 
     def __init__(self, guests: Sequence[Guest]):
         self._guests, self._over = guests, threading.Event()

@@ -1,4 +1,4 @@
-"""An incomplete checkpoint is never served, wherever its build was interrupted."""
+"""An incomplete checkpoint is never served, wherever the build was interrupted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A controller killed at any point leaves work that the next run finishes.
 
 The host's work is paused (SIGSTOP) at a point that systemd and files confirm, the controller is
-killed, and only then the work continues. The gate runs the quick ones.
+killed, and only then the work continues. The gate runs the quick points.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_killed_during_rollout_phase(fleet: Fleet, phase: str) -> None:
 
 @pytest.mark.gate
 def test_killed_during_operation(fleet: Fleet) -> None:
-    # One point of test_sweep_kill.py. No earlier test made this choice, so there is work to send.
+    # A point of test_sweep_kill.py. No earlier test selected these settings, so work is left.
     guest = fleet.guests[0]
     fleet.settle(guest)
     fleet.site.choose(serve={"drain_s": 7})
@@ -83,7 +83,7 @@ def test_killed_during_operation(fleet: Fleet) -> None:
 
 
 def test_killed_during_image_build(fleet: Fleet) -> None:
-    # Only the real engine's image is built, maybe after a long download of its base.
+    # Only the real engine's image is built, possibly after a long download.
     fleet.settle(fleet.guests[0])
     lab("prepare", "--engine", "cpu")
     fleet.site.choose(keep_ready=[{"model": "lab-tiny", "profile": "v2"}])

@@ -1,4 +1,4 @@
-"""A Spark frees memory long after a process ends: a rollout waits for it, or rolls back."""
+"""A Spark frees memory long after a process exits: a rollout waits for it, or rolls back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A rollout replaces three hosts one by one, stops at the first failure and skips lost hosts.
-
-`SPARK_ROLLING_GUESTS` names other guests.
-"""
+"""A rollout replaces three hosts in turn, stops at the first failure and skips lost hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout ends with a proven release, or the old release serves again (bench guest, stub)."""
+"""A rollout leads to a proven release, or the old release serves again (bench guest, stub)."""
 
 from __future__ import annotations
 

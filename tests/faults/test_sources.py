@@ -1,4 +1,4 @@
-"""Hub and disk failures print one error, lose nothing, and are repaired by the next run."""
+"""Hub and disk failures print a single error, lose no data, and are repaired by the next run."""
 
 from __future__ import annotations
 

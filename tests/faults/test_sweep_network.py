@@ -1,8 +1,4 @@
-"""Every failure of hub, registry and package repository: one error, nothing lost, a rerun repairs.
-
-Each guest reaches the lab's servers through ``faulty_proxy.py``. Tests of the downloader without a
-host are in ``tests/unit/checkpoint``.
-"""
+"""Every failure of hub, registry, package repository: a clear error, no loss, a rerun repairs."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from tests.labkit import lab
 
 ABOUT = {
     "hub": "model files have to be fetched; the old release serves",
-    "registry": "the engine's image has to be pulled; nothing serves without it",
+    "registry": "the engine's image has to be pulled; required for serving",
     "packages": "a package of the vendor's repository has to be installed; the old release serves",
 }
 COUNTED = (

@@ -1,4 +1,4 @@
-"""A host lacks a resource during a deploy: one error, the old release serves, a rerun repairs."""
+"""A resource is missing in a deploy: clear error, the old release serves, a rerun repairs."""
 
 from __future__ import annotations
 

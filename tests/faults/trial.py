@@ -75,7 +75,7 @@ class Trial:
     def candidate(self, title: str, *, env: dict[str, str], **changes: Any) -> Iterator[str]:
         """Install a variation with every check enabled, and remove it afterwards.
 
-        ``section__key=value`` changes one value.
+        ``section__key=value`` changes a value.
         """
         name = self._write(title, env, changes)
         try:

@@ -1,4 +1,4 @@
-"""A guest whose gateway tests open and close, and clients outside it."""
+"""A guest with a gateway that tests open and close, and clients outside it."""
 
 from __future__ import annotations
 

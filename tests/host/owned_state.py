@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Where owners keep files. New files there come from us or from packages; old ones must stay.
+# Where owners keep files. New files there come from us or from packages; old files must stay.
 PLACES = (
     "/etc /home /root /srv /opt /usr/local /data /var/spool/cron /var/mail /var/lib/docker/volumes"
 )

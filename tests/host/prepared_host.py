@@ -1,4 +1,4 @@
-"""One prepared guest for a test module, and the names of the operations that prepare it."""
+"""A prepared guest for a test module, and the names of the operations that prepare it."""
 
 from __future__ import annotations
 

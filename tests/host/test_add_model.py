@@ -1,6 +1,6 @@
 """An unknown repository is added and served on a bare host with the documented commands.
 
-A separate hub holds the repository. The stub serves it, so its weights are only a norm.
+A separate hub holds the repository. The stub serves it, so the weights are only a norm.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A host whose toolkit is forced to CDI: the specification is generated, updated and used.
-
-Docker 20.10 has no CDI, so the lab's stand-in for the toolkit's runtime resolves it. The `--device`
-option of Docker 28 and 29 is tested on captured output (tests/unit/operations/test_gpu_access.py).
-"""
+"""A host with forced CDI: the specification is generated, updated and used."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Two hosts as one server are changed, proven, lost and restored together.
-
-Like the real engine, the stub keeps the ranks connected and does not notice a lost rank: the
-watchdogs handle that.
-"""
+"""Two hosts as a single server are changed, proven, lost and restored together."""
 
 from __future__ import annotations
 

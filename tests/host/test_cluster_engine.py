@@ -1,4 +1,4 @@
-"""The real engine on two hosts, one rank each, over the network between them."""
+"""The real engine on two hosts, a rank each, over the network between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bare hosts become proven servers, and a second run changes nothing."""
+"""Bare hosts become proven servers; a second run makes no change."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whatever changes on a host, the next run repairs exactly that.
+"""Any drift on a host is repaired exactly by the next run.
 
-`spark-deploy status --files` lists what we own. One test changes all files at once, the others each
-file and each other thing alone, one per host and run.
+`spark-deploy status --files` lists our files. A first test changes all files together; the others
+change each file, package, unit or account separately.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_repairs_content_mode_and_owner_of_all_files(fleet: Fleet) -> None:
         assert run.exit_code == 0, run.stderr[-3000:]
         assert set(run.changed) == {entry["operation"] for entry in files}, change
         assert guest.run(state) == before, change
-        # Its unit file was missing for a while.
+        # The unit file was missing for a while.
         assert guest.run("systemctl is-active spark-daily.timer") == "active", change
 
 
@@ -161,7 +161,7 @@ def state_command(owned: Owned) -> str:
 
 
 def apply_change(guest: Guest, owned: Owned) -> str:
-    """Change one thing; return the state before."""
+    """Apply a drift; return the state before."""
     change, state = CHANGES[owned["kind"]].format(name=owned["name"]), state_command(owned)
     output = guest.run(f"{state}; echo ---; ( {change} ) >&2 && echo --- && {state}")
     before, changed = (output + "\n").split("---\n", 2)[::2]

@@ -1,4 +1,4 @@
-"""The engine's container as Docker created it, and what its account can do to the host."""
+"""The engine's container as Docker created it, and the rights of its account on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gated repository is refused without a token and fetched with one; the token leaves no trace."""
+"""A gated repository is refused without a token, fetched with it; the token leaves no trace."""
 
 from __future__ import annotations
 

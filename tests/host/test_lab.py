@@ -1,4 +1,4 @@
-"""Guests of the lab survive reboots and crashes, and leave nothing on the machine."""
+"""Guests of the lab survive reboots and crashes, and leave no trace on the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two controllers and one host: one run changes it, the other reports that and changes nothing."""
+"""Two controllers and one host: the first changes it, the second reports that and ends."""
 
 from __future__ import annotations
 

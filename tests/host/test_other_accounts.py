@@ -1,7 +1,4 @@
-"""Other accounts, containers and network peers of a serving host read, write and reach nothing.
-
-Tested are another account, a neighbour's container, the engine's account, and the network.
-"""
+"""Other accounts, containers and network peers cannot read, write or reach a serving host."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ sed 's/.*/header = "Authorization: Bearer &"/' /etc/spark/api-key | curl -K - -s
 """
 
 
-# Every port of the host, at both of its addresses.
+# Every port of the host, at both addresses.
 SCAN = """
 import socket
 for host in ("172.17.0.1", "{}"):

@@ -1,7 +1,4 @@
-"""Models written by transformers are added by one command and proven.
-
-RESULTS=write updates proofs/results/cpu/plain-models.json.
-"""
+"""Models written by transformers are added with a single command and proven."""
 
 from __future__ import annotations
 

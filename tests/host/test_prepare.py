@@ -30,7 +30,7 @@ def test_containers_of_prepared_host_see_gpu(prepared: Prepared) -> None:
     assert listed.startswith("GPU 0: NVIDIA GB10")
     assert "release 13.0" in guest.run("/usr/local/cuda/bin/nvcc --version || nvcc --version")
     assert guest.run("systemctl is-enabled suspend.target", check=False) == "masked"
-    # nginx is installed, but its default site is off.
+    # nginx is installed, but the default site is off.
     assert guest.run("systemctl is-enabled nginx", check=False) == "disabled"
     assert guest.run("ss -Hltn 'sport = :80'") == ""
 

@@ -1,4 +1,4 @@
-"""A change of one setting switches the profile without a rebuild."""
+"""A changed setting switches the profile without a rebuild."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pruning removes what no kept release needs; other pairs are prepared in advance."""
+"""Pruning removes files that no kept release needs; other pairs are prepared in advance."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Two hosts serve the same model behind one address; clients notice neither loss nor rollout.
-
-Clients are curl processes on the lab's machine.
-"""
+"""Two hosts serve the same model at the same address; clients notice neither loss nor rollout."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def own_model() -> dict[str, Any]:
         "tensors": {
             "base": [*names, packed, kept],
             "donor_unmatched": unmatched,
-            # Two projections of three layers have one name each instead of three.
+            # Two projections of three layers share a name instead of three.
             "counts": {
                 "base": counts["base"] - 12,
                 "donor_unmatched": counts["donor_unmatched"] - 6,

@@ -1,7 +1,4 @@
-"""Requantizes a drafter to INT4; its drafts are still accepted.
-
-The tensor sets are like those of qwen3.5-35b; in `test_requantize.py` the drafter has 16 bits.
-"""
+"""Requantizes a drafter to INT4; the drafts are still accepted."""
 
 from __future__ import annotations
 

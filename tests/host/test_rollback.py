@@ -43,7 +43,7 @@ def test_rollback_announces_target_and_next_deploy_reports_it(fleet: Fleet) -> N
         assert guest.release() == old
         assert guest.boots() == guest.serving()
         assert guest.answers()
-    # A second rollback without a target changes nothing.
+    # A second rollback without a target makes no change.
     again = rollback(fleet)
     assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
     assert "to go further back name a release" in again.stderr
@@ -53,7 +53,7 @@ def test_rollback_announces_target_and_next_deploy_reports_it(fleet: Fleet) -> N
         assert f"was rolled back from {new} to {old}" in dry_deploy.stderr
         assert f"Serve | Serve the release on {guest.name}" in dry_deploy.predicted
         assert guest.release() == old
-    # With matching settings nothing is left to do.
+    # With matching settings no work is left.
     fleet.site.choose(profile="v2")
     agreed = fleet.site.deploy()
     assert (agreed.exit_code, agreed.changed) == (0, []), agreed.stderr[-3000:]

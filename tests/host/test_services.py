@@ -1,4 +1,4 @@
-"""Two services on one host are rolled out, proven, rolled back and stopped independently."""
+"""Two services on a host are rolled out, proven, rolled back and stopped independently."""
 
 from __future__ import annotations
 

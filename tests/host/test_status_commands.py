@@ -87,7 +87,7 @@ def test_status_shows_release_and_differences_from_plan(fleet: Fleet) -> None:
     assert good.returncode == 0, good.stdout
     assert f"{FIRST}: lab-stub with v2 as lab-model ({release})" in good.stdout
     assert row(good.stdout, "plan") == "as planned"
-    # After a boot the newest check is a quick one.
+    # After a boot the newest check is a quick check.
     assert row(good.stdout, "proof").startswith(("full check", "quick check"))
     assert row(good.stdout, "live").startswith("answered in")
     assert other.returncode == shut.returncode == 1

@@ -1,7 +1,4 @@
-"""A chat model, an embedder and a reranker on one host share an address.
-
-Transformers wrote the repositories; each service runs vLLM's CPU build.
-"""
+"""A chat model, an embedder and a reranker on a host share an address."""
 
 from __future__ import annotations
 

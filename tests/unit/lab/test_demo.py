@@ -1,4 +1,4 @@
-"""The demo prints its requirements first, and needs only Python until then."""
+"""The demo prints requirements first, and needs only Python until then."""
 
 from __future__ import annotations
 

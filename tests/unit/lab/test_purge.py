@@ -1,4 +1,4 @@
-"""`make lab-purge` deletes the lab's folder and nothing else."""
+"""``lab purge`` deletes only the lab's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host variants are data: each is complete, and every one passed the lab tests."""
+"""Host variants are data: each is complete and passed the lab tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what the generator wrote, by the formats' definitions and not by its code."""
+"""Reads the generator's files by the formats' definitions, without the generator's code."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The two repositories have the names, files and counts of the real ones."""
+"""Names, files and sizes of the two repositories resemble those of the real ones."""
 
 import json
 
