@@ -1,11 +1,7 @@
 """``spark-host image``: pulls an image, through other hosts if they share it, then runs a command.
 
-Shared blobs are served to docker by a local nginx without TLS on the loopback address, so that
-every image store gets the identity that the registry gave. If that fails, docker pulls missing
-layers from the registry.
-
-Pulls go through docker's API, which reports the bytes of each layer; the docker client shows them
-only on a terminal.
+A local nginx serves shared blobs to docker, so that every image store keeps the registry's digest.
+Docker's API reports the bytes of each layer; its client shows them only on a terminal.
 """
 
 from __future__ import annotations
@@ -212,11 +208,7 @@ class Layers:
 
 
 def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
-    """Pull an image by name and digest.
-
-    Raises:
-        HostToolError: docker or the registry failed, or the pull stalls.
-    """
+    """Pull an image by name and digest; ``HostToolError`` if it fails or stalls."""
     layers, stalls = Layers(time.monotonic(), stall_s), list[HostToolError]()
     try:
         with _watched_connection(reference, layers, stalls) as connection:

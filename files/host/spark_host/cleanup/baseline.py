@@ -117,10 +117,7 @@ def package_things(
 ) -> list[Thing]:
     """Return the packages of our settings that were not installed before.
 
-    Args:
-        footprint: their names.
-        before: without it, no package can be removed.
-        obstacles: by package, why it must stay.
+    Without the baseline no package can be removed; ``obstacles``: by package, why it must stay.
     """
     present = set(installed_packages())
     engine = (*footprint.engine_packages, *footprint.gpu_packages)

@@ -7,9 +7,9 @@ no folder looks complete; the next prune finishes it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from spark_contract import files, receipts, units
@@ -31,34 +31,7 @@ from spark_host.system.host import Host, load_release, release_names
 _UP = ("active", "activating", "reloading", "deactivating")
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The removed resources, and the reasons for the rest."""
-
-    kept: dict[str, str]  # reason by release
-    releases: list[str]
-    folders: list[Folder]
-    images: list[Image]
-    jobs: list[str]
-    bytes: dict[str, int]  # by path or reference
-    others: list[Path]  # in the same folders, but not created by us
-
-    def document(self, problems: Sequence[str] = ()) -> Pruning:
-        named = [("release", name) for name in self.releases]
-        named += [(folder.kind, str(folder.path)) for folder in self.folders]
-        named += [("image", image.reference) for image in self.images]
-        named += [("job", name) for name in self.jobs]
-        items = tuple(Prunable(kind, name, self.bytes.get(name, 0)) for kind, name in named)
-        return Pruning(
-            items=items,
-            bytes=sum(item.bytes for item in items),
-            kept=self.kept,
-            not_ours=tuple(map(str, self.others)),
-            problems=tuple(problems),
-        )
-
-
-def plan_prune(keep: Keep, paths: Paths) -> Plan:
+def plan_prune(keep: Keep, paths: Paths) -> Pruning:
     """Find removable resources; read-only."""
     if not docker.is_up():
         raise HostToolError("docker", "does not answer", "systemctl status docker")
@@ -85,22 +58,19 @@ def plan_prune(keep: Keep, paths: Paths) -> Plan:
     removed_images, kept_images = _split_images(keep, kept, busy, known, paths)
     gone = {folder.of for folder in folders}
     freed = resources.freed_bytes(folder.path for folder in folders)
-    return Plan(
-        kept=kept,
-        releases=[name for name in release_names(paths) if name not in kept],
-        folders=folders,
-        images=removed_images,
-        jobs=sorted(
-            name
-            for name, job in known.items()
-            if name not in busy and _is_stale(job, needed, gone, removed_images, paths)
-        ),
-        bytes={
-            **{str(path): size for path, size in freed.items()},
-            **resources.image_bytes(removed_images, kept_images),
-        },
-        others=others,
-    )
+    sizes = {str(path): size for path, size in freed.items()}
+    sizes |= resources.image_bytes(removed_images, kept_images)
+    named = [("release", name) for name in release_names(paths) if name not in kept]
+    named += [(folder.kind, str(folder.path)) for folder in folders]
+    named += [("image", image.reference) for image in removed_images]
+    named += [
+        ("job", name)
+        for name, job in sorted(known.items())
+        if name not in busy and _is_stale(job, needed, gone, removed_images, paths)
+    ]
+    items = tuple(Prunable(kind, name, sizes.get(name, 0)) for kind, name in named)
+    freed_bytes = sum(item.bytes for item in items)
+    return Pruning(items, freed_bytes, kept, not_ours=tuple(map(str, others)), problems=())
 
 
 def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
@@ -186,18 +156,22 @@ def _is_stale(
     return resources.image_of(job) in {image.reference for image in images}
 
 
-def remove(plan: Plan, paths: Paths) -> list[str]:
-    """Remove everything in the plan; return the failures."""
-    for name in plan.releases:
+def remove(plan: Pruning, paths: Paths) -> Pruning:
+    """Remove everything in the plan; return it with the failures."""
+
+    def named(*kinds: str) -> list[str]:
+        return [item.name for item in plan.items if item.kind in kinds]
+
+    for name in named("release"):
         _remove_release(name, paths)
-    for folder in plan.folders:
-        resources.remove_folder(folder.path)
-    problems = [docker.remove_image(image.reference) for image in reversed(plan.images)]
-    for name in plan.jobs:
+    for name in named("tree", "source", "cache", "tools"):
+        resources.remove_folder(Path(name))
+    problems = [docker.remove_image(name) for name in reversed(named("image"))]  # most layers first
+    for name in named("job"):  # last: without the job, a pulled image is not known as ours
         _remove_folder_of(paths.job(name) / "job.json")
         shutil.rmtree(paths.units / f"{units.JOB.of(name)}.d", ignore_errors=True)
     systemd.reload()
-    return [problem for problem in problems if problem]
+    return replace(plan, problems=tuple(filter(None, problems)))
 
 
 def _remove_release(name: str, paths: Paths) -> None:
@@ -231,4 +205,4 @@ def main(words: list[str], paths: Paths) -> Pruning:
     keep = parse(Keep, requests[0])
     with nullcontext() if dry else all_rollout_locks(paths):
         plan = plan_prune(keep, paths)
-        return plan.document([] if dry else remove(plan, paths))
+        return plan if dry else remove(plan, paths)

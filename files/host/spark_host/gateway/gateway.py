@@ -181,11 +181,7 @@ def _workers(master: int) -> frozenset[int]:
 
 
 def _install_config(settings: Gateway, paths: Paths) -> Path:
-    """Write a tested configuration below /run; return the folder.
-
-    Raises:
-        HostToolError: nginx rejects the configuration; the previous file stays.
-    """
+    """Write the configuration below /run if nginx accepts it; return the folder."""
     folder = paths.gateway_run(settings.service)
     body_folder = paths.gateway_bodies(settings.service)
     for path in (folder, body_folder.parent, body_folder):
@@ -234,11 +230,7 @@ def _write_key(settings: Gateway, paths: Paths) -> None:
 
 
 def read_key(settings: Gateway, paths: Paths) -> str:
-    """Return the API key.
-
-    Raises:
-        HostToolError: It is missing, readable by other users, or not usable in a header.
-    """
+    """Return the API key; ``HostToolError`` if missing, readable by others or not usable."""
     path = paths.below(settings.key_path)
     try:
         mode, key = path.stat().st_mode, path.read_text().strip()

@@ -145,11 +145,7 @@ _PLAIN = re.compile(r"/[A-Za-z0-9._/ +@,:=-]*\Z")
 
 
 def program(paths: Paths) -> str:
-    """Return the path of nginx below the host's root.
-
-    Raises:
-        HostToolError: It is not installed.
-    """
+    """Return the path of nginx below the host's root."""
     for name in ("usr/sbin/nginx", "usr/local/sbin/nginx", "usr/bin/nginx"):
         if os.access(paths.root / name, os.X_OK):
             return str(paths.root / name)
@@ -163,11 +159,7 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 
 
 def quoted(path: Path, suffix: str = "") -> str:
-    """Return a path for a configuration, followed by an nginx expression.
-
-    Raises:
-        HostToolError: nginx would read another path.
-    """
+    """Return a path for a configuration; ``HostToolError`` if nginx would read another path."""
     if not _PLAIN.match(str(path)):
         raise HostToolError("share", f"cannot share {path}", "choose a plainer path for it")
     return f'"{path}{suffix}"'

@@ -26,11 +26,7 @@ _WAIT = ("-w", "5")  # for other programs that change rules
 
 
 def rank(release: Release, paths: Paths) -> int:
-    """Return this host's rank; 0 without a cluster.
-
-    Raises:
-        HostToolError: This host has no address of a member, or several.
-    """
+    """Return this host's rank; 0 without a cluster; ``HostToolError`` unless it is one member."""
     if release.cluster is None:
         return 0
     addresses = set(_LOCAL.findall(paths.below("/proc/net/fib_trie").read_text()))

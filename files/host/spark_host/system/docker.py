@@ -42,11 +42,7 @@ def connection(timeout_s: float) -> HTTPConnection:
 
 
 def query(path: str, timeout_s: float = 10) -> Any:
-    """Return the JSON answer to ``GET path``; ``None`` if there is none.
-
-    Raises:
-        DaemonSilent: No answer in time, not even at the second try.
-    """
+    """Return the JSON answer to ``GET path``, or ``None``; ``DaemonSilent`` after two timeouts."""
     try:
         return _get(path, timeout_s)
     except DaemonSilent:

@@ -18,7 +18,7 @@ from spark_contract.paths import RUN_DIR, STATE_DIR, Paths
 from spark_contract.tool import FABRIC, HOST_TOOL
 
 from spark_host.system import systemd
-from spark_host.system.host import locked
+from spark_host.system.host import locked, read_document
 from spark_host.system.programs import error_line, run_program
 
 _APPLY_S = 30.0  # less than the controller's time limit for a command
@@ -59,10 +59,7 @@ def _try(plan: fabric.FabricPlan, paths: Paths) -> None:
     if trial.exists():  # replacing it would leave addresses behind
         raise HostToolError(fabric.NETPLAN_TRIAL, "another trial is running", fabric.TRY_AGAIN)
     # systemd may still have the timer of a trial that has just ended.
-    run_program(
-        ["systemctl", "stop", f"{fabric.RETURN_UNIT}.timer", f"{fabric.RETURN_UNIT}.service"],
-        _APPLY_S,
-    )
+    _stop_timer("service")
     managed = {port.interface for port in plan.ports}
     record = fabric.FabricRecord(
         plan.ports,
@@ -96,7 +93,7 @@ def _confirm(paths: Paths) -> None:
     files.write_text(paths.below(_KEPT), documents.text_of(record), 0o600)
     files.write_text(kept, trial.read_text(), 0o600)
     files.remove(trial)
-    run_program(["systemctl", "stop", f"{fabric.RETURN_UNIT}.timer"], _APPLY_S)
+    _stop_timer()
 
 
 def _restore(paths: Paths, *, unconfirmed: bool) -> None:
@@ -105,9 +102,7 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
     if not trial.exists() and (unconfirmed or not kept.exists()):
         return
     tried = paths.below(_TRIED if trial.exists() else _KEPT)
-    record = (
-        files.load(fabric.FabricRecord, tried, "no managed network") if tried.exists() else None
-    )
+    record = read_document(fabric.FabricRecord, tried)
     if kept.exists() and not unconfirmed:
         files.write_text(paths.below(fabric.KEPT_NETPLAN), kept.read_text(), 0o600)
         files.remove(kept)
@@ -121,7 +116,7 @@ def _restore(paths: Paths, *, unconfirmed: bool) -> None:
             _restore_others(record)
     files.remove(tried)
     if not unconfirmed:
-        run_program(["systemctl", "stop", f"{fabric.RETURN_UNIT}.timer"], _APPLY_S)
+        _stop_timer()
 
 
 def _reset_ports(record: fabric.FabricRecord) -> None:
@@ -241,6 +236,11 @@ def _link(port: fabric.FabricPort) -> Any:
 
 def _ip(*words: str) -> str:
     return run_program(["ip", *words], 10).stdout
+
+
+def _stop_timer(*kinds: str) -> None:
+    names = [f"{fabric.RETURN_UNIT}.{kind}" for kind in ("timer", *kinds)]
+    run_program(["systemctl", "stop", *names], _APPLY_S)
 
 
 def _must(argv: list[str], message: str) -> None:

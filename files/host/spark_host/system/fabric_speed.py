@@ -44,11 +44,7 @@ def main(words: Sequence[str], paths: Paths) -> int | SpeedFound:
 
 
 def listen(order: SpeedOrder) -> None:
-    """Receive the sender's data and discard it.
-
-    Raises:
-        HostToolError: The address is not available, or no sender connected.
-    """
+    """Receive the sender's data and discard it; ``HostToolError`` if no sender connects."""
     until = time.monotonic() + _MEET_S
     streams: list[socket.socket] = []
     where = f"{order.address}:{order.port}"
@@ -101,11 +97,7 @@ def _discard(stream: socket.socket, most_bytes: int, until: float) -> None:
 
 
 def send(order: SpeedOrder) -> SpeedFound:
-    """Send zeros through an interface, up to the limits of the order.
-
-    Raises:
-        HostToolError: The listener cannot be reached.
-    """
+    """Send zeros up to the limits of the order; ``HostToolError`` if nothing listens."""
     streams = [_connect(order) for _ in range(_STREAMS)]
     for stream in streams:
         try:

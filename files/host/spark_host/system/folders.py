@@ -21,11 +21,7 @@ _LIMIT_S = 600.0
 
 
 def give(path: Path, owner: int, group: int, mode: int) -> None:
-    """Create a folder if missing and set owner, group and mode; root must own the parent.
-
-    Raises:
-        HostToolError: ``path`` is something else.
-    """
+    """Create a folder if missing and set owner, group and mode; root must own the parent."""
     path.mkdir(mode=0o700, exist_ok=True)
     try:
         with _opened(path) as descriptor:
@@ -89,12 +85,7 @@ def measure(folder: Path, most_bytes: int, most_files: int) -> tuple[int, int]:
 
 @contextmanager
 def opened_socket(path: Path) -> Iterator[str]:
-    """Open the socket at ``path``; yield a name that stays bound to it.
-
-    Raises:
-        FileNotFoundError: It is missing.
-        HostToolError: It is not a socket.
-    """
+    """Open a socket; yield a name that stays bound to it; ``HostToolError`` if it is no socket."""
     with _opened(path.parent) as folder:
         descriptor = os.open(path.name, os.O_PATH | os.O_NOFOLLOW, dir_fd=folder)
     try:

@@ -79,11 +79,7 @@ def output_of(*argv: str) -> str | None:
 
 
 def patient_output_of(*argv: str) -> str | None:
-    """Return a program's trimmed output; ``None`` if it is absent or failed.
-
-    Raises:
-        ProgramSilent: It timed out twice.
-    """
+    """Like :func:`output_of`, but with a second try; ``ProgramSilent`` after two timeouts."""
     for limit_s in (_LIMIT_S, _PATIENT_S):
         try:
             return _output(argv, limit_s)
