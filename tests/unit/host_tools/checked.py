@@ -5,6 +5,7 @@ from __future__ import annotations
 from spark_contract.records import Proof
 from spark_contract.release import Release
 from spark_host.check import runner
+from spark_host.records import proof
 from stub_host import Host
 
 
@@ -16,9 +17,15 @@ def check_at_start(host: Host, release: Release) -> Proof:
     return runner.check(release, host.here, "quick", print, "run-1", at_start=True)
 
 
-def failed(proof: Proof) -> dict[str, str]:
-    return {finding.name: finding.detail for finding in proof.failed}
+def stored_proof(host: Host, release: Release) -> Proof:
+    stored = proof.read(release.name, host.here)
+    assert stored is not None
+    return stored
 
 
-def warned(proof: Proof) -> dict[str, str]:
-    return {finding.name: finding.detail for finding in proof.warnings}
+def failed(result: Proof) -> dict[str, str]:
+    return {finding.name: finding.detail for finding in result.failed}
+
+
+def warned(result: Proof) -> dict[str, str]:
+    return {finding.name: finding.detail for finding in result.warnings}

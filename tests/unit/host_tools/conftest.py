@@ -59,6 +59,19 @@ def host(stub_program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     shutil.rmtree(root)
 
 
+@pytest.fixture
+def systemctl_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The arguments of systemctl, which does nothing."""
+    calls: list[tuple[str, ...]] = []
+
+    def systemctl(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        calls.append(words)
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(systemd, "systemctl", systemctl)
+    return calls
+
+
 @pytest.fixture(scope="session")
 def nginx_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = find_nginx(tmp_path_factory.mktemp("nginx"))

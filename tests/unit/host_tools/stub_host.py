@@ -6,42 +6,32 @@ import json
 import os
 import pwd
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spark_contract.documents import text_of
+from spark_contract.gateway import Gateway
+from spark_contract.paths import Paths
+from spark_contract.records import GpuProof
+from spark_contract.release import Release
+from spark_host.engine.client import Engine, EngineError
+from spark_host.system import host as system
+
 REPOSITORY = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(REPOSITORY / "files" / "contract"), str(REPOSITORY / "files" / "host")]
-
-from spark_contract.documents import text_of  # noqa: E402
-from spark_contract.gateway import Gateway  # noqa: E402
-from spark_contract.paths import Paths  # noqa: E402
-from spark_contract.records import GpuProof  # noqa: E402
-from spark_contract.release import Release  # noqa: E402
-from spark_host.engine.client import Engine, EngineError  # noqa: E402
-from spark_host.system import host as system  # noqa: E402
-
 RELEASE = "main-0123456789ab"
 STUB_DIR = REPOSITORY / "lab" / "stub_engine"
 
 
 def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "schema_version": 1,
-        "name": name,
-        "service": "main",
-        "digest": name.rpartition("-")[2].ljust(64, "0"),
-        "model": "lab-stub",
-        "profile": "v2",
+        "schema_version": 1, "name": name, "service": "main", "model": "lab-stub",
+        "digest": name.rpartition("-")[2].ljust(64, "0"), "profile": "v2",
         "names": ["main-model", "alias"],
         "image": {
-            "tag": "spark-vllm:stub",
-            "digest_label": None,
-            "base": "spark-vllm:stub",
-            "plugin": "",
+            "tag": "spark-vllm:stub", "digest_label": None, "base": "spark-vllm:stub", "plugin": ""
         },
         "tree": {"path": "/srv/spark/models/x", "digest": "d" * 64},
         "engine": {
@@ -54,42 +44,30 @@ def release_data(name: str = RELEASE, **changes: Any) -> dict[str, Any]:
                 "--enable-prefix-caching",
                 *("--speculative-config", '{"method":"mtp","num_speculative_tokens":2}'),
             ],
-            "env": {"STUB_LOG": "spark plugin is on"},
-            "mounts": [],
-            "docker_args": [],
-            "user": pwd.getpwuid(os.geteuid()).pw_name,
-            "max_sequences": 1,
-            "kv_cache_bytes": None,
+            "env": {"STUB_LOG": "spark plugin is on"}, "mounts": [], "docker_args": [],
+            "user": pwd.getpwuid(os.geteuid()).pw_name, "max_sequences": 1, "kv_cache_bytes": None,
         },
         "memory": {"needed_bytes": 1, "wait_s": 1, "floor_bytes": 1},
         "timeouts": {"start_s": 3, "stop_s": 2, "drain_s": 2},
         "check": {
-            "timeout_s": 1.5,
-            "max_model_len": 4096,
+            "timeout_s": 1.5, "max_model_len": 4096,
             "questions": [
                 {"prompt": "What is the capital of France?", "expect": "Paris", "max_tokens": 32},
                 {"prompt": "What is 7823 * 4519?", "expect": "^35352137$", "max_tokens": 32},
             ],
             "copy": ["zq-81/Kappa_π", "a b  c"],
-            "tool_call": True,
-            "reasoning": True,
-            "repeat": True,
-            "conversation": True,
-            "image": True,
-            "needle": {"context_tokens": 500},
-            "prefix": {"block_tokens": 100},
-            "acceptance_floor": 0.5,
-            "bench": None,
+            "tool_call": True, "reasoning": True, "repeat": True, "conversation": True,
+            "image": True, "needle": {"context_tokens": 500}, "prefix": {"block_tokens": 100},
+            "acceptance_floor": 0.5, "bench": None, "portable": False,
             "log_required": ["spark plugin is on", r"GPU KV cache size: [\d,]+ tokens"],
             "log_forbidden": ["setting cudagraph_mode="],
-            "portable": False,
             "metrics_required": {
                 "vllm:cache_config_info": {"cache_dtype": "auto"},
                 "vllm:generation_tokens_total": 1,
             },
         },
         "watch": {"stall_s": 1, "interval_s": 0.1, "hot_celsius": None},
-    }
+    }  # fmt: skip
     for path, value in changes.items():
         section, _, key = path.partition("__")
         if key:
@@ -107,23 +85,16 @@ class Host:
 
     @property
     def here(self) -> system.Host:
-        """This directory as the records see it."""
+        """This directory as the tools see it."""
         return system.Host(self.paths)
 
     def gateway(self, **changes: Any) -> Gateway:
-        """Write the gateway's settings and return them as the tools read them."""
+        """Write the gateway's settings; return them as the tools read them."""
         data = {
-            "schema_version": 1,
-            "service": "main",
-            "expose": "loopback",
-            "port": 18080,
-            "max_body_bytes": 4096,
-            "max_requests_per_s": None,
-            "key_path": "/etc/spark/api-key",
-            "tls": None,
-            "user": "nobody",
-            **changes,
-        }
+            "schema_version": 1, "service": "main", "expose": "loopback", "port": 18080,
+            "max_body_bytes": 4096, "max_requests_per_s": None, "key_path": "/etc/spark/api-key",
+            "tls": None, "user": "nobody", **changes,
+        }  # fmt: skip
         path = self.paths.gateway_settings("main")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data))
@@ -135,7 +106,7 @@ class Host:
         self.paths.gpu_receipt.write_text(text_of(GpuProof({}, arguments, "GPU 0")))
 
     def release(self, name: str = RELEASE, **changes: Any) -> Release:
-        """Write a release and return it as the tools read it."""
+        """Write a release; return it as the tools read it."""
         if not self.paths.gateway_settings("main").exists():
             self.gateway()
         if not self.paths.gpu_receipt.exists():
@@ -177,11 +148,19 @@ def answers(engine: Engine) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 10) -> Any:
+def write_program(path: Path, script: str) -> Path:
+    """Write an executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def wait_until(condition: Callable[[], Any], event: str, seconds: float = 10) -> Any:
     deadline = time.monotonic() + seconds
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < deadline, f"not after {seconds} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds} s: {event}"
         time.sleep(0.02)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,11 +18,11 @@ from spark_contract.paths import Paths
 from spark_contract.release import Cluster, Release
 from spark_host.check import runner
 from spark_host.engine import container
-from spark_host.system import cluster, docker, systemd
+from spark_host.system import cluster, docker
 from spark_host.system.host import Host
 from spark_host.watch import watchdog
 from spark_host.watch.watchdog import ClusterWatch
-from stub_host import release_data, wait_until
+from stub_host import release_data, wait_until, write_program
 
 
 @pytest.mark.parametrize(("address", "rank"), [(HEAD, 0), (WORKER, 1)])
@@ -88,7 +87,7 @@ def test_container_gets_the_member_arguments(
 
 
 # Records its arguments; fails for those in $HERE/refuses.
-IPTABLES = """#!/bin/sh
+IPTABLES = """
 echo "${0##*/} $*" >> $HERE/calls
 [ -e $HERE/refuses ] || exit 0
 case "$*" in *"$(cat $HERE/refuses)"*) echo "No chain by that name." >&2; exit 1;; esac
@@ -99,8 +98,7 @@ CHAIN = f"SPARK-{clustered().name[-12:]}"
 @pytest.fixture
 def firewall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("iptables", "ip6tables"):
-        (tmp_path / name).write_text(IPTABLES.replace("$HERE", str(tmp_path)))
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, IPTABLES.replace("$HERE", str(tmp_path)))
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(cluster, "load_release", lambda name, paths: clustered())
     return tmp_path
@@ -299,18 +297,11 @@ def test_worker_waits_for_its_head_once_per_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_start_without_members_resets_the_start_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
+    tmp_path: Path, systemctl_calls: list[tuple[str, ...]], joined: bool
 ) -> None:
-    calls: list[tuple[str, ...]] = []
-
-    def systemctl(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        calls.append(words)
-        return subprocess.CompletedProcess(words, 0, "", "")
-
-    monkeypatch.setattr(systemd, "systemctl", systemctl)
     pair = Pair(tmp_path, LOCAL_WORKER, join_s=0.2)
     pair.joined(joined)
     result = pair.check("quick", at_start=True)
     findings = {finding.name: finding.ok for finding in result.checks}
     assert findings["joined"] == joined
-    assert (("reset-failed", pair.release.serve_unit) in calls) != joined
+    assert (("reset-failed", pair.release.serve_unit) in systemctl_calls) != joined

@@ -17,7 +17,7 @@ from spark_contract.errors import HostToolError
 from spark_contract.records import CompileCache, Finding, Proof
 from spark_contract.release import READY, Release, service_of
 from spark_contract.tool import COMPILING
-from spark_host.engine import compile_cache, container
+from spark_host.engine import compile_cache
 from spark_host.records import boot, versions
 from spark_host.rollout import steps
 from spark_host.system import folders
@@ -312,14 +312,3 @@ def test_hanging_coreutils_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     monkeypatch.setattr(subprocess, "run", hang)
     assert not folders.copy_tree(tmp_path, tmp_path / "copy")
-
-
-def test_missing_engine_account_is_named(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches.make_proven()
-
-    def getpwnam(name: str) -> None:
-        raise KeyError(name)
-
-    monkeypatch.setattr(container.pwd, "getpwnam", getpwnam)
-    with pytest.raises(HostToolError, match="nobody"):
-        caches.prepare(PROVEN)

@@ -14,7 +14,7 @@ from spark_contract.paths import Paths
 from spark_host.engine import container, serve
 from spark_host.records import versions
 from spark_host.system import docker
-from stub_host import RELEASE, REPOSITORY, Host
+from stub_host import RELEASE, REPOSITORY, Host, write_program
 
 HOSTILE = {
     "LD_PRELOAD": "/cache/evil.so",
@@ -31,16 +31,12 @@ SHELL_VARIABLES = {"PWD", "SHLVL", "_", "OLDPWD"}  # of the fake docker client
 @pytest.fixture
 def client(host: Host, tmp_path: Path) -> Path:
     """A docker client that records environment, arguments and the environment file."""
-    program = tmp_path / "bin/docker"
-    program.parent.mkdir()
-    program.write_text(
-        "#!/bin/sh\n"
+    return write_program(
+        tmp_path / "bin/docker",
         f"env -0 > {tmp_path}/environ; printf '%s\\0' \"$@\" > {tmp_path}/argv\n"
         f'while [ $# -gt 0 ]; do [ "$1" = --env-file ] && cp -p "$2" {tmp_path}/env-file; '
-        "shift; done; exit 0\n"
+        "shift; done; exit 0",
     )
-    program.chmod(0o755)
-    return program
 
 
 def client_environment(client: Path) -> dict[str, str]:
@@ -128,7 +124,7 @@ containerEdits:
   - hostPath: /usr/lib/aarch64-linux-gnu/libcuda.so.{driver}
 """
 NEW, OLD = "580.173.02", "580.159.03"
-NVIDIA_CTK = """#!/bin/sh
+NVIDIA_CTK = """
 echo "$@" >> "$0.calls"
 [ -e "$0.broken" ] && exit 1
 printf 'kind: nvidia.com/gpu\\nlibcuda.so.580.173.02\\n' > "${3#--output=}"
@@ -137,10 +133,7 @@ printf 'kind: nvidia.com/gpu\\nlibcuda.so.580.173.02\\n' > "${3#--output=}"
 
 @pytest.fixture
 def nvidia_ctk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    program = tmp_path / "bin/nvidia-ctk"
-    program.parent.mkdir()
-    program.write_text(NVIDIA_CTK)
-    program.chmod(0o755)
+    program = write_program(tmp_path / "bin/nvidia-ctk", NVIDIA_CTK)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.setattr(versions, "driver", lambda: NEW)
     return program

@@ -22,7 +22,7 @@ from spark_host.engine.client import Engine, EngineError
 from spark_host.gateway import traffic
 from spark_host.system import docker, systemd
 from spark_host.watch import watchdog
-from stub_host import RELEASE, Host
+from stub_host import RELEASE, Host, write_program
 
 NOBODY = pwd.getpwnam("nobody")
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
@@ -278,9 +278,7 @@ def test_client_follows_no_link_to_a_socket(host: Host, tmp_path: Path) -> None:
 def test_endless_journal_is_read_up_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "journalctl"
-    program.write_text("#!/bin/sh\necho first\nexec yes 'an endless log of the engine'\n")
-    program.chmod(0o755)
+    write_program(tmp_path / "journalctl", "echo first; exec yes 'an endless log of the engine'")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     start = time.monotonic()
     with memory_limit(512 << 20):

@@ -41,12 +41,12 @@ REFERENCE = f"registry.invalid/lab/engine@{digest(MANIFEST)}"
 
 @pytest.fixture
 def daemon(host: Host) -> Iterator[Daemon]:
-    with listening(host.paths.root / "docker.sock") as made:
-        made.script = partial(pulls, made)
-        yield made
+    with listening(host.paths.root / "docker.sock") as daemon:
+        daemon.script = partial(pull, daemon)
+        yield daemon
 
 
-def pulls(daemon: Daemon, answer: Answer, reference: str) -> None:
+def pull(daemon: Daemon, answer: Answer, reference: str) -> None:
     address, _, name = reference.partition("/")
     name, _, version = name.partition("@")
     if not address.startswith("127.0.0.1:"):

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checked import check
-from spark_contract.records import Proof
+from checked import check, stored_proof
 from spark_contract.release import Release
 from spark_host.check import speed
 from spark_host.records import boot, proof, versions
@@ -46,20 +45,18 @@ def release_with_bench(host: Host, name: str = "main-0123456789ab", **changes: A
 
 
 def measure(
-    host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, **parts: str
-) -> dict[str, Any]:
+    host: Host, release: Release, monkeypatch: pytest.MonkeyPatch, *, dies: bool = False,
+    **parts: str,
+) -> dict[str, Any]:  # fmt: skip
     """Check a release fully under these versions, then measure as a rollout does."""
     monkeypatch.setattr(versions, "read", lambda: {**VERSIONS, **parts})
     check(host, release, "full")
+    if dies:
+        host.engines[0].kill()
+        host.engines[0].wait()
     record: Any = FakeRecord()
     steps.measure_speed(release, steps.this_host(host.paths), record)
     return record.data
-
-
-def stored_proof(host: Host, release: Release) -> Proof:
-    stored = proof.read(release.name, host.here)
-    assert stored is not None
-    return stored
 
 
 def test_measures_speed_within_the_time_limit(host: Host) -> None:
@@ -133,9 +130,9 @@ def test_each_changed_part_has_a_rollback_hint(
         "packages": {"docker": "docker-ce=5:28.5.1-1", "toolkit": "nvidia-container-toolkit=1.18"},
     }
     now = {**before, **changes, "versions": {**before["versions"], **parts}}
-    found = versions.rollback_hints("main", before, now)
-    assert len(found) == len(hints)
-    assert all(part in hint for part, hint in zip(hints, found, strict=True))
+    lines = versions.rollback_hints("main", before, now)
+    assert len(lines) == len(hints)
+    assert all(hint in line for hint, line in zip(hints, lines, strict=True))
 
 
 def test_speed_is_measured_once_per_versions(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,11 +198,5 @@ def test_packages_are_in_apt_format(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failed_measurement_keeps_the_rollout(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     release = release_with_bench(host)
     host.started(release)
-    monkeypatch.setattr(versions, "read", lambda: VERSIONS)
-    check(host, release, "full")
-    host.engines[0].kill()
-    host.engines[0].wait()
-    record: Any = FakeRecord()
-    steps.measure_speed(release, steps.this_host(host.paths), record)
-    assert "no speed was measured" in record.data["bench"][0]
+    assert "no speed was measured" in measure(host, release, monkeypatch, dies=True)["bench"][0]
     assert stored_proof(host, release).ok

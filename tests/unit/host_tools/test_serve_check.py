@@ -6,10 +6,9 @@ import re
 from typing import Any
 
 import pytest
-from checked import check, failed, warned
+from checked import check, failed, stored_proof, warned
 from spark_host.check import checks, questions, runner
 from spark_host.engine.client import Engine
-from spark_host.records import proof
 from spark_host.system import systemd
 from stub_host import REPOSITORY, Host
 
@@ -112,9 +111,7 @@ def test_doubtful_results_of_a_healthy_server_only_warn(
 
     assert (result.ok, failed(result), set(warned(result))) == (True, {}, {doubted})
     assert message in warned(result)[doubted]
-    stored = proof.read(release.name, host.here)
-    assert stored is not None
-    assert warned(stored) == warned(result)
+    assert warned(stored_proof(host, release)) == warned(result)
 
 
 THINKING = {**EXACT[1], "thinking": True}

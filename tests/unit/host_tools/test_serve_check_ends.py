@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from checked import check, failed
-from spark_contract.records import CompileCache, Proof
+from checked import check, failed, stored_proof
+from spark_contract.records import CompileCache
 from spark_contract.tool import COMPILING
 from spark_host.check import runner
 from spark_host.records import proof
@@ -87,14 +87,9 @@ def test_check_prints_json_and_returns_exit_code(
     assert lines[-1] == f"{release.name}: quick check failed: served names"
 
 
-def stored_proof(host: Host) -> Proof:
-    stored = proof.read(host.release().name, host.here)
-    assert stored is not None
-    return stored
-
-
 def unproven_reason(host: Host, run: str, versions: dict[str, str]) -> str | None:
-    return proof.unproven_reason(stored_proof(host), host.release().digest, run, versions)
+    release = host.release()
+    return proof.unproven_reason(stored_proof(host, release), release.digest, run, versions)
 
 
 def test_proof_is_bound_to_run_and_versions(host: Host) -> None:
@@ -105,7 +100,7 @@ def test_proof_is_bound_to_run_and_versions(host: Host) -> None:
     restarted = "the engine was started after the last check"
     assert unproven_reason(host, "run-2", now) == restarted
     assert "kernel" in str(unproven_reason(host, "run-1", {**now, "kernel": "9"}))
-    other = proof.unproven_reason(stored_proof(host), "e" * 64, "run-1", now)
+    other = proof.unproven_reason(stored_proof(host, release), "e" * 64, "run-1", now)
     assert other == "the proof is of another release"
     # After a reboot without changes the quick check suffices.
     check(host, release, "quick", run="run-2")
@@ -148,7 +143,7 @@ def test_proof_keeps_log_lines_and_cache_size_of_a_rotated_journal(
     assert first.kv_cache.size_bytes == 2 << 30
     monkeypatch.setattr(runner, "read_log", lambda *run: [])
     assert check(host, release, "full").ok
-    stored = stored_proof(host)
+    stored = stored_proof(host, release)
     assert (stored.load_lines, stored.kv_cache) == (first.load_lines, first.kv_cache)
     # Lines of another run do not count.
     assert list(failed(check(host, release, "full", run="run-2"))) == ["log lines"]

@@ -10,12 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from checked import check, check_at_start
-from spark_contract.records import Proof, StartMemory
+from checked import check, check_at_start, stored_proof
 from spark_contract.release import Release
 from spark_host.engine import container
 from spark_host.engine.memory import GIB
-from spark_host.records import proof
 from spark_host.system import docker, systemd
 from spark_host.watch import start_guard, watchdog
 from stub_host import Host, wait_until
@@ -68,12 +66,6 @@ def start(host: Host, load_s: str = "60") -> Release:
     return release
 
 
-def stored_memory(host: Host, release: Release) -> StartMemory | None:
-    stored = proof.read(release.name, host.here)
-    assert isinstance(stored, Proof)
-    return stored.start_memory
-
-
 @pytest.mark.usefixtures("pidfd")
 def test_engine_below_the_floor_is_killed_while_it_loads(host: Host, meminfo: Path) -> None:
     release = start(host)
@@ -90,7 +82,7 @@ def test_engine_below_the_floor_is_killed_while_it_loads(host: Host, meminfo: Pa
         "3.25 GiB of memory are available, the floor is 4.00 GiB (memory.floor_gib): "
         "the engine was stopped while it started; fix: lower engine.memory_fraction"
     )
-    memory = stored_memory(host, release)
+    memory = stored_proof(host, release).start_memory
     assert memory is not None
     assert memory.lowest_bytes == int(3.25 * GIB)
     assert watchdog.events("main", host.paths)[0].kind == "starving"
@@ -194,8 +186,8 @@ def test_only_checks_of_the_same_run_keep_the_memory_of_the_start(
     set_available(meminfo, 60)
 
     check(host, release, "full")
-    memory = stored_memory(host, release)
+    memory = stored_proof(host, release).start_memory
     assert memory is not None
     assert memory.lowest_bytes == 17 * GIB
     check(host, release, "full", run="run-2")
-    assert stored_memory(host, release) is None
+    assert stored_proof(host, release).start_memory is None

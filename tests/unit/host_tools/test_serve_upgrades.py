@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import stub_host  # noqa: F401 - puts the host tools on the path
 from spark_host.records import versions
 
 RUNNING, LOADED = "6.17.0-1014-nvidia", "580.142"

@@ -18,10 +18,10 @@ from spark_contract import files
 from spark_host.engine import container
 from spark_host.engine.client import Engine, EngineError, Metrics
 from spark_host.gateway import gateway
-from spark_host.system import docker, systemd
+from spark_host.system import docker
 from spark_host.watch import sensors, watchdog
 from spark_host.watch.watchdog import StallDetector
-from stub_host import RELEASE, Host
+from stub_host import RELEASE, Host, write_program
 
 UNIT = f"spark-serve@{RELEASE}.service"
 STALL_S = 120
@@ -124,27 +124,21 @@ def listener(host: Host) -> Iterator[socket.socket]:
         yield listening
 
 
-@pytest.mark.usefixtures("listener")
+@pytest.mark.parametrize("is_queue_full", [False, True])
 def test_silent_engine_stalls_after_the_limit(
-    host: Host, kills: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run_watchdog(host, monkeypatch) >= 3
+    host: Host, listener: socket.socket, kills: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch, is_queue_full: bool,
+) -> None:  # fmt: skip
+    with socket.socket(socket.AF_UNIX) as waiting:
+        if is_queue_full:
+            listener.listen(0)
+            waiting.connect(listener.getsockname())
+        assert run_watchdog(host, monkeypatch) >= 3
     [(kind, reason)] = kills
     assert kind == "stalled"
     seconds = re.fullmatch(r"the engine listens, but gave no answer for (\d+) s", reason)
     assert seconds
     assert int(seconds[1]) >= host.release().watch.stall_s
-
-
-def test_engine_with_a_full_queue_stalls(
-    host: Host, listener: socket.socket, kills: list[tuple[str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    listener.listen(0)
-    with socket.socket(socket.AF_UNIX) as waiting:
-        waiting.connect(listener.getsockname())
-        run_watchdog(host, monkeypatch)
-    assert [kind for kind, _ in kills] == ["stalled"]
 
 
 def test_absent_engine_is_left_to_systemd(
@@ -163,17 +157,9 @@ def engine() -> Iterator[subprocess.Popen[bytes]]:
     child.wait()
 
 
-@pytest.fixture
-def systemctl_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    calls: list[tuple[str, ...]] = []
-
-    def systemctl(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        calls.append(words)
-        return subprocess.CompletedProcess(words, 0, "", "")
-
-    monkeypatch.setattr(systemd, "systemctl", systemctl)
+@pytest.fixture(autouse=True)
+def kill_units_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_UNIT_ENDS_S", 0.0)
-    return calls
 
 
 def test_engine_with_pidfd_and_its_unit_are_killed_without_docker(
@@ -200,10 +186,7 @@ def test_killing_an_exited_engine_is_no_error() -> None:
 def test_hanging_docker_does_not_stop_the_watchdog(
     host: Host, systemctl_calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = host.paths.root / "bin/docker"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\nexec sleep 30\n")
-    program.chmod(0o755)
+    program = write_program(host.paths.root / "bin/docker", "exec sleep 30")
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     client = docker.client
     monkeypatch.setattr(docker, "client", lambda *words, timeout_s: client(*words, timeout_s=0.3))
