@@ -126,7 +126,7 @@ def resolve_service(settings: Settings, name: str, catalog: Catalog) -> Resolved
         model, profile = pair_of(own, catalog)
         given = settings.services[name].memory_bytes
         needed = given + missing_bytes(model, profile, own)
-        # vLLM's memory fraction has two decimals here.
+        # The engine's memory fraction has two decimals here.
         hundredths = -(-needed * 100 // own.memory.total_bytes)
         enough = math.ceil(hundredths * own.memory.total_bytes / 100 / GIB * 10) / 10
         what = (

@@ -67,7 +67,8 @@ def test_only_the_engine_package_has_engine_specific_names() -> None:
 
 def test_only_engine_plan_modules_have_engine_options() -> None:
     folder = REPOSITORY / "spark_deploy/plan"
-    allowed = {folder / f"{name}.py" for name in ("engine_arguments", "guard_rails", "kv_cache")}
+    names = ("cluster", "engine_arguments", "guard_rails", "kv_cache")
+    allowed = {folder / f"{name}.py" for name in names}
     option = re.compile(r"[\"'](?:--)?([a-z]+(?:-[a-z]+)+)[\"']")
     options = {name for path in allowed for name in option.findall(path.read_text())}
     options |= set(DECIDING)
@@ -75,8 +76,8 @@ def test_only_engine_plan_modules_have_engine_options() -> None:
     violations = set()
     for path in set(folder.rglob("*.py")) - allowed:
         text = path.read_text()
-        names = options.intersection(option.findall(text))
+        found = options.intersection(option.findall(text))
         # The engine's name, too, except in the name of our image.
-        names.update(re.findall(r"(?i)(?<!spark-)vllm\w*", text))
-        violations |= {(str(path.relative_to(folder)), name) for name in names}
+        found.update(re.findall(r"(?i)(?<!spark-)vllm\w*", text))
+        violations |= {(str(path.relative_to(folder)), name) for name in found}
     assert violations == set()
