@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
-import spark_checkpoint.build.build
 import spark_checkpoint.build.write
+import spark_checkpoint.storage
 from spark_checkpoint.storage import COPY_BYTES
 
 _ZEROS = bytes(COPY_BYTES)
@@ -29,4 +29,4 @@ def _room_for_holes(directory: object, needed_bytes: int, purpose: str) -> None:
 
 # Replaced where they are used: a build has no switch for this, and needs none.
 spark_checkpoint.build.write.write_all = _write_or_skip
-spark_checkpoint.build.build.check_free_space = _room_for_holes
+spark_checkpoint.storage.check_free_space = _room_for_holes

@@ -43,7 +43,7 @@ _FIXES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run a command and return the exit code."""
     # Stopping the unit acts like Ctrl-C: partial work stays for the next run.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=orders.BUILDER,
         description="Download, build and verify checkpoints.",
         epilog="exit codes: 0 ok, 2 invalid input, 3 gate refused, 4 I/O or network, "
-        "5 checkpoint differs from its receipt",
+        "5 checkpoint differs from receipt",
     )
     parser.add_argument(
         "--version", action="version", version=f"{TOOL_VERSION} recipe {RECIPE_VERSION}"
@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             orders.OR_COPY, type=Path, metavar="COPY.json", help="peers that built it already"
         )
-    verify = add(orders.VERIFY, "check a checkpoint against its receipt", dir="DIR")
+    verify = add(orders.VERIFY, "check a checkpoint against the receipt", dir="DIR")
     depth = verify.add_mutually_exclusive_group()
     depth.add_argument(
         "--quick",
@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
         help="check sizes, headers, index and hashes of touched files (default)",
     )
     depth.add_argument("--full", action="store_true", help="hash every file")
-    remove = "verify a full checkpoint, then remove its base"
+    remove = "verify a full checkpoint, then remove the base"
     add(orders.DISCARD, remove, base="BASE_DIR").add_argument(
         orders.TREE, type=Path, required=True, metavar="DIR", help="made from this base"
     )
@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
             orders.ENDPOINT, help="hub address (default: HF_ENDPOINT, or the public hub)"
         )
         command.add_argument(orders.TOKEN_FILE, help="file with a hub token")
-    inspect.add_argument("--plan", type=Path, help="PLAN.json whose names must match")
+    inspect.add_argument("--plan", type=Path, help="PLAN.json with the expected names")
     inspect.add_argument(
         orders.AGAINST, type=Path, action="append", default=[], metavar="PLAN.json",
         help="print which part of this plan it fits; repeatable",

@@ -37,8 +37,8 @@ def read_span(span: Span) -> bytes:
 class Checkpoint:
     """Headers of all shards of a directory.
 
-    ``owner`` maps each name to its shard. Of several copies the last in natural order of file names
-    is valid: the engine loads files in that order and later tensors overwrite earlier ones.
+    ``owner`` maps names to shards. Of several copies the last in natural order of file names is
+    valid: the engine loads files in that order and overwrites earlier copies.
     """
 
     directory: Path
@@ -125,7 +125,7 @@ def _check_index(where: str, index: Mapping[str, str], shards: dict[str, Header]
         if name not in shards[shard].tensors:
             raise GateRefused(
                 where,
-                f"lists {name} in {shard}, but its header lacks it",
+                f"lists {name} in {shard}, but the header lacks it",
                 "use another commit, or fetch the source again",
             )
 

@@ -12,12 +12,12 @@ class BuilderError(HostToolError):
         super().__init__(where, what, fix, self.code)
 
 
-class InputRefused(BuilderError):  # noqa: N818 - named after the outcome, like its siblings
+class InputRefused(BuilderError):  # noqa: N818 - named after the outcome
     """A plan, an argument or the environment is unusable."""
 
 
 class GateRefused(BuilderError):  # noqa: N818
-    """Sources or host contradict the plan; nothing was published."""
+    """Sources or host contradict the plan."""
 
     code = 3
 
@@ -33,6 +33,6 @@ class TransferFailed(BuilderError):  # noqa: N818
 
 
 class TreeDiffers(BuilderError):  # noqa: N818
-    """A finished checkpoint differs from its receipt."""
+    """A finished checkpoint differs from the receipt."""
 
     code = 5

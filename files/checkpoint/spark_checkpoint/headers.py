@@ -47,7 +47,7 @@ def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] 
     """Return the map of a commonly formatted index; None if it needs the JSON parser.
 
     Saves memory: an index has up to 280,000 names. The rest of the document is parsed with a
-    marker in place of the map, to prove that the map is a top-level value and the only one.
+    marker in place of the map, to prove that the only map is a top-level value.
     """
     start = _MAP.search(raw)
     if start is None:
@@ -61,7 +61,7 @@ def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] 
             return None
         name, separator, position = pair[1].decode("utf-8"), pair[3], pair.end()
         if keep(name):
-            # One string object per file.
+            # Share the string object of a file.
             file = files.get(pair[2])
             names[name] = file or files.setdefault(pair[2], pair[2].decode("utf-8"))
     marker, constants = object(), []
@@ -77,12 +77,12 @@ def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] 
 
 
 # Layout (safetensors format, documentation of version 0.8): 8 bytes little-endian length N, N bytes
-# of JSON starting with ``{`` and optionally padded with spaces, then one buffer without holes.
+# of JSON starting with ``{`` and optionally padded with spaces, then a buffer without holes.
 # Offsets in the JSON start at that buffer.
 
 HEADER_LIMIT_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
-# The reference reader counts in unsigned 64 bits and refuses overflow.
+# The reference reader uses unsigned 64-bit integers and refuses overflow.
 _COUNT_LIMIT = 1 << 64
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _SHAPE = re.compile(r"\[(\d+(, \d+)*)?\]")
@@ -141,7 +141,7 @@ def parse_header(
 ) -> Header:
     """Check the JSON part ``raw`` of a file of ``file_bytes`` bytes and return the header.
 
-    Names in ``known`` are replaced by the string objects there, to keep one copy in memory.
+    Names in ``known`` are replaced by the string objects there, to save memory.
     """
     document = _parse_json(raw, where)
     metadata = document.pop(METADATA_KEY, None)

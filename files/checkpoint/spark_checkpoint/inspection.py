@@ -1,4 +1,4 @@
-"""Describe the content of a checkpoint directory or repository by its headers."""
+"""Describe the content of a checkpoint directory or repository by headers."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _parse_listing(listing: Mapping[str, Any], name: str) -> dict[str, int | Non
     )
 
 
-# The first match in a tensor name is its part of the model.
+# The first match in a tensor name decides the part of the model.
 _PARTS = {
     "drafter": re.compile(r"(^|\.)mtp(_block)?\."),
     "vision": re.compile(
@@ -162,7 +162,7 @@ def describe(subject: Subject) -> Described:
     loaded = set(subject.index.values()) if subject.index else set(subject.shards)
     if missing := sorted(loaded - subject.shards.keys()):
         problem = f"its index names {len(missing)} missing files, first {missing[0][:60]!r}"
-        fix = "use another commit: no engine could load this one"
+        fix = "use another commit: no engine could load this"
         raise GateRefused(subject.place, problem, fix)
     shards = {name: header for name, header in subject.shards.items() if name in loaded}
     anatomy = examine(shards, None)
@@ -194,7 +194,7 @@ def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
 
 _LAYER = re.compile(r"^model\.language_model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# The first match in a tensor name is its group; ``re`` caches compiled patterns.
+# The first match in a tensor name decides the group; ``re`` caches compiled patterns.
 _GROUPS = {
     "MTP experts": r"^mtp\..*\.experts\.",
     "MTP other": r"^mtp\.",
@@ -369,7 +369,7 @@ def format_report(data: Mapping[str, Any]) -> str:
         for row in data["groups"]
     ]
     warnings = {
-        "duplicate_groups": "in several shards (the last one is valid)",
+        "duplicate_groups": "in several shards (the last is valid)",
         "unindexed": "in a shard but not in the index: the engine may skip the file",
         "unknown_to_shards": "in the index but not in that shard",
         "fp8_weights_without_scales": "FP8 weights without block scales",

@@ -1,8 +1,8 @@
 """Convert tensor bytes to numbers and back: BF16, e4m3 with block scales, packed INT8.
 
 e4m3 is safetensors' F8_E4M3: exponent bias 7, largest value 448, no infinities, 0x7F and 0xFF are
-NaN (OCP 8-bit floating point, revision 1.0). Every step is one IEEE operation per element, so all
-platforms produce the same bytes.
+NaN (OCP 8-bit floating point, revision 1.0). Every step is a single IEEE operation per element, so
+all platforms produce the same bytes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def to_e4m3(values: Floats) -> Codes:
 
 
 def spread(scales: Floats, shape: tuple[int, int], block: tuple[int, int]) -> Floats:
-    """Repeat block scales to one scale per element of a ``shape`` matrix."""
+    """Repeat block scales for each element of a ``shape`` matrix."""
     rows = np.repeat(scales, block[0], axis=0)[: shape[0]]
     return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
 
@@ -92,7 +92,7 @@ def dequantise(codes: Codes, scales: Floats, block: tuple[int, int]) -> Floats:
 
 
 def reduce_blocks(function: np.ufunc, values: Floats, block: tuple[int, int]) -> Floats:
-    """Reduce each block to one value; blocks at the edges may be smaller."""
+    """Reduce each block to a value; blocks at the edges may be smaller."""
     rows = function.reduceat(values, range(0, values.shape[0], block[0]), axis=0)
     reduced: Floats = function.reduceat(rows, range(0, values.shape[1], block[1]), axis=1)
     return reduced
@@ -117,7 +117,7 @@ def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Wor
 GROUP = 128
 PACK = 4
 ZERO_POINT_BYTE = 0x7F
-# Steps on the BF16 grid around largest / 127; the first best one wins. Below -6 steps (2 to 5 %
+# Steps on the BF16 grid around largest / 127; the first best step wins. Below -6 steps (2 to 5 %
 # less) clipping always cost more than the finer grid gained.
 _STEPS = (0, 1, -1, -2, -3, -4, -5, -6)
 

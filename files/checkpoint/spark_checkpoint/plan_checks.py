@@ -1,4 +1,4 @@
-"""Compare a checkpoint or repository with build plans by its headers."""
+"""Compare a checkpoint or repository with build plans by headers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_sources_by_headers(subject: Subject, plan: BuildPlan) -> Held:
 
 
 def match_plan(subject: Subject, plan: BuildPlan) -> dict[str, Any]:
-    """Return whether a subject fits its part of a plan, and why."""
+    """Return whether a subject fits a part of a plan, and why."""
     part = _PARTS.get(plan.shared_experts, plan.shared_experts)
     try:
         why = _match_donor(subject, plan) if part == "donor" else match_plan_names(subject, plan)
@@ -90,7 +90,7 @@ def _match_donor(subject: Subject, plan: BuildPlan) -> str:
 
 
 def match_plan_names(subject: Subject, plan: BuildPlan) -> str:
-    """Return whether a subject is a plan's base or its result; refuse others."""
+    """Return whether a subject is the base or the result of a plan; refuse anything different."""
     if subject.index:
         # The names an engine loads: shards of an overlay still have the replaced names.
         names = {

@@ -15,7 +15,7 @@ INTERVAL_S = 2.0
 
 
 class Progress:
-    """Counts the bytes of consecutive phases; thread-safe."""
+    """Tracks the bytes of consecutive phases; thread-safe."""
 
     def __init__(self, *, quiet: bool = False, interval_s: float = INTERVAL_S):
         self._lock = threading.Lock()

@@ -18,7 +18,7 @@ from spark_contract.orders import RequantizePlan, expand
 from spark_contract.receipts import ReceiptFile, RequantizedReceipt
 from spark_contract.records import GpuProof
 
-from spark_checkpoint import TOOL_VERSION
+from spark_checkpoint import TOOL_VERSION, requantize_checks, storage, verify
 from spark_checkpoint.build.layouts import set_blocks
 from spark_checkpoint.directory import (
     CONFIG_NAME,
@@ -30,24 +30,9 @@ from spark_checkpoint.directory import (
 )
 from spark_checkpoint.errors import GateRefused, TransferFailed
 from spark_checkpoint.progress import Progress
-from spark_checkpoint.requantize_checks import (
-    check_original,
-    check_packable,
-    check_result,
-    packed_modules,
-)
 from spark_checkpoint.sources.fetch import fetch
 from spark_checkpoint.sources.peers import copy_from_peer
-from spark_checkpoint.storage import (
-    WORKERS,
-    check_free_space,
-    clear,
-    hash_file,
-    read_stamp,
-    write_json,
-)
 from spark_checkpoint.tensor_sets import MTP_PREFIX, WEIGHT, check_quantised_names
-from spark_checkpoint.verify import make_checkpoint, receipt_entry, write_receipt
 
 MADE, RESUME, ORDER, SCRIPT = "made", "resume", "order.json", "autoround_job.py"
 DONE = "done.json"  # written last: the directory in MADE with the result, and versions
@@ -63,16 +48,16 @@ def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None
         if copies is None or not copy_from_peer(copies, plan, tree_dir, progress):
             _write_tree(plan, work, tree_dir, progress)
 
-    return make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
+    return verify.make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
 
 
 def _write_tree(plan: RequantizePlan, work: Path, tree_dir: Path, progress: Progress) -> None:
     fetch(plan.original, progress)
     progress.phase("gates")
     original = read_checkpoint(plan.original.out_dir)
-    check_original(original)
-    check_packable(plan, original)
-    clear(work, keep=KEPT)
+    requantize_checks.check_original(original)
+    requantize_checks.check_packable(plan, original)
+    storage.clear(work, keep=KEPT)
     if not (work / DONE).exists():
         _run_autoround(plan, work, progress)
     made = work / MADE / str(read_json(work / DONE)["tree"])
@@ -88,9 +73,9 @@ def _write_tree(plan: RequantizePlan, work: Path, tree_dir: Path, progress: Prog
         total = sum((tree_dir / shard).stat().st_size for shard in set(result.owner.values()))
         weight_map = dict(sorted(result.owner.items()))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(tree_dir / INDEX_NAME, index)
+        storage.write_json(tree_dir / INDEX_NAME, index)
     _list_packed_blocks(tree_dir, result.owner)
-    report = {**read_json(work / DONE), **check_result(original, result)}
+    report = {**read_json(work / DONE), **requantize_checks.check_result(original, result)}
     receipt = RequantizedReceipt(
         kind="requantized",
         digest=plan.digest,
@@ -101,7 +86,7 @@ def _write_tree(plan: RequantizePlan, work: Path, tree_dir: Path, progress: Prog
         tensors=len(result.owner),
         report=report,
     )
-    write_receipt(tree_dir, receipt)
+    verify.write_receipt(tree_dir, receipt)
 
 
 def _list_packed_blocks(tree_dir: Path, owner: dict[str, str]) -> None:
@@ -115,11 +100,11 @@ def _list_packed_blocks(tree_dir: Path, owner: dict[str, str]) -> None:
         quantization = config.get("quantization_config", config)
         if isinstance(quantization, dict) and "block_name_to_quantize" in quantization:
             set_blocks(quantization, owner)
-            write_json(path, config)
+            storage.write_json(path, config)
 
 
 def _hash_and_sync(tree_dir: Path, progress: Progress) -> list[ReceiptFile]:
-    """Sync every file, make it writable by root only, and return its receipt entry."""
+    """Sync every file, make it writable by root only, and return the receipt entry."""
     names = list_files(tree_dir)
     progress.phase("hash", sum((tree_dir / name).stat().st_size for name in names))
 
@@ -131,10 +116,10 @@ def _hash_and_sync(tree_dir: Path, progress: Progress) -> list[ReceiptFile]:
             sync(descriptor)
         finally:
             os.close(descriptor)
-        sha256 = hash_file(path, progress.add)
-        return receipt_entry(name, read_stamp(path), sha256)
+        sha256 = storage.hash_file(path, progress.add)
+        return verify.receipt_entry(name, storage.read_stamp(path), sha256)
 
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(storage.WORKERS) as pool:
         return list(pool.map(make_entry, names))
 
 
@@ -151,14 +136,14 @@ def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None
     names = (n for p in (*plan.base_tensors, *plan.mtp_tensors) for n in expand(p))
     drafter = [n for n in names if n.startswith(MTP_PREFIX) and n.endswith(WEIGHT)]
     order = {
-        "int4": list(packed_modules(plan)),
+        "int4": list(requantize_checks.packed_modules(plan)),
         "drafter_kept": [name.removesuffix(WEIGHT) for name in drafter if "norm" not in name],
         "iters": plan.iters,
         "nsamples": plan.nsamples,
         "seqlen": plan.seqlen,
         "batch": plan.batch,
     }
-    write_json(work / ORDER, order)
+    storage.write_json(work / ORDER, order)
     script = resources.files("spark_checkpoint").joinpath(SCRIPT)
     files.write_text(work / SCRIPT, script.read_text(encoding="utf-8"))
     container = f"spark-requantize-{plan.digest[:12]}"
@@ -177,7 +162,7 @@ def _check_prerequisites(plan: RequantizePlan, work: Path) -> None:
     for path, content in required:
         if not os.path.exists(path):
             raise GateRefused(path, f"is missing: {content}", fix)
-    check_free_space(work.parent, plan.work_bytes, f"quantising {plan.name}")
+    storage.check_free_space(work.parent, plan.work_bytes, f"quantising {plan.name}")
     for line in Path("/proc/meminfo").read_text().splitlines():
         available = int(line.split()[1]) * 1024 if line.startswith("MemAvailable:") else None
         if available is not None and available < plan.memory_bytes:
@@ -203,7 +188,7 @@ def _argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[str]:
 
 
 def _follow(child: subprocess.Popen[bytes], work: Path, layers: int, progress: Progress) -> None:
-    """Report finished blocks until the container ends."""
+    """Report finished blocks until the container exits."""
     code, reported = None, -1
     while code is None:
         if (done := _count_blocks(work)) != reported:
@@ -215,15 +200,14 @@ def _follow(child: subprocess.Popen[bytes], work: Path, layers: int, progress: P
             continue
     if code != 0:
         done = _count_blocks(work)
-        problem = f"AutoRound ended with exit status {code}, {done} of {layers} blocks are done"
+        problem = f"AutoRound exited with status {code}, {done} of {layers} blocks are done"
         raise TransferFailed(str(work), problem, "see the lines above; run again")
     if not (work / DONE).exists():
-        problem = "AutoRound ended before its checkpoint was complete"
+        problem = "AutoRound stopped before the checkpoint was complete"
         raise TransferFailed(str(work), problem, "run again")
 
 
 def _count_blocks(work: Path) -> int:
-    """Return the number of finished blocks; AutoRound renames its notes into place."""
     notes = work.glob(f"{RESUME}/group_*/resume_manifest.json")
     return sum(len(json.loads(note.read_bytes())["completed_blocks"]) for note in notes)
 

@@ -49,9 +49,9 @@ def find_weight(module: str, original: Checkpoint) -> Matrix | None:
 
 
 def find_fused_expert(module: str, original: Checkpoint) -> Matrix | None:
-    """Return an expert's slice of its layer's fused tensor, or None.
+    """Return an expert's slice of a fused tensor, or None.
 
-    Newer repositories have all experts of a layer in one tensor; gate rows precede up rows.
+    Newer repositories fuse all experts of a layer in a tensor; gate rows precede up rows.
     """
     match = _EXPERT.match(module)
     if not match:
@@ -136,7 +136,7 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
             raise GateRefused(name, "must be kept, but differs from the original", _FIX)
     step = max(1, -(-len(packed) // _COMPARED))
     errors = {module: relative_error(module, original, result) for module in packed[::step]}
-    # A NaN counts as wrong.
+    # NaN is wrong, too.
     wrong = {module: error for module, error in errors.items() if not error <= MODULE_LIMIT}
     if wrong:
         module = max(wrong, key=lambda module: wrong[module])
@@ -180,7 +180,7 @@ def check_kept_experts(original: Checkpoint, result: Checkpoint) -> int:
 
 def _is_same(name: str, original: Checkpoint, result: Checkpoint) -> bool:
     before, after = original.tensor(name), result.tensor(name)
-    if before.dtype != after.dtype:  # small tensors only: AutoRound writes a model in one dtype
+    if before.dtype != after.dtype:  # small tensors only: AutoRound writes a single dtype
         return np.array_equal(_read_floats(original, name), _read_floats(result, name))
     same_shape = before.shape == after.shape
     return same_shape and _hash(original.span(name)) == _hash(result.span(name))
@@ -211,7 +211,7 @@ def unpack_weight(checkpoint: Checkpoint, module: str) -> Floats:
 def _require_weight(module: str, original: Checkpoint) -> Matrix:
     matrix = find_weight(module, original)
     if matrix is None:
-        fix = "name this model's own 16-bit repository in its sources.original"
+        fix = "name this model's own 16-bit repository in sources.original"
         raise GateRefused(str(original.directory), f"has no weight of {module}", fix)
     return matrix
 

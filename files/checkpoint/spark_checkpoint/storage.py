@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spark_contract.files import named, sync_directory, write_pieces
+from spark_contract.files import named, sync, sync_directory, write_all, write_pieces
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 
@@ -45,7 +45,7 @@ def read_stamp(file: int | Path) -> Stamp:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> str:
-    """Write indented JSON durably and return its sha256.
+    """Write indented JSON durably and return the sha256.
 
     In batches: an indenting encoder creates millions of small strings for a large index.
     """
@@ -64,7 +64,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> str:
 
 
 class PageDropper:
-    """Drops a file's pages from the page cache behind its reader or writer.
+    """Drops a file's pages from the page cache behind the reader or writer.
 
     The engine needs the memory; the kernel would keep the whole checkpoint cached.
     """
@@ -89,10 +89,31 @@ class PageDropper:
         os.posix_fadvise(self._fd, begin, self._position - begin, os.POSIX_FADV_DONTNEED)
 
 
+@contextmanager
+def write_durably(
+    path: Path, flags: int, offset: int = 0
+) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Yield a function that appends to a file from ``offset``; sync the file at the end."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
+    try:
+        os.lseek(fd, offset, os.SEEK_SET)
+        dropper = PageDropper(fd, offset)
+
+        def write(data: bytes | memoryview) -> None:
+            write_all(fd, data)
+            dropper.advance(len(data))
+
+        yield write
+        sync(fd)
+        dropper.finish()
+    finally:
+        os.close(fd)
+
+
 def read_buffers(
     path: Path, offset: int = 0, size_bytes: int | None = None
 ) -> Iterator[memoryview]:
-    """Yield a file or a span of it in one reused buffer, without filling the page cache.
+    """Yield a file or a span of it in a reused buffer, without filling the page cache.
 
     Raises:
         TransferFailed: the file ends inside the span.
@@ -151,9 +172,9 @@ def describe_free_space(path: Path) -> str:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Create a directory and lock it until this process ends.
+    """Create a directory and lock it for the life of this process.
 
-    Mode 0711: users who can read the directory could lock it.
+    Mode 0711: users with read access could lock it.
     """
     directory.mkdir(mode=0o711, parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -179,7 +200,7 @@ def publish(partial: Path, out: Path) -> None:
         if error.errno not in _NAME_TAKEN:
             raise
         raise TransferFailed(
-            str(out), f"cannot take its name ({error.strerror})", "move the existing entry away"
+            str(out), f"cannot take the name ({error.strerror})", "move the existing entry away"
         ) from error
     sync_directory(out.parent)
 

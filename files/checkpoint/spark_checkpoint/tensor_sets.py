@@ -52,7 +52,7 @@ def summarize_names(names: Iterable[str], limit: int = 4) -> str:
 
 
 def list_names(names: Collection[str]) -> str:
-    """Return the first names of a set and the number of further ones."""
+    """Return the first names of a set and how many more there are."""
     shown = [
         name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
         for name in nsmallest(_LISTED_NAMES, names)
@@ -158,7 +158,7 @@ def check_int8_packable(name: str, tensor: Tensor, *, head: bool) -> None:
     elif head and tensor.shape[0] % 64:
         reason = (
             f"has a vocabulary of {tensor.shape[0]}, not a multiple of 64: "
-            "the engine pads it and its loader then fails on packed tensors"
+            "the engine pads it and the loader then fails on packed tensors"
         )
     elif tensor.shape[0] % 4:
         reason = f"has {tensor.shape[0]} outputs, not a multiple of 4"

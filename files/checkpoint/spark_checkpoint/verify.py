@@ -43,7 +43,7 @@ from spark_checkpoint.storage import (
 )
 from spark_checkpoint.tensor_sets import check_quantised_names, check_result_names
 
-# Small pieces limit repeated hashing around replaced tensors, large ones keep receipts short:
+# Small pieces limit repeated hashing around replaced tensors, large pieces keep receipts short:
 # 72 GB are 17,000 pieces, 1.5 MB of receipt.
 PIECE_BYTES = 4 << 20
 _FIX = "move the directory away and run the deploy again"
@@ -106,7 +106,7 @@ def hash_with_pieces(path: Path, on_bytes: Callable[[int], None]) -> FileHashes:
 
 
 def parse_pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:
-    """Return a file's pieces from its receipt, or None.
+    """Return a file's pieces from the receipt, or None.
 
     Raises:
         ValueError: a line is malformed, or the pieces do not cover the file.
@@ -125,7 +125,7 @@ def parse_pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:
 
 
 def load_receipt(directory: Path) -> AnyReceipt | None:
-    """Return the receipt of a checkpoint; None without one.
+    """Return the receipt of a checkpoint, or None.
 
     Raises:
         TreeDiffers: the receipt is malformed.
@@ -159,17 +159,17 @@ def write_receipt(directory: Path, receipt: Receipt) -> None:
 
 
 def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> AnyReceipt:
-    """Check a checkpoint directory and return its receipt.
+    """Check a checkpoint directory and return the receipt.
 
-    Quick: files, sizes, headers, index, and hashes of files whose stat differs from the receipt
-    (the receipt is then updated). Full: the hash of every file.
+    Quick: files, sizes, headers, index, and hashes of files with another stat than in the
+    receipt (which is then updated). Full: the hash of every file.
     """
     if not directory.is_dir():
         raise InputRefused(str(directory), "is not a directory", "check the path")
     receipt = load_receipt(directory)
     if receipt is None:
         raise TreeDiffers(
-            str(directory), f"has no {RECEIPT_NAME}: it was never finished", "run its job again"
+            str(directory), f"has no {RECEIPT_NAME}: it was never finished", "run the job again"
         )
     check_files(directory, receipt)
     # Only checkpoints made here have an exact tensor set.
@@ -212,7 +212,7 @@ def check_files(directory: Path, receipt: Receipt) -> None:
 def _check_headers(
     directory: Path, receipt: Receipt, plan: BuildPlan | RequantizePlan, tensors: int
 ) -> None:
-    """Compare the index with all headers, and its names with the plan of the receipt."""
+    """Compare the index with all headers and with the plan of the receipt."""
     try:
         index = read_index(directory)
         if index is None:
@@ -250,7 +250,7 @@ def _check_names(where: str, index: Mapping[str, str], plan: BuildPlan | Requant
 
 
 def _check_content(directory: Path, file: ReceiptFile, progress: Progress) -> ReceiptFile:
-    """Check a file's hashes; return its entry with the stat from before hashing."""
+    """Check a file's hashes; return the entry with the stat from before hashing."""
     path = directory / file.path
     stamp = read_stamp(path)
     pieces = parse_pieces(file)
@@ -283,8 +283,8 @@ def make_checkpoint(
 ) -> bool:
     """Create, verify and rename a plan's checkpoint; return False if it exists already.
 
-    ``write(work_dir, checkpoint_dir)`` writes the checkpoint with its receipt. Its other files in
-    the work directory survive an interruption.
+    ``write(work_dir, checkpoint_dir)`` writes the checkpoint with the receipt. Other files in the
+    work directory survive an interruption.
     """
 
     def exists() -> bool:
@@ -294,7 +294,9 @@ def make_checkpoint(
         if receipt is None or receipt.digest != plan.digest:
             problem = "has no receipt" if receipt is None else f"has digest {receipt.digest[:12]}"
             raise GateRefused(
-                str(plan.out_dir), f"{problem}: not ours to replace", "move it away, run again"
+                str(plan.out_dir),
+                f"{problem}: refusing to replace it",
+                "move it away, run again",
             )
         verify_checkpoint(plan.out_dir, progress, full=False)
         note(f"{plan.out_dir}: already has {description}")
@@ -329,10 +331,10 @@ def discard(base: Path, tree: Path, progress: Progress) -> None:
     if planned != Path(os.path.abspath(base)):
         raise GateRefused(str(tree), f"was made from {planned}, not from {base}", "name its base")
     if load_receipt(base) is None and any(base.iterdir()):
-        raise GateRefused(str(base), "has no receipt: not ours to remove", "remove it by hand")
+        raise GateRefused(str(base), "has no receipt: refusing to remove it", "remove it by hand")
     freed = shared = 0
     base_receipt = base / RECEIPT_NAME
-    # The receipt last: it marks the directory as managed, and is invalid without its files.
+    # The receipt last: it marks the directory as managed, and is invalid without the files.
     for path in sorted(base.rglob("*"), key=lambda path: (path == base_receipt, -len(path.parts))):
         if path.is_dir() and not path.is_symlink():
             os.rmdir(path)

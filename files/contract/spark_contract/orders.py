@@ -90,7 +90,7 @@ def _choices(body: str, pattern: str) -> list[str]:
 
 
 # Increase it when a build writes other bytes for the same plan
-# (tests/unit/checkpoint/test_builder_golden.py).
+# (tests/unit/checkpoint/test_builder_build.py).
 RECIPE_VERSION = 1
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _DIRECTORY = "/.+"

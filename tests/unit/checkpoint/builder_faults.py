@@ -1,4 +1,4 @@
-"""Breaks a run of the builder at a chosen system call, or a file by one bit."""
+"""Break a run of the builder at a chosen system call, or a file by a bit."""
 
 import os
 
@@ -10,7 +10,7 @@ NAMES = {"kill": WATCHED, "disk_full": WRITING}
 
 
 def run_broken(*arguments, act="kill", number=0, path=None, names=None, only_path=False):
-    """Run with a fault at the call of that number (0: none) and no gate for free space."""
+    """Run with a fault at a call (0: none), without the check for free space."""
     fault = {
         "act": act,
         "number": number,
@@ -23,13 +23,13 @@ def run_broken(*arguments, act="kill", number=0, path=None, names=None, only_pat
 
 
 def points(calls):
-    """Return call numbers over a whole run, its last steps always among them."""
+    """Return call numbers spread over a run, always with the last steps."""
     some = {1 + round(n * (calls - 1) / (POINTS - 1)) for n in range(POINTS)}
     return sorted(some | set(range(max(1, calls - 8), calls + 1)))
 
 
 def flip(path, *, keep_time, offset=None):
-    """Change one bit, near the end unless told where."""
+    """Flip a bit, by default near the end."""
     status = path.stat()
     offset = status.st_size - 100 if offset is None else offset
     with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""A hub on localhost: ranges, redirects to a second origin, and faults on demand."""
+"""A hub on localhost: ranges, redirects to a second origin, injected faults."""
 
 import hashlib
 import re
@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class Hub:
-    """Serves ``root``; ``fault(handler, path, data)`` returns True when it gave the answer."""
+    """Serves ``root``; ``fault(handler, path, data)`` returns True if it sent the response."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -42,7 +42,7 @@ class Hub:
 
 class QuietServer(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
-        """Say nothing: clients of these tests are killed on purpose."""
+        """Print nothing: tests kill clients on purpose."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""What a result is judged by: weights dequantised by definition, and what a refusal must be."""
+"""Dequantise weights by definition; check refusals."""
 
 import numpy as np
 from builder_shards import BLOCK, bf16_values, e4m3_values
@@ -15,7 +15,7 @@ def donor_values(donor, module):
 
 
 def unpack_int8(tensors, module, suffix=""):
-    """Dequantise GPTQ-packed INT8 by definition: four values a word, low byte first."""
+    """Dequantise GPTQ-packed INT8 by definition: four values per word, low byte first."""
     qweight = tensors[f"{module}.qweight{suffix}"]
     words = np.frombuffer(qweight.data, "<u4").reshape(qweight.shape)
     codes = np.stack([(words >> (8 * n)) & 255 for n in range(4)], axis=1)
@@ -29,6 +29,8 @@ def relative(found, expected):
 
 
 def refused(workshop, code=3, **changes):
+    """Return the single error line of a refused build, which must change nothing."""
+    workshop.write_sources(**changes)
     before = workshop.base_hashes()
     done = workshop.build(check=False, **changes)
     assert done.returncode == code, done.stderr

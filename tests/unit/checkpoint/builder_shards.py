@@ -1,7 +1,4 @@
-"""Tensors as bytes: number formats by their definition, shards by the safetensors package.
-
-Nothing here uses the code under test, so a wrong reader or writer cannot agree with itself.
-"""
+"""Number formats by definition and shards by the safetensors package, without our own code."""
 
 import hashlib
 import json
@@ -24,8 +21,6 @@ ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "F8_E4M3": 1}
 
 @dataclass
 class Raw:
-    """A tensor as bytes."""
-
     dtype: str
     shape: tuple
     data: bytes
@@ -41,13 +36,12 @@ def bf16_tensor(values):
 
 
 def bf16_values(raw):
-    return (
-        (np.frombuffer(raw.data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(raw.shape)
-    )
+    bits = np.frombuffer(raw.data, "<u2").astype(np.uint32) << 16
+    return bits.view(np.float32).reshape(raw.shape)
 
 
 def _e4m3_table():
-    """All 127 finite magnitudes, from the definition, not from the code under test."""
+    """Return all 127 finite magnitudes by definition."""
     table = [mantissa * 2.0**-9 for mantissa in range(8)]
     table += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)]
     return np.array(table[:127], np.float64)
@@ -105,7 +99,7 @@ def write_shard(path, tensors, metadata=None):
 
 
 def write_shard_by_hand(path, tensors):
-    """Write the plainest file of the format: names in their order, nothing else."""
+    """Write the simplest file of the format: names in order, no padding."""
     header, position = {}, 0
     for name, raw in tensors.items():
         end = position + len(raw.data)
@@ -137,7 +131,7 @@ def readable_by_safetensors(path):
 
 
 class Bytes:
-    """Pseudo-random bytes that no version of any library will ever change."""
+    """Pseudo-random bytes, independent of library versions."""
 
     def __init__(self, seed):
         self._seed, self._calls = seed, 0

@@ -1,7 +1,4 @@
-"""Synthetic sources with the naming of the real ones, and the builder run over them.
-
-Nothing here uses the code under test, so a wrong reader or writer cannot agree with itself.
-"""
+"""Synthetic sources with real names, written without our own code, and runs of the builder."""
 
 import atexit
 import hashlib
@@ -39,27 +36,22 @@ DONOR_SHAPES = [
 
 
 def _matrix(random, shape, scale=0.02):
-    """Return values that look normally distributed: sums of four uniform numbers."""
+    """Return nearly normally distributed values: sums of four uniform numbers."""
     raw = np.frombuffer(random.bytes(int(np.prod(shape)) * 8), "<u2").reshape(*shape, 4)
     return ((raw.sum(axis=-1, dtype=np.int64) - 131070) * np.float32(scale / 37837)).astype("<f4")
 
 
 def _int4(random, outputs, inputs):
+    groups = inputs // 128
     return {
         "qweight": Raw("I32", (inputs // 8, outputs), random.bytes(inputs // 8 * outputs * 4)),
-        "qzeros": Raw(
-            "I32", (inputs // 128, outputs // 8), b"\x77" * (inputs // 32 * outputs // 8)
-        ),
-        "scales": Raw(
-            "F16",
-            (inputs // 128, outputs),
-            np.full((inputs // 128, outputs), 0.01, "<f2").tobytes(),
-        ),
+        "qzeros": Raw("I32", (groups, outputs // 8), b"\x77" * (groups * outputs // 2)),
+        "scales": Raw("F16", (groups, outputs), np.full((groups, outputs), 0.01, "<f2").tobytes()),
     }
 
 
 def language_tensors(random):
-    """Return (base tensors, 16-bit originals of what the donor has in FP8)."""
+    """Return base tensors, and 16-bit originals of the donor's FP8 tensors."""
     base, linear = {}, {}
     for layer in range(LAYERS):
         prefix = f"model.language_model.layers.{layer}"
@@ -110,7 +102,7 @@ MTP_IN_FP8 = (".mlp.", ".self_attn.")
 
 @cache
 def _repositories(seed):
-    """Return the base, its MTP head, and a donor made from the same 16-bit values."""
+    """Return base, MTP tensors, and a donor made from the same 16-bit values."""
     random = Bytes(seed)
     base, linear = language_tensors(random)
     originals = mtp_originals(random)
@@ -127,7 +119,7 @@ def _repositories(seed):
     return base, mtp, donor
 
 
-# Far below what the fetcher writes, so that small shards have many pieces.
+# Far below the real size, so that small shards have many pieces.
 PIECE_BYTES = 50_000
 
 
@@ -228,7 +220,9 @@ class Workshop:
     def plan(self, **changes):
         partners = {*self.base, *(f"{m}.weight_scale_inv" for m in self.modules)}
         self.out.parent.mkdir(exist_ok=True)
-        plan = {
+        outside = (n for n in self.donor if ".mlp.experts." not in n and n not in partners)
+        mtp = (n for n in self.donor if n.startswith("mtp.") and "scale" not in n)
+        return {
             "schema_version": 1,
             "digest": "1" * 64,
             "name": "tiny",
@@ -237,33 +231,52 @@ class Workshop:
             "swap": [SWAP],
             "block_shape": [BLOCK, BLOCK],
             "base_tensors": sorted(self.base),
-            "donor_unmatched": sorted(
-                n for n in self.donor if ".mlp.experts." not in n and n not in partners
-            ),
+            "donor_unmatched": sorted(outside),
             "donor_shapes": DONOR_SHAPES,
-            "mtp_tensors": sorted(
-                n for n in self.donor if n.startswith("mtp.") and "scale" not in n
-            ),
+            "mtp_tensors": sorted(mtp),
             "shared_experts": "fp8-donor",
             "head": "keep",
             "layout": "overlay",
             "out": str(self.out),
             "extra": {},
+            **changes,
         }
-        plan.update(changes)
-        return plan
 
     def write_plan(self, **changes):
         path = self.root / "plan.json"
         path.write_text(json.dumps(self.plan(**changes)))
         return path
 
+    def write_sources(self, **changes):
+        """Write base and donor unless they exist or the plan has another donor."""
+        if not self.base_dir.exists():
+            self.write_base()
+        if "donor" not in changes and not self.donor_dir.exists():
+            self.write_donor()
+
     def build(self, check=True, **changes):
+        self.write_sources(**changes)
         return run_tool("build", self.write_plan(**changes), check=check)
 
     def result(self):
-        """Return name → Raw of the built tree through its index."""
         return tree_tensors(self.out)
+
+    def read(self, name):
+        return json.loads((self.out / name).read_text())
+
+    def quantization(self):
+        return self.read("config.json")["quantization_config"]
+
+    def index(self):
+        return self.read("model.safetensors.index.json")["weight_map"]
+
+    def change_base_config(self, change):
+        self.write_sources()
+        path = self.base_dir / "config.json"
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+        self.write_receipt()
 
     def base_hashes(self):
         return {entry["path"]: entry["sha256"] for entry in file_entries(self.base_dir)}
@@ -295,7 +308,7 @@ def file_entries(directory, *, stamps=False, piece_bytes=None):
 
 
 def piece_lines(data, piece_bytes):
-    """Return size and hash of every piece, the way receipts write them."""
+    """Return size and hash of every piece, as in receipts."""
     pieces = [data[n : n + piece_bytes] for n in range(0, len(data), piece_bytes)]
     return [f"{len(piece)}:{hashlib.sha256(piece).hexdigest()}" for piece in pieces]
 
@@ -319,7 +332,7 @@ def _zygote():
 
 
 def run_tool(*arguments, check=True, fault=None):
-    """Run the builder's command line in a process of its own; its output has no traceback."""
+    """Run a command of the builder in a separate process; refuse tracebacks."""
     request = {"arguments": [str(a) for a in arguments], "fault": fault}
     zygote = _zygote()
     zygote.stdin.write(json.dumps(request) + "\n")

@@ -1,8 +1,7 @@
-"""A clean interpreter that has imported the builder once and forks for every run.
+"""Forks a process per builder run, because importing numpy takes longer than most runs.
 
-Starting Python and numpy takes longer than most runs. The test process itself is no place to
-fork from: other tests load libraries that patch sockets and threads. Run as a script it reads
-one JSON request a line and answers with one JSON line.
+Not the test process itself: other tests load libraries that patch sockets and threads. As a script
+it reads a JSON request per line and prints a JSON line.
 """
 
 import errno
@@ -13,21 +12,9 @@ import signal
 import sys
 import tempfile
 
-# Every call of the builder that changes or reads a disk goes through one of these.
-WATCHED = (
-    "open",
-    "write",
-    "pwrite",
-    "readv",
-    "preadv",
-    "fsync",
-    "link",
-    "rename",
-    "mkdir",
-    "rmdir",
-    "unlink",
-)
+# All calls of the builder that access the disk.
 WRITING = ("open", "write", "pwrite", "fsync", "link", "rename", "mkdir")
+WATCHED = (*WRITING, "readv", "preadv", "rmdir", "unlink")
 
 
 def act_kill(target):
@@ -35,7 +22,7 @@ def act_kill(target):
 
 
 def act_disk_full(target):
-    # As the kernel does: a call on a descriptor fails without a name.
+    # Like the kernel: errors of calls on a descriptor have no name.
     names = () if isinstance(target, int) else (str(target),)
     raise OSError(errno.ENOSPC, "No space left on device", *names)
 
@@ -60,7 +47,7 @@ def is_open_file(argument, path):
 
 
 def watch(names, number, act, path, only_path):
-    """Count calls of ``os`` functions and act at the one with the given number."""
+    """Count calls of ``os`` functions and act at the call with the given number."""
     seen = [0]
 
     def wrap(name):
@@ -82,7 +69,7 @@ def watch(names, number, act, path, only_path):
 
 
 def keep_journal(path):
-    """Write a line for every fsync (of which inode) and every rename (to which name)."""
+    """Write a line for every fsync (inode) and every rename (target)."""
     real_fsync, real_rename = os.fsync, os.rename
 
     def keep(*event):
@@ -101,13 +88,13 @@ def keep_journal(path):
 
 
 def run_one(request, result_path):
+    from spark_checkpoint import storage
     from spark_checkpoint.__main__ import main
-    from spark_checkpoint.build import build
     from spark_checkpoint.sources import fetch
 
     fault = request.get("fault") or {}
     if fault.get("no_room_gate"):
-        build.check_free_space = fetch.check_free_space = lambda *_: None
+        storage.check_free_space = fetch.check_free_space = lambda *_: None
     if "journal" in fault:
         keep_journal(fault["journal"])
     raw_write, raw_open = os.write, os.open
@@ -129,7 +116,7 @@ def serve():
     import spark_checkpoint.requantize  # noqa: F401
     from spark_checkpoint.sources import connections
 
-    connections.tls_context()  # read once, as the modules are
+    connections.tls_context()
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
@@ -152,7 +139,6 @@ def serve():
                     sys.stderr.flush()
                     os._exit(code)
             _, status = os.waitpid(child, 0)
-            # The child wrote through the same open files and left them at their ends.
             for file in (out, err, result):
                 file.seek(0)
             answer = {

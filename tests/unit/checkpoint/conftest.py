@@ -1,4 +1,4 @@
-"""Puts the builder on the path the way a host does: by PYTHONPATH, not by installing it."""
+"""Fixtures; the builder is on the path as on a host, not installed."""
 
 import json
 import os

@@ -1,6 +1,5 @@
-"""The donor by byte ranges: what is asked, what is refused, who sees the token."""
+"""The donor by byte ranges: requests, refusals, tokens."""
 
-import json
 import time
 
 import pytest
@@ -9,11 +8,11 @@ from builder_shards import Raw
 from builder_trees import DONOR_COMMIT, DONOR_SHAPES, tree_tensors
 from hypothesis import given
 from hypothesis import strategies as st
+from spark_checkpoint.headers import read_header
 from spark_checkpoint.sources.donor import NamedRange, merge
 
 DONOR = f"lab/tiny-fp8/resolve/{DONOR_COMMIT}"
-# Of a range this long the half that comes is progress, also where a busy machine takes ten seconds
-# for it; the few bytes of a scale are not.
+# Half of so long a range is progress even on a busy machine; the few bytes of a scale are not.
 LONG_BYTES = 24_000
 
 
@@ -36,131 +35,112 @@ def is_shard(path):
     return path.endswith(".safetensors")
 
 
-def of_header(wanted):
-    return wanted.startswith(("bytes=0-", "bytes=8-"))
+def is_header(byte_range):
+    return byte_range.startswith(("bytes=0-", "bytes=8-"))
+
+
+def parse_range(handler):
+    first, last = handler.headers.get("Range", "").removeprefix("bytes=").split("-")
+    return int(first), int(last)
+
+
+def weight_requests(handler, path):
+    """Return whether a request reads tensors of a shard."""
+    return is_shard(path) and not is_header(handler.headers.get("Range", ""))
 
 
 def header_ranges(shard):
-    """Return (file, first, last) of what must be asked to know a header: its length, then all."""
+    """Return (file, first, last) of the two requests for a header: its length, then its JSON."""
     length = int.from_bytes(shard.read_bytes()[:8], "little")
     return [(shard.name, 0, 7), (shard.name, 8, 8 + length - 1)]
 
 
-def test_a_remote_donor_gives_the_same_tree_as_a_local_one(workshop, remote):
+def joined_ranges(shard, names):
+    """Return (file, first, last) of tensors, joined over gaps of up to 64 KiB."""
+    header = read_header(shard)
+    joined = []
+    for begin, end in sorted(header.tensors[n][2:] for n in names if n in header.tensors):
+        if joined and begin - joined[-1][1] <= 64 << 10:
+            joined[-1][1] = end
+        else:
+            joined.append([begin, end])
+    start = header.data_start
+    return [(shard.name, start + begin, start + end - 1) for begin, end in joined]
+
+
+def test_remote_donor_gives_the_same_result_as_a_local_one(workshop, remote):
     remote()
     by_url = tree_tensors(workshop.out)
     workshop.out.rename(workshop.out.with_name("by-url"))
-    workshop.write_donor()
     workshop.build()
     assert tree_tensors(workshop.out) == by_url
 
 
-def test_only_headers_and_the_needed_ranges_are_asked_for(workshop, hub, remote):
-    # Big routed experts first and between, as in the real donor: nothing here is wanted.
+def test_reads_only_headers_and_required_ranges(workshop, hub, remote):
+    # Large routed experts around the required tensors, as in the real donor.
     heavy = Raw("BF16", (1 << 20,), bytes(2 << 20))
     swapped = {f"{m}.{s}" for m in workshop.modules for s in ("weight", "weight_scale_inv")}
     layers = {name.split(".mlp.")[0] for name in swapped}
     fillers = {f"{layer}.mlp.experts.0.down_proj.weight": heavy for layer in sorted(layers)}
-    wanted = {name: raw for name, raw in workshop.donor.items() if name in swapped}
-    others = {name: raw for name, raw in workshop.donor.items() if name not in swapped}
-    workshop.donor = {**fillers, **wanted, **others}
+    required = {name: raw for name, raw in workshop.donor.items() if name in swapped}
+    workshop.donor = {**fillers, **required, **workshop.donor}
     workshop.write_donor(hub.root / DONOR)
     remote()
-    asked = [
+    requests = [
         (path.rsplit("/", 1)[-1], *map(int, headers["Range"].removeprefix("bytes=").split("-")))
         for path, headers, _ in hub.requests
         if is_shard(path)
     ]
     shards = sorted((hub.root / DONOR).glob("*.safetensors"))
     headers = [part for path in shards for part in header_ranges(path)]
-    ranges = [item for item in asked if item not in headers]
-    assert sorted(set(asked) - set(ranges)) == sorted(headers)
-    assert len(asked) == len(headers) + len(ranges)
-    assert sorted(ranges) == sorted(r for path in shards for r in joined_ranges(path, swapped))
-    report = json.loads((workshop.out / "receipt.json").read_text())["report"]
+    ranges = [part for path in shards for part in joined_ranges(path, swapped)]
+    assert sorted(requests) == sorted(headers + ranges)
     index_bytes = (hub.root / DONOR / "model.safetensors.index.json").stat().st_size
+    expected = index_bytes + sum(last + 1 - first for _, first, last in requests)
+    assert workshop.read("receipt.json")["report"]["donor_received_bytes"] == expected
     ranges_bytes = sum(last + 1 - first for _, first, last in ranges)
-    headers_bytes = sum(last + 1 - first for _, first, last in headers)
-    expected = index_bytes + headers_bytes + ranges_bytes
-    assert report["donor_received_bytes"] == expected
     assert ranges_bytes < sum(path.stat().st_size for path in shards) / 4
 
 
-def test_a_donor_of_other_shapes_is_refused_from_its_headers_alone(workshop, hub, remote):
+def test_refuses_a_donor_of_other_shapes_by_headers(workshop, hub, remote):
     name = f"{workshop.modules[0]}.weight"
     raw = workshop.donor[name]
     workshop.donor[name] = Raw(raw.dtype, raw.shape[::-1], raw.data)
     workshop.write_donor(hub.root / DONOR)
     done = remote(check=False)
     assert done.returncode == 3
-    assert f"donor {name}: is [128, 256], the plan's donor_shapes require [256, 128]" in done.stderr
-    asked = [headers.get("Range") for path, headers, _ in hub.requests if is_shard(path)]
-    assert asked
-    assert all(map(of_header, asked))
+    assert f"donor {name}: is [128, 256]" in done.stderr
+    ranges = [headers.get("Range") for path, headers, _ in hub.requests if is_shard(path)]
+    assert ranges
+    assert all(map(is_header, ranges))
 
 
-def test_a_base_of_other_shapes_is_refused_before_the_hub_is_asked(workshop, hub, remote):
+def test_refuses_a_base_of_other_shapes_without_a_request(workshop, hub, remote):
     shapes = [{**DONOR_SHAPES[0], "weight": [256, 256], "scale": [2, 2]}, DONOR_SHAPES[1]]
     donor = {"url": f"{hub.url}/{DONOR}", "tries": 8, "backoff_s": 1.0}
     done = workshop.build(check=False, donor=donor, donor_shapes=shapes)
     assert done.returncode == 3
-    assert "the plan's donor_shapes require [256, 256]" in done.stderr
     assert not hub.requests
 
 
-def joined_ranges(shard, names):
-    """Return (file, first, last) of the wanted tensors, joined over gaps of up to 64 KiB."""
-    data = shard.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    joined = []
-    for begin, end in sorted(tuple(header[n]["data_offsets"]) for n in names if n in header):
-        if joined and begin - joined[-1][1] <= 64 << 10:
-            joined[-1][1] = end
-        else:
-            joined.append([begin, end])
-    return [(shard.name, 8 + length + begin, 8 + length + end - 1) for begin, end in joined]
-
-
-def test_a_header_takes_two_requests_however_long_it_is(workshop, hub, remote):
-    workshop.donor |= {
-        f"model.language_model.layers.0.mlp.experts.{n}.{'x' * 200}": workshop.donor[
-            "mtp.norm.weight"
-        ]
-        for n in range(5000)
-    }
+def test_reads_a_long_header_with_two_requests(workshop, hub, remote):
+    norm = workshop.donor["mtp.norm.weight"]
+    prefix = "model.language_model.layers.0.mlp.experts"
+    workshop.donor |= {f"{prefix}.{n}.{'x' * 200}": norm for n in range(5000)}
     workshop.write_donor(hub.root / DONOR)
     remote()
-    asked = sorted(h["Range"] for p, h, _ in hub.requests if is_shard(p) and of_header(h["Range"]))
+    ranges = [h["Range"] for p, h, _ in hub.requests if is_shard(p) and is_header(h["Range"])]
     shards = (hub.root / DONOR).glob("*.safetensors")
     parts = [part for path in shards for part in header_ranges(path)]
-    assert asked == sorted(f"bytes={first}-{last}" for _, first, last in parts)
+    assert sorted(ranges) == sorted(f"bytes={first}-{last}" for _, first, last in parts)
 
 
-def test_a_whole_file_where_a_range_was_asked_is_refused(hub, remote):
+def test_refuses_the_whole_file_for_a_range(hub, remote):
     hub.ignore_ranges = True
-    done = remote(check=False)
-    assert done.returncode == 4
-    assert "whole file for a range request" in done.stderr
+    assert remote(check=False).returncode == 4
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_server_is_asked_again(hub, remote, status):
-    refused = []
-
-    def busy(handler, path, data):
-        if is_shard(path) and len(refused) < 2:
-            refused.append(path)
-            handler.answer(status, b"later")
-            return True
-        return False
-
-    hub.fault = busy
-    done = remote()
-    assert f"HTTP {status}" in done.stderr
-
-
-def test_retry_after_is_obeyed(hub, remote):
+def test_waits_for_the_retry_after_of_a_busy_server(hub, remote):
     moments = []
 
     def busy(handler, path, data):
@@ -176,14 +156,13 @@ def test_retry_after_is_obeyed(hub, remote):
     assert moments[1] - moments[0] >= 1
 
 
-def test_a_connection_that_breaks_is_continued_where_it_stopped(hub, remote):
+def test_resumes_a_range_after_connection_loss(hub, remote):
     broken = []
 
     def cut(handler, path, data):
-        wanted = handler.headers.get("Range", "")
-        if not is_shard(path) or of_header(wanted) or len(broken) >= 3:
+        if not weight_requests(handler, path) or len(broken) >= 3:
             return False
-        first, last = (int(n) for n in wanted.removeprefix("bytes=").split("-"))
+        first, last = parse_range(handler)
         if last - first < LONG_BYTES:
             return False
         broken.append((first, last))
@@ -195,61 +174,51 @@ def test_a_connection_that_breaks_is_continued_where_it_stopped(hub, remote):
 
     hub.fault = cut
     remote(parallel=1)
-    assert len(broken) == 3
     assert [last for _, last in broken] == [broken[0][1]] * 3
     assert broken[0][0] < broken[1][0] < broken[2][0]
 
 
-BAD_ANSWERS = {
-    "short": lambda first, last, data: (data[first:last], f"bytes {first}-{last}/{len(data)}"),
-    "long": lambda first, last, data: (data[first : last + 2], f"bytes {first}-{last}/{len(data)}"),
-    "another range": lambda first, last, data: (
-        data[first - 1 : last],
-        f"bytes {first - 1}-{last - 1}/{len(data)}",
-    ),
-    "another size": lambda first, last, data: (
-        data[first : last + 1],
-        f"bytes {first}-{last}/{len(data) + 8}",
-    ),
-    "no place": lambda first, last, data: (data[first : last + 1], "bytes */*"),
+# Bytes sent for first to last, and the announced first, last and total.
+BAD_RESPONSES = {
+    "short": lambda a, b, n: (slice(a, b), f"{a}-{b}/{n}"),
+    "long": lambda a, b, n: (slice(a, b + 2), f"{a}-{b}/{n}"),
+    "another range": lambda a, b, n: (slice(a - 1, b), f"{a - 1}-{b - 1}/{n}"),
+    "another size": lambda a, b, n: (slice(a, b + 1), f"{a}-{b}/{n + 8}"),
+    "no range": lambda a, b, n: (slice(a, b + 1), "*/*"),
 }
 
 
-@pytest.mark.parametrize("kind", BAD_ANSWERS)
-def test_an_answer_to_another_question_is_refused(workshop, hub, remote, kind):
+@pytest.mark.parametrize("kind", BAD_RESPONSES)
+def test_refuses_a_response_of_another_range(workshop, hub, remote, kind):
     def lie(handler, path, data):
-        wanted = handler.headers.get("Range", "")
-        if not is_shard(path) or of_header(wanted):
+        if not weight_requests(handler, path):
             return False
-        first, last = (int(n) for n in wanted.removeprefix("bytes=").split("-"))
-        body, place = BAD_ANSWERS[kind](first, last, data)
-        handler.answer(206, body, {"Content-Range": place})
+        part, place = BAD_RESPONSES[kind](*parse_range(handler), len(data))
+        handler.answer(206, data[part], {"Content-Range": f"bytes {place}"})
         return True
 
     hub.fault = lie
-    done = remote(check=False)
-    assert done.returncode in (3, 4)
-    assert done.stderr.strip().splitlines()[-1].startswith("error: http://")
+    assert remote(check=False).returncode in (3, 4)
     assert not workshop.out.exists()
 
 
-def test_the_token_goes_to_the_hub_and_never_to_where_it_redirects(workshop, hub, remote):
+def test_sends_the_token_only_to_the_hub_and_reuses_signed_links(workshop, hub, remote):
     with Hub(hub.root) as content_host:
         hub.redirect_to = lambda path: f"{content_host.url}{path}"
         remote(token="hf_secret")
     assert {headers.get("Authorization") for _, headers, _ in hub.requests} == {"Bearer hf_secret"}
     assert content_host.requests
     assert all("Authorization" not in headers for _, headers, _ in content_host.requests)
+    shards = [path for path, _, _ in hub.requests if is_shard(path)]
+    assert sorted(shards) == sorted(set(shards))
 
 
-def test_an_expired_signed_address_is_asked_for_again(workshop, hub, remote):
-    tickets = []
+def test_renews_an_expired_signed_link(hub, remote):
+    tickets, uses = [], {}
 
     def sign(path):
         tickets.append(f"{len(tickets)}")
         return f"{content_host.url}{path}?ticket={tickets[-1]}"
-
-    uses = {}
 
     def expire(handler, path, data):
         uses[handler.path] = uses.get(handler.path, 0) + 1
@@ -261,40 +230,23 @@ def test_an_expired_signed_address_is_asked_for_again(workshop, hub, remote):
     with Hub(hub.root) as content_host:
         content_host.fault = expire
         hub.redirect_to = sign
-        done = remote(parallel=1)
-    assert "the signed link expired" in done.stderr
+        remote(parallel=1)
     assert max(uses.values()) == 2
 
 
-def test_an_address_is_signed_once_for_many_ranges(hub, remote):
-    with Hub(hub.root) as content_host:
-        hub.redirect_to = lambda path: f"{content_host.url}{path}"
-        remote()
-    shards = [path for path, _, _ in hub.requests if is_shard(path)]
-    assert sorted(shards) == sorted(set(shards))
-
-
-def test_a_hub_that_answers_with_another_commit_is_refused(hub, remote):
+def test_refuses_another_commit(hub, remote):
     hub.headers = {"X-Repo-Commit": "e" * 40}
     done = remote(check=False)
     assert done.returncode == 3
-    assert "answers with commit eeee" in done.stderr
+    assert "eeee" in done.stderr
 
 
-def test_a_missing_donor_and_a_forbidden_one_say_so(workshop, hub, remote):
-    hub.fault = lambda handler, path, data: handler.answer(401, b"") or True
-    done = remote(check=False)
-    assert done.returncode == 4
-    assert "answers 401; fix: check the name; if it is private or gated, accept" in done.stderr
-
-
-def test_ranges_staged_before_a_failure_are_not_asked_again(workshop, hub, remote):
-    asked = []
+def test_keeps_ranges_staged_before_a_failure(hub, remote):
+    requested = []
 
     def fail_late(handler, path, data):
-        wanted = handler.headers.get("Range", "")
-        if is_shard(path) and not of_header(wanted):
-            asked.append((path, wanted))
+        if weight_requests(handler, path):
+            requested.append((path, handler.headers["Range"]))
             if "model-00002" in path:
                 handler.answer(404, b"gone")
                 return True
@@ -302,15 +254,15 @@ def test_ranges_staged_before_a_failure_are_not_asked_again(workshop, hub, remot
 
     hub.fault = fail_late
     assert remote(check=False, parallel=1).returncode == 4
-    first = [item for item in asked if "model-00001" in item[0]]
-    asked.clear()
-    hub.fault = lambda h, path, data: asked.append((path, h.headers.get("Range", "")))
+    staged = {item for item in requested if "model-00001" in item[0]}
+    requested.clear()
+    hub.fault = lambda h, path, data: requested.append((path, h.headers.get("Range", "")))
     remote(parallel=1)
-    assert first
-    assert not set(first) & set(asked)
+    assert staged
+    assert not staged & set(requested)
 
 
-def test_a_donor_in_a_single_file_needs_no_index(workshop, hub, remote):
+def test_reads_a_single_file_without_an_index(workshop, hub, remote):
     for path in (hub.root / DONOR).iterdir():
         path.unlink()
     workshop.write_donor(hub.root / DONOR, shard_count=1)
@@ -324,10 +276,10 @@ spans = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 300)), max_size=
 
 
 @given(spans, st.integers(0, 200), st.integers(1, 1000))
-def test_merged_requests_cover_every_piece_once_and_in_order(pieces, gap, limit):
-    wanted = [NamedRange(str(n), begin, begin + size) for n, (begin, size) in enumerate(pieces)]
-    requests = merge(wanted, gap, limit)
-    assert sorted(p.name for r in requests for p in r.pieces) == sorted(w.name for w in wanted)
+def test_merged_requests_cover_every_range_once_and_in_order(pieces, gap, limit):
+    ranges = [NamedRange(str(n), begin, begin + size) for n, (begin, size) in enumerate(pieces)]
+    requests = merge(ranges, gap, limit)
+    assert sorted(p.name for r in requests for p in r.pieces) == sorted(r.name for r in ranges)
     for request in requests:
         assert request.begin == min(p.begin for p in request.pieces)
         assert request.end == max(p.end for p in request.pieces)

@@ -1,4 +1,4 @@
-"""What verify finds wrong with a finished tree."""
+"""Verify finished checkpoints; discard a base only after verifying the result."""
 
 import json
 import os
@@ -6,48 +6,29 @@ import re
 import shutil
 
 import pytest
-from builder_faults import flip, run_broken
-from builder_judge import MODULE
+from builder_faults import flip, points, run_broken
+from builder_judge import LAYOUTS, MODULE
 from builder_trees import run_tool
 
-LAYOUTS = ("overlay", "full")
 OVERLAY_SHARD = "model-spark-overlay.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
-@pytest.fixture
-def scene(workshop):
-    workshop.write_base()
-    workshop.write_donor()
-    return workshop
+def edit_index(edit):
+    """Change names in the index and keep size and time stamp."""
+
+    def damage(out):
+        status, document = (out / INDEX).stat(), json.loads((out / INDEX).read_text())
+        edit(document["weight_map"])
+        (out / INDEX).write_text(json.dumps(document).ljust(status.st_size))
+        os.utime(out / INDEX, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    return damage
 
 
-DAMAGES = {
-    "a file gone": lambda out: (out / "tokenizer.json").unlink(),
-    "a file too many": lambda out: (out / "stray.bin").write_bytes(b"x"),
-    "a shard cut": lambda out: os.truncate(out / "model-00001-of-00003.safetensors", 100),
-    "a shard's header changed": lambda out: flip(
-        out / "model-00002-of-00003.safetensors", keep_time=False, offset=8
-    ),
-    "the index without a name": lambda out: edit_index(out, lambda names: names.popitem()),
-    "the index with a name too many": lambda out: edit_index(
-        out, lambda names: names.update({"surplus": "model-00001-of-00003.safetensors"})
-    ),
-    "the index naming a file that is not there": lambda out: edit_index(
-        out, lambda names: names.update({"lm_head.weight": "model-00009-of-00003.safetensors"})
-    ),
-    "a shard that is another file of its size and time": lambda out: put_another_in_its_place(
-        out / "model-00002-of-00003.safetensors"
-    ),
-    "the receipt broken": lambda out: (out / "receipt.json").write_text("{"),
-    "the receipt gone": lambda out: (out / "receipt.json").unlink(),
-    "the config edited in place": lambda out: (out / "config.json").write_text(
-        (out / "config.json").read_text().replace("spark_inc", "spark_inx")
-    ),
-}
-
-
-def put_another_in_its_place(path):
-    """Replace a file by one with another byte, of the same size and time."""
+def replace_shard(out):
+    """Replace a shard by a file with another byte, of the same size and time."""
+    path = out / "model-00002-of-00003.safetensors"
     status, other = path.stat(), path.with_name("other")
     shutil.copyfile(path, other)
     flip(other, keep_time=False)
@@ -55,22 +36,32 @@ def put_another_in_its_place(path):
     other.rename(path)
 
 
-OVERLAY_DAMAGES = {
-    "the overlay shard cut": lambda out: os.truncate(out / OVERLAY_SHARD, 100),
-    "the overlay shard gone": lambda out: (out / OVERLAY_SHARD).unlink(),
-    "the overlay shard's header changed": lambda out: flip(
-        out / OVERLAY_SHARD, keep_time=False, offset=8
+def edit_config(out):
+    text = (out / "config.json").read_text()
+    (out / "config.json").write_text(text.replace("spark_inc", "spark_inx"))
+
+
+SHARD = "model-0000{}-of-00003.safetensors"
+DAMAGES = {
+    "a missing file": lambda out: (out / "tokenizer.json").unlink(),
+    "a surplus file": lambda out: (out / "stray.bin").write_bytes(b"x"),
+    "a truncated shard": lambda out: os.truncate(out / SHARD.format(1), 100),
+    "a changed header": lambda out: flip(out / SHARD.format(2), keep_time=False, offset=8),
+    "an index without a name": edit_index(lambda names: names.popitem()),
+    "an index with a surplus name": edit_index(lambda names: names.update(x=SHARD.format(1))),
+    "an index with a missing shard": edit_index(
+        lambda names: names.update({"lm_head.weight": SHARD.format(9)})
     ),
+    "another file of the same size and time": replace_shard,
+    "a broken receipt": lambda out: (out / "receipt.json").write_text("{"),
+    "a missing receipt": lambda out: (out / "receipt.json").unlink(),
+    "an edited config": edit_config,
 }
-
-
-def edit_index(out, edit):
-    """Change the names and leave the time stamp as the receipt has it."""
-    index = out / "model.safetensors.index.json"
-    status, document = index.stat(), json.loads(index.read_text())
-    edit(document["weight_map"])
-    index.write_text(json.dumps(document).ljust(status.st_size))
-    os.utime(index, ns=(status.st_atime_ns, status.st_mtime_ns))
+OVERLAY_DAMAGES = {
+    "a truncated overlay": lambda out: os.truncate(out / OVERLAY_SHARD, 100),
+    "a missing overlay": lambda out: (out / OVERLAY_SHARD).unlink(),
+    "a changed overlay header": lambda out: flip(out / OVERLAY_SHARD, keep_time=False, offset=8),
+}
 
 
 @pytest.mark.parametrize(
@@ -78,34 +69,20 @@ def edit_index(out, edit):
     [(layout, name) for layout in LAYOUTS for name in DAMAGES]
     + [("overlay", name) for name in OVERLAY_DAMAGES],
 )
-def test_verify_finds_what_is_wrong_without_hashing_everything(scene, layout, damage):
-    scene.build(layout=layout)
-    (DAMAGES | OVERLAY_DAMAGES)[damage](scene.out)
-    done = run_tool("verify", "--quick", scene.out, check=False)
+def test_quick_check_finds_damage(workshop, layout, damage):
+    workshop.build(layout=layout)
+    (DAMAGES | OVERLAY_DAMAGES)[damage](workshop.out)
+    done = run_tool("verify", "--quick", workshop.out, check=False)
     assert done.returncode == 5
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert re.match(r"error: \S.*; fix: ", done.stderr)
+    assert re.fullmatch(r"error: \S.*; fix: .*\n", done.stderr)
 
 
-def test_quick_is_what_verify_does_anyway_and_not_together_with_full(scene):
-    scene.build()
-    outputs = [run_tool("verify", *option, scene.out).stdout for option in ((), ("--quick",))]
-    assert [re.findall(r"phase=\S+", text) for text in outputs] == [
-        ["phase=verify", "phase=done"]
-    ] * 2
-    done = run_tool("verify", "--quick", "--full", scene.out, check=False)
-    assert done.returncode == 2
-    assert re.fullmatch(r"error: arguments: .*not allowed with.*; fix: .*--help`\n", done.stderr)
-
-
-def rename_everywhere(directory, old, new):
-    """Rename a tensor in index and header, with time stamps as they were."""
-    for path in directory.iterdir():
-        data, status = path.read_bytes(), path.stat()
-        if path.name != "receipt.json":
-            path.unlink()  # it may be a link of the base's
-            path.write_bytes(data.replace(f'"{old}"'.encode(), f'"{new}"'.encode()))
-            os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+def test_quick_is_the_default_and_excludes_full(workshop):
+    workshop.build()
+    for option in ((), ("--quick",)):
+        text = run_tool("verify", *option, workshop.out).stdout
+        assert re.findall(r"phase=\S+", text) == ["phase=verify", "phase=done"]
+    assert run_tool("verify", "--quick", "--full", workshop.out, check=False).returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -118,68 +95,152 @@ def rename_everywhere(directory, old, new):
         ("full", {}, "mtp.norm.weight", "mtp.norm.weighs"),
     ],
 )
-def test_verify_refuses_as_many_names_of_which_one_is_another(scene, layout, choice, old, new):
-    scene.build(layout=layout, **choice)
-    run_tool("verify", scene.out)
-    rename_everywhere(scene.out, old, new)
-    done = run_tool("verify", scene.out, check=False)
+def test_refuses_a_renamed_tensor(workshop, layout, choice, old, new):
+    workshop.build(layout=layout, **choice)
+    run_tool("verify", workshop.out)
+    for path in workshop.out.iterdir():
+        data, status = path.read_bytes(), path.stat()
+        if path.name != "receipt.json":
+            path.unlink()  # it may be a link to the base
+            path.write_bytes(data.replace(f'"{old}"'.encode(), f'"{new}"'.encode()))
+            os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    done = run_tool("verify", workshop.out, check=False)
     assert done.returncode == 5
-    assert "tensors of the plan's result" in done.stderr
     assert "missing 1 (1 x " in done.stderr
     assert "surplus 1 (1 x " in done.stderr
 
 
 @pytest.mark.parametrize("plan", [None, [], {"layout": "full"}, {"base_tensors": ["a{"]}])
-def test_verify_refuses_a_receipt_whose_plan_says_no_tensors(scene, plan):
-    scene.build()
-    path = scene.out / "receipt.json"
-    receipt = json.loads(path.read_text())
+def test_refuses_a_receipt_with_an_invalid_plan(workshop, plan):
+    workshop.build()
+    receipt = workshop.read("receipt.json")
     receipt["plan"] = {**receipt["plan"], **plan} if plan and "base_tensors" in plan else plan
-    path.write_text(json.dumps(receipt))
-    done = run_tool("verify", scene.out, check=False)
-    assert done.returncode == 5
-    assert "fix: move the directory away" in done.stderr
+    (workshop.out / "receipt.json").write_text(json.dumps(receipt))
+    assert run_tool("verify", workshop.out, check=False).returncode == 5
 
 
 def hashed_bytes(done):
-    """Return how many bytes a run of verify was about to hash."""
     return int(re.search(r"phase=verify bytes=0 total=(\d+)", done.stdout)[1])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_touched_files_that_are_right_are_hashed_once_and_the_receipt_says_no_more(scene, layout):
-    scene.build(layout=layout)
-    before = json.loads((scene.out / "receipt.json").read_text())
-    assert hashed_bytes(run_tool("verify", scene.out)) == 0
-    shard = scene.out / "model-00001-of-00003.safetensors"
+def test_hashes_touched_files_once_and_updates_only_their_stamp(workshop, layout):
+    workshop.build(layout=layout)
+    before = workshop.read("receipt.json")
+    assert hashed_bytes(run_tool("verify", workshop.out)) == 0
+    shard = workshop.out / SHARD.format(1)
     os.utime(shard)
-    assert hashed_bytes(run_tool("verify", scene.out)) == shard.stat().st_size
-    assert hashed_bytes(run_tool("verify", scene.out)) == 0
-    after = json.loads((scene.out / "receipt.json").read_text())
-    [entry] = [one for one in after["files"] if one not in before["files"]]
-    assert entry["modified_ns"] == shard.stat().st_mtime_ns
-    [old] = [one for one in before["files"] if one["path"] == shard.name]
-    assert {**entry, "modified_ns": 0} == {**old, "modified_ns": 0}
-    assert {**after, "files": 0} == {**before, "files": 0}
+    assert hashed_bytes(run_tool("verify", workshop.out)) == shard.stat().st_size
+    assert hashed_bytes(run_tool("verify", workshop.out)) == 0
+    after = workshop.read("receipt.json")
+    for entry in before["files"]:
+        if entry["path"] == shard.name:
+            entry["modified_ns"] = shard.stat().st_mtime_ns
+    assert after == before
 
 
-def test_a_receipt_of_an_older_builder_is_completed_by_one_hash_of_everything(scene):
-    scene.build()
-    path = scene.out / "receipt.json"
-    new = json.loads(path.read_text())
-    old = {**new, "files": [{k: v for k, v in one.items() if k != "inode"} for one in new["files"]]}
-    path.write_text(json.dumps(old))
-    whole = sum(one["size_bytes"] for one in new["files"])
-    assert [hashed_bytes(run_tool("verify", scene.out)) for _ in range(2)] == [whole, 0]
-    assert json.loads(path.read_text()) == new
+def test_adds_missing_inodes_to_the_receipt_of_an_older_builder(workshop):
+    workshop.build()
+    new = workshop.read("receipt.json")
+    old = {**new, "files": [{k: v for k, v in f.items() if k != "inode"} for f in new["files"]]}
+    (workshop.out / "receipt.json").write_text(json.dumps(old))
+    whole = sum(file["size_bytes"] for file in new["files"])
+    assert [hashed_bytes(run_tool("verify", workshop.out)) for _ in range(2)] == [whole, 0]
+    assert workshop.read("receipt.json") == new
 
 
-def test_a_tree_that_cannot_be_written_is_verified_and_hashed_again_next_time(scene):
-    scene.build(layout="full")
-    os.utime(scene.out / "config.json")
-    # The second call that writes is the first of the new receipt; that of its folder is there.
-    found = [run_broken("verify", scene.out, act="disk_full", number=2) for _ in range(2)]
-    assert [done.returncode for done in found] == [0, 0]
-    assert len({hashed_bytes(done) for done in found} - {0}) == 1
-    assert all("receipt not updated (No space left" in done.stderr for done in found)
-    assert {path.name for path in scene.out.glob(".*")} == set()
+def test_verifies_a_checkpoint_on_a_full_disk(workshop):
+    workshop.build(layout="full")
+    os.utime(workshop.out / "config.json")
+    # The second write is the first of the new receipt.
+    runs = [run_broken("verify", workshop.out, act="disk_full", number=2) for _ in range(2)]
+    assert [done.returncode for done in runs] == [0, 0]
+    assert len({hashed_bytes(done) for done in runs} - {0}) == 1
+    assert all("receipt not updated (No space left" in done.stderr for done in runs)
+    assert list(workshop.out.glob(".*")) == []
+
+
+# --- discard ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(workshop):
+    workshop.build(layout="full")
+    return workshop
+
+
+def discard(workshop, *, base=None, check=True):
+    return run_tool("discard", base or workshop.base_dir, "--tree", workshop.out, check=check)
+
+
+def assert_keeps_base(workshop, code, **more):
+    before = workshop.base_hashes()
+    done = discard(workshop, check=False, **more)
+    assert done.returncode == code, done.stderr
+    assert workshop.base_hashes() == before
+
+
+def test_removes_the_base_and_keeps_the_result(built, tmp_path):
+    tensors = built.result()
+    sizes = {path: path.stat().st_size for path in built.base_dir.iterdir()}
+    shard = min(path for path in sizes if path.suffix == ".safetensors")
+    os.link(shard, tmp_path / "link")
+    done = discard(built, base=os.path.relpath(built.base_dir))
+    assert not built.base_dir.exists()
+    freed = sum(sizes.values()) - sizes[shard]
+    assert f"removed, {freed} bytes freed; {sizes[shard]} bytes stay" in done.stderr
+    assert built.result() == tensors
+    assert run_tool("verify", built.out, "--full").returncode == 0
+    assert discard(built).returncode == 0  # nothing left to do
+
+
+def test_keeps_the_base_of_a_damaged_result(built):
+    shard = max(built.out.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    flip(shard, keep_time=True, offset=shard.stat().st_size - 1)
+    assert_keeps_base(built, 5)
+    (built.out / "receipt.json").unlink()
+    assert_keeps_base(built, 5)
+
+
+def test_keeps_the_base_of_an_overlay(workshop):
+    workshop.build(layout="overlay")
+    assert_keeps_base(workshop, 3)
+
+
+def test_keeps_the_base_of_another_checkpoint(built, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(built.base_dir, other)
+    assert_keeps_base(built, 3, base=other)
+    assert len(list(other.iterdir())) == len(list(built.base_dir.iterdir()))
+
+
+def test_keeps_an_unmanaged_directory(built):
+    (built.base_dir / "receipt.json").unlink()
+    assert_keeps_base(built, 3)
+
+
+@pytest.mark.parametrize("left", ["files and receipt", "receipt", "empty"])
+def test_finishes_an_interrupted_removal(built, left):
+    for path in built.base_dir.iterdir():
+        keep = path.name == "receipt.json" if left == "receipt" else path.suffix == ".json"
+        if left == "empty" or not keep:
+            path.unlink()
+    discard(built)
+    assert not built.base_dir.exists()
+
+
+def test_removal_killed_at_any_call_keeps_the_receipt(built, tmp_path):
+    saved = tmp_path / "saved"
+    shutil.copytree(built.base_dir, saved)
+    arguments = ("discard", built.base_dir, "--tree", built.out)
+    calls = run_broken(*arguments).calls
+    killed = 0
+    for number in points(calls):
+        shutil.copytree(saved, built.base_dir)
+        killed += run_broken(*arguments, number=number).returncode == -9
+        if built.base_dir.exists() and any(built.base_dir.iterdir()):
+            assert (built.base_dir / "receipt.json").exists()
+        discard(built)
+        assert not built.base_dir.exists()
+    assert killed > 5
+    assert run_tool("verify", built.out, "--full").returncode == 0

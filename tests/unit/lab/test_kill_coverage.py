@@ -15,7 +15,7 @@ from tests.faults.pause import JOBS
 
 JOBS_ELSEWHERE = {
     "requantize": "its container is killed between two blocks in tests/host/test_requantize.py",
-    "discard": "killed at every call in tests/unit/checkpoint/test_builder_discard.py",
+    "discard": "killed at every call in tests/unit/checkpoint/test_builder_verify.py",
 }
 
 

@@ -1,1 +1,1 @@
-"""Build a checkpoint: check sources, make new tensors, write one of two layouts."""
+"""Build a checkpoint: check sources, make new tensors, write the result."""

@@ -1,4 +1,4 @@
-"""Build a checkpoint from its base and its donor, the FP8 source checkpoint."""
+"""Build a checkpoint from a base and a donor, the FP8 source checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_contract.receipts import (
     SourceReceipt,
 )
 
-from spark_checkpoint import TOOL_VERSION
+from spark_checkpoint import TOOL_VERSION, storage, verify
 from spark_checkpoint.build.layouts import Layout, Writer, check_config, result_bytes, result_config
 from spark_checkpoint.build.new_tensors import Surgery
 from spark_checkpoint.build.source_checks import Sources, check_sources, donor_tensors
@@ -39,27 +39,7 @@ from spark_checkpoint.headers import SIXTEEN_BIT, Tensor, tensor_bytes
 from spark_checkpoint.number_formats import GROUP, PACK
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.peers import copy_from_peer
-from spark_checkpoint.storage import (
-    WORKERS,
-    check_free_space,
-    clear,
-    hash_file,
-    read_stamp,
-    write_json,
-)
 from spark_checkpoint.tensor_sets import HEAD, WEIGHT, swapped_modules
-from spark_checkpoint.verify import (
-    PIECE_BYTES,
-    FileHashes,
-    Piece,
-    check_files,
-    hash_with_pieces,
-    load_receipt,
-    make_checkpoint,
-    parse_pieces,
-    receipt_entry,
-    write_receipt,
-)
 
 _FIX = "delete the source directory and fetch it again"
 
@@ -74,7 +54,7 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
         # The sources are freed before verification: names of a large model fill memory.
         report.update(_write_tree(plan, work, tree_dir, progress))
 
-    made = make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
+    made = verify.make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
     if made and report and plan.layout == "full":
         base_bytes = report["rebuild_fetch_bytes"]["base"]
         message = f"needs no base; a rebuild without it fetches {base_bytes} bytes"
@@ -85,7 +65,7 @@ def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -
 def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress) -> dict[str, Any]:
     url = plan.donor.url if isinstance(plan.donor, DonorUrl) else ""
     donor_dir = work / f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
-    clear(work, keep=frozenset({donor_dir.name}))
+    storage.clear(work, keep=frozenset({donor_dir.name}))
     progress.phase("gates")
     config = read_config(plan.base_dir)
     check_config(config, str(plan.base_dir / CONFIG_NAME), plan.head)
@@ -94,7 +74,7 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
     hashes = hash_base(plan, progress)
     taken = donor_tensors(plan, sources)
     peak = peak_bytes(plan, base, taken, sources.mtp_missing)
-    check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
+    storage.check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
     changes = _make_changes(plan, sources, taken, work, donor_dir, progress)
     tree_dir.mkdir()
     writer = Writer(tree_dir, base, hashes, changes, progress)
@@ -125,11 +105,11 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
         tensors=len(layout.index),
         report=report,
     )
-    write_receipt(tree_dir, receipt)
+    verify.write_receipt(tree_dir, receipt)
     return report
 
 
-def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, FileHashes]:
+def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, verify.FileHashes]:
     """Return path → hashes of every base file.
 
     With a pinned revision they come from the source's receipt, after checking commit, files and
@@ -142,7 +122,7 @@ def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, FileHashes]:
     receipt = _load_base_receipt(plan)
     pieces = {file.path: _pieces_of(file) for file in receipt.files}
     hashes = {
-        file.path: FileHashes(file.sha256, pieces[file.path] or ())
+        file.path: verify.FileHashes(file.sha256, pieces[file.path] or ())
         for file in receipt.files
         if file.sha256 is not None
     }
@@ -164,7 +144,7 @@ def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, FileHashes]:
 def _load_base_receipt(plan: BuildPlan) -> AnyReceipt:
     """Return the receipt of a complete base at the plan's revision."""
     directory, required = plan.base_dir, plan.base.revision
-    receipt = load_receipt(directory)
+    receipt = verify.load_receipt(directory)
     revision = None
     if isinstance(receipt, SourceReceipt):
         revision = receipt.commit
@@ -178,24 +158,28 @@ def _load_base_receipt(plan: BuildPlan) -> AnyReceipt:
         problem = f"{actual}, the plan needs the verified checkpoint of {kind} {required}"
         raise GateRefused(str(directory), problem, fix)
     try:
-        check_files(directory, receipt)
+        verify.check_files(directory, receipt)
     except TreeDiffers as error:
         raise GateRefused(error.where, error.what, _FIX) from error
     return receipt
 
 
-def _pieces_of(file: ReceiptFile) -> tuple[Piece, ...] | None:
-    """Return the pieces of a file; a small file is its own piece."""
-    if file.pieces is None and file.sha256 is not None and file.size_bytes <= PIECE_BYTES:
-        return (Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()
-    return parse_pieces(file)
+def _pieces_of(file: ReceiptFile) -> tuple[verify.Piece, ...] | None:
+    """Return the pieces of a file; a small file is a single piece."""
+    if file.pieces is None and file.sha256 is not None and file.size_bytes <= verify.PIECE_BYTES:
+        return (verify.Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()
+    return verify.parse_pieces(file)
 
 
-def _hash_files(directory: Path, names: list[str], progress: Progress) -> dict[str, FileHashes]:
+def _hash_files(
+    directory: Path, names: list[str], progress: Progress
+) -> dict[str, verify.FileHashes]:
     if names:
         progress.phase("hash-base", sum((directory / name).stat().st_size for name in names))
-    with ThreadPoolExecutor(WORKERS) as pool:
-        hashes = pool.map(lambda name: hash_with_pieces(directory / name, progress.add), names)
+    with ThreadPoolExecutor(storage.WORKERS) as pool:
+        hashes = pool.map(
+            lambda name: verify.hash_with_pieces(directory / name, progress.add), names
+        )
         return dict(zip(names, hashes, strict=True))
 
 
@@ -203,7 +187,7 @@ def compare_duplicates(base: Checkpoint) -> dict[str, Any]:
     differing = 0
     for name, shards in base.duplicates.items():
         spans = (base.span(name, shard) for shard in shards)
-        hashes = {hash_file(path, offset=at, size_bytes=size) for path, at, size in spans}
+        hashes = {storage.hash_file(path, offset=at, size_bytes=size) for path, at, size in spans}
         differing += len(hashes) > 1
     return {"names": len(base.duplicates), "differing": differing, "rule": "last file wins"}
 
@@ -213,7 +197,7 @@ def peak_bytes(
 ) -> int:
     """Return a build's peak disk use.
 
-    ``received`` are staged donor tensors; ``grafted`` ones become 16-bit. New tensors are staged
+    ``received`` are staged donor tensors; ``grafted`` tensors become 16-bit. New tensors are staged
     before they are written into the result.
     """
     staged = sum(tensor.size_bytes for tensor in received.values())
@@ -280,5 +264,5 @@ def _write_documents(
     if (plan.base_dir / QUANTIZATION_NAME).exists():
         documents[QUANTIZATION_NAME] = config["quantization_config"]
     for name, document in documents.items():
-        sha256 = write_json(tree_dir / name, document)
-        layout.files.append(receipt_entry(name, read_stamp(tree_dir / name), sha256))
+        sha256 = storage.write_json(tree_dir / name, document)
+        layout.files.append(verify.receipt_entry(name, storage.read_stamp(tree_dir / name), sha256))

@@ -58,7 +58,7 @@ def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
             where,
             f"has a {type(per_module).__name__} as quantization_config.extra_config, "
             "expected an object of modules",
-            "use another commit of the base, or correct its config",
+            "use another commit of the base, or correct config.json",
         )
     if head == "int8-g128" and any(level.get("tie_word_embeddings") for level in _levels(base)):
         problem = "ties the head to the embeddings, so the head cannot be packed separately"
@@ -154,7 +154,7 @@ class Writer:
     progress: Progress
 
     def overlay(self) -> Layout:
-        """Hard-link every base file and add one shard of new tensors under overlay names."""
+        """Hard-link every base file and add a shard of new tensors under overlay names."""
         base, added = self.base, self.changes.added
         files = []
         for name in list_files(base.directory):
@@ -190,13 +190,13 @@ class Writer:
         return Layout(sorted(entries, key=lambda entry: entry.path), index)
 
     def _full_file(self, name: str) -> ReceiptFile | None:
-        """Write one file; return None for a shard without remaining tensors."""
+        """Write a file; return None for a shard without remaining tensors."""
         if name == GRAFT_SHARD:
             return self._write_new(name, self.changes.added[""])
         source, target = self.base.directory / name, self.tree_dir / name
         hashes, shard = self.hashes[name], self.base.shards.get(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # One shard at a time: the entries of a large model fill memory.
+        # Per shard: the entries of a large model fill memory.
         tensors = _full_shard(self.base, name, self.changes) if shard else []
         is_new = any(tensor.span.path != source for tensor in tensors)
         names = [tensor.name for tensor in tensors]
@@ -248,7 +248,7 @@ def _entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFil
 def _link(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # A base file may be a link, as in a hub cache: link its target.
+        # A base file may be a link, as in a hub cache: link the target.
         os.link(source.resolve(), target)
     except OSError as error:
         if error.errno != errno.EXDEV:
@@ -256,5 +256,5 @@ def _link(source: Path, target: Path) -> None:
         raise GateRefused(
             str(source),
             "is on another filesystem than the result, so it cannot be hard-linked",
-            "keep sources and models on one filesystem, or set layout to full",
+            "keep sources and models on the same filesystem, or set layout to full",
         ) from error

@@ -51,7 +51,7 @@ _CODE_WEIGHTS = 64 << 10
 _BLOCK_BYTES = 3 << 20
 _PIECE_BYTES = 1 << 20
 _EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
-_FIX = "use the donor and base of one model, at the locked commits"
+_FIX = "use the donor and base of the same model, at the locked commits"
 _MTP_FIX = "fetch the donor again, or use the FP8 repository of the same model"
 
 _T = TypeVar("_T")
@@ -61,7 +61,7 @@ class Error(NamedTuple):
     """Distance of FP8 weights from the original weights.
 
     ``module`` and ``worst_block`` are relative errors (root of squared error over squared weight);
-    ``beyond`` counts elements that rounding does not explain.
+    ``beyond`` is the number of elements that rounding does not explain.
     """
 
     module: float
@@ -70,7 +70,7 @@ class Error(NamedTuple):
 
 
 class Comparison:
-    """Compares FP8 block weights with the original weights, one row of blocks at a time."""
+    """Compares FP8 block weights with the original weights, by rows of blocks."""
 
     def __init__(self, scales: Floats, block: tuple[int, int]):
         self._scales, self._block = scales, block
@@ -103,7 +103,7 @@ class Comparison:
         error -= weights
         np.abs(error, out=error)
         allowed = np.maximum(power * np.float32(_ROUNDING), scale * np.float32(_SMALLEST))
-        # NaN counts as beyond.
+        # NaN is beyond.
         self._beyond += int(error.size - np.count_nonzero(error <= allowed))
         self.any_nonzero = self.any_nonzero or bool(codes.any())
         self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
@@ -141,8 +141,6 @@ def _check_outliers(errors: Mapping[str, Error]) -> None:
 
 
 class Packed(NamedTuple):
-    """The three tensors of a packed weight, and its relative errors."""
-
     tensors: list[NewTensor]
     error: float
     error_by_maximum: float
@@ -153,7 +151,7 @@ def pack_weight(
 ) -> Packed:
     """Quantise the base's weight ``name`` and stage ``qweight``, ``scales`` and ``qzeros``.
 
-    ``on_bytes`` counts processed source bytes.
+    ``on_bytes`` receives the number of processed source bytes.
     """
     outputs, inputs = base.tensor(name).shape
     dtype, span = base.tensor(name).dtype, base.span(name)
@@ -196,14 +194,14 @@ def pack_weight(
 
 
 def _fp8_rows(span: Span, scales: Floats, columns: int, block: tuple[int, int]) -> Iterator[Floats]:
-    """Yield an FP8 matrix as float32, one row of blocks at a time."""
+    """Yield an FP8 matrix as float32, by rows of blocks."""
     for number, raw in enumerate(split_span(span, max(1, columns * block[0]))):
         codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
         yield dequantise(codes, scales[number : number + 1], block)
 
 
 def _weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> Iterator[Floats]:
-    """Yield a 16-bit or FP8 base weight as float32, one row of blocks at a time."""
+    """Yield a 16-bit or FP8 base weight as float32, by rows of blocks."""
     tensor = base.tensor(name)
     columns = tensor.shape[1]
     if tensor.dtype == FP8:
@@ -217,7 +215,7 @@ def _weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class Surgery:
-    """Replaces tensors of a base with those of a donor or newly quantised ones."""
+    """Replaces tensors of a base with those of a donor or with newly quantised tensors."""
 
     base: Checkpoint
     modules: list[str]  # to compare or replace
@@ -229,7 +227,7 @@ class Surgery:
     changes: Changes
 
     def compare_with_donor(self) -> None:
-        """Refuse a donor whose FP8 weights are not the base's own weights."""
+        """Refuse a donor of other weights than the base's."""
         errors = self._each("spot-check", self._compare)
         _check_outliers(dict(zip(self.modules, errors, strict=True)))
         self.changes.report["shared_experts"] = {
@@ -285,7 +283,7 @@ class Surgery:
         self.changes.report["mtp_grafted"] = len(grafted)
 
     def _stage_bf16(self, name: str, target: Span) -> Iterator[bytes]:
-        """Stage an FP8 matrix as BF16 and yield its bytes, one row of blocks at a time."""
+        """Stage an FP8 matrix as BF16 and yield the bytes by rows of blocks."""
         position, scales = 0, self._donor_scales(name)
         for rows in _fp8_rows(self.spans[name], scales, self.taken[name].shape[1], self.block):
             values = bf16_bits(rows).tobytes()
@@ -350,7 +348,7 @@ class Surgery:
         self.changes.report["shared_experts"] = _error_report([error for _, error in made])
 
     def _each(self, phase: str, work: Callable[[str], _T]) -> list[_T]:
-        """Run ``work`` for all modules in parallel; the first failure ends it."""
+        """Run ``work`` for all modules in parallel; stop at the first failure."""
         sizes = {module: self.base.tensor(module + WEIGHT).size_bytes for module in self.modules}
         self.progress.phase(phase, sum(sizes.values()))
 

@@ -78,7 +78,7 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
                 raise GateRefused(
                     str(base.directory),
                     f"{actual}, expected a 16-bit matrix",
-                    "use a base whose shared experts are 16-bit",
+                    "use a base with 16-bit shared experts",
                 )
             if plan.shared_experts == "int8-g128":
                 check_int8_packable(name, weight, head=False)

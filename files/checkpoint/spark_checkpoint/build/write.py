@@ -22,7 +22,7 @@ from spark_checkpoint.verify import FileHashes, Piece, PieceHasher
 
 
 class NewTensor(NamedTuple):
-    """A tensor of the result; its bytes are a span of any file."""
+    """A tensor of the result; the span may be in any file."""
 
     name: str
     dtype: str
@@ -34,8 +34,8 @@ class NewTensor(NamedTuple):
 class Changes:
     """All differences from the base.
 
-    ``added`` maps each replaced base name to its new tensors; the empty name has tensors that
-    replace none.
+    ``added`` maps each replaced base name to the new tensors; the empty name has additional
+    tensors.
     """
 
     added: dict[str, list[NewTensor]] = field(default_factory=dict)
@@ -75,19 +75,19 @@ class Staging:
                 view, position = view[count:], position + count
 
     def close(self) -> None:
-        """Close the file; its spans stay readable by name."""
+        """Close the file; spans stay readable by name."""
         os.close(self._fd)
 
 
 def split_span(span: Span, size_bytes: int) -> Iterator[bytes]:
-    """Yield the bytes of a span in pieces of a size; the last one may be smaller."""
+    """Yield the bytes of a span in pieces of a size; the last piece may be smaller."""
     for offset in range(0, span.size_bytes, size_bytes):
         piece = min(size_bytes, span.size_bytes - offset)
         yield read_span(Span(span.path, span.offset + offset, piece))
 
 
 class VerifiedSource:
-    """Reads a base file in order and compares each piece with its hash at its end.
+    """Reads a base file in order and compares the hash of each finished piece.
 
     Bytes are copied before their piece is compared; a mismatch fails the whole build.
     """
@@ -167,7 +167,7 @@ class Written(NamedTuple):
 
 
 class HashingFile:
-    """A new file whose pieces are hashed while they are written."""
+    """A new file; pieces are hashed while they are written."""
 
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

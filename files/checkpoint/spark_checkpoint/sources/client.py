@@ -2,9 +2,9 @@
 
 Hubs redirect files to a content host with a signed, expiring address. The token is sent to the
 hub's origin only, an expired address is requested again, and a range that differs from the request
-is refused because its bytes would be written to the wrong place.
+is refused because the bytes would be written to the wrong place.
 
-Redirects are followed here: the redirecting response describes the file, and one signed address
+Redirects are followed here: the redirecting response describes the file, and a signed address
 serves many ranges.
 """
 
@@ -47,14 +47,14 @@ _TOKEN_LIMIT_BYTES = 1 << 20
 _RETRY_AFTER = Retry(retry_after_max=120)
 _OTHER_SOURCE = "use another source"
 _GATED_FIX = (
-    "accept its terms on its page of the hub, run `hf auth login` or set hub.token, "
+    "accept the terms on the page of the hub, run `hf auth login` or set hub.token, "
     "then run the deploy again"
 )
 _STATUS_FIXES = {
     # The public hub also returns this for unknown names.
     401: f"check the name; if it is private or gated, {_GATED_FIX}",
     403: _GATED_FIX,
-    404: "check the repository's name and its revision or commit",
+    404: "check the repository's name and the revision or commit",
 }
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class RangeIgnored(TransferFailed):
 
 
 class HttpClient:
-    """A thread-safe client for one order.
+    """A thread-safe client for an order.
 
     Args:
         trusted_urls: their hosts may receive the token.
@@ -115,7 +115,7 @@ class HttpClient:
             )
 
     def read(self, url: str, begin: int, end: int, total_bytes: int | None = None) -> bytes:
-        """Return a small range; shorter if the file ends before ``end``."""
+        """Return a small range; shorter at the end of the file."""
         return b"".join(self.stream(url, begin, end, total_bytes))
 
     def exists(self, url: str) -> bool:
@@ -127,7 +127,7 @@ class HttpClient:
         return True
 
     def read_start(self, url: str, count_bytes: int) -> tuple[int, bytes]:
-        """Return a file's size and first bytes, from one request."""
+        """Return a file's size and first bytes, from a single request."""
 
         def read_once() -> tuple[int, bytes]:
             with self._open(url, (0, count_bytes)) as response:
@@ -192,7 +192,7 @@ class HttpClient:
                 budget.failed(error)
 
     def _new_budget(self, url: str) -> RetryBudget:
-        # Mirrors and peers have a next source; the hub is the last one.
+        # Mirrors and peers have a next source; the hub is the last source.
         outage_s = self._wire.outage_s if origin_of(url) in self._trusted else 0.0
         return RetryBudget(url, self._wire, self.stop, outage_s)
 
@@ -242,7 +242,7 @@ class HttpClient:
         raise TransferFailed(url, f"the server answers {status}", fix)
 
     def _request(self, address: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
-        """Send one request, and again with a registry token if the hub demands one."""
+        """Send a request, and again with a registry token if the hub demands it."""
         origin = origin_of(address)
         pool = self._pools.select(origin)
         headers = {
@@ -325,7 +325,7 @@ def _is_token(text: str) -> bool:
 
 
 def request_token(challenge: str, pool: PoolManager, scheme: str, wire: Wire) -> str | None:
-    """Return an anonymous token from the service in a 401 challenge; None without one.
+    """Return an anonymous token from the service in a 401 challenge, or None.
 
     ``scheme`` is the registry's: after https the token must also use https.
     """

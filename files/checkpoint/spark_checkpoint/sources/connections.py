@@ -40,7 +40,7 @@ PIECE_BYTES = 1 << 20
 _MINIMUM_BYTES_PER_S = 1024
 _PAUSE_LIMIT_S = 30.0
 _PIECE_S = 1.0  # return received bytes after so long, before the connection can break
-_STALL_TIMEOUTS = 3  # read timeouts until a response head or a piece counts as stalled
+_STALL_TIMEOUTS = 3  # read timeouts until a response head or a piece is stalled
 _POLL_S = 0.25
 _DRAIN_BYTES = 1 << 16  # read and discard so much to reuse a connection
 
@@ -58,7 +58,7 @@ def _mean_window_s(wire: Wire) -> float:
 
 
 def _minimum_bytes(wire: Wire, seconds: float) -> float:
-    """Return the bytes that one of the parallel responses must deliver in a time."""
+    """Return the bytes that each parallel response must deliver in a time."""
     return _MINIMUM_BYTES_PER_S * seconds / wire.parallel
 
 
@@ -89,7 +89,7 @@ class RateLimit:
 
 
 class RetryBudget:
-    """Counts tries without progress and pauses between them.
+    """Limits tries without progress and pauses between them.
 
     Args:
         cancelled: set when another download failed for good.
@@ -180,7 +180,7 @@ class _TimedTlsPool(HTTPSConnectionPool):
 
 
 class _StallGuard:
-    """One thread that shuts down sockets whose time limit is over."""
+    """A thread that shuts down sockets after a time limit."""
 
     def __init__(self) -> None:
         self._due: dict[object, tuple[float, socket.socket]] = {}
@@ -210,7 +210,7 @@ class _StallGuard:
             now = time.monotonic()
             for due, sock in tuple(self._due.values()):
                 if now > due:
-                    # Bypass TLS, whose shutdown waits for the peer.
+                    # Bypass TLS: that shutdown waits for the peer.
                     with suppress(OSError):
                         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
@@ -219,7 +219,7 @@ _stall_guard = _StallGuard()
 
 
 def read_body(response: BaseHTTPResponse, piece_bytes: int, wire: Wire) -> Iterator[bytes]:
-    """Yield a body in pieces; only time spent waiting for the server counts as slow."""
+    """Yield a body in pieces; only time spent waiting for the server is measured."""
     waited_s, received = 0.0, 0
     while True:
         started = time.monotonic()

@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 from spark_contract.fetching import Wire
-from spark_contract.files import sync, write_all
 from spark_contract.orders import DonorDir, DonorUrl
 
 from spark_checkpoint.directory import INDEX_NAME, Span, read_checkpoint
@@ -25,16 +24,17 @@ from spark_checkpoint.headers import (
 )
 from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.client import HttpClient
+from spark_checkpoint.storage import write_durably
 
 # Gaps up to this size are cheaper to read than a further request.
 GAP_BYTES = 64 << 10
 # Limits the loss of a failed request; several requests keep all connections busy.
 REQUEST_LIMIT_BYTES = 32 << 20
-# A header's length precedes it. Guessing it would save one request per shard and read half as much
+# A header's length precedes it. Guessing it would save a request per shard and read half as much
 # again as headers are large.
 _LENGTH_BYTES = 8
 _INDEX_LIMIT_BYTES = 256 << 20
-# Index and headers of one repository: several times the size of 280,000 names.
+# Index and headers of a repository: several times the size of 280,000 names.
 _LIMIT_BYTES = 512 << 20
 
 
@@ -78,7 +78,7 @@ def _is_usable(name: str) -> bool:
 
 
 class DirDonor:
-    """A donor directory on this host; nothing is copied."""
+    """A donor directory on this host, read in place."""
 
     received_bytes = 0
 
@@ -94,12 +94,12 @@ class DirDonor:
 
 
 class RepositoryFiles:
-    """Headers and ranges of a repository at one revision."""
+    """Headers and ranges of a repository at a revision."""
 
     def __init__(self, base_url: str, wire: Wire):
         self._base_url = base_url.rstrip("/") + "/"
         self.client = HttpClient(wire, (self._base_url,))
-        # One at a time: a parsed header is larger than its bytes.
+        # Serialised: a parsed header is larger than the bytes.
         self._parsing = threading.Lock()
 
     def url(self, path: str) -> str:
@@ -111,12 +111,12 @@ class RepositoryFiles:
         return parse_weight_map(raw, self.url(INDEX_NAME), "check the repository", keep)
 
     def header(self, shard: str) -> Header:
-        """Return the header of a shard; two requests, for its length and its exact bytes."""
+        """Return the header of a shard; two requests, for the length and the exact bytes."""
         url = self.url(shard)
         size, first = self.client.read_start(url, _LENGTH_BYTES)
         end = _LENGTH_BYTES + header_json_bytes(first, size, url)
         if self.client.received_bytes + end > _LIMIT_BYTES:
-            problem = f"the headers of its repository exceed {_LIMIT_BYTES} bytes"
+            problem = f"the headers of the repository exceed {_LIMIT_BYTES} bytes"
             raise GateRefused(url, problem, "check the repository")
         raw = self.client.read(url, _LENGTH_BYTES, end, size)
         with self._parsing:
@@ -124,7 +124,7 @@ class RepositoryFiles:
 
 
 class UrlDonor:
-    """A donor on a hub; only its index, required headers and required ranges are read."""
+    """A donor on a hub; only index, required headers and required ranges are read."""
 
     def __init__(self, plan: DonorUrl):
         self._files = RepositoryFiles(plan.url, plan)
@@ -190,16 +190,12 @@ class UrlDonor:
             progress.skip(size)
         else:
             growing = path.with_name(path.name + ".part")
-            fd = os.open(growing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            try:
-                total = self._headers[shard].data_start + self._headers[shard].data_bytes
-                url = self._files.url(shard)
+            header, url = self._headers[shard], self._files.url(shard)
+            total = header.data_start + header.data_bytes
+            with write_durably(growing, os.O_TRUNC) as write:
                 for piece in self._files.client.stream(url, request.begin, request.end, total):
-                    write_all(fd, piece)
+                    write(piece)
                     progress.add(len(piece))
-                sync(fd)
-            finally:
-                os.close(fd)
             growing.rename(path)
         return {
             piece.name: Span(path, piece.begin - request.begin, piece.end - piece.begin)

@@ -1,7 +1,7 @@
 """Download a repository at a commit, or the blobs of an image; resume inside files.
 
-A file gets its name after its hash matched and its bytes were synced, so named files need no second
-check. Interrupted files stay as ``.part``; the next run hashes them again and continues.
+A file gets the final name after the hash matched and the bytes were synced, so named files need no
+second check. Interrupted files stay as ``.part``; the next run hashes them again and continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spark_contract.fetching import (
     Wire,
     parse_reference,
 )
-from spark_contract.files import now, sync, write_all, write_pieces
+from spark_contract.files import now, write_pieces
 from spark_contract.receipts import SourceReceipt, why_not_ours
 
 from spark_checkpoint import TOOL_VERSION
@@ -45,7 +45,7 @@ from spark_checkpoint.sources.local_files import (
     pinned_path,
 )
 from spark_checkpoint.sources.peers import Peers
-from spark_checkpoint.storage import PageDropper, check_free_space, clear, read_stamp
+from spark_checkpoint.storage import check_free_space, clear, read_stamp, write_durably
 from spark_checkpoint.verify import FileHashes, make_checkpoint, receipt_entry, write_receipt
 
 _MANIFEST_LIMIT_BYTES = 4 << 20
@@ -55,7 +55,7 @@ def fetch(plan: FetchPlan, progress: Progress) -> bool:
     """Download the plan's files; return False if they exist already."""
 
     def write(work: Path, tree_dir: Path) -> None:
-        # The last source is the hub; mirrors must not see its token.
+        # The last source is the hub; mirrors must not receive the token.
         client = HttpClient(plan, plan.urls[-1:])
         peers = Peers(plan, client.stop)
         _Download(plan, client, peers, progress, tree_dir, work / "parts").run()
@@ -115,7 +115,7 @@ class _Download:
         return ContentHash(file, with_pieces=self.plan.pieces)
 
     def _part(self, file: FetchFile) -> Path:
-        """Return where an unfinished file grows; one flat name for paths of any depth."""
+        """Return where an unfinished file grows; a flat name for paths of any depth."""
         key = hashlib.sha256(f"{file.path}\0{file.sha256 or file.git_sha1}".encode()).hexdigest()
         return self.parts_dir / f"{key[:24]}.part"
 
@@ -137,7 +137,7 @@ class _Download:
                 missing.append(file)
                 continue
             if file.sha256 is not None:
-                # Verified when it got its name; a build that needs pieces hashes it again.
+                # Verified before it was renamed; a build that needs pieces hashes it again.
                 self.hashes[file.path] = FileHashes(file.sha256, ())
             else:
                 content = self._new_hash(file)
@@ -147,7 +147,7 @@ class _Download:
         return missing
 
     def _use_any(self, file: FetchFile, by_size: Mapping[int, Mapping[Path, set[str]]]) -> bool:
-        """Use the first local file with the right content; names equal to its hash come first."""
+        """Use the first local file with the right content; files named by the hash come first."""
         names, hashes = by_size[file.size_bytes], {file.sha256, file.git_sha1}
         paths = sorted(names, key=lambda path: (not hashes & names[path], str(path)))
         return any(self._use_local(file, path) for path in paths)
@@ -181,7 +181,7 @@ class _Download:
             os.link(pinned, target, src_dir_fd=source, follow_symlinks=True)
         except OSError:
             # Another filesystem, no hard links, or a file that the engine's account cannot read or
-            # its owner could change: copy it and trust only the copy.
+            # an account could change: copy it and trust only the copy.
             check_free_space(self.tree_dir, file.size_bytes, f"copying {path}")
             content = self._new_hash(file)
             copy_and_hash(pinned, self._part(file), content)
@@ -195,7 +195,7 @@ class _Download:
         total_bytes = self.plan.size_bytes
         done_bytes = total_bytes - sum(file.size_bytes for file in missing)
         self.progress.phase("fetch", total_bytes, done_bytes=done_bytes)
-        # Large files first, so that the last one to finish is small.
+        # Large files first, so that the last file to finish is small.
         queue = sorted(missing, key=lambda file: (-file.size_bytes, file.path))
         with ThreadPoolExecutor(self.plan.parallel) as pool:
             try:
@@ -248,28 +248,20 @@ class _Download:
     def _grow(self, file: FetchFile, client: HttpClient, url: str, part: Path) -> ContentHash:
         """Hash the existing part and append the rest."""
         content = self._new_hash(file)
-        fd = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            present = os.fstat(fd).st_size
-            if present > file.size_bytes:
-                os.ftruncate(fd, 0)
-                present = 0
-            if present:
-                content.update_from(part, self.progress.skip)
-                os.lseek(fd, present, os.SEEK_SET)
-            dropper = PageDropper(fd, present)
+        present = _size_or_zero(part)
+        if present > file.size_bytes:
+            os.truncate(part, 0)
+            present = 0
+        if present:
+            content.update_from(part, self.progress.skip)
+        with write_durably(part, 0, present) as write:
             pieces = client.stream(url, present, file.size_bytes, file.size_bytes)
             for number, piece in enumerate(pieces):
                 if number == 0:
                     client.refuse_other_content(url, file)
                 content.update(piece)
-                write_all(fd, piece)
-                dropper.advance(len(piece))
+                write(piece)
                 self.progress.add(len(piece))
-            sync(fd)
-            dropper.finish()
-        finally:
-            os.close(fd)
         return content
 
     def _discard(self, part: Path) -> None:
@@ -285,7 +277,7 @@ def _size_or_zero(path: Path) -> int:
 
 
 def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
-    """Download an image's blobs, and its manifests into ``manifests``; named by digest.
+    """Download an image's blobs, and the manifests into ``manifests``; named by digest.
 
     Manifests are small and always come from the registry. A list of platforms is resolved for this
     machine.

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spark_contract.fetching import FetchFile
-from spark_contract.files import sync, write_all
 
 from spark_checkpoint.progress import note
-from spark_checkpoint.storage import PageDropper, read_buffers
+from spark_checkpoint.storage import read_buffers, write_durably
 from spark_checkpoint.verify import FileHashes, PieceHasher
 
 # A larger directory is a home, not a model store; searching it would take minutes.
@@ -23,7 +22,7 @@ _ENTRY_LIMIT = 200_000
 
 
 class ContentHash:
-    """Hashes of a file as its bytes pass: sha256, git blob sha1 if locked, pieces on request."""
+    """Hashes of a byte stream: sha256, git blob sha1 if locked, pieces on request."""
 
     def __init__(self, file: FetchFile, *, with_pieces: bool):
         self._file = file
@@ -47,7 +46,7 @@ class ContentHash:
         on_bytes: Callable[[int], None] = lambda count: None,
         size_bytes: int | None = None,
     ) -> None:
-        """Hash a file, or the first bytes of a growing one."""
+        """Hash a file, or the first bytes of a growing file."""
         for buffer in read_buffers(path, 0, size_bytes):
             self.update(buffer)
             on_bytes(len(buffer))
@@ -72,8 +71,8 @@ def find_candidates(
 ) -> dict[int, dict[Path, set[str]]]:
     """Return size → files of that size in the directories of the globs → names.
 
-    Links are resolved; a file's names include those of its links, because in a hub cache a link
-    named by the hash may lead to a shared blob with another name.
+    Links are resolved; the names include those of links, because in a hub cache a link named by the
+    hash may lead to a shared blob with another name.
     """
     by_size: dict[int, dict[Path, set[str]]] = {file.size_bytes: {} for file in files}
     resolved: dict[tuple[int, int], Path] = {}
@@ -93,7 +92,7 @@ def find_candidates(
 
 @contextmanager
 def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
-    """Yield a descriptor of a file; its directory's owner may replace the name meanwhile.
+    """Yield a descriptor of a file; the owner of the directory may replace the name meanwhile.
 
     Raises:
         OSError: not a regular file of that size; pipes and devices are never opened.
@@ -115,17 +114,10 @@ def pinned_path(descriptor: int) -> Path:
 
 def copy_and_hash(path: Path, target: Path, content: ContentHash) -> None:
     """Copy the expected size of a file and hash the copied bytes."""
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    dropper = PageDropper(fd)
-    try:
+    with write_durably(target, os.O_TRUNC) as write:
         for buffer in read_buffers(path, 0, content.size_bytes):
             content.update(buffer)
-            write_all(fd, buffer)
-            dropper.advance(len(buffer))
-        sync(fd)
-        dropper.finish()
-    finally:
-        os.close(fd)
+            write(buffer)
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -16,7 +16,6 @@ from spark_contract import receipts
 from spark_contract.documents import DocumentError
 from spark_contract.errors import HostToolError
 from spark_contract.fetching import CopyPlan, FetchPlan, FinishedTree, Wire, of_tree
-from spark_contract.files import sync, write_all
 from spark_contract.job import read_progress
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
@@ -31,7 +30,7 @@ from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.client import HttpClient
 from spark_checkpoint.sources.connections import cancelled
-from spark_checkpoint.storage import PageDropper, check_free_space, clear
+from spark_checkpoint.storage import check_free_space, clear, write_durably
 from spark_checkpoint.verify import verify_checkpoint, write_receipt
 
 _SKIP_S = 300.0  # until a stalled peer is tried again
@@ -64,7 +63,7 @@ class Peers:
     def fetch(self, path: str, download: Callable[[HttpClient, str], None]) -> bool:
         """Download a file from a peer; return False if none has it or will soon.
 
-        ``download`` reads and verifies a URL; it resumes its own partial file.
+        ``download`` reads and verifies a URL; it resumes a partial file.
         """
         while active := [p for p in self._peers if p.skipped_until <= time.monotonic()]:
             client = self._new_client()
@@ -122,7 +121,7 @@ class Peers:
         return True
 
     def _is_progressing(self, peer: _Peer, client: HttpClient) -> bool:
-        """Return whether to wait for a peer: its own download progressed recently."""
+        """Return whether to wait for a peer: the download there progressed recently."""
         progress = peer.progress
         try:
             line = client.read_whole(f"{peer.url}/progress", _PROGRESS_BYTES).decode()
@@ -173,18 +172,11 @@ def _copy(
     for file in to_send:
         target = tree_dir / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            dropper = PageDropper(fd)
+        with write_durably(target, os.O_EXCL) as write:
             url = files_url + quote(file.path)
             for piece in client.stream(url, 0, file.size_bytes, file.size_bytes):
-                write_all(fd, piece)
-                dropper.advance(len(piece))
+                write(piece)
                 progress.add(len(piece))
-            sync(fd)
-            dropper.finish()
-        finally:
-            os.close(fd)
     own_plan: Any = plan  # equal digests imply equal plan types
     write_receipt(tree_dir, replace(receipt, plan=own_plan))
     # Every stat differs from the peer's receipt, so every file is hashed.
