@@ -1,159 +1,148 @@
-"""The verified fetcher against a hub on localhost."""
+"""Downloads from a hub on localhost and from files of this host."""
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from builder_faults import run_broken
-from builder_hub import REPOSITORY, Hub, contents
+from builder_hub import REPOSITORY, Hub, contents, fetch_order
 from builder_trees import piece_lines, run_tool, tool_environment
 
+LARGE = "file-1.bin"
+LARGE_BYTES = 2_500_000
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes owners, makes devices")
 
-def test_a_fetched_tree_is_the_repository_and_its_receipt_says_so(order, source, tmp_path):
+
+def start_fetch(order, **options):
+    command = [sys.executable, "-m", "spark_checkpoint", "fetch", str(order)]
+    return subprocess.Popen(command, env=tool_environment(), text=True, **options)
+
+
+def requested(hub):
+    return {path.rpartition("/")[2] for path, _, _ in hub.requests}
+
+
+def receipt_files(tmp_path):
+    return json.loads((tmp_path / "out/receipt.json").read_text())["files"]
+
+
+def test_fetches_the_repository_once(order, hub, source, tmp_path):
     run_tool("fetch", order())
     assert contents(tmp_path / "out") == contents(source)
     receipt = json.loads((tmp_path / "out/receipt.json").read_text())
     assert (receipt["kind"], receipt["digest"], receipt["commit"]) == ("source", "f" * 64, "c" * 40)
     assert run_tool("verify", tmp_path / "out", "--full").returncode == 0
-
-
-def test_a_second_fetch_asks_nobody(order, hub, tmp_path):
-    run_tool("fetch", order())
     hub.requests.clear()
-    assert "already has" in run_tool("fetch", order()).stderr
+    run_tool("fetch", order())
     assert hub.requests == []
 
 
-def test_wrong_content_is_refused_and_never_published(order, hub, source, tmp_path):
+def test_never_publishes_wrong_content(order, source, tmp_path):
     path = order()
-    damaged = bytearray((source / "file-1.bin").read_bytes())
+    damaged = bytearray((source / LARGE).read_bytes())
     damaged[1_000_000] ^= 1
-    (source / "file-1.bin").write_bytes(damaged)
-    done = run_tool("fetch", path, check=False)
-    assert done.returncode == 3
-    assert "sha256 is" in done.stderr
+    (source / LARGE).write_bytes(damaged)
+    assert run_tool("fetch", path, check=False).returncode == 3
     assert not (tmp_path / "out").exists()
 
 
-def test_a_hub_that_is_down_gives_one_line_and_the_next_run_finishes(order, hub, source, tmp_path):
-    hub.fault = lambda handler, path, data: handler.answer(503, b"") or True
-    done = run_tool("fetch", order(), check=False)
-    assert done.returncode == 4
-    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
-    hub.fault = None
-    run_tool("fetch", order())
-    assert contents(tmp_path / "out") == contents(source)
-
-
-def test_bytes_on_the_host_are_linked_and_not_downloaded(order, hub, source, tmp_path):
-    cache = tmp_path / "cache/models--lab--tiny/blobs"
-    cache.mkdir(parents=True)
-    (cache / "anything").write_bytes((source / "file-1.bin").read_bytes())
-    run_tool("fetch", order(look_in=[str(tmp_path / "cac*")]))
-    assert os.path.samefile(cache / "anything", tmp_path / "out/file-1.bin")
-    assert not any("file-1" in path for path, _, _ in hub.requests)
-    assert contents(tmp_path / "out") == contents(source)
-
-
-def test_a_file_that_its_owner_keeps_to_himself_is_copied_for_all_to_read(
+def test_uses_the_next_source_if_one_lacks_a_file_or_sends_wrong_bytes(
     order, hub, source, tmp_path
 ):
-    private = tmp_path / "private"
-    private.write_bytes((source / "file-1.bin").read_bytes())
-    private.chmod(0o600)
-    run_tool("fetch", order(look_in=[str(private)]))
-    fetched = tmp_path / "out/file-1.bin"
-    assert not os.path.samefile(private, fetched)
-    assert (private.stat().st_mode & 0o777, fetched.stat().st_mode & 0o777) == (0o600, 0o644)
-    assert not any("file-1" in path for path, _, _ in hub.requests)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
-@pytest.mark.parametrize(
-    ("owner", "mode"), [(65534, 0o644), (65534, 0o444), (0, 0o664), (0, 0o666)]
-)
-def test_a_file_that_somebody_else_could_write_to_is_copied(
-    order, hub, source, tmp_path, owner, mode
-):
-    theirs = tmp_path / "home/blob"
-    theirs.parent.mkdir()
-    theirs.write_bytes((source / "file-1.bin").read_bytes())
-    os.chown(theirs, owner, owner)
-    theirs.chmod(mode)
-    run_tool("fetch", order(look_in=[str(theirs.parent)]))
-    fetched = tmp_path / "out/file-1.bin"
-    assert not os.path.samefile(theirs, fetched)
-    assert (fetched.stat().st_uid, fetched.stat().st_mode & 0o022) == (0, 0)
-    theirs.write_bytes(b"something else")
-    assert contents(tmp_path / "out") == contents(source)
-    assert not any("file-1" in path for path, _, _ in hub.requests)
-
-
-@pytest.mark.parametrize("place", ["file-1.bin", "other-name"])
-def test_a_hub_cache_is_used_through_its_blobs(order, hub, source, tmp_path, place):
-    cache = tmp_path / "cache/models--lab--tiny"
-    (cache / "blobs").mkdir(parents=True)
-    (cache / "snapshots/abc").mkdir(parents=True)
-    data = (source / "file-1.bin").read_bytes()
-    blob = cache / "blobs" / hashlib.sha256(data).hexdigest()
-    blob.write_bytes(data)
-    (cache / "snapshots/abc" / place).symlink_to(f"../../blobs/{blob.name}")
-    run_tool("fetch", order(look_in=[str(cache.parent)]))
-    fetched = tmp_path / "out/file-1.bin"
-    assert not fetched.is_symlink()
-    assert os.path.samefile(fetched, blob)
-    assert blob.read_bytes() == data
-
-
-def test_bytes_of_the_right_size_but_wrong_content_are_not_used(order, hub, source, tmp_path):
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    (cache / "file-1.bin").write_bytes(bytes(2_500_000))
-    (cache / "dangling").symlink_to("nowhere")
-    run_tool("fetch", order(look_in=[str(cache)]))
-    assert contents(tmp_path / "out") == contents(source)
-    assert (cache / "file-1.bin").read_bytes() == bytes(2_500_000)
-
-
-def test_a_tree_wholly_on_the_host_needs_no_network(order, hub, source, tmp_path):
-    run_tool("fetch", order(urls=[], look_in=[str(source)]))
-    assert contents(tmp_path / "out") == contents(source)
-    assert hub.requests == []
-
-
-def test_the_next_source_is_used_when_one_lacks_a_file_or_lies(order, hub, source, tmp_path):
-    lying = tmp_path / "lying"
-    with Hub(lying) as peer:
-        (lying / REPOSITORY).mkdir(parents=True)
-        wrong = bytes(300_000)
-        (lying / REPOSITORY / "file-0.bin").write_bytes(wrong)
-        done = run_tool(
-            "fetch", order(urls=[f"{peer.url}/{REPOSITORY}", f"{hub.url}/{REPOSITORY}"])
-        )
+    mirror_root = tmp_path / "mirror"
+    with Hub(mirror_root) as mirror:
+        (mirror_root / REPOSITORY).mkdir(parents=True)
+        (mirror_root / REPOSITORY / "file-0.bin").write_bytes(bytes(300_000))
+        urls = [f"{mirror.url}/{REPOSITORY}", f"{hub.url}/{REPOSITORY}"]
+        done = run_tool("fetch", order(urls=urls))
     assert "sha256 is" in done.stderr
     assert "answers 404" in done.stderr
     assert contents(tmp_path / "out") == contents(source)
 
 
-def test_the_token_is_for_the_hub_and_not_for_mirrors_before_it(order, hub, tmp_path):
+def test_verifies_files_by_git_hash(order, source, tmp_path):
+    path = order()
+    document = json.loads(path.read_text())
+    for entry in document["files"]:
+        entry.pop("sha256")
+        data = (source / entry["path"]).read_bytes()
+        entry["git_sha1"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    path.write_text(json.dumps(document))
+    run_tool("fetch", path)
+    for entry in receipt_files(tmp_path):
+        data = (source / entry["path"]).read_bytes()
+        assert entry["sha256"] == hashlib.sha256(data).hexdigest()
+    document["files"][0]["git_sha1"] = "0" * 40
+    document["out"] = str(tmp_path / "second")
+    path.write_text(json.dumps(document))
+    assert run_tool("fetch", path, check=False).returncode == 3
+
+
+BAD_ORDERS = {
+    "a path outside": (["files", 0, "path"], "../x", "leaves the tree"),
+    "an absolute path": (["files", 0, "path"], "/etc/passwd", "leaves the tree"),
+    "the receipt's name": (["files", 0, "path"], "receipt.json", "is taken"),
+    "a repeated file": (["files", 0, "path"], LARGE, "is taken"),
+    "no hash": (["files", 0, "sha256"], None, "sha256 is missing"),
+    "a short commit": (["commit"], "abc", "commit: 'abc' is not of the form"),
+    "an unknown key": (["speed"], 1, "speed: unknown"),
+    "text for a boolean": (["pieces"], "yes", "pieces: bool expected, not 'yes'"),
+    "no source": (["urls"], [], "urls: empty"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ORDERS)
+def test_refuses_a_bad_order_before_any_change(order, tmp_path, case):
+    keys, value, problem = BAD_ORDERS[case]
+    path = order()
+    document = json.loads(path.read_text())
+    place = document
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path.write_text(json.dumps(document))
+    done = run_tool("fetch", path, check=False)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.parametrize("pieces", [True, False])
+def test_lists_pieces_of_a_resumed_file_on_request(order, source, tmp_path, pieces):
+    data = os.urandom((9 << 20) + 5)
+    (source / LARGE).write_bytes(data)
+    path = order(pieces=pieces)
+    assert run_broken("fetch", path, number=6, names=["write"]).returncode == -9
+    run_tool("fetch", path)
+    listed = {file["path"]: file["pieces"] for file in receipt_files(tmp_path) if "pieces" in file}
+    assert listed == ({LARGE: piece_lines(data, 4 << 20)} if pieces else {})
+
+
+# --- tokens and proxies --------------------------------------------------------------------------
+
+
+def test_sends_the_token_to_the_hub_and_not_to_mirrors(order, hub, tmp_path):
     (tmp_path / "token").write_text("hf_secret")
-    token = {"token_file": str(tmp_path / "token")}
     (tmp_path / "empty").mkdir()
     with Hub(tmp_path / "empty") as mirror:
-        run_tool("fetch", order(urls=[mirror.url, f"{hub.url}/{REPOSITORY}"], **token))
+        urls = [mirror.url, f"{hub.url}/{REPOSITORY}"]
+        run_tool("fetch", order(urls=urls, token_file=str(tmp_path / "token")))
     assert mirror.requests
     assert all("Authorization" not in headers for _, headers, _ in mirror.requests)
     assert {h.get("Authorization") for _, h, _ in hub.requests} == {"Bearer hf_secret"}
 
 
-def test_a_public_repository_is_fetched_without_a_token_that_the_hub_refuses(
-    order, hub, source, tmp_path
-):
+def test_continues_without_a_refused_token(order, hub, source, tmp_path):
     (tmp_path / "token").write_text("hf_expired")
     hub.fault = lambda handler, path, data: (
         handler.headers.get("Authorization") and (handler.answer(401, b"") or True)
@@ -164,16 +153,14 @@ def test_a_public_repository_is_fetched_without_a_token_that_the_hub_refuses(
     assert "hf_expired" not in done.stdout + done.stderr
 
 
-def test_a_job_whose_token_was_removed_asks_without(order, hub, source, tmp_path):
+def test_fetches_without_a_removed_token(order, hub, source, tmp_path):
     run_tool("fetch", order(token_file=str(tmp_path / "removed")))
     assert contents(tmp_path / "out") == contents(source)
     assert not any("Authorization" in headers for _, headers, _ in hub.requests)
 
 
 @pytest.mark.parametrize("bypassed", [False, True])
-def test_a_proxy_is_asked_unless_the_environment_names_the_host_as_none_of_its_own(
-    order, hub, source, tmp_path, bypassed
-):
+def test_uses_the_proxy_of_the_environment_unless_bypassed(order, hub, source, tmp_path, bypassed):
     (tmp_path / "empty").mkdir()
     with Hub(tmp_path / "empty" if bypassed else hub.root) as proxy:
         urls = [f"{hub.url}/{REPOSITORY}" if bypassed else f"http://hub.invalid/{REPOSITORY}"]
@@ -186,96 +173,245 @@ def test_a_proxy_is_asked_unless_the_environment_names_the_host_as_none_of_its_o
     assert contents(tmp_path / "out") == contents(source)
 
 
-def test_a_proxy_with_a_login_is_asked_with_it_and_no_message_shows_it(order, hub, tmp_path):
+def test_logs_in_to_the_proxy_and_prints_no_password(order, hub, tmp_path):
     with Hub(hub.root) as proxy:
         urls = [f"http://hub.invalid/{REPOSITORY}"]
         address = proxy.url.replace("http://", "http://ann:pass%20word@")
-        environment = {**tool_environment(), "http_proxy": address, "no_proxy": ""}
+        options = {
+            "env": {**tool_environment(), "http_proxy": address, "no_proxy": ""},
+            "capture_output": True, "text": True,
+        }  # fmt: skip
         command = [sys.executable, "-m", "spark_checkpoint", "fetch", str(order(urls=urls))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        asked = {
-            value
-            for _, headers, _ in proxy.requests
-            for name, value in headers.items()
-            if name.lower() == "proxy-authorization"
-        }
+        done = subprocess.run(command, **options)
+        lines = [item for _, headers, _ in proxy.requests for item in headers.items()]
     assert done.returncode == 0, done.stderr
+    logins = {value for name, value in lines if name.lower() == "proxy-authorization"}
+    assert logins == {"Basic " + base64.b64encode(b"ann:pass word").decode()}
     shutil.rmtree(tmp_path / "out")
-    assert asked == {"Basic " + base64.b64encode(b"ann:pass word").decode()}
-    gone = subprocess.run(
-        [*command[:-1], str(order(urls=urls, tries=1))],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert gone.returncode == 4
-    assert "pass" not in done.stderr + done.stdout + gone.stderr + gone.stdout
+    down = subprocess.run([*command[:-1], str(order(urls=urls, tries=1))], **options)
+    assert down.returncode == 4
+    assert "pass" not in done.stderr + done.stdout + down.stderr + down.stdout
 
 
-def test_small_files_known_by_their_git_hash_are_proven_too(order, source, tmp_path):
-    def git(data):
-        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-    path = order()
-    document = json.loads(path.read_text())
-    for entry in document["files"]:
-        entry.pop("sha256")
-        entry["git_sha1"] = git((source / entry["path"]).read_bytes())
-    path.write_text(json.dumps(document))
-    run_tool("fetch", path)
-    receipt = json.loads((tmp_path / "out/receipt.json").read_text())
-    for entry in receipt["files"]:
-        data = (source / entry["path"]).read_bytes()
-        assert entry["sha256"] == hashlib.sha256(data).hexdigest()
-    run_tool("verify", tmp_path / "out", "--full")
-    document["files"][0]["git_sha1"] = "0" * 40
-    document["out"] = str(tmp_path / "second")
-    path.write_text(json.dumps(document))
-    done = run_tool("fetch", path, check=False)
-    assert (done.returncode, "git sha1 is" in done.stderr) == (3, True)
+# --- files of this host --------------------------------------------------------------------------
 
 
-BAD_ORDERS = {
-    "a path that leaves the tree": (["files", 0, "path"], "../x", "leaves the tree"),
-    "an absolute path": (["files", 0, "path"], "/etc/passwd", "leaves the tree"),
-    "the receipt's own name": (["files", 0, "path"], "receipt.json", "is taken"),
-    "a file twice": (["files", 0, "path"], "file-1.bin", "is taken"),
-    "no hash": (["files", 0, "sha256"], None, "sha256 is missing"),
-    "a short commit": (["commit"], "abc", "commit: 'abc' is not of the form"),
-    "an unknown key": (["speed"], 1, "speed: unknown"),
-    "a word for yes or no": (["pieces"], "yes", "pieces: bool expected, not 'yes'"),
-    "no source": (["urls"], [], "urls: empty"),
+@pytest.mark.parametrize("link_name", [None, LARGE, "other-name"])
+def test_links_local_files_by_content(order, hub, source, tmp_path, link_name):
+    cache, data = tmp_path / "cache/models--lab--tiny", (source / LARGE).read_bytes()
+    blob = cache / "blobs" / hashlib.sha256(data).hexdigest()
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(data)
+    if link_name:
+        (cache / "snapshots/abc").mkdir(parents=True)
+        (cache / "snapshots/abc" / link_name).symlink_to(f"../../blobs/{blob.name}")
+    run_tool("fetch", order(look_in=[str(tmp_path / "cac*")]))
+    assert not (tmp_path / "out" / LARGE).is_symlink()
+    assert os.path.samefile(blob, tmp_path / "out" / LARGE)
+    assert LARGE not in requested(hub)
+    assert contents(tmp_path / "out") == contents(source)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("owner", "mode"), [(0, 0o600), (65534, 0o644), (65534, 0o444), (0, 0o664), (0, 0o666)]
+)
+def test_copies_local_files_that_are_private_or_writable_by_others(
+    order, hub, source, tmp_path, owner, mode
+):
+    local, fetched = tmp_path / "home/blob", tmp_path / "out" / LARGE
+    local.parent.mkdir()
+    local.write_bytes((source / LARGE).read_bytes())
+    os.chown(local, owner, owner)
+    local.chmod(mode)
+    run_tool("fetch", order(look_in=[str(local.parent)]))
+    assert not os.path.samefile(local, fetched)
+    assert local.stat().st_mode & 0o777 == mode
+    assert (fetched.stat().st_uid, fetched.stat().st_mode & 0o777) == (0, 0o644)
+    local.write_bytes(b"something else")
+    assert contents(tmp_path / "out") == contents(source)
+    assert LARGE not in requested(hub)
+
+
+def test_ignores_local_files_with_other_content(order, source, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / LARGE).write_bytes(bytes(LARGE_BYTES))
+    (cache / "dangling").symlink_to("nowhere")
+    run_tool("fetch", order(look_in=[str(cache)]))
+    assert contents(tmp_path / "out") == contents(source)
+    assert (cache / LARGE).read_bytes() == bytes(LARGE_BYTES)
+
+
+def test_needs_no_network_if_every_file_is_local(order, hub, source, tmp_path):
+    run_tool("fetch", order(urls=[], look_in=[str(source)]))
+    assert contents(tmp_path / "out") == contents(source)
+    assert hub.requests == []
+
+
+# The fetcher, with a user who replaces a file between the search and the read.
+REPLACE_AFTER_SEARCH = """
+import os, sys
+from spark_checkpoint.__main__ import main
+from spark_checkpoint.sources import fetch
+search = fetch.find_candidates
+def search_and_replace(*arguments):
+    candidates = search(*arguments)
+    os.replace(sys.argv[1], sys.argv[2])
+    return candidates
+fetch.find_candidates = search_and_replace
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def link_elsewhere(path, data):
+    other = path.with_name("elsewhere")
+    other.write_bytes(data)
+    path.symlink_to(other)
+
+
+TRAPS = {
+    "pipe": lambda path, data: os.mkfifo(path),
+    "endless": lambda path, data: path.symlink_to("/dev/zero"),
+    "device": lambda path, data: os.mknod(path, 0o020666, os.makedev(1, 5)),  # /dev/zero
+    "longer": lambda path, data: path.write_bytes(data + b"and more"),
+    "wrong": lambda path, data: path.write_bytes(data[::-1]),
+    "link": link_elsewhere,
 }
 
 
-@pytest.mark.parametrize("case", BAD_ORDERS)
-def test_a_bad_order_is_refused_before_anything_is_made(order, tmp_path, case):
-    keys, value, reason = BAD_ORDERS[case]
-    path = order()
-    document = json.loads(path.read_text())
-    place = document
-    for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
-    path.write_text(json.dumps(document))
-    done = run_tool("fetch", path, check=False)
-    assert done.returncode == 2
-    assert reason in done.stderr
+@needs_root
+@pytest.mark.parametrize("trap", TRAPS)
+def test_never_uses_a_file_replaced_after_the_search(hub, tmp_path, trap):
+    source, home, data = hub.root / "r", tmp_path / "home", os.urandom(300_000)
+    source.mkdir()
+    home.mkdir()
+    (source / "model.safetensors").write_bytes(data)
+    (home / "blob").write_bytes(data)
+    TRAPS[trap](home / ".trap", data)
+    order, out = tmp_path / "fetch.json", tmp_path / "out"
+    document = fetch_order(source, out, urls=[f"{hub.url}/r"], look_in=[str(home / "blob")])
+    order.write_text(json.dumps(document))
+    arguments = [str(home / ".trap"), str(home / "blob"), "fetch", str(order)]
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACE_AFTER_SEARCH, *arguments],
+        env=tool_environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    fetched = out / "model.safetensors"
+    assert fetched.read_bytes() == data
+    assert not fetched.is_symlink()
+    assert fetched.stat().st_nlink == 1
+
+
+# --- interruptions -------------------------------------------------------------------------------
+
+
+def send_half(handler, path, data):
+    """Send half of the large file, then break the connection."""
+    if not path.endswith(LARGE) or handler.headers.get("Range"):
+        return False
+    handler.answer(200, data[: len(data) // 2], announced=len(data))
+    handler.close_connection = True
+    return True
+
+
+def large_ranges(hub):
+    return [h.get("Range") for path, h, _ in hub.requests if path.endswith(LARGE)]
+
+
+def test_resumes_inside_a_file_after_connection_loss(order, hub, source, tmp_path):
+    hub.fault = send_half
+    run_tool("fetch", order())
+    assert large_ranges(hub) == [None, "bytes=1250000-2499999"]
+    assert contents(tmp_path / "out") == contents(source)
+
+
+def test_resumes_inside_a_file_after_a_kill(order, hub, source, tmp_path):
+    def send_slowly(handler, path, data):
+        if not path.endswith(LARGE):
+            return False
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data[:2_000_000])
+        handler.wfile.flush()
+        released.wait(20)
+        return True
+
+    def received_bytes():
+        sizes = [0]
+        for part in (tmp_path / ".out.partial/parts").glob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(part.stat().st_size)
+        return sum(sizes)
+
+    released = threading.Event()
+    hub.fault = send_slowly
+    process = start_fetch(order(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while received_bytes() < 1_000_000:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    released.set()
+    hub.fault = None
+    hub.requests.clear()
+    run_tool("fetch", order())
+    [byte_range] = large_ranges(hub)
+    assert int(re.fullmatch(r"bytes=(\d+)-2499999", byte_range)[1]) >= 1_000_000
+    assert contents(tmp_path / "out") == contents(source)
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_a_receipt_names_the_pieces_of_a_large_file_however_its_bytes_came(order, source, tmp_path):
-    data = os.urandom((9 << 20) + 5)
-    (source / "file-1.bin").write_bytes(data)
-    path = order(pieces=True)
-    assert run_broken("fetch", path, number=6, names=["write"]).returncode == -9
-    run_tool("fetch", path)
-    files = json.loads((tmp_path / "out/receipt.json").read_text())["files"]
-    pieces = {file["path"]: file["pieces"] for file in files if "pieces" in file}
-    assert pieces == {"file-1.bin": piece_lines(data, 4 << 20)}
+@pytest.mark.parametrize("case", ["damaged part", "no ranges"])
+def test_fetches_a_file_again_if_it_cannot_resume(order, hub, source, tmp_path, case):
+    hub.fault = lambda h, path, data: path.endswith(LARGE) and (send_half(h, path, data) or True)
+    assert run_tool("fetch", order(tries=1), check=False).returncode == 4
+    hub.fault, hub.ignore_ranges = None, case == "no ranges"
+    if case == "damaged part":
+        part = max((tmp_path / ".out.partial/parts").iterdir(), key=lambda p: p.stat().st_size)
+        part.write_bytes(bytes(part.stat().st_size))
+    assert "fetching it whole" in run_tool("fetch", order()).stderr
+    assert contents(tmp_path / "out") == contents(source)
 
 
-def test_pieces_are_hashed_only_for_an_order_that_wants_them(order, source, tmp_path):
-    (source / "file-1.bin").write_bytes(os.urandom(9 << 20))
-    run_tool("fetch", order())
-    files = json.loads((tmp_path / "out/receipt.json").read_text())["files"]
-    assert [file["path"] for file in files if "pieces" in file] == []
-    run_tool("verify", tmp_path / "out", "--full")
+def test_limits_the_rate_of_all_files_together(order, source, tmp_path):
+    started = time.monotonic()
+    run_tool("fetch", order(rate_limit_bytes_per_s=2_800_000, parallel=4))
+    assert time.monotonic() - started >= 2.8e6 / 2.8e6 * 0.9
+    assert contents(tmp_path / "out") == contents(source)
+
+
+def test_refuses_announced_other_content_at_the_first_byte(order, hub):
+    hub.headers = {"X-Linked-ETag": f'"{"0" * 64}"', "X-Linked-Size": "2500000"}
+    done = run_tool("fetch", order(), check=False)
+    assert done.returncode == 3
+    assert "the hub offers" in done.stderr
+
+
+def test_refuses_a_second_fetch_of_the_same_checkpoint(order, hub, tmp_path):
+    released = threading.Event()
+    hub.fault = lambda h, path, data: released.wait(20) and False
+    first = start_fetch(order(), stdout=subprocess.DEVNULL)
+    while not (tmp_path / ".out.partial/parts").exists():
+        time.sleep(0.02)
+    second = run_tool("fetch", order(), check=False)
+    # A user who can read the directory could lock it.
+    mode = (tmp_path / ".out.partial").stat().st_mode
+    released.set()
+    assert first.wait() == 0
+    assert second.returncode == 3
+    assert mode & 0o777 == 0o711
+
+
+def test_stops_soon_after_sigterm(order, hub):
+    hub.fault = lambda h, path, data: time.sleep(2) or False
+    process = start_fetch(order(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while not hub.requests:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, message = process.communicate(timeout=10)
+    assert process.returncode == 4
+    assert message.startswith("error: interrupted")

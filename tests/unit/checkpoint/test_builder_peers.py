@@ -1,20 +1,35 @@
-"""Other hosts as a source: a real fetch with a peer and a hub on localhost."""
+"""Downloads from other hosts, with a peer and a hub on localhost."""
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
-from builder_hub import Hub, fetch_order
+from builder_faults import flip
+from builder_hub import REPOSITORY, Hub, contents, fetch_order
+from builder_judge import LAYOUTS
 from builder_trees import run_tool, tool_environment
 
-REPOSITORY = "lab/tiny/resolve/" + "c" * 40
 TREE = "f" * 64
 SIZE = 3_000_000
 KEY = "the-key-of-the-peers"
+ABSENT = "http://127.0.0.1:9"
+
+
+def authorizations(hub):
+    return {headers.get("Authorization") for _, headers, _ in hub.requests}
+
+
+def requested(hub):
+    return {path.rpartition("/")[2] for path, *_ in hub.requests}
+
+
+# --- files ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -29,55 +44,58 @@ def source(hub):
 
 @pytest.fixture
 def peer(tmp_path, source):
-    """A host that has the tree, at the addresses that its nginx gives it."""
-    with Hub(tmp_path / "peer") as found:
-        (found.root / TREE).mkdir()
-        (found.root / TREE / "files").symlink_to(source)
-        yield found
+    """A host with the files, at the URLs of its nginx."""
+    with Hub(tmp_path / "peer") as running:
+        (running.root / TREE).mkdir()
+        (running.root / TREE / "files").symlink_to(source)
+        yield running
 
 
 @pytest.fixture
 def order(hub, source, tmp_path):
     def write(*peers, **changes):
         (tmp_path / "key").write_text(KEY + "\n")
-        told = {
-            "urls": [one if isinstance(one, str) else one.url for one in peers],
+        document = {
+            "urls": [getattr(peer, "url", peer) for peer in peers],
             "key_file": str(tmp_path / "key"),
             "patience_s": 1,
         }
         urls = [f"{hub.url}/{REPOSITORY}/"]
-        document = fetch_order(source, tmp_path / "out", urls, peers=told, **changes)
         path = tmp_path / "fetch.json"
-        path.write_text(json.dumps(document))
+        path.write_text(
+            json.dumps(fetch_order(source, tmp_path / "out", urls, peers=document, **changes))
+        )
         return path
 
     return write
 
 
-def same(out, source):
-    for path in source.rglob("*"):
-        if path.is_file():
-            assert (out / path.relative_to(source)).read_bytes() == path.read_bytes()
-    return run_tool("verify", out, "--full").returncode == 0
+@pytest.fixture
+def fetch(tmp_path, source):
+    """Fetch, and require the right result."""
+
+    def run(path):
+        done = run_tool("fetch", path)
+        assert contents(tmp_path / "out") == contents(source)
+        return done
+
+    return run
 
 
-def from_hub(hub):
+def sent_bytes(hub):
     return sum(size for status, size in hub.sent.items() if status < 300)
 
 
-def test_what_a_peer_has_is_not_asked_of_the_hub(order, hub, peer, source, tmp_path):
+def test_downloads_from_a_peer_with_the_key_and_without_the_hub(order, hub, peer, fetch, tmp_path):
     (tmp_path / "token").write_text("the-token-of-the-hub\n")
-    run_tool("fetch", order(peer, token_file=str(tmp_path / "token")))
-    assert same(tmp_path / "out", source)
-    assert from_hub(hub) == 0
-    assert {headers.get("Authorization") for _, headers, _ in peer.requests} == {f"Bearer {KEY}"}
+    fetch(order(ABSENT, peer, token_file=str(tmp_path / "token")))
+    assert sent_bytes(hub) == 0
+    assert authorizations(peer) == {f"Bearer {KEY}"}
     assert all(KEY not in str(headers) for _, headers, _ in hub.requests)
 
 
-def test_a_peer_that_dies_in_the_middle_of_a_file_costs_only_its_rest(
-    order, hub, peer, source, tmp_path
-):
-    def die(handler, path, data):
+def test_resumes_at_the_hub_if_a_peer_fails_inside_a_file(order, hub, peer, fetch):
+    def fail(handler, path, data):
         if not path.endswith("large.bin") or handler.headers.get("Range") == "bytes=0-0":
             return False
         handler.answer(200, data[: SIZE // 3], announced=len(data))
@@ -85,37 +103,25 @@ def test_a_peer_that_dies_in_the_middle_of_a_file_costs_only_its_rest(
         peer.fault = lambda handler, path, data: handler.answer(503, b"") or True
         return True
 
-    peer.fault = die
-    said = run_tool("fetch", order(peer)).stderr
-    assert same(tmp_path / "out", source)
-    assert "skipped for 300 s: " in said
-    asked = {h.get("Range") for path, h, _ in hub.requests if path.endswith("large.bin")}
-    assert asked == {f"bytes={SIZE // 3}-{SIZE - 1}"}
-    assert from_hub(hub) < SIZE * 0.7
+    peer.fault = fail
+    assert "skipped for 300 s: " in fetch(order(peer)).stderr
+    ranges = {h.get("Range") for path, h, _ in hub.requests if path.endswith("large.bin")}
+    assert ranges == {f"bytes={SIZE // 3}-{SIZE - 1}"}
 
 
-def test_a_peer_that_is_not_there_does_not_keep_the_next_one_from_being_asked(
-    order, hub, peer, source, tmp_path
-):
-    run_tool("fetch", order("http://127.0.0.1:9", peer))
-    assert same(tmp_path / "out", source)
-    assert from_hub(hub) == 0
+def test_downloads_from_the_hub_if_no_peer_responds(order, hub, fetch):
+    started = time.monotonic()
+    fetch(order(ABSENT))
+    assert sent_bytes(hub) >= SIZE
+    assert time.monotonic() - started < 20
 
 
-def test_where_no_peer_is_there_the_hub_gives_all(order, hub, source, tmp_path):
-    began = time.monotonic()
-    run_tool("fetch", order("http://127.0.0.1:9"))
-    assert same(tmp_path / "out", source)
-    assert from_hub(hub) >= SIZE
-    assert time.monotonic() - began < 20
-
-
-def test_a_peer_that_fetches_the_file_itself_is_waited_for(order, hub, peer, source, tmp_path):
+def test_waits_for_a_peer_that_is_downloading(order, hub, peer, fetch):
     files, hidden = peer.root / TREE / "files", peer.root / "hidden"
     files.rename(hidden)
     stop = threading.Event()
 
-    def fetching():
+    def progress():
         for pieces in range(1, 8):
             line = f"progress phase=fetch bytes={pieces} total={SIZE}"
             (peer.root / TREE / "progress").write_text(line)
@@ -123,51 +129,122 @@ def test_a_peer_that_fetches_the_file_itself_is_waited_for(order, hub, peer, sou
                 return
         hidden.rename(files)
 
-    thread = threading.Thread(target=fetching)
+    thread = threading.Thread(target=progress)
     thread.start()
     try:
-        run_tool("fetch", order(peer))
+        fetch(order(peer))
     finally:
         stop.set()
         thread.join()
-    assert same(tmp_path / "out", source)
-    assert from_hub(hub) == 0
+    assert sent_bytes(hub) == 0
 
 
-def test_a_peer_that_stands_still_is_not_waited_for(order, hub, peer, source, tmp_path):
+def test_skips_a_peer_without_progress(order, hub, peer, fetch):
     (peer.root / TREE / "files").unlink()
     (peer.root / TREE / "progress").write_text("progress phase=fetch bytes=1")
-    run_tool("fetch", order(peer))
-    assert same(tmp_path / "out", source)
-    assert from_hub(hub) >= SIZE
+    fetch(order(peer))
+    assert sent_bytes(hub) >= SIZE
 
 
-def test_other_bytes_of_a_peer_are_refused_and_the_hub_s_taken(order, hub, peer, source, tmp_path):
+def test_refuses_wrong_bytes_of_a_peer(order, peer, source, fetch, tmp_path):
     other = tmp_path / "other"
-    other.mkdir()
-    damaged = bytearray((source / "large.bin").read_bytes())
-    damaged[1_000_000] ^= 1
-    (other / "large.bin").write_bytes(damaged)
+    shutil.copytree(source, other)
+    flip(other / "large.bin", keep_time=False, offset=1_000_000)
     (peer.root / TREE / "files").unlink()
     (peer.root / TREE / "files").symlink_to(other)
-    said = run_tool("fetch", order(peer)).stderr
-    assert "sha256 is" in said
-    assert same(tmp_path / "out", source)
+    assert "sha256 is" in fetch(order(peer)).stderr
 
 
-def test_without_a_key_no_peer_is_asked(order, hub, peer, source, tmp_path):
+def test_queries_no_peer_without_a_key(order, peer, fetch, tmp_path):
     path = order(peer)
     (tmp_path / "key").unlink()
-    assert "peers not used" in run_tool("fetch", path).stderr
+    fetch(path)
     assert peer.requests == []
-    assert same(tmp_path / "out", source)
 
 
-def test_no_proxy_stands_between_peers(order, hub, peer, source, tmp_path):
+def test_uses_no_proxy_for_peers(order, hub, peer, tmp_path):
     with Hub(tmp_path / "proxied") as proxy:
         command = [sys.executable, "-m", "spark_checkpoint", "fetch", order(peer, tries=1)]
         environment = {**tool_environment(), "http_proxy": proxy.url, "no_proxy": ""}
         subprocess.run(command, env=environment, capture_output=True, check=False)
-        asked = {path.rpartition("/")[2] for path, *_ in proxy.requests}
-    assert asked <= {"empty"}  # which only the hub has
-    assert {path.rpartition("/")[2] for path, *_ in peer.requests} >= {"large.bin", "a file.json"}
+    assert requested(proxy) <= {"empty"}  # empty files come from the hub
+    assert requested(peer) >= {"large.bin", "a file.json"}
+
+
+# --- finished checkpoints ------------------------------------------------------------------------
+
+DIGEST = "1" * 64
+
+
+class Copy:
+    """A checkpoint at a peer, and a build that may copy it."""
+
+    def __init__(self, workshop, peer, layout):
+        self.workshop, self.peer, self.layout = workshop, peer, layout
+        workshop.build(layout=layout)
+        self.original = workshop.root / "original"
+        workshop.out.rename(self.original)
+        (peer.root / DIGEST).mkdir()
+        (peer.root / DIGEST / "files").symlink_to(self.original)
+        (workshop.root / "key").write_text(KEY + "\n")
+        receipt = (self.original / "receipt.json").read_bytes()
+        self.receipt_sha256 = hashlib.sha256(receipt).hexdigest()
+
+    def build(self, url=None):
+        """Build or copy; require the original content; return whether it was copied."""
+        order = {
+            "schema_version": 1,
+            "digest": DIGEST,
+            "trees": [{"url": url or self.peer.url, "receipt_sha256": self.receipt_sha256}],
+            "key_file": str(self.workshop.root / "key"),
+        }
+        path = self.workshop.root / "copy.json"
+        path.write_text(json.dumps(order))
+        plan = self.workshop.write_plan(layout=self.layout)
+        done = run_tool("build", plan, "--or-copy", path)
+        assert contents(self.workshop.out) == contents(self.original)
+        assert run_tool("verify", self.workshop.out, "--full").returncode == 0
+        return "copied from" in done.stderr
+
+
+@pytest.fixture(params=LAYOUTS)
+def copy(workshop, tmp_path, request):
+    with Hub(tmp_path / "peer") as peer:
+        yield Copy(workshop, peer, request.param)
+
+
+def test_copies_a_checkpoint_and_links_the_base(copy):
+    shutil.rmtree(copy.workshop.donor_dir)  # a build is impossible
+    assert copy.build()
+    assert authorizations(copy.peer) == {f"Bearer {KEY}"}
+    out = copy.workshop.out
+    linked = {path.name for path in out.iterdir() if path.stat().st_nlink > 1}
+    assert not linked & requested(copy.peer)
+    if copy.layout == "overlay":
+        assert {path.name for path in copy.workshop.base_dir.glob("*.safetensors")} <= linked
+    receipt = copy.workshop.read("receipt.json")
+    assert receipt["plan"]["out"] == str(out)
+    for file in receipt["files"]:
+        stat = os.stat(out / file["path"])
+        assert (file["inode"], file["modified_ns"]) == (stat.st_ino, stat.st_mtime_ns)
+
+
+def test_builds_if_bytes_differ_from_the_receipt(copy):
+    shards = [path for path in copy.original.glob("*.safetensors") if path.stat().st_nlink == 1]
+    largest = max(shards, key=lambda path: path.stat().st_size)
+    damaged = copy.peer.root / "damaged"
+    shutil.copytree(copy.original, damaged)
+    flip(damaged / largest.name, keep_time=True)
+    (copy.peer.root / DIGEST / "files").unlink()
+    (copy.peer.root / DIGEST / "files").symlink_to(damaged)
+    assert not copy.build()
+
+
+def test_reads_no_file_after_a_wrong_receipt(copy):
+    copy.receipt_sha256 = "0" * 64
+    assert not copy.build()
+    assert requested(copy.peer) == {"receipt.json"}
+
+
+def test_builds_if_the_peer_does_not_respond(copy):
+    assert not copy.build(ABSENT)
