@@ -1,4 +1,4 @@
-"""An image's blobs as a tree: a registry on localhost that wants a token, and peers."""
+"""Image blobs from a registry on localhost with tokens, and from peers."""
 
 import hashlib
 import json
@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from builder_hub import Handler, Hub
 from builder_trees import run_tool
+from spark_checkpoint.sources.client import request_token
 
 NAME = "lab/engine"
 LAYER = os.urandom(3_000_000)
@@ -22,29 +23,31 @@ def digest(data):
 
 
 def manifest_of(*layers):
-    blobs = [{"digest": digest(one), "size": len(one)} for one in layers]
+    blobs = [{"digest": digest(layer), "size": len(layer)} for layer in layers]
     config = {"digest": digest(CONFIG), "size": len(CONFIG)}
     return json.dumps({"mediaType": MANIFEST, "config": config, "layers": blobs}).encode()
 
 
 class Registry(Hub):
-    """A registry whose tokens are good for three requests."""
+    """A registry whose tokens are valid for three requests."""
 
     def __init__(self, root):
         super().__init__(root)
-        self._server.RequestHandlerClass = Challenging
+        self._server.RequestHandlerClass = TokenHandler
         self.tokens = 0
-        self.left = {}  # requests that each token is still good for
+        self.left = {}  # requests by token
+
+    def path(self, kind, data):
+        return self.root / "v2" / NAME / kind / digest(data)
 
     def put(self, kind, data):
-        place = self.root / "v2" / NAME / kind / digest(data)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(data)
+        self.path(kind, data).parent.mkdir(parents=True, exist_ok=True)
+        self.path(kind, data).write_bytes(data)
         return digest(data)
 
 
-class Challenging(Handler):
-    def do_GET(self):  # noqa: N802 - http.server asks for this name
+class TokenHandler(Handler):
+    def do_GET(self):  # noqa: N802 - required by http.server
         hub, address = self.server.hub, urlsplit(self.path)
         if address.path == "/token":
             assert parse_qs(address.query)["scope"] == [f"repository:{NAME}:pull"]
@@ -52,12 +55,12 @@ class Challenging(Handler):
             hub.left[f"Bearer t{hub.tokens}"] = 3
             self.answer(200, json.dumps({"token": f"t{hub.tokens}"}).encode())
             return
-        shown = self.headers.get("Authorization")
-        if not hub.left.get(shown):
-            said = f'Bearer realm="{hub.url}/token",service="s",scope="repository:{NAME}:pull"'
-            self.answer(401, b"", {"WWW-Authenticate": said})
+        login = self.headers.get("Authorization")
+        if not hub.left.get(login):
+            realm = f'Bearer realm="{hub.url}/token",service="s",scope="repository:{NAME}:pull"'
+            self.answer(401, b"", {"WWW-Authenticate": realm})
             return
-        hub.left[shown] -= 1
+        hub.left[login] -= 1
         if "/manifests/" in unquote(address.path):
             assert MANIFEST in self.headers["Accept"]
         super().do_GET()
@@ -65,14 +68,14 @@ class Challenging(Handler):
 
 @pytest.fixture
 def registry(tmp_path):
-    with Registry(tmp_path / "registry") as found:
+    with Registry(tmp_path / "registry") as running:
         for blob in (CONFIG, LAYER):
-            found.put("blobs", blob)
-        yield found
+            running.put("blobs", blob)
+        yield running
 
 
 @pytest.fixture
-def take(registry, tmp_path):
+def fetch(registry, tmp_path):
     def run(reference, *, peers=None, check=True):
         host = registry.url.removeprefix("http://")
         document = {
@@ -81,59 +84,51 @@ def take(registry, tmp_path):
         }  # fmt: skip
         if peers:
             (tmp_path / "key").write_text("key-of-the-peers\n")
-            told = {"urls": peers, "key_file": str(tmp_path / "key"), "patience_s": 1}
-            document["peers"] = told
+            key_file = str(tmp_path / "key")
+            document["peers"] = {"urls": peers, "key_file": key_file, "patience_s": 1}
         (tmp_path / "layers.json").write_text(json.dumps(document))
         return run_tool("layers", tmp_path / "layers.json", tmp_path / "manifests", check=check)
 
     return run
 
 
-def test_a_list_of_platforms_leads_to_the_blobs_of_this_machine(registry, take, tmp_path):
+def test_fetches_the_blobs_of_this_platform_with_renewed_tokens(registry, fetch, tmp_path):
     manifest = registry.put("manifests", manifest_of(LAYER, LAYER))
     listed = [
         {"digest": digest(b"other"), "platform": {"os": "linux", "architecture": "vax"}},
         {"digest": manifest, "platform": {"os": "linux", "architecture": MACHINE}},
     ]
     index = registry.put("manifests", json.dumps({"manifests": listed}).encode())
-    assert take(index).returncode == 0
-    assert (tmp_path / "out" / digest(LAYER)).read_bytes() == LAYER
-    assert (tmp_path / "out" / digest(CONFIG)).read_bytes() == CONFIG
+    fetch(index)
+    for blob in (LAYER, CONFIG):
+        assert (tmp_path / "out" / digest(blob)).read_bytes() == blob
     assert {path.name for path in (tmp_path / "manifests").iterdir()} == {index, manifest}
-    assert registry.tokens > 1  # one that ended was asked for again
+    assert registry.tokens > 1
 
 
-def test_what_a_peer_has_is_not_asked_of_the_registry(registry, take, tmp_path):
+def test_fetches_blobs_from_a_peer(registry, fetch, tmp_path):
     manifest = registry.put("manifests", manifest_of(LAYER))
     with Hub(tmp_path / "peer") as peer:
         (peer.root / ("f" * 64)).mkdir()
         (peer.root / ("f" * 64) / "files").symlink_to(registry.root / "v2" / NAME / "blobs")
-        assert take(manifest, peers=[peer.url]).returncode == 0
+        fetch(manifest, peers=[peer.url])
     assert (tmp_path / "out" / digest(LAYER)).read_bytes() == LAYER
     assert not [path for path, *_ in registry.requests if "/blobs/" in path]
 
 
-def test_a_manifest_of_another_digest_is_refused(registry, take, tmp_path):
+@pytest.mark.parametrize("kind", ["manifests", "blobs"])
+def test_refuses_content_of_another_digest(registry, fetch, tmp_path, kind):
     manifest = registry.put("manifests", manifest_of(LAYER))
-    place = registry.root / "v2" / NAME / "manifests" / manifest
-    place.write_bytes(manifest_of(CONFIG))
-    ended = take(manifest, check=False)
-    assert ended.returncode == 3
-    assert f"is {digest(manifest_of(CONFIG))}" in ended.stderr
+    data = manifest_of(LAYER) if kind == "manifests" else LAYER
+    other = manifest_of(CONFIG) if kind == "manifests" else LAYER[::-1]
+    registry.path(kind, data).write_bytes(other)
+    done = fetch(manifest, check=False)
+    assert done.returncode == 3
+    assert hashlib.sha256(other).hexdigest() in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_blob_with_other_bytes_makes_no_tree(registry, take, tmp_path):
-    manifest = registry.put("manifests", manifest_of(LAYER))
-    place = registry.root / "v2" / NAME / "blobs" / digest(LAYER)
-    place.write_bytes(LAYER[::-1])
-    assert take(manifest, check=False).returncode == 3
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_token_over_http_for_a_registry_with_tls_is_not_asked_for():
-    from spark_checkpoint.sources.client import request_token
-
+def test_requests_no_token_over_http_for_a_tls_registry():
     challenge = 'Bearer realm="http://127.0.0.1:1/token",service="s"'
     assert request_token(challenge, None, "https", None) is None
     assert request_token('Basic realm="x"', None, "https", None) is None
