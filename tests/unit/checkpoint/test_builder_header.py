@@ -1,4 +1,4 @@
-"""The header reader and writer against the safetensors package, and hostile files."""
+"""Header reader and writer against the safetensors package; hostile headers and indexes."""
 
 import json
 
@@ -8,13 +8,14 @@ from builder_shards import SERIAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
-from spark_checkpoint.errors import HeaderRefused
+from spark_checkpoint.errors import GateRefused, HeaderRefused
 from spark_checkpoint.headers import (
     DTYPE_BITS,
     HEADER_LIMIT_BYTES,
     emit_header,
     header_json_bytes,
     parse_header,
+    parse_weight_map,
 )
 
 from tests.unit.examples import examples
@@ -37,28 +38,26 @@ PACKAGE_NAMES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
-# The package reads these and has no name to write them by.
+# The package reads these, but has no names to write them.
 READ_ONLY = {"F6_E2M3", "F6_E3M2"}
-# Elements that fill whole bytes, where one does not.
+# Elements per whole number of bytes.
 PACKED = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 names = st.text(min_size=1, max_size=20).filter(lambda text: text != "__metadata__")
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+metadata = st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=3)
 
 
-def in_whole_bytes(drawn):
-    """Make the last length one that fills whole bytes."""
+def fill_bytes(drawn):
+    """Make the last length fill whole bytes."""
     dtype, shape = drawn
     if dtype not in PACKED:
         return dtype, shape
     return dtype, (*shape[:-1], PACKED[dtype] * (shape[-1] if shape else 1))
 
 
-def contents_of(dtypes):
-    drawn = st.tuples(st.sampled_from(sorted(dtypes)), shapes).map(in_whole_bytes)
+def tensor_sets(dtypes):
+    drawn = st.tuples(st.sampled_from(sorted(dtypes)), shapes).map(fill_bytes)
     return st.dictionaries(names, drawn)
-
-
-metadata = st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=3)
 
 
 def parse(data):
@@ -79,36 +78,30 @@ def size_of(dtype, shape):
     return int(np.prod(shape, dtype=object)) * DTYPE_BITS[dtype] // 8
 
 
-def stored_shape(dtype, shape):
-    """Return the shape the package is told: of two-element bytes where it counts those."""
-    return (*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape
-
-
-def test_every_dtype_of_the_format_is_written_by_the_package_or_read_from_files_made_by_hand():
+def test_covers_every_dtype():
     assert PACKAGE_NAMES.keys() | READ_ONLY == DTYPE_BITS.keys()
-    assert not PACKAGE_NAMES.keys() & READ_ONLY
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))
-def test_a_file_made_by_hand_is_read_as_the_package_reads_it(dtype):
+def test_reads_every_dtype_like_the_package(dtype):
     size = 8 * DTYPE_BITS[dtype] // 8
     data = file_of({"a": entry(dtype, (2, 4), (0, size))}, size)
-    header = parse(data)
-    ((name, theirs),) = deserialize(data)
-    assert (name, theirs["dtype"], theirs["shape"]) == ("a", dtype, [2, 4])
-    assert header.tensors[name] == (dtype, (2, 4), 0, size)
+    ((name, reference),) = deserialize(data)
+    assert (name, reference["dtype"], reference["shape"]) == ("a", dtype, [2, 4])
+    assert parse(data).tensors[name] == (dtype, (2, 4), 0, size)
     with pytest.raises(HeaderRefused, match="spans"):
         parse(file_of({"a": entry(dtype, (2, 4), (0, size + 1))}, size + 1))
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(contents_of(PACKAGE_NAMES), metadata)
-def test_what_the_package_writes_is_read_to_the_last_field(tensors, notes):
+@given(tensor_sets(PACKAGE_NAMES), metadata)
+def test_reads_files_of_the_package(tensors, notes):
     buffers = {n: np.arange(size_of(*t), dtype=np.uint8) for n, t in tensors.items()}
     specs = {
         name: TensorSpec(
             dtype=PACKAGE_NAMES[dtype],
-            shape=stored_shape(dtype, shape),
+            # The package counts bytes of two F4 elements.
+            shape=(*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape,
             data_ptr=buffers[name].ctypes.data,
             data_len=buffers[name].nbytes,
         )
@@ -118,15 +111,14 @@ def test_what_the_package_writes_is_read_to_the_last_field(tensors, notes):
     header = parse(data)
     assert header.metadata == notes
     assert {n: (t.dtype, t.shape) for n, t in header.tensors.items()} == tensors
-    for name in tensors:
+    for name, tensor in header.tensors.items():
         start = header.file_offset(name)
-        found = data[start : start + header.tensors[name].size_bytes]
-        assert found == buffers[name].tobytes()
+        assert data[start : start + tensor.size_bytes] == buffers[name].tobytes()
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(contents_of(DTYPE_BITS), metadata)
-def test_what_is_written_the_package_reads_to_the_last_field(tensors, notes):
+@given(tensor_sets(DTYPE_BITS), metadata)
+def test_writes_files_that_the_package_reads(tensors, notes):
     header = emit_header(((n, d, s) for n, (d, s) in tensors.items()), notes)
     assert len(header) % 8 == 0
     body = np.arange(sum(size_of(*t) for t in tensors.values()), dtype=np.uint8).tobytes()
@@ -141,43 +133,37 @@ def test_what_is_written_the_package_reads_to_the_last_field(tensors, notes):
     assert parse(header + body).metadata == notes
 
 
-mutations = st.lists(
-    st.tuples(
-        st.integers(0, 400), st.one_of(st.integers(0, 255), st.sampled_from(b'0919",:[]{} '))
-    ),
-    min_size=1,
-    max_size=4,
+values = st.one_of(st.integers(0, 255), st.sampled_from(b'0919",:[]{} '))
+mutations = st.lists(st.tuples(st.integers(0, 400), values), min_size=1, max_size=4)
+VALID = file_of(
+    {
+        "__metadata__": {"format": "pt"},
+        "a.weight": entry("BF16", (2, 3), (0, 12)),
+        "b.scales": entry("F32", (1,), (12, 16)),
+        "c": entry("F8_E4M3", (0,), (16, 16)),
+    },
+    16,
 )
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=1500)
 @given(mutations)
-def test_no_damaged_file_is_accepted_that_the_package_refuses(changes):
-    data = bytearray(
-        file_of(
-            {
-                "__metadata__": {"format": "pt"},
-                "a.weight": entry("BF16", (2, 3), (0, 12)),
-                "b.scales": entry("F32", (1,), (12, 16)),
-                "c": entry("F8_E4M3", (0,), (16, 16)),
-            },
-            16,
-        )
-    )
+def test_accepts_no_damaged_file_that_the_package_refuses(changes):
+    data = bytearray(VALID)
     for place, value in changes:
         data[place % len(data)] = value
     try:
-        ours = parse(bytes(data))
+        header = parse(bytes(data))
     except HeaderRefused:
-        return
-    # Ours may be stricter, never laxer.
-    theirs = dict(deserialize(bytes(data)))
-    assert {n: (t.dtype, t.shape) for n, t in ours.tensors.items()} == {
-        n: (t["dtype"], tuple(t["shape"])) for n, t in theirs.items()
+        return  # may be stricter than the package
+    reference = dict(deserialize(bytes(data)))
+    assert {n: (t.dtype, t.shape) for n, t in header.tensors.items()} == {
+        n: (t["dtype"], tuple(t["shape"])) for n, t in reference.items()
     }
 
 
+TWICE = json.dumps(entry()).encode()
 HOSTILE = {
     "nothing": (b"", "too short"),
     "seven bytes": (b"\0" * 7, "too short"),
@@ -194,76 +180,122 @@ HOSTILE = {
     "not UTF-8": (file_of(b'{"\xff": 1}'), "not UTF-8 at byte 10"),
     "deep JSON": (file_of(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "nested too deeply"),
     "an endless number": (file_of(b'{"a":' + b"9" * 5000 + b"}"), "not valid JSON"),
-    "a name twice": (
-        file_of(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2), 4),
-        "'a' appears twice",
-    ),
-    "a field twice": (
+    "a repeated name": (file_of(b'{"a":%s,"a":%s}' % (TWICE, TWICE), 4), "'a' appears twice"),
+    "a repeated field": (
         file_of(b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}', 4),
         "'dtype' appears twice",
     ),
-    "an overlap": (
-        file_of({"a": entry(), "b": entry(offsets=(2, 6))}, 6),
-        "'b' overlaps the tensor before it",
-    ),
+    "an overlap": (file_of({"a": entry(), "b": entry(offsets=(2, 6))}, 6), "'b' overlaps"),
     "the same place": (file_of({"a": entry(), "b": entry()}, 4), "overlaps"),
     "a hole": (file_of({"a": entry(), "b": entry(offsets=(5, 9))}, 9), "'b' leaves a hole"),
     "a hole at the start": (file_of({"a": entry(offsets=(1, 5))}, 5), "leaves a hole"),
     "trailing bytes": (file_of({"a": entry()}, 5), "tensors end at byte"),
     "missing bytes": (file_of({"a": entry()}, 3), "tensors end at byte"),
     "an unknown dtype": (file_of({"a": entry("F7")}, 4), "unknown dtype 'F7'"),
-    "a dtype that is no text": (file_of({"a": entry(7)}, 4), "unknown dtype"),
+    "a number as dtype": (file_of({"a": entry(7)}, 4), "unknown dtype"),
     "a negative length": (file_of({"a": entry(shape=(-4,))}, 4), "bad shape"),
-    "a broken length": (file_of({"a": entry(shape=(4.0,))}, 4), "bad shape"),
-    "a length that is a truth value": (
-        file_of({"a": entry(shape=(True, 4))}, 4),
-        "bad shape",
-    ),
+    "a fractional length": (file_of({"a": entry(shape=(4.0,))}, 4), "bad shape"),
+    "a boolean length": (file_of({"a": entry(shape=(True, 4))}, 4), "bad shape"),
+    "text as shape": (file_of({"a": {**entry(), "shape": "4"}}, 4), "bad shape"),
     "a negative offset": (file_of({"a": entry(offsets=(-4, 0))}, 4), "bad data_offsets"),
     "an offset of 2**64": (file_of({"a": entry(offsets=(0, 1 << 64))}, 4), "bad data_offsets"),
-    "offsets turned round": (file_of({"a": entry(offsets=(4, 0))}, 4), "spans -4 bytes"),
+    "reversed offsets": (file_of({"a": entry(offsets=(4, 0))}, 4), "spans -4 bytes"),
     "three offsets": (file_of({"a": entry(offsets=(0, 4, 4))}, 4), "bad data_offsets"),
-    "more elements than 64 bits": (
-        file_of({"a": entry(shape=(1 << 33, 1 << 33))}, 4),
-        "more elements than 64 bits",
-    ),
+    "too many elements": (file_of({"a": entry(shape=(1 << 33, 1 << 33))}, 4), "than 64 bits"),
     "a shape that overflows to zero": (
         file_of({"a": entry("F32", (1 << 32, 1 << 32), (0, 0))}),
         "more elements than 64 bits",
     ),
     "half a byte": (file_of({"a": entry("F4", (3,), (0, 1))}, 1), "ends inside a byte"),
-    "a field too many": (file_of({"a": {**entry(), "x": 1}}, 4), "must have exactly"),
-    "a field missing": (file_of({"a": {"dtype": "U8", "shape": [4]}}, 4), "must have exactly"),
-    "an entry that is no object": (file_of({"a": 4}), "must have exactly"),
+    "a surplus field": (file_of({"a": {**entry(), "x": 1}}, 4), "must have exactly"),
+    "a missing field": (file_of({"a": {"dtype": "U8", "shape": [4]}}, 4), "must have exactly"),
+    "a number as entry": (file_of({"a": 4}), "must have exactly"),
     "metadata of numbers": (file_of({"__metadata__": {"a": 1}}), "map text to text"),
-    "metadata that is a list": (file_of({"__metadata__": []}), "map text to text"),
+    "metadata as a list": (file_of({"__metadata__": []}), "map text to text"),
 }
+# Version 0.8 of the package accepts these; a repeated name hides a tensor.
+PACKAGE_ACCEPTS = {"a repeated name", "leading space", "a surplus field"}
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_file_is_refused_with_its_reason(case):
-    data, reason = HOSTILE[case]
+def test_refuses_hostile_headers_like_the_package(case):
+    data, problem = HOSTILE[case]
     with pytest.raises(HeaderRefused) as refusal:
         parse(data)
-    assert reason in str(refusal.value)
-    assert "file" in refusal.value.where
+    assert problem in str(refusal.value)
+    if case not in PACKAGE_ACCEPTS:
+        with pytest.raises((SafetensorError, ValueError, OverflowError)):
+            deserialize(data)
 
 
-# What version 0.8 of the package lets pass. A name held twice hides one of two tensors.
-PACKAGE_ACCEPTS = {"a name twice", "leading space", "a field too many"}
-
-
-@pytest.mark.parametrize("case", sorted(HOSTILE.keys() - PACKAGE_ACCEPTS))
-def test_the_package_refuses_the_same_hostile_files(case):
-    with pytest.raises((SafetensorError, ValueError, OverflowError)):
-        deserialize(HOSTILE[case][0])
-
-
-def test_padding_after_the_object_is_part_of_the_format():
-    raw = b'{"a":%s}' % json.dumps(entry()).encode() + b"   "
+def test_accepts_padding_after_the_object():
+    raw = b'{"a":%s}' % TWICE + b"   "
     assert parse(file_of(raw, 4)).data_start == 8 + len(raw)
 
 
-def test_a_name_is_never_written_twice():
+def test_never_writes_a_name_twice():
     with pytest.raises(HeaderRefused, match="written twice"):
         emit_header([("a", "U8", (1,)), ("a", "U8", (1,))], {})
+
+
+# --- the index -----------------------------------------------------------------------------------
+
+TEXT = st.text(max_size=8)
+LAYOUTS = ({}, {"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}, {"ensure_ascii": False})
+
+
+def read_map(text, **more):
+    return parse_weight_map(text.encode("utf-8", "surrogatepass"), "index", "fetch it", **more)
+
+
+@given(st.dictionaries(TEXT, TEXT, max_size=6), st.sampled_from(LAYOUTS), st.booleans())
+def test_reads_the_index_like_json(names, layout, first):
+    rest = {"metadata": {"total_size": 1, "weight_map": {"not": "this"}}}
+    document = {"weight_map": names, **rest} if first else {**rest, "weight_map": names}
+    text = json.dumps(document, **layout)
+    assert read_map(text) == json.loads(text)["weight_map"]
+
+
+def test_never_parses_a_common_index_as_a_whole(monkeypatch):
+    names = {f"layers.{n}.weight": f"model-{n // 100}.safetensors" for n in range(1000)}
+    text = json.dumps({"metadata": {}, "weight_map": names}, indent=2)
+    sizes, loads = [], json.loads
+    monkeypatch.setattr(
+        json, "loads", lambda part, **how: sizes.append(len(part)) or loads(part, **how)
+    )
+    actual = read_map(text)
+    assert actual == names
+    assert max(sizes) < 100
+    assert len({id(file) for file in actual.values()}) == 10
+
+
+def test_keeps_selected_names_only_and_the_last_of_repeated_ones():
+    text = '{"weight_map": {"a": "x", "b": "y"}}'
+    assert read_map(text, keep=lambda name: name == "b") == {"b": "y"}
+    assert read_map('{"weight_map": {"a": "x", "a": "y"}}') == {"a": "y"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is not JSON"),
+        ("[]", "has no weight_map"),
+        ("{}", "has no weight_map"),
+        ('{"metadata": {"weight_map": {"a": "x"}}}', "has no weight_map"),
+        ('{"metadata": {"weight_map": {"a": "x"}}, "weight_map": NaN}', "has no weight_map"),
+        ('{"weight_map": []}', "has no weight_map"),
+        ('{"weight_map": {"a": 1}}', "has no weight_map"),
+        ('{"weight_map": {"a": "x"}', "is not JSON"),
+        ('{"weight_map": {"a": "x",}}', "is not JSON"),
+        ('{"weight_map": {"a": "x"}} {}', "is not JSON"),
+        ('{"weight_map": {"a": "x"},}', "is not JSON"),
+        ('{"weight_map": {"a" "x"}}', "is not JSON"),
+        ('{"weight_map": {"\udcff": "x"}}', "is not JSON"),
+        ("{" + '"a":' * 9 + "1", "is not JSON"),
+        ('{"a": ' + "[" * 100_000, "is not JSON"),
+        ('{"weight_map": {"a": "x"}, "a": ' + "[" * 100_000, "is not JSON"),
+    ],
+)
+def test_refuses_an_invalid_index(text, problem):
+    with pytest.raises(GateRefused, match=problem):
+        read_map(text)

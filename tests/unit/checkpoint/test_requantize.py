@@ -1,7 +1,7 @@
-"""Quantising on a host: what is let into AutoRound's container, and what is taken from it.
+"""Quantise on a host: input of AutoRound's container, and checks of its output.
 
-Docker is a script here, which has a ready tree beside it and behaves as told; AutoRound itself runs
-in the lab (tests/host/test_requantize.py).
+Docker is a script that copies a prepared checkpoint; AutoRound itself runs in the lab
+(tests/host/test_requantize.py).
 """
 
 import dataclasses
@@ -11,14 +11,24 @@ import shutil
 import stat
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from builder_hub import fetch_order
+from spark_checkpoint.directory import read_checkpoint
+from spark_checkpoint.errors import GateRefused
+from spark_checkpoint.requantize_checks import (
+    check_kept_experts,
+    check_packable,
+    excluded_by_name,
+    packed_modules,
+)
 
 from lab.model import original, repository, rounding, vocabulary
-from lab.model.safetensors import Tensors, write_model
+from lab.model.safetensors import Tensors, write_file, write_model
 from lab.model.shape import TINY
+from spark_deploy.config.catalog.model import HybridModel
 from tests import forked
 from tests.host.test_requantize import own_model
 from tests.host.test_requantize_drafter import small_drafter
@@ -28,65 +38,59 @@ ROOT = Path(__file__).parents[3]
 BASE = own_model()["tensors"]["base"]
 MTP = shipped_catalog().model("lab-tiny").tensors.mtp
 SMALL_MTP = small_drafter()["tensors"]["mtp"]
-# Eight rows, which AutoRound leaves as they are.
+EXPERTS = "mtp.layers.0.mlp.experts"
+# Eight rows, which AutoRound does not pack.
 NARROW = ("in_proj_a.weight", "in_proj_b.weight")
 DOCKER = """#!/bin/sh
-echo "$@" >> {root}/asked
+echo "$@" >> {root}/calls
 [ "$1" = run ] || exit 0
 for word in "$@"; do case $word in
   type=bind,source=*,target=/work) work=${{word#type=bind,source=}}; work=${{work%,target=/work}};;
 esac; done
 . {root}/behave
 """
-WHOLE = """
+COMPLETE = """
 cp -r {root}/ready $work/made/tree
 echo '{{"tree": "tree", "versions": {{"auto-round": "0"}}}}' > $work/done.json
-"""
-HALF = """
-mkdir -p $work/resume/group_0 $work/made/tree
-: > $work/made/tree/model-shard-00001.safetensors
-echo '{{"completed_blocks": ["a", "b"]}}' > $work/resume/group_0/resume_manifest.json
-exit 137
 """
 
 
 @cache
 def drawn():
-    """Return weights and a tokenizer, made once: nobody changes them."""
     return original.random_weights(TINY, 3), vocabulary.train(TINY.vocabulary)
 
 
 def is_packed(name, drafter=False):
-    """Whether AutoRound packs a weight by the sets of an owner's model."""
     if drafter and name.startswith("mtp.layers."):
         return ".experts." in name or (".self_attn." in name and name.endswith("_proj.weight"))
     return original.is_int4(name) and not name.endswith(NARROW)
 
 
 @cache
-def packed_tree(drafter):
-    """Return the tensors of the tree that a container makes, made once: nobody changes them."""
+def packed_tensors(drafter):
+    """Return the tensors of a correct result."""
     tensors = {}
-    for name, one in drawn()[0].items():
+    for name, weight in drawn()[0].items():
         if is_packed(name, drafter):
             module = name.removesuffix(".weight")
-            tensors |= {f"{module}.{part}": said for part, said in rounding.int4(one).items()}
+            parts = rounding.int4(weight).items()
+            tensors |= {f"{module}.{part}": tensor for part, tensor in parts}
         elif name.endswith(NARROW):
-            tensors[name] = rounding.bf16(one)
+            tensors[name] = rounding.bf16(weight)
         else:
-            tensors |= repository.int4_tensors({name: one})
+            tensors |= repository.int4_tensors({name: weight})
     return tensors
 
 
 class Bench:
-    """A 16-bit tree, the INT4 tree that a container would make of it, and the order."""
+    """A 16-bit checkpoint, the container's INT4 result, and the order."""
 
     def __init__(self, root):
         self.root, self.out = root, root / "models" / "tiny-int4-123456789012"
         self.weights, tokenizer = drawn()
         repository.write_plain(root / "published", TINY, self.weights, tokenizer)
         repository.write_int4(root / "ready", TINY, self.weights, tokenizer, "")
-        self.rewrite(lambda tensors: None)
+        self.change_result(lambda tensors: None)
         for name in ("models", "sources", "bin", "packages"):
             (root / name).mkdir()
         docker = root / "bin" / "docker"
@@ -95,54 +99,62 @@ class Bench:
         (root / "text.jsonl").write_text('{"text": "a"}\n')
         proof = {"schema_version": 1, "key": {}, "docker_arguments": ["--gpus=all"], "gpu": "x"}
         (root / "gpu.json").write_text(json.dumps(proof))
-        self.behave(WHOLE)
+        self.behave("cp $work/order.json {root}/order.json" + COMPLETE)
 
     def behave(self, script):
         (self.root / "behave").write_text(script.format(root=self.root))
 
-    def order(self, **changes):
-        published = self.root / "published"
-        fetched = fetch_order(
-            published, self.root / "sources/tiny-cccccccccccc", [], look_in=[str(published)]
-        )
-        return {
-            "schema_version": 1, "digest": "1" * 64, "name": "tiny", "original": fetched,
+    def run(self, **changes):
+        published, source = self.root / "published", self.root / "sources/tiny-cccccccccccc"
+        order = {
+            "schema_version": 1, "digest": "1" * 64, "name": "tiny",
+            "original": fetch_order(published, source, [], look_in=[str(published)]),
             "base_tensors": BASE, "mtp_tensors": MTP, "layers": TINY.layers,
             "image": "engine:1", "packages": str(self.root / "packages"),
             "calibration": str(self.root / "text.jsonl"), "gpu": str(self.root / "gpu.json"),
             "iters": 1, "nsamples": 2, "seqlen": 16, "batch": 1, "memory_bytes": 1,
             "work_bytes": 1000, "out": str(self.out), **changes,
         }  # fmt: skip
-
-    def run(self, **changes):
         path = self.root / "requantize.json"
-        path.write_text(json.dumps(self.order(**changes)))
-        return tool("requantize", path, path=self.root / "bin")
+        path.write_text(json.dumps(order))
+        return run_tool("requantize", path, path=self.root / "bin")
 
-    def publish_in_one_tensor(self, experts):
-        """Have the 16-bit repository hold a layer's experts as newer ones do."""
-        weights = {n: one for n, one in self.weights.items() if not n.startswith(experts)}
-        of = [[self.weights[f"{experts}.{n}.{part}_proj.weight"] for part in ("gate", "up", "down")]
-              for n in range(TINY.experts)]  # fmt: skip
-        weights[f"{experts}.gate_up_proj"] = np.stack([np.concatenate(one[:2]) for one in of])
-        weights[f"{experts}.down_proj"] = np.stack([one[2] for one in of])
+    def refused(self, **changes):
+        done = self.run(**changes)
+        assert done.returncode == 3, done.stderr
+        assert not self.out.exists()
+        return done.stderr
+
+    def read(self, name):
+        return json.loads((self.out / name).read_text())
+
+    def order(self):
+        return json.loads((self.root / "order.json").read_text())
+
+    def fuse_experts(self):
+        """Publish the drafter's experts in fused tensors, like newer repositories."""
+        parts = ("gate", "up", "down")
+        experts = [[self.weights[f"{EXPERTS}.{n}.{part}_proj.weight"] for part in parts]
+                   for n in range(TINY.experts)]  # fmt: skip
+        weights = {n: w for n, w in self.weights.items() if not n.startswith(EXPERTS)}
+        weights[f"{EXPERTS}.gate_up_proj"] = np.stack([np.concatenate(e[:2]) for e in experts])
+        weights[f"{EXPERTS}.down_proj"] = np.stack([expert[2] for expert in experts])
         shutil.rmtree(self.root / "published")
         repository.write_plain(self.root / "published", TINY, weights, drawn()[1])
 
-    def asked(self):
-        log = self.root / "asked"
+    def calls(self):
+        log = self.root / "calls"
         return log.read_text().splitlines() if log.exists() else []
 
-    def rewrite(self, change, drafter=False):
-        """Have the container make another tree: ``change`` edits its tensors."""
-        tensors: Tensors = dict(packed_tree(drafter))
+    def change_result(self, change, drafter=False):
+        tensors: Tensors = dict(packed_tensors(drafter))
         change(tensors)
         for shard in (self.root / "ready").glob("*.safetensors*"):
             shard.unlink()
         write_model(self.root / "ready", tensors, {}, 2_000_000)
 
 
-def tool(*arguments, path=None):
+def run_tool(*arguments, path=None):
     env = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"} if path else os.environ
     words = ("spark_checkpoint", *arguments)
     done = forked.run(words, cwd=ROOT, env=env, ready=forked.BUILDER)
@@ -155,148 +167,200 @@ def bench(tmp_path):
     return Bench(tmp_path)
 
 
-def test_a_tree_is_made_proven_and_made_once(bench):
-    made = bench.run()
-    assert made.returncode == 0, made.stderr
-    receipt = json.loads((bench.out / "receipt.json").read_text())
+def test_quantises_verifies_and_publishes_once(bench):
+    assert bench.run().returncode == 0
+    receipt = bench.read("receipt.json")
     assert (receipt["kind"], receipt["digest"]) == ("requantized", "1" * 64)
-    assert receipt["report"]["packed_modules"] == sum(map(is_packed, bench.weights))
+    packed = {name.removesuffix(".weight") for name in bench.weights if is_packed(name)}
+    assert set(bench.order()["int4"]) == packed
+    assert receipt["report"]["packed_modules"] == len(packed)
     assert 0.05 < receipt["report"]["error"]["worst"] < 0.2
-    assert {file["path"] for file in receipt["files"]} == {
-        path.name for path in bench.out.iterdir() if path.name != "receipt.json"
-    }
+    present = {path.name for path in bench.out.iterdir() if path.name != "receipt.json"}
+    assert {file["path"] for file in receipt["files"]} == present
     assert {path.stat().st_nlink for path in bench.out.iterdir()} == {1}
-    assert tool("verify", bench.out, "--full").returncode == 0
+    assert run_tool("verify", bench.out, "--full").returncode == 0
     assert [path.name for path in bench.out.parent.iterdir()] == [bench.out.name]
-
-    [run] = [line for line in bench.asked() if line.startswith("run ")]
+    blocks = bench.read("config.json")["quantization_config"]["block_name_to_quantize"]
+    assert blocks == "model.language_model.layers"
+    [run] = [line for line in bench.calls() if line.startswith("run ")]
     assert "--network none" in run
     assert "--gpus=all" in run
     assert bench.run().returncode == 0
-    assert len(bench.asked()) == 2  # the removal of a leftover, and the one run
+    assert len(bench.calls()) == 2  # removal of a leftover container, and the run
 
 
-def test_the_container_is_told_exactly_which_modules_to_pack(bench):
-    bench.behave("cp $work/order.json {root}/told" + WHOLE)
-    assert bench.run().returncode == 0
-    told = json.loads((bench.root / "told").read_text())["int4"]
-    assert set(told) == {name.removesuffix(".weight") for name in bench.weights if is_packed(name)}
-
-
-def test_a_drafter_in_int4_is_packed_but_for_what_its_sets_keep_and_held_against_its_weights(
-    bench,
-):
-    bench.rewrite(lambda tensors: None, drafter=True)
-    bench.behave("cp $work/order.json {root}/told" + WHOLE)
-    made = bench.run(mtp_tensors=SMALL_MTP)
-    assert made.returncode == 0, made.stderr
-    told = json.loads((bench.root / "told").read_text())
+def test_packs_the_drafter_except_for_kept_modules(bench):
+    bench.change_result(lambda tensors: None, drafter=True)
+    assert bench.run(mtp_tensors=SMALL_MTP).returncode == 0
     drafter = {name.removesuffix(".weight") for name in bench.weights if name.startswith("mtp.")}
     packed = {name for name in drafter if is_packed(f"{name}.weight", drafter=True)}
     assert len(packed) == 28
-    assert {name for name in told["int4"] if name.startswith("mtp.")} == packed
-    assert set(told["drafter_kept"]) == {n for n in drafter - packed if "norm" not in n}
-    report = json.loads((bench.out / "receipt.json").read_text())["report"]
-    assert report["packed_modules"] == 109 + 28
-    said = json.loads((bench.out / "config.json").read_text())["quantization_config"]
-    assert said["block_name_to_quantize"] == "model.language_model.layers,mtp.layers"
-    assert said["extra_config"]["mtp.layers.0.mlp.shared_expert.up_proj"]["bits"] == 16
-    beside = json.loads((bench.out / "quantization_config.json").read_text())
-    assert beside["block_name_to_quantize"] == said["block_name_to_quantize"]
+    assert {name for name in bench.order()["int4"] if name.startswith("mtp.")} == packed
+    kept = {name for name in drafter - packed if "norm" not in name}
+    assert set(bench.order()["drafter_kept"]) == kept
+    assert bench.read("receipt.json")["report"]["packed_modules"] == 109 + 28
+    quantization = bench.read("config.json")["quantization_config"]
+    assert quantization["block_name_to_quantize"] == "model.language_model.layers,mtp.layers"
+    assert quantization["extra_config"]["mtp.layers.0.mlp.shared_expert.up_proj"]["bits"] == 16
+    repeated = bench.read("quantization_config.json")
+    assert repeated["block_name_to_quantize"] == quantization["block_name_to_quantize"]
 
 
-def test_a_drafter_in_16_bits_is_none_of_the_packed_blocks(bench):
-    assert bench.run().returncode == 0
-    said = json.loads((bench.out / "config.json").read_text())["quantization_config"]
-    assert said["block_name_to_quantize"] == "model.language_model.layers"
+def swap_experts(expert):
+    def change(tensors):
+        for part in ("qweight", "scales", "qzeros"):
+            a, b = f"{expert}.gate_proj.{part}", f"{expert}.up_proj.{part}"
+            tensors[a], tensors[b] = tensors[b], tensors[a]
+
+    return change
 
 
-def test_a_drafter_whose_packed_experts_took_each_other_s_place_is_refused(bench):
-    bench.rewrite(lambda tensors: swapped(tensors, "mtp.layers.0.mlp.experts.3"), drafter=True)
-    refused = bench.run(mtp_tensors=SMALL_MTP)
-    assert refused.returncode == 3
-    assert "mtp.layers.0.mlp.experts.3" in refused.stderr
-    assert "differs from the original's weight by 14" in refused.stderr
-    assert not bench.out.exists()
-
-
-def test_what_autoround_would_leave_in_16_bits_is_refused_before_hours_of_work(bench):
-    refused = bench.run(mtp_tensors=[*MTP, "mtp.fc.{qweight,qzeros,scales}"])
-    assert refused.returncode == 3
-    assert "mtp.fc: must be packed, but AutoRound leaves it in 16 bits" in refused.stderr
-    assert bench.asked() == []
-
-
-def test_a_drafter_s_experts_are_held_against_the_one_tensor_they_lay_in(bench):
-    experts = "mtp.layers.0.mlp.experts"
-    bench.publish_in_one_tensor(experts)
-    wrong, right = f"{experts}.5.up_proj.weight", f"{experts}.5.gate_proj.weight"
-    bench.rewrite(lambda tensors: tensors.update({wrong: tensors[right]}))
-    refused = bench.run()
-    assert refused.returncode == 3
-    assert wrong in refused.stderr
-    assert "differs from the original" in refused.stderr
-
-
-def swapped(tensors, expert="model.language_model.layers.1.mlp.experts.3"):
-    one, other = f"{expert}.gate_proj", f"{expert}.up_proj"
-    for part in ("qweight", "scales", "qzeros"):
-        a, b = f"{one}.{part}", f"{other}.{part}"
-        tensors[a], tensors[b] = tensors[b], tensors[a]
-
-
-def touched(tensors):
+def flip_bit(tensors):
     name = "model.language_model.layers.2.mlp.gate.weight"
     data = tensors[name].data
     tensors[name] = dataclasses.replace(tensors[name], data=bytes([data[0] ^ 1]) + data[1:])
 
 
-def lost(tensors):
-    del tensors["mtp.fc.weight"]
+EXPERT = "model.language_model.layers.1.mlp.experts.3"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "drafter", "problem"),
     [
-        (swapped, "differs from the original's weight by 14"),
-        (touched, "differs from the original"),
-        (lost, "missing 1"),
+        (swap_experts(EXPERT), False, "differs from the original's weight by 14"),
+        (swap_experts(f"{EXPERTS}.3"), True, f"{EXPERTS}.3"),
+        (flip_bit, False, "differs from the original"),
+        (lambda tensors: tensors.pop("mtp.fc.weight"), False, "missing 1"),
     ],
 )
-def test_a_tree_that_is_not_the_originals_rounded_is_refused(bench, change, said):
-    bench.rewrite(change)
-    refused = bench.run()
-    assert refused.returncode == 3
-    assert said in refused.stderr
-    assert not bench.out.exists()
+def test_refuses_a_result_that_is_not_the_original_rounded(bench, change, drafter, problem):
+    bench.change_result(change, drafter)
+    assert problem in bench.refused(mtp_tensors=SMALL_MTP if drafter else MTP)
+
+
+def test_compares_kept_experts_with_a_fused_tensor(bench):
+    bench.fuse_experts()
+    wrong, right = f"{EXPERTS}.5.up_proj.weight", f"{EXPERTS}.5.gate_proj.weight"
+    bench.change_result(lambda tensors: tensors.update({wrong: tensors[right]}))
+    assert wrong in bench.refused()
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
         ({"memory_bytes": 1 << 60}, "bytes of memory"),
         ({"work_bytes": 1 << 60}, "are free"),
-        ({"packages": "/nowhere"}, "is missing: AutoRound"),
+        ({"packages": "/missing"}, "/missing"),
+        ({"mtp_tensors": [*MTP, "mtp.fc.{qweight,qzeros,scales}"]}, "mtp.fc: must be packed"),
     ],
 )
-def test_without_the_means_no_container_is_started(bench, changes, said):
-    refused = bench.run(**changes)
-    assert refused.returncode == 3
-    assert said in refused.stderr
-    assert not any(line.startswith("run ") for line in bench.asked())
+def test_starts_no_container_without_the_prerequisites(bench, changes, problem):
+    assert problem in bench.refused(**changes)
+    assert not any(line.startswith("run ") for line in bench.calls())
 
 
-def test_a_tree_that_is_quantised_already_is_refused(bench):
-    config = json.loads((bench.root / "published/config.json").read_text())
-    config["quantization_config"] = {"bits": 4}
-    (bench.root / "published/config.json").write_text(json.dumps(config))
-    refused = bench.run()
-    assert refused.returncode == 3
-    assert "is quantised already" in refused.stderr
+def test_refuses_a_quantised_original(bench):
+    path = bench.root / "published/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"b": 4}}))
+    assert "is quantised already" in bench.refused()
 
 
-def test_what_is_taken_is_roots_alone_to_write(bench):
-    bench.behave("umask 0" + WHOLE + "chmod 666 $work/made/tree/*")
+def test_makes_the_result_writable_by_root_only(bench):
+    bench.behave("umask 0" + COMPLETE + "chmod 666 $work/made/tree/*")
     assert bench.run().returncode == 0
     modes = {stat.S_IMODE(path.stat().st_mode) for path in bench.out.iterdir()}
     assert modes == {0o644}
+
+
+# --- modules that AutoRound cannot pack ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    root = tmp_path_factory.mktemp("published") / "tree"
+    repository.write_plain(root, TINY, *drawn())
+    return read_checkpoint(root)
+
+
+def plan_of(*names):
+    return SimpleNamespace(base_tensors=names, mtp_tensors=())
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("lm_head", "it is in no layer of the language model or of its drafter"),
+        ("mtp.fc", "it is in no layer of the language model or of its drafter"),
+        ("mtp.layers.0.mlp.gate", "it is a gate"),
+        ("mtp.layers.0.self_attn.q_norm", "its shape [64] is not a matrix"),
+        (f"{EXPERTS}.8.gate_proj", "the original has no such weight"),
+        ("model.language_model.layers.0.linear_attn.in_proj_a", "its 8 rows"),
+    ],
+)
+def test_refuses_modules_that_autoround_leaves_in_16_bits(published, module, reason):
+    with pytest.raises(GateRefused) as refusal:
+        check_packable(plan_of(f"{module}.{{qweight,qzeros,scales}}"), published)
+    assert refusal.value.where == module
+    assert reason in refusal.value.what
+
+
+def write_fused(directory):
+    """Write four 16-bit experts in two fused tensors; return the checkpoint and the values."""
+    shapes = {"gate_up_proj": (4, 2 * 128, 256), "down_proj": (4, 256, 64)}
+    source = np.random.default_rng(0)
+    values = {name: source.normal(size=shape).astype("f4") for name, shape in shapes.items()}
+    directory.mkdir()
+    tensors = {f"{EXPERTS}.{name}": rounding.bf16(value) for name, value in values.items()}
+    write_file(directory / "model.safetensors", tensors)
+    return read_checkpoint(directory), values
+
+
+def write_split(directory, values, **wrong):
+    """Write AutoRound's result with 16-bit experts; ``wrong`` ones get the values of others."""
+    parts = {}
+    for expert in range(4):
+        gate, up = np.split(values["gate_up_proj"][expert], 2)
+        parts |= {f"{expert}.gate_proj": gate, f"{expert}.up_proj": up}
+        parts[f"{expert}.down_proj"] = values["down_proj"][expert]
+    parts |= {name: parts[source] for name, source in wrong.items()}
+    directory.mkdir()
+    tensors = {f"{EXPERTS}.{name}.weight": rounding.bf16(part) for name, part in parts.items()}
+    write_file(directory / "model.safetensors", tensors)
+    return read_checkpoint(directory)
+
+
+def test_measures_experts_in_a_fused_tensor(tmp_path):
+    fused, _ = write_fused(tmp_path / "original")
+    check_packable(plan_of(f"{EXPERTS}.{{0..3}}.{{gate,up}}_proj.qweight"), fused)
+    with pytest.raises(GateRefused, match="its 64 columns"):
+        check_packable(plan_of(f"{EXPERTS}.3.down_proj.qweight"), fused)
+    with pytest.raises(GateRefused, match="the original has no such weight"):
+        check_packable(plan_of(f"{EXPERTS}.4.up_proj.qweight"), fused)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        (None, None),
+        ("2.up_proj", "2.gate_proj"),
+        ("1.down_proj", "0.down_proj"),
+        ("3.gate_proj", "0.gate_proj"),
+    ],
+)
+def test_refuses_exchanged_16_bit_experts(tmp_path, name, source):
+    fused, values = write_fused(tmp_path / "original")
+    result = write_split(tmp_path / "result", values, **({name: source} if name else {}))
+    if name is None:
+        assert check_kept_experts(fused, result) == 12
+        return
+    with pytest.raises(GateRefused):
+        check_kept_experts(fused, result)
+
+
+def test_every_model_with_a_16_bit_repository_is_packable_by_name():
+    models = [m for m in shipped_catalog().models.values() if isinstance(m, HybridModel)]
+    models = [model for model in models if model.sources.original]
+    assert "qwen3.5-35b" in {model.name for model in models}
+    for model in models:
+        plan = plan_of(*model.tensors.base, *model.tensors.mtp)
+        assert [m for m in packed_modules(plan) if excluded_by_name(m)] == [], model.name
