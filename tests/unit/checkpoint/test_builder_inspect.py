@@ -1,4 +1,4 @@
-"""What inspect says of trees and repositories."""
+"""Reports on checkpoints and repositories, and comparison with plans."""
 
 import json
 import re
@@ -6,31 +6,32 @@ import re
 import pytest
 import yaml
 from builder_trees import BASE_COMMIT, ROOT, run_tool
-from spark_checkpoint import inspection as anatomy
 from spark_checkpoint.headers import Header, Tensor
-from spark_checkpoint.inspection import examine, name_recipe
+from spark_checkpoint.inspection import examine, find_missing_scales, name_recipe
 from spark_contract.orders import expand_all
 
 
-def inspected(*arguments):
+def inspect(*arguments):
     return json.loads(run_tool("inspect", *arguments, "--json").stdout)
 
 
-def row(data, group, dtype):
-    return next(r for r in data["groups"] if (r["group"], r["dtype"]) == (group, dtype))
+def compare_with_plan(workshop, directory):
+    """Return the exit status and the message of a comparison."""
+    done = run_tool("inspect", directory, "--plan", workshop.root / "plan.json", check=False)
+    return done.returncode, done.stderr
 
 
-def test_a_base_is_described_group_by_group(workshop):
+def test_reports_a_base_by_groups(workshop):
     workshop.write_base()
-    data = inspected(workshop.base_dir)
+    data = inspect(workshop.base_dir)
+    tensors = {**workshop.base, **workshop.mtp}
+    groups = {(row["group"], row["dtype"]): row["tensors"] for row in data["groups"]}
     assert data["recipe"] == "INT4 base, quant_method auto-round"
-    assert data["tensors"] == len(workshop.base) + len(workshop.mtp)
+    assert data["tensors"] == len(tensors)
     assert data["mtp_tensors"] == len(workshop.mtp)
-    assert data["unique_bytes"] == sum(
-        len(raw.data) for raw in (*workshop.base.values(), *workshop.mtp.values())
-    )
-    assert row(data, "shared experts", "BF16")["tensors"] == 12
-    assert row(data, "routed experts", "I32")["tensors"] == 4 * 2 * 3 * 2
+    assert data["unique_bytes"] == sum(len(raw.data) for raw in tensors.values())
+    assert groups["shared experts", "BF16"] == 12
+    assert groups["routed experts", "I32"] == 4 * 2 * 3 * 2
     assert (data["layers"], data["experts"], data["hidden"]) == (4, 2, 256)
     assert data["model"] == "qwen3_5_moe"
     text = run_tool("inspect", workshop.base_dir).stdout
@@ -38,119 +39,93 @@ def test_a_base_is_described_group_by_group(workshop):
     assert "in several shards" not in text
 
 
-def test_donor_and_results_are_told_apart(workshop):
-    workshop.write_base()
-    workshop.write_donor()
-    kinds = {inspected(workshop.donor_dir)["recipe"].split(",")[0]}
-    for number, changes in enumerate(
-        [
-            {"layout": "overlay"},
-            {"layout": "full"},
-            {"layout": "full", "shared_experts": "int8-g128", "head": "int8-g128"},
-        ]
-    ):
-        out = workshop.out.with_name(f"out-{number}")
-        workshop.build(out=str(out), **changes)
-        kinds.add(inspected(out)["recipe"].rsplit(", quant", 1)[0])
-    assert kinds == {
-        "unknown",
-        "hybrid, overlay layout (needs the plugin)",
-        "hybrid, full layout (needs the plugin)",
-        "INT4 with INT8 shared experts (plain auto-round, no plugin)",
-    }
-
-
-def test_what_is_wrong_with_a_tree_is_said_and_not_refused(workshop):
+def test_reports_contradictions_without_refusing_them(workshop):
     workshop.donor.pop(f"{workshop.modules[0]}.weight_scale_inv")
     workshop.write_donor()
     workshop.write_base(index_mtp=False)
-    text = run_tool("inspect", workshop.base_dir).stdout
-    assert "in a shard but not in the index: the engine may skip the file: " in text
-    assert "mtp.layers.{N}" in text
-    text = run_tool("inspect", workshop.donor_dir).stdout
-    assert "FP8 weights without block scales: 1 x" in text
+    assert "mtp.layers.{N}" in inspect(workshop.base_dir)["unindexed"]
+    assert inspect(workshop.donor_dir)["fp8_weights_without_scales"].startswith("1 x")
 
 
-@pytest.mark.parametrize("layout", ["overlay", "full"])
-def test_a_tree_is_held_against_a_plan(workshop, layout):
-    workshop.write_base()
-    workshop.write_donor()
-    workshop.build(layout=layout)
-    plan = workshop.root / "plan.json"
-    done = run_tool("inspect", workshop.base_dir, "--plan", plan)
-    assert "the plan's base" in done.stderr
-    done = run_tool("inspect", workshop.out, "--plan", plan)
-    assert "a hybrid with exactly the plan's names" in done.stderr
-    done = run_tool("inspect", workshop.donor_dir, "--plan", plan, check=False)
-    assert done.returncode == 3
-
-
-# Plans whose results have other names than the base.
+# Plan of a result, the kind in the report, and a name in the result.
 RESULTS = {
-    "v2": {"layout": "full"},
-    "v2 as overlay": {"layout": "overlay"},
-    "v2 with INT8 head": {"layout": "full", "head": "int8-g128"},
-    "v2 with INT8 head as overlay": {"layout": "overlay", "head": "int8-g128"},
-    "v2-native": {"layout": "full", "shared_experts": "int8-g128"},
-    "INT8 head alone": {"layout": "full", "shared_experts": "keep", "head": "int8-g128"},
-    "INT8 head alone as overlay": {
-        "layout": "overlay",
-        "shared_experts": "keep",
-        "head": "int8-g128",
-    },
+    "v2": ({"layout": "full"}, "hybrid, full layout", "lm_head.weight"),
+    "v2 as overlay": (
+        {"layout": "overlay"},
+        "hybrid, overlay layout",
+        "model.language_model.layers.0.mlp.shared_expert.up_proj.weight_scale_inv_fp8",
+    ),
+    "v2 with INT8 head": (
+        {"layout": "full", "head": "int8-g128"},
+        "hybrid, full layout",
+        "lm_head.qzeros",
+    ),
+    "v2 with INT8 head as overlay": (
+        {"layout": "overlay", "head": "int8-g128"},
+        "hybrid, overlay layout",
+        "lm_head.qzeros_int8",
+    ),
+    "v2-native": (
+        {"layout": "full", "shared_experts": "int8-g128"},
+        "INT4 with INT8 shared experts",
+        "model.language_model.layers.0.mlp.shared_expert.up_proj.qzeros",
+    ),
+    "INT8 head only": (
+        {"layout": "full", "shared_experts": "keep", "head": "int8-g128"},
+        "INT4 base",
+        "lm_head.scales",
+    ),
+    "INT8 head only as overlay": (
+        {"layout": "overlay", "shared_experts": "keep", "head": "int8-g128"},
+        "hybrid, overlay layout",
+        "lm_head.qweight_int8",
+    ),
 }
-# The name each of them then loses.
-LOST = {
-    "v2": "lm_head.weight",
-    "v2 as overlay": "model.language_model.layers.0.mlp.shared_expert.up_proj.weight_scale_inv_fp8",
-    "v2 with INT8 head": "lm_head.qzeros",
-    "v2 with INT8 head as overlay": "lm_head.qzeros_int8",
-    "v2-native": "model.language_model.layers.0.mlp.shared_expert.up_proj.qzeros",
-    "INT8 head alone": "lm_head.scales",
-    "INT8 head alone as overlay": "lm_head.qweight_int8",
-}
 
 
-def held_against_the_plan(workshop):
-    plan = workshop.root / "plan.json"
-    return run_tool("inspect", workshop.out, "--plan", plan, check=False)
+@pytest.mark.parametrize("case", RESULTS)
+def test_recognises_results_and_missing_names(workshop, case):
+    changes, kind, lost = RESULTS[case]
+    workshop.build(**changes)
+    assert inspect(workshop.out)["recipe"].startswith(kind)
+    code, message = compare_with_plan(workshop, workshop.out)
+    assert code == 0, message
+    assert "with exactly the plan's names" in message
+    path = workshop.out / "model.safetensors.index.json"
+    document = json.loads(path.read_text())
+    document["weight_map"].pop(lost)
+    path.write_text(json.dumps(document))
+    code, message = compare_with_plan(workshop, workshop.out)
+    assert code == 3
+    assert f"missing 1 (1 x {re.sub('[0-9]+', '{N}', lost)}" in message
 
 
-@pytest.mark.parametrize("kind", RESULTS)
-def test_every_result_is_its_plans_and_none_that_lost_a_name(workshop, kind):
-    workshop.write_base()
-    workshop.write_donor()
-    workshop.build(**RESULTS[kind])
-    done = held_against_the_plan(workshop)
-    assert done.returncode == 0, done.stderr
-    assert "with exactly the plan's names" in done.stderr
-    index = workshop.out / "model.safetensors.index.json"
-    document = json.loads(index.read_text())
-    document["weight_map"].pop(LOST[kind])
-    index.write_text(json.dumps(document))
-    done = held_against_the_plan(workshop)
-    assert done.returncode == 3
-    assert f"missing 1 (1 x {re.sub('[0-9]+', '{N}', LOST[kind])}" in done.stderr
+def test_compares_sources_with_a_plan(workshop):
+    workshop.build()
+    code, message = compare_with_plan(workshop, workshop.base_dir)
+    assert (code, "the plan's base" in message) == (0, True)
+    assert compare_with_plan(workshop, workshop.donor_dir)[0] == 3
 
 
-def test_a_name_the_index_has_and_no_shard_holds_is_missing(workshop):
-    workshop.write_base()
-    workshop.write_donor()
+def test_reports_a_name_that_the_indexed_shard_lacks(workshop):
     workshop.build(layout="full")
     index = workshop.out / "model.safetensors.index.json"
     document = json.loads(index.read_text())
     owner = document["weight_map"]["lm_head.weight"]
     others = {shard for shard in document["weight_map"].values() if shard != owner}
-    document["weight_map"]["lm_head.weight"] = sorted(others)[0]
+    document["weight_map"]["lm_head.weight"] = min(others)
     index.write_text(json.dumps(document))
-    done = held_against_the_plan(workshop)
-    assert done.returncode == 3
-    assert "missing 1 (1 x lm_head.weight)" in done.stderr
+    code, message = compare_with_plan(workshop, workshop.out)
+    assert code == 3
+    assert "missing 1 (1 x lm_head.weight)" in message
+
+
+# --- repositories --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def repository(workshop, hub):
-    """Return a directory the hub serves as lab/tiny, and a way to change what it lists."""
+    """Return a directory served as lab/tiny, and a function that sets the listing."""
     workshop.write_base()
     tree = hub.root / "lab/tiny/resolve" / BASE_COMMIT
     tree.parent.mkdir(parents=True)
@@ -158,50 +133,44 @@ def repository(workshop, hub):
     api = hub.root / "api/models/lab/tiny/revision"
     api.mkdir(parents=True)
 
-    def lists(siblings):
+    def set_listing(siblings):
         (api / "main").write_text(json.dumps({"sha": BASE_COMMIT, "siblings": siblings}))
 
-    lists([{"rfilename": path.name} for path in tree.iterdir()])
-    return tree, lists
+    set_listing([{"rfilename": path.name} for path in tree.iterdir()])
+    return tree, set_listing
 
 
 @pytest.mark.parametrize("siblings", [None, ["a"], "a", [{"rfilename": 1}], {}])
-def test_a_hub_that_lists_no_files_is_refused(hub, repository, siblings):
+def test_refuses_a_hub_without_a_list_of_files(hub, repository, siblings):
     repository[1](siblings)
     done = run_tool("inspect", "lab/tiny", "--endpoint", hub.url, check=False)
     assert done.returncode == 3
-    assert "has no list of files in the hub's answer; fix: " in done.stderr
+    assert "has no list of files" in done.stderr
 
 
 @pytest.mark.parametrize("names", [[1], None, {"a": 1}, "a"])
-def test_an_index_of_a_repository_that_maps_no_names_to_files_is_refused(hub, repository, names):
+def test_refuses_a_repository_with_an_invalid_index(hub, repository, names):
     index = repository[0] / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
     done = run_tool("inspect", "lab/tiny", "--endpoint", hub.url, check=False)
     assert done.returncode == 3
-    assert "has no weight_map of names to files; fix: " in done.stderr
+    assert "has no weight_map" in done.stderr
 
 
-def test_a_repository_is_read_by_its_headers(workshop, hub, repository):
-    data = inspected("lab/tiny", "--endpoint", hub.url)
+def test_reads_only_the_headers_of_a_repository(workshop, hub, repository):
+    data = inspect("lab/tiny", "--endpoint", hub.url)
     assert data["place"] == f"lab/tiny@{BASE_COMMIT}"
-    assert data["tensors"] == len(workshop.base) + len(workshop.mtp)
-    assert data["index"] == data["tensors"]
-    asked = [h["Range"] for p, h, _ in hub.requests if p.endswith(".safetensors")]
-    assert {wanted.split("-")[0] for wanted in asked} == {"bytes=0", "bytes=8"}
-    paths = repository[0].glob("*.safetensors")
-    assert hub.sent[206] == sum(
-        8 + int.from_bytes(path.read_bytes()[:8], "little") for path in paths
-    )
+    assert data["tensors"] == data["index"] == len(workshop.base) + len(workshop.mtp)
+    shards = repository[0].glob("*.safetensors")
+    lengths = [8 + int.from_bytes(path.read_bytes()[:8], "little") for path in shards]
+    assert hub.sent[206] == sum(lengths)
 
 
-def test_what_is_neither_directory_nor_repository_is_refused():
-    done = run_tool("inspect", "/nowhere", check=False)
-    assert done.returncode == 2
-    assert "neither a directory nor org/name" in done.stderr
+def test_refuses_a_missing_directory():
+    assert run_tool("inspect", "/nowhere", check=False).returncode == 2
 
 
-# --- which recipe: synthetic headers of a catalog's architecture ---------------------------------
+# --- recipes by synthetic headers of a catalog's architecture ------------------------------------
 
 CATALOG = {
     path.stem: yaml.safe_load(path.read_text())
@@ -215,68 +184,65 @@ def sizes(model):
     return tuple(CATALOG[model]["architecture"][key] for key in ("layers", "experts", "hidden"))
 
 
-def headers(names, model, fp8=()):
-    """Return what examine takes: one shard of the names, with dtypes their suffixes tell."""
+def describe(names, model, method, fp8=()):
+    """Return anatomy and recipe of a shard with these names."""
     tensors = {}
     for name in names:
         dtype = "F8_E4M3" if name in fp8 else DTYPES.get(name[name.rindex(".") :], "BF16")
         tensors[name] = Tensor(dtype, (sizes(model)[2],), 0, 2)
-    return {"model.safetensors": Header(tensors, {}, 8, 2)}
-
-
-def described(names, model, method, fp8=()):
-    found = examine(headers(names, model, fp8), None)
-    return found, name_recipe(found, method, frozenset({"model.safetensors"}))
-
-
-def base_names(model):
-    tensors = CATALOG[model]["tensors"]
-    return expand_all(tensors["base"]), expand_all(tensors["mtp"])
+    anatomy = examine({"model.safetensors": Header(tensors, {}, 8, 2)}, None)
+    return anatomy, name_recipe(anatomy, method, frozenset({"model.safetensors"}))
 
 
 @pytest.mark.parametrize("model", CATALOG)
-def test_an_int4_base_is_recognised_and_measured(model):
-    base, mtp = base_names(model)
-    # One of nine names of an expert: the rest says nothing more.
+def test_recognises_and_measures_an_int4_base(model):
+    base, mtp = (expand_all(CATALOG[model]["tensors"][key]) for key in ("base", "mtp"))
+    # A ninth of the expert names suffices.
     some = {n for n in base if ".mlp.experts." not in n or n.endswith(".up_proj.qweight")}
-    found, recipe = described(some | mtp, model, "auto-round")
+    anatomy, recipe = describe(some | mtp, model, "auto-round")
     assert recipe == "INT4 base, quant_method auto-round"
-    assert (found.layers, found.experts, found.hidden) == sizes(model)
-    assert found.mtp == len(mtp)
+    assert (anatomy.layers, anatomy.experts, anatomy.hidden) == sizes(model)
+    assert anatomy.mtp == len(mtp)
 
 
 @pytest.mark.parametrize("model", CATALOG)
-def test_a_donor_with_its_routed_experts_is_recognised(model):
-    swap = expand_all(CATALOG[model]["tensors"]["swap"])
+def test_recognises_a_donor_with_routed_experts(model):
+    tensors = CATALOG[model]["tensors"]
     routed = {
         name.removesuffix(".qweight")
-        for name in base_names(model)[0]
+        for name in expand_all(tensors["base"])
         if ".mlp.experts." in name and name.endswith(".up_proj.qweight")
     }
-    weights = {f"{module}.weight" for module in swap | routed}
-    scales = {f"{module}.weight_scale_inv" for module in swap | routed}
-    unmatched = expand_all(CATALOG[model]["tensors"]["donor_unmatched"])
+    modules = expand_all(tensors["swap"]) | routed
+    weights = {f"{module}.weight" for module in modules}
+    scales = {f"{module}.weight_scale_inv" for module in modules}
+    unmatched = expand_all(tensors["donor_unmatched"])
     names = weights | scales | unmatched | {"model.language_model.norm.weight"}
-    found, recipe = described(names, model, "fp8", fp8=weights)
+    anatomy, recipe = describe(names, model, "fp8", fp8=weights)
     assert recipe == "FP8 donor, quant_method fp8"
-    assert (found.layers, found.hidden) == (sizes(model)[0], sizes(model)[2])
-    assert anatomy.find_missing_scales(found) == []
+    assert (anatomy.layers, anatomy.hidden) == (sizes(model)[0], sizes(model)[2])
+    assert find_missing_scales(anatomy) == []
 
 
-def test_what_it_is_follows_from_the_routed_and_the_shared_experts():
-    model = "large"
-    shared = "model.language_model.layers.0.mlp.shared_expert.up_proj"
-    routed = "model.language_model.layers.0.mlp.experts.0.up_proj"
-    fp8 = {f"{shared}.weight"}
-    kinds = {
-        "hybrid, full layout (needs the plugin)": ({f"{routed}.qweight", *fp8}, fp8),
-        "INT4 with INT8 shared experts (plain auto-round, no plugin)": (
-            {f"{routed}.qweight", f"{shared}.qweight"},
-            (),
+SHARED = "model.language_model.layers.0.mlp.shared_expert.up_proj"
+ROUTED = "model.language_model.layers.0.mlp.experts.0.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "routed", "shared", "fp8"),
+    [
+        ("hybrid, full layout (needs the plugin)", ".qweight", ".weight", True),
+        (
+            "INT4 with INT8 shared experts (plain auto-round, no plugin)",
+            ".qweight",
+            ".qweight",
+            False,
         ),
-        "INT4 base": ({f"{routed}.qweight", *fp8}, ()),
-        "BF16 original": ({f"{routed}.weight", *fp8}, ()),
-        "unknown": (fp8, fp8),
-    }
-    for kind, (names, in_fp8) in kinds.items():
-        assert described(names, model, None, in_fp8)[1] == kind
+        ("INT4 base", ".qweight", ".weight", False),
+        ("BF16 original", ".weight", ".weight", False),
+        ("unknown", None, ".weight", True),
+    ],
+)
+def test_recipe_follows_from_routed_and_shared_experts(kind, routed, shared, fp8):
+    names = {SHARED + shared} | ({ROUTED + routed} if routed else set())
+    assert describe(names, "large", None, {SHARED + shared} if fp8 else ())[1] == kind

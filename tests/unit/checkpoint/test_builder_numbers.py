@@ -1,4 +1,4 @@
-"""Number formats and the INT8 scales, each against its definition."""
+"""Number formats and INT8 scales against their definitions."""
 
 import numpy as np
 import pytest
@@ -25,17 +25,14 @@ from tests.unit.examples import examples
 FINITE = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
 
 
-def test_every_finite_e4m3_code_means_what_the_format_says():
+def test_decodes_every_finite_e4m3_code():
     assert np.array_equal(from_e4m3(FINITE), e4m3_values(FINITE))
     assert np.isnan(from_e4m3(np.array([0x7F, 0xFF], np.uint8))).all()
     assert from_e4m3(np.array([0x7E], np.uint8))[0] == 448
-
-
-def test_every_finite_e4m3_value_is_encoded_to_its_own_code():
     assert np.array_equal(to_e4m3(from_e4m3(FINITE)), FINITE)
 
 
-def test_halves_between_two_codes_go_to_the_even_one():
+def test_rounds_ties_to_the_even_code():
     values = from_e4m3(np.arange(0x7F, dtype=np.uint8)).astype(np.float64)
     halves = ((values[:-1] + values[1:]) / 2).astype(np.float32)
     codes = to_e4m3(halves)
@@ -45,14 +42,14 @@ def test_halves_between_two_codes_go_to_the_even_one():
 
 @settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.floats(-448, 448, width=32), min_size=1, max_size=64))
-def test_rounding_to_e4m3_finds_the_nearest_value(values):
+def test_rounds_to_the_nearest_e4m3_value(values):
     values = np.array(values, np.float32)
     assert np.array_equal(to_e4m3(values), e4m3_codes(values))
 
 
 @settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.floats(-(2.0**126), 2.0**126, width=32), min_size=1, max_size=64))
-def test_bf16_rounds_to_nearest_even_and_back(values):
+def test_converts_bf16_both_ways(values):
     values = np.array(values, np.float32)
     assert np.array_equal(bf16_bits(values), bf16(values))
     assert np.array_equal(bf16_bits(from_bf16_bits(bf16(values))), bf16(values))
@@ -61,7 +58,7 @@ def test_bf16_rounds_to_nearest_even_and_back(values):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 255), (7, 300), (256, 384)])
-def test_blocks_at_the_edges_are_smaller_not_lost(shape):
+def test_reduces_smaller_blocks_at_the_edges(shape):
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 97
     sums, maxima = (reduce_blocks(f, values, (128, 128)) for f in (np.add, np.maximum))
     for i in range(sums.shape[0]):
@@ -72,7 +69,7 @@ def test_blocks_at_the_edges_are_smaller_not_lost(shape):
     assert spread(maxima, shape, (128, 128)).shape == shape
 
 
-def test_a_block_of_zeros_gets_a_scale_above_zero():
+def test_scales_a_block_of_zeros_above_zero():
     codes, scales = quantise_blocks(np.zeros((128, 256), np.float32), (128, 128))
     assert not codes.any()
     assert (from_bf16_bits(scales) > 0).all()
@@ -83,7 +80,7 @@ def group_error(group, scale):
     return float(np.square(codes * scale - group, dtype=np.float64).sum())
 
 
-def test_no_scale_nearby_is_better_than_the_one_chosen():
+def test_chooses_the_best_nearby_scale():
     weights = (np.random.default_rng(5).standard_normal((8, 2 * GROUP)) * 0.02).astype(np.float32)
     result = quantise_rows(weights)
     for row in range(8):
@@ -99,7 +96,7 @@ def test_no_scale_nearby_is_better_than_the_one_chosen():
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, -1e18, 1e-45])
-def test_extreme_groups_stay_finite(value):
+def test_keeps_extreme_groups_finite(value):
     weights = np.full((1, GROUP), value, np.float32)
     result = quantise_rows(weights)
     scales = from_bf16_bits(result.scales)
@@ -109,7 +106,7 @@ def test_extreme_groups_stay_finite(value):
     assert np.allclose(back, weights, rtol=0.02, atol=1e-37)
 
 
-def test_packed_words_hold_four_inputs_low_byte_first():
+def test_packs_four_inputs_low_byte_first():
     codes = np.arange(32, dtype=np.uint8).reshape(2, 16)
     packed = pack_rows(codes)
     assert packed.shape == (4, 2)
@@ -117,7 +114,7 @@ def test_packed_words_hold_four_inputs_low_byte_first():
     assert packed[0, 1] == 16 | 17 << 8 | 18 << 16 | 19 << 24
 
 
-def test_the_relative_errors_of_the_page_are_those_of_normally_distributed_weights():
+def test_relative_errors_equal_those_in_the_documentation():
     weights = (np.random.default_rng(3).standard_normal((512, 1024)) * 0.02).astype(np.float32)
     codes, words = quantise_blocks(weights, (128, 128))
     fp8 = dequantise(codes, from_bf16_bits(words), (128, 128))

@@ -1,4 +1,4 @@
-"""A cache of the real huggingface_hub, whose repositories share blobs, is reused."""
+"""Reuse a cache of the real huggingface_hub, with blobs that repositories share."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from tests.unit.lab.running_hub import RunningHub
 
 COMMIT = "c" * 40
 SIZE_BYTES = (1 << 20) + 7
-# The first two shards of the repositories are the same; shards of one model are often of one size.
+# The repositories share two shards; shards of a model often have the same size.
 SHARDS = {"a": "xyv", "b": "xyw"}
 
 
@@ -28,7 +28,7 @@ def xet_hash(data):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache with two repositories of the lab's hub; only the bytes' own way is replaced."""
+    """A cache with two repositories of the lab's hub; only the Xet transfer is replaced."""
     root, by_hash = tmp_path / "hub", {}
     for name, letters in SHARDS.items():
         tree = root / f"lab/{name}" / COMMIT
@@ -43,7 +43,7 @@ def cache(tmp_path, monkeypatch):
     plain_headers = responses.file_headers
 
     def xet_headers(commit, record):
-        """Add what the hub says of a file in Xet storage."""
+        """Add the headers of a file in Xet storage."""
         if not record.large:
             return plain_headers(commit, record)
         named = {"X-Xet-Hash": xet_hash(record.disk_path.read_bytes()), "X-Xet-Refresh-Route": "/x"}
@@ -59,7 +59,7 @@ def cache(tmp_path, monkeypatch):
     place = tmp_path / "home/.cache/huggingface/hub"
     try:
         for name in SHARDS:
-            # One at a time: threads that make the shared folder at once do not all use it.
+            # Sequential: threads that create the shared directory together do not all use it.
             words = {"endpoint": hub.url, "cache_dir": place, "token": False, "max_workers": 1}
             snapshot_download(f"lab/{name}", **words)
     finally:
@@ -74,7 +74,7 @@ def tree_of(cache, name):
 
 
 def fetch(cache, name, look_in):
-    """Fetch a repository without any hub: from the cache or not at all."""
+    """Fetch a repository from the cache only."""
     out = cache.parents[3] / f"sources/{name}-{COMMIT[:12]}"
     order = fetch_order(tree_of(cache, name), out, urls=[], look_in=[str(look_in)])
     path = cache.parents[3] / f"fetch-{name}.json"
@@ -83,12 +83,12 @@ def fetch(cache, name, look_in):
 
 
 @pytest.mark.parametrize("below", ["", "models--lab--{}"])
-def test_both_repositories_are_fetched_from_shared_blobs_and_outlive_the_cache(cache, below):
+def test_links_shared_blobs_that_outlive_the_cache(cache, below):
     trees = {}
     for name in SHARDS:
         trees[name], _ = fetch(cache, name, cache / below.format(name))
     info = scan_cache_dir(cache)
-    commits = [one.commit_hash for repo in info.repos for one in repo.revisions]
+    commits = [r.commit_hash for repo in info.repos for r in repo.revisions]
     info.delete_revisions(*commits).execute()
     for name, out in trees.items():
         assert contents(out) == contents(tree_of(cache, name))
@@ -96,7 +96,7 @@ def test_both_repositories_are_fetched_from_shared_blobs_and_outlive_the_cache(c
         assert run_tool("verify", out, "--full").returncode == 0
 
 
-def test_of_shards_of_one_size_only_the_one_with_the_right_name_is_read(cache):
+def test_reads_only_the_blob_named_by_the_hash(cache):
     read = cache.parents[3] / "read"
     out = cache.parents[3] / "sources/a"
     order = cache.parents[3] / "fetch.json"
@@ -113,7 +113,7 @@ def test_of_shards_of_one_size_only_the_one_with_the_right_name_is_read(cache):
     assert len(read.read_text()) == len(list(tree_of(cache, "a").iterdir()))
 
 
-def test_the_look_before_a_download_finds_shared_blobs_by_their_sha256(cache):
+def test_preflight_finds_shared_blobs_by_sha256(cache):
     target = str(cache.parents[3] / "sources/a")
     script = disk.stored_script([target], [str(cache)])
     out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout

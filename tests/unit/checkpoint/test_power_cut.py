@@ -1,8 +1,8 @@
-"""The power is cut at every call that touches the disk: what was not synced is lost, for real.
+"""Cut the power at every call that touches the disk; unsynced data is really lost.
 
-The disk is ext4 on a loop device. A cut ends the program at a call, shuts the filesystem down
-without a flush of its journal (``EXT4_IOC_SHUTDOWN``), and mounts it again: files and directory
-entries that nobody synced are gone then. The test insists that some were.
+The disk is ext4 on a loop device. A cut kills the program at a call, shuts the filesystem down
+without a journal flush (``EXT4_IOC_SHUTDOWN``) and mounts it again: unsynced files and directory
+entries are gone. The test requires that some were.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tests.unit.prerequisites import missing
 
 SHUTDOWN, WITHOUT_FLUSH = 0x8004587D, 2
 ABOUT = {
-    "records": "a host's records, written one after another and replaced",
+    "records": "state files of a host are written and replaced",
     "fetch": "a repository is fetched: parts, tree, receipt",
     "build": "a checkpoint is built: shards, tree, receipt",
 }
 COUNTED = (
-    "A program is killed before each of its calls that touch the disk (open, write, fsync, link, "
+    "A program is killed before each call that touches the disk (open, write, fsync, link, "
     "rename, mkdir, rmdir, unlink, reads), and the filesystem, ext4 on a loop device, is shut down "
-    "without a flush of its journal. After the next mount a record or tree is whole or absent, "
-    "what was reported as written is there, and the next run finishes. Each case is one call."
+    "without a journal flush. After the next mount state file or checkpoint is complete or absent, "
+    "reported writes are there, and the next run finishes. Each case is a call."
 )
 TEST = "tests/unit/checkpoint/test_power_cut.py"
 pytestmark = pytest.mark.slow
-# Writes ten records and then each of them anew, and says after each that it is written.
+# Write ten state files, then replace each; report every finished write.
 WRITER = """
 import os, signal, sys
 from pathlib import Path
@@ -65,7 +65,7 @@ say(2, b"%d" % calls[0])
 
 
 class Disk:
-    """A filesystem of its own that can lose what was not synced."""
+    """A filesystem that can lose unsynced data."""
 
     def __init__(self, root: Path):
         self.image, self.place = root / "disk.img", root / "disk"
@@ -78,7 +78,7 @@ class Disk:
     def mount(self) -> None:
         """Mount the image through a new loop device.
 
-        One that some other mount namespace still holds keeps the filesystem that was shut down.
+        An old device in another mount namespace would keep the filesystem that was shut down.
         """
         done = subprocess.run(
             f"device=$(losetup -f --show '{self.image}') && mount $device '{self.place}'; rc=$?; "
@@ -89,7 +89,7 @@ class Disk:
             missing(f"mount is not allowed here: {done.stderr.strip()}")
 
     def cut(self) -> bool:
-        """Cut the power and come back; return whether something was lost by it."""
+        """Cut the power and mount again; return whether something was lost."""
         before = self.content()
         handle = os.open(self.place, os.O_RDONLY)
         fcntl.ioctl(handle, SHUTDOWN, struct.pack("I", WITHOUT_FLUSH))
@@ -99,12 +99,11 @@ class Disk:
         return self.content() != before
 
     def content(self) -> set[tuple[str, int]]:
-        """Return every file and folder with its size."""
+        """Return every path with the size."""
         paths = (path for path in self.place.rglob("*") if path.name != "lost+found")
         return {(str(path), path.stat().st_size if path.is_file() else 0) for path in paths}
 
     def sync(self) -> None:
-        """Let nothing of what was before get lost."""
         subprocess.run(["sync", "-f", str(self.place)], check=True)
 
 
@@ -118,16 +117,16 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def every(calls: int) -> list[int]:
-    """Return all calls for the table, and some of them otherwise."""
+    """Return all calls for the table, otherwise a selection."""
     return list(range(1, calls + 1)) if os.environ.get("SPARK_SWEEP_RESULTS") else points(calls)
 
 
-def swept(group: str, calls: int, one: Callable[[int], bool]) -> None:
-    """Cut at every call; ``one`` insists on what holds then, and returns whether any were lost."""
+def sweep_calls(group: str, calls: int, cut_at: Callable[[int], bool]) -> None:
+    """Cut at every call; ``cut_at`` checks the state and returns whether something was lost."""
     sweep, lost = Sweep("power"), []
 
     def tried(number: int) -> tuple[str, str]:
-        lost.append(one(number))
+        lost.append(cut_at(number))
         return "", "something was lost" if lost[-1] else "nothing was lost"
 
     rows = [
@@ -136,10 +135,10 @@ def swept(group: str, calls: int, one: Callable[[int], bool]) -> None:
     ]
     sweep.write("Power cut at every call", ABOUT, None, COUNTED, TEST)
     assert_all_passed(rows)
-    assert sum(lost) > len(lost) // 4, "hardly anything was ever lost: this shows nothing"
+    assert sum(lost) > len(lost) // 4, "too little was lost for a valid test"
 
 
-def test_a_record_is_whole_or_absent_and_there_once_it_was_reported(disk: Disk) -> None:
+def test_state_file_is_complete_or_absent_and_kept_once_reported(disk: Disk) -> None:
     place = disk.place / "records"
 
     def written(number: int) -> subprocess.CompletedProcess[str]:
@@ -158,25 +157,21 @@ def test_a_record_is_whole_or_absent_and_there_once_it_was_reported(disk: Disk) 
         reported = dict(line.split() for line in done.stdout.splitlines())
         for record in range(10):
             path = place / f"kind-{record % 3}" / f"{record}.json"
-            found = json.loads(path.read_text())["version"] if path.exists() else 0
-            assert found >= int(reported.get(str(record), 0)), f"record {record} was lost"
+            version = json.loads(path.read_text())["version"] if path.exists() else 0
+            assert version >= int(reported.get(str(record), 0)), f"record {record} was lost"
         assert written(0).returncode == 0
         return lost
 
     place.mkdir()
     done = written(0)
     assert done.returncode == 0, done.stderr
-    swept("records", int(done.stderr), cut_at)
+    sweep_calls("records", int(done.stderr), cut_at)
 
 
 def cut_each_call(
     verb: str, disk: Disk, order: Path, out: Path, content: Callable[[Path], object]
 ) -> object:
-    """Cut the power at every call of the tool: its tree is there whole, or not, and then made.
-
-    Returns:
-        What an undisturbed run makes.
-    """
+    """Cut the power at every call of the tool; return the content of an undisturbed run."""
     calls = run_broken(verb, order).calls
     expected = content(out)
 
@@ -186,7 +181,7 @@ def cut_each_call(
         code = run_broken(verb, order, number=number).returncode
         assert code in (-9, 0)
         lost = disk.cut()
-        assert out.exists() or code, f"a tree was lost after {verb} had reported it"
+        assert out.exists() or code, f"lost after {verb} had reported success"
         if out.exists():
             run_tool("verify", out, "--full")
         run_tool(verb, order)
@@ -194,11 +189,11 @@ def cut_each_call(
         assert [path.name for path in out.parent.iterdir()] == [out.name]
         return lost
 
-    swept(verb, calls, cut_at)
+    sweep_calls(verb, calls, cut_at)
     return expected
 
 
-def test_a_fetch_is_whole_or_absent_and_the_next_one_finishes(
+def test_fetch_is_complete_or_absent_and_the_next_run_finishes(
     disk: Disk, hub: Hub, tmp_path: Path
 ) -> None:
     source = hub.root / "r"
@@ -211,7 +206,7 @@ def test_a_fetch_is_whole_or_absent_and_the_next_one_finishes(
     assert cut_each_call("fetch", disk, order, out, file_entries) == file_entries(source)
 
 
-def test_a_build_is_whole_or_absent_and_the_next_one_finishes(disk: Disk, workshop: Any) -> None:
+def test_build_is_complete_or_absent_and_the_next_run_finishes(disk: Disk, workshop: Any) -> None:
     workshop.write_base()
     workshop.write_donor()
     out = disk.place / "models" / "out"
