@@ -28,9 +28,11 @@ def test_runs_two_sides_of_a_script_in_parallel_and_prints_them_in_order() -> No
     assert time.monotonic() - started < 0.9
 
 
-@pytest.mark.parametrize(("one", "other"), [("kill $$", "echo '== b'"), ("echo '== a'", "exit 1")])
-def test_output_is_cut_off_unless_both_sides_end(one: str, other: str) -> None:
-    script = facts.build_script(f"sh -c '{one}' || exit 1", parallel=(other,))
+@pytest.mark.parametrize(
+    ("first", "second"), [("kill $$", "echo '== b'"), ("echo '== a'", "exit 1")]
+)
+def test_output_is_cut_off_unless_both_sides_end(first: str, second: str) -> None:
+    script = facts.build_script(f"sh -c '{first}' || exit 1", parallel=(second,))
     with pytest.raises(FactProcessError, match="cut off"):
         facts.parse_sections(run_script(script))
 

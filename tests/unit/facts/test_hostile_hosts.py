@@ -1,4 +1,4 @@
-"""Any output of a broken or hostile host gives a value or one error of that host."""
+"""Any output of a hostile host gives a value or an error of that host."""
 
 from __future__ import annotations
 

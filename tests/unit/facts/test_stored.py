@@ -1,4 +1,4 @@
-"""Stored weights count by hash, never by size alone."""
+"""Stored weights are matched by hash, never only by size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUB = "home/ann/.cache/huggingface/hub"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A hub cache with blobs a and b, and a source with c in its receipt and d without."""
+    """A hub cache with blobs a and b; a source with c in the receipt, and d."""
     blobs = tmp_path / HUB / "models--org--name/blobs"
     source = tmp_path / "sources/org--name-0123"
     blobs.mkdir(parents=True)

@@ -55,7 +55,7 @@ vllm:num_requests_swapped{engine="0",model_name="m"} x
 
 
 class Engine(BaseHTTPRequestHandler):
-    """An engine that serves only its metrics."""
+    """An engine that serves only metrics."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -115,7 +115,7 @@ PROVEN: dict[str, Any] = {
         (("live",), None, "no answer"),
     ],
 )  # fmt: skip
-def test_release_is_unproven_without_any_of_its_evidence(
+def test_release_is_unproven_without_complete_evidence(
     path: tuple[Any, ...], value: Any, reason: str
 ) -> None:
     assert told(PROVEN).unproven("main", RELEASE) == ""

@@ -32,7 +32,7 @@ class Failed(str):
 
 
 class FakeHost:
-    """Reads facts by name, from its files, or from sections; records messages and commands.
+    """Reads facts by name, from files, or from sections; records messages and commands.
 
     A callable fact gets the arguments. The ``shell`` returns output, ``Failed`` or an exception,
     which ends the connection.

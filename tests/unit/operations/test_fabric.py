@@ -1,4 +1,4 @@
-"""Links between hosts: faults found by ping, TCP and RDMA tests; a measurement changes nothing."""
+"""Links between hosts: faults found by ping, TCP and RDMA tests; measuring makes no change."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def test_judges_links(
     links: tuple[Way, ...], reached: dict[str, str], problems: list[str], warnings: list[str]
 ) -> None:
     verdict = judge_links("spark-1", links, reached)
-    for found, expected in ((verdict.problems, problems), (verdict.warnings, warnings)):
-        assert len(found) == len(expected)
-        for problem, words in zip(found, expected, strict=True):
-            assert words in str(problem)
+    for messages, patterns in ((verdict.problems, problems), (verdict.warnings, warnings)):
+        assert len(messages) == len(patterns)
+        for problem, pattern in zip(messages, patterns, strict=True):
+            assert pattern in str(problem)
 
 
 def test_members_need_the_same_driver_branch() -> None:
-    one, other, newer = (
+    first, second, newer = (
         survey(smi=[f"NVIDIA GB10, {version}", "rc=0"])
         for version in ("580.142", "580.95", "590.44")
     )
-    assert list(find_differences(("a", "b"), {"a": one, "b": other})) == []
-    [problem] = find_differences(("a", "b"), {"a": one, "b": newer, "c": other})
+    assert list(find_differences(("a", "b"), {"a": first, "b": second})) == []
+    [problem] = find_differences(("a", "b"), {"a": first, "b": newer, "c": second})
     assert problem.what == "different branches: a 580, b 590"
-    assert list(find_differences(("a",), {"a": one, "b": newer})) == []
+    assert list(find_differences(("a",), {"a": first, "b": newer})) == []
 
 
 def test_members_need_a_kernel_without_memory_for_handover() -> None:
@@ -82,8 +82,8 @@ def test_judges_a_short_speed_test(
 ) -> None:
     link = replace(LINK, speed_mbit_per_s=link_mbit_per_s)
     verdict = judge_speed("spark-1", link, SpeedFound(int(gbit_per_s * 125e6), 1.0))
-    assert [problem in found.what for found in verdict.problems] == [True] * bool(problem)
-    assert [warning in found.what for found in verdict.warnings] == [True] * bool(warning)
+    assert [problem in message.what for message in verdict.problems] == [True] * bool(problem)
+    assert [warning in message.what for message in verdict.warnings] == [True] * bool(warning)
 
 
 def test_describes_the_measured_speed_and_that_of_the_link() -> None:
@@ -185,7 +185,7 @@ PERFTEST = """
     ("tcp", "rdma", "logged", "degraded"),
     [
         (13.2, None, "install perftest", True),
-        (20, "92.54", "92.5 Gb/s RDMA", False),  # TCP alone is doubtful
+        (20, "92.54", "92.5 Gb/s RDMA", False),  # doubtful over TCP
         (88, "13.10", "13.1 Gb/s to spark-2", True),
     ],
 )
@@ -205,16 +205,16 @@ def test_warns_of_a_port_that_looks_degraded(
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "logged"),
+    ("sender_rdma", "listener_rdma", "logged"),
     [
         (None, "", "install perftest"),
         ("", None, "install perftest"),
         ("x", "", "ib_write_bw failed"),
     ],
 )
-def test_judges_tcp_alone_without_perftest(
-    monkeypatch: pytest.MonkeyPatch, here: str | None, there: str | None, logged: str
+def test_judges_only_tcp_without_perftest(
+    monkeypatch: pytest.MonkeyPatch, sender_rdma: str | None, listener_rdma: str | None, logged: str
 ) -> None:
-    sender = end(88, rdma=here)
-    assert measure(monkeypatch, sender, end(rdma=there)) == []
+    sender = end(88, rdma=sender_rdma)
+    assert measure(monkeypatch, sender, end(rdma=listener_rdma)) == []
     assert logged in sender.log_text

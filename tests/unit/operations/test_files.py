@@ -104,10 +104,10 @@ def test_any_drift_makes_a_file_differ(drift: FileState | None) -> None:
 
 
 def test_archive_names_members_by_position_so_that_no_path_steers_tar() -> None:
-    files = [ManagedFile("../../etc/shadow", b"one"), ManagedFile("/b", b"two")]
+    files = [ManagedFile("../../etc/shadow", b"first"), ManagedFile("/b", b"second")]
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(pack_files(files)))) as tar:
         members = {name: tar.extractfile(name).read() for name in tar.getnames()}
-    assert members == {"0": b"one", "1": b"two"}
+    assert members == {"0": b"first", "1": b"second"}
 
 
 def test_writes_a_file_next_to_the_target_and_renames_it(tmp_path: Path) -> None:

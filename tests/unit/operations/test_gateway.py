@@ -51,7 +51,7 @@ def exposed(expose: Any, tls: TlsPlan | None = None) -> GatewayPlan:
 def host_with(
     *files: ManagedFile, active: bool = True, difference: str | None = None, tools: str = OLD_TOOLS
 ) -> FakeHost:
-    """Return a host with files and a gateway; its watchdog runs the old tools."""
+    """Return a host with files, a gateway, and a watchdog of the old tools."""
     contents = {file.path: file.content for file in files}
     state = {"active": "active" if active else "inactive", "difference": difference}
     return FakeHost(
@@ -71,7 +71,7 @@ def configure(host: FakeHost, plan: GatewayPlan, executing: bool = True) -> list
         return list(gateway.configure_gateway._inner(plan))
 
 
-def test_gateway_as_planned_is_left_alone() -> None:
+def test_gateway_as_planned_stays_unchanged() -> None:
     host = host_with(gateway_file(PLAN))
     assert configure(host, PLAN) == []
     assert host.noops == ["the gateway is as planned"]
@@ -107,7 +107,7 @@ def test_restarts_a_watchdog_of_older_tools_that_would_undo_the_reload(
     expose: str, tools: str, running: str, restarts: bool
 ) -> None:
     plan = exposed(expose)
-    host = host_with(gateway_file(plan), difference="its settings changed", tools=tools)
+    host = host_with(gateway_file(plan), difference="changed settings", tools=tools)
     host.facts["WatchTools"] = running
     assert list(map(str, configure(host, plan))) == [*([RESTART_WATCH] * restarts), RELOAD]
     assert configure(host_with(gateway_file(plan), tools=tools), plan) == []

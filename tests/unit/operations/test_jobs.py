@@ -32,7 +32,7 @@ WORK = Work(JOB, (ManagedFile("/i", b"i"),))
 
 
 def host_with(state: State, linked: tuple[str, ...], pulled: tuple[str, ...] = ()) -> FakeHost:
-    """Return a host whose job has this state; boots pull in ``linked`` targets."""
+    """Return a host with a job of this state; boots pull in ``linked`` targets."""
     job = JobState(JOB.digest, JOB.title, JOB.kind, state, "why", None, None, None, "why", ())
     return FakeHost(JobStates=Jobs({JOB.digest12: job}, linked, pulled), FileStates={})
 
@@ -117,7 +117,7 @@ def test_token_is_sent_on_standard_input_only_when_a_job_starts(
     assert token not in text
     assert (f"600 /var/lib/spark/jobs/{JOB.digest12}/hub-token" in text) == sent
     assert any(f"{token}\n".encode() in unpack_sent(command) for command in commands) == sent
-    # One command sends the token and starts the job, which removes it at its end.
+    # A single command sends the token and starts the job; the job removes the token.
     for command in commands:
         if "systemctl start --no-block" not in str(command):
             assert "hub-token" not in str(command)

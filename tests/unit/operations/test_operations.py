@@ -111,7 +111,7 @@ def test_every_operation_has_a_case_that_acts_and_one_that_does_nothing() -> Non
         for attribute, value in vars(module).items()
         if hasattr(value, "_inner") and value.__module__ == module.__name__
     }
-    operations.remove("fabric.measure_links")  # changes nothing: test_fabric.py
+    operations.remove("fabric.measure_links")  # makes no change: test_fabric.py
     assert kinds == {name: {"noop", "acts"} for name in operations}
 
 

@@ -119,7 +119,7 @@ def test_update_ends_after_the_limit(tmp_path: Path, apt_get: str, output: str) 
     install_stub(tmp_path, "apt-get", apt_get)
     lines = run_script(packages.update_script(1, str(tmp_path)), tmp_path)
     assert "\n".join(lines).startswith(output)
-    # apt 2.6 never retries after a 503 if it counts a delay.
+    # With a delay apt 2.6 never retries after a 503.
     assert " -o Acquire::Retries=1 -o Acquire::Retries::Delay=false " in packages.update_script()
 
 

@@ -29,7 +29,7 @@ RECEIPTS = {
 
 
 class Fleet:
-    """Hosts of a run, whose operations run in turn; a state is that of all jobs of a host."""
+    """Hosts of a run, in turn; all jobs of a host have the given state."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **states: str):
         self.hosts = {name: self._host(name, state) for name, state in states.items()}

@@ -29,11 +29,11 @@ class Slow(Output):
 
 
 class Unterminated(Output):
-    """A fact whose last line has no newline."""
+    """A fact without a final newline."""
 
 
 class Failing(Output):
-    """A fact whose script fails."""
+    """A fact with a failing script."""
 
 
 SCRIPTS = {
@@ -45,7 +45,7 @@ SCRIPTS = {
 
 
 class CountingHost(FakeHost):
-    """Runs scripts and counts how many run at once."""
+    """Runs scripts, and notes the most at once."""
 
     def __init__(self) -> None:
         super().__init__({}, shell=self.count)

@@ -66,7 +66,7 @@ def test_second_run_changes_nothing_and_no_proxy_removes_the_file(secret: ProxyS
         (PROXY, False, "differs", [DROP_IN_PATH, "restart"]),
         (PROXY, True, "differs", ["restart"]),
         (PROXY, True, "same", []),
-        # The drop-in is ours: other no_proxy names are replaced.
+        # With our drop-in, other no_proxy names are replaced.
         (PROXY, True, "same-proxy", ["restart"]),
         # Set by the owner: a restart would restart every container of the host.
         (PROXY, False, "same", []),

@@ -1,4 +1,4 @@
-"""Changes of a release: started, watched, held back after a failure, rolled back; and pruning."""
+"""Changes of a release: start, watch, stop after a failure, roll back; and pruning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def after_failure(host: FakeHost, *others: FakeHost) -> FakeHost:
 
 
 def rollback_host(**result: Any) -> FakeHost:
-    """Return a host whose tools give this result for ``rollback --dry``."""
+    """Return a host with this result of ``rollback --dry``."""
     return FakeHost(RollbackPreview=RollbackPreview().process([json.dumps(result)]))
 
 
@@ -109,7 +109,7 @@ def refuse_after_failure(host: FakeHost) -> str:
     return ""
 
 
-def test_failure_of_another_host_holds_changes_back() -> None:
+def test_failure_of_another_host_stops_changes() -> None:
     assert "left alone, because spark-1 failed first" in refuse_after_failure(
         after_failure(FakeHost(), FakeHost())
     )
@@ -120,14 +120,14 @@ def test_failure_of_another_host_holds_changes_back() -> None:
     assert f"left alone on {NEW} (m with v2-tq), because spark-0 failed first" in command
 
 
-def test_blames_the_failed_host_and_not_those_that_waited() -> None:
+def test_names_the_failed_host_and_no_waiting_host() -> None:
     failed, second = FakeHost(name="first"), FakeHost(name="second")
     assert "because first failed first" in refuse_after_failure(after_failure(second, failed))
     third = after_failure(FakeHost(), failed, second)
     assert "because first failed first" in refuse_after_failure(third)
 
 
-def test_host_lost_during_its_change_holds_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_lost_during_a_change_stops_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "AWAY_S", 0)
     monkeypatch.setattr(commands.gevent, "sleep", lambda _: None)
     lost = FakeHost(shell=lambda script: OSError("no route"))
@@ -267,7 +267,7 @@ def test_starts_in_parallel_only_where_no_service_can_be_interrupted(
     ("active", "operation", "refused"),
     [(None, serve.start_service, False), (OLD, serve.roll_out, True)],
 )
-def test_failed_host_holds_back_replacements_but_no_first_start(
+def test_failed_host_stops_replacements_but_no_first_start(
     active: str | None, operation: Any, refused: bool
 ) -> None:
     host = after_failure(serving(active=active, good=active), FakeHost(name="first"))

@@ -33,7 +33,7 @@ def public(key: bytes) -> bytes:
     return openssl("pkey", "-pubout", text=key.decode()).encode()
 
 
-def pair(folder: Path, name: str, days: int = 90, stem: str = "one") -> list[str]:
+def pair(folder: Path, name: str, days: int = 90, stem: str = "host") -> list[str]:
     """Create a certificate and key with openssl; return their paths."""
     certificate, key = folder / f"{stem}.pem", folder / f"{stem}-key.pem"
     openssl("req", "-x509", *EC, "-subj", "/CN=x", "-addext", f"subjectAltName={name}",

@@ -1,4 +1,4 @@
-"""Surveys of hosts that differ from a factory Spark, and what preflight concludes from them."""
+"""Surveys of hosts that differ from a factory Spark, and the expected verdict of preflight."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def warnings(surveyed: Survey, **needs: Any) -> list[str]:
 
 @dataclasses.dataclass
 class Case:
-    """What preflight concludes: for each problem and warning, its place and words, split by `|`."""
+    """Sections and the verdict: words of each problem and warning, split by `|`."""
 
     sections: dict[str, Any]
     problems: list[str] | None = dataclasses.field(default_factory=list)

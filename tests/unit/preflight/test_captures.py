@@ -1,8 +1,7 @@
-"""What real hosts printed, piece by piece in a whole Spark's place: the healthy are taken.
+"""Recorded output of real GB10 hosts: healthy hosts pass preflight, broken hosts are refused.
 
-Each capture is of a GB10 host (or of a tool that prints the same everywhere). A piece of a healthy
-host must not be refused, whatever else a release of DGX OS changes; a broken one must be, or be
-warned of, in the words that lead to the cure.
+A capture takes the place of one section of a factory Spark; whole hosts, put together from
+everything an owner published, are judged by the plan of every shipped model and profile.
 """
 
 from __future__ import annotations
@@ -15,63 +14,105 @@ import pytest
 from spark_host.engine import logs
 
 from spark_deploy.hosts.gpu import CudaState, Toolkit
+from spark_deploy.hosts.preflight import judge
+from spark_deploy.hosts.survey import Survey
+from spark_deploy.plan.types import HostPlan, NeedsPlan
 from tests.unit.facts.test_facts import CAPTURES
+from tests.unit.planning.plans import shipped
 from tests.unit.preflight.surveyed import problems, survey, warnings
 from tests.unit.shell import install_stub, run_script
 
-MODULE = {"580.142": "proc-driver-nvidia-version--580.142--03.txt",
-          "580.126.09": "proc-driver-nvidia-version--580.126.09--01.txt"}  # fmt: skip
+MODULES = {
+    "580.142": "proc-driver-nvidia-version--580.142--03.txt",
+    "580.126.09": "proc-driver-nvidia-version--580.126.09--01.txt",
+}
+UNIT = "spark-serve@main-0123456789ab.service"
+KIB = {"G": 1 << 20, "T": 1 << 30, "Gi": 1 << 20, "Ti": 1 << 30}
 
 
-def lines(name: str) -> list[str]:
-    return (CAPTURES / name).read_text().splitlines()
+def read(name: str) -> str:
+    return (CAPTURES / name).read_text()
+
+
+def section(name: str, **more: Any) -> Any:
+    """Return a function that puts a capture into a section."""
+    return lambda capture: {name: {"capture": capture}, **more}
 
 
 def uname(name: str) -> dict[str, Any]:
-    [line] = lines(name)
-    release, arch = line.split()[2], line.split()[-2]
-    return {"uname": [arch, release], "kernels": [release]}
+    words = read(name).split()
+    return {"uname": [words[-2], words[2]], "kernels": [words[2]]}
 
 
-def smi(name: str) -> dict[str, Any]:
-    """Return our own two columns of a query that asked for more."""
-    cells = lines(name)[-1].split(", ")
+def smi_csv(name: str) -> dict[str, Any]:
+    """Return our two columns of a query for more columns."""
+    cells = read(name).splitlines()[-1].split(", ")
     driver = next(cell for cell in cells if re.fullmatch(r"\d{3}\.\d+(\.\d+)?", cell))
     gpu = next(cell for cell in cells if cell.startswith("NVIDIA"))
-    return {"smi": [f"{gpu}, {driver}", "rc=0"], "module": {"capture": MODULE[driver]}}
+    return {"smi": [f"{gpu}, {driver}", "rc=0"], "module": {"capture": MODULES[driver]}}
+
+
+def smi_table(name: str) -> dict[str, Any]:
+    """Return the results of our queries on a host with a captured table."""
+    text = read(name)
+    driver = re.search(r"Driver Version: (\S+)", text)[1]  # type: ignore[index]
+    gpu = re.search(r"\d\s+(NVIDIA \S+)", text)[1]  # type: ignore[index]
+    processes = re.findall(r"N/A  N/A\s+(\d+)\s+(C|G|C\+G)\s+(\S+)", text)
+    return {
+        "smi": [f"{gpu}, {driver}", "rc=0"],
+        "module": read(MODULES["580.142"]).replace("580.142", driver).splitlines(),
+        "compute-apps": [f"{pid}, {path}" for pid, kind, path in processes if "C" in kind],
+    }
+
+
+def kib(text: str) -> int:
+    """Read a size of ``df -h`` or ``free -h``."""
+    number, unit = re.fullmatch(r"([\d.]+)([A-Z]i?)", text).groups()  # type: ignore[union-attr]
+    return int(float(number) * KIB[unit])
+
+
+def memory(name: str) -> dict[str, Any]:
+    words = next(line for line in read(name).splitlines() if line.startswith("Mem:")).split()
+    return {"meminfo": [f"MemTotal: {kib(words[1])} kB", f"MemAvailable: {kib(words[-1])} kB"]}
+
+
+def free_kib(name: str) -> int:
+    """Read the free space of the root filesystem."""
+    root = next(line.split() for line in read(name).splitlines() if line.endswith(" /"))
+    return kib(root[3])
 
 
 def pci(name: str) -> dict[str, Any]:
-    return {"pci": re.findall(r"\[(\w{4}:\w{4})\]", "\n".join(lines(name)))}
+    return {"pci": re.findall(r"\[(\w{4}:\w{4})\]", read(name))}
 
 
-def whole(section: str, **more: Any) -> Any:
-    return lambda name: {section: {"capture": name}, **more}
+def pci_names(name: str) -> dict[str, Any]:
+    devices = re.findall(r"Device (?:\[10de:)?(\w{4})", read(name))
+    return {"pci": [f"10de:{device}" for device in devices]}
 
 
 HEALTHY: dict[str, Any] = {
-    "dgx-release--ota-7.3.1--02.txt": whole("dgx-release"),
-    "dgx-release--ota-7.5.0--01.txt": whole("dgx-release"),
-    "dgx-release--two-ota-blocks--03.txt": whole("dgx-release"),
-    "os-release--24.04.4--01.txt": whole("os-release"),
+    "dgx-release--ota-7.3.1--02.txt": section("dgx-release"),
+    "dgx-release--ota-7.5.0--01.txt": section("dgx-release"),
+    "dgx-release--two-ota-blocks--03.txt": section("dgx-release"),
+    "os-release--24.04.4--01.txt": section("os-release"),
     "uname--a-6.14.0-1013--02.txt": uname,
     "uname--a-6.17.0-1014--03.txt": uname,
     "uname--a-6.17.0-1021--01.txt": uname,
     "lspci--nn-nvidia--01.txt": pci,
-    "nvidia-smi--query-csv-noheader--01.txt": smi,
-    "nvidia-smi--query-csv-noheader--06.txt": smi,
-    "nvidia-smi--query-csv-with-header--05.txt": smi,
-    "ss--tlnp--01.txt": whole("listeners"),
-    # Memory is short because an engine of ours has it.
-    "meminfo--serving-first-lines--01.txt": whole(
-        "meminfo",
-        serving=["spark-serve@main-0123456789ab.service"],
-        engine_memory=[f"spark-serve@main-0123456789ab.service {90 << 30}"],
+    "nvidia-smi--query-csv-noheader--01.txt": smi_csv,
+    "nvidia-smi--query-csv-noheader--06.txt": smi_csv,
+    "nvidia-smi--query-csv-with-header--05.txt": smi_csv,
+    "ss--tlnp--01.txt": section("listeners"),
+    # An engine of ours uses the memory.
+    "meminfo--serving-first-lines--01.txt": section(
+        "meminfo", serving=[UNIT], engine_memory=[f"{UNIT} {90 << 30}"]
     ),
 }
+# capture: sections, words of the warning or problem
 WARNED = {
     "nvidia-spark-ota-check--torn-score--03.txt": (
-        whole("torn"), "torn score 3 against OTA2.2", "DGX Dashboard",
+        section("torn"), "torn score 3 against OTA2.2", "DGX Dashboard",
     ),
 }  # fmt: skip
 REFUSED = {
@@ -84,45 +125,104 @@ REFUSED = {
         "Driver/library version mismatch", "reboot",
     ),
     "proc-driver-nvidia-version--mismatch-x86--02.txt": (
-        whole("module"), "module 580.173.02 is loaded, library 580.142 is installed", "reboot",
+        section("module"), "module 580.173.02 is loaded, library 580.142 is installed", "reboot",
     ),
-    "meminfo--serving-first-lines--01.txt": (whole("meminfo"), "24.3 GiB", "stop"),
+    "meminfo--serving-first-lines--01.txt": (section("meminfo"), "24.3 GiB", "stop"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_piece_of_a_healthy_spark_is_neither_refused_nor_warned_of(name: str) -> None:
-    seen = survey(**HEALTHY[name](name))
-    assert (problems(seen), warnings(seen)) == ([], [])
+def test_output_of_a_healthy_host_passes(name: str) -> None:
+    surveyed = survey(**HEALTHY[name](name))
+    assert (problems(surveyed), warnings(surveyed)) == ([], [])
 
 
-def test_all_pieces_together_are_a_healthy_spark() -> None:
+def test_all_healthy_output_together_passes() -> None:
     sections: dict[str, Any] = {}
     for name, make in HEALTHY.items():
         sections |= make(name)
     assert problems(survey(**sections)) == []
 
 
-@pytest.mark.parametrize("name", WARNED)
-def test_a_piece_that_an_owner_should_know_of_is_warned_of(name: str) -> None:
-    make, what, fix = WARNED[name]
-    seen = survey(**make(name))
-    assert problems(seen) == []
-    [said] = warnings(seen)
-    assert what in said
-    assert fix in said
+@pytest.mark.parametrize("name", [*WARNED, *REFUSED])
+def test_output_of_a_faulty_host_is_warned_of_or_refused_with_a_fix(name: str) -> None:
+    make, what, fix = WARNED.get(name) or REFUSED[name]
+    surveyed = survey(**make(name))
+    assert name in REFUSED or problems(surveyed) == []
+    [message] = problems(surveyed) if name in REFUSED else warnings(surveyed)
+    assert what in message
+    assert fix in message
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_piece_of_a_broken_host_is_refused_with_the_cure(name: str) -> None:
-    make, what, fix = REFUSED[name]
-    found = problems(survey(**make(name)))
-    assert len(found) == 1, found
-    assert what in found[0]
-    assert fix in found[0]
+SYSTEM = {"os-release": {"capture": "os-release--24.04.4--01.txt"}}
+SYSFS = dict(line.split(": ") for line in read("sysfs--gpu-pci-ids--01.txt").splitlines())
+FIRST_DAY = "DGX OS 7.5.0 on its first day"
+HOSTS: dict[str, tuple[dict[str, Any], int]] = {  # sections, free KiB
+    FIRST_DAY: (
+        {**SYSTEM, **uname("uname--a-6.17.0-1021--01.txt"), **memory("free--h-idle--01.txt"),
+         **smi_table("nvidia-smi--table-gb10--01.txt"),
+         **pci_names("lspci--nvidia-all-bridges--02.txt"),
+         "dgx-release": {"capture": "dgx-release--ota-7.5.0--01.txt"}},
+        free_kib("df--h-4tb--01.txt"),
+    ),
+    "docker 29 and a desktop": (
+        {**SYSTEM, **uname("uname--a-6.17.0-1014--03.txt"), **memory("free--h-idle-121gi--04.txt"),
+         **smi_table("nvidia-smi--table-gb10--06.txt"),
+         "listeners": {"capture": "ss--tlnp--01.txt"}},
+        free_kib("df--h-root-only--03.txt"),
+    ),
+    "another maker, smaller pool": (
+        {**SYSTEM, **uname("uname--a-6.17.0-1014--03.txt"), **memory("free--h-idle-119gi--03.txt"),
+         "pci": [f"{SYSFS['vendor'][2:]}:{SYSFS['device'][2:]}"], "dgx-release": [],
+         "smi": ["NVIDIA GB10, 580.142", "rc=0"], "module": {"capture": MODULES["580.142"]}},
+        free_kib("df--h-root-only--02.txt"),
+    ),
+    **{
+        name: (
+            {**SYSTEM, **uname("uname--a-6.14.0-1013--02.txt"), **smi_table(name)},
+            free_kib("df--h-root-only--02.txt"),
+        )
+        for name in (
+            "nvidia-smi--table-gb10--02.txt", "nvidia-smi--table-gb10--03.txt",
+            "nvidia-smi--table-gb10-display-on--04.txt", "nvidia-smi--table-gb10-p0--05.txt",
+            "nvidia-smi--table-gb10-persistence-off--07.txt",
+        )
+    },
+}  # fmt: skip
+# Without models of the virtual lab, which expect another machine.
+NEEDS = {
+    f"{model} with {profile}": plan.needs
+    for model, profile, plan in shipped()
+    if isinstance(plan, HostPlan) and plan.needs.expect.arch == "aarch64"
+}
 
 
-TROUBLES = {
+def whole(host: str, needs: NeedsPlan, **changes: Any) -> Survey:
+    sections, available_kib = HOSTS[host]
+    place = f"\t0\t/dev/nvme0n1p2\t{available_kib}\t/"
+    places = [f"{path}{place}" for path, _ in needs.disk_needed_bytes]
+    return survey(**{**sections, "places": places, **changes})
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_healthy_host_passes_for_every_shipped_pair(host: str) -> None:
+    assert len(NEEDS) > 20
+    verdicts = {pair: judge(needs, whole(host, needs)) for pair, needs in NEEDS.items()}
+    refused = {pair: verdict.problems for pair, verdict in verdicts.items() if verdict.problems}
+    assert refused == {}
+    warned = {warning.where for verdict in verdicts.values() for warning in verdict.warnings}
+    assert warned == ({"DGX OS"} if HOSTS[host][0].get("dgx-release") == [] else set())
+
+
+def test_memory_used_by_another_engine_is_refused_and_by_ours_is_not() -> None:
+    needs = NEEDS["qwen3.5-122b with v2"]
+    full = memory("free--h-serving--02.txt")
+    [problem] = judge(needs, whole(FIRST_DAY, needs, **full)).problems
+    assert "4.4 GiB available" in str(problem)
+    assert judge(needs, whole(FIRST_DAY, needs, serving=[UNIT], **full)).problems == ()
+
+
+KERNEL_FAULTS = {
     "journalctl--nvrm-no-memory--01.txt": {"no_memory": 1},
     "journalctl--nvrm-no-memory-three-lines--02.txt": {"no_memory": 3},
     "journalctl--xid-119-gsp-timeout--01.txt": {"xid": 2},
@@ -132,43 +232,43 @@ TROUBLES = {
 }
 
 
-@pytest.mark.parametrize("name", TROUBLES)
-def test_what_the_kernel_told_on_real_hosts_is_counted(name: str) -> None:
-    nothing = {"xid": 0, "no_memory": 0, "oom_kills": 0}
-    assert logs.parse_kernel_faults((CAPTURES / name).read_text()) == {**nothing, **TROUBLES[name]}
+@pytest.mark.parametrize("name", KERNEL_FAULTS)
+def test_counts_faults_in_kernel_logs(name: str) -> None:
+    none = {"xid": 0, "no_memory": 0, "oom_kills": 0}
+    assert logs.parse_kernel_faults(read(name)) == {**none, **KERNEL_FAULTS[name]}
 
 
-def test_starts_of_real_engines_are_read() -> None:
-    one_spark = list(logs.start_messages(lines("vllm-log--kv-cache-one-spark-qwen3.6-35b--03.txt")))
+def start_messages(name: str) -> list[str]:
+    return list(logs.start_messages(read(name).splitlines()))
+
+
+def test_reads_start_messages_of_engines() -> None:
+    one_spark = start_messages("vllm-log--kv-cache-one-spark-qwen3.6-35b--03.txt")
     assert logs.kv_cache_tokens(one_spark) == 1_253_392
     assert logs.sizes_bytes(one_spark)["kv_cache"] == int(52.66 * (1 << 30))
     assert logs.times_s(one_spark)["profile"] == 2.55
     assert [line for line in logs.kernel_lines(one_spark) if "cudagraph_mode=PIECEWISE" in line]
-    two = list(logs.start_messages(lines("vllm-log--kv-cache-fixed-bytes-two-sparks--01.txt")))
-    assert logs.kv_cache_tokens(two) == 652_465
-    assert logs.kernel_lines(two) == ()  # arguments are no kernels
-    named = logs.kernel_lines(
-        logs.start_messages(lines("vllm-log--kernel-selection-nvfp4--01.txt"))
-    )
-    assert [line.split()[1] for line in named] == [
+    two_sparks = start_messages("vllm-log--kv-cache-fixed-bytes-two-sparks--01.txt")
+    assert logs.kv_cache_tokens(two_sparks) == 652_465
+    assert logs.kernel_lines(two_sparks) == ()  # arguments are no kernels
+    kernels = logs.kernel_lines(start_messages("vllm-log--kernel-selection-nvfp4--01.txt"))
+    assert [line.split()[1] for line in kernels] == [
         "FlashInferCutlassNvFp4LinearKernel", "CutlassFP8ScaledMMLinearKernel",
     ]  # fmt: skip
-    ended = list(logs.start_messages(lines("vllm-log--startup-complete--01.txt")))
-    assert not [line for line in ended if "127.0.0.1" in line]
+    complete = start_messages("vllm-log--startup-complete--01.txt")
+    assert not [line for line in complete if "127.0.0.1" in line]
 
 
-def test_a_toolkit_is_found_by_what_its_compiler_prints(tmp_path: Path) -> None:
-    """The script's own sed, on the output of the real tool in its place."""
-    nvcc = tmp_path / "bin/nvcc"
-    nvcc.parent.mkdir()
-    install_stub(nvcc.parent, "nvcc", f"cat {CAPTURES}/nvcc--version--02.txt")
-    toolkits = CudaState().process(run_script(CudaState().command(), nvcc.parent)).toolkits
+def test_finds_a_toolkit_by_its_compiler(tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin"
+    nvcc.mkdir()
+    install_stub(nvcc, "nvcc", f"cat {CAPTURES}/nvcc--version--02.txt")
+    toolkits = CudaState().process(run_script(CudaState().command(), nvcc)).toolkits
     assert Toolkit(str(tmp_path), "13.0.88") in toolkits
 
 
-def test_every_capture_that_is_kept_is_read_by_a_test() -> None:
+def test_every_capture_is_used() -> None:
     tests = Path(__file__).parents[2]
     files = [*tests.rglob("*.py"), *tests.rglob("*.yml")]
     text = "\n".join(path.read_text() for path in files)
-    unused = [path.name for path in CAPTURES.glob("*.txt") if path.name not in text]
-    assert unused == []
+    assert [path.name for path in CAPTURES.glob("*.txt") if path.name not in text] == []

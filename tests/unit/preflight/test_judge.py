@@ -46,7 +46,7 @@ CASES = {
     "sticky": Case({"parents": [ROOT, "root/root/1777//tmp"]}),
     "group root": Case({"parents": [ROOT, "root/root/775//srv"]}),
     "other group without write access": Case({"parents": [ROOT, "root/staff/755//a"]}),
-    # Identity; a wrong architecture or board hides what follows from it.
+    # Identity; a wrong architecture or board hides later checks.
     "architecture": Case(
         {"uname": ["x86_64", "6.1"], "smi": [], "pci": []},
         ["architecture|x86_64, expected aarch64"],
@@ -71,7 +71,7 @@ CASES = {
     ),
     # Health
     "sudo": Case({"sudo": ["no", "ann"]}, ["sudo|ann cannot become root|bootstrap"]),
-    # As a Spark comes out of its box.
+    # As Sparks are delivered.
     "half-installed language": Case(
         {"dpkg_audit": ["not configured:", " language-pack-gnome-de-base  translations"]},
         [],
@@ -91,7 +91,7 @@ CASES = {
     "blocks healthy": Case(fragmented("healthy"), [], []),
     "blocks fragmented": Case(fragmented("fragmented"), [], ["memory: fragmented"]),
     "blocks low": Case(fragmented("low"), [], []),
-    "docker down": Case({"containers": ["unreachable failed"]}, [], ["docker|its unit is failed"]),
+    "docker down": Case({"containers": ["unreachable failed"]}, [], ["docker|unit is failed"]),
     "docker silent": Case({"containers": ["unreachable active"]}, ["docker|does not answer"]),
     "pending reboot": Case({"reboot": ["required", "libc6"]}, [], ["reboot|libc6"]),
     "smaller pool": Case(
@@ -173,10 +173,10 @@ def test_parent_directories_are_read_as_named_and_as_links_resolve(tmp_path: Pat
 
 
 def test_hosts_with_the_same_ssh_host_key_are_reported() -> None:
-    key, other = (survey(host_key=[f"SHA256:{word}"]) for word in ("one", "other"))
+    key, other = (survey(host_key=[f"SHA256:{word}"]) for word in ("first", "second"))
     without = survey(host_key=[])
-    found = same_host_key({"a": key, "b": other, "c": key, "d": without, "e": without})
-    assert {name: problem.what for name, problem in found.items()} == {
+    warnings = same_host_key({"a": key, "b": other, "c": key, "d": without, "e": without})
+    assert {name: problem.what for name, problem in warnings.items()} == {
         "a": "is also that of c",
         "c": "is also that of a",
     }

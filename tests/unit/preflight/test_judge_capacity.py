@@ -35,7 +35,7 @@ def small(total_gib: int, needed_gib: int = 90) -> dict[str, Any]:
 
 
 CASES = {
-    "a process holds the memory": Case(
+    "a process uses the memory": Case(
         memory(60000000, processes=["9 41943040 /user.slice/x llama-server"]),
         ["process llama-server|40.0 GiB", "memory|57.2 GiB available"],
     ),

@@ -1,4 +1,4 @@
-"""Preflight reports other users of the GPU, its memory and our ports, and no others."""
+"""Preflight reports other users of the GPU, of memory and of our ports."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ CASES = {
         {"sudo": ["no", "ann"], "containers": ["unreachable active"]}, ["cannot become root"]
     ),
     "allowed container": Case(IN_CONTAINER, [], [], {"allow_containers": ("images",)}),
-    # NVIDIA's runtime is the default, and the container asks for no device.
+    # NVIDIA's runtime is the default; the container requests no device.
     "container without the GPU": Case(
         {"containers": [ON_GPU.replace("images", "qdrant").replace('"all",', "")]}
     ),
-    # A process of the engine may exit between the query for it and that for its cgroup.
+    # A process of the engine may exit between the two queries.
     "our engine": Case(engine(OUR_CGROUP)),
     "our engine without cgroup": Case(engine("77 ")),
     "our engine has exited": Case(engine()),
@@ -117,7 +117,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_neighbour_is_a_problem_a_warning_or_neither(name: str) -> None:
+def test_each_workload_is_a_problem_a_warning_or_neither(name: str) -> None:
     CASES[name].check()
 
 
