@@ -7,21 +7,12 @@ from typing import Any
 
 from pyinfra import host
 from pyinfra.api import StringCommand
-from spark_contract.paths import (
-    CONFIG_DIR,
-    JOBS_DIR,
-    PROOFS_DIR,
-    RECEIPTS_DIR,
-    RELEASES_DIR,
-    STATE_DIR,
-    SWITCH_DIR,
-    TOOLS_DIR,
-)
+from spark_contract import paths
 from spark_contract.units import drop_in_dir
 
 from spark_deploy.hosts.commands import log
 from spark_deploy.hosts.facts import HostFact, build_script, parse_sections, read_fact
-from spark_deploy.hosts.files import place_files, remove_files
+from spark_deploy.hosts.files import place_files, remove_files, sync_files
 from spark_deploy.hosts.operations import Commands, host_operation
 from spark_deploy.hosts.packages import install, packages_script, parse_packages
 from spark_deploy.plan.types import NJS, BasePlan, ManagedFile
@@ -58,8 +49,6 @@ class Base:
 
 
 class BaseState(HostFact[Base]):
-    """Everything the base role compares, read by a single command."""
-
     def command(
         self, packages: Sequence[str], directories: Sequence[str], units: Sequence[str]
     ) -> str:
@@ -90,12 +79,9 @@ class BaseState(HostFact[Base]):
         )
 
 
-SLEEP_TARGETS = (
-    "sleep.target",
-    "suspend.target",
-    "hibernate.target",
-    "hybrid-sleep.target",
-    "suspend-then-hibernate.target",
+SLEEP_TARGETS = tuple(
+    f"{kind}.target"
+    for kind in ("sleep", "suspend", "hibernate", "hybrid-sleep", "suspend-then-hibernate")
 )
 HOLD_PATH = "/etc/apt/apt.conf.d/52spark-hold-driver"
 # unattended-upgrades takes regular expressions, matched at the start of a package's name.
@@ -161,8 +147,9 @@ def compaction_file(proactiveness: int) -> ManagedFile:
 def owned_directories(plan: BasePlan) -> dict[str, str]:
     """Return the managed directories and modes; only the engine's cache is private."""
     public = (
-        *(plan.paths.models_dir, plan.paths.sources_dir, CONFIG_DIR, RELEASES_DIR, STATE_DIR),
-        *(JOBS_DIR, PROOFS_DIR, RECEIPTS_DIR, SWITCH_DIR, TOOLS_DIR),
+        *(plan.paths.models_dir, plan.paths.sources_dir, paths.CONFIG_DIR, paths.RELEASES_DIR),
+        *(paths.STATE_DIR, paths.JOBS_DIR, paths.PROOFS_DIR, paths.RECEIPTS_DIR),
+        *(paths.SWITCH_DIR, paths.TOOLS_DIR),
     )
     return {plan.paths.cache_dir: "700", **dict.fromkeys(public, "755")}
 
@@ -222,11 +209,9 @@ def create_directories(plan: BasePlan) -> Commands:
 @host_operation
 def hold_driver(plan: BasePlan) -> Commands:
     """Keep driver packages out of unattended upgrades, or allow them again."""
-    if plan.settings.hold_driver:
-        if not (yield from place_files((HOLD_FILE,))):
-            host.noop("unattended upgrades skip driver packages")
-    elif not (yield from remove_files((HOLD_PATH,))):
-        host.noop("unattended upgrades are not managed")
+    wanted = plan.settings.hold_driver
+    if not (yield from sync_files((HOLD_FILE,), wanted=wanted)):
+        host.noop(f"unattended upgrades {'skip driver packages' if wanted else 'are not managed'}")
 
 
 @host_operation
@@ -244,10 +229,7 @@ def disable_sleep(plan: BasePlan) -> Commands:
 def protect_login(plan: BasePlan) -> Commands:
     """Guarantee memory to SSH and login sessions, or remove the guarantee."""
     wanted = plan.settings.protect_login
-    if wanted:
-        changed = yield from place_files(GUARANTEE_FILES)
-    else:
-        changed = yield from remove_files([file.path for file in GUARANTEE_FILES])
+    changed = yield from sync_files(GUARANTEE_FILES, wanted=wanted)
     # Stale units: a run was interrupted between the files and the reload.
     if changed or read_state(plan).stale_units:
         yield "systemctl daemon-reload"

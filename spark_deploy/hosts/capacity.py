@@ -22,7 +22,6 @@ class Verdict:
 
 
 def judge_workloads(needs: NeedsPlan, survey: Survey) -> Verdict:
-    """Find competitors of our engine for memory, GPU or ports."""
     problems = [*_containers(needs, survey), *_ports(needs, survey)]
     if needs.tailscale and not re.fullmatch(r"[0-9.]{7,15}", survey.tailscale):
         message = f"has no address on this host: {survey.tailscale or 'no output'}"

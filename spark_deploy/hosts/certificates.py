@@ -139,7 +139,6 @@ def names_in(certificate: x509.Certificate) -> list[str]:
 
 
 def load_key(text: bytes) -> PrivateKeyTypes:
-    """Return a private key, which must not be encrypted."""
     return load_pem_private_key(text, password=None)
 
 

@@ -92,7 +92,6 @@ def run(
 
 @contextmanager
 def heartbeat(host: Host, activity: str) -> Iterator[None]:
-    """Log every few seconds that ``activity`` still runs."""
     started = time.monotonic()
 
     def beat() -> None:

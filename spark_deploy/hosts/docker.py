@@ -136,14 +136,10 @@ def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
     lines = run(host, build_script("exec 2>/dev/null", CONTAINERS_SCRIPT), timeout_s=60)
     containers = tuple(parse_containers(split_sections(lines)["containers"]))
     fix = "run again: preflight stops containers named in takeover:; stop all further ones first"
-    problems = [
-        Problem(
-            f"container {container.name}",
-            f"started with docker ({container.image}, restart: {container.restart})",
-            fix,
-        )
-        for container in competing_containers(containers, allowed)
-    ]
+    problems = []
+    for container in competing_containers(containers, allowed):
+        message = f"started with docker ({container.image}, restart: {container.restart})"
+        problems.append(Problem(f"container {container.name}", message, fix))
     if problems:
         raise Refused(*problems)
     return True
@@ -151,7 +147,7 @@ def start_engine(state: State, host: Host, allowed: Sequence[str]) -> bool:
 
 @host_command
 def apply_keys(
-    state: State,
+    _: State,
     host: Host,
     arguments: Mapping[str, Any],
     wanted: Mapping[str, Any],
@@ -170,11 +166,9 @@ def apply_keys(
     _bring_up(host, "systemctl restart docker")
     docker = run_fact(host, DockerState, timeout_s=120, **arguments)
     if unmet := unmet_keys(wanted, docker.info):
-        refuse(
-            "docker",
-            f"after a restart the daemon still does not run with {', '.join(unmet)}",
-            "look for the same keys as options of dockerd in `systemctl cat docker`",
-        )
+        message = f"after a restart the daemon still does not run with {', '.join(unmet)}"
+        fix = "look for the same keys as options of dockerd in `systemctl cat docker`"
+        refuse("docker", message, fix)
     return True
 
 
@@ -228,7 +222,6 @@ def planned_file(plan: DockerPlan, state: Docker, present: Mapping[str, Any]) ->
 
 @host_operation
 def add_docker_repositories(plan: DockerPlan) -> Commands:
-    """Add the repositories of ``plan`` if packages have to be installed from them."""
     state = read_state(plan)
     needed = bool(missing_packages(plan, state))
     yield from add_repositories(plan.repositories, state.known_urls, needed=needed)
@@ -238,11 +231,8 @@ def add_docker_repositories(plan: DockerPlan) -> Commands:
 def install_engine(plan: DockerPlan) -> Commands:
     state = read_state(plan)
     if state.snap:
-        refuse(
-            "docker",
-            "docker is the snap package; snap confinement keeps the NVIDIA libraries out",
-            "remove it (`snap remove docker`), then run again",
-        )
+        message = "docker is the snap package; snap confinement keeps the NVIDIA libraries out"
+        refuse("docker", message, "remove it (`snap remove docker`), then run again")
     if names := missing_packages(plan, state):
         yield install(names, plan.package_lock_wait_s)
         return
@@ -252,7 +242,6 @@ def install_engine(plan: DockerPlan) -> Commands:
 
 @host_operation
 def merge_daemon_json(plan: DockerPlan) -> Commands:
-    """Merge our keys into daemon.json; every other key stays as it is."""
     state = read_state(plan)
     text = state.daemon_json
     try:
@@ -285,18 +274,17 @@ def run_engine(plan: DockerPlan) -> Commands:
     if not state.active:
         yield FunctionCommand(start_engine, [plan.allow_containers], {})
         return
-    keys = keys_not_in_effect(planned_keys(plan, state), state)
+    wanted = planned_keys(plan, state)
+    keys = keys_not_in_effect(wanted, state)
     if not keys:
         host.noop("the engine runs with our keys")
         return
-    if set(keys) <= RELOADABLE:
-        log(f"docker reloads the configuration for: {', '.join(keys)}")
-    else:
-        log(f"docker is restarted for: {', '.join(keys)}")
-        if state.serving:
-            log(f"this stops {', '.join(state.serving)}, which starts again by itself")
-    arguments = [fact_arguments(plan), planned_keys(plan, state), keys]
-    yield FunctionCommand(apply_keys, arguments, {})
+    reloads = set(keys) <= RELOADABLE
+    action = "reloads the configuration" if reloads else "is restarted"
+    log(f"docker {action} for: {', '.join(keys)}")
+    if state.serving and not reloads:
+        log(f"this stops {', '.join(state.serving)}, which starts again by itself")
+    yield FunctionCommand(apply_keys, [fact_arguments(plan), wanted, keys], {})
 
 
 def keys_not_in_effect(wanted: Mapping[str, Any], state: Docker) -> tuple[str, ...]:
@@ -327,11 +315,8 @@ def add_users(plan: DockerPlan) -> Commands:
     missing = [user for user in plan.users if GROUP not in groups.get(user, (GROUP,))]
     unknown = [user for user in plan.users if user not in groups]
     if unknown:
-        refuse(
-            "docker.users",
-            f"no such user on this host: {', '.join(unknown)}",
-            "create the user, or take the name out of docker.users",
-        )
+        message = f"no such user on this host: {', '.join(unknown)}"
+        refuse("docker.users", message, "create the user, or take the name out of docker.users")
     if not missing:
         host.noop(f"in group {GROUP}: {', '.join(plan.users) or 'no user requested'}")
         return

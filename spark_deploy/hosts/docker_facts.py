@@ -114,8 +114,6 @@ class Docker:
 
 
 class DockerState(HostFact[Docker]):
-    """Everything the docker role compares, read by a single command."""
-
     def command(
         self,
         packages: Sequence[str],
@@ -244,7 +242,6 @@ class Container:
 
     @property
     def is_engine(self) -> bool:
-        """Whether it appears to serve models or to use the GPU."""
         return self.uses_gpu or bool(_ENGINES.search(self.image.lower()))
 
     @property

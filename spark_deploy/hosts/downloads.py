@@ -25,7 +25,7 @@ from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
 from spark_deploy.hosts.commands import current_host, log, shell
 from spark_deploy.hosts.facts import FileStates, LineFact, read_fact
-from spark_deploy.hosts.files import file_states, place_files, remove_files
+from spark_deploy.hosts.files import file_states, place_files, remove_files, sync_files
 from spark_deploy.hosts.operations import Commands, host_operation
 from spark_deploy.hosts.status import JobStates
 from spark_deploy.plan.jobs import (
@@ -75,12 +75,7 @@ _RESTART = (
 
 @host_operation
 def configure_job_proxy(proxy: ProxySettings) -> Commands:
-    """Install the file with the proxy of jobs, or remove it."""
-    if proxy.used:
-        changed = yield from place_files((proxy_file(proxy),))
-    else:
-        changed = yield from remove_files((PROXY,))
-    if not changed:
+    if not (yield from sync_files((proxy_file(proxy),), wanted=proxy.used)):
         host.noop("the proxy is as planned" if proxy.used else "no proxy is set")
 
 
@@ -245,7 +240,6 @@ def stop_sharing() -> Commands:
 
 
 def with_known_peers(work: Work) -> Work:
-    """Return a job with the hosts of this run that serve the result."""
     if current_host() not in _members:
         return work
     members = [each for each in _active_members() if each.url or each.name == host.name]

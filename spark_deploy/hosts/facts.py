@@ -22,14 +22,7 @@ from spark_deploy.plan.types import FileState
 T = TypeVar("T")
 
 # Raised by parsers on malformed text; our own defects look the same, so the type is printed too.
-_PARSE_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class HostFact(FactBase[T]):
@@ -45,7 +38,7 @@ class HostFact(FactBase[T]):
         def process(self: HostFact[T], output: Iterable[str]) -> T:
             try:
                 value: T = parse(self, output)
-            except _PARSE_ERRORS as error:
+            except _MALFORMED as error:
                 detail = f"{type(error).__name__}: {str(error)[:200]!r}"
                 message = f"{cls.__name__}: cannot read the host's output ({detail}); run again"
                 raise FactProcessError(message) from error
@@ -81,7 +74,6 @@ class Sections(dict[str, list[str]]):
         return []
 
     def first(self, name: str) -> str:
-        """Return the first line of a section, stripped; "" if there is none."""
         return next(iter(self[name]), "").strip()
 
     def text(self, name: str) -> str:

@@ -56,6 +56,15 @@ def remove_files(paths: Sequence[str]) -> Generator[StringCommand, None, bool]:
     return bool(present)
 
 
+def sync_files(
+    files: Sequence[ManagedFile], *, wanted: bool
+) -> Generator[StringCommand, None, bool]:
+    """Yield the command that places or removes files; return whether anything changes."""
+    if wanted:
+        return (yield from place_files(files))
+    return (yield from remove_files([file.path for file in files]))
+
+
 def describe_changes(paths: Sequence[str], present: Container[str]) -> str:
     parts = []
     for word, names in (

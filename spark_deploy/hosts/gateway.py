@@ -169,8 +169,6 @@ def _issue_certificate(
 
 
 class Timers(HostFact[dict[str, bool]]):
-    """Each timer of a schedule, with whether it runs and is enabled."""
-
     default = dict
 
     def command(self) -> str:

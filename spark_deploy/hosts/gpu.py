@@ -170,8 +170,6 @@ class Cuda:
 
 
 class CudaState(HostFact[Cuda]):
-    """Everything the CUDA role compares, read by a single command."""
-
     def command(self, urls: Sequence[str] = ()) -> str:
         return build_script(_TOOLKITS, known_urls_script(urls))
 
@@ -218,7 +216,6 @@ def _numbers(version: str) -> tuple[int, int]:
 
 @host_operation
 def add_cuda_repositories(plan: CudaPlan) -> Commands:
-    """Add the repositories of ``plan`` if the toolkit has to be installed from them."""
     state = read_fact(CudaState, **fact_arguments(plan))
     needed = find_toolkit(state.toolkits, plan.version) is None
     yield from add_repositories(plan.repositories, state.known_urls, needed=needed)
@@ -260,13 +257,11 @@ def lacks_runtime(state: Docker) -> bool:
 
 
 def lacks_specification(state: Docker) -> bool:
-    """Whether containers need a CDI specification that does not exist yet."""
     # Where the toolkit is forced to CDI, the runtime resolves it for an engine without CDI.
     return not state.cdi and (gpu_arguments(state) == CDI or state.toolkit_mode == "cdi")
 
 
 def gpu_problem(state: Docker) -> Problem | None:
-    """Return why no container can get the GPU here, or ``None``."""
     if gpu_arguments(state) != CDI or state.cdi_directories or not state.info:
         return None
     return Problem(

@@ -60,7 +60,6 @@ def _this_machine() -> str:
 
 
 def this_run() -> str:
-    """Return the token of this run: machine and process."""
     return f"{_this_machine()}-{os.getpid()}"
 
 
@@ -95,7 +94,6 @@ echo taken"""
 
 
 def release_script(path: str, token: str) -> str:
-    """Return the script that returns a lease, if it is still this run's."""
     lease = shlex.quote(path)
     return f"""[ -f {lease} ] || exit 0
 umask 077; exec 9>>{lease}.lock; flock -w 20 9
@@ -170,7 +168,6 @@ def hold_lease(state: State, host: Host) -> None:
 
 
 def _current_lease() -> _Lease | None:
-    """Return the current host's lease; ``None`` where none is needed."""
     return _leases.get(current_host()) if current_state.is_executing else None
 
 
@@ -184,7 +181,6 @@ def _find_other_run() -> Problem | None:
 
 
 def _acquire_lease() -> Problem | None:
-    """Take the current host's lease before a change, or return the holder."""
     lease = _current_lease()
     if lease is None or lease.taken:
         return None

@@ -10,13 +10,7 @@ from spark_contract.machine import version_key
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.config.settings.host import GB10
-from spark_deploy.hosts.capacity import (
-    GIB,
-    Verdict,
-    competing_containers,
-    judge_capacity,
-    judge_workloads,
-)
+from spark_deploy.hosts import capacity
 from spark_deploy.hosts.commands import is_predicted, log
 from spark_deploy.hosts.fabric import find_differences, judge_links, read_reach
 from spark_deploy.hosts.facts import answers_by_host, prefetch, read_fact
@@ -38,15 +32,16 @@ def _warning(where: str, message: str, fix: str) -> _Finding:
     return False, Problem(where, message, fix)
 
 
-def judge(needs: NeedsPlan, survey: Survey) -> Verdict:
+def judge(needs: NeedsPlan, survey: Survey) -> capacity.Verdict:
     """Collect everything that is wrong with a host at once."""
     findings = (*_identity(needs, survey), *_health(needs, survey))
-    workloads, capacity = judge_workloads(needs, survey), judge_capacity(needs, survey)
+    workloads = capacity.judge_workloads(needs, survey)
+    room = capacity.judge_capacity(needs, survey)
     problems = (problem for refuses, problem in findings if refuses)
     warnings = (problem for refuses, problem in findings if not refuses)
-    return Verdict(
-        (*problems, *workloads.problems, *capacity.problems),
-        (*warnings, *workloads.warnings, *capacity.warnings),
+    return capacity.Verdict(
+        (*problems, *workloads.problems, *room.problems),
+        (*warnings, *workloads.warnings, *room.warnings),
     )
 
 
@@ -131,17 +126,13 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
         message = f"{survey.user} cannot become root without a password"
         yield _error("sudo", message, "run `pyinfra INVENTORY deploys/bootstrap.py` once")
     if survey.docker_silent == "active" and survey.sudo_works:  # without root docker never answers
-        yield _error(
-            "docker",
-            "the daemon runs but does not answer, so unmanaged containers are unknown",
-            "see `journalctl -u docker` on the host; a restart of docker may be needed",
-        )
+        message = "the daemon runs but does not answer, so unmanaged containers are unknown"
+        fix = "see `journalctl -u docker` on the host; a restart of docker may be needed"
+        yield _error("docker", message, fix)
     elif survey.docker_silent not in ("", "active"):
-        yield _warning(
-            "docker",
-            f"its unit is {survey.docker_silent}; unmanaged containers are not known yet",
-            "no action needed: the deploy starts it and checks them then",
-        )
+        message = f"its unit is {survey.docker_silent}; unmanaged containers are not known yet"
+        fix = "no action needed: the deploy starts it and checks them then"
+        yield _warning("docker", message, fix)
     ahead_s = survey.identity.clock_ahead_s
     if abs(ahead_s) > _CLOCK_S:
         side = "ahead of" if ahead_s > 0 else "behind"
@@ -154,11 +145,9 @@ def _health(needs: NeedsPlan, survey: Survey) -> Iterator[_Finding]:
     yield from ((False, problem) for problem in _kernel(survey))
     blocks = survey.memory.blocks
     if blocks is not None and blocks.is_fragmented:
-        yield _warning(
-            "memory",
-            f"fragmented: {blocks}; the GPU driver needs contiguous blocks",
-            "a start compacts it; if the start fails, reboot the host",
-        )
+        message = f"fragmented: {blocks}; the GPU driver needs contiguous blocks"
+        fix = "a start compacts it; if the start fails, reboot the host"
+        yield _warning("memory", message, fix)
     if pending := survey.identity.boot.pending:
         fix = "reboot when it suits you, or set reboot: allow to have the deploy do it"
         yield _warning("reboot", f"pending: {pending}", fix)
@@ -201,7 +190,7 @@ def _kernel(survey: Survey) -> Iterator[Problem]:
     if memory.cma_free_bytes > memory.cma_total_bytes:
         yield Problem(
             "kernel",
-            f"{kernel} counts {memory.cma_free_bytes / GIB:.1f} GiB as free that "
+            f"{kernel} counts {memory.cma_free_bytes / capacity.GIB:.1f} GiB as free that "
             "the GPU cannot have (CmaFree is above CmaTotal in /proc/meminfo: kexec handover)",
             "boot with kho=off, or with a 6.17 kernel",
         )
@@ -271,7 +260,6 @@ def check_host(needs: NeedsPlan) -> None:
 
 @host_operation
 def check_cluster(needs: NeedsPlan) -> None:
-    """Refuse a cluster with unreachable or different members."""
     if not needs.cluster:
         host.noop("not part of a cluster")
         return
@@ -291,7 +279,7 @@ def take_over(needs: NeedsPlan) -> Commands:
     They are not removed: `docker update --restart=unless-stopped NAME; docker start NAME`
     reverts it.
     """
-    competing = competing_containers(read_survey(needs).containers)
+    competing = capacity.competing_containers(read_survey(needs).containers)
     names = [container.name for container in competing if container.name in needs.takeover]
     if not names:
         host.noop("no container to take over")

@@ -79,7 +79,6 @@ def require_members(members: Sequence[str]) -> None:
 
 
 def change_to(release: str, timeout_s: int) -> FunctionCommand:
-    """Return the command that starts the change to a release and watches it to the end."""
     return FunctionCommand(change_now, [release, timeout_s], {})
 
 
@@ -187,11 +186,9 @@ def verify_rollback(service: str, chosen: str) -> None:
     release = state.good if state else None
     why = status.unproven(service, release) if release else "no release was ever proven here"
     if why:
-        refuse(
-            f"{this_host.name}: {release or service}",
-            f"not proven: {why}",
-            "run `spark-check` on the host to see which check fails; deploy.py repairs the rest",
-        )
+        message = f"not proven: {why}"
+        fix = "run `spark-check` on the host to see which check fails; deploy.py repairs the rest"
+        refuse(f"{this_host.name}: {release or service}", message, fix)
     serves = status.release(release)
     if serves is None:  # a proven service serves a release
         raise ValueError(f"{service} serves nothing")

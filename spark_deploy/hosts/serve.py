@@ -14,6 +14,7 @@ from spark_contract.paths import RECEIPTS_DIR
 from spark_contract.release import Release
 from spark_contract.units import SERVE, SWITCH
 
+from spark_deploy.hosts import releases
 from spark_deploy.hosts.commands import (
     CommandFailed,
     is_predicted,
@@ -26,13 +27,6 @@ from spark_deploy.hosts.facts import HostFact, read_fact, read_fact_now, run_fac
 from spark_deploy.hosts.files import place_files
 from spark_deploy.hosts.operations import Commands, host_command, host_operation, refuse
 from spark_deploy.hosts.preflight import fact_arguments, read_survey
-from spark_deploy.hosts.releases import (
-    change_now,
-    change_to,
-    note_interruption,
-    refuse_after_failure,
-    require_members,
-)
 from spark_deploy.hosts.status import HostStatus, Status, UsersKnown, parse_status
 from spark_deploy.hosts.survey import HostSurvey
 from spark_deploy.plan.gateway import base_urls
@@ -62,17 +56,13 @@ def start_service(plan: Release, timeout_s: int) -> Commands:
         return
     if why := _reason_to_change(plan, status):
         log_once(f"{plan.name}: {why}")
-        predict(_served(plan))
-        yield change_to(plan.name, timeout_s)
-
-
-def _served(plan: Release) -> str:
-    return f"{plan.name} is served"
+        predict(f"{plan.name} is served")
+        yield releases.change_to(plan.name, timeout_s)
 
 
 def _reason_to_change(plan: Release, status: HostStatus) -> str:
     """Return why the host has to change to this release; "" (with a no-op) if it does not."""
-    if is_predicted(_served(plan)):
+    if is_predicted(f"{plan.name} is served"):
         host.noop("is served by then")
         return ""
     if stopped := status.stopped(plan.service):
@@ -105,16 +95,16 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
     if not why:
         return
     state = status.service(plan.service)
-    refuse_after_failure(f"left alone on {(state.active if state else None) or 'nothing'}")
+    releases.refuse_after_failure(f"left alone on {(state.active if state else None) or 'nothing'}")
     if plan.cluster is not None:
-        require_members(tuple(member.host for member in plan.cluster.members))
+        releases.require_members(tuple(member.host for member in plan.cluster.members))
     back = state.rolled_back if state else None
     if back and back.to != plan.name:
         log_once(
             f"was rolled back from {back.came} to {back.to} ({back.at}); group_vars say {plan.name}"
         )
     log_once(f"{plan.name}: {why}")
-    yield change_to(plan.name, timeout_s)
+    yield releases.change_to(plan.name, timeout_s)
 
 
 @host_operation
@@ -147,30 +137,24 @@ def verify_service(plan: Release, gateway: GatewayPlan, scheduled: Sequence[Rele
     if why := status.unproven(plan.service, plan.name):
         fix = "run again; `spark-check` on the host shows which check fails"
         refuse(f"{host.name}: {plan.name}", f"not proven: {why}", fix)
-    for line in summary(plan, gateway, status):
-        host.log(line)
-    host.noop("proven")
-
-
-def summary(plan: Release, gateway: GatewayPlan, status: HostStatus) -> list[str]:
     release, live = status.release(plan.name), status.live(plan.name)
     proof = release.proof if release else None
-    if proof is None or live is None:  # called for a proven release only
+    if proof is None or live is None:  # a proven release has both
         raise ValueError(f"{plan.name} is not proven")
-    listen = f"at {', '.join(url for url, _ in base_urls(gateway))}"
     state = status.service(plan.service)
+    listen = f"at {', '.join(url for url, _ in base_urls(gateway))}"
     if state and state.head:
         listen = f"for {state.head}, which answers"
-    lines = [
-        f"serves {plan.model} with profile {plan.profile} as {', '.join(plan.names)} {listen}",
+    host.log(f"serves {plan.model} with profile {plan.profile} as {', '.join(plan.names)} {listen}")
+    host.log(
         f"proof: {proof.level} check of {proof.checked_at}, {len(proof.checks)} checks; "
-        f"one live answer in {live.seconds:.1f} s",
-    ]
+        f"one live answer in {live.seconds:.1f} s"
+    )
     if proof.portable:
-        lines.append("portable mode: weights dequantised to BF16; proves no Spark kernel")
+        host.log("portable mode: weights dequantised to BF16; proves no Spark kernel")
     if proof.stubbed:
-        lines.append(f"stubbed here: {', '.join(proof.stubbed)}")
-    return lines
+        host.log(f"stubbed here: {', '.join(proof.stubbed)}")
+    host.noop("proven")
 
 
 _DOWN_WITHIN_S = 600
@@ -209,7 +193,7 @@ def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
         host.noop(f"was rebooted for this already, and it is still pending: {why}")
         return
     _require_readable(host, read_fact(Status))
-    refuse_after_failure("not rebooted")
+    releases.refuse_after_failure("not rebooted")
     predict("reboot")
     yield FunctionCommand(_reboot, [why, needs, serve], {})
 
@@ -217,7 +201,7 @@ def reboot_host(needs: NeedsPlan, serve: Release) -> Commands:
 @host_command
 def _reboot(state: State, host: Host, why: str, needs: NeedsPlan, serve: Release) -> bool:
     host.log(f"rebooting: {why}")
-    note_interruption(host)
+    releases.note_interruption(host)
     try:
         before = run(host, f"cat {BOOT_ID}")
         note = "\n".join([*before, why])
@@ -260,7 +244,7 @@ def _serves_again(state: State, host: Host, serve: Release) -> bool:
             release = status.release(name)
             active = release.active if release else ""
             if active == "active":
-                return change_now(state, host, name, limit_s)
+                return releases.change_now(state, host, name, limit_s)
             if active != last:
                 last = active
                 host.log(f"{name} is {active}")

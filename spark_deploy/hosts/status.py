@@ -92,7 +92,6 @@ class HostStatus:
         return state is not None and state.change_failed
 
     def live(self, release: str) -> status.Live | None:
-        """Return the outcome of a completion through the running engine."""
         outcomes = (self.report.live, *self.report.more_live) if self.report else ()
         return next((live for live in outcomes if live and live.release == release), None)
 
@@ -154,7 +153,6 @@ class HostStatus:
 
 
 def stopped_text(service: str, stopped: Stopped) -> str:
-    """Describe a service stopped on purpose, and how to start it."""
     who = stopped.by or "someone on the host"
     return (
         f"{service} was stopped on purpose by {who} and is down since {stopped.at}"

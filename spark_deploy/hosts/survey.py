@@ -6,32 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spark_contract import machine
 from spark_contract.errors import Problem
-from spark_contract.machine import (
-    DRIVER_LIBRARIES,
-    REBOOT_MARKER,
-    REBOOT_PACKAGES,
-    BootSigns,
-    FreeBlocks,
-    library_versions,
-    parse_buddyinfo,
-)
 from spark_contract.paths import DAILY, RELEASES_DIR, Paths
 from spark_contract.records import DailyLook, Stopped
 from spark_contract.tool import STAND_IN
 from spark_contract.units import MAIN_SERVICE, SERVE
 
-from spark_deploy.hosts import disk, docker_facts, gpu, network
-from spark_deploy.hosts.facts import (
-    SERVING_SCRIPT,
-    HostFact,
-    Sections,
-    as_root,
-    build_script,
-    parse_document,
-    parse_key_values,
-    parse_sections,
-)
+from spark_deploy.hosts import disk, docker_facts, facts, gpu, network
 
 IDENTITY_SCRIPT = rf"""
 echo '== uname'; uname -m; uname -r
@@ -49,8 +31,9 @@ for image in /boot/vmlinuz-*; do [ -e "$image" ] && echo "${{image##*/vmlinuz-}}
 echo '== host-key'
 ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub 2>/dev/null | cut -d' ' -f2
 echo '== clock'; date +%s
-echo '== reboot'; [ -e {REBOOT_MARKER} ] && {{ echo required; cat {REBOOT_PACKAGES}; }}
-echo '== driver-libraries'; ls {DRIVER_LIBRARIES} 2>/dev/null
+echo '== reboot'
+[ -e {machine.REBOOT_MARKER} ] && {{ echo required; cat {machine.REBOOT_PACKAGES}; }}
+echo '== driver-libraries'; ls {machine.DRIVER_LIBRARIES} 2>/dev/null
 """
 
 
@@ -64,26 +47,26 @@ class HostIdentity:
     dgx_release: dict[str, str]  # empty: no /etc/dgx-release
     pci: tuple[str, ...]  # vendor:device of each function, as lspci -n prints it
     host_key: str  # fingerprint of the SSH host key; "" if there is none
-    boot: BootSigns
+    boot: machine.BootSigns
     kernel_parameters: tuple[str, ...] = ()  # of this boot
     clock_ahead_s: float = 0.0  # of the controller's clock; negative: behind it
 
 
-def parse_identity(sections: Sections, gpu_state: gpu.GpuState) -> HostIdentity:
+def parse_identity(sections: facts.Sections, gpu_state: gpu.GpuState) -> HostIdentity:
     arch, kernel = [*sections["uname"], "", ""][:2]
-    os_release = parse_key_values(sections["os-release"])
+    os_release = facts.parse_key_values(sections["os-release"])
     reboot, clock = sections["reboot"], sections.first("clock")
-    libraries = library_versions(sections["driver-libraries"])
+    libraries = machine.library_versions(sections["driver-libraries"])
     return HostIdentity(
         arch=arch,
         kernel=kernel,
         os_id=os_release.get("ID", ""),
         os_version=os_release.get("VERSION_ID", ""),
         os_name=os_release.get("PRETTY_NAME", ""),
-        dgx_release=parse_key_values(sections["dgx-release"]),
+        dgx_release=facts.parse_key_values(sections["dgx-release"]),
         pci=tuple(sections["pci"]),
         host_key=sections.first("host-key"),
-        boot=BootSigns(
+        boot=machine.BootSigns(
             kernel=kernel,
             kernels=tuple(sections["kernels"]),
             marked=bool(reboot),
@@ -118,7 +101,7 @@ class Memory:
     available_bytes: int  # less the free memory that a kernel keeps for kexec handover
     cma_total_bytes: int
     cma_free_bytes: int  # above the total: counted as free, but kept for the kernel's handover
-    blocks: FreeBlocks | None  # None: only root may read them
+    blocks: machine.FreeBlocks | None  # None: only root may read them
     driver_failures: int  # lines of the kernel log since the boot
 
 
@@ -132,7 +115,7 @@ class Process:
     name: str
 
 
-def parse_memory(sections: Sections) -> Memory:
+def parse_memory(sections: facts.Sections) -> Memory:
     matches = (re.match(r"(\w+):\s+(\d+) kB", line) for line in sections["meminfo"])
     kib = {match[1]: int(match[2]) for match in matches if match}
     total, available, cma_total, cma_free = (
@@ -145,7 +128,7 @@ def parse_memory(sections: Sections) -> Memory:
         available - max(0, cma_free - cma_total),
         cma_total,
         cma_free,
-        parse_buddyinfo("\n".join(zones), int(page)) if page.isdigit() else None,
+        machine.parse_buddyinfo("\n".join(zones), int(page)) if page.isdigit() else None,
         int(failures) if failures.isdigit() else 0,
     )
 
@@ -255,8 +238,8 @@ class Survey:
         return (*self.stub_packages, *([f"driver {driver}"] if is_stub else ()))
 
 
-class HostSurvey(HostFact[Survey]):
-    """Run it without pyinfra's sudo: ``as_root`` becomes root itself."""
+class HostSurvey(facts.HostFact[Survey]):
+    """Run it without pyinfra's sudo: ``facts.as_root`` becomes root itself."""
 
     def command(
         self,
@@ -266,14 +249,14 @@ class HostSurvey(HostFact[Survey]):
         shared_paths: Sequence[str] = (),
         look_in: Sequence[str] = (),
     ) -> str:
-        return as_root(
-            build_script(
+        return facts.as_root(
+            facts.build_script(
                 IDENTITY_SCRIPT,
                 gpu.GPU_SCRIPT,
                 MEMORY_SCRIPT,
                 disk.stored_script(paths, look_in),
                 network.ports_script(ports_wanted),
-                SERVING_SCRIPT,
+                facts.SERVING_SCRIPT,
                 engine_memory_script(),
                 audit_script(),
                 stopped_script(),
@@ -288,10 +271,10 @@ class HostSurvey(HostFact[Survey]):
         )
 
     def process(self, output: list[str]) -> Survey:
-        sections = parse_sections(output)
+        sections = facts.parse_sections(output)
         sudo = sections["sudo"] or ["no"]
         gpu_state = gpu.parse_gpu(sections)
-        daily = parse_document(DailyLook, sections.text("daily"))
+        daily = facts.parse_document(DailyLook, sections.text("daily"))
         stopped = sections["stopped"]
         engines = (line.partition(" ") for line in sections["engine-memory"])
         unreachable = (line for line in sections["containers"] if line.startswith("unreachable "))
@@ -318,7 +301,7 @@ class HostSurvey(HostFact[Survey]):
             parents=tuple(disk.parse_parents(sections["parents"])),
             # An unreadable file also keeps the service down.
             stopped={
-                name: parse_document(Stopped, text) or Stopped(None, "an unknown time")
+                name: facts.parse_document(Stopped, text) or Stopped(None, "an unknown time")
                 for name, text in zip(stopped[::2], stopped[1::2], strict=False)
             },
             engine_bytes={unit: int(planned) for unit, _, planned in engines if planned.isdigit()},

@@ -6,19 +6,10 @@ from dataclasses import dataclass
 
 from pyinfra import host
 from pyinfra.api import FactProcessError, FunctionCommand, Host, State, StringCommand
-from spark_contract import tool
+from spark_contract import paths, tool
 from spark_contract.documents import DocumentError, parse, plain
 from spark_contract.errors import problem_in
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, ImageProof, Job, ReceiptProof
-from spark_contract.paths import (
-    CURRENT_TOOLS,
-    ENGINE_USER,
-    GATEWAY_USER,
-    PROOFS_DIR,
-    PROXY,
-    SITE,
-    STATE_DIR,
-)
 from spark_contract.status import Footprint, Keep, Ours, Pruning, Thing
 from spark_contract.units import DAILY_STAMP
 
@@ -108,7 +99,6 @@ class ManagedResources(HostFact[Ours]):
 
 
 def uninstall_request(settings: Settings) -> str:
-    """Return, as JSON, the resources to look for on a host."""
     docker = settings.docker
     wanted = Footprint(
         models_dir=settings.paths.models_dir,
@@ -142,7 +132,7 @@ def read_resources(request: str) -> Ours:
 @host_operation
 def note_host(plan: BasePlan, request: str) -> Commands:
     """Write down the host's state before the first deploy, for a later uninstall."""
-    if STATE_DIR in base.read_state(plan).directories:
+    if paths.STATE_DIR in base.read_state(plan).directories:
         host.noop("deployed to before")
         return
     yield StringCommand(memory_command(tool.NOTE, request), _stdin=packed_tools())
@@ -254,11 +244,11 @@ def _prepared_resources(plan: HostPlan, payload: Payload) -> Iterator[Owned]:
     install = "Tools | Install host tools"
     yield from _files(placed_tools(plan.tools, payload.tools), install)
     yield from _files(unit_files_of(payload.units), install)
-    yield Owned("link", CURRENT_TOOLS, install)
+    yield Owned("link", paths.CURRENT_TOOLS, install)
     yield Owned("state", DAILY_STAMP, install)
-    yield Owned("link", SITE, "Tools | Install the builder's Python packages")
+    yield Owned("link", paths.SITE, "Tools | Install the builder's Python packages")
     if plan.proxy.used:
-        yield Owned("state", PROXY, "Sources | Install the proxy of jobs", 0o600)
+        yield Owned("state", paths.PROXY, "Sources | Install the proxy of jobs", 0o600)
         yield from _files((DOCKER_DROP_IN,), "Docker | Pull images through the proxy")
 
 
@@ -285,8 +275,8 @@ def _artefact(job: Job, operation: str) -> Owned:
 
 def _release_resources(plan: HostPlan) -> Iterator[Owned]:
     install, configure = "Serve | Install units and release", "Serve | Configure the gateway"
-    yield Owned("user", GATEWAY_USER, install)
-    yield Owned("user", ENGINE_USER, install)
+    yield Owned("user", paths.GATEWAY_USER, install)
+    yield Owned("user", paths.ENGINE_USER, install)
     for served in plan.served:
         yield from _files(release_files_of(served), install)
         subject = "the release" if served is plan else served.serve.service
@@ -295,7 +285,7 @@ def _release_resources(plan: HostPlan) -> Iterator[Owned]:
         for unit in (served.serve.serve_unit, gateway.unit):
             yield Owned("active", unit, change)
             yield Owned("enabled", unit, change)
-        yield Owned("state", f"{PROOFS_DIR}/{served.serve.name}.json", change)
+        yield Owned("state", f"{paths.PROOFS_DIR}/{served.serve.name}.json", change)
         yield Owned("file", gateway.path, configure, 0o644)
         if gateway.tls:
             yield Owned("state", gateway.tls.certificate, configure, 0o644)
