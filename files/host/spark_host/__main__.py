@@ -19,6 +19,7 @@ from spark_host.system.programs import print_json
 
 Words = list[str]
 Arguments = Callable[[Words, Paths], tuple[Any, ...]]
+_USAGE = "run `spark-host help`"
 
 
 def _call(function: str, *arguments: Any) -> Any:
@@ -37,7 +38,7 @@ def _paths(words: Words, paths: Paths) -> tuple[Paths]:
 
 def _name(words: Words, paths: Paths) -> tuple[str, Paths]:
     if len(words) != 1:
-        raise HostToolError("spark-host", f"needs a single name, got {words}", "spark-host help", 2)
+        raise HostToolError("spark-host", f"needs a single name, got {words}", _USAGE, 2)
     return words[0], paths
 
 
@@ -62,7 +63,7 @@ def _stop(words: Words, paths: Paths) -> tuple[str, str, Host, float | None]:
     for_s = options.pop("--for", None)
     by = options.pop("--by", os.environ.get("SUDO_USER", "root"))
     if options or len(words) % 2 == 0 or not (for_s or "1").isdigit():
-        raise HostToolError("spark-host stop-service", f"unknown words {words}", "see help", 2)
+        raise HostToolError("spark-host stop-service", f"unknown arguments {words}", _USAGE, 2)
     return words[0], by, Host(paths), float(for_s) if for_s else None
 
 

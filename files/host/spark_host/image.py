@@ -44,7 +44,7 @@ _REPORT_S = 2.0
 _POLL_S = 0.2
 _LINE_BYTES = 1 << 20  # docker's lines have about 200 bytes
 _MESSAGE_LENGTH = 300
-_RUN_AGAIN = "`journalctl -u docker`; then run again: whole layers stay"
+_RUN_AGAIN = "see `journalctl -u docker`, then deploy again: complete layers are kept"
 
 
 def main(words: list[str], paths: Paths) -> int:
@@ -52,7 +52,7 @@ def main(words: list[str], paths: Paths) -> int:
     layers, words = (words[1], words[2:]) if words[:1] == [LAYERS_OPTION] else (None, words)
     if not words or words[0].startswith("-"):
         usage = f"image [{LAYERS_OPTION} LAYERS.json] REFERENCE [COMMAND...]"
-        raise HostToolError("image", f"unknown words {words}", usage, 2)
+        raise HostToolError("image", f"unknown arguments {words}", usage, 2)
     reference, *command = words
     try:
         if layers is not None:
@@ -186,9 +186,9 @@ class Layers:
             if idle_s <= self._stall_s:
                 return None
             waiting = [name for name, at in sorted(self._status.items()) if at not in _LOCAL]
-            layer = f" of layer {waiting[0]}" if waiting else ""
+            layer = f" for layer {waiting[0]}" if waiting else ""
             size = f"{sum(self._downloaded.values()) / 1e6:,.1f} MB"
-            return f"the pull stalls: nothing{layer} came in {idle_s:.0f} s, after {size}"
+            return f"the pull stalled: no data{layer} in {idle_s:.0f} s, after {size}"
 
     def progress(self, now: float) -> Progress:
         """Return the progress; the total is known once each layer has reported a size."""
@@ -218,13 +218,13 @@ def pull(reference: str, *, stall_s: float = fetching.PULL_STALL_S) -> None:
     except (OSError, HTTPException) as error:
         if not stalls:
             reason = getattr(error, "strerror", None) or "the connection ended"
-            message = f"docker's daemon is away, or broke the pull off ({reason.lower()})"
+            message = f"docker is not running, or aborted the pull ({reason.lower()})"
             fix = f"systemctl status docker; {_RUN_AGAIN}"
             raise HostToolError(reference, message, fix) from error
     if stalls:
         raise stalls[0]
     if docker.image(reference) is None:
-        message = "docker finished the pull without an error and without the image"
+        message = "docker reported success, but the image is missing"
         raise HostToolError(reference, message, _RUN_AGAIN)
 
 

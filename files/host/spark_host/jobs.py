@@ -87,7 +87,7 @@ def run(digest12: str, paths: Paths) -> int:
     folder = paths.job(digest12)
     if is_done(job, paths):
         users = _users_of(job.proof, paths) if isinstance(job.proof, AbsentProof) else []
-        reason = f"kept, {', '.join(users)} can serve it" if users else "already done"
+        reason = f"kept, because {', '.join(users)} needs it" if users else "already done"
         log(f"{job.title}: {reason}")
         last = read_document(JobRun, folder / STATUS)
         write_document(folder / STATUS, JobRun("done", 0, memory=last.memory if last else None))
@@ -302,4 +302,4 @@ def main(words: list[str], paths: Paths) -> int | list[JobState]:
         case ["poll", *digests]:
             return poll(digests or all_digests(paths), paths)
     usage = "use: job run D12 | job end D12 | job poll D12..."
-    raise HostToolError("job", f"unknown words {words}", usage, 2)
+    raise HostToolError("job", f"unknown arguments {words}", usage, 2)

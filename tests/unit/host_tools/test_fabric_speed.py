@@ -89,7 +89,7 @@ def test_listens_only_on_the_fabric_address(order: SpeedOrder) -> None:
 
 def test_listener_times_out(order: SpeedOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_MEET_S", 0.2)
-    with pytest.raises(HostToolError, match="0 of 4 connections came"):
+    with pytest.raises(HostToolError, match="only 0 of 4 connections"):
         speed.listen(order)
 
 

@@ -101,7 +101,7 @@ def test_proof_is_bound_to_run_and_versions(host: Host) -> None:
     assert unproven_reason(host, "run-2", now) == restarted
     assert "kernel" in str(unproven_reason(host, "run-1", {**now, "kernel": "9"}))
     other = proof.unproven_reason(stored_proof(host, release), "e" * 64, "run-1", now)
-    assert other == "the proof is of another release"
+    assert other == "the proof belongs to another release"
     # After a reboot without changes the quick check suffices.
     check(host, release, "quick", run="run-2")
     assert unproven_reason(host, "run-2", now) is None

@@ -123,7 +123,7 @@ def test_running_nginx_stays(apt: Apt, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("apt")
 def test_docker_stays_for_other_containers() -> None:
     packages = reasons_to_stay(earlier_host(), containers=("db",), engine=True)
-    assert packages["docker.io"] == "used by containers of others: db"
+    assert packages["docker.io"] == "used by unmanaged containers: db"
     assert "runc" not in packages
 
 
@@ -213,9 +213,11 @@ def test_unmanaged_files_in_our_folders_stay(tmp_path: Path) -> None:
     paths = Paths(tmp_path)
     things = [*uninstall._units_and_configuration(paths), *uninstall._tools_and_records(paths)]
     assert {Path(thing.name).name: thing.stays for thing in things} == {
-        "conf": "not made by us", "releases": "", "jars": "not made by us",
+        "conf": "not created by this project",
+        "releases": "",
+        "jars": "not created by this project",
         "spark-serve@.service": "",
-    }  # fmt: skip
+    }
 
 
 def test_removes_every_state_file(tmp_path: Path) -> None:

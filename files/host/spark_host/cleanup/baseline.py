@@ -28,7 +28,7 @@ _REMAINS = {
     "docker.io": ("/etc/docker", "/etc/cni", "/var/lib/containerd"),
     "nginx-light": ("/var/www",),
 }
-_KEEP_ENGINE = "others may use it by now; --data uninstall.engine=true removes it"
+_KEEP_ENGINE = "other software may use it by now; --data uninstall.engine=true removes it"
 # Installed without being started; if it runs, the owner uses it.
 _NOT_STARTED = {"nginx-light": "nginx.service"}
 

@@ -201,7 +201,7 @@ def main(words: list[str], paths: Paths) -> Pruning:
     dry = "--dry" in words
     requests = [word for word in words if word != "--dry"]
     if len(requests) != 1:
-        raise HostToolError("prune", "needs a single JSON text", "run deploys/prune.py", 2)
+        raise HostToolError("prune", "needs one JSON document", "run deploys/prune.py", 2)
     keep = parse(Keep, requests[0])
     with nullcontext() if dry else all_rollout_locks(paths):
         plan = plan_prune(keep, paths)

@@ -57,7 +57,7 @@ _BASELINE = "note"  # the kind of the baseline, which is removed last
 _MANAGED = "Managed by dgx-spark-deploy"
 _KEEP_MODELS = "models are kept; --data uninstall.models=true removes them"
 _KEEP_NETWORK = "other hosts may use it; remove it with `spark-deploy fabric --restore` first"
-_UNMANAGED = "not made by us"
+_UNMANAGED = "not created by this project"
 _NEEDS_BASELINE = ("package", "tree", "source", "image", "settings")
 _STOP_LIMIT_S = 900.0
 _ROUNDS = 6  # folders become empty and packages unneeded only after a round
@@ -78,7 +78,7 @@ class Others:
             footprint.gpu_packages: self.with_gpu,
         }
         return {
-            package: f"used by containers of others: {', '.join(names)}"
+            package: f"used by unmanaged containers: {', '.join(names)}"
             for packages, names in users.items()
             for package in packages
             if names
@@ -133,7 +133,7 @@ def _other_containers() -> Others:
         return Others((), (), frozenset())
     if not docker.is_up():
         fix = "systemctl start docker, then run again"
-        raise HostToolError("docker", "does not answer, so the containers are unknown", fix)
+        raise HostToolError("docker", "does not answer, so its containers are unknown", fix)
     engines = set(docker.engine_containers())
     names, gpu, images = [], [], set()
     for item in docker.query("/containers/json?all=1") or []:
@@ -161,7 +161,7 @@ def _images(before: Before | None, others: Others, paths: Paths) -> Iterator[Thi
     for image in sorted(images, key=lambda image: -len(image.layers)):
         identity = str((docker.image(image.reference) or {}).get("Id"))
         if before is None or identity not in before.images:
-            stays = "used by a container of others" if identity in others.images else ""
+            stays = "used by an unmanaged container" if identity in others.images else ""
             yield Thing("image", image.reference, sizes[image.reference], stays)
 
 

@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,21 +66,18 @@ def wanted(settings: Gateway) -> Listeners:
 
 
 def listening(pid: int, port: int) -> frozenset[str]:
-    inodes = set()
+    """Return the addresses on which a process listens."""
+    files = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
-        try:
-            target = os.readlink(entry.path)
-        except FileNotFoundError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
+        with suppress(FileNotFoundError):
+            files.add(os.readlink(entry.path))
     addresses = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         # A kernel without IPv6 has no second table.
         for line in table.read_text().splitlines()[1:] if table.exists() else []:
-            fields = line.split()
-            address, _, number = fields[1].partition(":")
-            if fields[3] == _LISTEN and int(number, 16) == port and fields[9] in inodes:
+            _, local, _, state, *_, inode = line.split()[:10]
+            address, _, number = local.partition(":")
+            if state == _LISTEN and int(number, 16) == port and f"socket:[{inode}]" in files:
                 addresses.add(_parse_address(address))
     return frozenset(addresses)
 

@@ -161,7 +161,8 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 def quoted(path: Path, suffix: str = "") -> str:
     """Return a path for a configuration; ``HostToolError`` if nginx would read another path."""
     if not _PLAIN.match(str(path)):
-        raise HostToolError("share", f"cannot share {path}", "choose a plainer path for it")
+        fix = "use only letters, digits, spaces and ._/+@,:=- in the path"
+        raise HostToolError("share", f"cannot share {path}", fix)
     return f'"{path}{suffix}"'
 
 

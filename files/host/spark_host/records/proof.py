@@ -80,7 +80,7 @@ def unproven_reason(
     if proof is None:
         return "never checked"
     if proof.digest != digest:
-        return "the proof is of another release"
+        return "the proof belongs to another release"
     if not proof.ok:
         return "the last check failed"
     if not invocation_id or proof.invocation_id != invocation_id:

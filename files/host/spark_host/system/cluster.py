@@ -96,7 +96,7 @@ def fence(words: Sequence[str], paths: Paths) -> int:
     """
     if len(words) != 2 or words[0] not in ("up", "down"):
         fix = "use up or down, and a release"
-        raise HostToolError("fence", f"unknown words {list(words)}", fix)
+        raise HostToolError("fence", f"unknown arguments {list(words)}", fix)
     release = load_release(words[1], paths)
     cluster = release.cluster
     if cluster is None:
@@ -117,6 +117,6 @@ def fence(words: Sequence[str], paths: Paths) -> int:
             done = run_program([program, *_WAIT, *rule], _IPTABLES_S)
             if done.returncode != 0:
                 message = f"the ports of the cluster stay open to all hosts ({error_line(done)})"
-                fix = "separate the network, or let only members in by a firewall"
+                fix = "isolate the network, or allow only members in a firewall"
                 raise HostToolError("fence", message, fix)
     return 0

@@ -46,7 +46,7 @@ def main(words: Sequence[str], paths: Paths) -> int:
                 _restore(paths, unconfirmed=len(words) == 2)
             case _:
                 usage = "use try, settled, confirm or restore"
-                raise HostToolError("fabric", f"unknown words {list(words)}", usage)
+                raise HostToolError("fabric", f"unknown arguments {list(words)}", usage)
     return 0
 
 

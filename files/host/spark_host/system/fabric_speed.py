@@ -35,7 +35,8 @@ _LINGER = struct.pack("ii", 1, 0)
 def main(words: Sequence[str], paths: Paths) -> int | SpeedFound:
     """``listen`` or ``send``, with a ``SpeedOrder`` on standard input."""
     if list(words) not in (["listen"], ["send"]):
-        raise HostToolError("fabric-speed", f"unknown words {list(words)}", "use listen or send")
+        fix = "use listen or send"
+        raise HostToolError("fabric-speed", f"unknown arguments {list(words)}", fix)
     order = documents.parse(SpeedOrder, sys.stdin.read())
     if words[0] == "send":
         return send(order)
@@ -64,7 +65,7 @@ def listen(order: SpeedOrder) -> None:
                 else:
                     stream.close()
     if len(streams) < _STREAMS:
-        message = f"{len(streams)} of {_STREAMS} connections came within {_MEET_S:.0f} s"
+        message = f"only {len(streams)} of {_STREAMS} connections within {_MEET_S:.0f} s"
         raise HostToolError(where, message, "see the sender's error")
     # Only now, so that all streams start together.
     until = time.monotonic() + order.most_s + _MEET_S
