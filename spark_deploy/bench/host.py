@@ -55,7 +55,7 @@ class Login:
         return [*self.ssh, shlex.join(words)] if self.ssh else words
 
     def run(self, script: str, limit_s: float = _LIMIT_S) -> str:
-        """Return the output of a script, or fail with its error."""
+        """Return the output of a script, or fail with the error output."""
         done = subprocess.run(
             self.argv(script), capture_output=True, text=True, timeout=limit_s, check=False,
             stdin=subprocess.DEVNULL,
@@ -84,7 +84,7 @@ def read_served(login: Login, service: str) -> tuple[Served, Release]:
 
 
 def read_draft_counters(login: Login, service: str) -> tuple[int, int]:
-    """Return the tokens that the engine drafted and accepted since its start."""
+    """Return the tokens that the engine drafted and accepted since the start."""
     engine = Paths(Path("/")).engine_socket(service)
     text = login.run(f"curl -sS -m 20 --unix-socket {engine} http://engine/metrics")
     counts = Counter[str]()

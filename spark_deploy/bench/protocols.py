@@ -161,7 +161,7 @@ def measure_grid(
     python: str, endpoint: Endpoint, tokenizer: Path, grid: Grid, result: Path,
     more: Sequence[str] = (),
 ) -> tuple[str, tuple[Cell, ...]]:  # fmt: skip
-    """Run llama-benchy and write its ``result`` file; return its version and cases.
+    """Run llama-benchy, write the ``result`` file, and return version and cases.
 
     ``tokenizer`` is a folder, ``more`` additional arguments.
     """

@@ -1,4 +1,4 @@
-"""Reports of one result, or of several compared with the first: Markdown, and one HTML file."""
+"""Reports of results, compared with the first: Markdown and a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sections(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
 
 
 def title_of(results: Sequence[BenchResult]) -> str:
-    """Return what the results share, then their names."""
+    """Return the shared parts of the results, then their names."""
     shared = [
         texts.pop()
         for form in ("{0.model}", "with {0.profile}", "on {0.host}")

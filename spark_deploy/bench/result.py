@@ -13,7 +13,7 @@ from spark_deploy.config.documents import CLOSED
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Answer:
-    """One answer of protocol `seeds`; the server's usage block counts the tokens."""
+    """An answer of protocol `seeds`; tokens are those of the server's usage block."""
 
     prompt: str
     """Name of the prompt."""
@@ -35,7 +35,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Cell:
-    """One case of llama-benchy; means over its runs."""
+    """A case of llama-benchy; means over all runs."""
 
     depth_tokens: NonNegativeInt
     """Tokens of context before the prompt."""
@@ -61,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Load:
-    """One case of `vllm bench serve`: random prompts, greedy, answers of fixed length."""
+    """A case of `vllm bench serve`: random prompts, greedy, answers of fixed length."""
 
     concurrency: PositiveInt
     """Concurrent clients."""
@@ -94,20 +94,20 @@ class Load:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """Prompt tokens per second until the first token, of one client."""
+        """Prompt tokens per second until the first token, per client."""
         if not self.first_token_ms:
             return None
         return self.sent_tokens / self.requests / self.first_token_ms * 1000
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Speed for one client after the first token."""
+        """Speed per client after the first token."""
         return 1000 / self.token_ms if self.token_ms else None
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Sample:
-    """The state of the host at one moment."""
+    """The state of the host at a point in time."""
 
     at_s: NonNegativeFloat
     """Since the start of the benchmark."""
@@ -133,7 +133,7 @@ class Served:
     tree: str
     """Path of the checkpoint on the host."""
     versions: dict[str, str]
-    """Kernel, driver, docker and others, as the host reports them."""
+    """Versions of kernel, driver, docker and more, reported by the host."""
     portable: bool = False
     """Whether the engine ran without quantized kernels."""
 
@@ -149,7 +149,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class Published:
-    """A published figure for the same model and profile: one request at a time."""
+    """A published figure for the same model and profile, without concurrent requests."""
 
     tokens_per_s: NonNegativeFloat
     source: str
@@ -158,7 +158,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class BenchResult:
-    """One run of `spark-deploy bench` on one host."""
+    """A run of `spark-deploy bench` on a host."""
 
     schema_version: Literal[1]
     """Version of this format."""

@@ -1,7 +1,7 @@
 """Files for submission of a result: Spark Arena's folder and NVIDIA's ``performance.yaml``.
 
 Formats: recipe of sparkrun, version 2, with ``runtime: vllm``, and ``performance.yaml`` of
-NVIDIA/local-ai-inference-recipes, schema 1. Nothing is sent.
+NVIDIA/local-ai-inference-recipes, schema 1. No data is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spark_contract.release import Release
 from spark_deploy.bench.protocols import GRID_NAME, WARM_UPS
 from spark_deploy.bench.result import BenchResult
 
-# Columns of llama-benchy's CSV, and their keys in its JSON.
+# Columns of llama-benchy's CSV, and keys in the JSON.
 _PARTS = (
     ("t_s", "{}_throughput"), ("t_s_req", "{}_req_throughput"), ("peak_ts", "peak_throughput"),
     ("peak_ts_req", "peak_req_throughput"), ("ttfr", "ttfr"), ("est_ppt", "est_ppt"),
@@ -38,7 +38,7 @@ class Origin:
 
     repository: str
     commit: str
-    built: bool  # the checkpoint was built from this repository and others
+    built: bool  # the checkpoint was built from several repositories
 
 
 class _Text(str):
@@ -79,8 +79,8 @@ def _dump(document: dict[str, Any]) -> str:
 
 
 def recipe_of(release: Release, origin: Origin) -> dict[str, Any]:
-    built = "; the checkpoint is built from this repository and others" * origin.built
-    # A line for each option with its values.
+    built = "; the checkpoint is built from several repositories" * origin.built
+    # A line for each option with values.
     number, lines = 0, dict[int, list[str]]()
     for word in release.engine.argv[1:]:
         number += word.startswith("--")

@@ -81,7 +81,7 @@ def _run_tool(options: Options, command: str, words: list[str], service: str | N
     hosts = select_hosts(options, must_serve=False)
     names = {host.name for host in hosts}
     for host in hosts if service in (None, MAIN_SERVICE) else ():
-        # Without one member the others would restart in vain.
+        # Without this member the cluster would restart in vain.
         members = host.settings.settings.cluster.hosts
         if left_out := [name for name in members if name not in names]:
             problem = f"serves together with {', '.join(left_out)}, not selected"
@@ -189,7 +189,7 @@ _QUESTIONS = {
     "prune": "Remove files and images that no kept release needs? (--dry lists each item)",
     "requantize": "Quantize there, for hours, with all of the host's memory?",
     "rotate-key": "Create a new API key and reject the old one at once?",
-    "uninstall": "Uninstall? (--dry lists what is removed and what stays)",
+    "uninstall": "Uninstall? (--dry lists removed and kept files)",
     "access": "Uninstall, then revoke this machine's access? (--dry lists both)",
 }
 

@@ -103,7 +103,7 @@ def _bootstrap(hosts: Sequence[Target], options: Options) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """What decides how much a deploy changes on a host."""
+    """The state of a host that determines the changes of a deploy."""
 
     status: HostStatus
     jobs: Jobs
@@ -139,7 +139,7 @@ def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
     reason = state.status.unproven(MAIN_SERVICE, plan.serve.name)
     stopped = state.status.stopped(MAIN_SERVICE)
     rollout = state.status.rollout(MAIN_SERVICE)
-    text = f"{plan.model} with {plan.profile} serves and is proven; its release does not change"
+    text = f"{plan.model} with {plan.profile} serves and is proven; the release does not change"
     if stopped:
         text = stopped
     elif reason and rollout:
@@ -207,8 +207,8 @@ def _start_time(plan: HostPlan, state: HostState) -> str:
     if last and last.state == "switched" and "start" in last.times_s:
         return f", which takes {_downtime(last)}"
     if release and release.proof:
-        return " again; the time of its last start is unknown"
-    return " for the first time; its time is unknown"
+        return " again; duration of the last start unknown"
+    return " for the first time; duration unknown"
 
 
 def _preparation(plan: HostPlan, jobs: Jobs) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""docs/reference/commands.md: every command with its options, as click declares them."""
+"""docs/reference/commands.md: commands with options, as click declares them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def all_yml() -> Iterator[str]:
 
 
 def _entry(key: str, part: dict[str, Any], value: Any) -> Iterator[str]:
-    """Yield a setting with its description on the same line if it fits, else above."""
+    """Yield a setting with the description on the same line or above."""
     text = part["description"]
     examples = [example for example in part.get("examples", ()) if example != value]
     if examples:
@@ -167,7 +167,7 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(texts)} |".replace("|  |", "| |")
 
 
-# Chapters of group_vars/all.yml by the key that begins each, with an optional paragraph.
+# Sections of group_vars/all.yml by first key: heading and optional paragraph.
 HEADINGS = {
     "model": "Model and service\n"
     "A release fixes model, profile, engine, memory, watch, check, and names and time limits of "

@@ -34,7 +34,7 @@ DEFAULT = Settings()
 
 @functools.cache
 def catalog() -> Catalog:
-    """Return the catalog; read after its schemas are written."""
+    """Return the catalog; read after the schemas are written."""
     return read_catalog()
 
 
@@ -59,7 +59,7 @@ def _settle(path: Path, make: Callable[[], Iterable[str]], check: bool) -> bool:
 
 
 def fill(name: str, parts: dict[str, Callable[[], Iterable[str]]]) -> Iterator[str]:
-    """Yield a page with each part between its marks written again.
+    """Yield a page with new content between the marks of each part.
 
     Raises:
         ValueError: the page lacks the marks of a part.

@@ -1,4 +1,4 @@
-"""Draw the pictures of commands in docs/screens; ``--check`` writes nothing.
+"""Draw the pictures of commands in docs/screens; ``--check`` only compares.
 
 ``plan`` is computed. The others replay a recording of the virtual lab (docs/screens/recorded, by
 `make recording`): pyinfra's log with times, and the JSON output of status and top.
@@ -79,7 +79,7 @@ def plan(console: Console) -> None:
 
 
 def up_running(console: Console) -> None:
-    """Draw a first deploy while engines load and one host is further than the other."""
+    """Draw a first deploy while the engines load."""
     transcript, passed_s = replay(until=": bench: ")
     console.print(progress_screen.rows(transcript, passed_s, WIDTH))
 
@@ -115,7 +115,7 @@ def recorded(name: str) -> list[dict[str, Any]]:
 
 
 def replay(until: str | None = None) -> tuple[Transcript, float]:
-    """Replay the recorded deploy to its end, or to the last line with this text."""
+    """Replay the recorded deploy, or the part up to the last line with this text."""
     pairs = [
         line.partition(" ")[::2] for line in (RECORDED / "up.log").read_text("utf-8").splitlines()
     ]

@@ -1,4 +1,4 @@
-"""Tables of the computed speed: comparison with published figures, and its parts."""
+"""Tables of the computed speed: comparison with published figures, parts of a step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def measured_rows(catalog: Catalog) -> Iterator[str]:
 
 
 def step_rows(catalog: Catalog) -> Iterator[str]:
-    """Yield the time of a decoding step by its parts, in milliseconds."""
+    """Yield the time of a decoding step by part, in milliseconds."""
     model = Settings().model
     names = dict.fromkeys(name for name, of, *_ in _published(catalog) if of == model)
     steps = [speed_of(_shape(catalog, model), catalog.profile(n, model)) for n in names]
@@ -103,7 +103,7 @@ def _shape(catalog: Catalog, name: str) -> Architecture:
 
 
 def _published(catalog: Catalog) -> list[tuple[str, str, Figure, float]]:
-    """Return profile, model, figure and its number, sorted."""
+    """Return profile, model, figure and number, sorted."""
     rows = [
         (name, figure.model, figure, figure.tokens_per_s)
         for name in catalog.profile_names

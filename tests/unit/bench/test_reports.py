@@ -189,7 +189,7 @@ def test_the_recipe_starts_the_measured_release(tmp_path):
     assert words[:3] == ["vllm", "serve", "{model}"]
     argv = RELEASE.engine.argv
     assert words[words.index("--max-model-len") + 1] == argv[argv.index("--max-model-len") + 1]
-    assert "built from this repository and others" in recipe["metadata"]["description"]
+    assert "built from several repositories" in recipe["metadata"]["description"]
     metadata = json.loads(files["metadata.json"])
     digest = hashlib.sha256(files["recipe.yaml"].encode()).hexdigest()
     assert metadata["recipe"]["hash"] == digest

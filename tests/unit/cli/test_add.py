@@ -168,11 +168,11 @@ def test_the_task_is_read_from_files_and_hub(hub, site, repo, files, listing, ta
 
 
 def test_unknown_values_are_left_out_and_reported(hub, site, capsys):
-    publish(hub, "org/odd", model_type="nobody", auto_map={"AutoModel": "m.Model"})
+    publish(hub, "org/odd", model_type="newtype", auto_map={"AutoModel": "m.Model"})
     assert add(site, "org/odd") == 0
     out = capsys.readouterr().out
     for text in (
-        "parsers: unknown for nobody", "KV cache of a token: layers of nobody are unknown",
+        "parsers: unknown for newtype", "KV cache of a token: layers of newtype are unknown",
         "custom code; not downloaded",
     ):  # fmt: skip
         assert text in out
@@ -211,7 +211,7 @@ def test_adds_a_recipe(hub, site, capsys):
 
 @pytest.mark.parametrize(
     "present",
-    ["", "model: qwen3.5-397b\n", "model: nobody-has-this\nprofile: nor-this\n",
+    ["", "model: qwen3.5-397b\n", "model: no-such-model\nprofile: no-such-profile\n",
      "profile: plain\n"],
     ids=["no choice", "fits on no host", "not in the catalog", "profile of another model"],
 )  # fmt: skip

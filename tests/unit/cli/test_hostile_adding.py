@@ -28,7 +28,7 @@ from tests.unit.planning.plans import shipped_catalog
 
 REPO = "org/tiny"
 INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
-SAID: dict[str, Any] = {
+DOCUMENTS: dict[str, Any] = {
     "config.json": {**CONFIG, "quantization_config": {"quant_method": "fp8", "bits": 8},
                     "audio_config": {}, "auto_map": {"AutoModel": "m.M"}},
     "generation_config.json": {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
@@ -42,20 +42,20 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         forked.fork_builder(patch)
         folder = running.root / REPO / "resolve" / COMMIT
         folder.mkdir(parents=True)
-        for name, text in SAID.items():
+        for name, text in DOCUMENTS.items():
             (folder / name).write_text(json.dumps(text))
-        write_repository(running.root, REPO, ENTRIES, COMMIT, SAID["config.json"])
+        write_repository(running.root, REPO, ENTRIES, COMMIT, DOCUMENTS["config.json"])
         yield running
 
 
 def answers_of(hub: Hub) -> dict[str, bytes]:
     """Return the hub's answers by the end of the path."""
     folder = hub.root / REPO / "resolve" / COMMIT
-    result = {name: (folder / name).read_bytes() for name in (*SAID, INDEX)}
+    result = {name: (folder / name).read_bytes() for name in (*DOCUMENTS, INDEX)}
     return {**result, "main": (hub.root / f"api/models/{REPO}/revision/main").read_bytes()}
 
 
-def drawn(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
+def draft_with(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
     """Return the draft with one answer replaced; empty if refused with one problem."""
     hub.fault = lambda item, path, data: item.serve(answer) or True if path.endswith(end) else None
     try:
@@ -82,7 +82,7 @@ def drawn(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
 @given(data=st.data())
 def test_any_answer_of_a_hub_gives_a_draft_or_one_problem(hub, data):
     end, text = data.draw(st.sampled_from(sorted(answers_of(hub).items())))
-    assert drawn(hub, end, data.draw(hostile(text))).get("kind", "plain") == "plain"
+    assert draft_with(hub, end, data.draw(hostile(text))).get("kind", "plain") == "plain"
 
 
 def listed(hub: Hub, *extra: str, size: int = 1, **changes: Any) -> bytes:
@@ -120,7 +120,7 @@ REFUSED = {
     ),
 }  # fmt: skip
 LONG = "an index of a million names"
-TAKEN = {
+ACCEPTED = {
     "a size that exceeds every number": ("main", lambda hub: listed(hub, size=10**400)),
     "a negative size": ("main", lambda hub: listed(hub, size=-(10**30))),
     "names that lead elsewhere": (
@@ -144,15 +144,16 @@ TAKEN = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_impossible_answers_are_refused(hub, case):
     end, answer = REFUSED[case]
-    assert drawn(hub, end, answer(hub)) == {}
+    assert draft_with(hub, end, answer(hub)) == {}
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(item, marks=pytest.mark.slow) if item == LONG else item for item in TAKEN]
+    "case",
+    [pytest.param(item, marks=pytest.mark.slow) if item == LONG else item for item in ACCEPTED],
 )
-def test_odd_answers_stay_out_of_the_file(hub, case):
-    end, answer = TAKEN[case]
-    assert drawn(hub, end, answer(hub))["repository"] == REPO
+def test_odd_answers_give_a_valid_file(hub, case):
+    end, answer = ACCEPTED[case]
+    assert draft_with(hub, end, answer(hub))["repository"] == REPO
 
 
 def aliases(levels: int) -> str:

@@ -164,8 +164,8 @@ def test_a_running_rollout_is_attached_to_or_refuses_another(release, text):
     ("last", "proof", "text"),
     [
         ("switched", None, ", which takes about a minute (the last start took 1:10)"),
-        ("rolled-back", None, " for the first time; its time is unknown"),
-        (None, {}, " again; the time of its last start is unknown"),
+        ("rolled-back", None, " for the first time; duration unknown"),
+        (None, {}, " again; duration of the last start unknown"),
     ],
 )
 def test_a_start_shows_the_time_of_the_last_successful_start(last, proof, text):
