@@ -15,7 +15,7 @@ from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import CatalogError, Problem
 from spark_deploy.config.yaml_files import read_mapping
-from tests.unit.hostile import ANYTHING
+from tests.unit.hostile import YAML
 from tests.unit.planning.plans import shipped_catalog
 
 FIXTURES = CHECKOUT / "tests/fixtures/recipes"
@@ -161,7 +161,7 @@ def written(data: dict[str, Any], name: str) -> tuple[str, tuple[Problem, ...]]:
 
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
-@given(value=ANYTHING)
+@given(value=YAML)
 @pytest.mark.parametrize("name", READ)
 def test_any_value_gives_a_draft_or_one_problem(name, value):
     for key in READ[name]:
