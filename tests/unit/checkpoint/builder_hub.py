@@ -42,7 +42,7 @@ class Hub:
 
 class QuietServer(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
-        """Print nothing: tests kill clients on purpose."""
+        """Stay silent: tests kill clients on purpose."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -29,7 +29,7 @@ def relative(found, expected):
 
 
 def refused(workshop, code=3, **changes):
-    """Return the single error line of a refused build, which must change nothing."""
+    """Require a refusal without changes; return the error line."""
     workshop.write_sources(**changes)
     before = workshop.base_hashes()
     done = workshop.build(check=False, **changes)

@@ -50,7 +50,7 @@ def weight_requests(handler, path):
 
 
 def header_ranges(shard):
-    """Return (file, first, last) of the two requests for a header: its length, then its JSON."""
+    """Return (file, first, last) of the two requests for a header: length, then JSON."""
     length = int.from_bytes(shard.read_bytes()[:8], "little")
     return [(shard.name, 0, 7), (shard.name, 8, 8 + length - 1)]
 

@@ -95,7 +95,7 @@ def test_fetch_broken_at_any_call_finishes_in_the_next_run(tmp_path, hub, reposi
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount small filesystems in memory until the test ends."""
+    """Mount small filesystems in memory during the test."""
     mounted = []
 
     def mount(size_bytes):

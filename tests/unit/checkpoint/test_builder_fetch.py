@@ -249,7 +249,7 @@ def test_needs_no_network_if_every_file_is_local(order, hub, source, tmp_path):
     assert hub.requests == []
 
 
-# The fetcher, with a user who replaces a file between the search and the read.
+# The fetcher; a user replaces a file between the search and the read.
 REPLACE_AFTER_SEARCH = """
 import os, sys
 from spark_checkpoint.__main__ import main
@@ -398,7 +398,7 @@ def test_refuses_a_second_fetch_of_the_same_checkpoint(order, hub, tmp_path):
     while not (tmp_path / ".out.partial/parts").exists():
         time.sleep(0.02)
     second = run_tool("fetch", order(), check=False)
-    # A user who can read the directory could lock it.
+    # Users with read access could lock the directory.
     mode = (tmp_path / ".out.partial").stat().st_mode
     released.set()
     assert first.wait() == 0

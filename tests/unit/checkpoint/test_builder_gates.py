@@ -229,7 +229,7 @@ DAMAGES = {
 
 @pytest.fixture
 def square(workshop):
-    """Return a workshop whose gates and ups are four blocks of different magnitudes.
+    """Return a workshop with gates and ups of four blocks of different magnitudes.
 
     Otherwise transposed tensors would be right by accident, or refused by shape.
     """

@@ -29,7 +29,7 @@ def manifest_of(*layers):
 
 
 class Registry(Hub):
-    """A registry whose tokens are valid for three requests."""
+    """A registry; tokens are valid for three requests."""
 
     def __init__(self, root):
         super().__init__(root)

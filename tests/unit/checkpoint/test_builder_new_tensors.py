@@ -280,7 +280,7 @@ def test_corrects_a_wrong_block_list_of_the_base(workshop):
 
 @pytest.fixture
 def hybrid(workshop):
-    """Return a workshop whose base is a hybrid of the same two repositories."""
+    """Return a workshop with a hybrid of the same repositories as the base."""
     plan = workshop.plan()
     for module in workshop.modules:
         for suffix in ("weight", "weight_scale_inv"):

@@ -44,7 +44,7 @@ def disk():
 
 
 def write_big(path, *, cached=True):
-    """Write a file, synced and in the page cache unless told otherwise."""
+    """Write a file, synced and by default in the page cache."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(os.urandom(1 << 20) * (BIG_BYTES >> 20) + os.urandom(BIG_BYTES % (1 << 20)))
     if cached:

@@ -44,7 +44,7 @@ def source(hub):
 
 @pytest.fixture
 def peer(tmp_path, source):
-    """A host with the files, at the URLs of its nginx."""
+    """A host with the files, at the URLs of nginx."""
     with Hub(tmp_path / "peer") as running:
         (running.root / TREE).mkdir()
         (running.root / TREE / "files").symlink_to(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -21,6 +22,7 @@ from builder_trees import run_tool, tool_environment
 from tests.faults.sweep import Sweep, assert_all_passed
 
 LARGE = "file-1.bin"
+ABSENT = "http://127.0.0.1:9"
 TEST = "tests/unit/checkpoint/test_hub_that_fails.py"
 ABOUT = {
     "for good": "the hub fails every request",
@@ -190,9 +192,10 @@ class Scene:
 
         hub.fault = fault
 
-    def write_order(self, url: str) -> None:
-        urls = [f"{url}/{REPOSITORY}/"]
-        order = fetch_order(self.source, self.out, urls, tries=2, timeout_s=1)
+    def write_order(self, *hubs: str, outage_s: float = 0) -> None:
+        urls = [f"{url}/{REPOSITORY}/" for url in hubs]
+        options = {"tries": 2, "timeout_s": 1, "outage_s": outage_s}
+        order = fetch_order(self.source, self.out, urls, **options)
         self.order.write_text(json.dumps(order))
 
     def fetch(self) -> tuple[str, str]:
@@ -279,6 +282,44 @@ def test_describes_a_refused_connection_without_python_objects(scene: Scene) -> 
     assert "last: connection refused;" in done.stderr
     assert "urllib3" not in done.stderr
     assert "object at 0x" not in done.stderr
+
+
+@pytest.mark.slow
+def test_waits_for_the_end_of_an_outage_and_resumes(scene: Scene) -> None:
+    scene.fail(scene.hub, Failure(send_half, ""), None)
+    assert run_tool("fetch", scene.order, check=False).returncode == 4
+    started = time.monotonic()
+
+    def fail_for_2_s(handler: Any, path: str, data: bytes) -> bool:
+        return time.monotonic() - started < 2 and bool(status(503)(handler, data) or True)
+
+    scene.hub.fault = fail_for_2_s
+    assert run_tool("fetch", scene.order, check=False).returncode == 4  # without outage_s
+    scene.hub.requests.clear()
+    scene.write_order(scene.hub.url, outage_s=60)
+    started = time.monotonic()
+    done = run_tool("fetch", scene.order)
+    assert "for 1 more minutes" in done.stderr
+    scene.fetch()
+    ranges = [h.get("Range") for path, h, _ in scene.hub.requests if path.endswith(LARGE)]
+    assert ranges
+    assert all(byte_range and not byte_range.startswith("bytes=0-") for byte_range in ranges)
+
+
+def test_ends_after_the_longest_outage(scene: Scene) -> None:
+    scene.write_order(ABSENT, outage_s=1.5)
+    started = time.monotonic()
+    done = run_tool("fetch", scene.order, check=False)
+    assert done.returncode == 4
+    assert re.search(r"no progress in \d+ tries and [1-9] s, last: ", done.stderr)
+    assert time.monotonic() - started >= 1.5
+
+
+def test_waits_for_no_outage_of_a_mirror(scene: Scene) -> None:
+    scene.write_order(ABSENT, scene.hub.url, outage_s=600)
+    started = time.monotonic()
+    scene.fetch()
+    assert time.monotonic() - started < 60
 
 
 # A name server that returns an IPv6 address first.

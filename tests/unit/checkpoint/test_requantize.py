@@ -1,4 +1,4 @@
-"""Quantise on a host: input of AutoRound's container, and checks of its output.
+"""Quantise on a host: input of AutoRound's container, and checks of the output.
 
 Docker is a script that copies a prepared checkpoint; AutoRound itself runs in the lab
 (tests/host/test_requantize.py).
