@@ -98,8 +98,9 @@ def open_subject(
     with ThreadPoolExecutor(wire.parallel) as pool:
         headers = dict(zip(shards, pool.map(files.header, shards), strict=True))
     index = files.index() if INDEX_NAME in present else None
-    found = [path for path in documents if path in present]
-    contents = {path: read_object(files.url(path), _DOCUMENT_BYTES) for path in found}
+    contents = {
+        path: read_object(files.url(path), _DOCUMENT_BYTES) for path in documents if path in present
+    }
     return Subject(
         place=f"{name}@{commit}",
         shards=headers,
@@ -374,8 +375,8 @@ def format_report(data: Mapping[str, Any]) -> str:
         "unknown_to_shards": "in the index but not in that shard",
         "fp8_weights_without_scales": "FP8 weights without block scales",
     }
-    found = [f"  {text}: {data[key]}" for key, text in warnings.items() if data[key]]
-    lines += ["", *found] if found else []
+    problems = [f"  {text}: {data[key]}" for key, text in warnings.items() if data[key]]
+    lines += ["", *problems] if problems else []
     lines += ["", f"  {'file':<50}{'tensors':>10}{'bytes':>18}"]
     for row in data["files"]:
         counts = ["-" if n is None else n for n in (row["tensors"], row["bytes"])]

@@ -11,36 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from spark_contract import documents
+from spark_contract import documents, receipts
 from spark_contract.errors import HostToolError
 from spark_contract.fetching import FetchPlan, growing_dir, growing_tree
 from spark_contract.files import sync_directory
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
-from spark_contract.receipts import (
-    AnyReceipt,
-    CheckpointReceipt,
-    Receipt,
-    ReceiptFile,
-    SourceReceipt,
-    parse,
-)
 
+from spark_checkpoint import storage
 from spark_checkpoint.directory import list_files, no_garbage_collection, read_index
 from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
 from spark_checkpoint.headers import read_header
 from spark_checkpoint.progress import Progress, note
-from spark_checkpoint.storage import (
-    WORKERS,
-    Stamp,
-    clear,
-    hash_file,
-    lock_directory,
-    publish,
-    read_buffers,
-    read_stamp,
-    write_json,
-)
 from spark_checkpoint.tensor_sets import check_quantised_names, check_result_names
 
 # Small pieces limit repeated hashing around replaced tensors, large pieces keep receipts short:
@@ -98,14 +80,14 @@ class PieceHasher:
 
 def hash_with_pieces(path: Path, on_bytes: Callable[[int], None]) -> FileHashes:
     whole, pieces = hashlib.sha256(), PieceHasher()
-    for buffer in read_buffers(path):
+    for buffer in storage.read_buffers(path):
         whole.update(buffer)
         pieces.update(buffer)
         on_bytes(len(buffer))
     return FileHashes(whole.hexdigest(), pieces.pieces())
 
 
-def parse_pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:
+def parse_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
     """Return a file's pieces from the receipt, or None.
 
     Raises:
@@ -124,7 +106,7 @@ def parse_pieces(file: ReceiptFile) -> tuple[Piece, ...] | None:
     return tuple(pieces)
 
 
-def load_receipt(directory: Path) -> AnyReceipt | None:
+def load_receipt(directory: Path) -> receipts.AnyReceipt | None:
     """Return the receipt of a checkpoint, or None.
 
     Raises:
@@ -132,7 +114,7 @@ def load_receipt(directory: Path) -> AnyReceipt | None:
     """
     path = directory / RECEIPT_NAME
     try:
-        receipt = parse(path.read_bytes())
+        receipt = receipts.parse(path.read_bytes())
         for file in receipt.files:
             parse_pieces(file)
     except FileNotFoundError:
@@ -144,21 +126,21 @@ def load_receipt(directory: Path) -> AnyReceipt | None:
 
 def receipt_entry(
     path: str,
-    stamp: Stamp,
+    stamp: storage.Stamp,
     sha256: str | None,
     pieces: tuple[str, ...] | None = None,
     link_of: str | None = None,
-) -> ReceiptFile:
+) -> receipts.ReceiptFile:
     size_bytes, modified_ns = stamp.size_bytes, stamp.modified_ns
-    return ReceiptFile(path, size_bytes, sha256, modified_ns, pieces, link_of, stamp.inode)
+    return receipts.ReceiptFile(path, size_bytes, sha256, modified_ns, pieces, link_of, stamp.inode)
 
 
-def write_receipt(directory: Path, receipt: Receipt) -> None:
+def write_receipt(directory: Path, receipt: receipts.Receipt) -> None:
     """Write the receipt atomically, as the last file."""
-    write_json(directory / RECEIPT_NAME, documents.plain(receipt))
+    storage.write_json(directory / RECEIPT_NAME, documents.plain(receipt))
 
 
-def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> AnyReceipt:
+def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> receipts.AnyReceipt:
     """Check a checkpoint directory and return the receipt.
 
     Quick: files, sizes, headers, index, and hashes of files with another stat than in the
@@ -173,12 +155,12 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> Any
         )
     check_files(directory, receipt)
     # Only checkpoints made here have an exact tensor set.
-    if not isinstance(receipt, SourceReceipt):
+    if not isinstance(receipt, receipts.SourceReceipt):
         with no_garbage_collection():
             _check_headers(directory, receipt, receipt.plan, receipt.tensors)
     to_hash = [file for file in receipt.files if full or file.is_touched(directory)]
     progress.phase("verify", sum(file.size_bytes for file in to_hash))
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(storage.WORKERS) as pool:
         hashed = pool.map(lambda file: _check_content(directory, file, progress), to_hash)
         entries = {file.path: file for file in hashed}
     files = tuple(entries.get(file.path, file) for file in receipt.files)
@@ -192,7 +174,7 @@ def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> Any
     return receipt
 
 
-def check_files(directory: Path, receipt: Receipt) -> None:
+def check_files(directory: Path, receipt: receipts.Receipt) -> None:
     """Compare files and sizes with the receipt."""
     for file in receipt.files:
         path = directory / file.path
@@ -210,7 +192,7 @@ def check_files(directory: Path, receipt: Receipt) -> None:
 
 
 def _check_headers(
-    directory: Path, receipt: Receipt, plan: BuildPlan | RequantizePlan, tensors: int
+    directory: Path, receipt: receipts.Receipt, plan: BuildPlan | RequantizePlan, tensors: int
 ) -> None:
     """Compare the index with all headers and with the plan of the receipt."""
     try:
@@ -249,26 +231,28 @@ def _check_names(where: str, index: Mapping[str, str], plan: BuildPlan | Requant
         raise TreeDiffers(error.where, error.what, _FIX) from error
 
 
-def _check_content(directory: Path, file: ReceiptFile, progress: Progress) -> ReceiptFile:
+def _check_content(
+    directory: Path, file: receipts.ReceiptFile, progress: Progress
+) -> receipts.ReceiptFile:
     """Check a file's hashes; return the entry with the stat from before hashing."""
     path = directory / file.path
-    stamp = read_stamp(path)
+    stamp = storage.read_stamp(path)
     pieces = parse_pieces(file)
     problem = None
     if file.sha256 is not None:
-        sha256 = hash_file(path, progress.add)
+        sha256 = storage.hash_file(path, progress.add)
         if sha256 != file.sha256:
             problem = f"has sha256 {sha256}, the receipt lists {file.sha256}"
     elif pieces is not None:
         begin = 0
         for piece in pieces:
-            if hash_file(path, progress.add, begin, piece.size_bytes) != piece.sha256:
+            if storage.hash_file(path, progress.add, begin, piece.size_bytes) != piece.sha256:
                 problem = f"differs from the receipt in the piece from byte {begin}"
                 break
             begin += piece.size_bytes
     else:
         problem = "has no hash in the receipt"
-    if problem is None and read_stamp(path) != stamp:
+    if problem is None and storage.read_stamp(path) != stamp:
         problem = "was changed while it was read"
     if problem is not None:
         raise TreeDiffers(str(path), problem, _FIX)
@@ -306,15 +290,15 @@ def make_checkpoint(
     if exists():
         shutil.rmtree(work, ignore_errors=True)
         return False
-    with lock_directory(work):
+    with storage.lock_directory(work):
         # Another process may have finished before we got the lock.
         if exists():
             return False
         tree_dir = growing_tree(plan.out_dir)
         write(work, tree_dir)
         verify_checkpoint(tree_dir, progress, full=False)
-        publish(tree_dir, plan.out_dir)
-        clear(work)
+        storage.publish(tree_dir, plan.out_dir)
+        storage.clear(work)
         work.rmdir()
     return True
 
@@ -325,7 +309,7 @@ def discard(base: Path, tree: Path, progress: Progress) -> None:
         note(f"{base}: was removed before")
         return
     receipt = verify_checkpoint(tree, progress, full=True)
-    if not isinstance(receipt, CheckpointReceipt) or receipt.plan.layout != "full":
+    if not isinstance(receipt, receipts.CheckpointReceipt) or receipt.plan.layout != "full":
         raise GateRefused(str(tree), "is not a checkpoint in layout full", "keep its base")
     planned = receipt.plan.base_dir
     if planned != Path(os.path.abspath(base)):

@@ -24,8 +24,8 @@ def unpack_int8(tensors, module, suffix=""):
     return (codes * np.repeat(scales, 128, axis=0)).T
 
 
-def relative(found, expected):
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+def relative(actual, expected):
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 def refused(workshop, code=3, **changes):

@@ -121,7 +121,5 @@ def test_relative_errors_equal_those_in_the_documentation():
     int8 = quantise_rows(weights)
     scales = np.repeat(from_bf16_bits(int8.scales), GROUP, axis=1)
     packed = (int8.codes.astype(np.float32) - 128) * scales
-    errors = [
-        float(np.linalg.norm(found - weights) / np.linalg.norm(weights)) for found in (fp8, packed)
-    ]
+    errors = [float(np.linalg.norm(x - weights) / np.linalg.norm(weights)) for x in (fp8, packed)]
     assert errors == [pytest.approx(0.0265, abs=2e-4), pytest.approx(0.0063, abs=2e-4)]

@@ -117,9 +117,9 @@ def test_preflight_finds_shared_blobs_by_sha256(cache):
     target = str(cache.parents[3] / "sources/a")
     script = disk.stored_script([target], [str(cache)])
     out = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
-    found = disk.parse_stored(facts.split_sections(out.splitlines())["stored"])
+    stored = disk.parse_stored(facts.split_sections(out.splitlines())["stored"])
     for letter in "xyvw":
         sha256 = hashlib.sha256(letter.encode() * SIZE_BYTES).hexdigest()
-        assert found.folders.get(sha256) == str(cache)
+        assert stored.folders.get(sha256) == str(cache)
         if os.geteuid() == 0:
-            assert found.linkable_bytes(target, [(sha256, SIZE_BYTES)]) == SIZE_BYTES
+            assert stored.linkable_bytes(target, [(sha256, SIZE_BYTES)]) == SIZE_BYTES

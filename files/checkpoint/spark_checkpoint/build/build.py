@@ -9,16 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from spark_contract import receipts
 from spark_contract.fetching import CopyPlan
 from spark_contract.files import now
 from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
-from spark_contract.receipts import (
-    AnyReceipt,
-    CheckpointReceipt,
-    ReceiptFile,
-    RequantizedReceipt,
-    SourceReceipt,
-)
 
 from spark_checkpoint import TOOL_VERSION, storage, verify
 from spark_checkpoint.build.layouts import Layout, Writer, check_config, result_bytes, result_config
@@ -94,7 +88,7 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
         report["donor_received_bytes"] = sources.donor.received_bytes
     if base.duplicates:
         report["duplicates"] = compare_duplicates(base)
-    receipt = CheckpointReceipt(
+    receipt = receipts.CheckpointReceipt(
         kind="checkpoint",
         digest=plan.digest,
         files=tuple(layout.files),
@@ -141,14 +135,14 @@ def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, verify.FileHashe
     return hashes
 
 
-def _load_base_receipt(plan: BuildPlan) -> AnyReceipt:
+def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
     """Return the receipt of a complete base at the plan's revision."""
     directory, required = plan.base_dir, plan.base.revision
     receipt = verify.load_receipt(directory)
     revision = None
-    if isinstance(receipt, SourceReceipt):
+    if isinstance(receipt, receipts.SourceReceipt):
         revision = receipt.commit
-    elif isinstance(receipt, RequantizedReceipt):
+    elif isinstance(receipt, receipts.RequantizedReceipt):
         revision = receipt.digest
     if receipt is None or revision != required:
         actual = f"is {revision}" if receipt else "has no receipt"
@@ -164,7 +158,7 @@ def _load_base_receipt(plan: BuildPlan) -> AnyReceipt:
     return receipt
 
 
-def _pieces_of(file: ReceiptFile) -> tuple[verify.Piece, ...] | None:
+def _pieces_of(file: receipts.ReceiptFile) -> tuple[verify.Piece, ...] | None:
     """Return the pieces of a file; a small file is a single piece."""
     if file.pieces is None and file.sha256 is not None and file.size_bytes <= verify.PIECE_BYTES:
         return (verify.Piece(file.size_bytes, file.sha256),) if file.size_bytes else ()

@@ -14,6 +14,7 @@ from typing import Any
 from spark_contract.orders import RECIPE_VERSION, BuildPlan
 from spark_contract.receipts import ReceiptFile
 
+from spark_checkpoint import directory
 from spark_checkpoint.build.write import (
     Changes,
     NewTensor,
@@ -23,13 +24,6 @@ from spark_checkpoint.build.write import (
     is_aligned,
     rewrite_shard,
     write_new,
-)
-from spark_checkpoint.directory import (
-    CONFIG_NAME,
-    INDEX_NAME,
-    QUANTIZATION_NAME,
-    Checkpoint,
-    list_files,
 )
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.progress import Progress
@@ -44,7 +38,7 @@ _LANGUAGE_BLOCKS = "model.language_model.layers"
 _MTP_BLOCKS = "mtp.layers"
 _INT8 = {"bits": 8, "group_size": 128, "sym": True, "data_type": "int"}
 _SIXTEEN_BITS = {"bits": 16, "data_type": "float"}
-_REWRITTEN = frozenset({CONFIG_NAME, INDEX_NAME, QUANTIZATION_NAME})
+_REWRITTEN = frozenset({directory.CONFIG_NAME, directory.INDEX_NAME, directory.QUANTIZATION_NAME})
 _METADATA = {"format": "pt"}
 
 
@@ -148,7 +142,7 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class Writer:
     tree_dir: Path
-    base: Checkpoint
+    base: directory.Checkpoint
     hashes: Mapping[str, FileHashes]  # of the base's files
     changes: Changes
     progress: Progress
@@ -157,7 +151,7 @@ class Writer:
         """Hard-link every base file and add a shard of new tensors under overlay names."""
         base, added = self.base, self.changes.added
         files = []
-        for name in list_files(base.directory):
+        for name in directory.list_files(base.directory):
             if name not in _REWRITTEN:
                 source, target = base.directory / name, self.tree_dir / name
                 _link(source, target)
@@ -178,7 +172,7 @@ class Writer:
         base, added = self.base, self.changes.added
         names = sorted(base.shards, key=lambda name: -base.shards[name].data_bytes)
         excluded = base.shards.keys() | _REWRITTEN
-        names += [name for name in list_files(base.directory) if name not in excluded]
+        names += [name for name in directory.list_files(base.directory) if name not in excluded]
         names += [GRAFT_SHARD] if added.get("") else []
         self.progress.phase("write", result_bytes(base, self.changes))
         with ThreadPoolExecutor(WORKERS) as pool:
@@ -214,13 +208,13 @@ class Writer:
         return _entry(name, write_new(self.tree_dir / name, in_order, _METADATA, self.progress))
 
 
-def result_bytes(base: Checkpoint, changes: Changes) -> int:
+def result_bytes(base: directory.Checkpoint, changes: Changes) -> int:
     """Return the bytes of all tensors of a result, each counted once."""
     kept = sum(base.tensor(name).size_bytes for name in base.owner if name not in changes.added)
     return kept + changes.size_bytes
 
 
-def _full_shard(base: Checkpoint, shard: str, changes: Changes) -> list[NewTensor]:
+def _full_shard(base: directory.Checkpoint, shard: str, changes: Changes) -> list[NewTensor]:
     """Return the tensors of a rewritten shard: base order, replacements in place.
 
     Scales and zero points come last: their odd sizes would misalign following tensors.

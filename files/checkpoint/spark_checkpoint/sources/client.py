@@ -26,20 +26,11 @@ from urllib3.exceptions import HTTPError
 
 from spark_checkpoint.errors import GateRefused, InputRefused, TransferFailed
 from spark_checkpoint.progress import note
-from spark_checkpoint.sources.connections import (
-    Pools,
-    RateLimit,
-    Retryable,
-    RetryBudget,
-    cancelled,
-    origin_of,
-    read_body,
-    release_connection,
-)
+from spark_checkpoint.sources import connections
 
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _EXPIRED_STATUS = frozenset({400, 401, 403, 404, 410})
-_FAILURES = (Retryable, HTTPError, OSError)
+_FAILURES = (connections.Retryable, HTTPError, OSError)
 _COMMIT = re.compile(rf"/resolve/({COMMIT})(?:/|$)")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _REDIRECT_LIMIT = 10
@@ -84,13 +75,13 @@ class HttpClient:
         accept: str = "*/*",
     ):
         self._wire, self._accept = wire, accept
-        self._pools = Pools(wire, direct=direct)
+        self._pools = connections.Pools(wire, direct=direct)
         self._token = _read_token(wire.token_file, required=direct)
         try:
-            self._trusted = frozenset(origin_of(url) for url in trusted_urls)
+            self._trusted = frozenset(connections.origin_of(url) for url in trusted_urls)
         except ValueError as error:
             raise InputRefused("sources", str(error), "correct the address") from error
-        self._limit = RateLimit(wire.rate_limit_bytes_per_s)
+        self._limit = connections.RateLimit(wire.rate_limit_bytes_per_s)
         self._lock = threading.Lock()
         self._locations: dict[str, str] = {}  # after redirects
         # Size and hash as the hub announces them: sha256 of large files, git blob sha1 of small.
@@ -143,7 +134,7 @@ class HttpClient:
         def read_once() -> bytes:
             body = bytearray()
             with self._open(url, None) as response:
-                for piece in read_body(response, self._limit.piece_bytes, self._wire):
+                for piece in connections.read_body(response, self._limit.piece_bytes, self._wire):
                     self._count(len(piece))
                     body += piece
                     if len(body) > limit_bytes:
@@ -151,7 +142,7 @@ class HttpClient:
                         raise GateRefused(url, problem, "check the repository")
                 left = response.length_remaining
             if left:
-                raise Retryable(f"the connection ended {left} bytes early")
+                raise connections.Retryable(f"the connection ended {left} bytes early")
             return bytes(body)
 
         return self._retry(url, read_once)
@@ -191,14 +182,14 @@ class HttpClient:
             except _FAILURES as error:
                 budget.failed(error)
 
-    def _new_budget(self, url: str) -> RetryBudget:
+    def _new_budget(self, url: str) -> connections.RetryBudget:
         # Mirrors and peers have a next source; the hub is the last source.
-        outage_s = self._wire.outage_s if origin_of(url) in self._trusted else 0.0
-        return RetryBudget(url, self._wire, self.stop, outage_s)
+        outage_s = self._wire.outage_s if connections.origin_of(url) in self._trusted else 0.0
+        return connections.RetryBudget(url, self._wire, self.stop, outage_s)
 
     def _read(self, url: str, response: BaseHTTPResponse, length: int) -> Iterator[bytes]:
         left = length
-        for piece in read_body(response, self._limit.piece_bytes, self._wire):
+        for piece in connections.read_body(response, self._limit.piece_bytes, self._wire):
             self._limit.take(len(piece))
             self._count(len(piece))
             left -= len(piece)
@@ -206,9 +197,9 @@ class HttpClient:
                 raise TransferFailed(url, "sent more bytes than requested", _OTHER_SOURCE)
             yield piece
             if self.stop.is_set():
-                raise cancelled(url)
+                raise connections.cancelled(url)
         if left:
-            raise Retryable(f"the connection ended {left} bytes early")
+            raise connections.Retryable(f"the connection ended {left} bytes early")
 
     def _open(self, url: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
         """Send a request, follow redirects, and return a response with status 200 or 206."""
@@ -221,7 +212,7 @@ class HttpClient:
             target = response.get_redirect_location()
             if not target:
                 break
-            release_connection(response, self._wire)
+            connections.release_connection(response, self._wire)
             address = _resolve_redirect(address, target)
         else:
             raise TransferFailed(url, "redirects in a circle", "check the address")
@@ -232,18 +223,22 @@ class HttpClient:
             return response
         response.close()
         if status in _RETRY_STATUS:
-            raise Retryable(f"HTTP {status}", _RETRY_AFTER.get_retry_after(response) or 0.0)
+            raise connections.Retryable(
+                f"HTTP {status}", _RETRY_AFTER.get_retry_after(response) or 0.0
+            )
         with self._lock:
             self._locations.pop(url, None)
-        if status in _EXPIRED_STATUS and origin_of(address) != origin_of(url):
-            host = origin_of(address)[1]
-            raise Retryable(f"HTTP {status} from {host}: the signed link expired")
+        if status in _EXPIRED_STATUS and connections.origin_of(address) != connections.origin_of(
+            url
+        ):
+            host = connections.origin_of(address)[1]
+            raise connections.Retryable(f"HTTP {status} from {host}: the signed link expired")
         fix = _STATUS_FIXES.get(status, _OTHER_SOURCE)
         raise TransferFailed(url, f"the server answers {status}", fix)
 
     def _request(self, address: str, byte_range: tuple[int, int] | None) -> BaseHTTPResponse:
         """Send a request, and again with a registry token if the hub demands it."""
-        origin = origin_of(address)
+        origin = connections.origin_of(address)
         pool = self._pools.select(origin)
         headers = {
             "Accept": self._accept,
@@ -270,7 +265,7 @@ class HttpClient:
         new = request_token(challenge, pool, origin[0], self._wire) if challenge else None
         if new is None and token is None:
             return response
-        release_connection(response, self._wire)
+        connections.release_connection(response, self._wire)
         response = send(new)
         if new is not None:
             self._token = new  # valid for some minutes, until the next challenge
@@ -298,7 +293,7 @@ class HttpClient:
 def _resolve_redirect(address: str, location: str) -> str:
     target = urljoin(address, location)
     try:
-        scheme = origin_of(target)[0]
+        scheme = connections.origin_of(target)[0]
     except ValueError as error:
         raise TransferFailed(address, f"redirects to {error}", "check the address") from error
     if address.startswith("https:") and scheme != "https":
@@ -338,7 +333,7 @@ def request_token(challenge: str, pool: PoolManager, scheme: str, wire: Wire) ->
         response = pool.request("GET", url, redirect=False, retries=False, preload_content=False)
         if response.status != 200:
             return None
-        for piece in read_body(response, _TOKEN_LIMIT_BYTES, wire):
+        for piece in connections.read_body(response, _TOKEN_LIMIT_BYTES, wire):
             body += piece
             if len(body) > _TOKEN_LIMIT_BYTES:
                 return None

@@ -19,12 +19,6 @@ from spark_contract.fetching import CopyPlan, FetchPlan, FinishedTree, Wire, of_
 from spark_contract.job import read_progress
 from spark_contract.orders import BuildPlan, RequantizePlan
 from spark_contract.paths import RECEIPT_NAME
-from spark_contract.receipts import (
-    CheckpointReceipt,
-    ReceiptFile,
-    RequantizedReceipt,
-    SourceReceipt,
-)
 
 from spark_checkpoint.errors import BuilderError, GateRefused, TransferFailed
 from spark_checkpoint.progress import Progress, note
@@ -186,7 +180,7 @@ def _copy(
 
 def _read_receipt(
     client: HttpClient, url: str, sha256: str, plan: _Plan
-) -> CheckpointReceipt | RequantizedReceipt:
+) -> receipts.CheckpointReceipt | receipts.RequantizedReceipt:
     raw = client.read_whole(url, _RECEIPT_LIMIT_BYTES)
     if hashlib.sha256(raw).hexdigest() != sha256:
         raise GateRefused(url, "differs from the receipt read through SSH", _FIX)
@@ -194,12 +188,12 @@ def _read_receipt(
         receipt = receipts.parse(raw)
     except DocumentError as error:
         raise GateRefused(url, f"is not a receipt ({error})", _FIX) from error
-    if isinstance(receipt, SourceReceipt) or receipt.digest != plan.digest:
+    if isinstance(receipt, receipts.SourceReceipt) or receipt.digest != plan.digest:
         raise GateRefused(url, "belongs to another checkpoint", _FIX)
     return receipt
 
 
-def _link_to_base(file: ReceiptFile, plan: _Plan, tree_dir: Path) -> bool:
+def _link_to_base(file: receipts.ReceiptFile, plan: _Plan, tree_dir: Path) -> bool:
     """Hard-link a file of the base if this host has it."""
     if file.link_of is None or not isinstance(plan, BuildPlan):
         return False
