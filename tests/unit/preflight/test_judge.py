@@ -1,20 +1,22 @@
-"""Preflight reports every reason against a host, with a fix."""
+"""Preflight reports every reason against a host, with a fix, and nothing else."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lab.memory import BUDDYINFO
 from spark_deploy.config.settings.host import ExpectSettings
 from spark_deploy.hosts import disk
 from spark_deploy.hosts.preflight import judge, same_host_key
 from tests.unit.operations.test_operations import NEEDS
-from tests.unit.preflight.surveyed import Case, ollama, survey
+from tests.unit.preflight.surveyed import Case, ollama, problems, survey, warnings
 
 RULES: list[tuple[Any, int, int]] = [("require", 1, 0), ("warn", 0, 1), ("ignore", 0, 0)]
 NO_DRIVER = {"capture": "nvidia-smi--no-driver--01.txt"}
@@ -33,6 +35,84 @@ def fragmented(name: str) -> dict[str, Any]:
 
 def writable(line: str, words: str) -> Case:
     return Case({"parents": [ROOT, line]}, [f"/data: |{words}|chown root: /data"])
+
+
+TOTAL = "MemTotal: 125513944 kB"
+IMAGE = {"images": ["spark-vllm:0123456789ab"]}
+
+
+def memory(available_kib: int, total: str = TOTAL, **more: Any) -> dict[str, Any]:
+    return {"meminfo": [total, f"MemAvailable: {available_kib} kB"], **more}
+
+
+def places(
+    present_kib: int, available_kib: int, docker: str = "/dev/b", **more: Any
+) -> dict[str, Any]:
+    mount = "/" if docker == "/dev/a" else "/var/lib/docker"
+    return {
+        "places": [
+            f"/srv/spark/models/x\t{present_kib}\t/dev/a\t{available_kib}\t/",
+            f"/var/lib/docker\t0\t{docker}\t{available_kib}\t{mount}",
+        ],
+        **more,
+    }
+
+
+def small(total_gib: int, needed_gib: int = 90) -> dict[str, Any]:
+    return {"memory_total_min_bytes": total_gib << 30, "memory_needed_bytes": needed_gib << 30}
+
+
+ON_GPU = (
+    '{"id":"ID","name":"/images","image":"my/flux:1","state":"running","restart":"always",'
+    '"runtime":"nvidia","requests":null,"labels":null,"visible":["all",null]}'
+).replace("ID", "c0" * 32)
+OURS = (
+    '{"id":"ID","name":"/spark-main-0123456789ab","image":"spark-vllm:0123456789ab",'
+    '"state":"running","restart":"no","runtime":"nvidia","requests":null,'
+    '"labels":{"spark.release":"main-0123456789ab"}}'
+).replace("ID", "a1" * 32)
+SERVE_UNIT = "spark-serve@main-0123456789ab.service"
+SERVING: dict[str, Any] = {
+    "containers": [OURS],
+    "serving": [SERVE_UNIT],
+    "engine-memory": [f"{SERVE_UNIT} {90 << 30}"],
+    "meminfo": ["MemTotal: 125513944 kB", "MemAvailable: 9000000 kB"],
+}
+OUR_CGROUP = f"77 /system.slice/docker-{'a1' * 32}.scope"
+STRANGER = {
+    "compute_apps": ["77, VLLM::EngineCore", "78, /home/ann/venv/bin/python3"],
+    "compute_cgroups": [OUR_CGROUP, "78 /user.slice/user-1000.slice/session-3.scope"],
+}
+IN_CONTAINER = {
+    "containers": [ON_GPU],
+    "compute_apps": ["77, python3"],
+    "compute_cgroups": [f"77 /system.slice/docker-{'c0' * 32}.scope"],
+    "processes": [f"77 2097152 /system.slice/docker-{'c0' * 32}.scope python3"],
+}
+PORT_TAKEN = yaml.safe_load(
+    (Path(__file__).parents[1] / "facts/HostSurvey/port_taken.yml").read_text()
+)["sections"]
+LISTENERS = {name: PORT_TAKEN[name] for name in ("listeners", "listener-cgroups")}
+EMBED_LISTENS = {
+    "listeners": ['LISTEN 0 511 127.0.0.1:8001 0.0.0.0:* users:(("nginx",pid=9,fd=5))'],
+    "listener_cgroups": ["9 /system.slice/spark-gateway@embed.service"],
+}
+
+
+def gateways(**ports: int) -> dict[str, Any]:
+    return {
+        "ports": tuple(ports.values()),
+        "gateways": {name: (port,) for name, port in ports.items()},
+    }
+
+
+def unit(name: str) -> dict[str, Any]:
+    return {"processes": [f"77 62914560 /system.slice/{name} python3"]}
+
+
+def engine(*cgroups: str) -> dict[str, Any]:
+    apps = ["77, VLLM::EngineCore"]
+    return {**SERVING, "compute_apps": apps, "compute_cgroups": list(cgroups)}
 
 
 CASES = {
@@ -109,6 +189,102 @@ CASES = {
         needs={"tailscale": True},
     ),
     "tailscale": Case({"tailscale": ["100.101.102.103"]}, needs={"tailscale": True}),
+    # Room on disk and in memory.
+    "a process uses the memory": Case(
+        memory(60000000, processes=["9 41943040 /user.slice/x llama-server"]),
+        ["process llama-server|40.0 GiB", "memory|57.2 GiB available"],
+    ),
+    # The reported share suffices with the engine's own margin:
+    # 0.74 * 1.02 * 125513944 <= 96000000 < 0.75 * 1.02 * 125513944
+    "too little memory": Case(
+        memory(96000000),
+        ["memory|91.6 GiB available|needs 97.0 GiB|lower engine.memory_fraction to 0.74"],
+        needs=small(110, 97),
+    ),
+    "smaller pool than planned": Case(
+        memory(115000000, "MemTotal: 119000000 kB"),
+        ["memory|113.5 GiB in total|set memory.total_gib to 113.4"],
+        needs=small(117),
+    ),
+    "host smaller than the engine": Case(
+        memory(23000000, "MemTotal: 24641536 kB"),
+        [
+            "23.5 GiB in total, the plan expects 117.0 GiB|needs 97.0 GiB|smaller model or profile"
+            "|`spark-deploy plan --data memory.total_gib=23.5`"
+        ],
+        needs=small(117, 97),
+    ),
+    "a process, and enough memory": Case(
+        {"processes": ["9 2097152 /user.slice/x gnome-shell"]}, [], ["process gnome-shell"]
+    ),
+    "an allowed process": Case(
+        {"processes": ["9 2097152 /user.slice/x gnome-shell"]},
+        [],
+        [],
+        {"allow_memory_holders": ("gnome-shell",)},
+    ),
+    "two places on a filesystem": Case(
+        places(0, 104857600, "/dev/a"),
+        [
+            "disk /: 100.0 GiB free, 100.0 GiB to be written and 20.0 GiB kept free|free 20.0 GiB"
+            "|`docker image prune -a` frees up to 11.5 GiB: it removes every image that no "
+            "container uses, yours and those kept for rollback"
+        ],
+    ),
+    "bytes in place": Case(places(83886080, 26214400, **IMAGE)),
+    "full disk, nothing to write": Case(places(83886080, 1024, "/dev/a", **IMAGE)),
+    # Other users of the GPU, of memory and of our ports.
+    **{
+        f"engine container {state} {restart}": Case(
+            {"containers": [ollama(state, restart)]}, [f"ollama|{state}|{restart}|takeover"]
+        )
+        for state, restart in (
+            ("running", "no"),
+            ("restarting", "on-failure"),
+            ("running", "unless-stopped"),
+            ("exited", "always"),
+        )
+    },
+    **{
+        f"engine container stopped {restart}": Case({"containers": [ollama("exited", restart)]})
+        for restart in ("no", "unless-stopped", "on-failure")
+    },
+    "container named after the machine": Case(
+        {"containers": [ollama(name="spark-vllm")]}, ["container spark-vllm"]
+    ),
+    "our container": Case({"containers": [ollama(name="spark-main-0123456789ab")]}),
+    "container to take over": Case({"containers": [ollama()]}, needs={"takeover": ("ollama",)}),
+    "unit named after the machine": Case(unit("spark-vllm.service"), [], ["process python3"]),
+    "our unit": Case(unit(SERVE_UNIT), [], []),
+    "docker without sudo": Case(
+        {"sudo": ["no", "ann"], "containers": ["unreachable active"]}, ["cannot become root"]
+    ),
+    "allowed container": Case(IN_CONTAINER, [], [], {"allow_containers": ("images",)}),
+    # NVIDIA's runtime is the default; the container requests no device.
+    "container without the GPU": Case(
+        {"containers": [ON_GPU.replace("images", "qdrant").replace('"all",', "")]}
+    ),
+    # A process of the engine may exit between the two queries.
+    "our engine": Case(engine(OUR_CGROUP)),
+    "our engine without cgroup": Case(engine("77 ")),
+    "our engine has exited": Case(engine()),
+    "process on the GPU": Case(
+        {**SERVING, **STRANGER}, [], ["/home/ann/venv/bin/python3|pid 78 uses the GPU"]
+    ),
+    "allowed process on the GPU": Case(
+        {**SERVING, **STRANGER}, [], [], {"allow_memory_holders": ("python3",)}
+    ),
+    "our gateway": Case(LISTENERS, needs={"ports": (8000,)}),
+    "port taken": Case(LISTENERS, ["port 8001|docker-proxy (pid 99)"], needs={"ports": (8001,)}),
+    "port of the kernel": Case(LISTENERS, ["port 8002|a process"], needs={"ports": (8002,)}),
+    "port free": Case(LISTENERS, needs={"ports": (9000,)}),
+    "services swap ports": Case(
+        EMBED_LISTENS,
+        ["port 8001|the gateway of embed still listens"],
+        needs=gateways(main=8000, embed=8002, rank=8001),
+    ),
+    "ports as before": Case(EMBED_LISTENS, needs=gateways(main=8000, embed=8001, rank=8002)),
+    "service no longer listed": Case(EMBED_LISTENS, needs=gateways(main=8000, vectors=8001)),
 }
 
 
@@ -192,3 +368,68 @@ def test_all_problems_are_reported_at_once() -> None:
     )
     where = [str(p).split(":")[0] for p in judge(NEEDS, surveyed).problems]
     assert where == ["driver", "sudo", "packages", "container ollama", "memory"]
+
+
+def test_memory_kept_for_a_kexec_handover_is_not_available() -> None:
+    kept = [TOTAL, "MemAvailable: 120000000 kB", "CmaTotal: 0 kB"]
+    without, with_handover = (
+        survey(meminfo=[*kept, f"CmaFree: {kib} kB"]).memory.available_bytes for kib in (0, 9000000)
+    )
+    assert with_handover == without - 9000000 * 1024
+
+
+def test_no_fix_removes_containers_or_volumes() -> None:
+    kinds = ("Images", "Containers", "Local Volumes", "Build Cache")
+    rows = [json.dumps({"Type": kind, "Reclaimable": "9.7GB (40%)"}) for kind in kinds]
+    [problem] = problems(survey(**places(0, 1024, "/dev/a", docker_df=rows)))
+    assert "docker image prune -a" in problem
+    assert "docker builder prune -a" in problem
+    for other in ("system prune", "container prune", "volume"):
+        assert other not in problem
+
+
+@pytest.mark.parametrize(("device", "expected"), [("7", []), ("8", ["80.0 GiB to be written"])])
+def test_only_files_that_can_be_linked_need_no_room(device: str, expected: list[str]) -> None:
+    stored = [
+        "device\t/srv/spark/models/x\t7",
+        f"file\t{device}\t{80 << 30}\t/home/ann/.cache/huggingface/hub/x/blobs/{'ab' * 32}",
+    ]
+    needs = {"downloads": (("/srv/spark/models/x", (("ab" * 32, 80 << 30),)),)}
+    Case(places(0, 26214400, stored=stored, **IMAGE), expected, None, needs).check()
+
+
+def test_a_container_on_the_gpu_is_reported() -> None:
+    assert any("container images" in line for line in problems(survey(**IN_CONTAINER)))
+
+
+@pytest.mark.parametrize(
+    ("planned_gib", "fits"), [("90", True), ("82", True), ("80", False), ("", None)]
+)
+def test_memory_counts_what_the_stop_of_our_engine_frees(
+    planned_gib: str, fits: bool | None
+) -> None:
+    """8.6 GiB are available and 90 GiB needed; an unmanaged process uses the GPU, too."""
+    planned = str(int(planned_gib) << 30) if planned_gib else ""
+    apps = {"compute_apps": ["78, python3"], "compute_cgroups": ["78 /user.slice/x"]}
+    sections = {**SERVING, **apps, "engine-memory": [f"{SERVE_UNIT} {planned}"]}
+    if fits is False:
+        Case(sections, ["process python3", "memory"], []).check()
+    else:
+        Case(sections, [], ["process python3", *(["memory"] if fits is None else [])]).check()
+
+
+@pytest.mark.parametrize("resident", [[], ["9 2097152 /user.slice/x python3"]])
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_process_on_the_gpu_is_refused_only_without_enough_memory(
+    resident: list[str], fits: bool
+) -> None:
+    surveyed = survey(
+        compute_apps=["9, /opt/x/python3"],
+        processes=resident,
+        meminfo=["MemTotal: 125513944 kB", f"MemAvailable: {120000000 if fits else 60000000} kB"],
+    )
+    for allowed in ((), ("python3",)):
+        refused = [m for m in problems(surveyed, allow_memory_holders=allowed) if "pid 9" in m]
+        warned = [m for m in warnings(surveyed, allow_memory_holders=allowed) if "pid 9" in m]
+        expected = 0 if allowed else 1
+        assert (len(refused), len(warned)) == ((0, expected) if fits else (expected, 0))
