@@ -79,7 +79,11 @@ def _ports(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
 
 def _holders(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
     named = {*needs.takeover, *needs.allow_containers}
-    known_containers = {c.id for c in survey.containers if c.name in named or c.managed}
+    known_containers = {
+        container.id
+        for container in survey.containers
+        if container.name in named or container.managed
+    }
     on_gpu = {
         app.pid: app.name
         for app in survey.gpu.compute_apps

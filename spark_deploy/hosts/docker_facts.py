@@ -40,7 +40,7 @@ _INFO_FORMAT = (
 _LIMITS_S = (30, 90)
 _SCRIPT = rf"""
 silent=
-ask() {{
+query() {{
   name=$1; shift
   timeout $limit_s "$@" && return
   [ $? = 124 ] || return
@@ -55,8 +55,8 @@ systemctl show -p LoadState -p ActiveState -p UnitFileState -p ExecMainStartTime
 echo '== daemon-json'
 [ -e {DAEMON_JSON} ] && {{ stat -c 'mtime=%.Y' {DAEMON_JSON}; cat {DAEMON_JSON}; }}
 echo '== info'
-command -v docker >/dev/null 2>&1 && ask docker docker info --format '{_INFO_FORMAT}'
-echo '== toolkit'; ask toolkit nvidia-ctk --version
+command -v docker >/dev/null 2>&1 && query docker docker info --format '{_INFO_FORMAT}'
+echo '== toolkit'; query toolkit nvidia-ctk --version
 echo '== runtime'; command -v nvidia-container-runtime
 echo '== toolkit-mode'
 sed -n 's/^ *mode *= *"\([a-z]*\)".*/\1/p' /etc/nvidia-container-runtime/config.toml
@@ -66,7 +66,7 @@ for spec in /etc/cdi/*.yaml /etc/cdi/*.json /var/run/cdi/*.yaml /var/run/cdi/*.j
     echo "$spec $(grep -oE '{LIBCUDA}' "$spec" | sort -u | head -n 1)"
 done
 echo '== module'; cat {DRIVER_MODULE}
-echo '== driver'; ask driver nvidia-smi --query-gpu=driver_version --format=csv,noheader
+echo '== driver'; query driver nvidia-smi --query-gpu=driver_version --format=csv,noheader
 echo '== silent'; echo $silent
 echo '== kernel'; uname -r
 {SERVING_SCRIPT}
@@ -212,7 +212,8 @@ def images_script(references: Sequence[str]) -> str:
 echo '== images'
 has() {{ timeout 20 docker image inspect "$@" >/dev/null 2>&1 && printf '%s\n' "$@"; }}
 set -- {names}
-command -v docker >/dev/null 2>&1 && [ $# != 0 ] && {{ has "$@" || for one; do has "$one"; done; }}
+command -v docker >/dev/null 2>&1 && [ $# != 0 ] &&
+  {{ has "$@" || for image; do has "$image"; done; }}
 """
 
 

@@ -242,7 +242,7 @@ def stop_sharing() -> Commands:
 def with_known_peers(work: Work) -> Work:
     if current_host() not in _members:
         return work
-    members = [each for each in _active_members() if each.url or each.name == host.name]
+    members = [member for member in _active_members() if member.url or member.name == host.name]
     return with_peers(work, host.name, members)
 
 
@@ -250,7 +250,7 @@ def _active_members() -> list[Member]:
     """Return the sharing hosts of this run that have not failed, in the inventory's order."""
     state = host.state
     return [
-        _members[each]
-        for each in state.inventory
-        if each in _members and each not in state.failed_hosts
+        _members[member]
+        for member in state.inventory
+        if member in _members and member not in state.failed_hosts
     ]

@@ -218,8 +218,8 @@ def _arguments_key(arguments: Mapping[str, Any]) -> _Key:
 
 def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
     """Return ``fact`` of the current host, from the cache while valid. Raises FactUnavailable."""
-    this = current_host()
-    answers = _answers.setdefault(this, {})
+    current = current_host()
+    answers = _answers.setdefault(current, {})
     key = (fact, _arguments_key(arguments))
     now = (state.current_stage, *key)
     cached = answers.get(now)
@@ -227,7 +227,7 @@ def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
         oldest = time.monotonic() - MAX_AGE_S
         older = (answers.get((stage, *key)) for stage in (_PREFETCHED, StateStage.Prepare))
         cached = next((answer for answer in older if answer and answer[1] >= oldest), None)
-    if cached is not None and cached[0] == commands_executed(this):
+    if cached is not None and cached[0] == commands_executed(current):
         answers[now] = cached
         value: T = cached[2]
         return value
@@ -236,13 +236,13 @@ def read_fact(fact: type[FactBase[T]], **arguments: Any) -> T:
 
 def read_fact_now(fact: type[FactBase[T]], **arguments: Any) -> T:
     """Return ``fact`` without the cache, where an older value is no proof."""
-    this = current_host()
-    executed = commands_executed(this)
+    current = current_host()
+    executed = commands_executed(current)
     value = host.get_fact(fact, **arguments)
     if value is None:
         raise FactUnavailable(f"could not read the state of the host ({fact.__name__})")
     key = (state.current_stage, fact, _arguments_key(arguments))
-    _answers.setdefault(this, {})[key] = (executed, time.monotonic(), value)
+    _answers.setdefault(current, {})[key] = (executed, time.monotonic(), value)
     return value
 
 
@@ -254,9 +254,9 @@ def run_fact(on: Host, fact: type[FactBase[T]], *, timeout_s: int, **arguments: 
 
 def find_answer(fact: type[FactBase[T]]) -> T | None:
     """Return a valid value of ``fact`` for any arguments."""
-    this = current_host()
-    executed = commands_executed(this)
-    for (stage, cached_fact, _), (before, _at, answer) in _answers.get(this, {}).items():
+    current = current_host()
+    executed = commands_executed(current)
+    for (stage, cached_fact, _), (before, _at, answer) in _answers.get(current, {}).items():
         if (cached_fact, stage, before) == (fact, state.current_stage, executed):
             value: T = answer
             return value
@@ -266,8 +266,8 @@ def find_answer(fact: type[FactBase[T]]) -> T | None:
 def answers_by_host(fact: type[FactBase[T]]) -> dict[str, T]:
     """Return the values of ``fact`` read so far in this stage, by host name."""
     return {
-        this.name: value
-        for this, answers in _answers.items()
+        answered.name: value
+        for answered, answers in _answers.items()
         for (stage, cached_fact, _), (*_, value) in answers.items()
         if cached_fact is fact and stage == state.current_stage
     }
@@ -301,20 +301,20 @@ def prefetch() -> None:
     """Read the declared facts while executing; operations read failed facts again."""
     if not state.is_executing:
         return
-    this = current_host()
-    expected = _expected.pop(this, {})
+    current = current_host()
+    expected = _expected.pop(current, {})
     shared = [(fact, arguments) for fact, (arguments, slow) in expected.items() if not slow]
     groups = [[(fact, arguments)] for fact, (arguments, slow) in expected.items() if slow]
     pool = Pool(_PARALLEL)
     for group in (*groups, *([shared] if shared else ())):
-        pool.spawn(_fetch, this, group)
+        pool.spawn(_fetch, current, group)
     try:
         pool.join()
     finally:
         pool.kill(block=False)
 
 
-def _fetch(this: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) -> None:
+def _fetch(current: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) -> None:
     """Read several facts with a single command; a random line follows the output of each."""
     mark = secrets.token_hex()
     pending = [(fact, arguments()) for fact, arguments in group]
@@ -324,7 +324,7 @@ def _fetch(this: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) 
     )
     output: list[str] = []
     try:
-        for line in run(this, script):
+        for line in run(current, script):
             if not line.startswith(mark):
                 output.append(line)
                 continue
@@ -333,9 +333,9 @@ def _fetch(this: Host, group: Sequence[tuple[type[FactBase[Any]], _Arguments]]) 
                 output.pop()
             if line == f"{mark} 0":
                 value = fact().process(output) if output else fact.default()
-                answer = (commands_executed(this), time.monotonic(), value)
+                answer = (commands_executed(current), time.monotonic(), value)
                 key = (_PREFETCHED, fact, _arguments_key(arguments))
-                _answers.setdefault(this, {})[key] = answer
+                _answers.setdefault(current, {})[key] = answer
             output = []
     except Exception:  # any failure: the operation reads the fact again and reports it
         return

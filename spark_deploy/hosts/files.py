@@ -22,9 +22,9 @@ _expected_paths: WeakKeyDictionary[Host, dict[str, None]] = WeakKeyDictionary()
 
 def expect_files(paths: Iterable[str]) -> None:
     """Declare paths that operations of this run will compare: a single fact then reads them all."""
-    this = current_host()
-    _expected_paths.setdefault(this, {}).update(dict.fromkeys(paths))
-    expect_fact(FileStates, lambda: {"paths": tuple(_expected_paths[this])})
+    current = current_host()
+    _expected_paths.setdefault(current, {}).update(dict.fromkeys(paths))
+    expect_fact(FileStates, lambda: {"paths": tuple(_expected_paths[current])})
 
 
 def file_states(paths: Sequence[str]) -> dict[str, FileState]:

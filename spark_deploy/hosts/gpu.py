@@ -204,8 +204,8 @@ def fact_arguments(plan: CudaPlan) -> dict[str, Any]:
 def find_toolkit(toolkits: Sequence[Toolkit], version: str) -> Toolkit | None:
     """Pick the newest toolkit of the planned major version that is not older than planned."""
     wanted = _numbers(version)
-    fitting = [t for t in toolkits if _numbers(t.version)[0] == wanted[0]]
-    newest = max(fitting, key=lambda t: _numbers(t.version), default=None)
+    fitting = (toolkit for toolkit in toolkits if _numbers(toolkit.version)[0] == wanted[0])
+    newest = max(fitting, key=lambda toolkit: _numbers(toolkit.version), default=None)
     return newest if newest and _numbers(newest.version) >= wanted else None
 
 

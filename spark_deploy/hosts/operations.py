@@ -69,9 +69,9 @@ def holder() -> str:
 
 
 def take_script(
-    path: str, token: str, who: str, over: str | None = None, *, check_only: bool = False
+    path: str, token: str, user: str, over: str | None = None, *, check_only: bool = False
 ) -> str:
-    """Return the script that takes or renews a lease for ``who``, or prints the holder.
+    """Return the script that takes or renews a lease for ``user``, or prints the holder.
 
     ``over`` is the token of a dead run; ``check_only`` leaves a free lease free.
     """
@@ -80,15 +80,15 @@ def take_script(
     return f"""set -e; umask 077
 exec 9>>{lease}.lock; flock -w 20 9
 now=$(cut -d. -f1 /proc/uptime)
-have= until=0 since= who=
-if [ -f {lease} ]; then read -r have until since who < {lease} || :; fi
+have= until=0 since= user=
+if [ -f {lease} ]; then read -r have until since user < {lease} || :; fi
 case $until in ''|*[!0-9]*) until=0;; esac
 if [ "$until" -gt "$now" ] && [ "$have" != {token} ] && [ "$have" != {over or token} ]; then
-  echo "held $have $((until - now)) $since $who"; exit 0
+  echo "held $have $((until - now)) $since $user"; exit 0
 fi
 {when_free}
 if [ "$have" != {token} ]; then since=$(date -u +%Y-%m-%dT%H:%M:%SZ); fi
-printf '%s %s %s %s\\n' {token} $((now + {TTL_S})) "$since" {who} > {lease}.new
+printf '%s %s %s %s\\n' {token} $((now + {TTL_S})) "$since" {user} > {lease}.new
 mv -fT {lease}.new {lease}
 echo taken"""
 
@@ -210,8 +210,8 @@ def _request_lease(host: Host, *, check_only: bool) -> Problem | None:
     if not answer.startswith("held ") or len(rest) != 3:
         fix = "check whether /run is full, and run again"
         return Problem(where, f"could not be taken: {answer[:200]!r}", fix)
-    left_s, since, who = map(_plain_word, rest)
-    message = f"{who} has been changing this host since {since} (lease expires in {left_s} s)"
+    left_s, since, user = map(_plain_word, rest)
+    message = f"{user} has been changing this host since {since} (lease expires in {left_s} s)"
     return Problem(where, message, "wait for that run, and run again")
 
 

@@ -102,8 +102,11 @@ Suites: {repository.suite}
 
 
 def repository_files(repositories: Iterable[RepositorySettings]) -> tuple[str, ...]:
-    both = ((key_path(each), sources_file(each).path) for each in repositories)
-    return tuple(path for paths in both for path in paths)
+    return tuple(
+        path
+        for repository in repositories
+        for path in (key_path(repository), sources_file(repository).path)
+    )
 
 
 def add_repositories(
@@ -271,8 +274,8 @@ def wait_for_lock(host: Host, limit_s: float) -> None:
     """Wait until no other package installation runs (apt timers run after boot)."""
     started = monotonic()
     while holders := run(host, _LOCK_HOLDER, timeout_s=30):
-        held = f"the package lock, held by {', '.join(holders)}: {monotonic() - started:.0f} s"
+        lock = f"the package lock, held by {', '.join(holders)}: {monotonic() - started:.0f} s"
         if monotonic() - started > limit_s:
-            refuse("packages", f"waited for {held}", "wait for it or end it, then run again")
-        host.log(f"waiting for {held}")
+            refuse("packages", f"waited for {lock}", "wait for it or end it, then run again")
+        host.log(f"waiting for {lock}")
         gevent.sleep(5)

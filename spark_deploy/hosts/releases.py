@@ -70,7 +70,7 @@ def refuse_after_failure(message: str) -> None:
 
 def require_members(members: Sequence[str]) -> None:
     """Refuse this host unless every member of its cluster is still part of the run."""
-    active = {each.name for each in this_host.state.active_hosts}
+    active = {member.name for member in this_host.state.active_hosts}
     missing = [name for name in members if name not in active]
     if missing:
         fix = "repair that host and run again; members change together"
@@ -156,22 +156,22 @@ def report_change(host: Host, release: str, rollout: Rollout) -> bool:
 @host_operation
 def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
     """Serve the previous or a named release, checked again."""
-    way = read_fact(RollbackPreview, service=service, to=to)
-    if isinstance(way, Problem):
+    rollback = read_fact(RollbackPreview, service=service, to=to)
+    if isinstance(rollback, Problem):
         if this_host.state.is_executing:
-            raise Refused(way)
-        show(current_host(), str(way))  # a prediction must not announce a change
+            raise Refused(rollback)
+        show(current_host(), str(rollback))  # a prediction must not announce a change
         this_host.noop("refused")
         return
-    if way.to is None or way.done:
-        reason = way.done or "no earlier release"
+    if rollback.to is None or rollback.done:
+        reason = rollback.done or "no earlier release"
         log_once(reason)
         this_host.noop(reason)
         return
-    came = way.came or "nothing"
-    refuse_after_failure(f"left alone on {came}")
-    log_once(f"goes back from {came} to {way.to}")
-    begin = tool.line(tool.ROLLBACK, service, "--to", way.to.name)
+    serving = rollback.came or "nothing"
+    refuse_after_failure(f"left alone on {serving}")
+    log_once(f"goes back from {serving} to {rollback.to}")
+    begin = tool.line(tool.ROLLBACK, service, "--to", rollback.to.name)
     yield FunctionCommand(_begin_and_watch, [begin, timeout_s], {})
 
 
