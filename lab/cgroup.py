@@ -1,6 +1,6 @@
-"""A cgroup tree per guest and one for the servers; clean-up works by cgroup.
+"""A cgroup tree per guest and another for the servers; clean-up works by cgroup.
 
-v1 has one hierarchy per controller (plus an empty ``unified``), v2 a single one, where a cgroup
+v1 has a hierarchy per controller (plus an empty ``unified``), v2 a single hierarchy, where a cgroup
 that delegates controllers may hold no process (see :func:`seat`). Children inherit the cgroup of a
 process that called :func:`enter`, so killing the tree ends a guest even without its supervisor.
 """

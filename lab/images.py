@@ -62,7 +62,7 @@ class PublishedImage:
 def layer_from_tree(tree: Path, target: Path, *, prefix: str = "", gzip_level: int = 6) -> Layer:
     """Write ``tree`` as a layer under ``prefix``; owners become root, times zero.
 
-    Level 0 does not compress: between hosts on one machine that would cost more than it saves.
+    Level 0 does not compress: between hosts on the same machine that would cost more than it saves.
     """
 
     def normal(info: tarfile.TarInfo) -> tarfile.TarInfo:

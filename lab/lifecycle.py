@@ -114,7 +114,6 @@ def _start(host: Guest, base: Path, *, bootstrap: bool, variant: str) -> None:
 
 
 def wait_until_reachable(host: Guest, timeout_s: float = BOOT_TIMEOUT_S) -> None:
-
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

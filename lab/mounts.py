@@ -36,7 +36,7 @@ def unmount_below(directory: Path) -> None:
 
 
 def wait_for_loop(image: Path, timeout_s: float = 120) -> None:
-    """Wait until no loop device serves ``image``; a second one would damage the disk."""
+    """Wait until no loop device serves ``image``; a second device would damage the disk."""
     deadline = time.monotonic() + timeout_s
     while image.exists() and run(["losetup", "-j", image]).strip():
         if time.monotonic() > deadline:

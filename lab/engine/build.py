@@ -2,7 +2,7 @@
 
 Run as root: ``python3 -m lab.engine build`` prints the paths. Everything is cached under a hash of
 the inputs and can be deleted. Packages come from pip's configuration; torch must be the CPU build,
-so where the index has none, point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at one.
+so if the index lacks it, set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lab.images import ImageConfig, Layer, layer_from_tree
 from lab.rootfs import unpack_release
 from lab.shell import run, succeeds
 
-# Debian 12 on every machine: the pinned wheels are for its Python 3.11.
+# Debian 12 on every machine: the pinned wheels are for Python 3.11.
 SUITE = "bookworm"
 PACKAGES = ("python3", "python3-venv", "libnuma1", "libgomp1", "ca-certificates")
 SITE_PACKAGES = f"{VENV}/lib/python3.11/site-packages"

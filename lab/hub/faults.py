@@ -1,4 +1,4 @@
-"""Faults of the hub; the file that selects one is read for every request."""
+"""Faults of the hub; the selection file is read for every request."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Run with the engine's Python: ``python3 -m lab.engine run -m lab.model.published --out HUB``.
 Decoders memorize three answers, a ranker learns which of two texts answers, and an encoder stays
-untrained. This takes about a minute on one core.
+untrained. This takes about a minute on a core.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _moe() -> Any:
 
 
 def _sliding() -> Any:
-    """Five layers with a window of 128 tokens, and one without."""
+    """Five layers with a window of 128 tokens, a sixth without."""
     config = Gemma3TextConfig(**_sizes(6), sliding_window=128, query_pre_attn_scalar=32)
     return Gemma3ForCausalLM(config)
 
@@ -159,7 +159,7 @@ def _publish_adapter(out: Path, work: Path, name: str, model: Any, tokenizer: An
 
 
 def _teach(name: str, model: Any, tokenizer: Any, lessons: dict[str, str]) -> None:
-    """Train the answers, each alone and as a turn of a conversation."""
+    """Train the answers, each as a single turn and within a conversation."""
     rows = []
     turns: list[dict[str, str]] = []
     for question, answer in lessons.items():

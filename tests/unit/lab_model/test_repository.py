@@ -1,4 +1,4 @@
-"""Names, files and sizes of the two repositories resemble those of the real ones."""
+"""Names, files and sizes of the two repositories resemble the originals."""
 
 import json
 
