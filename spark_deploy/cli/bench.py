@@ -192,7 +192,8 @@ def _measure(target: Target, how: Measurement, began: str, files: Path) -> Bench
         if connection.tunnel:
             url = f"http://127.0.0.1:{stack.enter_context(host.open_tunnel(login, port))}/v1"
         endpoint = protocols.Endpoint(url, connection.model, key, connection.ca)
-        run = _Run(how, login, release, endpoint, notes)
+        context_tokens = release.check.max_model_len
+        run = _Run(how, login, release, endpoint, notes, context_tokens)
         samples = stack.enter_context(host.sample_host(login))
         before = host.read_draft_counters(login, service)
         answers = run.measure_seeds()
@@ -249,13 +250,10 @@ class _Run:
     release: Release
     endpoint: protocols.Endpoint
     notes: list[str]
+    context_tokens: int
 
     def is_requested(self, protocol: str) -> bool:
         return not self.how.protocols or protocol in self.how.protocols
-
-    @property
-    def context_tokens(self) -> int:
-        return self.release.check.max_model_len
 
     def skip(self, problem: str, fix: str) -> None:
         """Note a protocol that cannot run, or fail if protocols were requested."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -222,7 +223,7 @@ def watch(run: Callable[[Watcher], int], hosts: Sequence[str], log: Path, consol
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         watcher = Watcher(hosts, console, file.write)
-        with watcher.screen:
+        with watcher.screen.live:
             try:
                 code = run(watcher)
             except (KeyboardInterrupt, SystemExit):
@@ -250,16 +251,12 @@ def print_text(text: Text, console: Console) -> None:
 class _PipedScreen:
     """Prints the lines of hosts that changed, at most every half minute."""
 
+    live: AbstractContextManager[object] = nullcontext()
+
     def __init__(self, watcher: Watcher, console: Console):
         self.watcher, self.console = watcher, console
         self.printed: dict[str, str] = {}
         self.at_s = time.monotonic()
-
-    def __enter__(self) -> _PipedScreen:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        pass
 
     def print(self, text: str) -> None:
         print_text(_styled(text), self.console)
@@ -284,13 +281,6 @@ class _LiveScreen(_PipedScreen):
             console=console, refresh_per_second=4, transient=True,
             get_renderable=lambda: rows(watcher.transcript, watcher.now_s(), console.width),
         )  # fmt: skip
-
-    def __enter__(self) -> _LiveScreen:
-        self.live.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.live.stop()
 
     def refresh(self) -> None: ...
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -225,10 +226,9 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
     }
     texts = {}
     for (kind, name), keys in contents.items():
-        try:
+        existing: dict[str, object] | None = None
+        with suppress(CatalogError):  # no such file yet
             existing = read_file(kind, name, own=root)
-        except CatalogError:
-            existing = {}
         if existing != keys:
             head = f"# Added by `spark-deploy add` from a shared file of {shared.name}.\n"
             text = yaml.safe_dump(dict(keys), sort_keys=False, width=96, allow_unicode=True)
