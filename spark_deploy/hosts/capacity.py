@@ -159,10 +159,10 @@ def _disk(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         if not demand.needed_bytes or demand.available_bytes >= wanted:
             continue
         fixes = [f"free {(wanted - demand.available_bytes) / GIB:.1f} GiB"]
-        for item in survey.reclaimable:
-            if item.kind in _PRUNE:
-                command, removed = _PRUNE[item.kind]
-                freed = f"frees up to {item.bytes / GIB:.1f} GiB: it removes {removed}"
+        for kind, size_bytes in survey.reclaimable.items():
+            if kind in _PRUNE:
+                command, removed = _PRUNE[kind]
+                freed = f"frees up to {size_bytes / GIB:.1f} GiB: it removes {removed}"
                 fixes.append(f"`{command}` {freed}")
         yield Problem(
             f"disk {demand.mount}",

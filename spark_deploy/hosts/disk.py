@@ -53,12 +53,6 @@ class ParentDirectory:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Reclaimable:
-    kind: str
-    bytes: int
-
-
 # Docker keeps images below the data root, or in the store of the system's containerd.
 _IMAGES_IN = r"""
 images_in=
@@ -127,23 +121,20 @@ def parse_parents(lines: Iterable[str]) -> Iterator[ParentDirectory]:
             yield ParentDirectory(path, owner, group, int(mode, 8))
 
 
-def parse_reclaimable(lines: Iterable[str]) -> Iterator[Reclaimable]:
+def parse_reclaimable(lines: Iterable[str]) -> dict[str, int]:
+    """Read `docker system df`: bytes by kind, of decimal sizes (``12.3GB`` is 12 300 000 000)."""
+    sizes = {}
     for line in lines:
-        try:
+        with suppress(ValueError):
             row = json.loads(line)
-        except ValueError:
-            continue
-        if size := size_bytes(str(row.get("Reclaimable", "")).split(" ")[0]):
-            yield Reclaimable(str(row.get("Type", "")).lower(), size)
+            size = re.match(r"([\d.]+)([kKMGT]?B)( |$)", str(row.get("Reclaimable", "")))
+            if size and float(size[1]):
+                kind = str(row.get("Type", "")).lower()
+                sizes[kind] = int(float(size[1]) * _UNITS[size[2]])
+    return sizes
 
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def size_bytes(text: str) -> int:
-    """Read docker's decimal sizes: ``12.3GB`` is 12 300 000 000; unreadable text is 0."""
-    match = re.fullmatch(r"([\d.]+)([kKMGT]?B)", text)
-    return int(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 # In place of a device: another user could change the file, so the fetcher copies it.

@@ -337,20 +337,20 @@ def generate_cdi(plan: DockerPlan) -> Commands:
     """
     state = read_state(plan)
     loaded = state.driver_version
-    stale = [
-        spec
-        for spec in state.cdi
-        if spec.path.startswith("/etc/cdi/") and loaded and spec.driver_version not in ("", loaded)
-    ]
+    stale = {
+        path: version
+        for path, version in state.cdi.items()
+        if path.startswith("/etc/cdi/") and loaded and version not in ("", loaded)
+    }
     if gpu.lacks_specification(state):
         log(f"containers get the GPU through CDI: generating {gpu.SPECIFICATION}")
         yield f"nvidia-ctk cdi generate --output={gpu.SPECIFICATION}"
         return
     if not stale:
         host.noop("CDI is not used" if not state.cdi else "CDI matches the driver")
-    for spec in stale:
-        log(f"{spec.path} is of driver {spec.driver_version}, {loaded} is loaded")
-        yield f"nvidia-ctk cdi generate --output={shlex.quote(spec.path)}"
+    for path, version in stale.items():
+        log(f"{path} is of driver {version}, {loaded} is loaded")
+        yield f"nvidia-ctk cdi generate --output={shlex.quote(path)}"
 
 
 @host_operation

@@ -74,12 +74,6 @@ echo '== kernel'; uname -r
 
 
 @dataclass(frozen=True, slots=True)
-class CdiSpec:
-    path: str
-    driver_version: str  # "" where the file names no libcuda
-
-
-@dataclass(frozen=True, slots=True)
 class Docker:
     dockerd: str  # path; "" when there is no engine
     snap: bool
@@ -90,7 +84,7 @@ class Docker:
     toolkit_version: str
     toolkit_mode: str  # "auto" | "legacy" | "cdi" | ""
     runtime: str  # path of NVIDIA's runtime; "" when the toolkit has none
-    cdi: tuple[CdiSpec, ...]
+    cdi: dict[str, str]  # path: driver version; "" where the file names no libcuda
     cdi_directories: tuple[str, ...]  # read by the daemon; empty when it has no CDI
     driver_version: str
     kernel: str
@@ -150,7 +144,7 @@ class DockerState(HostFact[Docker]):
             toolkit_version=toolkit[1] if toolkit else "",
             toolkit_mode=sections.first("toolkit-mode"),
             runtime=sections.first("runtime"),
-            cdi=tuple(CdiSpec(path, libcuda_version(library)) for path, _, library in cdi),
+            cdi={path: libcuda_version(library) for path, _, library in cdi},
             cdi_directories=tuple(map(str, _parse_json(info[1:], list))),
             driver_version=drivers[0] if drivers else module_version(sections.text("module")),
             kernel=sections.first("kernel"),

@@ -117,14 +117,8 @@ def read_tree(source: Path, target: str = "") -> tuple[ManagedFile, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SiteArchive:
-    path: Path
-    digest: str
-
-
-def site_archive(requirements: str, python_version: str, machine: str) -> SiteArchive:
-    """Resolve the pinned wheels for a Python and machine, cached here. Raises SparkError."""
+def site_archive(requirements: str, python_version: str, machine: str) -> tuple[Path, str]:
+    """Resolve the pinned wheels for a Python and machine; return a cached zip and the digest."""
     pins = (CHECKOUT / requirements).read_bytes()
     key = hashlib.sha256(f"{python_version} {machine}\n".encode() + pins).hexdigest()
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -141,7 +135,7 @@ def site_archive(requirements: str, python_version: str, machine: str) -> SiteAr
                     for info in source.infolist():
                         merged.writestr(info, source.read(info))
         new.replace(path)
-    return SiteArchive(path, key)
+    return path, key
 
 
 def _download(requirements: str, python_version: str, machine: str, into: Path) -> None:
@@ -284,12 +278,12 @@ def install_site(plan: ToolsPlan) -> Commands:
     if not site.python_version:
         fix = "install the package python3 on the host"
         refuse(f"{host.name}: python3", "missing, or prints no version", fix)
-    archive = site_archive(plan.python_requirements, site.python_version, site.machine)
-    home = f"{TOOLS_DIR}/site-{archive.digest[:12]}"
-    if (site.target, site.receipt) == (home, archive.digest):
+    path, digest = site_archive(plan.python_requirements, site.python_version, site.machine)
+    home = f"{TOOLS_DIR}/site-{digest[:12]}"
+    if (site.target, site.receipt) == (home, digest):
         host.noop("the builder's packages are in place")
-        return
-    yield from _unpack(archive, home, SITE)
+    else:
+        yield from _unpack(path, digest, home, SITE)
 
 
 @host_operation
@@ -306,15 +300,15 @@ def install_quantiser(image: str) -> Commands:
             refuse(f"{host.name}: {image}", "python3 in it prints no version", fix)
         host.log("AutoRound is installed once the engine's image exists")
         return
-    archive = site_archive(QUANTISER_REQUIREMENTS, site.python_version, site.machine)
-    if site.receipt == archive.digest:
+    path, digest = site_archive(QUANTISER_REQUIREMENTS, site.python_version, site.machine)
+    if site.receipt == digest:
         host.noop("AutoRound is in place")
-        return
-    yield from _unpack(archive, f"{TOOLS_DIR}/quantiser-{archive.digest[:12]}", QUANTISER)
+    else:
+        yield from _unpack(path, digest, f"{TOOLS_DIR}/quantiser-{digest[:12]}", QUANTISER)
 
 
-def _unpack(archive: SiteArchive, home: str, link: str) -> Commands:
-    content = archive.path.read_bytes()
+def _unpack(path: Path, digest: str, home: str, link: str) -> Commands:
+    content = path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
-    yield shell(unzip_script(home, sha256, archive.digest), stdin=encode_lines(content))
+    yield shell(unzip_script(home, sha256, digest), stdin=encode_lines(content))
     yield _switch_link(link, home)

@@ -203,7 +203,7 @@ class Survey:
     memory: Memory
     processes: tuple[Process, ...]
     places: tuple[disk.Place, ...]
-    reclaimable: tuple[disk.Reclaimable, ...]
+    reclaimable: dict[str, int]  # bytes by kind in `docker system df`
     listeners: tuple[network.Listener, ...]
     containers: tuple[docker_facts.Container, ...]
     docker_silent: str  # state of docker's unit if the daemon did not answer, or ""
@@ -285,7 +285,7 @@ class HostSurvey(facts.HostFact[Survey]):
             memory=parse_memory(sections),
             processes=tuple(parse_processes(sections["processes"])),
             places=tuple(disk.parse_places(sections["places"])),
-            reclaimable=tuple(disk.parse_reclaimable(sections["docker-df"])),
+            reclaimable=disk.parse_reclaimable(sections["docker-df"]),
             listeners=network.parse_listeners(sections["listeners"], sections["listener-cgroups"]),
             containers=tuple(docker_facts.parse_containers(sections["containers"])),
             docker_silent=next(unreachable, "").removeprefix("unreachable "),

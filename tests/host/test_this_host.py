@@ -91,8 +91,8 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
     pythons = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()} - {Path("/usr")}
     # Guests cannot reach the package index.
     shown = guest.run("python3 -c 'import sys; print(*sys.version_info[:2], sep=\".\")'; uname -m")
-    wheels = site_archive("files/checkpoint/requirements.txt", *shown.splitlines())
-    inside_.copy(CHECKOUT, *pythons, site.root, STATE / "lab.json", wheels.path)
+    wheels, _ = site_archive("files/checkpoint/requirements.txt", *shown.splitlines())
+    inside_.copy(CHECKOUT, *pythons, site.root, STATE / "lab.json", wheels)
     guest.run(NO_SUDO)
     return inside_
 
