@@ -85,10 +85,10 @@ def test_candidate_writes_only_to_its_copy(caches: Caches) -> None:
 
 @pytest.mark.parametrize("has_source", [True, False])
 def test_failed_candidate_keeps_its_cache(caches: Caches, has_source: bool) -> None:
-    old = caches.make_proven() if has_source else None
+    if has_source:
+        caches.make_proven()
     (caches.prepare(CANDIDATE) / "compiled").write_text("half")
     assert (caches.prepare(CANDIDATE) / "compiled").read_text() == "half"
-    assert old is None or content(old) == FULL
 
 
 ANSWERED, SILENT = Finding(READY, True, "", 0.0), Finding(READY, False, "", 0.0)

@@ -98,21 +98,16 @@ def test_traffic_closes_before_the_container_is_removed(
 
 
 CHAT, EMBED = "main-0123456789ab", "embed-0123456789ab"
-CHAT_UNIT = f"spark-serve@{CHAT}.service"
 
 
 @dataclass
 class FakeSystemd:
-    states: dict[str, tuple[str, str]] = field(default_factory=dict)
-    later: dict[int, dict[str, tuple[str, str]]] = field(default_factory=dict)  # by query
-    queries: int = 0
+    states: list[tuple[str, str]] = field(default_factory=list)  # of the chat unit; the last stays
 
     def show(self, units: list[str], properties: list[str]) -> dict[str, dict[str, str]]:
-        assert properties == ["ActiveState", "SubState"]
-        self.queries += 1
-        self.states |= self.later.get(self.queries, {})
-        states = {unit: self.states.get(unit, ("inactive", "dead")) for unit in units}
-        return {unit: dict(zip(properties, state, strict=True)) for unit, state in states.items()}
+        assert (units, properties) == ([f"spark-serve@{CHAT}.service"], ["ActiveState", "SubState"])
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return {units[0]: dict(zip(properties, state, strict=True))}
 
 
 @dataclass
@@ -148,8 +143,7 @@ def turns(tmp_path: Path) -> Turns:
 
 
 def test_second_start_waits_for_the_first(turns: Turns) -> None:
-    turns.systemd.states[CHAT_UNIT] = ("activating", "start-post")
-    turns.systemd.later[3] = {CHAT_UNIT: ("active", "running")}
+    turns.systemd.states = [("activating", "start-post")] * 2 + [("active", "running")]
     turns.wait(EMBED)
     assert turns.reports == [f"phase=turn waiting for the start of {CHAT}"] * 2
 
@@ -164,13 +158,13 @@ def test_second_start_waits_for_the_first(turns: Turns) -> None:
     ],
 )
 def test_only_another_start_blocks(turns: Turns, name: str, state: tuple[str, str]) -> None:
-    turns.systemd.states[CHAT_UNIT] = state
+    turns.systemd.states = [state]
     turns.wait(name)
     assert turns.reports == []
 
 
 def test_waiting_for_a_start_is_limited(turns: Turns) -> None:
-    turns.systemd.states[CHAT_UNIT] = ("activating", "start")
+    turns.systemd.states = [("activating", "start")]
     start_s = turns.wait(EMBED).timeouts.start_s
     assert turns.reports[-1] == f"phase=turn no longer waiting for the start of {CHAT}"
     assert start_s < turns.clock.seconds < start_s + 5

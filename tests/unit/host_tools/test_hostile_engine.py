@@ -48,7 +48,8 @@ def secret(tmp_path: Path) -> Path:
 def prepared(host: Host, monkeypatch: pytest.MonkeyPatch) -> Release:
     monkeypatch.setattr(docker, "is_up", lambda: True)
     monkeypatch.setattr(serve, "check_artifacts", lambda _: None)
-    release = host.release(engine__user="nobody")
+    mount = {"source": "/srv/spark/models/x", "target": "/model", "read_only": True}
+    release = host.release(engine__user="nobody", engine__mounts=[mount])
     assert serve.prepare(RELEASE, host.paths) == 0
     return release
 

@@ -22,7 +22,7 @@ from spark_contract.tool import PHASE, STAND_IN, WAITED
 
 from spark_host.check import compare
 from spark_host.check import speed as speed_check
-from spark_host.check.checks import CHECKS, Check
+from spark_host.check.checks import CHECKS
 from spark_host.check.probe import CheckError, Probe
 from spark_host.engine import compile_cache, logs
 from spark_host.engine.client import Engine, EngineError
@@ -166,23 +166,20 @@ def _run_checks(probe: Probe, level: str, report: Report) -> list[Finding]:
     for item in CHECKS:
         if proof.LEVELS.index(item.level) > rank or not item.applies(probe.plan):
             continue
-        findings.append(_run_check(item, probe))
+        start = time.monotonic()
+        probe.until_s = start + probe.plan.timeout_s
+        ok, weight = True, item.weight
+        try:
+            detail = item.run(probe)
+        except CheckError as error:
+            ok, detail, weight = False, str(error), error.weight or item.weight
+        seconds = round(time.monotonic() - start, 3)
+        findings.append(Finding(item.name, ok, detail, seconds, weight))
         report(_describe(findings[-1]))
-        if probe.out_of_time and not findings[-1].ok and findings[-1].weight == "must":
+        if probe.out_of_time and not ok and weight == "must":
             report("skipping the remaining checks: the engine takes too long")
             break
     return findings
-
-
-def _run_check(item: Check, probe: Probe) -> Finding:
-    start = time.monotonic()
-    probe.until_s = start + probe.plan.timeout_s
-    ok, weight = True, item.weight
-    try:
-        detail = item.run(probe)
-    except CheckError as error:
-        ok, detail, weight = False, str(error), error.weight or item.weight
-    return Finding(item.name, ok, detail, round(time.monotonic() - start, 3), weight)
 
 
 def _judge_memory(guard: StartGuard, *, ready: bool) -> Finding:

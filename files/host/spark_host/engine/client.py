@@ -255,7 +255,8 @@ class Engine:
                         return
                     if line.startswith(b"data: "):
                         yield Reply(200, line[6:]).json()
-            raise EngineError("the stream ended without [DONE]")
+            if rest.rstrip() != b"data: [DONE]":
+                raise EngineError("the stream ended without [DONE]")
         finally:
             connection.close()
 

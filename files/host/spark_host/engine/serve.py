@@ -57,19 +57,15 @@ def prepare(name: str, paths: Paths) -> int:
     wait_for_turn(release, host, log)
     memory.wait_for_memory(release, log)
     memory.prepare_blocks(release, log)
-    _make_folders(release, paths)
+    # Root's folder for the traffic file, and the engine's folder for the socket.
+    traffic.make_folder(release.service, paths)
+    socket_folder = paths.engine_run(release.service)
+    socket_folder.parent.mkdir(mode=0o755, exist_ok=True)
+    owner, group = container.account(release).pw_uid, traffic.group_id(release.service, paths)
+    folders.give(socket_folder, owner, group, 0o710)
+    folders.empty(socket_folder)
     compile_cache.prepare(release, host, log)
     return 0
-
-
-def _make_folders(release: Release, paths: Paths) -> None:
-    """Create root's folder for the traffic file and the engine's folder for the socket."""
-    service, own = release.service, paths.engine_run(release.service)
-    traffic.make_folder(service, paths)
-    own.parent.mkdir(mode=0o755, exist_ok=True)
-    owner, group = container.account(release).pw_uid, traffic.group_id(service, paths)
-    folders.give(own, owner, group, 0o710)
-    folders.empty(own)
 
 
 def run(name: str, paths: Paths) -> int:
