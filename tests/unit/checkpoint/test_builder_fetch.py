@@ -1,4 +1,4 @@
-"""Downloads from a hub on localhost and from files of this host."""
+"""Downloads from a hub on localhost."""
 
 import base64
 import contextlib
@@ -15,21 +15,15 @@ import time
 
 import pytest
 from builder_faults import run_broken
-from builder_hub import REPOSITORY, Hub, contents, fetch_order
+from builder_hub import REPOSITORY, Hub, contents
 from builder_trees import piece_lines, run_tool, tool_environment
 
 LARGE = "file-1.bin"
-LARGE_BYTES = 2_500_000
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes owners, makes devices")
 
 
 def start_fetch(order, **options):
     command = [sys.executable, "-m", "spark_checkpoint", "fetch", str(order)]
     return subprocess.Popen(command, env=tool_environment(), text=True, **options)
-
-
-def requested(hub):
-    return {path.rpartition("/")[2] for path, _, _ in hub.requests}
 
 
 def receipt_files(tmp_path):
@@ -191,117 +185,6 @@ def test_logs_in_to_the_proxy_and_prints_no_password(order, hub, tmp_path):
     down = subprocess.run([*command[:-1], str(order(urls=urls, tries=1))], **options)
     assert down.returncode == 4
     assert "pass" not in done.stderr + done.stdout + down.stderr + down.stdout
-
-
-# --- files of this host --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("link_name", [None, LARGE, "other-name"])
-def test_links_local_files_by_content(order, hub, source, tmp_path, link_name):
-    cache, data = tmp_path / "cache/models--lab--tiny", (source / LARGE).read_bytes()
-    blob = cache / "blobs" / hashlib.sha256(data).hexdigest()
-    blob.parent.mkdir(parents=True)
-    blob.write_bytes(data)
-    if link_name:
-        (cache / "snapshots/abc").mkdir(parents=True)
-        (cache / "snapshots/abc" / link_name).symlink_to(f"../../blobs/{blob.name}")
-    run_tool("fetch", order(look_in=[str(tmp_path / "cac*")]))
-    assert not (tmp_path / "out" / LARGE).is_symlink()
-    assert os.path.samefile(blob, tmp_path / "out" / LARGE)
-    assert LARGE not in requested(hub)
-    assert contents(tmp_path / "out") == contents(source)
-
-
-@needs_root
-@pytest.mark.parametrize(
-    ("owner", "mode"), [(0, 0o600), (65534, 0o644), (65534, 0o444), (0, 0o664), (0, 0o666)]
-)
-def test_copies_local_files_that_are_private_or_writable_by_others(
-    order, hub, source, tmp_path, owner, mode
-):
-    local, fetched = tmp_path / "home/blob", tmp_path / "out" / LARGE
-    local.parent.mkdir()
-    local.write_bytes((source / LARGE).read_bytes())
-    os.chown(local, owner, owner)
-    local.chmod(mode)
-    run_tool("fetch", order(look_in=[str(local.parent)]))
-    assert not os.path.samefile(local, fetched)
-    assert local.stat().st_mode & 0o777 == mode
-    assert (fetched.stat().st_uid, fetched.stat().st_mode & 0o777) == (0, 0o644)
-    local.write_bytes(b"something else")
-    assert contents(tmp_path / "out") == contents(source)
-    assert LARGE not in requested(hub)
-
-
-def test_ignores_local_files_with_other_content(order, source, tmp_path):
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    (cache / LARGE).write_bytes(bytes(LARGE_BYTES))
-    (cache / "dangling").symlink_to("nowhere")
-    run_tool("fetch", order(look_in=[str(cache)]))
-    assert contents(tmp_path / "out") == contents(source)
-    assert (cache / LARGE).read_bytes() == bytes(LARGE_BYTES)
-
-
-def test_needs_no_network_if_every_file_is_local(order, hub, source, tmp_path):
-    run_tool("fetch", order(urls=[], look_in=[str(source)]))
-    assert contents(tmp_path / "out") == contents(source)
-    assert hub.requests == []
-
-
-# The fetcher; a user replaces a file between the search and the read.
-REPLACE_AFTER_SEARCH = """
-import os, sys
-from spark_checkpoint.__main__ import main
-from spark_checkpoint.sources import fetch
-search = fetch.find_candidates
-def search_and_replace(*arguments):
-    candidates = search(*arguments)
-    os.replace(sys.argv[1], sys.argv[2])
-    return candidates
-fetch.find_candidates = search_and_replace
-sys.exit(main(sys.argv[3:]))
-"""
-
-
-def link_elsewhere(path, data):
-    other = path.with_name("elsewhere")
-    other.write_bytes(data)
-    path.symlink_to(other)
-
-
-TRAPS = {
-    "pipe": lambda path, data: os.mkfifo(path),
-    "endless": lambda path, data: path.symlink_to("/dev/zero"),
-    "device": lambda path, data: os.mknod(path, 0o020666, os.makedev(1, 5)),  # /dev/zero
-    "longer": lambda path, data: path.write_bytes(data + b"and more"),
-    "wrong": lambda path, data: path.write_bytes(data[::-1]),
-    "link": link_elsewhere,
-}
-
-
-@needs_root
-@pytest.mark.parametrize("trap", TRAPS)
-def test_never_uses_a_file_replaced_after_the_search(hub, tmp_path, trap):
-    source, home, data = hub.root / "r", tmp_path / "home", os.urandom(300_000)
-    source.mkdir()
-    home.mkdir()
-    (source / "model.safetensors").write_bytes(data)
-    (home / "blob").write_bytes(data)
-    TRAPS[trap](home / ".trap", data)
-    order, out = tmp_path / "fetch.json", tmp_path / "out"
-    document = fetch_order(source, out, urls=[f"{hub.url}/r"], look_in=[str(home / "blob")])
-    order.write_text(json.dumps(document))
-    arguments = [str(home / ".trap"), str(home / "blob"), "fetch", str(order)]
-    done = subprocess.run(
-        [sys.executable, "-c", REPLACE_AFTER_SEARCH, *arguments],
-        env=tool_environment(), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    fetched = out / "model.safetensors"
-    assert fetched.read_bytes() == data
-    assert not fetched.is_symlink()
-    assert fetched.stat().st_nlink == 1
 
 
 # --- interruptions -------------------------------------------------------------------------------
