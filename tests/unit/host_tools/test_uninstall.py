@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prune_machine import Machine, add_generations
 from spark_contract.paths import Paths, kept_aside
 from spark_contract.status import Before, Footprint, Thing
 from spark_host.cleanup import baseline, uninstall
@@ -240,3 +242,31 @@ def test_missing_folder_is_no_failure(tmp_path: Path) -> None:
     things = [Thing("directory", str(path)) for path in (missing, empty)]
     assert uninstall._remove_round(things, footprint(), Paths(tmp_path)) == []
     assert not empty.exists()
+
+
+def test_manifest_lists_everything_we_created(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_generations(machine)
+    unmanaged = machine.folder("models", "my-finetune")
+    # Of earlier settings: only its job names this checkpoint.
+    earlier = machine.paths.root / f"srv/earlier/model-{'e' * 12}"
+    earlier.mkdir(parents=True)
+    proof = {"receipt": f"{machine.on_host(earlier)}/receipt.json", "digest": "e" * 64}
+    machine.job("e" * 12, proof)
+    machine.image("spark-vllm:two", "l1", size=10)
+    absent = subprocess.CompletedProcess((), 127, "", "")
+    monkeypatch.setattr(docker, "client", lambda *words, **_: absent)
+    monkeypatch.setattr(systemd, "listed", lambda pattern: [])
+    monkeypatch.setattr(baseline, "output_of", lambda *argv: "")
+    folders = {f"{kind}_dir": f"/srv/{kind}" for kind in ("models", "sources", "cache")}
+    things = uninstall.read_manifest(footprint(**folders), machine.paths).things
+    by_kind: dict[str, set[str]] = {}
+    for thing in things:
+        by_kind.setdefault(thing.kind, set()).add(Path(thing.name).name)
+    assert by_kind["tree"] == {f"model-{letter * 12}" for letter in "abcde"}
+    assert by_kind["source"] == {"org--old-aaaaaaaaaaaa", "org--new-bbbbbbbbbbbb"}
+    assert by_kind["image"] == {"spark-vllm:one", "spark-vllm:two"}
+    assert {"releases", "gateway"} <= by_kind["configuration"]
+    assert {"jobs", "good"} <= by_kind["record"]
+    assert [Path(thing.name) for thing in things if thing.kind == "other"] == [unmanaged]

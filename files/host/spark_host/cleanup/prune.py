@@ -15,7 +15,7 @@ from pathlib import Path
 from spark_contract import files, receipts, units
 from spark_contract.documents import parse
 from spark_contract.errors import HostToolError
-from spark_contract.job import Job, ReceiptProof
+from spark_contract.job import Job
 from spark_contract.paths import Paths
 from spark_contract.records import Stopped
 from spark_contract.release import service_of
@@ -39,13 +39,9 @@ def plan_prune(keep: Keep, paths: Paths) -> Pruning:
     kept = _kept_releases(keep, paths)
     busy = _busy_jobs(known, paths)
     needed = _needed_folders(keep, kept, busy, known, paths)
-    made = [path for job in known.values() if (path := _made_folder(job, paths))]
-    managed, others = [], []
-    parents = (("tree", keep.models_dir), ("source", keep.sources_dir), ("cache", keep.cache_dir))
-    for kind, parent in parents:
-        created, rest = resources.folders(kind, paths.below(parent), made)
-        managed += created
-        others += rest
+    parents = {"tree": keep.models_dir, "source": keep.sources_dir, "cache": keep.cache_dir}
+    places = [(kind, paths.below(parent)) for kind, parent in parents.items()]
+    managed, others = resources.folders(places, known, paths)
     folders = [folder for folder in managed if folder.of not in needed]
     folders += [
         Folder("cache", path, path)
@@ -112,10 +108,6 @@ def _busy_jobs(known: dict[str, Job], paths: Paths) -> set[str]:
     return busy
 
 
-def _made_folder(job: Job, paths: Paths) -> Path | None:
-    return paths.below(job.proof.tree) if isinstance(job.proof, ReceiptProof) else None
-
-
 def _needed_folders(
     keep: Keep, kept: Iterable[str], busy: set[str], known: dict[str, Job], paths: Paths
 ) -> set[Path]:
@@ -125,7 +117,7 @@ def _needed_folders(
         needed |= {paths.below(mount.source) for mount in release.engine.mounts}
     for name in busy:
         names = (name, *(after for after in known[name].after if after in known))
-        needed |= {path for n in names if (path := _made_folder(known[n], paths))}
+        needed |= {path for n in names if (path := resources.made_folder(known[n], paths))}
     for tree in list(needed):
         # A checkpoint shares files with its base and is repaired from there.
         receipt = receipts.found(tree)
@@ -150,7 +142,7 @@ def _is_stale(
     job: Job, needed: set[Path], gone: set[Path], images: list[Image], paths: Paths
 ) -> bool:
     """Return whether a job's result is removed, or absent and not needed."""
-    made = _made_folder(job, paths)
+    made = resources.made_folder(job, paths)
     if made is not None:
         return made in gone or (made not in needed and not made.exists())
     return resources.image_of(job) in {image.reference for image in images}

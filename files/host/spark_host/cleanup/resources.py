@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from spark_contract import files, receipts
 from spark_contract.errors import HostToolError
-from spark_contract.job import IMAGE_PULL_JOB, ImageProof, Job, JobRun
+from spark_contract.job import IMAGE_PULL_JOB, ImageProof, Job, JobRun, ReceiptProof
 from spark_contract.paths import Paths
 from spark_contract.units import CACHE_NAME, DIGEST12, DIGEST_LABEL, IMAGE_NAME, TREE_NAME
 
@@ -56,19 +56,26 @@ def known_jobs(paths: Paths) -> dict[str, Job]:
     return known
 
 
-def folders(kind: str, parent: Path, made: Iterable[Path]) -> tuple[list[Folder], list[Path]]:
-    """Return the folders in ``parent`` that we created, and all other entries.
+def made_folder(job: Job, paths: Paths) -> Path | None:
+    return paths.below(job.proof.tree) if isinstance(job.proof, ReceiptProof) else None
+
+
+def folders(
+    parents: Iterable[tuple[str, Path]], known: dict[str, Job], paths: Paths
+) -> tuple[list[Folder], list[Path]]:
+    """Return the folders in ``parents`` (kind, path) that we created, and all other entries.
 
     Managed folders have a name with a digest, and a receipt or a job that makes them; compile
     caches only have the name. A symlink is never managed.
     """
     managed, others = [], []
-    job_paths = set(made)
-    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+    made = {made_folder(job, paths) for job in known.values()}
+    places = [(kind, parent) for kind, parent in parents if parent.is_dir()]
+    for kind, path in ((kind, path) for kind, place in places for path in sorted(place.iterdir())):
         unfinished = _UNFINISHED.match(path.name)
-        of = parent / (unfinished["hidden"] or unfinished["plain"]) if unfinished else path
+        of = path.with_name(unfinished["hidden"] or unfinished["plain"]) if unfinished else path
         name = CACHE_NAME if kind == "cache" else TREE_NAME
-        is_ours = kind == "cache" or unfinished or of in job_paths or receipts.found(path)
+        is_ours = kind == "cache" or unfinished or of in made or receipts.found(path)
         if name.match(of.name) and is_ours and path.is_dir() and not path.is_symlink():
             managed.append(Folder(kind, path, of))
         else:

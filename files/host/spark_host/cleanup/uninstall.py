@@ -183,20 +183,13 @@ def _running(paths: Paths) -> Iterator[Thing]:
 
 def _data(footprint: Footprint, paths: Paths) -> Iterator[Thing]:
     known = resources.known_jobs(paths)
-    made = [
-        paths.below(tree)
-        for job in known.values()
-        if (tree := getattr(job.proof, "tree", None)) is not None
-    ]
-    sources = paths.below(footprint.sources_dir)
+    sources, caches = paths.below(footprint.sources_dir), paths.below(footprint.cache_dir)
     parents = {("tree", paths.below(footprint.models_dir)), ("source", sources)}
     # Earlier settings may have had other folders: jobs name each checkpoint they made.
-    parents |= {("tree", t.parent) for t in made if t.parent.is_dir() and t.parent != sources}
-    managed, others = [], []
-    for kind, parent in (*sorted(parents), ("cache", paths.below(footprint.cache_dir))):
-        created, rest = resources.folders(kind, parent, made)
-        managed += created
-        others += rest
+    for made in filter(None, (resources.made_folder(job, paths) for job in known.values())):
+        if made.parent.is_dir() and made.parent != sources:
+            parents.add(("tree", made.parent))
+    managed, others = resources.folders([*sorted(parents), ("cache", caches)], known, paths)
     sizes = resources.freed_bytes(folder.path for folder in managed)
     for folder in managed:
         stays = _KEEP_MODELS if folder.kind != "cache" and not footprint.models else ""
