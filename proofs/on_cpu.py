@@ -22,7 +22,7 @@ from typing import Any
 
 from lab.model import build as lab_hub
 from proofs.drafts import cases as draft_cases
-from proofs.drafts.judge import judge_drafts
+from proofs.drafts.cases import judge_drafts
 from proofs.drafts.trees import make_drafts
 from proofs.engine import profile_cases, run
 from proofs.engine.cases import case, mtp

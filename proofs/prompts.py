@@ -1,10 +1,24 @@
-"""What the engines are asked: the same for every engine of a proof."""
+"""Prompts that every engine of a proof answers."""
 
 from __future__ import annotations
 
 import json
 import random
 from typing import Any
+
+COLOURS = {
+    "red": (220, 20, 20),
+    "green": (20, 180, 20),
+    "blue": (20, 20, 220),
+    "yellow": (230, 220, 20),
+    "white": (240, 240, 240),
+    "black": (15, 15, 15),
+}
+SINGLE_PICTURE = "What colour is this picture? Answer with one word."
+"""As the check asks."""
+SEVERAL_PICTURES = "What colours are these pictures, in order?"
+"""What is asked of several pictures in one request."""
+
 
 IDS_LENGTHS = [200, 96, 33]
 PICTURE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>What is the capital of France?"

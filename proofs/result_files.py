@@ -1,9 +1,10 @@
-"""Result files: which run wrote one, what it shows, and the make target that writes it again."""
+"""Result files: kinds, origin, rows of single tests, and raw answers of failed rows."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import re
 import shlex
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+Row = dict[str, Any]
+QUESTION_KEYS = ("kind", "length", "depth", "client", "round", "place", "prompt", "tokens")
 
 
 class Kind(NamedTuple):
@@ -113,3 +116,68 @@ def _version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+ENDING = ".rows.jsonl"
+
+
+def record_row(out: Path, name: str, claim: str, passed: bool, **numbers: Any) -> None:
+    """Append a row to ``NAME.rows.jsonl``: tests may run in several processes."""
+    out.mkdir(parents=True, exist_ok=True)
+    line = {"claim": claim, "passed": passed, "cases": [], "numbers": numbers}
+    print(json.dumps(line))
+    with (out / f"{name}{ENDING}").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def failed_engines(rows: list[Row]) -> set[str]:
+    """Return the engines named by failed rows; a row without engines is named after its engine."""
+    failed = [row for row in rows if row["passed"] is False]
+    return {name for row in failed for name in row["cases"] or [row["claim"].partition(":")[0]]}
+
+
+def describe_engines(
+    results: dict[str, Row], rows: list[Row], failure: str | None
+) -> dict[str, Row]:
+    """Describe each engine; with raw answers if a row failed or the judge itself failed."""
+    with_answers = set(results) if failure else failed_engines(rows)
+    return {
+        name: {
+            "options": result["case"]["options"],
+            "tree": Path(result["case"]["tree"]).name,
+            "plugins": result["case"].get("plugins", "spark"),
+            "state": result["state"],
+            "load_s": result.get("load_s"),
+            "log": sorted({line[:200] for line in result["log_lines"]}),
+            **(raw_answers(result) if name in with_answers else {}),
+        }
+        for name, result in results.items()
+    }
+
+
+def raw_answers(result: Row) -> Row:
+    raw: Row = {
+        key: _select(result[key]) for key in ("answers", "other_beginning") if result.get(key)
+    }
+    if result.get("turns"):
+        raw["turns"] = [_select(turn["answers"]) for turn in result["turns"]]
+    return raw
+
+
+def _select(answers: list[Row]) -> list[Row]:
+    return [{key: answer[key] for key in ("tokens", "text") if key in answer} for answer in answers]
+
+
+def wrong_answers(result: Row) -> Row:
+    """Return the wrong answers of the recall model, with the position of each question."""
+    wrong = {
+        key: [answer for answer in result.get(key, []) if not answer["right"]]
+        for key in ("recall", "talks")
+    }
+    return {
+        f"wrong_in_{key}": [
+            {name: answer[name] for name in QUESTION_KEYS if name in answer} for answer in answers
+        ]
+        for key, answers in wrong.items()
+        if answers
+    }

@@ -18,15 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from proofs import failed
+from proofs import result_files
 from proofs.engine import cases as engine_cases
-from proofs.engine import profile_cases, quality_cases, quick, talk_cases
+from proofs.engine import profile_cases, quick
 from proofs.engine import run as engine_run
 from proofs.judges import engine as engine_judge
 from proofs.judges import profiles as profile_judge
 from proofs.judges.quality import judge_quality
 from proofs.judges.talks import judge_conversations
-from proofs.result_files import describe_run, read_command
+from proofs.result_files import ENDING, describe_run, read_command
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -41,10 +41,10 @@ CASES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "sizes": profile_cases.sizes_cases,
     "names": profile_cases.names_cases,
     "long": profile_cases.long_cases,
-    "prefixes": talk_cases.conversation_cases,
+    "prefixes": profile_cases.conversation_cases,
     "two-gpus": profile_cases.two_gpu_cases,
     "head-choice": profile_cases.head_cases,
-    "quality": quality_cases.quality_cases,
+    "quality": profile_cases.quality_cases,
 }
 CAVEATS = [
     "an H200 is not a GB10: behaviour and numerics are shown here, no Spark speed",
@@ -53,6 +53,15 @@ CAVEATS = [
     "Machete and CutlassW4A8 (Hopper only) disabled, flash-attention 2 (where no other is named) "
     "and Triton GDN forced",
 ]
+
+KERNELS = {
+    "experts": ["fused_marlin_moe"],
+    "lm-head-batches": ["spark_vllm.head.kernel.logits"],
+    "lm-head-nan": ["spark_vllm.head.kernel.logits"],
+    "marlin-atomic-add": ["marlin_gemm (the engine's own)"],
+    "turboquant-layer": ["SparkTurboQuantImpl", "TurboQuantAttentionImpl (the engine's own)"],
+}
+"""Kernels under test, by result file."""
 
 
 def prove(
@@ -178,7 +187,7 @@ def _document(
         **environment(),
         "rows": rows,
         "failure": failure,
-        "runs": failed.runs(ran, rows, failure),
+        "runs": result_files.describe_engines(ran, rows, failure),
     }
 
 
@@ -204,6 +213,22 @@ def environment() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "caveats": [*CAVEATS, *quick.caveats()],
     }
+
+
+def merge_rows(out: Path) -> None:
+    """Turn every ``NAME.rows.jsonl`` into ``NAME.json``, with versions and device."""
+    for path in sorted(out.glob(f"*{ENDING}")):
+        name = path.name.removesuffix(ENDING)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        document = {
+            "command": read_command(),
+            "seed": 0,
+            **environment(),
+            "kernels": KERNELS.get(name, []),
+            "rows": sorted(rows, key=lambda row: row["claim"]),
+        }
+        (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        path.unlink()
 
 
 def start_transformers(trees: Path, work: Path) -> list[subprocess.Popen[bytes]]:

@@ -12,21 +12,26 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = (".", "files/contract", "files/checkpoint", "proofs/benchmarks")
 sys.path[:0] = [str(ROOT / home) for home in HOMES]
 
-from checkpoint_hub import serve  # noqa: E402
 from checkpoint_sources import plan, write_base, write_donor  # noqa: E402
 from checkpoint_trees import (  # noqa: E402
     DONOR_COMMIT,
@@ -70,6 +75,47 @@ ALL: dict[str, dict[str, str]] = {
 CORES = 20
 LIMIT_BYTES = 256 << 20
 REPOSITORY = f"bench/donor/resolve/{DONOR_COMMIT}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    root: Path
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        path = self.root / unquote(urlsplit(self.path).path).lstrip("/")
+        if not path.is_file():
+            self.send_error(404)
+            return
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            first, last = (int(match[1]), min(int(match[2]), size - 1)) if match else (0, size - 1)
+            self.send_response(206 if match else 200)
+            if match:
+                self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
+            self.send_header("Content-Length", str(last + 1 - first))
+            self.end_headers()
+            self.wfile.flush()
+            sock: socket.socket = self.connection
+            position = first
+            while position <= last:
+                position += os.sendfile(sock.fileno(), file.fileno(), position, last + 1 - position)
+
+
+@contextmanager
+def serve(root: Path) -> Iterator[str]:
+    """Serve a directory for the duration of a block; yields the address."""
+    handler = type("Handler", (_Handler,), {"root": root})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def measure(work: Path) -> dict[str, Any]:

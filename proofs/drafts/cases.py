@@ -1,14 +1,20 @@
-"""Engine runs with a draft beside the lab's trained model, as data.
-
-The trained draft has to be taken, the one that nobody trained must not be: both answer alike.
-"""
+"""Engine runs with a draft model for the lab's trained model, and their judge."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from proofs.drafts.shape import DRAFTS, TOKENS
+from proofs.drafts.trees import DRAFTS, SPOILT_TENSOR, TOKENS
 from proofs.engine.cases import case, graphs
+from proofs.judges.answers import (
+    TRAINED_NOISE,
+    Row,
+    acceptance,
+    attempt,
+    compare_answers,
+    row,
+    same,
+)
 
 TREE = "tiny-overlay-head8"
 PLAIN = "tiny-head8"
@@ -46,3 +52,51 @@ def _case(name: str, kind: str, draft: str, **options: Any) -> dict[str, Any]:
     if "draft_load_config" in options:
         told["draft_load_config"] = options.pop("draft_load_config")
     return case(name, TREE, options={"speculative_config": told, **options}, **QUIET)
+
+
+LEAST = 0.5
+"""Of the drafts of a trained draft; the last ones of an answer go beyond its end."""
+MOST_BY_CHANCE = 0.05
+
+
+def judge_drafts(results: dict[str, Row], cases: Cases) -> list[Row]:
+    return [
+        attempt(name, lambda n=name: judged(results, n))
+        for name in (one["name"] for one in cases if one["name"] != PLAIN)
+    ]
+
+
+def judged(results: dict[str, Row], name: str) -> Row:
+    if name.endswith(SPOILT):
+        return _refused(results[name], name)
+    if results[name]["state"] != "ran":
+        error = str(results[name].get("error", [""])[0])[:200]
+        return row(f"{name}: ran", False, [name], state=results[name]["state"], error=error)
+    found = compare_answers(results[PLAIN], results[name])
+    accepted = acceptance(results[name])
+    if name.endswith(RANDOM):
+        right = accepted is not None and accepted < MOST_BY_CHANCE
+        words = f"at most {MOST_BY_CHANCE} of its drafts are taken"
+    else:
+        right = (accepted or 0) > LEAST
+        words = f"more than {LEAST} of its drafts are taken"
+    return row(
+        f"{name}: greedy answers equal {PLAIN} outside ties, {words}",
+        same(found, TRAINED_NOISE) and right,
+        [name, PLAIN],
+        acceptance=accepted,
+        counters=results[name]["counters"],
+        downgraded=[t for t in results[name].get("log_lines", []) if "setting cudagraph" in t],
+        **found,
+    )
+
+
+def _refused(result: Row, name: str) -> Row:
+    error = str(result.get("error", [""])[0])
+    return row(
+        f"{name}: a draft with a number that is NaN is refused by the tensor's name",
+        result["state"] == "refused" and "NaN" in error and f"model.{SPOILT_TENSOR};" in error,
+        [name],
+        state=result["state"],
+        error=error[:300],
+    )

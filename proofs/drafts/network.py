@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proofs.drafts.shape import (
+from proofs.drafts.trees import (
     EPSILON,
     HEAD_DIM,
     HEADS,

@@ -31,7 +31,7 @@ from lab.model.network import Network, state
 from lab.model.rounding import bf16_bits
 from lab.model.shape import TINY
 from proofs.drafts.network import DFlash, Draft, Eagle3
-from proofs.drafts.shape import LAYERS, SEEN_LAYERS, TOKENS
+from proofs.drafts.trees import LAYERS, SEEN_LAYERS, TOKENS
 from proofs.prompts import questions
 from proofs.recall import weights
 

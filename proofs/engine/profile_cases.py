@@ -183,3 +183,59 @@ def long_cases() -> list[dict[str, Any]]:
         ),
         case("long-own-full-mtp2", "long", options=many, **more),
     ]
+
+
+EAGER, COMPILED = "agent-plain", "agent-graphs"
+TWINS = {"agent-eager": EAGER, "agent-full": COMPILED}
+"""Of each engine with the cache the one that computes alike without it."""
+CUT = 1088
+"""Tokens that a later turn finds in the cache: four blocks of the trained model."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "agent-alone": {"max_num_seqs": 1},
+    "agent-cut": {"max_num_seqs": 1, "max_num_batched_tokens": CUT},
+}
+"""Eager and without a cache in other steps: one conversation at a time, and its prompt in parts as
+the cache makes them."""
+TIMES = 6
+
+
+def again(name: str) -> list[str]:
+    return [name, *(f"{name}-{time}" for time in range(2, TIMES + 1))]
+
+
+def conversation_cases() -> list[dict[str, Any]]:
+    """All conversations of ``prefix_cases``, those of the trained model ``TIMES`` times."""
+    found = {one["name"]: one for one in prefix_cases()}
+    plain = found[EAGER]
+    for name, more in {COMPILED: graphs(FULL), **SHAPES}.items():
+        found[name] = {**plain, "options": {**plain["options"], **more}}
+    steered = [one for name, one in found.items() if name.startswith("prefixes-")]
+    talks = [one for one in found if one.startswith("agent-")]
+    return [*({**found[name], "name": copy} for name in talks for copy in again(name)), *steered]
+
+
+MODELS = {"tiny": "text", "recall": "contexts"}
+SIXTEEN_BIT = "16bit"
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    SIXTEEN_BIT: ("plain", {"plugins": ""}),
+    "base": ("base", {"plugins": ""}),
+    "hybrid": ("overlay", {}),
+    "hybrid-head8": ("overlay-head8", {}),
+    "hybrid-triton": ("overlay", {"additional": TRITON}),
+    "native": ("native", {"plugins": ""}),
+    "online-fp8": ("base-head8", {"plugins": "", "options": {"quantization_config": ONLINE_FP8}}),
+    "wrong-scale": ("full-wrong-scale", {}),
+}
+"""Tree and further options of each; the last is damaged, and has to be seen."""
+QUALITY_OPTIONS = {"max_model_len": 4096, "max_num_batched_tokens": 4096}
+
+
+def quality_cases() -> list[dict[str, Any]]:
+    """Logits of every position of the same prompts; nothing is drafted, all of it eager."""
+    found = []
+    for model, prompts in MODELS.items():
+        for way, (tree, more) in VARIANTS.items():
+            options = {**QUALITY_OPTIONS, **more.get("options", {})}
+            one = case(f"{model}-{way}", f"{model}-{tree}", **{**more, "options": options})
+            found.append({**one, "prompts": prompts, "tokens": 1})
+    return found

@@ -13,8 +13,16 @@ from spark_vllm.checkpoint.reader import ModuleReader
 from spark_vllm.checkpoint.settings import read_settings
 
 from proofs.engine.cases import OTHER_PRESETS
-from proofs.judges.answers import TRAINED_NOISE, TURBOQUANT_NOISE, acceptance, compare_answers, same
-from proofs.judges.rows import Row, attempt, row
+from proofs.judges.answers import (
+    TRAINED_NOISE,
+    TURBOQUANT_NOISE,
+    Row,
+    acceptance,
+    attempt,
+    compare_answers,
+    row,
+    same,
+)
 
 FP8_LIMIT = 0.006
 """Error of an FP8 module against a reference that rounds activations as the kernel does."""

@@ -15,8 +15,8 @@ import torch
 from spark_vllm.checkpoint.reader import ModuleReader
 from spark_vllm.checkpoint.settings import read_settings
 
+from proofs.judges.answers import Row, row
 from proofs.judges.engine import relative, rounded_activations
-from proofs.judges.rows import Row, row
 
 LIMIT = 0.02
 """BF16 between the two steps of an expert; another expert in one place of eight gives 0.4."""

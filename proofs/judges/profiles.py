@@ -9,10 +9,18 @@ import numpy as np
 import torch
 
 from proofs.drafts.cases import gpu_cases as draft_cases
-from proofs.drafts.judge import judge_drafts
+from proofs.drafts.cases import judge_drafts
 from proofs.engine.profile_cases import LONG_PROMPTS, STEERED_TOKENS
 from proofs.judges import experts as experts_judge
-from proofs.judges.answers import TRAINED_NOISE, acceptance, compare_answers, same
+from proofs.judges.answers import (
+    TRAINED_NOISE,
+    Row,
+    acceptance,
+    attempt,
+    compare_answers,
+    row,
+    same,
+)
 from proofs.judges.engine import (
     FP8_LIMIT,
     INT_LIMIT,
@@ -22,7 +30,6 @@ from proofs.judges.engine import (
     module_errors,
     relative,
 )
-from proofs.judges.rows import Row, attempt, row
 from proofs.prompts import IDS_LENGTHS, random_prompts
 from proofs.trees import special as special_trees
 from proofs.trees import steered

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from proofs.engine.quality_cases import MODELS, PLAIN, WAYS
+from proofs.engine.profile_cases import MODELS, SIXTEEN_BIT, VARIANTS
 
 Row = dict[str, Any]
 FARTHER = {"tiny": 0.02, "recall": 0.002}
@@ -27,12 +27,12 @@ def judge_quality(results: dict[str, Row], work: Path) -> list[Row]:
     """Judge every way of serving both models; the damaged tree has to fail the same judge."""
     rows = []
     for model in MODELS:
-        reference = _logits(results, f"{model}-{PLAIN}", work)
+        reference = _logits(results, f"{model}-{SIXTEEN_BIT}", work)
         numbers = {
             way: compared(reference, found) if _both(reference, found) else {}
-            for way in WAYS
+            for way in VARIANTS
             for found in [_logits(results, f"{model}-{way}", work)]
-            if way != PLAIN
+            if way != SIXTEEN_BIT
         }
         rows += [row(model, way, own, numbers[BASE]) for way, own in numbers.items()]
     return rows

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import combinations, product, zip_longest
 from typing import Any, NamedTuple
 
-from proofs.engine.talk_cases import COMPILED, EAGER, SHAPES, TWINS, again
-from proofs.judges.rows import Row, attempt, row
+from proofs.engine.profile_cases import COMPILED, EAGER, SHAPES, TWINS, again
+from proofs.judges.answers import Row, attempt, row
 
 Results = dict[str, Row]
 Pair = tuple[str, str]

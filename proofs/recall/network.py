@@ -1,4 +1,4 @@
-"""The recall model as it is trained: transformers' layers, a rule with a gradient, its losses."""
+"""The recall model for training: transformers' layers, a differentiable delta rule, the losses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,63 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
 from lab.model.network import Network, state
 from lab.model.original import Floats
-from proofs.recall.delta_rule import chunk_gated_delta_rule
-from proofs.recall.shape import RECALL
+from proofs.recall.trees import RECALL
+
+CHUNK = 64
+
+
+def chunk_gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """Return what the rule reads at every position, from an empty state.
+
+    Args:
+        query: ``[batch, tokens, heads, width]``, as are ``key`` and ``value``; normed here.
+        key: see ``query``.
+        value: see ``query``.
+        g: logarithm of the decay, ``[batch, tokens, heads]``.
+        beta: strength of a write, ``[batch, tokens, heads]``.
+    """
+    dtype, tokens = query.dtype, query.shape[1]
+    with torch.autocast(query.device.type, enabled=False):
+        q, k, v = (_chunks(x.float()) for x in (query, key, value))
+        decay, strength = (_chunks(x.float()[..., None])[..., 0] for x in (g, beta))
+        q = functional.normalize(q, dim=-1, eps=1e-6) * q.shape[-1] ** -0.5
+        k = functional.normalize(k, dim=-1, eps=1e-6)
+        total = decay.cumsum(-1)
+        upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+        pair = (total[..., :, None] - total[..., None, :]).masked_fill(upper, -torch.inf).exp()
+        written = k * strength[..., None]
+        system = (written @ k.transpose(-1, -2)) * pair
+        inside = (q @ k.transpose(-1, -2)) * pair
+        right = torch.cat([v * strength[..., None], written * total.exp()[..., None]], -1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+        q = q * total.exp()[..., None]
+        k = k * (total[..., -1:] - total).exp()[..., None]
+        out = _scan(q, k, values, reads, inside, total[..., -1].exp())
+        return out.flatten(2, 3)[:, :, :tokens].transpose(1, 2).to(dtype), None
+
+
+def _chunks(x: Tensor) -> Tensor:
+    """Return ``[batch, heads, chunks, CHUNK, width]``, padded with zeros at the end."""
+    x = functional.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % CHUNK))
+    return x.unflatten(2, (-1, CHUNK))
+
+
+def _scan(
+    q: Tensor, k: Tensor, values: Tensor, reads: Tensor, inside: Tensor, decay: Tensor
+) -> Tensor:
+    """Return the output of every chunk; the state goes from one to the next."""
+    state = torch.zeros(*q.shape[:2], k.shape[-1], values.shape[-1], device=q.device)
+    flat = [x.unbind(2) for x in (q, k.transpose(-1, -2), values, reads, inside)]
+    out = []
+    for chunk, (one_q, one_k, one_v, one_read, one_inside) in enumerate(zip(*flat, strict=True)):
+        new = one_v - one_read @ state
+        out.append(one_q @ state + one_inside @ new)
+        state = state * decay[:, :, chunk, None, None] + one_k @ new
+    return torch.stack(out, 2)
+
 
 RULE_TOLERANCE = 0.02
 

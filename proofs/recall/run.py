@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from proofs import failed
+from proofs import result_files
 from proofs.engine import run as engine_run
 from proofs.recall import cases, judge, verdicts
 from proofs.result_files import read_command
@@ -87,7 +87,7 @@ def document(
         from proofs import stages  # needs torch
 
         environment = stages.environment()
-    kept = failed.named(rows)
+    kept = result_files.failed_engines(rows)
     return {
         "stage": f"recall-{stage}",
         "command": read_command(),
@@ -96,7 +96,8 @@ def document(
         "caveats": CAVEATS,
         "rows": rows,
         "runs": {
-            name: judge.figures(result) | (failed.wrong(result) if name in kept else {})
+            name: judge.figures(result)
+            | (result_files.wrong_answers(result) if name in kept else {})
             for name, result in results.items()
         },
     }

@@ -7,14 +7,18 @@ the model does not know, with neither, is no fault of one with both: it has to b
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from proofs.recall.judge import Row, acceptance, acceptance_by_place, talk_figures
+from proofs.recall.judge import (
+    CLEAR,
+    DOUBT,
+    Results,
+    Row,
+    acceptance,
+    acceptance_by_place,
+    talk_figures,
+)
 
-Results = dict[str, dict[str, Any]]
-
-CLEAR, DOUBT = math.log(1 / 2), math.log(1 / 3)
 UNKNOWN = 0.1
 """Share of the questions that the model may answer wrongly with neither cache nor drafts."""
 

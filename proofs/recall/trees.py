@@ -13,10 +13,30 @@ from typing import Any
 
 from lab.model import original, repository, vocabulary
 from lab.model.original import Floats
+from lab.model.shape import Shape
 from proofs.recall import weights as trained
-from proofs.recall.shape import RECALL
+from proofs.recall.language import VOCABULARY
 from proofs.trees import build as trees
 from proofs.trees import special
+
+RECALL = Shape(
+    layers=4,
+    attention_interval=2,
+    hidden=256,
+    vocabulary=VOCABULARY,
+    experts=4,
+    experts_per_token=4,  # all of them: no routing flips between kernels
+    expert_width=256,
+    shared_width=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=256,  # that of Qwen3.5, as are the next ones' 128
+    linear_key_heads=2,
+    linear_value_heads=8,
+    linear_head_dim=128,
+    max_positions=262144,
+)
+
 
 SEED = 11
 NAME = "recall"

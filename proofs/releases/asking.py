@@ -1,7 +1,8 @@
-"""What served releases are asked: contexts of the recall model, or the questions of their check."""
+"""Prompts for served releases: recall contexts, pictures, and the questions of spark-check."""
 
 from __future__ import annotations
 
+import base64
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import numpy as np
 from spark_contract.documents import plain
 from spark_contract.paths import Paths
-from spark_contract.release import COMPLETIONS, LOG_LINES, Release
+from spark_contract.release import CHAT, COMPLETIONS, LOG_LINES, Release
 from spark_host.check import compare
 from spark_host.check.checks import CHECKS
 from spark_host.check.probe import CheckError, Probe
+from spark_host.check.questions import png
 from spark_host.engine.client import Engine, EngineError
 from spark_host.system.host import Host
 
+from proofs.prompts import COLOURS, SEVERAL_PICTURES
 from proofs.recall import language
 from proofs.releases.server import Server
 
@@ -124,3 +127,38 @@ def texts(server: Server, release: Release) -> list[dict[str, Any]]:
     asked = [turns.format(prompt) for prompt in prompts]
     name = release.names[0]
     return [completion(server, name, text, 96, ignore_eos=False) for text in asked]
+
+
+DOCUMENTS = (
+    ("red", "blue"),
+    ("blue", "red"),
+    ("green", "yellow", "black"),
+    ("white", "red", "green"),
+    ("black", "black"),
+    ("yellow", "blue", "white"),
+)
+
+
+def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
+    found = []
+    for names in DOCUMENTS:
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": parts(names)}],
+            "max_tokens": 32,
+            "temperature": 0,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+        answer = Engine(server.socket).ask(CHAT, body, TIMEOUT_S)
+        said = (answer["choices"][0]["message"].get("content") or "").strip()
+        found.append({"wanted": " ".join(names), "said": said})
+    return found
+
+
+def parts(names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the content of a message: the pictures, then the question."""
+    urls = [base64.b64encode(png(COLOURS[name])).decode() for name in names]
+    shown = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}} for url in urls
+    ]
+    return [*shown, {"type": "text", "text": SEVERAL_PICTURES}]

@@ -27,7 +27,7 @@ from lab.model import weights as stored
 from lab.model.network import Network, state
 from lab.model.original import Floats
 from lab.model.shape import TINY, model_config
-from proofs.releases.colours import COLOURS, ONE, SEVERAL
+from proofs.prompts import COLOURS, SEVERAL_PICTURES, SINGLE_PICTURE
 
 SEED = 11
 SIDE = 4
@@ -59,7 +59,12 @@ def picture(rgb: tuple[int, ...]) -> Tensor:
 def lesson(names: tuple[str, ...]) -> lessons.Lesson:
     pads = PAD * (SIDE // TINY.merge) ** 2
     shown = CONTENT.format(pads) * len(names)
-    asked = [{"role": "user", "content": shown + (ONE if len(names) == 1 else SEVERAL)}]
+    asked = [
+        {
+            "role": "user",
+            "content": shown + (SINGLE_PICTURE if len(names) == 1 else SEVERAL_PICTURES),
+        }
+    ]
     prompt = lessons.render(asked, thinking=False)
     return lessons.Lesson(prompt, " ".join(names) + lessons.END_OF_TURN)
 

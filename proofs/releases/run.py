@@ -21,9 +21,9 @@ from typing import Any
 
 from spark_contract.release import Release
 
-from proofs import failed
+from proofs import result_files
 from proofs.engine.run import devices_shown
-from proofs.releases import asking, judge, pictures
+from proofs.releases import asking, judge
 from proofs.releases.server import Server, read_release, servers_of
 from proofs.result_files import read_command
 
@@ -58,7 +58,7 @@ def _plain(server: Server, release: Release) -> Row:
 
 
 def _pictures(server: Server, release: Release) -> Row:
-    found = {"documents": pictures.documents(server, release.names[0])}
+    found = {"documents": asking.ask_about_pictures(server, release.names[0])}
     return {**found, "check": asking.check(server, release)}
 
 
@@ -137,7 +137,7 @@ def _shown(server: Server) -> dict[str, str]:
 
 
 def _kept(name: str, result: Row, rows: list[Row]) -> Row:
-    whole = name in failed.named(rows)
+    whole = name in result_files.failed_engines(rows)
     return {key: value for key, value in result.items() if whole or key not in RAW}
 
 

@@ -20,7 +20,6 @@ from lab.model import weights as stored
 from lab.model.original import Floats
 from lab.model.shape import TINY
 from lab.model.spread import spread
-from proofs.recall import shape as recall_shape
 from proofs.recall import trees as recall_trees
 from proofs.trees import build as trees
 
@@ -64,7 +63,7 @@ def for_two(weights: dict[str, Floats]) -> dict[str, Floats]:
 
 
 def make_pair(weights: dict[str, Floats], out: Path) -> None:
-    shape = recall_shape.RECALL
+    shape = recall_trees.RECALL
     tokenizer = vocabulary.train(recall_trees.WORDS)
     base, donor = out / "pair-base", out / "pair-donor"
     wide = for_two(weights)

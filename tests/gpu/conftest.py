@@ -28,9 +28,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     kept = os.environ.get("SPARK_GPU_RESULTS")
     worker = hasattr(session.config, "workerinput")  # of pytest-xdist: the others still write
     if kept and not worker and not _missing():
-        from proofs import recorded
+        from proofs import stages
 
-        recorded.merge(Path(kept))
+        stages.merge_rows(Path(kept))
 
 
 @pytest.fixture(scope="session")
@@ -63,11 +63,11 @@ def eyes(shared_directory: Path) -> Path:
 @pytest.fixture(scope="session")
 def quality_trees(trees: Path, recall_weights: Path, shared_directory: Path) -> Path:
     """The checkpoints of both trained models in 16 bits, and damaged, beside all others."""
-    from proofs.trees import quality
+    from proofs.trees import make as maker
 
     def make(done: Path) -> None:
         if not (trees / "recall-plain").exists():
-            quality.make(trees, recall_weights)
+            maker.make_quality(trees, recall_weights)
         done.touch()
 
     _once(shared_directory, "quality", make)

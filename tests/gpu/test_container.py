@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from spark_contract.release import Release
 
-from proofs import container, in_container, recorded
+from proofs import container, in_container, result_files
 from proofs.releases import asking, judge, server
 
 PLAN = Path(__file__).resolve().parents[2] / "build" / "plans" / "container.json"
@@ -48,7 +48,7 @@ def release() -> Release:
 
 def _record(results: Path, claims: dict[str, bool], **numbers: Any) -> list[str]:
     for claim, held in claims.items():
-        recorded.add(results, "container", claim, held, **numbers)
+        result_files.record_row(results, "container", claim, held, **numbers)
         numbers = {}  # once is enough
     return [claim for claim, held in claims.items() if not held]
 

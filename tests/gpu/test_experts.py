@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from proofs import recorded
+from proofs import result_files
 
 torch = pytest.importorskip("torch")
 
@@ -86,7 +86,9 @@ def _experts(hidden: int, width: int, *, right_order: bool) -> float:
 def test_experts_of_several_groups_are_right(hidden: int, width: int, results: Path) -> None:
     error = _experts(hidden, width, right_order=False)
     claim = f"experts {width} wide, {hidden} inputs: equal their dequantised weights"
-    recorded.add(results, "experts", claim, error < ROUNDING, error=error, limit=ROUNDING)
+    result_files.record_row(
+        results, "experts", claim, error < ROUNDING, error=error, limit=ROUNDING
+    )
     assert error < ROUNDING
 
 
@@ -99,7 +101,7 @@ def test_experts_of_one_group_are_wrong_for_the_order_of_their_scales(
     claim = (
         f"experts {GROUP} wide, {hidden} inputs: wrong, and right with scales in order of inputs"
     )
-    recorded.add(
+    result_files.record_row(
         results, "experts", claim, stock > WRONG and cured < ROUNDING, stock=stock, cured=cured
     )
     assert stock > WRONG

@@ -90,7 +90,7 @@ def test_replayed_graph_uses_new_inputs():
 def test_damaged_activation_gives_nan_logits_in_that_row_only(name, tiles, damage, results):  # type: ignore[no-untyped-def]
     from spark_vllm.head.kernel import logits
 
-    from proofs import recorded
+    from proofs import result_files
 
     torch.manual_seed(0)
     _, values, scales, _ = _head(2000, 3072)
@@ -105,7 +105,7 @@ def test_damaged_activation_gives_nan_logits_in_that_row_only(name, tiles, damag
             if not torch.equal(finite, expected):
                 wrong.append(str(tile))
     claim = f"tiles {name}: one activation of {damage} makes all logits of that row not finite"
-    recorded.add(results, "lm-head-nan", claim, not wrong, wrong=wrong)
+    result_files.record_row(results, "lm-head-nan", claim, not wrong, wrong=wrong)
     assert not wrong
 
 
@@ -128,7 +128,7 @@ def test_logits_are_bit_identical_at_every_batch(  # type: ignore[no-untyped-def
     """Each batch uses its own tile; tiles of a table may differ, arithmetic may not."""
     from spark_vllm.head.kernel import logits
 
-    from proofs import recorded
+    from proofs import result_files
 
     torch.manual_seed(0)
     _, values, scales, _ = _head(rows, in_features)
@@ -142,7 +142,7 @@ def test_logits_are_bit_identical_at_every_batch(  # type: ignore[no-untyped-def
     again = logits(x, values, scales, tile_for(len(x), tiles), 4)
     claim = f"tiles {name}, {rows} x {in_features}: the same bits at every batch, and again"
     passed = not other and torch.equal(again, whole)
-    recorded.add(results, "lm-head-batches", claim, passed, batches=BATCHES, other=other)
+    result_files.record_row(results, "lm-head-batches", claim, passed, batches=BATCHES, other=other)
     assert passed, other
 
 

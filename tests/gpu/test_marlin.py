@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from proofs import recorded
+from proofs import result_files
 
 torch = pytest.importorskip("torch")
 
@@ -73,7 +73,7 @@ def test_the_engine_asks_for_it_in_the_narrow_modules_only(
     reached = _wants(*shape, monkeypatch)
     passed = reached is (name in REACHED)
     word = "reached" if name in REACHED else "not reached"
-    recorded.add(results, "marlin-atomic-add", f"{name}: {word}", passed, shape=shape)
+    result_files.record_row(results, "marlin-atomic-add", f"{name}: {word}", passed, shape=shape)
     assert passed
 
 
@@ -97,7 +97,7 @@ def test_what_it_gives_and_whether_the_bits_stay(name: str, results: Path) -> No
             for word, on in (("default_us", False), ("atomic_us", True))
         }
         claim = f"{name}, batch {batch}: without it the same bits 100 times; as near with it"
-        recorded.add(
+        result_files.record_row(
             results, "marlin-atomic-add", claim, plain_repeats == 0 and error < NEAR,
             other_bits_of_100=repeats, error=round(error, 5), **times,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from proofs import recorded
+from proofs import result_files
 
 torch = pytest.importorskip("torch")
 
@@ -114,11 +114,9 @@ class Batch:
 
     def slots(self, request: int) -> tuple[Any, Any]:
         """Return keys and values as the cache holds them; of a chunk, new ones come as they are."""
-        from proofs.engine.turboquant_slots import dequantise
-
         before, fresh = self.cached[request], self.new[request]
         rows = self.store[self.table[request].long()].flatten(0, 1)[: before + fresh]
-        key, value = dequantise(rows, self.impl.tq_config)
+        key, value = dequantise_slots(rows, self.impl.tq_config)
         if not before or fresh > 128:  # computed as a prompt: the chunk itself is not read back
             key = torch.cat([key[:before], self.keys[request][before:].float()])
             value = torch.cat([value[:before], self.values[request][before:].float()])
@@ -145,6 +143,58 @@ class Batch:
         return out.transpose(0, 1)
 
 
+def dequantise_slots(slots: Any, config: Any) -> tuple[Any, Any]:
+    """Return keys and values in float32.
+
+    A slot holds the key (FP8, or centroid numbers and a 16-bit norm) and then the value (numbers,
+    a 16-bit scale and a 16-bit smallest value); numbers lie one after the other, low bits first.
+
+    Args:
+        slots: bytes ``[tokens, heads, slot]``.
+        config: the engine's ``TurboQuantConfig``: bit widths and sizes of the format.
+    """
+    size, key_bytes = config.head_dim, config.key_packed_size
+    if config.key_fp8:
+        key = slots[..., :size].contiguous().view(torch.float8_e4m3fn).float()
+    else:
+        key = _rotated_key(slots[..., :key_bytes], config) @ _hadamard(size, slots.device)
+    bits = config.effective_value_quant_bits
+    data_bytes = size * bits // 8
+    value = _numbers(slots[..., key_bytes : key_bytes + data_bytes], bits, size).float()
+    scale = _half(slots, key_bytes + data_bytes)
+    smallest = _half(slots, key_bytes + data_bytes + 2)
+    return key, value * scale + smallest
+
+
+def _rotated_key(part: Any, config: Any) -> Any:
+    from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
+
+    size, bits = config.head_dim, config.key_mse_bits
+    centroids = get_centroids(size, config.centroid_bits).to(part.device)
+    found = centroids[_numbers(part[..., : size * bits // 8], bits, size).long()]
+    if config.norm_correction:
+        found = found / found.norm(dim=-1, keepdim=True)
+    return found * _half(part, size * bits // 8)
+
+
+def _numbers(data: Any, bits: int, count: int) -> Any:
+    places = torch.arange(8, device=data.device, dtype=torch.uint8)
+    stream = (data.unsqueeze(-1) >> places) & 1
+    groups = stream.flatten(-2)[..., : count * bits].unflatten(-1, (count, bits)).int()
+    return (groups << torch.arange(bits, device=data.device)).sum(-1)
+
+
+def _half(slots: Any, place: int) -> Any:
+    return slots[..., place : place + 2].contiguous().view(torch.float16).float()
+
+
+def _hadamard(size: int, device: Any) -> Any:
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / size**0.5
+
+
 def error(value: Any, reference: Any) -> float:
     """Return the relative error."""
     return round(float((value.float() - reference).norm() / reference.norm()), 5)
@@ -164,7 +214,7 @@ def report(out: Path, what: str, own: list[float], stock: list[float], **numbers
     claim += ", the engine's own does not" if stock else ""
     good = max(own) < ROUNDING and all(value > DAMAGE for value in stock)
     limits = {"limit_own": ROUNDING, **({"limit_stock": DAMAGE} if stock else {})}
-    recorded.add(out, "turboquant-layer", claim, good, **numbers, **limits)
+    result_files.record_row(out, "turboquant-layer", claim, good, **numbers, **limits)
     assert max(own) < ROUNDING
     assert all(value > DAMAGE for value in stock)
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from lab.model.shape import TINY
-from proofs.drafts import cases, judge, shape, trees
+from proofs.drafts import cases, trees
 from proofs.engine.profile_cases import profile_cases
 
-KINDS = pytest.mark.parametrize("kind", shape.DRAFTS)
+KINDS = pytest.mark.parametrize("kind", trees.DRAFTS)
 TOKENS = [7, 11, 13, 17, 19, 23]
 
 
 @KINDS
 def test_a_draft_has_the_tensors_that_the_engine_reads_by_its_configuration(kind: str) -> None:
-    found, config = shape.shapes(kind), shape.config(kind)
+    found, config = trees.shapes(kind), trees.config(kind)
     hidden = config["hidden_size"]
     assert found["fc.weight"] == (hidden, 3 * hidden)
     assert found["norm.weight"] == (hidden,)
@@ -36,34 +36,34 @@ def test_a_draft_has_the_tensors_that_the_engine_reads_by_its_configuration(kind
 
 
 def test_a_dflash_draft_names_the_layers_that_it_sees_and_its_mask() -> None:
-    config = shape.config("dflash")
+    config = trees.config("dflash")
     own = config["dflash_config"]
     assert own == {"mask_token_id": 1023, "target_layer_ids": [0, 2, 3]}
     assert max(own["target_layer_ids"]) < config["num_target_layers"] == TINY.layers
-    assert "hidden_norm.weight" in shape.shapes("dflash")
-    assert shape.shapes("dflash")["layers.1.self_attn.k_norm.weight"] == (64,)
+    assert "hidden_norm.weight" in trees.shapes("dflash")
+    assert trees.shapes("dflash")["layers.1.self_attn.k_norm.weight"] == (64,)
 
 
 def test_an_eagle_draft_names_the_layers_where_either_runner_of_the_engine_looks() -> None:
-    config = shape.config("eagle3")
+    config = trees.config("eagle3")
     name = "eagle_aux_hidden_state_layer_ids"
     assert config[name] == config["eagle_config"][name] == [1, 3, 4]
     # The token's embedding stands beside the state: twice as wide.
-    assert shape.shapes("eagle3")["layers.0.self_attn.q_proj.weight"] == (256, 512)
-    assert "layers.0.hidden_norm.weight" in shape.shapes("eagle3")
+    assert trees.shapes("eagle3")["layers.0.self_attn.q_proj.weight"] == (256, 512)
+    assert "layers.0.hidden_norm.weight" in trees.shapes("eagle3")
 
 
 @KINDS
 def test_the_stored_weights_are_those_of_the_draft_that_is_described(kind: str) -> None:
     found = trees.trained(kind)
-    assert {name: values.shape for name, values in found.items()} == shape.shapes(kind)
+    assert {name: values.shape for name, values in found.items()} == trees.shapes(kind)
     assert all(np.isfinite(values).all() for values in found.values())
     # Somebody trained them: norms start at one.
     assert float(np.abs(found["norm.weight"] - 1).max()) > 0.1
 
 
 def test_stored_weights_of_another_draft_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape, "WIDTH", 512)
+    monkeypatch.setattr(trees, "WIDTH", 512)
     with pytest.raises(ValueError, match="the stored dflash draft is another"):
         trees.trained("dflash")
 
@@ -82,8 +82,8 @@ def test_trees_hold_the_trained_draft_a_random_one_and_one_that_is_spoilt(tmp_pa
     told = {one["speculative_config"]["model"] for one in wanted if "speculative_config" in one}
     for name in told:
         kind = name.split("-")[1]
-        assert sizes_in(tmp_path / name / "model.safetensors") == shape.shapes(kind)
-        assert json.loads((tmp_path / name / "config.json").read_text()) == shape.config(kind)
+        assert sizes_in(tmp_path / name / "model.safetensors") == trees.shapes(kind)
+        assert json.loads((tmp_path / name / "config.json").read_text()) == trees.config(kind)
         assert (tmp_path / name / "tokenizer.json").exists()
     held = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in told}
     assert len(set(held.values())) == len(held)
@@ -111,8 +111,8 @@ def results() -> dict[str, dict[str, Any]]:
 
 def failed(given: dict[str, dict[str, Any]]) -> list[str]:
     rows = [
-        *judge.judge_drafts(given, cases.gpu_cases()),
-        *judge.judge_drafts(given, cases.cpu_cases({})),
+        *cases.judge_drafts(given, cases.gpu_cases()),
+        *cases.judge_drafts(given, cases.cpu_cases({})),
     ]
     return sorted({row["claim"].split(":")[0] for row in rows if not row["passed"]})
 
@@ -144,7 +144,7 @@ def test_other_answers_fail_whatever_is_taken(name: str) -> None:
 
 def test_an_engine_that_refuses_a_good_draft_fails_with_what_it_said() -> None:
     given = results() | {"dflash-eager": {"state": "refused", "error": ["ValueError: no"]}}
-    rows = judge.judge_drafts(given, cases.gpu_cases())
+    rows = cases.judge_drafts(given, cases.gpu_cases())
     assert [row["numbers"] for row in rows if not row["passed"]] == [
         {"state": "refused", "error": "ValueError: no"}
     ]

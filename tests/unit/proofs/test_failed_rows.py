@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from proofs import failed
+from proofs import result_files
 from proofs.recall import run as recall_run
 
 SAID = {"tokens": [1, 2], "text": "one two", "logprobs": [-0.1, -0.2], "margins": [1.0, 2.0]}
@@ -17,16 +17,16 @@ def row(passed: bool | None, *cases: str, claim: str = "claim") -> dict[str, Any
 
 def test_engines_of_failed_rows_are_named_and_no_others() -> None:
     rows = [row(True, "a", "b"), row(False, "c", "b"), row(None, "d")]
-    assert failed.named(rows) == {"b", "c"}
-    assert failed.named([row(False, claim="e: judged")]) == {"e"}
+    assert result_files.failed_engines(rows) == {"b", "c"}
+    assert result_files.failed_engines([row(False, claim="e: judged")]) == {"e"}
 
 
 def test_answers_of_every_turn_are_kept_as_they_were() -> None:
     result = {"answers": [SAID], "turns": [{"answers": [SAID]}], "other_beginning": [SAID]}
-    assert failed.answers(result) == {
+    assert result_files.raw_answers(result) == {
         "answers": [KEPT], "turns": [[KEPT]], "other_beginning": [KEPT]
     }  # fmt: skip
-    assert failed.answers({"state": "refused"}) == {}
+    assert result_files.raw_answers({"state": "refused"}) == {}
 
 
 def asked(right: bool) -> dict[str, Any]:
@@ -45,7 +45,10 @@ def test_a_recall_result_keeps_wrong_answers_of_failed_rows(passed, kept) -> Non
 def engines(rows, failure=None) -> dict[str, Any]:
     ran = {"case": {"options": {}, "tree": "/trees/t"}, "state": "ran", "log_lines": []}
     results = {name: {**ran, "answers": [SAID]} for name in ("one", "two")}
-    return {n: one.get("answers") for n, one in failed.runs(results, rows, failure).items()}
+    return {
+        n: one.get("answers")
+        for n, one in result_files.describe_engines(results, rows, failure).items()
+    }
 
 
 def test_an_engine_result_keeps_answers_of_failed_rows() -> None:

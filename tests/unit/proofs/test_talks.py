@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from proofs.engine import talk_cases
-from proofs.engine.talk_cases import COMPILED, EAGER, SHAPES, TWINS, again
+from proofs.engine.profile_cases import COMPILED, EAGER, SHAPES, TWINS, again, conversation_cases
 from proofs.judges import talks
 
 Row = dict[str, Any]
@@ -114,7 +113,7 @@ def test_an_engine_that_ended_at_once_fails_its_row_and_no_other(results) -> Non
 
 
 def test_twins_differ_in_the_cache_alone() -> None:
-    cases = {case["name"]: case for case in talk_cases.conversation_cases()}
+    cases = {case["name"]: case for case in conversation_cases()}
     for kind, twin in TWINS.items():
         for one, other in zip(again(kind), again(twin), strict=True):
             kept, without = copy.deepcopy(cases[one]), cases[other]
@@ -123,6 +122,6 @@ def test_twins_differ_in_the_cache_alone() -> None:
 
 
 def test_all_kinds_run_and_the_steered_model_once() -> None:
-    names = [case["name"] for case in talk_cases.conversation_cases()]
+    names = [case["name"] for case in conversation_cases()]
     steered = ["prefixes-plain", "prefixes-eager", "prefixes-full"]
     assert sorted(names) == sorted([copy for kind in KINDS for copy in again(kind)] + steered)
