@@ -287,14 +287,13 @@ def host_command(body: Callable[Concatenate[State, Host, P], bool]) -> Callable[
     return guarded
 
 
-def host_errors(body: Callable[P, Commands | None]) -> Callable[P, Commands]:
-    """Turn an exception in an operation body into a failure of only this host.
+def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
+    """Make an operation that takes the host's lease before the first command.
 
-    Takes the host's lease before the first command.
-
-    Without this, pyinfra 3.10 stops the whole run with a traceback (``run_host_op`` contains
-    only errors of commands), also when the last host is lost while a fact is read. A dry run
-    executes no command, so the text is printed while predicting as well.
+    An exception in the body becomes a failure of only this host. By itself pyinfra 3.10 stops the
+    whole run with a traceback (``run_host_op`` contains only errors of commands), also when the
+    last host is lost while a fact is read. A dry run executes no command, so the text is printed
+    while predicting as well.
     """
 
     @functools.wraps(body)
@@ -317,12 +316,7 @@ def host_errors(body: Callable[P, Commands | None]) -> Callable[P, Commands]:
                 show(current_host(), text)
             yield FunctionCommand(_refuse, [text], {})
 
-    return guarded
-
-
-def host_operation(body: Callable[P, Commands | None]) -> PyinfraOperation[P]:
-    """Make an operation of pyinfra whose errors fail only their host."""
-    return operation()(host_errors(body))
+    return operation()(guarded)
 
 
 def _describe(operation: str, error: Exception) -> Problem:

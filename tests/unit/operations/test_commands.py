@@ -11,7 +11,7 @@ from pyinfra.api.exceptions import ConnectError, PyinfraError
 
 from spark_deploy.hosts import commands
 from spark_deploy.hosts.facts import FactUnavailable
-from spark_deploy.hosts.operations import host_command, host_errors, refuse
+from spark_deploy.hosts.operations import host_command, host_operation, refuse
 from tests.unit.operations.fake_host import Failed, FakeHost, on
 
 
@@ -67,7 +67,7 @@ def test_gives_up_a_host_after_minutes(clock: list[float]) -> None:
     assert commands.AWAY_S <= clock[0] < commands.AWAY_S + 30
 
 
-@host_errors
+@host_operation
 def fail(error: Exception) -> Any:
     raise error
     yield
@@ -75,7 +75,7 @@ def fail(error: Exception) -> Any:
 
 def message_of(error: Exception, *, connected: bool) -> str:
     with on(FakeHost(connected=connected)):
-        [command] = fail(error)
+        [command] = fail._inner(error)
     assert isinstance(command, FunctionCommand)
     return str(command.args[0])
 
@@ -95,13 +95,13 @@ def test_other_errors_name_the_operation_or_a_defect() -> None:
 
 def test_prediction_passes_errors_of_pyinfra_on() -> None:
     with on(FakeHost(connected=False), False), pytest.raises(PyinfraError):
-        list(fail(PyinfraError("No hosts remaining!")))
+        list(fail._inner(PyinfraError("No hosts remaining!")))
 
 
 REFUSAL = ["disk: is full", "  fix: free some"]
 
 
-@host_errors
+@host_operation
 def refusing_operation() -> None:
     refuse("disk", "is full", "free some")
 
@@ -115,7 +115,7 @@ def refusing_command(state: Any, host: Any) -> bool:
 def test_refusing_operation_fails_its_host_and_logs_once(executing: bool) -> None:
     host = FakeHost()
     with on(host, executing) as state:
-        [command] = refusing_operation()
+        [command] = refusing_operation._inner()
         assert host.logs == ([] if executing else REFUSAL)
         if executing:
             assert command.execute(state, host, {}) is False

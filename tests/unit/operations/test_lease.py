@@ -18,7 +18,7 @@ from pyinfra.api.command import FunctionCommand
 
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.hosts import operations
-from spark_deploy.hosts.operations import host_errors, release_script, take_script, this_run
+from spark_deploy.hosts.operations import host_operation, release_script, take_script, this_run
 from tests.unit.operations.fake_host import FakeHost, local_shell, on
 
 MACHINE = this_run().rpartition("-")[0]
@@ -46,18 +46,18 @@ def local_host() -> FakeHost:
     return host
 
 
-@host_errors
+@host_operation
 def change() -> Any:
     yield "first"
     yield "second"
 
 
-@host_errors
+@host_operation
 def do_nothing() -> Any:
     yield from ()
 
 
-@host_errors
+@host_operation
 def never_reached() -> Any:
     raise AssertionError("a host was inspected while another run changes it")
     yield
@@ -70,7 +70,7 @@ def run(host: FakeHost, body: Any = change, executing: bool = True) -> list[str]
         operations.hold_lease(state, host)  # type: ignore[arg-type]
         commands = [
             f"refused: {command.args[0]}" if isinstance(command, FunctionCommand) else str(command)
-            for command in body()
+            for command in body._inner()
         ]
     lease = operations._leases.get(host)  # type: ignore[call-overload]
     if lease is not None and lease.renewing is not None:
