@@ -1,24 +1,31 @@
 """A simulated host with faults.
 
 A test can inject a fault at each call of a port. After each call and each event the host checks
-its invariants.
+its invariants. The tools' own rules decide which release may start and when the gateway opens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import simulated_ports as ports
-from simulated_units import A, B, SimulatedUnits, release_of
-from spark_contract.records import Rollout
+from simulated_ports import NEVER_S, START_LIMIT_S, release_of
+from spark_contract.paths import Paths
+from spark_contract.records import Finding, Proof, Rollout
+from spark_contract.release import Release
 from spark_contract.units import GATEWAY, SERVE, SWITCH
+from spark_host.check import runner
 from spark_host.records import boot
 from spark_host.rollout import record, rollout, steps
 from spark_host.rollout.steps import FAILURES
+
+A, B = (f"main-{digit * 12}" for digit in "ab")
+LOAD_S, RESTART_S, MAX_STARTS = 2.0, 60.0, 3
 
 
 class Killed(BaseException):
@@ -29,8 +36,45 @@ class PowerCut(BaseException):
     """All processes and everything in memory are lost."""
 
 
+def _cached(name: str) -> Any:
+    return staticmethod(cache(partial(getattr(Paths, name), Paths(Path("/")))))
+
+
+class CachedPaths(Paths):
+    units = Path("/etc/systemd/system")
+    run = Path("/run/spark")
+    proof, rollout, request = map(_cached, ("proof", "rollout", "request"))
+    good, stopped, rollback = map(_cached, ("good", "stopped", "rollback"))
+
+
 @dataclass
-class SimulatedHost(SimulatedUnits):
+class Unit:
+    state: str = "inactive"
+    sub: str = "dead"
+    result: str = "success"
+    run: str = ""
+    due_s: float = NEVER_S  # time of the next state
+    starts: int = 0
+
+    def set(self, state: str, sub: str, due_s: float = NEVER_S) -> None:
+        self.state, self.sub, self.due_s = state, sub, due_s
+
+
+@dataclass
+class SimulatedHost:
+    broken: dict[str, str] = field(default_factory=dict)  # release -> the step at which it fails
+    warning: str = ""  # of the full check
+    documents: dict[Path, Any] = field(default_factory=dict)
+    links: set[str] = field(default_factory=set)  # units that start at boot
+    units: dict[str, Unit] = field(default_factory=dict)
+    engines: dict[str, str] = field(default_factory=dict)  # release -> run of the unit
+    open_to: str | None = None
+    driver: int = 1
+    now_s: float = 0.0
+    proven_runs: set[str] = field(default_factory=set)  # runs that passed the quick check
+    ids: Iterator[int] = field(default_factory=count)
+    ignores_faults: bool = False
+
     faults: dict[int, str] = field(default_factory=dict)  # by number of the call
     faults_at: dict[str, list[str]] = field(default_factory=dict)  # by name of the call
     gateway_runs: bool = False
@@ -48,6 +92,8 @@ class SimulatedHost(SimulatedUnits):
     current: str | None = None  # the running rollout
     history: list[str] = field(default_factory=list)
     _checked: tuple[object, ...] = ()  # the state of the last invariant check
+
+    paths = CachedPaths(Path("/"))
 
     def host(self, run: str | None = None) -> steps.Host:
         """Return this host as the tools see it."""
@@ -196,3 +242,107 @@ class SimulatedHost(SimulatedUnits):
         assert starts or not linked, f"none of {linked} would boot"
         for name in starts:
             assert name in self.proven, f"{name} would boot and was never proven"
+
+    # Units and engines start, run, fail and restart as time passes.
+
+    def unit(self, name: str) -> Unit:
+        return self.units.setdefault(name, Unit())
+
+    def next_due_s(self) -> float:
+        return min((unit.due_s for unit in self.units.values()), default=NEVER_S)
+
+    def pass_time(self, seconds: float) -> None:
+        self._pass_until(self.now_s + seconds)
+
+    def settle(self) -> None:
+        """Pass time until no unit changes."""
+        while (due_s := self.next_due_s()) < NEVER_S:
+            self._pass_until(due_s)
+
+    def _pass_until(self, end_s: float) -> None:
+        while (due_s := self.next_due_s()) <= end_s and due_s < NEVER_S:
+            self.now_s = max(self.now_s, due_s)
+            self._advance(next(name for name, unit in self.units.items() if unit.due_s == due_s))
+            self.check_invariants()
+        self.now_s = end_s
+
+    def start(self, name: str) -> None:
+        unit, release = self.unit(name), release_of(SERVE.instance(name))
+        if unit.state == "active" or (unit.state, unit.sub) == ("activating", "start"):
+            return
+        unit.run = f"run-{next(self.ids)}"
+        if boot.obstacle(release, self.host()):  # ExecCondition
+            unit.set("inactive", "dead")
+            unit.result = "exec-condition"
+            return
+        unit.set("activating", "start")
+        unit.starts += 1
+        if self.engines:  # another process has the engine lock
+            self._fail(unit)
+            return
+        self.open_to = None
+        self.engines[release.name] = unit.run
+        hangs = self.broken.get(release.name) == "hangs"
+        unit.due_s = self.now_s + (START_LIMIT_S if hangs else LOAD_S)
+
+    def _advance(self, name: str) -> None:
+        unit, release = self.units[name], release_of(SERVE.instance(name))
+        unit.due_s = NEVER_S
+        if unit.sub == "auto-restart":
+            self.start(name)
+            return
+        ok = self.broken.get(release.name) not in ("dies", "quick", "hangs")
+        self.write_proof(release, "quick", ok, self.host())
+        if not ok:
+            self.end_engine(name)
+            return
+        self.proven_runs.add(unit.run)
+        if boot.opens_at_start(release, self.host()):
+            self.open_to = release.name
+        unit.set("active", "running")
+
+    def end_engine(self, name: str) -> None:
+        if self.engines.pop(SERVE.instance(name), None) is not None:
+            self.open_to = None
+            self._fail(self.units[name])
+
+    def _fail(self, unit: Unit) -> None:
+        unit.result = "exit-code"
+        if unit.starts < MAX_STARTS:
+            unit.set("activating", "auto-restart", self.now_s + RESTART_S)
+        else:
+            unit.set("failed", "failed")
+
+    def stop(self, name: str) -> None:
+        unit = self.unit(name)
+        if self.engines.pop(SERVE.instance(name), None) is not None:
+            self.open_to = None
+        unit.due_s = NEVER_S
+        if unit.state != "failed":
+            unit.set("inactive", "dead")
+
+    def reset(self, name: str) -> None:
+        unit = self.unit(name)
+        unit.starts = 0
+        if unit.state == "failed":
+            unit.set("inactive", "dead")
+
+    def versions(self) -> dict[str, str]:
+        return {"driver": str(self.driver)}
+
+    def write_proof(self, release: Release, level: str, ok: bool, host: Any) -> Proof:
+        run = self.unit(release.serve_unit).run
+        findings = [Finding("answers", ok, "it answers" if ok else "it is wrong", 1.0)]
+        if self.warning and level == "full":
+            findings.append(Finding("repeat", False, self.warning, 1.0, "warn"))
+        result = Proof(
+            release.name, release.digest, run, level, ok, host.clock.now(), tuple(findings),
+            self.versions(), {"version": "1"}, False, (),
+        )  # fmt: skip
+        # The quick check runs in another process, so it has no faults.
+        ignored, self.ignores_faults = self.ignores_faults, self.ignores_faults or level == "quick"
+        try:
+            runner.write_proof(result, host, str)
+        finally:
+            self.ignores_faults = ignored
+        return result

@@ -6,10 +6,11 @@ import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from simulated_units import NEVER_S, release_of
 from spark_contract.errors import HostToolError
 from spark_contract.paths import Paths
 from spark_contract.records import Proof
@@ -17,8 +18,16 @@ from spark_contract.release import Release
 from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host.engine.client import SilentError
 from spark_host.rollout import steps
+from stub_host import Host as FolderHost
 
-CHECK_S = 3.0
+CHECK_S, START_LIMIT_S, NEVER_S = 3.0, 100.0, float("inf")
+
+
+@cache
+def release_of(name: str) -> Release:
+    with TemporaryDirectory() as folder:
+        host = FolderHost(Paths(Path(folder)), Path())
+        return host.release(name, timeouts={"start_s": START_LIMIT_S, "stop_s": 2, "drain_s": 1})
 
 
 def no_answer(where: str) -> HostToolError:

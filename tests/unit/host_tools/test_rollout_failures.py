@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulated_host import SimulatedHost
-from simulated_ports import Engines
-from simulated_units import A, B, release_of
+from simulated_host import A, B, SimulatedHost
+from simulated_ports import Engines, release_of
 from spark_contract.errors import HostToolError
 from spark_contract.records import Good, Rollout
 from spark_contract.release import Bench

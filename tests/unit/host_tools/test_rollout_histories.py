@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from simulated_host import SimulatedHost
-from simulated_units import A, B
+from simulated_host import A, B, SimulatedHost
 from spark_contract.errors import HostToolError
 from spark_host.records import boot
 

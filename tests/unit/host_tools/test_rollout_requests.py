@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulated_host import SimulatedHost
-from simulated_units import A, B, release_of
+from simulated_host import A, B, SimulatedHost
+from simulated_ports import release_of
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.records import Rollout, Stopped
