@@ -1,4 +1,4 @@
-"""Your Sparks. List them here; everything else is in group_vars/spark.yml and host_vars/.
+"""Your Sparks. List them here; settings are in group_vars/spark.yml and host_vars/.
 
 You can move this file to your own repository, next to group_vars/.
 """
@@ -14,7 +14,7 @@ from spark_deploy.inventory import group_from as _group_from
 spark = _group_from(
     "spark",
     hosts=[
-        # Names that ssh knows, or any name with `ssh: {hostname: ...}` in host_vars/<name>.yml;
+        # Names for ssh, or any name with `ssh: {hostname: ...}` in host_vars/<name>.yml;
         # "@local" is this machine.
         "spark-1",
     ],

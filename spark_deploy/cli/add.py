@@ -37,9 +37,8 @@ from spark_deploy.config.catalog.types import Engine, Engines, Families
 from spark_deploy.config.errors import CatalogError, SparkError
 from spark_deploy.config.printable import one_line, shown
 from spark_deploy.config.yaml_files import read_mapping
-from spark_deploy.lock.headers import anatomy_of, ask_hub, workplace
+from spark_deploy.lock.headers import anatomy_of, ask_hub, read_hub_token, workplace
 from spark_deploy.lock.hub import card_of
-from spark_deploy.lock.hub_token import read_hub_token
 from spark_deploy.plan.artifacts import exact_sets
 from spark_deploy.plan.resolve import pair_of
 

@@ -1,1 +1,1 @@
-"""What owners write: settings, catalog, documents, and the errors found in them."""
+"""Settings, catalog and documents of owners, and errors in them."""

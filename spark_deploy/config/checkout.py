@@ -1,6 +1,6 @@
 """Paths of the checkout and of catalog files.
 
-An installed wheel carries the parts of the checkout that a deploy needs, laid out as in one.
+An installed wheel carries the parts of the checkout that a deploy needs, in the same layout.
 """
 
 from __future__ import annotations

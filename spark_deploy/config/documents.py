@@ -1,6 +1,6 @@
 """Documents that people write: pydantic dataclasses, their JSON schemas, and rules between keys.
 
-jsonschema checks data against the schema that pydantic writes (``schema_errors.problems_of``), then
+jsonschema checks data against the schema that pydantic writes (``yaml_files.problems_of``), then
 ``convert`` builds the document and applies its rules.
 """
 
@@ -61,7 +61,7 @@ def name_entries(field: str) -> BeforeValidator:
 
 
 class Violation(NamedTuple):
-    """A broken rule between keys; ``set_by`` is the key whose file is named, if it is another."""
+    """A broken rule between keys; ``set_by`` is another key that names the file."""
 
     key: KeyPath
     what: str
@@ -70,10 +70,10 @@ class Violation(NamedTuple):
 
 
 def rules(find: Callable[[Any, Any], Iterator[Violation]]) -> AfterValidator:
-    """Return a validator, for ``Annotated``, that refuses a document with all its broken rules.
+    """Return a validator, for ``Annotated``, that refuses a document with all broken rules.
 
     Args:
-        find: yields the broken rules of a document; its second argument is ``convert``'s context.
+        find: yields the broken rules of a document, given the context of ``convert``.
     """
 
     def check(document: _T, info: ValidationInfo) -> _T:
@@ -108,7 +108,7 @@ def convert(cls: type[_T], data: Any, context: Any = None) -> _T:
 
 
 def violations(error: ValidationError) -> Iterator[Violation]:
-    """Yield what ``convert`` refused."""
+    """Yield the reasons of a refusal by ``convert``."""
     for each in error.errors(include_url=False):
         context = each.get("ctx", {})
         fix = context.get("fix", "correct it")
@@ -186,7 +186,7 @@ def _tidy(node: Schema, parts: Schema) -> Schema:
 
 
 def _merge_null(parts: list[Schema], rest: Schema) -> Schema:
-    """Return ``X or null`` as one level, so that an error is about X."""
+    """Return ``X or null`` as a single level, so that errors are about X."""
     others = [part for part in parts if part != {"type": "null"}]
     if len(others) > 1 or "anyOf" in others[0]:
         return {"anyOf": parts, **rest}

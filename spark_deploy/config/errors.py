@@ -46,5 +46,5 @@ class PlanError(SparkError):
 def unreachable(
     where: str, reason: str, fix: str = "run again; finished steps stay done"
 ) -> Problem:
-    """Describe a host that cannot be reached: the one wording for it."""
+    """Describe an unreachable host."""
     return Problem(where, f"unreachable: {reason}", fix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# All control characters but tab, and what turns the direction of writing.
+# Control characters except tab, and changes of the writing direction.
 _UNSEEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
 _IN_TEXT = re.compile(f"[{_UNSEEN}]")
 # The same as JSON spells it, behind an even number of backslashes: a parser would bring it back.

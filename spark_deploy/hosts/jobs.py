@@ -20,7 +20,7 @@ from spark_deploy.hosts.facts import find_answer, read_fact
 from spark_deploy.hosts.files import pack_files, place_files, unpack_script
 from spark_deploy.hosts.operations import Commands, host_command, host_operation, refuse, show
 from spark_deploy.hosts.status import JobStates, parse_poll, poll_command
-from spark_deploy.lock.hub_token import read_hub_token
+from spark_deploy.lock.headers import read_hub_token
 from spark_deploy.plan.jobs import Work
 from spark_deploy.plan.types import ManagedFile
 

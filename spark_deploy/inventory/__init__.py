@@ -1,4 +1,4 @@
-"""pyinfra's side: inventory files, first contact, connections, one plan for each host."""
+"""pyinfra's side: inventory files, first contact, connections, plans of hosts."""
 
 from spark_deploy.inventory.groups import group_from, hosts_of
 from spark_deploy.inventory.plans import check_inventory

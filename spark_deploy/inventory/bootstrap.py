@@ -1,7 +1,7 @@
 """First contact: record host keys, and find the hosts that need a password.
 
 Runs while the inventory is loaded, before pyinfra connects. Hosts that accept the key and need no
-password for sudo stay as they are; the others get the password, which is asked once. It stays in
+password for sudo stay as they are; the rest get the password, typed once. It stays in
 memory and is sent on SSH's own channel or standard input, never in a command line or a log. This
 machine (``@local``) has no login and needs the sudo rule only.
 """
@@ -45,7 +45,7 @@ CONTACT_KEY = "spark_deploy_contact"  # in pyinfra's data of a host
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """How to bootstrap one host."""
+    """How to bootstrap a host."""
 
     endpoint: Endpoint  # where deploys will log in
     ready: bool  # they can already
@@ -58,7 +58,7 @@ class Contact:
 
 
 def contact_of(host: Host) -> Contact:
-    """Return the contact of a host, or raise ``SettingsError`` if the inventory is not ours."""
+    """Return the contact of a host, or raise ``SettingsError`` if the inventory has none."""
     contact = host.data.get(CONTACT_KEY)
     if not isinstance(contact, Contact):
         raise SettingsError.one(host.name, *NOT_LISTED)
@@ -71,7 +71,7 @@ def prepare(
     prompt: PasswordPrompt,
     confirm: Callable[[str], str] = input,
 ) -> dict[str, dict[str, Any]]:
-    """Record host keys, and ask for the password if a host needs it.
+    """Record host keys, and read the password if a host needs it.
 
     Args:
         hosts: pyinfra's data of each host (``ssh_hostname``, ``ssh_user``, ...).
@@ -83,7 +83,7 @@ def prepare(
 
     Raises:
         SettingsError: the controller has no key, a host key changed or is not confirmed, or there
-            is no terminal to ask.
+            is no terminal.
     """
     endpoints = [endpoint(host, data) for host, data in hosts.items()]
     with ThreadPoolExecutor(max_workers=16) as pool:

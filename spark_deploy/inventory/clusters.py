@@ -33,7 +33,9 @@ def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
         members = loaded.settings.cluster.hosts
         for other in members:
             if other not in hosts:
-                yield Problem(f"{name}: cluster.hosts", f"'{other}' is not in its group", _LIST_IT)
+                yield Problem(
+                    f"{name}: cluster.hosts", f"'{other}' is not in the same group", _LIST_IT
+                )
         if members:
             yield from _differences(hosts.get(members[0]), loaded, _SAME_IN_CLUSTER)
             lists = {host: each.settings.cluster.hosts for host, each in hosts.items()}
@@ -41,12 +43,14 @@ def cluster_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
 
 
 def replica_problems(hosts: Mapping[str, HostSettings]) -> Iterator[Problem]:
-    """Yield why hosts cannot be replicas behind one address."""
+    """Yield why hosts cannot be replicas."""
     for name, loaded in hosts.items():
         replicas = loaded.settings.replicas
         for other in replicas.hosts:
             if other not in hosts:
-                yield Problem(f"{name}: replicas.hosts", f"'{other}' is not in its group", _LIST_IT)
+                yield Problem(
+                    f"{name}: replicas.hosts", f"'{other}' is not in the same group", _LIST_IT
+                )
             elif other not in replicas.addresses:
                 fix = f"set serve.address of {other}"
                 yield Problem(f"{name}: replicas.hosts", f"the address of {other} is unknown", fix)
@@ -86,7 +90,7 @@ def _missing_lists(
 
 
 def duplicate_address_problems(endpoints: Mapping[str, tuple[str, int]]) -> Iterator[Problem]:
-    """Yield hosts with the address of another host: two plans would change one machine."""
+    """Yield hosts with the address of another host: two plans would change the same machine."""
     first: dict[tuple[str, int], str] = {}
     for name, (address, port) in endpoints.items():
         if (other := first.setdefault((address, port), name)) != name:

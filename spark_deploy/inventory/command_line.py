@@ -13,13 +13,13 @@ from typing import Any
 import click
 
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.schema_errors import closest
+from spark_deploy.config.yaml_files import closest
 
 _WITHOUT_PLAN = {"rollback.py", "rotate_key.py", "unbootstrap.py", "uninstall.py"}
 
 
 def makes_plan(deploy: str) -> bool:
-    """Return whether a deploy file plans what hosts serve."""
+    """Return whether a deploy file makes a plan."""
     path = Path(deploy)
     return path.parent.name != "deploys" or path.name not in _WITHOUT_PLAN
 
@@ -62,7 +62,7 @@ def _value(text: str) -> Any:
 def check_patterns(
     arguments: Mapping[str, Any], groups: Mapping[str, Sequence[str]], stem: str
 ) -> None:
-    """Refuse patterns without a match: pyinfra would do nothing and exit 0."""
+    """Refuse patterns without a match: pyinfra would exit 0."""
     names = [host for hosts in groups.values() for host in hosts]
     known = [*groups, *names]
     problems = []
@@ -91,7 +91,7 @@ def inventory_argument() -> str:
 
 
 def missing_inventory(path: str) -> SettingsError:
-    """Return the error about a missing inventory file, with the closest existing one."""
+    """Return the error about a missing inventory file, with the closest existing path."""
     wanted = Path(path)
     folders = dict.fromkeys((wanted.parent, wanted.parent / "inventory", Path("inventory")))
     existing = sorted({file for folder in folders for file in folder.glob("[!_]*.py")})

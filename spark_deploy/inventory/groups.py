@@ -29,10 +29,10 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import CLOSED, Text, convert
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.schema_errors import problems_of as schema_problems
 from spark_deploy.config.settings.load import HostSettings, load_hosts
 from spark_deploy.config.settings.patterns import Address, Login
 from spark_deploy.config.yaml_files import load_schema, read_mapping
+from spark_deploy.config.yaml_files import problems_of as schema_problems
 from spark_deploy.hosts.payload import supported_engines
 from spark_deploy.inventory.clusters import (
     cluster_problems,
@@ -57,7 +57,7 @@ _PYINFRA_KEYS = {
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class HostEntry:
-    """How to reach one host; ~/.ssh/config supplies what is left out."""
+    """How to reach a host; ~/.ssh/config supplies missing values."""
 
     address: Address | None = None
     """Address, if ssh does not know the name."""
@@ -109,12 +109,12 @@ def group_from(
     generated: Mapping[str, Any] | None = None,
     host_data: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Group:
-    """Return one pyinfra group: ``spark = _group_from("spark", hosts=[...], file=__file__)``.
+    """Return a pyinfra group: ``spark = _group_from("spark", hosts=[...], file=__file__)``.
 
     Args:
         name: the group; settings are in ``group_vars/<name>.yml``.
         hosts: names; ``@local`` is this machine.
-        file: the inventory's ``__file__``; ``group_vars`` is next to it or one folder up.
+        file: the inventory's ``__file__``; ``group_vars`` is next to it or in the parent folder.
         generated: settings computed by the inventory; host_vars override them.
         host_data: further pyinfra data of single hosts, such as ``ssh_hostname``.
     """
@@ -190,7 +190,7 @@ def _load(
         settings = dataclasses.replace(loaded.settings, ssh=ssh)
         hosts[name] = dataclasses.replace(loaded, settings=settings)
     problems += duplicate_address_problems(endpoints)
-    fix = f"name one of these hosts: {', '.join(hosts)}"
+    fix = f"set a host of this inventory: {', '.join(hosts)}"
     for canary in dict.fromkeys(loaded.settings.rollout.canary for loaded in hosts.values()):
         if canary is not None and canary not in hosts:
             message = f"'{canary}' is not a host of this inventory"
@@ -225,7 +225,7 @@ def chosen_hosts(
 
 
 def _once_per_command(name: str, make: Callable[[], T]) -> T:
-    """Return a value that all groups of one command share."""
+    """Return a value that all groups of a command share."""
     context = click.get_current_context(silent=True)
     if context is None:
         return make()
@@ -260,7 +260,7 @@ def _data(loaded: HostSettings, extra: Mapping[str, Any]) -> dict[str, Any]:
         "ssh_port": ssh.port,
         "ssh_key": ssh.key_file,
         "ssh_known_hosts_file": ssh.known_hosts_file,
-        # deploys/bootstrap.py shows and records host keys; nothing accepts them silently.
+        # Only deploys/bootstrap.py records host keys, after showing them.
         "ssh_strict_host_key_checking": "yes",
         "ssh_paramiko_connect_kwargs": {"transport_factory": open_transport},
     }

@@ -1,4 +1,4 @@
-"""Names and settings of the hosts of an inventory; errors for what pyinfra would ignore."""
+"""Names and settings of the hosts of an inventory; mistakes that pyinfra ignores are errors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pyinfra.api.host import Host
 
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
+from spark_deploy.config.yaml_files import closest
 from spark_deploy.hosts.certificates import is_address
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.resolve import Request
@@ -56,7 +56,7 @@ class HostContext:
 
 
 def context_of(host: Host) -> HostContext:
-    """Return the context of a host, or raise ``SettingsError`` if the inventory is not ours."""
+    """Return the context of a host, or raise ``SettingsError`` if the inventory has none."""
     context = host.data.get(CONTEXT_KEY)
     if not isinstance(context, HostContext):
         raise SettingsError.one(host.name, *NOT_LISTED)
@@ -88,12 +88,12 @@ def host_problems(groups: Mapping[str, Any], *, file: str) -> Iterator[Problem]:
                 yield Problem(f"{where}: {host}", "is listed twice", "list it once")
             elif host in group_of:
                 message = f"is in the groups {group_of[host]} and {group}"
-                yield Problem(f"{where}: {host}", message, "list every host in one group only")
+                yield Problem(f"{where}: {host}", message, "list every host in a single group")
             group_of[host] = group
 
 
 def _wrong_name(host: str) -> tuple[str, str] | None:
-    """Return what is wrong with a host name and the fix; ``None`` if it is valid."""
+    """Return the problem of a host name and the fix; ``None`` if it is valid."""
     if host.startswith("@"):
         message = "is not a host: of pyinfra's connectors only @local works here"
         return None if host == LOCAL else (message, f"write {LOCAL}")

@@ -45,7 +45,7 @@ class Password(str):
 
 
 class PasswordPrompt:
-    """Asks for the password of a run when a host first needs it, and remembers it."""
+    """Prompts for the password of a run when a host first needs it, and keeps it."""
 
     def __init__(self, ask: Callable[[str], str] = getpass.getpass):
         self._ask = ask
@@ -80,7 +80,7 @@ class PasswordPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the controller's key may do on a host."""
+    """Access of the controller's key to a host."""
 
     logs_in: bool
     sudo_free: bool  # sudo needs no password
@@ -106,7 +106,7 @@ def endpoint(host: str, data: Mapping[str, Any] | HostData) -> Endpoint:
 
 
 def try_key(endpoint: Endpoint) -> Access:
-    """Log in with the key alone (this machine: no login) and try sudo without a password."""
+    """Log in with the key only (this machine: no login) and try sudo without a password."""
     if endpoint.is_local:
         command = ["sh", "-c", _TRY_SUDO]
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)

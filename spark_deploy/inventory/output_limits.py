@@ -21,8 +21,8 @@ from spark_deploy.config.printable import heard
 from spark_deploy.inventory.login import refuse_prompt
 
 MOST_BYTES = 128 << 20
-"""Of one stream of a command; receipts of a hundred checkpoints are a tenth of it."""
-_LINE_BYTES = 64 << 20  # the receipt of a large checkpoint is one line
+"""Of a stream of a command; receipts of a hundred checkpoints need a tenth."""
+_LINE_BYTES = 64 << 20  # receipts have no line breaks
 # Printed with -v; apt prints less during an installation.
 _PRINTED_OF_A_LINE = 4_000
 _PRINTED_OF_A_STREAM = 1 << 20
@@ -67,5 +67,5 @@ def limit_output() -> None:
     """Read all output of hosts through this module, and never let pyinfra prompt."""
     util.read_buffer = read_buffer
     setattr(util, "getpass", refuse_prompt)  # noqa: B010 - a name that util does not export
-    # The reason of a failed connection is raised as well, in one line.
+    # The reason of a failed connection is raised as well.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)

@@ -26,9 +26,8 @@ from spark_deploy.inventory.command_line import inventory_argument, missing_inve
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.host_names import CONTEXT_KEY, context_of, host_problems
 from spark_deploy.lock import headers
-from spark_deploy.lock.file import checked, write_lock
 from spark_deploy.lock.resolve import companions, locked_for, size
-from spark_deploy.lock.types import Lock, VerifiedNames
+from spark_deploy.lock.types import Lock, VerifiedNames, checked, write_lock
 from spark_deploy.plan.artifacts import checkpoint_plan
 from spark_deploy.plan.cluster import Wave, waves_of
 from spark_deploy.plan.resolve import Request, pair_of
@@ -43,7 +42,7 @@ Log = Callable[[str], None]
 
 
 def payload_identity() -> PayloadIdentity:
-    """Return the digests of what this checkout sends to hosts."""
+    """Return the digests of the payload for hosts."""
     payload = read_payload()
     return PayloadIdentity(
         tools_digest=payload.tools_digest,
@@ -222,7 +221,7 @@ def check_inventory() -> None:
     if path.suffix != ".py" or not path.is_file() or "group_from" in path.read_text("utf-8"):
         return
     groups = {name: group[0] if _is_group(group) else group for name, group in _run(path).items()}
-    # pyinfra ignores a group with anything else in it.
+    # pyinfra ignores groups with other items.
     usable = [
         hosts for hosts in groups.values() if all(isinstance(host, (str, tuple)) for host in hosts)
     ]

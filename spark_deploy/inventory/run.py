@@ -44,7 +44,7 @@ def run_deploy(
     dry: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Run one deploy on hosts; return the exit code that pyinfra would have.
+    """Run a deploy on hosts; return the exit code that pyinfra would have.
 
     Args:
         deploy: the deploy file.
@@ -58,7 +58,7 @@ def run_deploy(
     from pyinfra_cli.util import parse_cli_arg  # patches this process by gevent
 
     pyinfra.is_cli = True  # operations of a deploy file are identified by their lines
-    os.environ.setdefault("PYINFRA_PROGRESS", "off")  # its spinner
+    os.environ.setdefault("PYINFRA_PROGRESS", "off")  # the spinner
     override = dict(pair.split("=", 1) for pair in data)
     with _logging(log):
         inventory = Inventory(  # type: ignore[no-untyped-call]  # pyinfra

@@ -1,12 +1,13 @@
 """Read headers of locked repositories and compare their names with the catalog.
 
-The checkpoint builder reads them in a subprocess, with the rules that hosts apply; its memory and
-the length of its answer are independent of what a hub sends.
+The checkpoint builder reads them in a subprocess, with the rules that hosts apply; memory and
+answer are bounded, independent of the hub.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,9 +33,9 @@ from spark_contract.orders import (
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import digest_of
-from spark_deploy.config.errors import LockError
+from spark_deploy.config.errors import LockError, SettingsError
+from spark_deploy.config.settings.secrets import read_secret
 from spark_deploy.config.settings.sources import HubSettings
-from spark_deploy.lock.hub_token import read_hub_token
 from spark_deploy.lock.kv_cache_spec import Missing, Numbers, cache_layers
 from spark_deploy.lock.types import LockedSource, VerifiedNames
 
@@ -50,7 +51,7 @@ class HubSilent(LockError):  # noqa: N818 - named after what happened
 def names_to_verify(
     order: BuildPlan, base: LockedSource, donor: LockedSource | None
 ) -> VerifiedNames:
-    """Return the identity of a check of names; its counts are not known yet."""
+    """Return the identity of a verification, without counts."""
     asked = {key: said for key, said in plain(order).items() if key not in _NOT_ASKED}
     places = [f"{one.repo}@{one.commit}" for one in (base, donor) if one is not None]
     return VerifiedNames(
@@ -62,7 +63,7 @@ def names_to_verify(
 
 
 def check_names(asked: VerifiedNames, order: BuildPlan, hub: HubSettings) -> VerifiedNames:
-    """Check the sources of a build by their headers, and return ``asked`` with its counts.
+    """Check the sources of a build by their headers, and return ``asked`` with counts.
 
     Raises:
         HubSilent: the hub did not send the headers.
@@ -117,7 +118,7 @@ class Builder:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         problem = problem_in(last)
         if problem is None:
-            what = f"the reader of its headers ended with {done.returncode} {last[:200]!r}"
+            what = f"the reader of the headers ended with {done.returncode} {last[:200]!r}"
             raise LockError.one(words[-1], what, "check the free memory of this machine")
         raise (HubSilent if done.returncode == _UNANSWERED else LockError)([problem])
 
@@ -217,3 +218,29 @@ def quantisation_of(config: Numbers) -> str:
     bits = said.get("bits")
     counted = f"{bits} bit" if type(bits) is int and 0 < bits < 64 else ""
     return ", ".join(dict.fromkeys(word for word in (*told, counted) if word))
+
+
+_TOKEN = re.compile(r"[!-~]{1,512}")
+
+
+def read_hub_token(hub: HubSettings) -> str | None:
+    if hub.token is None:
+        return _read_login(hub.endpoint)
+    token = read_secret(hub.token, setting="hub.token")
+    if not _TOKEN.fullmatch(token):
+        what = f"the value of {hub.token.kind} {hub.token.value[0]} is not a token"
+        raise SettingsError.one(
+            "hub.token", what, "store only the token: a single line without spaces"
+        )
+    return token
+
+
+def _read_login(endpoint: str) -> str | None:
+    # Importing the library takes 0.3 s, and most runs do not need it.
+    from huggingface_hub import constants, get_token
+
+    # The login belongs to the hub that the library itself would send it to.
+    if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN or endpoint.rstrip("/") != constants.ENDPOINT:
+        return None
+    token = get_token()
+    return token if token and _TOKEN.fullmatch(token) else None

@@ -44,7 +44,7 @@ class _Bounded(httpx2.SyncByteStream):
         for part in self._body:
             seen += len(part)
             if seen > _LONGEST_BYTES or time.monotonic() - began > _LONGEST_S:
-                raise httpx2.ReadError(f"its answer does not end ({seen} bytes)")
+                raise httpx2.ReadError(f"the answer is too long ({seen} bytes)")
             yield part
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ def _have_bounded_answers() -> None:
 
 
 def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
-    """Return the commit of ``revision`` and its files.
+    """Return the commit of ``revision``, and the files.
 
     Large files have a sha256, small ones a git blob sha1 (``lfs`` and ``blobId`` of the hub API).
     """
@@ -75,7 +75,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
     try:
         info = _asked(endpoint, repo, revision, token, files_metadata=True)
     except GatedRepoError as error:
-        fix = f"accept its terms at {where}, then run `hf auth login` or set hub.token"
+        fix = f"accept the terms at {where}, then run `hf auth login` or set hub.token"
         raise LockError.one(where, "the repository is gated", fix) from error
     except RevisionNotFoundError as error:
         fix = "correct sources.revision of the model"
@@ -85,7 +85,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
         raise LockError.one(where, "no such repository", fix) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         why = f"{type(error).__name__}: {in_words(one_line(error))}"
-        what = f"the hub cannot be asked: {why}"
+        what = f"the hub cannot be reached: {why}"
         fix = "check hub.endpoint and the network of this machine, then run again"
         raise LockError.one(where, what, fix) from error
     except _ODD_ANSWERS as error:
@@ -94,7 +94,7 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
 
 
 def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple[str, bool, str]:
-    """Return licence, gating and task as the hub states them; unknown ones are empty."""
+    """Return licence, gating and task as the hub states them; unknown values are empty."""
     _have_bounded_answers()
     try:
         info = _asked(endpoint, repo, revision, token)
@@ -150,8 +150,8 @@ def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSour
             continue
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         if sibling.size is None or (sha256 is None and sibling.blob_id is None):
-            what = f"says neither size nor hash of {one_line(sibling.rfilename)}"
-            raise LockError.one(where, what, "set hub.endpoint to a hub that does")
+            what = f"lists neither size nor hash of {one_line(sibling.rfilename)}"
+            raise LockError.one(where, what, "set hub.endpoint to another hub")
         files.append(_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
     if not info.sha or not files:
         raise LockError.one(where, "the hub lists no commit or no files", "check the repository")

@@ -61,7 +61,7 @@ class Numbers:
         return value
 
     def text(self, name: str) -> str:
-        """Return a short printable string, or an empty one."""
+        """Return a short printable string, or an empty string."""
         value = self.get(name)
         fits = isinstance(value, str) and len(value) <= 100 and value.isprintable()
         return str(value) if fits else ""
@@ -88,7 +88,7 @@ _ENCODERS = frozenset((
     "bert", "deberta-v2", "distilbert", "electra", "gte", "jina_bert", "modernbert", "mpnet",
     "new", "nomic_bert", "roberta", "snowflake_arctic_embed", "xlm-roberta",
 ))  # fmt: skip
-# Fields that change the cache size in ways not implemented here.
+# Fields with an effect on the cache size that is not implemented.
 _UNSUPPORTED = (
     "attention_k_eq_v", "compress_ratios", "cross_attention_layers", "index_head_dim",
     "index_topk", "num_kv_shared_layers", "num_global_key_value_heads", "global_head_dim",
@@ -107,7 +107,7 @@ def cache_layers(config: Numbers) -> tuple[CacheLayers, ...]:
         return ()
     for name in _UNSUPPORTED:
         if config.get(name):
-            raise Missing(f"config.json has {name}, whose cache size is unknown")
+            raise Missing(f"config.json has {name} with an unknown effect on the cache size")
     names = Counter(_layer_names(config, kind))
     return tuple(_LAYERS[name](config, number) for name, number in sorted(names.items()))
 
@@ -192,7 +192,7 @@ def _mamba(config: Numbers, layers: int) -> CacheLayers:
     state = config.needed("ssm_state_size", "mamba_d_state", "state_size")
     groups = config.needed("n_groups", "mamba_n_groups")
     kernel = config.needed("conv_kernel", "mamba_d_conv")
-    # The engine stores the state in the configured dtype, else in 16 bit.
+    # The engine stores the state in the configured dtype, otherwise in 16 bit.
     wide = config.text("mamba_ssm_cache_dtype") == "float32"
     recurrence = heads * width * state * (_STATE_BYTES if wide else _SIXTEEN_BIT_BYTES)
     tail = (heads * width + 2 * groups * state) * _SIXTEEN_BIT_BYTES

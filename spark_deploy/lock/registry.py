@@ -82,7 +82,7 @@ def look_up(
 ) -> LockedImage:
     """Return digest and compressed size of an image for hosts of ``arch`` (as ``uname -m``).
 
-    The digest is that of the platform list, if any, so one lock serves every architecture; the
+    The digest is that of the platform list, if any, so a lock serves every architecture; the
     size is that of ``arch``. For an ``engine`` the entrypoint must start vLLM.
     """
     try:
@@ -117,13 +117,13 @@ def _ask(text: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedI
 def _must_start_vllm(configuration: Mapping[str, Any], text: str) -> None:
     words = " ".join(configuration["config"].get("Entrypoint") or ())
     if "vllm" not in words:
-        what = f"starts {words!r}, not vLLM's server" if words else "starts nothing by itself"
-        fix = "name an image whose entrypoint is `vllm serve`, such as vllm/vllm-openai"
-        raise LockError.one(f"image {text}", f"is no engine: it {what}", fix)
+        what = f"starts {words!r}, not vLLM's server" if words else "has no entrypoint"
+        fix = "name an image with the entrypoint `vllm serve`, such as vllm/vllm-openai"
+        raise LockError.one(f"image {text}", f"is not an engine: it {what}", fix)
 
 
 class _Client:
-    """Reads one repository of a registry, with its token."""
+    """Reads a repository of a registry, with a token."""
 
     def __init__(self, base: str, shown: str) -> None:
         self._base = base
@@ -163,7 +163,7 @@ class _Client:
             return self._get(url)
         except OSError as error:
             why = in_words(one_line(getattr(error, "reason", error)))
-            what = f"the registry cannot be asked: {why}"
+            what = f"the registry cannot be reached: {why}"
             fix = "check the network; a registry over plain HTTP belongs in registries.insecure"
             raise LockError.one(f"image {self._shown}", what, fix) from error
 

@@ -11,10 +11,17 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, version_of
 from spark_deploy.config.errors import LockError, Problem
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.file import checked, read_lock, write_lock
-from spark_deploy.lock.hub_token import read_hub_token
+from spark_deploy.lock.headers import read_hub_token
 from spark_deploy.lock.registry import ImageNotFound, look_up
-from spark_deploy.lock.types import Lock, LockedImage, LockedSource, without_tag
+from spark_deploy.lock.types import (
+    Lock,
+    LockedImage,
+    LockedSource,
+    checked,
+    read_lock,
+    without_tag,
+    write_lock,
+)
 
 Say = Callable[[str], None]
 
@@ -43,7 +50,7 @@ class Names:
 
 
 def wanted_by(settings: Settings, catalog: Catalog) -> Names:
-    """Return the names that one host needs, including its ``keep_ready`` pairs."""
+    """Return the names that a host needs, including ``keep_ready`` pairs."""
     sources: set[tuple[str, str]] = set()
     roles = {"gpu_check"}
     for one in settings.all_served:
@@ -57,12 +64,12 @@ def wanted_by(settings: Settings, catalog: Catalog) -> Names:
 
 
 def refuse_two_revisions(sources: Iterable[tuple[str, str]]) -> None:
-    """Refuse a repository with two revisions: a lock stores one of them."""
+    """Refuse a repository with two revisions: a lock stores a single one."""
     known: dict[str, str] = {}
     for repo, revision in sorted(sources):
         if known.setdefault(repo, revision) != revision:
-            what = f"is requested at {known[repo]} and {revision}; a lock can hold only one"
-            fix = "choose one revision, or set a separate lock_file for the other hosts"
+            what = f"is requested at {known[repo]} and {revision}, but a lock has a single revision"
+            fix = "use the same revision, or a separate lock_file for the other hosts"
             raise LockError.one(repo, what, fix)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
+import yaml
 from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
+from spark_contract import files
 from spark_contract.units import COMMIT, SHA256
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.profile import HUB_REPOSITORY
-from spark_deploy.config.documents import CLOSED, FromKey, digest_of, name_entries
+from spark_deploy.config.documents import CLOSED, FromKey, convert, digest_of, name_entries, typed
 from spark_deploy.config.errors import LockError
+from spark_deploy.config.yaml_files import load_schema, problems_of, read_mapping
 
 _Commit = Annotated[str, Field(json_schema_extra={"pattern": f"^{COMMIT}$"})]
 _Sha256 = Annotated[str, Field(json_schema_extra={"pattern": f"^{SHA256}$"})]
@@ -26,7 +29,7 @@ _ONE_HASH: JsonDict = {"oneOf": [{"required": ["sha256"]}, {"required": ["git_sh
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", json_schema_extra=_ONE_HASH))
 class SourceFile:
-    """One file; sha256 for large files, git_sha1 (blob) for small ones."""
+    """A file; sha256 if large, git_sha1 (blob) if small."""
 
     path: str = Field(json_schema_extra={"pattern": r"^(?!/)(?!.*(^|/)\.\.(/|$)).+$"})
     """Path in the repository."""
@@ -40,7 +43,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class LockedSource:
-    """One repository at one commit."""
+    """A repository at a commit."""
 
     repo: FromKey
     revision: str
@@ -65,7 +68,7 @@ class LockedSource:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class LockedImage:
-    """One image at one digest."""
+    """An image at a digest."""
 
     reference: FromKey
     digest: _ImageDigest
@@ -81,11 +84,11 @@ class LockedImage:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class VerifiedNames:
-    """Tensor counts of sources whose headers match the catalog."""
+    """Tensor counts of sources with headers that match the catalog."""
 
     build: FromKey
     question: _Sha256
-    """Digest of what was asked, commits and sets."""
+    """Digest of commits and tensor sets."""
     base: _AtCommit
     """Repository and commit of the base."""
     donor: _AtCommit | SkipJsonSchema[None] = None
@@ -93,9 +96,9 @@ class VerifiedNames:
     base_tensors: int = Field(default=0, ge=0)
     """Names that the base has."""
     donor_tensors: int = Field(default=0, ge=0)
-    """Names of the donor that a build may ask for."""
+    """Names of the donor that a build may use."""
     swapped_modules: int = Field(default=0, ge=0)
-    """Modules whose weights are compared or replaced."""
+    """Modules with compared or replaced weights."""
     mtp_tensors: int = Field(default=0, ge=0)
     """Names of the drafter."""
     mtp_from_donor: int = Field(default=0, ge=0)
@@ -117,11 +120,11 @@ class Lock:
     images: Annotated[dict[str, LockedImage], name_entries("reference")]
     """Container images by reference."""
     names: Annotated[dict[str, VerifiedNames], name_entries("build")] = Field(default_factory=dict)
-    """What was found of the names of each build, before its sources are downloaded."""
+    """Verified tensor names of each build."""
     anatomies: Annotated[dict[str, Anatomy], name_entries("repository")] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": HUB_REPOSITORY}
     )
-    """What headers and config.json of repositories say that are served as published."""
+    """Headers and config.json of repositories that are served as published."""
 
     @classmethod
     def of(
@@ -218,6 +221,43 @@ def parted(
             left[file.path] = why
     pickles = [path for path, why in left.items() if why == _PICKLE]
     if pickles and not any(file.path.endswith(".safetensors") for file in kept):
-        what = f"its weights are in pickle files only ({pickles[0]}), and those are not fetched"
-        raise LockError.one(where, what, "name a repository that holds them as safetensors")
+        what = f"all weights are pickle files ({pickles[0]}), which are not downloaded"
+        raise LockError.one(where, what, "name a repository with safetensors")
     return tuple(kept), left
+
+
+_HEAD = """\
+# Written by `spark-deploy update`: which commit and which digest stand behind every name.
+# Keep it in version control. To move a name forward: `spark-deploy update --only NAME`.
+"""
+
+
+def read_lock(path: Path) -> Lock:
+    """Read a lock; a missing file is an empty lock."""
+    if not path.exists():
+        return Lock.of()
+    data, problems = read_mapping(path, shown=path.name)
+    problems = problems or list(problems_of(data, load_schema("lock"), lambda key: path.name))
+    if problems:
+        raise LockError(problems)
+    return convert(Lock, data)
+
+
+def checked(lock: Lock) -> Lock:
+    """Return a lock after checking it against the schema: hub and registry are not trusted."""
+    data, where = typed(lock, nulls=False), "the answer of the hub or registry"
+    problems = list(problems_of(data, load_schema("lock"), lambda key: where))
+    if problems:
+        raise LockError(problems)
+    return lock
+
+
+def write_lock(path: Path, lock: Lock) -> None:
+    """Replace the lock file atomically."""
+    data = typed(lock, nulls=False)
+    text = _HEAD + yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
+    try:
+        files.write_text(path, text)
+    except OSError as error:
+        fix = "make its folder writable, or set lock_file to another place"
+        raise LockError.one(str(path), f"cannot be written: {error.strerror}", fix) from error

@@ -15,7 +15,7 @@ from spark_contract.paths import ENGINE_SOCKET, ENGINE_USER
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.errors import PlanError
-from spark_deploy.config.settings.engine_options import canonical, meaning, option_values, structure
+from spark_deploy.config.settings.engine import canonical, meaning, option_values, structure
 from spark_deploy.plan.kv_cache import context_tokens, prefill_backend
 from spark_deploy.plan.memory import adapter_rank
 from spark_deploy.plan.types import ImagePlan, MemoryPlan

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from spark_deploy.config.catalog.anatomy import CacheLayers, CountedCache
 from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.config.settings.engine_options import meaning, whole
+from spark_deploy.config.settings.engine import meaning, whole
 
 # (key bits, value bits, bytes of scales) of a head and token.
 TURBOQUANT = {

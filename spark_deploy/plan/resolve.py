@@ -14,7 +14,7 @@ from spark_deploy.config.catalog.model import HybridModel, Model
 from spark_deploy.config.catalog.profile import Profile, Speculation
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import PlanError, Problem, SparkError
-from spark_deploy.config.settings.engine_options import KvCache, Limits
+from spark_deploy.config.settings.engine import KvCache, Limits
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan import guard_rails as rails

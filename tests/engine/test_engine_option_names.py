@@ -10,7 +10,7 @@ import pytest
 from spark_vllm import SUPPORTED_ENGINES
 from wheel_sources import fetch
 
-from spark_deploy.config.settings.engine_options import (
+from spark_deploy.config.settings.engine import (
     JUDGED_OPTIONS,
     OWNED_OPTIONS,
     option_problems,

@@ -1,1 +1,1 @@
-"""What controller and hosts agree on: documents, paths, names. Standard library only."""
+"""Shared by controller and hosts: documents, paths, names. Standard library only."""

@@ -21,7 +21,7 @@ _VERSION = "schema_version"
 
 
 class DocumentError(ValueError):
-    """The data is not the expected document; the message begins with the path of the key."""
+    """The data is not the expected document; the message starts with the path of the key."""
 
 
 OPTIONAL: Mapping[str, Any] = {"optional": True}

@@ -1,4 +1,4 @@
-"""Errors that a person can act on: where, what is wrong, how to fix it."""
+"""Errors with a place, a problem and a fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def problem_in(line: str) -> Problem | None:
 
 
 class HostToolError(Exception):
-    """Ends a host tool; printed as one line, never as a traceback."""
+    """Ends a host tool; printed in a single line, never as a traceback."""
 
     def __init__(self, where: str, what: str, fix: str, exit_code: int = 1):
         self.where = where

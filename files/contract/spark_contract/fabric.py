@@ -13,7 +13,7 @@ NETPLAN_TRIAL = "/run/netplan/40-spark-fabric.yaml"
 KEPT_NETPLAN = "/var/lib/spark/fabric/removed.yaml"
 RETURN_UNIT = "spark-fabric-return"
 APPLY_UNIT = "spark-fabric-apply"
-TRY_AGAIN = "wait 90 seconds until it ends, then run it again"
+TRY_AGAIN = "wait 90 seconds, then run it again"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ SHARE_KEY = f"{CONFIG_DIR}/share-key"  # 0600; exists while the host shares file
 
 @dataclass(frozen=True, slots=True)
 class SharedTree:
-    """A checkpoint that peers may read. What they receive is checked against their own hashes."""
+    """A checkpoint that peers may read. Peers check all bytes against their own hashes."""
 
     digest: str  # as in the receipt
     dir: str
-    job: str  # digest12 of its job; peers query the progress
+    job: str  # digest12 of the job; peers query the progress
     # A download names each file once it is verified; a build only at the end.
     unfinished: bool
 
@@ -46,7 +46,7 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTree:
-    """A complete tree at a peer; its receipt was read through SSH."""
+    """A complete tree at a peer; the receipt was read through SSH."""
 
     url: str  # of the host
     receipt_sha256: str
@@ -100,7 +100,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class FetchFile:
-    """One file to fetch; at least one hash is set."""
+    """A file to fetch, with sha256 or git_sha1."""
 
     path: str  # relative, with forward slashes
     size_bytes: int
@@ -123,7 +123,7 @@ class FetchFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPlan(Wire):
-    """``fetch.json``: a repository at one commit and its sources."""
+    """``fetch.json``: a repository at a commit, and sources."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -165,7 +165,7 @@ class FetchPlan(Wire):
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a relative path is normalised and stays in its tree."""
+    """Return whether a relative path is normalised and stays in the tree."""
     relative = PurePosixPath(path)
     parts = relative.parts
     return bool(parts) and not relative.is_absolute() and ".." not in parts and "\0" not in path \

@@ -19,7 +19,7 @@ Expose = Literal["loopback", "docker", "tailscale", "lan"]
 @dataclass(frozen=True, slots=True)
 class Exposure:
     audience: str | None  # None: the host only
-    late: bool  # its address may appear after the gateway has started, and vanish
+    late: bool  # the address may appear after the gateway has started, and vanish
     open: bool  # only TLS encrypts this traffic
 
 
@@ -33,7 +33,7 @@ EXPOSURES: dict[Expose, Exposure] = {
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Paths of the certificate chain and its key, both PEM."""
+    """Paths of certificate chain and key, both PEM."""
 
     certificate: str
     key: str
@@ -41,7 +41,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Hosts that serve the same model: requests to this port go to the least busy one."""
+    """Hosts that serve the same model: requests to this port go to the least busy host."""
 
     port: int
     others: tuple[str, ...]  # address:port of the other gateways

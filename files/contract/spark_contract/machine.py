@@ -22,7 +22,7 @@ _MODULE = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?(?:\+\w+)?)\s")
 
 @dataclass(frozen=True, slots=True)
 class BootSigns:
-    """The running boot of a host, and what was installed since."""
+    """The running boot of a host, and later installations."""
 
     kernel: str  # running
     kernels: tuple[str, ...]  # in /boot

@@ -62,7 +62,7 @@ def expand_all(patterns: Iterable[str]) -> set[str]:
 
 
 def _parts(pattern: str) -> list[list[str]]:
-    """Split into literals (one choice) and braces (several)."""
+    """Split into literals (a single choice) and braces (several)."""
     parts: list[list[str]] = []
     position = 0
     for match in _BRACE.finditer(pattern):
@@ -72,7 +72,7 @@ def _parts(pattern: str) -> list[list[str]]:
     if any("{" in part[0] or "}" in part[0] for part in parts if len(part) == 1):
         raise PatternError(pattern, "a brace is not closed, or braces are nested")
     if math.prod(map(len, parts)) > NAME_LIMIT:
-        raise PatternError(pattern, f"stands for more than {NAME_LIMIT} names")
+        raise PatternError(pattern, f"expands to more than {NAME_LIMIT} names")
     return parts
 
 
@@ -104,7 +104,7 @@ class Base:
     """The complete checkpoint that supplies all but the replaced tensors."""
 
     dir: str
-    # As in its receipt: commit of a download, digest of a checkpoint quantised here. None: no
+    # As in the receipt: commit of a download, digest of a checkpoint quantised here. None: no
     # receipt, hash the tree.
     revision: str | None
 
@@ -154,7 +154,7 @@ class BuildPlan:
     # FP8 of the base's weights; int8-g128: INT8 in groups of 128, needs no plugin.
     shared_experts: Scheme
     head: Literal["keep", "int8-g128"]
-    layout: Literal["overlay", "full"]  # overlay: links and one small shard
+    layout: Literal["overlay", "full"]  # overlay: links and a small shard
     out: str  # created atomically
     extra: Mapping[str, Any]  # deep-merged into config.json last
 

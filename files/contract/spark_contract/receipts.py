@@ -33,7 +33,7 @@ class ReceiptFile:
             raise DocumentError(f"files: path {self.path!r} leaves the tree")
 
     def is_touched(self, tree: Path) -> bool:
-        """Return whether the file may have changed since it was hashed, by its stat."""
+        """Return whether the stat shows a possible change since hashing."""
         try:
             now = (tree / self.path).stat()
         except OSError:

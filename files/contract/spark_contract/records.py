@@ -45,7 +45,7 @@ class CacheCount:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Result of the last check of a release, bound to one run of its unit."""
+    """Result of the last check of a release, valid for a single run of the unit."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

@@ -139,7 +139,7 @@ class Watch:
 @dataclass(frozen=True, slots=True)
 class Member:
     host: str  # inventory name
-    address: str  # on the fabric; identifies the member on its host
+    address: str  # on the fabric; identifies the member
     argv: tuple[str, ...]
     env: dict[str, str]
     docker_args: tuple[str, ...]
@@ -185,7 +185,7 @@ class Release:
     cluster: Cluster | None = field(default=None, metadata=OPTIONAL)
     # Checkpoints of a drafter and of adapters.
     beside: tuple[Tree, ...] = field(default=(), metadata=OPTIONAL)
-    # Computed from the rest and the limits of its unit.
+    # Computed from the rest and the limits of the unit.
     name: str = field(default="", metadata=OPTIONAL)
     digest: str = field(default="", metadata=OPTIONAL)
 
@@ -227,7 +227,7 @@ def service_of(name: str) -> str:
     return match["service"]
 
 
-# Check names that more than one module uses.
+# Check names that several modules use.
 ACCEPTANCE = "acceptance"
 CONTEXT_LENGTH = "context length"
 COUNTERS = "counters"

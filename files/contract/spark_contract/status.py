@@ -24,7 +24,7 @@ class ReleaseState:
     speed: tuple[str, ...]  # measurements as text
     # The last rollout to it failed.
     change_failed: bool = field(default=False, metadata=OPTIONAL)
-    # Its compile cache, if a candidate can start with a copy: proven, same driver.
+    # The compile cache, if a candidate can start with a copy: proven, same driver.
     cache: str | None = field(default=None, metadata=OPTIONAL)
 
 
@@ -209,7 +209,7 @@ class Before:
     boot_target: str
     docker_members: tuple[str, ...]
     images: tuple[str, ...]  # ids
-    directories: tuple[str, ...]  # existing ones that a deploy may create
+    directories: tuple[str, ...]  # existing directories that a deploy may create
     files: dict[str, str | None] = field(default_factory=dict)  # of `shared_files`
 
 

@@ -7,7 +7,7 @@ import shlex
 from spark_contract.paths import CURRENT_TOOLS, SYSUSERS
 
 TOOL = "spark-host"
-CHECK_TOOL = "spark-check"  # runs its check command
+CHECK_TOOL = "spark-check"  # runs the check command
 COMMANDS_DIR = "/usr/local/bin"
 HOST_TOOL = f"{CURRENT_TOOLS}/bin/{TOOL}"
 MAKE_USERS = f"systemd-sysusers {SYSUSERS}"
@@ -40,13 +40,13 @@ def line(verb: str, *words: str) -> str:
 
 
 def when_installed(command: str) -> str:
-    """Return a shell command that does nothing on a host without our tools."""
+    """Return a shell command that is skipped on a host without our tools."""
     return f"if [ -x {HOST_TOOL} ]; then {command}; fi"
 
 
 SPEED = "speed: "  # prefix of a measurement without regression
 PHASE = "phase="  # prefix of progress lines
 WAITED = "waited_s="  # in our own lines of the engine's log
-# FlashAttention 2 and Marlin contain PTX only: ptxas took 3 to 5 minutes on one core.
+# FlashAttention 2 and Marlin contain PTX only: ptxas took 3 to 5 minutes on a single core.
 COMPILING = "compiling kernels for this GPU, first start only: 3 to 5 minutes"
 STAND_IN = "+labstub"  # in versions of lab stubs

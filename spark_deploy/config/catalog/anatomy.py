@@ -64,11 +64,11 @@ class Anatomy:
     width: PositiveInt | SkipJsonSchema[None] = Field(default=None, description="hidden_size.")
     expert_width: PositiveInt | SkipJsonSchema[None] = None
     """moe_intermediate_size."""
-    cache: tuple[CacheLayers, ...] = Field(default=(), description="What layers keep of a request.")
+    cache: tuple[CacheLayers, ...] = Field(default=(), description="Cache of each kind of layer.")
     cache_unknown: str = ""
     """Why the KV cache cannot be computed; empty if it can."""
     counted: CountedCache | SkipJsonSchema[None] = None
-    """What an engine counted where the cache is not known; `lock --counted` writes it."""
+    """Cache size that an engine counted, if unknown; `update --counted` writes it."""
 
     @property
     def weights_bytes(self) -> int:

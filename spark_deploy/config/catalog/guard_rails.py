@@ -17,7 +17,7 @@ _COMPARISONS = {
     "above": {"description": "Greater than this number.", "type": "number"},
     "below": {"description": "Less than this number.", "type": "number"},
     "below_fact": {"description": "Less than another fact.", "type": "string"},
-    "one_of": {"description": "Equal to one of these values.", "type": "array", "minItems": 1},
+    "one_of": {"description": "Equal to any of these values.", "type": "array", "minItems": 1},
     "contains": {"description": "Text inside, in small letters.", "type": "string"},
 }
 COMPARISON: Schema = {
@@ -63,7 +63,7 @@ class GuardRail:
     """Conditions on facts of the planned release; all must be true."""
     effect: Literal["refuse", "warn"] = Field(description="refuse the plan or warn in it.")
     reason: str = Field(description="Consequence, in a sentence.")
-    fix: str = Field(description="What to do instead.")
+    fix: str = Field(description="The alternative.")
     evidence: Literal["measured", "read", "reported"]
     """measured: in our result files; read: in source code; reported: by other users."""
     source: str = Field(description="Where this is known from.")
@@ -83,18 +83,18 @@ class Question:
     """A question with a checkable answer."""
 
     id: str = Field(json_schema_extra={"pattern": "^[a-z-]+$"})
-    """Its name; the function of this name answers it."""
+    """Name; the function of this name answers it."""
     question: str = Field(min_length=1, description="The question, in a sentence.")
     how: str = Field(min_length=1, description="How the host answers it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Part:
-    """A part of the project and its evidence."""
+    """A part of the project, and the evidence."""
 
     part: str = Field(min_length=1, description="What it is.")
-    lab: str = Field(description="What the virtual lab showed.")
-    gpu: str = Field(description="What GPUs that are not a Spark's showed.")
+    lab: str = Field(description="Evidence of the virtual lab.")
+    gpu: str = Field(description="Evidence of other GPUs than a Spark's.")
     questions: tuple[Question, ...] = Field(min_length=1, description="What is open.")
 
 

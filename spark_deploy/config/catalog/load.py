@@ -18,9 +18,8 @@ from spark_deploy.config.catalog.types import Catalog, Engines, Families, Lazily
 from spark_deploy.config.checkout import CHECKOUT, catalog_files, catalog_names
 from spark_deploy.config.documents import BROKEN, Schema, convert, violations
 from spark_deploy.config.errors import CatalogError, Problem
-from spark_deploy.config.schema_errors import dotted, problems_of
 from spark_deploy.config.settings.load import merge
-from spark_deploy.config.yaml_files import load_schema, read_mapping
+from spark_deploy.config.yaml_files import dotted, load_schema, problems_of, read_mapping
 
 _Data = dict[str, Any]
 _Document = TypeVar(
@@ -109,7 +108,7 @@ class _Files:
         )
 
     def joined(self, kind: str, name: str, own: tuple[str, ...] = ()) -> _Data:
-        """Return a file merged into its ``based_on`` file, which keeps its keys ``own``."""
+        """Return a file merged into its ``based_on`` file, except for the keys ``own``."""
         shown = f"catalog/{kind}/{name}.yml"
         data = self._read(kind, name)
         parent = data.pop("based_on", None)
@@ -123,7 +122,7 @@ class _Files:
         return merge(inherited, data, null_keeps=False)
 
     def _read(self, kind: str, name: object, *, ours: bool = False) -> _Data:
-        """Read a file; a user's file that extends its own name means ours."""
+        """Read a file; with ``ours``, the checkout's, which a user's file of this name extends."""
         shown = f"catalog/{kind}/{name}.yml"
         found = self.of(kind).get(str(name), self.checkout / shown)
         data, problems = read_mapping(self.checkout / shown if ours else found, shown=shown)
@@ -133,7 +132,7 @@ class _Files:
 
 
 def read_file(kind: str, name: str, *, own: Path) -> _Data:
-    """Return a file of ``models`` or ``profiles``, merged with its ``based_on`` file."""
+    """Return a file of ``models`` or ``profiles``, merged with the ``based_on`` file."""
     left = _OWN_OF_PROFILES if kind == "profiles" else ()
     return _Files(CHECKOUT, own).joined(kind, name, own=left)
 

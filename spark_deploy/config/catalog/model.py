@@ -3,19 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
+from spark_contract.orders import PatternError, count, expand_all
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.guard_rails import COMPARISON
 from spark_deploy.config.catalog.profile import TRAITS, Adapter, HubRepository
-from spark_deploy.config.catalog.tensor_sets import Tensors
 from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation
 from spark_deploy.config.settings.patterns import IMAGE_ROLE
 from spark_deploy.config.settings.service import SERVED_NAME, CatalogName
+
+_SETS = ("swap", "base", "mtp", "donor_unmatched")
+
+_Edge = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
+class DonorShape:
+    """Shapes of some swapped modules in the FP8 source."""
+
+    modules: Text = Field(description="Pattern of swapped modules with this shape.")
+    weight: tuple[_Edge, _Edge] = Field(description="Rows and columns of the FP8 weight.")
+    scale: tuple[_Edge, _Edge] = Field(description="Rows and columns of the grid of block scales.")
+    source: Text = Field(description="Where these numbers are from.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
+class Counts:
+    """Number of names in each set, counted or computed."""
+
+    base: int = Field(ge=0, description="Tensors of the base without MTP.")
+    mtp: int = Field(ge=0, description="Tensors of the drafter.")
+    swap: int = Field(ge=0, description="Modules swapped.")
+    donor_unmatched: int = Field(ge=0, description="Donor tensors without a partner.")
+    source: Text = Field(description="Source of the counts, or the computation.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
+class Tensors:
+    """Exact sets of names as patterns with shell braces, expanded exactly and compared as sets."""
+
+    swap: tuple[Text, ...] = Field(json_schema_extra=UNIQUE)
+    """Modules with weights from the FP8 source."""
+    block_shape: tuple[_Edge, _Edge] = (128, 128)
+    """Rows and columns per FP8 scale."""
+    base: tuple[Text, ...] = Field(min_length=1, json_schema_extra=UNIQUE)
+    """Tensors of the base without MTP."""
+    mtp: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
+    """Tensors of the drafter in the base."""
+    donor_unmatched: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
+    """Donor tensors outside the routed experts that the base stores in another form."""
+    donor_shapes: tuple[DonorShape, ...] = ()
+    """Shapes of every swapped module, compared with the headers before the download."""
+    counts: Counts | None = None
+    """Expected number of names in each set; null if unknown."""
+
+    def broken(self, *, donor: str | None) -> Iterator[Violation]:
+        problems = list(self._unreadable())
+        yield from problems
+        if not problems:
+            yield from self._miscounted()
+            yield from self._misshapen(donor)
+
+    def _unreadable(self) -> Iterator[Violation]:
+        patterns = [(key, pattern) for key in _SETS for pattern in getattr(self, key)]
+        patterns += [("donor_shapes", shape.modules) for shape in self.donor_shapes]
+        for key, pattern in patterns:
+            try:
+                count(pattern)
+            except PatternError as error:
+                yield Violation((key,), f"{pattern!r}: {error.what}", error.fix)
+
+    def _miscounted(self) -> Iterator[Violation]:
+        if self.counts is None:
+            return
+        for key in _SETS:
+            actual, expected = sum(map(count, getattr(self, key))), getattr(self.counts, key)
+            if actual != expected:
+                source = self.counts.source
+                fix = f"correct the patterns, or the count, by the source: {source}"
+                message = f"stands for {actual} names, counts.{key} says {expected}"
+                yield Violation((key,), message, fix)
+
+    def _misshapen(self, donor: str | None) -> Iterator[Violation]:
+        where = ("donor_shapes",)
+        if donor is not None or self.donor_shapes:
+            try:
+                described = expand_all([shape.modules for shape in self.donor_shapes])
+            except PatternError as error:
+                yield Violation(where, f"{error.where} {error.what}", "describe each module once")
+                return
+            odd = sorted(described ^ expand_all(self.swap))
+            if odd:
+                message = (
+                    f"describes other modules than tensors.swap names, {odd[0]} among {len(odd)}"
+                )
+                yield Violation(where, message, "describe each swapped module, and no other")
+        for shape in self.donor_shapes:
+            edges = zip(shape.weight, self.block_shape, strict=True)
+            grid = [-(-edge // step) for edge, step in edges]
+            if list(shape.scale) != grid:
+                message = f"{shape.modules}: scale {list(shape.scale)} is no grid of"
+                fix = f"a weight of {list(shape.weight)} has scales {grid}"
+                yield Violation(where, f"{message} {list(self.block_shape)} blocks", fix)
+
 
 # Keys of files that people may keep, and how the same is written now.
 RENAMED = {
@@ -90,7 +185,7 @@ class Architecture:
     def broken(self) -> Iterator[Violation]:
         if self.linear_layers and self.linear_attention is None:
             message = f"is missing, and {self.linear_layers} layers have no full attention"
-            fix = "give its sizes, or set full_attention_every: 1"
+            fix = "add the sizes, or set full_attention_every: 1"
             yield Violation(("linear_attention",), message, fix)
 
 
@@ -109,7 +204,7 @@ class ModelImage:
     role: str = Field(default="engine", json_schema_extra=IMAGE_ROLE)
     """Key of `images` in the settings."""
     plugin: bool = True
-    """false: use the image unchanged, whatever the profile."""
+    """false: use the image unchanged with every profile."""
     engine_mode: Literal["native", "portable"] = "native"
     """portable: for an engine without kernels for these trees; the plugin dequantises them."""
 
@@ -146,7 +241,7 @@ class ModelCheck:
     """Questions with answers that can be checked."""
 
     questions: tuple[Question, ...] = ()
-    """Asked greedily, compared with a regular expression; the first at every start. Default:
+    """Greedy answers must match a regular expression; the first runs at every start. Default:
     questions for the model's task."""
     copy: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Strings the model must repeat exactly."""
@@ -160,7 +255,7 @@ class ModelCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Change:
-    """What is changed of every profile with these traits; no file of a model names a profile."""
+    """A change of every profile with these traits; model files name no profile."""
 
     when: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
@@ -189,13 +284,13 @@ class AnyModel:
     adapters: dict[str, Adapter] = Field(
         default_factory=dict, json_schema_extra={"propertyNames": SERVED_NAME}
     )
-    """LoRA adapters by the name that clients ask for; each is fetched, verified and counted."""
+    """LoRA adapters by their model name; each is downloaded, verified and counted."""
     changes: tuple[Change, ...] = ()
     """Changes of profiles for this model; later entries win."""
 
     def broken(self) -> Iterator[Violation]:
         if self.check.questions and self.check.questions[0].thinking:
-            message = "the first question is asked at every start, and this one needs thinking"
+            message = "the first question runs at every start and must not need thinking"
             fix = "put a question first that any instruct model answers with thinking: off"
             yield Violation(("check", "questions"), message, fix)
 
@@ -274,7 +369,7 @@ _CHAT = (
     ),
 )
 
-# A base model goes on with a text.
+# A base model continues a text.
 _COMPLETION = (
     Question(prompt="The capital of France is the city of", expect=r"^\W*Paris\b", max_tokens=8),
     Question(prompt="Monday, Tuesday, Wednesday, Thursday,", expect=r"^\W*Friday\b", max_tokens=8),

@@ -13,13 +13,18 @@ from spark_contract.orders import Scheme
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.documents import CLOSED, UNIQUE, Text, Violation, form
-from spark_deploy.config.settings.engine import ENVIRONMENT_NAMES, OPTION_NAMES, broken_words
-from spark_deploy.config.settings.engine_options import KvCache, Limits
+from spark_deploy.config.settings.engine import (
+    ENVIRONMENT_NAMES,
+    OPTION_NAMES,
+    KvCache,
+    Limits,
+    broken_words,
+)
 from spark_deploy.config.settings.service import CatalogName
 
 HUB_REPOSITORY = form(
     "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$",
-    "ORG/NAME as the hub has it, without its address", "Qwen/Qwen3-0.6B",
+    "ORG/NAME on the hub, without the address", "Qwen/Qwen3-0.6B",
 )  # fmt: skip
 HubRepository = Annotated[str, Field(json_schema_extra=HUB_REPOSITORY)]
 # Which methods draft with weights of another repository.
@@ -46,9 +51,9 @@ class Speculation:
     """The drafter's repository of the model hub; needed by dflash, eagle3 and draft_model."""
     revision: str = Field(default="main", description="Of that repository: branch, tag or commit.")
     longest_match: int | None = Field(default=None, ge=1, le=64)
-    """With ngram: most words that are looked for."""
+    """With ngram: most tokens to match."""
     shortest_match: int | None = Field(default=None, ge=1, le=64)
-    """With ngram: fewest words that are looked for."""
+    """With ngram: fewest tokens to match."""
     # Filled from the lock.
     anatomy: SkipJsonSchema[Anatomy | None] = None
 
@@ -59,7 +64,7 @@ class Speculation:
 
     def broken(self) -> Iterator[Violation]:
         if self.method in OF_A_REPOSITORY and self.repository is None:
-            message = f"is needed by {self.method}: its weights are not the model's"
+            message = f"is needed by {self.method}: the model has no weights for it"
             yield Violation(("repository",), message, "name the drafter's repository")
         if self.method == "ngram" and self.repository is not None:
             message = "ngram drafts without weights"
@@ -69,7 +74,7 @@ class Speculation:
             yield Violation(("tokens",), message, f"draft {_MOST_MTP_TOKENS} or fewer")
         for key in ("longest_match", "shortest_match"):
             if self.method != "ngram" and getattr(self, key) is not None:
-                yield Violation((key,), f"{self.method} looks for no words", "leave it out")
+                yield Violation((key,), f"{self.method} matches no tokens", "leave it out")
         if (self.shortest_match or 0) > (self.longest_match or 64):
             message = f"{self.shortest_match} is above longest_match {self.longest_match}"
             yield Violation(("shortest_match",), message, "make it as small or smaller")
@@ -87,7 +92,7 @@ class Adapter:
     anatomy: SkipJsonSchema[Anatomy | None] = None
 
 
-# What a model's changes may depend on, in the words of the guard rails.
+# Traits for conditions of model changes, named like the facts of guard rails.
 TRAITS: dict[str, Callable[[Profile], Any]] = {
     "kv_cache": lambda profile: profile.kv_cache.dtype,
     "speculation_tokens": lambda profile: profile.speculation.tokens if profile.speculation else 0,
@@ -105,7 +110,7 @@ class Figure:
 
     what: str = Field(description="Measurement and setup.")
     value: str = Field(description="Figure with unit.")
-    source: str = Field(description="Who published it, and the stack that it was measured on.")
+    source: str = Field(description="Publisher, and the stack of the measurement.")
     model: CatalogName | None = None
     """With tokens_per_s: the model of catalog/models that it is about."""
     tokens_per_s: float | None = Field(default=None, gt=0)
@@ -122,7 +127,7 @@ class ResultRow:
 
     what: str = Field(description="Claim with its limits.")
     result: str = Field(
-        json_schema_extra=form(r"^[a-z0-9-]+\.json$", "the file's name alone", "recall.json")
+        json_schema_extra=form(r"^[a-z0-9-]+\.json$", "the name of the file", "recall.json")
     )
     """File of proofs/results/gpu."""
     claim: str = Field(description="The row's claim in that file, word for word.")
@@ -130,12 +135,12 @@ class ResultRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class ProfileCheck:
-    """What the proof demands of this profile."""
+    """Requirements of the check."""
 
     acceptance_floor: float | None = Field(default=None, ge=0, le=1)
     """Smallest share of accepted draft tokens; null without speculation."""
     prefix_reuse: bool = False
-    """Hold a growing conversation and demand that the engine's counter of prefix hits rises."""
+    """Require prefix-cache hits in a growing conversation."""
     log_required: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """Regular expressions that must each match a line of the engine's log."""
     log_forbidden: tuple[Text, ...] = Field(default=(), json_schema_extra=UNIQUE)
@@ -160,7 +165,7 @@ class Profile:
 
     name: SkipJsonSchema[str]  # of the file
     based_on: CatalogName | SkipJsonSchema[None] = None
-    """Profile that this file extends (not its published and proven rows); a single level."""
+    """Profile that this file extends (without published and proven rows); a single level."""
     summary: str = Field(max_length=100, description="The profile in a line.")
     choose_when: str = Field(max_length=160, description="When to choose it, in a line.")
     published: tuple[Figure, ...] = Field(default=(), json_schema_extra=UNIQUE)

@@ -24,13 +24,13 @@ _VERSION = re.compile(r"v?(0\.\d+\.\d+)(?![\d.])")
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Engine:
-    """One version of the engine."""
+    """A version of the engine."""
 
     source: str = Field(description="Wheel and file that the names are from.")
     generates: tuple[str, ...] = Field(description="Architectures that answer with text.")
     pools: tuple[str, ...] = Field(description="Architectures that answer with numbers.")
-    tool_call: tuple[str, ...] = Field(description="Its parsers of tool calls.")
-    reasoning: tuple[str, ...] = Field(description="Its parsers of reasoning.")
+    tool_call: tuple[str, ...] = Field(description="Parsers of tool calls.")
+    reasoning: tuple[str, ...] = Field(description="Parsers of reasoning.")
 
     def lists(self, architecture: str) -> bool:
         """Whether the engine has a class for an architecture."""
@@ -39,12 +39,12 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class Engines:
-    """Architectures and parsers of each supported engine; a test writes them from its source."""
+    """Architectures and parsers of each supported engine; a test writes them from the sources."""
 
     engines: dict[str, Engine] = Field(description="By version.")
 
     def of_image(self, reference: str) -> tuple[str, Engine | None]:
-        """Return the vLLM version in an image's tag, and its entry."""
+        """Return the vLLM version in an image's tag, and the entry."""
         version = version_of(reference)
         return version, self.engines.get(version)
 
@@ -94,10 +94,9 @@ class Catalog:
     profiles: Mapping[tuple[str, str], Profile]  # (profile, model): as this model wants it
     rails: tuple[GuardRail, ...]
     engines: Engines
-    # What cannot be used stops who names it, nobody else: by file, or by profile and model; known
-    # of what was asked for.
+    # Problems of files, or of profile and model, that were read: they affect only their names.
     broken: Mapping[tuple[str, ...], tuple[Problem, ...]] = field(default_factory=dict)
-    # Files of ours, as models/NAME, that files beside the inventory stand for.
+    # Our files, as models/NAME, that the user's files replace.
     replaced: frozenset[str] = frozenset()
 
     def model(self, name: str) -> Model:

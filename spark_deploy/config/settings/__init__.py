@@ -1,1 +1,1 @@
-"""What owners choose: read, merged and validated before any connection."""
+"""Settings of owners: read, merged and validated before any connection."""

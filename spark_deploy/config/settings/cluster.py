@@ -17,24 +17,26 @@ _FIRST = 11  # the last number of the first host's addresses on a cable
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ClusterSettings:
-    """Hosts that serve one model together (tensor parallel); empty: none."""
+    """Hosts that serve a model together (tensor parallel); empty: none."""
 
     hosts: tuple[Text, ...] = Field(
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
     )
-    """Inventory names of the hosts, one rank each; clients talk to the first. All members need the
+    """Inventory names of the hosts, a rank each; clients talk to the first. All members need the
     same settings, so write it into group_vars."""
     subnet: str | None = Field(
         default=None,
         examples=["192.168.100.0/24"],
-        json_schema_extra=form(r"^[0-9.]+/[0-9]+$", "a network with its size", "192.168.100.0/24"),
+        json_schema_extra=form(
+            r"^[0-9.]+/[0-9]+$", "a network with a prefix length", "192.168.100.0/24"
+        ),
     )
     """Network between the members; addresses must stay the same. null: the network in which every
     member has an RDMA port."""
 
     def broken(self) -> Iterator[Violation]:
         if len(self.hosts) == 1:
-            message = f"{self.hosts[0]} alone is not a cluster"
+            message = f"{self.hosts[0]} is the only host"
             yield Violation(("hosts",), message, "name two hosts or more, or none")
         try:
             ipaddress.IPv4Network(self.subnet or "0.0.0.0/0")
@@ -44,7 +46,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ReplicasSettings:
-    """Hosts that serve the same model independently behind one address; empty: none."""
+    """Hosts that serve the same model independently behind a shared address; empty: none."""
 
     hosts: tuple[Text, ...] = Field(
         default=(), examples=[["spark-1", "spark-2"]], json_schema_extra=UNIQUE
@@ -58,7 +60,7 @@ class ReplicasSettings:
 
     def broken(self) -> Iterator[Violation]:
         if len(self.hosts) == 1:
-            message = f"{self.hosts[0]} alone has no replica"
+            message = f"{self.hosts[0]} is the only host"
             yield Violation(("hosts",), message, "name two hosts or more, or none")
 
 
@@ -106,16 +108,14 @@ class FabricSettings:
                 continue
             if not network.is_private:
                 yield Violation(
-                    key, "is no private network", "take one of 192.168.0.0/16 or 10.0.0.0/8"
+                    key, "is no private network", "use a network in 192.168.0.0/16 or 10.0.0.0/8"
                 )
             if network.num_addresses < _FIRST + len(self.hosts) + 2:
                 yield Violation(key, "has too few addresses", "take a /24")
         if self.measure and self.restore:
-            yield Violation(
-                ("measure",), "there is nothing to measure after restore", "leave one out"
-            )
+            yield Violation(("measure",), "restored networks cannot be measured", "leave one out")
         if self.interfaces and len(self.interfaces) != len(self.networks):
             message = f"{len(self.interfaces)} interfaces for {len(self.networks)} networks"
             yield Violation(
-                ("interfaces",), message, "name one interface for each of fabric.networks"
+                ("interfaces",), message, "name an interface for each of fabric.networks"
             )

@@ -2,14 +2,275 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from spark_deploy.config.documents import Gib, Violation, form
-from spark_deploy.config.settings.engine_options import environment_problems, option_problems
+from spark_deploy.config.documents import CLOSED, GIB, Gib, Violation, form
+
+
+class Option(NamedTuple):
+    name: str
+    setting: str | None = None  # replaces the profile's value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
+class Limits:
+    """Limits of the engine on a host."""
+
+    max_context_tokens: int | None = Field(default=None, ge=64)
+    """Longest prompt plus answer; null for the model's native context."""
+    max_sequences: int = Field(ge=1, le=1024, description="Requests computed at the same time.")
+    max_batched_tokens: int = Field(ge=1)
+    """Tokens of one engine step; more speeds up prompts and needs memory."""
+    memory_fraction: float = Field(gt=0, le=0.95)
+    """Share of memory.total_gib the engine may take in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
+class KvCache:
+    """Type and size of the KV cache."""
+
+    size_gib: Gib | None = Field(default=None, gt=0)
+    """Pins the cache to this size in GiB; null derives it from limits.memory_fraction."""
+    dtype: str = Field(
+        default="auto",
+        json_schema_extra={
+            "enum": [
+                "auto",
+                "bfloat16",
+                "float16",
+                "fp8",
+                "fp8_e4m3",
+                "fp8_e5m2",
+                "turboquant_k8v4",
+                "turboquant_4bit_nc",
+                "turboquant_k3v4_nc",
+                "turboquant_3bit_nc",
+            ]
+        },
+    )
+    """auto (16 bit), fp8 or a turboquant_* preset; the plan knows the bytes of these."""
+
+    @property
+    def size_bytes(self) -> int | None:
+        return None if self.size_gib is None else round(self.size_gib * GIB)
+
+
+# The engine's option for each key of a profile, and the setting that replaces it.
+_OPTIONS = {
+    ("limits", "max_context_tokens"): Option("max-model-len", "engine.max_context_tokens"),
+    ("limits", "max_sequences"): Option("max-num-seqs", "engine.max_sequences"),
+    ("limits", "max_batched_tokens"): Option("max-num-batched-tokens"),
+    ("limits", "memory_fraction"): Option("gpu-memory-utilization", "engine.memory_fraction"),
+    ("kv_cache", "size_gib"): Option("kv-cache-memory-bytes", "engine.kv_cache_gib"),
+    ("kv_cache", "dtype"): Option("kv-cache-dtype"),
+}
+DECIDING = {option.name: key for key, option in _OPTIONS.items()}
+INSTEAD = {
+    option.name: f"set {option.setting or f'{section}.{field} in a profile of your own'}"
+    for (section, field), option in _OPTIONS.items()
+}
+
+
+def option_values(limits: Limits, kv_cache: KvCache) -> dict[str, Any]:
+    """Return the engine's options with the values of a profile."""
+    sections = {"limits": limits, "kv_cache": kv_cache}
+    values = {
+        option.name: getattr(sections[section], field)
+        for (section, field), option in _OPTIONS.items()
+    }
+    return {**values, "kv-cache-memory-bytes": kv_cache.size_bytes}
+
+
+# Options that a setting or the gateway already decides.
+OWNED_OPTIONS = {
+    "model": "set model",
+    "served-model-name": "set serve.names",
+    "host": "set serve.expose: only the gateway is reachable",
+    "port": "set serve.port: only the gateway is reachable",
+    "uds": "leave it out: the gateway talks to this socket",
+    "api-key": "set serve.api_key: the gateway checks the key",
+    "ssl-keyfile": "leave it out: TLS ends at the gateway",
+    "ssl-certfile": "leave it out: TLS ends at the gateway",
+    **INSTEAD,
+    "device-memory-utilization": "set engine.memory_fraction",
+    "num-gpu-blocks-override": "set engine.kv_cache_gib",
+    "language-model-only": "set engine.vision",
+    "enable-prefix-caching": "set prefix_caching in a profile of your own, or choose agent",
+    "runner": "set task in the model's file, of kind: plain",
+    "quantization": "leave it out: the checkpoint has it",
+    "hf-token": "set hub.token",
+    "cpu-offload-gb": "leave it out: CPU and GPU share their memory",
+    "kv-offloading-size": "leave it out: CPU and GPU share their memory",
+    "kv-transfer-config": "leave it out: this prefix cache is untested here",
+    "config": "write the options here: options in a file are not checked",
+}
+# Options that name classes or files of Python for the engine to run.
+CODE_OPTIONS = (
+    "io-processor-plugin",
+    "logits-processors",
+    "middleware",
+    "model-class-overrides",
+    "reasoning-parser-plugin",
+    "scheduler-cls",
+    "tool-parser-plugin",
+    "worker-cls",
+    "worker-extension-cls",
+)
+# Options that guard rails read: allowed, but only with their full names.
+JUDGED_OPTIONS = (
+    *CODE_OPTIONS,
+    "additional-config",
+    "async-scheduling",
+    "attention-backend",
+    "attention-config",
+    "compilation-config",
+    "data-parallel-size",
+    "distributed-executor-backend",
+    "enable-expert-parallel",
+    "enforce-eager",
+    "hf-overrides",
+    "kernel-config",
+    "linear-backend",
+    "load-format",
+    "moe-backend",
+    "nnodes",
+    "pipeline-parallel-size",
+    "prefill-context-parallel-size",
+    "quantization-config",
+    "reasoning-parser",  # a prefix of another option
+    "spec-method",
+    "spec-model",
+    "spec-tokens",
+    "speculative-config",
+    "tensor-parallel-size",
+    "trust-remote-code",
+)
+# Numbers of processes, each with a separate GPU.
+DEVICE_OPTIONS = (
+    "data-parallel-size",
+    "nnodes",
+    "pipeline-parallel-size",
+    "prefill-context-parallel-size",
+    "tensor-parallel-size",
+)
+# Folders in the engine's container: checkpoint, cache and image.
+_IN_CONTAINER = re.compile(r"/(model|cache|vllm-workspace|usr|opt|etc|dev|tmp)(/|$)")
+_PATH = re.compile(r"(/|~/|\.{1,2}/).*|[^{}\s]+\.(jinja2?|py)")
+_NO_FILES = ("root-path", "middleware", "allowed-origins")  # begin with / as addresses do
+
+
+def canonical(name: str) -> str:
+    """Return the option as the engine writes it."""
+    return name.replace("_", "-")
+
+
+def option_problems(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (option, problem, fix) for each refused option."""
+    for option in sorted(options):
+        name = canonical(option).removeprefix("no-")
+        meant = [known for known in (*OWNED_OPTIONS, *JUDGED_OPTIONS) if known.startswith(name)]
+        value = options[option]
+        if name in OWNED_OPTIONS:
+            yield option, "is set elsewhere", OWNED_OPTIONS[name]
+        elif meant and name not in JUDGED_OPTIONS:
+            yield option, f"is taken by the engine for {meant[0]}", f"write {meant[0]} in full"
+        elif name in DEVICE_OPTIONS and value is not None and whole(value) is None:
+            yield option, f"{value!r} is no whole number", "write a number such as 1"
+        elif name not in _NO_FILES and (file := _missing_file(structure(value))):
+            message = f"{file} is not in the engine's container"
+            fix = "name a file of the image (/vllm-workspace/...) or checkpoint (/model/...)"
+            if name == "chat-template":
+                fix = "set engine.chat_template: FILE to a local file"
+            yield option, message, fix
+
+
+def _missing_file(value: Any) -> str | None:
+    """Return the first path in a value that is neither in the image nor in a mount."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return next(filter(None, map(_missing_file, value)), None)
+    # `name=/path,...` as for adapters.
+    words = re.split(r"[=,\s]", value) if isinstance(value, str) and "{" not in value else ()
+    paths = (word for word in words if _PATH.fullmatch(word) and not _IN_CONTAINER.match(word))
+    return next(paths, None)
+
+
+def meaning(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's view of ``options``: canonical names, and mappings for JSON text."""
+    found: dict[str, Any] = {}
+    for option, value in options.items():
+        name = canonical(option)
+        if name.startswith("no-") and value is True:
+            found[name.removeprefix("no-")] = False
+        else:
+            found[name] = structure(value)
+    return found
+
+
+def structure(value: Any) -> Any:
+    """Return the mapping in JSON text, or the value unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def whole(value: Any) -> int | None:
+    """Return a whole number that the engine would read from ``value``; ``None``: none."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, str) and value.isdecimal() else None
+
+
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY)")
+# Each is about a name as a whole.
+_REFUSED = (
+    (
+        re.compile(
+            r"LD_.*|GLIBC_TUNABLES|GCONV_PATH|GETCONF_DIR|LOCPATH|NLSPATH|MALLOC_.*|HOSTALIASES|"
+            r"PYTHON.*|BASH_ENV|ENV|IFS|PATH"
+        ),
+        "has programs load or run other code than their own",
+        "put it into the image",
+    ),
+    (
+        re.compile(r"(DOCKER|BUILDKIT|BUILDX|COMPOSE|CONTAINERD|RUNC|NVIDIA)_.*"),
+        "is read by docker and runtimes, which run as root",
+        "leave it out: the plan configures the GPU",
+    ),
+    (
+        re.compile(r"VLLM_SERVER_DEV_MODE"),
+        "opens paths that change a running engine",
+        "leave it out",
+    ),
+)
+_MAX_BYTES = 32_768
+
+
+def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, problem, fix) for each refused variable."""
+    for name in sorted(environment):
+        if _SECRET.search(name):
+            message = "looks like a secret; other users can read the environment of a unit"
+            yield name, message, "use hub.token or serve.api_key with {env|file|command: ...}"
+        for pattern, message, fix in _REFUSED:
+            if pattern.fullmatch(name):
+                yield name, message, fix
+        value = environment[name]
+        if any(letter in value for letter in "\n\r\0"):
+            yield name, "has several lines", "write a single line"
+        elif len(value.encode()) > _MAX_BYTES:
+            yield name, f"is longer than {_MAX_BYTES} bytes", "put it into a file of the image"
+
 
 ENVIRONMENT_NAMES = form(
     "^[A-Z_][A-Z0-9_]*$", "the variable's name in capitals, digits and _", "NCCL_DEBUG"
@@ -21,9 +282,7 @@ VLLM_NAMES = {
     "gpu_memory_utilization": "memory_fraction",
     "num_speculative_tokens": "drafts",
 }
-OPTION_NAMES = form(
-    "^[a-z][a-z0-9_-]*$", "the option without its dashes and its value", "max-log-len"
-)
+OPTION_NAMES = form("^[a-z][a-z0-9_-]*$", "the option without dashes and value", "max-log-len")
 
 
 def _accept_vllm_names(schema: dict[str, Any]) -> None:
@@ -47,7 +306,7 @@ def broken_words(options: Mapping[str, Any], environment: Mapping[str, str]) -> 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class ServiceEngineSettings:
-    """Engine settings of one service; null: the profile's value."""
+    """Engine settings of a service; null: the profile's value."""
 
     max_context_tokens: int | None = Field(default=None, ge=64)
     """Longest prompt plus answer, in tokens."""
@@ -61,7 +320,7 @@ class ServiceEngineSettings:
     head: Literal["keep", "int8-g128", "int8-triton"] | None = None
     """LM head, as `head` of a profile; may need a new checkpoint."""
     chat_template: str | None = Field(default=None, min_length=1, examples=["templates/chat.jinja"])
-    """Local file with a Jinja chat template, relative to the inventory's folder. Its text is part
+    """Local file with a Jinja chat template, relative to the inventory's folder. The text is part
     of the release: a changed file is a new release."""
     vision: bool | None = None
     """true keeps the vision tower (0.8 GiB for Qwen3.5), false serves text only."""

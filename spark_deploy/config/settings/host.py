@@ -1,4 +1,4 @@
-"""Settings of a host: what it must be, what it gets, where data lies, how it is reached."""
+"""Settings of a host: requirements, packages, folders and SSH access."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from spark_deploy.config.settings.sources import RepositoryNames
 
 BASE_PACKAGES = ("ca-certificates", "curl", "jq", "nginx-light", "pciutils", "python3")
 TOOLKIT_PACKAGES = ("nvidia-container-toolkit",)
-DOCKER_DIR = "/var/lib/docker"  # for the disk plan; a running docker reports its own
+DOCKER_DIR = "/var/lib/docker"  # for the disk plan; a running docker reports the real folder
 CUDA_TOOLKIT = "13.0"
 CUDA_PACKAGE = "cuda-toolkit-13-0"
 GB10 = "NVIDIA GB10"
 _Os = Annotated[str, text(r"^[a-z]+ [0-9a-z.]+$", "ID and VERSION_ID, in quotes", "ubuntu 24.04")]
-_User = Annotated[str, text("^[a-z_][a-z0-9_-]*$", "the name of one account", "spark")]
+_User = Annotated[str, text("^[a-z_][a-z0-9_-]*$", "an account name", "spark")]
 
 
-# Where the system keeps what is not ours, and where others than root may write.
+# System folders, and folders that accounts other than root can write.
 _BELOW_REFUSED = (
     *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr"),
     *("/home", "/root", "/tmp", "/var/cache", "/var/log", "/var/run", "/var/spool", "/var/tmp"),
@@ -33,7 +33,7 @@ _REFUSED = ("/media", "/mnt", "/opt", "/srv", "/var", "/var/lib", "/lost+found")
 
 
 def _belongs_to_system(folder: str) -> bool:
-    """Return whether a folder is the system's, or one in which others than root may write."""
+    """Return whether a folder belongs to the system, or accounts other than root can write it."""
     inside = any(folder == parent or folder.startswith(f"{parent}/") for parent in _BELOW_REFUSED)
     return inside or folder in _REFUSED
 
@@ -44,7 +44,7 @@ class ExpectSettings:
 
     arch: str = Field(default="aarch64", description="As `uname -m` prints it.")
     gpu_name: str = GB10
-    """As nvidia-smi prints it. Only for a GB10, its PCI id must be present as well."""
+    """As nvidia-smi prints it. For a GB10, the PCI id must be present as well."""
     os: _Os = Field(default="ubuntu 24.04", description="ID and VERSION_ID of /etc/os-release.")
     dgx_os: Literal["require", "warn", "ignore"] = "warn"
     """Reaction to a missing /etc/dgx-release, or to an unfinished vendor update (torn score of
@@ -148,7 +148,7 @@ class PathSettings:
         for kind, key in kinds.items():
             if _belongs_to_system(path := getattr(self, kind)):
                 message = f"{path} belongs to the system, or accounts other than root can write it"
-                fix = "name a folder below one that root owns, such as /srv/spark/models"
+                fix = "name a folder that only root can write, such as /srv/spark/models"
                 yield Violation((key,), message, fix)
         paths = sorted((getattr(self, kind), kind) for kind in kinds)
         for (path, kind), (other, other_kind) in itertools.pairwise(paths):

@@ -1,6 +1,6 @@
-"""Settings: YAML files and ``--data`` to one frozen ``Settings`` for each host.
+"""Read YAML files and ``--data`` into a frozen ``Settings`` for each host.
 
-Later wins: the checkout's ``group_vars/all.yml`` (every default), then beside the inventory
+Later wins: the checkout's ``group_vars/all.yml`` (every default), then next to the inventory
 ``group_vars/all.yml``, ``group_vars/<group>.yml`` and ``host_vars/<host>.yml``, then ``--data``.
 Mappings merge key by key, lists are replaced. All mistakes of all hosts are reported at once.
 """
@@ -23,18 +23,16 @@ from pydantic import ValidationError
 from spark_deploy.config.checkout import CHECKOUT, catalog_names
 from spark_deploy.config.documents import KeyPath, Violation, convert, violations
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.schema_errors import dotted, problems_of
-from spark_deploy.config.settings.cross_checks import CheckedSettings
 from spark_deploy.config.settings.engine import VLLM_NAMES, EngineSettings
 from spark_deploy.config.settings.patterns import control_characters
 from spark_deploy.config.settings.service import RequantizeSettings
-from spark_deploy.config.settings.types import Settings
-from spark_deploy.config.yaml_files import load_schema, read_mapping
+from spark_deploy.config.settings.types import CheckedSettings, Settings
+from spark_deploy.config.yaml_files import dotted, load_schema, problems_of, read_mapping
 
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """Settings of one host and where they come from; ``root`` holds the inventory's group_vars."""
+    """Settings of a host and their origin; ``root`` contains group_vars."""
 
     host: str
     group: str
@@ -65,13 +63,13 @@ def load_hosts(
     checkout: Path = CHECKOUT,
     must_serve: bool = True,
 ) -> dict[str, HostSettings]:
-    """Return the settings of every host, or raise one error with all mistakes.
+    """Return the settings of every host, or raise an error with all mistakes.
 
     Args:
-        groups: host names by group; a host belongs to one group.
+        groups: host names by group; a host belongs to a single group.
         root: folder holding the ``group_vars`` and ``host_vars`` of the inventory.
         overrides: ``--data`` of the command line, dotted keys allowed.
-        generated: what an inventory works out itself; ranks between group and host files.
+        generated: settings computed by the inventory; they rank between group and host files.
         checkout: folder with defaults, schemas and catalog.
         must_serve: whether models and profiles must be in a catalog.
     """
@@ -106,10 +104,10 @@ def load_hosts(
 def merge(
     base: dict[str, Any], new: Mapping[str, Any], *, null_keeps: bool = True
 ) -> dict[str, Any]:
-    """Return ``base`` with ``new`` merged in: mappings by key, everything else replaced.
+    """Return ``base`` with ``new`` merged in: mappings by key, other values replaced.
 
-    With ``null_keeps`` a mapping set to nothing (``serve:`` with all its keys commented out)
-    changes nothing; without, null takes the mapping away.
+    With ``null_keeps`` an empty mapping (``serve:`` with all keys commented out) changes nothing;
+    otherwise null removes the mapping.
     """
     merged = dict(base)
     for key, value in new.items():
@@ -151,7 +149,7 @@ def _file_layer(path: Path, root: Path, checkout: Path, problems: list[Problem])
 
 
 def _with_own_names(data: dict[str, Any], shown: str, problems: list[Problem]) -> dict[str, Any]:
-    """Return a layer whose engine settings have our names instead of vLLM's."""
+    """Replace vLLM's names of engine settings by our names."""
     services = data.get("services")
     owners: dict[str, Any] = {"": data}
     if isinstance(services, dict):
@@ -164,7 +162,7 @@ def _with_own_names(data: dict[str, Any], shown: str, problems: list[Problem]) -
             name = VLLM_NAMES[alias]
             if name in engine:
                 where, message = f"{shown}: {place}engine.{alias}", f"is another name of {name}"
-                problems.append(Problem(where, message, "keep one of the two"))
+                problems.append(Problem(where, message, "keep only one"))
             engine[name] = engine.pop(alias)
     return data
 
@@ -189,11 +187,11 @@ def _host_settings(
     found = [
         Problem(
             f"{where(place)}: {dotted(place)}",
-            "holds a line break or another control character",
-            "write it in one line",
+            "contains a line break or control character",
+            "write a single line",
         )
         for place in control_characters(data)
-        if place[:2] != ("engine", "options")  # JSON text, and an argument of its own
+        if place[:2] != ("engine", "options")  # may be JSON text; a separate argument
     ]
     found += problems_of(data, schema, where)
     settings = typing.cast(Settings, None)
@@ -208,7 +206,7 @@ def _host_settings(
                 for broken in violations(error)
             ]  # fmt: skip
     if not found:
-        # Files of this machine that settings name: their content takes part from here on.
+        # The content of local files becomes part of the settings.
         engine = with_template(settings.engine, root)
         texts = with_calibration(settings.requantize, root)
         for section, read in (("engine", engine), ("requantize", texts)):
@@ -260,16 +258,16 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]")  # but for ta
 
 
 def with_template(engine: EngineSettings, root: Path) -> EngineSettings | Violation:
-    """Return the settings with the template's text as the engine's option, or what is wrong.
+    """Return the settings with the template's text as engine option, or the problem.
 
     Args:
         engine: settings that follow their schema.
-        root: folder of the inventory, from which a relative path counts.
+        root: folder of the inventory, for relative paths.
     """
     if engine.chat_template is None:
         return engine
     if any(name.replace("_", "-") == OPTION for name in engine.options):
-        return Violation(_KEY, f"and engine.options say {OPTION}", "keep one of the two")
+        return Violation(_KEY, f"and engine.options both set {OPTION}", "keep only one")
     path = root / Path(engine.chat_template).expanduser()
     try:
         text = path.read_text("utf-8")
@@ -285,11 +283,11 @@ def _wrong_with(text: str) -> str | None:
     if len(text.encode()) > LARGEST_BYTES:
         return f"is larger than {LARGEST_BYTES} bytes"
     if _CONTROL.search(text):
-        return "holds a control character"
+        return "contains a control character"
     if "messages" not in text or "{" not in text:
         return "reads no messages"
     if text.startswith("-"):
-        return "begins with '-', which the engine would read as an option"
+        return "starts with '-', like an option of the engine"
     return None
 
 
@@ -297,11 +295,11 @@ MAX_CALIBRATION_BYTES = 64 << 20
 
 
 def with_calibration(found: RequantizeSettings, root: Path) -> RequantizeSettings | Violation:
-    """Return the settings with the file's content in place of its name, or what is wrong.
+    """Return the settings with the content of the calibration file, or the problem.
 
     Args:
         found: settings that follow their schema.
-        root: folder of the inventory, from which a relative path counts.
+        root: folder of the inventory, for relative paths.
     """
     if found.calibration is None:
         return found
@@ -320,11 +318,11 @@ def with_calibration(found: RequantizeSettings, root: Path) -> RequantizeSetting
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            said = json.loads(line)
+            sample = json.loads(line)
         except ValueError:
-            said = None
-        if not isinstance(said, dict) or not isinstance(said.get("text"), str):
-            return Violation(("calibration",), f"{path}, line {number} holds no text", fix)
+            sample = None
+        if not isinstance(sample, dict) or not isinstance(sample.get("text"), str):
+            return Violation(("calibration",), f"{path}, line {number} has no text", fix)
     if not lines:
         return Violation(("calibration",), f"{path} is empty", fix)
     return dataclasses.replace(found, calibration=text)

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from spark_deploy.config.documents import form
 
-# What reaches a shell, a unit, apt, docker's ``--mount`` or nginx is a plain word there: nothing
-# that ends a line, begins an option, or separates one value from the next.
+# Text for shells, units, apt, docker's ``--mount`` and nginx must not end a line, start an option
+# or separate values.
 
 
 def text(pattern: str, description: str, example: str) -> Any:
@@ -20,12 +20,12 @@ def text(pattern: str, description: str, example: str) -> Any:
 
 
 _PART = r"(?!\.{1,2}(/|$))[A-Za-z0-9._+@-]+"
-# Stands in unit files, ``--mount`` and shells: no blank, comma, colon or ``%``.
+# In unit files, ``--mount`` and shells: no blank, comma, colon or ``%``.
 Folder = Annotated[
     str,
     text(
         rf"^(/{_PART})+$",
-        "an absolute path of letters, digits and . _ + @ - between its slashes",
+        "an absolute path of letters, digits and . _ + @ -",
         "/data/models",
     ),
 ]
@@ -33,7 +33,7 @@ Glob = Annotated[
     str,
     text(
         r"^(/(?!\.{1,2}(/|$))[A-Za-z0-9._+@*?\[\]-]+)+$",
-        "an absolute path without blanks; * and ? stand for more",
+        "an absolute path without blanks; * and ? are wildcards",
         "/home/*/.cache/huggingface/hub",
     ),
 ]
@@ -49,15 +49,15 @@ Package = Annotated[
     str,
     text(
         r"^[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?(=[A-Za-z0-9.+:~-]+)?$",
-        "one package as apt names it, with =VERSION if you like",
+        "a package as apt names it, with =VERSION if needed",
         "docker-ce=5:28.5.1-1",
     ),
 ]
 Suite = Annotated[
     str,
-    text(r"^(\./|[A-Za-z0-9][A-Za-z0-9._/-]*)$", "one word, or ./ for a flat repository", "noble"),
+    text(r"^(\./|[A-Za-z0-9][A-Za-z0-9._/-]*)$", "a word, or ./ for a flat repository", "noble"),
 ]
-Component = Annotated[str, text(r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", "one word", "main")]
+Component = Annotated[str, text(r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", "a word", "main")]
 # No login, because jobs, locks and apt lists are readable by every user of a host.
 Url = Annotated[
     str,
@@ -69,15 +69,13 @@ Url = Annotated[
 ]
 Interface = Annotated[
     str,
-    text(
-        r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$", "one interface, as `ip link` names it", "enp1s0f0np0"
-    ),
+    text(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$", "an interface that `ip link` lists", "enp1s0f0np0"),
 ]
 ContainerName = Annotated[
     str, text(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", "the name that `docker ps` shows", "ollama")
 ]
 Login = Annotated[
-    str, text(r"^[A-Za-z_][A-Za-z0-9_.@-]*\$?$", "the name that one logs in with, alone", "spark")
+    str, text(r"^[A-Za-z_][A-Za-z0-9_.@-]*\$?$", "a login name without host", "spark")
 ]
 Address = Annotated[
     str,
@@ -87,12 +85,12 @@ Address = Annotated[
         "192.168.1.20",
     ),
 ]
-# Stands in ``from=`` of authorized_keys: no ``!``, comma or quote.
+# In ``from=`` of authorized_keys: no ``!``, comma or quote.
 SshSource = Annotated[
     str,
     text(
         r"^[A-Za-z0-9*?:][A-Za-z0-9.:*?/_-]*$",
-        "one address, network or name a line; * and ? stand for more",
+        "an address, network or name; * and ? are wildcards",
         "192.168.1.0/24",
     ),
 ]

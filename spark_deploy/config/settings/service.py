@@ -1,4 +1,4 @@
-"""Settings of what is served: one service, more beside it, and hosts together."""
+"""Settings of the service: checkpoint, gateway, memory, checks and additional services."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class CheckpointSettings:
     """overlay: hard links to the base plus a small file; needs the plugin, takes seconds. full: a
     complete copy that any tool can read. null: the profile's layout."""
     source: Literal["base", "prebuilt", "requantized"] = "base"
-    """base: build from the model's INT4 repository. prebuilt: start from its ready hybrid
+    """base: build from the model's INT4 repository. prebuilt: start from the model's hybrid
     repository (sources.hybrid), which passes the same checks and is compared with the FP8 source;
     only with layout full. requantized: build from your own INT4 checkpoint, made from
     sources.original by `spark-deploy add MODEL --requantize`."""
     keep_base: bool = True
     """false removes the downloaded base after a full checkpoint was verified and serves. This saves
-    disk, but a rebuild downloads the base again. An overlay needs its base."""
+    disk, but a rebuild downloads the base again. An overlay needs the base."""
 
     @property
     def prebuilt(self) -> bool:
@@ -46,7 +46,7 @@ class CheckpointSettings:
 class RequantizeSettings:
     """How `spark-deploy add MODEL --requantize` has AutoRound make an INT4 tree.
 
-    What is packed and what stays in 16 bits is said by the model's exact sets of names.
+    The model's tensor sets decide which tensors are packed and which stay in 16 bits.
     """
 
     iters: int = Field(default=200, ge=0, le=5000)
@@ -57,25 +57,19 @@ class RequantizeSettings:
     batch: int = Field(default=8, ge=1, le=64, description="Samples in a step.")
     calibration: str | None = Field(default=None, examples=["calibration.jsonl"])
     """Local file with the calibration text: JSON lines, each {"text": ...}, at least nsamples times
-    seqlen tokens. Use text like your requests. Its content is part of the checkpoint's digest."""
+    seqlen tokens. Use text like your requests. The content is part of the checkpoint's digest."""
 
 
-CATALOG_NAME = form(
-    r"^[a-z0-9][a-z0-9._-]*$", "the name of its file, without folder and .yml", "qwen3.5-35b"
-)
-SERVED_NAME = form(
-    "^[A-Za-z0-9][A-Za-z0-9._/:-]*$", "one word that clients ask with", "qwen3.5-122b"
-)
-_TlsName = Annotated[
-    str, text("^[A-Za-z0-9.:*-]+$", "a name or an address alone", "spark.example.org")
-]
+CATALOG_NAME = form(r"^[a-z0-9][a-z0-9._-]*$", "a file name without folder and .yml", "qwen3.5-35b")
+SERVED_NAME = form("^[A-Za-z0-9][A-Za-z0-9._/:-]*$", "a word without spaces", "qwen3.5-122b")
+_TlsName = Annotated[str, text("^[A-Za-z0-9.:*-]+$", "a name or an address", "spark.example.org")]
 _File = Annotated[
-    str, text("^(/|~/).+$", "a path that begins with / or ~/", "~/certificates/spark.pem")
+    str, text("^(/|~/).+$", "a path that starts with / or ~/", "~/certificates/spark.pem")
 ]
 CatalogName = Annotated[str, Field(json_schema_extra=CATALOG_NAME)]
 ServedName = Annotated[str, Field(json_schema_extra=SERVED_NAME)]
 _AUDIENCES = ", ".join(
-    f"{exposure.audience or 'nobody'} ({name})" for name, exposure in EXPOSURES.items()
+    f"{exposure.audience or 'no client'} ({name})" for name, exposure in EXPOSURES.items()
 )
 
 # YAML reads the bare word off as false.
@@ -139,7 +133,7 @@ class RolloutSettings:
     """Hosts that change at the same time, or all. The next hosts follow after these are proven;
     after a failure the rest stay unchanged."""
     canary: str | None = Field(default=None, min_length=1, examples=["spark-1"])
-    """Host that changes first and alone, by its inventory name; null: the first host."""
+    """Host that changes first, by inventory name; null: the first host."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
@@ -160,9 +154,7 @@ class ServeSettings:
     address: str | None = Field(
         default=None,
         examples=["spark.example.org"],
-        json_schema_extra=form(
-            "^[A-Za-z0-9.:-]+$", "a name or an address alone", "spark.example.org"
-        ),
+        json_schema_extra=form("^[A-Za-z0-9.:-]+$", "a name or an address", "spark.example.org"),
     )
     """Name or address that clients in the network use for this host; certificates include it. null:
     ssh.hostname, otherwise the inventory name."""
@@ -171,7 +163,7 @@ class ServeSettings:
     a CA in ca_dir and a certificate for each host, and renews it. On the host, 127.0.0.1 stays
     plain HTTP."""
     tls_certificate: _File | None = None
-    """With own-cert: PEM file on the controller with the certificate and its chain."""
+    """With own-cert: PEM file on the controller with certificate and chain."""
     tls_key: _File | None = None
     """With own-cert: PEM file on the controller with the unencrypted key."""
     tls_names: tuple[_TlsName, ...] = Field(default=(), json_schema_extra=UNIQUE)
@@ -204,7 +196,7 @@ class ServeSettings:
             message = f"{self.tls} with expose: {self.expose}"
             yield Violation(
                 ("tls",),
-                f"{message}; TLS is for what leaves the host in the open",
+                f"{message}; TLS is for networks without encryption",
                 "set serve.expose: lan, or serve.tls: off",
             )
         for key in ("tls_certificate", "tls_key"):
@@ -222,7 +214,7 @@ class MemorySettings:
     reserve_gib: Gib = Field(default=12, ge=0)
     """Memory for the system and other workloads."""
     start_wait_s: int = Field(default=300, ge=0)
-    """Seconds to wait before a start until a stopped engine has freed its memory."""
+    """Seconds to wait before a start until a stopped engine has freed memory."""
     floor_gib: Gib = Field(default=4, ge=0)
     """The engine is stopped when less memory is available, at start or later."""
 
@@ -273,7 +265,7 @@ class CheckSettings:
 SERVICE_NAME = form(
     "^[a-z][a-z0-9-]{0,30}$", "a name of at most 31 small letters, digits and dashes", "search"
 )
-# What the engine is told is a share in hundredths of the whole memory.
+# The engine's share of the memory is given in hundredths.
 _SHARES = 100
 
 
@@ -283,9 +275,9 @@ class ServiceSettings:
 
     model: CatalogName = Field(description="A file name in catalog/models without .yml.")
     profile: CatalogName = Field(description="A file name in catalog/profiles without .yml.")
-    port: int = Field(ge=1, le=65535, description="Port of its gateway.")
+    port: int = Field(ge=1, le=65535, description="Port of the gateway.")
     memory_gib: Gib = Field(gt=0)
-    """Memory of its engine; the main service gets that much less. Rounded down to 1 % of
+    """Memory of the engine; the main service gets that much less. Rounded down to 1 % of
     memory.total_gib."""
     names: tuple[ServedName, ...] = Field(default=(), json_schema_extra=UNIQUE)
     """As serve.names."""

@@ -19,7 +19,7 @@ REPOSITORY_NAME = form(
 _HostAndPort = Annotated[
     str, text(r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]+$", "HOST:PORT", "192.168.1.10:5000")
 ]
-_Direct = Annotated[str, text(r"^[^\s,]+$", "one host or network an entry", "192.168.1.0/24")]
+_Direct = Annotated[str, text(r"^[^\s,]+$", "a host or network", "192.168.1.0/24")]
 _Sha256 = Annotated[
     str, text(f"^{SHA256}$", "the 64 hexadecimal digits that `sha256sum` prints", "0" * 64)
 ]
@@ -49,10 +49,10 @@ class HubSettings:
     token: SecretRef | None = None
     """Where the controller reads a token for gated repositories: {env: NAME}, {file: PATH} or
     {command: [PROGRAM, ARGUMENT]}; null: your Hugging Face login (HF_TOKEN or `hf auth login`),
-    where hub.endpoint is its hub."""
+    if it belongs to hub.endpoint."""
 
 
-# A login in it would be read by everybody who reads the settings.
+# Everybody who can read the settings could read a login in it.
 _ProxyUrl = (
     Annotated[
         str,
@@ -67,7 +67,7 @@ _ProxyUrl = (
 )
 _PROXY_MEANING = (
     "Proxy for {0} addresses: http://HOST:PORT without a login, or where the controller reads "
-    "one with a login: {{env: NAME}}, {{file: PATH}} or {{command: [PROGRAM, ARGUMENT]}}; null for "
+    "a URL with a login: {{env: NAME}}, {{file: PATH}} or {{command: [PROGRAM, ARGUMENT]}}; null: "
     "none."
 )
 
@@ -115,7 +115,7 @@ class DownloadSettings:
 
     @property
     def tries(self) -> int:
-        """Attempts without a new byte at one source, before the next mirror."""
+        """Attempts without a new byte before the next source."""
         return 8 if self.outage_s else 2
 
     @property
@@ -137,7 +137,7 @@ class FleetSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
 class RepositorySettings:
-    """One signed apt repository."""
+    """A signed apt repository."""
 
     name: FromKey
     url: Url = Field(description="Base URL.")

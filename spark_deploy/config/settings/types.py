@@ -7,12 +7,15 @@ between settings. ``make docs`` writes schema, reference page and ``all.yml`` fr
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
+from spark_contract.gateway import EXPOSURES
+from spark_contract.units import MAIN_SERVICE
 
-from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Text, name_entries
+from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Text, Violation, name_entries, rules
 from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings, ReplicasSettings
 from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.host import (
@@ -55,14 +58,15 @@ from spark_deploy.config.settings.sources import (
     RegistrySettings,
     RepositorySettings,
 )
+from spark_deploy.config.yaml_files import closest
 
-# Options of one command. Its deploy takes them as `--data`; settings files need none of them.
+# Options of one command: pass them as `--data`.
 COMMAND_FLAGS = frozenset({
     "releases.rollback_to", "releases.keep", "ssh.first_user", "fabric.measure",
     "fabric.restore", "uninstall.models", "uninstall.engine", "requantize.iters",
     "requantize.nsamples", "requantize.seqlen", "requantize.batch", "requantize.calibration",
 })  # fmt: skip
-# Settings that most hosts never change; `--data` and settings files accept them like all others.
+# Settings that most hosts never change.
 EXPERT = frozenset({
     "locked", "lock_file", "registries.insecure", "override_rails", "allow_memory_holders",
     "rollout.canary", "serve.max_body_mib", "serve.max_requests_per_s", "serve.start_timeout_s",
@@ -81,7 +85,7 @@ EXPERT = frozenset({
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class UninstallSettings:
-    """What `deploys/uninstall.py` also removes; usually --data uninstall.models=true."""
+    """Optional parts of `deploys/uninstall.py`; usually --data uninstall.models=true."""
 
     models: bool = Field(default=False, description="Remove downloaded and built models.")
     engine: bool = False
@@ -185,8 +189,8 @@ class Settings:
     """Signed apt repositories by name, for cuda.repositories and docker.repositories."""
     expect: ExpectSettings = Field(default_factory=ExpectSettings)
     reboot: Literal["report", "allow"] = "report"
-    """Pending reboot (new kernel or driver). report: only print it; allow: reboot such hosts one by
-    one and check each before the next. A cause that remains is not retried."""
+    """Pending reboot (new kernel or driver). report: only print it; allow: reboot such hosts in
+    turn and check each before the next. A cause that remains is not retried."""
     takeover: tuple[ContainerName, ...] = Field(
         default=(), examples=[["old-vllm"]], json_schema_extra=UNIQUE
     )
@@ -253,7 +257,7 @@ class Settings:
                     for f in dataclasses.fields(service.engine)
                 }
             ),
-            # The service gets exactly its share.
+            # The service gets exactly this memory.
             allow_containers={},
             memory=dataclasses.replace(
                 self.memory, reserve_gib=self.memory.total_gib - service.memory_gib
@@ -269,3 +273,122 @@ class Settings:
     def of_pair(self, pair: PairSettings) -> Settings:
         """Return these settings as they would be with another pair to serve."""
         return dataclasses.replace(self, model=pair.model, profile=pair.profile)
+
+
+def _unknown_names(
+    settings: Settings, catalog: Callable[[str], Sequence[str]]
+) -> Iterator[Violation]:
+    """Yield every model and profile that is in no catalog.
+
+    Args:
+        settings: of one host.
+        catalog: returns the names there are of ``models`` or ``profiles``.
+    """
+    for prefix, pair in [
+        ((), settings),
+        *((("keep_ready", i), p) for i, p in enumerate(settings.keep_ready)),
+        *((("services", name), entry) for name, entry in settings.services.items()),
+    ]:
+        for key in ("model", "profile"):
+            name, known = getattr(pair, key), catalog(f"{key}s")
+            if name not in known:
+                guess = closest(name, known)
+                fix = f"choose a known name, or add catalog/{key}s/{name}.yml"
+                yield Violation(
+                    (*prefix, key),
+                    f"'{name}' is not a {key} (known: {', '.join(known)})",
+                    f"did you mean {guess}?" if guess else fix,
+                )
+
+
+def broken_rules(
+    settings: Settings, catalog: Callable[[str], Sequence[str]] | None = None
+) -> Iterator[Violation]:
+    """Yield every broken rule; models and profiles are looked up in the catalog, if given."""
+    if catalog:
+        yield from _unknown_names(settings, catalog)
+    yield from _unready_times(settings)
+    for role in ("cuda", "docker"):
+        for name in getattr(settings, role).repositories:
+            if name not in settings.repositories:
+                known = ", ".join(sorted(settings.repositories)) or "none"
+                message = f"'{name}' is not in repositories (known: {known})"
+                fix = f"add it to repositories: {{{name}: ...}}"
+                yield Violation((role, "repositories"), message, fix)
+    yield from _broken_services(settings)
+    yield from _broken_replicas(settings)
+    yield from _broken_in_sections(settings)
+
+
+def _unready_times(settings: Settings) -> Iterator[Violation]:
+    served = PairSettings(settings.model, settings.profile)
+    timed = [PairSettings(entry.model, entry.profile) for entry in settings.schedule]
+    for place, pair in enumerate(timed):
+        if pair not in (served, *settings.keep_ready):
+            message = f"{pair.model} with {pair.profile} is not kept ready"
+            fix = f"keep_ready: [{{model: {pair.model}, profile: {pair.profile}}}]"
+            yield Violation(("schedule", place), message, fix)
+    if timed and settings.ranks > 1:
+        message = "members of a cluster change together, but a timer changes a single host"
+        yield Violation(("schedule",), message, "remove the schedule or the cluster")
+    if timed and served not in timed:
+        message = f"no entry returns to {served.model} with {served.profile}"
+        fix = "add a time for it, or make the pair of another time the model and profile"
+        yield Violation(("schedule",), message, fix)
+
+
+def _broken_replicas(settings: Settings) -> Iterator[Violation]:
+    replicas = settings.replicas
+    if not replicas.hosts:
+        return
+    if settings.cluster.hosts:
+        message = "a host is in a cluster or a replica, not both"
+        yield Violation(("replicas", "hosts"), message, "remove one of them")
+    if EXPOSURES[settings.serve.expose].audience is None or settings.serve.expose == "docker":
+        message = f"replicas do not reach each other with expose: {settings.serve.expose}"
+        yield Violation(("serve", "expose"), message, "set tailscale, or lan")
+    if settings.serve.tls != "off":
+        message = "replicas connect to each other without TLS"
+        yield Violation(("serve", "tls"), message, "set expose: tailscale, which encrypts")
+    if settings.serve.api_key.kind == "generate":
+        message = "each host would generate a different key"
+        fix = "set a common key: {env: NAME}, {file: PATH} or {command: [PROGRAM]}"
+        yield Violation(("serve", "api_key"), message, fix)
+    if settings.rollout.at_once == "all" or settings.rollout.at_once >= len(replicas.hosts):
+        message = "all replicas would be unavailable at the same time"
+        yield Violation(("rollout", "at_once"), message, f"set at most {len(replicas.hosts) - 1}")
+
+
+def _broken_services(settings: Settings) -> Iterator[Violation]:
+    ports, answered = {settings.serve.port: "serve.port"}, dict[str, str]()
+    if settings.replicas.hosts and ports.setdefault(settings.replicas.port, "") == "serve.port":
+        message = f"{settings.replicas.port} is serve.port, too"
+        yield Violation(("replicas", "port"), message, "choose another one")
+    for name, service in settings.services.items():
+        where = ("services", name)
+        if name == MAIN_SERVICE:
+            fix = "choose another name; top-level model and profile are the main service's"
+            yield Violation(where, "is reserved for the main service", fix)
+        taken = ports.setdefault(service.port, f"services.{name}.port")
+        for path in service.paths:
+            first = answered.setdefault(path, name)
+            if first != name:
+                message = f"{path} is answered by services.{first}"
+                yield Violation((*where, "paths"), message, "keep it for one service")
+        if taken != f"services.{name}.port":
+            message = f"{service.port} is the port of {taken}"
+            yield Violation((*where, "port"), message, "set a different port for each service")
+        for violation in service.broken(settings.memory.total_gib):
+            yield violation._replace(key=(*where, *violation.key))
+
+
+def _broken_in_sections(settings: Settings) -> Iterator[Violation]:
+    for field in dataclasses.fields(settings):
+        section = getattr(settings, field.name)
+        if hasattr(section, "broken"):
+            for violation in section.broken():
+                set_by = violation.set_by and (field.name, *violation.set_by)
+                yield violation._replace(key=(field.name, *violation.key), set_by=set_by)
+
+
+CheckedSettings = Annotated[Settings, rules(broken_rules)]

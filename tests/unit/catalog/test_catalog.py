@@ -11,12 +11,11 @@ import pytest
 import yaml
 
 from spark_deploy.config.catalog.load import read_catalog
-from spark_deploy.config.catalog.model import HybridModel
-from spark_deploy.config.catalog.tensor_sets import Tensors
+from spark_deploy.config.catalog.model import HybridModel, Tensors
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import convert
 from spark_deploy.config.errors import CatalogError
-from spark_deploy.config.schema_errors import dotted
+from spark_deploy.config.yaml_files import dotted
 from tests.unit.planning.plans import CATALOG, FIXTURE, shipped_catalog
 
 

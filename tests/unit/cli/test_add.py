@@ -233,5 +233,5 @@ def test_use_is_refused_by_a_schedule_of_other_models(hub, site, capsys):
     assert add(site, "org/new") == 0
     before = settings.read_text()
     assert add(site, "org/new", "--use", "--force") == 1
-    assert "no time leads back to new with plain" in capsys.readouterr().err
+    assert "no entry returns to new with plain" in capsys.readouterr().err
     assert settings.read_text() == before

@@ -164,8 +164,8 @@ def aliases(levels: int) -> str:
 
 
 FILES = {
-    "aliases of aliases": (aliases(12), "holds more than 200000 values"),
-    "a million values": (f"a: [{'1,' * 1_000_000}]", "holds more than 200000 values"),
+    "aliases of aliases": (aliases(12), "has more than 200000 values"),
+    "a million values": (f"a: [{'1,' * 1_000_000}]", "has more than 200000 values"),
     "nine megabytes": (f"a: {'x' * 9_000_000}", "is larger than"),
     "addresses in addresses": (f"shared: 1\nname: '{'://' * 300_000}'", "the required form"),
     "a date for a name": ("model: 2026-01-01\ncommand: vllm serve", "names no repository"),

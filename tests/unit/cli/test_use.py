@@ -146,7 +146,7 @@ def test_a_choice_against_a_cross_check_is_refused(site, capsys):
     (site / "host_vars/b.yml").write_text(night)
     assert main(["use", "agent", "a"]) == 0
     assert main(["use", "agent", "b"]) == 1
-    assert "b: schedule: no time leads back to qwen3.5-35b with agent" in capsys.readouterr().err
+    assert "b: schedule: no entry returns to qwen3.5-35b with agent" in capsys.readouterr().err
 
 
 def test_json_lists_the_edits(site, capsys):

@@ -13,7 +13,7 @@ from spark_host.engine import serve
 from spark_host.engine.client import ENGINES, Engine
 from stub_host import REPOSITORY, Host, release_data
 
-from spark_deploy.config.settings.engine_options import DECIDING
+from spark_deploy.config.settings.engine import DECIDING
 
 OTHER = dataclasses.replace(
     ENGINES["vllm"],

@@ -98,7 +98,7 @@ def test_refuses_member_with_another_lock_or_profile(key: str) -> None:
 CLUSTER = {"cluster": {"hosts": ["a", "b"]}}
 REFUSED = {
     "unknown member": ({"cluster": {"hosts": ["a", "d"]}}, {}, "a: cluster.hosts: 'd' is not in"),
-    "single member": ({"cluster": {"hosts": ["a"]}}, {}, "cluster.hosts: a alone is not a"),
+    "single member": ({"cluster": {"hosts": ["a"]}}, {}, "cluster.hosts: a is the only host"),
     "other profile": (CLUSTER, {"profile": "base"}, "b: profile: differs from a"),
     "list missing": (CLUSTER, {"cluster": {"hosts": []}}, "b: cluster.hosts: a lists this host"),
     "unknown canary": ({"rollout": {"canary": "z"}}, {}, "'z' is not a host of this inventory"),
@@ -158,8 +158,8 @@ def test_replicas_use_the_fast_address_of_each_host(own) -> None:
 @pytest.mark.parametrize(
     ("group", "host", "message"),
     [
-        ("replicas: {hosts: [a, d]}", "", "a: replicas.hosts: 'd' is not in its group"),
-        ("replicas: {hosts: [a]}", "", "replicas.hosts: a alone has no replica"),
+        ("replicas: {hosts: [a, d]}", "", "a: replicas.hosts: 'd' is not in the same group"),
+        ("replicas: {hosts: [a]}", "", "replicas.hosts: a is the only host"),
         ("serve: {expose: loopback, api_key: {env: K}}", "", "serve.expose"),
         ("serve: {expose: lan, api_key: {env: K}, tls: private-ca}", "", "serve.tls"),
         ("serve: {expose: lan}", "", "serve.api_key"),

@@ -17,9 +17,8 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.inventory.plans import unread_repositories, verified_lock, verify_names
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.file import checked, read_lock, write_lock
 from spark_deploy.lock.headers import anatomy_of
-from spark_deploy.lock.types import Lock
+from spark_deploy.lock.types import Lock, checked, read_lock, write_lock
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.hostile import accepted_or_refused, hostile, tries
 from tests.unit.lockfile.hub_trees import CATALOG, sibling, write_repository

@@ -20,8 +20,7 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.plans import verified_lock, verify_names
 from spark_deploy.lock import headers
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.types import Lock, LockedImage
+from spark_deploy.lock.types import Lock, LockedImage, read_lock, write_lock
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (

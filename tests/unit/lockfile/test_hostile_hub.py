@@ -18,8 +18,7 @@ from hypothesis import example, given, settings
 
 from spark_deploy.config.errors import LockError
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.types import Lock
+from spark_deploy.lock.types import Lock, read_lock, write_lock
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.hostile import hostile
 
@@ -151,7 +150,7 @@ def test_limits_size_and_time_of_hub_answers(
     monkeypatch.setattr(lookup, "_LONGEST_S", 1)
     monkeypatch.setattr(lookup, "_LONGEST_BYTES", 10_000_000)
     hub.fault = lambda handler, path, data: act(handler) or True
-    with pytest.raises(LockError, match="its answer does not end"):
+    with pytest.raises(LockError, match="the answer is too long"):
         lookup.look_up(hub.url, REPO, "main", None)
 
 
@@ -161,7 +160,7 @@ def test_reports_interrupted_hub_answer_in_one_line(
 ) -> None:
     monkeypatch.setattr(lookup, "_TIMEOUT_S", 0.3)
     hub.fault = lambda handler, path, data: act(handler) or True
-    with pytest.raises(LockError, match="the hub cannot be asked: ") as caught:
+    with pytest.raises(LockError, match="the hub cannot be reached: ") as caught:
         lookup.look_up(hub.url, REPO, "main", None)
     [problem] = caught.value.problems
     assert problem.line.isprintable()

@@ -17,9 +17,8 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.service import PairSettings
 from spark_deploy.lock import hub, registry
-from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import locked_for, wanted_by
-from spark_deploy.lock.types import Lock
+from spark_deploy.lock.types import Lock, read_lock, write_lock
 from tests import forked
 from tests.unit.planning.plans import shipped_catalog
 
@@ -212,7 +211,7 @@ def test_reports_unknown_repository_or_revision(server, repo, revision, what):
 
 
 def test_reports_unreachable_hub():
-    with pytest.raises(LockError, match="cannot be asked"):
+    with pytest.raises(LockError, match="cannot be reached"):
         hub.look_up("http://127.0.0.1:9", "lab/tiny-int4", "main", None)
 
 
@@ -234,11 +233,11 @@ def test_accepts_images_that_start_vllm(server, tag):
 
 @pytest.mark.parametrize(
     ("tag", "what"),
-    [("nginx", "starts '/docker-entrypoint.sh', not vLLM's server"), ("none", "starts nothing")],
+    [("nginx", "starts '/docker-entrypoint.sh', not vLLM's server"), ("none", "has no entrypoint")],
 )
 def test_refuses_image_that_starts_something_else(server, tag, what):
     image = f"{server}/lab/engine:{tag}"
-    with pytest.raises(LockError, match=f"is no engine: it {what}"):
+    with pytest.raises(LockError, match=f"is not an engine: it {what}"):
         registry.look_up(image, arch="x86_64", insecure=[server], engine=True)
     assert registry.look_up(image, arch="x86_64", insecure=[server]).size_bytes == 1000
 

@@ -16,7 +16,7 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import CatalogError, PlanError, SettingsError
-from spark_deploy.config.settings.engine_options import OWNED_OPTIONS
+from spark_deploy.config.settings.engine import OWNED_OPTIONS
 from spark_deploy.hosts.payload import supported_engines
 from spark_deploy.plan.engine_arguments import engine_options
 from spark_deploy.plan.guard_rails import apply_rails, facts_of, pair_problems

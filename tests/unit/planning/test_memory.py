@@ -18,7 +18,7 @@ from spark_deploy.cli.plan_text import plan_lines, summary_lines
 from spark_deploy.config.catalog.model import HybridModel, LinearAttention
 from spark_deploy.config.catalog.profile import Profile, Speculation
 from spark_deploy.config.checkout import CHECKOUT
-from spark_deploy.config.settings.engine_options import KvCache
+from spark_deploy.config.settings.engine import KvCache
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.kv_cache import cache_shape

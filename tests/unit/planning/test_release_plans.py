@@ -173,7 +173,7 @@ def test_systemd_accepts_timers(tmp_path: Path) -> None:
     ("times", "settings", "message"),
     [
         ([{"at": "20:00", "model": "small", "profile": "v2"}, TIMES[0]], {}, "is not kept ready"),
-        ([TIMES[1]], {}, "no time leads back to large with v2"),
+        ([TIMES[1]], {}, "no entry returns to large with v2"),
         ([{"at": "20:00\nUnit=reboot.target", **DAY}], {}, "the required form"),
         ([{"at": "", **DAY}], {}, "the required form"),
         ([{**DAY}], {}, "at"),

@@ -68,10 +68,10 @@ def test_plan_shows_template_by_lines_and_hash(root: Path) -> None:
 WRONG = {
     "a file that is not there": (None, "cannot be read \\(FileNotFoundError\\)"),
     "bytes that are no text": (b"{{ messages }}\xff", "cannot be read \\(UnicodeDecodeError\\)"),
-    "a control character": (b"{{ messages }}\x1b[2J", "holds a control character"),
+    "a control character": (b"{{ messages }}\x1b[2J", "contains a control character"),
     "a template of something else": (b"{{ name }}", "reads no messages"),
     "no template at all": (b"messages", "reads no messages"),
-    "an option": (b"-{{ messages }}", "begins with '-'"),
+    "an option": (b"-{{ messages }}", "starts with '-'"),
     "more than one argument takes": (b"{{ messages }}" + b"x" * 65_536, "larger than 65536 bytes"),
 }
 
@@ -90,7 +90,7 @@ def test_refuses_invalid_template(root: Path, case: str) -> None:
 
 @pytest.mark.parametrize("option", ["chat-template", "chat_template"])
 def test_refuses_two_templates(root: Path, option: str) -> None:
-    with pytest.raises(SettingsError, match="keep one of the two"):
+    with pytest.raises(SettingsError, match="keep only one"):
         settings(
             root, f"{{chat_template: chat.jinja, options: {{{option}: '{{{{ messages }}}}'}}}}"
         )

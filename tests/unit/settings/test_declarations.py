@@ -12,8 +12,7 @@ from spark_deploy.config.catalog.model import HybridModel, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import GIB, convert, schema_of, typed
-from spark_deploy.config.settings.engine import EngineSettings
-from spark_deploy.config.settings.engine_options import INSTEAD
+from spark_deploy.config.settings.engine import INSTEAD, EngineSettings
 from spark_deploy.config.settings.types import COMMAND_FLAGS, Settings
 
 DECLARATION = "spark_deploy/config/settings/service.py"
@@ -42,7 +41,7 @@ except SettingsError as error:
     print(error)
 """
 # The same of an argument of the engine; the second place is the profile that says a value.
-ARGUMENTS = "spark_deploy/config/settings/engine_options.py"
+ARGUMENTS = "spark_deploy/config/settings/engine.py"
 MADE_UP_ARGUMENT = '    naps: int | None = Field(default=None, ge=1)\n    """Naps."""\n'
 MADE_UP_OPTION = '    ("limits", "naps"): Option("max-naps"),\n'
 USE_ARGUMENT = """
@@ -50,7 +49,7 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.cli.recipes import read_arguments
 from spark_deploy.plan.memory import plan_memory
 from spark_deploy.plan.engine_arguments import engine_arguments
-from spark_deploy.config.settings.engine_options import option_problems
+from spark_deploy.config.settings.engine import option_problems
 from spark_deploy.config.settings.types import Settings
 catalog = read_catalog()
 model, settings = catalog.model("qwen3.5-122b"), Settings()

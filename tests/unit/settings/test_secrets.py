@@ -1,8 +1,7 @@
 import pytest
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.read_secret import read_secret
-from spark_deploy.config.settings.secrets import SecretRef
+from spark_deploy.config.settings.secrets import SecretRef, read_secret
 
 
 def test_reads_secret_from_environment_file_or_command(tmp_path, monkeypatch):

@@ -144,7 +144,7 @@ WRONG = {
     "a user that is none": (
         'docker: {users: ["ann; reboot"]}',
         'docker.users[0]: "ann; reboot" does not have the required form',
-        "write the name of one account, such as spark",
+        "write an account name, such as spark",
     ),
     "unknown profile": (
         "profile: v3",
@@ -166,7 +166,7 @@ WRONG = {
     "unknown exposure": (
         "serve: {expose: web}",
         "not one of loopback, docker, tailscale",
-        "use one of those",
+        "use one of these",
     ),
     "TLS where nothing leaves the host": (
         "serve: {tls: private-ca}",
@@ -181,7 +181,7 @@ WRONG = {
     "certificate by a path of nowhere": (
         "serve: {tls_certificate: cert.pem}",
         "does not have the required form",
-        "write a path that begins with / or ~/, such as ~/certificates/spark.pem",
+        "write a path that starts with / or ~/, such as ~/certificates/spark.pem",
     ),
     "secret in clear": (
         "serve: {api_key: hunter2}",
@@ -217,8 +217,8 @@ WRONG = {
     "floor above the reserve": ("memory: {floor_gib: 20}", "stop every engine", "at or below"),
     "repository not described": (
         "cuda: {repositories: [nvidia]}",
-        "'nvidia' is not described",
-        "describe it",
+        "'nvidia' is not in repositories",
+        "add it to repositories",
     ),
     "path inside a path": (
         "paths: {sources_dir: /srv/spark/models/sources}",
@@ -238,10 +238,14 @@ WRONG = {
     ),
     "option with its own setting": (
         "engine: {options: {max_model_len: 4096}}",
-        "is decided elsewhere",
+        "is set elsewhere",
         "set engine.max_context_tokens",
     ),
-    "way around the gateway": ("engine: {options: {host: 0.0.0.0}}", "elsewhere", "only way in"),
+    "way around the gateway": (
+        "engine: {options: {host: 0.0.0.0}}",
+        "elsewhere",
+        "only the gateway",
+    ),
     "option that is no text": ("engine: {options: {1: x}}", "1 is not text", 'quotes: "1"'),
     "secret in the environment": (
         "engine: {environment: {HF_TOKEN: x}}",
@@ -266,7 +270,7 @@ WRONG = {
     "two variables in one": (
         'engine: {environment: {A: "x\\nLD_PRELOAD=/y"}}',
         "a line break",
-        "in one line",
+        "a single line",
     ),
     "too many at once": (
         "engine: {max_sequences: 5000}",
@@ -275,17 +279,17 @@ WRONG = {
     ),
     "a template that nobody mounts": (
         "engine: {options: {chat-template: /home/me/chat.jinja}}",
-        "/home/me/chat.jinja would not be found",
+        "/home/me/chat.jinja is not in the engine's container",
         "set engine.chat_template: FILE",
     ),
     "a template beside the inventory": (
         "engine: {options: {chat-template: chat.jinja}}",
-        "chat.jinja would not be found",
+        "chat.jinja is not in the engine's container",
         "set engine.chat_template: FILE",
     ),
     "an adapter that nobody mounts": (
         "engine: {options: {lora-modules: sql=/data/sql}}",
-        "/data/sql would not be found",
+        "/data/sql is not in the engine's container",
         "/vllm-workspace/...",
     ),
     "infinite": (
@@ -295,12 +299,12 @@ WRONG = {
     ),
     "too large a float": (
         "memory: {total_gib: 1.0e+300}",
-        "memory.total_gib: is a number too",
+        "memory.total_gib: is too large",
         "below",
     ),
     "too large a whole number": (
         f"engine: {{options: {{seed: {2**63}}}}}",
-        "seed: is a number",
+        "seed: is too large",
         "below",
     ),
     "not a number": ("engine: {memory_fraction: .nan}", "memory_fraction: nan is not", "finite"),
@@ -310,9 +314,9 @@ WRONG = {
         "finite",
     ),
     "a date": ("profile: 2026-01-31", "2026-01-31 is a date", 'quotes: "2026-01-31"'),
-    "a 13th month": ("profile: 2026-13-31", "holds a value that is none", "put it in quotes"),
+    "a 13th month": ("profile: 2026-13-31", "has an invalid value", "put it in quotes"),
     "a key that is a list": ("? [a]\n: 1", "a key is a list or a mapping", "correct the YAML"),
-    "itself": ("serve: &a {x: *a}", "holds itself", "no alias of itself"),
+    "recursive alias": ("serve: &a {x: *a}", "contains itself", "recursive aliases"),
     "too deep": (
         f"engine: {{options: {{a: {'[' * 600 + ']' * 600}}}}}",
         "too deeply",
@@ -328,7 +332,7 @@ WRONG = {
         "proxy.https",
         "write http://HOST:PORT without a login",
     ),
-    "not a mapping": ("- v2", "holds a list", "key: value"),
+    "not a mapping": ("- v2", "is a list", "key: value"),
     "broken YAML": ("serve: {port: 1", "line", "correct the YAML"),
     "key twice": ("model: a\nmodel: b", "'model' is given twice", "correct"),
     "list for a mapping": ("serve: [1]", "[1] is not a mapping", "write a mapping"),
