@@ -351,34 +351,21 @@ Model = HybridModel | PlainModel
 # Enough for models that always reason.
 _TOKENS = 1024
 
-_CHAT = (
-    Question(
-        prompt="What is the capital of France? Answer with one word.",
-        expect=r"\bParis\b",
-        max_tokens=_TOKENS,
-    ),
-    Question(
-        prompt="How many days has a week? Answer with one word.",
-        expect=r"(?i)\b(7|seven)\b",
-        max_tokens=_TOKENS,
-    ),
-    Question(
-        prompt="What is the capital of Japan? Answer with one word.",
-        expect=r"\bTokyo\b",
-        max_tokens=_TOKENS,
-    ),
+_CHAT = tuple(
+    Question(prompt=f"{prompt} Answer with one word.", expect=expect, max_tokens=_TOKENS)
+    for prompt, expect in (
+        ("What is the capital of France?", r"\bParis\b"),
+        ("How many days has a week?", r"(?i)\b(7|seven)\b"),
+        ("What is the capital of Japan?", r"\bTokyo\b"),
+    )
 )
-
 # A base model continues a text.
 _COMPLETION = (
     Question(prompt="The capital of France is the city of", expect=r"^\W*Paris\b", max_tokens=8),
     Question(prompt="Monday, Tuesday, Wednesday, Thursday,", expect=r"^\W*Friday\b", max_tokens=8),
     Question(prompt="1, 2, 3, 4, 5, 6,", expect=r"^\W*7\b", max_tokens=8),
 )
-_OF_TASK = {
-    "chat": _CHAT,
-    "completion": _COMPLETION,
-}
+_OF_TASK = {"chat": _CHAT, "completion": _COMPLETION}
 
 
 def questions_of(model: Model) -> tuple[Question, ...]:

@@ -39,21 +39,11 @@ class KvCache:
     """Pins the cache to this size in GiB; null derives it from limits.memory_fraction."""
     dtype: str = Field(
         default="auto",
-        json_schema_extra={
-            "enum": [
-                "auto",
-                "bfloat16",
-                "float16",
-                "fp8",
-                "fp8_e4m3",
-                "fp8_e5m2",
-                "turboquant_k8v4",
-                "turboquant_4bit_nc",
-                "turboquant_k3v4_nc",
-                "turboquant_3bit_nc",
-            ]
-        },
-    )
+        json_schema_extra={"enum": [
+            "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "turboquant_k8v4",
+            "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
+        ]},
+    )  # fmt: skip
     """auto (16 bit), fp8 or a turboquant_* preset; the plan knows the bytes of these."""
 
     @property
@@ -112,53 +102,25 @@ OWNED_OPTIONS = {
 }
 # Options that name classes or files of Python for the engine to run.
 CODE_OPTIONS = (
-    "io-processor-plugin",
-    "logits-processors",
-    "middleware",
-    "model-class-overrides",
-    "reasoning-parser-plugin",
-    "scheduler-cls",
-    "tool-parser-plugin",
-    "worker-cls",
+    "io-processor-plugin", "logits-processors", "middleware", "model-class-overrides",
+    "reasoning-parser-plugin", "scheduler-cls", "tool-parser-plugin", "worker-cls",
     "worker-extension-cls",
-)
+)  # fmt: skip
 # Options that guard rails read: allowed, but only with their full names.
 JUDGED_OPTIONS = (
-    *CODE_OPTIONS,
-    "additional-config",
-    "async-scheduling",
-    "attention-backend",
-    "attention-config",
-    "compilation-config",
-    "data-parallel-size",
-    "distributed-executor-backend",
-    "enable-expert-parallel",
-    "enforce-eager",
-    "hf-overrides",
-    "kernel-config",
-    "linear-backend",
-    "load-format",
-    "moe-backend",
-    "nnodes",
-    "pipeline-parallel-size",
-    "prefill-context-parallel-size",
-    "quantization-config",
-    "reasoning-parser",  # a prefix of another option
-    "spec-method",
-    "spec-model",
-    "spec-tokens",
-    "speculative-config",
-    "tensor-parallel-size",
-    "trust-remote-code",
-)
+    *CODE_OPTIONS, "additional-config", "async-scheduling", "attention-backend",
+    "attention-config", "compilation-config", "data-parallel-size",
+    "distributed-executor-backend", "enable-expert-parallel", "enforce-eager", "hf-overrides",
+    "kernel-config", "linear-backend", "load-format", "moe-backend", "nnodes",
+    "pipeline-parallel-size", "prefill-context-parallel-size", "quantization-config",
+    "reasoning-parser", "spec-method", "spec-model", "spec-tokens", "speculative-config",
+    "tensor-parallel-size", "trust-remote-code",
+)  # fmt: skip
 # Numbers of processes, each with a separate GPU.
 DEVICE_OPTIONS = (
-    "data-parallel-size",
-    "nnodes",
-    "pipeline-parallel-size",
-    "prefill-context-parallel-size",
+    "data-parallel-size", "nnodes", "pipeline-parallel-size", "prefill-context-parallel-size",
     "tensor-parallel-size",
-)
+)  # fmt: skip
 # Folders in the engine's container: checkpoint, cache and image.
 _IN_CONTAINER = re.compile(r"/(model|cache|vllm-workspace|usr|opt|etc|dev|tmp)(/|$)")
 _PATH = re.compile(r"(/|~/|\.{1,2}/).*|[^{}\s]+\.(jinja2?|py)")
@@ -204,14 +166,14 @@ def _missing_file(value: Any) -> str | None:
 
 def meaning(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's view of ``options``: canonical names, and mappings for JSON text."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for option, value in options.items():
         name = canonical(option)
         if name.startswith("no-") and value is True:
-            found[name.removeprefix("no-")] = False
+            result[name.removeprefix("no-")] = False
         else:
-            found[name] = structure(value)
-    return found
+            result[name] = structure(value)
+    return result
 
 
 def structure(value: Any) -> Any:
@@ -232,27 +194,20 @@ def whole(value: Any) -> int | None:
 
 
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY)")
-# Each is about a name as a whole.
-_REFUSED = (
-    (
-        re.compile(
-            r"LD_.*|GLIBC_TUNABLES|GCONV_PATH|GETCONF_DIR|LOCPATH|NLSPATH|MALLOC_.*|HOSTALIASES|"
-            r"PYTHON.*|BASH_ENV|ENV|IFS|PATH"
-        ),
-        "has programs load or run other code than their own",
-        "put it into the image",
-    ),
-    (
-        re.compile(r"(DOCKER|BUILDKIT|BUILDX|COMPOSE|CONTAINERD|RUNC|NVIDIA)_.*"),
+_LOADER = (
+    r"LD_.*|GLIBC_TUNABLES|GCONV_PATH|GETCONF_DIR|LOCPATH|NLSPATH|MALLOC_.*|HOSTALIASES|"
+    r"PYTHON.*|BASH_ENV|ENV|IFS|PATH"
+)
+_RUNTIMES = r"(DOCKER|BUILDKIT|BUILDX|COMPOSE|CONTAINERD|RUNC|NVIDIA)_.*"
+# Patterns of whole names.
+_REFUSED = {
+    _LOADER: ("makes programs load or run other code", "put it into the image"),
+    _RUNTIMES: (
         "is read by docker and runtimes, which run as root",
         "leave it out: the plan configures the GPU",
     ),
-    (
-        re.compile(r"VLLM_SERVER_DEV_MODE"),
-        "opens paths that change a running engine",
-        "leave it out",
-    ),
-)
+    "VLLM_SERVER_DEV_MODE": ("opens paths that change a running engine", "leave it out"),
+}
 _MAX_BYTES = 32_768
 
 
@@ -262,8 +217,8 @@ def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, 
         if _SECRET.search(name):
             message = "looks like a secret; other users can read the environment of a unit"
             yield name, message, "use hub.token or serve.api_key with {env|file|command: ...}"
-        for pattern, message, fix in _REFUSED:
-            if pattern.fullmatch(name):
+        for pattern, (message, fix) in _REFUSED.items():
+            if re.fullmatch(pattern, name):
                 yield name, message, fix
         value = environment[name]
         if any(letter in value for letter in "\n\r\0"):
@@ -272,9 +227,7 @@ def environment_problems(environment: Mapping[str, str]) -> Iterator[tuple[str, 
             yield name, f"is longer than {_MAX_BYTES} bytes", "put it into a file of the image"
 
 
-ENVIRONMENT_NAMES = form(
-    "^[A-Z_][A-Z0-9_]*$", "the variable's name in capitals, digits and _", "NCCL_DEBUG"
-)
+ENVIRONMENT_NAMES = form("^[A-Z_][A-Z0-9_]*$", "a name of capitals, digits and _", "NCCL_DEBUG")
 # vLLM's names, accepted for settings of the engine.
 VLLM_NAMES = {
     "max_model_len": "max_context_tokens",

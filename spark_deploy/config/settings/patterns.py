@@ -21,87 +21,48 @@ def text(pattern: str, description: str, example: str) -> Any:
 
 _PART = r"(?!\.{1,2}(/|$))[A-Za-z0-9._+@-]+"
 # In unit files, ``--mount`` and shells: no blank, comma, colon or ``%``.
+_FOLDER = rf"^(/{_PART})+$"
 Folder = Annotated[
-    str,
-    text(
-        rf"^(/{_PART})+$",
-        "an absolute path of letters, digits and . _ + @ -",
-        "/data/models",
-    ),
+    str, text(_FOLDER, "an absolute path of letters, digits and . _ + @ -", "/data/models")
 ]
+_GLOB = r"^(/(?!\.{1,2}(/|$))[A-Za-z0-9._+@*?\[\]-]+)+$"
 Glob = Annotated[
-    str,
-    text(
-        r"^(/(?!\.{1,2}(/|$))[A-Za-z0-9._+@*?\[\]-]+)+$",
-        "an absolute path without blanks; * and ? are wildcards",
-        "/home/*/.cache/huggingface/hub",
-    ),
+    str, text(_GLOB, "an absolute path without blanks; * and ? are wildcards", "/home/*/models")
 ]
+_RELATIVE = rf"^{_PART}(/{_PART})*$"
 RelativePath = Annotated[
-    str,
-    text(
-        rf"^{_PART}(/{_PART})*$",
-        "a relative path that does not lead upwards",
-        "locks/spark.lock.yml",
-    ),
+    str, text(_RELATIVE, "a relative path that does not lead upwards", "locks/spark.lock.yml")
 ]
+_PACKAGE = r"^[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?(=[A-Za-z0-9.+:~-]+)?$"
 Package = Annotated[
-    str,
-    text(
-        r"^[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?(=[A-Za-z0-9.+:~-]+)?$",
-        "a package as apt names it, with =VERSION if needed",
-        "docker-ce=5:28.5.1-1",
-    ),
+    str, text(_PACKAGE, "a package as apt names it, with =VERSION if needed", "jq=1.7.1-3")
 ]
-Suite = Annotated[
-    str,
-    text(r"^(\./|[A-Za-z0-9][A-Za-z0-9._/-]*)$", "a word, or ./ for a flat repository", "noble"),
-]
+_SUITE = r"^(\./|[A-Za-z0-9][A-Za-z0-9._/-]*)$"
+Suite = Annotated[str, text(_SUITE, "a word, or ./ for a flat repository", "noble")]
 Component = Annotated[str, text(r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", "a word", "main")]
 # No login, because jobs, locks and apt lists are readable by every user of a host.
-Url = Annotated[
-    str,
-    text(
-        r"^https?://(?![^/]*@)[A-Za-z0-9\[]([A-Za-z0-9._~:/?%&=+@,\[\]-]*[A-Za-z0-9._~%&=+@,\]-])?$",
-        "http:// or https:// and a host, without a login, blanks, or a slash at the end",
-        "https://hub.example/mirror",
-    ),
-]
-Interface = Annotated[
-    str,
-    text(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$", "an interface that `ip link` lists", "enp1s0f0np0"),
-]
-ContainerName = Annotated[
-    str, text(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", "the name that `docker ps` shows", "ollama")
-]
-Login = Annotated[
-    str, text(r"^[A-Za-z_][A-Za-z0-9_.@-]*\$?$", "a login name without host", "spark")
-]
+_URL = r"^https?://(?![^/]*@)[A-Za-z0-9\[]([A-Za-z0-9._~:/?%&=+@,\[\]-]*[A-Za-z0-9._~%&=+@,\]-])?$"
+_URL_MEANING = "http:// or https:// and a host, without a login, blanks, or a slash at the end"
+Url = Annotated[str, text(_URL, _URL_MEANING, "https://hub.example/mirror")]
+_INTERFACE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,14}$"
+Interface = Annotated[str, text(_INTERFACE, "an interface that `ip link` lists", "enp1s0f0np0")]
+_CONTAINER = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+ContainerName = Annotated[str, text(_CONTAINER, "the name that `docker ps` shows", "ollama")]
+_LOGIN = r"^[A-Za-z_][A-Za-z0-9_.@-]*\$?$"
+Login = Annotated[str, text(_LOGIN, "a login name without host", "spark")]
+_ADDRESS = r"^[A-Za-z0-9\[:][A-Za-z0-9._:%\]-]*$"
 Address = Annotated[
-    str,
-    text(
-        r"^[A-Za-z0-9\[:][A-Za-z0-9._:%\]-]*$",
-        "a host's name or address, without a user and without blanks",
-        "192.168.1.20",
-    ),
+    str, text(_ADDRESS, "a host's name or address, without a user and without blanks", "192.0.2.20")
 ]
 # In ``from=`` of authorized_keys: no ``!``, comma or quote.
+_SOURCE = r"^[A-Za-z0-9*?:][A-Za-z0-9.:*?/_-]*$"
 SshSource = Annotated[
-    str,
-    text(
-        r"^[A-Za-z0-9*?:][A-Za-z0-9.:*?/_-]*$",
-        "an address, network or name; * and ? are wildcards",
-        "192.168.1.0/24",
-    ),
+    str, text(_SOURCE, "an address, network or name; * and ? are wildcards", "192.168.1.0/24")
 ]
 IpAddress = Annotated[str, text("^[0-9a-fA-F.:]+$", "an IP address, no name", "192.168.100.11")]
+_IMAGE = "^[a-z0-9][A-Za-z0-9._/:@-]*$"
 ImageName = Annotated[
-    str,
-    text(
-        "^[a-z0-9][A-Za-z0-9._/:@-]*$",
-        "an image as `docker pull` takes it",
-        "vllm/vllm-openai:v0.11.0",
-    ),
+    str, text(_IMAGE, "an image as `docker pull` takes it", "vllm/vllm-openai:v0.11.0")
 ]
 IMAGE_ROLE = form("^[a-z][a-z0-9_]*$", "a name of small letters, digits and _", "engine")
 RAIL_NAME = form("^[a-z0-9-]+$", "the rule as the error named it", "turboquant-with-drafts")

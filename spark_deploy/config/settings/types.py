@@ -97,10 +97,7 @@ class UninstallSettings:
 class Settings:
     """Keys of group_vars/*.yml and host_vars/*.yml. Defaults: group_vars/all.yml."""
 
-    model: CatalogName = Field(
-        default="qwen3.5-122b",
-        examples=["qwen3.5-122b"],
-    )
+    model: CatalogName = Field(default="qwen3.5-122b", examples=["qwen3.5-122b"])
     """Model to serve: a file name in catalog/models without .yml."""
     profile: CatalogName = Field(default="v2", examples=["v2", "v2-tq"])
     """Profile to serve it with: a file name in catalog/profiles without .yml."""
@@ -113,31 +110,19 @@ class Settings:
     build."""
     schedule: tuple[ScheduledSettings, ...] = Field(
         default=(),
-        examples=[
-            [
-                {"at": "08:00", "model": "qwen3.5-122b", "profile": "v2"},
-                {"at": "20:00", "model": "qwen3.5-122b", "profile": "agent"},
-            ]
-        ],
+        examples=[[{"at": "08:00", "model": "qwen3.5-122b", "profile": "v2"},
+                   {"at": "20:00", "model": "qwen3.5-122b", "profile": "agent"}]],
         json_schema_extra=UNIQUE,
-    )
+    )  # fmt: skip
     """Times at which a host switches between pairs, each switch checked and rolled back on failure.
     Each entry must be the default pair or be listed in keep_ready; the default pair needs an entry
     too. A deploy keeps the scheduled pair."""
     services: dict[str, ServiceSettings] = Field(
         default_factory=dict,
-        examples=[
-            {
-                "embed": {
-                    "model": "qwen3-embedding",
-                    "profile": "plain",
-                    "port": 8001,
-                    "memory_gib": 6,
-                }
-            }
-        ],
+        examples=[{"embed": {"model": "qwen3-embedding", "profile": "plain", "port": 8001,
+                             "memory_gib": 6}}],
         json_schema_extra={"propertyNames": SERVICE_NAME},
-    )
+    )  # fmt: skip
     """More services on this host by name, such as an embedding model. Each is released, checked and
     rolled back separately. Remove a service from the list and the next `up` stops it."""
     releases: ReleaseSettings = Field(default_factory=ReleaseSettings)
@@ -173,19 +158,12 @@ class Settings:
     proxy: ProxySettings = Field(default_factory=ProxySettings)
     repositories: Annotated[dict[str, RepositorySettings], name_entries("name")] = Field(
         default_factory=dict,
-        examples=[
-            {
-                "vendor": {
-                    "url": "https://example.org/ubuntu",
-                    "suite": "./",
-                    "components": [],
-                    "key_url": "https://example.org/key.asc",
-                    "key_sha256": "0" * 64,
-                }
-            }
-        ],
+        examples=[{"vendor": {
+            "url": "https://example.org/ubuntu", "suite": "./", "components": [],
+            "key_url": "https://example.org/key.asc", "key_sha256": "0" * 64,
+        }}],
         json_schema_extra={"propertyNames": REPOSITORY_NAME},
-    )
+    )  # fmt: skip
     """Signed apt repositories by name, for cuda.repositories and docker.repositories."""
     expect: ExpectSettings = Field(default_factory=ExpectSettings)
     reboot: Literal["report", "allow"] = "report"
@@ -241,28 +219,16 @@ class Settings:
     def of_service(self, name: str) -> Settings:
         """Return the settings of an additional service."""
         service = self.services[name]
+        names = [field.name for field in dataclasses.fields(service.engine)]
+        reserve_gib = self.memory.total_gib - service.memory_gib
         return dataclasses.replace(
-            self,
-            model=service.model,
-            profile=service.profile,
-            keep_ready=(),
-            services={},
-            schedule=(),
-            cluster=ClusterSettings(),
-            replicas=ReplicasSettings(),
+            self, model=service.model, profile=service.profile, keep_ready=(), services={},
+            schedule=(), cluster=ClusterSettings(), replicas=ReplicasSettings(),
             serve=dataclasses.replace(self.serve, port=service.port, names=service.names),
-            engine=EngineSettings(
-                **{
-                    f.name: getattr(service.engine, f.name)
-                    for f in dataclasses.fields(service.engine)
-                }
-            ),
+            engine=EngineSettings(**{name: getattr(service.engine, name) for name in names}),
             # The service gets exactly this memory.
-            allow_containers={},
-            memory=dataclasses.replace(
-                self.memory, reserve_gib=self.memory.total_gib - service.memory_gib
-            ),
-        )
+            allow_containers={}, memory=dataclasses.replace(self.memory, reserve_gib=reserve_gib),
+        )  # fmt: skip
 
     @property
     def all_served(self) -> tuple[Settings, ...]:
