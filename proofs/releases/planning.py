@@ -23,8 +23,9 @@ from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.lock import hub as hubs
+from spark_deploy.lock.file import write_lock
 from spark_deploy.lock.headers import read_anatomy
-from spark_deploy.lock.types import Lock, write_lock
+from spark_deploy.lock.types import Lock
 
 HERE = Path(__file__).parent / "inventory"
 PAIR = 'cluster.hosts=["spark-1","spark-2"]'

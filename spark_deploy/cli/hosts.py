@@ -25,17 +25,18 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SettingsError, SparkError, unreachable
 from spark_deploy.config.printable import in_words
+from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.config.yaml_files import closest
 from spark_deploy.hosts.status import HostStatus, Status
 from spark_deploy.inventory import host_keys, login
 from spark_deploy.inventory.host_keys import Endpoint, HostKey, readable_ssh_files
 from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext
 from spark_deploy.inventory.output_limits import limit_output
 from spark_deploy.inventory.plans import payload_identity, read_headers, read_inventory
+from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import companions, resolve, wanted_by
-from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile, read_lock
+from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.artifacts import original_bytes
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.memory import weights_of

@@ -19,7 +19,7 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import LockError, SparkError
 from spark_deploy.inventory.plans import verify_names_if_online
-from spark_deploy.lock.types import read_lock
+from spark_deploy.lock.file import read_lock
 from spark_deploy.plan.host import document
 from spark_deploy.plan.resolve import pair_of
 from spark_deploy.plan.speed import Calibration, calibrated, speed_of

@@ -14,9 +14,9 @@ from spark_deploy.config.catalog.profile import OF_A_REPOSITORY, Profile, Specul
 from spark_deploy.config.catalog.types import Engine
 from spark_deploy.config.documents import convert, schema_of
 from spark_deploy.config.errors import CatalogError
+from spark_deploy.config.schema_errors import problems_of
 from spark_deploy.config.settings import engine as engine_options
 from spark_deploy.config.settings.engine import DECIDING, DEVICE_OPTIONS
-from spark_deploy.config.yaml_files import problems_of
 
 _SPARK = "dgx_spark_gb10"
 _SERVICE = "set by the gateway and serve.names"

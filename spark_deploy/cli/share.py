@@ -35,11 +35,12 @@ from spark_deploy.config.catalog.load import read_file
 from spark_deploy.config.checkout import catalog_names
 from spark_deploy.config.documents import CLOSED, convert, schema_of, typed
 from spark_deploy.config.errors import CatalogError, LockError, Problem
+from spark_deploy.config.schema_errors import dotted, problems_of
 from spark_deploy.config.settings.service import CatalogName
-from spark_deploy.config.yaml_files import dotted, problems_of
 from spark_deploy.lock import hub
+from spark_deploy.lock.file import checked, read_lock, write_lock
 from spark_deploy.lock.headers import read_hub_token
-from spark_deploy.lock.types import LockedSource, checked, read_lock, without_tag, write_lock
+from spark_deploy.lock.types import LockedSource, without_tag
 from spark_deploy.plan.types import HostPlan
 
 _HEAD = """\

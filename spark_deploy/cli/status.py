@@ -26,8 +26,8 @@ from spark_deploy.hosts.uninstall import (
     read_resources,
     uninstall_request,
 )
+from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import wanted_by
-from spark_deploy.lock.types import read_lock
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import HostPlan

@@ -29,8 +29,8 @@ from spark_deploy.config.errors import SparkError
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.inventory.login import public_key
+from spark_deploy.lock.file import read_lock
 from spark_deploy.lock.resolve import size, wanted_by
-from spark_deploy.lock.types import read_lock
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.types import HostPlan
 

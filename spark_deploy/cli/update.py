@@ -15,15 +15,16 @@ from spark_deploy.config.catalog.anatomy import Anatomy, CountedCache
 from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.documents import typed
 from spark_deploy.config.errors import LockError
-from spark_deploy.config.yaml_files import closest
+from spark_deploy.config.schema_errors import closest
 from spark_deploy.hosts.status import HostStatus
 from spark_deploy.inventory.plans import (
     unread_repositories,
     unverified_builds,
     verify_names_if_online,
 )
+from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import Names, refuse_two_revisions, resolve, wanted_by
-from spark_deploy.lock.types import Lock, read_lock, write_lock
+from spark_deploy.lock.types import Lock
 
 
 @click.command

@@ -26,9 +26,9 @@ from spark_deploy.cli.hosts import Target, select_hosts
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import Problem, SettingsError, SparkError
+from spark_deploy.config.schema_errors import closest, dotted
 from spark_deploy.config.settings.load import HostSettings
 from spark_deploy.config.settings.types import broken_rules
-from spark_deploy.config.yaml_files import closest, dotted
 from spark_deploy.inventory.groups import refuse_conflicts
 
 

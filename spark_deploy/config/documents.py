@@ -1,6 +1,6 @@
 """Documents that people write: pydantic dataclasses, their JSON schemas, and rules between keys.
 
-jsonschema checks data against the schema that pydantic writes (``yaml_files.problems_of``), then
+jsonschema checks data against the schema that pydantic writes (``schema_errors.problems_of``), then
 ``convert`` builds the document and applies its rules.
 """
 

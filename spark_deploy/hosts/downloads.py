@@ -20,7 +20,8 @@ from spark_contract.paths import PROXY, RECEIPT_NAME
 from spark_contract.units import PREPARE, SHARE_UNIT
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.secrets import SecretRef, read_secret
+from spark_deploy.config.settings.read_secret import read_secret
+from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
 from spark_deploy.hosts.commands import current_host, log, shell
 from spark_deploy.hosts.facts import FileStates, LineFact, read_fact

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from spark_deploy.config.errors import Problem, SettingsError
-from spark_deploy.config.yaml_files import closest
+from spark_deploy.config.schema_errors import closest
 
 _WITHOUT_PLAN = {"rollback.py", "rotate_key.py", "unbootstrap.py", "uninstall.py"}
 

@@ -29,10 +29,10 @@ from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import CLOSED, Text, convert
 from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.schema_errors import problems_of as schema_problems
 from spark_deploy.config.settings.load import HostSettings, load_hosts
 from spark_deploy.config.settings.patterns import Address, Login
 from spark_deploy.config.yaml_files import load_schema, read_mapping
-from spark_deploy.config.yaml_files import problems_of as schema_problems
 from spark_deploy.hosts.payload import supported_engines
 from spark_deploy.inventory.clusters import (
     cluster_problems,

@@ -14,8 +14,8 @@ from pyinfra.api.host import Host
 
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.load import HostSettings
-from spark_deploy.config.yaml_files import closest
 from spark_deploy.hosts.certificates import is_address
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.resolve import Request

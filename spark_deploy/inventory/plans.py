@@ -26,8 +26,9 @@ from spark_deploy.inventory.command_line import inventory_argument, missing_inve
 from spark_deploy.inventory.groups import Group, chosen_hosts, groups_from
 from spark_deploy.inventory.host_names import CONTEXT_KEY, context_of, host_problems
 from spark_deploy.lock import headers
+from spark_deploy.lock.file import checked, write_lock
 from spark_deploy.lock.resolve import companions, locked_for, size
-from spark_deploy.lock.types import Lock, VerifiedNames, checked, write_lock
+from spark_deploy.lock.types import Lock, VerifiedNames
 from spark_deploy.plan.artifacts import checkpoint_plan
 from spark_deploy.plan.cluster import Wave, waves_of
 from spark_deploy.plan.resolve import Request, pair_of

@@ -11,17 +11,10 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, version_of
 from spark_deploy.config.errors import LockError, Problem
 from spark_deploy.config.settings.types import Settings
+from spark_deploy.lock.file import checked, read_lock, write_lock
 from spark_deploy.lock.headers import read_hub_token
 from spark_deploy.lock.registry import ImageNotFound, look_up
-from spark_deploy.lock.types import (
-    Lock,
-    LockedImage,
-    LockedSource,
-    checked,
-    read_lock,
-    without_tag,
-    write_lock,
-)
+from spark_deploy.lock.types import Lock, LockedImage, LockedSource, without_tag
 
 Say = Callable[[str], None]
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 from pydantic.dataclasses import dataclass
 from pydantic.json_schema import SkipJsonSchema
-from spark_contract import files
 from spark_contract.units import COMMIT, SHA256
 
 from spark_deploy.config.catalog.anatomy import Anatomy
 from spark_deploy.config.catalog.profile import HUB_REPOSITORY
-from spark_deploy.config.documents import CLOSED, FromKey, convert, digest_of, name_entries, typed
+from spark_deploy.config.documents import CLOSED, FromKey, digest_of, name_entries
 from spark_deploy.config.errors import LockError
-from spark_deploy.config.yaml_files import load_schema, problems_of, read_mapping
 
 _Commit = Annotated[str, Field(json_schema_extra={"pattern": f"^{COMMIT}$"})]
 _Sha256 = Annotated[str, Field(json_schema_extra={"pattern": f"^{SHA256}$"})]
@@ -224,40 +221,3 @@ def parted(
         what = f"all weights are pickle files ({pickles[0]}), which are not downloaded"
         raise LockError.one(where, what, "name a repository with safetensors")
     return tuple(kept), left
-
-
-_HEAD = """\
-# Written by `spark-deploy update`: which commit and which digest stand behind every name.
-# Keep it in version control. To move a name forward: `spark-deploy update --only NAME`.
-"""
-
-
-def read_lock(path: Path) -> Lock:
-    """Read a lock; a missing file is an empty lock."""
-    if not path.exists():
-        return Lock.of()
-    data, problems = read_mapping(path, shown=path.name)
-    problems = problems or list(problems_of(data, load_schema("lock"), lambda key: path.name))
-    if problems:
-        raise LockError(problems)
-    return convert(Lock, data)
-
-
-def checked(lock: Lock) -> Lock:
-    """Return a lock after checking it against the schema: hub and registry are not trusted."""
-    data, where = typed(lock, nulls=False), "the answer of the hub or registry"
-    problems = list(problems_of(data, load_schema("lock"), lambda key: where))
-    if problems:
-        raise LockError(problems)
-    return lock
-
-
-def write_lock(path: Path, lock: Lock) -> None:
-    """Replace the lock file atomically."""
-    data = typed(lock, nulls=False)
-    text = _HEAD + yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
-    try:
-        files.write_text(path, text)
-    except OSError as error:
-        fix = "make its folder writable, or set lock_file to another place"
-        raise LockError.one(str(path), f"cannot be written: {error.strerror}", fix) from error

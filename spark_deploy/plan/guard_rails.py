@@ -13,9 +13,9 @@ from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import CALLED, Catalog, Engines, version_of
 from spark_deploy.config.errors import PlanError, Problem
+from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.engine import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.config.yaml_files import closest
 from spark_deploy.plan.engine_arguments import brings_own_class, stretches_context
 from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
 from spark_deploy.plan.types import MemoryPlan

@@ -18,8 +18,9 @@ from spark_deploy.config.catalog.types import Catalog, Engines, Families, Lazily
 from spark_deploy.config.checkout import CHECKOUT, catalog_files, catalog_names
 from spark_deploy.config.documents import BROKEN, Schema, convert, violations
 from spark_deploy.config.errors import CatalogError, Problem
+from spark_deploy.config.schema_errors import dotted, problems_of
 from spark_deploy.config.settings.load import merge
-from spark_deploy.config.yaml_files import dotted, load_schema, problems_of, read_mapping
+from spark_deploy.config.yaml_files import load_schema, read_mapping
 
 _Data = dict[str, Any]
 _Document = TypeVar(

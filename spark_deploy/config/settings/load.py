@@ -23,11 +23,12 @@ from pydantic import ValidationError
 from spark_deploy.config.checkout import CHECKOUT, catalog_names
 from spark_deploy.config.documents import KeyPath, Violation, convert, violations
 from spark_deploy.config.errors import Problem, SettingsError
+from spark_deploy.config.schema_errors import dotted, problems_of
 from spark_deploy.config.settings.engine import VLLM_NAMES, EngineSettings
 from spark_deploy.config.settings.patterns import control_characters
 from spark_deploy.config.settings.service import RequantizeSettings
 from spark_deploy.config.settings.types import CheckedSettings, Settings
-from spark_deploy.config.yaml_files import dotted, load_schema, problems_of, read_mapping
+from spark_deploy.config.yaml_files import load_schema, read_mapping
 
 
 @dataclass(frozen=True, slots=True)

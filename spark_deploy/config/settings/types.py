@@ -16,6 +16,7 @@ from spark_contract.gateway import EXPOSURES
 from spark_contract.units import MAIN_SERVICE
 
 from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Text, Violation, name_entries, rules
+from spark_deploy.config.schema_errors import closest
 from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings, ReplicasSettings
 from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.host import (
@@ -58,7 +59,6 @@ from spark_deploy.config.settings.sources import (
     RegistrySettings,
     RepositorySettings,
 )
-from spark_deploy.config.yaml_files import closest
 
 # Options of one command: pass them as `--data`.
 COMMAND_FLAGS = frozenset({

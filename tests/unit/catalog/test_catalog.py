@@ -15,7 +15,7 @@ from spark_deploy.config.catalog.model import HybridModel, Tensors
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import convert
 from spark_deploy.config.errors import CatalogError
-from spark_deploy.config.yaml_files import dotted
+from spark_deploy.config.schema_errors import dotted
 from tests.unit.planning.plans import CATALOG, FIXTURE, shipped_catalog
 
 

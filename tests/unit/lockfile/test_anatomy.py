@@ -17,8 +17,9 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.inventory.plans import unread_repositories, verified_lock, verify_names
 from spark_deploy.lock import hub as lookup
+from spark_deploy.lock.file import checked, read_lock, write_lock
 from spark_deploy.lock.headers import anatomy_of
-from spark_deploy.lock.types import Lock, checked, read_lock, write_lock
+from spark_deploy.lock.types import Lock
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.hostile import accepted_or_refused, hostile, tries
 from tests.unit.lockfile.hub_trees import CATALOG, sibling, write_repository
@@ -165,7 +166,7 @@ UNKNOWN = {
     "another type of model": ({"model_type": "nobody"}, "layers of nobody are unknown"),
     "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "'odd' are unknown"),
     "layers that do not add up": ({"layer_types": ["full_attention"]}, "names 1 layers of 2"),
-    "a detail": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers, whose cache"),
+    "a detail": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers with"),
     "a number is missing": ({"num_attention_heads": "gone"}, "lacks num_attention_heads"),
     "no layers": ({"num_hidden_layers": 0}, "lacks num_hidden_layers"),
 }

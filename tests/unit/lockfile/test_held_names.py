@@ -20,7 +20,8 @@ from spark_deploy.config.settings.types import Settings
 from spark_deploy.inventory.plans import verified_lock, verify_names
 from spark_deploy.lock import headers
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.types import Lock, LockedImage, read_lock, write_lock
+from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock.types import Lock, LockedImage
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.lockfile.hub_trees import (
@@ -279,6 +280,6 @@ def test_reports_killed_reader_in_one_line(
 ) -> None:
     killed = subprocess.CompletedProcess([], -9, "", "")
     monkeypatch.setattr(headers.subprocess, "run", lambda *_, **__: killed)
-    with pytest.raises(LockError, match="the reader of its headers ended with -9") as caught:
+    with pytest.raises(LockError, match="the reader of the headers ended with -9") as caught:
         verify_names(settings, CATALOG, lock, quiet)
     assert len(caught.value.problems) == 1

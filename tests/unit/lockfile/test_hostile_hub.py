@@ -18,7 +18,8 @@ from hypothesis import example, given, settings
 
 from spark_deploy.config.errors import LockError
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.types import Lock, read_lock, write_lock
+from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock.types import Lock
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.hostile import hostile
 

@@ -12,14 +12,8 @@ from spark_contract.units import TREE_NAME
 
 from spark_deploy.config.errors import LockError, PlanError
 from spark_deploy.lock import hub as lookup
-from spark_deploy.lock.types import (
-    Lock,
-    LockedSource,
-    SourceFile,
-    read_lock,
-    why_left_out,
-    write_lock,
-)
+from spark_deploy.lock.file import read_lock, write_lock
+from spark_deploy.lock.types import Lock, LockedSource, SourceFile, why_left_out
 from spark_deploy.plan.artifacts import locked_source, source_plan
 from spark_deploy.plan.jobs import fetch_job
 from tests.unit.checkpoint.builder_hub import Hub

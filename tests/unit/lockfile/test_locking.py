@@ -17,8 +17,9 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.service import PairSettings
 from spark_deploy.lock import hub, registry
+from spark_deploy.lock.file import read_lock, write_lock
 from spark_deploy.lock.resolve import locked_for, wanted_by
-from spark_deploy.lock.types import Lock, read_lock, write_lock
+from spark_deploy.lock.types import Lock
 from tests import forked
 from tests.unit.planning.plans import shipped_catalog
 
@@ -191,7 +192,7 @@ def test_refuses_two_revisions_of_a_repository(settings, tmp_path):
     )
     ready = (PairSettings(model="older", profile="base"),)
     both = dataclasses.replace(settings, profile="base", keep_ready=ready)
-    with pytest.raises(LockError, match=r"lab/tiny-int4: is requested at main and v1; "):
+    with pytest.raises(LockError, match=r"lab/tiny-int4: is requested at main and v1"):
         locked_for(both, catalog, tmp_path / "spark.lock.yml", lambda text: None)
     assert Server.asked == []
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from spark_deploy.config.checkout import CHECKOUT
+from spark_deploy.config.schema_errors import dotted
 from spark_deploy.config.settings.load import merge
-from spark_deploy.config.yaml_files import dotted
 
 SCHEMAS = sorted((CHECKOUT / "schema").glob("*.schema.json"))
 

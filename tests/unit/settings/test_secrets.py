@@ -1,7 +1,8 @@
 import pytest
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.secrets import SecretRef, read_secret
+from spark_deploy.config.settings.read_secret import read_secret
+from spark_deploy.config.settings.secrets import SecretRef
 
 
 def test_reads_secret_from_environment_file_or_command(tmp_path, monkeypatch):

@@ -264,7 +264,7 @@ WRONG = {
     ),
     "another docker": (
         "engine: {environment: {DOCKER_HOST: 'tcp://a'}}",
-        "docker and its runtimes",
+        "docker and runtimes",
         "leave it out",
     ),
     "two variables in one": (

@@ -1,0 +1,235 @@
+"""Report every mistake in plain data: where, what is wrong, how to fix it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import jsonschema
+
+from spark_deploy.config.documents import KeyPath, Schema
+from spark_deploy.config.errors import Problem
+
+_TYPES = {
+    "string": "text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "null",
+}
+MAX_VALUES = 200_000  # nested aliases make billions from a few lines
+_MAX_LEVELS = 32  # far below the interpreter's limit
+# Above it a float misses whole numbers, and a size in bytes may overflow.
+_LIMITS = {float: 2**53, int: 2**63}
+_URL = re.compile(r'://[^\s"]*')
+
+
+def problems_of(
+    data: Any,
+    schema: Schema,
+    where: Callable[[KeyPath], str],
+    renamed: Mapping[str, str] | None = None,
+) -> Iterator[Problem]:
+    """Yield every mistake of ``data``.
+
+    Args:
+        data: plain data of a file.
+        schema: its JSON schema.
+        where: returns the file that set a key path.
+        renamed: fixes for renamed keys.
+    """
+    if unusable := list(unusable_values(data)):
+        yield from (Problem(f"{where(path)}: {dotted(path)}", *text) for path, *text in unusable)
+        return
+    errors = _Validator(schema).iter_errors(data)
+    for error in sorted(errors, key=lambda e: dotted(tuple(e.absolute_path))):
+        path = tuple(error.absolute_path)
+        if error.validator == "additionalProperties" and isinstance(error.schema, dict):
+            for key in sorted(set(error.instance) - set(error.schema.get("properties", {}))):
+                unknown = (*path, str(key))
+                fix = (renamed or {}).get(key) or _known_key(unknown, error.schema, schema)
+                yield Problem(f"{where(unknown)}: {dotted(unknown)}", "unknown key", fix)
+        else:
+            place = f"{where(path)}: {dotted(path)}" if path else where(path)
+            about = str(error.schema.get("description", "")) if error.schema else ""
+            yield Problem(place, _message(error), f"{_fix(error)}. {about}".removesuffix(". "))
+
+
+def _matches(
+    validator: Any, pattern: str, instance: Any, schema: Schema
+) -> Iterator[jsonschema.ValidationError]:
+    """Match as JSON schema means it: ``$`` is the end of the text, not before its last newline."""
+    whole = re.sub(r"(?<!\\)\$", r"\\Z", pattern)
+    if isinstance(instance, str) and not re.search(whole, instance):
+        yield jsonschema.ValidationError(f"{instance!r} does not have the required form")
+
+
+_Validator = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
+    jsonschema.Draft202012Validator, {"pattern": _matches}
+)
+
+
+def closest(word: str, known: Sequence[str]) -> str | None:
+    """Return the known name that ``word`` is most likely a misspelling of."""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
+
+
+def _known_key(path: KeyPath, level: Schema, schema: Schema) -> str:
+    """Suggest a known key."""
+    key = str(path[-1])
+    known = sorted(level.get("properties", {}))
+    if guess := closest(key, known):
+        return f"did you mean {dotted((*path[:-1], guess))}?"
+    elsewhere = [name for name in _all_keys(schema) if name.rsplit(".", 1)[-1] == key]
+    return f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(known)}"
+
+
+def _all_keys(schema: Schema, prefix: str = "") -> Iterator[str]:
+    for key, value in schema.get("properties", {}).items():
+        yield f"{prefix}{key}"
+        yield from _all_keys(value, f"{prefix}{key}.")
+
+
+def _without_login(url: re.Match[str]) -> str:
+    """Return a URL without its login, up to the last @: a password may hold any other character."""
+    _, at, rest = url[0].rpartition("@")
+    return f"://...@{rest}" if at else url[0]
+
+
+def _message(error: jsonschema.ValidationError) -> str:
+    value = json.dumps(error.instance, default=str, ensure_ascii=False)
+    value = _URL.sub(_without_login, value)  # messages end up in issues and logs
+    value = value if len(value) <= 60 else value[:57] + "..."
+    limit: Any = error.validator_value
+    if error.validator == "type":
+        return f"{value} is not {_in_words(limit)}"
+    if error.validator == "enum":
+        return f"{value} is not one of {', '.join('null' if x is None else str(x) for x in limit)}"
+    if error.validator in ("oneOf", "anyOf"):
+        return f"{value} has none of the accepted forms"
+    # jsonschema's message begins with the whole value.
+    return error.message.replace(repr(error.instance), value)
+
+
+def _fix(error: jsonschema.ValidationError) -> str:
+    schema = error.schema if isinstance(error.schema, dict) else {}
+    limit: Any = error.validator_value
+    if error.validator == "type":
+        if "string" in limit and isinstance(error.instance, (int, float)):
+            return f'write it in quotes: "{error.instance}"'
+        return f"write {_in_words(limit)}{_limits(schema)}{_example(schema)}"
+    if error.validator == "enum":
+        guess = closest(str(error.instance), [str(item) for item in limit])
+        return f"did you mean {guess}?" if guess else "use one of these"
+    if error.validator == "required":
+        present: Any = error.instance
+        return f"add {', '.join(name for name in limit if name not in present)}"
+    forms = limit if error.validator in ("oneOf", "anyOf") else [schema]
+    if texts := [form["patternErrorMessage"] for form in forms if "patternErrorMessage" in form]:
+        return " or ".join(texts)
+    fixes = {
+        "minimum": f"use {limit} or more",
+        "exclusiveMinimum": f"use more than {limit}",
+        "maximum": f"use {limit} or less",
+        "uniqueItems": "name each once",
+        "minLength": "write a text, or leave the key out",
+        "minItems": "name at least one",
+        "maxProperties": "keep one key",
+        "minProperties": "give one key",
+        "anyOf": "use one of these forms",
+        "oneOf": "use one of these forms",
+    }
+    return fixes.get(str(error.validator), "write it in another form") + _example(schema)
+
+
+def _in_words(types: str | list[str]) -> str:
+    return " or ".join(_TYPES[name] for name in ([types] if isinstance(types, str) else types))
+
+
+def _limits(schema: Schema) -> str:
+    least, most = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+    if least is not None and most is not None:
+        return f" from {least} to {most}"
+    return f" of {least} or more" if least is not None else ""
+
+
+def _example(schema: Schema) -> str:
+    examples = schema.get("examples") or []
+    return f", such as {json.dumps(examples[0], ensure_ascii=False)}" if examples else ""
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """Return a key path in one line: ``serve.names[0]``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part}"
+    return text if text.isprintable() else ascii(text)
+
+
+def unusable_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, str]]:
+    """Yield (where, what, fix) for each value that is not JSON, or too large, deep or many."""
+    if not path and _has_too_many(data):
+        yield (), f"has more than {MAX_VALUES} values", "write fewer values, without nested aliases"
+    elif len(path) > _MAX_LEVELS:
+        fix = "write fewer levels, without recursive aliases"
+        yield path[:3], "nests too deeply, or contains itself", fix
+    elif isinstance(data, dict):
+        for key, value in data.items():
+            if not isinstance(key, str):
+                shown = repr(key)[:60]
+                yield path, f"{shown} is not text", f'write it in quotes: "{shown}"'
+            else:
+                yield from unusable_values(key, path or (key,))
+                yield from unusable_values(value, (*path, key))
+    elif isinstance(data, list):
+        for number, value in enumerate(data):
+            yield from unusable_values(value, (*path, number))
+    else:
+        yield from ((path, message, fix) for message, fix in _wrong_with(data))
+
+
+def _wrong_with(scalar: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(scalar, float) and not math.isfinite(scalar):
+        yield f"{scalar} is not a usable number", "write a finite number"
+    elif isinstance(scalar, (int, float)):
+        limit = _LIMITS[float if isinstance(scalar, float) else int]
+        if abs(scalar) >= limit:
+            yield "is too large a number", f"write a number below {limit}"
+    elif isinstance(scalar, str):
+        if not _is_unicode(scalar):
+            yield "contains an invalid character", "write the text again"
+    elif scalar is not None:
+        shown = str(scalar)[:60]
+        message = f"{shown} is a {type(scalar).__name__}, not text or a number"
+        yield message, f'write text in quotes: "{shown}"'
+
+
+def _has_too_many(data: Any) -> bool:
+    """Return whether there are too many values; aliases count each time."""
+    level, count = [data], 0
+    for _ in range(_MAX_LEVELS + 2):
+        inner = (
+            list(value.values()) if isinstance(value, dict) else value
+            for value in level
+            if isinstance(value, (dict, list))
+        )
+        level = list(islice(chain.from_iterable(inner), MAX_VALUES + 1))
+        count += len(level)
+        if count > MAX_VALUES:
+            return True
+    return False
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

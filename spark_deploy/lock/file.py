@@ -1,0 +1,50 @@
+"""Read, check and write the lock file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from spark_contract import files
+
+from spark_deploy.config.documents import convert, typed
+from spark_deploy.config.errors import LockError
+from spark_deploy.config.schema_errors import problems_of
+from spark_deploy.config.yaml_files import load_schema, read_mapping
+from spark_deploy.lock.types import Lock
+
+_HEAD = """\
+# Written by `spark-deploy update`: which commit and which digest stand behind every name.
+# Keep it in version control. To move a name forward: `spark-deploy update --only NAME`.
+"""
+
+
+def read_lock(path: Path) -> Lock:
+    """Read a lock; a missing file is an empty lock."""
+    if not path.exists():
+        return Lock.of()
+    data, problems = read_mapping(path, shown=path.name)
+    problems = problems or list(problems_of(data, load_schema("lock"), lambda key: path.name))
+    if problems:
+        raise LockError(problems)
+    return convert(Lock, data)
+
+
+def checked(lock: Lock) -> Lock:
+    """Return a lock after checking it against the schema: hub and registry are not trusted."""
+    data, where = typed(lock, nulls=False), "the answer of the hub or registry"
+    problems = list(problems_of(data, load_schema("lock"), lambda key: where))
+    if problems:
+        raise LockError(problems)
+    return lock
+
+
+def write_lock(path: Path, lock: Lock) -> None:
+    """Replace the lock file atomically."""
+    data = typed(lock, nulls=False)
+    text = _HEAD + yaml.safe_dump(data, sort_keys=False, width=120, allow_unicode=True)
+    try:
+        files.write_text(path, text)
+    except OSError as error:
+        fix = "make its folder writable, or set lock_file to another place"
+        raise LockError.one(str(path), f"cannot be written: {error.strerror}", fix) from error
