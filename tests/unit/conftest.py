@@ -11,20 +11,20 @@ from tests.judged_once import judged_once
 
 __all__ = ["judged_once"]
 
-# An example that takes long says that the machine is busy, not that the code is wrong.
+# Slow examples mean a busy machine.
 settings.register_profile("patient", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=25)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have `make check` try a quarter of the examples that `make unit` and `make test` try."""
+    """Use a quarter of the examples in `make check`."""
     settings.load_profile("quick" if config.option.markexpr == "not slow" else "patient")
-    # Looked through every 700 objects, thousands of tests cost a tenth more.
+    # The default threshold costs a tenth of the time.
     gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was collected stays until the end
+    gc.freeze()  # until the end of the session
 
 
 @pytest.fixture(autouse=True)

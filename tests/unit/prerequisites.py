@@ -1,4 +1,4 @@
-"""What a test needs of the machine: where it is missing, a person goes on, and CI does not."""
+"""Programs that tests need: if missing, tests are skipped, but fail in CI."""
 
 from __future__ import annotations
 

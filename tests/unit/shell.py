@@ -15,7 +15,7 @@ def install_stub(folder: Path, name: str, script: str) -> Path:
 
 
 def run_script(script: str, *folders: Path, stdin: str = "", **environment: str) -> list[str]:
-    """Run a script with the programs of ``folders`` first; return the lines of its output."""
+    """Run a script with the programs of ``folders`` first; return the output lines."""
     path = ":".join([*map(str, folders), "/usr/bin:/bin"])
     done = subprocess.run(
         ["sh", "-c", script], input=stdin, capture_output=True, text=True, timeout=30, check=False,

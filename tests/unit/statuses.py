@@ -1,4 +1,4 @@
-"""What a host's tools tell, whole, from the few keys that a test is about."""
+"""Complete status documents from the few keys that matter to a test."""
 
 from __future__ import annotations
 

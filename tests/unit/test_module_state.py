@@ -1,4 +1,4 @@
-"""No module keeps what one run found out: what a run knows travels in values."""
+"""Modules keep no state of a run: state travels in values."""
 
 import ast
 import re
@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.test_rooms import MODULES, none, tree_of
 
-# Remembered is what follows from the code or the checkout alone. The payload is read once, so that
-# every host of a run gets the same bytes, whatever becomes of the checkout meanwhile.
+# Caches of values that depend only on code or checkout. The payload is read once, so that every
+# host of a run gets the same bytes.
 REMEMBER = {
     "spark_deploy/config/documents.py",
     "spark_deploy/hosts/payload.py",
@@ -19,21 +19,21 @@ REMEMBER = {
     "files/contract/spark_contract/documents.py",
 }
 KEPT = {
-    # Processes that no signal ends: the kernel keeps them, and who started them has to know.
+    # Processes that ignore signals.
     "files/host/spark_host/system/programs.py": "_stuck",
-    # Which socket an answer comes over, while the answer lives: urllib3 has no place for it.
+    # The socket of an answer, which urllib3 does not keep.
     "files/checkpoint/spark_checkpoint/sources/connections.py": "_sockets",
-    # A script of its own, that nothing imports.
+    # A script without importers.
     "files/checkpoint/spark_checkpoint/autoround_job.py": "ROOT",
 }
-# What is made to be filled; constants are written out, or frozen.
+# Mutable containers that start empty.
 FILLED = re.compile(
     r"\{\}|\[\]|([a-z]+\.)?"
     r"(dict|defaultdict|OrderedDict|UserDict|UserList|list|set|deque|Counter|Weak\w+)\(.*\)"
 )
 FILLING = {"append", "add", "update", "setdefault", "extend", "insert", "pop", "popitem", "clear",
            "remove", "discard", "appendleft"}  # fmt: skip
-# What says something else every time: found out by one run, and no fact of the code.
+# Values that differ in every run.
 DRAWN = re.compile(
     r"(secrets|random|time|uuid|subprocess|socket|getpass|tempfile)\.\w+$"
     r"|os\.(getpid|getenv|urandom|environ|getcwd)\b"
@@ -44,23 +44,19 @@ DRAWN = re.compile(
     "side", ["spark_deploy/", "files/contract/", "files/host/", "files/checkpoint/", "roles/"]
 )
 def test_modules_keep_no_state_of_a_run(side: str) -> None:
-    """What a run knows travels in values, in pyinfra's data of a host or with the command.
-
-    What is kept weakly by pyinfra's own host is data of that host, and goes with it.
-    """
     none(
         [
-            f"{name} {found}"
+            f"{name} {result}"
             for name in MODULES
             if name.startswith(side)
-            for found in state_of(tree_of(name), may_remember=name in REMEMBER)
-            if KEPT.get(name, "\n") not in found
+            for result in state_of(tree_of(name), may_remember=name in REMEMBER)
+            if KEPT.get(name, "\n") not in result
         ]
     )
 
 
 def state_of(tree: ast.Module, *, may_remember: bool = False) -> Iterator[str]:
-    """Yield each way in which a module could keep something from one call to the next."""
+    """Yield every kind of state in a module."""
     of_module = {
         name: node
         for name, node in _assigned(tree.body)
@@ -72,11 +68,11 @@ def state_of(tree: ast.Module, *, may_remember: bool = False) -> Iterator[str]:
         made = ast.unparse(value)
         if FILLED.fullmatch(made) or (isinstance(value, ast.List) and "None" in made):
             yield f"line {node.lineno}: {target} will be filled"
-        calls = (ast.unparse(one.func) for one in ast.walk(value) if isinstance(one, ast.Call))
+        calls = (ast.unparse(item.func) for item in ast.walk(value) if isinstance(item, ast.Call))
         if any(DRAWN.match(call) for call in calls):
             yield f"line {node.lineno}: {target} is found out when the module is imported"
     for part in ast.walk(tree):
-        words = [ast.unparse(one) for one in getattr(part, "decorator_list", ())]
+        words = [ast.unparse(item) for item in getattr(part, "decorator_list", ())]
         yield from (
             f"remembers {word}"
             for word in words
@@ -92,18 +88,18 @@ def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnA
     for node in body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from ((one.id, node) for one in targets if isinstance(one, ast.Name))
+            yield from ((item.id, node) for item in targets if isinstance(item, ast.Name))
         elif isinstance(node, ast.If | ast.Try):
             yield from _assigned(node.body)
 
 
 def _changes(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> Iterator[str]:
-    """Yield what a function does to a name of its module: fill it, or set something of it."""
-    own = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+    """Yield changes of module-level names in a function."""
+    own = {item.arg for item in ast.walk(function.args) if isinstance(item, ast.arg)}
     own |= {
-        one.id
-        for one in ast.walk(function)
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+        item.id
+        for item in ast.walk(function)
+        if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store)
     }
     for node in ast.walk(function):
         changed: ast.expr | None = None

@@ -1,4 +1,4 @@
-"""Who may import whom: the whole graph, from the ground up. This list is the drawing."""
+"""Allowed imports between rooms, from the bottom up."""
 
 import ast
 import re
@@ -12,8 +12,8 @@ import pytest
 
 from spark_deploy.config.checkout import CHECKOUT
 
-# A room (a file or folder) and what it may import that is not ours; the ground comes first, and
-# no room imports one that stands below it in this list. The longest matching room counts.
+# A room (file or folder) and its third-party imports, from the bottom up: a room imports only
+# rooms above it in this list. The longest match decides.
 ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (room, frozenset(outside.split()))
     for room, outside in (
@@ -78,7 +78,7 @@ ROOMS: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("deploys", "pyinfra"),
         ("deploy.py", "pyinfra"),
         ("inventory", ""),
-        # Beside the product; nothing above imports them.
+        # Outside the product; no room above imports them.
         ("lab", "torch safetensors numpy tokenizers jinja2 aiohttp paramiko transformers"),
         ("tools", ""),
         (
@@ -93,7 +93,7 @@ RANK = {room: rank for rank, (room, _) in enumerate(ROOMS)}
 # Reading the world is for the rooms that are made for it.
 IMPURE = {"os", "time", "datetime", "socket", "subprocess", "random", "urllib", "io", "shutil",
           "glob", "tempfile", "yaml", "runpy", "importlib"}  # fmt: skip
-# A path may be named there, but nobody follows it.
+# Paths may be named, but not read.
 READING = {"open", "read_text", "read_bytes", "read_mapping", "load_schema", "glob", "rglob",
            "iterdir", "exists", "is_file", "is_dir", "stat", "expanduser", "cwd"}  # fmt: skip
 # Where packages start that are not at the top of the checkout.
@@ -106,13 +106,13 @@ LONGEST_FILE = 400  # lines of a product module
 
 
 def tracked() -> list[str]:
-    """Return every module of the product, by git's list and what is new beside it."""
-    told = subprocess.run(
+    """Return every module of the product, tracked or new."""
+    result = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         cwd=CHECKOUT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     rooms = tuple({room.split("/")[0] for room, _ in ROOMS})
-    here = (name for name in told.stdout.split() if (CHECKOUT / name).is_file())
+    here = (name for name in result.stdout.split() if (CHECKOUT / name).is_file())
     return sorted(name for name in here if name.startswith(rooms))
 
 
@@ -123,18 +123,18 @@ def tree_of(name: str) -> ast.Module:
 
 @cache
 def imports(name: str) -> tuple[str, ...]:
-    found: list[str] = []
+    result: list[str] = []
     for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            result += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return tuple(found)
+            result += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(result)
 
 
 @cache
 def file_of(module: str) -> str | None:
-    """Return the file that a dotted name of ours lies in; it may end in a name inside a module."""
+    """Return the file of a dotted name of this project, which may end inside a module."""
     path = module.replace(".", "/")
     while path:
         for root in ROOTS:
@@ -158,7 +158,7 @@ def imported(*rooms: str) -> Iterator[tuple[str, str, str]]:
     """Yield module, imported name and the name's top, of the modules below these paths."""
     for name in MODULES:
         if name.startswith(rooms):
-            yield from ((name, found, found.split(".")[0]) for found in imports(name))
+            yield from ((name, result, result.split(".")[0]) for result in imports(name))
 
 
 def none(offenders: list[str]) -> None:
@@ -175,13 +175,13 @@ def test_every_module_has_a_room() -> None:
 
 def test_rooms_import_only_rooms_below() -> None:
     wrong = []
-    for name, found, top in imported(""):
-        room, theirs = room_of(name), room_of(file_of(found) or "")
+    for name, result, top in imported(""):
+        room, theirs = room_of(name), room_of(file_of(result) or "")
         assert room is not None, f"{name} has no room"
         if top in OURS and theirs is None:
-            wrong.append(f"{name} imports {found}, which is not there")
+            wrong.append(f"{name} imports {result}, which is not there")
         elif top in OURS and RANK[theirs] > RANK[room]:
-            wrong.append(f"{name} imports {found}: {theirs} is above {room}")
+            wrong.append(f"{name} imports {result}: {theirs} is above {room}")
     none(wrong)
 
 
@@ -189,8 +189,8 @@ def test_rooms_import_only_their_libraries() -> None:
     standard, allowed = {*sys.stdlib_module_names, "__future__"}, dict(ROOMS)
     none(
         [
-            f"{name} imports {found}"
-            for name, found, top in imported("spark_deploy/", "files/", "roles/")
+            f"{name} imports {result}"
+            for name, result, top in imported("spark_deploy/", "files/", "roles/")
             if top not in OURS | standard | allowed[room_of(name) or ""]
         ]
     )
@@ -198,7 +198,7 @@ def test_rooms_import_only_their_libraries() -> None:
 
 def test_modules_have_no_import_cycle() -> None:
     graph = {
-        name: {ours for found in imports(name) if (ours := _ours(found)) and ours != name}
+        name: {ours for result in imports(name) if (ours := _ours(result)) and ours != name}
         for name in MODULES
     }
     left = set(graph)
@@ -218,20 +218,20 @@ def faces(name: str) -> set[str]:
 
 
 def reached_from(start: str) -> list[str]:
-    """Return the modules below a folder and all of ours that importing them brings in."""
+    """Return the modules below a folder, and our modules that they import."""
     reached: set[str] = set()
     coming = {name for name in MODULES if name.startswith(start)}
     while coming:
         reached |= coming
-        found = {_ours(imported) for name in coming for imported in imports(name)}
-        found |= {face for name in coming for face in faces(name)}
-        coming = {name for name in found if name} - reached
+        result = {_ours(imported) for name in coming for imported in imports(name)}
+        result |= {face for name in coming for face in faces(name)}
+        coming = {name for name in result if name} - reached
     return sorted(reached)
 
 
 def test_plan_is_pure() -> None:
     """Catalog, lock and payload are loaded before: same request, same plan."""
-    # The package's own face looks for the contract of its checkout, before anything is planned.
+    # The package finds the contract of its checkout when it is imported.
     reached = set(reached_from("spark_deploy/plan/")) - {"spark_deploy/__init__.py"}
     reading = [
         f"{name} line {node.lineno} reads"
@@ -247,7 +247,7 @@ def test_plan_is_pure() -> None:
 def test_roles_are_independent() -> None:
     roles = [name for name in MODULES if name.startswith("roles/")]
     others = [
-        f"{name} imports {found}" for name, found, top in imported("roles/") if top == "roles"
+        f"{name} imports {result}" for name, result, top in imported("roles/") if top == "roles"
     ]
     labs = [
         f"{name} says {node.id}"
@@ -259,16 +259,16 @@ def test_roles_are_independent() -> None:
 
 
 def test_host_code_imports_no_controller() -> None:
-    found = imported("files", "lab", "bench")
-    none([f"{name} imports {it}" for name, it, top in found if top in {"spark_deploy", "roles"}])
+    result = imported("files", "lab", "bench")
+    none([f"{name} imports {it}" for name, it, top in result if top in {"spark_deploy", "roles"}])
 
 
 @pytest.mark.parametrize("side", ["host", "checkpoint", "image"])
 def test_host_packages_are_independent(side: str) -> None:
     mine = {"host": "spark_host", "checkpoint": "spark_checkpoint", "image": "spark_vllm"}[side]
     others = OURS - {mine, "spark_contract"}
-    found = imported(f"files/{side}/")
-    none([f"{name} imports {it}" for name, it, top in found if top in others])
+    result = imported(f"files/{side}/")
+    none([f"{name} imports {it}" for name, it, top in result if top in others])
 
 
 def test_product_files_are_short() -> None:

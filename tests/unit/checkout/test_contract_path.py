@@ -1,4 +1,4 @@
-"""Code and contract are of one checkout, whatever else an environment knows."""
+"""Code and contract come from the same checkout."""
 
 import subprocess
 import sys

@@ -31,7 +31,6 @@ def test_architecture_names_existing_files():
 
 
 def test_result_files_are_referenced():
-    """A result that nobody reads proves nothing to anybody."""
     pages = [*CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("proofs/**/*.md")]
     read = "\n".join(
         path.read_text("utf-8") for path in [*pages, *CHECKOUT.glob("catalog/**/*.yml")]
@@ -45,8 +44,8 @@ def test_quantisation_table_matches_results():
     page = (CHECKOUT / "proofs/engine-proofs.md").read_text("utf-8")
     table = page.partition("| tree | all positions: divergence |")[2].partition("\n\n")[0]
     shown = [[float(cell) for cell in row.split("|")[2:-1]] for row in table.splitlines()[2:]]
-    found = json.loads((CHECKOUT / "proofs/results/gpu/requantize.json").read_text("utf-8"))
-    rows = [row["numbers"] for row in found["rows"] if row["numbers"].get("positions")]
+    result = json.loads((CHECKOUT / "proofs/results/gpu/requantize.json").read_text("utf-8"))
+    rows = [row["numbers"] for row in result["rows"] if row["numbers"].get("positions")]
     keys = {"divergence_all": 3, "top_agrees_all": 3, "divergence_replies": 4}
     digits = {**keys, "perplexity_replies": 4}
     assert len(rows) == 4

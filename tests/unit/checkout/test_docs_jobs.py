@@ -1,4 +1,4 @@
-"""The table of jobs is whole, counts what it says, and no job takes more than was promised."""
+"""Jobs on the how-to pages: commands, edits and promised limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spark_deploy.config.checkout import CHECKOUT
 from tests.owner import JOBS_PAGE as PAGE
 from tests.owner import Job, jobs
 
-# What each job may take at most: commands and edits.
+# Limits for each job: commands and edits.
 PROMISED = {
     "first server": (2, 0),
     "reuse what the host has": (0, 0),
@@ -40,7 +40,7 @@ def test_jobs_count_their_commands(job: Job) -> None:
 
 @pytest.mark.parametrize("name", PROMISED)
 def test_jobs_take_no_more_steps_than_promised(name: str) -> None:
-    [job] = [one for one in JOBS if one.name == name]
+    [job] = [item for item in JOBS if item.name == name]
     commands, edits = PROMISED[name]
     assert (job.commands <= commands, job.edits <= edits) == (True, True), job
 

@@ -1,4 +1,4 @@
-"""Every YAML and every link on the pages works, and the table of jobs counts right."""
+"""YAML, links, settings and make targets on the pages are valid."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def blocks(name: str) -> list[str]:
 
 
 def part_of(kind: str, data: dict[str, Any]) -> bool:
-    """Tell whether a block is a document of a kind, or a part of one that is right."""
+    """Return whether a block is a document of a kind, or a valid part."""
     schema = load_schema(kind)
     if not set(data) <= set(schema["properties"]):
         return False
@@ -52,7 +52,7 @@ def part_of(kind: str, data: dict[str, Any]) -> bool:
 
 
 def are_settings(block: str, root: Path) -> None:
-    """Have a block read as an owner's file; a model of their own stands for one of ours."""
+    """Load a block as settings; replace the user's models by a shipped model."""
     known = shipped_catalog().models
     named = re.findall(r"^model: (\S+)", block, re.M)
     for name in [name for name in named if name not in known]:
@@ -74,7 +74,7 @@ def test_yaml_on_pages_is_valid(name: str, tmp_path: Path) -> None:
 
 
 def adds(name: str, root: Path) -> None:
-    """Put files there for the models that a page has owners add."""
+    """Write files of the models that a page adds."""
     folder = root / "catalog/models"
     folder.mkdir(parents=True)
     for repository in re.findall(r"^spark-deploy add (\S+/\S+)", text_of(name), re.M):
@@ -106,12 +106,14 @@ def test_links_on_pages_work(name: str) -> None:
 
 def test_settings_on_pages_exist():
     keys = load_schema("settings")["properties"]
-    sections = {name: set(one["properties"]) for name, one in keys.items() if "properties" in one}
+    sections = {
+        name: set(item["properties"]) for name, item in keys.items() if "properties" in item
+    }
     named = {
-        (page.name, *found)
+        (page.name, *result)
         for page in PAGES
-        for found in re.findall(r"`([a-z_]+)\.([a-z_]+)(?=[:.`\s])", page.read_text("utf-8"))
-        if found[0] in sections
+        for result in re.findall(r"`([a-z_]+)\.([a-z_]+)(?=[:.`\s])", page.read_text("utf-8"))
+        if result[0] in sections
     }
     assert len(named) > 40
     wrong = [(page, f"{first}.{key}") for page, first, key in named if key not in sections[first]]

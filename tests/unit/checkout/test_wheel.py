@@ -1,4 +1,4 @@
-"""What is installed from a wheel, outside of any checkout, does what the checkout does."""
+"""An installed wheel works like the checkout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIGESTS = (
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the commands of an environment that has the wheel, and its needs from this one."""
+    """Install the wheel into an environment; return the folder of commands."""
     root = tmp_path_factory.mktemp("wheel")
     source = root / "source"
     names = subprocess.run(
@@ -46,13 +46,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(root / "venv", with_pip=False)
     python = root / "venv/bin/python"
     install = [*pip, "--python", str(python), "install", "--no-deps", str(wheel)]
-    # A path of somebody's environment would make pip find this project there already.
+    # A PYTHONPATH would make pip find this project.
     subprocess.run(install, check=True, cwd=root, env={"PATH": os.environ["PATH"]})
     site = subprocess.run(
         [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
-    # As text, a path brings no .pth file of its own: this checkout's editable install stays away.
+    # A path in a .pth file does not load the editable install of this checkout.
     Path(site, "needs.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pyinfra = (Path(sys.executable).with_name("pyinfra")).read_text().splitlines()
     (root / "venv/bin/pyinfra").write_text("\n".join([f"#!{python}", *pyinfra[1:]]) + "\n")

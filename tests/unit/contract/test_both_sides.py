@@ -1,4 +1,4 @@
-"""Every document that a plan sends is read by the host's own code, and says the same there."""
+"""The host reads every planned document with the same content."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ PLANS = [
 
 
 def put(plan: HostPlan, root: Path) -> Paths:
-    """Lay down what a deploy lays down, below a root."""
+    """Write the files of a deploy below a root."""
     paths = Paths(root)
     work = (*jobs_of(plan, ()), *discard_jobs_of(plan))
     for file in (
         *release_files_of(plan),
         gateway_file(plan.gateway),
-        *(file for one in work for file in one.files()),
+        *(file for item in work for file in item.files()),
     ):
         paths.below(file.path).parent.mkdir(parents=True, exist_ok=True)
         paths.below(file.path).write_bytes(file.content)
@@ -52,7 +52,7 @@ def put(plan: HostPlan, root: Path) -> Paths:
 
 
 def read_back(plan: HostPlan, root: Path) -> None:
-    """Compare every planned document with what the host reads of it."""
+    """Compare every planned document with the host's reading."""
     paths = put(plan, root)
     release = system.load_release(plan.serve.name, paths)
     assert text_of(release) == release_files_of(plan)[0].content.decode()
@@ -90,7 +90,6 @@ def test_engine_arguments_match_the_release(tmp_path: Path) -> None:
 
 
 def test_digest_covers_document_and_restart_limits(tmp_path: Path) -> None:
-    """That is the document, and what else is frozen with it: how its unit starts again."""
     plan = plan_of()
     written = json.loads(release_files_of(plan)[0].content)
     rest = {key: value for key, value in written.items() if key not in ("name", "digest")}
@@ -145,26 +144,25 @@ def test_unit_files_exist_and_run_our_tool(template: units.Template) -> None:
     programs = re.findall(r"^Exec\w+=-?(\S*spark-host)", text, re.MULTILINE)
     assert set(programs) <= {HOST_TOOL}
     named = set(re.findall(r"spark-\w+@%i\.\w+", text))
-    known = {one.of("%i") for one in (units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY)}
+    known = {item.of("%i") for item in (units.SERVE, units.SWITCH, units.WATCH, units.GATEWAY)}
     assert named <= known
 
 
 def test_unit_names_come_from_the_contract() -> None:
-    """A name that is put together beside the contract is the second place of one fact."""
     by_hand = re.compile(r"spark-(?:serve|switch|watch|gateway|job|prepare)@[^A-Z`]")
-    found = [
+    result = [
         f"{path.relative_to(CHECKOUT)}: {line.strip()}"
         for room in ("spark_deploy", "files/host", "files/contract", "roles", "deploys")
         for path in sorted((CHECKOUT / room).rglob("*.py"))
         for line in path.read_text("utf-8").splitlines()
         if by_hand.search(line) and "``" not in line
     ]
-    assert found == []
+    assert result == []
 
 
 @pytest.mark.skipif(shutil.which("systemd-escape") is None, reason="needs systemd-escape")
 @pytest.mark.parametrize("path", ["/run/spark/engines/main", "/run/spark/engines/my-one", "/a b"])
 def test_mount_unit_matches_systemd_escape(path: str) -> None:
     words = ["systemd-escape", "--path", "--suffix=mount", path]
-    said = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert mount_unit(path) == said.stdout.strip()
+    output = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert mount_unit(path) == output.stdout.strip()

@@ -1,4 +1,4 @@
-"""The one reader and the one writer of documents that controller and hosts exchange."""
+"""Reading and writing of documents between controller and hosts."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_documents_round_trip_byte_for_byte() -> None:
 
 
 def test_omits_optional_keys_with_defaults() -> None:
-    told = {**DATA, "unless": {"receipt": "/r", "digest": "d"}}
-    work = documents.read(Work, told)
+    result = {**DATA, "unless": {"receipt": "/r", "digest": "d"}}
+    work = documents.read(Work, result)
     assert work.unless == Receipt("/r", "d")
-    assert documents.plain(work) == told
+    assert documents.plain(work) == result
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A file is whole or absent, and what a killed writer left aside goes with the next write."""
+"""Files are complete or absent; stale temporary files are removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def ended_process() -> int:
 
 
 def test_removes_temporary_file_of_killed_writer(tmp_path: Path) -> None:
-    # Seen after a power cut in the lab: the name of the writer's process was taken by nobody since.
     left = tmp_path / f".record.json.{ended_process()}"
     left.write_text("half")
     files.write_text(tmp_path / "record.json", "whole\n")

@@ -1,4 +1,4 @@
-"""A host waits for a reboot for the same reason, whoever asks: its own status, or a deploy."""
+"""Status and deploy report the same reason for a pending reboot."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-def asked_by_a_deploy(root: Path) -> str:
-    """Run the deploy's own questions in a real shell, on a host below ``root``."""
+def reason_of_deploy(root: Path) -> str:
+    """Run the deploy's commands in a shell, on a host below ``root``."""
     script = (gpu.GPU_SCRIPT + survey.IDENTITY_SCRIPT).replace("uname -r", f"echo {RUNNING}")
     for place in ("/run/", "/boot/", "/proc/driver", "/usr/lib/"):
         script = script.replace(place, f"{root}{place}")
-    told = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
-    sections = split_sections(told.stdout.replace(f"{root}/", "/").splitlines())
-    sections.pop("smi")  # this machine's, where it has one
+    result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    sections = split_sections(result.stdout.replace(f"{root}/", "/").splitlines())
+    sections.pop("smi")  # of this machine
     return survey.parse_identity(sections, gpu.parse_gpu(sections)).boot.pending
 
 
@@ -65,4 +65,4 @@ def test_status_and_deploy_report_the_same_reboot_reason(
         path.write_text(text)
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=RUNNING))
     assert versions.reboot_pending(tmp_path) == why
-    assert asked_by_a_deploy(tmp_path) == why
+    assert reason_of_deploy(tmp_path) == why

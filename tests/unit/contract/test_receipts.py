@@ -1,4 +1,4 @@
-"""Receipts of both kinds, through the one reader that controller, host and builder use."""
+"""Receipts of downloads and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that both sides know stand once, in the contract, and are imported from there."""
+"""Shared names are defined only in the contract."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spark_contract import job, release
 from spark_deploy.config.checkout import CHECKOUT
 
 SIDES = ("spark_deploy", "roles", "deploys", "files/host", "files/checkpoint")
-# What nobody writes by chance; a name of one plain word may mean something else elsewhere.
+# Names with several words; single words may mean something else.
 NAMES = {
     value
     for module in (release, release, job)
@@ -22,7 +22,7 @@ NAMES = {
 
 
 def written(path: Path) -> set[str]:
-    """Return the texts in a module, and the beginnings of those that are put together."""
+    """Return the string constants of a module."""
     tree = ast.parse(path.read_text("utf-8"))
     return {
         node.value

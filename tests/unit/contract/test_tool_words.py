@@ -1,4 +1,4 @@
-"""A word that is said to the tool on a host is one that it knows."""
+"""Commands of the host tool exist."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.hosts.payload import read_payload
 from spark_deploy.plan.release import unit_files_of
 
-# Words behind the tool's name, wherever somebody is told to say them.
+# Commands after the tool's name.
 SAID = re.compile(rf"{tool.TOOL} ([a-z]+(?:-[a-z]+)*)")
 
 
 def words_of_the_contract() -> set[str]:
-    """Return what a controller can say: a word whose constant is called like it."""
+    """Return the commands in the contract: constants named like their value."""
     return {
         value
         for name, value in vars(tool).items()
@@ -35,30 +35,28 @@ def test_host_tool_has_every_command_of_the_contract() -> None:
 
 
 def test_units_start_existing_commands() -> None:
-    said = {
+    output = {
         word
         for file in (CHECKOUT / "files/units").iterdir()
         for word in re.findall(rf"{re.escape(tool.HOST_TOOL)} (\S+)", file.read_text("utf-8"))
     }
-    assert len(said) > 10
-    assert said <= set(host.VERBS)
+    assert len(output) > 10
+    assert output <= set(host.VERBS)
 
 
 def test_commands_import_only_their_module() -> None:
-    """The modules are named by text, which nobody else holds against what is there."""
     functions = [function.split(":") for function, *_ in host.VERBS.values()]
     for module, name in functions:
         assert callable(getattr(importlib.import_module(f"spark_host.{module}"), name))
     code = "import sys, spark_host.__main__; print(*sys.modules)"
     path = f"{CHECKOUT / 'files/host'}:{CHECKOUT / 'files/contract'}"
-    said = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path},
+    output = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path},
                           capture_output=True, text=True, check=True)  # fmt: skip
     modules = {f"spark_host.{module}" for module, _ in functions} - {"spark_host.__main__"}
-    assert not modules & set(said.stdout.split())
+    assert not modules & set(output.stdout.split())
 
 
 def test_command_lines_come_from_the_contract() -> None:
-    """Who names the tool's place puts a command together by hand."""
     typed = {
         str(path.relative_to(CHECKOUT))
         for room in ("spark_deploy", "roles", "deploys")
@@ -72,25 +70,24 @@ def test_command_lines_come_from_the_contract() -> None:
 def test_messages_and_pages_name_existing_commands(room: str) -> None:
     place = CHECKOUT / room
     pages = [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.md")]
-    told = {
+    result = {
         (word, str(page.relative_to(CHECKOUT)))
         for page in pages
         if "decisions" not in page.parts
         for word in SAID.findall(page.read_text("utf-8"))
     }
-    assert {one for one in told if one[0] not in {*host.VERBS, "help"}} == set()
+    assert {item for item in result if item[0] not in {*host.VERBS, "help"}} == set()
 
 
 def test_spark_check_runs_the_check_command(tmp_path: Path) -> None:
-    """Run the file that hosts get, with a tool that repeats what it is told."""
     files = {Path(file.path).name: file for file in unit_files_of(read_payload().units)}
     repeat = tmp_path / "tool"
     repeat.write_text('#!/bin/sh\necho "$@"\n')
     repeat.chmod(0o755)
     text = files[tool.CHECK_TOOL].content.decode().replace(tool.HOST_TOOL, str(repeat))
     text = text.replace("exec sudo -- ", ": ")  # root or not, this is about the words
-    said = subprocess.run(
+    output = subprocess.run(
         ["sh", "-c", text.split("\n", 1)[1], "x", "--quick"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert said.stdout.split() == [tool.CHECK, "--quick"]
+    assert output.stdout.split() == [tool.CHECK, "--quick"]

@@ -76,7 +76,7 @@ def no_tty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hosts:
-    """Two hosts that need a password and one that is ready; files are in tmp_path."""
+    """Two hosts without access and a ready host; files are in tmp_path."""
     (tmp_path / "id.pub").write_text("ssh-ed25519 AAAA ann@desk\n")
     keys = {f"{name}.test": ECDSAKey.generate() for name in ("spark-1", "spark-2", "ready")}
     lines = [HostKeyEntry([name], key).to_line() for name, key in keys.items()]

@@ -100,7 +100,7 @@ def test_limit_and_exclude_choose_hosts(options, chosen):
 
 @pytest.fixture
 def port():
-    """A port of this machine on which nothing listens."""
+    """A closed port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"ssh.port={server.getsockname()[1]}"
 
@@ -159,9 +159,9 @@ def test_parses_data_as_pyinfra_does():
     texts = ["true", "False", "8", "-1", "1.5", '{"a": 1}', "null", "v2", "013", "", "a=b", "1_0"]
     # Importing pyinfra_cli patches the interpreter: not in this process.
     script = (
-        "import sys; from pyinfra_cli.util import parse_cli_arg as theirs\n"
-        "from spark_deploy.inventory.command_line import _value as ours\n"
-        "print([text for text in sys.argv[1:] if repr(ours(text)) != repr(theirs(text))])"
+        "import sys; from pyinfra_cli.util import parse_cli_arg\n"
+        "from spark_deploy.inventory.command_line import _value\n"
+        "print([text for text in sys.argv[1:] if repr(_value(text)) != repr(parse_cli_arg(text))])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *texts], capture_output=True, text=True, cwd=CHECKOUT

@@ -1,4 +1,4 @@
-"""A hub that has what lab-tiny is built from."""
+"""A hub with the sources of lab-tiny."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub on this machine with lab-tiny's repositories: right names and shapes, and no weights."""
+"""A hub on this machine with lab-tiny's repositories: names and shapes without weights."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def modules() -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def base_entries() -> Entries:
-    """Return what the base's headers must say."""
-    found: Entries = {}
+    """Return the headers of the base."""
+    result: Entries = {}
     for name in sorted(expand_all(TENSORS.base) | expand_all(TENSORS.mtp)):
-        found[name] = ("I32" if name.endswith(("qweight", "qzeros")) else "BF16", (1,))
+        result[name] = ("I32" if name.endswith(("qweight", "qzeros")) else "BF16", (1,))
     for module, (weight, _) in modules().items():
-        found[f"{module}.weight"] = ("BF16", weight)
-    found["lm_head.weight"] = ("BF16", (1024, 256))
-    return found
+        result[f"{module}.weight"] = ("BF16", weight)
+    result["lm_head.weight"] = ("BF16", (1024, 256))
+    return result
 
 
 def donor_entries() -> Entries:
-    """Return what the donor's headers must say."""
-    found: Entries = {name: ("BF16", (1,)) for name in sorted(expand_all(TENSORS.donor_unmatched))}
+    """Return the headers of the donor."""
+    result: Entries = {name: ("BF16", (1,)) for name in sorted(expand_all(TENSORS.donor_unmatched))}
     for module, (weight, scale) in modules().items():
-        found[f"{module}.weight"] = ("F8_E4M3", weight)
-        found[f"{module}.weight_scale_inv"] = ("BF16", scale)
-    return found
+        result[f"{module}.weight"] = ("F8_E4M3", weight)
+        result[f"{module}.weight_scale_inv"] = ("BF16", scale)
+    return result
 
 
 def write_repository(
@@ -54,7 +54,7 @@ def write_repository(
     commit: str | None = None,
     config: dict[str, object] | None = None,
 ) -> Path:
-    """Write a repository of two shards below the root of a hub; return its folder."""
+    """Write a repository of two shards below the root of a hub; return the folder."""
     commit = commit or COMMITS[repo]
     folder = root / repo / "resolve" / commit
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,11 +80,11 @@ def write_repository(
 
 def sibling(path: Path) -> dict[str, object]:
     data = path.read_bytes()
-    told: dict[str, object] = {"rfilename": path.name, "size": len(data), "blobId": "b" * 40}
+    result: dict[str, object] = {"rfilename": path.name, "size": len(data), "blobId": "b" * 40}
     if path.suffix == ".safetensors":
         digest = hashlib.sha256(data).hexdigest()
-        told["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 130}
-    return told
+        result["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 130}
+    return result
 
 
 def write_shard(path: Path, entries: Entries) -> None:

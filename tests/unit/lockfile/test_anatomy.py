@@ -1,4 +1,4 @@
-"""What a repository served as published takes: weights by headers, cache by config.json."""
+"""Sizes of repositories: weights from headers, cache from config.json."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def read(**changes: Any) -> Anatomy:
 
 def asked(hub: Hub, tmp_path: Path, **more: Any) -> Any:
     overrides = {"model": "lab-tiny", "hub.endpoint": hub.url, **more}
-    found = load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
-    return dataclasses.replace(found, model="tiny", profile="plain")
+    result = load_hosts({"lab": ["a"]}, root=tmp_path, overrides=overrides)["a"].settings
+    return dataclasses.replace(result, model="tiny", profile="plain")
 
 
 def test_sums_weights_by_part_and_dtype(hub: Hub, tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ def test_sums_weights_by_part_and_dtype(hub: Hub, tmp_path: Path) -> None:
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
     hub.requests.clear()
     lock = verify_names(asked(hub, tmp_path), CATALOG_OF_ONE, lock, lambda text: None)
-    found = lock.anatomies[REPO]
-    assert found.weights == {"BF16": 100 * 64 * 2, "F8_E4M3": 64 * 64}
-    assert (found.vision_bytes, found.drafter_bytes) == (140, 200 + 60)
-    assert found.architecture == "Qwen3ForCausalLM"
-    # Headers alone: what a range asks for ends where the weights begin.
+    result = lock.anatomies[REPO]
+    assert result.weights == {"BF16": 100 * 64 * 2, "F8_E4M3": 64 * 64}
+    assert (result.vision_bytes, result.drafter_bytes) == (140, 200 + 60)
+    assert result.architecture == "Qwen3ForCausalLM"
+    # Ranges end before the weights.
     for path, headers, _ in hub.requests:
         if path.endswith(".safetensors"):
             data = (hub.root / path.lstrip("/")).read_bytes()
@@ -81,7 +81,7 @@ def test_sums_weights_by_part_and_dtype(hub: Hub, tmp_path: Path) -> None:
             assert int(headers["Range"].rpartition("-")[2]) < ends
     write_lock(tmp_path / "spark.lock.yml", lock)
     assert read_lock(tmp_path / "spark.lock.yml") == lock
-    # Of another commit nothing is known.
+    # Another commit has no anatomy.
     moved = dataclasses.replace(lock.sources[REPO], commit="4" * 40)
     assert lock.also([moved]).anatomies == {}
 
@@ -89,10 +89,14 @@ def test_sums_weights_by_part_and_dtype(hub: Hub, tmp_path: Path) -> None:
 def test_required_lock_refuses_unread_headers(hub: Hub, tmp_path: Path) -> None:
     write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
-    wanted = asked(hub, tmp_path, locked="required")
-    assert [one.repository for one in unread_repositories(wanted, CATALOG_OF_ONE, lock)] == [REPO]
+    expected = asked(hub, tmp_path, locked="required")
+    assert [item.repository for item in unread_repositories(expected, CATALOG_OF_ONE, lock)] == [
+        REPO
+    ]
     with pytest.raises(LockError, match="are not read yet"):
-        verified_lock(wanted, CATALOG_OF_ONE, tmp_path / "spark.lock.yml", lock, lambda text: None)
+        verified_lock(
+            expected, CATALOG_OF_ONE, tmp_path / "spark.lock.yml", lock, lambda text: None
+        )
 
 
 def test_left_out_files_are_not_counted(hub: Hub, tmp_path: Path) -> None:
@@ -102,19 +106,19 @@ def test_left_out_files_are_not_counted(hub: Hub, tmp_path: Path) -> None:
         (folder / "model-00001-of-00002.safetensors").read_bytes()
     )
     for listing in (hub.root / "api/models" / REPO / "revision").iterdir():
-        said = json.loads(listing.read_text())
-        said["siblings"] = [sibling(path) for path in sorted(folder.iterdir())]
-        listing.write_text(json.dumps(said))
-    wanted, tell = asked(hub, tmp_path), list[str]().append
+        output = json.loads(listing.read_text())
+        output["siblings"] = [sibling(path) for path in sorted(folder.iterdir())]
+        listing.write_text(json.dumps(output))
+    expected, tell = asked(hub, tmp_path), list[str]().append
     lock = Lock.of([lookup.look_up(hub.url, REPO, "main", None)])
-    lock = verify_names(wanted, CATALOG_OF_ONE, lock, tell)
+    lock = verify_names(expected, CATALOG_OF_ONE, lock, tell)
     assert lock.anatomies[REPO].repeats_names
     model = dataclasses.replace(MODEL, leave_out=("consolidated*",))
     models = {**CATALOG_OF_ONE.models, "tiny": model}
     catalog = dataclasses.replace(CATALOG_OF_ONE, models=models)
-    lock = verify_names(wanted, catalog, lock, tell)
+    lock = verify_names(expected, catalog, lock, tell)
     assert not lock.anatomies[REPO].repeats_names
-    assert not list(unread_repositories(wanted, catalog, lock))
+    assert not list(unread_repositories(expected, catalog, lock))
 
 
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "deepseek_v3"}
@@ -128,7 +132,7 @@ MAMBA = {
     "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
     "conv_kernel": 4, "mamba_ssm_cache_dtype": "float32",
 }  # fmt: skip
-# What each kind of layer keeps, worked out by hand: (kind, layers, token, window, state).
+# Expected cache of each kind of layer: (kind, layers, token, window, state).
 KEPT = {
     "full": ({}, [("full", 2, 2 * 2 * 32 * 2, 0, 0)]),
     "no head_dim": ({"head_dim": "gone"}, [("full", 2, 2 * 2 * 16 * 2, 0, 0)]),
@@ -152,18 +156,18 @@ KEPT = {
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_computes_cache_of_each_kind_of_layer(kind: str) -> None:
-    changes, wanted = KEPT[kind]
-    found = read(**changes)
+    changes, expected = KEPT[kind]
+    result = read(**changes)
     kept = [
-        (one.kind, one.layers, one.token_bytes, one.window_tokens, one.state_bytes)
-        for one in found.cache
+        (item.kind, item.layers, item.token_bytes, item.window_tokens, item.state_bytes)
+        for item in result.cache
     ]
-    assert kept == wanted
-    assert found.cache_unknown == ""
+    assert kept == expected
+    assert result.cache_unknown == ""
 
 
 UNKNOWN = {
-    "another type of model": ({"model_type": "nobody"}, "layers of nobody are unknown"),
+    "another type of model": ({"model_type": "unheard"}, "layers of unheard are unknown"),
     "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "'odd' are unknown"),
     "layers that do not add up": ({"layer_types": ["full_attention"]}, "names 1 layers of 2"),
     "a detail": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers with"),
@@ -174,10 +178,10 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("why", UNKNOWN)
 def test_reports_unknown_cache(why: str) -> None:
-    changes, said = UNKNOWN[why]
-    found = read(**changes)
-    assert said in found.cache_unknown
-    assert found.cache == ()
+    changes, output = UNKNOWN[why]
+    result = read(**changes)
+    assert output in result.cache_unknown
+    assert result.cache == ()
 
 
 IMPOSSIBLE = ({"num_hidden_layers": -3}, {"head_dim": 2**80}, {"num_key_value_heads": "8"},

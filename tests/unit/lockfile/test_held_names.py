@@ -1,4 +1,4 @@
-"""What a host builds from is held against the catalog before its bytes are ordered."""
+"""Tensor names of sources are compared with the catalog before a download."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def lock(hub: Hub) -> Lock:
 
 
 def asked(hub: Hub, repo: str) -> list[tuple[str, str]]:
-    """Return the shards asked for, with the range."""
+    """Return requested shards and ranges."""
     return [
         (path, headers.get("Range", "all"))
         for path, headers, _ in hub.requests
@@ -68,16 +68,16 @@ def quiet(text: str) -> None:
 def test_stores_verified_names_in_the_lock(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    held = verify_names(settings, CATALOG, lock, said.append)
-    found = held.names[BUILD]
+    output: list[str] = []
+    held = verify_names(settings, CATALOG, lock, output.append)
+    result = held.names[BUILD]
     base, mtp = expand_all(TENSORS.base), expand_all(TENSORS.mtp)
-    assert found.base == f"{BASE}@{COMMITS[BASE]}"
-    assert found.donor == f"{DONOR}@{COMMITS[DONOR]}"
-    assert (found.base_tensors, found.mtp_tensors) == (len(base | mtp), len(mtp))
-    assert (found.swapped_modules, found.mtp_from_donor) == (len(modules()), 0)
-    [line] = said
-    assert f"{BUILD}: 464 names of {BASE} and {found.donor_tensors} names of {DONOR}" in line
+    assert result.base == f"{BASE}@{COMMITS[BASE]}"
+    assert result.donor == f"{DONOR}@{COMMITS[DONOR]}"
+    assert (result.base_tensors, result.mtp_tensors) == (len(base | mtp), len(mtp))
+    assert (result.swapped_modules, result.mtp_from_donor) == (len(modules()), 0)
+    [line] = output
+    assert f"{BUILD}: 464 names of {BASE} and {result.donor_tensors} names of {DONOR}" in line
     write_lock(tmp_path / "spark.lock.yml", held)
     assert read_lock(tmp_path / "spark.lock.yml") == held
     hub.requests.clear()
@@ -89,10 +89,10 @@ def test_downloads_headers_only(hub: Hub, settings: Settings, lock: Lock) -> Non
     verify_names(settings, CATALOG, lock, quiet)
     for repo in (BASE, DONOR):
         assert asked(hub, repo)
-        for path, wanted in asked(hub, repo):
+        for path, expected in asked(hub, repo):
             data = (hub.root / path.lstrip("/")).read_bytes()
             header_ends = 8 + int.from_bytes(data[:8], "little")
-            assert int(wanted.rpartition("-")[2]) < header_ends < len(data)
+            assert int(expected.rpartition("-")[2]) < header_ends < len(data)
 
 
 def without(part: str) -> Callable[[dict[str, Any]], None]:
@@ -125,15 +125,15 @@ def test_refuses_sources_that_differ_from_the_catalog(
     here = inventory(tmp_path, hub, monkeypatch)
     for command in ("update", "plan"):
         assert main([command, "inventory.py"]) == 1
-        said = capsys.readouterr().err
-        assert words in said
-        assert "\n  fix: " in said
-        assert "Traceback" not in said
+        output = capsys.readouterr().err
+        assert words in output
+        assert "\n  fix: " in output
+        assert "Traceback" not in output
     assert not (here / "spark.lock.yml").exists()
 
 
 def inventory(folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write an inventory of one host that builds lab-tiny, and go there."""
+    """Write an inventory with lab-tiny, and change to its folder."""
     from spark_deploy.config.checkout import CHECKOUT
     from spark_deploy.lock import resolve
 
@@ -211,26 +211,26 @@ def test_changed_catalog_needs_a_new_verification(hub: Hub, settings: Settings, 
 def test_deploy_continues_without_the_hub(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
 ) -> None:
-    path, said = tmp_path / "spark.lock.yml", []
+    path, output = tmp_path / "spark.lock.yml", []
     hub.fault = lambda handler, path, data: handler.answer(404, b"") or True
-    assert verified_lock(settings, CATALOG, path, lock, said.append) == lock
+    assert verified_lock(settings, CATALOG, path, lock, output.append) == lock
     assert not path.exists()
-    [line] = said
+    [line] = output
     assert line.startswith("names are not compared with the catalog yet: ")
     assert "the server answers 404" in line
     hub.fault = None
-    assert verified_lock(settings, CATALOG, path, lock, said.append) == read_lock(path)
+    assert verified_lock(settings, CATALOG, path, lock, output.append) == read_lock(path)
     assert BUILD in read_lock(path).names
 
 
 def test_required_lock_works_offline(
     hub: Hub, settings: Settings, lock: Lock, tmp_path: Path
 ) -> None:
-    said: list[str] = []
+    output: list[str] = []
     strict = dataclasses.replace(settings, locked="required")
-    assert verified_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lock, said.append) == lock
+    assert verified_lock(strict, CATALOG, tmp_path / "spark.lock.yml", lock, output.append) == lock
     assert hub.requests == []
-    [message] = said
+    [message] = output
     assert BUILD in message
     assert "`spark-deploy update --missing`" in message
 

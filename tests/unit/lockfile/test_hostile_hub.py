@@ -1,4 +1,4 @@
-"""Whatever a hub answers, locking ends with one problem in one line, or with a valid lock."""
+"""Any answer of a hub gives a valid lock or a problem in a line."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_hub_answer_is_a_valid_lock_or_one_problem(hub: Hub, answer: bytes) -> N
     hub.fault = lambda handler, path, data: handler.serve(answer) or True
     path = hub.root / "spark.lock.yml"
     try:
-        found = lookup.look_up(hub.url, REPO, "main", None)
+        result = lookup.look_up(hub.url, REPO, "main", None)
     except LockError as error:
         [problem] = error.problems
         assert problem.where
@@ -106,12 +106,12 @@ def test_hub_answer_is_a_valid_lock_or_one_problem(hub: Hub, answer: bytes) -> N
         assert re.fullmatch(r"[^\n]+", problem.line)
         assert problem.line.isprintable()
         return
-    # What is taken is a lock that can be read again, word for word.
-    write_lock(path, Lock.of([found]))
-    assert read_lock(path).sources == {REPO: found}
-    assert all(type(file.size_bytes) is int for file in found.files)
-    assert len({file.path for file in found.files}) == len(found.files)
-    assert not any(Path(file.path).is_absolute() or ".." in file.path for file in found.files)
+    # An accepted lock can be read again.
+    write_lock(path, Lock.of([result]))
+    assert read_lock(path).sources == {REPO: result}
+    assert all(type(file.size_bytes) is int for file in result.files)
+    assert len({file.path for file in result.files}) == len(result.files)
+    assert not any(Path(file.path).is_absolute() or ".." in file.path for file in result.files)
 
 
 def hang_up(handler: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whatever a registry answers, looking an image up ends with one problem in one line, and soon."""
+"""Any answer of a registry gives a problem in a line, within a time limit."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_stops_waiting_for_a_slow_registry(head: bytes, monkeypatch: pytest.Monk
 def test_registry_redirects_stay_with_http(target: str) -> None:
     redirect = f"HTTP/1.1 302 x\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"
     with answering(redirect.encode()) as address:
-        said = refused(address)
-    assert "redirects from http to" in said or "not allowed" in said
+        output = refused(address)
+    assert "redirects from http to" in output or "not allowed" in output
 
 
 @pytest.mark.parametrize(

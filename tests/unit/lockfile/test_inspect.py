@@ -1,4 +1,4 @@
-"""``add --dry``: a repository for people, by its headers, and what the catalog says."""
+"""``add --dry``: files, sizes and matching models of a repository."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def verdicts(capsys: pytest.CaptureFixture[str], place: str) -> dict[tuple[str, 
     return {(row["plan"], row["part"]): None if row["fits"] else row["why"] for row in rows}
 
 
-def fitting(found: dict[tuple[str, str], str | None]) -> set[tuple[str, str]]:
-    return {key for key, why in found.items() if why is None}
+def fitting(result: dict[tuple[str, str], str | None]) -> set[tuple[str, str]]:
+    return {key for key, why in result.items() if why is None}
 
 
 @pytest.mark.slow
@@ -74,11 +74,11 @@ def test_compares_repository_with_every_model(
 def test_recognises_hybrid_repository(
     hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fp8 = {name: one for name, one in donor_entries().items() if ".shared_expert." in name}
-    swapped = {name: one for name, one in fp8.items() if name.startswith("model.")}
+    fp8 = {name: item for name, item in donor_entries().items() if ".shared_expert." in name}
+    swapped = {name: item for name, item in fp8.items() if name.startswith("model.")}
     write_repository(hub.root, "lab/hybrid", {**base_entries(), **swapped}, commit="4" * 40)
-    found = verdicts(capsys, "lab/hybrid@main")
-    assert fitting(found) == {(name, "hybrid") for name in TINY}
+    result = verdicts(capsys, "lab/hybrid@main")
+    assert fitting(result) == {(name, "hybrid") for name in TINY}
 
 
 def test_prints_files_sizes_and_matching_models(
@@ -95,9 +95,9 @@ def test_prints_files_sizes_and_matching_models(
     assert re.search(r"^  lab-tiny +base +fits: the plan's base$", text, re.MULTILINE)
     assert re.search(r"^  lab-tiny +donor +no: donor weights and scales: ", text, re.MULTILINE)
     shards = [(p, h["Range"]) for p, h, _ in hub.requests if p.endswith(".safetensors")]
-    for path, wanted in shards:
+    for path, expected in shards:
         data = (hub.root / path.lstrip("/")).read_bytes()
-        assert int(wanted.rpartition("-")[2]) < 8 + int.from_bytes(data[:8], "little")
+        assert int(expected.rpartition("-")[2]) < 8 + int.from_bytes(data[:8], "little")
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_reports_uninspectable_repository_in_one_problem(
     here: Path, capsys: pytest.CaptureFixture[str], place: str, what: str
 ) -> None:
     assert main(["add", "--dry", place, "inventory.py"]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert what in said.err
-    assert said.err.count("\n  fix: ") == 1
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert what in output.err
+    assert output.err.count("\n  fix: ") == 1
+    assert "Traceback" not in output.err
 
 
 def test_prints_repository_names_without_control_characters(
@@ -126,9 +126,9 @@ def test_prints_repository_names_without_control_characters(
     tree = write_repository(hub.root, "lab/odd", entries, commit="5" * 40)
     (tree / "a\x1b[31mb.txt").write_text("x")
     for listing in (hub.root / "api/models/lab/odd/revision").iterdir():
-        told = json.loads(listing.read_text())
-        told["siblings"].append({"rfilename": "a\x1b[31mb.txt", "size": -7})
-        listing.write_text(json.dumps(told))
+        result = json.loads(listing.read_text())
+        result["siblings"].append({"rfilename": "a\x1b[31mb.txt", "size": -7})
+        listing.write_text(json.dumps(result))
     assert main(["add", "--dry", "lab/odd", "inventory.py"]) == 0
     text = capsys.readouterr().out
     assert all(line.isprintable() for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""What a repository holds beside weights and texts stays on the hub, and the lock says so."""
+"""Code and pickle files of a repository are not downloaded."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def look_up(tmp_path: Path) -> Iterator[Look]:
 
 
 def test_leaves_out_pickle_and_code(look_up: Look, tmp_path: Path) -> None:
-    found = look_up(*ALWAYS, "model.safetensors", *RUNS)
-    assert {file.path for file in found.files} == {*ALWAYS, "model.safetensors"}
-    assert found.left_out.keys() == set(RUNS)
-    assert "pickle" in found.left_out["pytorch_model.bin"]
-    assert "code" in found.left_out["modeling_x.py"]
+    result = look_up(*ALWAYS, "model.safetensors", *RUNS)
+    assert {file.path for file in result.files} == {*ALWAYS, "model.safetensors"}
+    assert result.left_out.keys() == set(RUNS)
+    assert "pickle" in result.left_out["pytorch_model.bin"]
+    assert "code" in result.left_out["modeling_x.py"]
     path = tmp_path / "spark.lock.yml"
-    write_lock(path, Lock.of([found]))
-    assert read_lock(path).source(REPO, "main") == found
+    write_lock(path, Lock.of([result]))
+    assert read_lock(path).source(REPO, "main") == result
     assert "modeling_x.py: is code" in path.read_text()
 
 
@@ -101,4 +101,4 @@ def test_left_out_files_change_the_directory() -> None:
     settings = settings_of()
     assert source_plan(plain, settings).dir.endswith(f"/lab--mixed-{'1' * 12}")
     assert source_plan(parted, settings).dir != source_plan(plain, settings).dir
-    assert TREE_NAME.match(source_plan(parted, settings).dir)  # prune knows it for ours
+    assert TREE_NAME.match(source_plan(parted, settings).dir)  # so prune may remove it

@@ -55,15 +55,15 @@ INDEX = json.dumps(
     }
 ).encode()
 MANIFESTS = {
-    **{name: manifest_of(one) for name, one in CONFIGURATIONS.items()},
-    **{sha(one): one for one in CONFIGURATIONS.values()},
+    **{name: manifest_of(item) for name, item in CONFIGURATIONS.items()},
+    **{sha(item): item for item in CONFIGURATIONS.values()},
     sha(MANIFEST): MANIFEST,
     "many": INDEX,
 }
 
 
 class Server(BaseHTTPRequestHandler):
-    """Both services; ``asked`` records what was wanted."""
+    """Hub and registry; ``asked`` records the requests."""
 
     asked: ClassVar[list[str]] = []
     broken: ClassVar[set[str]] = set()
@@ -116,11 +116,11 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     Server.asked, Server.broken = [], set()
-    found = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True)
+    result = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=result.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    yield f"127.0.0.1:{found.server_port}"
-    found.shutdown()
+    yield f"127.0.0.1:{result.server_port}"
+    result.shutdown()
     thread.join()
 
 
@@ -137,8 +137,8 @@ def settings(server, tmp_path):
 
 
 def test_locks_names_on_first_use(settings, tmp_path, server):
-    path, said = tmp_path / "spark.lock.yml", []
-    lock = locked_for(settings, CATALOG, path, said.append)
+    path, output = tmp_path / "spark.lock.yml", []
+    lock = locked_for(settings, CATALOG, path, output.append)
     source = lock.source("lab/tiny-int4", "main")
     assert source.commit == "1" * 40
     assert [(file.path, file.size_bytes) for file in source.files] == [
@@ -149,7 +149,7 @@ def test_locks_names_on_first_use(settings, tmp_path, server):
     assert lock.images[f"{server}/lab/engine:many"].digest == sha(INDEX)
     assert lock.images[f"{server}/lab/engine:many"].pinned == f"{server}/lab/engine@{sha(INDEX)}"
     assert read_lock(path) == lock
-    assert any("lab/tiny-int4" in line and "5.0 kB" in line for line in said)
+    assert any("lab/tiny-int4" in line and "5.0 kB" in line for line in output)
 
 
 def test_second_run_sends_no_requests(settings, tmp_path):
@@ -217,8 +217,8 @@ def test_reports_unreachable_hub():
 
 
 def test_locks_digest_of_tag_and_size_of_platform(server):
-    found = registry.look_up(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
-    assert (found.digest, found.size_bytes) == (sha(INDEX), 1000)
+    result = registry.look_up(f"{server}/lab/engine:many", arch="aarch64", insecure=[server])
+    assert (result.digest, result.size_bytes) == (sha(INDEX), 1000)
 
 
 def test_refuses_image_without_the_platform(server):
@@ -287,8 +287,8 @@ def test_http_registry_must_be_declared(server):
     ],
 )
 def test_parses_image_references_as_docker_does(text, host, name, version):
-    found = parse_reference(text)
-    assert (found.host, found.name, found.version) == (host, name, version)
+    result = parse_reference(text)
+    assert (result.host, result.name, result.version) == (host, name, version)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_deploy_locks_once_and_prints_names(server, hub, tmp_path):
         assert done.returncode == 0, done.stderr
         assert ("lab/tiny-int4: main is commit 111111111111, 3.0 MB" in done.stderr) == first
         assert ("names of lab/tiny-int4 and " in done.stderr) == first
-        # The list of platforms, the manifest behind it and its configuration; one more image.
+        # The list of platforms, a manifest and its configuration; another image.
         assert len(set(Server.asked)) == (4 if first else 0)
         listings = {path for path, _, _ in hub.requests if path.startswith("/api/")}
         assert len(listings) == (3 if first else 0)

@@ -1,4 +1,4 @@
-"""A chat template of one's own: read on the controller, part of the release, shown by its hash."""
+"""Chat templates of users."""
 
 import hashlib
 from pathlib import Path
@@ -17,9 +17,9 @@ TEMPLATE = """{%- for message in messages %}
 """
 
 
-def settings(root: Path, said: str):
+def settings(root: Path, output: str):
     (root / "group_vars").mkdir(exist_ok=True)
-    (root / "group_vars/spark.yml").write_text(f"model: large\nprofile: v2\nengine: {said}\n")
+    (root / "group_vars/spark.yml").write_text(f"model: large\nprofile: v2\nengine: {output}\n")
     return load_hosts({"spark": ["a"]}, root=root, checkout=FIXTURE)["a"].settings
 
 
@@ -69,21 +69,21 @@ WRONG = {
     "a file that is not there": (None, "cannot be read \\(FileNotFoundError\\)"),
     "bytes that are no text": (b"{{ messages }}\xff", "cannot be read \\(UnicodeDecodeError\\)"),
     "a control character": (b"{{ messages }}\x1b[2J", "contains a control character"),
-    "a template of something else": (b"{{ name }}", "reads no messages"),
+    "another template": (b"{{ name }}", "reads no messages"),
     "no template at all": (b"messages", "reads no messages"),
     "an option": (b"-{{ messages }}", "starts with '-'"),
-    "more than one argument takes": (b"{{ messages }}" + b"x" * 65_536, "larger than 65536 bytes"),
+    "too large": (b"{{ messages }}" + b"x" * 65_536, "larger than 65536 bytes"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_refuses_invalid_template(root: Path, case: str) -> None:
-    data, said = WRONG[case]
+    data, output = WRONG[case]
     if data is None:
         (root / "chat.jinja").unlink()
     else:
         (root / "chat.jinja").write_bytes(data)
-    with pytest.raises(SettingsError, match=said) as refused:
+    with pytest.raises(SettingsError, match=output) as refused:
         settings(root, "{chat_template: chat.jinja}")
     assert "group_vars/spark.yml: engine.chat_template" in str(refused.value)
 

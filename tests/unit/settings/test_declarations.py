@@ -1,4 +1,4 @@
-"""A setting, and an argument of the engine, is declared once; the rest is written from it."""
+"""Settings and engine arguments are declared once; the rest is generated."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ PARTS = (
     "docs", "group_vars", "schema",
     "catalog", "proofs", "tools", "tests", "lab", "reports",
 )  # fmt: skip
-# Placed before the watch's interval; the second place is the code that uses it.
+# Inserted before watch.interval_s.
 MADE_UP = '    nap_s: int = Field(default=7, ge=1)\n    """Seconds of a nap."""\n'
 USE = """
 import pathlib, sys
@@ -40,7 +40,7 @@ try:
 except SettingsError as error:
     print(error)
 """
-# The same of an argument of the engine; the second place is the profile that says a value.
+# The same for an engine argument, used by a profile.
 ARGUMENTS = "spark_deploy/config/settings/engine.py"
 MADE_UP_ARGUMENT = '    naps: int | None = Field(default=None, ge=1)\n    """Naps."""\n'
 MADE_UP_OPTION = '    ("limits", "naps"): Option("max-naps"),\n'
@@ -56,7 +56,7 @@ model, settings = catalog.model("qwen3.5-122b"), Settings()
 for name in ("v2", "agent"):
     profile = catalog.profile(name, model.name)
     argv = engine_arguments(model, profile, plan_memory(model, profile, settings), ())
-    print(argv[argv.index("--max-naps") + 1] if "--max-naps" in argv else "not told")
+    print(argv[argv.index("--max-naps") + 1] if "--max-naps" in argv else "missing")
 print(*option_problems({"max_naps": 4}))
 for naps in ("5", "0"):
     taken = read_arguments(["--max-naps", naps])
@@ -66,7 +66,7 @@ for naps in ("5", "0"):
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what settings are made of and written to."""
+    """A copy of the checkout."""
     copy = tmp_path / "checkout"
     for part in PARTS:
         ignore = shutil.ignore_patterns("__pycache__")
@@ -130,8 +130,8 @@ def test_a_new_engine_argument_needs_one_declaration(checkout):
     now = contents(checkout)
 
     assert {name for name in now if now[name] != was.get(name)} == {"schema/profile.schema.json"}
-    said, silent, refusal, taken, left = run(checkout, "-c", USE_ARGUMENT).splitlines()
-    assert (said, silent) == ("3", "not told")
+    output, silent, refusal, taken, left = run(checkout, "-c", USE_ARGUMENT).splitlines()
+    assert (output, silent) == ("3", "missing")
     assert "decided elsewhere', 'set limits.naps in a profile of your own'" in refusal
     assert taken == "{'limits': {'naps': 5}} []"
     assert left == "{} ['--max-naps 0: not possible in a profile']"

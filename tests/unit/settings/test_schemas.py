@@ -56,7 +56,7 @@ def test_schema_examples_are_valid(path):
             assert not problems, f"{where}: {problems}"
 
 
-# The others are written by machines.
+# Machines write the rest.
 WRITTEN_BY_PEOPLE = (
     "families", "guard_rails", "hosts", "model", "plain_model", "profile", "settings",
 )  # fmt: skip
@@ -95,7 +95,7 @@ def test_yaml_files_follow_their_schema(path):
     first = text.splitlines()[0]
     assert first.startswith("# yaml-language-server: $schema="), "editors need this line"
     named = (path.parent / first.partition("$schema=")[2]).resolve()
-    assert named in SCHEMAS, f"{named} is not one of our schemas"
+    assert named in SCHEMAS, f"{named} is not a schema of this project"
     schema = json.loads(named.read_text("utf-8"))
     data = yaml.safe_load(text) or {}
     if "based_on" in data:

@@ -43,11 +43,11 @@ def test_later_files_override_and_merge(root):
     write(root, "group_vars/all.yml", "serve: {port: 9000, drain_s: 1}\n")
     write(root, "group_vars/spark.yml", "serve: {port: 9001}\nprofile: base\n")
     write(root, "host_vars/spark-2.yml", "serve: {port: 9002}\n")
-    found = load(root, ["spark-1", "spark-2"], overrides={"profile": "v2-tq"})
-    assert [found[h].settings.serve.port for h in ("spark-1", "spark-2")] == [9001, 9002]
-    assert {h.settings.serve.drain_s for h in found.values()} == {1}
-    assert {h.settings.profile for h in found.values()} == {"v2-tq"}
-    assert {h.settings.serve.max_body_bytes for h in found.values()} == {32 * 1024**2}
+    result = load(root, ["spark-1", "spark-2"], overrides={"profile": "v2-tq"})
+    assert [result[h].settings.serve.port for h in ("spark-1", "spark-2")] == [9001, 9002]
+    assert {h.settings.serve.drain_s for h in result.values()} == {1}
+    assert {h.settings.profile for h in result.values()} == {"v2-tq"}
+    assert {h.settings.serve.max_body_bytes for h in result.values()} == {32 * 1024**2}
 
 
 def test_lock_file_is_next_to_group_vars(root):
@@ -73,8 +73,8 @@ def test_local_machine_reads_host_vars_local(root):
 def test_generated_settings_rank_between_group_and_host_files(root):
     write(root, "group_vars/spark.yml", "hub: {endpoint: 'http://a'}\n")
     write(root, "host_vars/spark-2.yml", "hub: {endpoint: 'http://c'}\n")
-    found = load(root, ["spark-1", "spark-2"], generated={"hub": {"endpoint": "http://b"}})
-    assert [h.settings.hub.endpoint for h in found.values()] == ["http://b", "http://c"]
+    result = load(root, ["spark-1", "spark-2"], generated={"hub": {"endpoint": "http://b"}})
+    assert [h.settings.hub.endpoint for h in result.values()] == ["http://b", "http://c"]
 
 
 def test_converts_gib_to_bytes(root):
@@ -136,7 +136,7 @@ WRONG = {
         "serve.prot: unknown key",
         "did you mean serve.port?",
     ),
-    "a container that takes less than nothing": (
+    "negative memory of a container": (
         "allow_containers: {comfyui: -1}",
         "allow_containers.comfyui: -1 is less than the minimum of 0",
         "use 0 or more",
@@ -168,7 +168,7 @@ WRONG = {
         "not one of loopback, docker, tailscale",
         "use one of these",
     ),
-    "TLS where nothing leaves the host": (
+    "TLS on loopback": (
         "serve: {tls: private-ca}",
         "private-ca with expose: loopback",
         "set serve.expose: lan",
@@ -203,12 +203,12 @@ WRONG = {
         "'profile' is a required property",
         "add profile. A model and a profile",
     ),
-    "a way back by another name": (
+    "invalid release name": (
         "releases: {rollback_to: yesterday}",
         "does not have the required form",
         "write a release as `spark-deploy status` names it, such as main-0123456789ab",
     ),
-    "no number of ways back": (
+    "negative number of releases": (
         "releases: {keep: -1}",
         "-1 is less than the minimum of 0",
         "use 0 or more",
@@ -236,12 +236,12 @@ WRONG = {
         "does not have the required form",
         "write an absolute path",
     ),
-    "option with its own setting": (
+    "option with a setting": (
         "engine: {options: {max_model_len: 4096}}",
         "is set elsewhere",
         "set engine.max_context_tokens",
     ),
-    "way around the gateway": (
+    "listening outside the gateway": (
         "engine: {options: {host: 0.0.0.0}}",
         "elsewhere",
         "only the gateway",
@@ -267,7 +267,7 @@ WRONG = {
         "docker and runtimes",
         "leave it out",
     ),
-    "two variables in one": (
+    "variable with a line break": (
         'engine: {environment: {A: "x\\nLD_PRELOAD=/y"}}',
         "a line break",
         "a single line",
@@ -277,17 +277,17 @@ WRONG = {
         "5000 is greater than the maximum of 1024",
         "use 1024 or less",
     ),
-    "a template that nobody mounts": (
+    "template outside the container": (
         "engine: {options: {chat-template: /home/me/chat.jinja}}",
         "/home/me/chat.jinja is not in the engine's container",
         "set engine.chat_template: FILE",
     ),
-    "a template beside the inventory": (
+    "template next to the inventory": (
         "engine: {options: {chat-template: chat.jinja}}",
         "chat.jinja is not in the engine's container",
         "set engine.chat_template: FILE",
     ),
-    "an adapter that nobody mounts": (
+    "adapter outside the container": (
         "engine: {options: {lora-modules: sql=/data/sql}}",
         "/data/sql is not in the engine's container",
         "/vllm-workspace/...",
@@ -354,11 +354,11 @@ def test_refuses_wrong_settings_with_where_what_and_fix(root, case):
     assert fix in message
     assert "p/w" not in message
     for line in message.splitlines():
-        if (said := line.strip()).startswith("fix: "):
-            assert ACTION.match(said), said
+        if (output := line.strip()).startswith("fix: "):
+            assert ACTION.match(output), output
 
 
-# What to do comes first; what the key is may follow.
+# Fixes start with an instruction.
 ACTION = re.compile(
     r"fix: (did you mean|write|use|set|add|name|put|keep|lower|give|leave|describe|correct|known|"
     r"choose|remove)\b"

@@ -1,4 +1,4 @@
-"""Settings whose text would mean something else where it ends: each is refused, by its name."""
+"""Values that would be unsafe in a shell, unit or configuration file are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nested(key: str, value: object) -> dict[str, object]:
 
 FOLDERS = ("paths.models_dir", "paths.sources_dir")
 HOSTILE = [
-    # A line of its own in an apt source, a unit, nginx, sudoers.
+    # Line breaks for apt sources, units, nginx, sudoers.
     *(repository(suite=text) for text in ("noble\nTrusted: yes", "noble\n", "a b", "-x", "")),
     *(repository(components=[text]) for text in ("main\nSigned-By:", "main\n", "a b", "[x]", "")),
     *(repository(url=text) for text in ("https://ann:word@a", "https://ann@a:80/x")),
@@ -44,7 +44,7 @@ HOSTILE = [
     *(repository(key_url=text) for text in ("https://a/$(id)", "https://a/`id`", "https://a/'x")),
     *(repository(key_sha256=text) for text in (KEY + "\n", KEY[1:])),
     {"repositories": {"vendor\n": REPOSITORY}},
-    # More than one field of --mount, a unit's specifier, a folder that is not ours.
+    # Fields of --mount, specifiers of units, system folders.
     *(nested(key, f"/data/a{text}") for key in FOLDERS for text in (",readonly", "%h", ":ro")),
     *(nested(key, f"/data/a{text}") for key in FOLDERS for text in ("\n", "'b", '"', "$x", "\\x")),
     *(nested(key, text) for key in FOLDERS for text in ("/tmp", "/etc/spark/x", "/usr/lib/x")),
