@@ -23,12 +23,12 @@ class WithCheckout(build_py):
             return
         shutil.rmtree(self.build_lib, ignore_errors=True)  # files of earlier builds
         super().run()
-        here, into = Path(__file__).parent, Path(self.build_lib) / "spark_deploy" / "_checkout"
+        source, target = Path(__file__).parent, Path(self.build_lib) / "spark_deploy" / "_checkout"
         for name in FOLDERS:
-            shutil.copytree(here / name, into / name, ignore=LEFT_OUT)
+            shutil.copytree(source / name, target / name, ignore=LEFT_OUT)
         for name in FILES:
-            (into / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(here / name, into / name)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, target / name)
 
 
 setup(cmdclass={"build_py": WithCheckout})

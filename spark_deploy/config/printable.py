@@ -39,7 +39,7 @@ def heard(line: str) -> str:
     return _IN_JSON.sub(_marked, text) if '"' in text else text
 
 
-def _marked(found: re.Match[str]) -> str:
-    if _KEPT.search(found[0]):
-        return found[0]
-    return f"{found[1]}\\ufffd"
+def _marked(match: re.Match[str]) -> str:
+    if _KEPT.search(match[0]):
+        return match[0]
+    return f"{match[1]}\\ufffd"

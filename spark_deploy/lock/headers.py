@@ -52,7 +52,7 @@ def names_to_verify(
     order: BuildPlan, base: LockedSource, donor: LockedSource | None
 ) -> VerifiedNames:
     """Return the identity of a verification, without counts."""
-    asked = {key: said for key, said in plain(order).items() if key not in _NOT_ASKED}
+    asked = {key: value for key, value in plain(order).items() if key not in _NOT_ASKED}
     places = [f"{one.repo}@{one.commit}" for one in (base, donor) if one is not None]
     return VerifiedNames(
         build=f"{order.name}, shared experts {order.shared_experts}, head {order.head}",
@@ -75,9 +75,9 @@ def check_names(asked: VerifiedNames, order: BuildPlan, hub: HubSettings) -> Ver
                 order, donor=DonorUrl(url=order.donor.url, token_file=builder.token_file, tries=3)
             )
         (builder.folder / "plan.json").write_text(text_of(order), encoding="utf-8")
-        said = builder.ask(orders.HOLD, "plan.json", asked.base)
+        output = builder.ask(orders.HOLD, "plan.json", asked.base)
     try:
-        found = documents.parse(Held, said)
+        result = documents.parse(Held, output)
     except DocumentError as error:
         what, fix = (
             f"the builder's answer is malformed: {error}",
@@ -86,11 +86,11 @@ def check_names(asked: VerifiedNames, order: BuildPlan, hub: HubSettings) -> Ver
         raise LockError.one(asked.base, what, fix) from error
     return replace(
         asked,
-        base_tensors=found.base_tensors,
-        donor_tensors=found.donor_tensors,
-        swapped_modules=found.swapped_modules,
-        mtp_tensors=found.mtp_tensors,
-        mtp_from_donor=found.mtp_from_donor,
+        base_tensors=result.base_tensors,
+        donor_tensors=result.donor_tensors,
+        swapped_modules=result.swapped_modules,
+        mtp_tensors=result.mtp_tensors,
+        mtp_from_donor=result.mtp_from_donor,
     )
 
 
@@ -104,12 +104,12 @@ class Builder:
 
     def ask(self, *words: str) -> str:
         """Return the output of a command; the token is passed as a file, never in argv."""
-        told = [orders.ENDPOINT, self.endpoint]
-        told += [orders.TOKEN_FILE, self.token_file] if self.token_file else []
+        options = [orders.ENDPOINT, self.endpoint]
+        options += [orders.TOKEN_FILE, self.token_file] if self.token_file else []
         homes = (str(CHECKOUT / "files" / home) for home in ("contract", "checkpoint"))
         # In an empty folder: Python modules of the current directory are not importable.
         done = subprocess.run(
-            [sys.executable, "-m", orders.BUILDER, *words, *told],
+            [sys.executable, "-m", orders.BUILDER, *words, *options],
             cwd=self.folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(homes)},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
         )  # fmt: skip
@@ -148,8 +148,8 @@ def read_anatomy(
         HubSilent: the hub did not send them.
         LockError: the repository is not a model.
     """
-    found = ask_hub(f"{repository}@{commit}", hub, leave_out=leave_out)
-    return replace(anatomy_of(repository, found), leave_out=leave_out)
+    described = ask_hub(f"{repository}@{commit}", hub, leave_out=leave_out)
+    return replace(anatomy_of(repository, described), leave_out=leave_out)
 
 
 def ask_hub(
@@ -159,19 +159,19 @@ def ask_hub(
     words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
     words += [ALL_DOCUMENTS] if all_documents else []
     with workplace(hub) as builder:
-        said = builder.ask(DESCRIBE, *words, place)
+        output = builder.ask(DESCRIBE, *words, place)
     try:
-        return documents.parse(Described, said)
+        return documents.parse(Described, output)
     except DocumentError as error:
         what = f"the reader's answer is malformed: {error}"
         raise LockError.one(place, what, "restore the checkout (git status)") from error
 
 
-def anatomy_of(repository: str, found: Described) -> Anatomy:
+def anatomy_of(repository: str, described: Described) -> Anatomy:
     """Return the numbers that plans need from headers and config.json."""
-    where = f"{repository}@{found.commit[:12]}: {CONFIG}"
-    config = Numbers(where, found.documents.get(CONFIG, {}))
-    sizes = {part: sum(by_dtype.values()) for part, by_dtype in found.parts.items()}
+    where = f"{repository}@{described.commit[:12]}: {CONFIG}"
+    config = Numbers(where, described.documents.get(CONFIG, {}))
+    sizes = {part: sum(by_dtype.values()) for part, by_dtype in described.parts.items()}
     if sum(sizes.values()) > _MOST_BYTES:
         what = f"headers add up to {sum(sizes.values())} bytes"
         raise LockError.one(where, what, "choose another commit of the repository")
@@ -183,12 +183,12 @@ def anatomy_of(repository: str, found: Described) -> Anatomy:
         unknown = str(missing)
     return Anatomy(
         repository=repository,
-        commit=found.commit,
+        commit=described.commit,
         architecture=_architecture(config),
         model_type=config.text("model_type"),
         quantisation=quantisation_of(config),
-        weights=found.parts.get("text", {}),
-        repeats_names=found.repeats_names,
+        weights=described.parts.get("text", {}),
+        repeats_names=described.repeats_names,
         vision_bytes=sizes.get("vision", 0),
         drafter_bytes=sizes.get("drafter", 0),
         context_tokens=config.count("max_position_embeddings", "n_positions", "max_seq_len")
@@ -210,14 +210,14 @@ def _architecture(config: Numbers) -> str:
 
 def quantisation_of(config: Numbers) -> str:
     """Return the quantisation of weights as text, or an empty string."""
-    said = config.get("quantization_config") or config.get("compression_config")
-    if not isinstance(said, dict):
+    section = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(section, dict):
         return ""
-    words = Numbers(config.where, said)
-    told = (words.text(key) for key in ("quant_method", "quant_algo", "format", "fmt"))
-    bits = said.get("bits")
+    words = Numbers(config.where, section)
+    names = (words.text(key) for key in ("quant_method", "quant_algo", "format", "fmt"))
+    bits = section.get("bits")
     counted = f"{bits} bit" if type(bits) is int and 0 < bits < 64 else ""
-    return ", ".join(dict.fromkeys(word for word in (*told, counted) if word))
+    return ", ".join(dict.fromkeys(word for word in (*names, counted) if word))
 
 
 _TOKEN = re.compile(r"[!-~]{1,512}")

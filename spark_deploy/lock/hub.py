@@ -99,11 +99,11 @@ def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple
     try:
         info = _asked(endpoint, repo, revision, token)
         data = getattr(info, "card_data", None)
-        said = data.get("license") if data is not None else None
+        stated = data.get("license") if data is not None else None
         named = [tag for tag in info.tags or () if str(tag).startswith("license:")]
     except (HfHubHTTPError, httpx2.HTTPError, OSError, *_ODD_ANSWERS):
         return "", False, ""
-    license_ = said if isinstance(said, str) else str(named[0])[8:] if named else ""
+    license_ = stated if isinstance(stated, str) else str(named[0])[8:] if named else ""
     task = info.pipeline_tag if isinstance(info.pipeline_tag, str) else ""
     return one_line(license_ or "no reason given")[:60] if license_ else "", bool(info.gated), task
 
@@ -172,9 +172,9 @@ def _file(
     """Return a file after checking it with the rules of the download job."""
     named = {"sha256": sha256} if sha256 else {"git_sha1": git_sha1}
     try:
-        one = documents.read(FetchFile, {"path": path, "size_bytes": size_bytes, **named})
+        file = documents.read(FetchFile, {"path": path, "size_bytes": size_bytes, **named})
     except DocumentError as error:
         raise _no_hub(where, str(error)) from error
-    if one.size_bytes > _MOST_BYTES or not one.path.isprintable():
-        raise _no_hub(where, f"it names {one.path!r} of {one.size_bytes} bytes")
-    return SourceFile(one.path, one.size_bytes, one.sha256, one.git_sha1)
+    if file.size_bytes > _MOST_BYTES or not file.path.isprintable():
+        raise _no_hub(where, f"it names {file.path!r} of {file.size_bytes} bytes")
+    return SourceFile(file.path, file.size_bytes, file.sha256, file.git_sha1)

@@ -119,8 +119,8 @@ def _layer_names(config: Numbers, kind: str) -> list[str]:
         raise Missing(f"config.json has {layers} layers")
     if config.get("kv_lora_rank") is not None:
         return ["latent"] * layers
-    if said := config.words("layer_types"):
-        return _as_said(said, layers)
+    if layer_types := config.words("layer_types"):
+        return _listed_layers(layer_types, layers)
     if config.count("full_attention_interval") and config.get("linear_num_key_heads"):
         full = layers // config.needed("full_attention_interval")
         return ["full_attention"] * full + ["linear_attention"] * (layers - full)
@@ -133,13 +133,13 @@ def _layer_names(config: Numbers, kind: str) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * layers
 
 
-def _as_said(said: tuple[str, ...], layers: int) -> list[str]:
-    if len(said) != layers:
-        raise Missing(f"layer_types names {len(said)} layers of {layers}")
-    odd = next((name for name in said if name not in _LAYERS), None)
+def _listed_layers(layer_types: tuple[str, ...], layers: int) -> list[str]:
+    if len(layer_types) != layers:
+        raise Missing(f"layer_types names {len(layer_types)} layers of {layers}")
+    odd = next((name for name in layer_types if name not in _LAYERS), None)
     if odd is not None:
         raise Missing(f"layers of type {odd[:40]!r} are unknown")
-    return list(said)
+    return list(layer_types)
 
 
 def _of_pattern(pattern: str, layers: int) -> list[str]:

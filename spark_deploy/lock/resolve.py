@@ -46,10 +46,10 @@ def wanted_by(settings: Settings, catalog: Catalog) -> Names:
     """Return the names that a host needs, including ``keep_ready`` pairs."""
     sources: set[tuple[str, str]] = set()
     roles = {"gpu_check"}
-    for one in settings.all_served:
-        model = catalog.model(one.model)
-        profile = catalog.profile(one.profile, one.model)
-        sources.update(_repositories(model, profile, one))
+    for served in settings.all_served:
+        model = catalog.model(served.model)
+        profile = catalog.profile(served.profile, served.model)
+        sources.update(_repositories(model, profile, served))
         roles.add(model.image.role)
     images = frozenset(settings.images[role] for role in roles & set(settings.images))
     refuse_two_revisions(sources)
@@ -85,8 +85,8 @@ def companions(model: Model, profile: Profile) -> Iterator[tuple[str, str]]:
     drafts = profile.speculation
     if drafts and drafts.repository:
         yield drafts.repository, drafts.revision
-    for one in model.adapters.values():
-        yield one.repository, one.revision
+    for adapter in model.adapters.values():
+        yield adapter.repository, adapter.revision
 
 
 def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lock:
@@ -126,19 +126,19 @@ def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource
     # Importing the hub client takes 0.2 s; most runs do not need it.
     from spark_deploy.lock import hub
 
-    found = hub.look_up(settings.hub.endpoint, repo, revision, token)
-    say(f"  {repo}: {revision} is commit {found.commit[:12]}, {size(found.size_bytes)}")
-    if found.left_out:
-        first = next(iter(found.left_out.items()))
-        say(f"  {repo}: {len(found.left_out)} files are not fetched, {first[0]}: {first[1]}")
-    return found
+    source = hub.look_up(settings.hub.endpoint, repo, revision, token)
+    say(f"  {repo}: {revision} is commit {source.commit[:12]}, {size(source.size_bytes)}")
+    if source.left_out:
+        first = next(iter(source.left_out.items()))
+        say(f"  {repo}: {len(source.left_out)} files are not fetched, {first[0]}: {first[1]}")
+    return source
 
 
 def _image(reference: str, settings: Settings, engines: Collection[str], say: Say) -> LockedImage:
     roles = [role for role, image in settings.images.items() if image == reference]
     is_engine = any(role != "gpu_check" for role in roles)
     try:
-        found = look_up(
+        locked = look_up(
             reference,
             arch=settings.expect.arch,
             insecure=settings.registries.insecure,
@@ -152,8 +152,8 @@ def _image(reference: str, settings: Settings, engines: Collection[str], say: Sa
         images = " or ".join(f"{without_tag(reference)}:v{version}" for version in newest_first)
         fix = f"set images.{roles[0]} to a supported version that exists: {images}"
         raise LockError.one(f"image {reference}", error.problems[0].what, fix) from error
-    say(f"  {reference}: {found.digest[:19]}, {size(found.size_bytes)} compressed")
-    return found
+    say(f"  {reference}: {locked.digest[:19]}, {size(locked.size_bytes)} compressed")
+    return locked
 
 
 def size(size_bytes: int) -> str:

@@ -40,10 +40,9 @@ class BootSigns:
         """
         foreign = self.module and self.libraries and self.module not in self.libraries
         if self.mismatch or foreign:
-            found = ", ".join(self.libraries) or "of another version"
-            return (
-                f"driver module {self.module or 'unknown'} is loaded, library {found} is installed"
-            )
+            library = ", ".join(self.libraries) or "of another version"
+            module = self.module or "unknown"
+            return f"driver module {module} is loaded, library {library} is installed"
         if self.marked:
             packages = ", ".join(sorted(set(self.packages))) or "no package named"
             return f"{REBOOT_MARKER} is set ({packages})"
@@ -66,14 +65,14 @@ def version_key(version: str) -> tuple[int, ...]:
 
 
 def module_version(text: str) -> str:
-    found = _MODULE.search(text)
-    return found[1] if found else ""
+    match = _MODULE.search(text)
+    return match[1] if match else ""
 
 
 def libcuda_version(text: str) -> str:
     """Return the version of the first driver library in a text, or an empty string."""
-    found = re.search(LIBCUDA, text)
-    return found[0].removeprefix("libcuda.so.") if found else ""
+    match = re.search(LIBCUDA, text)
+    return match[0].removeprefix("libcuda.so.") if match else ""
 
 
 def library_versions(paths: Iterable[str]) -> tuple[str, ...]:

@@ -68,14 +68,10 @@ def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catal
 
     models: Mapping[str, Model] = Lazily(named["models"], model)
     profiles = Lazily(named["profiles"], plain)
-    pairs = Lazily([(one, of) for one in named["profiles"] for of in named["models"]], wanted)
-    shown = "catalog/guard_rails.yml"
-    schema = load_schema("guard_rails", checkout=checkout)
-    rails = _checked(GuardRails, _read(shown, checkout), schema, shown).rails
-    shown = "catalog/engines.yml"
-    engines = _checked(
-        Engines, _read(shown, checkout), load_schema("engines", checkout=checkout), shown
-    )
+    keys = [(profile, model) for profile in named["profiles"] for model in named["models"]]
+    pairs = Lazily(keys, wanted)
+    rails = _shipped(GuardRails, "guard_rails", checkout).rails
+    engines = _shipped(Engines, "engines", checkout)
     return Catalog(models, pairs, rails, engines, broken, files.replaced)
 
 
@@ -140,21 +136,17 @@ def read_file(kind: str, name: str, *, own: Path) -> _Data:
 
 def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
     """Return ``catalog/open_questions.yml``."""
-    shown = "catalog/open_questions.yml"
-    schema = load_schema("open_questions", checkout=checkout)
-    return _checked(OpenQuestions, _read(shown, checkout), schema, shown)
+    return _shipped(OpenQuestions, "open_questions", checkout)
 
 
 def read_families() -> Families:
     """Return ``catalog/families.yml``."""
-    shown = "catalog/families.yml"
-    return _checked(Families, _read(shown, CHECKOUT), load_schema("families"), shown)
+    return _shipped(Families, "families", CHECKOUT)
 
 
 def _model(name: str, files: _Files) -> Model:
     shown = f"catalog/models/{name}.yml"
     data = files.joined("models", name)
-    # Only this key selects the schema.
     if data.get("kind") == "plain":
         schema = load_schema("plain_model", checkout=files.checkout)
         return _checked(_CheckedPlain, data, schema, shown, name=name)
@@ -164,7 +156,7 @@ def _model(name: str, files: _Files) -> Model:
 
 def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:
     """Return a profile with the model's changes; conditions see the unchanged profile."""
-    changes = [one.set for one in model.changes if all_hold(one.when, plain.traits)]
+    changes = [change.set for change in model.changes if all_hold(change.when, plain.traits)]
     changed = data
     for change in changes:
         changed = merge(changed, change, null_keeps=False)
@@ -174,11 +166,13 @@ def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Pro
     return dataclasses.replace(plain, engine_mode=model.image.engine_mode)
 
 
-def _read(shown: str, checkout: Path) -> _Data:
+def _shipped(kind: type[_Document], name: str, checkout: Path) -> _Document:
+    """Return ``catalog/<name>.yml`` of the checkout."""
+    shown = f"catalog/{name}.yml"
     data, problems = read_mapping(checkout / shown, shown=shown)
     if problems:
         raise CatalogError(problems)
-    return data
+    return _checked(kind, data, load_schema(name, checkout=checkout), shown)
 
 
 def _checked(

@@ -52,8 +52,8 @@ class Engines:
 def version_of(reference: str) -> str:
     """Return N of an image ``...:vN``; empty if the tag is not a vLLM version."""
     tag = reference.partition("@")[0].rpartition("/")[2].partition(":")[2]
-    found = _VERSION.match(tag)
-    return found[1] if found else ""
+    value = _VERSION.match(tag)
+    return value[1] if value else ""
 
 
 _K = TypeVar("_K")
@@ -74,10 +74,10 @@ class Lazily(Mapping[_K, _V]):
     def __getitem__(self, name: _K) -> _V:
         if name not in self._known:
             self._known[name] = self._read(name)
-        found = self._known[name]
-        if found is None:
+        value = self._known[name]
+        if value is None:
             raise KeyError(name)
-        return found
+        return value
 
     def __iter__(self) -> Iterator[_K]:
         return (name for name in self._names if name in self)
@@ -125,16 +125,16 @@ class Catalog:
         """Return the catalog with the anatomies of models, drafters and adapters."""
 
         def model(name: str) -> Model | None:
-            found = self.models.get(name)
-            return _known(found, anatomies) if found else None
+            value = self.models.get(name)
+            return _known(value, anatomies) if value else None
 
         def profile(pair: tuple[str, str]) -> Profile | None:
-            found = self.profiles.get(pair)
-            drafter = found and found.speculation
-            if not found or not drafter or not drafter.repository:
-                return found
+            value = self.profiles.get(pair)
+            drafter = value and value.speculation
+            if not value or not drafter or not drafter.repository:
+                return value
             read = replace(drafter, anatomy=anatomies.get(drafter.repository))
-            return replace(found, speculation=read)
+            return replace(value, speculation=read)
 
         models: Mapping[str, Model] = Lazily(self.models, model)
         return replace(self, models=models, profiles=Lazily(self.profiles, profile))

@@ -95,8 +95,8 @@ class FabricSettings:
 
     def address(self, number: int, network: str) -> str:
         """Return the address of the host of this number, with the length of the network."""
-        found = ipaddress.IPv4Network(network)
-        return f"{found[_FIRST + number]}/{found.prefixlen}"
+        parsed = ipaddress.IPv4Network(network)
+        return f"{parsed[_FIRST + number]}/{parsed.prefixlen}"
 
     def broken(self) -> Iterator[Violation]:
         for number, text in enumerate(self.networks):

@@ -78,28 +78,28 @@ def load_hosts(
     common = _common_layers(root, checkout, problems)
     data = _with_own_names(undot(overrides or {}), "--data", problems)
     last = [Layer("--data", data)] if overrides else []
-    found: dict[str, HostSettings] = {}
+    loaded: dict[str, HostSettings] = {}
     for group, hosts in groups.items():
         middle = _file_layer(root / "group_vars" / f"{group}.yml", root, checkout, problems)
         own = [Layer("inventory", undot(generated))] if generated else []
         usual: HostSettings | None = None  # the same for all hosts without a file
         for host in hosts:
-            if host in found:
-                fix = "list every host in one group only"
+            if host in loaded:
+                fix = "list every host in host_layers group only"
                 problems.append(Problem(host, "is in two groups of the inventory", fix))
                 continue
             name = host.removeprefix("@")
             host_file = root / "host_vars" / f"{name}.yml"
-            one = _file_layer(host_file, root, checkout, problems)
-            layers = [*common, *middle, *own, *one, *last]
-            made = None if one else usual
+            host_layers = _file_layer(host_file, root, checkout, problems)
+            layers = [*common, *middle, *own, *host_layers, *last]
+            made = None if host_layers else usual
             if made is None:
                 made = _host_settings(host, group, root, layers, checkout, problems, must_serve)
-            usual = usual if one else made
-            found[host] = _as_host(made, host)
+            usual = usual if host_layers else made
+            loaded[host] = _as_host(made, host)
     if problems:
         raise SettingsError(list(dict.fromkeys(problems)))
-    return found
+    return loaded
 
 
 def merge(
@@ -144,8 +144,8 @@ def _file_layer(path: Path, root: Path, checkout: Path, problems: list[Problem])
         return []
     base = root if path.is_relative_to(root) else checkout
     shown = path.relative_to(base).as_posix()
-    data, found = read_mapping(path, shown=shown)
-    problems.extend(found)
+    data, mistakes = read_mapping(path, shown=shown)
+    problems.extend(mistakes)
     return [Layer(shown, _with_own_names(data, shown, problems))]
 
 
@@ -185,7 +185,7 @@ def _host_settings(
         return _origin(layers, path)
 
     schema = load_schema("settings", checkout=checkout)
-    found = [
+    mistakes = [
         Problem(
             f"{where(place)}: {dotted(place)}",
             "contains a line break or control character",
@@ -194,29 +194,29 @@ def _host_settings(
         for place in control_characters(data)
         if place[:2] != ("engine", "options")  # may be JSON text; a separate argument
     ]
-    found += problems_of(data, schema, where)
+    mistakes += problems_of(data, schema, where)
     settings = typing.cast(Settings, None)
-    if not found:
+    if not mistakes:
         names = functools.partial(catalog_names, checkout=checkout, own=root)
         try:
             settings = convert(CheckedSettings, data, names if must_serve else None)
         except ValidationError as error:
-            found = [
+            mistakes = [
                 Problem(f"{where(broken.set_by or broken.key)}: {dotted(broken.key)}",
                         broken.what, broken.fix)
                 for broken in violations(error)
             ]  # fmt: skip
-    if not found:
+    if not mistakes:
         # The content of local files becomes part of the settings.
         engine = with_template(settings.engine, root)
         texts = with_calibration(settings.requantize, root)
         for section, read in (("engine", engine), ("requantize", texts)):
             if isinstance(read, Violation):
                 place = (section, *read.key)
-                found.append(Problem(f"{where(place)}: {dotted(place)}", read.what, read.fix))
+                mistakes.append(Problem(f"{where(place)}: {dotted(place)}", read.what, read.fix))
         if not (isinstance(engine, Violation) or isinstance(texts, Violation)):
             settings = dataclasses.replace(settings, engine=engine, requantize=texts)
-    problems.extend(found)
+    problems.extend(mistakes)
     return HostSettings(host, group, root, settings, data)
 
 
@@ -295,16 +295,16 @@ def _wrong_with(text: str) -> str | None:
 MAX_CALIBRATION_BYTES = 64 << 20
 
 
-def with_calibration(found: RequantizeSettings, root: Path) -> RequantizeSettings | Violation:
+def with_calibration(requantize: RequantizeSettings, root: Path) -> RequantizeSettings | Violation:
     """Return the settings with the content of the calibration file, or the problem.
 
     Args:
-        found: settings that follow their schema.
+        requantize: settings that follow their schema.
         root: folder of the inventory, for relative paths.
     """
-    if found.calibration is None:
-        return found
-    path = root / Path(found.calibration).expanduser()
+    if requantize.calibration is None:
+        return requantize
+    path = root / Path(requantize.calibration).expanduser()
     fix = 'name a file of this machine with a line {"text": "..."} for each text'
     try:
         text = path.read_text("utf-8")
@@ -326,4 +326,4 @@ def with_calibration(found: RequantizeSettings, root: Path) -> RequantizeSetting
             return Violation(("calibration",), f"{path}, line {number} has no text", fix)
     if not lines:
         return Violation(("calibration",), f"{path} is empty", fix)
-    return dataclasses.replace(found, calibration=text)
+    return dataclasses.replace(requantize, calibration=text)

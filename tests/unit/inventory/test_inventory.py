@@ -182,11 +182,8 @@ LISTS = {
     "empty": ("[]", "the list is empty", "add a host"),
     "login": ('["spark@spark-1"]', "'spark@spark-1': contains a login", "ssh: {user: spark}"),
     "port": ('["spark-1:2222"]', "contains a port", "ssh: {port: 2222}"),
-    "missing comma": (
-        '[\n    "alpha"  # upstairs\n    "beta",\n]',
-        'sparks.py: hosts of spark line 6: "alpha" and "beta" are joined',
-        "put a comma between them",
-    ),
+    "missing comma": ('[\n    "alpha"  # upstairs\n    "beta",\n]',
+     'sparks.py: hosts of spark line 6: "alpha" and "beta" are joined', "put a comma between them"),
     "duplicate": ('["spark-1", "spark-1"]', "spark-1: is listed twice", "list it once"),
     "text": ('"spark-1"', "'spark-1' is not a list", "write hosts=["),
     "null": ("None", "None is not a list", "write hosts=["),
@@ -196,7 +193,7 @@ LISTS = {
     "ssh option": ('["-oProxyCommand=x"]', "is not a host name or address", "such as spark-1"),
     "short address": ('["192.168.1"]', "is not a host name or address", "such as spark-1"),
     "wrong connector": ('["@locl"]', "only @local works here", "write @local"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LISTS)
@@ -224,7 +221,7 @@ STRAY = {
     "host_vars/spark1.yml": ("to a host of", "did you mean host_vars/spark-1.yml?"),
     "host_vars/spark-1": ("is not read", "host_vars/spark-1.yml"),
     "host_vars/spark-1.json": ("is not read", "host_vars/spark-1.yml"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STRAY)
@@ -258,7 +255,7 @@ PLAIN = {
     "list with data": ('rack = [("spark-1", {"ssh_hostname": "10.0.0.1"})]', ["spark-1"]),
     "group with data": ('rack = (["spark-1"], {"ssh_user": "ann"})', ["spark-1"]),
     "host in two groups": ('a = ["spark-1"]\nb = ["spark-1", "spark-2"]', ["spark-1", "spark-2"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PLAIN)

@@ -136,22 +136,16 @@ MAMBA = {
 KEPT = {
     "full": ({}, [("full", 2, 2 * 2 * 32 * 2, 0, 0)]),
     "no head_dim": ({"head_dim": "gone"}, [("full", 2, 2 * 2 * 16 * 2, 0, 0)]),
-    "sliding": (
-        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
-        [("full", 1, 256, 0, 0), ("sliding", 1, 256, 128, 0)],
-    ),
+    "sliding": ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
+     [("full", 1, 256, 0, 0), ("sliding", 1, 256, 128, 0)]),
     "latent": (MLA, [("latent", 2, 576 * 2, 0, 0)]),
     "delta net": (NET, [("full", 1, 256, 0, 0), ("state", 1, 0, 0, 4 * 8 * 8 * 4 + 3 * 64 * 2)]),
-    "mamba": (
-        MAMBA,
-        [("full", 1, 256, 0, 0), ("state", 1, 0, 0, 4 * 8 * 16 * 4 + 3 * (32 + 64) * 2)],
-    ),
-    "inside": (
-        {"num_hidden_layers": "gone", "text_config": {**QWEN3, "num_hidden_layers": 3}},
-        [("full", 3, 256, 0, 0)],
-    ),
+    "mamba": (MAMBA,
+     [("full", 1, 256, 0, 0), ("state", 1, 0, 0, 4 * 8 * 16 * 4 + 3 * (32 + 64) * 2)]),
+    "inside": ({"num_hidden_layers": "gone", "text_config": {**QWEN3, "num_hidden_layers": 3}},
+     [("full", 3, 256, 0, 0)]),
     "encoder": ({"model_type": "bert"}, []),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KEPT)
@@ -173,7 +167,7 @@ UNKNOWN = {
     "a detail": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers with"),
     "a number is missing": ({"num_attention_heads": "gone"}, "lacks num_attention_heads"),
     "no layers": ({"num_hidden_layers": 0}, "lacks num_hidden_layers"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", UNKNOWN)

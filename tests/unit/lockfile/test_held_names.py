@@ -110,7 +110,7 @@ WRONG = {
     "the base has another shape": (BASE, turned, "the plan's donor_shapes require"),
     "the donor lost a scale": (DONOR, without("_proj.weight_scale_inv"), "missing 1"),
     "the donor has another shape": (DONOR, turned, "the plan's donor_shapes require"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -73,7 +73,7 @@ WRONG = {
     "no template at all": (b"messages", "reads no messages"),
     "an option": (b"-{{ messages }}", "starts with '-'"),
     "too large": (b"{{ messages }}" + b"x" * 65_536, "larger than 65536 bytes"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
