@@ -105,9 +105,7 @@ class FetchFile:
     path: str  # relative, with forward slashes
     size_bytes: int
     sha256: str | None = field(default=None, metadata=OPTIONAL)
-    git_sha1: str | None = field(
-        default=None, metadata=OPTIONAL
-    )  # blob hash; all small files have it
+    git_sha1: str | None = field(default=None, metadata=OPTIONAL)  # of the blob, if small
 
     def __post_init__(self) -> None:
         if not is_inside(self.path):
@@ -167,9 +165,8 @@ class FetchPlan(Wire):
 def is_inside(path: str) -> bool:
     """Return whether a relative path is normalised and stays in the tree."""
     relative = PurePosixPath(path)
-    parts = relative.parts
-    return bool(parts) and not relative.is_absolute() and ".." not in parts and "\0" not in path \
-        and str(relative) == path  # fmt: skip
+    is_below = bool(relative.parts) and not relative.is_absolute() and ".." not in relative.parts
+    return is_below and "\0" not in path and str(relative) == path
 
 
 # Registry of names without a host.
@@ -185,8 +182,6 @@ MANIFEST_TYPES = (
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
-
-
 _FIELD = re.compile(r'(\w+)="([^"]*)"')
 
 

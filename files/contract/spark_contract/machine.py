@@ -34,10 +34,7 @@ class BootSigns:
 
     @property
     def pending(self) -> str:
-        """Why a reboot is pending, or an empty string.
-
-        A driver library newer than the loaded module is urgent: new programs cannot use the GPU.
-        """
+        """Why a reboot is pending, or an empty string; most urgent: programs cannot use the GPU."""
         foreign = self.module and self.libraries and self.module not in self.libraries
         if self.mismatch or foreign:
             library = ", ".join(self.libraries) or "of another version"

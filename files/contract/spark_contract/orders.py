@@ -168,12 +168,11 @@ class BuildPlan:
             of_form("donor.url", self.donor.url, f"https?://.+/resolve/{COMMIT}/?")
         elif self.donor is not None:
             of_form("donor.dir", self.donor.dir, _DIRECTORY)
-        for where, sizes in self._shapes():
-            for size in sizes:
-                in_range(where, size, 1)
-        self._refuse_contradictions()
-
-    def _refuse_contradictions(self) -> None:
+        for size in self.block_shape:
+            in_range("block_shape", size, 1)
+        for shape in self.donor_shapes:
+            for size in (*shape.weight, *shape.scale):
+                in_range(f"donor_shapes: {shape.modules}", size, 1)
         if not self.base_tensors:
             raise DocumentError("base_tensors: empty")
         if self.compares_with_donor and self.donor is None:
@@ -183,11 +182,6 @@ class BuildPlan:
             raise DocumentError(f"layout: not for {self.shared_experts}, set layout to full")
         if any(pattern.endswith(".weight") for pattern in self.swap):
             raise DocumentError("swap: names tensors, not modules without .weight")
-
-    def _shapes(self) -> list[tuple[str, tuple[int, int]]]:
-        donor = [(f"donor_shapes: {s.modules}", shape) for s in self.donor_shapes
-                 for shape in (s.weight, s.scale)]  # fmt: skip
-        return [("block_shape", self.block_shape), *donor]
 
     @property
     def out_dir(self) -> Path:

@@ -85,7 +85,7 @@ def load_hosts(
         usual: HostSettings | None = None  # the same for all hosts without a file
         for host in hosts:
             if host in loaded:
-                fix = "list every host in host_layers group only"
+                fix = "list every host in a single group"
                 problems.append(Problem(host, "is in two groups of the inventory", fix))
                 continue
             name = host.removeprefix("@")

@@ -53,18 +53,11 @@ class HubSettings:
 
 
 # Everybody who can read the settings could read a login in it.
-_ProxyUrl = (
-    Annotated[
-        str,
-        text(
-            r"^https?://[^@\s/]+/?$",
-            "http://HOST:PORT without a login",
-            "http://proxy.example:3128",
-        ),
-    ]
-    | SecretRef
-    | None
-)
+_PROXY = r"^https?://[^@\s/]+/?$"
+_ProxyAddress = Annotated[
+    str, text(_PROXY, "http://HOST:PORT without a login", "http://proxy.example:3128")
+]
+_ProxyUrl = _ProxyAddress | SecretRef | None
 _PROXY_MEANING = (
     "Proxy for {0} addresses: http://HOST:PORT without a login, or where the controller reads "
     "a URL with a login: {{env: NAME}}, {{file: PATH}} or {{command: [PROGRAM, ARGUMENT]}}; null: "
