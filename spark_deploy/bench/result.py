@@ -126,6 +126,7 @@ class Served:
     host: str
     """Name in the inventory."""
     release: str
+    """Name of the release."""
     model: str
     profile: str
     image: str
