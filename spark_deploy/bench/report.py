@@ -53,7 +53,7 @@ def sections(results: Sequence[BenchResult]) -> Iterator[tuple[str, str, Rows]]:
             for result in results
             for figure in result.published
         )
-        published = f". Published by others: {'; '.join(sources)}" if sources else ""
+        published = f". Published: {'; '.join(sources)}" if sources else ""
         yield _SEEDS_TITLE, _SEEDS + published, seeds_table(results)
     if any(result.cells for result in results):
         versions = dict.fromkeys(result.llama_benchy or "?" for result in results if result.cells)
@@ -98,7 +98,7 @@ def seeds_table(results: Sequence[BenchResult]) -> Rows:
     rows.append(["first token, s (best)", *(_text(value, 2) for value in first_s)])
     if any(result.published for result in results):
         texts = (", ".join(f"{p.tokens_per_s:g}" for p in result.published) for result in results)
-        rows.append(["published by others", *(text or "-" for text in texts)])
+        rows.append(["published, not measured here", *(text or "-" for text in texts)])
     return rows
 
 

@@ -111,7 +111,7 @@ def settings_page() -> Iterator[str]:
     yield from _table("Expert", "Most hosts need none of these.", expert)
     flags = {key: everything[key] for key in everything if key in COMMAND_FLAGS}
     yield from _table(
-        "Options of one command", "Pass them with `--data` to the command or its deploy.", flags
+        "Options of a command", "Pass them with `--data` to the command or the deploy.", flags
     )
     secret = schema_of(SecretRef, "secret")
     yield from _table("A secret", secret["description"], _keys(secret))

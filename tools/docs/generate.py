@@ -41,7 +41,9 @@ def catalog() -> Catalog:
 def main() -> int:
     """Write or check all files; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, 1 when out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare; exit with 1 if out of date"
+    )
     check = parser.parse_args().check
     stale = [name for name, lines in FILES.items() if not _settle(CHECKOUT / name, lines, check)]
     for name in stale:

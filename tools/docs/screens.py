@@ -45,7 +45,9 @@ FORM = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL
 def main() -> int:
     """Write or check the pictures; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, 1 when out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare; exit with 1 if out of date"
+    )
     check = parser.parse_args().check
     stale = []
     for name, (title, draw) in SCREENS.items():

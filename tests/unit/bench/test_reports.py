@@ -58,8 +58,8 @@ def test_a_comparison_shows_the_change_from_the_first_result():
 def test_published_figures_are_shown_with_their_source():
     figure = Published(28.3, "a stack of spring 2026; not measured by this project")
     text = report.render_markdown([result("base", published=(figure,)), result("v2-native")])
-    assert "| published by others | 28.3 | - |" in text
-    assert "Published by others: 28.3 of base: a stack of spring 2026; not measured" in text
+    assert "| published, not measured here | 28.3 | - |" in text
+    assert "Published: 28.3 of base: a stack of spring 2026; not measured" in text
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_nvidias_file_contains_measured_values_only(tmp_path):
     assert profile["workload"]["input_tokens_total"] == 163_840
     assert profile["results"] == {
         "prefill_tokens_per_second_mean": 5120.0,  # 8192 in 1.6 s
-        "decode_tokens_per_second_mean": 50.0,  # one in 20 ms
+        "decode_tokens_per_second_mean": 50.0,  # 20 ms each
         "e2e_latency_ms_mean": 6700.0,
     }
 

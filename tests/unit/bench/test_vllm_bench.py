@@ -21,7 +21,7 @@ from tests.unit.planning.plans import plan_of
 
 RECORDED = CHECKOUT / "tests/fixtures/vllm-bench-0.32.0.json"
 RELEASE = plan_of("large", "v2").serve
-# Records its arguments, then runs the command of the container.
+# Records the arguments, then runs the command of the container.
 DOCKER = """#!/bin/sh
 printf '%s\\n' "$@" > {root}/docker
 while [ "$1" != -c ]; do shift; done
@@ -100,7 +100,7 @@ def test_measures_the_gateway_without_the_key_in_arguments(image, monkeypatch):
         "--random-input-len": "64", "--random-output-len": "16",
     }  # fmt: skip
     assert {name: vllm[vllm.index(name) + 1] for name in options} == options
-    # The container reads the checkpoint and nothing else.
+    # Only the checkpoint is mounted.
     mounts = [docker[at + 1] for at, word in enumerate(docker) if word == "--mount"]
     assert mounts == [f"type=bind,source={RELEASE.tree.path},target=/model,readonly"]
     assert {"--read-only", "--rm", "NVIDIA_VISIBLE_DEVICES=void"} <= set(docker)
