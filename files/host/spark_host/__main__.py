@@ -131,8 +131,8 @@ VERBS: dict[str, tuple[str, Arguments, str]] = {
     "after-stop": ("engine.serve:after_stop", _name, "RELEASE: clean up after the engine"),
 }  # fmt: skip
 _FIXES = {
-    errno.ENOSPC: "free space on its disk: df -h, deploys/prune.py",
-    errno.EROFS: "find out why its disk is read-only: dmesg",
+    errno.ENOSPC: "free disk space: df -h, deploys/prune.py",
+    errno.EROFS: "check why the disk is read-only: dmesg",
     errno.EACCES: "run it as root: sudo",
     errno.EPERM: "run it as root: sudo",
 }
@@ -155,7 +155,7 @@ def main(argv: Words) -> int:
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         return error.exit_code
     except DocumentError as error:
-        fix = "run the command of spark-deploy again: its version must fit this tool"
+        fix = "use the spark-deploy version that installed these tools"
         line = Problem(f"spark-host {argv[0]}", f"malformed request: {error}", fix).line
         print(f"{ERROR}{line}", file=sys.stderr, flush=True)
         return 2

@@ -103,7 +103,7 @@ _PACKAGES = {
 
 
 def container_libraries(container_id: str, proc: Path = Path("/proc")) -> dict[str, str]:
-    """Return versions of NCCL and of packages whose files the container's processes map."""
+    """Return versions of NCCL and packages that processes of the container have mapped."""
     versions: dict[str, set[str]] = {}
     package_folders: set[Path] = set()
     for cgroup in proc.glob("[0-9]*/cgroup"):

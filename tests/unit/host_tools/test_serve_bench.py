@@ -116,7 +116,7 @@ def test_only_slowdowns_beyond_noise_are_reported(
         ({}, {"docker": "29.2.1"}, ["`apt-get install --allow-downgrades docker-ce=5:28.5.1-1`"]),
         (
             {}, {"kernel": "6.17", "driver": "580.142"},
-            ["grub-reboot", "driver 580.126 only together with its kernel"],
+            ["grub-reboot", "driver 580.126 and the matching kernel"],
         ),
         ({"release": NEW}, {}, [f"`spark-host rollback main` serves {OLD} again"]),
     ],

@@ -13,7 +13,7 @@ from prune_machine import Machine, add_generations
 from spark_contract.paths import Paths, kept_aside
 from spark_contract.status import Before, Footprint, Thing
 from spark_host.cleanup import baseline, uninstall
-from spark_host.cleanup.uninstall import Others
+from spark_host.cleanup.uninstall import UnmanagedContainers
 from spark_host.system import docker, systemd
 
 DAEMON_JSON = "/etc/docker/daemon.json"
@@ -85,7 +85,7 @@ def reasons_to_stay(
     before: Before | None, containers: tuple[str, ...] = (), **changes: Any
 ) -> dict[str, str]:
     """Return each listed package, and why it must stay."""
-    obstacles = Others(containers, (), frozenset()).obstacles(footprint())
+    obstacles = UnmanagedContainers(containers, (), frozenset()).obstacles(footprint())
     things = baseline.package_things(footprint(**changes), before, obstacles)
     return {thing.name: thing.stays for thing in things}
 

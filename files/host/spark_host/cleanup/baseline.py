@@ -175,7 +175,7 @@ def _size_bytes(name: str) -> int:
 
 
 def host_settings(footprint: Footprint, before: Before | None) -> Iterator[Thing]:
-    unknown = "" if before else "unknown whether this was so before"
+    unknown = "" if before else "the earlier state is unknown"
     was_masked = before.masked if before else ()
     for unit in masked(footprint.masked):
         if unit not in was_masked:
@@ -243,7 +243,7 @@ def restore_shared_file(
     else:
         files.write_text(target, was)
     if path == footprint.daemon_json and docker.is_up():
-        # A reload stops no container; the rest takes effect at docker's next start.
+        # A reload stops no container; docker reads other settings at the next start.
         systemd.systemctl("reload", "docker")
 
 

@@ -64,9 +64,7 @@ _ROUNDS = 6  # folders become empty and packages unneeded only after a round
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
-    """Containers of others."""
-
+class UnmanagedContainers:
     containers: tuple[str, ...]
     with_gpu: tuple[str, ...]
     images: frozenset[str]  # ids
@@ -104,13 +102,13 @@ def read_manifest(footprint: Footprint, paths: Paths) -> Ours:
     """Return everything we created; changes nothing."""
     before = baseline.read_baseline(paths)
     deployed = paths.state.exists() or paths.tools.exists() or paths.releases.exists()
-    others = _other_containers()
+    unmanaged = _unmanaged_containers()
     things = [*_running(paths), *_data(footprint, paths)]
-    things += _images(before, others, paths)
+    things += _images(before, unmanaged, paths)
     packages: list[Thing] = []
     if deployed:
-        packages = baseline.package_things(footprint, before, others.obstacles(footprint))
-    keep_docker = _keep_docker(packages, footprint, others)
+        packages = baseline.package_things(footprint, before, unmanaged.obstacles(footprint))
+    keep_docker = _keep_docker(packages, footprint, unmanaged.with_gpu)
     things += [*_units_and_configuration(paths), *_files(footprint, keep_docker, paths)]
     if deployed:
         things += baseline.shared_file_things(footprint, before, keep_docker, paths)
@@ -128,9 +126,9 @@ def read_manifest(footprint: Footprint, paths: Paths) -> Ours:
     return Ours(before.at if before else None, tuple(things))
 
 
-def _other_containers() -> Others:
+def _unmanaged_containers() -> UnmanagedContainers:
     if docker.client("version").returncode == 127:
-        return Others((), (), frozenset())
+        return UnmanagedContainers((), (), frozenset())
     if not docker.is_up():
         fix = "systemctl start docker, then run again"
         raise HostToolError("docker", "does not answer, so its containers are unknown", fix)
@@ -145,10 +143,10 @@ def _other_containers() -> Others:
         config = (docker.container(name, 60) or {}).get("HostConfig") or {}
         if config.get("Runtime") == "nvidia" or config.get("DeviceRequests"):
             gpu.append(name)
-    return Others(tuple(sorted(names)), tuple(sorted(gpu)), frozenset(images))
+    return UnmanagedContainers(tuple(sorted(names)), tuple(sorted(gpu)), frozenset(images))
 
 
-def _images(before: Before | None, others: Others, paths: Paths) -> Iterator[Thing]:
+def _images(before: Before | None, unmanaged: UnmanagedContainers, paths: Paths) -> Iterator[Thing]:
     images = resources.images(resources.known_jobs(paths), paths)
     with suppress(HostToolError, KeyError):  # the image of the GPU check, unless it has a tag since
         gpu_proof = files.load(GpuProof, paths.gpu_receipt, "no container saw the GPU")
@@ -161,7 +159,7 @@ def _images(before: Before | None, others: Others, paths: Paths) -> Iterator[Thi
     for image in sorted(images, key=lambda image: -len(image.layers)):
         identity = str((docker.image(image.reference) or {}).get("Id"))
         if before is None or identity not in before.images:
-            stays = "used by an unmanaged container" if identity in others.images else ""
+            stays = "used by an unmanaged container" if identity in unmanaged.images else ""
             yield Thing("image", image.reference, sizes[image.reference], stays)
 
 
@@ -229,10 +227,10 @@ def _files(footprint: Footprint, keep_docker: str, paths: Paths) -> Iterator[Thi
                 yield Thing("apt source", str(paths.below(key)), 0, keep_docker)
 
 
-def _keep_docker(packages: list[Thing], footprint: Footprint, others: Others) -> str:
+def _keep_docker(packages: list[Thing], footprint: Footprint, with_gpu: tuple[str, ...]) -> str:
     """Return why Docker's settings and package sources stay; "" if they are removed."""
-    if others.with_gpu:
-        return f"{', '.join(others.with_gpu)} may need it"
+    if with_gpu:
+        return f"{', '.join(with_gpu)} may need it"
     engine = (*footprint.engine_packages, *footprint.gpu_packages)
     staying = [package.name for package in packages if package.stays and package.name in engine]
     return f"needed by {', '.join(staying)}" if staying else ""

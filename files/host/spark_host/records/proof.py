@@ -1,4 +1,4 @@
-"""Proofs: the result of a release's last check, bound to a run of its unit."""
+"""Proofs: the result of a release's last check, bound to a run of the unit."""
 
 from __future__ import annotations
 

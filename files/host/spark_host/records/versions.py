@@ -131,8 +131,8 @@ def rollback_hints(service: str, before: dict[str, Any], now: dict[str, Any]) ->
         hints.append(f"`grub-reboot '{entry}' && reboot` boots the earlier kernel once")
     if "driver" in differ:
         hints.append(
-            f"restore driver {old.get('driver')} only together with its kernel, by the vendor's "
-            "means (DGX Dashboard, recovery image); this tool never changes it"
+            f"restore driver {old.get('driver')} and the matching kernel with the vendor's tools "
+            "(DGX Dashboard, recovery image); this tool never changes drivers"
         )
     return hints
 
