@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from builder_hub import REPOSITORY, Hub, fetch_order
 from builder_trees import run_tool, tool_environment
+from spark_checkpoint.errors import TransferFailed
+from spark_checkpoint.sources.client import _resolve_redirect
 
 from tests.faults.sweep import Sweep, assert_all_passed
 
@@ -272,6 +274,19 @@ def test_renews_expired_links(scene: Scene, times: int | None) -> None:
     else:
         expired = "the signed link expired"
         record("for good", "expired links", lambda: scene.fail_and_recover(expired))
+
+
+@pytest.mark.parametrize(
+    ("address", "location"),
+    [
+        ("https://hub/file", "http://hub/file"),
+        ("https://hub/file", "file:///etc/passwd"),
+        ("http://hub/file", "ftp://hub/file"),
+    ],
+)
+def test_redirects_never_leave_http_or_tls(address: str, location: str) -> None:
+    with pytest.raises(TransferFailed):
+        _resolve_redirect(address, location)
 
 
 def test_describes_a_refused_connection_without_python_objects(scene: Scene) -> None:
