@@ -22,7 +22,9 @@ class Answer:
     asked_tokens: PositiveInt
     """Requested limit of the answer."""
     prompt_tokens: NonNegativeInt
+    """Tokens of the prompt."""
     completion_tokens: NonNegativeInt
+    """Tokens of the answer."""
     first_token_s: NonNegativeFloat
     """From the request to the first token."""
     wall_s: NonNegativeFloat
@@ -128,7 +130,9 @@ class Served:
     release: str
     """Name of the release."""
     model: str
+    """Name in the catalog."""
     profile: str
+    """Name in the catalog."""
     image: str
     """Image of the engine."""
     tree: str
@@ -153,6 +157,7 @@ class Published:
     """A published figure for the same model and profile, without concurrent requests."""
 
     tokens_per_s: NonNegativeFloat
+    """The figure."""
     source: str
     """Author and software of the measurement."""
 

@@ -56,13 +56,14 @@ def _bound(response: httpx2.Response) -> None:
         response.stream = _Bounded(response.stream)
 
 
-def _have_bounded_answers() -> None:
-    """Limit responses of the hub client, and request them uncompressed."""
+def _prepare_client() -> None:
+    """Limit responses of the hub client, keep redirects on https, and request no compression."""
     client = get_session()
     client.headers["Accept-Encoding"] = "identity"
     hooks = client.event_hooks
-    if _bound not in hooks["response"]:
-        client.event_hooks = {**hooks, "response": [*hooks["response"], _bound]}
+    missing = [hook for hook in (_bound, _stays_with_tls) if hook not in hooks["response"]]
+    if missing:
+        client.event_hooks = {**hooks, "response": [*hooks["response"], *missing]}
 
 
 def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
@@ -71,9 +72,8 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
     Large files have a sha256, small ones a git blob sha1 (``lfs`` and ``blobId`` of the hub API).
     """
     where = f"{endpoint}/{repo}"
-    _have_bounded_answers()
     try:
-        info = _asked(endpoint, repo, revision, token, files_metadata=True)
+        info = _model_info(endpoint, repo, revision, token, files_metadata=True)
     except GatedRepoError as error:
         fix = f"accept the terms at {where}, then run `hf auth login` or set hub.token"
         raise LockError.one(where, "the repository is gated", fix) from error
@@ -95,9 +95,8 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
 
 def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple[str, bool, str]:
     """Return licence, gating and task as the hub states them; unknown values are empty."""
-    _have_bounded_answers()
     try:
-        info = _asked(endpoint, repo, revision, token)
+        info = _model_info(endpoint, repo, revision, token)
         data = getattr(info, "card_data", None)
         stated = data.get("license") if data is not None else None
         named = [tag for tag in info.tags or () if str(tag).startswith("license:")]
@@ -108,13 +107,11 @@ def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple
     return one_line(license_ or "no reason given")[:60] if license_ else "", bool(info.gated), task
 
 
-def _asked(
+def _model_info(
     endpoint: str, repo: str, revision: str, token: str | None, *, files_metadata: bool = False
 ) -> ModelInfo:
-    api, session = HfApi(endpoint=endpoint, token=token or False), get_session()
-    hooks = session.event_hooks
-    if _stays_with_tls not in hooks["response"]:
-        session.event_hooks = {**hooks, "response": [*hooks["response"], _stays_with_tls]}
+    _prepare_client()
+    api = HfApi(endpoint=endpoint, token=token or False)
     try:
         return within(
             LIMIT_S,
@@ -126,7 +123,7 @@ def _asked(
         # The hub refuses even public repositories to a token that expired.
         if not token or error.response.status_code != 401 or type(error) is not HfHubHTTPError:
             raise
-        return _asked(endpoint, repo, revision, None, files_metadata=files_metadata)
+        return _model_info(endpoint, repo, revision, None, files_metadata=files_metadata)
 
 
 def _stays_with_tls(answer: httpx2.Response) -> None:

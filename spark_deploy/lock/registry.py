@@ -102,10 +102,13 @@ def _ask(text: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedI
     client = _Client(reference.base_url(plain=reference.host in insecure), text)
     manifest, digest = client.manifest(reference.version)
     if "manifests" in manifest:
-        wanted = ARCHITECTURES.get(arch, arch)
-        entry = _platform(manifest["manifests"], wanted)
+        platform = {"os": "linux", "architecture": ARCHITECTURES.get(arch, arch)}
+        entries = manifest["manifests"]
+        entry = next(
+            (e for e in entries if platform.items() <= e.get("platform", {}).items()), None
+        )
         if entry is None:
-            what = f"has no linux/{wanted} image"
+            what = f"has no linux/{platform['architecture']} image"
             raise LockError.one(f"image {text}", what, "choose a tag built for this architecture")
         manifest, _ = client.manifest(entry["digest"])
     if engine:
@@ -199,11 +202,3 @@ def _body(answer: HTTPResponse) -> bytes:
     if answer.length:  # fewer than Content-Length
         raise ValueError(f"broke off with {answer.length} bytes missing")
     return body
-
-
-def _platform(entries: Sequence[Mapping[str, Any]], arch: str) -> Mapping[str, Any] | None:
-    for entry in entries:
-        platform = entry.get("platform", {})
-        if platform.get("os") == "linux" and platform.get("architecture") == arch:
-            return entry
-    return None
