@@ -318,7 +318,7 @@ def test_returns_present_addresses() -> None:
         ({"networks": ("192.168.100.1/24",)}, "has host bits set"),
         ({"networks": ("192.168.100.0/29",)}, "has too few addresses"),
         ({"interfaces": ("eth1",)}, "1 interfaces for 2 networks"),
-        ({"measure": True, "restore": True}, "nothing to measure after restore"),
+        ({"measure": True, "restore": True}, "restored networks cannot be measured"),
     ],
 )
 def test_rejects_unusable_fabric_settings(fabric: dict[str, Any], message: str) -> None:

@@ -77,7 +77,7 @@ def new_model(checkout: Path) -> str:
     return f"{text.splitlines()[0]}\n{yaml.safe_dump(data)}"
 
 
-def tests_of_catalog(checkout: Path) -> list[Path]:
+def catalog_tests(checkout: Path) -> list[Path]:
     """Return the tests that read the catalog, except this test."""
     tests = sorted((checkout / "tests/unit").rglob("test_*.py"))
     return [
@@ -124,7 +124,7 @@ def test_new_model_and_profile_need_one_file_each(checkout: Path) -> None:
     run(checkout, "tools/docs/generate.py")
     run(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", GOLDENS, GOLDEN="write")
 
-    tests = tests_of_catalog(checkout)
+    tests = catalog_tests(checkout)
     assert len(tests) > 40
     run(checkout, "-m", "pytest", "-q", "-n", "2", "-m", "not slow", *map(str, tests))
     run(checkout, "tools/docs/generate.py", "--check")

@@ -109,7 +109,7 @@ def test_ports_and_files_of_all_services_are_checked_and_kept() -> None:
 @pytest.mark.parametrize(
     ("services", "where", "what"),
     [
-        ({"main": SMALL}, "services.main", "name of the main service"),
+        ({"main": SMALL}, "services.main", "reserved for the main service"),
         ({"a": {**SMALL, "port": 8000}}, "services.a.port", "is the port of serve.port"),
         ({"a": SMALL, "b": SMALL}, "services.b.port", "is the port of services.a.port"),
         ({"a": {**SMALL, "memory_gib": 1}}, "services.a.memory_gib", "less than a hundredth"),
