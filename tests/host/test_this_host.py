@@ -147,7 +147,7 @@ def test_preflight_suggests_bootstrap_if_sudo_needs_password(inside: Inside, pas
 
 
 @pytest.mark.parametrize(
-    ("file", "fix"), [("", PASSWORD_FILE_VARIABLE), ("wrong", "run again with the right one")]
+    ("file", "fix"), [("", PASSWORD_FILE_VARIABLE), ("wrong", "run again with the right password")]
 )
 def test_bootstrap_with_wrong_password_changes_nothing(
     inside: Inside, password: str, file: str, fix: str
@@ -167,12 +167,12 @@ def test_bootstrap_asks_once_in_terminal_and_installs_sudo_rule(
                              str(CHECKOUT / "deploys/bootstrap.py"), "-y", "-vvv", "--debug",
                              user=USER)  # fmt: skip
     done = inside.run(
-        f"{SPY} touch /root/log; {{ until grep -q 'asked once' /root/log; do sleep 0.2; done; "
-        f"sleep 1; cat /home/{USER}/right; }} | timeout 120 script -qefc "
+        f"{SPY} touch /root/log; {{ until grep -q 'login and sudo' /root/log; do sleep 0.2; "
+        f"done; sleep 1; cat /home/{USER}/right; }} | timeout 120 script -qefc "
         f"{shlex.quote(command)} /root/log; rc=$?; touch /root/enough; wait; exit $rc"
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.count("asked once") == 1
+    assert done.stdout.count("login and sudo") == 1
     assert f"{USER} ALL=" in sudo_rule(inside)
     recorded = inside.run("cat /root/shown /root/log; journalctl -o cat --no-pager").stdout
     assert "visudo" in recorded
