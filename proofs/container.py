@@ -2,8 +2,8 @@
 
 The restrictions are read from the release's own ``docker run`` arguments, so an argument that this
 module does not reproduce is an error. Needs root and util-linux (``unshare``, ``setpriv``).
-Not reproduced: docker's seccomp filter and its masked ``/proc`` files. The image's root directory
-is this machine's own.
+Not reproduced: docker's seccomp filter, the masked ``/proc`` files, and the image's root directory
+(this machine's is used).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from spark_host.engine import container as engine_container
 REPOSITORY = Path(__file__).resolve().parents[1]
 PYTHONPATH = [str(REPOSITORY / folder) for folder in ("", "files/contract", "files/host")]
 PRIVATE = ("dev", "proc", "sys", "tmp", "run")
-"""Top-level directories that a container does not share with its host."""
+"""Top-level directories that a container does not share with the host."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 VARIABLES = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"),
     *("SPARK_FLASH_ATTENTION", "SPARK_FIRST_CONFIGURATION", "VLLM_DISABLED_KERNELS"),
 )
-"""Taken from this machine's environment, as an image brings its own."""
+"""Copied from this machine's environment instead of the image's."""
 NAMESPACES = ("mount", "net", "ipc", "pid", "uts")
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 
 
 @dataclass(frozen=True)
 class Container:
-    """What a ``docker run`` command line restricts, mounts and starts."""
+    """Restrictions, mounts and command of a ``docker run`` command line."""
 
     user: int
     group: int
@@ -90,8 +90,8 @@ def of_release(release: Release, checkpoint: Path, root: Path) -> tuple[Containe
 
 def _find_unnamed_user() -> int:
     """Return a user and group number without a name on this machine."""
-    taken = {entry.pw_uid for entry in pwd.getpwall()} | {entry.gr_gid for entry in grp.getgrall()}
-    return next(number for number in range(61_000, 65_000) if number not in taken)
+    used = {entry.pw_uid for entry in pwd.getpwall()} | {entry.gr_gid for entry in grp.getgrall()}
+    return next(number for number in range(61_000, 65_000) if number not in used)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -125,19 +125,19 @@ def parse_docker_run(argv: list[str]) -> Container:
     parser.add_argument("--tmpfs", action="append", default=[])
     parser.add_argument("image")
     parser.add_argument("argv", nargs=argparse.REMAINDER)
-    found = parser.parse_args(argv[argv.index("run") + 1 :])
-    user, group = map(int, found.user.split(":"))
-    tmpfs = dict(text.split(":", 1) for text in found.tmpfs)
-    tmpfs["/dev/shm"] = f"rw,nosuid,nodev,noexec,mode=1777,size={found.shm_size}"
-    lines = Path(found.env_file).read_text().splitlines()
+    options = parser.parse_args(argv[argv.index("run") + 1 :])
+    user, group = map(int, options.user.split(":"))
+    tmpfs = dict(text.split(":", 1) for text in options.tmpfs)
+    tmpfs["/dev/shm"] = f"rw,nosuid,nodev,noexec,mode=1777,size={options.shm_size}"
+    lines = Path(options.env_file).read_text().splitlines()
     return Container(
         user=user,
         group=group,
-        mounts=tuple(found.mount),
+        mounts=tuple(options.mount),
         tmpfs=tmpfs,
-        max_processes=found.pids_limit,
+        max_processes=options.pids_limit,
         environment=dict(line.split("=", 1) for line in lines),
-        argv=tuple(found.argv),
+        argv=tuple(options.argv),
     )
 
 
@@ -151,14 +151,7 @@ def _parse_mount(text: str) -> tuple[str, str, bool]:
 def start(
     container: Container, command: list[str], work: Path, log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` inside; its output goes to ``log``.
-
-    Args:
-        container: from ``parse_docker_run``.
-        command: program and arguments; the program by its absolute path.
-        work: an empty directory for the new root.
-        log: the file for stdout and stderr.
-    """
+    """Start ``command`` (absolute path first) inside; ``work`` is empty and gets the new root."""
     root = work / "root"
     root.mkdir()
     machine = {name: os.environ[name] for name in VARIABLES if name in os.environ}

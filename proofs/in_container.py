@@ -1,4 +1,4 @@
-"""Report from inside the reproduced container what a process may do, and whether CUDA works there.
+"""Report the rights of a process inside the reproduced container, and whether CUDA works.
 
 python3 -m proofs.in_container [--kernels]
 """
@@ -82,8 +82,8 @@ def _try_execute(folder: Path) -> bool:
 
 
 def _size_bytes(path: str) -> int:
-    found = os.statvfs(path)
-    return found.f_blocks * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_blocks * status.f_frsize
 
 
 def _try_connect() -> str:
@@ -104,41 +104,42 @@ def _try_listen() -> bool:
         return True
 
 
-def judge_rights(found: dict[str, Any], engine: Container) -> dict[str, bool]:
-    """Return by claim whether a process had what ``docker run`` would have left it."""
+def judge_rights(rights: dict[str, Any], engine: Container) -> dict[str, bool]:
+    """Return by claim whether a process had the rights that ``docker run`` leaves."""
     writable = {target for _, target, read_only in engine.mounts if not read_only}
-    writes, mounts = found["writes"], {"/proc", *writable, *engine.tmpfs}
+    writes, mounts = rights["writes"], {"/proc", *writable, *engine.tmpfs}
     refused = {writes[path] for path in READ_ONLY}
     return {
-        "it runs as a user and a group without a name, in no other group": (
-            found["user"] == [engine.user, engine.user, engine.group]
-            and (found["account"], found["groups"]) == (None, [])
+        "the process runs as an unnamed user and group, without further groups": (
+            rights["user"] == [engine.user, engine.user, engine.group]
+            and (rights["account"], rights["groups"]) == (None, [])
         ),
-        "it has no capability and cannot gain one": (
-            set(found["capabilities"].values()) == {"0" * 16} and found["no_new_privileges"] == "1"
+        "the process has no capabilities and cannot gain any": (
+            set(rights["capabilities"].values()) == {"0" * 16}
+            and rights["no_new_privileges"] == "1"
         ),
-        "it writes to its cache, socket directory and tmpfs only": (
-            set(found["writable_mounts"]) == mounts
+        "only cache, socket directory and tmpfs are writable": (
+            set(rights["writable_mounts"]) == mounts
             and refused <= {"Read-only file system", "Permission denied"}
             and writes["/var/tmp"] == writes["/model"] == "Read-only file system"
             and {writes[path] for path in WRITABLE} == {"written"}
         ),
-        "it executes what it writes to its cache and to /tmp": all(found["executes"].values()),
-        "its /tmp and /dev/shm have their limits": (
-            found["tmpfs_bytes"] == {"/tmp": 4 << 30, "/dev/shm": 2 << 30}
+        "files written to the cache and /tmp can be executed": all(rights["executes"].values()),
+        "/tmp and /dev/shm have size limits": (
+            rights["tmpfs_bytes"] == {"/tmp": 4 << 30, "/dev/shm": 2 << 30}
         ),
-        "it has no network but loopback": (
-            found["interfaces"] == ["lo"]
-            and found["listens_on_loopback"]
-            and found["connect_outside"] == "Network is unreachable"
+        "loopback is the only network": (
+            rights["interfaces"] == ["lo"]
+            and rights["listens_on_loopback"]
+            and rights["connect_outside"] == "Network is unreachable"
         ),
-        "it sees its own processes only, and is limited in their number": (
-            found["processes"][0] == 1
-            and len(found["processes"]) <= 2
-            and found["max_processes"] == [engine.max_processes] * 2
+        "only processes of the container are visible, and their number is limited": (
+            rights["processes"][0] == 1
+            and len(rights["processes"]) <= 2
+            and rights["max_processes"] == [engine.max_processes] * 2
         ),
-        "it has the GPU's device files and no other device's": all(
-            name in DEVICES or name.startswith("nvidia") for name in found["devices"]
+        "only the GPU's device files and standard devices exist": all(
+            name in DEVICES or name.startswith("nvidia") for name in rights["devices"]
         ),
     }
 
@@ -176,11 +177,10 @@ def _count_libraries(folder: str) -> int:
 
 
 def main() -> None:
-    """Print the report as one JSON object on the last line."""
-    found = read_rights()
+    report = read_rights()
     if "--kernels" in sys.argv:
-        found["kernels"] = run_kernels()
-    print(json.dumps(found))
+        report["kernels"] = run_kernels()
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Claims that need no GPU, in the engine's CPU build: the cases and judges of the GPU machine.
+"""Run GPU-independent proofs in the engine's CPU build, with the cases and judges of the GPU.
 
     python3 -m proofs.on_cpu OUT steered prefixes dflash sizes seeing
 
-Writes ``OUT/NAME.json``: drafts with a known acceptance, conversations that find their beginnings
-in the cache, drafters next to a hybrid, true layer sizes against transformers, pictures. The engine
-serves the checkpoints dequantised to BF16.
+Writes ``OUT/NAME.json``: drafts with a known acceptance, prefix caching, draft models, true layer
+sizes against transformers, pictures. The engine serves checkpoints dequantised to BF16.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from proofs.trees import special
 from proofs.trees.build import VARIANTS, build, copy_trained, plan, write_wide
 
 CAVEATS = [
-    "portable mode: the same trees dequantised to BF16, no kernel of their formats runs",
+    "portable mode: checkpoints dequantised to BF16, no quantised kernel runs",
     "eager",
 ]
 REFERENCES = {"wide": "wide-overlay", "true-35b": "true-35b", "true-122b": "true-122b"}
-"""Names of references, as the judge asks for them, and their checkpoints."""
+"""Reference names of the judge, and their checkpoints."""
 Rows = list[dict[str, Any]]
 
 
 def prove_steered(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
-    """Prove drafts that are never, half the time, and nearly always right."""
+    """Prove drafts that are never, half of the time, and nearly always accepted."""
     special.make_steered(work / "trees", _made(work / "trees/work"))
     cases = [
         case(
@@ -105,12 +104,12 @@ def prove_sizes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
     special.make_true(trees, folder, "true-35b", special.TRUE_35B, int4_mtp=True)
     special.make_true(trees, folder, "true-122b", special.TRUE_122B, int4_mtp=False)
     logs = _made(work / "logs")
-    for name, tree in REFERENCES.items():  # one by one: each needs its weights twice in memory
+    for name, tree in REFERENCES.items():  # sequential: each needs twice its weights in memory
         words = [str(trees / tree), str(logs / f"transformers-{name}.pt")]
         more = ["--pictures"] if name == "wide" else []
         command = [sys.executable, "-m", "proofs.engine.transformers_case", *words, *more]
         subprocess.run(command, cwd=CHECKOUT, check=True)
-    cases = [one for one in profile_cases.sizes_cases() if one["name"].endswith("-portable")]
+    cases = [case for case in profile_cases.sizes_cases() if case["name"].endswith("-portable")]
     results = run.run_cases(cases, trees, logs, at_once=1, limit_s=1200)
     rows = judge.judge_sizes(results, logs, trees)
     own = [row for row in rows if {*(row["cases"] or [row["claim"]])} <= results.keys()]
@@ -118,22 +117,22 @@ def prove_sizes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
 
 
 def prove_seeing(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
-    """Prove that pictures are seen and a damaged tower noticed; needs ``build/cpu``."""
+    """Prove that pictures are recognised and a damaged tower is detected; needs ``build/cpu``."""
     eyes, plans = CHECKOUT / "build/cpu/eyes.npz", CHECKOUT / "build/cpu/plans"
-    # Nothing else computes here: the plan's own cache fits, and its check expects it.
+    # The machine is otherwise idle: the plan's cache size fits, and the check expects it.
     planned = list(server.read_release(plans / "seeing.json").engine.argv)
     server.CACHE_BYTES = int(planned[planned.index("--kv-cache-memory-bytes") + 1])
     trees = work / "trees"
     release_trees.make_seeing(eyes, trees)
     release_trees.damage_eyes(trees / "seeing")
     results = {
-        one.name: releases.serve(one, trees, plans, work / "logs", ["none"], float("inf"))
-        for one in releases.STAGES["seeing"]
+        run.name: releases.serve(run, trees, plans, work / "logs", ["none"], float("inf"))
+        for run in releases.STAGES["seeing"]
     }
     hidden = ("env", "log", "ways")
     runs = {
-        name: {key: value for key, value in one.items() if key not in hidden}
-        for name, one in results.items()
+        name: {key: value for key, value in run.items() if key not in hidden}
+        for name, run in results.items()
     }
     return release_judge.seeing(results), runs
 
@@ -157,11 +156,10 @@ def _run(cases: Rows, work: Path, out: Path) -> dict[str, dict[str, Any]]:
 
 
 def _options(cases: Rows) -> dict[str, Any]:
-    return {one["name"]: one["options"] for one in cases}
+    return {case["name"]: case["options"] for case in cases}
 
 
 def main() -> None:
-    """Run the proofs named on the command line, each alone, and write their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("names", nargs="+", choices=PROOFS)

@@ -15,9 +15,8 @@ COLOURS = {
     "black": (15, 15, 15),
 }
 SINGLE_PICTURE = "What colour is this picture? Answer with one word."
-"""As the check asks."""
+"""The prompt of the check."""
 SEVERAL_PICTURES = "What colours are these pictures, in order?"
-"""What is asked of several pictures in one request."""
 
 
 IDS_LENGTHS = [200, 96, 33]
@@ -50,9 +49,9 @@ def picture(number: int) -> Any:
 
 
 def prompts_of(case: dict[str, Any], tokenizer: Any) -> list[Any]:
-    """Return token ids or pictures with text, as ``prompts`` says.
+    """Return token ids, or pictures with text, by the case's ``prompts``.
 
-    ``ids``: random numbers; ``text``: the lab's questions; ``pictures``: one sentence beside
+    ``ids``: random numbers; ``text``: the lab's questions; ``pictures``: a sentence with each of
     three pictures, two of them equal; ``contexts``: the recall model's language.
     """
     if case["prompts"] == "contexts":
@@ -79,11 +78,11 @@ def questions(case: dict[str, Any]) -> list[str]:
     from lab.model import lessons
 
     facts = json.loads((lessons.HERE / "facts.json").read_text())
-    asked = [item["prompt"] for item in facts["questions"]]
+    prompts = [item["prompt"] for item in facts["questions"]]
     copies = [f"Repeat exactly: {text}" for text in facts["copy"]["strings"]]
-    texts = (asked + copies)[: case.get("prompt_count", 8)]
+    texts = (prompts + copies)[: case.get("prompt_count", 8)]
     if case.get("long_last"):
-        # Longer than any earlier request will ever be: it is fresh while those have a prefix.
+        # Longer than any earlier request: a fresh prompt while the others have a prefix.
         texts = texts[:6] + [FILLER * 40 + text for text in texts[:2]]
     if case.get("filler"):
         texts = [f"Note {n}. {FILLER * case['filler']}{text}" for n, text in enumerate(texts)]

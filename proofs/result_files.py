@@ -19,7 +19,7 @@ QUESTION_KEYS = ("kind", "length", "depth", "client", "round", "place", "prompt"
 
 
 class Kind(NamedTuple):
-    """What result files of one name pattern show, and how to write them again."""
+    """Result files with a name pattern: subject, make target and requirements."""
 
     pattern: str
     shows: str
@@ -28,57 +28,53 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind(r"engine-0\.\d+\.\d+", "an older engine answers like its 16-bit reference", "gpu",
+    Kind(r"engine-0\.\d+\.\d+", "an older engine answers like the 16-bit reference", "gpu",
          "that vLLM in SPARK_GPU_ENGINES"),
     Kind("engine-eager", "module numerics of every layout", "gpu"),
-    Kind("engine-head-choice", "the engine's and the baked LM head answer alike", "gpu"),
+    Kind("engine-head-choice", "the engine's and the checkpoint's LM head answer alike", "gpu"),
     Kind("engine-long", "contexts up to the model's length", "gpu"),
     Kind("engine-names", "every tensor of a checkpoint is loaded", "gpu"),
-    Kind("engine-nan", "damaged weights are noticed", "gpu"),
+    Kind("engine-nan", "damaged weights are detected", "gpu"),
     Kind("engine-prefixes", "prefix caching changes no answer", "gpu"),
     Kind("engine-profiles", "drafts, graphs and batches of each profile", "gpu"),
     Kind("engine-quality", "logits of each profile against 16 bit", "gpu"),
     Kind("engine-refused", "unsupported combinations are refused", "gpu"),
     Kind("engine-sizes", "layers of true size against transformers", "gpu"),
     Kind("engine-speculation", "drafts and full graphs change no answer", "gpu"),
-    Kind("engine-steered", "acceptance rates known beforehand", "gpu"),
+    Kind("engine-steered", "known acceptance rates", "gpu"),
     Kind("engine-turboquant", "TurboQuant cache with drafts and graphs", "gpu"),
     Kind("engine-two-gpus", "tensor parallelism", "gpu", "two GPUs"),
-    Kind("container", "an engine under its container's restrictions", "gpu", "root"),
+    Kind("container", "an engine under the restrictions of the container", "gpu", "root"),
     Kind("experts", "fused experts against a reference", "gpu"),
     Kind("lm-head-batches", "LM head kernel against a reference", "gpu"),
     Kind("lm-head-nan", "LM head kernel propagates NaN and infinity", "gpu"),
     Kind("lm-head-sweep-.*", "LM head kernel: times by block size", "gpu-times"),
     Kind("lm-head.*", "LM head kernel: times", "gpu-times"),
-    Kind("marlin-atomic-add", "Marlin with atomic add repeats its result", "gpu"),
-    Kind("turboquant-layer", "TurboQuant attention of one layer", "gpu"),
+    Kind("marlin-atomic-add", "Marlin with atomic add gives repeatable results", "gpu"),
+    Kind("turboquant-layer", "TurboQuant attention of a layer", "gpu"),
     Kind("recall-flashinfer.*", "recall with FlashInfer", "gpu", "FlashInfer"),
     Kind("recall-training.*", "training of the recall model", "gpu-train"),
     Kind("recall-.*", "recall of facts in long contexts", "gpu"),
     Kind("release-cluster", "a planned release on two hosts", "gpu", "two GPUs"),
     Kind("release-.*", "planned releases, served and checked", "gpu"),
     Kind("requantize", "quantised checkpoints against the original", "gpu", "AutoRound"),
-    Kind("serve-.*-long", "metrics move while a long prompt is read", "gpu"),
+    Kind("serve-.*-long", "metrics change during a long prompt", "gpu"),
     Kind("serve-.*", "a profile's arguments serve over HTTP", "gpu"),
     Kind("steered|prefixes|dflash", "the same claims in the engine's CPU build", "cpu-proofs"),
     Kind("sizes", "layers of true size against transformers, CPU build", "cpu-sizes"),
-    Kind("seeing", "pictures are seen, CPU build", "cpu-seeing"),
+    Kind("seeing", "pictures are recognised, CPU build", "cpu-seeing"),
     Kind("backends", "kernels vLLM chooses on capability 9.0 and 12.1", "backends"),
     Kind("plain-models", "published repositories served in the lab", "cpu-models"),
 )  # fmt: skip
-"""By the whole name; the first match counts."""
+"""Matched in order by the full name."""
 
 
 def find_kind(name: str) -> Kind:
-    """Return the kind of the result file ``name`` (without its ending).
-
-    Raises:
-        ValueError: no kind matches.
-    """
+    """Return the kind of a result file name without suffix; raises ValueError if unknown."""
     for kind in KINDS:
         if re.fullmatch(kind.pattern, name):
             return kind
-    raise ValueError(f"{name}: unknown result file; fix: add its kind to proofs/result_files.py")
+    raise ValueError(f"{name}: unknown result file; fix: add the kind to proofs/result_files.py")
 
 
 def describe_run(device: str, *packages: str) -> dict[str, Any]:
@@ -91,7 +87,7 @@ def describe_run(device: str, *packages: str) -> dict[str, Any]:
 
 
 def read_command() -> str:
-    """Return the command of this run: one test of pytest, or a program with its arguments."""
+    """Return the command of this run: a pytest test, or a program with arguments."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     return shlex.join(["python3", "-m", "pytest", test] if test else sys.orig_argv)
 

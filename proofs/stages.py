@@ -1,4 +1,4 @@
-"""Stages of engine proofs: which engines each runs, how it is judged, and its result file.
+"""Run the stages of the engine proofs, judge them, write result files.
 
     python3 -m proofs.stages --trees DIR --work DIR --out DIR --stage eager
 
@@ -79,26 +79,26 @@ def prove(
 
     Args:
         stages: keys of ``CASES``.
-        trees: what ``proofs.trees.make`` made.
+        trees: made by ``proofs.trees.make``.
         work: for captured tensors and logs.
         out: for the result files.
-        at_once: engines that run at the same time.
-        within_s: time for all engines; what has not ended by then is a failure of its rows.
-        only: names of engines; the others are not run.
-        result: what the file of the only stage is called in place of it.
+        at_once: number of parallel engines.
+        within_s: for all engines; rows of unfinished engines fail.
+        only: names of engines to run.
+        result: replaces the stage in the file name, for a single stage.
     """
     cases = [case for stage in stages for case in CASES[stage]()]
     cases = [case for case in cases if only is None or case["name"] in only]
-    beside = start_transformers(trees, work) if "sizes" in stages else []
+    references = start_transformers(trees, work) if "sizes" in stages else []
     results: dict[str, dict[str, Any]] = {}
     end_s = time.monotonic() + within_s
     for wave in _waves(cases):
         left_s = end_s - time.monotonic()
         results |= engine_run.run_cases(wave, trees, work, at_once=at_once, within_s=left_s)
-    for process in beside:
+    for process in references:
         process.wait()
     out.mkdir(parents=True, exist_ok=True)
-    found: Rows = []
+    all_rows: Rows = []
     for stage in stages:
         rows, failure = judged(stage, results, work, trees)
         if only is not None:
@@ -116,20 +116,20 @@ def prove(
             "cases": [],
             "numbers": {"failure": failure},
         }
-        found += [*rows, *([broken] if failure else [])]
-    return found
+        all_rows += [*rows, *([broken] if failure else [])]
+    return all_rows
 
 
 def _ran(row: dict[str, Any], results: dict[str, Any]) -> bool:
-    """Return whether the engines of a row were asked for; a row without engines has its name."""
+    """Return whether the engines of a row ran; a row without engines is named after its engine."""
     return all(name in results for name in row["cases"] or [row["claim"]])
 
 
 def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the cases in the order they have to run in.
+    """Return the cases in groups that run one after another.
 
-    Kernels compile on first use; a few engines alone fill the caches faster than many at once.
-    Cases marked ``later`` need what another one wrote.
+    A few engines first compile the kernels, which is faster than many at once. Cases marked
+    ``later`` need files of earlier cases.
     """
     alone = () if quick.wanted() else engine_cases.FIRST
     first = [case for case in cases if case["name"] in alone]
@@ -149,7 +149,7 @@ def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tupl
         "two-gpus": lambda: profile_judge.judge_steered(results, CASES[stage]()),
         "prefixes": lambda: _conversations(results),
         "head-choice": lambda: profile_judge.judge_heads(results, CASES[stage]()),
-        # Whole logits of 256 experts turn on near ties; modules and blocks are judged one by one.
+        # Logits of 256 experts depend on near ties; modules and blocks are judged instead.
         "sizes": lambda: _judged_rows(profile_judge.judge_sizes(results, work, trees)),
         "names": lambda: profile_judge.judge_names(results, CASES[stage](), trees),
         "long": lambda: profile_judge.judge_long(results),
@@ -160,12 +160,12 @@ def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tupl
             wanted = {case["name"]: text for case, text in refusals[stage]()}
             return engine_judge.judge_refused(results, wanted), None
         return judges[stage](), None
-    except Exception:  # engines already ran: keep what they wrote
+    except Exception:  # keep the results of the engines
         return [], traceback.format_exc()[-1500:]
 
 
 def _conversations(results: dict[str, Any]) -> Rows:
-    """Return the rows of both models: of the steered one as it is judged on a CPU, too."""
+    """Return the rows of the trained and the steered model."""
     steered = profile_judge.judge_prefixes(results)
     return [
         *judge_conversations(results),
@@ -181,7 +181,7 @@ def _document(
     stage: str, name: str, results: dict[str, Any], rows: Rows, failure: str | None
 ) -> dict[str, Any]:
     own = {case["name"] for case in CASES[stage]()}
-    ran = {name: one for name, one in results.items() if "case" in one and name in own}
+    ran = {name: result for name, result in results.items() if "case" in result and name in own}
     return {
         "seed": 0,
         **environment(),
@@ -232,7 +232,7 @@ def merge_rows(out: Path) -> None:
 
 
 def start_transformers(trees: Path, work: Path) -> list[subprocess.Popen[bytes]]:
-    """Start the other implementation on the trees of stage ``sizes``."""
+    """Start transformers on the checkpoints of stage ``sizes``."""
     work.mkdir(parents=True, exist_ok=True)
     started = []
     for name, tree in (("wide", "wide-overlay"), ("true-35b", None), ("true-122b", None)):
@@ -256,9 +256,9 @@ def main() -> None:
     for name in ("trees", "work", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--stage", action="append", required=True, choices=sorted(CASES))
-    parser.add_argument("--result", help="of one stage: its file becomes engine-RESULT.json")
+    parser.add_argument("--result", help="name the file engine-RESULT.json (single stage only)")
     parser.add_argument("--at-once", type=int, default=14)
-    parser.add_argument("--only", help="names of engines, with commas; the others are not run")
+    parser.add_argument("--only", help="names of engines to run, separated by commas")
     parser.add_argument("--within", type=float, default=float("inf"), help="seconds in all")
     a = parser.parse_args()
     only = a.only.split(",") if a.only else None

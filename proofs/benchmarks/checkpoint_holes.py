@@ -1,7 +1,7 @@
-"""Imported into a builder under measurement: zeros it writes become holes, which need no disk.
+"""Imported into the measured builder: writes zeros as holes.
 
-So the *full* layout of the largest model, 224 GB, can be built on any machine. Everything else is
-the builder's own: every byte is read, hashed and compared.
+So any machine can build the *full* layout of the largest model, 224 GB. The builder still reads,
+hashes and compares every byte.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def _write_or_skip(fd: int, data: bytes | memoryview) -> None:
 
 
 def _room_for_holes(directory: object, needed_bytes: int, purpose: str) -> None:
-    """Refuse nothing: holes need no room."""
+    """Accept any size: holes need no space."""
 
 
-# Replaced where they are used: a build has no switch for this, and needs none.
+# Patched here: the builder has no option for holes.
 spark_checkpoint.build.write.write_all = _write_or_skip
 spark_checkpoint.storage.check_free_space = _room_for_holes

@@ -1,4 +1,4 @@
-"""Measures peak memory and time of builds while the checkpoint grows, to the largest model.
+"""Measure peak memory and time of builds of growing checkpoints, up to the largest model.
 
     python proofs/benchmarks/checkpoint_memory.py --work /var/tmp/bench
 
@@ -59,12 +59,12 @@ open(sys.argv[1], "w").write(peak)
 sys.exit(code)
 """
 ONE = Architecture(layers=4, experts=16, vocabulary=8192, vision_blocks=2, shards=4, donor_shards=4)
-# As many files of four times the size in all: what is no routed expert does not grow.
+# Four times the size in as many files; only routed experts grow.
 GROWN = replace(ONE, experts=7 * ONE.experts)
 # The same names, each with four times the bytes: rows twice as long, twice as many.
 WIDER = replace(ONE, hidden=2 * ONE.hidden, width=2 * ONE.width)
 LARGEST = Architecture(layers=60, experts=512, hidden=4096, shards=40, donor_shards=94)
-# What is built: a name for the result file, and what differs from an overlay that keeps the head.
+# Builds by their name in the result file, with the difference from an overlay that keeps the head.
 BOTH: dict[str, dict[str, str]] = {"full": {"layout": "full"}, "overlay": {}}
 ALL: dict[str, dict[str, str]] = {
     "overlay": {},
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
     root: Path
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log no requests."""
 
     def do_GET(self) -> None:
         path = self.root / unquote(urlsplit(self.path).path).lstrip("/")
@@ -144,13 +144,13 @@ def measure(work: Path) -> dict[str, Any]:
 
 
 def _growth(rows: dict[str, dict[str, Any]], grown: str) -> dict[str, float]:
-    one, other = rows["one"]["peak_bytes"], rows[grown]["peak_bytes"]
-    return {layout: round(other[layout] / one[layout], 3) for layout in one}
+    single, larger = rows["one"]["peak_bytes"], rows[grown]["peak_bytes"]
+    return {layout: round(larger[layout] / single[layout], 3) for layout in single}
 
 
 def _row(work: Path, a: Architecture, builds: dict[str, dict[str, str]]) -> dict[str, Any]:
     base, donor = work / "base", work / "hub" / REPOSITORY
-    # Holes read like zeros: what is not looked at needs no disk. Small trees have real bytes.
+    # Unread tensors of the largest model are holes. Small checkpoints have real bytes.
     sparse = a is LARGEST
     write_base(base, a, sparse=sparse)
     write_donor(donor, a, _quantise)
@@ -194,7 +194,7 @@ def _run_builder(plan_file: Path, *, holes: bool) -> dict[str, Any]:
         seconds = time.monotonic() - began
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != 0:
-            raise SystemExit(f"spark_checkpoint build ended with {process.returncode}")
+            raise SystemExit(f"spark_checkpoint build failed with exit status {process.returncode}")
         return {
             "seconds": seconds,
             "peak_bytes": int(peak.read()) * 1024,

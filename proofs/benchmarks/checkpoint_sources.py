@@ -29,7 +29,7 @@ Quantise = Callable[[Any, tuple[int, int]], tuple[Any, Any]]
 
 
 def write_base(directory: Path, a: Architecture, *, sparse: bool) -> None:
-    """Write the INT4 base; a sparse one gets a receipt without true hashes of its shards."""
+    """Write the INT4 base; with ``sparse``, the receipt has no real hashes of the shards."""
     directory.mkdir(parents=True)
     filler = None if sparse else Filler()
     shards = split(base_entries(a), a.shards)
@@ -88,7 +88,7 @@ def write_receipt(directory: Path, *, hashed: bool) -> None:
 
 
 def sparse_pieces(path: Path) -> Iterator[Piece]:
-    """Yield the pieces of a file, hashing those that are all hole only once."""
+    """Yield the pieces of a file; pieces of holes share a hash."""
     empty = hashlib.sha256(bytes(PIECE_BYTES)).hexdigest()
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
@@ -146,7 +146,7 @@ def plan(base: Path, out: Path, a: Architecture, **changes: Any) -> dict[str, An
 
 
 def _donor_values(entries: list[Entry], quantise: Quantise) -> dict[str, bytes]:
-    """Return the values of a shard; a weight and its scales may be in different ones."""
+    """Return the values of a shard; a weight and the scales may be in different shards."""
     values = {}
     made: dict[str, tuple[Any, Any]] = {}
     for name, dtype, shape in entries:

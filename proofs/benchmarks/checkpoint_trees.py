@@ -1,8 +1,7 @@
 """Synthetic sources with the names, dtypes and file layout of the real repositories.
 
-Only what a builder looks at has meaningful values: shared experts, their FP8 form and the LM
-head. Everything else is filler, or a hole in the file when ``sparse``, so that a tree of the
-real size fits on any disk.
+Only shared experts, their FP8 form and the LM head have meaningful values. All other tensors are
+filler, or holes when ``sparse``, so that a checkpoint of the real size fits on any disk.
 """
 
 from __future__ import annotations
@@ -74,12 +73,12 @@ def linears(a: Architecture, layer: int) -> list[tuple[str, int, int]]:
     prefix = f"model.language_model.layers.{layer}"
     if layer % 4 == 3:
         rows = {"q_proj": a.attention_rows, "k_proj": a.kv_rows, "v_proj": a.kv_rows}
-        found = [(f"{prefix}.self_attn.{n}", r, a.hidden) for n, r in rows.items()]
-        return [*found, (f"{prefix}.self_attn.o_proj", a.hidden, a.attention_rows // 2)]
+        projections = [(f"{prefix}.self_attn.{n}", r, a.hidden) for n, r in rows.items()]
+        return [*projections, (f"{prefix}.self_attn.o_proj", a.hidden, a.attention_rows // 2)]
     rows = {"in_proj_qkv": a.gdn_rows, "in_proj_z": a.gdn_values}
     rows |= {"in_proj_a": a.gdn_heads, "in_proj_b": a.gdn_heads}
-    found = [(f"{prefix}.linear_attn.{n}", r, a.hidden) for n, r in rows.items()]
-    return [*found, (f"{prefix}.linear_attn.out_proj", a.hidden, a.gdn_values)]
+    projections = [(f"{prefix}.linear_attn.{n}", r, a.hidden) for n, r in rows.items()]
+    return [*projections, (f"{prefix}.linear_attn.out_proj", a.hidden, a.gdn_values)]
 
 
 def small(a: Architecture, layer: int) -> list[Entry]:
@@ -174,8 +173,8 @@ def donor_entries(a: Architecture) -> list[Entry]:
         entries += small(a, layer)
         for name, outputs, inputs in linears(a, layer):
             plain = name.endswith(("in_proj_a", "in_proj_b"))
-            one: Entry = (f"{name}.weight", "BF16", (outputs, inputs))
-            entries += [one] if plain else fp8(name, outputs, inputs)
+            entry: Entry = (f"{name}.weight", "BF16", (outputs, inputs))
+            entries += [entry] if plain else fp8(name, outputs, inputs)
         for part in PARTS:
             entries += fp8(f"{mlp}.shared_expert.{part}", *a.mlp(part))
             for expert in range(a.experts):
@@ -200,7 +199,7 @@ def shared_expert_values(module: str, shape: tuple[int, int]) -> Any:
 
 
 class Filler:
-    """Bytes for tensors nobody looks at: no long runs, no cost."""
+    """Cheap bytes without long runs, for tensors that no recipe reads."""
 
     def __init__(self) -> None:
         self._pool = np.random.default_rng(7).bytes(32 << 20)

@@ -87,10 +87,10 @@ def timed(words: list[str], guests: list[Guest], env: dict[str, str]) -> dict[st
     return {"wall_s": round(wall_s, 2), "wall_without_hosts_s": round(alone_s, 2), **times}
 
 
-def changed(words: list[str], said: str) -> bool:
+def changed(words: list[str], output: str) -> bool:
     if "ansible" in words[0]:
-        return set(re.findall(r"changed=(\d+)", said)) != {"0"}
-    return any(one["success"] for one in json.loads(said)["results"]["operations"])
+        return set(re.findall(r"changed=(\d+)", output)) != {"0"}
+    return any(operation["success"] for operation in json.loads(output)["results"]["operations"])
 
 
 def playbook(folder: Path, guests: list[Guest], programs: Path) -> tuple[list[str], dict[str, str]]:
@@ -147,68 +147,74 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=CHECKOUT / "proofs/results")
     parser.add_argument("hosts", nargs="+")
     options = parser.parse_args()
-    data = [word for one in options.data for word in ("--data", one)]
-    found = []
+    data = [word for entry in options.data for word in ("--data", entry)]
+    measurements = []
     for names in ([options.hosts[0]], options.hosts)[: len(options.hosts)]:
         guests = [guest_named(name) for name in names]
         with tempfile.TemporaryDirectory(prefix="noop-") as folder:
             limit = [word for name in names for word in ("--limit", name)]
-            ours = [str(Path(sys.executable).with_name("pyinfra")), options.inventory,
+            pyinfra_command = [str(Path(sys.executable).with_name("pyinfra")), options.inventory,
                     str(CHECKOUT / "deploy.py"), *limit, *data, "-y", "--json"]  # fmt: skip
-            subprocess.run(ours, capture_output=True, stdin=subprocess.DEVNULL, check=True)
-            theirs, environment = playbook(Path(folder), guests, options.ansible)
-            timed(theirs, guests, environment)  # so that both have been there once
+            subprocess.run(
+                pyinfra_command, capture_output=True, stdin=subprocess.DEVNULL, check=True
+            )
+            ansible_command, environment = playbook(Path(folder), guests, options.ansible)
+            timed(ansible_command, guests, environment)  # so that both have been there once
             runs: dict[str, list[dict[str, float]]] = {"ours": [], "ansible": []}
             commands = {}
-            ways = [("ours", ours, {}), ("ansible", theirs, environment)]
+            tools = [("ours", pyinfra_command, {}), ("ansible", ansible_command, environment)]
             for number in range(options.rounds):
-                for kind, words, env in ways[:: -1 if number % 2 else 1]:
+                for kind, words, env in tools[:: -1 if number % 2 else 1]:
                     since = {guest.name: guest.run("date +%s.%6N") for guest in guests}
                     runs[kind].append(timed(words, guests, env))
                     commands[kind] = commands_of(guests, since)
-        found.append({"hosts": len(names), "commands_a_host": commands, "runs": runs,
+        measurements.append({"hosts": len(names), "commands_a_host": commands, "runs": runs,
                       "load": os.getloadavg()[0]})  # fmt: skip
-        sys.stdout.write(json.dumps(found[-1]) + "\n")
+        sys.stdout.write(json.dumps(measurements[-1]) + "\n")
         sys.stdout.flush()
     result = {
         "benchmark": "no-op",
         "command": "python -m proofs.benchmarks.noop --inventory ... --ansible ... HOSTS",
         "measured_at": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine()},
-        "stands_in": "guests of the virtual lab on one machine; not a DGX Spark",
-        "median": [summary(one) for one in found],
-        "found": found,
+        "stands_in": "guests of the virtual lab on a single machine; not a DGX Spark",
+        "median": [summary(entry) for entry in measurements],
+        "found": measurements,
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "noop.json").write_text(json.dumps(result, indent=1) + "\n")
     groups = [
         (
-            f"{one['hosts']} host{'s' * (one['hosts'] > 1)}: {kind}",
-            [middle(one, kind, "wall_s"), middle(one, kind, "wall_without_hosts_s")],
+            f"{entry['hosts']} host{'s' * (entry['hosts'] > 1)}: {kind}",
+            [middle(entry, kind, "wall_s"), middle(entry, kind, "wall_without_hosts_s")],
         )
-        for one in found
+        for entry in measurements
         for kind in ("ours", "ansible")
     ]
     picture = report.draw_bars(
-        groups, "A run that changes nothing: seconds, and without what its hosts computed"
+        groups, "A run without changes: seconds, and seconds without the hosts' computing time"
     )
     (options.out / "noop.svg").write_text(picture + "\n")
     return 0
 
 
-def middle(found: dict[str, Any], kind: str, what: str) -> float:
-    return round(statistics.median(run[what] for run in found["runs"][kind]), 2)
+def middle(measurement: dict[str, Any], kind: str, key: str) -> float:
+    return round(statistics.median(run[key] for run in measurement["runs"][kind]), 2)
 
 
-def summary(found: dict[str, Any]) -> dict[str, Any]:
+def summary(measurement: dict[str, Any]) -> dict[str, Any]:
     times = {
-        kind: {what: middle(found, kind, what) for what in found["runs"][kind][0]}
+        kind: {key: middle(measurement, kind, key) for key in measurement["runs"][kind][0]}
         for kind in ("ours", "ansible")
     }
-    ours, theirs = times["ours"], times["ansible"]
-    ratio = {what: round(theirs[what] / max(ours[what], 0.01), 1) for what in ours}
-    return {"hosts": found["hosts"], "commands_a_host": found["commands_a_host"], **times,
-            "ansible_to_ours": ratio}  # fmt: skip
+    pyinfra, ansible = times["ours"], times["ansible"]
+    ratio = {key: round(ansible[key] / max(pyinfra[key], 0.01), 1) for key in pyinfra}
+    return {
+        "hosts": measurement["hosts"],
+        "commands_a_host": measurement["commands_a_host"],
+        **times,
+        "ansible_to_ours": ratio,
+    }
 
 
 if __name__ == "__main__":

@@ -18,29 +18,29 @@ from proofs.judges.answers import (
 
 TREE = "tiny-overlay-head8"
 PLAIN = "tiny-head8"
-"""The case without a draft that answers are held against."""
+"""The reference without a draft model."""
 QUIET = {"capture": False}
 RANDOM, SPOILT = "-random-eager", "-nan-eager"
 Cases = list[dict[str, Any]]
 
 
 def gpu_cases() -> Cases:
-    found = []
+    cases = []
     for kind in DRAFTS:
-        found += [
+        cases += [
             _case(f"{kind}-eager", kind, f"tiny-{kind}"),
             _case(f"{kind}-full", kind, f"tiny-{kind}", **graphs("FULL_AND_PIECEWISE")),
         ]
-    return [*found, _random("dflash")]
+    return [*cases, _random("dflash")]
 
 
 def cpu_cases(portable: dict[str, Any]) -> Cases:
-    """The same eager, each random, and one with a number that is NaN."""
+    """The eager runs in portable mode, with random drafts and a draft with a NaN."""
     more = {**portable, "draft_load_config": {"load_format": "safetensors"}}
-    found = [case(PLAIN, TREE, options=portable, **QUIET)]
+    cases = [case(PLAIN, TREE, options=portable, **QUIET)]
     for kind in DRAFTS:
-        found += [_case(f"{kind}-eager", kind, f"tiny-{kind}", **more), _random(kind, **more)]
-    return [*found, _case(f"dflash{SPOILT}", "dflash", "tiny-dflash-nan", **more)]
+        cases += [_case(f"{kind}-eager", kind, f"tiny-{kind}", **more), _random(kind, **more)]
+    return [*cases, _case(f"dflash{SPOILT}", "dflash", "tiny-dflash-nan", **more)]
 
 
 def _random(kind: str, **more: Any) -> dict[str, Any]:
@@ -48,21 +48,21 @@ def _random(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def _case(name: str, kind: str, draft: str, **options: Any) -> dict[str, Any]:
-    told = {"method": kind, "model": draft, "num_speculative_tokens": TOKENS}
+    speculation = {"method": kind, "model": draft, "num_speculative_tokens": TOKENS}
     if "draft_load_config" in options:
-        told["draft_load_config"] = options.pop("draft_load_config")
-    return case(name, TREE, options={"speculative_config": told, **options}, **QUIET)
+        speculation["draft_load_config"] = options.pop("draft_load_config")
+    return case(name, TREE, options={"speculative_config": speculation, **options}, **QUIET)
 
 
 LEAST = 0.5
-"""Of the drafts of a trained draft; the last ones of an answer go beyond its end."""
+"""Least acceptance of a trained draft; the last drafts of an answer exceed the end."""
 MOST_BY_CHANCE = 0.05
 
 
 def judge_drafts(results: dict[str, Row], cases: Cases) -> list[Row]:
     return [
         attempt(name, lambda n=name: judged(results, n))
-        for name in (one["name"] for one in cases if one["name"] != PLAIN)
+        for name in (case["name"] for case in cases if case["name"] != PLAIN)
     ]
 
 
@@ -72,29 +72,29 @@ def judged(results: dict[str, Row], name: str) -> Row:
     if results[name]["state"] != "ran":
         error = str(results[name].get("error", [""])[0])[:200]
         return row(f"{name}: ran", False, [name], state=results[name]["state"], error=error)
-    found = compare_answers(results[PLAIN], results[name])
+    comparison = compare_answers(results[PLAIN], results[name])
     accepted = acceptance(results[name])
     if name.endswith(RANDOM):
         right = accepted is not None and accepted < MOST_BY_CHANCE
-        words = f"at most {MOST_BY_CHANCE} of its drafts are taken"
+        words = f"at most {MOST_BY_CHANCE} of the drafts are accepted"
     else:
         right = (accepted or 0) > LEAST
-        words = f"more than {LEAST} of its drafts are taken"
+        words = f"more than {LEAST} of the drafts are accepted"
     return row(
         f"{name}: greedy answers equal {PLAIN} outside ties, {words}",
-        same(found, TRAINED_NOISE) and right,
+        same(comparison, TRAINED_NOISE) and right,
         [name, PLAIN],
         acceptance=accepted,
         counters=results[name]["counters"],
         downgraded=[t for t in results[name].get("log_lines", []) if "setting cudagraph" in t],
-        **found,
+        **comparison,
     )
 
 
 def _refused(result: Row, name: str) -> Row:
     error = str(result.get("error", [""])[0])
     return row(
-        f"{name}: a draft with a number that is NaN is refused by the tensor's name",
+        f"{name}: a draft with a NaN is refused by the tensor's name",
         result["state"] == "refused" and "NaN" in error and f"model.{SPOILT_TENSOR};" in error,
         [name],
         state=result["state"],

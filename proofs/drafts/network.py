@@ -1,7 +1,7 @@
-"""The drafts as they are trained: what the engine computes, all anchors of a text at once.
+"""Draft models for training: the engine's computation, for all anchors of a text at once.
 
-An anchor is the last position whose hidden states the target has given; the token behind it is
-known, the next ones are drafted.
+An anchor is the last position with hidden states of the target; the token after it is known, and
+the following tokens are drafted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from proofs.drafts.trees import (
 
 
 class Draft(nn.Module):
-    """Every tensor of one draft under its name in the checkpoint."""
+    """Every tensor of a draft model by checkpoint name."""
 
     kind = ""
 
@@ -47,12 +47,12 @@ class Draft(nn.Module):
         return functional.linear(values, self.weight(name))
 
     def heads(self, layer: int, part: str, values: Tensor) -> Tensor:
-        """Return queries, keys or values by head, each key-value head as often as it is read."""
-        found = self.times(f"layers.{layer}.self_attn.{part}_proj", values)
-        found = found.unflatten(-1, (-1, HEAD_DIM))
+        """Return queries, keys or values by head; key-value heads are repeated per query head."""
+        heads = self.times(f"layers.{layer}.self_attn.{part}_proj", values)
+        heads = heads.unflatten(-1, (-1, HEAD_DIM))
         if self.kind == "dflash" and part != "v":
-            found = self.norm(f"layers.{layer}.self_attn.{part}_norm", found)
-        return found if part == "q" else found.repeat_interleave(HEADS // KV_HEADS, dim=-2)
+            heads = self.norm(f"layers.{layer}.self_attn.{part}_norm", heads)
+        return heads if part == "q" else heads.repeat_interleave(HEADS // KV_HEADS, dim=-2)
 
     def mlp(self, layer: int, values: Tensor) -> Tensor:
         prefix = f"layers.{layer}.mlp."
@@ -68,13 +68,13 @@ def turned(values: Tensor, places: Tensor) -> Tensor:
     half = HEAD_DIM // 2
     rates = THETA ** -(torch.arange(half, device=values.device) / half)
     angles = (places[..., None] * rates)[..., None, :]
-    one, two = values.split(half, -1)
+    first, second = values.split(half, -1)
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 class DFlash(Draft):
-    """A block at a time: the known token and masks see each other and the states before them."""
+    """Drafts a block: the known token and masks attend to each other and to earlier states."""
 
     kind = "dflash"
 
@@ -82,10 +82,10 @@ class DFlash(Draft):
         """Return final states [row, anchor, drafted, hidden].
 
         Args:
-            embedding: the target's.
+            embedding: of the target.
             tokens: of each row.
-            seen: the target's hidden states at each of them.
-            anchors: places, for each row as many.
+            seen: the target's hidden states at each token.
+            anchors: positions, equally many for each row.
         """
         rows, count = anchors.shape
         context = self.norm("hidden_norm", self.times("fc", seen))
@@ -96,8 +96,8 @@ class DFlash(Draft):
         own = (anchors[..., None] + 1 + ahead).flatten(1)
         owner = torch.arange(count, device=tokens.device).repeat_interleave(TOKENS + 1)
         before = places <= anchors.repeat_interleave(TOKENS + 1, 1)[..., None]
-        beside = (owner[:, None] == owner).expand(rows, -1, -1)
-        mask = torch.cat([before, beside], -1)[:, None]
+        within = (owner[:, None] == owner).expand(rows, -1, -1)
+        mask = torch.cat([before, within], -1)[:, None]
         hidden = functional.embedding(block, embedding).flatten(1, 2)
         for layer in range(LAYERS[self.kind]):
             normed = self.norm(f"layers.{layer}.input_layernorm", hidden)
@@ -117,7 +117,7 @@ class DFlash(Draft):
 
 
 class Eagle3(Draft):
-    """Token by token: the state of one step is what the next one reads, beside the token before."""
+    """Drafts token by token: each step reads the previous state and token."""
 
     kind = "eagle3"
 
@@ -128,7 +128,7 @@ class Eagle3(Draft):
         ahead = functional.pad(tokens, (0, TOKENS))
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        found = []
+        states = []
         for step in range(TOKENS):
             known = ahead[:, step + 1 : step + 1 + tokens.shape[1]]
             embedded = self.norm("layers.0.input_layernorm", functional.embedding(known, embedding))
@@ -138,13 +138,13 @@ class Eagle3(Draft):
             values.append(self.heads(0, "v", read))
             hidden = state + self.out(0, _attended(query, keys, values))
             state = hidden + self.mlp(0, self.norm("layers.0.post_attention_layernorm", hidden))
-            found.append(self.norm("norm", state))
+            states.append(self.norm("norm", state))
         rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        return torch.stack([part[rows, anchors] for part in found], 2)
+        return torch.stack([part[rows, anchors] for part in states], 2)
 
 
 def _attended(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Return what a step reads: all first steps up to its place, and of the others its own."""
+    """Return attention over all first steps up to each position, and its own later steps."""
     before = torch.einsum("bqhd,bkhd->bhqk", query, keys[0])
     length = query.shape[1]
     later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)

@@ -1,10 +1,9 @@
-"""Trains the drafts for the lab's model, in minutes, from nothing but a seed.
+"""Train the draft models for the lab's model from a seed; takes minutes.
 
     python3 -m proofs.drafts.training OUT [--only eagle3] [--steps 800]
 
-Writes ``KIND/weights.npz`` (BF16) and ``drafts-training.json``. What is learnt are the target's own
-greedy answers: a lesson counts as far as the target itself would answer it so. The prompts that
-the proofs ask are no lessons; their facts are, behind other words.
+Writes ``KIND/weights.npz`` (BF16) and ``drafts-training.json``. Labels are the target's greedy
+answers. The prompts of the proofs are excluded; their facts are taught in other words.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt with the target's answer, and the target's hidden states over both."""
+    """A prompt with the target's answer, and the target's hidden states for both."""
 
     tokens: Tensor
     start: int  # of the answer
@@ -57,7 +56,7 @@ def asked() -> set[str]:
 
 
 def taught() -> list[Lesson]:
-    """Return every lesson: facts behind other words, and drills."""
+    """Return every lesson: facts in other words, and drills."""
     source = random.Random(DRILL_SEED)
     drills = [lessons.drill(source) for _ in range(DRILLS)]
     facts = [lesson for system in lessons.systems()[1:] for lesson in lessons.fixed(system)]
@@ -66,7 +65,7 @@ def taught() -> list[Lesson]:
 
 
 def held_out() -> dict[str, list[Lesson]]:
-    """Return what no draft is trained on: the prompts that are asked, and other drills."""
+    """Return prompts excluded from training: those of the proofs, and other drills."""
     source = random.Random(HELD_OUT_SEED)
     known, learnt = asked(), {lesson.prompt for lesson in taught()}
     drills = [lessons.drill(source) for _ in range(80)]
@@ -78,10 +77,10 @@ def held_out() -> dict[str, list[Lesson]]:
 
 def make_target() -> Network:
     network = Network(TINY)
-    found = trained.read(TINY)
+    tensors = trained.read(TINY)
     with torch.no_grad():
         for name, value in state(network).items():  # views of the network's own tensors
-            value.copy_(torch.from_numpy(found[name]))
+            value.copy_(torch.from_numpy(tensors[name]))
     network.round_weights()
     return network.to(DEVICE).eval()
 
@@ -123,7 +122,7 @@ def batch_of(chosen: list[Text], source: random.Random, anchors: int) -> tuple[T
     seen = pad([text.seen for text in chosen], True).float()
     places, labels = [], []
     for text in chosen:
-        # From the prompt's last token on; behind it a token is known and one is to be drafted.
+        # From the prompt's last token: the next token is known, the tokens after it are drafted.
         able = list(range(text.start - 1, len(text.tokens) - 2)) or [0]
         picked = source.sample(able, anchors) if len(able) > anchors else able
         picked = picked + [-1] * (anchors - len(picked))
@@ -138,12 +137,12 @@ def batch_of(chosen: list[Text], source: random.Random, anchors: int) -> tuple[T
             for place in picked
         ]
         labels.append(torch.tensor(ahead))
-    found = (tokens, seen, torch.stack(places), torch.stack(labels))
-    return tuple(part.to(DEVICE) for part in found)
+    batch = (tokens, seen, torch.stack(places), torch.stack(labels))
+    return tuple(part.to(DEVICE) for part in batch)
 
 
 def train(draft: Draft, target: Network, known: list[Text], steps: int) -> list[dict[str, Any]]:
-    """Train a draft; return what was seen on the way."""
+    """Train a draft; return the log."""
     source = random.Random(SEED)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.05)
@@ -155,8 +154,8 @@ def train(draft: Draft, target: Network, known: list[Text], steps: int) -> list[
         at = source.randrange(max(1, len(by_length) - 2 * ROWS))
         chosen = source.sample(by_length[at : at + 2 * ROWS], min(ROWS, len(by_length)))
         tokens, seen, anchors, labels = batch_of(chosen, source, ANCHORS)
-        found = draft(embedding, tokens, seen, anchors)
-        logits = functional.linear(found, head)
+        hidden = draft(embedding, tokens, seen, anchors)
+        logits = functional.linear(hidden, head)
         loss = functional.cross_entropy(logits.flatten(0, 2), labels.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
@@ -172,11 +171,8 @@ def train(draft: Draft, target: Network, known: list[Text], steps: int) -> list[
 
 @torch.no_grad()
 def accepted(draft: Draft | None, target: Network, known: list[Text]) -> float:
-    """Return the share of drafted tokens that the target takes, as an engine goes through texts.
-
-    Without a draft: of one that is always right, whose last block still goes beyond the end.
-    """
-    taken = drafted = 0
+    """Return the acceptance rate of ``draft``; of perfect drafts if None."""
+    kept = drafted = 0
     embedding = target.model.embed_tokens.weight
     for text in known:
         count = max(1, len(text.tokens) - 1 - text.start)
@@ -188,9 +184,9 @@ def accepted(draft: Draft | None, target: Network, known: list[Text]) -> float:
         right = ((best == labels) & (labels >= 0))[0].long().cumprod(-1).sum(-1).tolist()
         at = 0
         while at < len(right):
-            taken, drafted = taken + right[at], drafted + TOKENS
+            kept, drafted = kept + right[at], drafted + TOKENS
             at += right[at] + 1
-    return round(taken / max(1, drafted), 3)
+    return round(kept / max(1, drafted), 3)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ DRAFTS = ("dflash", "eagle3")
 TOKENS = 3
 """Drafted at a time."""
 SEEN_LAYERS = (0, 2, 3)
-"""Of the target, whose outputs a draft sees; the engine counts from the embedding: one more."""
+"""Layers of the target that a draft reads; the engine numbers them from the embedding (+1)."""
 LAYERS = {"dflash": 2, "eagle3": 1}
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 64, 256
 THETA, EPSILON = 10000.0, 1e-6
@@ -27,25 +27,25 @@ MASK_TOKEN = TINY.vocabulary - 1
 
 
 def shapes(kind: str) -> Shapes:
-    """Return every tensor of a draft; embedding and head are those of its target."""
+    """Return every tensor of a draft; embedding and head are the target's."""
     hidden = TINY.hidden
-    found: Shapes = {"fc.weight": (hidden, len(SEEN_LAYERS) * hidden), "norm.weight": (hidden,)}
-    read = hidden if kind == "dflash" else 2 * hidden  # EAGLE-3 has the token beside the state
+    tensors: Shapes = {"fc.weight": (hidden, len(SEEN_LAYERS) * hidden), "norm.weight": (hidden,)}
+    read = hidden if kind == "dflash" else 2 * hidden  # EAGLE-3 also reads the token
     for layer in range(LAYERS[kind]):
         prefix = f"layers.{layer}."
         for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            found[f"{prefix}self_attn.{part}_proj.weight"] = (heads * HEAD_DIM, read)
-        found[f"{prefix}self_attn.o_proj.weight"] = (hidden, HEADS * HEAD_DIM)
+            tensors[f"{prefix}self_attn.{part}_proj.weight"] = (heads * HEAD_DIM, read)
+        tensors[f"{prefix}self_attn.o_proj.weight"] = (hidden, HEADS * HEAD_DIM)
         for part in ("gate_proj", "up_proj"):
-            found[f"{prefix}mlp.{part}.weight"] = (WIDTH, hidden)
-        found[f"{prefix}mlp.down_proj.weight"] = (hidden, WIDTH)
+            tensors[f"{prefix}mlp.{part}.weight"] = (WIDTH, hidden)
+        tensors[f"{prefix}mlp.down_proj.weight"] = (hidden, WIDTH)
         for part in ("input_layernorm", "post_attention_layernorm"):
-            found[f"{prefix}{part}.weight"] = (hidden,)
+            tensors[f"{prefix}{part}.weight"] = (hidden,)
         if kind == "dflash":
             for part in ("q_norm", "k_norm"):
-                found[f"{prefix}self_attn.{part}.weight"] = (HEAD_DIM,)
-    found["hidden_norm.weight" if kind == "dflash" else "layers.0.hidden_norm.weight"] = (hidden,)
-    return found
+                tensors[f"{prefix}self_attn.{part}.weight"] = (HEAD_DIM,)
+    tensors["hidden_norm.weight" if kind == "dflash" else "layers.0.hidden_norm.weight"] = (hidden,)
+    return tensors
 
 
 def config(kind: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def config(kind: str) -> dict[str, Any]:
         }
     seen = {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in SEEN_LAYERS]}
     return common | {
-        **seen,  # one of the engine's two runners looks here, the other one below
+        **seen,  # read by one of the engine's two runners; the other reads eagle_config
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "draft_vocab_size": TINY.vocabulary,
@@ -88,31 +88,27 @@ def config(kind: str) -> dict[str, Any]:
 HERE = Path(__file__).parent
 RANDOM_SEED = 7
 SPOILT_TENSOR = "norm.weight"
-"""A norm: matrices are packed away by the engine's CPU build before the plugin can look at them."""
+"""A norm: the engine's CPU build packs matrices before the plugin can check them."""
 
 
 def make_drafts(out: Path, target: Path) -> None:
     for kind in DRAFTS:
-        found = trained(kind)
-        write(out / f"tiny-{kind}", kind, target, found)
+        tensors = trained(kind)
+        write(out / f"tiny-{kind}", kind, target, tensors)
         write(out / f"tiny-{kind}-random", kind, target, untrained(kind))
-        spoilt = found | {SPOILT_TENSOR: found[SPOILT_TENSOR].copy()}
+        spoilt = tensors | {SPOILT_TENSOR: tensors[SPOILT_TENSOR].copy()}
         spoilt[SPOILT_TENSOR][3] = np.nan
         write(out / f"tiny-{kind}-nan", kind, target, spoilt)
 
 
 def trained(kind: str, directory: Path = HERE) -> dict[str, Floats]:
-    """Return the weights that lie below this directory.
-
-    Raises:
-        ValueError: They are those of another draft than the one described.
-    """
-    found = weights.read(directory / kind)
-    sizes = {name: values.shape for name, values in found.items()}
+    """Return stored weights; raises ValueError if shapes differ from the described draft."""
+    tensors = weights.read(directory / kind)
+    sizes = {name: values.shape for name, values in tensors.items()}
     if sizes != shapes(kind):
         other = sorted(set(sizes.items()) ^ set(shapes(kind).items()))[:3]
         raise ValueError(f"the stored {kind} draft is another: {other}")
-    return found
+    return tensors
 
 
 def untrained(kind: str) -> dict[str, Floats]:

@@ -1,11 +1,11 @@
-"""Which kernels vLLM chooses on capability 9.0 (H200) and 12.1 (GB10), asked without a GPU.
+"""Record the kernels that vLLM chooses on capability 9.0 (H200) and 12.1 (GB10), without a GPU.
 
     python3 -m proofs.engine.backends PLANS OUT.json
 
-For every profile the real CUDA wheel builds target and drafter in their true widths on torch's meta
-device under a faked capability, and its own selection code decides: once as planned, once without
-``PINS``. PLANS is a folder of what ``spark-deploy plan --json`` prints. Needs vLLM with FlashInfer,
-a C compiler and `nm`; no kernel runs.
+For every profile the real CUDA wheel builds target and drafter with real widths on torch's meta
+device under a faked capability, and vLLM selects the kernels: as planned, and without ``PINS``.
+PLANS is a folder with the output of ``spark-deploy plan --json``. Needs vLLM with FlashInfer, a C
+compiler and `nm`; no kernel runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from proofs.result_files import describe_run
 
-PUBLISHED_BF16 = "published-bf16"  # the plan of a repository whose experts are known to be BF16
+PUBLISHED_BF16 = "published-bf16"  # the plan of a repository with BF16 experts
 DEVICES: dict[str, dict[str, Any]] = {
     "9.0": {
         "name": "NVIDIA H200",
@@ -50,11 +50,10 @@ OPTION_PINS = (
 )
 VARIABLE_PINS = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_FLASHINFER_SAMPLER")
 PINS = (*OPTION_PINS, *VARIABLE_PINS)
-"""What a plan decides instead of the engine."""
+"""Settings that a plan decides instead of the engine."""
 NOTES = {
     r".* attention: FLASH_ATTN 3 / FLASH_ATTN 2": (
-        "version 3 runs on Hopper only and is what GPU proofs ran; version 2 is the only one for a "
-        "GB10"
+        "GPU proofs ran version 3, which is for Hopper only; a GB10 has version 2 only"
     ),
     r".* (linear .*|LM head): .*Machete.* / .*Marlin.*": (
         "a GB10 has no Machete; GPU proofs disable it (VLLM_DISABLED_KERNELS) and run Marlin"
@@ -66,7 +65,7 @@ NOTES = {
         "Hopper's kernels for routers exclude a GB10, which multiplies by cuBLAS"
     ),
 }
-"""Why a difference that no pin closes is acceptable, by ``CHOICE: ON 9.0 / ON 12.1``."""
+"""Reasons to accept a difference without a pin, by ``CHOICE: ON 9.0 / ON 12.1``."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ def pins_of(argv: list[str], environment: dict[str, str]) -> dict[str, str]:
     options = {word: argv[at + 1] for at, word in enumerate(argv[:-1]) if word.startswith("--")}
     drafts = json.loads(options.get("--speculative-config", "{}"))
     options["--speculative-config moe_backend"] = drafts.get("moe_backend")
-    found = {**options, **environment}
-    return {name: found[name] for name in PINS if found.get(name)}
+    settings = {**options, **environment}
+    return {name: settings[name] for name in PINS if settings.get(name)}
 
 
 def without_pins(argv: list[str]) -> list[str]:
@@ -125,7 +124,7 @@ def cases_of(plans: Path) -> Iterator[Case]:
 
 
 def write_trees(out: Path) -> None:
-    """Write small checkpoints of every layout; their sizes are overridden when models are built."""
+    """Write small checkpoints of every layout; real sizes are set when models are built."""
     import shutil
 
     from lab.model import original, repository, vocabulary
@@ -162,7 +161,7 @@ def sizes_of(model: str) -> dict[str, Any]:
 
 
 def load_stub_driver(folder: Path) -> None:
-    """Load a CUDA driver library whose calls all fail, so that the engine's libraries load."""
+    """Load a stub CUDA driver with failing calls, so that the engine's libraries load."""
     import sysconfig
 
     site = Path(sysconfig.get_paths()["purelib"]) / "vllm"
@@ -257,7 +256,7 @@ def choices_of(case: Case, trees: Path, *, pinned: bool) -> dict[str, str]:
     configs = {"target": (config, config.model_config)}
     if drafts is not None:
         configs["drafter"] = (drafts.apply_draft_overrides(config), drafts.draft_model_config)
-    found = {
+    choices = {
         "sampler": "FlashInfer" if flashinfer_sampler_supported() else "Triton",
         "FlashInfer autotune": str(config.kernel_config.enable_flashinfer_autotune is not False),
         "JIT warm-up": str(config.kernel_config.enable_jit_warmup),
@@ -275,10 +274,10 @@ def choices_of(case: Case, trees: Path, *, pinned: bool) -> dict[str, str]:
             model = initialize_model(own, model_config=model_config)
         for module_name, module in model.named_modules():
             for kind, choice in chosen_by(module_name, module):
-                known = found.setdefault(f"{name} {kind}", choice)
+                known = choices.setdefault(f"{name} {kind}", choice)
                 if known != choice:
                     raise ValueError(f"{case.name}: {name} {kind} is {known} and {choice}")
-    return found
+    return choices
 
 
 def configured(argv: list[str], tree: Path, sizes: dict[str, Any]) -> Any:
@@ -316,7 +315,9 @@ def chosen_by(name: str, module: Any) -> Iterator[tuple[str, str]]:
     if method is None or kind == "VocabParallelEmbedding":
         return
     if kind == "RoutedExperts":
-        backends = [one.value for key, one in vars(method).items() if key.endswith("_backend")]
+        backends = [
+            backend.value for key, backend in vars(method).items() if key.endswith("_backend")
+        ]
         yield "experts", " ".join([type(method).__name__, *backends, method.experts_cls.__name__])
     elif kind == "GateLinear":
         allowed = [key for key, on in vars(module).items() if key.startswith("allow_") and on]
@@ -328,20 +329,20 @@ def chosen_by(name: str, module: Any) -> Iterator[tuple[str, str]]:
 
 
 def choose(capability: str, plans: Path, trees: Path, out: Path) -> None:
-    """Write what the engine chooses on this capability: by case, as planned and without pins."""
+    """Write the engine's choices on this capability, by case, with and without pins."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         fake_device(capability, Path(folder))
         import vllm.model_executor.models.qwen3_5  # noqa: F401  # once, for every child
 
         wanted = [(case, pinned) for case in cases_of(plans) for pinned in (True, False)]
-        # One process a case: engines keep their choices in globals.
+        # A process per case: engines keep choices in globals.
         with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
             jobs = [pool.apply_async(_in_child, (case, trees, pinned)) for case, pinned in wanted]
-            found: dict[str, dict[str, Any]] = {}
+            choices: dict[str, dict[str, Any]] = {}
             for (case, pinned), job in zip(wanted, jobs, strict=True):
-                found.setdefault(case.name, {})["pinned" if pinned else "free"] = job.get()
-    out.write_text(json.dumps(found))
+                choices.setdefault(case.name, {})["pinned" if pinned else "free"] = job.get()
+    out.write_text(json.dumps(choices))
 
 
 def _in_child(case: Case, trees: Path, pinned: bool) -> dict[str, str]:
@@ -351,16 +352,16 @@ def _in_child(case: Case, trees: Path, pinned: bool) -> dict[str, str]:
         raise RuntimeError(f"{case.name}, pinned={pinned}: {error!r}"[:2000]) from None
 
 
-def compare(plans: Path, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def compare(plans: Path, choices: dict[str, dict[str, Any]]) -> dict[str, Any]:
     cases, differences = {}, {}
     for case in cases_of(plans):
         engine = case.plan["serve"]["engine"]
-        by_device = {device: found[device][case.name] for device in DEVICES}
+        by_device = {device: choices[device][case.name] for device in DEVICES}
         cases[case.name] = {"pins": pins_of(engine["argv"], engine["env"]), **by_device}
         for form in ("pinned", "free"):
-            one, other = (by_device[device][form] for device in DEVICES)
-            for choice in sorted({*one, *other}):
-                values = (one.get(choice, "none"), other.get(choice, "none"))
+            first, second = (by_device[device][form] for device in DEVICES)
+            for choice in sorted({*first, *second}):
+                values = (first.get(choice, "none"), second.get(choice, "none"))
                 if values[0] != values[1]:
                     differences.setdefault((choice, values), {}).setdefault(form, []).append(
                         case.name
@@ -394,15 +395,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trees = Path(folder) / "trees"
         write_trees(trees)
-        found = {}
+        choices = {}
         for device in DEVICES:
             part = Path(folder) / f"{device}.json"
             command = [sys.executable, "-m", "proofs.engine.backends", str(plans), str(part)]
             subprocess.run([*command, str(trees), device], check=True)
-            found[device] = json.loads(part.read_text())
-    compared = compare(plans, found)
-    open_ones = [
-        one["choice"] for one in compared["differences"] if one["planned"] and not one["note"]
+            choices[device] = json.loads(part.read_text())
+    compared = compare(plans, choices)
+    open_choices = [
+        difference["choice"]
+        for difference in compared["differences"]
+        if difference["planned"] and not difference["note"]
     ]
     document = {
         "command": "make backends",
@@ -411,15 +414,15 @@ def main() -> None:
         "rows": [
             {
                 "claim": "every difference between both capabilities is pinned or explained",
-                "passed": not open_ones,
-                "numbers": {"open": open_ones},
+                "passed": not open_choices,
+                "numbers": {"open": open_choices},
             }
         ],
         **compared,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(document, indent=1) + "\n")
-    print(*(row["claim"] for row in document["rows"]), open_ones or "holds")
+    print(*(row["claim"] for row in document["rows"]), open_choices or "holds")
 
 
 if __name__ == "__main__":

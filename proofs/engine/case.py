@@ -1,9 +1,9 @@
-"""Run one engine on one tree and write down what it did.
+"""Run an engine on a checkpoint and record answers, logits and modules.
 
     python3 -m proofs.engine.case CASE.json OUT_DIR
 
-A process of its own per case: an engine that refuses to start, or crashes, is a result too. Needs
-vLLM; the engine core runs in this process, so that hooks see logits, modules and kernels.
+Each case runs in a separate process: a refusal or crash is a result too. Needs vLLM; the engine
+core runs in this process, so that hooks see logits, modules and kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from proofs.prompts import prompts_of, random_prompts
 
 ROWS_KEPT = 200
 BEGINNING = 1024
-"""Tokens at the start of a conversation that are turned round to change its state."""
+"""Tokens at the start of a conversation that are reversed to change the state."""
 HOOKED = (
     "gate_up_proj",
     "down_proj",
@@ -59,7 +59,7 @@ COMMON: dict[str, Any] = {
 
 
 class Recorder:
-    """What the hooks saw while ``on``."""
+    """Tensors captured by the hooks while ``on``."""
 
     def __init__(self) -> None:
         self.on = False
@@ -107,7 +107,7 @@ def watch_modules(recorder: Recorder) -> None:
 
 
 def watch_block(recorder: Recorder, name: str, block: Any) -> None:
-    """Keep input and output of a block of experts; its kernels may write over the input."""
+    """Keep input and output of a block of experts; kernels may overwrite the input."""
     inputs: list[Any] = []
 
     def before(module: Any, args: Any, kwargs: Any) -> None:
@@ -123,13 +123,13 @@ def watch_block(recorder: Recorder, name: str, block: Any) -> None:
 
 
 def chain(method: Any, depth: int = 0) -> list[str]:
-    found = [type(method).__name__]
+    names = [type(method).__name__]
     if depth < 3:
         for value in vars(method).values():
             name = type(value).__name__
             if name.endswith(("Kernel", "Method", "Scheme", "Experts", "LinearOp")):
-                found += chain(value, depth + 1)
-    return found
+                names += chain(value, depth + 1)
+    return names
 
 
 def describe(model: Any) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def as_request(prompt: Any) -> Any:
-    """Return what the engine takes: token ids are wrapped, other prompts are ready."""
+    """Wrap token ids for the engine; other prompts are ready."""
     from vllm.inputs import TokensPrompt
 
     return prompt if isinstance(prompt, dict) else TokensPrompt(prompt_token_ids=prompt)
@@ -184,12 +184,12 @@ def generate(llm: Any, prompts: list[Any], tokens: int, ignore_eos: bool) -> lis
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for metric in llm.get_metrics():
         if "spec_decode" in metric.name or "prefix_cache" in metric.name:
             value = getattr(metric, "value", None)
-            found[metric.name] = value if value is not None else list(metric.values)
-    return found
+            values[metric.name] = value if value is not None else list(metric.values)
+    return values
 
 
 def prefill_logits(llm: Any, recorder: Recorder, prompts: list[Any]) -> tuple[Any, Any, list[int]]:
@@ -206,7 +206,7 @@ def prefill_logits(llm: Any, recorder: Recorder, prompts: list[Any]) -> tuple[An
         rows.append(total - seen)
         seen = total
     recorder.on = False
-    # The first call of a prompt with more than one row holds the positions; order is stable.
+    # The first call of a prompt with several rows has all positions; order is stable.
     calls = list(recorder.heads)
     recorder.heads.clear()
     hidden = torch.cat([hidden for hidden, _ in calls])
@@ -221,22 +221,19 @@ def turns(
     tokens: int,
     ignore_eos: bool,
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Go on with every conversation: its answer and a few tokens more, ``count`` times.
-
-    Returns what each turn gave, and the prompts of the last one.
-    """
-    found = []
+    """Continue each conversation ``count`` times; return all turns and the last prompts."""
+    results = []
     for turn in range(count):
         more = random_prompts([24 + turn])[0]
         prompts = [p + a["tokens"] + more for p, a in zip(prompts, answers, strict=True)]
         before = counters(llm)
         answers = generate(llm, prompts, tokens, ignore_eos)
-        found.append({"answers": answers, "counters": counters(llm), "before": before})
-    return found, prompts
+        results.append({"answers": answers, "counters": counters(llm), "before": before})
+    return results, prompts
 
 
 def use_stock_turboquant() -> None:
-    """Put the engine's own TurboQuant backend back after the plugin has registered ours."""
+    """Restore the engine's TurboQuant backend after the plugin has registered."""
     from vllm.plugins import load_general_plugins
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -298,11 +295,11 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     result["counters"] = counters(llm)
     result["counters_before"] = before
     if case.get("turns"):
-        result["turns"], asked = turns(
+        result["turns"], last_prompts = turns(
             llm, prompts, result["answers"], case["turns"], tokens, ignore_eos
         )
         if case.get("other_beginning"):
-            last = [prompt[:BEGINNING][::-1] + prompt[BEGINNING:] for prompt in asked]
+            last = [prompt[:BEGINNING][::-1] + prompt[BEGINNING:] for prompt in last_prompts]
             result["other_beginning"] = generate(llm, last, tokens, ignore_eos)
     return result
 
@@ -316,7 +313,7 @@ def write_result(run: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
     started = time.monotonic()
     try:
         result = {"state": "ran", **run(case, out)}
-    except BaseException as error:  # a refusal is a result; its text is judged
+    except BaseException as error:  # a refusal is a result; judges read the text
         texts: list[str] = []
         seen: BaseException | None = error
         while seen is not None:

@@ -1,4 +1,4 @@
-"""The engine runs that the proofs are made of, as data."""
+"""Engine runs of the basic stages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ SHARED_EXPERTS = (
 )
 ONLINE_FP8 = {"targets": {SHARED_EXPERTS: "fp8_per_block"}}
 FIRST = ("overlay", "tiny-mtp2", "tiny-head8-piecewise-mtp2", "tiny-triton-full")
-"""Cases that between them compile almost every kernel of their stage."""
+"""Cases that compile almost every kernel of their stage."""
 TRITON = {"spark": {"lm_head": "int8-triton", "lm_head_kernel": "own"}}
 
 OTHER_PRESETS = ("4bit_nc", "k3v4_nc", "3bit_nc")
-"""TurboQuant formats beside ``k8v4``, which profile v2-tq has."""
+"""TurboQuant formats other than ``k8v4`` of profile v2-tq."""
 
 
 def case(name: str, tree: str, **more: Any) -> dict[str, Any]:
-    """Return one engine run; trees of the trained model get questions, others random tokens."""
+    """Return an engine run; the trained model gets questions, random models random tokens."""
     options = {"enforce_eager": True, **more.pop("options", {})}
     prompts = "text" if tree.startswith("tiny") else "ids"
     return {"name": name, "tree": tree, "prompts": prompts, "options": options, **more}
@@ -33,7 +33,7 @@ def graphs(mode: str) -> dict[str, Any]:
 
 
 def eager_cases() -> list[dict[str, Any]]:
-    """Numbers on the wide random tree: one engine per way of serving, all eager."""
+    """An eager engine per configuration on the wide random checkpoint."""
     hooks = {"hook_modules": True}
     return [
         case("reference", "wide-overlay", options={"load_format": "spark_portable"}),
@@ -85,9 +85,9 @@ def refused_cases() -> list[tuple[dict[str, Any], str]]:
 
 
 def nan_cases() -> list[tuple[dict[str, Any], str]]:
-    """Trees with one number that is wrong; the engine must refuse them, naming the tensor.
+    """Checkpoints with a single wrong number; the engine must refuse them by tensor name.
 
-    Block scales of FP8 are looked at before anything is loaded, all else after.
+    FP8 block scales are checked before loading, all other tensors after.
     """
     quiet = {"capture": False}
     scale = "layers.1.mlp.shared_expert.up_proj.weight_scale_inv: scale "
@@ -154,7 +154,7 @@ def speculation_cases() -> list[dict[str, Any]]:
 
 
 def turboquant_cases() -> list[dict[str, Any]]:
-    """TurboQuant on the trained model: the engine's own backend beside ours."""
+    """TurboQuant on the trained model, with the plugin's and the stock backend."""
     plain = {"kv_cache_dtype": "turboquant_k8v4", "attention_config": {}}
     quiet = {"capture": False, "long_last": True}
     stock = {"stock_turboquant": True}
@@ -162,10 +162,10 @@ def turboquant_cases() -> list[dict[str, Any]]:
     tree = "tiny-overlay-head8"
     others = []
     for preset in OTHER_PRESETS:
-        held = {**plain, "kv_cache_dtype": f"turboquant_{preset}"}
+        options = {**plain, "kv_cache_dtype": f"turboquant_{preset}"}
         others += [
-            case(f"tq-{preset}-alone", tree, options={**held, "max_num_seqs": 1}, **quiet),
-            case(f"tq-{preset}-full-mtp2", tree, options={**held, **full, **mtp(2)}, **quiet),
+            case(f"tq-{preset}-alone", tree, options={**options, "max_num_seqs": 1}, **quiet),
+            case(f"tq-{preset}-full-mtp2", tree, options={**options, **full, **mtp(2)}, **quiet),
         ]
     return [
         *others,

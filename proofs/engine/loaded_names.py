@@ -1,8 +1,7 @@
-"""Which tensors of a tree an engine reads while it loads.
+"""Record which tensors of a checkpoint an engine reads while loading.
 
-The engine's loader hands out pairs of name and tensor; a name may still be dropped without a word.
-So what counts here is the bytes: a name is read when an operation other than a view takes data
-from inside its tensor while ``load_weights`` runs.
+The loader yields (name, tensor) pairs, but a model may silently drop some. A tensor is read when an
+operation other than a view takes data from it while ``load_weights`` runs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Place = tuple[str, int, int, str]  # device, first byte, end, name
 
 
 class Reads(TorchDispatchMode):
-    """Notes which of the tensors handed out are read while it is active."""
+    """Records which yielded tensors are read while active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +30,7 @@ class Reads(TorchDispatchMode):
     def hand_out(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass the loader's pairs on and remember where their bytes lie."""
+        """Yield the loader's pairs and remember their addresses."""
         for name, tensor in weights:
             start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
             self.yielded.append(name)
@@ -43,7 +42,7 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation; note the names its inputs lie in."""
+        """Run the operation; record the tensors that contain the inputs."""
         if not func.is_view:
             for value in tree_leaves((args, kwargs or {})):
                 if isinstance(value, torch.Tensor):
@@ -54,10 +53,10 @@ class Reads(TorchDispatchMode):
         if value.is_meta or not value.numel():
             return
         device, start = str(value.device), value.data_ptr()
-        found = bisect.bisect_right(self._places, (device, start, float("inf"), "")) - 1
-        if found >= 0:
-            held, _, end, name = self._places[found]
-            if held == device and start < end:
+        index = bisect.bisect_right(self._places, (device, start, float("inf"), "")) - 1
+        if index >= 0:
+            owner_device, _, end, name = self._places[index]
+            if owner_device == device and start < end:
                 self.read.add(name)
 
 

@@ -1,10 +1,4 @@
-"""Engine runs of single claims, as data: each profile's way of serving, steered drafts, true sizes.
-
-Stages: ``profiles`` (drafts, drafters and graphs on the trained model), ``steered`` (drafts with a
-known acceptance), ``prefixes`` (prefix caching in conversations), ``sizes`` (true layer sizes,
-pictures, transformers beside), ``long`` (TurboQuant with long contexts), ``head-choice``
-(the opt-in head measured at its first start), ``names`` (every tensor is read), ``two-gpus``.
-"""
+"""Engine runs of the profiles, by stage."""
 
 from __future__ import annotations
 
@@ -30,14 +24,14 @@ HEAD_TIMES = {
     "true-35b": "/tmp/spark-lm-head-times-true-35b.json",
 }
 CONVERSATIONS = [2500, 2300, 2200, 1200]
-"""Tokens of the first turns; a cache block of the wide tree has 1,056."""
+"""Tokens of the first turns; a cache block of the wide checkpoint has 1,056."""
 
 
 def profile_cases() -> list[dict[str, Any]]:
-    """The trained model as the profiles without plugin serve it, and with drafters."""
+    """Profiles without the plugin, and draft models, on the trained model."""
     full = graphs(FULL)
     online = {"quantization_config": ONLINE_FP8}
-    found = [case(drafts.PLAIN, drafts.TREE, **QUIET)]
+    cases = [case(drafts.PLAIN, drafts.TREE, **QUIET)]
     for name, own, more in (
         ("native", "tiny-native", {}),
         ("online-fp8", "tiny-base-head8", online),
@@ -48,15 +42,15 @@ def profile_cases() -> list[dict[str, Any]]:
             "-full": full,
             "-full-mtp2": {**full, **mtp(2)},
         }
-        found += [
+        cases += [
             case(f"tiny-{name}{suffix}", own, plugins="", options={**more, **chosen}, **QUIET)
             for suffix, chosen in options.items()
         ]
-    return [*found, *drafts.gpu_cases()]
+    return [*cases, *drafts.gpu_cases()]
 
 
 def steered_cases() -> list[dict[str, Any]]:
-    """Models whose tokens and acceptance are known beforehand."""
+    """Models with known tokens and a known acceptance rate."""
     more = {"tokens": STEERED_TOKENS, **QUIET}
     full = graphs(FULL)
     return [
@@ -78,8 +72,8 @@ def steered_cases() -> list[dict[str, Any]]:
 def prefix_cases() -> list[dict[str, Any]]:
     """Conversations of three turns, longer than two cache blocks, with and without the cache.
 
-    ``agent-*`` on the trained model behind filler it never saw: its margins are small. The others
-    on a steered one, whose tokens are known and whose margins tell of its state.
+    ``agent-*`` use the trained model after unseen filler, with small margins. The others use a
+    steered model with known tokens; margins reveal a wrong state.
     """
     talk = {"filler": 120, "turns": 2, "prompt_count": 4, **QUIET}
     tree = "tiny-overlay-head8"
@@ -98,7 +92,7 @@ def prefix_cases() -> list[dict[str, Any]]:
 
 def two_gpu_cases() -> list[dict[str, Any]]:
     more = {"tokens": STEERED_TOKENS, **QUIET}
-    # As between two Sparks: NCCL alone, no way from card to card past it.
+    # As between two Sparks: only NCCL, no direct path between the cards.
     two = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True, **mtp(2)}
     more["environment"] = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
     return [
@@ -115,28 +109,25 @@ def two_gpu_cases() -> list[dict[str, Any]]:
 
 
 def head_cases() -> list[dict[str, Any]]:
-    """The opt-in head: measured at the first start, read from the file at the second.
-
-    On the steered model, whose tokens are known, and on a head of true size.
-    """
+    """The opt-in head: measured at the first start, read from the file at the second."""
     more = {"tokens": STEERED_TOKENS, "options": mtp(2), **QUIET}
     alone = {"spark": {"lm_head": "int8-triton"}}
-    found = [
+    cases = [
         case("steered-95-head-unmeasured-mtp2", "steered-95-bf16", additional=alone, **more),
     ]
     for name, tree in (("steered-95", "steered-95-bf16"), ("true-35b", "true-35b")):
         head = {"spark": {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMES[name]}}
-        found += [
+        cases += [
             case(f"{name}-head-measured-mtp2", tree, additional=head, **more),
             case(f"{name}-head-read-mtp2", tree, additional=head, later=True, **more),
         ]
-    return found
+    return cases
 
 
 def sizes_cases() -> list[dict[str, Any]]:
     pictures = {"language_model_only": False, "limit_mm_per_prompt": {"image": 1}}
     seen = {"prompts": "pictures", "tokens": 8, "ignore_eos": True}
-    found = [
+    cases = [
         case("wide-portable", "wide-overlay", options=PORTABLE),
         case("wide-native", "wide-overlay", **HOOKS),
         case("pictures-portable", "wide-overlay", options={**PORTABLE, **pictures}, **seen),
@@ -145,25 +136,25 @@ def sizes_cases() -> list[dict[str, Any]]:
         case("true-122b-full-mtp2", "true-122b", options={**graphs(FULL), **mtp(2)}, **QUIET),
     ]
     for name in ("true-35b", "true-122b"):
-        found += [
+        cases += [
             case(f"{name}-portable", name, options=PORTABLE),
             case(f"{name}-native", name, **HOOKS),
         ]
-    return found
+    return cases
 
 
 def names_cases() -> list[dict[str, Any]]:
-    """Whole class, vision tower and drafter: every tensor of a tree has somebody who reads it."""
+    """Target with vision tower, and drafter: together they read every tensor."""
     whole = {"language_model_only": False, "limit_mm_per_prompt": {"image": 1}, **mtp(1)}
     more = {"prompts": "pictures", "tokens": 8, "ignore_eos": True, "count_names": True, **QUIET}
     online = {"quantization_config": ONLINE_FP8}
     hybrids = ("wide-overlay", "wide-full", "wide-overlay-head8", "wide-full-head8")
-    found = [
+    cases = [
         case(f"names-{tree}", tree, options=whole, **more)
         for tree in (*hybrids, "true-35b", "true-122b", "tiny-overlay-head8")
     ]
     return [
-        *found,
+        *cases,
         case("names-wide-native", "wide-native", plugins="", options=whole, **more),
         case("names-wide-base", "wide-base", plugins="", options=whole, **more),
         case(
@@ -173,7 +164,7 @@ def names_cases() -> list[dict[str, Any]]:
 
 
 def long_cases() -> list[dict[str, Any]]:
-    """Four prompts, three of them long, one by one without drafts and all at once with them."""
+    """Four prompts, three of them long: sequential without drafts, concurrent with drafts."""
     more = {"lengths": LONG_PROMPTS, "tokens": 32, **QUIET}
     many = {**LONG_OPTIONS, **TURBOQUANT, **graphs(FULL), **mtp(2)}
     return [
@@ -187,15 +178,14 @@ def long_cases() -> list[dict[str, Any]]:
 
 EAGER, COMPILED = "agent-plain", "agent-graphs"
 TWINS = {"agent-eager": EAGER, "agent-full": COMPILED}
-"""Of each engine with the cache the one that computes alike without it."""
+"""Each engine with a prefix cache, and the same engine without."""
 CUT = 1088
-"""Tokens that a later turn finds in the cache: four blocks of the trained model."""
+"""Tokens that a later turn finds in the cache: four blocks."""
 SHAPES: dict[str, dict[str, Any]] = {
     "agent-alone": {"max_num_seqs": 1},
     "agent-cut": {"max_num_seqs": 1, "max_num_batched_tokens": CUT},
 }
-"""Eager and without a cache in other steps: one conversation at a time, and its prompt in parts as
-the cache makes them."""
+"""Eager without a cache: sequential, and with the prompt split as the cache splits it."""
 TIMES = 6
 
 
@@ -204,14 +194,14 @@ def again(name: str) -> list[str]:
 
 
 def conversation_cases() -> list[dict[str, Any]]:
-    """All conversations of ``prefix_cases``, those of the trained model ``TIMES`` times."""
-    found = {one["name"]: one for one in prefix_cases()}
-    plain = found[EAGER]
+    """``prefix_cases``, those of the trained model repeated ``TIMES`` times."""
+    cases = {case["name"]: case for case in prefix_cases()}
+    plain = cases[EAGER]
     for name, more in {COMPILED: graphs(FULL), **SHAPES}.items():
-        found[name] = {**plain, "options": {**plain["options"], **more}}
-    steered = [one for name, one in found.items() if name.startswith("prefixes-")]
-    talks = [one for one in found if one.startswith("agent-")]
-    return [*({**found[name], "name": copy} for name in talks for copy in again(name)), *steered]
+        cases[name] = {**plain, "options": {**plain["options"], **more}}
+    steered = [case for name, case in cases.items() if name.startswith("prefixes-")]
+    talks = [name for name in cases if name.startswith("agent-")]
+    return [*({**cases[name], "name": copy} for name in talks for copy in again(name)), *steered]
 
 
 MODELS = {"tiny": "text", "recall": "contexts"}
@@ -226,16 +216,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "online-fp8": ("base-head8", {"plugins": "", "options": {"quantization_config": ONLINE_FP8}}),
     "wrong-scale": ("full-wrong-scale", {}),
 }
-"""Tree and further options of each; the last is damaged, and has to be seen."""
+"""Checkpoint and options; the last is damaged and must be detected."""
 QUALITY_OPTIONS = {"max_model_len": 4096, "max_num_batched_tokens": 4096}
 
 
 def quality_cases() -> list[dict[str, Any]]:
-    """Logits of every position of the same prompts; nothing is drafted, all of it eager."""
-    found = []
+    """Logits of every position of the same prompts; eager, without drafts."""
+    cases = []
     for model, prompts in MODELS.items():
-        for way, (tree, more) in VARIANTS.items():
+        for variant, (tree, more) in VARIANTS.items():
             options = {**QUALITY_OPTIONS, **more.get("options", {})}
-            one = case(f"{model}-{way}", f"{model}-{tree}", **{**more, "options": options})
-            found.append({**one, "prompts": prompts, "tokens": 1})
-    return found
+            engine = case(f"{model}-{variant}", f"{model}-{tree}", **{**more, "options": options})
+            cases.append({**engine, "prompts": prompts, "tokens": 1})
+    return cases

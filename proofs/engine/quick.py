@@ -1,4 +1,4 @@
-"""Starting many engines on one card within minutes, where no speed is measured."""
+"""Start many engines on a GPU within minutes, for proofs that measure no speed."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import os
 from typing import Any
 
 FLASH = "SPARK_FLASH_ATTENTION"
-"""Set to 3 on Hopper: version 2 of the x86 wheel has no code for it, and the driver compiles that
-for minutes. A Spark has version 2 only."""
+"""Set to 3 on Hopper: version 2 of the x86 wheel has no Hopper code, which takes the driver minutes
+to compile. A Spark has version 2 only."""
 FIRST = "SPARK_FIRST_CONFIGURATION"
-"""Set to 1: every autotuned kernel takes the first of its configurations."""
+"""Set to 1: every autotuned kernel takes the first configuration."""
 
 
 def caveats() -> list[str]:
-    said = []
+    texts = []
     if wanted():
-        said.append("autotuned Triton kernels take the first of their configurations")
+        texts.append("autotuned Triton kernels take the first of their configurations")
     if flash_attention() == 3:
-        said.append("flash-attention 3 where no other attention is named")
-    return said
+        texts.append("flash-attention 3 where no other attention is named")
+    return texts
 
 
 def start_quickly() -> None:
-    """Take the first configuration of every autotuned kernel, and look at models in this process.
+    """Take the first configuration of every autotuned kernel, and inspect models in this process.
 
-    Called before anything of the engine is imported: kernels are made then.
-
-    The search for the fastest one compiles a hundred kernels on a single core, for minutes; every
-    one of them has to be right.
+    Call it before importing the engine. The search for the fastest configuration compiles a hundred
+    kernels on a single core; all must be correct.
     """
     from triton.runtime.autotuner import Autotuner
 
@@ -47,17 +45,13 @@ def flash_attention() -> int:
 
 
 def read_turboquant_prompts_with_flash_attention_3() -> None:
-    """Take it for the prompts of a TurboQuant cache, where it is one product of plain tensors.
-
-    The engine forbids that as not yet tried.
-    """
+    """Allow it for prompts of a TurboQuant cache, which the engine forbids as untested."""
     from vllm.v1.attention.backends import turboquant_attn
 
     turboquant_attn.get_flash_attn_version = lambda *_, **__: 3
 
 
 def use_flash_attention_3(options: dict[str, Any]) -> None:
-    """Take flash-attention 3 for 16-bit keys, and for the prompts of a TurboQuant cache."""
     if options.get("kv_cache_dtype", "auto").startswith("turboquant"):
         read_turboquant_prompts_with_flash_attention_3()
     else:
@@ -70,7 +64,6 @@ def wanted() -> bool:
 
 
 def arrange(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of an engine that starts so; ``start_quickly`` was called before."""
     if flash_attention() == 3:
         use_flash_attention_3(options)
     return options

@@ -1,4 +1,4 @@
-"""Run many engine cases side by side on one GPU, each in a process of its own."""
+"""Run engine cases in parallel, each in a separate process."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def run_cases(
     module: str = "proofs.engine.case",
     resume: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Run ``cases`` and return what each wrote; a case that wrote nothing has state ``died``.
+    """Run ``cases`` and return the result of each; without output the state is ``died``.
 
     Args:
-        cases: from ``engine_cases``; their trees are names below ``trees``.
-        trees: directory made by ``proofs.trees.make``.
-        out: where results, captured tensors and logs go.
-        at_once: engines running at the same time.
-        limit_s: time one case may take.
-        within_s: time all of them may take; what runs then is ended, what waits is not run.
-        module: the program that runs one case.
-        resume: leave out cases whose results are in ``out``.
+        cases: their trees are names below ``trees``.
+        trees: made by ``proofs.trees.make``.
+        out: for results, captured tensors and logs.
+        at_once: number of parallel engines.
+        limit_s: per case.
+        within_s: for all cases; running engines are killed, waiting cases skipped.
+        module: the program that runs a case.
+        resume: skip cases with results in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
     waiting = [case for case in cases if not (resume and (out / f"{case['name']}.json").exists())]
     running: list[tuple[subprocess.Popen[bytes], dict[str, Any], float]] = []
     results: dict[str, dict[str, Any]] = {}
     cards = itertools.cycle(devices_shown())
-    begun = time.monotonic()
+    all_started = time.monotonic()
     while waiting or running:
-        over = time.monotonic() - begun > within_s
+        over = time.monotonic() - all_started > within_s
         if over:
             waiting.clear()
         while waiting and len(running) < at_once:
@@ -70,7 +70,7 @@ def run_cases(
 
 
 def devices_shown() -> list[str]:
-    """Return the cards that may be used; engines of one card are dealt out among them."""
+    """Return the usable GPUs; engines are distributed over them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named:
         return named.split(",")
@@ -110,12 +110,14 @@ def _start(
 def _result(case: dict[str, Any], out: Path, late: bool) -> dict[str, Any]:
     path = out / f"{case['name']}.json"
     log = (out / f"{case['name']}.log").read_text(errors="replace")
-    found = json.loads(path.read_text()) if path.exists() else {"state": "late" if late else "died"}
-    found["log_lines"] = [
+    result = (
+        json.loads(path.read_text()) if path.exists() else {"state": "late" if late else "died"}
+    )
+    result["log_lines"] = [
         line.split("] ", 1)[-1]
         for line in log.splitlines()
         if "cache directory" not in line  # names of this machine
         and any(text in line for text in ("Selected ", "Using ", "spark", "cudagraph_mode="))
     ][:60]
-    found["log_tail"] = log[-1500:] if found["state"] in ("late", "died") else ""
-    return found
+    result["log_tail"] = log[-1500:] if result["state"] in ("late", "died") else ""
+    return result

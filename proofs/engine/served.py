@@ -1,6 +1,6 @@
-"""``vllm`` as its own command starts it, arranged as the environment asks (``quick``).
+"""The ``vllm`` command with the settings of ``quick``.
 
-Its engine processes are started anew from this module, so that they are arranged alike.
+Engine processes are spawned from this module, so they get the same settings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same prompts in another implementation: transformers on the dequantised tree.
+"""Compute the same prompts with transformers on the dequantised checkpoint.
 
     python3 -m proofs.engine.transformers_case TREE OUT.pt [--pictures]
 
@@ -61,16 +61,16 @@ def main() -> None:
     parser.add_argument("--pictures", action="store_true")
     arguments = parser.parse_args()
     model, processor = load(arguments.tree)
-    found: dict[str, Any] = {"ids": [], "pictures": []}
+    logits_of: dict[str, Any] = {"ids": [], "pictures": []}
     for ids in random_prompts(IDS_LENGTHS):
         logits = model(input_ids=torch.tensor([ids], device=DEVICE)).logits[0]
-        found["ids"].append(logits.float().cpu())
+        logits_of["ids"].append(logits.float().cpu())
     for number in PICTURES if arguments.pictures else ():
         inputs = processor(text=[PICTURE_TEXT], images=[picture(number)], return_tensors="pt")
         logits = model(**inputs.to(DEVICE)).logits[0]
-        found["pictures"].append(logits.float().cpu())
-    torch.save(found, arguments.out)
-    print("transformers", arguments.tree.name, [len(rows) for rows in found["ids"]])
+        logits_of["pictures"].append(logits.float().cpu())
+    torch.save(logits_of, arguments.out)
+    print("transformers", arguments.tree.name, [len(rows) for rows in logits_of["ids"]])
 
 
 if __name__ == "__main__":

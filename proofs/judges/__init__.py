@@ -1,1 +1,1 @@
-"""What is demanded of answers, logits and modules, from numbers to a verdict."""
+"""Judges of answers, logits and modules."""

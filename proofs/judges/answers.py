@@ -13,27 +13,27 @@ def row(claim: str, passed: bool, cases: list[str], **numbers: Any) -> Row:
 
 
 def attempt(name: str, judgement: Callable[[], Row]) -> Row:
-    """Return a row even when a run left nothing to judge: it has failed then."""
+    """Return the row, or a failed row if the judge raises."""
     try:
         return judgement()
-    except Exception as error:  # one dead engine must not hide the other rows
+    except Exception as error:  # a dead engine must not hide the other rows
         return row(name, False, [], judging=f"{type(error).__name__}: {error}"[:300])
 
 
 TRAINED_NOISE = 0.01
-"""Of a log-probability of the lab's trained model between two ways to compute it: 0.001 so far."""
+"""Limit for log-probability differences between two computations; measured 0.001."""
 TURBOQUANT_NOISE = 0.03
-"""The same with a TurboQuant cache: 0.009 with our backend, 0.07 with the engine's own."""
+"""The same with a TurboQuant cache: 0.009 with the plugin, 0.07 with the stock backend."""
 
 
-def compare_answers(one: Row, two: Row) -> dict[str, Any]:
-    """Compare greedy answers up to each first difference, and judge that by its margin.
+def compare_answers(reference: Row, result: Row) -> dict[str, Any]:
+    """Compare greedy answers up to the first difference, and judge it by the margin.
 
     Noise is the largest difference of the log-probability of the same token after the same
     prefix; a divergence is a tie when the margin there is within twice that noise.
     """
     noise, divergences, margins = 0.0, 0, []
-    for first, second in zip(one["answers"], two["answers"], strict=True):
+    for first, second in zip(reference["answers"], result["answers"], strict=True):
         length = min(len(first["tokens"]), len(second["tokens"]))
         for place in range(length):
             if first["tokens"][place] != second["tokens"][place]:
@@ -42,7 +42,7 @@ def compare_answers(one: Row, two: Row) -> dict[str, Any]:
                 break
             noise = max(noise, abs(first["logprobs"][place] - second["logprobs"][place]))
     return {
-        "answers": len(one["answers"]),
+        "answers": len(reference["answers"]),
         "diverged": divergences,
         "largest_noise": round(noise, 4),
         "margins_there": [round(margin, 4) for margin in margins],
@@ -50,13 +50,13 @@ def compare_answers(one: Row, two: Row) -> dict[str, Any]:
     }
 
 
-def same(found: dict[str, Any], most_noise: float) -> bool:
-    """Tell whether answers agree outside ties and are near: noise alone would excuse itself."""
-    return not found["beyond_margin"] and found["largest_noise"] < most_noise
+def same(comparison: dict[str, Any], most_noise: float) -> bool:
+    """Return whether answers agree outside ties and noise is small."""
+    return not comparison["beyond_margin"] and comparison["largest_noise"] < most_noise
 
 
 def acceptance(result: Row) -> float | None:
-    found = result.get("counters", {})
-    drafted = sum(v for k, v in found.items() if k.endswith("num_draft_tokens"))
-    accepted = sum(v for k, v in found.items() if k.endswith("num_accepted_tokens"))
+    counters = result.get("counters", {})
+    drafted = sum(v for k, v in counters.items() if k.endswith("num_draft_tokens"))
+    accepted = sum(v for k, v in counters.items() if k.endswith("num_accepted_tokens"))
     return round(accepted / drafted, 3) if drafted else None

@@ -1,4 +1,4 @@
-"""What the engine runs prove: pure functions from results to rows of claim, numbers, verdict."""
+"""Judges of the basic stages: pure functions from results to rows."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from proofs.judges.answers import (
 FP8_LIMIT = 0.006
 """Error of an FP8 module against a reference that rounds activations as the kernel does."""
 INT_LIMIT = 0.004
-"""Error of an INT4, INT8 or 16-bit module against its dequantised weight: BF16 rounding."""
+"""Error of an INT4, INT8 or 16-bit module against the dequantised weight: BF16 rounding."""
 LEAST_ACCEPTANCE = 0.4
-"""Of two drafts of the lab's trained model, about 0.48; a drafter without weights has almost 0."""
+"""For two drafts of the trained model, measured 0.48; without drafter weights almost 0."""
 LOGIT_LIMIT = 0.15
 """Error of four layers' logits against the same bytes dequantised; measured about 0.06."""
 
@@ -69,7 +69,7 @@ class Weights:
 
 
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` rounded to e4m3 with one scale per row and 128 columns."""
+    """Return ``x`` rounded to e4m3 with a scale per row and 128 columns."""
     groups = x.float().view(x.shape[0], -1, 128)
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
     return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view_as(x)
@@ -130,14 +130,17 @@ def judge_eager(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
             lambda: _modules(results, capture, weights["native-stock"], "native-stock"),
         ),
         *(
-            (damage, lambda d=damage: _damage_seen(results, capture, weights["full"], d))
+            (damage, lambda d=damage: _damage_detected(results, capture, weights["full"], d))
             for damage in ("wrong-scale", "swapped-layers")
         ),
         *(
-            (f"{one} = {two}", lambda o=one, t=two: _equal(results, capture, o, t))
-            for one, two in pairs
+            (f"{name} = {other}", lambda o=name, t=other: _equal(results, capture, o, t))
+            for name, other in pairs
         ),
-        *((f"{one} ~ {two}", lambda o=one, t=two: _logits(capture, o, t)) for one, two in near),
+        *(
+            (f"{name} ~ {other}", lambda o=name, t=other: _logits(capture, o, t))
+            for name, other in near
+        ),
         ("head8", lambda: _head(capture, weights["overlay-head8"], "overlay-head8")),
         ("triton head", lambda: _triton_head(capture, weights["full"])),
         ("untouched", lambda: _untouched(results)),
@@ -162,7 +165,7 @@ def _dispatch(results: dict[str, Row], name: str) -> Row:
     others = sorted({f"{v['class']}: {' > '.join(v['method'])}" for v in modules.values()})
     line = [text for text in results[name]["log_lines"] if "spark_inc:" in text]
     return row(
-        f"{name}: FP8 exactly in the swapped modules, everything else as INC decides",
+        f"{name}: FP8 exactly in the swapped modules, the rest as INC decides",
         good and bool(line),
         [name],
         fp8_modules=len(fp8),
@@ -180,28 +183,28 @@ def _modules(results: Any, capture: Any, weights: Weights, name: str) -> Row:
         for kind, value in errors.items()
         if "not rounded" not in kind
     )
-    return row(f"{name}: every module equals its dequantised weight", good, [name], errors=errors)
+    return row(f"{name}: every module equals the dequantised weight", good, [name], errors=errors)
 
 
-def _damage_seen(results: Any, capture: Any, weights: Weights, name: str) -> Row:
+def _damage_detected(results: Any, capture: Any, weights: Weights, name: str) -> Row:
     errors = module_errors(results[name], capture[name], weights)
     return row(
-        f"{name}: the module test sees the damage",
+        f"{name}: the module test detects the damage",
         errors["fp8"]["worst"] > 10 * FP8_LIMIT,
         [name],
         errors=errors,
     )
 
 
-def _equal(results: Any, capture: Any, one: str, two: str) -> Row:
-    first, second = capture[one], capture[two]
+def _equal(results: Any, capture: Any, name: str, other: str) -> Row:
+    first, second = capture[name], capture[other]
     equal = {key: bool(torch.equal(first[key], second[key])) for key in ("hidden", "logits")}
     return row(
-        f"{one} and {two} agree bit for bit",
+        f"{name} and {other} agree bit for bit",
         all(equal.values()),
-        [one, two],
+        [name, other],
         **equal,
-        greedy=compare_answers(results[one], results[two]),
+        greedy=compare_answers(results[name], results[other]),
         difference=relative(first["logits"], second["logits"]),
     )
 
@@ -218,9 +221,9 @@ def _logits(capture: Any, name: str, reference: str) -> Row:
 
 
 def _margins(logits: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
-    """Compare top tokens; a disagreement counts beyond what usual errors of its row explain.
+    """Compare top tokens; count disagreements that the row's usual error does not explain.
 
-    The median tells the usual error: one wrong logit cannot raise it and so excuse itself.
+    The median is robust: a single wrong logit cannot raise it.
     """
     logits, reference = logits.double(), reference.double()
     errors = (logits - reference).abs()
@@ -242,7 +245,7 @@ def _head(capture: Any, weights: Weights, name: str) -> Row:
     reference = hidden.double() @ weight.double().t()
     error, margins = relative(logits, reference), _margins(logits, reference)
     return row(
-        f"{name}: head equals its own dequantised weight",
+        f"{name}: head equals the dequantised weight",
         error < INT_LIMIT and not margins["beyond_margin"],
         [name],
         error=round(error, 5),
@@ -260,7 +263,7 @@ def _triton_head(capture: Any, weights: Weights) -> Row:
     error, margins = relative(logits, reference), _margins(logits, reference)
     against = relative(logits, hidden.double() @ weight.double().t())
     return row(
-        "head-triton: head equals its own dequantised weight",
+        "head-triton: head equals the dequantised weight",
         error < INT_LIMIT and not margins["beyond_margin"],
         ["head-triton"],
         error=round(error, 5),
@@ -318,9 +321,9 @@ def judge_speculation(results: dict[str, Row]) -> list[Row]:
                 row(f"{name}: runs", False, [name], states=sorted(map(str, states)), error=error)
             )
             continue
-        found = compare_answers(results[reference], results[name])
+        comparison = compare_answers(results[reference], results[name])
         accepted = acceptance(results[name])
-        good = same(found, TRAINED_NOISE) and (accepted is None or accepted > LEAST_ACCEPTANCE)
+        good = same(comparison, TRAINED_NOISE) and (accepted is None or accepted > LEAST_ACCEPTANCE)
         rows.append(
             row(
                 f"{name}: greedy answers equal {reference} outside ties",
@@ -329,21 +332,21 @@ def judge_speculation(results: dict[str, Row]) -> list[Row]:
                 acceptance=accepted,
                 counters=results[name]["counters"],
                 downgraded=[t for t in results[name]["log_lines"] if "setting cudagraph" in t],
-                **found,
+                **comparison,
             )
         )
     return rows
 
 
 def judge_turboquant(results: dict[str, Row]) -> list[Row]:
-    """Judge our TurboQuant backend against one sequence alone; show the engine's own beside it."""
+    """Judge the plugin's TurboQuant backend against a single sequence; show the stock backend."""
     own = ("tq-own", "tq-own-mtp2", "tq-own-full-mtp2")
     others = tuple(f"tq-{preset}-full-mtp2" for preset in OTHER_PRESETS)
     stock = ("tq-stock", "tq-stock-mtp2", "tq-stock-full-mtp2")
     rows = [attempt(name, lambda n=name: _same_as_alone(results, n)) for name in (*own, *others)]
     for name in stock:
         shown = attempt(name, lambda n=name: _same_as_alone(results, n))
-        shown["claim"] = f"{name}: the engine's own backend beside it, not judged"
+        shown["claim"] = f"{name}: the stock backend for comparison, not judged"
         shown["passed"] = None
         rows.append(shown)
     return rows
@@ -352,11 +355,11 @@ def judge_turboquant(results: dict[str, Row]) -> list[Row]:
 def _same_as_alone(results: dict[str, Row], name: str) -> Row:
     preset = name.removeprefix("tq-").removesuffix("-full-mtp2")
     alone = f"tq-{preset}-alone" if preset in OTHER_PRESETS else "tq-alone"
-    found = compare_answers(results[alone], results[name])
+    comparison = compare_answers(results[alone], results[name])
     return row(
-        f"{name}: greedy answers equal one sequence alone outside ties",
-        same(found, TURBOQUANT_NOISE),
+        f"{name}: greedy answers equal a single sequence outside ties",
+        same(comparison, TURBOQUANT_NOISE),
         [name, alone],
         acceptance=acceptance(results[name]),
-        **found,
+        **comparison,
     )

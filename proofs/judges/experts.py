@@ -1,8 +1,8 @@
-"""A block of experts against its dequantised weights, routing included.
+"""Judge a block of experts against dequantised weights, routing included.
 
-Logits of a model that chooses 8 of 256 experts are no measure for its kernels: where the eighth
-and the ninth are alike, any rounding before the router swaps them. So each block is judged by
-itself, with the input it really had, at the positions where the choice is clear.
+Logits of a model with 8 of 256 experts do not measure the kernels: near ties between the eighth and
+ninth expert flip with any rounding. So each block is judged with the recorded input, at positions
+with a clear choice.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from proofs.judges.answers import Row, row
 from proofs.judges.engine import relative, rounded_activations
 
 LIMIT = 0.02
-"""BF16 between the two steps of an expert; another expert in one place of eight gives 0.4."""
+"""BF16 rounding inside an expert; a single wrong expert of eight gives 0.4."""
 CLEAR = 0.02
-"""Least distance of router logits between the last chosen expert and the first that is not."""
+"""Least distance of router logits between the last chosen and the first other expert."""
 
 Weights = dict[str, torch.Tensor]
 
 
 def judge(name: str, capture: dict[str, Any], tree: Path) -> Row:
-    """Return a row for all blocks that ``capture`` holds."""
     blocks = {key: value for key, value in capture["modules"].items() if key.endswith(".mlp")}
     config = json.loads((tree / "config.json").read_text())
     chosen = int(config["text_config"]["num_experts_per_tok"])
     reader = ModuleReader(tree, read_settings(config["quantization_config"]))
-    found = {}
+    results = {}
     for module, (x, y) in blocks.items():
         prefix = module.replace("language_model.model.", "model.language_model.") + "."
         weights = {
@@ -41,17 +40,17 @@ def judge(name: str, capture: dict[str, Any], tree: Path) -> Row:
         }
         expected, gap, used = block(x.double(), weights, chosen)
         clear = gap > CLEAR
-        found[module] = {
+        results[module] = {
             "error": round(relative(y[clear], expected[clear]), 5),
             "positions": int(clear.sum()),
             "unclear": int((~clear).sum()),
             "experts_used": used,
         }
     return row(
-        f"{name}: every block of experts equals its dequantised experts where the choice is clear",
-        bool(found) and all(v["error"] < LIMIT and v["positions"] > 20 for v in found.values()),
+        f"{name}: every block of experts equals the dequantised experts where the choice is clear",
+        bool(results) and all(v["error"] < LIMIT and v["positions"] > 20 for v in results.values()),
         [name],
-        blocks=found,
+        blocks=results,
         limit=LIMIT,
     )
 
@@ -61,7 +60,7 @@ def block(x: torch.Tensor, weights: Weights, chosen: int) -> tuple[torch.Tensor,
     router = x @ weights["gate.weight"].t()
     best = router.topk(min(chosen + 1, router.shape[1]), dim=1)
     gap = best.values[:, chosen - 1] - best.values[:, -1]
-    if router.shape[1] == chosen:  # all of them, nothing to choose
+    if router.shape[1] == chosen:  # all experts are chosen
         gap = torch.full_like(gap, torch.inf)
     experts, share = best.indices[:, :chosen], best.values[:, :chosen].softmax(1)
     result = torch.zeros_like(x)
@@ -75,9 +74,9 @@ def block(x: torch.Tensor, weights: Weights, chosen: int) -> tuple[torch.Tensor,
 
 
 def _swiglu(x: torch.Tensor, weights: Weights, prefix: str, *, rounded: bool = False) -> Any:
-    """Return one expert's output; ``rounded``: activations as the FP8 kernel takes them."""
-    taken = (lambda v: rounded_activations(v).double()) if rounded else (lambda v: v)
-    x = taken(x)
+    """Return an expert's output; ``rounded``: with activations rounded as in the FP8 kernel."""
+    rounding = (lambda v: rounded_activations(v).double()) if rounded else (lambda v: v)
+    x = rounding(x)
     up = x @ weights[f"{prefix}up_proj.weight"].t()
     inner = torch.nn.functional.silu(x @ weights[f"{prefix}gate_proj.weight"].t()) * up
-    return taken(inner) @ weights[f"{prefix}down_proj.weight"].t()
+    return rounding(inner) @ weights[f"{prefix}down_proj.weight"].t()

@@ -1,4 +1,4 @@
-"""What the runs of ``profile_cases`` prove: from results to rows of claim, numbers, verdict."""
+"""Judges of the stages in ``profile_cases``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from proofs.trees.build import SEED, names_of
 TRANSFORMERS_LIMIT = 0.06
 """BF16 logits of four layers in two implementations; sizes and roundings are the same."""
 ACCEPTANCE_SLACK = 0.03
-"""The last step of an answer may draft beyond its end."""
+"""The last step of an answer may draft past the end."""
 
 
 def judge_profiles(results: dict[str, Row]) -> list[Row]:
@@ -47,51 +47,55 @@ def judge_profiles(results: dict[str, Row]) -> list[Row]:
         for suffix in ("-mtp2", "-full", "-full-mtp2"):
             pairs[f"tiny-{name}{suffix}"] = f"tiny-{name}"
         pairs[f"tiny-{name}"] = "tiny-head8"
-    found = [attempt(one, lambda o=one, t=two: _same(results, o, t)) for one, two in pairs.items()]
-    return [*judge_drafts(results, draft_cases()), *found]
+    rows = [
+        attempt(name, lambda o=name, t=reference: _same(results, o, t))
+        for name, reference in pairs.items()
+    ]
+    return [*judge_drafts(results, draft_cases()), *rows]
 
 
 def _same(results: dict[str, Row], name: str, reference: str) -> Row:
-    found = compare_answers(results[reference], results[name])
+    comparison = compare_answers(results[reference], results[name])
     accepted = acceptance(results[name])
     drafted = "mtp" in name
     return row(
         f"{name}: greedy answers equal {reference} outside ties",
-        same(found, TRAINED_NOISE) and (not drafted or (accepted or 0) > LEAST_ACCEPTANCE),
+        same(comparison, TRAINED_NOISE) and (not drafted or (accepted or 0) > LEAST_ACCEPTANCE),
         [name, reference],
         acceptance=accepted,
         counters=results[name]["counters"],
         downgraded=[t for t in results[name]["log_lines"] if "setting cudagraph" in t],
-        **found,
+        **comparison,
     )
 
 
 def judge_prefixes(results: dict[str, Row]) -> list[Row]:
-    """Judge conversations with prefix caching against the same ones without."""
+    """Judge conversations with prefix caching against conversations without."""
     rows = [attempt(n, lambda n=n: _talk(results, n)) for n in ("agent-eager", "agent-full")]
     steered_runs = ("prefixes-eager", "prefixes-full")
     return rows + [attempt(n, lambda n=n: _conversation(results, n)) for n in steered_runs]
 
 
 def _talk(results: dict[str, Row], name: str) -> Row:
-    """Compare each conversation up to its first other answer: after that the prompts differ."""
+    """Compare each conversation up to the first differing answer; then prompts differ."""
     plain, kept = results["agent-plain"], results[name]
     pairs = [(plain, kept), *zip(plain["turns"], kept["turns"], strict=True)]
     alike = list(range(len(plain["answers"])))
     turns = []
-    for one, two in pairs:
+    for without, with_cache in pairs:
         first, second = (
-            {"answers": [turn["answers"][place] for place in alike]} for turn in (one, two)
+            {"answers": [turn["answers"][place] for place in alike]}
+            for turn in (without, with_cache)
         )
         turns.append(compare_answers(first, second))
         alike = [
             place
             for place in alike
-            if one["answers"][place]["tokens"] == two["answers"][place]["tokens"]
+            if without["answers"][place]["tokens"] == with_cache["answers"][place]["tokens"]
         ]
     hits = [_hits(turn["counters"]) - _hits(turn["before"]) for turn in kept["turns"]]
     return row(
-        f"{name}: later turns are found in the cache, and answered as without it outside ties",
+        f"{name}: later turns hit the cache, and answers equal those without it outside ties",
         not any(turn["beyond_margin"] for turn in turns) and min(hits) > 0,
         [name, "agent-plain"],
         tokens_found_per_turn=hits,
@@ -101,25 +105,27 @@ def _talk(results: dict[str, Row], name: str) -> Row:
 
 
 def _conversation(results: dict[str, Row], name: str) -> Row:
-    """Tokens are equal in every turn; margins tell whether the cached states are the right ones.
+    """Tokens must be equal in every turn; margins detect wrong cached states.
 
-    The measure of a wrong state is the same last tokens after another beginning; margins count
-    only where the noise of the kernels is small beside that.
+    The same last tokens after another beginning show the effect of a wrong state; margins are
+    judged only if kernel noise is small in comparison.
     """
     plain, kept = results["prefixes-plain"], results[name]
     pairs = [(plain, kept), *zip(plain["turns"], kept["turns"], strict=True)]
     equal = all(
         a["tokens"] == b["tokens"]
-        for one, two in pairs
-        for a, b in zip(one["answers"], two["answers"], strict=True)
+        for without, with_cache in pairs
+        for a, b in zip(without["answers"], with_cache["answers"], strict=True)
     )
-    changes = [_margin_change(one["answers"], two["answers"]) for one, two in pairs]
+    changes = [
+        _margin_change(without["answers"], with_cache["answers"]) for without, with_cache in pairs
+    ]
     other = _margin_change(plain["turns"][-1]["answers"], plain["other_beginning"])
     hits = [_hits(turn["counters"]) - _hits(turn["before"]) for turn in kept["turns"]]
-    # The first turn finds nothing in the cache: what differs there is this machine's noise.
+    # The first turn has no cache hits: differences are noise of this machine.
     telling = changes[0] < other / 4
     found = row(
-        f"{name}: growing conversations are answered as without the cache, and found in it",
+        f"{name}: growing conversations hit the cache, and answers equal those without it",
         equal and min(hits) > 0 and (not telling or max(changes) < other / 4),
         [name, "prefixes-plain"],
         margins_tell_of_states=telling,
@@ -132,10 +138,10 @@ def _conversation(results: dict[str, Row], name: str) -> Row:
     return found
 
 
-def _margin_change(one: list[Row], two: list[Row]) -> float:
+def _margin_change(first: list[Row], second: list[Row]) -> float:
     differences = [
         x - y
-        for a, b in zip(one, two, strict=True)
+        for a, b in zip(first, second, strict=True)
         for x, y, s, t in zip(a["margins"], b["margins"], a["tokens"], b["tokens"], strict=True)
         if s == t
     ]
@@ -174,7 +180,7 @@ def _steered(name: str, result: Row, known: dict[str, steered.Steering]) -> Row:
     measured = acceptance(result)
     near = expected is None or abs((measured or 0) - expected) < ACCEPTANCE_SLACK
     return row(
-        f"{name}: every token and the acceptance are those the model was made for",
+        f"{name}: every token and the acceptance are as constructed",
         wrong == 0 and near and (measured is None) == (expected is None),
         [name],
         tokens=sum(map(len, answers)),
@@ -187,7 +193,7 @@ def _steered(name: str, result: Row, known: dict[str, steered.Steering]) -> Row:
 
 
 def judge_heads(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Row]:
-    """Judge the opt-in head: right tokens, and the kernel chosen as it should be."""
+    """Judge the opt-in head: right tokens, and the expected kernel."""
     known = [case for case in cases if case["name"].startswith("steered")]
     rows = judge_steered(results, known)
     rows.append(
@@ -196,24 +202,24 @@ def judge_heads(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Ro
             lambda: _same_head(results, "true-35b-head-read-mtp2", "true-35b-head-measured-mtp2"),
         )
     )
-    for found in rows:
-        for name in found.get("cases", []):
+    for result_row in rows:
+        for name in result_row.get("cases", []):
             lines = [line for line in results[name]["log_lines"] if "int8-triton head" in line]
             measured = any("us at batches" in line for line in lines)
-            found["numbers"][f"log of {name}"] = lines
-            found["passed"] &= bool(lines) and measured == ("head-measured" in name)
+            result_row["numbers"][f"log of {name}"] = lines
+            result_row["passed"] &= bool(lines) and measured == ("head-measured" in name)
             if "unmeasured" in name:
-                found["passed"] &= any("computed by marlin" in line for line in lines)
+                result_row["passed"] &= any("computed by marlin" in line for line in lines)
     return rows
 
 
 def _same_head(results: dict[str, Row], name: str, reference: str) -> Row:
-    found = compare_answers(results[reference], results[name])
+    comparison = compare_answers(results[reference], results[name])
     return row(
-        f"{name}: a head of 248,320 x 2,048 answers as at its first start, without measuring again",
-        same(found, TRAINED_NOISE),
+        f"{name}: a head of 248,320 x 2,048 answers as at the first start, without measuring",
+        same(comparison, TRAINED_NOISE),
         [name, reference],
-        **found,
+        **comparison,
     )
 
 
@@ -244,7 +250,7 @@ def _all_read(result: Row, case: dict[str, Any], trees: Path) -> Row:
         replacements_under_names_of_an_overlay=sum(
             name.endswith(("_fp8", "_int8")) for name in names
         ),
-        # The base's files lie below an overlay: what it replaces is handed out, and dropped.
+        # An overlay keeps the base's files: replaced tensors are yielded and dropped.
         handed_out_without_being_in_the_index=len(set(target["yielded"]) - names),
     )
 
@@ -286,23 +292,23 @@ def _like_transformers(out: Path, name: str, key: str, limit: float) -> Row:
     for reference, rows in zip(wanted, capture["rows"], strict=True):
         logits = capture["logits"][start : start + rows].float()
         start += rows
-        # The engine computes the last position apart from the others: find each row's place.
+        # The engine computes the last position separately: find the position of each row.
         place = torch.cdist(logits, reference).argmin(dim=1)
         if len(set(place.tolist())) < len(reference):
             raise ValueError(f"{len(set(place.tolist()))} of {len(reference)} positions found")
         errors.append(relative(logits, reference[place]))
-    found = row(
-        f"{name}: logits of every position near those of transformers on the dequantised tree",
+    result_row = row(
+        f"{name}: logits of every position near those of transformers (dequantised)",
         max(errors) < limit,
         [name],
         logit_errors=[round(error, 4) for error in errors],
         limit=limit,
     )
     if name.startswith("true") and name.endswith("native"):
-        # Routing: see experts_judge, which judges these blocks one by one.
-        found["passed"] = None
-        found["numbers"]["limit"] = "shown, not judged: near ties of 256 experts fall the other way"
-    return found
+        # Routing differs; experts_judge judges each block.
+        result_row["passed"] = None
+        result_row["numbers"]["limit"] = "shown, not judged: near ties of 256 experts flip"
+    return result_row
 
 
 def _true(results: dict[str, Row], out: Path, tree: Path, name: str) -> Row:
@@ -315,7 +321,7 @@ def _true(results: dict[str, Row], out: Path, tree: Path, name: str) -> Row:
     )
     classes = sorted({" > ".join(v["method"]) for v in results[name]["modules"].values()})
     return row(
-        f"{name}: every module equals its dequantised weight",
+        f"{name}: every module equals the dequantised weight",
         good,
         [name],
         errors=errors,
@@ -346,7 +352,7 @@ def _pictures_matter(out: Path) -> Row:
     first, second, again = capture["logits"].float().split(capture["rows"])
     changed, noise = relative(second[-20:], first[-20:]), relative(again[-20:], first[-20:])
     return row(
-        "pictures: another picture gives other logits, the same picture the same",
+        "pictures: another picture changes the logits, the same picture does not",
         changed > 0.2 and noise < 0.05,
         ["pictures-native"],
         other_picture=round(changed, 4),
@@ -355,22 +361,22 @@ def _pictures_matter(out: Path) -> Row:
 
 
 def judge_long(results: dict[str, Row]) -> list[Row]:
-    """Judge TurboQuant at long contexts; the 16-bit cache beside it is only shown."""
+    """Judge TurboQuant at long contexts; the 16-bit cache is shown, not judged."""
     own = attempt("long-own-full-mtp2", lambda: _long(results, "long-own-full-mtp2", "long-alone"))
     plain = attempt("long-16-bit", lambda: _long(results, "long-16-bit", "long-alone"))
-    plain["claim"] = "long-16-bit: a 16-bit cache beside it, not judged"
+    plain["claim"] = "long-16-bit: a 16-bit cache for comparison, not judged"
     plain["passed"] = None
     return [own, plain]
 
 
 def _long(results: dict[str, Row], name: str, reference: str) -> Row:
-    found = compare_answers(results[reference], results[name])
+    comparison = compare_answers(results[reference], results[name])
     return row(
         f"{name}: prompts of up to {max(LONG_PROMPTS):,} tokens "
-        "answered as one alone without drafts",
-        not found["beyond_margin"],
+        "answered as a single sequence without drafts",
+        not comparison["beyond_margin"],
         [name, reference],
         acceptance=acceptance(results[name]),
         counters=results[name]["counters"],
-        **found,
+        **comparison,
     )

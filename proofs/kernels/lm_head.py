@@ -1,11 +1,10 @@
-"""Time and judge the INT8 LM head beside Marlin and BF16 on this machine.
+"""Time the INT8 LM head, Marlin and BF16 on this machine, and measure accuracy.
 
     python3 proofs/kernels/lm_head.py --out RESULT.json
 
-Times are medians of CUDA-graph replays. Two floors are given: the bytes of the INT8 weight over
-the rate of reading as many bytes once, and over the best rate of a long read. Run it a second
-time with ``DISABLE_MMA_V3=1`` and ``--tiles 12.1`` for the block sizes and the instructions of a
-Spark, whose compiler has no Hopper matrix instruction. Marlin needs vLLM.
+Times are medians of CUDA-graph replays. Floors: bytes of the INT8 weight over the rate of a read of
+that size, and over the best rate of a long read. ``DISABLE_MMA_V3=1 --tiles 12.1`` uses block sizes
+and instructions of a Spark. Marlin needs vLLM.
 """
 
 from __future__ import annotations
@@ -48,22 +47,22 @@ def accuracy(weight: torch.Tensor, heads: dict[str, Head], batch: int) -> dict[s
     reference = torch.cat([x.double() @ block.double().t() for block in weight.split(16384)], 1)
     top = reference.topk(2, dim=-1)
     margin = top.values[:, 0] - top.values[:, 1]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, head in heads.items():
         value = head(x).double()
-        # By the median, so that one wrong logit cannot excuse itself.
+        # The median is robust against a single wrong logit.
         usual = 1.4826 * (value - reference).abs().median(-1).values
         differ = value.argmax(-1) != top.indices[:, 0]
-        found[name] = {
+        results[name] = {
             "error": round(float((value - reference).norm() / reference.norm()), 6),
             "top_differs": int(differ.sum()),
             "beyond_margin": int((differ & (margin > 12 * usual)).sum()),
         }
-    return found
+    return results
 
 
 def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
-    """Return times in microseconds and accuracy for one input width."""
+    """Return times in microseconds and accuracy for an input width."""
     torch.manual_seed(0)
     weight = torch.randn(ROWS, in_features, device="cuda").bfloat16()
     values, scales = quantise_rows(weight)
@@ -113,9 +112,9 @@ def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
 def parts(
     values: torch.Tensor, scales: torch.Tensor, in_features: int, tiles: Sequence[Tile]
 ) -> dict[str, Any]:
-    """Return times without single features of a tile, and with outputs in memory of their own."""
+    """Return times without single features of a tile, and with outputs in new memory."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for batch in (1, 16):
         tile = tile_for(batch, tiles)
         x = torch.randn(batch, in_features, device="cuda").bfloat16()
@@ -133,8 +132,8 @@ def parts(
         times["each output in new memory"] = graph_us(
             lambda t=tile, x=x: logits(x, values, scales, t, processors), 16, new_outputs=True
         )
-        found[str(batch)] = {name: round(time, 2) for name, time in times.items()}
-    return found
+        results[str(batch)] = {name: round(time, 2) for name, time in times.items()}
+    return results
 
 
 def heavy_tailed(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
@@ -156,18 +155,18 @@ def heavy_tailed(in_features: int, tiles_name: str, marlin: bool) -> dict[str, A
 
 
 def limited(values: torch.Tensor, scales: torch.Tensor, in_features: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for batch in (1, 3, 12, 64):
         tile = dataclasses.replace(tile_for(batch, read_table()["12.1"]), programs_per_processor=1)
         x = torch.randn(batch, in_features, device="cuda").bfloat16()
         time = graph_us(lambda x=x, t=tile: logits(x, values, scales, t, SPARK_PROCESSORS), 2)
         rate = values.nbytes / time / 1000
-        found[str(batch)] = {
+        results[str(batch)] = {
             "us": round(time, 1),
             "gb_per_s": round(rate),
             "times_spark_bandwidth": round(rate / SPARK_GB_PER_S, 2),
         }
-    return found
+    return results
 
 
 def main() -> None:

@@ -2,10 +2,9 @@
 
     python3 proofs/kernels/lm_head_sweep.py --out sweep.json [--inputs 3072] [--batches 1,16]
 
-Compiles every candidate in parallel, times all of them roughly, then the best ones again.
-Set ``DISABLE_MMA_V3=1`` to measure what a Spark can run: Hopper's own matrix instruction, which
-Triton takes otherwise, does not exist there. ``--spark`` keeps to a Spark's shared memory and to
-as many programs as it has multiprocessors.
+Compiles every candidate in parallel, times all roughly, then the best again. ``DISABLE_MMA_V3=1``
+avoids Hopper's matrix instruction, which a Spark lacks. ``--spark`` limits shared memory and
+programs to those of a Spark.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from timing import graph_us, read_gb_per_s  # noqa: E402
 
 ROWS = 248320
 SHARED_LIMIT_BYTES = 200 * 1024
-SPARK_SHARED_LIMIT_BYTES = 96 * 1024  # of 99 KiB; the compiler adds scratch of its own
+SPARK_SHARED_LIMIT_BYTES = 96 * 1024  # of 99 KiB; the compiler adds scratch
 SPARK_PROCESSORS = 48
 WITHOUT_HOPPER = bool(os.environ.get("DISABLE_MMA_V3"))
 KEPT_BATCH = 16
@@ -40,7 +39,7 @@ KEPT_BATCH = 16
 
 
 def candidates(batch: int, quick: bool, spark: bool) -> Iterator[Tile]:
-    """Yield block sizes worth a try for ``batch``; all of them are correct."""
+    """Yield correct block sizes to try for ``batch``."""
     fitting = [size for size in (8, 16, 32, 64, 128) if size >= batch][: 2 if batch <= 8 else 1]
     shapes = [(64, 4), (128, 4), (128, 8), (256, 8), (64, 2), (32, 2), (32, 1)]
     hopper = not (spark or WITHOUT_HOPPER) and torch.cuda.get_device_capability() == (9, 0)
@@ -78,14 +77,13 @@ def candidates(batch: int, quick: bool, spark: bool) -> Iterator[Tile]:
 
 
 def prepare(in_features: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random INT8 rows and scales; speed does not depend on their values being a model."""
     weight = torch.randint(-127, 128, (rows, in_features), dtype=torch.int8, device="cuda")
     scales = torch.rand((in_features // 128, rows), device="cuda").bfloat16()
     return weight, scales
 
 
-def compile_one(job: tuple[Tile, int]) -> str | None:
-    """Compile one candidate in a process of its own; the cache on disk is the result."""
+def compile_candidate(job: tuple[Tile, int]) -> str | None:
+    """Compile a candidate in a separate process; the result is the cache on disk."""
     tile, in_features = job
     try:
         weight, scales = prepare(in_features, 256)
@@ -106,7 +104,7 @@ def sweep(in_features: int, batches: list[int], jobs: int, spark: bool) -> dict[
     }
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        failed = [error for error in pool.map(compile_one, todo, chunksize=4) if error]
+        failed = [error for error in pool.map(compile_candidate, todo, chunksize=4) if error]
     bad = {error.split(": ")[0] for error in failed}
     weight, scales = prepare(in_features, ROWS)
     processors = torch.cuda.get_device_properties(0).multi_processor_count

@@ -2,12 +2,10 @@
 
     python3 proofs/kernels/requantize.py --packages DIR --out RESULTS --work DIR
 
-The model is the lab's trained one with every input channel of a layer rescaled by a factor of
-its own and the weights behind it by the inverse: the same answers, and weights that lie on
-nobody's grid. It is quantised by the script that runs in the engine's container, once to
-nearest and once tuned on drills of the lab's lessons; "ours" is the plain rounding that the
-lab's own repository is made by. All trees are dequantised and computed by transformers in BF16,
-on other drills and questions.
+The lab's trained model gets rescaled input channels and inversely rescaled weights: the same
+answers with weights off any quantisation grid. The script of the engine's container quantises it to
+nearest and tuned on drills; "ours" is the lab repository's rounding. Transformers computes all
+dequantised checkpoints in BF16 on other drills and questions.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from proofs.result_files import read_command  # noqa: E402
 SCRIPT = ROOT / "files/checkpoint/spark_checkpoint/autoround_job.py"
 NARROW = (".in_proj_a.weight", ".in_proj_b.weight")  # eight rows: AutoRound leaves them as they are
 SETTINGS = {"nsamples": 32, "seqlen": 128, "batch": 8}
-WAYS = {"nearest": 0, "tuned": 200}
+ITERATIONS = {"nearest": 0, "tuned": 200}
 READERS = {
     "input_layernorm": (
         ".linear_attn.in_proj_",
@@ -59,33 +57,33 @@ READERS = {
 
 CAVEATS = [
     "not a GB10, and seconds are of four small layers: no time of a Spark",
-    "a model of 12 million weights says little of how a large one is rounded",
-    "judged over all positions, prompts too: of its replies this model is so sure that rounding "
-    "and damage hardly show; that, and how far damage has to be, were settled after a first run",
+    "a model of 12 million weights does not show how a large model is rounded",
+    "judged over all positions, prompts included, because the model is too sure of replies for "
+    "rounding or damage to show; this and the limit for damage were chosen after a first run",
 ]
 
 
 def off_grid(seed: int) -> dict[str, Floats]:
     """Return the lab's model with channels rescaled: it computes the same from other numbers."""
     rng = np.random.default_rng(seed)
-    found = weights.read(TINY)
+    tensors = weights.read(TINY)
     for layer in range(TINY.layers):
         prefix = f"{LAYERS}.{layer}"
         for norm, readers in READERS.items():
             name = f"{prefix}.{norm}.weight"
-            factors = np.exp(rng.normal(0, 0.3, found[name].size)).astype(np.float32)
-            found[name] = (1 + found[name]) / factors - 1
-            for reader in [one for one in found if one.startswith(prefix)]:
+            factors = np.exp(rng.normal(0, 0.3, tensors[name].size)).astype(np.float32)
+            tensors[name] = (1 + tensors[name]) / factors - 1
+            for reader in [name for name in tensors if name.startswith(prefix)]:
                 inner = reader.endswith("down_proj.weight") or reader == name
                 if not inner and any(part in reader for part in readers):
-                    found[reader] = found[reader] * factors
+                    tensors[reader] = tensors[reader] * factors
         for up in [
-            one for one in found if one.startswith(prefix) and one.endswith("up_proj.weight")
+            name for name in tensors if name.startswith(prefix) and name.endswith("up_proj.weight")
         ]:
-            factors = np.exp(rng.normal(0, 0.3, found[up].shape[0])).astype(np.float32)
+            factors = np.exp(rng.normal(0, 0.3, tensors[up].shape[0])).astype(np.float32)
             down = up.replace("up_proj", "down_proj")
-            found[up], found[down] = found[up] * factors[:, None], found[down] / factors
-    return found
+            tensors[up], tensors[down] = tensors[up] * factors[:, None], tensors[down] / factors
+    return tensors
 
 
 def drills(seed: int, count: int) -> list[lessons.Lesson]:
@@ -100,7 +98,7 @@ def quantised(iters: int, values: dict[str, Floats], work: Path, packages: Path)
     (work / "work/resume").mkdir()
     (work / "packages").symlink_to(packages.resolve())
     (work / "model").symlink_to(work.parent / "16-bit")
-    texts = [one.prompt + one.reply for one in drills(1, 1500)]
+    texts = [lesson.prompt + lesson.reply for lesson in drills(1, 1500)]
     lines = (json.dumps({"text": text}) + "\n" for text in texts)
     (work / "calibration.jsonl").write_text("".join(lines))
     packed = [n for n in values if original.is_int4(n) and not n.endswith(NARROW)]
@@ -123,17 +121,16 @@ def tree_in(work: Path) -> Path:
 
 
 def done_in(work: Path) -> dict[str, Any]:
-    """Return what the script wrote last."""
-    found: dict[str, Any] = json.loads((work / "work/done.json").read_text())
-    return found
+    state: dict[str, Any] = json.loads((work / "work/done.json").read_text())
+    return state
 
 
 def rounded(values: dict[str, Floats], tree: Path) -> Path:
     kept = [name.removesuffix(".weight") for name in values if name.endswith(NARROW)]
     tokenizer = vocabulary.train(TINY.vocabulary)
-    plain = {name: one for name, one in values.items() if not name.endswith(NARROW)}
+    plain = {name: value for name, value in values.items() if not name.endswith(NARROW)}
     tensors = repository.int4_tensors(plain)
-    narrow = {name: one for name, one in values.items() if name.endswith(NARROW)}
+    narrow = {name: value for name, value in values.items() if name.endswith(NARROW)}
     repository.write_int4(tree, TINY, plain, tokenizer, "")
     for shard in tree.glob("*.safetensors*"):
         shard.unlink()
@@ -146,34 +143,36 @@ def rounded(values: dict[str, Floats], tree: Path) -> Path:
 
 
 def damaged(tree: Path, out: Path) -> Path:
-    """Copy a tree with two experts of a layer in each other's place: the judge must see it."""
+    """Copy a checkpoint with two experts of a layer swapped, which the judge must detect."""
     shutil.copytree(tree, out)
     config = out / "model.safetensors.index.json"
     index = json.loads(config.read_text())
     from safetensors.torch import load_file, save_file
 
     for shard in sorted(set(index["weight_map"].values())):
-        found = load_file(out / shard)
-        one, other = f"{LAYERS}.1.mlp.experts.0.", f"{LAYERS}.1.mlp.experts.1."
-        swap = {n: n.replace(one, other) if one in n else n.replace(other, one) for n in found}
-        save_file({swap[n]: t for n, t in found.items()}, out / shard, metadata={"format": "pt"})
+        tensors = load_file(out / shard)
+        first, second = f"{LAYERS}.1.mlp.experts.0.", f"{LAYERS}.1.mlp.experts.1."
+        swap = {
+            n: n.replace(first, second) if first in n else n.replace(second, first) for n in tensors
+        }
+        save_file({swap[n]: t for n, t in tensors.items()}, out / shard, metadata={"format": "pt"})
     return out
 
 
 def dequantised(tree: Path, out: Path) -> Path:
-    """Write a tree with plain 16-bit weights in place of the packed ones."""
-    found = read_checkpoint(tree)
+    """Write a checkpoint with 16-bit weights instead of packed weights."""
+    checkpoint = read_checkpoint(tree)
     tensors: dict[str, rounding.Tensor] = {}
-    for name in found.owner:
+    for name in checkpoint.owner:
         module = name.removesuffix(".qweight")
         if module != name:
-            weight = np.ascontiguousarray(unpack_weight(found, module))
+            weight = np.ascontiguousarray(unpack_weight(checkpoint, module))
             tensors[f"{module}.weight"] = rounding.bf16(weight)
         elif not name.endswith((".scales", ".qzeros")):
-            path, offset, size_bytes = found.span(name)
+            path, offset, size_bytes = checkpoint.span(name)
             data = path.read_bytes()[offset : offset + size_bytes]
             tensors[name] = rounding.Tensor(
-                found.tensor(name).dtype, found.tensor(name).shape, data
+                checkpoint.tensor(name).dtype, checkpoint.tensor(name).shape, data
             )
     shutil.copytree(tree, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     config = json.loads((out / "config.json").read_text())
@@ -183,110 +182,114 @@ def dequantised(tree: Path, out: Path) -> Path:
     return out
 
 
-def answers(tree: Path, asked: list[lessons.Lesson]) -> list[Any]:
+def answers(tree: Path, questions: list[lessons.Lesson]) -> list[Any]:
     import torch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
     model = AutoModelForImageTextToText.from_pretrained(tree, dtype=torch.bfloat16).eval()
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(tree)
-    found = []
+    results = []
     with torch.no_grad():
-        for one in asked:
-            prompt, reply = (tokenizer(text)["input_ids"] for text in (one.prompt, one.reply))
+        for lesson in questions:
+            prompt, reply = (tokenizer(text)["input_ids"] for text in (lesson.prompt, lesson.reply))
             ids = torch.tensor([prompt + reply], device=model.device)
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-            found.append((torch.log_softmax(logits, -1).cpu(), ids[0, 1:].cpu(), len(prompt) - 1))
-    return found
+            results.append((torch.log_softmax(logits, -1).cpu(), ids[0, 1:].cpu(), len(prompt) - 1))
+    return results
 
 
-def beside(reference: list[Any], other: list[Any]) -> dict[str, float]:
-    """Hold one model's probabilities against another's: all positions, and those of replies."""
-    found: dict[str, float] = {"positions": sum(len(tokens) for _, tokens, _ in reference)}
+def compare_all(reference: list[Any], other: list[Any]) -> dict[str, float]:
+    """Compare probabilities of two models: at all positions, and in replies."""
+    figures: dict[str, float] = {"positions": sum(len(tokens) for _, tokens, _ in reference)}
     for part in ("all", "replies"):
-        numbers = compared(reference, other, replies=part == "replies")
-        found |= {f"{name}_{part}": number for name, number in numbers.items()}
-    return found
+        numbers = compare_part(reference, other, replies=part == "replies")
+        figures |= {f"{name}_{part}": number for name, number in numbers.items()}
+    return figures
 
 
-def compared(reference: list[Any], other: list[Any], *, replies: bool) -> dict[str, float]:
+def compare_part(reference: list[Any], other: list[Any], *, replies: bool) -> dict[str, float]:
     import torch
 
     divergence, agree, lost = [], [], []
-    for (theirs, tokens, asked), (ours, _, _) in zip(reference, other, strict=True):
-        part = slice(asked if replies else 0, None)
-        divergence.append((theirs.exp() * (theirs - ours)).sum(-1)[part])
-        agree.append((theirs.argmax(-1) == ours.argmax(-1)).float()[part])
-        lost.append(-ours.gather(-1, tokens[:, None])[part, 0])
-    found = {
+    for (expected, tokens, prompt_length), (computed, _, _) in zip(reference, other, strict=True):
+        part = slice(prompt_length if replies else 0, None)
+        divergence.append((expected.exp() * (expected - computed)).sum(-1)[part])
+        agree.append((expected.argmax(-1) == computed.argmax(-1)).float()[part])
+        lost.append(-computed.gather(-1, tokens[:, None])[part, 0])
+    figures = {
         "divergence": round(float(torch.cat(divergence).mean()), 6),
         "top_agrees": round(float(torch.cat(agree).mean()), 5),
     }
-    # What a prompt is made of nobody can foresee.
-    return found | (
+    # The perplexity of a prompt has no meaning.
+    return figures | (
         {"perplexity": round(float(torch.cat(lost).mean().exp()), 4)} if replies else {}
     )
 
 
 def main() -> None:
-    """Make the trees, hold them against the model in 16 bits, write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packages", type=Path, required=True, help="folder with AutoRound")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--work", type=Path, required=True, help="empty, or of a run whose trees are judged again"
+        "--work",
+        type=Path,
+        required=True,
+        help="empty, or the directory of an earlier run to judge again",
     )
-    parser.add_argument("--iters", type=int, default=WAYS["tuned"])
+    parser.add_argument("--iters", type=int, default=ITERATIONS["tuned"])
     options = parser.parse_args()
     work = options.work.resolve()
     values = off_grid(5)
-    for made in (
+    for name in (
         "16-bit",
         "ours",
         "damaged",
-        *(f"{one}-plain" for one in ("ours", "damaged", *WAYS)),
+        *(f"{name}-plain" for name in ("ours", "damaged", *ITERATIONS)),
     ):
-        shutil.rmtree(work / made, ignore_errors=True)
+        shutil.rmtree(work / name, ignore_errors=True)
     repository.write_plain(work / "16-bit", TINY, values, vocabulary.train(TINY.vocabulary))
     trees = {"ours": rounded(values, work / "ours")}
-    for name, iters in {**WAYS, "tuned": options.iters}.items():
+    for name, iters in {**ITERATIONS, "tuned": options.iters}.items():
         trees[name] = quantised(iters, values, work / name, options.packages)
-    seconds = {name: done_in(work / name)["seconds_of_last_run"] for name in WAYS}
+    seconds = {name: done_in(work / name)["seconds_of_last_run"] for name in ITERATIONS}
     trees["damaged"] = damaged(trees["tuned"], work / "damaged")
-    asked = drills(2, 60) + lessons.fixed()
-    reference = answers(work / "16-bit", asked)
+    questions = drills(2, 60) + lessons.fixed()
+    reference = answers(work / "16-bit", questions)
     plain = {name: dequantised(tree, work / f"{name}-plain") for name, tree in trees.items()}
-    found = {name: beside(reference, answers(tree, asked)) for name, tree in plain.items()}
+    figures = {
+        name: compare_all(reference, answers(tree, questions)) for name, tree in plain.items()
+    }
     done = done_in(work / "tuned")
-    perplexity = beside(reference, reference)["perplexity_replies"]
-    write(options.out, found, seconds, options.iters, perplexity, done["versions"])
+    perplexity = compare_all(reference, reference)["perplexity_replies"]
+    write(options.out, figures, seconds, options.iters, perplexity, done["versions"])
 
 
 def write(
     out: Path,
-    found: dict[str, Any],
+    figures: dict[str, Any],
     seconds: dict[str, float],
     iters: int,
     perplexity: float,
     quantiser: dict[str, str],
 ) -> None:
-    mean = {name: numbers["divergence_all"] for name, numbers in found.items()}
+    mean = {name: numbers["divergence_all"] for name, numbers in figures.items()}
     rows = [
         {"claim": f"{name}: how far from the model in 16 bits", "passed": None, "cases": [name],
          "numbers": {**numbers, **({"seconds": seconds[name]} if name in seconds else {})}}
-        for name, numbers in found.items()
+        for name, numbers in figures.items()
     ]  # fmt: skip
     judged = {
         "tuned by AutoRound, nearer to 16 bits than AutoRound's rounding to nearest": (
             mean["tuned"] < mean["nearest"]
         ),
-        "tuned by AutoRound, nearer to 16 bits than our rounding": mean["tuned"] < mean["ours"],
-        "two experts of it in each other's place are further away": (
+        "tuned by AutoRound, nearer to 16 bits than plain rounding": mean["tuned"] < mean["ours"],
+        "the same with two experts swapped is further away": (
             mean["damaged"] > 1.25 * mean["tuned"]
         ),
     }
-    rows += [{"claim": claim, "passed": held, "cases": [], "numbers": {}}
-             for claim, held in judged.items()]  # fmt: skip
+    rows += [{"claim": claim, "passed": passed, "cases": [], "numbers": {}}
+             for claim, passed in judged.items()]  # fmt: skip
     document = {
         "command": read_command(),
         "seed": 5,

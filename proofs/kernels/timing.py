@@ -1,5 +1,5 @@
 # ruff: noqa: N803
-"""Time GPU work by replaying CUDA graphs, and measure what the memory gives at best."""
+"""Time GPU work by replaying CUDA graphs, and measure memory bandwidth."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ import triton.language as tl
 def graph_us(
     work: Callable[[], object], launches: int = 8, replays: int = 9, *, new_outputs: bool = False
 ) -> float:
-    """Return the median time of one call of ``work`` in microseconds.
-
-    One graph holds several calls, so that the time to start a graph is not counted.
+    """Return the median time of a call of ``work`` in microseconds.
 
     Args:
-        work: what is timed.
-        launches: calls in one graph.
-        replays: times the graph is run.
-        new_outputs: each call writes to memory of its own, as a first step does; otherwise
-            the allocator gives every call the same, as it does from step to step.
+        work: the call to time.
+        launches: calls per graph, so that the start of a graph does not matter.
+        replays: runs of the graph.
+        new_outputs: each call writes to new memory, as in a first step; otherwise all calls share
+            memory, as in later steps.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -59,7 +57,7 @@ def _read_kernel(source, out, count, BLOCK: tl.constexpr):
 
 
 def read_gb_per_s(size_bytes: int, programs_per_processor: tuple[int, ...] = (2, 4, 8)) -> float:
-    """Return the best rate of reading ``size_bytes`` once, over torch's sum and a plain kernel."""
+    """Return the best rate of reading ``size_bytes`` by torch's sum or a plain kernel."""
     source = torch.randint(
         -(2**31), 2**31 - 1, (size_bytes // 4,), dtype=torch.int32, device="cuda"
     )

@@ -1,1 +1,1 @@
-"""A small hybrid model that must look things up, and what engines do to its answers."""
+"""A small hybrid model that recalls facts, to test caches, drafts and kernels of engines."""

@@ -1,6 +1,6 @@
-"""Ways to damage an engine's caches on purpose: what a judge must notice.
+"""Deliberate damage to an engine's caches, which a judge must detect.
 
-Each takes the place of a function of the running engine, before it is built; eager engines only.
+Each patches a function of vLLM before the engine is built; eager engines only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def lose_band(start: int, end: int) -> None:
-    """Keys and values of these positions never reach the cache: all-zero entries."""
+    """Zero the keys and values of these positions."""
     from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
 
     project = Qwen3NextAttention._project_qkv_gate
@@ -59,7 +59,7 @@ def _without_state(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_no_states() -> None:
-    """States are not carried to the block they belong to (what prefix caching has to do)."""
+    """Skip copying states to the block of a cached prefix."""
     from vllm.v1.worker import mamba_utils
 
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ def keep_no_states() -> None:
 
 
 def break_drafts() -> None:
-    """The drafter sees another hidden state than the target's: no answer may change."""
+    """Give the drafter noise instead of hidden states; no answer may change."""
     import torch
     from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MultiTokenPredictor
 

@@ -1,8 +1,8 @@
-"""Run one engine on the recall model and write down what it answered.
+"""Run an engine on the recall model and record the answers.
 
     python3 -m proofs.recall.engine CASE.json OUT_DIR
 
-A process of its own per case, as in ``proofs.engine.case``, whose options these are.
+Each case runs in a separate process, with the options of ``proofs.engine.case``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from proofs.engine import quick
 from proofs.recall import damage, language, talks
 
 KEPT = 40
-"""Log-probabilities kept of each step: the best ones, for comparing distributions."""
+"""Best log-probabilities kept per step, to compare distributions."""
 STEPS_KEPT = 6
 
 
@@ -34,15 +34,15 @@ def generate(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[dict
         for count in counts
     ]
     requests = [engine_case.as_request(prompt) for prompt in prompts]
-    found = []
+    answers = []
     for answer in llm.generate(requests, sampling, use_tqdm=False):
         output = answer.outputs[0]
         steps = [
             {str(token): round(value.logprob, 5) for token, value in step.items()}
             for step in output.logprobs
         ]
-        found.append({"tokens": list(output.token_ids), "steps": steps})
-    return found
+        answers.append({"tokens": list(output.token_ids), "steps": steps})
+    return answers
 
 
 def judged(answer: dict[str, Any], wanted: list[int]) -> dict[str, Any]:
@@ -59,38 +59,40 @@ def judged(answer: dict[str, Any], wanted: list[int]) -> dict[str, Any]:
 
 
 def recall(llm: Any, lengths: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ask about contexts of several lengths; every prompt ends exactly at its length."""
-    found = []
+    """Answer questions about contexts of several lengths."""
+    results = []
     for length, wanted in lengths.items():
         source = np.random.default_rng([int(length), 7])
         size = int(length) // 32 * 32
         made = language.context(source, size, near=wanted["near"], asks=False)
-        asked = language.questions(made, int(length), wanted["kinds"])
-        prompts = [[*made.tokens.tolist(), *one.tokens] for one in asked]
+        questions = language.questions(made, int(length), wanted["kinds"])
+        prompts = [[*made.tokens.tolist(), *question.tokens] for question in questions]
         started = time.monotonic()
-        answers = generate(llm, prompts, [len(one.answer) for one in asked])
+        answers = generate(llm, prompts, [len(question.answer) for question in questions])
         seconds = round(time.monotonic() - started, 1)
-        for one, answer in zip(asked, answers, strict=True):
-            about = {"length": size, "kind": one.kind, "depth": round(one.depth, 4)}
-            found.append({**about, "s": seconds, **judged(answer, one.answer)})
-    return found
+        for question, answer in zip(questions, answers, strict=True):
+            about = {"length": size, "kind": question.kind, "depth": round(question.depth, 4)}
+            results.append({**about, "s": seconds, **judged(answer, question.answer)})
+    return results
 
 
 def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
-    """Hold the conversations of ``talks``; return every answer and the counters per round."""
-    found = []
-    for number, asked in enumerate(talks.script(seed, long=long)):
-        answers = generate(llm, [one.prompt for one in asked], [len(one.answer) for one in asked])
+    """Run the conversations of ``talks``; return every answer, with cache hits per round."""
+    results = []
+    for number, prompts in enumerate(talks.script(seed, long=long)):
+        answers = generate(
+            llm, [prompt.prompt for prompt in prompts], [len(prompt.answer) for prompt in prompts]
+        )
         counters = engine_case.counters(llm)
         hits = sum(v for k, v in counters.items() if k.endswith("prefix_cache_hits"))
-        for place, (one, answer) in enumerate(zip(asked, answers, strict=True)):
-            row = judged(answer, one.answer)
+        for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            row = judged(answer, prompt.answer)
             row.pop("steps")
-            about = {"round": number, "place": place, "client": one.client, "kind": one.kind}
-            prompt = hashlib.sha256(np.array(one.prompt).tobytes()).hexdigest()[:12]
-            about |= {"length": len(one.prompt), "prompt": prompt, "hits_so_far": hits}
-            found.append({**about, **row})
-    return found
+            about = {"round": number, "place": place, "client": prompt.client, "kind": prompt.kind}
+            digest = hashlib.sha256(np.array(prompt.prompt).tobytes()).hexdigest()[:12]
+            about |= {"length": len(prompt.prompt), "prompt": digest, "hits_so_far": hits}
+            results.append({**about, **row})
+    return results
 
 
 def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -104,15 +106,15 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     if case.get("stock_turboquant"):
         engine_case.use_stock_turboquant()
     if case.get("xqa"):
-        # Its kernel is compiled here; only the question for downloads stands before it.
-        import vllm.utils.flashinfer as way
+        # The kernel is compiled locally; skip the check for downloads.
+        import vllm.utils.flashinfer as flashinfer_utils
 
-        way.has_nvidia_artifactory = lambda: True
+        flashinfer_utils.has_nvidia_artifactory = lambda: True
     if case.get("fa2"):
-        # What FlashInfer takes on compute capability 12.x; Hopper has kernels of its own.
-        import flashinfer.utils as kinds
+        # Select the kernels of compute capability 12.x instead of Hopper's.
+        import flashinfer.utils
 
-        kinds.is_sm90a_supported = lambda *_: False
+        flashinfer.utils.is_sm90a_supported = lambda *_: False
     damage.inflict(case.get("damage", {}))
     options = {**engine_case.COMMON, "model": case["tree"], "skip_tokenizer_init": True}
     options |= {"max_logprobs": KEPT, **case["options"]}

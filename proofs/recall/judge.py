@@ -25,57 +25,56 @@ def registers(rows: list[Row]) -> list[Row]:
 
 
 def by_length(rows: list[Row]) -> dict[str, dict[str, float | None]]:
-    found: dict[str, dict[str, float | None]] = {}
+    shares: dict[str, dict[str, float | None]] = {}
     for length in sorted({row["length"] for row in rows}):
-        mine = [row for row in rows if row["length"] == length]
-        kinds = sorted({row["kind"] for row in mine})
-        found[str(length)] = {
-            kind: share([row for row in mine if row["kind"] == kind]) for kind in kinds
+        selected = [row for row in rows if row["length"] == length]
+        kinds = sorted({row["kind"] for row in selected})
+        shares[str(length)] = {
+            kind: share([row for row in selected if row["kind"] == kind]) for kind in kinds
         }
-    return found
+    return shares
 
 
 def by_depth(rows: list[Row]) -> list[float | None]:
-    """Return the shares right of the quarters of a context, its beginning first."""
+    """Return the share of right answers in each quarter of the context."""
     quarters: list[list[Row]] = [[] for _ in range(PARTS)]
     for row in looked_up(rows):
         quarters[min(PARTS - 1, int(row["depth"] * PARTS))].append(row)
     return [share(quarter) for quarter in quarters]
 
 
-def divergence(one: dict[str, float], other: dict[str, float]) -> float:
-    """Return KL(one || other) of two lists of best log-probabilities, in nats.
+def divergence(first: dict[str, float], second: dict[str, float]) -> float:
+    """Return KL(first || second) of two lists of best log-probabilities, in nats.
 
-    Tokens in both lists count each for itself, all others as one: never more than the whole
-    distributions' divergence.
+    Tokens outside the intersection are one bucket: a lower bound of the full divergence.
     """
-    shared = one.keys() & other.keys()
-    total, rest_one, rest_other = 0.0, 1.0, 1.0
+    shared = first.keys() & second.keys()
+    total, rest_first, rest_second = 0.0, 1.0, 1.0
     for token in shared:
-        p = math.exp(one[token])
-        total += p * (one[token] - other[token])
-        rest_one, rest_other = rest_one - p, rest_other - math.exp(other[token])
+        p = math.exp(first[token])
+        total += p * (first[token] - second[token])
+        rest_first, rest_second = rest_first - p, rest_second - math.exp(second[token])
     floor = 1e-6  # log-probabilities are kept to five digits
-    rest_one, rest_other = max(rest_one, 0.0), max(rest_other, floor)
-    if rest_one > floor:
-        total += rest_one * math.log(rest_one / rest_other)
+    rest_first, rest_second = max(rest_first, 0.0), max(rest_second, floor)
+    if rest_first > floor:
+        total += rest_first * math.log(rest_first / rest_second)
     return max(total, 0.0)
 
 
 def divergences(reference: list[Row], rows: list[Row]) -> dict[str, Any]:
-    """Compare distributions step by step, as long as both answers have been the same.
+    """Compare distributions step by step, up to the first different token.
 
-    The first step is computed by the prefill, the later ones by the decode kernel.
+    Prefill computes the first step, the decode kernel the later steps.
     """
     first: list[float] = []
     later: list[float] = []
     moved = 0.0
-    for one, other in zip(reference, rows, strict=False):
-        for place, (a, b) in enumerate(zip(one["steps"], other["steps"], strict=False)):
-            if one["tokens"][:place] != other["tokens"][:place]:
+    for expected, computed in zip(reference, rows, strict=False):
+        for place, (a, b) in enumerate(zip(expected["steps"], computed["steps"], strict=False)):
+            if expected["tokens"][:place] != computed["tokens"][:place]:
                 break
             (later if place else first).append(divergence(a, b))
-            moved = max(moved, abs(one["logprobs"][place] - other["logprobs"][place]))
+            moved = max(moved, abs(expected["logprobs"][place] - computed["logprobs"][place]))
     return {
         "first": _spread(first),
         "later": _spread(later),
@@ -112,7 +111,7 @@ def acceptance_by_place(result: dict[str, Any]) -> list[float] | None:
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
     case = result.get("case", {})
-    found = {
+    values = {
         "state": result["state"],
         "options": case.get("options"),
         "load_s": result.get("load_s"),
@@ -125,15 +124,15 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
     }
     for key in ("damage", "additional", "environment", "stock_turboquant", "fa2", "xqa"):
         if case.get(key):
-            found[key] = case[key]
+            values[key] = case[key]
     if result.get("recall"):
-        found["right"] = by_length(result["recall"])
-        found["right_by_depth"] = by_depth(result["recall"])
+        values["right"] = by_length(result["recall"])
+        values["right_by_depth"] = by_depth(result["recall"])
     if result.get("talks"):
-        found["talks"] = talk_figures(result)
+        values["talks"] = talk_figures(result)
     if result.get("error"):
-        found["error"] = result["error"]
-    return found
+        values["error"] = result["error"]
+    return values
 
 
 def talk_figures(result: dict[str, Any]) -> dict[str, Any]:
@@ -150,51 +149,50 @@ def talk_figures(result: dict[str, Any]) -> dict[str, Any]:
 
 
 KNOWN = 0.98
-"""Share of what stands once in its contexts that the model has to find with a 16-bit cache."""
+"""Share of records and passages that the model must find with a 16-bit cache."""
 ENOUGH = 0.99
-"""Share of what it finds without doubt that an engine has to find."""
+"""Share of reliable answers that an engine must find."""
 REFERENCE = "recall-16bit"
 LOST = 0.1
-"""Share that may still be right where the cache was taken away."""
+"""Share that may be right without the cache."""
 
 
 def row(claim: str, passed: bool | None, names: list[str], **numbers: Any) -> Row:
-    """Return one line of a result file; ``passed`` is none where nothing was claimed."""
+    """Return a row; ``passed`` is None without a claim."""
     return {"claim": claim, "passed": passed, "cases": names, "numbers": numbers}
 
 
 def answers_of(results: Results, name: str) -> list[Row]:
-    """Return what an engine answered; nothing if it did not run."""
-    found: list[Row] = results.get(name, {}).get("recall", [])
-    return found
+    rows: list[Row] = results.get(name, {}).get("recall", [])
+    return rows
 
 
 def tokens_of(rows: list[Row]) -> list[list[int]]:
-    return [one["tokens"] for one in rows]
+    return [row["tokens"] for row in rows]
 
 
 def sure(reference: list[Row], rows: list[Row]) -> list[Row]:
-    """Return the answers to what the reference looked up and found without doubt."""
+    """Return the answers to questions that the reference answers reliably."""
     known = {
-        _question(one)
-        for one in looked_up(reference)
-        if one["right"] and min(one["logprobs"]) >= CLEAR
+        _question(row)
+        for row in looked_up(reference)
+        if row["right"] and min(row["logprobs"]) >= CLEAR
     }
-    return [one for one in rows if _question(one) in known]
+    return [row for row in rows if _question(row) in known]
 
 
-def _question(one: Row) -> tuple[Any, ...]:
-    return one["length"], one["kind"], one["depth"]
+def _question(row: Row) -> tuple[Any, ...]:
+    return row["length"], row["kind"], row["depth"]
 
 
 def recall_row(results: Results, name: str, reference: list[Row]) -> Row:
-    """Return whether an engine found what it has to; the reference: what the model has to."""
+    """Judge recall of an engine, or of the model itself for the reference."""
     rows = answers_of(results, name)
     if name == REFERENCE:
-        claim = f"{name}: {KNOWN:.0%} of what stands once in the context is found"
+        claim = f"{name}: {KNOWN:.0%} of records and passages are found"
         passed = (share(looked_up(rows)) or 0.0) >= KNOWN
     else:
-        claim = f"{name}: {ENOUGH:.0%} of what the 16-bit cache finds without doubt is found"
+        claim = f"{name}: {ENOUGH:.0%} of the reliable answers of the 16-bit cache are found"
         passed = (share(sure(reference, rows)) or 0.0) >= ENOUGH
     return row(
         claim,
@@ -209,13 +207,13 @@ def recall_row(results: Results, name: str, reference: list[Row]) -> Row:
 
 
 def found_of(reference: list[Row], rows: list[Row]) -> dict[str, int]:
-    """Count what is found, of everything and of what the reference finds without doubt."""
-    asked, known = looked_up(rows), sure(reference, rows)
+    """Count right answers, in total and where the reference is reliable."""
+    questions, known = looked_up(rows), sure(reference, rows)
     return {
-        "asked": len(asked),
-        "right": sum(one["right"] for one in asked),
+        "asked": len(questions),
+        "right": sum(row["right"] for row in questions),
         "sure_in_16bit": len(known),
-        "of_these_right": sum(one["right"] for one in known),
+        "of_these_right": sum(row["right"] for row in known),
     }
 
 

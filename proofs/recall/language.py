@@ -1,17 +1,17 @@
-"""The language of the recall model: contexts full of things to find again, and questions.
+"""The language of the recall model: contexts with facts to recall, and questions.
 
-Everything lies in slots of eight tokens, so a context is made with array operations:
+A context consists of slots of eight tokens:
 
     record    REC a b VAL v v v END      a pair of words, and three that belong to it
-    question  ASK a b VAL v v v END      the same words for a pair met before
+    question  ASK a b VAL v v v END      the same words for an earlier pair
     passage   REC a b VAL v ...... END   the same over 4 or 16 slots: 27 or 123 words to repeat
     register  SET r x SET r x PAD PAD    the value of a register, from now on
-    reading   GET r x GET r x PAD PAD    the value it was given last
+    reading   GET r x GET r x PAD PAD    the latest value
     filler    eight random words
 
-Records and passages stand once in a context of tens of thousands of tokens, and there are more of
-them than a state of fixed size can hold: they have to be found in the cache of attention.
-Registers are written over and over: the last value is what a linear layer's state is for.
+Records and passages occur once and exceed the capacity of a fixed-size state, so they must be found
+in the attention cache. Registers are overwritten: the latest value is the task of a linear layer's
+state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SLOT = 8
 LONG, LONGER = 4, 16  # slots of a passage
 VALUES = SLOT - 5
 UNTAUGHT = -100
-"""Label of a token that cannot be known."""
+"""Label of an unpredictable token."""
 SHARES = {"record": 0.42, "question": 0.3, "set": 0.12, "get": 0.1}
 """Share of each kind of slot; the rest is filler."""
 PASSAGE_SHARE = 0.12
@@ -42,11 +42,11 @@ PASSAGE_SHARE = 0.12
 
 @dataclass(frozen=True)
 class Context:
-    """Tokens, what of them can be known from those before, and where things stand.
+    """Tokens, labels, and the positions of facts.
 
     Attributes:
-        tokens: one context, a multiple of 32 long.
-        labels: the token where it can be known, else ``UNTAUGHT``.
+        tokens: a multiple of 32.
+        labels: the token if predictable, otherwise ``UNTAUGHT``.
         records: first token of every record.
         passages: first token of every passage.
         registers: value of each register at the end; -1 where it was never set.
@@ -63,7 +63,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Question:
-    """Tokens that ask for something in a context, the answer, and how deep it lies (0: start)."""
+    """Question and answer tokens, and the relative depth of the fact (0: start)."""
 
     kind: str
     tokens: list[int]
@@ -72,7 +72,7 @@ class Question:
 
 
 def _pairs(source: np.random.Generator, count: int, near: bool) -> Ints:
-    """Return different pairs of words; ``near``: of so few words that most pairs share one."""
+    """Return distinct pairs of words; ``near``: most pairs share a word."""
     words = max(24, int(np.sqrt(4 * count)) + 1) if near else WORDS
     words = min(words, WORDS)
     chosen = source.permutation(WORDS)[:words] + FIRST_WORD
@@ -80,14 +80,14 @@ def _pairs(source: np.random.Generator, count: int, near: bool) -> Ints:
     if len(numbers) < count:
         numbers = np.arange(words * words)
     numbers = source.permutation(numbers)[:count]
-    found: Ints = np.stack([chosen[numbers // words], chosen[numbers % words]], axis=1)
-    return found
+    pairs: Ints = np.stack([chosen[numbers // words], chosen[numbers % words]], axis=1)
+    return pairs
 
 
-def _earlier(source: np.random.Generator, given: Ints, asked: Ints) -> Ints:
-    """Return for each place of ``asked`` the index of a random smaller one in ``given``, or -1."""
-    before = np.searchsorted(given, asked)
-    chosen: Ints = (source.random(len(asked)) * before).astype(np.int64)
+def _earlier(source: np.random.Generator, given: Ints, places: Ints) -> Ints:
+    """Return for each of ``places`` the index of a random smaller value in ``given``, or -1."""
+    before = np.searchsorted(given, places)
+    chosen: Ints = (source.random(len(places)) * before).astype(np.int64)
     chosen[before == 0] = -1
     return chosen
 
@@ -95,13 +95,13 @@ def _earlier(source: np.random.Generator, given: Ints, asked: Ints) -> Ints:
 def context(
     source: np.random.Generator, length: int, *, near: bool, asks: bool = True, long: int = LONG
 ) -> Context:
-    """Return one random context.
+    """Return a random context.
 
     Args:
-        source: where the randomness comes from.
+        source: random numbers.
         length: tokens; a multiple of 32.
-        near: pairs differ in one word only.
-        asks: with questions, readings and repetitions inside; without, everything stands once.
+        near: pairs differ in a single word.
+        asks: include questions, readings and repetitions; without them facts occur once.
         long: slots of a passage.
     """
     slots = length // SLOT
@@ -133,12 +133,12 @@ def _put_records(
 ) -> None:
     tokens[short, 0], tokens[short, 3], tokens[short, 7] = REC, VAL, END
     tokens[short, 1:3] = pairs
-    asked = np.flatnonzero(kinds == 1)
-    meant = _earlier(source, short, asked)
-    asked, meant = asked[meant >= 0], meant[meant >= 0]
-    tokens[asked] = tokens[short[meant]]
-    tokens[asked, 0] = ASK
-    labels[asked, 4:] = tokens[asked, 4:]
+    questions = np.flatnonzero(kinds == 1)
+    meant = _earlier(source, short, questions)
+    questions, meant = questions[meant >= 0], meant[meant >= 0]
+    tokens[questions] = tokens[short[meant]]
+    tokens[questions, 0] = ASK
+    labels[questions, 4:] = tokens[questions, 4:]
 
 
 def _put_passages(
@@ -160,29 +160,29 @@ def _put_passages(
 
 def _put_registers(source: np.random.Generator, tokens: Ints, labels: Ints, kinds: Ints) -> Ints:
     """Write settings and readings, two in a slot; return the values at the end."""
-    held = np.flatnonzero((kinds == 2) | (kinds == 3))
-    registers = source.integers(0, REGISTERS, (len(held), 2)).reshape(-1)
-    is_set = np.repeat(kinds[held] == 2, 2)
+    slots = np.flatnonzero((kinds == 2) | (kinds == 3))
+    registers = source.integers(0, REGISTERS, (len(slots), 2)).reshape(-1)
+    is_set = np.repeat(kinds[slots] == 2, 2)
     values = source.integers(FIRST_WORD, VOCABULARY, len(registers))
     last = np.full(REGISTERS, -1)
     known = np.ones(len(registers), dtype=bool)
     order = np.arange(len(registers))
     for register in range(REGISTERS):
-        mine = np.flatnonzero(registers == register)
-        latest = np.maximum.accumulate(np.where(is_set[mine], order[mine], -1))
-        reads = ~is_set[mine]
-        known[mine[reads]] = latest[reads] >= 0
-        found = reads & (latest >= 0)
-        values[mine[found]] = values[latest[found]]
-        if len(mine) and latest[-1] >= 0:
+        positions = np.flatnonzero(registers == register)
+        latest = np.maximum.accumulate(np.where(is_set[positions], order[positions], -1))
+        reads = ~is_set[positions]
+        known[positions[reads]] = latest[reads] >= 0
+        answered = reads & (latest >= 0)
+        values[positions[answered]] = values[latest[answered]]
+        if len(positions) and latest[-1] >= 0:
             last[register] = values[latest[-1]]
     values[~known] = PAD  # a register never set reads as padding
-    tokens[held, 6:] = PAD
+    tokens[slots, 6:] = PAD
     for half in range(2):
-        tokens[held, 3 * half] = np.where(is_set[half::2], SET, GET)
-        tokens[held, 3 * half + 1] = registers[half::2] + FIRST_REGISTER
-        tokens[held, 3 * half + 2] = values[half::2]
-        labels[held, 3 * half + 2] = np.where(is_set[half::2], UNTAUGHT, values[half::2])
+        tokens[slots, 3 * half] = np.where(is_set[half::2], SET, GET)
+        tokens[slots, 3 * half + 1] = registers[half::2] + FIRST_REGISTER
+        tokens[slots, 3 * half + 2] = values[half::2]
+        labels[slots, 3 * half + 2] = np.where(is_set[half::2], UNTAUGHT, values[half::2])
     return last
 
 
@@ -198,13 +198,13 @@ def batch(seed: int, rows: int, length: int) -> tuple[Ints, Ints]:
         )
         for _ in range(rows)
     ]
-    return np.stack([one.tokens for one in made]), np.stack([one.labels for one in made])
+    return np.stack([item.tokens for item in made]), np.stack([item.labels for item in made])
 
 
 def positions(seed: int, rows: int, length: int, span: int) -> Ints:
     """Return rising positions ``[rows, length]`` below ``span``: random jumps between slots.
 
-    So a model taught with short contexts meets every distance it will be asked at.
+    A model trained on short contexts thereby sees every distance.
     """
     source = np.random.default_rng([seed, 1])
     slots = length // SLOT
@@ -215,15 +215,9 @@ def positions(seed: int, rows: int, length: int, span: int) -> Ints:
 
 
 def questions(made: Context, seed: int, kinds: dict[str, int]) -> list[Question]:
-    """Return questions on a context, spread evenly over its depth.
-
-    Args:
-        made: the context.
-        seed: which of the records near each depth is asked for.
-        kinds: how many of ``record``, ``passage`` and ``register``.
-    """
+    """Return questions on a context, spread evenly over the depth; ``kinds`` has the counts."""
     source = np.random.default_rng([seed, 2])
-    found = []
+    items = []
     for kind, places, values in (
         ("record", made.records, VALUES),
         ("passage", made.passages, made.long * SLOT - 5),
@@ -233,9 +227,9 @@ def questions(made: Context, seed: int, kinds: dict[str, int]) -> list[Question]
             start = int(source.choice(part))
             tokens = made.tokens[start : start + 5 + values].tolist()
             depth = start / len(made.tokens)
-            found.append(Question(kind, [ASK, *tokens[1:4]], tokens[4:], depth))
+            items.append(Question(kind, [ASK, *tokens[1:4]], tokens[4:], depth))
     ready = np.flatnonzero(made.registers >= 0)[: kinds.get("register", 0)]
     for register in ready:
-        asked = [GET, FIRST_REGISTER + int(register)]
-        found.append(Question("register", asked, [int(made.registers[register])], 1.0))
-    return found
+        tokens = [GET, FIRST_REGISTER + int(register)]
+        items.append(Question("register", tokens, [int(made.registers[register])], 1.0))
+    return items

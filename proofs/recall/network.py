@@ -20,7 +20,12 @@ CHUNK = 64
 def chunk_gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
-    """Return what the rule reads at every position, from an empty state.
+    """Return the rule's output at every position, from an empty state.
+
+    ``torch_chunk_gated_delta_rule`` of transformers 5.17 computes the same, but writes each chunk
+    into a large tensor, which the gradient copies every time; here chunks are listed.
+    (flash-linear-attention's backward pass refuses Hopper with Triton 3.4 to 3.7.0, which
+    miscompile it.)
 
     Args:
         query: ``[batch, tokens, heads, width]``, as are ``key`` and ``value``; normed here.
@@ -59,7 +64,7 @@ def _chunks(x: Tensor) -> Tensor:
 def _scan(
     q: Tensor, k: Tensor, values: Tensor, reads: Tensor, inside: Tensor, decay: Tensor
 ) -> Tensor:
-    """Return the output of every chunk; the state goes from one to the next."""
+    """Return the output of every chunk; the state passes from chunk to chunk."""
     state = torch.zeros(*q.shape[:2], k.shape[-1], values.shape[-1], device=q.device)
     flat = [x.unbind(2) for x in (q, k.transpose(-1, -2), values, reads, inside)]
     out = []
@@ -74,11 +79,7 @@ RULE_TOLERANCE = 0.02
 
 
 def use_own_rule(device: str) -> float:
-    """Put the rule that can be trained under transformers' code; return how far they differ.
-
-    Raises:
-        ValueError: They differ by more than rounding.
-    """
+    """Use the trainable rule in transformers; return the error, ValueError if beyond rounding."""
     own = modeling.torch_chunk_gated_delta_rule
     worst = max(_rule_errors(own, chunk_gated_delta_rule, device))
     if worst > RULE_TOLERANCE:
@@ -87,9 +88,9 @@ def use_own_rule(device: str) -> float:
     return worst
 
 
-def _rule_errors(one: Any, other: Any, device: str) -> list[float]:
-    found = []
-    for rule in (one, other):
+def _rule_errors(first: Any, second: Any, device: str) -> list[float]:
+    results = []
+    for rule in (first, second):
         generator = torch.Generator(device).manual_seed(1)
         shape = (2, 200, 8, 128)
         q, k, v = (
@@ -102,12 +103,12 @@ def _rule_errors(one: Any, other: Any, device: str) -> list[float]:
         out, _ = rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
         weights = torch.randn(out.shape, device=device, generator=generator)
         (out.float() * weights).sum().backward()
-        found.append([out.detach().float(), *(x.grad.float() for x in inputs)])
-    return [((a - b).norm() / a.norm()).item() for a, b in zip(*found, strict=True)]
+        results.append([out.detach().float(), *(x.grad.float() for x in inputs)])
+    return [((a - b).norm() / a.norm()).item() for a, b in zip(*results, strict=True)]
 
 
 def dense_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return what the experts give when every token goes to all of them: two products."""
+    """Compute all experts for every token, in two products."""
     spread = torch.zeros(len(hidden), self.num_experts, dtype=weights.dtype, device=hidden.device)
     spread = spread.scatter(1, chosen, weights)
     gate_up = functional.linear(hidden, self.gate_up_proj.flatten(0, 1))
@@ -121,7 +122,7 @@ def make_network(seed: int = 0) -> Network:
     torch.manual_seed(seed)
     network = Network(RECALL)
     network.model.config._attn_implementation = "sdpa"
-    with torch.no_grad():  # a word that is copied is the right one from the start
+    with torch.no_grad():  # copying a word gives that word from the start
         network.lm_head.weight.copy_(network.model.embed_tokens.weight)
     for module in network.modules():
         if isinstance(module, modeling.Qwen3_5MoeExperts):
@@ -144,9 +145,9 @@ def hidden_states(network: Network, tokens: Tensor, places: Tensor) -> tuple[Ten
 
 
 def losses(network: Network, tokens: Tensor, labels: Tensor, places: Tensor) -> dict[str, Tensor]:
-    """Return loss and share of right tokens, of the model and of its first two drafts."""
+    """Return loss and accuracy of the model and the first two drafts."""
     hidden, (cos, sin) = hidden_states(network, tokens, places)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     state_of, embedded = hidden, network.model.embed_tokens(tokens)
     for ahead in (1, 2, 3):
         if ahead > 1:
@@ -155,11 +156,11 @@ def losses(network: Network, tokens: Tensor, labels: Tensor, places: Tensor) -> 
             rotary = (cos[:, :size], sin[:, :size])
             state_of = network.mtp(embedded[:, ahead - 1 :], state_of[:, :size], rotary)
         wanted = labels[:, ahead:]
-        # Drafts are asked for inside of what is known only: the token before is known too.
+        # Drafts are trained only where the previous token is known too.
         taught = wanted >= 0
         if ahead > 1:
             taught &= labels[:, 1 : 1 + wanted.shape[1]] >= 0
         logits = network.lm_head(state_of[:, : wanted.shape[1]][taught]).float()
-        found[f"loss{ahead}"] = functional.cross_entropy(logits, wanted[taught])
-        found[f"right{ahead}"] = (logits.detach().argmax(-1) == wanted[taught]).float().mean()
-    return found
+        results[f"loss{ahead}"] = functional.cross_entropy(logits, wanted[taught])
+        results[f"right{ahead}"] = (logits.detach().argmax(-1) == wanted[taught]).float().mean()
+    return results

@@ -1,8 +1,8 @@
-"""Run stages of the recall proofs side by side on every card, judge them, write result files.
+"""Run stages of the recall proofs in parallel on every GPU, judge them, write result files.
 
     python3 -m proofs.recall.run TREES WORK OUT --stage recall [--stage prefixes ...]
 
-``TREES`` is what ``proofs.recall.trees`` made. A result is ``recall-STAGE.json``.
+``TREES`` is made by ``proofs.recall.trees``. A result is ``recall-STAGE.json``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from proofs.result_files import read_command
 CACHE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 CAVEATS = [
     "not a GB10: behaviour and numerics are shown here, no Spark speed",
-    "torch and triton differ from what this vLLM pins: graph results are the plugin's",
+    "torch and triton differ from the versions this vLLM pins: graph results are the plugin's",
     "Machete and CutlassW4A8 (Hopper only) disabled, flash-attention 2 where it is not named",
     "autotuned Triton kernels take the first of their configurations, not the fastest",
-    "the recall model is small (11 million weights) and trained on the language it is asked in",
+    "the recall model is small (11 million weights) and trained on the language of the questions",
 ]
 
 
@@ -42,7 +42,7 @@ def run_cases(
     limit_s: float,
     within_s: float,
 ) -> dict[str, dict[str, Any]]:
-    """Run the cases that have no result in ``work`` yet, and return what each wrote."""
+    """Run cases without a result in ``work``; return all results."""
     engine_run.run_cases(
         wanted, trees, work,
         at_once=at_once, limit_s=limit_s, within_s=within_s,
@@ -55,11 +55,11 @@ def read(case: dict[str, Any], work: Path) -> dict[str, Any]:
     path, log = work / f"{case['name']}.json", work / f"{case['name']}.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text())
+        result: dict[str, Any] = json.loads(path.read_text())
     else:
-        found = {"state": "died" if text else "not run", "case": case}
+        result = {"state": "died" if text else "not run", "case": case}
     telling = ("Selected ", "Using ", "cudagraph_mode=", "attention block size", "XQA", "TRTLLM")
-    found["log"] = sorted(
+    result["log"] = sorted(
         {
             line.split("] ", 1)[-1][:200]  # names of this machine stay out: no paths
             for line in text.splitlines()
@@ -67,10 +67,10 @@ def read(case: dict[str, Any], work: Path) -> dict[str, Any]:
         }
     )[:40]
     room = CACHE.search(text)
-    found["cache_tokens"] = int(room[1].replace(",", "")) if room else None
-    if found["state"] in ("died", "refused"):
-        found["log_tail"] = text[-2500:]
-    return found
+    result["cache_tokens"] = int(room[1].replace(",", "")) if room else None
+    if result["state"] in ("died", "refused"):
+        result["log_tail"] = text[-2500:]
+    return result
 
 
 def document(
@@ -81,7 +81,7 @@ def document(
 ) -> dict[str, Any]:
     """Return a result file: versions, device, rows, and each engine's options and figures.
 
-    Of engines that failed rows name it keeps every wrong answer.
+    It includes the wrong answers of engines in failed rows.
     """
     if environment is None:
         from proofs import stages  # needs torch
@@ -119,14 +119,14 @@ def prove(
 
     Args:
         stages: keys of ``cases.STAGES``.
-        trees: what ``proofs.recall.trees`` made.
-        work: for results of single engines and their logs; what is there is not run again.
+        trees: made by ``proofs.recall.trees``.
+        work: for results and logs of engines; finished engines are not run again.
         out: for the result files.
-        at_once: engines running at the same time.
-        limit_s: time one engine may take.
-        within_s: time all of them may take.
-        only: names of engines, in the order they start; the others are not run.
-        environment: versions and device of the machine that ran them, if it was another.
+        at_once: number of parallel engines.
+        limit_s: per engine.
+        within_s: for all engines.
+        only: names of engines to run, in start order.
+        environment: versions and device, if another machine ran the engines.
     """
     wanted: dict[str, list[dict[str, Any]]] = {}
     for stage in stages:
@@ -139,15 +139,15 @@ def prove(
         list(every.values()), trees, work, at_once=at_once, limit_s=limit_s, within_s=within_s
     )
     out.mkdir(parents=True, exist_ok=True)
-    found = []
+    all_rows = []
     for stage, listed in wanted.items():
         own = {case["name"]: results[case["name"]] for case in listed}
         reference = read(cases.recall_cases()[0], work)
         rows = verdicts.JUDGES[stage](own, reference)
         text = json.dumps(document(stage, own, rows, environment), indent=1)
         (out / f"recall-{stage}.json").write_text(text + "\n")
-        found += rows
-    return found
+        all_rows += rows
+    return all_rows
 
 
 def main() -> None:
@@ -159,7 +159,11 @@ def main() -> None:
     parser.add_argument("--only", action="append")
     parser.add_argument("--at-once", type=int, default=10)
     parser.add_argument("--within-s", type=float, default=float("inf"))
-    parser.add_argument("--environment", type=Path, help="a file: judge again what another ran")
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        help="file with versions and device of the machine that ran the engines",
+    )
     a = parser.parse_args()
     rows = prove(
         a.stage,

@@ -1,8 +1,8 @@
-"""Judges of conversations: prefix caching and drafts against an engine with neither.
+"""Judge conversations with prefix caching and drafts against an engine without both.
 
-An answer may be another one only where the model itself doubts: where the right token has a third
-of the probability or more and does not come first. Everything else is a fault of the engine. What
-the model does not know, with neither, is no fault of one with both: it has to be as wrong.
+An answer may differ only where the model itself is in doubt: the right token has at least a third
+of the probability but is not the best. Questions that the reference answers wrongly must stay as
+wrong.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from proofs.recall.judge import (
 )
 
 UNKNOWN = 0.1
-"""Share of the questions that the model may answer wrongly with neither cache nor drafts."""
+"""Share of wrong answers allowed without cache and drafts."""
 
 
 def judge_talks(results: Results, plain_name: str) -> list[Row]:
-    """Judge every conversation; those of another seed or cache have an engine of their own."""
-    found = []
+    """Judge every conversation; another seed or cache format has a separate reference."""
+    rows = []
     for name, result in results.items():
         if "talk" not in name:
             continue
-        beside = _plain_of(name, plain_name, results)
+        plain_engine = _plain_of(name, plain_name, results)
         if result.get("talks"):
-            found.append(_row(name, result, beside, results.get(beside, {}).get("talks", [])))
+            rows.append(
+                _row(name, result, plain_engine, results.get(plain_engine, {}).get("talks", []))
+            )
         else:
             numbers = {"state": result["state"]}
-            found.append(
+            rows.append(
                 {"claim": f"{name}: ran", "passed": False, "cases": [name], "numbers": numbers}
             )
-    return found
+    return rows
 
 
 def _plain_of(name: str, plain_name: str, results: Results) -> str:
@@ -47,57 +49,65 @@ def _plain_of(name: str, plain_name: str, results: Results) -> str:
     return plain_name
 
 
-def _row(name: str, result: dict[str, Any], beside: str, plain: list[Row]) -> Row:
+def _row(name: str, result: dict[str, Any], plain_engine: str, plain: list[Row]) -> Row:
     rows = result["talks"]
-    asked = {_question(one): one for one in plain}
-    pairs = [(one, asked[_question(one)]) for one in rows if _question(one) in asked]
+    expected = {_question(answer): answer for answer in plain}
+    pairs = [
+        (answer, expected[_question(answer)]) for answer in rows if _question(answer) in expected
+    ]
     other = [pair for pair in pairs if pair[0]["tokens"] != pair[1]["tokens"]]
-    told = talk_figures(result)
-    doubtful = sum(in_doubt(one) for one in rows if not one["right"])
-    outside = sum(not (in_doubt(one) or in_doubt(two)) for one, two in other)
+    figures = talk_figures(result)
+    doubtful = sum(in_doubt(answer) for answer in rows if not answer["right"])
+    outside = sum(not (in_doubt(answer) or in_doubt(reference)) for answer, reference in other)
     caching = bool(result["case"]["options"].get("enable_prefix_caching"))
-    surely_wrong, in_plain = told["wrong"] - doubtful, _surely_wrong(plain)
+    surely_wrong, in_plain = figures["wrong"] - doubtful, _surely_wrong(plain)
     if "damage" in name:
-        claim = f"{name}: the damage is seen"
+        claim = f"{name}: the damage is detected"
         passed = surely_wrong > in_plain
     else:
         claim = f"{name}: every answer token for token as without cache and drafts"
         passed = surely_wrong <= in_plain and not outside and len(pairs) == len(rows)
-        if name == beside:
-            claim = f"{name}: the model knows {1 - UNKNOWN:.0%} of the answers"
-            passed = told["wrong"] <= UNKNOWN * len(rows)
-        passed &= (told["tokens_found_in_cache"] > 0) == caching
+        if name == plain_engine:
+            claim = f"{name}: the model gives {1 - UNKNOWN:.0%} right answers"
+            passed = figures["wrong"] <= UNKNOWN * len(rows)
+        passed &= (figures["tokens_found_in_cache"] > 0) == caching
     numbers = {
-        **told,
+        **figures,
         "wrong_where_the_model_doubts": doubtful,
         "other_than_plain": len(other),
         "other_outside_doubt": outside,
         "compared": len(pairs),
         "right_token_moved_at_most": moved(pairs),
-        "wrong_rounds": sorted({one["round"] for one in rows if not one["right"]}),
+        "wrong_rounds": sorted({answer["round"] for answer in rows if not answer["right"]}),
         "repeats_differ": _repeats_differ(rows),
         "block_tokens": result.get("block_tokens"),
         "acceptance": acceptance(result),
         "acceptance_by_place": acceptance_by_place(result),
     }
-    return {"claim": claim, "passed": passed, "cases": [name, beside], "numbers": numbers}
+    return {"claim": claim, "passed": passed, "cases": [name, plain_engine], "numbers": numbers}
 
 
 def _surely_wrong(rows: list[Row]) -> int:
-    return sum(not one["right"] and not in_doubt(one) for one in rows)
+    return sum(not row["right"] and not in_doubt(row) for row in rows)
 
 
-def in_doubt(one: Row) -> bool:
-    """Tell whether the first step that is not clear still gives the right token its third."""
-    unclear = [value for value in one["logprobs"] if value < CLEAR]
+def in_doubt(row: Row) -> bool:
+    """Return whether the first unclear step gives the right token at least a third."""
+    unclear = [value for value in row["logprobs"] if value < CLEAR]
     return bool(unclear) and unclear[0] >= DOUBT
 
 
 def moved(pairs: list[tuple[Row, Row]]) -> float:
-    """Return by how much a right token's log-probability moved at most, before answers part."""
+    """Return the largest change of a right token's log-probability before answers differ."""
     most = 0.0
-    for one, two in pairs:
-        steps = zip(one["tokens"], two["tokens"], one["logprobs"], two["logprobs"], strict=True)
+    for first_answer, second_answer in pairs:
+        steps = zip(
+            first_answer["tokens"],
+            second_answer["tokens"],
+            first_answer["logprobs"],
+            second_answer["logprobs"],
+            strict=True,
+        )
         for a, b, first, second in steps:
             most = max(most, abs(first - second))
             if a != b:
@@ -105,15 +115,15 @@ def moved(pairs: list[tuple[Row, Row]]) -> float:
     return round(most, 4)
 
 
-def _question(one: Row) -> tuple[Any, ...]:
-    return one["round"], one["client"], one["prompt"]
+def _question(row: Row) -> tuple[Any, ...]:
+    return row["round"], row["client"], row["prompt"]
 
 
 def _repeats_differ(rows: list[Row]) -> int:
     seen: dict[tuple[Any, ...], list[int]] = {}
     differ = 0
-    for one in rows:
-        key = one["client"], one["prompt"]
-        if seen.setdefault(key, one["tokens"]) != one["tokens"]:
+    for row in rows:
+        key = row["client"], row["prompt"]
+        if seen.setdefault(key, row["tokens"]) != row["tokens"]:
             differ += 1
     return differ

@@ -1,7 +1,7 @@
-"""Conversations whose every answer is known: what clients of a prefix cache do.
+"""Conversations with known answers, typical for clients of a prefix cache.
 
 A script is a list of rounds; the prompts of a round are sent at once. Later prompts contain the
-right answers to earlier ones, so every engine is asked the same, whatever it said before.
+right answers of earlier turns, so every engine gets the same prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AGAIN = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt of a round."""
+    """A prompt of a round."""
 
     client: str
     kind: str
@@ -45,20 +45,20 @@ class Talk:
     def ask(self, kind: str) -> Asked:
         seed = int(self.source.integers(1 << 31))
         question = self._question(kind, seed)
-        asked = Asked(self.name, kind, [*self.made.tokens.tolist(), *question.tokens], [])
-        asked.answer.extend(question.answer)
-        self.asked.append(asked)
-        said = [*question.tokens, *question.answer]
-        if kind == "register":  # a slot holds two readings
-            said = [*said, *said, language.PAD, language.PAD]
-        self.made = _joined(self.made, np.array(said))
-        return asked
+        prompt = Asked(self.name, kind, [*self.made.tokens.tolist(), *question.tokens], [])
+        prompt.answer.extend(question.answer)
+        self.asked.append(prompt)
+        appended = [*question.tokens, *question.answer]
+        if kind == "register":  # a slot has two readings
+            appended = [*appended, *appended, language.PAD, language.PAD]
+        self.made = _joined(self.made, np.array(appended))
+        return prompt
 
     def _question(self, kind: str, seed: int) -> Question:
-        found = language.questions(self.made, seed, {kind: 5})
-        if not found:  # a short context without passages
-            found = language.questions(self.made, seed, {"record": 5})
-        return found[seed % len(found)]
+        questions = language.questions(self.made, seed, {kind: 5})
+        if not questions:  # a short context without passages
+            questions = language.questions(self.made, seed, {"record": 5})
+        return questions[seed % len(questions)]
 
     def add(self, length: int) -> None:
         more = language.context(self.source, length, near=False, asks=False, long=language.LONGER)
@@ -86,7 +86,6 @@ def _joined(made: Context, tokens: language.Ints) -> Context:
 
 
 def start(name: str, seed: int, length: int) -> Talk:
-    """Return a conversation with its first context."""
     source = np.random.default_rng([seed, 3])
     return Talk(
         name, source, language.context(source, length, near=False, asks=False, long=language.LONGER)
@@ -94,19 +93,14 @@ def start(name: str, seed: int, length: int) -> Talk:
 
 
 def script(seed: int, *, long: bool = False) -> list[list[Asked]]:
-    """Return all rounds.
-
-    Args:
-        seed: of everything.
-        long: also a conversation of 40,000 tokens.
-    """
+    """Return all rounds; ``long`` adds a conversation of 40,000 tokens."""
     alone = start("alone", seed, 1216).ask("record")
     rounds = [[alone] for _ in range(AGAIN)]
     shared = start("shared", seed + 1, SHARED).made
-    found = language.questions(shared, seed, {"record": 4, "passage": 2, "register": 3})
+    questions = language.questions(shared, seed, {"record": 4, "passage": 2, "register": 3})
     together = [
-        Asked("shared", one.kind, [*shared.tokens.tolist(), *one.tokens], one.answer)
-        for one in found
+        Asked("shared", question.kind, [*shared.tokens.tolist(), *question.tokens], question.answer)
+        for question in questions
     ]
     rounds += [together, list(reversed(together))]
     talks = [
@@ -121,7 +115,7 @@ def script(seed: int, *, long: bool = False) -> list[list[Asked]]:
             if turn:
                 talk.add(MORE[(turn + number) % len(MORE)])
             rounds[-1].append(talk.ask(KINDS[(turn + number) % len(KINDS)]))
-    # Back to where each of them was, others beside it, then the last turns once more.
+    # Repeat early turns, mixed with other prompts, then the last turns.
     rounds.append([talk.asked[1] for talk in talks] + together[:3] + [alone])
     rounds.append([talk.asked[-1] for talk in talks] + together[3:])
     return rounds

@@ -1,14 +1,12 @@
-"""Trains the recall model on a GPU, in minutes, from nothing but a seed.
+"""Train the recall model on a GPU from a seed; takes minutes.
 
     python3 -m proofs.recall.training OUT [--seed 11] [--limit-s 400]
     python3 -m proofs.recall.training OUT --further DIR [--seed 11] [--limit-s 400]
 
-Writes ``weights.npz`` (every exact weight, BF16) and ``recall-training.json`` (what was learnt
-when, and recall by length of the network that was trained). The first way teaches to look things
-up; not every seed learns that, so ``race`` trains several. The second goes on from weights, over
-all lengths, with weights rounded as checkpoints store them (``lab.model.network``), so the rounded
-model is the one that has learnt. The forward pass is transformers' own code but for the gated
-delta rule, which is ``delta_rule`` here.
+Writes ``weights.npz`` (exact weights, BF16) and ``recall-training.json`` (training log, and recall
+by length). The first form teaches lookups; not every seed learns them, so ``race`` trains several.
+``--further`` continues from weights over all lengths, with weights rounded as in checkpoints
+(``lab.model.network``). The forward pass is transformers' code except for the gated delta rule.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ SPAN = 140_000
 LIMIT_S = 400
 MTP_WEIGHT = 0.3
 CAVEATS = [
-    "each phase ended when enough was known or its share of the time was over, so a slower machine "
-    "takes fewer steps",
+    "each phase stopped at the target accuracy or time limit: fewer steps on slower machines",
     "the shares of right tokens are of a forward pass of transformers with autocast to bfloat16, "
     "not of an engine",
 ]
@@ -50,14 +47,14 @@ CAVEATS = [
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps at one length; it ends early once ``until`` of the tokens that can be known are."""
+    """Steps at a fixed length, up to the accuracy ``until`` on predictable tokens."""
 
     name: str
     steps: int
     rows: int
     length: int
     rate: float
-    share: float  # of the time allowed, what may be over at its end
+    share: float  # of the allowed time, used up by the end of this phase
     until: float = 2.0
     rounded: bool = False
     falls_to: float = 0.4  # of the rate, at the end
@@ -79,11 +76,11 @@ FURTHER = (
     Phase("long", 150, 2, 32768, 4e-4, 0.8, rounded=True, falls_to=0.5),
     Phase("longest", 45, 1, 131072, 2e-4, 1.0, rounded=True, falls_to=0.05),
 )
-"""What follows where a training has learnt to look up. The rate falls to nearly nothing: noise of
-single steps is what makes a word of a long answer wrong."""
+"""Phases after lookups are learnt. The rate falls to almost 0, because noise of single steps causes
+wrong words in long answers."""
 LOOK_STEPS = 25
 NEAR = 0.01
-"""A phase that ends so far below what it is for has not learnt its lesson."""
+"""A phase that stops further below the target accuracy has failed."""
 
 
 def _made(job: tuple[int, int, int]) -> tuple[Any, Any, Any]:
@@ -102,7 +99,7 @@ def batches(pool: Any, seed: int, number: int, phase: Phase) -> Iterator[list[Te
 
 
 class Run:
-    """One training: the network, its optimizer, and what was seen on the way."""
+    """A training run: network, optimizer and log."""
 
     def __init__(self, device: str, limit_s: float, seed: int, further: Path | None) -> None:
         self.device, self.limit_s, self.seed, self.further = device, limit_s, seed, further
@@ -132,7 +129,7 @@ class Run:
         return time.monotonic() - self.started
 
     def phase(self, phase: Phase, source: Iterator[list[Tensor]]) -> float:
-        """Train one phase, at most until its share of the time is over; return what is known."""
+        """Train a phase within the time limit; return the accuracy."""
         known = 0.0
         recent: list[Tensor] = []
         begun_s = self.spent_s()
@@ -143,12 +140,12 @@ class Run:
             over = self.share_of(phase, step, begun_s)
             for group in self.optimizer.param_groups:
                 group["lr"] = phase.rate * warm * (1 - (1 - phase.falls_to) * over)
-            found = self.step(batch)
-            recent.append(found["right1"])
+            values = self.step(batch)
+            recent.append(values["right1"])
             look = step % (LOOK_STEPS if phase.steps > 100 else 5) == 0
             if not look and step != phase.steps - 1:
                 continue
-            self.note(phase, step, found)
+            self.note(phase, step, values)
             known = torch.stack(recent[-LOOK_STEPS:]).mean().item()
             if step >= LOOK_STEPS and known > phase.until:
                 break
@@ -161,31 +158,26 @@ class Run:
         return min(1.0, max(step / phase.steps, (self.spent_s() - begun_s) / time_s))
 
     def step(self, batch: list[Tensor]) -> dict[str, Tensor]:
-        """Take one step; return its losses."""
         arrays = [array.to(self.device, non_blocking=True) for array in batch]
         with parametrize.cached(), torch.autocast(self.device, torch.bfloat16):
-            found = losses(self.network, *arrays)
-            loss = found["loss1"] + MTP_WEIGHT * (found["loss2"] + 0.5 * found["loss3"])
+            values = losses(self.network, *arrays)
+            loss = values["loss1"] + MTP_WEIGHT * (values["loss2"] + 0.5 * values["loss3"])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
-        return found
+        return values
 
-    def note(self, phase: Phase, step: int, found: dict[str, Tensor]) -> None:
-        row = {name: round(value.item(), 4) for name, value in found.items()}
+    def note(self, phase: Phase, step: int, values: dict[str, Tensor]) -> None:
+        row = {name: round(value.item(), 4) for name, value in values.items()}
         row = {"phase": phase.name, "step": step, "s": round(self.spent_s(), 1), **row}
         self.seen["log"].append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
 
 
 def train(run: Run, phases: tuple[Phase, ...], workers: int) -> None:
-    """Train all phases.
-
-    Raises:
-        ValueError: A phase ended without what the next one builds on.
-    """
+    """Train all phases; raises ValueError if a phase misses the target accuracy."""
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         next(iter(batches(pool, run.seed, 99, phases[0])))  # every worker runs before the device is
         run.start()
@@ -193,29 +185,29 @@ def train(run: Run, phases: tuple[Phase, ...], workers: int) -> None:
             known = run.phase(phase, batches(pool, run.seed, number, phase))
             if known < phase.until - NEAR and phase.until <= 1:
                 raise ValueError(
-                    f"{known:.3f} of what can be known is known after phase {phase.name}, not "
-                    f"{phase.until}: nothing learns behind that; train again"
+                    f"accuracy {known:.3f} after phase {phase.name}, {phase.until} required; "
+                    "fix: train again"
                 )
         pool.terminate()
     run.seen |= {"steps": run.done, "seconds": round(run.spent_s(), 1)}
 
 
 def recall(network: Network, device: str, length: int, rows: int) -> dict[str, Any]:
-    """Return the share of right tokens at one length, positions without jumps, by distance."""
+    """Return the accuracy at a context length, with positions without jumps."""
     right, right2, total = 0.0, 0.0, 0
     for row in range(rows):
         tokens, labels = language.batch(SEED + 5_000_000 + length + row, 1, length)
         places = torch.arange(length)[None].to(device)
         with torch.no_grad(), parametrize.cached(), torch.autocast(device, torch.bfloat16):
-            found = losses(
+            values = losses(
                 network,
                 torch.from_numpy(tokens).to(device),
                 torch.from_numpy(labels).to(device),
                 places,
             )
         count = int((labels >= 0).sum())
-        right += found["right1"].item() * count
-        right2 += found["right2"].item() * count
+        right += values["right1"].item() * count
+        right2 += values["right2"].item() * count
         total += count
     return {
         "length": length,

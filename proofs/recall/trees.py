@@ -54,11 +54,7 @@ SPECIAL = (
 
 
 def read_weights(directory: Path = trained.HERE) -> dict[str, Floats]:
-    """Return trained weights (those that lie here, where none are named), with a random tower.
-
-    Raises:
-        ValueError: A tensor is missing, or has another shape than this model's.
-    """
+    """Return trained weights with a random vision tower; raises ValueError for wrong tensors."""
     weights = original.random_weights(RECALL, SEED)
     wanted = {name for name in weights if ".visual." not in name}
     for name, value in trained.read(directory).items():
@@ -79,7 +75,7 @@ def make(weights: dict[str, Floats], out: Path) -> None:
     hybrid = trees.VARIANTS["overlay-head8"]
     trees.build(trees.plan(base, donor, out / NAME, hybrid), work)
     packed = out / f"{INT4_DRAFTS}-base"
-    shutil.copytree(base, packed)  # a hybrid shares files with its base
+    shutil.copytree(base, packed)  # a hybrid shares files with the base
     special.pack_drafter(packed, weights)
     trees.build(trees.plan(packed, donor, out / INT4_DRAFTS, hybrid), work)
 
@@ -96,7 +92,7 @@ def write_sources(weights: dict[str, Floats], out: Path) -> tuple[Path, Path]:
 
 
 def move_special_tokens(path: Path) -> None:
-    """Give ids to special tokens that no context uses: all others are words here."""
+    """Give special tokens ids that no context uses."""
     config: dict[str, Any] = json.loads(path.read_text())
     for place, name in enumerate(SPECIAL):
         config[name] = UNUSED + place

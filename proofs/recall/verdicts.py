@@ -34,43 +34,43 @@ from proofs.recall.talk_verdicts import judge_talks
 
 
 def judge_flashinfer(results: Results, reference: dict[str, Any]) -> list[Row]:
-    base, found = reference.get("recall", []), []
+    base, rows = reference.get("recall", []), []
     ahead = [name for name, result in results.items() if _runs_ahead(result["case"])]
     for name, result in results.items():
         if "talk" in name or name in ahead:
             continue
         if not result.get("recall"):
             error = str(result.get("error", [""])[0]).partition("\n")[0]
-            found.append(row(f"{name}: ran", False, [name], state=result["state"], error=error))
+            rows.append(row(f"{name}: ran", False, [name], state=result["state"], error=error))
         elif "states" in name:
-            found.append(states_row(results, name, base))
+            rows.append(states_row(results, name, base))
         elif "noise" in name:
-            found.append(noise_row(results, name, base))
+            rows.append(noise_row(results, name, base))
         else:
-            found.append(recall_row(results, name, base))
+            rows.append(recall_row(results, name, base))
     if ahead:
-        found.append(_ahead_row({name: results[name] for name in ahead}, base))
-    return found + judge_talks(results, "fi-talk-plain")
+        rows.append(_ahead_row({name: results[name] for name in ahead}, base))
+    return rows + judge_talks(results, "fi-talk-plain")
 
 
 def _runs_ahead(case: dict[str, Any]) -> bool:
-    """Tell of FlashInfer's attention where the host prepares a step before the last one ended.
+    """Return whether FlashInfer attention runs with a host that prepares the next step early.
 
-    How often such engines break down hangs on how fast the host is: they are judged together.
+    Such engines fail depending on the host's speed, so they are judged together.
     """
     options = case["options"]
-    mine = options.get("attention_config", {}).get("backend") == "FLASHINFER"
+    flashinfer = options.get("attention_config", {}).get("backend") == "FLASHINFER"
     waits = "speculative_config" in options or "environment" in case or case.get("damage")
-    return bool(mine and not waits and options.get("async_scheduling", True))
+    return bool(flashinfer and not waits and options.get("async_scheduling", True))
 
 
 def _ahead_row(results: Results, base: list[Row]) -> Row:
-    """Claim that a rail rests on: not every such engine holds what all others have to."""
+    """Claim behind a guard rail: some of these engines fail or lose answers."""
     became: dict[str, str] = {}
     bad = 0
     for name, result in results.items():
         known = sure(base, answers_of(results, name))
-        lost = sum(not one["right"] for one in known)
+        lost = sum(not answer["right"] for answer in known)
         error = str(result.get("error", [""])[0]).partition("\n")[0]
         became[name] = f"{lost} of {len(known)} lost" if known else error or result["state"]
         bad += not known or 1 - lost / len(known) < ENOUGH
@@ -87,15 +87,15 @@ def _ahead_row(results: Results, base: list[Row]) -> Row:
 
 
 THREE_BITS = ("k3v4", "3bit")
-"""Presets with keys of three bits; a rail warns of them."""
+"""Presets with 3-bit keys; a guard rail warns about them."""
 TAKEN = ("tq-k8v4", "tq-4bit_nc")
-"""Engines with the presets that a profile may take."""
+"""Engines with the presets of profiles."""
 
 
 def judge_recall(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """The model knows its language with a 16-bit cache, and damage is seen where it was done."""
+    """The model recalls facts with a 16-bit cache, and damage is detected in place."""
     base = reference.get("recall", [])
-    found = [
+    rows = [
         recall_row(results, name, base)
         for name in results
         if not name.startswith("damage") and results[name].get("recall")
@@ -103,8 +103,8 @@ def judge_recall(results: Results, reference: dict[str, Any]) -> list[Row]:
     for name in results:
         judges = {"damage-band": _band_row, "damage-states": states_row}
         if name.startswith("damage") and results[name].get("recall"):
-            found.append(judges.get(name, noise_row)(results, name, base))
-    return found
+            rows.append(judges.get(name, noise_row)(results, name, base))
+    return rows
 
 
 def _band_row(results: Results, name: str, base: list[Row]) -> Row:
@@ -123,35 +123,35 @@ def _band_row(results: Results, name: str, base: list[Row]) -> Row:
 
 
 def judge_turboquant(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """Recall and divergence of each preset; the engine's own backend with drafts beside it."""
-    base, found = reference.get("recall", []), []
+    """Recall and divergence of each preset, with the plugin's and the stock backend."""
+    base, rows = reference.get("recall", []), []
     for name, result in results.items():
         if not result.get("recall"):
-            found.append(row(f"{name}: ran", False, [name], state=result["state"]))
+            rows.append(row(f"{name}: ran", False, [name], state=result["state"]))
             continue
-        one = recall_row(results, name, base)
+        result_row = recall_row(results, name, base)
         if result["case"].get("stock_turboquant"):
-            one |= _stock_row(name, one)
+            result_row |= _stock_row(name, result_row)
         elif any(preset in name for preset in THREE_BITS):
-            one |= _three_bits_row(results, name, base)
-        found.append(one)
-    return found
+            result_row |= _three_bits_row(results, name, base)
+        rows.append(result_row)
+    return rows
 
 
-def _stock_row(name: str, one: Row) -> Row:
-    """Claim of the engine's own backend: it finds the same without drafts and loses with them."""
+def _stock_row(name: str, result_row: Row) -> Row:
+    """Claim of the stock backend: right answers without drafts, lost answers with drafts."""
     if "mtp" not in name:
-        return {"claim": f"{one['claim']}, by the engine's own backend"}
-    claim = f"{name}: the engine's own backend loses with drafts what ours finds with them"
-    return {"claim": claim, "passed": not one["passed"]}
+        return {"claim": f"{result_row['claim']}, by the engine's own backend"}
+    claim = f"{name}: the stock backend loses answers with drafts, the plugin's does not"
+    return {"claim": claim, "passed": not result_row["passed"]}
 
 
 def _three_bits_row(results: Results, name: str, base: list[Row]) -> Row:
-    """Claim of a preset with keys of three bits: it costs more than those that a profile takes."""
+    """Claim of presets with 3-bit keys: larger errors than the presets of profiles."""
     others = [other for other in TAKEN if answers_of(results, other)]
-    mine, *theirs = (_moved(base, answers_of(results, other)) for other in (name, *others))
-    claim = f"{name}: further from 16 bit than every preset that a profile takes"
-    return {"claim": claim, "passed": bool(theirs) and mine > max(theirs)}
+    own, *others_moved = (_moved(base, answers_of(results, other)) for other in (name, *others))
+    claim = f"{name}: further from 16 bit than every preset of a profile"
+    return {"claim": claim, "passed": bool(others_moved) and own > max(others_moved)}
 
 
 def _moved(base: list[Row], rows: list[Row]) -> float:
@@ -163,43 +163,42 @@ def judge_prefixes(results: Results, reference: dict[str, Any]) -> list[Row]:
 
 
 def judge_wide(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """Five sequences of 262,144 tokens at once: the same answers as one after the other.
+    """Five sequences of 262,144 tokens: concurrent answers equal sequential answers.
 
-    The model was taught positions to 140,000 and does not find everything there; what is judged is
-    that company, graphs and drafts change nothing, and what a format changes is told.
+    The model was trained on positions up to 140,000, so recall itself is shown, not judged.
     """
-    base, found = answers_of(results, "wide-16bit"), []
+    base, result_rows = answers_of(results, "wide-16bit"), []
     for name in results:
-        rows, beside = answers_of(results, name), _alone_of(name, results)
-        other = answers_of(results, beside)
-        claim, passed = f"{name}: what is found", None if rows else False
-        if beside != name:
-            claim = f"{name}: five at once, answered as {beside} answers"
+        rows, twin = answers_of(results, name), _alone_of(name, results)
+        other = answers_of(results, twin)
+        claim, passed = f"{name}: recall", None if rows else False
+        if twin != name:
+            claim = f"{name}: five at once, answered as {twin} answers"
             passed = bool(rows) and tokens_of(rows) == tokens_of(other)
-        found.append(
+        result_rows.append(
             row(
                 claim,
                 passed,
-                [name, beside],
+                [name, twin],
                 right=by_length(rows),
                 as_16bit=tokens_of(rows) == tokens_of(base),
                 divergence_from_16bit=divergences(base, rows),
                 divergence=divergences(other, rows),
             )
         )
-    return found
+    return result_rows
 
 
 def _alone_of(name: str, results: Results) -> str:
-    """Return the engine that computed the same one after the other, or eagerly."""
+    """Return the sequential or eager engine with the same cache."""
     plain = name.removesuffix("-alone").removesuffix("-full-mtp2")
     return f"{plain}-alone" if f"{plain}-alone" in results else plain
 
 
 def judge_drafts(results: Results, reference: dict[str, Any]) -> list[Row]:
-    """Drafts change no answer, whichever format the drafter has; a broken one is seen."""
+    """Drafts change no answer, in any drafter format; a broken drafter is detected."""
     plain = answers_of(results, "drafts-none")
-    found = []
+    result_rows = []
     for name, result in results.items():
         rows = answers_of(results, name)
         same = tokens_of(rows) == tokens_of(plain)
@@ -216,8 +215,8 @@ def judge_drafts(results: Results, reference: dict[str, Any]) -> list[Row]:
         if "damage" in name:
             claim = f"{name}: a drafter that sees noise is accepted almost never; answers stay"
             passed &= share_accepted is not None and share_accepted < LOST
-        found.append(row(claim, passed, [name, "drafts-none"], **numbers))
-    return found
+        result_rows.append(row(claim, passed, [name, "drafts-none"], **numbers))
+    return result_rows
 
 
 JUDGES: dict[str, Callable[[Results, dict[str, Any]], list[Row]]] = {

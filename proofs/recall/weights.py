@@ -1,7 +1,7 @@
-"""The recall model's trained weights, as they lie beside this file: no proof hangs on one training.
+"""Read and write trained weights: exact BF16, not rounded to checkpoint formats.
 
-Exact BF16, not rounded to what a checkpoint stores. Each value is held as two bytes in two planes,
-because the upper bytes of trained weights are much alike: 14.6 MB instead of 16.4.
+High and low bytes are stored in separate planes, because high bytes compress well: 14.6 MB instead
+of 16.4 for the recall model.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Releases of plans, served on a CUDA machine as hosts would serve them, and asked over HTTP."""
+"""Planned releases, served on a CUDA machine as on hosts, and tested over HTTP."""

@@ -28,38 +28,40 @@ LENGTHS = {4096: {"record": 24, "passage": 4, "register": 4}, 12288: {"record": 
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 NOT_ASKED = LOG_LINES
-"""It is about kernels and libraries of a Spark's image."""
+"""Skipped: it checks kernels and libraries of a Spark's image."""
 
 
 def recall_questions() -> list[language.Question]:
-    """Return contexts with a question each; ``tokens`` holds both."""
-    found = []
+    """Return contexts with a question each, both in ``tokens``."""
+    questions = []
     for length, kinds in LENGTHS.items():
         made = language.context(np.random.default_rng([length, 7]), length, near=True, asks=False)
-        for one in language.questions(made, length, kinds):
-            tokens = [*made.tokens.tolist(), *one.tokens]
-            found.append(language.Question(one.kind, tokens, one.answer, one.depth))
-    return found
+        for question in language.questions(made, length, kinds):
+            tokens = [*made.tokens.tolist(), *question.tokens]
+            questions.append(
+                language.Question(question.kind, tokens, question.answer, question.depth)
+            )
+    return questions
 
 
 def recall(server: Server, model: str) -> list[dict[str, Any]]:
-    asked = recall_questions()
+    questions = recall_questions()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda one: _complete(server, model, one), asked))
+        answers = list(pool.map(lambda question: _complete(server, model, question), questions))
     return [
-        {"kind": one.kind, "wanted": one.answer, **answer}
-        for one, answer in zip(asked, answers, strict=True)
+        {"kind": question.kind, "wanted": question.answer, **answer}
+        for question, answer in zip(questions, answers, strict=True)
     ]
 
 
-def _complete(server: Server, model: str, one: language.Question) -> dict[str, Any]:
-    return completion(server, model, one.tokens, len(one.answer), ignore_eos=True)
+def _complete(server: Server, model: str, question: language.Question) -> dict[str, Any]:
+    return completion(server, model, question.tokens, len(question.answer), ignore_eos=True)
 
 
 def completion(
     server: Server, model: str, prompt: list[int] | str, tokens: int, *, ignore_eos: bool
 ) -> dict[str, Any]:
-    """Return a greedy answer: its tokens, their log-probabilities, and how far the next best is."""
+    """Return a greedy answer: tokens, log-probabilities, and margins to the next best."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -71,62 +73,68 @@ def completion(
         "add_special_tokens": False,
     }
     choice = Engine(server.socket).ask(COMPLETIONS, body, TIMEOUT_S)["choices"][0]
-    said = choice["logprobs"]
+    logprobs = choice["logprobs"]
     margins = []
-    for step in said["top_logprobs"]:
+    for step in logprobs["top_logprobs"]:
         best = sorted(step.values(), reverse=True)
         margins.append(round(best[0] - best[1], 4) if len(best) > 1 else 0.0)
     return {
-        "tokens": [int(name.rpartition(":")[2]) for name in said["tokens"]],
-        "logprobs": [round(value, 4) for value in said["token_logprobs"]],
+        "tokens": [int(name.rpartition(":")[2]) for name in logprobs["tokens"]],
+        "logprobs": [round(value, 4) for value in logprobs["token_logprobs"]],
         "margins": margins,
         "text": choice["text"],
     }
 
 
 def drafts(server: Server) -> dict[str, float]:
-    found = Engine(server.socket).metrics()
-    return {"drafted": found.total(DRAFTED) or 0.0, "accepted": found.total(ACCEPTED) or 0.0}
+    metrics = Engine(server.socket).metrics()
+    return {"drafted": metrics.total(DRAFTED) or 0.0, "accepted": metrics.total(ACCEPTED) or 0.0}
 
 
 def check(server: Server, release: Release, only: str | None = None) -> list[dict[str, Any]]:
-    """Run ``spark-check --full`` without the log, or the one check named ``only``."""
+    """Run ``spark-check --full`` without the log, or only the check ``only``."""
     probe = Probe(release, Engine(server.socket), server.lines)
     probe.before = probe.metrics()
     findings = []
-    for one in CHECKS:
-        if one.level == "deep" or one.name == NOT_ASKED or not one.applies(probe.plan):
+    for check_entry in CHECKS:
+        if (
+            check_entry.level == "deep"
+            or check_entry.name == NOT_ASKED
+            or not check_entry.applies(probe.plan)
+        ):
             continue
-        if only is not None and one.name != only:
+        if only is not None and check_entry.name != only:
             continue
         started = time.monotonic()
         probe.until_s = started + TIMEOUT_S
-        said: dict[str, Any] = {"ok": True, "weight": one.weight}
+        result: dict[str, Any] = {"ok": True, "weight": check_entry.weight}
         try:
-            said["detail"] = one.run(probe)
+            result["detail"] = check_entry.run(probe)
         except (CheckError, EngineError) as error:
-            weight = getattr(error, "weight", None) or one.weight
-            said = {"ok": False, "weight": weight, "detail": str(error)}
-        findings.append({"check": one.name, **said, "s": round(time.monotonic() - started, 2)})
+            weight = getattr(error, "weight", None) or check_entry.weight
+            result = {"ok": False, "weight": weight, "detail": str(error)}
+        findings.append(
+            {"check": check_entry.name, **result, "s": round(time.monotonic() - started, 2)}
+        )
     return findings
 
 
 def compared(server: Server, release: Release) -> dict[str, Any]:
-    """Return what ``spark-check --record`` keeps of the questions of a release's check."""
+    """Return the answers that ``spark-check --record`` stores."""
     prompts = compare.check_prompts(release)
-    host = Host(Paths(server.log.parent))  # whose clock is asked, and nothing else
-    found: dict[str, Any] = plain(compare.ask(release, Engine(server.socket), prompts, host))
-    return found
+    host = Host(Paths(server.log.parent))  # only the clock is used
+    answers: dict[str, Any] = plain(compare.ask(release, Engine(server.socket), prompts, host))
+    return answers
 
 
 def texts(server: Server, release: Release) -> list[dict[str, Any]]:
     plan = release.check
-    prompts = [one.prompt for one in plan.questions]
+    prompts = [question.prompt for question in plan.questions]
     prompts += [f"Repeat exactly: {text}" for text in plan.copy]
     turns = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    asked = [turns.format(prompt) for prompt in prompts]
+    rendered = [turns.format(prompt) for prompt in prompts]
     name = release.names[0]
-    return [completion(server, name, text, 96, ignore_eos=False) for text in asked]
+    return [completion(server, name, text, 96, ignore_eos=False) for text in rendered]
 
 
 DOCUMENTS = (
@@ -140,7 +148,7 @@ DOCUMENTS = (
 
 
 def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
-    found = []
+    answers = []
     for names in DOCUMENTS:
         body = {
             "model": model,
@@ -150,9 +158,9 @@ def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
             "chat_template_kwargs": {"enable_thinking": False},
         }
         answer = Engine(server.socket).ask(CHAT, body, TIMEOUT_S)
-        said = (answer["choices"][0]["message"].get("content") or "").strip()
-        found.append({"wanted": " ".join(names), "said": said})
-    return found
+        text = (answer["choices"][0]["message"].get("content") or "").strip()
+        answers.append({"wanted": " ".join(names), "said": text})
+    return answers
 
 
 def parts(names: tuple[str, ...]) -> list[dict[str, Any]]:

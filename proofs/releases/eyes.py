@@ -1,9 +1,9 @@
-"""Teach the lab's model to name colours, from a seed: its tower of random numbers becomes eyes.
+"""Train the vision tower of the lab's model to name colours, from a seed.
 
     python3 -m proofs.releases.eyes OUT.npz [--steps N]
 
-The text model learns on, rounded as it is stored, and keeps its lessons; then its drafter follows.
-Needs torch and transformers; some minutes on one core of a CPU.
+The text model, rounded as stored, is trained too and keeps the lessons; then the drafter follows.
+Needs torch and transformers; some minutes on a single CPU core.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEAST_MARGIN = 1.0
 
 @dataclass(frozen=True)
 class Seen:
-    """Right-padded tokens, what to predict, and the pictures between them, one after the other."""
+    """Right-padded tokens, labels, and the pictures in order."""
 
     tokens: Tensor
     labels: Tensor
@@ -59,18 +59,18 @@ def picture(rgb: tuple[int, ...]) -> Tensor:
 def lesson(names: tuple[str, ...]) -> lessons.Lesson:
     pads = PAD * (SIDE // TINY.merge) ** 2
     shown = CONTENT.format(pads) * len(names)
-    asked = [
+    messages = [
         {
             "role": "user",
             "content": shown + (SINGLE_PICTURE if len(names) == 1 else SEVERAL_PICTURES),
         }
     ]
-    prompt = lessons.render(asked, thinking=False)
+    prompt = lessons.render(messages, thinking=False)
     return lessons.Lesson(prompt, " ".join(names) + lessons.END_OF_TURN)
 
 
 def seen(tokenizer: Any, several: list[tuple[str, ...]], source: random.Random | None) -> Seen:
-    """Return one batch; without a source every colour is the exact one."""
+    """Return a batch; without ``source`` colours have no jitter."""
     batch = training.encode(tokenizer, [lesson(names) for names in several])
     pixels = []
     for name in (name for names in several for name in names):
@@ -86,7 +86,7 @@ def drawn(source: random.Random) -> list[tuple[str, ...]]:
 
 
 def fill(network: Network, weights: dict[str, Floats]) -> None:
-    """Load the trained weights; experts lie together in the network and one by one in files."""
+    """Load the trained weights; files have separate experts, the network a single tensor."""
     own = network.state_dict()
     for name, value in own.items():
         plain = name.replace("parametrizations.", "").removesuffix(".original")
@@ -101,8 +101,8 @@ def _found(weights: dict[str, Floats], name: str, shape: torch.Size) -> Floats:
         return weights[name]
     kinds = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
     rows = [
-        np.concatenate([weights[f"{module}.experts.{one}.{kind}.weight"] for kind in kinds])
-        for one in range(shape[0])
+        np.concatenate([weights[f"{module}.experts.{expert}.{kind}.weight"] for kind in kinds])
+        for expert in range(shape[0])
     ]
     return np.stack(rows)
 
@@ -125,14 +125,14 @@ class Model:
 
     def hidden(self, batch: Seen) -> Tensor:
         """Return the last hidden states of requests with pictures."""
-        found: Tensor = self.whole.model(
+        hidden: Tensor = self.whole.model(
             input_ids=batch.tokens,
             pixel_values=batch.pixels,
             image_grid_thw=batch.grid,
             mm_token_type_ids=(batch.tokens == self.image_id).int(),
             use_cache=False,
         ).last_hidden_state
-        return found
+        return hidden
 
     def loss(self, batch: Seen) -> Tensor:
         hidden = self.hidden(batch)
@@ -141,10 +141,10 @@ class Model:
 
 def margin(model: Model, tokenizer: Any) -> float:
     names = list(COLOURS)
-    asked = [[(one,) for one in names], [(a, b) for a in names for b in names]]
-    asked.append([(names[n], names[(2 * n + 1) % 6], names[(5 * n + 3) % 6]) for n in range(6)])
+    batches = [[(name,) for name in names], [(a, b) for a in names for b in names]]
+    batches.append([(names[n], names[(2 * n + 1) % 6], names[(5 * n + 3) % 6]) for n in range(6)])
     least = float("inf")
-    for several in asked:
+    for several in batches:
         batch = seen(tokenizer, several, None)
         with torch.no_grad(), parametrize.cached():
             hidden = model.hidden(batch)[:, :-1]
@@ -158,7 +158,7 @@ def margin(model: Model, tokenizer: Any) -> float:
 
 
 def teach(model: Model, tokenizer: Any, steps: int, taught: Iterator[training.Batch]) -> None:
-    """Go on teaching: pictures, and the lessons so that none is forgotten."""
+    """Train on pictures, and on the lessons so that none is forgotten."""
     source = random.Random(SEED)
     text = [
         parameter
@@ -175,14 +175,19 @@ def teach(model: Model, tokenizer: Any, steps: int, taught: Iterator[training.Ba
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * training._rate(step, steps)
         with parametrize.cached():
-            shown = model.loss(seen(tokenizer, drawn(source), source))
-            told = training.main_loss(model.network, next(taught)) if step % 2 else 0 * shown
-            (shown + told).backward()
+            picture_loss = model.loss(seen(tokenizer, drawn(source), source))
+            lesson_loss = (
+                training.main_loss(model.network, next(taught)) if step % 2 else 0 * picture_loss
+            )
+            (picture_loss + lesson_loss).backward()
         torch.nn.utils.clip_grad_norm_([*tower, *text], 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 1 or step == steps - 1:
-            print(f"phase=eyes step={step} pictures={shown:.4f} lessons={told:.4f}", flush=True)
+            print(
+                f"phase=eyes step={step} pictures={picture_loss:.4f} lessons={lesson_loss:.4f}",
+                flush=True,
+            )
 
 
 def train(steps: int) -> dict[str, Floats]:
@@ -217,12 +222,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
-    torch.set_default_device(asked.device)
-    found = train(asked.steps)
-    np.savez_compressed(asked.out, **found)
-    print(f"phase=written tensors={len(found)}", file=sys.stderr)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.set_default_device(arguments.device)
+    tensors = train(arguments.steps)
+    np.savez_compressed(arguments.out, **tensors)
+    print(f"phase=written tensors={len(tensors)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Write the plans that these proofs serve with: build/plans/*.json.
+"""Write the plans of these proofs: build/plans/*.json.
 
     python3 -m proofs.releases.planning OUT_DIR
 
-On the controller, by ``spark-deploy plan`` itself. What a plain model's files say is read from a
-hub on this machine that holds the lab's model in FP8 and in 16 bits; nothing else is asked.
+Runs ``spark-deploy plan`` on the controller. Plain models come from a local hub with the lab's
+model in FP8 and in 16 bits; works offline.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def locked(store: Path) -> Lock:
-    """Return the lock of the plain models: commits, files, and what their headers say."""
+    """Return the lock of the plain models: commits, files and headers."""
     for name in ("fp8", "bf16"):
         trees.publish_plain(store, name)
     hub = Hub(Store(store), FaultSwitch(store / "no-fault"), "", store / "access.jsonl")
@@ -70,17 +70,17 @@ def locked(store: Path) -> Lock:
         models = [catalog.model(f"tiny-{name}") for name in ("fp8", "bf16")]
         plain = [model for model in models if isinstance(model, PlainModel)]
         sources = [hubs.look_up(own.endpoint, model.repository, "main", None) for model in plain]
-        found = [
+        anatomies = [
             read_anatomy(m.repository, s.commit, own) for m, s in zip(plain, sources, strict=True)
         ]
-        return Lock.of(sources, anatomies=found)
+        return Lock.of(sources, anatomies=anatomies)
     finally:
         for server in servers:
             server.shutdown()
 
 
 def planned(inventory: Path, chosen: list[str]) -> str:
-    """Return what ``spark-deploy plan`` prints of the first host."""
+    """Return the output of ``spark-deploy plan`` for the first host."""
     words = ["plan", "spark-1", "--inventory", str(inventory), "--estimate", "--json", *chosen]
     command = [sys.executable, "-m", "spark_deploy", *words]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

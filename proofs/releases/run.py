@@ -1,9 +1,9 @@
-"""Serve releases of our own plans, ask them, judge the answers, write result files.
+"""Serve planned releases, judge the answers, write result files.
 
     python3 -m proofs.releases.run TREES PLANS WORK OUT [--only STAGE] [--within-s S]
 
-Stages: ``cluster`` needs two devices; ``plain`` and ``seeing`` take one. PLANS is what
-``proofs.releases.planning`` wrote, TREES what ``proofs.releases.trees`` made.
+Stages: ``cluster`` needs two GPUs; ``plain`` and ``seeing`` need one. PLANS is written by
+``proofs.releases.planning``, TREES by ``proofs.releases.trees``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAYS = ("via NET/", "via P2P", "via SHM")
 
 @dataclass(frozen=True)
 class Run:
-    """One release that is served: of which plan, on which tree, and how it is asked."""
+    """A release to serve: plan, checkpoint and questions."""
 
     name: str
     plan: str
@@ -51,15 +51,15 @@ def _recall(server: Server, release: Release) -> Row:
 
 
 def _plain(server: Server, release: Release) -> Row:
-    # Its own drafts are counted before the check asks for more.
-    found: Row = {"answers": asking.texts(server, release), "drafts": asking.drafts(server)}
-    found["compared"] = asking.compared(server, release)
-    return {**found, "check": asking.check(server, release)}
+    # Count drafts before the check adds more.
+    result: Row = {"answers": asking.texts(server, release), "drafts": asking.drafts(server)}
+    result["compared"] = asking.compared(server, release)
+    return {**result, "check": asking.check(server, release)}
 
 
 def _pictures(server: Server, release: Release) -> Row:
-    found = {"documents": asking.ask_about_pictures(server, release.names[0])}
-    return {**found, "check": asking.check(server, release)}
+    result = {"documents": asking.ask_about_pictures(server, release.names[0])}
+    return {**result, "check": asking.check(server, release)}
 
 
 STAGES: dict[str, tuple[Run, ...]] = {
@@ -91,7 +91,7 @@ JUDGES: dict[str, Callable[[dict[str, Row]], list[Row]]] = {
 def serve(
     run: Run, trees: Path, plans: Path, work: Path, devices: list[str], until_s: float
 ) -> Row:
-    """Start a release's engines, ask them, stop them; return what happened."""
+    """Start a release's engines, query them, stop them; return the results."""
     release = read_release(plans / f"{run.plan}.json")
     if not run.drafts:
         release = _without_drafts(release)
@@ -104,30 +104,30 @@ def serve(
         "plan": run.plan,
         "tree": run.tree,
         "release": release.name,
-        "argv": [one.argv for one in engines],
-        "env": [_shown(one) for one in engines],
-        "changed": [one.changed for one in engines],
+        "argv": [engine.argv for engine in engines],
+        "env": [_shown(engine) for engine in engines],
+        "changed": [engine.changed for engine in engines],
         "state": "died",
     }
     try:
-        for one in reversed(engines):  # workers first, as on hosts
-            one.start(apart=len(engines) > 1)
+        for engine in reversed(engines):  # workers first, as on hosts
+            engine.start(apart=len(engines) > 1)
         left_s = min(START_S, until_s - time.monotonic())
         result["healthy_s"] = engines[0].healthy(left_s)
         if result["healthy_s"] is not None:
             result.update(run.ask(engines[0], release))
             result.setdefault("drafts", asking.drafts(engines[0]))
             result["state"] = "served"
-    except Exception:  # what was seen so far is a result, too
+    except Exception:  # a partial result is a result too
         result["error"] = traceback.format_exc()[-1500:]
     finally:
-        for one in engines:
-            one.stop()
-    lines = [line for one in engines for line in one.lines()]
-    result["log"] = sorted({line for one in engines for line in one.kernel_lines()})
-    result["ways"] = {way: sum(way in line for line in lines) for way in WAYS}
+        for engine in engines:
+            engine.stop()
+    lines = [line for engine in engines for line in engine.lines()]
+    result["log"] = sorted({line for engine in engines for line in engine.kernel_lines()})
+    result["ways"] = {channel: sum(channel in line for line in lines) for channel in WAYS}
     if result["state"] != "served":
-        result["log_tail"] = [one.lines()[-25:] for one in engines]
+        result["log_tail"] = [engine.lines()[-25:] for engine in engines]
     print(f"phase=served name={run.name} {result['state']} {result.get('healthy_s')}", flush=True)
     return result
 
@@ -164,22 +164,22 @@ def prove(
         for number, run in enumerate(runs):
             order = devices if number % 2 == 0 or len(devices) < 2 else devices[::-1]
             waiting[run.name] = pool.submit(serve, run, trees, plans, work, order, until_s)
-        results = {name: one.result() for name, one in waiting.items()}
-    found: list[Row] = []
+        results = {name: job.result() for name, job in waiting.items()}
+    all_rows: list[Row] = []
     for stage in stages:
-        mine = {run.name: results[run.name] for run in STAGES[stage]}
-        rows = JUDGES[stage](mine)
+        own_results = {run.name: results[run.name] for run in STAGES[stage]}
+        rows = JUDGES[stage](own_results)
         document = {
             "command": read_command(),
             "seed": 0,
             **environment(),
             "rows": rows,
-            # Answers as a whole are judged above; those of failed rows are kept.
-            "runs": {name: _kept(name, one, rows) for name, one in mine.items()},
+            # Keep full answers of failed rows only.
+            "runs": {name: _kept(name, job, rows) for name, job in own_results.items()},
         }
         (out / f"release-{stage}.json").write_text(json.dumps(document, indent=1) + "\n")
-        found += rows
-    return found
+        all_rows += rows
+    return all_rows
 
 
 def main() -> None:
@@ -188,14 +188,14 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--only", action="append", choices=STAGES)
     parser.add_argument("--within-s", type=float, default=float("inf"))
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     rows = prove(
-        asked.only or list(STAGES),
-        asked.trees.resolve(),
-        asked.plans.resolve(),
-        asked.work.resolve(),
-        asked.out.resolve(),
-        asked.within_s,
+        arguments.only or list(STAGES),
+        arguments.trees.resolve(),
+        arguments.plans.resolve(),
+        arguments.work.resolve(),
+        arguments.out.resolve(),
+        arguments.within_s,
     )
     for row in rows:
         print("PASS" if row["passed"] else "FAIL", row["claim"], json.dumps(row["numbers"])[:300])

@@ -1,7 +1,6 @@
-"""One engine of a release, started as a host starts it, on a machine that is none of its hosts.
+"""An engine of a release, started as on a host.
 
-Arguments and environment are the plan's. What this machine lacks, or must not do, is replaced or
-added, and every such change is written down.
+Arguments and environment are the plan's; every change for this machine is recorded.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MACHINE = {
     "VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel",
 }
 PAIR = {
-    # Two cards of one host reach each other in ways that two Sparks do not.
+    # Disable connections between two GPUs of a host that two Sparks lack.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "NCCL_DEBUG": "INFO",
 }
@@ -45,7 +44,7 @@ ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
 @dataclass
 class Server:
-    """A running engine, or one rank of it."""
+    """A running engine, or a rank of an engine."""
 
     log: Path
     socket: Path
@@ -55,7 +54,7 @@ class Server:
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self, apart: bool) -> None:
-        """Start it; ``apart``: with memory to share of its own, as another host has."""
+        """Start the engine; ``apart``: with separate shared memory, as on another host."""
         command = [sys.executable, "-m", "proofs.engine.served", "serve", *self.argv]
         if apart:
             mounted = 'mount -t tmpfs shm /dev/shm && exec "$@"'
@@ -67,7 +66,7 @@ class Server:
             )
 
     def healthy(self, limit_s: float) -> float | None:
-        """Return the seconds until it answered; ``None`` if it ended or the time was up."""
+        """Return the seconds to the first answer; ``None`` after an exit or timeout."""
         started = time.monotonic()
         while self.process and self.process.poll() is None:
             if time.monotonic() - started > limit_s:
@@ -80,7 +79,7 @@ class Server:
         return None
 
     def stop(self) -> None:
-        """End it with everything it started; a worker may outlive its engine."""
+        """Stop the process group; a worker may outlive the engine."""
         if self.process is None:
             return
         with suppress(subprocess.TimeoutExpired):
@@ -96,22 +95,22 @@ class Server:
     def kernel_lines(self) -> list[str]:
         """Return the lines that name kernels, cache and plugin, each once."""
         lines = (line for line in self.lines() if any(text in line for text in KERNEL_LINES))
-        found = {line.split("] ", 1)[-1][:200] for line in lines}
-        return sorted(line for line in found if "cache directory" not in line)
+        texts = {line.split("] ", 1)[-1][:200] for line in lines}
+        return sorted(line for line in texts if "cache directory" not in line)
 
 
 def servers_of(
     release: Release, tree: Path, work: Path, name: str, *, devices: list[str], alone: bool
 ) -> list[Server]:
-    """Return the engines of a release: one, or one for each member of its cluster.
+    """Return the engines of a release, one per cluster member.
 
     Args:
         release: of a plan.
-        tree: the checkpoint that is served in the place of the plan's.
+        tree: replaces the plan's checkpoint.
         work: for logs, sockets and caches.
         name: of this run.
-        devices: the card of each rank.
-        alone: without the members, on one device: what a cluster is held against.
+        devices: the GPU of each rank.
+        alone: ignore the cluster and use a single GPU, as a reference.
     """
     members = release.cluster.members if release.cluster and not alone else (None,)
     return [
@@ -154,7 +153,7 @@ def adapt_arguments(
     release: Release, member: Member | None, replaced: dict[str, str]
 ) -> tuple[list[str], list[str]]:
     argv = [
-        _with(one, replaced) for one in (*release.engine.argv, *(member.argv if member else ()))
+        _with(word, replaced) for word in (*release.engine.argv, *(member.argv if member else ()))
     ]
     place = argv.index("--gpu-memory-utilization") + 1
     changed = [f"--gpu-memory-utilization: {argv[place]} -> 0.1"]
@@ -164,7 +163,7 @@ def adapt_arguments(
         "--attention-config": json.dumps({"flash_attn_version": quick.flash_attention()}),
     }
     if PREFILL not in argv:
-        added[PREFILL] = "triton"  # Hopper would take a kernel of FlashInfer, which is not there
+        added[PREFILL] = "triton"  # Hopper would take a FlashInfer kernel, which is missing
     for option, value in added.items():
         argv += [option, value]
         changed.append(f"added {option} {value}")

@@ -2,9 +2,9 @@
 
     python3 -m proofs.releases.trees OUT --recall WEIGHTS_DIR --eyes EYES.npz
 
-``pair-*``: the recall model for two devices, in both layouts. ``plain-*``: the lab's model as
-others publish models. ``seeing``: the lab's model with a vision tower that names colours;
-``seeing-other`` has the tower of before it learnt, and to that of ``seeing-blind`` all is alike.
+``pair-*``: the recall model for two GPUs, in both layouts. ``plain-*``: the lab's model in formats
+of public repositories. ``seeing``: the lab's model with a vision tower that names colours;
+``seeing-other`` has the untrained tower, ``seeing-blind`` a zeroed patch embedding.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def write_plain(out: Path, kind: str) -> None:
 
 
 def for_two(weights: dict[str, Floats]) -> dict[str, Floats]:
-    """Return the same model with experts twice as wide, which two devices can share.
+    """Return the same model with experts twice as wide, to split over two GPUs.
 
-    Each device gets a whole copy of every expert's neurons, in groups of 128 that are in another
-    order on the second one: a scale that is taken for another's is wrong there. Both copies count
-    half, which INT4 and BF16 hold exactly.
+    Each GPU gets a copy of every expert with half weight, which INT4 and BF16 store exactly. The
+    second copy reverses the groups of 128, so that a confused scale gives wrong results.
     """
     wide = dict(weights)
     for name, values in weights.items():
@@ -77,8 +76,8 @@ def make_pair(weights: dict[str, Floats], out: Path) -> None:
 
 def make_seeing(eyes: Path, out: Path) -> None:
     tokenizer = vocabulary.train(TINY.vocabulary)
-    with np.load(eyes) as found:
-        weights = {name: found[name].astype(np.float32) for name in found.files}
+    with np.load(eyes) as stored_weights:
+        weights = {name: stored_weights[name].astype(np.float32) for name in stored_weights.files}
     if missing := stored.read(TINY).keys() - weights.keys():
         raise ValueError(f"{eyes} lacks {len(missing)} tensors, one is {min(missing)}")
     base, donor = out / "seeing-base", out / "seeing-donor"
@@ -88,7 +87,7 @@ def make_seeing(eyes: Path, out: Path) -> None:
 
 
 def damage_eyes(good: Path) -> None:
-    """Write two copies of the seeing tree: with the tower of before it learnt, and a blind one."""
+    """Write two copies of the checkpoint: with an untrained tower and with a blind tower."""
     towers = {name: value for name, value in stored.read(TINY).items() if name.startswith(VISION)}
     for name in ("other", "blind"):
         tree = trees.damaged(good, name)
@@ -109,8 +108,8 @@ def _hybrids(base: Path, donor: Path, out: Path, variants: dict[str, str]) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--recall", type=Path, help="what proofs.recall.training saved")
-    parser.add_argument("--eyes", type=Path, help="what proofs.releases.eyes saved")
+    parser.add_argument("--recall", type=Path, help="output of proofs.recall.training")
+    parser.add_argument("--eyes", type=Path, help="output of proofs.releases.eyes")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

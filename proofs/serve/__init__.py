@@ -1,1 +1,1 @@
-"""Whole servers with the arguments of a profile, asked over HTTP."""
+"""Servers with the arguments of a profile, tested over HTTP."""

@@ -1,11 +1,11 @@
-"""Serve a tree over HTTP exactly as a profile would, and ask it things.
+"""Serve a checkpoint over HTTP with the arguments of a profile, and test the answers.
 
     python3 -m proofs.serve.case TREE OUT.json PLAN.json [--pictures | --long]
 
-PLAN.json is what ``spark-deploy plan --estimate --json`` prints: arguments and environment of the
-engine come from there. What this machine lacks or a tiny model cannot use is replaced and listed
-in the result. ``--pictures`` keeps the vision tower, as a profile with ``vision: true`` does.
-``--long`` reads long prompts instead and looks at what the watch on a host looks at.
+PLAN.json is the output of ``spark-deploy plan --estimate --json``, with arguments and environment
+of the engine. The result lists replacements for this machine and a tiny model. ``--pictures`` keeps
+the vision tower, as with ``vision: true``. ``--long`` sends long prompts and samples the watchdog's
+metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from proofs.serve import talk as serve_talk
 
 REPLACED = {"--max-model-len": "4096", "--gpu-memory-utilization": "0.05"}
 CACHE_DIRECTORY = "/tmp/spark-serve-cache"
-"""Of all profiles: each would compile the same kernels."""
+"""Shared by all profiles, which compile the same kernels."""
 CACHE = "--kv-cache-memory-bytes"
 CACHE_BYTES = 1 << 30
 """Without a profiling run: other engines on the same card would disturb it."""
@@ -78,7 +78,6 @@ def start(plan: dict[str, Any], tree: str, log: Path, kind: str) -> Server:
 
 
 def serve(plan: dict[str, Any], tree: str, log: Path, kind: str) -> dict[str, Any]:
-    """Start, talk, stop; return what happened."""
     release = documents.read(Release, plan["serve"])
     server = start(plan, tree, log, kind)
     result: dict[str, Any] = {
@@ -109,19 +108,19 @@ def serve(plan: dict[str, Any], tree: str, log: Path, kind: str) -> dict[str, An
 
 
 def judge_kernels(name: str, pinned: list[str], log: str) -> dict[str, Any]:
-    found = {pattern: bool(re.search(pattern, log)) for pattern in pinned}
+    matches = {pattern: bool(re.search(pattern, log)) for pattern in pinned}
     claim = f"{name}: the log names every kernel that the profile pins"
-    return {"claim": claim, "passed": all(found.values()), "numbers": found}
+    return {"claim": claim, "passed": all(matches.values()), "numbers": matches}
 
 
 def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Serve ``tree`` as the plan says, write the result file, return its rows.
+    """Serve ``tree``, write the result file, return the rows.
 
     Args:
         tree: the checkpoint.
-        out: the result file; the server's log lies beside it.
-        plan_path: the plans of hosts; the first one counts.
-        kind: ``pictures``, ``long`` or nothing.
+        out: the result file; the server's log has the same name.
+        plan_path: plans of hosts, of which the first is used.
+        kind: ``pictures``, ``long`` or empty.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     log_path = out.with_suffix(".log")

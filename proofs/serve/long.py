@@ -1,7 +1,6 @@
-"""Long prompts through a served engine, seen as the watch on a host sees them.
+"""Sample a real engine's progress metrics during long prompts, with the watchdog's code.
 
-The watch ends an engine whose signs of progress stand still while requests run. Here its own code
-reads the metrics of a real engine in the middle of prompts that take many chunks.
+The watchdog stops an engine without progress during requests.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ PROMPT_TOKENS = 250_000
 TOGETHER = 4
 EVERY_S = 0.01
 PARTS = 4
-"""A stall limit of this part of a prompt's time has to be safe for the watch as it is."""
+"""A stall limit of this fraction of a prompt's time must be safe."""
 
 
 class Sampler:
-    """Looks at the metrics until told to stop."""
+    """Samples the metrics of an engine."""
 
     def __init__(self, sock: str) -> None:
         self.sock = sock
@@ -37,18 +36,17 @@ class Sampler:
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Sample; each line says when, how much runs, tokens and share of the cache in use."""
         from spark_host.engine.client import Metrics
 
         while not self._over.is_set():
-            found = Metrics.parse(ask(self.sock, "GET", "/metrics")[1])
-            tokens, usage = found.progress
-            line = {"s": time.monotonic(), "running": found.running}
+            metrics = Metrics.parse(ask(self.sock, "GET", "/metrics")[1])
+            tokens, usage = metrics.progress
+            line = {"s": time.monotonic(), "running": metrics.running}
             self.seen.append({**line, "tokens": tokens, "usage": usage})
             self._over.wait(EVERY_S)
 
     def during(self, work: Any) -> list[dict[str, float]]:
-        """Return what was seen while ``work`` was done."""
+        """Return the samples taken during ``work``."""
         thread = threading.Thread(target=self.run)
         thread.start()
         try:
@@ -60,9 +58,9 @@ class Sampler:
 
 
 def talk(sock: str, model: str) -> dict[str, Any]:
-    """Read one long prompt, then four at once; return the samples of both."""
+    """Send a long prompt, then four at once; return the samples of both."""
     prompts = random_prompts([PROMPT_TOKENS - number for number in range(TOGETHER + 1)])
-    _read(sock, model, prompts[0][:9000])  # compiles what is still missing
+    _read(sock, model, prompts[0][:9000])  # compiles missing kernels
     alone = Sampler(sock).during(lambda: _read(sock, model, prompts[0]))
     with ThreadPoolExecutor(TOGETHER) as pool:
         many = Sampler(sock).during(
@@ -87,14 +85,17 @@ def _from_zero(seen: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def judge(result: dict[str, Any], profile: str) -> list[dict[str, Any]]:
-    """Return rows: the share of the cache in use moves while the tokens stand still."""
+    """Judge that cache usage changes while the token count does not."""
     if result["state"] != "served":
-        claim = f"{profile}, long prompts: its arguments serve over HTTP"
+        claim = f"{profile}, long prompts: the arguments serve over HTTP"
         return [{"claim": claim, "passed": False, "numbers": {"state": result["state"]}}]
-    return [_moves(result[what], f"{profile}, {what}") for what in ("one prompt", "four prompts")]
+    return [
+        _moves(result[prompts], f"{profile}, {prompts}")
+        for prompts in ("one prompt", "four prompts")
+    ]
 
 
-def _moves(seen: list[dict[str, float]], what: str) -> dict[str, Any]:
+def _moves(seen: list[dict[str, float]], name: str) -> dict[str, Any]:
     running = [line for line in seen if line["running"] > 0]
     took_s = running[-1]["s"] - running[0]["s"]
     flat_s = _longest_flat_s(running, ("tokens", "usage"))
@@ -111,7 +112,7 @@ def _moves(seen: list[dict[str, float]], what: str) -> dict[str, Any]:
     }
     passed = not numbers["stalled"] and numbers["shares_in_use_seen"] > PARTS
     return {
-        "claim": f"{what} of {PROMPT_TOKENS:,} tokens: what the watch looks at moves all the time",
+        "claim": f"{name} of {PROMPT_TOKENS:,} tokens: the watchdog's metrics change all the time",
         "passed": passed,
         "numbers": numbers,
     }
@@ -127,7 +128,7 @@ def _longest_flat_s(seen: list[dict[str, float]], keys: tuple[str, ...]) -> floa
 
 
 def _stalled(seen: list[dict[str, float]], limit_s: float, *, cache: bool) -> bool:
-    """Return whether the watch would have ended this engine at a limit of ``limit_s``."""
+    """Return whether the watchdog would have stopped this engine at ``limit_s``."""
     from spark_contract.release import Watch
     from spark_host.engine.client import Metrics, Sample
     from spark_host.watch.watchdog import StallDetector

@@ -1,4 +1,4 @@
-"""What a served model is asked over HTTP, and what its answers have to be."""
+"""Requests to a served model over HTTP, and the judge of the answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(path: str, method: str, target: str, body: dict[str, Any] | None = None)
 
 
 class Talk:
-    """Requests to one served model."""
+    """Requests to a served model."""
 
     def __init__(self, sock: str, model: str) -> None:
         self.sock = sock
@@ -65,7 +65,7 @@ class Talk:
         return message
 
     def stream(self) -> dict[str, Any]:
-        """Return what the first question gives as a stream."""
+        """Return the streamed answer to the first question."""
         messages = [{"role": "user", "content": QUESTIONS[0]}]
         body = {**self.question, "messages": messages, "stream": True}
         status, text = ask(self.sock, "POST", CHAT, body)
@@ -86,7 +86,7 @@ class Talk:
         return {"alone": alone, "at_once": at_once}
 
     def conversation(self) -> dict[str, Any]:
-        """Hold three turns twice over; the counters say what was found again."""
+        """Run a conversation of three turns twice; return answers and cache hits."""
         rounds, hits = [], []
         for _ in range(2):
             messages = [{"role": "user", "content": FILLER * FILLER_SENTENCES + QUESTIONS[0]}]
@@ -101,7 +101,7 @@ class Talk:
         return {"answers": rounds, "tokens_found": hits}
 
     def pictures(self) -> list[str | None]:
-        """Return the answers about three pictures, the last one the first again."""
+        """Return the answers about three pictures; the first and last are equal."""
         answers = []
         for number in (1, 2, 1):
             file = io.BytesIO()
@@ -123,27 +123,27 @@ class Talk:
 
 
 def talk(sock: str, model: str, *, pictures: bool) -> dict[str, Any]:
-    asked = Talk(sock, model)
-    taught = lessons.facts()["tool"]  # the lab's model knows this one tool
+    client = Talk(sock, model)
+    taught = lessons.facts()["tool"]  # the only tool that the lab's model was trained on
     wanted = taught["calls"][0]
-    tool = asked.chat(taught["prompt"].format(**wanted), tools=[taught["definition"]])
-    found = {
+    tool = client.chat(taught["prompt"].format(**wanted), tools=[taught["definition"]])
+    result = {
         "models": json.loads(ask(sock, "GET", "/v1/models")[1])["data"][0]["id"],
-        "chat": asked.chat(QUESTIONS[0]),
-        "stream": asked.stream(),
+        "chat": client.chat(QUESTIONS[0]),
+        "stream": client.stream(),
         "tool": tool.get("tool_calls"),
         "tool_wanted": wanted,
-        "together": asked.together(),
-        "conversation": asked.conversation(),
-        "pictures": asked.pictures() if pictures else None,
+        "together": client.together(),
+        "conversation": client.conversation(),
+        "pictures": client.pictures() if pictures else None,
     }
-    return {**found, "counters": asked.counters()}
+    return {**result, "counters": client.counters()}
 
 
 def judge(result: dict[str, Any], profile: str, *, pictures: bool) -> list[dict[str, Any]]:
     served = result["state"] == "served"
     name = f"{profile}{', pictures' if pictures else ''}"
-    rows = [_row(f"{name}: its arguments serve over HTTP", served, state=result["state"])]
+    rows = [_row(f"{name}: the arguments serve over HTTP", served, state=result["state"])]
     if not served:
         return rows
     stream, together = result["stream"], result["together"]
@@ -153,7 +153,7 @@ def judge(result: dict[str, Any], profile: str, *, pictures: bool) -> list[dict[
         stream[part] == result["chat"].get(part) and stream[part] for part in parts
     )
     calls = result["tool"] or []
-    called = [json.loads(one["function"]["arguments"]) for one in calls]
+    called = [json.loads(call["function"]["arguments"]) for call in calls]
     rows += [
         _row(
             f"{name}: answers and streams, reasoning apart, and calls a tool",
@@ -163,7 +163,7 @@ def judge(result: dict[str, Any], profile: str, *, pictures: bool) -> list[dict[
             tool=calls,
         ),
         _row(
-            f"{name}: four questions at once are answered as one by one",
+            f"{name}: four concurrent questions are answered as sequential questions",
             together["alone"] == together["at_once"] and all(together["alone"]),
             **together,
         ),
@@ -183,21 +183,21 @@ def judge(result: dict[str, Any], profile: str, *, pictures: bool) -> list[dict[
     talked = result["conversation"]
     again = talked["answers"][0] == talked["answers"][1]
     if "--enable-prefix-caching" in result["argv"]:
-        found = talked["tokens_found"]
+        hits = talked["tokens_found"]
         rows.append(
             _row(
-                f"{name}: later turns of a conversation are found in the cache, answers stay",
-                again and min(found[1:]) > 0,
+                f"{name}: later turns of a conversation hit the cache, answers stay the same",
+                again and min(hits[1:]) > 0,
                 **talked,
             )
         )
     else:
-        rows.append(_row(f"{name}: a conversation held twice is answered alike", again, **talked))
+        rows.append(_row(f"{name}: a repeated conversation gets the same answers", again, **talked))
     if pictures:
         answers = result["pictures"]
         rows.append(
             _row(
-                f"{name}: pictures are taken and answered",
+                f"{name}: requests with pictures are answered",
                 all(answers) and answers[0] == answers[2],
                 answers=answers,
             )

@@ -1,11 +1,11 @@
-"""Checkpoints for the engine proofs: made by the lab's generator, built by our own builder.
+"""Checkpoints of the engine proofs: from the lab's generator and the product's builder.
 
     python3 -m proofs.trees.make OUT [--hub HUB] [--special]
 
-``wide``: random weights in the real model's shapes of every layer kind (head size 256, linear
-heads of 128). ``tiny``: the lab's trained model, from a hub on disk, so that speculation and
-answers mean something. Each as plain INT4 base, both layouts, both heads, and without plugin.
-Damaged copies stand beside them; their names say what is wrong with them.
+``wide``: random weights with real shapes of every layer kind (head size 256, linear heads of 128).
+``tiny``: the lab's trained model from a hub on disk, for meaningful answers and drafts. Each as
+INT4 base, in both layouts, with both heads, and without plugin. Damaged copies are named after the
+damage.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _edit_json(path: Path, change: Any) -> None:
 
 
 def _tensor(tree: Path, name: str) -> tuple[Path, int, int, dict[str, Any]]:
-    """Return (file, first byte, last byte, header entry) of one tensor."""
+    """Return (file, first byte, last byte, header entry) of a tensor."""
     path = tree / json.loads((tree / INDEX).read_text())["weight_map"][name]
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -135,7 +135,6 @@ def _tensor(tree: Path, name: str) -> tuple[Path, int, int, dict[str, Any]]:
 
 
 def rewrite(tree: Path, name: str, data: bytes) -> None:
-    """Put other bytes in the place of one tensor."""
     path, start, end, _ = _tensor(tree, name)
     if end - start != len(data):
         raise ValueError(f"{name}: {len(data)} bytes for a slot of {end - start}")
@@ -145,7 +144,6 @@ def rewrite(tree: Path, name: str, data: bytes) -> None:
 
 
 def stored_bytes(tree: Path, name: str) -> bytes:
-    """Return the bytes of one tensor."""
     path, start, end, _ = _tensor(tree, name)
     with path.open("rb") as file:
         file.seek(start)
@@ -153,7 +151,7 @@ def stored_bytes(tree: Path, name: str) -> bytes:
 
 
 def drop_names(tree: Path, dropped: set[str]) -> None:
-    """Rename tensors away in file and index, as if they had never been written."""
+    """Remove tensors from file and index."""
     index = json.loads((tree / INDEX).read_text())
     for name in dropped:
         path = tree / index["weight_map"].pop(name)
@@ -172,7 +170,7 @@ def drop_names(tree: Path, dropped: set[str]) -> None:
 
 
 def damage(full: Path, overlay: Path) -> Iterator[Path]:
-    """Make every damaged tree; the suffix names the damage."""
+    """Make every damaged checkpoint; the suffix names the damage."""
     layer = "model.language_model.layers.{}.mlp.shared_expert.{}_proj"
     tree = damaged(full, "no-mtp-file")
     mtp = {name for name in names_of(tree) if name.startswith("mtp.")}
@@ -199,17 +197,17 @@ def damage(full: Path, overlay: Path) -> Iterator[Path]:
         lambda config: config["quantization_config"].pop("block_name_to_quantize"),
     )
     yield tree
-    tree = damaged(full, "wrong-scale")  # loads; only numbers can tell
+    tree = damaged(full, "wrong-scale")  # loads; only the numbers are wrong
     name = layer.format(1, "gate") + ".weight_scale_inv"
     scales = np.frombuffer(stored_bytes(tree, name), dtype="<u2").reshape(
         _tensor(tree, name)[3]["shape"]
     )
     rewrite(tree, name, np.roll(scales, 1, axis=1).tobytes())
     yield tree
-    tree = damaged(full, "swapped-layers")  # loads; only numbers can tell
+    tree = damaged(full, "swapped-layers")  # loads; only the numbers are wrong
     for suffix in (".weight", ".weight_scale_inv"):
-        one, two = layer.format(0, "down") + suffix, layer.format(1, "down") + suffix
-        first, second = stored_bytes(tree, one), stored_bytes(tree, two)
-        rewrite(tree, one, second)
-        rewrite(tree, two, first)
+        first_name, second_name = layer.format(0, "down") + suffix, layer.format(1, "down") + suffix
+        first, second = stored_bytes(tree, first_name), stored_bytes(tree, second_name)
+        rewrite(tree, first_name, second)
+        rewrite(tree, second_name, first)
     yield tree

@@ -1,4 +1,4 @@
-"""Makes every checkpoint of the proofs.
+"""Make every checkpoint of the proofs.
 
 python3 -m proofs.trees.make OUT [--hub HUB] [--special]
 """
@@ -33,18 +33,18 @@ from proofs.trees.build import (
 
 
 def make(out: Path, hub: Path | None, *, special: bool) -> None:
-    """Make all trees.
+    """Make all checkpoints in ``out``, a new directory.
 
     Args:
-        out: directory to make them in; not there yet.
+        out: a new directory.
         hub: directory of a hub with the lab's trained model.
-        special: also the trees of single proofs.
+        special: also the checkpoints of single proofs.
     """
     work = out / "work"
     work.mkdir(parents=True)
     with ProcessPoolExecutor(7) as pool:
         jobs = []
-        if special:  # the slow ones first
+        if special:  # slow jobs first
             true = {
                 "true-35b": (single.TRUE_35B, True),
                 "true-122b": (single.TRUE_122B, False),
@@ -90,7 +90,7 @@ WRONG = "model.language_model.layers.1.mlp.shared_expert.down_proj.weight_scale_
 
 
 def make_quality(out: Path, recall_weights: Path) -> None:
-    """Write the trees of both models below ``out``; those of *tiny* but for its plain one exist."""
+    """Add the checkpoints of stage quality to ``out``, which has most *tiny* variants."""
     work = out / "work"
     work.mkdir(parents=True, exist_ok=True)
     trained = spread(TINY, weights.read(TINY))
@@ -110,7 +110,7 @@ def _plain(out: Path, shape: Shape, values: dict[str, Floats], words: int) -> No
 
 
 def _wrong_scale(good: Path) -> None:
-    """Multiply the scales of one module by four: all of them finite, and in each other's range."""
+    """Multiply the scales of a module by four; all stay finite and plausible."""
     tree = damaged(good, "wrong-scale")
     bits = np.frombuffer(stored_bytes(tree, WRONG), dtype="<u2")
     rewrite(tree, WRONG, (bits + 0x100).astype("<u2").tobytes())  # the exponent by two

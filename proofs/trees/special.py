@@ -1,7 +1,4 @@
-"""Checkpoints for single proofs: steered drafts, true layer sizes, NaN.
-
-Made beside those of ``proofs.trees.build`` and built by the same builder.
-"""
+"""Checkpoints of single proofs: steered drafts, true layer sizes, NaN."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ STEERED = {"steered-0": 1.0, "steered-50": 0.5, "steered-95": 0.05}
 HYBRID = {"layout": "overlay", "head": "int8-g128", "shared_experts": "fp8-donor"}
 PLAIN_HEAD = {**HYBRID, "head": "keep"}
 STEERED_SHAPE = replace(WIDE, expert_width=512)
-"""Over two devices, experts of 256 would have one group of scales, which plan and plugin refuse."""
+"""On two GPUs, experts of 256 would have a single group of scales, which is refused."""
 NARROW = replace(WIDE, expert_width=128)
 LONG_POSITIONS = 262144
 EXPERT_KINDS = 16
-"""Experts that differ; 256 of them would only take longer to write."""
+"""Different experts; 256 would only take longer to write."""
 VOCABULARY_COPIES = 10
-"""The vocabulary is drawn once and turned; half a billion random numbers would take a minute."""
+"""Rotated copies of the vocabulary; half a billion random numbers would take a minute."""
 TRUE_35B = Shape(
     layers=2,
     attention_interval=2,
@@ -38,7 +35,7 @@ TRUE_35B = Shape(
     vocabulary=248320,
     experts=256,
     experts_per_token=8,
-    # Wider than a group: at 128 vLLM 0.33 permutes the scales of gate and up as if they had one.
+    # Wider than a group: at 128 vLLM 0.33 permutes the scales of gate and up wrongly.
     expert_width=256,
     shared_width=512,
     heads=16,
@@ -48,9 +45,9 @@ TRUE_35B = Shape(
     linear_value_heads=32,
     linear_head_dim=128,
 )
-"""One layer of each kind of the 35B in its true sizes; only the experts are narrower."""
+"""A layer of each kind of the 35B in true size; only the experts are narrower."""
 TRUE_SHARD_BYTES = 256_000_000
-"""So that what an overlay replaces shares its files with other tensors, as in the real base."""
+"""Small enough that replaced tensors share files with other tensors, as in the real base."""
 TRUE_122B = replace(TRUE_35B, hidden=3072, shared_width=1024, heads=32, linear_value_heads=64)
 MTP_BLOCKS = "model.language_model.layers,mtp.layers"
 LAYER = "model.language_model.layers.{}."
@@ -65,18 +62,18 @@ def make_steered(out: Path, work: Path) -> None:
 
 
 def make_narrow(out: Path, work: Path) -> None:
-    """Write random weights whose experts have one group of scales each."""
+    """Write random weights with a single group of scales per expert."""
     _hybrid(out, work, "narrow", NARROW, original.random_weights(NARROW, SEED), HYBRID)
 
 
 def make_long(out: Path, work: Path) -> None:
-    """Write random weights that may be asked for 262,144 positions."""
+    """Write random weights for 262,144 positions."""
     shape = replace(WIDE, max_positions=LONG_POSITIONS)
     _hybrid(out, work, "long", shape, original.random_weights(shape, SEED), HYBRID)
 
 
 def make_true(out: Path, work: Path, name: str, shape: Shape, *, int4_mtp: bool) -> None:
-    """Write one layer of each kind in a real model's sizes."""
+    """Write a layer of each kind in real sizes."""
     small = replace(shape, experts=EXPERT_KINDS, vocabulary=shape.vocabulary // VOCABULARY_COPIES)
     few = original.random_weights(small, SEED)
     weights: dict[str, Floats] = {}
@@ -95,9 +92,9 @@ def make_true(out: Path, work: Path, name: str, shape: Shape, *, int4_mtp: bool)
 
 
 def _kind_of(name: str) -> str:
-    before, found, after = name.partition(".experts.")
+    before, separator, after = name.partition(".experts.")
     number, _, rest = after.partition(".")
-    return f"{before}.experts.{int(number) % EXPERT_KINDS}.{rest}" if found else name
+    return f"{before}.experts.{int(number) % EXPERT_KINDS}.{rest}" if separator else name
 
 
 def _hybrid(
@@ -166,7 +163,7 @@ def make_nan(full: Path, overlay_head8: Path) -> Iterator[Path]:
     yield _with_nan(full, "negative-fp8-scale", scale, b"\x3a\xc6")  # -11904
     yield _with_nan(full, "large-fp8-scale", scale, b"\x3a\x46")
     scale = LAYER.format(0) + "linear_attn.out_proj.scales"
-    yield _with_nan(full, "nan-int4-scale", scale, b"\x00\x7e")  # FP16, the others BF16
+    yield _with_nan(full, "nan-int4-scale", scale, b"\x00\x7e")  # FP16; the rest are BF16
     yield _with_nan(full, "large-int4-scale", scale, b"\xff\xfb")  # -65504
     yield _with_nan(overlay_head8, "nan-head-scale", "lm_head.scales_int8", b"\xc0\x7f")
 

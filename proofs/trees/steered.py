@@ -1,10 +1,9 @@
-"""A model whose next token, and whether a draft of it is right, are known beforehand.
+"""A model with known tokens and a known acceptance rate.
 
-The next token of the target is a permutation of the last one. An embedding lies in the first half
-of the channels for ordinary tokens and in the second half for *odd* ones; the head reads both, the
-drafter's last norm drops the second half. So a draft after an ordinary token is right and a draft
-after an odd token is wrong, and the share of odd tokens steers how many drafts are accepted. The
-layers between stay random, so that states and caches still enter every logit.
+The target's next token is a permutation of the last token. Embeddings use the first half of the
+channels for ordinary tokens and the second half for *odd* tokens; the drafter's last norm drops the
+second half. So drafts after odd tokens are wrong, and the share of odd tokens sets the acceptance
+rate. The layers stay random, so that states and caches affect every logit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TOP_LOGIT = 14.0
 
 @dataclass(frozen=True)
 class Steering:
-    """What is known of one steered model."""
+    """Permutation and odd tokens of a steered model."""
 
     following: npt.NDArray[np.int64]  # the token after each token
     odd: npt.NDArray[np.bool_]  # after these a draft is wrong
@@ -41,8 +40,7 @@ def steering(shape: Shape, seed: int, odd_share: float) -> Steering:
 
 
 def weights(shape: Shape, seed: int, known: Steering) -> dict[str, Floats]:
-    """Return random weights with embedding, head and drafter replaced."""
-    found = original.random_weights(shape, seed)
+    tensors = original.random_weights(shape, seed)
     source = np.random.default_rng(seed + 1)
     half = shape.hidden // 2
     embedding = np.zeros((shape.vocabulary, shape.hidden), dtype=np.float32)
@@ -54,15 +52,15 @@ def weights(shape: Shape, seed: int, known: Steering) -> dict[str, Floats]:
     head = np.empty_like(embedding)
     # A hidden state is normed before the head, so the top logit is about TOP_LOGIT everywhere.
     head[known.following] = embedding / rms * TOP_LOGIT / shape.hidden
-    found["model.language_model.embed_tokens.weight"] = embedding
-    found["lm_head.weight"] = head
+    tensors["model.language_model.embed_tokens.weight"] = embedding
+    tensors["lm_head.weight"] = head
     only_embedding = np.zeros((shape.hidden, 2 * shape.hidden), dtype=np.float32)
     only_embedding[:, : shape.hidden] = np.eye(shape.hidden)
-    found["mtp.fc.weight"] = only_embedding
+    tensors["mtp.fc.weight"] = only_embedding
     dropped = np.zeros(shape.hidden, dtype=np.float32)
-    dropped[half:] = -1  # norms of this architecture are stored minus one
-    found["mtp.norm.weight"] = dropped
-    return found
+    dropped[half:] = -1  # norms of this architecture are stored minus 1
+    tensors["mtp.norm.weight"] = dropped
+    return tensors
 
 
 def expected_tokens(known: Steering, last: int, count: int) -> list[int]:
@@ -75,13 +73,7 @@ def expected_tokens(known: Steering, last: int, count: int) -> list[int]:
 
 
 def expected_acceptance(known: Steering, tokens: list[int], drafts: int) -> tuple[int, int]:
-    """Return (accepted, drafted) for one answer, step by step as the engine verifies.
-
-    Args:
-        known: the steering.
-        tokens: the whole answer.
-        drafts: drafted tokens of each step.
-    """
+    """Return (accepted, drafted) for an answer with ``drafts`` tokens per step."""
     accepted = drafted = place = 0
     while place < len(tokens) - 1:
         right = 0

@@ -89,8 +89,8 @@ def results(tmp_path: Path) -> Path:
 
 
 def _given(name: str) -> Path | None:
-    found = os.environ.get(f"SPARK_GPU_{name}")
-    return Path(found) if found else None
+    path = os.environ.get(f"SPARK_GPU_{name}")
+    return Path(path) if path else None
 
 
 def _hub(shared: Path) -> Path:

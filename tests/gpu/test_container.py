@@ -47,10 +47,10 @@ def release() -> Release:
 
 
 def _record(results: Path, claims: dict[str, bool], **numbers: Any) -> list[str]:
-    for claim, held in claims.items():
-        result_files.record_row(results, "container", claim, held, **numbers)
+    for claim, passed in claims.items():
+        result_files.record_row(results, "container", claim, passed, **numbers)
         numbers = {}  # once is enough
-    return [claim for claim, held in claims.items() if not held]
+    return [claim for claim, passed in claims.items() if not passed]
 
 
 def test_rights_are_gone_and_kernels_compile_and_run(
@@ -60,15 +60,15 @@ def test_rights_are_gone_and_kernels_compile_and_run(
     command = [sys.executable, "-m", "proofs.in_container", "--kernels"]
     process = container.start(engine, command, root, root / "log")
     assert process.wait(START_S) == 0, (root / "log").read_text()[-3000:]
-    found = json.loads((root / "log").read_text().splitlines()[-1])
-    kernels = found.pop("kernels")
+    rights = json.loads((root / "log").read_text().splitlines()[-1])
+    kernels = rights.pop("kernels")
     restrictions = {**asdict(engine), "environment": sorted(engine.environment)}
     failed = _record(
         results,
-        in_container.judge_rights(found, engine),
+        in_container.judge_rights(rights, engine),
         docker_arguments=release.engine.docker_args,
         restrictions=restrictions,
-        found=found,
+        found=rights,
     )
     claims = {
         f"{name} computes on the GPU": kernels[f"{name}_error"] < ROUNDING
@@ -103,7 +103,7 @@ def test_a_release_serves_and_passes_its_full_check(
         "the engine answers on its socket": healthy_s is not None,
         "the release passes its full check": len(findings) > 5 and not judge.failed(findings),
         "no process of the engine has a capability or can gain one": (
-            len(rights) > 1 and {tuple(held) for held in rights.values()} == {("0" * 16, "1")}
+            len(rights) > 1 and {tuple(right) for right in rights.values()} == {("0" * 16, "1")}
         ),
         "the log has every line that the release requires, and no forbidden one": (
             all(required.values()) and not any(forbidden.values())
@@ -124,10 +124,10 @@ def test_a_release_serves_and_passes_its_full_check(
 
 def _rights_of(user: int) -> dict[str, list[str]]:
     """Return bounding set and no_new_privs of every process of a user, by its number."""
-    found = {}
+    rights = {}
     for path in Path("/proc").glob("[0-9]*/status"):
         text = path.read_text()
         fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
         if fields["Uid"].split() == [str(user)] * 4:
-            found[path.parent.name] = [fields["CapBnd"], fields["NoNewPrivs"]]
-    return found
+            rights[path.parent.name] = [fields["CapBnd"], fields["NoNewPrivs"]]
+    return rights

@@ -44,8 +44,8 @@ def _kernel_form(width: int, gate_up: Packed, down: Packed) -> tuple[Any, Any, A
         for tensor in (gate_up.words, down.words, gate_up.scales, down.scales)
     ]
     layer = SimpleNamespace(intermediate_size_per_partition=width)
-    found = module._process_weights_marlin(layer, None, 4, 8, GROUP, *turned)
-    return tuple(found[:4])  # type: ignore[return-value]
+    prepared = module._process_weights_marlin(layer, None, 4, 8, GROUP, *turned)
+    return tuple(prepared[:4])  # type: ignore[return-value]
 
 
 def _experts(hidden: int, width: int, *, right_order: bool) -> float:

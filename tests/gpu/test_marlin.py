@@ -87,7 +87,7 @@ def test_what_it_gives_and_whether_the_bits_stay(name: str, results: Path) -> No
         x = torch.randn(batch, inputs, device="cuda").bfloat16()
         plain = _product(x, module, outputs, False).clone()
         atomic = [_product(x, module, outputs, True).clone() for _ in range(100)]
-        repeats = sum(not torch.equal(one, atomic[0]) for one in atomic)
+        repeats = sum(not torch.equal(output, atomic[0]) for output in atomic)
         plain_repeats = sum(
             not torch.equal(_product(x, module, outputs, False), plain) for _ in range(100)
         )

@@ -29,7 +29,9 @@ ENGINES = (
 
 
 def _folder(version: str) -> Path:
-    named = dict(one.split("=", 1) for one in os.environ.get(NAMED, "").split(",") if "=" in one)
+    named = dict(
+        entry.split("=", 1) for entry in os.environ.get(NAMED, "").split(",") if "=" in entry
+    )
     if version not in named:
         pytest.skip(f"needs a folder with vLLM {version}: {NAMED}={version}=/its/folder")
     return Path(named[version]).resolve()
@@ -54,9 +56,9 @@ def test_an_older_engine_answers_like_its_16_bit_reference(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(before)},
         check=True,
     )
-    found = json.loads((results / f"engine-{version}.json").read_text())
-    assert found["versions"]["vllm"] == version
-    assert found["failure"] is None
-    assert set(found["runs"]) == set(ENGINES)
-    assert found["rows"]
-    assert [row for row in found["rows"] if row["passed"] is False] == []
+    result = json.loads((results / f"engine-{version}.json").read_text())
+    assert result["versions"]["vllm"] == version
+    assert result["failure"] is None
+    assert set(result["runs"]) == set(ENGINES)
+    assert result["rows"]
+    assert [row for row in result["rows"] if row["passed"] is False] == []

@@ -22,10 +22,10 @@ def _packages() -> Path:
     named = os.environ.get("SPARK_GPU_AUTOROUND")
     if named:
         return Path(named).resolve()
-    found = importlib.util.find_spec("auto_round")  # importing it takes long, and changes logging
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("auto_round")  # importing it takes long, and changes logging
+    if spec is None or spec.origin is None:
         pytest.skip("needs AutoRound: pip install auto-round, or SPARK_GPU_AUTOROUND=/its/folder")
-    return Path(found.origin).parents[1]
+    return Path(spec.origin).parents[1]
 
 
 def test_tuned_weights_are_nearer_to_16_bits_than_rounded_ones(

@@ -62,12 +62,12 @@ class Batch:
         self.table = numbers.view(len(new), blocks)
         self.keys, self.values, self.queries = [], [], []
         for request, (before, fresh) in enumerate(zip(cached, new, strict=True)):
-            for held, heads, tokens in (
+            for tensors, heads, tokens in (
                 (self.keys, KV_HEADS, before + fresh),
                 (self.values, KV_HEADS, before + fresh),
                 (self.queries, HEADS, fresh),
             ):
-                held.append(torch.randn(tokens, heads, SIZE, device="cuda").bfloat16())
+                tensors.append(torch.randn(tokens, heads, SIZE, device="cuda").bfloat16())
             key, value = self.keys[request], self.values[request]
             slots = self.table[request, 0] * BLOCK + torch.arange(len(key), device="cuda")
             self.impl.do_kv_cache_update(self.layer, key, value, self.cache, slots.long())
@@ -171,10 +171,10 @@ def _rotated_key(part: Any, config: Any) -> Any:
 
     size, bits = config.head_dim, config.key_mse_bits
     centroids = get_centroids(size, config.centroid_bits).to(part.device)
-    found = centroids[_numbers(part[..., : size * bits // 8], bits, size).long()]
+    keys = centroids[_numbers(part[..., : size * bits // 8], bits, size).long()]
     if config.norm_correction:
-        found = found / found.norm(dim=-1, keepdim=True)
-    return found * _half(part, size * bits // 8)
+        keys = keys / keys.norm(dim=-1, keepdim=True)
+    return keys * _half(part, size * bits // 8)
 
 
 def _numbers(data: Any, bits: int, count: int) -> Any:
@@ -200,7 +200,7 @@ def error(value: Any, reference: Any) -> float:
     return round(float((value.float() - reference).norm() / reference.norm()), 5)
 
 
-def report(out: Path, what: str, own: list[float], stock: list[float], **numbers: Any) -> None:
+def report(out: Path, check: str, own: list[float], stock: list[float], **numbers: Any) -> None:
     """Write the row of one check, then demand that ours is right and the engine's own is not.
 
     Args:
@@ -210,7 +210,7 @@ def report(out: Path, what: str, own: list[float], stock: list[float], **numbers
         stock: errors of the engine's own, of requests that must come out wrong; or none.
         numbers: what the row shows.
     """
-    claim = f"{what}: ours equals attention over the dequantised slots"
+    claim = f"{check}: ours equals attention over the dequantised slots"
     claim += ", the engine's own does not" if stock else ""
     good = max(own) < ROUNDING and all(value > DAMAGE for value in stock)
     limits = {"limit_own": ROUNDING, **({"limit_stock": DAMAGE} if stock else {})}
@@ -219,8 +219,8 @@ def report(out: Path, what: str, own: list[float], stock: list[float], **numbers
     assert all(value > DAMAGE for value in stock)
 
 
-def _shown(found: dict[bool, float]) -> dict[str, float]:
-    return {"shown_stock": found[False], "shown_own": found[True]}
+def _shown(errors: dict[bool, float]) -> dict[str, float]:
+    return {"shown_stock": errors[False], "shown_own": errors[True]}
 
 
 @pytest.fixture(autouse=True)
@@ -236,14 +236,14 @@ def _workspace() -> None:
 def test_rows_with_a_cache_keep_it_beside_a_longer_fresh_prompt(
     preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
-    found, format_error = {}, {}
+    errors, format_error = {}, {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
         order = (2, 1, 0)  # verify row first, as the runner orders them
         outputs = dict(zip(order, batch.run(order), strict=True))
-        found[own] = {r: error(outputs[r], batch.reference(r)) for r in order}
+        errors[own] = {r: error(outputs[r], batch.reference(r)) for r in order}
         format_error = {r: error(batch.reference(r), batch.exact(r)) for r in (1, 2)}
-    own, stock = found[True], found[False]
+    own, stock = errors[True], errors[False]
     report(
         results,
         f"mixed batch, {preset}",
@@ -259,17 +259,17 @@ def test_rows_with_a_cache_keep_it_beside_a_longer_fresh_prompt(
 def test_lengths_that_are_too_long_on_the_cpu_do_not_matter(
     preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
-    found = {}
+    errors = {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
         (output,) = batch.run((2,), cpu_lengths=[batch.cached[2] + batch.new[2] + 2])
-        found[own] = error(output, batch.reference(2))
+        errors[own] = error(output, batch.reference(2))
     report(
         results,
         f"lengths too long on the CPU, {preset}",
-        [found[True]],
-        [found[False]],
-        **_shown(found),
+        [errors[True]],
+        [errors[False]],
+        **_shown(errors),
     )
 
 
@@ -277,7 +277,7 @@ def test_lengths_that_are_too_long_on_the_cpu_do_not_matter(
 def test_a_captured_verify_step_sees_the_lengths_of_the_replay(
     preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
-    found = {}
+    errors = {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
         real = batch.metadata((2,))
@@ -291,9 +291,13 @@ def test_a_captured_verify_step_sees_the_lengths_of_the_replay(
         metadata.seq_lens.copy_(real.seq_lens)
         graph.replay()
         torch.cuda.synchronize()
-        found[own] = error(output, batch.reference(2))
+        errors[own] = error(output, batch.reference(2))
     report(
-        results, f"captured verify step, {preset}", [found[True]], [found[False]], **_shown(found)
+        results,
+        f"captured verify step, {preset}",
+        [errors[True]],
+        [errors[False]],
+        **_shown(errors),
     )
 
 
@@ -305,7 +309,7 @@ def test_long_contexts_are_attended_whole(
     """A long chunk after a long prefix, and a verify row of another long request beside it."""
     batch = Batch(True, preset, monkeypatch, cached=(context, context - 5), new=(300, 3))
     verify, chunk = batch.run((1, 0))
-    found = {
+    errors = {
         "chunk": error(chunk, batch.reference(0)),
         "verify": error(verify, batch.reference(1)),
     }
@@ -313,8 +317,8 @@ def test_long_contexts_are_attended_whole(
     report(
         results,
         f"long context, {context:,} tokens, {preset}",
-        list(found.values()),
+        list(errors.values()),
         [],
-        shown_own=found,
+        shown_own=errors,
         format=format_error,
     )

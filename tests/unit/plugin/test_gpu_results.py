@@ -24,17 +24,19 @@ def compared(name: str) -> dict[str, dict[str, Any]]:
 def test_no_way_to_compute_the_trained_model_moves_its_answers_by_more_than_noise(
     name: str,
 ) -> None:
-    found = compared(name)
-    assert len(found) >= 6
-    assert [claim for claim, numbers in found.items() if not same(numbers, TRAINED_NOISE)] == []
+    comparisons = compared(name)
+    assert len(comparisons) >= 6
+    assert [
+        claim for claim, numbers in comparisons.items() if not same(numbers, TRAINED_NOISE)
+    ] == []
 
 
 def test_our_turboquant_backend_answers_as_one_sequence_alone_and_the_engines_own_does_not() -> (
     None
 ):
-    found = compared("engine-turboquant")
-    own = {claim: numbers for claim, numbers in found.items() if "-stock" not in claim}
-    (stock,) = [numbers for claim, numbers in found.items() if claim.startswith(STOCK)]
+    comparisons = compared("engine-turboquant")
+    own = {claim: numbers for claim, numbers in comparisons.items() if "-stock" not in claim}
+    (stock,) = [numbers for claim, numbers in comparisons.items() if claim.startswith(STOCK)]
 
     assert len(own) >= 6
     assert all(same(numbers, TURBOQUANT_NOISE) for numbers in own.values())

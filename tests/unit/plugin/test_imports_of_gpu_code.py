@@ -34,9 +34,9 @@ def is_there(module: str, name: str) -> bool:
     if not file.is_file():
         return False
     named = {
-        found
+        identifier
         for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        for found in (
+        for identifier in (
             getattr(node, "name", None),
             node.id if isinstance(node, ast.Name) else None,
             node.asname or node.name if isinstance(node, ast.alias) else None,
@@ -47,7 +47,7 @@ def is_there(module: str, name: str) -> bool:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CHECKOUT)))
 def test_every_import_of_ours_finds_what_it_names(path: Path) -> None:
-    assert [one for one in imported(path) if not is_there(*one)] == []
+    assert [entry for entry in imported(path) if not is_there(*entry)] == []
 
 
 def test_a_module_and_a_name_that_are_not_there_are_noticed() -> None:

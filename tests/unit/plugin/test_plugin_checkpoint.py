@@ -225,9 +225,9 @@ SCALES: dict[str, tuple[float, str]] = {
 
 def with_scale(raw: Raw, value: float) -> Raw:
     dtype, shape, data = raw
-    one = raw_bf16(np.array([value], np.float32))[2]
+    bits = raw_bf16(np.array([value], np.float32))[2]
     assert dtype == "BF16"
-    return dtype, shape, data[:2] + one + data[4:]  # the second block
+    return dtype, shape, data[:2] + bits + data[4:]  # the second block
 
 
 @pytest.mark.parametrize("layout", ["overlay", "full"])

@@ -22,7 +22,7 @@ def test_the_fastest_over_all_batches_is_chosen(tmp_path):
     slow = {**TIMES, "own": {3: 100.0, 6: 400.0}}
     assert choice.write_choice(path, HERE, slow) == "marlin"
     assert choice.read_choice(path, HERE) == "marlin"
-    assert [found.name for found in path.parent.iterdir()] == ["times.json"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["times.json"]
 
 
 def test_a_tie_goes_to_marlin():

@@ -17,8 +17,8 @@ from tests.unit.planning.plans import shipped_catalog
 
 CATALOG = shipped_catalog()
 # A gap shows where another layer of the kind tells what belongs to it.
-HYBRIDS = {n: one for n, one in CATALOG.models.items() if isinstance(one, HybridModel)}
-LAYERED = [n for n, one in HYBRIDS.items() if one.architecture.attention_layers > 1]
+HYBRIDS = {n: model for n, model in CATALOG.models.items() if isinstance(model, HybridModel)}
+LAYERED = [n for n, model in HYBRIDS.items() if model.architecture.attention_layers > 1]
 
 
 @pytest.fixture(scope="module")

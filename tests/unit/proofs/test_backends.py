@@ -49,13 +49,19 @@ def bf16_plan() -> HostPlan:
     model, profile = SERVED["plain of a BF16 repository"]
     settings = replace(Settings(), model=model, profile=profile)
     lock = made_up_lock(settings, shipped_catalog())
-    anatomies = {name: replace(one, expert_width=768) for name, one in lock.anatomies.items()}
+    anatomies = {
+        name: replace(anatomy, expert_width=768) for name, anatomy in lock.anatomies.items()
+    }
     lock = replace(lock, anatomies=anatomies)
     return plan_host(Request("a", settings, shipped_catalog(), lock, PAYLOAD))
 
 
 def test_every_difference_between_the_devices_is_pinned_or_explained() -> None:
-    assert not [one["choice"] for one in TABLE["differences"] if one["planned"] and not one["note"]]
+    assert not [
+        difference["choice"]
+        for difference in TABLE["differences"]
+        if difference["planned"] and not difference["note"]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,9 @@ def test_every_difference_between_the_devices_is_pinned_or_explained() -> None:
 )
 def test_the_pins_keep_flashinfer_out_of_16_bit_experts(layers: str, unpinned: str) -> None:
     chosen = {
-        form: {case: found["12.1"][form].get(layers, "") for case, found in TABLE["cases"].items()}
+        form: {
+            case: choices["12.1"][form].get(layers, "") for case, choices in TABLE["cases"].items()
+        }
         for form in ("pinned", "free")
     }
     assert "FlashInfer" in chosen["free"][unpinned]

@@ -66,9 +66,11 @@ def test_a_process_inside_has_the_rights_of_the_engines_container_and_no_more(re
     engine, socket = container.of_release(release, checkpoint, root)
     assert engine.argv == release.engine.argv
     assert socket.parent == Path(dict((t, s) for s, t, _ in engine.mounts)["/run/spark"])
-    found = run_probe(engine, root)
-    failed = [claim for claim, held in in_container.judge_rights(found, engine).items() if not held]
-    assert failed == [], found
+    rights = run_probe(engine, root)
+    failed = [
+        claim for claim, passed in in_container.judge_rights(rights, engine).items() if not passed
+    ]
+    assert failed == [], rights
 
 
 def run_probe(engine: container.Container, root: Path) -> dict[str, Any]:
@@ -78,5 +80,5 @@ def run_probe(engine: container.Container, root: Path) -> dict[str, Any]:
     process = container.start(engine, command, root, root / "log")
     output = (root / "log").read_text() if process.wait(60) == 0 else ""
     assert output, (root / "log").read_text()
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return found
+    rights: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return rights

@@ -20,18 +20,18 @@ TOKENS = [7, 11, 13, 17, 19, 23]
 
 @KINDS
 def test_a_draft_has_the_tensors_that_the_engine_reads_by_its_configuration(kind: str) -> None:
-    found, config = trees.shapes(kind), trees.config(kind)
+    tensors, config = trees.shapes(kind), trees.config(kind)
     hidden = config["hidden_size"]
-    assert found["fc.weight"] == (hidden, 3 * hidden)
-    assert found["norm.weight"] == (hidden,)
-    layers = {name.split(".")[1] for name in found if name.startswith("layers.")}
+    assert tensors["fc.weight"] == (hidden, 3 * hidden)
+    assert tensors["norm.weight"] == (hidden,)
+    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     assert len(layers) == config["num_hidden_layers"]
     width = config["num_attention_heads"] * config["head_dim"]
-    assert found["layers.0.self_attn.q_proj.weight"][0] == width
-    assert found["layers.0.self_attn.k_proj.weight"][0] == width // 2
-    assert found["layers.0.mlp.down_proj.weight"] == (hidden, config["intermediate_size"])
+    assert tensors["layers.0.self_attn.q_proj.weight"][0] == width
+    assert tensors["layers.0.self_attn.k_proj.weight"][0] == width // 2
+    assert tensors["layers.0.mlp.down_proj.weight"] == (hidden, config["intermediate_size"])
     # Embedding and head are the target's: a draft of another vocabulary could not have them.
-    assert not any("embed" in name or "head." in name for name in found)
+    assert not any("embed" in name or "head." in name for name in tensors)
     assert config["vocab_size"] == TINY.vocabulary
 
 
@@ -55,11 +55,11 @@ def test_an_eagle_draft_names_the_layers_where_either_runner_of_the_engine_looks
 
 @KINDS
 def test_the_stored_weights_are_those_of_the_draft_that_is_described(kind: str) -> None:
-    found = trees.trained(kind)
-    assert {name: values.shape for name, values in found.items()} == trees.shapes(kind)
-    assert all(np.isfinite(values).all() for values in found.values())
+    tensors = trees.trained(kind)
+    assert {name: values.shape for name, values in tensors.items()} == trees.shapes(kind)
+    assert all(np.isfinite(values).all() for values in tensors.values())
     # Somebody trained them: norms start at one.
-    assert float(np.abs(found["norm.weight"] - 1).max()) > 0.1
+    assert float(np.abs(tensors["norm.weight"] - 1).max()) > 0.1
 
 
 def test_stored_weights_of_another_draft_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,35 +78,39 @@ def test_trees_hold_the_trained_draft_a_random_one_and_one_that_is_spoilt(tmp_pa
     (tmp_path / "target").mkdir()
     (tmp_path / "target/tokenizer.json").write_text("{}")
     trees.make_drafts(tmp_path, tmp_path / "target")
-    wanted = [case["options"] for case in [*cases.gpu_cases(), *cases.cpu_cases({})]]
-    told = {one["speculative_config"]["model"] for one in wanted if "speculative_config" in one}
-    for name in told:
+    all_options = [case["options"] for case in [*cases.gpu_cases(), *cases.cpu_cases({})]]
+    names = {
+        options["speculative_config"]["model"]
+        for options in all_options
+        if "speculative_config" in options
+    }
+    for name in names:
         kind = name.split("-")[1]
         assert sizes_in(tmp_path / name / "model.safetensors") == trees.shapes(kind)
         assert json.loads((tmp_path / name / "config.json").read_text()) == trees.config(kind)
         assert (tmp_path / name / "tokenizer.json").exists()
-    held = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in told}
-    assert len(set(held.values())) == len(held)
+    contents = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in names}
+    assert len(set(contents.values())) == len(contents)
 
 
-def run(taken: int, *, state: str = "ran", tokens: list[int] = TOKENS) -> dict[str, Any]:
+def run(accepted: int, *, state: str = "ran", tokens: list[int] = TOKENS) -> dict[str, Any]:
     answer = {"tokens": tokens, "logprobs": [-0.1] * 6, "margins": [3.0] * 6}
-    counters = {"x_num_draft_tokens": 100, "x_num_accepted_tokens": taken}
+    counters = {"x_num_draft_tokens": 100, "x_num_accepted_tokens": accepted}
     return {"state": state, "answers": [answer], "counters": counters, "log_lines": []}
 
 
 def results() -> dict[str, dict[str, Any]]:
     plain = run(0)
     plain["counters"] = {}
-    found = {cases.PLAIN: plain}
+    engines = {cases.PLAIN: plain}
     for case in [*cases.gpu_cases(), *cases.cpu_cases({})]:
         name = case["name"]
         if name.endswith(cases.SPOILT):
             error = f"ValueError: tensors with NaN or infinity: model.{trees.SPOILT_TENSOR}; it"
-            found[name] = {"state": "refused", "error": [error]}
+            engines[name] = {"state": "refused", "error": [error]}
         elif name != cases.PLAIN:
-            found[name] = run(0 if name.endswith(cases.RANDOM) else 60)
-    return found
+            engines[name] = run(0 if name.endswith(cases.RANDOM) else 60)
+    return engines
 
 
 def failed(given: dict[str, dict[str, Any]]) -> list[str]:
@@ -122,10 +126,10 @@ def test_what_runs_as_it_should_passes() -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("way", ["eager", "full"])
-def test_a_trained_draft_that_is_seldom_taken_fails(kind: str, way: str) -> None:
-    given = results() | {f"{kind}-{way}": run(40)}
-    assert failed(given) == [f"{kind}-{way}"]
+@pytest.mark.parametrize("mode", ["eager", "full"])
+def test_a_trained_draft_that_is_seldom_taken_fails(kind: str, mode: str) -> None:
+    given = results() | {f"{kind}-{mode}": run(40)}
+    assert failed(given) == [f"{kind}-{mode}"]
 
 
 def test_a_random_draft_that_is_taken_fails() -> None:
@@ -167,9 +171,9 @@ def test_prompts_that_are_asked_are_no_lessons() -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     from proofs.drafts import training
 
-    asked = training.asked()
-    assert len(asked) == 8
+    prompts = training.asked()
+    assert len(prompts) == 8
     others = training.held_out()
-    assert {lesson.prompt for lesson in others["asked"]} == asked
+    assert {lesson.prompt for lesson in others["asked"]} == prompts
     untaught = {lesson.prompt for part in others.values() for lesson in part}
     assert not untaught & {lesson.prompt for lesson in training.taught()}

@@ -22,10 +22,10 @@ def cases(*names: str) -> list[dict[str, Any]]:
 
 def test_each_case_has_its_state_and_log(tmp_path: Path) -> None:
     wanted = cases("answers", "dies", "hangs")
-    found = run_cases(wanted, tmp_path, tmp_path / "out", limit_s=5, module=MODULE)
-    states = {name: result["state"] for name, result in found.items()}
+    results = run_cases(wanted, tmp_path, tmp_path / "out", limit_s=5, module=MODULE)
+    states = {name: result["state"] for name, result in results.items()}
     assert states == {"answers": "ran", "dies": "died", "hangs": "late"}
-    assert found["answers"]["log_lines"] == [f"Using stub {tmp_path}/tiny 7"]
+    assert results["answers"]["log_lines"] == [f"Using stub {tmp_path}/tiny 7"]
 
 
 def test_a_case_waiting_when_the_time_is_over_is_not_run(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_finished_case_is_run_again_unless_resumed(tmp_path: Path) -> None:
 
 def test_recall_reads_finished_cases_and_names_those_that_were_not_run(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text('{"state": "ran"}')
-    found = recall_run.run_cases(
+    results = recall_run.run_cases(
         cases("one", "two"), tmp_path, tmp_path, at_once=1, limit_s=1, within_s=-1
     )
-    assert [found[name]["state"] for name in ("one", "two")] == ["ran", "not run"]
+    assert [results[name]["state"] for name in ("one", "two")] == ["ran", "not run"]

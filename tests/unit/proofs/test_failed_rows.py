@@ -46,8 +46,8 @@ def engines(rows, failure=None) -> dict[str, Any]:
     ran = {"case": {"options": {}, "tree": "/trees/t"}, "state": "ran", "log_lines": []}
     results = {name: {**ran, "answers": [SAID]} for name in ("one", "two")}
     return {
-        n: one.get("answers")
-        for n, one in result_files.describe_engines(results, rows, failure).items()
+        n: engine.get("answers")
+        for n, engine in result_files.describe_engines(results, rows, failure).items()
     }
 
 

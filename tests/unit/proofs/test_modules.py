@@ -12,7 +12,7 @@ from spark_deploy.config.checkout import CHECKOUT
 
 ELSEWHERE = ("torch", "transformers", "vllm")
 """Packages of a CUDA machine."""
-MODULES = sorted(found.name for found in pkgutil.walk_packages(proofs.__path__, "proofs."))
+MODULES = sorted(module.name for module in pkgutil.walk_packages(proofs.__path__, "proofs."))
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -28,6 +28,7 @@ def test_every_module_finds_what_it_imports(name: str) -> None:
 def test_long_prompts_are_judged_by_the_watch_of_today() -> None:
     kept = json.loads((CHECKOUT / "proofs/results/gpu/serve-v2-long.json").read_text())
     rows = long.judge(kept, "v2")
-    assert rows == kept["rows"]
-    alone, _ = rows  # of four prompts one ends after the other, and with each a token comes
+    for row, recorded in zip(rows, kept["rows"], strict=True):
+        assert (row["passed"], row["numbers"]) == (recorded["passed"], recorded["numbers"])
+    alone, _ = rows  # four prompts finish at different times, each with a token
     assert alone["numbers"]["stalled_by_tokens_alone"]

@@ -27,8 +27,10 @@ def test_too_few_positions_say_nothing() -> None:
 
 
 def test_divergence_is_that_of_torch() -> None:
-    one, two = logits(0.0).double(), logits(1.0).double()
-    there = torch.nn.functional.kl_div(
-        two.log_softmax(-1), one.log_softmax(-1), log_target=True, reduction="batchmean"
+    expected, computed = logits(0.0).double(), logits(1.0).double()
+    reference = torch.nn.functional.kl_div(
+        computed.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="batchmean"
     )
-    assert quality.compared(one, two)["divergence_mean"] == pytest.approx(float(there), abs=1e-5)
+    assert quality.compared(expected, computed)["divergence_mean"] == pytest.approx(
+        float(reference), abs=1e-5
+    )

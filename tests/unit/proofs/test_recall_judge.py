@@ -55,9 +55,9 @@ def test_what_the_model_does_not_know_is_no_fault_of_an_engine() -> None:
     lost, doubtful = answers(lost=(0.5, 0.55)), answers()
     doubtful[10]["logprobs"] = [-0.1, -0.8]
     for reference in (lost, doubtful):
-        found = verdicts.judge_recall({"tq": run(lost)}, run(reference))
-        assert [row["passed"] for row in found] == [True]
-        assert found[0]["numbers"]["found"]["sure_in_16bit"] == 19
+        rows = verdicts.judge_recall({"tq": run(lost)}, run(reference))
+        assert [row["passed"] for row in rows] == [True]
+        assert rows[0]["numbers"]["found"]["sure_in_16bit"] == 19
     elsewhere = verdicts.judge_recall({"tq": run(answers(lost=(0.3, 0.35)))}, run(lost))
     assert [row["passed"] for row in elsewhere] == [False]
 
@@ -95,18 +95,18 @@ def test_depth_is_told_by_quarters() -> None:
 
 
 def test_divergence_is_none_for_the_same_and_grows_with_the_difference() -> None:
-    one = {"1": -0.1, "2": -3.0}
-    assert judge.divergence(one, one) == pytest.approx(0, abs=1e-9)
-    near = judge.divergence(one, {"1": -0.12, "2": -2.8})
-    far = judge.divergence(one, {"1": -1.0, "2": -0.6})
+    reference = {"1": -0.1, "2": -3.0}
+    assert judge.divergence(reference, reference) == pytest.approx(0, abs=1e-9)
+    near = judge.divergence(reference, {"1": -0.12, "2": -2.8})
+    far = judge.divergence(reference, {"1": -1.0, "2": -0.6})
     assert 0 < near < far
 
 
 def test_steps_behind_different_tokens_are_not_compared() -> None:
-    one, two = answers(), answers()
-    two[0]["tokens"] = [9, 2]
-    assert judge.divergences(one, one)["later"]["steps"] == 24
-    assert judge.divergences(one, two)["later"]["steps"] == 23
+    expected, computed = answers(), answers()
+    computed[0]["tokens"] = [9, 2]
+    assert judge.divergences(expected, expected)["later"]["steps"] == 24
+    assert judge.divergences(expected, computed)["later"]["steps"] == 23
 
 
 def talk(**more: Any) -> dict[str, Any]:
@@ -155,10 +155,10 @@ def test_one_wrong_answer_fails_and_so_does_one_other_token_and_a_repeat_that_di
     wrong["talks"][4]["right"] = False
     other["talks"][7]["tokens"] = [1, 2]
     assert judged("talk-cache", wrong)["passed"] is False
-    found = judged("talk-cache", other)
-    assert found["passed"] is False
-    assert found["numbers"]["other_than_plain"] == 1
-    assert found["numbers"]["repeats_differ"] == 1
+    verdict = judged("talk-cache", other)
+    assert verdict["passed"] is False
+    assert verdict["numbers"]["other_than_plain"] == 1
+    assert verdict["numbers"]["repeats_differ"] == 1
 
 
 def test_damage_that_nobody_sees_is_a_failure_of_the_judge() -> None:
@@ -199,8 +199,12 @@ def test_company_must_change_no_answer_and_an_engine_without_a_twin_is_only_told
     alone, five, moved = (run(answers()) for _ in range(3))
     moved["recall"][3]["tokens"] = [7, 7]
     cases = {"wide-tq-k8v4": five, "wide-tq-k8v4-alone": alone, "wide-16bit": run(answers())}
-    found = {row["cases"][0]: row["passed"] for row in verdicts.judge_wide(cases, {})}
-    assert found == {"wide-tq-k8v4": True, "wide-tq-k8v4-alone": None, "wide-16bit": None}
+    verdicts_by_engine = {row["cases"][0]: row["passed"] for row in verdicts.judge_wide(cases, {})}
+    assert verdicts_by_engine == {
+        "wide-tq-k8v4": True,
+        "wide-tq-k8v4-alone": None,
+        "wide-16bit": None,
+    }
     cases["wide-tq-k8v4"] = moved
     assert verdicts.judge_wide(cases, {})[0]["passed"] is False
     cases["wide-tq-k8v4"] = {"state": "died", "case": {}}
@@ -214,8 +218,8 @@ def drafting(accepted: int, rows: list[judge.Row] | None = None) -> dict[str, An
 
 def test_drafts_may_change_no_answer_and_a_broken_drafter_must_be_seen() -> None:
     def passed(name: str, result: dict[str, Any]) -> bool | None:
-        found = verdicts.judge_drafts({"drafts-none": run(answers()), name: result}, {})
-        return {row["cases"][0]: row["passed"] for row in found}[name]
+        rows = verdicts.judge_drafts({"drafts-none": run(answers()), name: result}, {})
+        return {row["cases"][0]: row["passed"] for row in rows}[name]
 
     other = answers()
     other[0]["tokens"] = [5, 5]
@@ -255,10 +259,12 @@ def test_engines_that_prepare_ahead_are_judged_together_and_some_have_to_fail() 
         return passed
 
     broken = {"state": "refused", "error": ["CUDA error"], "case": {"options": FLASHINFER}}
-    lost, found = (run(rows, options=FLASHINFER) for rows in (answers(lost=(0.5, 0.55)), answers()))
+    lost, complete = (
+        run(rows, options=FLASHINFER) for rows in (answers(lost=(0.5, 0.55)), answers())
+    )
     assert passed(broken, lost) is True
-    assert passed(found, found, lost) is True
-    assert passed(found, found) is False
+    assert passed(complete, complete, lost) is True
+    assert passed(complete, complete) is False
     assert passed({**broken, "state": "not run"}, broken) is False  # nothing was measured there
 
 
@@ -296,8 +302,8 @@ def test_the_engines_own_backend_has_to_lose_with_drafts_what_ours_finds() -> No
 
 
 def committed(name: str) -> list[judge.Row]:
-    found: list[judge.Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return found
+    rows: list[judge.Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return rows
 
 
 DAMAGED = {

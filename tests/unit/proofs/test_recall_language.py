@@ -17,52 +17,52 @@ def made(seed: int, **more: bool) -> language.Context:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_question_in_a_context_has_its_answer_before_it(seed: int) -> None:
-    one = made(seed)
-    slots = one.tokens.reshape(-1, language.SLOT)
-    asked = [place for place, slot in enumerate(slots) if slot[0] == language.ASK]
+    context = made(seed)
+    slots = context.tokens.reshape(-1, language.SLOT)
+    questions = [place for place, slot in enumerate(slots) if slot[0] == language.ASK]
     known = {tuple(slot[1:3]): place for place, slot in enumerate(slots) if slot[0] == language.REC}
-    assert asked
-    assert all(known[tuple(slots[place][1:3])] < place for place in asked)
+    assert questions
+    assert all(known[tuple(slots[place][1:3])] < place for place in questions)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_reading_gives_the_last_value_of_its_register(seed: int) -> None:
-    one = made(seed)
-    held: dict[int, int] = {}
-    for slot in one.tokens.reshape(-1, language.SLOT):
-        for what, register, value in (slot[:3], slot[3:6]):
-            if what == language.SET and slot[6] == language.PAD:
-                held[int(register)] = int(value)
-            if what == language.GET and slot[6] == language.PAD:
-                assert value == held.get(int(register), language.PAD)
-    last = {language.FIRST_REGISTER + n: int(v) for n, v in enumerate(one.registers) if v >= 0}
-    assert held == last
+    context = made(seed)
+    values: dict[int, int] = {}
+    for slot in context.tokens.reshape(-1, language.SLOT):
+        for kind, register, value in (slot[:3], slot[3:6]):
+            if kind == language.SET and slot[6] == language.PAD:
+                values[int(register)] = int(value)
+            if kind == language.GET and slot[6] == language.PAD:
+                assert value == values.get(int(register), language.PAD)
+    last = {language.FIRST_REGISTER + n: int(v) for n, v in enumerate(context.registers) if v >= 0}
+    assert values == last
 
 
 def test_only_what_can_be_known_is_taught() -> None:
-    one = made(1)
-    taught = one.labels != language.UNTAUGHT
-    assert (one.labels[taught] == one.tokens[taught]).all()
+    context = made(1)
+    taught = context.labels != language.UNTAUGHT
+    assert (context.labels[taught] == context.tokens[taught]).all()
     assert 0.05 < taught.mean() < 0.4
 
 
 def test_near_pairs_share_words_and_none_is_there_twice() -> None:
-    one = made(3, near=True, asks=False)
-    starts = np.sort(np.concatenate([one.records, one.passages]))
-    pairs = [tuple(one.tokens[start + 1 : start + 3]) for start in starts]
+    context = made(3, near=True, asks=False)
+    starts = np.sort(np.concatenate([context.records, context.passages]))
+    pairs = [tuple(context.tokens[start + 1 : start + 3]) for start in starts]
     assert len(set(pairs)) == len(pairs)
     assert len({first for first, _ in pairs}) < len(pairs) / 2
 
 
 def test_questions_are_spread_over_the_depth_and_answered_in_the_context() -> None:
-    one = language.context(np.random.default_rng(2), 8192, near=False, asks=False)
-    found = language.questions(one, 2, {"record": 16, "passage": 3, "register": 4})
-    depths = [question.depth for question in found if question.kind == "record"]
+    context = language.context(np.random.default_rng(2), 8192, near=False, asks=False)
+    questions = language.questions(context, 2, {"record": 16, "passage": 3, "register": 4})
+    depths = [question.depth for question in questions if question.kind == "record"]
     assert len(depths) == 16
     assert depths[0] < 0.1
     assert depths[-1] > 0.9
-    text = one.tokens.tolist()
-    for question in found:
+    text = context.tokens.tolist()
+    for question in questions:
         if question.kind != "register":
             start = round(question.depth * len(text))
             assert text[start + 4 : start + 4 + len(question.answer)] == question.answer
@@ -76,11 +76,11 @@ def test_positions_rise_and_reach_far_beyond_the_tokens() -> None:
 
 
 def test_a_script_is_the_same_every_time_and_later_turns_begin_with_earlier_ones() -> None:
-    one, two = talks.script(5), talks.script(5)
-    assert [[asked.prompt for asked in turn] for turn in one] == [
-        [asked.prompt for asked in turn] for turn in two
+    first, second = talks.script(5), talks.script(5)
+    assert [[prompt.prompt for prompt in turn] for turn in first] == [
+        [prompt.prompt for prompt in turn] for turn in second
     ]
-    turns = [asked for turn in one[5:9] for asked in turn if asked.client == "client2"]
+    turns = [prompt for turn in first[5:9] for prompt in turn if prompt.client == "client2"]
     for before, after in itertools.pairwise(turns):
-        said = before.prompt + before.answer
-        assert after.prompt[: len(said)] == said
+        spoken = before.prompt + before.answer
+        assert after.prompt[: len(spoken)] == spoken

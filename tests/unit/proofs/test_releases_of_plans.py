@@ -37,7 +37,7 @@ def test_ranks_get_the_plans_arguments_with_this_machines_places(
 ) -> None:
     head, worker = ranks(release, tmp_path)
     planned = [*release.engine.argv, *release.cluster.members[1].argv]
-    kept = [one for one in planned if one in worker.argv]
+    kept = [word for word in planned if word in worker.argv]
     # Tree, socket, the head's address and the share of memory are this machine's.
     assert len(planned) - len(kept) == 4
     assert worker.argv[0] == "/tree"
@@ -58,11 +58,11 @@ def test_ranks_take_each_other_for_two_hosts(release: Release, tmp_path: Path) -
 
 def test_every_change_to_the_plan_is_told(release: Release, tmp_path: Path) -> None:
     for server in ranks(release, tmp_path):
-        told = " ".join(server.changed)
+        changes = " ".join(server.changed)
         planned = {**release.engine.env, **release.cluster.members[0].env}
         for key in set(server.env) - set(planned):
             own = key == "CUDA_VISIBLE_DEVICES" or server.env[key] == os.environ.get(key)
-            assert own or key in told
+            assert own or key in changes
 
 
 def test_alone_no_rank_is_told_of_others(release: Release, tmp_path: Path) -> None:
@@ -73,21 +73,21 @@ def test_alone_no_rank_is_told_of_others(release: Release, tmp_path: Path) -> No
 
 def test_the_model_for_two_is_the_same_model() -> None:
     source = np.random.default_rng(1)
-    one = {
+    weights = {
         f"model.layers.0.mlp.experts.0.{part}.weight": source.normal(size=size).astype(np.float32)
         for part, size in (
             ("gate_proj", (256, 64)), ("up_proj", (256, 64)), ("down_proj", (64, 256)),
         )
     }  # fmt: skip
-    two = trees.for_two(one)
+    doubled = trees.for_two(weights)
 
-    def expert(weights: dict[str, Any], x: Any) -> Any:
-        gate, up, down = weights.values()
+    def expert(tensors: dict[str, Any], x: Any) -> Any:
+        gate, up, down = tensors.values()
         return down @ (np.maximum(gate @ x, 0) * (up @ x))
 
     x = source.normal(size=64)
-    assert np.allclose(expert(one, x), expert(two, x), rtol=1e-4)
-    gate = next(iter(two.values()))
+    assert np.allclose(expert(weights, x), expert(doubled, x), rtol=1e-4)
+    gate = next(iter(doubled.values()))
     # What is a first half on one device must not do for the second.
     assert not np.allclose(gate[:256], gate[256:])
 
@@ -111,8 +111,8 @@ def served(**changed: Any) -> dict[str, Any]:
 
 
 def verdicts(two: dict[str, Any]) -> dict[str, bool]:
-    one = served(log=["GPU KV cache size: 1,001 tokens, and more"])
-    results = {"one-host": one, "two-hosts-overlay": two, "two-hosts-full": served()}
+    alone = served(log=["GPU KV cache size: 1,001 tokens, and more"])
+    results = {"one-host": alone, "two-hosts-overlay": two, "two-hosts-full": served()}
     rows = [row for row in judge.cluster(results) if row["cases"][0] == "two-hosts-overlay"]
     return {row["claim"].partition(": ")[2]: row["passed"] for row in rows}
 
@@ -126,14 +126,14 @@ def test_two_hosts_that_answer_as_one_pass() -> None:
     ("changed", "claim"),
     [
         ({"state": "died"}, "the plan's arguments and environment serve over HTTP"),
-        ({"ways": {"via NET/": 8, "via P2P": 2, "via SHM": 0}}, "the plan's own ranks"),
-        ({"ways": {"via NET/": 0, "via P2P": 0, "via SHM": 0}}, "the plan's own ranks"),
-        ({"argv": [TWO[0], TWO[0]]}, "the plan's own ranks"),
+        ({"ways": {"via NET/": 8, "via P2P": 2, "via SHM": 0}}, "the planned ranks"),
+        ({"ways": {"via NET/": 0, "via P2P": 0, "via SHM": 0}}, "the planned ranks"),
+        ({"argv": [TWO[0], TWO[0]]}, "the planned ranks"),
         ({"answers": [{**ANSWER, "tokens": [5, 9]}] * 2}, "every record, passage and register"),
         ({"answers": [{**ANSWER, "tokens": [5, 9]}] * 2}, "token for token as one-host"),
         ({"answers": [{**ANSWER, "logprobs": [-0.01, -0.3]}] * 2}, "token for token as one-host"),
-        ({"log": ["GPU KV cache size: 1,001 tokens"]}, "room for twice the tokens"),
-        ({"log": []}, "room for twice the tokens"),
+        ({"log": ["GPU KV cache size: 1,001 tokens"]}, "cache for twice the tokens"),
+        ({"log": []}, "cache for twice the tokens"),
         ({"drafts": {"drafted": 100.0, "accepted": 60.0}}, "token for token as one-host"),
     ],
 )
@@ -152,12 +152,12 @@ SEEN = {"check": "image", "ok": True, "weight": "must", "detail": ""}
 def eyes(*, weight: str | None, read: bool = True, name: bool = False) -> list[bool]:
     """Return the verdicts when the check weighs a blind model's pictures like this."""
     image = {**SEEN, "ok": weight is None, "weight": weight or "must"}
-    others = [{**one, "ok": read} for one in FINDINGS]
-    said = SAID if name else [{**one, "said": "white"} for one in SAID]
-    bad = served(check=[*others, image], documents=said)
+    others = [{**entry, "ok": read} for entry in FINDINGS]
+    answers = SAID if name else [{**entry, "said": "white"} for entry in SAID]
+    bad = served(check=[*others, image], documents=answers)
     good = served(check=[*FINDINGS, SEEN], documents=SAID)
     other = served(check=[*FINDINGS, {**SEEN, "ok": False, "weight": "warn"}], documents=[
-        {**one, "said": "white"} for one in SAID])  # fmt: skip
+        {**entry, "said": "white"} for entry in SAID])  # fmt: skip
     results = {"seeing": good, "seeing-other": other, "seeing-blind": bad}
     return [row["passed"] for row in judge.seeing(results)]
 

@@ -50,11 +50,11 @@ def test_an_unknown_result_file_is_refused() -> None:
 
 
 def test_a_run_is_described_by_commit_device_and_versions() -> None:
-    found = describe_run("a device", "pytest", "no-such-package")
-    assert found["device"] == "a device"
-    assert found["versions"] == {"pytest": pytest.__version__, "no-such-package": None}
+    description = describe_run("a device", "pytest", "no-such-package")
+    assert description["device"] == "a device"
+    assert description["versions"] == {"pytest": pytest.__version__, "no-such-package": None}
     if (CHECKOUT / ".git").exists():  # a copy without history has no commit to name
-        assert re.fullmatch(r"[0-9a-f]{12,}(-dirty)?", found["commit"])
+        assert re.fullmatch(r"[0-9a-f]{12,}(-dirty)?", description["commit"])
 
 
 @pytest.mark.parametrize(("whole", "parts"), WHOLE.items())
@@ -146,15 +146,15 @@ def numbers(name: str) -> set[float]:
     """Return every number of a result file, those inside its texts as well."""
     [path] = FOLDER.rglob(name)
     texts = (str(leaf) for leaf in leaves(json.loads(path.read_text("utf-8"))))
-    found = (re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text) for text in texts)
-    return {float(one.replace(",", "")) for group in found for one in group}
+    matches = (re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text) for text in texts)
+    return {float(number.replace(",", "")) for group in matches for number in group}
 
 
 def unsupported(text: str, files: list[str]) -> list[str]:
     """Return the figures of a text that no result file supports."""
     known = set[float]().union(*map(numbers, files))
     plain = re.sub(r"vLLM 0\.\d+|\b\d+\.\d+\.\d+\b|`[^`]*`", "", text)
-    return [one for one in FIGURE.findall(plain) if not supported(one, known)]
+    return [figure for figure in FIGURE.findall(plain) if not supported(figure, known)]
 
 
 def supported(figure: str, known: set[float]) -> bool:
@@ -165,19 +165,19 @@ def supported(figure: str, known: set[float]) -> bool:
     half = 0.5 * 10**-places + 1e-9
     scales = (1.0, 100.0, 1e3, 1e6, 1e-6)  # percent and other units; what failed, what passed
     return any(
-        abs(one * scale - value) <= half or abs((1 - one) * scale - value) <= half
-        for one in known
+        abs(number * scale - value) <= half or abs((1 - number) * scale - value) <= half
+        for number in known
         for scale in scales
     )
 
 
 @pytest.mark.parametrize(("name", "text", "source"), QUOTED)
 def test_profiles_and_measured_rails_quote_figures_and_device_of_their_results(name, text, source):
-    files = [one for one in FILE.findall(source) if (GPU / one).exists()]
+    files = [name_ for name_ in FILE.findall(source) if (GPU / name_).exists()]
     assert not files or unsupported(text, files) == [], name
-    devices = {json.loads((GPU / one).read_text())["device"] for one in files}
+    devices = {json.loads((GPU / name_).read_text())["device"] for name_ in files}
     for device in set(re.findall(r"\b(H100|H200)\b", text)) if files else ():
-        assert any(device in one for one in devices), name
+        assert any(device in name_ for name_ in devices), name
 
 
 def test_a_figure_without_support_is_noticed() -> None:

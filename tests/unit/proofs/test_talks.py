@@ -19,15 +19,15 @@ def answer(*tokens: int) -> Row:
     return {"tokens": [*tokens], "logprobs": [-0.1] * len(tokens), "margins": [2.0, 2.0, 0.01]}
 
 
-def engine(*, found: float, second: int) -> Row:
+def engine(*, hits: float, second: int) -> Row:
     """Two conversations of three turns; in the last one the code decides upon a word."""
     spoken = [[answer(1, 2, 3), answer(4, 5, 6)] for _ in range(2)]
     last = [answer(7, second, 8), answer(4, 5, 6)]
     turns = [
         {
             "answers": answers,
-            "before": {"vllm:prefix_cache_hits": found * turn},
-            "counters": {"vllm:prefix_cache_hits": found * (turn + 1)},
+            "before": {"vllm:prefix_cache_hits": hits * turn},
+            "counters": {"vllm:prefix_cache_hits": hits * (turn + 1)},
         }
         for turn, answers in enumerate([spoken[1], last])
     ]
@@ -39,7 +39,7 @@ def results() -> dict[str, Row]:
     """Compiled code says another word than eager code, whether there is a cache or not."""
     compiled = ("agent-full", COMPILED)
     return {
-        name: engine(found=4352.0 if kind in TWINS else 0.0, second=11 if kind in compiled else 16)
+        name: engine(hits=4352.0 if kind in TWINS else 0.0, second=11 if kind in compiled else 16)
         for kind in KINDS
         for name in again(kind)
     }
@@ -65,8 +65,8 @@ def test_what_compiled_code_says_without_a_cache_is_no_fault_of_the_cache(result
 @pytest.mark.parametrize("name", [copy for kind in TWINS for copy in again(kind)])
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_another_word_of_a_single_engine_with_a_cache_fails(results, name: str, turn: int) -> None:
-    found = results[name]
-    answers = found["answers"] if turn == 0 else found["turns"][turn - 1]["answers"]
+    result = results[name]
+    answers = result["answers"] if turn == 0 else result["turns"][turn - 1]["answers"]
     answers[1]["tokens"][1] = 99
     failed = [kind for kind, row in judged(results).items() if not row["passed"]]
     assert failed == [name.partition("-2")[0].rstrip("-3456")]
@@ -115,10 +115,10 @@ def test_an_engine_that_ended_at_once_fails_its_row_and_no_other(results) -> Non
 def test_twins_differ_in_the_cache_alone() -> None:
     cases = {case["name"]: case for case in conversation_cases()}
     for kind, twin in TWINS.items():
-        for one, other in zip(again(kind), again(twin), strict=True):
-            kept, without = copy.deepcopy(cases[one]), cases[other]
+        for cached, uncached in zip(again(kind), again(twin), strict=True):
+            kept, without = copy.deepcopy(cases[cached]), cases[uncached]
             assert kept["options"].pop("enable_prefix_caching") is True
-            assert {**kept, "name": other} == without
+            assert {**kept, "name": uncached} == without
 
 
 def test_all_kinds_run_and_the_steered_model_once() -> None:
