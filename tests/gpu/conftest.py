@@ -1,4 +1,4 @@
-"""GPU tests: skipped loudly without CUDA."""
+"""Fixtures of the GPU tests, which are skipped without CUDA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     kept = os.environ.get("SPARK_GPU_RESULTS")
-    worker = hasattr(session.config, "workerinput")  # of pytest-xdist: the others still write
+    worker = hasattr(session.config, "workerinput")  # of pytest-xdist
     if kept and not worker and not _missing():
         from proofs import stages
 
@@ -35,34 +35,34 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def trees(shared_directory: Path) -> Path:
-    """All checkpoints; ``SPARK_GPU_TREES`` names those that are there already."""
+    """All checkpoints, from ``SPARK_GPU_TREES`` if set."""
     from proofs.trees import make as maker
 
     def make(out: Path) -> None:
         maker.make(out, _hub(shared_directory), special=True)
 
-    return _given("TREES") or _once(shared_directory, "trees", make)
+    return _path_variable("TREES") or _make_once(shared_directory, "trees", make)
 
 
 @pytest.fixture(scope="session")
 def recall_weights() -> Path:
-    """The recall model; ``SPARK_GPU_RECALL`` names another training than the one in the tree."""
+    """The recall model's weights, from ``SPARK_GPU_RECALL`` if set."""
     from proofs.recall import weights
 
-    return _given("RECALL") or weights.HERE
+    return _path_variable("RECALL") or weights.HERE
 
 
 @pytest.fixture(scope="session")
 def eyes(shared_directory: Path) -> Path:
-    """The model that sees; ``SPARK_GPU_EYES`` names it, left out it is trained: some minutes."""
-    return _given("EYES") or _once(
+    """The vision weights, from ``SPARK_GPU_EYES`` or trained in some minutes."""
+    return _path_variable("EYES") or _make_once(
         shared_directory, "eyes.npz", lambda out: _run("proofs.releases.eyes", str(out))
     )
 
 
 @pytest.fixture(scope="session")
 def quality_trees(trees: Path, recall_weights: Path, shared_directory: Path) -> Path:
-    """The checkpoints of both trained models in 16 bits, and damaged, beside all others."""
+    """All checkpoints and those of stage quality."""
     from proofs.trees import make as maker
 
     def make(done: Path) -> None:
@@ -70,7 +70,7 @@ def quality_trees(trees: Path, recall_weights: Path, shared_directory: Path) -> 
             maker.make_quality(trees, recall_weights)
         done.touch()
 
-    _once(shared_directory, "quality", make)
+    _make_once(shared_directory, "quality", make)
     return trees
 
 
@@ -83,28 +83,28 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Where result files go: ``SPARK_GPU_RESULTS``, or nowhere that stays."""
+    """Directory for result files: ``SPARK_GPU_RESULTS``, or temporary."""
     kept = os.environ.get("SPARK_GPU_RESULTS")
     return Path(kept) if kept else tmp_path / "results"
 
 
-def _given(name: str) -> Path | None:
+def _path_variable(name: str) -> Path | None:
     path = os.environ.get(f"SPARK_GPU_{name}")
     return Path(path) if path else None
 
 
 def _hub(shared: Path) -> Path:
-    """Return a hub with the lab's trained model, whose weights are in the tree."""
+    """Return a hub with the lab's trained model."""
     from lab.model import build
 
     def make(out: Path) -> None:
         build.build(out)
 
-    return _given("HUB") or _once(shared, "hub", make)
+    return _path_variable("HUB") or _make_once(shared, "hub", make)
 
 
-def _once(shared: Path, name: str, make: Callable[[Path], None]) -> Path:
-    """Return what ``make`` writes; processes of one run share it."""
+def _make_once(shared: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """Return the output of ``make``, shared by all processes of a run."""
     out, done = shared / name, shared / f"{name}.done"
     with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

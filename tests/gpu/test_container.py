@@ -1,4 +1,4 @@
-"""The engine under the restrictions of its container: rights, kernels, a served release."""
+"""The engine under the restrictions of the container: rights, kernels, a served release."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from proofs.releases import asking, judge, server
 PLAN = Path(__file__).resolve().parents[2] / "build" / "plans" / "container.json"
 START_S = 420
 ROUNDING = 0.005
-"""Relative error of a product that is rounded to BF16."""
+"""Relative error of a product rounded to BF16."""
 pytestmark = [
     pytest.mark.skipif(not PLAN.exists(), reason="needs plans: `make gpu-plans`"),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    # A Unix socket lies below, whose path must be shorter than pytest's directories.
+    # pytest's directories are too long for the path of a Unix socket.
     with tempfile.TemporaryDirectory(
         prefix="spark-", dir="/tmp", ignore_cleanup_errors=True
     ) as new:
@@ -49,11 +49,11 @@ def release() -> Release:
 def _record(results: Path, claims: dict[str, bool], **numbers: Any) -> list[str]:
     for claim, passed in claims.items():
         result_files.record_row(results, "container", claim, passed, **numbers)
-        numbers = {}  # once is enough
+        numbers = {}  # only in the first row
     return [claim for claim, passed in claims.items() if not passed]
 
 
-def test_rights_are_gone_and_kernels_compile_and_run(
+def test_process_is_restricted_and_kernels_run(
     release: Release, trees: Path, root: Path, results: Path
 ) -> None:
     engine, _ = container.of_release(release, trees / "tiny-overlay-head8", root)
@@ -78,7 +78,7 @@ def test_rights_are_gone_and_kernels_compile_and_run(
     assert failed + _record(results, claims, **kernels) == []
 
 
-def test_a_release_serves_and_passes_its_full_check(
+def test_release_passes_the_full_check(
     release: Release, trees: Path, root: Path, results: Path
 ) -> None:
     engine, socket = container.of_release(release, trees / "tiny-overlay-head8", root)
@@ -100,12 +100,12 @@ def test_a_release_serves_and_passes_its_full_check(
     required = {pattern: bool(re.search(pattern, text)) for pattern in release.check.log_required}
     forbidden = {pattern: bool(re.search(pattern, text)) for pattern in release.check.log_forbidden}
     claims = {
-        "the engine answers on its socket": healthy_s is not None,
-        "the release passes its full check": len(findings) > 5 and not judge.failed(findings),
-        "no process of the engine has a capability or can gain one": (
+        "the engine answers on the socket": healthy_s is not None,
+        "the release passes the full check": len(findings) > 5 and not judge.failed(findings),
+        "no process of the engine has or can gain capabilities": (
             len(rights) > 1 and {tuple(right) for right in rights.values()} == {("0" * 16, "1")}
         ),
-        "the log has every line that the release requires, and no forbidden one": (
+        "the log has every required line and no forbidden line": (
             all(required.values()) and not any(forbidden.values())
         ),
     }
@@ -123,7 +123,7 @@ def test_a_release_serves_and_passes_its_full_check(
 
 
 def _rights_of(user: int) -> dict[str, list[str]]:
-    """Return bounding set and no_new_privs of every process of a user, by its number."""
+    """Return bounding set and no_new_privs of a user's processes, by pid."""
     rights = {}
     for path in Path("/proc").glob("[0-9]*/status"):
         text = path.read_text()

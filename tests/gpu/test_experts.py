@@ -1,7 +1,7 @@
-"""The engine's own INT4 experts against their dequantised weights, wide and narrow.
+"""The engine's INT4 experts against dequantised weights, wide and narrow.
 
-Experts whose width on a device is one group of scales come out wrong in vLLM 0.30 to 0.33: plan and
-plugin refuse them. When the second test fails, upstream is cured and both rails can go.
+vLLM 0.30 to 0.33 computes experts with a single group of scales wrongly; plan and plugin refuse
+them. When the second test fails, upstream is fixed and both checks can be removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRONG = 0.05
 
 
 class Packed:
-    """INT4 weights of all experts, inputs first, as a GPTQ checkpoint holds them."""
+    """INT4 weights of all experts, inputs first, as in a GPTQ checkpoint."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         codes = torch.randint(0, 16, (EXPERTS, inputs, outputs), device="cuda")
@@ -37,7 +37,7 @@ class Packed:
 
 
 def _kernel_form(width: int, gate_up: Packed, down: Packed) -> tuple[Any, Any, Any, Any]:
-    """Return weights and scales of both steps as the engine prepares them for its kernel."""
+    """Return weights and scales of both steps as the engine prepares them."""
     module = pytest.importorskip("vllm.model_executor.layers.fused_moe.oracle.int_wna16")
     turned = [
         tensor.transpose(1, 2).contiguous()  # outputs first, as the GPTQ method hands them over
@@ -49,12 +49,12 @@ def _kernel_form(width: int, gate_up: Packed, down: Packed) -> tuple[Any, Any, A
 
 
 def _experts(hidden: int, width: int, *, right_order: bool) -> float:
-    """Return the error of the engine's experts against the dequantised ones.
+    """Return the error of the engine's experts against dequantised experts.
 
     Args:
         hidden: inputs of gate and up.
-        width: width of one expert on this device.
-        right_order: put the scales of gate and up in order by their inputs, as a cure would.
+        width: of an expert on this device.
+        right_order: sort the scales of gate and up by input, as an upstream fix would.
     """
     from vllm import _custom_ops  # noqa: F401 # registers the kernels
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
@@ -83,7 +83,7 @@ def _experts(hidden: int, width: int, *, right_order: bool) -> float:
 
 @pytest.mark.parametrize("hidden", [2048, 3072])
 @pytest.mark.parametrize("width", [256, 512])
-def test_experts_of_several_groups_are_right(hidden: int, width: int, results: Path) -> None:
+def test_experts_of_several_groups_are_correct(hidden: int, width: int, results: Path) -> None:
     error = _experts(hidden, width, right_order=False)
     claim = f"experts {width} wide, {hidden} inputs: equal their dequantised weights"
     result_files.record_row(
@@ -93,7 +93,7 @@ def test_experts_of_several_groups_are_right(hidden: int, width: int, results: P
 
 
 @pytest.mark.parametrize("hidden", [2048, 3072])
-def test_experts_of_one_group_are_wrong_for_the_order_of_their_scales(
+def test_experts_of_a_single_group_are_wrong_because_of_scale_order(
     hidden: int, results: Path
 ) -> None:
     stock = _experts(hidden, GROUP, right_order=False)

@@ -45,7 +45,7 @@ def test_every_tile_is_correct_for_every_batch(name, tiles, rows, in_features): 
                 assert _error(logits(x, values, scales, used, 4), reference) < ROUNDING, used
 
 
-def test_quantising_in_blocks_equals_quantising_at_once():
+def test_quantising_in_blocks_equals_quantising_whole():
     from spark_vllm.head.quantise import quantise_rows
 
     weight = torch.randn(1000, 300, device="cuda").bfloat16()
@@ -125,7 +125,7 @@ def test_int8_costs_less_than_one_percent_on_gaussian_weights():
 def test_logits_are_bit_identical_at_every_batch(  # type: ignore[no-untyped-def]
     name, tiles, rows, in_features, results
 ):
-    """Each batch uses its own tile; tiles of a table may differ, arithmetic may not."""
+    """Batches use different tiles of a table, but the same arithmetic."""
     from spark_vllm.head.kernel import logits
 
     from proofs import result_files

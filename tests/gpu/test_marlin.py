@@ -1,7 +1,7 @@
-"""``VLLM_MARLIN_USE_ATOMIC_ADD``, which other recipes set: whom it reaches, what it costs.
+"""``VLLM_MARLIN_USE_ATOMIC_ADD``, which other recipes set: affected modules, times and errors.
 
-The engine asks for it where a module has fewer than 2,048 outputs and 2,048 inputs or more. Of the
-INT4 modules of the 122B that is one, of the 35B as well; their neighbours are listed too.
+It applies to modules with less than 2,048 outputs and at least 2,048 inputs: a single INT4 module
+each in the 122B and the 35B.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOT_REACHED = {
 }
 BATCHES = (1, 3, 12)
 NEAR = 0.01
-"""Parts of a sum that are added in BF16 cost 0.007; the kernel by itself adds them in FP32."""
+"""Adding partial sums in BF16 costs 0.007; the default kernel adds in FP32."""
 
 
 def _module(inputs: int, outputs: int) -> tuple[Any, Any, Any]:
@@ -66,7 +66,7 @@ def _wants(inputs: int, outputs: int, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 @pytest.mark.parametrize("name", [*REACHED, *NOT_REACHED])
-def test_the_engine_asks_for_it_in_the_narrow_modules_only(
+def test_atomic_add_applies_to_narrow_modules_only(
     name: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
     shape = {**REACHED, **NOT_REACHED}[name]
@@ -78,7 +78,7 @@ def test_the_engine_asks_for_it_in_the_narrow_modules_only(
 
 
 @pytest.mark.parametrize("name", REACHED)
-def test_what_it_gives_and_whether_the_bits_stay(name: str, results: Path) -> None:
+def test_error_time_and_repeatability_of_atomic_add(name: str, results: Path) -> None:
     from timing import graph_us
 
     inputs, outputs = REACHED[name]

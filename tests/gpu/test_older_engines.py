@@ -1,7 +1,7 @@
-"""The plugin in older engines: the lab's model answers as in 16 bits, with drafts and graphs too.
+"""The plugin in older engines: answers equal the 16-bit reference, with drafts and graphs too.
 
 ``SPARK_GPU_ENGINES=0.30.0=/a/folder,0.32.0=/another`` names folders with these versions of vLLM
-(``pip install --no-deps --target``); each is put in front of what this machine has.
+(``pip install --no-deps --target``), which precede the installed packages.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def _folder(version: str) -> Path:
         entry.split("=", 1) for entry in os.environ.get(NAMED, "").split(",") if "=" in entry
     )
     if version not in named:
-        pytest.skip(f"needs a folder with vLLM {version}: {NAMED}={version}=/its/folder")
+        pytest.skip(f"needs a folder with vLLM {version}: {NAMED}={version}=/folder")
     return Path(named[version]).resolve()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_older_engine_answers_like_its_16_bit_reference(
+def test_older_engine_answers_like_the_16_bit_reference(
     version: str, trees: Path, tmp_path: Path, results: Path
 ) -> None:
     before = [

@@ -1,4 +1,4 @@
-"""The recall proofs as tests: a model that looks things up."""
+"""Stages of the recall proofs: every judged row must pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ WITHIN_S = float(os.environ.get("SPARK_GPU_WITHIN_S", "inf"))
 
 @pytest.fixture(scope="session")
 def recall_trees(recall_weights: Path, shared_directory: Path) -> Path:
-    """The recall model's checkpoints, made once for all processes of a run."""
     out, done = shared_directory / "recall-trees", shared_directory / "recall.done"
     with (shared_directory / "recall.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -29,7 +28,7 @@ def recall_trees(recall_weights: Path, shared_directory: Path) -> Path:
 
 @pytest.fixture
 def recall_work(recall_trees: Path, shared_directory: Path) -> Path:
-    """Runs of single engines; the stages share the reference, which has run."""
+    """Directory for engine results, with the reference that all stages share."""
     work = shared_directory / "recall-work"
     with (shared_directory / "recall.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -40,7 +39,7 @@ def recall_work(recall_trees: Path, shared_directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("stage", [*verdicts.JUDGES])
-def test_what_stands_in_a_context_is_found_again(
+def test_every_judged_row_passes(
     stage: str, recall_trees: Path, recall_work: Path, results: Path
 ) -> None:
     if stage.startswith("flashinfer"):

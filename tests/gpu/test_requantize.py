@@ -1,7 +1,6 @@
-"""AutoRound as `spark-deploy add --requantize` runs it, beside plain rounding, on this device.
+"""AutoRound as `spark-deploy add --requantize` runs it, compared with plain rounding.
 
-``SPARK_GPU_AUTOROUND`` names a folder with AutoRound, which is put behind what this machine has;
-left out, it is the one that is installed.
+``SPARK_GPU_AUTOROUND`` names a folder with AutoRound, which follows the installed packages.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ def _packages() -> Path:
         return Path(named).resolve()
     spec = importlib.util.find_spec("auto_round")  # importing it takes long, and changes logging
     if spec is None or spec.origin is None:
-        pytest.skip("needs AutoRound: pip install auto-round, or SPARK_GPU_AUTOROUND=/its/folder")
+        pytest.skip("needs AutoRound: pip install auto-round, or SPARK_GPU_AUTOROUND=/folder")
     return Path(spec.origin).parents[1]
 
 
-def test_tuned_weights_are_nearer_to_16_bits_than_rounded_ones(
+def test_tuned_weights_are_nearer_to_16_bits_than_rounded_weights(
     tmp_path: Path, results: Path
 ) -> None:
     packages = _packages()

@@ -1,4 +1,4 @@
-"""Every profile served over HTTP with the arguments its plan has, on the lab's trained model."""
+"""Every profile served over HTTP with the planned arguments, on the lab's trained model."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ def _failed(trees: Path, out: Path, profile: str, tree: str, kind: str = "") -> 
 
 
 @pytest.mark.parametrize("profile", sorted(TREES))
-def test_a_profile_serves_over_http_with_its_own_arguments(
-    profile: str, trees: Path, results: Path
-) -> None:
+def test_profile_serves_over_http(profile: str, trees: Path, results: Path) -> None:
     assert _failed(trees, results, profile, TREES[profile]) == []
 
 
-def test_pictures_are_answered_over_http(trees: Path, results: Path) -> None:
+def test_pictures_are_served_over_http(trees: Path, results: Path) -> None:
     assert _failed(trees, results, "v2", "tiny-overlay-head8", "pictures") == []
 
 
-def test_long_prompts_move_what_the_watch_looks_at(trees: Path, results: Path) -> None:
+def test_long_prompts_change_the_watchdogs_metrics(trees: Path, results: Path) -> None:
     assert _failed(trees, results, "v2", "long", "long") == []

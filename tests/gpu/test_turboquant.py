@@ -1,9 +1,8 @@
-"""The TurboQuant backend of ours against the engine's own, on one attention layer.
+"""The plugin's and the stock TurboQuant backend, on an attention layer.
 
-The reference is attention in torch over keys and values dequantised from the same cache slots:
-what is left is the rounding of a kernel, so a limit far below the error of the format can stand.
-Every check must hold for ours and fail for the engine's own; when the latter no longer fails,
-upstream is cured.
+The reference is attention in torch over keys and values dequantised from the same cache slots, so
+only kernel rounding remains. The plugin must pass and the stock backend must fail every check; when
+it no longer fails, upstream is fixed.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ torch = pytest.importorskip("torch")
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 2, 128, 16
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 ROUNDING = 0.01
-"""Largest error of a kernel against attention over what the slots hold."""
+"""Largest error of a kernel against attention over dequantised slots."""
 DAMAGE = 10 * ROUNDING
 
 
 class Batch:
-    """One attention layer with a filled cache: a fresh prompt, a continuation, a verify row."""
+    """An attention layer with a filled cache: a fresh prompt, a continuation, a verify row."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Batch:
             self.impl.do_kv_cache_update(self.layer, key, value, self.cache, slots.long())
 
     def run(self, order: tuple[int, ...], cpu_lengths: list[int] | None = None) -> list[Any]:
-        """Return the attention of the requests in ``order``, one tensor each."""
+        """Return the attention of the requests in ``order``, as separate tensors."""
         metadata = self.metadata(order, cpu_lengths)
         return list(self.forward(order, metadata).split([self.new[r] for r in order]))
 
@@ -87,7 +86,7 @@ class Batch:
         return out.view(len(query), HEADS, SIZE)
 
     def metadata(self, order: tuple[int, ...], cpu_lengths: list[int] | None = None) -> Any:
-        """Describe the batch as the builder does: ours counts short rows as decodes."""
+        """Describe the batch as the builder does; the plugin treats short rows as decodes."""
         new = torch.tensor([self.new[r] for r in order], dtype=torch.int32)
         lengths = torch.tensor([self.cached[r] + self.new[r] for r in order], dtype=torch.int32)
         starts = torch.cat([torch.zeros(1, dtype=torch.int32), new.cumsum(0, dtype=torch.int32)])
@@ -113,17 +112,16 @@ class Batch:
         )
 
     def slots(self, request: int) -> tuple[Any, Any]:
-        """Return keys and values as the cache holds them; of a chunk, new ones come as they are."""
+        """Return cached keys and values; new tokens of a chunk are not quantised."""
         before, fresh = self.cached[request], self.new[request]
         rows = self.store[self.table[request].long()].flatten(0, 1)[: before + fresh]
         key, value = dequantise_slots(rows, self.impl.tq_config)
-        if not before or fresh > 128:  # computed as a prompt: the chunk itself is not read back
+        if not before or fresh > 128:  # computed as a prompt: the chunk is not read from the cache
             key = torch.cat([key[:before], self.keys[request][before:].float()])
             value = torch.cat([value[:before], self.values[request][before:].float()])
         return key, value
 
     def reference(self, request: int) -> Any:
-        """Return attention over what the slots hold."""
         return self.attend(request, *self.slots(request))
 
     def exact(self, request: int) -> Any:
@@ -196,22 +194,21 @@ def _hadamard(size: int, device: Any) -> Any:
 
 
 def error(value: Any, reference: Any) -> float:
-    """Return the relative error."""
     return round(float((value.float() - reference).norm() / reference.norm()), 5)
 
 
 def report(out: Path, check: str, own: list[float], stock: list[float], **numbers: Any) -> None:
-    """Write the row of one check, then demand that ours is right and the engine's own is not.
+    """Record a row; the plugin must be correct, the stock backend wrong.
 
     Args:
         out: directory of result files.
-        what: check and preset.
-        own: errors of ours.
-        stock: errors of the engine's own, of requests that must come out wrong; or none.
-        numbers: what the row shows.
+        check: name and preset.
+        own: errors of the plugin's backend.
+        stock: errors of the stock backend, for requests that must be wrong.
+        numbers: further numbers of the row.
     """
-    claim = f"{check}: ours equals attention over the dequantised slots"
-    claim += ", the engine's own does not" if stock else ""
+    claim = f"{check}: the plugin equals attention over the dequantised slots"
+    claim += ", the stock backend does not" if stock else ""
     good = max(own) < ROUNDING and all(value > DAMAGE for value in stock)
     limits = {"limit_own": ROUNDING, **({"limit_stock": DAMAGE} if stock else {})}
     result_files.record_row(out, "turboquant-layer", claim, good, **numbers, **limits)
@@ -233,7 +230,7 @@ def _workspace() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_rows_with_a_cache_keep_it_beside_a_longer_fresh_prompt(
+def test_cached_rows_are_correct_with_a_longer_fresh_prompt(
     preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
     errors, format_error = {}, {}
@@ -256,7 +253,7 @@ def test_rows_with_a_cache_keep_it_beside_a_longer_fresh_prompt(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_lengths_that_are_too_long_on_the_cpu_do_not_matter(
+def test_too_long_lengths_on_the_cpu_are_harmless(
     preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
     errors = {}
@@ -274,14 +271,14 @@ def test_lengths_that_are_too_long_on_the_cpu_do_not_matter(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_captured_verify_step_sees_the_lengths_of_the_replay(
+def test_captured_verify_step_uses_lengths_of_the_replay(
     preset: str, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
     errors = {}
     for own in (False, True):
         batch = Batch(own, preset, monkeypatch)
         real = batch.metadata((2,))
-        metadata = batch.metadata((2,), cpu_lengths=[batch.new[2]])  # what a capture knows
+        metadata = batch.metadata((2,), cpu_lengths=[batch.new[2]])  # the lengths at capture
         metadata.seq_lens.fill_(1)
         batch.forward((2,), metadata)
         torch.cuda.synchronize()
@@ -303,10 +300,10 @@ def test_a_captured_verify_step_sees_the_lengths_of_the_replay(
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("context", [16384, 131072])
-def test_long_contexts_are_attended_whole(
+def test_long_contexts_are_attended_fully(
     preset: str, context: int, monkeypatch: pytest.MonkeyPatch, results: Path
 ) -> None:
-    """A long chunk after a long prefix, and a verify row of another long request beside it."""
+    """A long chunk after a long prefix, and a verify row of another long request."""
     batch = Batch(True, preset, monkeypatch, cached=(context, context - 5), new=(300, 3))
     verify, chunk = batch.run((1, 0))
     errors = {

@@ -20,7 +20,6 @@ OVERLAY_FILE = "model-spark-overlay.safetensors"
 
 
 def read_file(path: Path) -> dict[str, Raw]:
-    """Return all tensors of one safetensors file."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
@@ -37,7 +36,6 @@ def read_file(path: Path) -> dict[str, Raw]:
 
 
 def write_file(path: Path, tensors: dict[str, Raw]) -> None:
-    """Write one safetensors file."""
     header: dict[str, Any] = {}
     offset = 0
     for name, (dtype, shape, data) in tensors.items():
@@ -107,7 +105,7 @@ def plain_packed(qweight: Raw, scales: Raw, bits: int, group: int = 128) -> Raw:
     for position in range(per_word):
         field = (packed >> np.uint32(position * bits)) & np.uint32(2**bits - 1)
         values[position::per_word] = field.astype(np.float32) - 2 ** (bits - 1)
-    scale = from_bf16(bf16(floats(scales)))  # the engine's kernels hold scales in BF16
+    scale = from_bf16(bf16(floats(scales)))  # the engine's kernels use BF16 scales
     return raw_bf16((values * np.repeat(scale, group, axis=0)).T)
 
 
@@ -158,7 +156,7 @@ class Hybrid:
         return next(tensors[name] for tensors in self.files.values() if name in tensors)
 
     def write(self, out: Path, *, layout: str, head: str = "keep") -> Path:
-        """Write the checkpoint in ``layout`` and return its directory."""
+        """Write the checkpoint in ``layout``; return the directory."""
         out.mkdir(parents=True)
         new: dict[str, Raw] = {}
         gone = {f"{module}.weight" for module in self.modules}

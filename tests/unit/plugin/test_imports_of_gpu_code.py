@@ -1,4 +1,4 @@
-"""What only CUDA machines run imports what is there: nobody else would notice."""
+"""Imports of code that only runs on CUDA machines."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FILES = [
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) of every import from a package of ours."""
+    """Yield (module, name) of every import from our packages."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ROOTS:
             for alias in node.names:
                 yield str(node.module), alias.name
 
 
-def is_there(module: str, name: str) -> bool:
+def exists(module: str, name: str) -> bool:
     place = ROOTS[module.split(".")[0]] / module.replace(".", "/")
     if (place / f"{name}.py").is_file() or (place / name).is_dir():
         return True
@@ -46,13 +46,13 @@ def is_there(module: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CHECKOUT)))
-def test_every_import_of_ours_finds_what_it_names(path: Path) -> None:
-    assert [entry for entry in imported(path) if not is_there(*entry)] == []
+def test_every_import_exists(path: Path) -> None:
+    assert [entry for entry in imported(path) if not exists(*entry)] == []
 
 
-def test_a_module_and_a_name_that_are_not_there_are_noticed() -> None:
-    assert is_there("spark_vllm.head.kernel", "logits")
-    assert is_there("spark_vllm.head", "kernel")
-    assert not is_there("spark_vllm", "lm_head_kernel")
-    assert not is_there("spark_vllm.lm_head_table", "Tile")
-    assert not is_there("spark_vllm.head.kernel", "logit")
+def test_missing_modules_and_names_are_detected() -> None:
+    assert exists("spark_vllm.head.kernel", "logits")
+    assert exists("spark_vllm.head", "kernel")
+    assert not exists("spark_vllm", "lm_head_kernel")
+    assert not exists("spark_vllm.lm_head_table", "Tile")
+    assert not exists("spark_vllm.head.kernel", "logit")

@@ -1,4 +1,4 @@
-"""The gate before loading: intact checkpoints pass, each damage is refused with its name."""
+"""Checks before loading: intact checkpoints pass, damage is rejected by tensor name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
 
 
 class Damaged:
-    """A written checkpoint and the ways to damage it."""
+    """A written checkpoint that can be damaged."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -75,9 +75,7 @@ def check(root: Path, mtp_layers: int = 1, layers: int = LAYERS) -> None:
 
 
 @pytest.mark.parametrize(("layout", "head"), LAYOUTS)
-def test_an_intact_checkpoint_passes(
-    hybrid: Hybrid, tmp_path: Path, layout: str, head: str
-) -> None:
+def test_intact_checkpoint_passes(hybrid: Hybrid, tmp_path: Path, layout: str, head: str) -> None:
     check(hybrid.write(tmp_path / "tree", layout=layout, head=head))
 
 
@@ -86,7 +84,7 @@ def fp8(layout: str, part: str) -> str:
 
 
 DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
-    "one block scale of a fused module missing": (
+    "a block scale of a fused module missing": (
         lambda tree, layout: tree.remove(fp8(layout, "weight_scale_inv")),
         r"no .*layers\.1\.mlp\.shared_expert\.gate_proj\.weight_scale_inv",
     ),
@@ -175,25 +173,25 @@ DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
         lambda tree, _: tree.config(lambda c: c.update(sym=False)),
         r"quantization_config\.sym: False",
     ),
-    "one asymmetric module": (
+    "an asymmetric module": (
         lambda tree, _: tree.config(
             lambda c: c["extra_config"].update({EXPERT: {"bits": 4, "sym": False}})
         ),
         rf"extra_config\.{EXPERT}: .*sym true",
     ),
-    "another group size for one module": (
+    "another group size for a single module": (
         lambda tree, _: tree.config(
             lambda c: c["extra_config"].update({EXPERT: {"bits": 4, "group_size": 64}})
         ),
         rf"extra_config\.{EXPERT}: .*group_size 128",
     ),
-    "floats of eight bits for one module": (
+    "8-bit floats for a single module": (
         lambda tree, _: tree.config(
             lambda c: c["extra_config"].update({EXPERT: {"bits": 8, "data_type": "fp"}})
         ),
         rf"extra_config\.{EXPERT}: .*data_type int",
     ),
-    "a pattern nobody can read": (
+    "an invalid pattern": (
         lambda tree, _: tree.config(lambda c: c["extra_config"].update({"mtp.(": {"bits": 16}})),
         r"extra_config\.mtp\.\(: .*a name or a pattern",
     ),
@@ -201,11 +199,11 @@ DAMAGES: dict[str, tuple[Callable[[Damaged, str], object], str]] = {
         lambda tree, _: tree.config(lambda c: c["spark"].update(layout="both")),
         r"spark\.layout: 'both', accepted: overlay or full",
     ),
-    "an INT8 head without its entry": (
+    "an INT8 head without a config entry": (
         lambda tree, _: tree.config(lambda c: c["extra_config"].pop("lm_head")),
         r"extra_config\.lm_head is \{\}",
     ),
-    "an INT8 head beside the old one": (
+    "an INT8 head and the old head": (
         lambda tree, _: (
             tree.index.update({"lm_head.weight": "model-00002-of-00002.safetensors"}),
             tree.write_index(),
@@ -232,7 +230,7 @@ def with_scale(raw: Raw, value: float) -> Raw:
 
 @pytest.mark.parametrize("layout", ["overlay", "full"])
 @pytest.mark.parametrize("damage", SCALES)
-def test_a_scale_that_no_quantiser_writes_is_refused_with_its_module(
+def test_implausible_scale_is_rejected(
     hybrid: Hybrid, tmp_path: Path, layout: str, damage: str
 ) -> None:
     value, message = SCALES[damage]
@@ -245,9 +243,7 @@ def test_a_scale_that_no_quantiser_writes_is_refused_with_its_module(
         check(tree.root)
 
 
-def test_a_block_without_weights_may_have_any_positive_scale(
-    hybrid: Hybrid, tmp_path: Path
-) -> None:
+def test_block_of_zeros_may_have_any_positive_scale(hybrid: Hybrid, tmp_path: Path) -> None:
     tree = Damaged(hybrid.write(tmp_path / "tree", layout="full"))
     weight, scale = fp8("full", "weight"), fp8("full", "weight_scale_inv")
 
@@ -263,7 +259,7 @@ def test_a_block_without_weights_may_have_any_positive_scale(
 
 
 def test_symmetric_int4_scales_may_be_negative(hybrid: Hybrid, tmp_path: Path) -> None:
-    """AutoRound gives a group the sign of its largest weight."""
+    """AutoRound gives a group the sign of the largest weight."""
     tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
     name = f"{EXPERT}.scales"
 
@@ -277,7 +273,7 @@ def test_symmetric_int4_scales_may_be_negative(hybrid: Hybrid, tmp_path: Path) -
 
 @pytest.mark.parametrize("layout", ["overlay", "full"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damage_is_refused_with_its_name(
+def test_damage_is_rejected_by_tensor_name(
     hybrid: Hybrid, tmp_path: Path, layout: str, damage: str
 ) -> None:
     inflict, message = DAMAGES[damage]
@@ -287,7 +283,7 @@ def test_a_damage_is_refused_with_its_name(
         check(tree.root)
 
 
-def test_a_half_swapped_overlay_lists_no_module_twice(hybrid: Hybrid, tmp_path: Path) -> None:
+def test_overlay_listing_a_module_twice_is_rejected(hybrid: Hybrid, tmp_path: Path) -> None:
     tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
     tree.index[f"{GATE}.weight"] = "model-00002-of-00002.safetensors"
     tree.write_index()
@@ -295,16 +291,14 @@ def test_a_half_swapped_overlay_lists_no_module_twice(hybrid: Hybrid, tmp_path: 
         check(tree.root)
 
 
-def test_a_kept_head_must_be_there(hybrid: Hybrid, tmp_path: Path) -> None:
+def test_missing_head_is_rejected(hybrid: Hybrid, tmp_path: Path) -> None:
     tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
     tree.remove("lm_head.weight")
     with pytest.raises(ValueError, match=r"no lm_head\.weight"):
         check(tree.root)
 
 
-def test_a_packed_drafter_is_accepted_when_the_config_says_so(
-    hybrid: Hybrid, tmp_path: Path
-) -> None:
+def test_packed_drafter_needs_a_matching_config(hybrid: Hybrid, tmp_path: Path) -> None:
     """As in the 35B repository: experts and attention of the drafter in INT4, the rest 16-bit."""
     tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
     source = read_file(tree.root / tree.index[f"{EXPERT}.qweight"])
@@ -331,7 +325,7 @@ def test_a_packed_drafter_is_accepted_when_the_config_says_so(
     check(tree.root)
 
 
-def test_a_model_without_a_drafter_needs_none(hybrid: Hybrid, tmp_path: Path) -> None:
+def test_drafter_tensors_are_optional_without_a_drafter(hybrid: Hybrid, tmp_path: Path) -> None:
     tree = Damaged(hybrid.write(tmp_path / "tree", layout="full"))
     tree.remove(*[name for name in tree.index if name.startswith("mtp.")])
     check(tree.root, mtp_layers=0)
@@ -339,17 +333,17 @@ def test_a_model_without_a_drafter_needs_none(hybrid: Hybrid, tmp_path: Path) ->
         check(tree.root)
 
 
-def test_a_layer_without_any_tensor_is_named(hybrid: Hybrid, tmp_path: Path) -> None:
+def test_layer_without_tensors_is_rejected(hybrid: Hybrid, tmp_path: Path) -> None:
     tree = Damaged(hybrid.write(tmp_path / "tree", layout="full"))
     last = re.escape(f"{TEXT}{LAYERS}.")
     with pytest.raises(ValueError, match=rf"{re.escape(INDEX)}: no tensor below {last}; fix: "):
         check(tree.root, layers=LAYERS + 1)
 
 
-def test_the_drafter_of_the_122b_has_785_tensors() -> None:
+def test_drafter_of_the_122b_has_785_tensors() -> None:
     assert len(mtp_modules(1, 256)) == 785
 
 
-def test_a_checkpoint_is_a_directory() -> None:
+def test_repository_name_is_rejected() -> None:
     with pytest.raises(ValueError, match="not a directory"):
         check_checkpoint("org/name", None, layers=0, mtp_layers=0, experts=0)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The kernel of the opt-in head is the one that was fastest on this very machine, or Marlin."""
+"""The opt-in head uses the kernel measured fastest on this machine, or Marlin."""
 
 import dataclasses
 import json
@@ -10,12 +10,12 @@ HERE = choice.Measured("NVIDIA GB10", "580.95", "0a1b2c3d4e5f", 248320, 3072, (3
 TIMES = {"own": {3: 180.0, 6: 181.0}, "marlin": {3: 212.0, 6: 214.0}, "bf16": {3: 356.0, 6: 361.0}}
 
 
-def test_the_head_sees_a_token_and_its_drafts_of_every_sequence():
+def test_head_batches_include_drafts_of_every_sequence():
     assert choice.head_batches(4, 2) == (3, 6, 9, 12)
     assert choice.head_batches(2, 0) == (1, 2)
 
 
-def test_the_fastest_over_all_batches_is_chosen(tmp_path):
+def test_fastest_kernel_over_all_batches_is_chosen(tmp_path):
     path = tmp_path / "cache" / "times.json"
     assert choice.write_choice(path, HERE, TIMES) == "own"
     assert choice.read_choice(path, HERE) == "own"
@@ -25,7 +25,7 @@ def test_the_fastest_over_all_batches_is_chosen(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["times.json"]
 
 
-def test_a_tie_goes_to_marlin():
+def test_marlin_wins_ties():
     assert choice.fastest({"own": {1: 5.0}, "marlin": {1: 5.0}, "bf16": {1: 9.0}}) == "marlin"
 
 
@@ -40,20 +40,20 @@ def test_a_tie_goes_to_marlin():
         {"batches": (3, 6, 9)},
     ],
 )
-def test_a_file_of_another_machine_or_shape_is_measured_anew(tmp_path, change):
+def test_measurement_of_another_machine_or_shape_is_ignored(tmp_path, change):
     path = tmp_path / "times.json"
     choice.write_choice(path, HERE, TIMES)
     assert choice.read_choice(path, dataclasses.replace(HERE, **change)) is None
 
 
-def test_no_file_is_no_choice(tmp_path):
+def test_missing_file_gives_no_choice(tmp_path):
     assert choice.read_choice(tmp_path / "times.json", HERE) is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "{}", json.dumps({"measured": {"batches": []}, "choice": "x"})]
 )
-def test_a_damaged_file_says_how_to_mend_it(tmp_path, text):
+def test_damaged_file_is_rejected_with_a_fix(tmp_path, text):
     path = tmp_path / "times.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="delete the file"):

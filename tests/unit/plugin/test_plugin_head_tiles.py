@@ -1,4 +1,4 @@
-"""The table of block sizes: always an answer, and within the limits of the device it names."""
+"""Table of block sizes: complete, and within the limits of each device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ def test_every_batch_has_a_tile_on_every_device() -> None:
         assert all(tile_for(batch, tiles) in tiles for batch in range(1, 513))
 
 
-def test_the_tiles_of_one_table_compute_alike() -> None:
-    """A request's logits must not depend on how many others are in its batch.
-
-    Whole products of split activations are exact, so they have the same bits in tiles of any size.
-    """
+def test_tiles_of_a_table_use_the_same_arithmetic() -> None:
+    """Logits must not depend on the batch size; products of split activations are exact."""
     for name, tiles in read_table().items():
         assert len({tile.split for tile in tiles}) == 1, name
 
 
-def test_an_unknown_device_gets_the_default() -> None:
+def test_unknown_device_gets_the_default() -> None:
     table = read_table()
     assert tiles_for((13, 7), table) == table["default"]
     assert tiles_for((12, 1), table) == table["12.1"]
@@ -37,12 +34,12 @@ def test_tiles_in_flight_fit_the_shared_memory_of_their_device() -> None:
     for name, tiles in read_table().items():
         for tile in tiles:
             weight = tile.block_n * 128
-            batch = tile.block_m * 128 * 2  # one BF16 value or two INT8 halves
+            batch = tile.block_m * 128 * 2  # a BF16 value or two INT8 halves
             used = (weight + batch) * tile.groups_per_step * tile.stages
             assert used <= SHARED_BYTES[name], (name, tile)
 
 
-def test_tiles_of_unmeasured_devices_need_nothing_that_only_newer_ones_have() -> None:
+def test_tiles_of_unmeasured_devices_use_no_hopper_features() -> None:
     table = read_table()
     for tile in (*table["default"], *table["12.1"]):
         assert not any((tile.bulk_copies, tile.early, tile.keep_output)), tile
@@ -59,9 +56,7 @@ def test_tiles_of_unmeasured_devices_need_nothing_that_only_newer_ones_have() ->
         (lambda tiles: tiles["12.1"][0].update(max_batch=16), "fix: rising, only the last null"),
     ],
 )
-def test_a_table_that_could_leave_a_batch_without_tile_is_refused(
-    change: object, message: str, tmp_path: Path
-) -> None:
+def test_incomplete_table_is_rejected(change: object, message: str, tmp_path: Path) -> None:
     data = json.loads(TABLE_PATH.read_text())
     change(data["tiles"])  # type: ignore[operator]
     path = tmp_path / "tiles.json"

@@ -1,4 +1,4 @@
-"""The image's recipe: what its labels say is true, and nothing is installed beside the engine."""
+"""The image's Dockerfile: labels, installation without dependencies, final check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IMAGE = Path(__file__).parents[3] / "files" / "image"
 DOCKERFILE = (IMAGE / "Dockerfile").read_text()
 
 
-def test_labels_name_the_base_the_plugin_and_the_engines_it_was_checked_with() -> None:
+def test_labels_name_base_plugin_and_supported_engines() -> None:
     labels = dict(re.findall(r'(spark\.\w+)="([^"]*)"', DOCKERFILE))
     version = re.search(r'^version = "(.*)"$', (IMAGE / "pyproject.toml").read_text(), re.M)
     assert version is not None
@@ -25,12 +25,12 @@ def test_labels_name_the_base_the_plugin_and_the_engines_it_was_checked_with() -
     }
 
 
-def test_the_check_of_what_was_installed_is_the_last_step_of_the_build() -> None:
+def test_build_ends_with_the_check() -> None:
     assert DOCKERFILE.rstrip().endswith("RUN cd / && python3 -m spark_vllm.check")
     assert DOCKERFILE.count("--no-deps") == 2
 
 
-def test_the_check_says_that_the_engine_is_missing_where_nothing_of_it_is_there() -> None:
+def test_check_reports_a_missing_engine() -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-m", "spark_vllm.check"],  # no packages: not even PyYAML
         env={**os.environ, "PYTHONPATH": str(IMAGE)}, capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""Tensors of the target that are in no file: the engine would compute with random memory."""
+"""Missing tensors of the target, with which the engine would compute random results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_deploy.config.catalog.model import HybridModel
 from tests.unit.planning.plans import shipped_catalog
 
 CATALOG = shipped_catalog()
-# A gap shows where another layer of the kind tells what belongs to it.
+# Gaps are detected by comparison with another layer of the same kind.
 HYBRIDS = {n: model for n, model in CATALOG.models.items() if isinstance(model, HybridModel)}
 LAYERED = [n for n, model in HYBRIDS.items() if model.architecture.attention_layers > 1]
 
@@ -35,7 +35,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
         ("1.mlp.gate", ("weight",)),
     ],
 )
-def test_a_module_absent_from_files_and_index_is_named(
+def test_missing_module_is_named(
     hybrid: Hybrid, tmp_path: Path, layout: str, head: str, module: str, parts: tuple[str, ...]
 ) -> None:
     tree = Damaged(hybrid.write(tmp_path / "tree", layout=layout, head=head))
@@ -44,7 +44,7 @@ def test_a_module_absent_from_files_and_index_is_named(
         check(tree.root)
 
 
-def test_a_whole_layer_that_is_absent_is_named(hybrid: Hybrid, tmp_path: Path) -> None:
+def test_missing_layer_is_named(hybrid: Hybrid, tmp_path: Path) -> None:
     tree = Damaged(hybrid.write(tmp_path / "tree", layout="full"))
     last = f"{TEXT}{LAYERS - 1}."
     tree.config(
@@ -58,7 +58,7 @@ def test_a_whole_layer_that_is_absent_is_named(hybrid: Hybrid, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["model.language_model.norm", "model.language_model.embed_tokens"])
-def test_what_no_layer_holds_is_named_too(hybrid: Hybrid, tmp_path: Path, name: str) -> None:
+def test_missing_tensor_outside_layers_is_named(hybrid: Hybrid, tmp_path: Path, name: str) -> None:
     tree = Damaged(hybrid.write(tmp_path / "tree", layout="overlay"))
     tree.remove(f"{name}.weight")
     with pytest.raises(ValueError, match=f"no {name}"):
@@ -66,7 +66,7 @@ def test_what_no_layer_holds_is_named_too(hybrid: Hybrid, tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("model", LAYERED)
-def test_the_real_sets_of_names_lack_nothing_and_each_gap_is_seen(model: str) -> None:
+def test_real_models_are_complete_and_each_gap_is_found(model: str) -> None:
     loaded = CATALOG.model(model)
     names = set(expand_all(loaded.tensors.base))
     shape = loaded.architecture
@@ -85,18 +85,18 @@ def test_the_real_sets_of_names_lack_nothing_and_each_gap_is_seen(model: str) ->
     assert list(missing_modules(names - gone, shape.layers, shape.experts)) == gaps
 
 
-def test_a_layer_of_its_own_kind_or_format_is_no_gap() -> None:
+def test_layer_of_another_kind_or_format_is_no_gap() -> None:
     names = {"model.language_model.norm.weight", "model.language_model.embed_tokens.weight"}
     for layer, attention in enumerate(
         ("linear_attn.in_proj", "self_attn.q_proj", "self_attn.q_proj")
     ):
-        part = "qweight" if layer == 1 else "weight"  # one more layer left at 16 bits
+        part = "qweight" if layer == 1 else "weight"  # another layer left at 16 bits
         names.add(f"{TEXT}{layer}.{attention}.{part}")
     assert list(missing_modules(names, 3, 0)) == []
     assert list(missing_modules(names, 4, 0)) == [f"{TEXT}3."]
 
 
-def test_experts_in_one_tensor_are_not_asked_for_singly() -> None:
+def test_fused_experts_are_accepted() -> None:
     names = {
         "model.language_model.norm.weight",
         "model.language_model.embed_tokens.weight",

@@ -1,4 +1,4 @@
-"""Names of modules and tensors: fusion and the overlay's renames."""
+"""Names of modules and tensors: fusion, renames of an overlay, width of experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULES = [
 ]
 
 
-def test_144_names_are_96_modules() -> None:
+def test_144_shards_form_96_modules() -> None:
     assert len(MODULES) == 144
     fused = names.fused_modules(MODULES, names.FUSED)
     assert len(fused) == 96
@@ -31,7 +31,7 @@ def test_144_names_are_96_modules() -> None:
         "model.language_model.layers.47.mlp.shared_expert.down_proj",
     ],
 )
-def test_a_listed_module_is_dispatched(module: str) -> None:
+def test_listed_module_is_dispatched(module: str) -> None:
     assert names.are_all_shards_listed(module, MODULES, names.FUSED)
 
 
@@ -47,11 +47,11 @@ def test_a_listed_module_is_dispatched(module: str) -> None:
         "lm_head",
     ],
 )
-def test_a_similar_name_is_not_dispatched(module: str) -> None:
+def test_similar_name_is_not_dispatched(module: str) -> None:
     assert not names.are_all_shards_listed(module, MODULES, names.FUSED)
 
 
-def test_half_a_fused_module_is_refused_with_both_names() -> None:
+def test_half_a_fused_module_is_rejected() -> None:
     modules = [name for name in MODULES if not name.endswith("layers.3.mlp.shared_expert.up_proj")]
     with pytest.raises(ValueError, match=r"layers\.3\.mlp\.shared_expert\.gate_up_proj.*only"):
         names.fused_modules(modules, names.FUSED)
@@ -75,7 +75,7 @@ def test_overlay_names_become_plain_ones() -> None:
     assert plain("lm_head.weight", head_int8=False) == "lm_head.weight"
 
 
-def test_every_module_has_its_rules() -> None:
+def test_every_module_has_rules() -> None:
     rules = names.overlay_rules(MODULES, head_int8=False)
     for module in MODULES:
         assert names.rename(f"{module}.weight_fp8", rules) == f"{module}.weight"
@@ -90,7 +90,7 @@ def test_every_module_has_its_rules() -> None:
         "model.language_model.layers.48.mlp.shared_expert.gate_proj.weight",
         "model.language_model.layers.1.mlp.experts.0.gate_proj.qweight",
         "model.language_model.layers.1.mlp.shared_expert.gate_proj.bias",
-        # What nested loaders of the engine see after an outer one renamed the tensor:
+        # As seen by nested loaders of the engine:
         "language_model.model.layers.1.mlp.shared_expert.gate_proj.weight",
         "model.layers.1.mlp.shared_expert.gate_proj.weight",
         "layers.1.mlp.shared_expert.gate_proj.weight",
@@ -100,7 +100,7 @@ def test_other_tensors_keep_their_names(name: str) -> None:
     assert plain(name) == name
 
 
-def test_an_overlay_cannot_hold_a_module_outside_the_text_layers() -> None:
+def test_overlay_rejects_modules_outside_the_text_layers() -> None:
     with pytest.raises(ValueError, match="layout 'full'"):
         names.overlay_rules(["mtp.layers.0.mlp.shared_expert.down_proj"], head_int8=False)
 
@@ -117,3 +117,19 @@ def test_rules_match_exactly_the_listed_modules(chosen: set[tuple[int, str]]) ->
             name = f"{names.TEXT_LAYERS}{layer}.{part}.weight"
             dropped = names.rename(name, rules) is None
             assert dropped == ((layer, part) in chosen)
+
+
+EXPERTS_MODULE = "language_model.model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("width", [256, 512, 1024])
+def test_experts_of_several_groups_are_accepted(width: int) -> None:
+    names.check_expert_width(EXPERTS_MODULE, width, 128)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_experts_of_a_single_group_are_rejected(width: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"{EXPERTS_MODULE}: its experts are {width} wide.*fix: a smaller"
+    ):
+        names.check_expert_width(EXPERTS_MODULE, width, 128)

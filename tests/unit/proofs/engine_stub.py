@@ -1,4 +1,4 @@
-"""Stands in for an engine's process: answers, hangs or dies, as its case asks."""
+"""Stub of an engine process: answers, hangs or dies, by the name of the case."""
 
 import json
 import os

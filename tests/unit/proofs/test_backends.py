@@ -1,4 +1,4 @@
-"""The committed table of kernel choices covers the profiles; its pins are those of the plans."""
+"""The recorded table of kernel choices covers the profiles and has the pins of the plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.planning.plans import PAYLOAD, made_up_lock, shipped, shipped_ca
 
 TABLE = json.loads((CHECKOUT / "proofs/results/cpu/backends.json").read_text("utf-8"))
 PLANS = {(model, profile): plan for model, profile, plan in shipped()}
-# A profile that an owner adds has no proofs, and no row in the table.
+# A profile added by an owner has no proofs and no row in the table.
 HYBRIDS = sorted(
     name
     for name in set(shipped_catalog().profile_names) - {"plain"}
@@ -31,12 +31,12 @@ SERVED = {
 }
 
 
-def test_the_table_covers_every_shipped_profile() -> None:
+def test_table_covers_every_shipped_profile() -> None:
     assert set(TABLE["cases"]) == set(SERVED)
 
 
 @pytest.mark.parametrize("case", SERVED)
-def test_a_profile_has_the_pins_that_the_table_was_made_with(case: str) -> None:
+def test_pins_of_the_plan_match_the_table(case: str) -> None:
     plan = bf16_plan() if "BF16" in case else PLANS[SERVED[case]]
     assert isinstance(plan, HostPlan)
     engine = plan.serve.engine
@@ -45,7 +45,7 @@ def test_a_profile_has_the_pins_that_the_table_was_made_with(case: str) -> None:
 
 
 def bf16_plan() -> HostPlan:
-    """Plan a repository whose config.json shows BF16 experts."""
+    """Plan a repository with BF16 experts in config.json."""
     model, profile = SERVED["plain of a BF16 repository"]
     settings = replace(Settings(), model=model, profile=profile)
     lock = made_up_lock(settings, shipped_catalog())
@@ -56,7 +56,7 @@ def bf16_plan() -> HostPlan:
     return plan_host(Request("a", settings, shipped_catalog(), lock, PAYLOAD))
 
 
-def test_every_difference_between_the_devices_is_pinned_or_explained() -> None:
+def test_every_difference_is_pinned_or_explained() -> None:
     assert not [
         difference["choice"]
         for difference in TABLE["differences"]
@@ -71,7 +71,7 @@ def test_every_difference_between_the_devices_is_pinned_or_explained() -> None:
         ("target experts", "plain of a BF16 repository"),
     ],
 )
-def test_the_pins_keep_flashinfer_out_of_16_bit_experts(layers: str, unpinned: str) -> None:
+def test_pins_exclude_flashinfer_from_16_bit_experts(layers: str, unpinned: str) -> None:
     chosen = {
         form: {
             case: choices["12.1"][form].get(layers, "") for case, choices in TABLE["cases"].items()

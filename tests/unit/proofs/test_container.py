@@ -1,4 +1,4 @@
-"""The engine's container is reproduced from the product's own ``docker run`` arguments."""
+"""The engine's container is reproduced from the product's ``docker run`` arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ readable = all(folder.stat().st_mode & 0o001 for folder in Path(__file__).parent
 
 
 @needs_root
-def test_a_new_docker_argument_must_be_reproduced_before_the_proof_runs(release, root) -> None:
+def test_unknown_docker_argument_is_rejected(release, root) -> None:
     changed = with_docker_arguments(release, (*release.engine.docker_args, "--init"))
     with pytest.raises(ValueError, match="--init"):
         container.of_release(changed, root, root)
@@ -51,7 +51,7 @@ def test_a_new_docker_argument_must_be_reproduced_before_the_proof_runs(release,
 
 @needs_root
 @pytest.mark.parametrize("name", ["--read-only", "--network", "--cap-drop", "--security-opt"])
-def test_a_restriction_that_is_gone_is_noticed(release, root, name: str) -> None:
+def test_missing_restriction_is_rejected(release, root, name: str) -> None:
     kept = [text for text in release.engine.docker_args if not text.startswith(name)]
     assert len(kept) == len(release.engine.docker_args) - 1
     with pytest.raises(ValueError, match=name):
@@ -60,7 +60,7 @@ def test_a_restriction_that_is_gone_is_noticed(release, root, name: str) -> None
 
 @needs_root
 @pytest.mark.skipif(not readable, reason="an unnamed user cannot read this checkout")
-def test_a_process_inside_has_the_rights_of_the_engines_container_and_no_more(release, root):
+def test_process_has_only_the_rights_of_the_container(release, root):
     checkpoint = root / "model"
     checkpoint.mkdir()
     engine, socket = container.of_release(release, checkpoint, root)
@@ -74,7 +74,7 @@ def test_a_process_inside_has_the_rights_of_the_engines_container_and_no_more(re
 
 
 def run_probe(engine: container.Container, root: Path) -> dict[str, Any]:
-    # Inside, nobody may read an interpreter in somebody's home.
+    # The unnamed user cannot read an interpreter in a home directory.
     python = shutil.which("python3", path="/usr/bin") or sys.executable
     command = [python, "-m", "proofs.in_container"]
     process = container.start(engine, command, root, root / "log")

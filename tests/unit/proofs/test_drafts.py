@@ -1,4 +1,4 @@
-"""Drafts trained for the lab's model: what they hold, what they run with, how they are judged."""
+"""Draft models of the lab's model: tensors, configuration, checkpoints, judge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = [7, 11, 13, 17, 19, 23]
 
 
 @KINDS
-def test_a_draft_has_the_tensors_that_the_engine_reads_by_its_configuration(kind: str) -> None:
+def test_draft_has_the_tensors_of_the_configuration(kind: str) -> None:
     tensors, config = trees.shapes(kind), trees.config(kind)
     hidden = config["hidden_size"]
     assert tensors["fc.weight"] == (hidden, 3 * hidden)
@@ -30,12 +30,12 @@ def test_a_draft_has_the_tensors_that_the_engine_reads_by_its_configuration(kind
     assert tensors["layers.0.self_attn.q_proj.weight"][0] == width
     assert tensors["layers.0.self_attn.k_proj.weight"][0] == width // 2
     assert tensors["layers.0.mlp.down_proj.weight"] == (hidden, config["intermediate_size"])
-    # Embedding and head are the target's: a draft of another vocabulary could not have them.
+    # Embedding and head are the target's.
     assert not any("embed" in name or "head." in name for name in tensors)
     assert config["vocab_size"] == TINY.vocabulary
 
 
-def test_a_dflash_draft_names_the_layers_that_it_sees_and_its_mask() -> None:
+def test_dflash_configuration_names_target_layers_and_mask() -> None:
     config = trees.config("dflash")
     own = config["dflash_config"]
     assert own == {"mask_token_id": 1023, "target_layer_ids": [0, 2, 3]}
@@ -44,25 +44,25 @@ def test_a_dflash_draft_names_the_layers_that_it_sees_and_its_mask() -> None:
     assert trees.shapes("dflash")["layers.1.self_attn.k_norm.weight"] == (64,)
 
 
-def test_an_eagle_draft_names_the_layers_where_either_runner_of_the_engine_looks() -> None:
+def test_eagle_configuration_names_layers_for_both_runners() -> None:
     config = trees.config("eagle3")
     name = "eagle_aux_hidden_state_layer_ids"
     assert config[name] == config["eagle_config"][name] == [1, 3, 4]
-    # The token's embedding stands beside the state: twice as wide.
+    # State and embedding of the token: twice as wide.
     assert trees.shapes("eagle3")["layers.0.self_attn.q_proj.weight"] == (256, 512)
     assert "layers.0.hidden_norm.weight" in trees.shapes("eagle3")
 
 
 @KINDS
-def test_the_stored_weights_are_those_of_the_draft_that_is_described(kind: str) -> None:
+def test_stored_weights_match_the_described_draft(kind: str) -> None:
     tensors = trees.trained(kind)
     assert {name: values.shape for name, values in tensors.items()} == trees.shapes(kind)
     assert all(np.isfinite(values).all() for values in tensors.values())
-    # Somebody trained them: norms start at one.
+    # Norms start at 1 before training.
     assert float(np.abs(tensors["norm.weight"] - 1).max()) > 0.1
 
 
-def test_stored_weights_of_another_draft_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_weights_of_another_draft_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "WIDTH", 512)
     with pytest.raises(ValueError, match="the stored dflash draft is another"):
         trees.trained("dflash")
@@ -74,7 +74,7 @@ def sizes_in(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(part["shape"]) for name, part in header.items() if name[0] != "_"}
 
 
-def test_trees_hold_the_trained_draft_a_random_one_and_one_that_is_spoilt(tmp_path: Path) -> None:
+def test_checkpoints_have_trained_random_and_damaged_drafts(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "target/tokenizer.json").write_text("{}")
     trees.make_drafts(tmp_path, tmp_path / "target")
@@ -121,32 +121,32 @@ def failed(given: dict[str, dict[str, Any]]) -> list[str]:
     return sorted({row["claim"].split(":")[0] for row in rows if not row["passed"]})
 
 
-def test_what_runs_as_it_should_passes() -> None:
+def test_correct_results_pass() -> None:
     assert failed(results()) == []
 
 
 @KINDS
 @pytest.mark.parametrize("mode", ["eager", "full"])
-def test_a_trained_draft_that_is_seldom_taken_fails(kind: str, mode: str) -> None:
+def test_trained_draft_with_low_acceptance_fails(kind: str, mode: str) -> None:
     given = results() | {f"{kind}-{mode}": run(40)}
     assert failed(given) == [f"{kind}-{mode}"]
 
 
-def test_a_random_draft_that_is_taken_fails() -> None:
-    # Then acceptance says nothing about the draft.
+def test_random_draft_with_high_acceptance_fails() -> None:
+    # Then acceptance does not measure the draft.
     given = results() | {"dflash-random-eager": run(60)}
     assert failed(given) == ["dflash-random-eager"]
 
 
 @pytest.mark.parametrize("name", ["dflash-eager", "eagle3-full", "dflash-random-eager"])
-def test_other_answers_fail_whatever_is_taken(name: str) -> None:
+def test_different_answers_fail(name: str) -> None:
     given = results()
     given[name] = copy.deepcopy(given[name])
     given[name]["answers"][0]["tokens"][3] = 99
     assert failed(given) == [name]
 
 
-def test_an_engine_that_refuses_a_good_draft_fails_with_what_it_said() -> None:
+def test_refused_draft_fails_with_the_error() -> None:
     given = results() | {"dflash-eager": {"state": "refused", "error": ["ValueError: no"]}}
     rows = cases.judge_drafts(given, cases.gpu_cases())
     assert [row["numbers"] for row in rows if not row["passed"]] == [
@@ -154,19 +154,19 @@ def test_an_engine_that_refuses_a_good_draft_fails_with_what_it_said() -> None:
     ]
 
 
-def test_a_draft_with_nan_that_is_served_or_refused_for_something_else_fails() -> None:
+def test_nan_draft_must_be_refused_by_tensor_name() -> None:
     served = results() | {"dflash-nan-eager": run(60)}
     other = results() | {"dflash-nan-eager": {"state": "refused", "error": ["NaN in lm_head"]}}
     assert failed(served) == failed(other) == ["dflash-nan-eager"]
 
 
-def test_the_stage_of_profiles_runs_and_judges_every_case() -> None:
+def test_stage_profiles_includes_every_draft_case() -> None:
     names = [case["name"] for case in profile_cases()]
     assert {case["name"] for case in cases.gpu_cases()} < set(names)
     assert names.count(cases.PLAIN) == 1
 
 
-def test_prompts_that_are_asked_are_no_lessons() -> None:
+def test_prompts_of_the_proofs_are_no_lessons() -> None:
     pytest.importorskip("torch", reason="needs torch")
     pytest.importorskip("transformers", reason="needs transformers")
     from proofs.drafts import training

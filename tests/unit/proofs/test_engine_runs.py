@@ -1,4 +1,4 @@
-"""The runner of engine cases: what ran, died, hung or was there already."""
+"""The runner of engine cases: states, time limits and resuming."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ MODULE = "tests.unit.proofs.engine_stub"
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def single_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
 
 
@@ -20,7 +20,7 @@ def cases(*names: str) -> list[dict[str, Any]]:
     return [{"name": name, "tree": "tiny", "options": {}} for name in names]
 
 
-def test_each_case_has_its_state_and_log(tmp_path: Path) -> None:
+def test_each_case_has_state_and_log(tmp_path: Path) -> None:
     wanted = cases("answers", "dies", "hangs")
     results = run_cases(wanted, tmp_path, tmp_path / "out", limit_s=5, module=MODULE)
     states = {name: result["state"] for name, result in results.items()}
@@ -28,11 +28,11 @@ def test_each_case_has_its_state_and_log(tmp_path: Path) -> None:
     assert results["answers"]["log_lines"] == [f"Using stub {tmp_path}/tiny 7"]
 
 
-def test_a_case_waiting_when_the_time_is_over_is_not_run(tmp_path: Path) -> None:
+def test_waiting_case_is_skipped_after_the_time_limit(tmp_path: Path) -> None:
     assert run_cases(cases("answers"), tmp_path, tmp_path / "out", within_s=-1, module=MODULE) == {}
 
 
-def test_a_finished_case_is_run_again_unless_resumed(tmp_path: Path) -> None:
+def test_finished_case_is_run_again_unless_resumed(tmp_path: Path) -> None:
     done = tmp_path / "answers.json"
     done.write_text('{"state": "before"}')
     assert run_cases(cases("answers"), tmp_path, tmp_path, module=MODULE, resume=True) == {}
@@ -40,7 +40,7 @@ def test_a_finished_case_is_run_again_unless_resumed(tmp_path: Path) -> None:
     assert again["state"] == "ran"
 
 
-def test_recall_reads_finished_cases_and_names_those_that_were_not_run(tmp_path: Path) -> None:
+def test_recall_reads_finished_cases_and_reports_unfinished_cases(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text('{"state": "ran"}')
     results = recall_run.run_cases(
         cases("one", "two"), tmp_path, tmp_path, at_once=1, limit_s=1, within_s=-1

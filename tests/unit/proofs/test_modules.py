@@ -1,34 +1,47 @@
-"""The proofs run far away and seldom: what they take from the product is looked at here."""
+"""Proofs rarely run: their imports, plans and the watchdog judge are tested here."""
 
 import importlib
 import json
 import pkgutil
+from pathlib import Path
 
 import pytest
+from spark_contract import documents
+from spark_contract.orders import BuildPlan
 
 import proofs
 from proofs.serve import long
+from proofs.trees import build
 from spark_deploy.config.checkout import CHECKOUT
 
-ELSEWHERE = ("torch", "transformers", "vllm")
-"""Packages of a CUDA machine."""
+GPU_PACKAGES = ("torch", "transformers", "vllm")
 MODULES = sorted(module.name for module in pkgutil.walk_packages(proofs.__path__, "proofs."))
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_module_finds_what_it_imports(name: str) -> None:
+def test_every_module_can_be_imported(name: str) -> None:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name not in ELSEWHERE:
+        if error.name not in GPU_PACKAGES:
             raise
         pytest.skip(f"needs {error.name}")
 
 
-def test_long_prompts_are_judged_by_the_watch_of_today() -> None:
+def test_watchdog_gives_recorded_verdicts_for_long_prompts() -> None:
     kept = json.loads((CHECKOUT / "proofs/results/gpu/serve-v2-long.json").read_text())
     rows = long.judge(kept, "v2")
     for row, recorded in zip(rows, kept["rows"], strict=True):
         assert (row["passed"], row["numbers"]) == (recorded["passed"], recorded["numbers"])
     alone, _ = rows  # four prompts finish at different times, each with a token
     assert alone["numbers"]["stalled_by_tokens_alone"]
+
+
+@pytest.mark.parametrize("name", build.VARIANTS)
+def test_builder_accepts_the_plan_of_each_variant(name: str, monkeypatch, tmp_path: Path) -> None:
+    module = "model.layers.0.mlp.shared_expert.up_proj.weight"
+    monkeypatch.setattr(build, "names_of", lambda _: {module, "mtp.norm.weight"})
+    plan = build.plan(tmp_path / "base", tmp_path / "donor", tmp_path / "out", build.VARIANTS[name])
+    read = documents.read(BuildPlan, plan)
+    assert read.swap == (module.removesuffix(".weight"),)
+    assert read.mtp_tensors == ("mtp.norm.weight",)

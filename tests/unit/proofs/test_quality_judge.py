@@ -1,4 +1,4 @@
-"""The judge of quality: near what the base is, or not; needs torch."""
+"""The judge of quality; needs torch."""
 
 import pytest
 
@@ -17,16 +17,16 @@ BASE = quality.compared(logits(0.0), logits(0.05))
 
 
 @pytest.mark.parametrize(("noise", "near"), [(0.05, True), (0.1, True), (3.0, False)])
-def test_what_is_far_from_the_base_is_told_from_what_is_near(noise: float, near: bool) -> None:
+def test_distance_from_the_base_is_judged(noise: float, near: bool) -> None:
     assert quality.is_near(quality.compared(logits(0.0), logits(noise)), BASE, 0.02) is near
 
 
-def test_too_few_positions_say_nothing() -> None:
+def test_too_few_positions_fail() -> None:
     few = quality.compared(logits(0.0)[:20], logits(0.05)[:20])
     assert not quality.is_near(few, BASE, 0.02)
 
 
-def test_divergence_is_that_of_torch() -> None:
+def test_divergence_equals_torch() -> None:
     expected, computed = logits(0.0).double(), logits(1.0).double()
     reference = torch.nn.functional.kl_div(
         computed.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="batchmean"

@@ -1,4 +1,4 @@
-"""The judges of the recall proofs fail what they are there to find."""
+"""The judges of the recall proofs detect wrong answers and damage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 1000
 
 
 def answers(lost: tuple[float, float] = (2, 2), registers_right: bool = True) -> list[judge.Row]:
-    """Twenty things to look up, evenly deep, and four registers; ``lost``: depths not found."""
+    """Twenty records, evenly deep, and four registers; ``lost``: range of depths not found."""
     rows = []
     for number in range(24):
         kind = "register" if number >= 20 else "record"
@@ -44,14 +44,14 @@ def verdict(results: dict[str, Any]) -> list[bool | None]:
     return [row["passed"] for row in verdicts.judge_recall(results, run(answers()))]
 
 
-def test_the_model_must_know_its_language_and_an_engine_what_the_model_finds() -> None:
+def test_model_and_engine_must_find_records() -> None:
     assert verdict({"recall-16bit": run(answers())}) == [True]
     assert verdict({"recall-16bit": run(answers(lost=(0.5, 0.65)))}) == [False]
     assert verdict({"tq": run(answers())}) == [True]
     assert verdict({"tq": run(answers(lost=(0.5, 0.55)))}) == [False]
 
 
-def test_what_the_model_does_not_know_is_no_fault_of_an_engine() -> None:
+def test_unreliable_answers_of_the_model_are_ignored() -> None:
     lost, doubtful = answers(lost=(0.5, 0.55)), answers()
     doubtful[10]["logprobs"] = [-0.1, -0.8]
     for reference in (lost, doubtful):
@@ -62,7 +62,7 @@ def test_what_the_model_does_not_know_is_no_fault_of_an_engine() -> None:
     assert [row["passed"] for row in elsewhere] == [False]
 
 
-def test_an_engine_that_answered_nothing_is_no_pass() -> None:
+def test_engine_without_answers_fails() -> None:
     assert verdicts.judge_turboquant({"tq": {"state": "died", "case": {}}}, run(answers()))[0][
         "passed"
     ] is False  # fmt: skip
@@ -74,27 +74,25 @@ def test_an_engine_that_answered_nothing_is_no_pass() -> None:
     ("rows", "passed"),
     [
         (answers(lost=(0.25, 0.5)), True),
-        (answers(), False),  # the damage was not seen
-        (answers(lost=(0.0, 1.0)), False),  # something else is lost as well
+        (answers(), False),  # the damage has no effect
+        (answers(lost=(0.0, 1.0)), False),  # other answers are lost as well
     ],
 )
-def test_a_band_taken_out_must_be_lost_and_nothing_else(
-    rows: list[judge.Row], passed: bool
-) -> None:
+def test_only_the_removed_band_may_be_lost(rows: list[judge.Row], passed: bool) -> None:
     assert verdict({"damage-band": run(rows, damage={"band": [250, 500]})}) == [passed]
 
 
-def test_states_taken_away_must_cost_registers() -> None:
+def test_lost_states_must_cost_registers() -> None:
     damage = {"damage": {"states": []}}
     assert verdict({"damage-states": run(answers(registers_right=False), **damage)}) == [True]
     assert verdict({"damage-states": run(answers(), **damage)}) == [False]
 
 
-def test_depth_is_told_by_quarters() -> None:
+def test_depth_is_reported_by_quarters() -> None:
     assert judge.by_depth(answers(lost=(0.5, 0.75))) == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_divergence_is_none_for_the_same_and_grows_with_the_difference() -> None:
+def test_divergence_grows_with_the_difference() -> None:
     reference = {"1": -0.1, "2": -3.0}
     assert judge.divergence(reference, reference) == pytest.approx(0, abs=1e-9)
     near = judge.divergence(reference, {"1": -0.12, "2": -2.8})
@@ -102,7 +100,7 @@ def test_divergence_is_none_for_the_same_and_grows_with_the_difference() -> None
     assert 0 < near < far
 
 
-def test_steps_behind_different_tokens_are_not_compared() -> None:
+def test_steps_after_different_tokens_are_not_compared() -> None:
     expected, computed = answers(), answers()
     computed[0]["tokens"] = [9, 2]
     assert judge.divergences(expected, expected)["later"]["steps"] == 24
@@ -139,18 +137,18 @@ def judged(name: str, result: dict[str, Any]) -> dict[str, Any]:
 CACHING = {"case": {"options": {"enable_prefix_caching": True}}}
 
 
-def test_the_same_answers_with_a_cache_that_was_used_pass() -> None:
+def test_equal_answers_with_cache_hits_pass() -> None:
     assert judged("talk-cache", talk(**CACHING))["passed"] is True
 
 
-def test_a_cache_that_was_never_used_proves_nothing() -> None:
+def test_cache_without_hits_fails() -> None:
     unused = talk(**CACHING)
     for row in unused["talks"]:
         row["hits_so_far"] = 0
     assert judged("talk-cache", unused)["passed"] is False
 
 
-def test_one_wrong_answer_fails_and_so_does_one_other_token_and_a_repeat_that_differs() -> None:
+def test_wrong_answer_and_different_token_fail() -> None:
     wrong, other = talk(**CACHING), talk(**CACHING)
     wrong["talks"][4]["right"] = False
     other["talks"][7]["tokens"] = [1, 2]
@@ -161,7 +159,7 @@ def test_one_wrong_answer_fails_and_so_does_one_other_token_and_a_repeat_that_di
     assert verdict["numbers"]["repeats_differ"] == 1
 
 
-def test_damage_that_nobody_sees_is_a_failure_of_the_judge() -> None:
+def test_undetected_damage_fails() -> None:
     assert judged("talk-damage-carry", talk(**CACHING))["passed"] is False
     damaged = talk(**CACHING)
     damaged["talks"][2]["right"] = False
@@ -169,9 +167,7 @@ def test_damage_that_nobody_sees_is_a_failure_of_the_judge() -> None:
 
 
 @pytest.mark.parametrize(("logprob", "passed"), [(-0.92, True), (-1.2, False), (-5.0, False)])
-def test_another_answer_is_allowed_only_where_the_model_itself_doubts(
-    logprob: float, passed: bool
-) -> None:
+def test_different_answer_is_allowed_only_in_doubt(logprob: float, passed: bool) -> None:
     doubtful = talk(**CACHING)
     doubtful["talks"][4] |= {"right": False, "tokens": [4, 9], "logprobs": [-0.001, logprob]}
     assert judged("talk-cache", doubtful)["passed"] is passed
@@ -179,23 +175,23 @@ def test_another_answer_is_allowed_only_where_the_model_itself_doubts(
     assert judged("talk-damage-carry", doubtful)["passed"] is not passed
 
 
-def test_what_is_wrong_without_cache_and_drafts_too_is_no_fault_of_theirs() -> None:
+def test_answer_that_is_wrong_in_the_reference_too_passes() -> None:
     plain, same = talk(), talk(**CACHING)
     for row in plain["talks"]:
         row["hits_so_far"] = 0
     for result in (plain, same):
         result["talks"][4] |= {"right": False, "tokens": [4, 9], "logprobs": [-0.001, -5.0]}
     rows = verdicts.judge_prefixes({"talk-plain": plain, "talk-cache": same}, {})
-    assert [row["passed"] for row in rows] == [False, True]  # it knows 8 of 9: too little
+    assert [row["passed"] for row in rows] == [False, True]  # 8 of 9 right answers: too few
 
 
-def test_a_question_that_was_not_asked_before_is_not_taken_for_compared() -> None:
+def test_answer_without_a_reference_fails() -> None:
     other = talk(**CACHING)
     other["talks"][0]["prompt"] = "another"
     assert judged("talk-cache", other)["passed"] is False
 
 
-def test_company_must_change_no_answer_and_an_engine_without_a_twin_is_only_told() -> None:
+def test_concurrent_answers_must_equal_sequential_answers() -> None:
     alone, five, moved = (run(answers()) for _ in range(3))
     moved["recall"][3]["tokens"] = [7, 7]
     cases = {"wide-tq-k8v4": five, "wide-tq-k8v4-alone": alone, "wide-16bit": run(answers())}
@@ -216,7 +212,7 @@ def drafting(accepted: int, rows: list[judge.Row] | None = None) -> dict[str, An
     return {**run(rows or answers()), "counters": counters}
 
 
-def test_drafts_may_change_no_answer_and_a_broken_drafter_must_be_seen() -> None:
+def test_drafts_change_no_answer_and_broken_drafter_is_detected() -> None:
     def passed(name: str, result: dict[str, Any]) -> bool | None:
         rows = verdicts.judge_drafts({"drafts-none": run(answers()), name: result}, {})
         return {row["cases"][0]: row["passed"] for row in rows}[name]
@@ -241,7 +237,7 @@ WAITING = (
 
 
 @pytest.mark.parametrize("case", WAITING)
-def test_an_engine_that_waits_for_its_steps_may_neither_break_down_nor_lose(
+def test_synchronous_engine_must_not_crash_or_lose_answers(
     case: dict[str, Any],
 ) -> None:
     broken = {"state": "refused", "error": ["CUDA error: an illegal memory access"], "case": case}
@@ -250,7 +246,7 @@ def test_an_engine_that_waits_for_its_steps_may_neither_break_down_nor_lose(
     assert verdicts.judge_flashinfer({"fi-x": lost}, run(answers()))[0]["passed"] is False
 
 
-def test_engines_that_prepare_ahead_are_judged_together_and_some_have_to_fail() -> None:
+def test_some_asynchronous_engines_must_fail() -> None:
     def passed(*results: dict[str, Any]) -> bool | None:
         engines = {f"fi-{place}": result for place, result in enumerate(results)}
         [row] = verdicts.judge_flashinfer(engines, run(answers()))
@@ -265,18 +261,18 @@ def test_engines_that_prepare_ahead_are_judged_together_and_some_have_to_fail() 
     assert passed(broken, lost) is True
     assert passed(complete, complete, lost) is True
     assert passed(complete, complete) is False
-    assert passed({**broken, "state": "not run"}, broken) is False  # nothing was measured there
+    assert passed({**broken, "state": "not run"}, broken) is False  # without a measurement
 
 
 def shifted(by: float) -> list[judge.Row]:
-    """Answers whose second token is less likely."""
+    """Answers with a less likely second token."""
     rows = answers()
     for row in rows:
         row["steps"][1] = {"2": -0.2 - by, "5": -2.5}
     return rows
 
 
-def test_presets_of_three_bits_have_to_cost_more_than_those_that_profiles_take() -> None:
+def test_3_bit_presets_must_have_larger_errors() -> None:
     def passed(moved: float) -> bool | None:
         engines = {"tq-k8v4": run(shifted(0.1)), "tq-4bit_nc": run(shifted(0.2))}
         engines["tq-3bit_nc"] = run(shifted(moved))
@@ -287,7 +283,7 @@ def test_presets_of_three_bits_have_to_cost_more_than_those_that_profiles_take()
     assert passed(0.1) is False
 
 
-def test_the_engines_own_backend_has_to_lose_with_drafts_what_ours_finds() -> None:
+def test_stock_backend_must_lose_answers_with_drafts() -> None:
     def passed(name: str, rows: list[judge.Row]) -> bool | None:
         engine = run(rows, stock_turboquant=True)
         [row] = verdicts.judge_turboquant({name: engine}, run(answers()))
@@ -311,14 +307,14 @@ DAMAGED = {
     "gpu/recall-prefixes": 3,
     "gpu/recall-drafts": 1,
     "gpu/recall-flashinfer": 2,
-    "gpu/recall-turboquant": 0,  # its damaged engines stand in recall-recall
+    "gpu/recall-turboquant": 0,  # damaged engines are in recall-recall
     "gpu/recall-wide": 0,
 }
-"""Damaged engines that the judge of a file was seen to fail."""
+"""Number of damaged engines that failed, by result file."""
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_committed_rows_hold_and_name_a_damage_that_was_seen(name: str) -> None:
+def test_recorded_rows_pass_and_detect_damage(name: str) -> None:
     rows = committed(name)
     assert [row["claim"] for row in rows if row["passed"] is False] == []
     words = ("damage", "noise", "fi-gdn-states")
@@ -326,14 +322,14 @@ def test_committed_rows_hold_and_name_a_damage_that_was_seen(name: str) -> None:
     assert len(seen) == DAMAGED[name]
 
 
-def test_the_engines_own_turboquant_loses_with_drafts_what_ours_finds() -> None:
+def test_recorded_stock_turboquant_loses_answers_with_drafts() -> None:
     rows = {row["cases"][0]: row["numbers"] for row in committed("gpu/recall-turboquant")}
     for preset in ("k8v4", "4bit_nc"):
         assert rows[f"tq-{preset}-full-mtp2"]["right"]["4096"]["passage"] == 1.0
         assert rows[f"tq-{preset}-stock-full-mtp2"]["right"]["4096"]["passage"] == 0.0
 
 
-def test_the_committed_model_finds_what_damage_takes_away() -> None:
+def test_recorded_model_loses_answers_only_by_damage() -> None:
     rows = {row["cases"][0]: row["numbers"] for row in committed("gpu/recall-recall")}
     whole = rows["recall-16bit"]["found"]
     assert whole["right"] > verdicts.KNOWN * whole["asked"]

@@ -1,4 +1,4 @@
-"""The recall model's language: what can be known is known from before, and nothing else."""
+"""The recall model's language: labels are predictable from earlier tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def made(seed: int, **more: bool) -> language.Context:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_question_in_a_context_has_its_answer_before_it(seed: int) -> None:
+def test_every_question_has_an_earlier_answer(seed: int) -> None:
     context = made(seed)
     slots = context.tokens.reshape(-1, language.SLOT)
     questions = [place for place, slot in enumerate(slots) if slot[0] == language.ASK]
@@ -26,7 +26,7 @@ def test_every_question_in_a_context_has_its_answer_before_it(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_reading_gives_the_last_value_of_its_register(seed: int) -> None:
+def test_reading_gives_the_latest_value_of_the_register(seed: int) -> None:
     context = made(seed)
     values: dict[int, int] = {}
     for slot in context.tokens.reshape(-1, language.SLOT):
@@ -39,14 +39,14 @@ def test_a_reading_gives_the_last_value_of_its_register(seed: int) -> None:
     assert values == last
 
 
-def test_only_what_can_be_known_is_taught() -> None:
+def test_only_predictable_tokens_have_labels() -> None:
     context = made(1)
     taught = context.labels != language.UNTAUGHT
     assert (context.labels[taught] == context.tokens[taught]).all()
     assert 0.05 < taught.mean() < 0.4
 
 
-def test_near_pairs_share_words_and_none_is_there_twice() -> None:
+def test_near_pairs_share_words_and_are_unique() -> None:
     context = made(3, near=True, asks=False)
     starts = np.sort(np.concatenate([context.records, context.passages]))
     pairs = [tuple(context.tokens[start + 1 : start + 3]) for start in starts]
@@ -54,7 +54,7 @@ def test_near_pairs_share_words_and_none_is_there_twice() -> None:
     assert len({first for first, _ in pairs}) < len(pairs) / 2
 
 
-def test_questions_are_spread_over_the_depth_and_answered_in_the_context() -> None:
+def test_questions_are_spread_over_the_depth() -> None:
     context = language.context(np.random.default_rng(2), 8192, near=False, asks=False)
     questions = language.questions(context, 2, {"record": 16, "passage": 3, "register": 4})
     depths = [question.depth for question in questions if question.kind == "record"]
@@ -68,14 +68,14 @@ def test_questions_are_spread_over_the_depth_and_answered_in_the_context() -> No
             assert text[start + 4 : start + 4 + len(question.answer)] == question.answer
 
 
-def test_positions_rise_and_reach_far_beyond_the_tokens() -> None:
+def test_positions_rise_beyond_the_number_of_tokens() -> None:
     places = language.positions(0, 8, 512, 100_000)
     assert (np.diff(places, axis=1) > 0).all()
     assert places.max() > 20_000
     assert places.max() < 100_000
 
 
-def test_a_script_is_the_same_every_time_and_later_turns_begin_with_earlier_ones() -> None:
+def test_script_is_reproducible_and_turns_extend_earlier_turns() -> None:
     first, second = talks.script(5), talks.script(5)
     assert [[prompt.prompt for prompt in turn] for turn in first] == [
         [prompt.prompt for prompt in turn] for turn in second

@@ -1,4 +1,4 @@
-"""Releases served on a CUDA machine: started as planned, and judged so that a wrong one fails."""
+"""Planned releases on a CUDA machine: arguments, environment and judge."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ def ranks(release: Release, work: Path, *, alone: bool = False) -> list[Any]:
     return servers_of(release, Path("/tree"), work, "two", devices=["0", "1"], alone=alone)
 
 
-def test_ranks_get_the_plans_arguments_with_this_machines_places(
-    release: Release, tmp_path: Path
-) -> None:
+def test_ranks_get_planned_arguments_with_local_paths(release: Release, tmp_path: Path) -> None:
     head, worker = ranks(release, tmp_path)
     planned = [*release.engine.argv, *release.cluster.members[1].argv]
     kept = [word for word in planned if word in worker.argv]
-    # Tree, socket, the head's address and the share of memory are this machine's.
+    # Checkpoint, socket, head address and memory share are this machine's.
     assert len(planned) - len(kept) == 4
     assert worker.argv[0] == "/tree"
     assert worker.argv[worker.argv.index("--master-addr") + 1] == "127.0.0.1"
@@ -47,7 +45,7 @@ def test_ranks_get_the_plans_arguments_with_this_machines_places(
     assert head.socket != worker.socket
 
 
-def test_ranks_take_each_other_for_two_hosts(release: Release, tmp_path: Path) -> None:
+def test_ranks_act_as_two_hosts(release: Release, tmp_path: Path) -> None:
     head, worker = ranks(release, tmp_path)
     assert head.env["NCCL_HOSTID"] != worker.env["NCCL_HOSTID"]
     assert (head.env["CUDA_VISIBLE_DEVICES"], worker.env["CUDA_VISIBLE_DEVICES"]) == ("0", "1")
@@ -56,7 +54,7 @@ def test_ranks_take_each_other_for_two_hosts(release: Release, tmp_path: Path) -
     assert head.env["NCCL_IB_DISABLE"] == "1"
 
 
-def test_every_change_to_the_plan_is_told(release: Release, tmp_path: Path) -> None:
+def test_every_change_to_the_plan_is_recorded(release: Release, tmp_path: Path) -> None:
     for server in ranks(release, tmp_path):
         changes = " ".join(server.changed)
         planned = {**release.engine.env, **release.cluster.members[0].env}
@@ -65,13 +63,13 @@ def test_every_change_to_the_plan_is_told(release: Release, tmp_path: Path) -> N
             assert own or key in changes
 
 
-def test_alone_no_rank_is_told_of_others(release: Release, tmp_path: Path) -> None:
+def test_single_server_has_no_cluster_arguments(release: Release, tmp_path: Path) -> None:
     (server,) = ranks(release, tmp_path, alone=True)
     assert "--nnodes" not in server.argv
     assert "NCCL_HOSTID" not in server.env
 
 
-def test_the_model_for_two_is_the_same_model() -> None:
+def test_doubled_experts_compute_the_same() -> None:
     source = np.random.default_rng(1)
     weights = {
         f"model.layers.0.mlp.experts.0.{part}.weight": source.normal(size=size).astype(np.float32)
@@ -88,7 +86,7 @@ def test_the_model_for_two_is_the_same_model() -> None:
     x = source.normal(size=64)
     assert np.allclose(expert(weights, x), expert(doubled, x), rtol=1e-4)
     gate = next(iter(doubled.values()))
-    # What is a first half on one device must not do for the second.
+    # The halves must differ, so that confused scales are detected.
     assert not np.allclose(gate[:256], gate[256:])
 
 
@@ -117,7 +115,7 @@ def verdicts(two: dict[str, Any]) -> dict[str, bool]:
     return {row["claim"].partition(": ")[2]: row["passed"] for row in rows}
 
 
-def test_two_hosts_that_answer_as_one_pass() -> None:
+def test_two_hosts_with_equal_answers_pass() -> None:
     assert len(verdicts(served())) == 5
     assert all(verdicts(served()).values())
 
@@ -137,7 +135,7 @@ def test_two_hosts_that_answer_as_one_pass() -> None:
         ({"drafts": {"drafted": 100.0, "accepted": 60.0}}, "token for token as one-host"),
     ],
 )
-def test_two_hosts_that_do_not_fail(changed: dict[str, Any], claim: str) -> None:
+def test_two_hosts_with_differences_fail(changed: dict[str, Any], claim: str) -> None:
     failed = [name for name, passed in verdicts(served(**changed)).items() if not passed]
     assert any(name.startswith(claim) for name in failed)
 
@@ -150,7 +148,7 @@ SEEN = {"check": "image", "ok": True, "weight": "must", "detail": ""}
 
 
 def eyes(*, weight: str | None, read: bool = True, name: bool = False) -> list[bool]:
-    """Return the verdicts when the check weighs a blind model's pictures like this."""
+    """Return the verdicts for a severity of the picture check of a blind model."""
     image = {**SEEN, "ok": weight is None, "weight": weight or "must"}
     others = [{**entry, "ok": read} for entry in FINDINGS]
     answers = SAID if name else [{**entry, "said": "white"} for entry in SAID]
@@ -162,7 +160,7 @@ def eyes(*, weight: str | None, read: bool = True, name: bool = False) -> list[b
     return [row["passed"] for row in judge.seeing(results)]
 
 
-def test_a_check_that_a_blind_model_passes_proves_nothing() -> None:
+def test_check_must_fail_for_a_blind_model() -> None:
     assert all(eyes(weight="must"))
     assert not all(eyes(weight=None))
     assert not all(eyes(weight="warn"))
@@ -171,7 +169,7 @@ def test_a_check_that_a_blind_model_passes_proves_nothing() -> None:
 
 
 def asked(chance: float) -> dict[str, Any]:
-    """Return a record of ``spark-check`` in which one word is that likely."""
+    """Return a record of ``spark-check`` with this probability of a word."""
     best = {"yes": math.log(chance), "no": math.log(1 - chance)}
     steps = [{"token": "yes", "best": best}]
     answers = [{"prompt": "Is it so?", "text": "yes", "steps": steps}]
@@ -179,7 +177,7 @@ def asked(chance: float) -> dict[str, Any]:
     return {**about, "answers": answers}
 
 
-def test_plain_models_need_drafts_that_are_accepted_and_none_without() -> None:
+def test_plain_models_need_accepted_drafts_and_equal_answers() -> None:
     check = {"check": FINDINGS, "compared": asked(0.9)}
     none = {"drafted": 0.0, "accepted": 0.0}
     few = {"drafted": 100.0, "accepted": 10.0}
@@ -200,5 +198,5 @@ def test_plain_models_need_drafts_that_are_accepted_and_none_without() -> None:
     assert not all(rows({"drafts": none}, {}))
     assert not all(rows({}, {"drafts": drafted}))
     assert not all(rows({"compared": asked(0.7)}, {}))
-    # A comparison that finds no difference between formats would find none anywhere.
+    # A comparison must find a difference between formats.
     assert not all(rows({}, {}, other=0.9))

@@ -1,4 +1,4 @@
-"""Result files: each is reproducible by a make target, and the catalog quotes them truthfully."""
+"""Result files: origin, make target, rows of failed engines, and quotes in the catalog."""
 
 import ast
 import hashlib
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from proofs import result_files
+from proofs.recall import run as recall_run
 from proofs.result_files import describe_run, find_kind
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
@@ -26,7 +28,6 @@ WHOLE = {
 
 
 def commands(target: str) -> list[str]:
-    """Return the commands that make would run for a target."""
     environment = {**os.environ, "MAKEFLAGS": "", "GPU_PYTEST": ""}
     words = ["SPARK_GPU_RESULTS=/results", "GPU_PYTHON=python3", target]
     done = subprocess.run(
@@ -37,19 +38,19 @@ def commands(target: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_a_result_has_its_origin_and_a_make_target(path) -> None:
+def test_result_has_origin_and_make_target(path) -> None:
     result = json.loads(path.read_text("utf-8"))
     assert all(result[key] for key in ("command", "date", "commit", "device", "versions"))
     targets = {"gpu-train", "backends", *WHOLE["gpu-all"], *WHOLE["cpu-all"]}
     assert find_kind(path.stem).target in targets
 
 
-def test_an_unknown_result_file_is_refused() -> None:
+def test_unknown_result_file_is_rejected() -> None:
     with pytest.raises(ValueError, match="unheard-of"):
         find_kind("unheard-of")
 
 
-def test_a_run_is_described_by_commit_device_and_versions() -> None:
+def test_run_is_described_by_commit_device_and_versions() -> None:
     description = describe_run("a device", "pytest", "no-such-package")
     assert description["device"] == "a device"
     assert description["versions"] == {"pytest": pytest.__version__, "no-such-package": None}
@@ -58,7 +59,7 @@ def test_a_run_is_described_by_commit_device_and_versions() -> None:
 
 
 @pytest.mark.parametrize(("whole", "parts"), WHOLE.items())
-def test_one_target_per_machine_runs_its_parts(whole: str, parts: tuple[str, ...]) -> None:
+def test_target_of_a_machine_runs_all_parts(whole: str, parts: tuple[str, ...]) -> None:
     run = set(commands(whole))
     for part in parts:
         words = ("pytest", ".json", " -m ")
@@ -67,7 +68,7 @@ def test_one_target_per_machine_runs_its_parts(whole: str, parts: tuple[str, ...
         assert own <= run, part
 
 
-def test_every_time_of_the_head_is_written_by_the_command_in_its_file() -> None:
+def test_head_times_record_their_command() -> None:
     lines = commands("gpu-times")
     times = [path for path in RESULTS if find_kind(path.stem).target == "gpu-times"]
     assert len(times) > 5
@@ -79,7 +80,7 @@ def test_every_time_of_the_head_is_written_by_the_command_in_its_file() -> None:
         assert f"{command} --out /results/{path.name}" in lines
 
 
-def test_every_stage_of_engines_has_a_test_and_a_result() -> None:
+def test_every_engine_stage_has_a_test_and_a_result() -> None:
     """Stages are parsed, not imported: their module needs torch."""
     tree = ast.parse((CHECKOUT / "proofs/stages.py").read_text("utf-8"))
     [table] = [
@@ -89,11 +90,11 @@ def test_every_stage_of_engines_has_a_test_and_a_result() -> None:
     assert isinstance(table, ast.Dict)
     stages = {key.value for key in table.keys if isinstance(key, ast.Constant)}
     tests = (CHECKOUT / "tests/gpu/test_engine.py").read_text("utf-8")
-    assert {*re.findall(r'_failed\("([\w-]+)"', tests)} == stages
+    assert {*re.findall(r'^    "([\w-]+)": \d+,$', tests, re.M)} == stages
     assert {f"engine-{stage}" for stage in stages} <= {path.stem for path in RESULTS}
 
 
-def test_every_profile_of_the_ladder_is_served_over_http_by_make_gpu() -> None:
+def test_make_gpu_serves_every_profile_with_a_stage() -> None:
     tests = (CHECKOUT / "tests/gpu/test_serve.py").read_text("utf-8")
     served = set(re.findall(r'^    "([\w-]+)": "tiny-', tests, re.M))
     files = (CHECKOUT / "catalog/profiles").glob("*.yml")
@@ -102,7 +103,7 @@ def test_every_profile_of_the_ladder_is_served_over_http_by_make_gpu() -> None:
     assert stages <= served
 
 
-def test_the_stored_recall_weights_are_those_of_the_recorded_training() -> None:
+def test_recall_weights_match_the_recorded_training() -> None:
     recorded = json.loads((GPU / "recall-training-weights.json").read_text())
     data = (CHECKOUT / "proofs/recall/weights.npz").read_bytes()
     assert hashlib.sha256(data).hexdigest() == recorded["weights_sha256"]
@@ -121,12 +122,12 @@ QUOTED = [
         if rail.evidence == "measured"
     ),
 ]
-"""What profiles and measured guard rails quote of result files: name, text, source."""
+"""Quotes of result files in profiles and measured guard rails: name, text, source."""
 FIGURE = re.compile(r"(?<![\w.#])\d[\d,]*(?:\.\d+)?(?!\w)(?: ?%)?")
 FILE = re.compile(r"[\w.-]+\.json")
-SMALL = 20  # counts of layers, drafts and requests
+SMALL = 20  # numbers of layers, drafts and requests
 SAMPLES = 30
-"""A list this long holds raw samples: any figure would be found in it."""
+"""Longer lists are raw samples, which would match any figure."""
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -143,7 +144,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def numbers(name: str) -> set[float]:
-    """Return every number of a result file, those inside its texts as well."""
+    """Return every number of a result file, including numbers in text."""
     [path] = FOLDER.rglob(name)
     texts = (str(leaf) for leaf in leaves(json.loads(path.read_text("utf-8"))))
     matches = (re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text) for text in texts)
@@ -163,7 +164,7 @@ def supported(figure: str, known: set[float]) -> bool:
     if value <= SMALL and "." not in plain:
         return True
     half = 0.5 * 10**-places + 1e-9
-    scales = (1.0, 100.0, 1e3, 1e6, 1e-6)  # percent and other units; what failed, what passed
+    scales = (1.0, 100.0, 1e3, 1e6, 1e-6)  # percent and other units
     return any(
         abs(number * scale - value) <= half or abs((1 - number) * scale - value) <= half
         for number in known
@@ -172,13 +173,79 @@ def supported(figure: str, known: set[float]) -> bool:
 
 
 @pytest.mark.parametrize(("name", "text", "source"), QUOTED)
-def test_profiles_and_measured_rails_quote_figures_and_device_of_their_results(name, text, source):
-    files = [name_ for name_ in FILE.findall(source) if (GPU / name_).exists()]
+def test_quotes_match_figures_and_device_of_the_result(name, text, source):
+    files = [file for file in FILE.findall(source) if (GPU / file).exists()]
     assert not files or unsupported(text, files) == [], name
-    devices = {json.loads((GPU / name_).read_text())["device"] for name_ in files}
+    devices = {json.loads((GPU / file).read_text())["device"] for file in files}
     for device in set(re.findall(r"\b(H100|H200)\b", text)) if files else ():
-        assert any(device in name_ for name_ in devices), name
+        assert any(device in known for known in devices), name
 
 
-def test_a_figure_without_support_is_noticed() -> None:
+def test_unsupported_figure_is_detected() -> None:
     assert unsupported("the tokens stand still for 1.1 s", ["serve-v2-long.json"]) == ["1.1"]
+
+
+ANSWER = {"tokens": [1, 2], "text": "one two", "logprobs": [-0.1, -0.2], "margins": [1.0, 2.0]}
+KEPT = {"tokens": [1, 2], "text": "one two"}
+
+
+def row(passed: bool | None, *cases: str, claim: str = "claim") -> dict[str, Any]:
+    return {"claim": claim, "passed": passed, "cases": list(cases), "numbers": {}}
+
+
+def test_failed_engines_are_named() -> None:
+    rows = [row(True, "a", "b"), row(False, "c", "b"), row(None, "d")]
+    assert result_files.failed_engines(rows) == {"b", "c"}
+    assert result_files.failed_engines([row(False, claim="e: judged")]) == {"e"}
+
+
+def test_raw_answers_of_every_turn_are_kept() -> None:
+    result = {"answers": [ANSWER], "turns": [{"answers": [ANSWER]}], "other_beginning": [ANSWER]}
+    assert result_files.raw_answers(result) == {
+        "answers": [KEPT], "turns": [[KEPT]], "other_beginning": [KEPT]
+    }  # fmt: skip
+    assert result_files.raw_answers({"state": "refused"}) == {}
+
+
+def recall_answer(right: bool) -> dict[str, Any]:
+    question = {"length": 4096, "kind": "record", "depth": 0.5, "right": right, "tokens": [7]}
+    return {**question, "logprobs": [-1.0], "steps": [{"7": -1.0}]}
+
+
+@pytest.mark.parametrize(("passed", "kept"), [(False, True), (True, False), (None, False)])
+def test_recall_result_keeps_wrong_answers_of_failed_rows(passed, kept) -> None:
+    result = {
+        "state": "ran",
+        "case": {"options": {}},
+        "recall": [recall_answer(True), recall_answer(False)],
+    }
+    document = recall_run.document("recall", {"one": result}, [row(passed, "one")], {})
+    wrong = [{"kind": "record", "length": 4096, "depth": 0.5, "tokens": [7]}]
+    assert document["runs"]["one"].get("wrong_in_recall") == (wrong if kept else None)
+
+
+def engines(rows, failure=None) -> dict[str, Any]:
+    ran = {"case": {"options": {}, "tree": "/trees/t"}, "state": "ran", "log_lines": []}
+    results = {name: {**ran, "answers": [ANSWER]} for name in ("one", "two")}
+    return {
+        n: engine.get("answers")
+        for n, engine in result_files.describe_engines(results, rows, failure).items()
+    }
+
+
+def test_engine_result_keeps_answers_of_failed_rows() -> None:
+    rows = [row(False, "one"), row(True, "two")]
+    assert engines(rows) == {"one": [KEPT], "two": None}
+
+
+def test_engine_result_keeps_every_answer_after_a_judge_error() -> None:
+    assert engines([], failure="Traceback") == {"one": [KEPT], "two": [KEPT]}
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_release_result_keeps_answers_of_failed_rows(passed) -> None:
+    from proofs.releases import run as releases
+
+    result = {"state": "served", "answers": [ANSWER], "compared": {"answers": []}}
+    kept = releases._kept("one", result, [row(passed, "one")])
+    assert ("answers" in kept, "compared" in kept) == (not passed, not passed)

@@ -1,4 +1,4 @@
-"""Conversations with a cache are judged by engines that compute alike without one."""
+"""Judge of conversations with a prefix cache."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KINDS = (*TWINS, *TWINS.values(), *SHAPES)
 
 
 def answer(*tokens: int) -> Row:
-    """Three words, sure of all but the last."""
+    """Three tokens, with a small margin at the last."""
     return {"tokens": [*tokens], "logprobs": [-0.1] * len(tokens), "margins": [2.0, 2.0, 0.01]}
 
 
 def engine(*, hits: float, second: int) -> Row:
-    """Two conversations of three turns; in the last one the code decides upon a word."""
+    """Two conversations of three turns; ``second`` is a token of the last turn."""
     spoken = [[answer(1, 2, 3), answer(4, 5, 6)] for _ in range(2)]
     last = [answer(7, second, 8), answer(4, 5, 6)]
     turns = [
@@ -36,7 +36,7 @@ def engine(*, hits: float, second: int) -> Row:
 
 @pytest.fixture
 def results() -> dict[str, Row]:
-    """Compiled code says another word than eager code, whether there is a cache or not."""
+    """Compiled and eager code differ in a token, with and without a cache."""
     compiled = ("agent-full", COMPILED)
     return {
         name: engine(hits=4352.0 if kind in TWINS else 0.0, second=11 if kind in compiled else 16)
@@ -50,7 +50,7 @@ def judged(results: dict[str, Row]) -> dict[str, Row]:
     return {row["claim"].partition(":")[0]: row for row in rows}
 
 
-def test_what_compiled_code_says_without_a_cache_is_no_fault_of_the_cache(results) -> None:
+def test_difference_of_compiled_code_is_not_caused_by_the_cache(results) -> None:
     rows = judged(results)
     assert all(row["passed"] for row in rows.values())
     others = rows["agent-full"]["numbers"]["others"]
@@ -64,7 +64,7 @@ def test_what_compiled_code_says_without_a_cache_is_no_fault_of_the_cache(result
 
 @pytest.mark.parametrize("name", [copy for kind in TWINS for copy in again(kind)])
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_another_word_of_a_single_engine_with_a_cache_fails(results, name: str, turn: int) -> None:
+def test_different_token_of_a_single_engine_fails(results, name: str, turn: int) -> None:
     result = results[name]
     answers = result["answers"] if turn == 0 else result["turns"][turn - 1]["answers"]
     answers[1]["tokens"][1] = 99
@@ -72,7 +72,7 @@ def test_another_word_of_a_single_engine_with_a_cache_fails(results, name: str, 
     assert failed == [name.partition("-2")[0].rstrip("-3456")]
 
 
-def test_noise_elsewhere_in_a_turn_excuses_no_word(results) -> None:
+def test_noise_elsewhere_excuses_no_different_token(results) -> None:
     kept = results["agent-full"]["turns"][1]["answers"]
     kept[0]["logprobs"] = [-1.9, -1.9, -1.9]
     assert judged(results)["agent-full"]["passed"]
@@ -82,13 +82,13 @@ def test_noise_elsewhere_in_a_turn_excuses_no_word(results) -> None:
     assert row["numbers"]["largest_change"]["nats"] > 1
 
 
-def test_an_answer_that_ends_too_soon_fails(results) -> None:
+def test_short_answer_fails(results) -> None:
     for part in ("tokens", "logprobs", "margins"):
         del results["agent-eager"]["turns"][1]["answers"][1][part][1:]
     assert not judged(results)["agent-eager"]["passed"]
 
 
-def test_words_that_are_a_tie_may_part_as_long_as_every_answer_is_compared(results) -> None:
+def test_ties_may_differ_if_every_answer_is_compared(results) -> None:
     results["agent-eager"]["turns"][0]["answers"][0]["tokens"][2] = 99
     row = judged(results)["agent-eager"]
     assert row["passed"]
@@ -100,19 +100,19 @@ def test_words_that_are_a_tie_may_part_as_long_as_every_answer_is_compared(resul
     assert not row["passed"]
 
 
-def test_a_turn_that_finds_nothing_in_the_cache_fails(results) -> None:
+def test_turn_without_cache_hits_fails(results) -> None:
     turn = results["agent-eager-2"]["turns"][1]
     turn["counters"] = copy.deepcopy(turn["before"])
     assert not judged(results)["agent-eager"]["passed"]
 
 
-def test_an_engine_that_ended_at_once_fails_its_row_and_no_other(results) -> None:
+def test_dead_engine_fails_only_its_row(results) -> None:
     results["agent-full-3"] = {"state": "died"}
     rows = judged(results)
     assert [row["passed"] for row in rows.values()] == [True, False]
 
 
-def test_twins_differ_in_the_cache_alone() -> None:
+def test_twins_differ_only_in_the_cache() -> None:
     cases = {case["name"]: case for case in conversation_cases()}
     for kind, twin in TWINS.items():
         for cached, uncached in zip(again(kind), again(twin), strict=True):
@@ -121,7 +121,7 @@ def test_twins_differ_in_the_cache_alone() -> None:
             assert {**kept, "name": uncached} == without
 
 
-def test_all_kinds_run_and_the_steered_model_once() -> None:
+def test_every_kind_runs_and_the_steered_model_once() -> None:
     names = [case["name"] for case in conversation_cases()]
     steered = ["prefixes-plain", "prefixes-eager", "prefixes-full"]
     assert sorted(names) == sorted([copy for kind in KINDS for copy in again(kind)] + steered)
