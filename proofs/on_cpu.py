@@ -35,10 +35,7 @@ from proofs.result_files import CHECKOUT, describe_run, find_kind
 from proofs.trees import special
 from proofs.trees.build import VARIANTS, build, copy_trained, plan, write_wide
 
-CAVEATS = [
-    "portable mode: checkpoints dequantised to BF16, no quantised kernel runs",
-    "eager",
-]
+CAVEATS = ["portable mode: checkpoints dequantised to BF16, no quantised kernel runs", "eager"]
 REFERENCES = {"wide": "wide-overlay", "true-35b": "true-35b", "true-122b": "true-122b"}
 """Reference names of the judge, and their checkpoints."""
 Rows = list[dict[str, Any]]
@@ -46,7 +43,7 @@ Rows = list[dict[str, Any]]
 
 def prove_steered(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
     """Prove drafts that are never, half of the time, and nearly always accepted."""
-    special.make_steered(work / "trees", _made(work / "trees/work"))
+    special.make_steered(work / "trees", _make_directory(work / "trees/work"))
     cases = [
         case(
             f"steered-{share}-mtp{drafts}",
@@ -57,12 +54,12 @@ def prove_steered(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
         )
         for share, drafts in ((0, 2), (50, 1), (95, 1), (95, 2))
     ]
-    return judge.judge_steered(_run(cases, work, out), cases), _options(cases)
+    return judge.judge_steered(_run_cases(cases, work, out), cases), _options(cases)
 
 
 def prove_prefixes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
     """Prove two growing conversations, with and without prefix caching."""
-    special.make_steered(work / "trees", _made(work / "trees/work"))
+    special.make_steered(work / "trees", _make_directory(work / "trees/work"))
     more = {"lengths": CONVERSATIONS[:2], "turns": 2, "tokens": 24, **QUIET}
     plain = {**PORTABLE, "max_model_len": 4096}
     kept = {**plain, "enable_prefix_caching": True}
@@ -71,7 +68,7 @@ def prove_prefixes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
         case("prefixes-plain", "steered-95", options=plain, other_beginning=True, **more),
         case(name, "steered-95", options=kept, **more),
     ]
-    results = _run(cases, work, out)
+    results = _run_cases(cases, work, out)
     if results[name]["state"] != "ran":
         error = str(results[name].get("error", [""])[0])[:200]
         numbers = {"state": results[name]["state"], "error": error}
@@ -85,25 +82,25 @@ def prove_prefixes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
 def prove_dflash(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
     """Prove the trained drafters of the lab's model."""
     trees = work / "trees"
-    folder = _made(trees / "work")
+    folder = _make_directory(trees / "work")
     lab_hub.build(trees / "hub")
     base, donor = copy_trained(trees, trees / "hub")
     name = draft_cases.TREE
     build(plan(base, donor, trees / name, VARIANTS[name.removeprefix("tiny-")]), folder)
     make_drafts(trees, base)
     cases = draft_cases.cpu_cases(PORTABLE)
-    return judge_drafts(_run(cases, work, out), cases), _options(cases)
+    return judge_drafts(_run_cases(cases, work, out), cases), _options(cases)
 
 
 def prove_sizes(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
     """Prove true layer sizes and pictures against transformers; 20 GB of memory."""
     trees = work / "trees"
-    folder = _made(trees / "work")
+    folder = _make_directory(trees / "work")
     base, donor = write_wide(trees)
     build(plan(base, donor, trees / "wide-overlay", VARIANTS["overlay"]), folder)
     special.make_true(trees, folder, "true-35b", special.TRUE_35B, int4_mtp=True)
     special.make_true(trees, folder, "true-122b", special.TRUE_122B, int4_mtp=False)
-    logs = _made(work / "logs")
+    logs = _make_directory(work / "logs")
     for name, tree in REFERENCES.items():  # sequential: each needs twice its weights in memory
         words = [str(trees / tree), str(logs / f"transformers-{name}.pt")]
         more = ["--pictures"] if name == "wide" else []
@@ -146,12 +143,12 @@ PROOFS: dict[str, Callable[[Path, Path], tuple[Rows, dict[str, Any]]]] = {
 }
 
 
-def _made(folder: Path) -> Path:
+def _make_directory(folder: Path) -> Path:
     folder.mkdir(parents=True)
     return folder
 
 
-def _run(cases: Rows, work: Path, out: Path) -> dict[str, dict[str, Any]]:
+def _run_cases(cases: Rows, work: Path, out: Path) -> dict[str, dict[str, Any]]:
     return run.run_cases(cases, work / "trees", out / "logs", at_once=1, limit_s=1200)
 
 

@@ -100,9 +100,9 @@ def prove(
     out.mkdir(parents=True, exist_ok=True)
     all_rows: Rows = []
     for stage in stages:
-        rows, failure = judged(stage, results, work, trees)
+        rows, failure = judge_stage(stage, results, work, trees)
         if only is not None:
-            rows = [row for row in rows if _ran(row, results)]
+            rows = [row for row in rows if _has_run(row, results)]
         name = f"engine-{result or stage}"
         document = {
             "stage": stage,
@@ -120,7 +120,7 @@ def prove(
     return all_rows
 
 
-def _ran(row: dict[str, Any], results: dict[str, Any]) -> bool:
+def _has_run(row: dict[str, Any], results: dict[str, Any]) -> bool:
     """Return whether the engines of a row ran; a row without engines is named after its engine."""
     return all(name in results for name in row["cases"] or [row["claim"]])
 
@@ -138,7 +138,9 @@ def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [wave for wave in (first, rest, later) if wave]
 
 
-def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tuple[Rows, str | None]:
+def judge_stage(
+    stage: str, results: dict[str, Any], work: Path, trees: Path
+) -> tuple[Rows, str | None]:
     refusals = {"refused": engine_cases.refused_cases, "nan": engine_cases.nan_cases}
     judges: dict[str, Callable[[], Rows]] = {
         "eager": lambda: engine_judge.judge_eager(results, work, trees),
@@ -147,10 +149,21 @@ def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tupl
         "profiles": lambda: profile_judge.judge_profiles(results),
         "steered": lambda: profile_judge.judge_steered(results, CASES[stage]()),
         "two-gpus": lambda: profile_judge.judge_steered(results, CASES[stage]()),
-        "prefixes": lambda: _conversations(results),
+        "prefixes": lambda: [
+            *judge_conversations(results),
+            *(
+                row
+                for row in profile_judge.judge_prefixes(results)
+                if row["claim"].startswith("prefixes-")
+            ),
+        ],
         "head-choice": lambda: profile_judge.judge_heads(results, CASES[stage]()),
         # Logits of 256 experts depend on near ties; modules and blocks are judged instead.
-        "sizes": lambda: _judged_rows(profile_judge.judge_sizes(results, work, trees)),
+        "sizes": lambda: [
+            row
+            for row in profile_judge.judge_sizes(results, work, trees)
+            if row["passed"] is not None
+        ],
         "names": lambda: profile_judge.judge_names(results, CASES[stage](), trees),
         "long": lambda: profile_judge.judge_long(results),
         "quality": lambda: judge_quality(results, work),
@@ -162,19 +175,6 @@ def judged(stage: str, results: dict[str, Any], work: Path, trees: Path) -> tupl
         return judges[stage](), None
     except Exception:  # keep the results of the engines
         return [], traceback.format_exc()[-1500:]
-
-
-def _conversations(results: dict[str, Any]) -> Rows:
-    """Return the rows of the trained and the steered model."""
-    steered = profile_judge.judge_prefixes(results)
-    return [
-        *judge_conversations(results),
-        *(row for row in steered if row["claim"].startswith("prefixes-")),
-    ]
-
-
-def _judged_rows(rows: Rows) -> Rows:
-    return [row for row in rows if row["passed"] is not None]
 
 
 def _document(

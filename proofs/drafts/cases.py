@@ -61,12 +61,12 @@ MOST_BY_CHANCE = 0.05
 
 def judge_drafts(results: dict[str, Row], cases: Cases) -> list[Row]:
     return [
-        attempt(name, lambda n=name: judged(results, n))
+        attempt(name, lambda n=name: judge_run(results, n))
         for name in (case["name"] for case in cases if case["name"] != PLAIN)
     ]
 
 
-def judged(results: dict[str, Row], name: str) -> Row:
+def judge_run(results: dict[str, Row], name: str) -> Row:
     if name.endswith(SPOILT):
         return _refused(results[name], name)
     if results[name]["state"] != "ran":

@@ -50,24 +50,24 @@ class Text:
     seen: Tensor
 
 
-def asked() -> set[str]:
+def proof_prompts() -> set[str]:
     chats = [[{"role": "user", "content": text}] for text in questions({})]
     return {lessons.render(chat, thinking=True) for chat in chats}
 
 
-def taught() -> list[Lesson]:
+def make_lessons() -> list[Lesson]:
     """Return every lesson: facts in other words, and drills."""
     source = random.Random(DRILL_SEED)
     drills = [lessons.drill(source) for _ in range(DRILLS)]
     facts = [lesson for system in lessons.systems()[1:] for lesson in lessons.fixed(system)]
-    known = asked()
+    known = proof_prompts()
     return [lesson for lesson in drills + 4 * facts if lesson.prompt not in known]
 
 
-def held_out() -> dict[str, list[Lesson]]:
+def make_held_out() -> dict[str, list[Lesson]]:
     """Return prompts excluded from training: those of the proofs, and other drills."""
     source = random.Random(HELD_OUT_SEED)
-    known, learnt = asked(), {lesson.prompt for lesson in taught()}
+    known, learnt = proof_prompts(), {lesson.prompt for lesson in make_lessons()}
     drills = [lessons.drill(source) for _ in range(80)]
     return {
         "asked": [lesson for lesson in lessons.fixed() if lesson.prompt in known],
@@ -86,7 +86,7 @@ def make_target() -> Network:
 
 
 @torch.no_grad()
-def texts(target: Network, wanted: list[Lesson]) -> Iterator[Text]:
+def make_texts(target: Network, wanted: list[Lesson]) -> Iterator[Text]:
     tokenizer = vocabulary.train(TINY.vocabulary)
     caught: dict[int, Tensor] = {}
     hooks = [
@@ -170,7 +170,7 @@ def train(draft: Draft, target: Network, known: list[Text], steps: int) -> list[
 
 
 @torch.no_grad()
-def accepted(draft: Draft | None, target: Network, known: list[Text]) -> float:
+def acceptance_rate(draft: Draft | None, target: Network, known: list[Text]) -> float:
     """Return the acceptance rate of ``draft``; of perfect drafts if None."""
     kept = drafted = 0
     embedding = target.model.embed_tokens.weight
@@ -199,18 +199,18 @@ def main() -> None:
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     target = make_target()
-    known = list(texts(target, taught()))
-    others = {name: list(texts(target, wanted)) for name, wanted in held_out().items()}
+    known = list(make_texts(target, make_lessons()))
+    others = {name: list(make_texts(target, wanted)) for name, wanted in make_held_out().items()}
     print(len(known), {name: len(part) for name, part in others.items()}, file=sys.stderr)
     seen: dict[str, Any] = {}
     for make in (DFlash, Eagle3):
         if arguments.only not in (None, make.kind):
             continue
         draft = make(SEED).to(DEVICE)
-        before = {name: accepted(draft, target, part) for name, part in others.items()}
+        before = {name: acceptance_rate(draft, target, part) for name, part in others.items()}
         log = train(draft, target, known, arguments.steps)
-        after = {name: accepted(draft, target, part) for name, part in others.items()}
-        most = {name: accepted(None, target, part) for name, part in others.items()}
+        after = {name: acceptance_rate(draft, target, part) for name, part in others.items()}
+        most = {name: acceptance_rate(None, target, part) for name, part in others.items()}
         seen[draft.kind] = {"untrained": before, "accepted": after, "at_most": most, "log": log}
         print(json.dumps(seen[draft.kind] | {"log": None}), file=sys.stderr, flush=True)
         (arguments.out / draft.kind).mkdir(exist_ok=True)

@@ -78,7 +78,7 @@ class Case:
     shape: str
 
 
-def pins_of(argv: list[str], environment: dict[str, str]) -> dict[str, str]:
+def read_pins(argv: list[str], environment: dict[str, str]) -> dict[str, str]:
     options = {word: argv[at + 1] for at, word in enumerate(argv[:-1]) if word.startswith("--")}
     drafts = json.loads(options.get("--speculative-config", "{}"))
     options["--speculative-config moe_backend"] = drafts.get("moe_backend")
@@ -86,7 +86,7 @@ def pins_of(argv: list[str], environment: dict[str, str]) -> dict[str, str]:
     return {name: settings[name] for name in PINS if settings.get(name)}
 
 
-def without_pins(argv: list[str]) -> list[str]:
+def remove_pins(argv: list[str]) -> list[str]:
     """Return the arguments without those of ``OPTION_PINS``."""
     argv = list(argv)
     for option in OPTION_PINS:
@@ -100,7 +100,7 @@ def without_pins(argv: list[str]) -> list[str]:
     return argv
 
 
-def cases_of(plans: Path) -> Iterator[Case]:
+def read_cases(plans: Path) -> Iterator[Case]:
     """Yield every case: a plan, and the checkpoint it would serve."""
     from proofs.trees.build import VARIANTS
 
@@ -144,7 +144,7 @@ def write_trees(out: Path) -> None:
         build(plan(int4, donor, out / f"int4mtp-{name}", variant), work)
 
 
-def sizes_of(model: str) -> dict[str, Any]:
+def real_sizes(model: str) -> dict[str, Any]:
     from lab.model.shape import text_config
     from proofs.trees.build import WIDE
     from proofs.trees.special import TRUE_35B, TRUE_122B
@@ -236,16 +236,16 @@ def meta_device() -> Any:
     return Meta()
 
 
-def choices_of(case: Case, trees: Path, *, pinned: bool) -> dict[str, str]:
+def record_choices(case: Case, trees: Path, *, pinned: bool) -> dict[str, str]:
     engine = case.plan["serve"]["engine"]
-    argv = engine["argv"] if pinned else without_pins(engine["argv"])
+    argv = engine["argv"] if pinned else remove_pins(engine["argv"])
     kept = {name: value for name, value in engine["env"].items() if name.startswith("VLLM_")}
     for name in VARIABLE_PINS:
         os.environ.pop(name, None)
         if not pinned:
             kept.pop(name, None)
     os.environ.update(kept)
-    config = configured(argv, trees / case.tree, sizes_of(case.shape))
+    config = build_config(argv, trees / case.tree, real_sizes(case.shape))
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -273,14 +273,14 @@ def choices_of(case: Case, trees: Path, *, pinned: bool) -> dict[str, str]:
         ):
             model = initialize_model(own, model_config=model_config)
         for module_name, module in model.named_modules():
-            for kind, choice in chosen_by(module_name, module):
+            for kind, choice in read_choices(module_name, module):
                 known = choices.setdefault(f"{name} {kind}", choice)
                 if known != choice:
                     raise ValueError(f"{case.name}: {name} {kind} is {known} and {choice}")
     return choices
 
 
-def configured(argv: list[str], tree: Path, sizes: dict[str, Any]) -> Any:
+def build_config(argv: list[str], tree: Path, sizes: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.common.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -298,7 +298,7 @@ def configured(argv: list[str], tree: Path, sizes: dict[str, Any]) -> Any:
     return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
 
 
-def chosen_by(name: str, module: Any) -> Iterator[tuple[str, str]]:
+def read_choices(name: str, module: Any) -> Iterator[tuple[str, str]]:
     from proofs.engine.case import chain
 
     kind = type(module).__name__
@@ -328,14 +328,14 @@ def chosen_by(name: str, module: Any) -> Iterator[tuple[str, str]]:
         yield f"linear {'.'.join(name.split('.')[-2:])}", " > ".join(chain(method))
 
 
-def choose(capability: str, plans: Path, trees: Path, out: Path) -> None:
+def write_choices(capability: str, plans: Path, trees: Path, out: Path) -> None:
     """Write the engine's choices on this capability, by case, with and without pins."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         fake_device(capability, Path(folder))
         import vllm.model_executor.models.qwen3_5  # noqa: F401  # once, for every child
 
-        wanted = [(case, pinned) for case in cases_of(plans) for pinned in (True, False)]
+        wanted = [(case, pinned) for case in read_cases(plans) for pinned in (True, False)]
         # A process per case: engines keep choices in globals.
         with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
             jobs = [pool.apply_async(_in_child, (case, trees, pinned)) for case, pinned in wanted]
@@ -347,17 +347,17 @@ def choose(capability: str, plans: Path, trees: Path, out: Path) -> None:
 
 def _in_child(case: Case, trees: Path, pinned: bool) -> dict[str, str]:
     try:
-        return choices_of(case, trees, pinned=pinned)
+        return record_choices(case, trees, pinned=pinned)
     except Exception as error:  # the engine's own cannot be sent to another process
         raise RuntimeError(f"{case.name}, pinned={pinned}: {error!r}"[:2000]) from None
 
 
 def compare(plans: Path, choices: dict[str, dict[str, Any]]) -> dict[str, Any]:
     cases, differences = {}, {}
-    for case in cases_of(plans):
+    for case in read_cases(plans):
         engine = case.plan["serve"]["engine"]
         by_device = {device: choices[device][case.name] for device in DEVICES}
-        cases[case.name] = {"pins": pins_of(engine["argv"], engine["env"]), **by_device}
+        cases[case.name] = {"pins": read_pins(engine["argv"], engine["env"]), **by_device}
         for form in ("pinned", "free"):
             first, second = (by_device[device][form] for device in DEVICES)
             for choice in sorted({*first, *second}):
@@ -372,14 +372,14 @@ def compare(plans: Path, choices: dict[str, dict[str, Any]]) -> dict[str, Any]:
             {
                 "choice": choice, **dict(zip(DEVICES, values, strict=True)),
                 "without_pins": cases.get("free", []), "planned": cases.get("pinned", []),
-                "note": note_of(choice, values) if "pinned" in cases else None,
+                "note": find_note(choice, values) if "pinned" in cases else None,
             }
             for (choice, values), cases in sorted(differences.items())
         ],
     }  # fmt: skip
 
 
-def note_of(choice: str, values: tuple[str, str]) -> str | None:
+def find_note(choice: str, values: tuple[str, str]) -> str | None:
     """Return why a difference is acceptable; None without an explanation."""
     difference = f"{choice}: {values[0]} / {values[1]}"
     return next((note for known, note in NOTES.items() if re.fullmatch(known, difference)), None)
@@ -390,7 +390,7 @@ def main() -> None:
     packages = ("vllm", "torch", "triton", "flashinfer-python")
     run = describe_run("no GPU; compute capability faked", *packages)
     if len(sys.argv) == 5:
-        choose(sys.argv[4], plans, Path(sys.argv[3]), out)
+        write_choices(sys.argv[4], plans, Path(sys.argv[3]), out)
         return
     with tempfile.TemporaryDirectory() as folder:
         trees = Path(folder) / "trees"

@@ -77,10 +77,7 @@ def refused_cases() -> list[tuple[dict[str, Any], str]]:
         ),
         (case("no-block-names", "wide-full-no-block-names", **drafts), "block_name_to_quantize"),
         (case("experts-of-one-group", "narrow", **none), "experts are 128 wide on this device"),
-        (
-            case("triton-on-int8", "wide-overlay-head8", additional=TRITON, **none),
-            "spark.lm_head",
-        ),
+        (case("triton-on-int8", "wide-overlay-head8", additional=TRITON, **none), "spark.lm_head"),
     ]
 
 

@@ -99,11 +99,7 @@ def two_gpu_cases() -> list[dict[str, Any]]:
         case("steered-95-tp2-mtp2", "steered-95", options=two, **more),
         case("steered-95-tp2-full-mtp2", "steered-95", options={**two, **graphs(FULL)}, **more),
         case(
-            "steered-95-tp2-triton-mtp2",
-            "steered-95-bf16",
-            options=two,
-            additional=TRITON,
-            **more,
+            "steered-95-tp2-triton-mtp2", "steered-95-bf16", options=two, additional=TRITON, **more
         ),
     ]
 
@@ -112,9 +108,7 @@ def head_cases() -> list[dict[str, Any]]:
     """The opt-in head: measured at the first start, read from the file at the second."""
     more = {"tokens": STEERED_TOKENS, "options": mtp(2), **QUIET}
     alone = {"spark": {"lm_head": "int8-triton"}}
-    cases = [
-        case("steered-95-head-unmeasured-mtp2", "steered-95-bf16", additional=alone, **more),
-    ]
+    cases = [case("steered-95-head-unmeasured-mtp2", "steered-95-bf16", additional=alone, **more)]
     for name, tree in (("steered-95", "steered-95-bf16"), ("true-35b", "true-35b")):
         head = {"spark": {"lm_head": "int8-triton", "lm_head_times": HEAD_TIMES[name]}}
         cases += [

@@ -51,19 +51,15 @@ def read_turboquant_prompts_with_flash_attention_3() -> None:
     turboquant_attn.get_flash_attn_version = lambda *_, **__: 3
 
 
-def use_flash_attention_3(options: dict[str, Any]) -> None:
-    if options.get("kv_cache_dtype", "auto").startswith("turboquant"):
-        read_turboquant_prompts_with_flash_attention_3()
-    else:
-        chosen = {**options["attention_config"], "flash_attn_version": 3}
-        options["attention_config"] = chosen
-
-
 def wanted() -> bool:
     return os.environ.get(FIRST) == "1"
 
 
 def arrange(options: dict[str, Any]) -> dict[str, Any]:
-    if flash_attention() == 3:
-        use_flash_attention_3(options)
-    return options
+    """Return options with flash-attention 3, if selected by the environment."""
+    if flash_attention() != 3:
+        return options
+    if options.get("kv_cache_dtype", "auto").startswith("turboquant"):
+        read_turboquant_prompts_with_flash_attention_3()
+        return options
+    return {**options, "attention_config": {**options["attention_config"], "flash_attn_version": 3}}

@@ -274,19 +274,23 @@ def judge_sizes(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
         ("true-122b", "true-122b-native"),
     ):
         rows.append(attempt(name, lambda t=tree, n=name: _true(results, out, trees / t, n)))
-        rows.append(attempt(name, lambda t=tree, n=name: _experts(out, trees / t, n)))
+        rows.append(
+            attempt(
+                name,
+                lambda t=tree, n=name: experts_judge.judge(
+                    n, torch.load(out / f"{n}.pt"), trees / t
+                ),
+            )
+        )
     for name in ("true-35b", "true-122b"):
         rows.append(attempt(name, lambda n=name: _drafts_run(results, n)))
     rows.append(attempt("pictures", lambda: _pictures_matter(out)))
     return rows
 
 
-def _reference_of(name: str) -> str:
-    return name.rpartition("-")[0] if name.startswith("true") else "wide"
-
-
 def _like_transformers(out: Path, name: str, key: str, limit: float) -> Row:
-    wanted = torch.load(out / f"transformers-{_reference_of(name)}.pt")[key]
+    reference_name = name.rpartition("-")[0] if name.startswith("true") else "wide"
+    wanted = torch.load(out / f"transformers-{reference_name}.pt")[key]
     capture = torch.load(out / f"{name}.pt")
     errors, start = [], 0
     for reference, rows in zip(wanted, capture["rows"], strict=True):
@@ -327,10 +331,6 @@ def _true(results: dict[str, Row], out: Path, tree: Path, name: str) -> Row:
         errors=errors,
         classes=classes,
     )
-
-
-def _experts(out: Path, tree: Path, name: str) -> Row:
-    return experts_judge.judge(name, torch.load(out / f"{name}.pt"), tree)
 
 
 def _drafts_run(results: dict[str, Row], name: str) -> Row:

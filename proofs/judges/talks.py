@@ -34,13 +34,13 @@ def judge_conversations(results: Results) -> list[Row]:
     excuses no difference: tokens may differ only in a tie, and at least one pair must compare each
     answer.
     """
-    return [attempt(name, lambda n=name: _against_twins(results, n)) for name in TWINS]
+    return [attempt(name, lambda n=name: _judge_against_twins(results, n)) for name in TWINS]
 
 
-def _against_twins(results: Results, name: str) -> Row:
+def _judge_against_twins(results: Results, name: str) -> Row:
     twin = TWINS[name]
     pairs = list(product(again(name), again(twin)))
-    differences = _told(results, pairs)
+    differences = _find_differences(results, pairs)
     hits = [_hits(turn) for engine in again(name) for turn in results[engine]["turns"]]
     good = (
         not differences["pairs_beyond_a_tie"]
@@ -66,11 +66,11 @@ def _against_twins(results: Results, name: str) -> Row:
         tie=TIE,
         tokens_found_in_a_turn=sorted(set(hits)),
         **differences,
-        others={words: _told(results, group) for words, group in controls.items()},
+        others={words: _find_differences(results, group) for words, group in controls.items()},
     )
 
 
-def _told(results: Results, pairs: list[Pair]) -> dict[str, Any]:
+def _find_differences(results: Results, pairs: list[Pair]) -> dict[str, Any]:
     """Return the differences between engines of ``pairs``, and changes of log-probability."""
     compared: Counter[tuple[int, int]] = Counter()
     partings: dict[str, list[float]] = {}
@@ -81,8 +81,10 @@ def _told(results: Results, pairs: list[Pair]) -> dict[str, Any]:
         parted = [word for word in words if word.margin is not None]
         beyond += any(word.margin > TIE for word in parted)
         for word in parted:
-            partings.setdefault(_place(word), []).append(round(word.margin, 4))
-        largest = max(largest, *((round(word.change, 4), _place(word)) for word in words))
+            partings.setdefault(_describe_position(word), []).append(round(word.margin, 4))
+        largest = max(
+            largest, *((round(word.change, 4), _describe_position(word)) for word in words)
+        )
     answers = product(
         range(1 + len(results[EAGER]["turns"])), range(len(results[EAGER]["answers"]))
     )
@@ -132,5 +134,5 @@ def _hits(turn: Row) -> float:
     return float(sum(counts))
 
 
-def _place(word: Word) -> str:
+def _describe_position(word: Word) -> str:
     return f"turn {word.turn + 1}, conversation {word.talk + 1}, word {word.place + 1}"

@@ -63,7 +63,7 @@ CAVEATS = [
 ]
 
 
-def off_grid(seed: int) -> dict[str, Floats]:
+def rescale_channels(seed: int) -> dict[str, Floats]:
     """Return the lab's model with channels rescaled: it computes the same from other numbers."""
     rng = np.random.default_rng(seed)
     tensors = weights.read(TINY)
@@ -86,19 +86,21 @@ def off_grid(seed: int) -> dict[str, Floats]:
     return tensors
 
 
-def drills(seed: int, count: int) -> list[lessons.Lesson]:
+def make_drills(seed: int, count: int) -> list[lessons.Lesson]:
     rng = random.Random(seed)
     return [lessons.drill(rng) for _ in range(count)]
 
 
-def quantised(iters: int, values: dict[str, Floats], work: Path, packages: Path) -> Path:
+def quantise_by_autoround(
+    iters: int, values: dict[str, Floats], work: Path, packages: Path
+) -> Path:
     if (work / "work/done.json").exists():
-        return tree_in(work)
+        return find_tree(work)
     (work / "work/made").mkdir(parents=True)
     (work / "work/resume").mkdir()
     (work / "packages").symlink_to(packages.resolve())
     (work / "model").symlink_to(work.parent / "16-bit")
-    texts = [lesson.prompt + lesson.reply for lesson in drills(1, 1500)]
+    texts = [lesson.prompt + lesson.reply for lesson in make_drills(1, 1500)]
     lines = (json.dumps({"text": text}) + "\n" for text in texts)
     (work / "calibration.jsonl").write_text("".join(lines))
     packed = [n for n in values if original.is_int4(n) and not n.endswith(NARROW)]
@@ -112,20 +114,20 @@ def quantised(iters: int, values: dict[str, Floats], work: Path, packages: Path)
     (work / "work/order.json").write_text(json.dumps(order))
     subprocess.run([sys.executable, str(SCRIPT)], check=True,
                    env={**os.environ, "SPARK_ROOT": str(work)})  # fmt: skip
-    return tree_in(work)
+    return find_tree(work)
 
 
-def tree_in(work: Path) -> Path:
-    tree: Path = work / "work/made" / done_in(work)["tree"]
+def find_tree(work: Path) -> Path:
+    tree: Path = work / "work/made" / read_state(work)["tree"]
     return tree
 
 
-def done_in(work: Path) -> dict[str, Any]:
+def read_state(work: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((work / "work/done.json").read_text())
     return state
 
 
-def rounded(values: dict[str, Floats], tree: Path) -> Path:
+def round_to_nearest(values: dict[str, Floats], tree: Path) -> Path:
     kept = [name.removesuffix(".weight") for name in values if name.endswith(NARROW)]
     tokenizer = vocabulary.train(TINY.vocabulary)
     plain = {name: value for name, value in values.items() if not name.endswith(NARROW)}
@@ -142,7 +144,7 @@ def rounded(values: dict[str, Floats], tree: Path) -> Path:
     return tree
 
 
-def damaged(tree: Path, out: Path) -> Path:
+def swap_experts(tree: Path, out: Path) -> Path:
     """Copy a checkpoint with two experts of a layer swapped, which the judge must detect."""
     shutil.copytree(tree, out)
     config = out / "model.safetensors.index.json"
@@ -159,7 +161,7 @@ def damaged(tree: Path, out: Path) -> Path:
     return out
 
 
-def dequantised(tree: Path, out: Path) -> Path:
+def dequantise(tree: Path, out: Path) -> Path:
     """Write a checkpoint with 16-bit weights instead of packed weights."""
     checkpoint = read_checkpoint(tree)
     tensors: dict[str, rounding.Tensor] = {}
@@ -182,7 +184,7 @@ def dequantised(tree: Path, out: Path) -> Path:
     return out
 
 
-def answers(tree: Path, questions: list[lessons.Lesson]) -> list[Any]:
+def compute_answers(tree: Path, questions: list[lessons.Lesson]) -> list[Any]:
     import torch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -240,7 +242,7 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=ITERATIONS["tuned"])
     options = parser.parse_args()
     work = options.work.resolve()
-    values = off_grid(5)
+    values = rescale_channels(5)
     for name in (
         "16-bit",
         "ours",
@@ -249,18 +251,19 @@ def main() -> None:
     ):
         shutil.rmtree(work / name, ignore_errors=True)
     repository.write_plain(work / "16-bit", TINY, values, vocabulary.train(TINY.vocabulary))
-    trees = {"ours": rounded(values, work / "ours")}
+    trees = {"ours": round_to_nearest(values, work / "ours")}
     for name, iters in {**ITERATIONS, "tuned": options.iters}.items():
-        trees[name] = quantised(iters, values, work / name, options.packages)
-    seconds = {name: done_in(work / name)["seconds_of_last_run"] for name in ITERATIONS}
-    trees["damaged"] = damaged(trees["tuned"], work / "damaged")
-    questions = drills(2, 60) + lessons.fixed()
-    reference = answers(work / "16-bit", questions)
-    plain = {name: dequantised(tree, work / f"{name}-plain") for name, tree in trees.items()}
+        trees[name] = quantise_by_autoround(iters, values, work / name, options.packages)
+    seconds = {name: read_state(work / name)["seconds_of_last_run"] for name in ITERATIONS}
+    trees["damaged"] = swap_experts(trees["tuned"], work / "damaged")
+    questions = make_drills(2, 60) + lessons.fixed()
+    reference = compute_answers(work / "16-bit", questions)
+    plain = {name: dequantise(tree, work / f"{name}-plain") for name, tree in trees.items()}
     figures = {
-        name: compare_all(reference, answers(tree, questions)) for name, tree in plain.items()
+        name: compare_all(reference, compute_answers(tree, questions))
+        for name, tree in plain.items()
     }
-    done = done_in(work / "tuned")
+    done = read_state(work / "tuned")
     perplexity = compare_all(reference, reference)["perplexity_replies"]
     write(options.out, figures, seconds, options.iters, perplexity, done["versions"])
 

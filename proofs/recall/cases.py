@@ -184,10 +184,7 @@ def draft_cases() -> list[dict[str, Any]]:
                 {**case(f"drafts-{short}-mtp{drafts}", options=on, recall=SHORTER), "tree": tree}
             )
     broken = {**ROOM, **mtp(2)}
-    return [
-        *cases,
-        case("drafts-damage", options=broken, damage={"drafts": []}, recall=SHORTER),
-    ]
+    return [*cases, case("drafts-damage", options=broken, damage={"drafts": []}, recall=SHORTER)]
 
 
 def flashinfer_cases() -> list[dict[str, Any]]:

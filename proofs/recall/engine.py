@@ -45,7 +45,7 @@ def generate(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[dict
     return answers
 
 
-def judged(answer: dict[str, Any], wanted: list[int]) -> dict[str, Any]:
+def judge_answer(answer: dict[str, Any], wanted: list[int]) -> dict[str, Any]:
     right = [
         step.get(str(token), min(step.values()))
         for step, token in zip(answer["steps"], wanted, strict=True)
@@ -72,7 +72,7 @@ def recall(llm: Any, lengths: dict[str, dict[str, Any]]) -> list[dict[str, Any]]
         seconds = round(time.monotonic() - started, 1)
         for question, answer in zip(questions, answers, strict=True):
             about = {"length": size, "kind": question.kind, "depth": round(question.depth, 4)}
-            results.append({**about, "s": seconds, **judged(answer, question.answer)})
+            results.append({**about, "s": seconds, **judge_answer(answer, question.answer)})
     return results
 
 
@@ -86,7 +86,7 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
         counters = engine_case.counters(llm)
         hits = sum(v for k, v in counters.items() if k.endswith("prefix_cache_hits"))
         for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            row = judged(answer, prompt.answer)
+            row = judge_answer(answer, prompt.answer)
             row.pop("steps")
             about = {"round": number, "place": place, "client": prompt.client, "kind": prompt.kind}
             digest = hashlib.sha256(np.array(prompt.prompt).tobytes()).hexdigest()[:12]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from proofs.judges.answers import acceptance
+
 Row = dict[str, Any]
 Results = dict[str, dict[str, Any]]
 CLEAR, DOUBT = math.log(1 / 2), math.log(1 / 3)
@@ -92,13 +94,6 @@ def _spread(values: list[float]) -> dict[str, float | int]:
         "p99": float(f"{ordered[int(0.99 * (len(ordered) - 1))]:.3g}"),
         "most": float(f"{ordered[-1]:.3g}"),
     }
-
-
-def acceptance(result: dict[str, Any]) -> float | None:
-    counters = result.get("counters", {})
-    drafted = sum(v for k, v in counters.items() if k.endswith("num_draft_tokens"))
-    accepted = sum(v for k, v in counters.items() if k.endswith("num_accepted_tokens"))
-    return round(accepted / drafted, 3) if drafted else None
 
 
 def acceptance_by_place(result: dict[str, Any]) -> list[float] | None:

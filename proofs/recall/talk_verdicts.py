@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from proofs.judges.answers import acceptance
 from proofs.recall.judge import (
     CLEAR,
     DOUBT,
     Results,
     Row,
-    acceptance,
     acceptance_by_place,
     talk_figures,
 )

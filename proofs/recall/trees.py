@@ -45,12 +45,7 @@ INT4_DRAFTS = "recall-int4-drafts"
 """The same hybrid, the drafter's experts and attention in INT4 as the 35B's base has them."""
 UNUSED = 8
 """First of the ids that the language leaves free; the configuration's special tokens go there."""
-SPECIAL = (
-    "image_token_id",
-    "video_token_id",
-    "vision_end_token_id",
-    "vision_start_token_id",
-)
+SPECIAL = ("image_token_id", "video_token_id", "vision_end_token_id", "vision_start_token_id")
 
 
 def read_weights(directory: Path = trained.HERE) -> dict[str, Floats]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from proofs.judges.answers import acceptance
 from proofs.recall.judge import (
     ENOUGH,
     KNOWN,
     LOST,
     Results,
     Row,
-    acceptance,
     acceptance_by_place,
     answers_of,
     by_length,

@@ -47,15 +47,18 @@ def recall_questions() -> list[language.Question]:
 def recall(server: Server, model: str) -> list[dict[str, Any]]:
     questions = recall_questions()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda question: _complete(server, model, question), questions))
+        answers = list(
+            pool.map(
+                lambda question: completion(
+                    server, model, question.tokens, len(question.answer), ignore_eos=True
+                ),
+                questions,
+            )
+        )
     return [
         {"kind": question.kind, "wanted": question.answer, **answer}
         for question, answer in zip(questions, answers, strict=True)
     ]
-
-
-def _complete(server: Server, model: str, question: language.Question) -> dict[str, Any]:
-    return completion(server, model, question.tokens, len(question.answer), ignore_eos=True)
 
 
 def completion(

@@ -56,7 +56,7 @@ def picture(rgb: tuple[int, ...]) -> Tensor:
     return patch.expand(SIDE * SIDE, -1)
 
 
-def lesson(names: tuple[str, ...]) -> lessons.Lesson:
+def make_lesson(names: tuple[str, ...]) -> lessons.Lesson:
     pads = PAD * (SIDE // TINY.merge) ** 2
     shown = CONTENT.format(pads) * len(names)
     messages = [
@@ -69,9 +69,11 @@ def lesson(names: tuple[str, ...]) -> lessons.Lesson:
     return lessons.Lesson(prompt, " ".join(names) + lessons.END_OF_TURN)
 
 
-def seen(tokenizer: Any, several: list[tuple[str, ...]], source: random.Random | None) -> Seen:
+def make_batch(
+    tokenizer: Any, several: list[tuple[str, ...]], source: random.Random | None
+) -> Seen:
     """Return a batch; without ``source`` colours have no jitter."""
-    batch = training.encode(tokenizer, [lesson(names) for names in several])
+    batch = training.encode(tokenizer, [make_lesson(names) for names in several])
     pixels = []
     for name in (name for names in several for name in names):
         moved = [c + (source.randint(-JITTER, JITTER) if source else 0) for c in COLOURS[name]]
@@ -80,22 +82,22 @@ def seen(tokenizer: Any, several: list[tuple[str, ...]], source: random.Random |
     return Seen(batch.tokens, batch.labels, torch.cat(pixels), grid)
 
 
-def drawn(source: random.Random) -> list[tuple[str, ...]]:
+def draw_colours(source: random.Random) -> list[tuple[str, ...]]:
     count = source.choice((1, 2, 2, 3))
     return [tuple(source.choice(list(COLOURS)) for _ in range(count)) for _ in range(12)]
 
 
-def fill(network: Network, weights: dict[str, Floats]) -> None:
+def load_weights(network: Network, weights: dict[str, Floats]) -> None:
     """Load the trained weights; files have separate experts, the network a single tensor."""
     own = network.state_dict()
     for name, value in own.items():
         plain = name.replace("parametrizations.", "").removesuffix(".original")
         if plain.startswith("model."):
             plain = "model.language_model." + plain.removeprefix("model.")
-        value.copy_(torch.from_numpy(np.ascontiguousarray(_found(weights, plain, value.shape))))
+        value.copy_(torch.from_numpy(np.ascontiguousarray(_collect(weights, plain, value.shape))))
 
 
-def _found(weights: dict[str, Floats], name: str, shape: torch.Size) -> Floats:
+def _collect(weights: dict[str, Floats], name: str, shape: torch.Size) -> Floats:
     module, _, part = name.rpartition(".experts.")
     if not module:
         return weights[name]
@@ -112,7 +114,7 @@ class Model:
 
     def __init__(self, weights: dict[str, Floats], ids: dict[str, int]) -> None:
         self.network = Network(TINY)
-        fill(self.network, weights)
+        load_weights(self.network, weights)
         self.network.round_weights()
         config = Qwen3_5MoeConfig(**model_config(TINY, ids))
         self.whole = Qwen3_5MoeForConditionalGeneration(config).float()
@@ -139,13 +141,13 @@ class Model:
         return training.loss_of(self.network, hidden[:, :-1], batch.labels[:, 1:])
 
 
-def margin(model: Model, tokenizer: Any) -> float:
+def smallest_margin(model: Model, tokenizer: Any) -> float:
     names = list(COLOURS)
     batches = [[(name,) for name in names], [(a, b) for a in names for b in names]]
     batches.append([(names[n], names[(2 * n + 1) % 6], names[(5 * n + 3) % 6]) for n in range(6)])
     least = float("inf")
     for several in batches:
-        batch = seen(tokenizer, several, None)
+        batch = make_batch(tokenizer, several, None)
         with torch.no_grad(), parametrize.cached():
             hidden = model.hidden(batch)[:, :-1]
             wanted = batch.labels[:, 1:]
@@ -175,7 +177,7 @@ def teach(model: Model, tokenizer: Any, steps: int, taught: Iterator[training.Ba
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * training._rate(step, steps)
         with parametrize.cached():
-            picture_loss = model.loss(seen(tokenizer, drawn(source), source))
+            picture_loss = model.loss(make_batch(tokenizer, draw_colours(source), source))
             lesson_loss = (
                 training.main_loss(model.network, next(taught)) if step % 2 else 0 * picture_loss
             )
@@ -204,7 +206,7 @@ def train(steps: int) -> dict[str, Floats]:
     taught = training.batches(tokenizer, schedule)
     for tries_left in (2, 1, 0):
         teach(model, tokenizer, steps, taught)
-        margins = margin(model, tokenizer), training.least_margin(model.network, tokenizer)
+        margins = smallest_margin(model, tokenizer), training.least_margin(model.network, tokenizer)
         print(f"phase=verify pictures={margins[0]:.2f} lessons={margins[1]:.2f}", flush=True)
         if margins[0] >= LEAST_MARGIN and margins[1] >= schedule.margin:
             break

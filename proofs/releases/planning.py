@@ -50,12 +50,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "inventory"
         shutil.copytree(HERE, site)
-        write_lock(site / "spark.lock.yml", locked(Path(folder) / "hub"))
+        write_lock(site / "spark.lock.yml", make_lock(Path(folder) / "hub"))
         for name, chosen in PLANS.items():
-            (out / f"{name}.json").write_text(planned(site / "two.py", chosen))
+            (out / f"{name}.json").write_text(run_plan(site / "two.py", chosen))
 
 
-def locked(store: Path) -> Lock:
+def make_lock(store: Path) -> Lock:
     """Return the lock of the plain models: commits, files and headers."""
     for name in ("fp8", "bf16"):
         trees.publish_plain(store, name)
@@ -79,7 +79,7 @@ def locked(store: Path) -> Lock:
             server.shutdown()
 
 
-def planned(inventory: Path, chosen: list[str]) -> str:
+def run_plan(inventory: Path, chosen: list[str]) -> str:
     """Return the output of ``spark-deploy plan`` for the first host."""
     words = ["plan", "spark-1", "--inventory", str(inventory), "--estimate", "--json", *chosen]
     command = [sys.executable, "-m", "spark_deploy", *words]

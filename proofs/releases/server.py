@@ -29,7 +29,7 @@ STOP_S = 20
 PREFILL = "--gdn-prefill-backend"
 MACHINE = {
     # Hopper would take kernels that a Spark has not.
-    "VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel",
+    "VLLM_DISABLED_KERNELS": "CutlassW4A8LinearKernel,MacheteLinearKernel"
 }
 PAIR = {
     # Disable connections between two GPUs of a host that two Sparks lack.

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from lab.model import repository, vocabulary, weights
-from lab.model.original import Floats
-from lab.model.shape import TINY, Shape
+from lab.model.shape import TINY
 from lab.model.spread import spread
 from proofs.drafts.trees import make_drafts
 from proofs.recall import trees as recall_trees
@@ -45,19 +44,12 @@ def make(out: Path, hub: Path | None, *, special: bool) -> None:
     with ProcessPoolExecutor(7) as pool:
         jobs = []
         if special:  # slow jobs first
-            true = {
-                "true-35b": (single.TRUE_35B, True),
-                "true-122b": (single.TRUE_122B, False),
-            }
+            true = {"true-35b": (single.TRUE_35B, True), "true-122b": (single.TRUE_122B, False)}
             for name, (shape, int4_mtp) in true.items():
                 jobs.append(
                     pool.submit(single.make_true, out, work, name, shape, int4_mtp=int4_mtp)
                 )
-            for make_one in (
-                single.make_steered,
-                single.make_long,
-                single.make_narrow,
-            ):
+            for make_one in (single.make_steered, single.make_long, single.make_narrow):
                 jobs.append(pool.submit(make_one, out, work))
         jobs.append(pool.submit(_make_wide, out, work, special))
         if hub:
@@ -94,19 +86,16 @@ def make_quality(out: Path, recall_weights: Path) -> None:
     work = out / "work"
     work.mkdir(parents=True, exist_ok=True)
     trained = spread(TINY, weights.read(TINY))
-    _plain(out / "tiny-plain", TINY, trained, TINY.vocabulary)
+    repository.write_plain(out / "tiny-plain", TINY, trained, vocabulary.train(TINY.vocabulary))
     _wrong_scale(out / "tiny-full")
     recall = recall_trees.read_weights(recall_weights)
-    _plain(out / "recall-plain", RECALL, recall, recall_trees.WORDS)
+    tokenizer = vocabulary.train(recall_trees.WORDS)
+    repository.write_plain(out / "recall-plain", RECALL, recall, tokenizer)
     recall_trees.move_special_tokens(out / "recall-plain/config.json")
     base, donor = recall_trees.write_sources(recall, out)
     for name, variant in VARIANTS.items():
         build(plan(base, donor, out / f"recall-{name}", variant), work)
     _wrong_scale(out / "recall-full")
-
-
-def _plain(out: Path, shape: Shape, values: dict[str, Floats], words: int) -> None:
-    repository.write_plain(out, shape, values, vocabulary.train(words))
 
 
 def _wrong_scale(good: Path) -> None:

@@ -49,9 +49,7 @@ def test_image_check_notes_compiled_kernels() -> None:
     )
 
 
-def test_refuses_too_large_tile_and_notes_spills(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_refuses_too_large_tile_and_notes_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "read_table", lambda: {"12.1": (LARGE,)})
     [problem], _ = kernels.compile_kernels()
     assert "head to any rows" in problem

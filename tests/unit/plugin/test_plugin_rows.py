@@ -86,10 +86,7 @@ def test_refuses_invalid_row(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [
-        ("demand: exists\n  demand: absent", "duplicate key"),
-        ("demand: {", "while parsing"),
-    ],
+    [("demand: exists\n  demand: absent", "duplicate key"), ("demand: {", "while parsing")],
 )
 def test_refuses_duplicate_key_and_invalid_yaml(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"rows.yml: (.|\n)*{words}(.|\n)*line [34]"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from proofs.engine.backends import pins_of, without_pins
+from proofs.engine.backends import read_pins, remove_pins
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.host import plan_host
@@ -40,8 +40,8 @@ def test_pins_of_the_plan_match_the_table(case: str) -> None:
     plan = bf16_plan() if "BF16" in case else PLANS[SERVED[case]]
     assert isinstance(plan, HostPlan)
     engine = plan.serve.engine
-    assert pins_of(list(engine.argv), engine.env) == TABLE["cases"][case]["pins"]
-    assert not pins_of(without_pins(list(engine.argv)), {})
+    assert read_pins(list(engine.argv), engine.env) == TABLE["cases"][case]["pins"]
+    assert not read_pins(remove_pins(list(engine.argv)), {})
 
 
 def bf16_plan() -> HostPlan:
@@ -66,10 +66,7 @@ def test_every_difference_is_pinned_or_explained() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "unpinned"),
-    [
-        ("drafter experts", "v2 of qwen3.5-122b"),
-        ("target experts", "plain of a BF16 repository"),
-    ],
+    [("drafter experts", "v2 of qwen3.5-122b"), ("target experts", "plain of a BF16 repository")],
 )
 def test_pins_exclude_flashinfer_from_16_bit_experts(layers: str, unpinned: str) -> None:
     chosen = {

@@ -171,9 +171,9 @@ def test_prompts_of_the_proofs_are_no_lessons() -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     from proofs.drafts import training
 
-    prompts = training.asked()
+    prompts = training.proof_prompts()
     assert len(prompts) == 8
-    others = training.held_out()
+    others = training.make_held_out()
     assert {lesson.prompt for lesson in others["asked"]} == prompts
     untaught = {lesson.prompt for part in others.values() for lesson in part}
-    assert not untaught & {lesson.prompt for lesson in training.taught()}
+    assert not untaught & {lesson.prompt for lesson in training.make_lessons()}

@@ -237,9 +237,7 @@ WAITING = (
 
 
 @pytest.mark.parametrize("case", WAITING)
-def test_synchronous_engine_must_not_crash_or_lose_answers(
-    case: dict[str, Any],
-) -> None:
+def test_synchronous_engine_must_not_crash_or_lose_answers(case: dict[str, Any]) -> None:
     broken = {"state": "refused", "error": ["CUDA error: an illegal memory access"], "case": case}
     assert verdicts.judge_flashinfer({"fi-x": broken}, {})[0]["passed"] is False
     lost = run(answers(lost=(0.5, 0.55)), **case)
