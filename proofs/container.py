@@ -61,7 +61,7 @@ class Container:
     argv: tuple[str, ...]  # behind the image
 
 
-def of_release(release: Release, checkpoint: Path, root: Path) -> tuple[Container, Path]:
+def from_release(release: Release, checkpoint: Path, root: Path) -> tuple[Container, Path]:
     """Return the container in which a host starts ``release``, and the engine's socket.
 
     Args:

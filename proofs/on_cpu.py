@@ -131,7 +131,7 @@ def prove_seeing(out: Path, work: Path) -> tuple[Rows, dict[str, Any]]:
         name: {key: value for key, value in run.items() if key not in hidden}
         for name, run in results.items()
     }
-    return release_judge.seeing(results), runs
+    return release_judge.judge_seeing(results), runs
 
 
 PROOFS: dict[str, Callable[[Path, Path], tuple[Rows, dict[str, Any]]]] = {

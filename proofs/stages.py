@@ -131,7 +131,7 @@ def _waves(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     A few engines first compile the kernels, which is faster than many at once. Cases marked
     ``later`` need files of earlier cases.
     """
-    alone = () if quick.wanted() else engine_cases.FIRST
+    alone = () if quick.is_enabled() else engine_cases.FIRST
     first = [case for case in cases if case["name"] in alone]
     later = [case for case in cases if case.get("later")]
     rest = [case for case in cases if case not in first and case not in later]

@@ -10,10 +10,10 @@ from proofs.judges.answers import (
     TRAINED_NOISE,
     Row,
     acceptance,
+    answers_agree,
     attempt,
     compare_answers,
     row,
-    same,
 )
 
 TREE = "tiny-overlay-head8"
@@ -82,7 +82,7 @@ def judge_run(results: dict[str, Row], name: str) -> Row:
         words = f"more than {LEAST} of the drafts are accepted"
     return row(
         f"{name}: greedy answers equal {PLAIN} outside ties, {words}",
-        same(comparison, TRAINED_NOISE) and right,
+        answers_agree(comparison, TRAINED_NOISE) and right,
         [name, PLAIN],
         acceptance=accepted,
         counters=results[name]["counters"],

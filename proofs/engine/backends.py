@@ -299,7 +299,7 @@ def build_config(argv: list[str], tree: Path, sizes: dict[str, Any]) -> Any:
 
 
 def read_choices(name: str, module: Any) -> Iterator[tuple[str, str]]:
-    from proofs.engine.case import chain
+    from proofs.engine.case import method_chain
 
     kind = type(module).__name__
     if "visual" in name:
@@ -323,9 +323,9 @@ def read_choices(name: str, module: Any) -> Iterator[tuple[str, str]]:
         allowed = [key for key, on in vars(module).items() if key.startswith("allow_") and on]
         yield "router", ", ".join(allowed) or "plain GEMM"
     elif kind == "ParallelLMHead":
-        yield "LM head", " > ".join(chain(method))
+        yield "LM head", " > ".join(method_chain(method))
     else:
-        yield f"linear {'.'.join(name.split('.')[-2:])}", " > ".join(chain(method))
+        yield f"linear {'.'.join(name.split('.')[-2:])}", " > ".join(method_chain(method))
 
 
 def write_choices(capability: str, plans: Path, trees: Path, out: Path) -> None:

@@ -68,7 +68,7 @@ class Recorder:
         self.models: list[Any] = []
 
 
-def install(recorder: Recorder) -> None:
+def install_hooks(recorder: Recorder) -> None:
     """Hook the loader (modules) and the head (logits)."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -122,24 +122,24 @@ def watch_block(recorder: Recorder, name: str, block: Any) -> None:
     block.register_forward_hook(after)
 
 
-def chain(method: Any, depth: int = 0) -> list[str]:
+def method_chain(method: Any, depth: int = 0) -> list[str]:
     names = [type(method).__name__]
     if depth < 3:
         for value in vars(method).values():
             name = type(value).__name__
             if name.endswith(("Kernel", "Method", "Scheme", "Experts", "LinearOp")):
-                names += chain(value, depth + 1)
+                names += method_chain(value, depth + 1)
     return names
 
 
-def describe(model: Any) -> dict[str, Any]:
+def describe_modules(model: Any) -> dict[str, Any]:
     described = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is not None:
             described[name] = {
                 "class": type(module).__name__,
-                "method": chain(method),
+                "method": method_chain(method),
                 "parameters": {
                     key: str(value.dtype).removeprefix("torch.")
                     for key, value in module.named_parameters(recurse=False)
@@ -148,7 +148,7 @@ def describe(model: Any) -> dict[str, Any]:
     return described
 
 
-def as_request(prompt: Any) -> Any:
+def to_request(prompt: Any) -> Any:
     """Wrap token ids for the engine; other prompts are ready."""
     from vllm.inputs import TokensPrompt
 
@@ -162,7 +162,7 @@ def generate(llm: Any, prompts: list[Any], tokens: int, ignore_eos: bool) -> lis
     sampling = SamplingParams(
         temperature=0, max_tokens=tokens, logprobs=2, ignore_eos=ignore_eos, detokenize=False
     )
-    answers = llm.generate([as_request(prompt) for prompt in prompts], sampling, use_tqdm=False)
+    answers = llm.generate([to_request(prompt) for prompt in prompts], sampling, use_tqdm=False)
     result = []
     for answer in answers:
         output = answer.outputs[0]
@@ -183,7 +183,7 @@ def generate(llm: Any, prompts: list[Any], tokens: int, ignore_eos: bool) -> lis
     return result
 
 
-def counters(llm: Any) -> dict[str, Any]:
+def read_counters(llm: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for metric in llm.get_metrics():
         if "spec_decode" in metric.name or "prefix_cache" in metric.name:
@@ -201,7 +201,7 @@ def prefill_logits(llm: Any, recorder: Recorder, prompts: list[Any]) -> tuple[An
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     rows, seen = [], 0
     for prompt in prompts:
-        llm.generate([as_request(prompt)], sampling, use_tqdm=False)
+        llm.generate([to_request(prompt)], sampling, use_tqdm=False)
         total = sum(len(hidden) for hidden, _ in recorder.heads)
         rows.append(total - seen)
         seen = total
@@ -213,7 +213,7 @@ def prefill_logits(llm: Any, recorder: Recorder, prompts: list[Any]) -> tuple[An
     return hidden, torch.cat([logits for _, logits in calls]), rows
 
 
-def turns(
+def continue_conversations(
     llm: Any,
     prompts: list[list[int]],
     answers: list[dict[str, Any]],
@@ -226,9 +226,9 @@ def turns(
     for turn in range(count):
         more = random_prompts([24 + turn])[0]
         prompts = [p + a["tokens"] + more for p, a in zip(prompts, answers, strict=True)]
-        before = counters(llm)
+        before = read_counters(llm)
         answers = generate(llm, prompts, tokens, ignore_eos)
-        results.append({"answers": answers, "counters": counters(llm), "before": before})
+        results.append({"answers": answers, "counters": read_counters(llm), "before": before})
     return results, prompts
 
 
@@ -245,7 +245,7 @@ def use_stock_turboquant() -> None:
 
 
 def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
-    quickly = quick.wanted()
+    quickly = quick.is_enabled()
     if quickly:
         quick.start_quickly()
     import torch
@@ -253,7 +253,7 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     from vllm import LLM
 
     recorder = Recorder()
-    install(recorder)
+    install_hooks(recorder)
     if case.get("stock_turboquant"):
         use_stock_turboquant()
     loads: list[dict[str, Any]] = []
@@ -263,15 +263,15 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
     options["additional_config"] = {**COMMON["additional_config"], **case.get("additional", {})}
     if case["prompts"] in ("ids", "contexts"):
         options["skip_tokenizer_init"] = True
-    options = quick.arrange(options)
+    options = quick.set_flash_attention(options)
     started = time.monotonic()
     llm = LLM(**options)
     result: dict[str, Any] = {
         "load_s": round(time.monotonic() - started, 1),
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         # Over several devices the model lives in other processes.
-        "modules": describe(recorder.models[0]) if recorder.models else {},
-        "drafter_modules": describe(recorder.models[1]) if len(recorder.models) > 1 else {},
+        "modules": describe_modules(recorder.models[0]) if recorder.models else {},
+        "drafter_modules": describe_modules(recorder.models[1]) if len(recorder.models) > 1 else {},
         "loads": loads,
     }
     if case.get("hook_modules"):
@@ -290,12 +290,12 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
         )
         result["finite"] = bool(torch.isfinite(logits.float()).all())
     tokens, ignore_eos = case.get("tokens", 48), case.get("ignore_eos", case["prompts"] == "ids")
-    before = counters(llm)
+    before = read_counters(llm)
     result["answers"] = generate(llm, prompts, tokens, ignore_eos)
-    result["counters"] = counters(llm)
+    result["counters"] = read_counters(llm)
     result["counters_before"] = before
     if case.get("turns"):
-        result["turns"], last_prompts = turns(
+        result["turns"], last_prompts = continue_conversations(
             llm, prompts, result["answers"], case["turns"], tokens, ignore_eos
         )
         if case.get("other_beginning"):

@@ -14,7 +14,7 @@ FIRST = "SPARK_FIRST_CONFIGURATION"
 
 def caveats() -> list[str]:
     texts = []
-    if wanted():
+    if is_enabled():
         texts.append("autotuned Triton kernels take the first of their configurations")
     if flash_attention() == 3:
         texts.append("flash-attention 3 where no other attention is named")
@@ -51,11 +51,11 @@ def read_turboquant_prompts_with_flash_attention_3() -> None:
     turboquant_attn.get_flash_attn_version = lambda *_, **__: 3
 
 
-def wanted() -> bool:
+def is_enabled() -> bool:
     return os.environ.get(FIRST) == "1"
 
 
-def arrange(options: dict[str, Any]) -> dict[str, Any]:
+def set_flash_attention(options: dict[str, Any]) -> dict[str, Any]:
     """Return options with flash-attention 3, if selected by the environment."""
     if flash_attention() != 3:
         return options

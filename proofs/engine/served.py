@@ -9,7 +9,7 @@ import sys
 
 from proofs.engine import quick
 
-if quick.wanted():
+if quick.is_enabled():
     quick.start_quickly()
 if quick.flash_attention() == 3 and any("turboquant" in word for word in sys.argv):
     quick.read_turboquant_prompts_with_flash_attention_3()

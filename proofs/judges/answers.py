@@ -50,7 +50,7 @@ def compare_answers(reference: Row, result: Row) -> dict[str, Any]:
     }
 
 
-def same(comparison: dict[str, Any], most_noise: float) -> bool:
+def answers_agree(comparison: dict[str, Any], most_noise: float) -> bool:
     """Return whether answers agree outside ties and noise is small."""
     return not comparison["beyond_margin"] and comparison["largest_noise"] < most_noise
 

@@ -18,10 +18,10 @@ from proofs.judges.answers import (
     TURBOQUANT_NOISE,
     Row,
     acceptance,
+    answers_agree,
     attempt,
     compare_answers,
     row,
-    same,
 )
 
 FP8_LIMIT = 0.006
@@ -122,33 +122,33 @@ def judge_eager(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
         ("plain-stock", "reference"),
     )
     judgements: list[tuple[str, Callable[[], Row]]] = [
-        ("dispatch full", lambda: _dispatch(results, "full")),
-        ("dispatch overlay", lambda: _dispatch(results, "overlay")),
-        ("modules full", lambda: _modules(results, capture, weights["full"], "full")),
+        ("dispatch full", lambda: _judge_dispatch(results, "full")),
+        ("dispatch overlay", lambda: _judge_dispatch(results, "overlay")),
+        ("modules full", lambda: _judge_modules(results, capture, weights["full"], "full")),
         (
             "modules native-stock",
-            lambda: _modules(results, capture, weights["native-stock"], "native-stock"),
+            lambda: _judge_modules(results, capture, weights["native-stock"], "native-stock"),
         ),
         *(
-            (damage, lambda d=damage: _damage_detected(results, capture, weights["full"], d))
+            (damage, lambda d=damage: _judge_damage(results, capture, weights["full"], d))
             for damage in ("wrong-scale", "swapped-layers")
         ),
         *(
-            (f"{name} = {other}", lambda o=name, t=other: _equal(results, capture, o, t))
+            (f"{name} = {other}", lambda o=name, t=other: _judge_equality(results, capture, o, t))
             for name, other in pairs
         ),
         *(
-            (f"{name} ~ {other}", lambda o=name, t=other: _logits(capture, o, t))
+            (f"{name} ~ {other}", lambda o=name, t=other: _judge_logits(capture, o, t))
             for name, other in near
         ),
-        ("head8", lambda: _head(capture, weights["overlay-head8"], "overlay-head8")),
-        ("triton head", lambda: _triton_head(capture, weights["full"])),
-        ("untouched", lambda: _untouched(results)),
+        ("head8", lambda: _judge_head(capture, weights["overlay-head8"], "overlay-head8")),
+        ("triton head", lambda: _judge_triton_head(capture, weights["full"])),
+        ("untouched", lambda: _judge_unchanged_classes(results)),
     ]
     return [attempt(name, judgement) for name, judgement in judgements]
 
 
-def _dispatch(results: dict[str, Row], name: str) -> Row:
+def _judge_dispatch(results: dict[str, Row], name: str) -> Row:
     modules = results[name]["modules"]
     fp8 = {m: v for m, v in modules.items() if v["method"][0] == "Fp8LinearMethod"}
     layers = 4
@@ -175,7 +175,7 @@ def _dispatch(results: dict[str, Row], name: str) -> Row:
     )
 
 
-def _modules(results: Any, capture: Any, weights: Weights, name: str) -> Row:
+def _judge_modules(results: Any, capture: Any, weights: Weights, name: str) -> Row:
     errors = module_errors(results[name], capture[name], weights)
     limits = {kind: FP8_LIMIT if kind == "fp8" else INT_LIMIT for kind in errors}
     good = all(
@@ -186,7 +186,7 @@ def _modules(results: Any, capture: Any, weights: Weights, name: str) -> Row:
     return row(f"{name}: every module equals the dequantised weight", good, [name], errors=errors)
 
 
-def _damage_detected(results: Any, capture: Any, weights: Weights, name: str) -> Row:
+def _judge_damage(results: Any, capture: Any, weights: Weights, name: str) -> Row:
     errors = module_errors(results[name], capture[name], weights)
     return row(
         f"{name}: the module test detects the damage",
@@ -196,7 +196,7 @@ def _damage_detected(results: Any, capture: Any, weights: Weights, name: str) ->
     )
 
 
-def _equal(results: Any, capture: Any, name: str, other: str) -> Row:
+def _judge_equality(results: Any, capture: Any, name: str, other: str) -> Row:
     first, second = capture[name], capture[other]
     equal = {key: bool(torch.equal(first[key], second[key])) for key in ("hidden", "logits")}
     return row(
@@ -209,7 +209,7 @@ def _equal(results: Any, capture: Any, name: str, other: str) -> Row:
     )
 
 
-def _logits(capture: Any, name: str, reference: str) -> Row:
+def _judge_logits(capture: Any, name: str, reference: str) -> Row:
     error = relative(capture[name]["logits"], capture[reference]["logits"])
     return row(
         f"{name}: logits near {reference}",
@@ -220,7 +220,7 @@ def _logits(capture: Any, name: str, reference: str) -> Row:
     )
 
 
-def _margins(logits: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
+def _compare_top_tokens(logits: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
     """Compare top tokens; count disagreements that the row's usual error does not explain.
 
     The median is robust: a single wrong logit cannot raise it.
@@ -239,11 +239,11 @@ def _margins(logits: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _head(capture: Any, weights: Weights, name: str) -> Row:
+def _judge_head(capture: Any, weights: Weights, name: str) -> Row:
     hidden, logits = capture[name]["hidden"], capture[name]["logits"]
     weight = weights.of("language_model.lm_head")
     reference = hidden.double() @ weight.double().t()
-    error, margins = relative(logits, reference), _margins(logits, reference)
+    error, margins = relative(logits, reference), _compare_top_tokens(logits, reference)
     return row(
         f"{name}: head equals the dequantised weight",
         error < INT_LIMIT and not margins["beyond_margin"],
@@ -253,14 +253,14 @@ def _head(capture: Any, weights: Weights, name: str) -> Row:
     )
 
 
-def _triton_head(capture: Any, weights: Weights) -> Row:
+def _judge_triton_head(capture: Any, weights: Weights) -> Row:
     from spark_vllm.head.quantise import dequantise_rows, quantise_rows
 
     hidden, logits = capture["head-triton"]["hidden"], capture["head-triton"]["logits"]
     weight = weights.of("language_model.lm_head")
     own = dequantise_rows(*quantise_rows(weight), weight.shape[1])
     reference = hidden.double() @ own.double().t()
-    error, margins = relative(logits, reference), _margins(logits, reference)
+    error, margins = relative(logits, reference), _compare_top_tokens(logits, reference)
     against = relative(logits, hidden.double() @ weight.double().t())
     return row(
         "head-triton: head equals the dequantised weight",
@@ -272,7 +272,7 @@ def _triton_head(capture: Any, weights: Weights) -> Row:
     )
 
 
-def _untouched(results: Any) -> Row:
+def _judge_unchanged_classes(results: Any) -> Row:
     same = results["plain-stock"]["modules"] == results["plain-plugin"]["modules"]
     return row(
         "plain auto-round: the plugin changes no class", same, ["plain-stock", "plain-plugin"]
@@ -323,7 +323,9 @@ def judge_speculation(results: dict[str, Row]) -> list[Row]:
             continue
         comparison = compare_answers(results[reference], results[name])
         accepted = acceptance(results[name])
-        good = same(comparison, TRAINED_NOISE) and (accepted is None or accepted > LEAST_ACCEPTANCE)
+        good = answers_agree(comparison, TRAINED_NOISE) and (
+            accepted is None or accepted > LEAST_ACCEPTANCE
+        )
         rows.append(
             row(
                 f"{name}: greedy answers equal {reference} outside ties",
@@ -343,22 +345,25 @@ def judge_turboquant(results: dict[str, Row]) -> list[Row]:
     own = ("tq-own", "tq-own-mtp2", "tq-own-full-mtp2")
     others = tuple(f"tq-{preset}-full-mtp2" for preset in OTHER_PRESETS)
     stock = ("tq-stock", "tq-stock-mtp2", "tq-stock-full-mtp2")
-    rows = [attempt(name, lambda n=name: _same_as_alone(results, n)) for name in (*own, *others)]
+    rows = [
+        attempt(name, lambda n=name: _judge_against_single_sequence(results, n))
+        for name in (*own, *others)
+    ]
     for name in stock:
-        shown = attempt(name, lambda n=name: _same_as_alone(results, n))
+        shown = attempt(name, lambda n=name: _judge_against_single_sequence(results, n))
         shown["claim"] = f"{name}: the stock backend for comparison, not judged"
         shown["passed"] = None
         rows.append(shown)
     return rows
 
 
-def _same_as_alone(results: dict[str, Row], name: str) -> Row:
+def _judge_against_single_sequence(results: dict[str, Row], name: str) -> Row:
     preset = name.removeprefix("tq-").removesuffix("-full-mtp2")
     alone = f"tq-{preset}-alone" if preset in OTHER_PRESETS else "tq-alone"
     comparison = compare_answers(results[alone], results[name])
     return row(
         f"{name}: greedy answers equal a single sequence outside ties",
-        same(comparison, TURBOQUANT_NOISE),
+        answers_agree(comparison, TURBOQUANT_NOISE),
         [name, alone],
         acceptance=acceptance(results[name]),
         **comparison,

@@ -16,10 +16,10 @@ from proofs.judges.answers import (
     TRAINED_NOISE,
     Row,
     acceptance,
+    answers_agree,
     attempt,
     compare_answers,
     row,
-    same,
 )
 from proofs.judges.engine import (
     FP8_LIMIT,
@@ -48,19 +48,20 @@ def judge_profiles(results: dict[str, Row]) -> list[Row]:
             pairs[f"tiny-{name}{suffix}"] = f"tiny-{name}"
         pairs[f"tiny-{name}"] = "tiny-head8"
     rows = [
-        attempt(name, lambda o=name, t=reference: _same(results, o, t))
+        attempt(name, lambda o=name, t=reference: _judge_answers(results, o, t))
         for name, reference in pairs.items()
     ]
     return [*judge_drafts(results, draft_cases()), *rows]
 
 
-def _same(results: dict[str, Row], name: str, reference: str) -> Row:
+def _judge_answers(results: dict[str, Row], name: str, reference: str) -> Row:
     comparison = compare_answers(results[reference], results[name])
     accepted = acceptance(results[name])
     drafted = "mtp" in name
     return row(
         f"{name}: greedy answers equal {reference} outside ties",
-        same(comparison, TRAINED_NOISE) and (not drafted or (accepted or 0) > LEAST_ACCEPTANCE),
+        answers_agree(comparison, TRAINED_NOISE)
+        and (not drafted or (accepted or 0) > LEAST_ACCEPTANCE),
         [name, reference],
         acceptance=accepted,
         counters=results[name]["counters"],
@@ -71,12 +72,12 @@ def _same(results: dict[str, Row], name: str, reference: str) -> Row:
 
 def judge_prefixes(results: dict[str, Row]) -> list[Row]:
     """Judge conversations with prefix caching against conversations without."""
-    rows = [attempt(n, lambda n=n: _talk(results, n)) for n in ("agent-eager", "agent-full")]
+    rows = [attempt(n, lambda n=n: _judge_talk(results, n)) for n in ("agent-eager", "agent-full")]
     steered_runs = ("prefixes-eager", "prefixes-full")
-    return rows + [attempt(n, lambda n=n: _conversation(results, n)) for n in steered_runs]
+    return rows + [attempt(n, lambda n=n: _judge_conversation(results, n)) for n in steered_runs]
 
 
-def _talk(results: dict[str, Row], name: str) -> Row:
+def _judge_talk(results: dict[str, Row], name: str) -> Row:
     """Compare each conversation up to the first differing answer; then prompts differ."""
     plain, kept = results["agent-plain"], results[name]
     pairs = [(plain, kept), *zip(plain["turns"], kept["turns"], strict=True)]
@@ -93,18 +94,18 @@ def _talk(results: dict[str, Row], name: str) -> Row:
             for place in alike
             if without["answers"][place]["tokens"] == with_cache["answers"][place]["tokens"]
         ]
-    hits = [_hits(turn["counters"]) - _hits(turn["before"]) for turn in kept["turns"]]
+    hits = [_count_hits(turn["counters"]) - _count_hits(turn["before"]) for turn in kept["turns"]]
     return row(
         f"{name}: later turns hit the cache, and answers equal those without it outside ties",
         not any(turn["beyond_margin"] for turn in turns) and min(hits) > 0,
         [name, "agent-plain"],
         tokens_found_per_turn=hits,
-        tokens_found_without=[_hits(turn["counters"]) for turn in plain["turns"]],
+        tokens_found_without=[_count_hits(turn["counters"]) for turn in plain["turns"]],
         turns=turns,
     )
 
 
-def _conversation(results: dict[str, Row], name: str) -> Row:
+def _judge_conversation(results: dict[str, Row], name: str) -> Row:
     """Tokens must be equal in every turn; margins detect wrong cached states.
 
     The same last tokens after another beginning show the effect of a wrong state; margins are
@@ -121,7 +122,7 @@ def _conversation(results: dict[str, Row], name: str) -> Row:
         _margin_change(without["answers"], with_cache["answers"]) for without, with_cache in pairs
     ]
     other = _margin_change(plain["turns"][-1]["answers"], plain["other_beginning"])
-    hits = [_hits(turn["counters"]) - _hits(turn["before"]) for turn in kept["turns"]]
+    hits = [_count_hits(turn["counters"]) - _count_hits(turn["before"]) for turn in kept["turns"]]
     # The first turn has no cache hits: differences are noise of this machine.
     telling = changes[0] < other / 4
     found = row(
@@ -131,7 +132,7 @@ def _conversation(results: dict[str, Row], name: str) -> Row:
         margins_tell_of_states=telling,
         tokens_equal=equal,
         tokens_found_per_turn=hits,
-        tokens_found_without=[_hits(turn["counters"]) for turn in plain["turns"]],
+        tokens_found_without=[_count_hits(turn["counters"]) for turn in plain["turns"]],
         margin_change_per_turn=changes,
         margin_change_by_another_beginning=other,
     )
@@ -148,7 +149,7 @@ def _margin_change(first: list[Row], second: list[Row]) -> float:
     return round(float(np.sqrt(np.mean(np.square(differences)))), 4)
 
 
-def _hits(counters: dict[str, Any]) -> float:
+def _count_hits(counters: dict[str, Any]) -> float:
     return float(sum(v for k, v in counters.items() if k.endswith("prefix_cache_hits")))
 
 
@@ -158,12 +159,12 @@ def judge_steered(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[
         for name, share in special_trees.STEERED.items()
     }
     return [
-        attempt(case["name"], lambda n=case["name"]: _steered(n, results[n], known))
+        attempt(case["name"], lambda n=case["name"]: _judge_steered_run(n, results[n], known))
         for case in cases
     ]
 
 
-def _steered(name: str, result: Row, known: dict[str, steered.Steering]) -> Row:
+def _judge_steered_run(name: str, result: Row, known: dict[str, steered.Steering]) -> Row:
     steering = known["-".join(name.split("-")[:2])]
     answers = [
         steered.expected_tokens(steering, ids[-1], STEERED_TOKENS)
@@ -199,7 +200,9 @@ def judge_heads(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Ro
     rows.append(
         attempt(
             "true-35b-head",
-            lambda: _same_head(results, "true-35b-head-read-mtp2", "true-35b-head-measured-mtp2"),
+            lambda: _judge_head_answers(
+                results, "true-35b-head-read-mtp2", "true-35b-head-measured-mtp2"
+            ),
         )
     )
     for result_row in rows:
@@ -213,11 +216,11 @@ def judge_heads(results: dict[str, Row], cases: list[dict[str, Any]]) -> list[Ro
     return rows
 
 
-def _same_head(results: dict[str, Row], name: str, reference: str) -> Row:
+def _judge_head_answers(results: dict[str, Row], name: str, reference: str) -> Row:
     comparison = compare_answers(results[reference], results[name])
     return row(
         f"{name}: a head of 248,320 x 2,048 answers as at the first start, without measuring",
-        same(comparison, TRAINED_NOISE),
+        answers_agree(comparison, TRAINED_NOISE),
         [name, reference],
         **comparison,
     )
@@ -225,10 +228,13 @@ def _same_head(results: dict[str, Row], name: str, reference: str) -> Row:
 
 def judge_names(results: dict[str, Row], cases: list[dict[str, Any]], trees: Path) -> list[Row]:
     """Judge that target and drafter together read every tensor of a tree."""
-    return [attempt(c["name"], lambda c=c: _all_read(results[c["name"]], c, trees)) for c in cases]
+    return [
+        attempt(c["name"], lambda c=c: _judge_tensor_reads(results[c["name"]], c, trees))
+        for c in cases
+    ]
 
 
-def _all_read(result: Row, case: dict[str, Any], trees: Path) -> Row:
+def _judge_tensor_reads(result: Row, case: dict[str, Any], trees: Path) -> Row:
     names = names_of(trees / case["tree"])
     target, drafter = result["loads"]
     by_target, by_drafter = set(target["read"]), set(drafter["read"])
@@ -267,13 +273,17 @@ def judge_sizes(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
         ("true-122b-portable", "ids", LOGIT_LIMIT),
         ("true-122b-native", "ids", LOGIT_LIMIT),
     ):
-        rows.append(attempt(name, lambda n=name, k=key, m=limit: _like_transformers(out, n, k, m)))
+        rows.append(
+            attempt(name, lambda n=name, k=key, m=limit: _compare_with_transformers(out, n, k, m))
+        )
     for tree, name in (
         ("wide-overlay", "wide-native"),
         ("true-35b", "true-35b-native"),
         ("true-122b", "true-122b-native"),
     ):
-        rows.append(attempt(name, lambda t=tree, n=name: _true(results, out, trees / t, n)))
+        rows.append(
+            attempt(name, lambda t=tree, n=name: _judge_modules(results, out, trees / t, n))
+        )
         rows.append(
             attempt(
                 name,
@@ -283,12 +293,12 @@ def judge_sizes(results: dict[str, Row], out: Path, trees: Path) -> list[Row]:
             )
         )
     for name in ("true-35b", "true-122b"):
-        rows.append(attempt(name, lambda n=name: _drafts_run(results, n)))
-    rows.append(attempt("pictures", lambda: _pictures_matter(out)))
+        rows.append(attempt(name, lambda n=name: _judge_drafts_run(results, n)))
+    rows.append(attempt("pictures", lambda: _judge_pictures(out)))
     return rows
 
 
-def _like_transformers(out: Path, name: str, key: str, limit: float) -> Row:
+def _compare_with_transformers(out: Path, name: str, key: str, limit: float) -> Row:
     reference_name = name.rpartition("-")[0] if name.startswith("true") else "wide"
     wanted = torch.load(out / f"transformers-{reference_name}.pt")[key]
     capture = torch.load(out / f"{name}.pt")
@@ -315,7 +325,7 @@ def _like_transformers(out: Path, name: str, key: str, limit: float) -> Row:
     return result_row
 
 
-def _true(results: dict[str, Row], out: Path, tree: Path, name: str) -> Row:
+def _judge_modules(results: dict[str, Row], out: Path, tree: Path, name: str) -> Row:
     capture = torch.load(out / f"{name}.pt")
     errors = module_errors(results[name], capture, Weights(tree))
     good = all(
@@ -333,7 +343,7 @@ def _true(results: dict[str, Row], out: Path, tree: Path, name: str) -> Row:
     )
 
 
-def _drafts_run(results: dict[str, Row], name: str) -> Row:
+def _judge_drafts_run(results: dict[str, Row], name: str) -> Row:
     result = results[f"{name}-full-mtp2"]
     drafter = sorted({" > ".join(v["method"]) for v in result["drafter_modules"].values()})
     packed = any("AutoGPTQ" in text or "INC" in text for text in drafter)
@@ -347,7 +357,7 @@ def _drafts_run(results: dict[str, Row], name: str) -> Row:
     )
 
 
-def _pictures_matter(out: Path) -> Row:
+def _judge_pictures(out: Path) -> Row:
     capture = torch.load(out / "pictures-native.pt")
     first, second, again = capture["logits"].float().split(capture["rows"])
     changed, noise = relative(second[-20:], first[-20:]), relative(again[-20:], first[-20:])
@@ -362,14 +372,19 @@ def _pictures_matter(out: Path) -> Row:
 
 def judge_long(results: dict[str, Row]) -> list[Row]:
     """Judge TurboQuant at long contexts; the 16-bit cache is shown, not judged."""
-    own = attempt("long-own-full-mtp2", lambda: _long(results, "long-own-full-mtp2", "long-alone"))
-    plain = attempt("long-16-bit", lambda: _long(results, "long-16-bit", "long-alone"))
+    own = attempt(
+        "long-own-full-mtp2",
+        lambda: _judge_long_answers(results, "long-own-full-mtp2", "long-alone"),
+    )
+    plain = attempt(
+        "long-16-bit", lambda: _judge_long_answers(results, "long-16-bit", "long-alone")
+    )
     plain["claim"] = "long-16-bit: a 16-bit cache for comparison, not judged"
     plain["passed"] = None
     return [own, plain]
 
 
-def _long(results: dict[str, Row], name: str, reference: str) -> Row:
+def _judge_long_answers(results: dict[str, Row], name: str, reference: str) -> Row:
     comparison = compare_answers(results[reference], results[name])
     return row(
         f"{name}: prompts of up to {max(LONG_PROMPTS):,} tokens "

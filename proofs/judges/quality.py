@@ -27,11 +27,11 @@ def judge_quality(results: dict[str, Row], work: Path) -> list[Row]:
     """Judge every configuration of both models; the damaged checkpoint must fail."""
     rows = []
     for model in MODELS:
-        reference = _logits(results, f"{model}-{SIXTEEN_BIT}", work)
+        reference = _load_logits(results, f"{model}-{SIXTEEN_BIT}", work)
         numbers = {
-            variant: compared(reference, logits) if _both(reference, logits) else {}
+            variant: compare_logits(reference, logits) if _are_comparable(reference, logits) else {}
             for variant in VARIANTS
-            for logits in [_logits(results, f"{model}-{variant}", work)]
+            for logits in [_load_logits(results, f"{model}-{variant}", work)]
             if variant != SIXTEEN_BIT
         }
         rows += [row(model, variant, own, numbers[BASE]) for variant, own in numbers.items()]
@@ -50,7 +50,7 @@ def row(model: str, variant: str, own: dict[str, Any], base: dict[str, Any]) -> 
     return {"claim": claim, "passed": passed, "cases": [name], "numbers": own}
 
 
-def compared(reference: torch.Tensor, logits: torch.Tensor) -> dict[str, Any]:
+def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> dict[str, Any]:
     """Return divergence KL(16 bits || found) over all positions, and agreement of the top token."""
     log_p, log_q = reference.double().log_softmax(-1), logits.double().log_softmax(-1)
     each = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -74,11 +74,11 @@ def is_near(own: dict[str, Any], base: dict[str, Any], farther: float) -> bool:
     return bool(own["sure_positions"] >= ENOUGH and agrees and near)
 
 
-def _both(reference: torch.Tensor | None, logits: torch.Tensor | None) -> bool:
+def _are_comparable(reference: torch.Tensor | None, logits: torch.Tensor | None) -> bool:
     return reference is not None and logits is not None and reference.shape == logits.shape
 
 
-def _logits(results: dict[str, Row], name: str, work: Path) -> Any:
+def _load_logits(results: dict[str, Row], name: str, work: Path) -> Any:
     if results.get(name, {}).get("state") != "ran":
         return None
     return torch.load(work / f"{name}.pt", weights_only=True)["logits"]

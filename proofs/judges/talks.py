@@ -41,7 +41,7 @@ def _judge_against_twins(results: Results, name: str) -> Row:
     twin = TWINS[name]
     pairs = list(product(again(name), again(twin)))
     differences = _find_differences(results, pairs)
-    hits = [_hits(turn) for engine in again(name) for turn in results[engine]["turns"]]
+    hits = [_count_hits(turn) for engine in again(name) for turn in results[engine]["turns"]]
     good = (
         not differences["pairs_beyond_a_tie"]
         and differences["least_pairs_with_an_answer"]
@@ -102,7 +102,7 @@ def _find_differences(results: Results, pairs: list[Pair]) -> dict[str, Any]:
 
 def _compare(first_run: Row, second_run: Row) -> Iterator[Word]:
     """Yield every token after a common prefix, up to the first difference."""
-    first_turns, second_turns = _turns(first_run), _turns(second_run)
+    first_turns, second_turns = _list_turns(first_run), _list_turns(second_run)
     for talk in range(len(first_turns[0])):
         for turn, (first, second) in enumerate(zip(first_turns, second_turns, strict=True)):
             x, y = first[talk], second[talk]
@@ -121,11 +121,11 @@ def _compare(first_run: Row, second_run: Row) -> Iterator[Word]:
                 break  # the next prompts differ
 
 
-def _turns(result: Row) -> list[list[Row]]:
+def _list_turns(result: Row) -> list[list[Row]]:
     return [result["answers"], *(turn["answers"] for turn in result["turns"])]
 
 
-def _hits(turn: Row) -> float:
+def _count_hits(turn: Row) -> float:
     counts = [
         value - turn["before"].get(key, 0)
         for key, value in turn["counters"].items()

@@ -33,7 +33,7 @@ def generate(llm: Any, prompts: list[list[int]], counts: list[int]) -> list[dict
         )
         for count in counts
     ]
-    requests = [engine_case.as_request(prompt) for prompt in prompts]
+    requests = [engine_case.to_request(prompt) for prompt in prompts]
     answers = []
     for answer in llm.generate(requests, sampling, use_tqdm=False):
         output = answer.outputs[0]
@@ -83,7 +83,7 @@ def converse(llm: Any, seed: int, long: bool) -> list[dict[str, Any]]:
         answers = generate(
             llm, [prompt.prompt for prompt in prompts], [len(prompt.answer) for prompt in prompts]
         )
-        counters = engine_case.counters(llm)
+        counters = engine_case.read_counters(llm)
         hits = sum(v for k, v in counters.items() if k.endswith("prefix_cache_hits"))
         for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             row = judge_answer(answer, prompt.answer)
@@ -122,7 +122,7 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
         **engine_case.COMMON["additional_config"],
         **case.get("additional", {}),
     }
-    options = quick.arrange(options)
+    options = quick.set_flash_attention(options)
     started = time.monotonic()
     llm = LLM(**options)
     config = llm.llm_engine.vllm_config
@@ -136,7 +136,7 @@ def run(case: dict[str, Any], out: Path) -> dict[str, Any]:
         result["recall"] = recall(llm, case["recall"])
     if case.get("talks"):
         result["talks"] = converse(llm, case["talks"], bool(case.get("long")))
-    result["counters"] = engine_case.counters(llm)
+    result["counters"] = engine_case.read_counters(llm)
     return result
 
 

@@ -44,7 +44,7 @@ def recall_questions() -> list[language.Question]:
     return questions
 
 
-def recall(server: Server, model: str) -> list[dict[str, Any]]:
+def ask_recall_questions(server: Server, model: str) -> list[dict[str, Any]]:
     questions = recall_questions()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(
@@ -89,12 +89,12 @@ def completion(
     }
 
 
-def drafts(server: Server) -> dict[str, float]:
+def count_drafts(server: Server) -> dict[str, float]:
     metrics = Engine(server.socket).metrics()
     return {"drafted": metrics.total(DRAFTED) or 0.0, "accepted": metrics.total(ACCEPTED) or 0.0}
 
 
-def check(server: Server, release: Release, only: str | None = None) -> list[dict[str, Any]]:
+def run_check(server: Server, release: Release, only: str | None = None) -> list[dict[str, Any]]:
     """Run ``spark-check --full`` without the log, or only the check ``only``."""
     probe = Probe(release, Engine(server.socket), server.lines)
     probe.before = probe.metrics()
@@ -122,7 +122,7 @@ def check(server: Server, release: Release, only: str | None = None) -> list[dic
     return findings
 
 
-def compared(server: Server, release: Release) -> dict[str, Any]:
+def record_answers(server: Server, release: Release) -> dict[str, Any]:
     """Return the answers that ``spark-check --record`` stores."""
     prompts = compare.check_prompts(release)
     host = Host(Paths(server.log.parent))  # only the clock is used
@@ -130,7 +130,7 @@ def compared(server: Server, release: Release) -> dict[str, Any]:
     return answers
 
 
-def texts(server: Server, release: Release) -> list[dict[str, Any]]:
+def ask_check_questions(server: Server, release: Release) -> list[dict[str, Any]]:
     plan = release.check
     prompts = [question.prompt for question in plan.questions]
     prompts += [f"Repeat exactly: {text}" for text in plan.copy]
@@ -155,7 +155,7 @@ def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
     for names in DOCUMENTS:
         body = {
             "model": model,
-            "messages": [{"role": "user", "content": parts(names)}],
+            "messages": [{"role": "user", "content": picture_message(names)}],
             "max_tokens": 32,
             "temperature": 0,
             "chat_template_kwargs": {"enable_thinking": False},
@@ -166,7 +166,7 @@ def ask_about_pictures(server: Server, model: str) -> list[dict[str, Any]]:
     return answers
 
 
-def parts(names: tuple[str, ...]) -> list[dict[str, Any]]:
+def picture_message(names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the content of a message: the pictures, then the question."""
     urls = [base64.b64encode(png(COLOURS[name])).decode() for name in names]
     shown = [

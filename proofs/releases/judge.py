@@ -8,7 +8,7 @@ from spark_contract.documents import plain as plain_of
 from spark_contract.documents import read
 from spark_host.check import compare
 
-from proofs.judges.answers import TRAINED_NOISE, Row, compare_answers, row, same
+from proofs.judges.answers import TRAINED_NOISE, Row, answers_agree, compare_answers, row
 
 ACCEPTED_APART = 0.05
 WITHOUT = {
@@ -27,11 +27,11 @@ RECALL_NOISE = 0.05
 """Log-probability noise between a single device and two devices."""
 
 
-def cluster(results: dict[str, Row]) -> list[Row]:
+def judge_cluster(results: dict[str, Row]) -> list[Row]:
     """Judge two processes that act as two hosts against a single device."""
     rows = []
     for name, result in results.items():
-        rows.append(_served(name, result))
+        rows.append(_judge_start(name, result))
         if result["state"] != "served":
             continue
         right = sum(answer["tokens"] == answer["wanted"] for answer in result["answers"])
@@ -51,13 +51,13 @@ def cluster(results: dict[str, Row]) -> list[Row]:
     for name in ("two-hosts-overlay", "two-hosts-full"):
         two = results[name]
         if alone["state"] == two["state"] == "served":
-            rows.append(_alike(name, two, "one-host", alone, RECALL_NOISE))
-            rows.append(_apart(name, two))
-            rows.append(_room(name, two, alone))
+            rows.append(_judge_answers(name, two, "one-host", alone, RECALL_NOISE))
+            rows.append(_judge_ranks(name, two))
+            rows.append(_judge_cache_size(name, two, alone))
     return rows
 
 
-def _room(name: str, result: Row, alone: Row) -> Row:
+def _judge_cache_size(name: str, result: Row, alone: Row) -> Row:
     room, before = cache_tokens(result), cache_tokens(alone)
     return row(
         f"{name}: cache for twice the tokens of a single device, with the same bytes on each",
@@ -74,7 +74,7 @@ def cache_tokens(result: Row) -> int:
     return max((int(match[1].replace(",", "")) for match in matches if match), default=0)
 
 
-def _apart(name: str, result: Row) -> Row:
+def _judge_ranks(name: str, result: Row) -> Row:
     channels = result["ways"]
     ranks = [
         [argv[argv.index(o) + 1] for o in ("--nnodes", "--node-rank")] for argv in result["argv"]
@@ -89,28 +89,28 @@ def _apart(name: str, result: Row) -> Row:
     )
 
 
-def plain(results: dict[str, Row]) -> list[Row]:
+def judge_plain(results: dict[str, Row]) -> list[Row]:
     """Judge plain repositories with the engine's own speculation against the same without."""
     rows = []
     for name, result in results.items():
-        rows.append(_served(name, result))
+        rows.append(_judge_start(name, result))
         if result["state"] != "served":
             continue
-        rows.append(_checked(name, result))
+        rows.append(_judge_check(name, result))
         other = WITHOUT.get(name, "")
         without = results.get(other)
         if without and without["state"] == "served":
-            rows.append(_alike(name, result, other, without, TRAINED_NOISE))
-            rows.append(_drafted(name, result, other, without))
-            rows.append(_compared(name, result, other, without))
+            rows.append(_judge_answers(name, result, other, without, TRAINED_NOISE))
+            rows.append(_judge_drafts(name, result, other, without))
+            rows.append(_judge_comparison(name, result, other, without))
     kinds = [results[f"plain-{kind}-without"] for kind in ("fp8", "bf16")]
     if all(result["state"] == "served" for result in kinds):
-        rows.append(_told_apart(*kinds))
+        rows.append(_judge_format_difference(*kinds))
     return rows
 
 
-def _compared(name: str, result: Row, other: str, without: Row) -> Row:
-    near = _comparison(result, without)
+def _judge_comparison(name: str, result: Row, other: str, without: Row) -> Row:
+    near = _compare(result, without)
     return row(
         f"{name}: spark-check --compare finds the same answers as without drafts",
         near.steps > 0 and near.same_answers == near.prompts and near.mean_nats < COMPARED_NATS,
@@ -119,8 +119,8 @@ def _compared(name: str, result: Row, other: str, without: Row) -> Row:
     )
 
 
-def _told_apart(fp8: Row, bf16: Row) -> Row:
-    far = _comparison(fp8, bf16)
+def _judge_format_difference(fp8: Row, bf16: Row) -> Row:
+    far = _compare(fp8, bf16)
     return row(
         "spark-check --compare distinguishes FP8 from 16 bits",
         far.steps > 0 and far.mean_nats > COMPARED_NATS / 100,
@@ -129,12 +129,12 @@ def _told_apart(fp8: Row, bf16: Row) -> Row:
     )
 
 
-def _comparison(first: Row, second: Row) -> compare.Comparison:
+def _compare(first: Row, second: Row) -> compare.Comparison:
     kept = [read(compare.Answers, result["compared"]) for result in (first, second)]
     return compare.compare_answers(*kept)
 
 
-def _drafted(name: str, result: Row, other: str, without: Row) -> Row:
+def _judge_drafts(name: str, result: Row, other: str, without: Row) -> Row:
     share = accepted(result)
     return row(
         f"{name}: drafts are made and accepted, and none without them",
@@ -146,20 +146,20 @@ def _drafted(name: str, result: Row, other: str, without: Row) -> Row:
     )
 
 
-def seeing(results: dict[str, Row]) -> list[Row]:
+def judge_seeing(results: dict[str, Row]) -> list[Row]:
     """Judge that a trained tower names pictures and damaged towers do not."""
-    rows = [_served(name, result) for name, result in results.items()]
+    rows = [_judge_start(name, result) for name, result in results.items()]
     if results["seeing"]["state"] == "served":
-        rows.append(_checked("seeing", results["seeing"]))
-        rows.append(_documents("seeing", results["seeing"], right=True))
+        rows.append(_judge_check("seeing", results["seeing"]))
+        rows.append(_judge_documents("seeing", results["seeing"], right=True))
     for name, weights in BLIND.items():
         if results[name]["state"] == "served":
-            rows.append(_noticed(name, results[name], weights))
-            rows.append(_documents(name, results[name], right=False))
+            rows.append(_judge_blindness(name, results[name], weights))
+            rows.append(_judge_documents(name, results[name], right=False))
     return rows
 
 
-def _noticed(name: str, result: Row, weights: tuple[str, ...]) -> Row:
+def _judge_blindness(name: str, result: Row, weights: tuple[str, ...]) -> Row:
     image = next(finding for finding in result["check"] if finding["check"] == "image")
     others = [
         finding for finding in result["check"] if finding["check"] != "image" and not finding["ok"]
@@ -167,14 +167,14 @@ def _noticed(name: str, result: Row, weights: tuple[str, ...]) -> Row:
     return row(
         f"{name}: the check's pictures {'fail' if weights[0] == 'must' else 'are warned of'}, "
         "and all other checks pass",
-        not image["ok"] and image["weight"] in weights and not failed(others),
+        not image["ok"] and image["weight"] in weights and not failed_checks(others),
         [name],
         image=image,
         others=others,
     )
 
 
-def _documents(name: str, result: Row, *, right: bool) -> Row:
+def _judge_documents(name: str, result: Row, *, right: bool) -> Row:
     same_ = [
         answer["said"].lower().split() == answer["wanted"].split() for answer in result["documents"]
     ]
@@ -189,7 +189,7 @@ def _documents(name: str, result: Row, *, right: bool) -> Row:
     )
 
 
-def _served(name: str, result: Row) -> Row:
+def _judge_start(name: str, result: Row) -> Row:
     return row(
         f"{name}: the plan's arguments and environment serve over HTTP",
         result["state"] == "served",
@@ -200,28 +200,28 @@ def _served(name: str, result: Row) -> Row:
     )
 
 
-def _checked(name: str, result: Row) -> Row:
+def _judge_check(name: str, result: Row) -> Row:
     bad = [finding for finding in result["check"] if not finding["ok"]]
     return row(
         f"{name}: the questions of spark-check --full, the log apart, are answered",
-        not failed(bad) and len(result["check"]) > 5,
+        not failed_checks(bad) and len(result["check"]) > 5,
         [name],
         asked=[finding["check"] for finding in result["check"]],
         not_ok=bad,
     )
 
 
-def failed(findings: list[Row]) -> list[Row]:
+def failed_checks(findings: list[Row]) -> list[Row]:
     return [finding for finding in findings if not finding["ok"] and finding["weight"] == "must"]
 
 
-def _alike(name: str, result: Row, other: str, reference: Row, noise: float) -> Row:
+def _judge_answers(name: str, result: Row, other: str, reference: Row, noise: float) -> Row:
     comparison = compare_answers(reference, result)
     shares = accepted(result), accepted(reference)
     near = None in shares or abs(shares[0] - shares[1]) <= ACCEPTED_APART
     return row(
         f"{name}: token for token as {other} outside ties",
-        same(comparison, noise) and near,
+        answers_agree(comparison, noise) and near,
         [name, other],
         acceptance=shares[0],
         acceptance_there=shares[1],

@@ -47,19 +47,22 @@ class Run:
 
 
 def _recall(server: Server, release: Release) -> Row:
-    return {"answers": asking.recall(server, release.names[0])}
+    return {"answers": asking.ask_recall_questions(server, release.names[0])}
 
 
 def _plain(server: Server, release: Release) -> Row:
     # Count drafts before the check adds more.
-    result: Row = {"answers": asking.texts(server, release), "drafts": asking.drafts(server)}
-    result["compared"] = asking.compared(server, release)
-    return {**result, "check": asking.check(server, release)}
+    result: Row = {
+        "answers": asking.ask_check_questions(server, release),
+        "drafts": asking.count_drafts(server),
+    }
+    result["compared"] = asking.record_answers(server, release)
+    return {**result, "check": asking.run_check(server, release)}
 
 
 def _pictures(server: Server, release: Release) -> Row:
     result = {"documents": asking.ask_about_pictures(server, release.names[0])}
-    return {**result, "check": asking.check(server, release)}
+    return {**result, "check": asking.run_check(server, release)}
 
 
 STAGES: dict[str, tuple[Run, ...]] = {
@@ -82,9 +85,9 @@ STAGES: dict[str, tuple[Run, ...]] = {
     ),
 }
 JUDGES: dict[str, Callable[[dict[str, Row]], list[Row]]] = {
-    "cluster": judge.cluster,
-    "plain": judge.plain,
-    "seeing": judge.seeing,
+    "cluster": judge.judge_cluster,
+    "plain": judge.judge_plain,
+    "seeing": judge.judge_seeing,
 }
 
 
@@ -116,7 +119,7 @@ def serve(
         result["healthy_s"] = engines[0].healthy(left_s)
         if result["healthy_s"] is not None:
             result.update(run.ask(engines[0], release))
-            result.setdefault("drafts", asking.drafts(engines[0]))
+            result.setdefault("drafts", asking.count_drafts(engines[0]))
             result["state"] = "served"
     except Exception:  # a partial result is a result too
         result["error"] = traceback.format_exc()[-1500:]

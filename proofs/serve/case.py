@@ -37,7 +37,9 @@ CACHE_BYTES = 1 << 30
 START_LIMIT_S = 420
 
 
-def adapted(argv: list[str], tree: str, sock: str, kind: str) -> tuple[list[str], list[str]]:
+def adapt_arguments(
+    argv: list[str], tree: str, sock: str, kind: str
+) -> tuple[list[str], list[str]]:
     changed = []
     result = [tree, *argv[1:]]
     replaced = {**REPLACED, "--uds": sock}
@@ -60,7 +62,7 @@ def adapted(argv: list[str], tree: str, sock: str, kind: str) -> tuple[list[str]
     return result, changed
 
 
-def adapted_environment(planned: dict[str, str]) -> dict[str, str]:
+def adapt_environment(planned: dict[str, str]) -> dict[str, str]:
     moved = {name: value.replace("/cache", CACHE_DIRECTORY, 1) for name, value in planned.items()}
     # Without the variable vLLM loads every plugin; the release's image has none to load.
     return {"VLLM_PLUGINS": "", **moved, **MACHINE}
@@ -69,10 +71,8 @@ def adapted_environment(planned: dict[str, str]) -> dict[str, str]:
 def start(plan: dict[str, Any], tree: str, log: Path, kind: str) -> Server:
     engine = plan["serve"]["engine"]
     socket = Path(f"/tmp/spark-engine-{log.stem}-{os.getpid()}.sock")
-    argv, changed = adapted(engine["argv"], tree, str(socket), kind)
-    server = Server(
-        log, socket, argv, {**os.environ, **adapted_environment(engine["env"])}, changed
-    )
+    argv, changed = adapt_arguments(engine["argv"], tree, str(socket), kind)
+    server = Server(log, socket, argv, {**os.environ, **adapt_environment(engine["env"])}, changed)
     server.start(apart=False)
     return server
 
@@ -96,7 +96,7 @@ def serve(plan: dict[str, Any], tree: str, log: Path, kind: str) -> dict[str, An
                 result.update(serve_long.talk(socket, name))
             else:
                 result.update(serve_talk.talk(socket, name, pictures=kind == "pictures"))
-                result["sampled"] = asking.check(server, release, "sampled")
+                result["sampled"] = asking.run_check(server, release, "sampled")
             result["state"] = "served"
     except (KeyError, ValueError, OSError) as error:
         result["error"] = repr(error)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lab.model import lessons
 from proofs.prompts import FILLER, picture
-from proofs.releases.judge import failed
+from proofs.releases.judge import failed_checks
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -171,7 +171,7 @@ def judge(result: dict[str, Any], profile: str, *, pictures: bool) -> list[dict[
     rows.append(
         _row(
             f"{name}: sampled requests without a seed are answered",
-            bool(result["sampled"]) and not failed(result["sampled"]),
+            bool(result["sampled"]) and not failed_checks(result["sampled"]),
             findings=result["sampled"],
         )
     )

@@ -56,7 +56,7 @@ def _record(results: Path, claims: dict[str, bool], **numbers: Any) -> list[str]
 def test_process_is_restricted_and_kernels_run(
     release: Release, trees: Path, root: Path, results: Path
 ) -> None:
-    engine, _ = container.of_release(release, trees / "tiny-overlay-head8", root)
+    engine, _ = container.from_release(release, trees / "tiny-overlay-head8", root)
     command = [sys.executable, "-m", "proofs.in_container", "--kernels"]
     process = container.start(engine, command, root, root / "log")
     assert process.wait(START_S) == 0, (root / "log").read_text()[-3000:]
@@ -81,7 +81,7 @@ def test_process_is_restricted_and_kernels_run(
 def test_release_passes_the_full_check(
     release: Release, trees: Path, root: Path, results: Path
 ) -> None:
-    engine, socket = container.of_release(release, trees / "tiny-overlay-head8", root)
+    engine, socket = container.from_release(release, trees / "tiny-overlay-head8", root)
     argv, changed = server.adapt_arguments(release, None, {})
     command = [sys.executable, "-m", "proofs.engine.served", "serve", *argv]
     log = root / "log"
@@ -89,9 +89,9 @@ def test_release_passes_the_full_check(
     running = server.Server(log, socket, argv, engine.environment, changed, process)
     try:
         healthy_s = running.healthy(START_S)
-        findings = asking.check(running, release) if healthy_s else []
+        findings = asking.run_check(running, release) if healthy_s else []
         rights = _rights_of(engine.user)
-        drafts = asking.drafts(running) if healthy_s else {}
+        drafts = asking.count_drafts(running) if healthy_s else {}
     finally:
         running.stop()
     text = log.read_text(errors="replace")
@@ -101,7 +101,8 @@ def test_release_passes_the_full_check(
     forbidden = {pattern: bool(re.search(pattern, text)) for pattern in release.check.log_forbidden}
     claims = {
         "the engine answers on the socket": healthy_s is not None,
-        "the release passes the full check": len(findings) > 5 and not judge.failed(findings),
+        "the release passes the full check": len(findings) > 5
+        and not judge.failed_checks(findings),
         "no process of the engine has or can gain capabilities": (
             len(rights) > 1 and {tuple(right) for right in rights.values()} == {("0" * 16, "1")}
         ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proofs.judges.answers import TRAINED_NOISE, TURBOQUANT_NOISE, same
+from proofs.judges.answers import TRAINED_NOISE, TURBOQUANT_NOISE, answers_agree
 
 RESULTS = Path(__file__).parents[3] / "proofs/results/gpu"
 TRAINED = ("engine-speculation", "engine-profiles", "engine-0.30.0", "engine-0.32.0")
@@ -25,7 +25,7 @@ def test_answers_of_the_trained_model_differ_by_noise_only(name: str) -> None:
     comparisons = compared(name)
     assert len(comparisons) >= 6
     assert [
-        claim for claim, numbers in comparisons.items() if not same(numbers, TRAINED_NOISE)
+        claim for claim, numbers in comparisons.items() if not answers_agree(numbers, TRAINED_NOISE)
     ] == []
 
 
@@ -35,7 +35,7 @@ def test_only_the_plugins_turboquant_answers_like_a_single_sequence() -> None:
     (stock,) = [numbers for claim, numbers in comparisons.items() if claim.startswith(STOCK)]
 
     assert len(own) >= 6
-    assert all(same(numbers, TURBOQUANT_NOISE) for numbers in own.values())
-    assert not same(stock, TURBOQUANT_NOISE)
+    assert all(answers_agree(numbers, TURBOQUANT_NOISE) for numbers in own.values())
+    assert not answers_agree(stock, TURBOQUANT_NOISE)
     accepted = [numbers["acceptance"] for numbers in own.values() if numbers["acceptance"]]
     assert stock["acceptance"] < min(accepted) - 0.04

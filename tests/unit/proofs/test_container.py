@@ -46,7 +46,7 @@ readable = all(folder.stat().st_mode & 0o001 for folder in Path(__file__).parent
 def test_unknown_docker_argument_is_rejected(release, root) -> None:
     changed = with_docker_arguments(release, (*release.engine.docker_args, "--init"))
     with pytest.raises(ValueError, match="--init"):
-        container.of_release(changed, root, root)
+        container.from_release(changed, root, root)
 
 
 @needs_root
@@ -55,7 +55,7 @@ def test_missing_restriction_is_rejected(release, root, name: str) -> None:
     kept = [text for text in release.engine.docker_args if not text.startswith(name)]
     assert len(kept) == len(release.engine.docker_args) - 1
     with pytest.raises(ValueError, match=name):
-        container.of_release(with_docker_arguments(release, tuple(kept)), root, root)
+        container.from_release(with_docker_arguments(release, tuple(kept)), root, root)
 
 
 @needs_root
@@ -63,7 +63,7 @@ def test_missing_restriction_is_rejected(release, root, name: str) -> None:
 def test_process_has_only_the_rights_of_the_container(release, root):
     checkpoint = root / "model"
     checkpoint.mkdir()
-    engine, socket = container.of_release(release, checkpoint, root)
+    engine, socket = container.from_release(release, checkpoint, root)
     assert engine.argv == release.engine.argv
     assert socket.parent == Path(dict((t, s) for s, t, _ in engine.mounts)["/run/spark"])
     rights = run_probe(engine, root)

@@ -13,16 +13,16 @@ def logits(noise: float) -> torch.Tensor:
     return plain + noise * torch.randn(400, 64, generator=source)
 
 
-BASE = quality.compared(logits(0.0), logits(0.05))
+BASE = quality.compare_logits(logits(0.0), logits(0.05))
 
 
 @pytest.mark.parametrize(("noise", "near"), [(0.05, True), (0.1, True), (3.0, False)])
 def test_distance_from_the_base_is_judged(noise: float, near: bool) -> None:
-    assert quality.is_near(quality.compared(logits(0.0), logits(noise)), BASE, 0.02) is near
+    assert quality.is_near(quality.compare_logits(logits(0.0), logits(noise)), BASE, 0.02) is near
 
 
 def test_too_few_positions_fail() -> None:
-    few = quality.compared(logits(0.0)[:20], logits(0.05)[:20])
+    few = quality.compare_logits(logits(0.0)[:20], logits(0.05)[:20])
     assert not quality.is_near(few, BASE, 0.02)
 
 
@@ -31,6 +31,6 @@ def test_divergence_equals_torch() -> None:
     reference = torch.nn.functional.kl_div(
         computed.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="batchmean"
     )
-    assert quality.compared(expected, computed)["divergence_mean"] == pytest.approx(
+    assert quality.compare_logits(expected, computed)["divergence_mean"] == pytest.approx(
         float(reference), abs=1e-5
     )

@@ -111,7 +111,7 @@ def served(**changed: Any) -> dict[str, Any]:
 def verdicts(two: dict[str, Any]) -> dict[str, bool]:
     alone = served(log=["GPU KV cache size: 1,001 tokens, and more"])
     results = {"one-host": alone, "two-hosts-overlay": two, "two-hosts-full": served()}
-    rows = [row for row in judge.cluster(results) if row["cases"][0] == "two-hosts-overlay"]
+    rows = [row for row in judge.judge_cluster(results) if row["cases"][0] == "two-hosts-overlay"]
     return {row["claim"].partition(": ")[2]: row["passed"] for row in rows}
 
 
@@ -157,7 +157,7 @@ def eyes(*, weight: str | None, read: bool = True, name: bool = False) -> list[b
     other = served(check=[*FINDINGS, {**SEEN, "ok": False, "weight": "warn"}], documents=[
         {**entry, "said": "white"} for entry in SAID])  # fmt: skip
     results = {"seeing": good, "seeing-other": other, "seeing-blind": bad}
-    return [row["passed"] for row in judge.seeing(results)]
+    return [row["passed"] for row in judge.judge_seeing(results)]
 
 
 def test_check_must_fail_for_a_blind_model() -> None:
@@ -191,7 +191,7 @@ def test_plain_models_need_accepted_drafts_and_equal_answers() -> None:
             "plain-bf16-without": served(**check, drafts=none),
         }
         results["plain-bf16-without"]["compared"] = asked(other)
-        return [row["passed"] for row in judge.plain(results)]
+        return [row["passed"] for row in judge.judge_plain(results)]
 
     assert all(rows({}, {}))
     assert not all(rows({"drafts": few}, {}))
