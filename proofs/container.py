@@ -64,10 +64,7 @@ class Container:
 def from_release(release: Release, checkpoint: Path, root: Path) -> tuple[Container, Path]:
     """Return the container in which a host starts ``release``, and the engine's socket.
 
-    Args:
-        release: of a plan.
-        checkpoint: mounted in place of the plan's.
-        root: an empty directory with a short path; it gets the host's files and the cache.
+    ``checkpoint`` replaces the plan's; ``root`` is an empty directory with a short path.
     """
     paths = Paths(root)
     user = _find_unnamed_user()

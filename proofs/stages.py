@@ -77,15 +77,8 @@ def prove(
 ) -> Rows:
     """Run the engines of ``stages``, judge them, write ``engine-STAGE.json``; returns all rows.
 
-    Args:
-        stages: keys of ``CASES``.
-        trees: made by ``proofs.trees.make``.
-        work: for captured tensors and logs.
-        out: for the result files.
-        at_once: number of parallel engines.
-        within_s: for all engines; rows of unfinished engines fail.
-        only: names of engines to run.
-        result: replaces the stage in the file name, for a single stage.
+    Rows of engines that do not finish ``within_s`` fail. ``only`` names the engines to run;
+    ``result`` replaces the stage in the file name, for a single stage.
     """
     cases = [case for stage in stages for case in CASES[stage]()]
     cases = [case for case in cases if only is None or case["name"] in only]

@@ -81,11 +81,7 @@ class DFlash(Draft):
     def forward(self, embedding: Tensor, tokens: Tensor, seen: Tensor, anchors: Tensor) -> Tensor:
         """Return final states [row, anchor, drafted, hidden].
 
-        Args:
-            embedding: of the target.
-            tokens: of each row.
-            seen: the target's hidden states at each token.
-            anchors: positions, equally many for each row.
+        ``embedding`` and ``seen`` (hidden states per token) are the target's.
         """
         rows, count = anchors.shape
         context = self.norm("hidden_norm", self.times("fc", seen))

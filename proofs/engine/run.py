@@ -27,15 +27,8 @@ def run_cases(
 ) -> dict[str, dict[str, Any]]:
     """Run ``cases`` and return the result of each; without output the state is ``died``.
 
-    Args:
-        cases: their trees are names below ``trees``.
-        trees: made by ``proofs.trees.make``.
-        out: for results, captured tensors and logs.
-        at_once: number of parallel engines.
-        limit_s: per case.
-        within_s: for all cases; running engines are killed, waiting cases skipped.
-        module: the program that runs a case.
-        resume: skip cases with results in ``out``.
+    Limits: ``limit_s`` per case; after ``within_s`` running engines are killed and waiting cases
+    skipped. ``module`` runs a case; ``resume`` skips cases with results in ``out``.
     """
     out.mkdir(parents=True, exist_ok=True)
     waiting = [case for case in cases if not (resume and (out / f"{case['name']}.json").exists())]

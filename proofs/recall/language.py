@@ -95,14 +95,10 @@ def _earlier(source: np.random.Generator, given: Ints, places: Ints) -> Ints:
 def context(
     source: np.random.Generator, length: int, *, near: bool, asks: bool = True, long: int = LONG
 ) -> Context:
-    """Return a random context.
+    """Return a random context of ``length`` tokens, a multiple of 32.
 
-    Args:
-        source: random numbers.
-        length: tokens; a multiple of 32.
-        near: pairs differ in a single word.
-        asks: include questions, readings and repetitions; without them facts occur once.
-        long: slots of a passage.
+    ``near``: pairs differ in a single word. ``asks``: with questions, readings and repetitions;
+    without them facts occur once. ``long``: slots of a passage.
     """
     slots = length // SLOT
     tokens = source.integers(FIRST_WORD, VOCABULARY, (slots, SLOT))

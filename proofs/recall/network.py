@@ -27,12 +27,8 @@ def chunk_gated_delta_rule(
     (flash-linear-attention's backward pass refuses Hopper with Triton 3.4 to 3.7.0, which
     miscompile it.)
 
-    Args:
-        query: ``[batch, tokens, heads, width]``, as are ``key`` and ``value``; normed here.
-        key: see ``query``.
-        value: see ``query``.
-        g: logarithm of the decay, ``[batch, tokens, heads]``.
-        beta: strength of a write, ``[batch, tokens, heads]``.
+    Shapes: ``query``, ``key``, ``value`` [batch, tokens, heads, width], normed here; ``g`` (log of
+    the decay) and ``beta`` (strength of a write) [batch, tokens, heads].
     """
     dtype, tokens = query.dtype, query.shape[1]
     with torch.autocast(query.device.type, enabled=False):

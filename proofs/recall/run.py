@@ -117,16 +117,9 @@ def prove(
 ) -> list[dict[str, Any]]:
     """Run and judge stages; return all rows.
 
-    Args:
-        stages: keys of ``cases.STAGES``.
-        trees: made by ``proofs.recall.trees``.
-        work: for results and logs of engines; finished engines are not run again.
-        out: for the result files.
-        at_once: number of parallel engines.
-        limit_s: per engine.
-        within_s: for all engines.
-        only: names of engines to run, in start order.
-        environment: versions and device, if another machine ran the engines.
+    Engines with a result in ``work`` are not run again. Limits: ``limit_s`` per engine,
+    ``within_s`` for all. ``only`` names the engines to run, in order; ``environment`` has versions
+    and device if another machine ran them.
     """
     wanted: dict[str, list[dict[str, Any]]] = {}
     for stage in stages:

@@ -102,15 +102,9 @@ class Server:
 def servers_of(
     release: Release, tree: Path, work: Path, name: str, *, devices: list[str], alone: bool
 ) -> list[Server]:
-    """Return the engines of a release, one per cluster member.
+    """Return the engines of a release, one per cluster member, or a single engine if ``alone``.
 
-    Args:
-        release: of a plan.
-        tree: replaces the plan's checkpoint.
-        work: for logs, sockets and caches.
-        name: of this run.
-        devices: the GPU of each rank.
-        alone: ignore the cluster and use a single GPU, as a reference.
+    ``tree`` replaces the plan's checkpoint; ``devices`` are the GPUs of the ranks.
     """
     members = release.cluster.members if release.cluster and not alone else (None,)
     return [

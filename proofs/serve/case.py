@@ -114,13 +114,9 @@ def judge_kernels(name: str, pinned: list[str], log: str) -> dict[str, Any]:
 
 
 def prove(tree: Path, out: Path, plan_path: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Serve ``tree``, write the result file, return the rows.
+    """Serve ``tree`` with the plan of the first host, write the result file, return the rows.
 
-    Args:
-        tree: the checkpoint.
-        out: the result file; the server's log has the same name.
-        plan_path: plans of hosts, of which the first is used.
-        kind: ``pictures``, ``long`` or empty.
+    ``kind`` is ``pictures``, ``long`` or empty.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     log_path = out.with_suffix(".log")

@@ -32,13 +32,7 @@ from proofs.trees.build import (
 
 
 def make(out: Path, hub: Path | None, *, special: bool) -> None:
-    """Make all checkpoints in ``out``, a new directory.
-
-    Args:
-        out: a new directory.
-        hub: directory of a hub with the lab's trained model.
-        special: also the checkpoints of single proofs.
-    """
+    """Make all checkpoints in ``out``, a new directory; ``hub`` has the lab's trained model."""
     work = out / "work"
     work.mkdir(parents=True)
     with ProcessPoolExecutor(7) as pool:

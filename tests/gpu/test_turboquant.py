@@ -200,12 +200,8 @@ def error(value: Any, reference: Any) -> float:
 def report(out: Path, check: str, own: list[float], stock: list[float], **numbers: Any) -> None:
     """Record a row; the plugin must be correct, the stock backend wrong.
 
-    Args:
-        out: directory of result files.
-        check: name and preset.
-        own: errors of the plugin's backend.
-        stock: errors of the stock backend, for requests that must be wrong.
-        numbers: further numbers of the row.
+    ``own`` and ``stock`` are errors of the two backends; stock errors are of requests that must be
+    wrong.
     """
     claim = f"{check}: the plugin equals attention over the dequantised slots"
     claim += ", the stock backend does not" if stock else ""
