@@ -87,14 +87,14 @@ def nan_cases() -> list[tuple[dict[str, Any], str]]:
     FP8 block scales are checked before loading, all other tensors after.
     """
     quiet = {"capture": False}
-    scale = "layers.1.mlp.shared_expert.up_proj.weight_scale_inv: scale "
+    scale = "layers.1.mlp.shared_expert.up_proj.weight_scale_inv: "
     pairs = (
         ("nan-fp8-weight", "wide-full", "layers.1.mlp.shared_expert.gate_up_proj.weight"),
-        ("nan-fp8-scale", "wide-full", f"{scale}nan of 1"),
-        ("negative-fp8-scale", "wide-full", f"{scale}-11904 of 1"),
-        ("large-fp8-scale", "wide-full", f"{scale}11904 is over 1000 times"),
+        ("nan-fp8-scale", "wide-full", f"{scale}1 of "),
+        ("negative-fp8-scale", "wide-full", f"{scale}1 of "),
+        ("large-fp8-scale", "wide-full", f"{scale}scale 11904 is over 1000 times"),
         ("nan-int4-scale", "wide-full", "layers.0.linear_attn.out_proj.scales"),
-        ("large-int4-scale", "wide-full", "99 of 100 others have: language_model.model.layers.0"),
+        ("large-int4-scale", "wide-full", "times the 99th percentile: language_model.model.layers.0"),
         ("nan-head-scale", "wide-overlay-head8", "lm_head.scales"),
     )
     return [(case(name, f"{tree}-{name}", **quiet), text) for name, tree, text in pairs]
