@@ -94,7 +94,11 @@ def nan_cases() -> list[tuple[dict[str, Any], str]]:
         ("negative-fp8-scale", "wide-full", f"{scale}1 of "),
         ("large-fp8-scale", "wide-full", f"{scale}scale 11904 is over 1000 times"),
         ("nan-int4-scale", "wide-full", "layers.0.linear_attn.out_proj.scales"),
-        ("large-int4-scale", "wide-full", "times the 99th percentile: language_model.model.layers.0"),
+        (
+            "large-int4-scale",
+            "wide-full",
+            "times the 99th percentile: language_model.model.layers.0",
+        ),
         ("nan-head-scale", "wide-overlay-head8", "lm_head.scales"),
     )
     return [(case(name, f"{tree}-{name}", **quiet), text) for name, tree, text in pairs]
