@@ -180,7 +180,7 @@ def profile_proofs() -> Iterator[str]:
 def _memory_row(model: Model, profile: Profile) -> str:
     weights, drafter = (gib(value) for value in loaded_bytes(model, profile))
     if not _fits(model, profile):
-        return f"| `{profile.name}` | {weights} | {drafter} | does not fit on one host | | |"
+        return f"| `{profile.name}` | {weights} | {drafter} | does not fit | | |"
     plan = plan_memory(model, profile, Settings())
     requests = f"{plan.full_context_users:.1f} of {context_tokens(model, profile):,}"
     cells = (
