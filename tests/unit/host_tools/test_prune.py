@@ -110,6 +110,8 @@ def test_keeps_unmanaged_files(machine: Machine) -> None:
     ]
     link = machine.paths.root / "srv/models/linked-0123456789ab"
     link.symlink_to(unmanaged[0])
+    loop = machine.paths.root / "srv/models/loop"
+    loop.symlink_to(loop)
     machine.image("ollama/ollama:latest", "x", size=9, label=None)
     machine.image(BASE, "l1", size=100, label=None)  # pulled without a job
 
@@ -118,6 +120,7 @@ def test_keeps_unmanaged_files(machine: Machine) -> None:
 
     assert all((path / "weights").is_file() for path in unmanaged)
     assert link.is_symlink()
+    assert loop.is_symlink()
     assert machine.removed == []
     assert {Path(path).name for path in plan.not_ours} >= {path.name for path in unmanaged}
 

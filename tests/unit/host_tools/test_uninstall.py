@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from prune_machine import Machine, add_generations
 from spark_contract.paths import Paths, kept_aside
+from spark_contract.records import GpuProof
 from spark_contract.status import Before, Footprint, Thing
 from spark_host.cleanup import baseline, uninstall
 from spark_host.cleanup.uninstall import UnmanagedContainers
 from spark_host.system import docker, systemd
+from spark_host.system.host import write_document
 
 DAEMON_JSON = "/etc/docker/daemon.json"
 OUR_SETTINGS = {"log-opts": {"max-size": "50m"}, "runtimes": {"nvidia": {}}}
@@ -124,6 +126,8 @@ def test_running_nginx_stays(apt: Apt, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("apt")
 def test_docker_stays_for_other_containers() -> None:
+    same = UnmanagedContainers(("db",), (), frozenset())
+    assert same.obstacles(footprint(gpu_packages=("docker.io",)))["docker.io"].endswith(": db")
     packages = reasons_to_stay(earlier_host(), containers=("db",), engine=True)
     assert packages["docker.io"] == "used by unmanaged containers: db"
     assert "runc" not in packages
@@ -270,3 +274,23 @@ def test_manifest_lists_everything_we_created(
     assert {"releases", "gateway"} <= by_kind["configuration"]
     assert {"jobs", "good"} <= by_kind["record"]
     assert [Path(thing.name) for thing in things if thing.kind == "other"] == [unmanaged]
+
+
+def test_manifest_lists_the_image_of_the_gpu_check(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = "registry/cuda@sha256:" + "c" * 64
+    machine.image(reference, "l1", size=10, label=None)
+    proof = GpuProof(key={"image": reference}, docker_arguments=(), gpu="x")
+    write_document(machine.paths.gpu_receipt, proof)
+    nothing = UnmanagedContainers((), (), frozenset())
+    assert [t.name for t in uninstall._images(None, nothing, machine.paths)] == [reference]
+    machine.images[reference]["RepoTags"] = ["cuda:mine"]
+    assert list(uninstall._images(None, nothing, machine.paths)) == []
+
+    def silent(reference: str) -> None:
+        raise docker.DaemonSilent("docker", "did not answer", "run again")
+
+    monkeypatch.setattr(docker, "image", silent)
+    with pytest.raises(docker.DaemonSilent):
+        list(uninstall._images(None, nothing, machine.paths))

@@ -75,8 +75,11 @@ def folders(
         unfinished = _UNFINISHED.match(path.name)
         of = path.with_name(unfinished["hidden"] or unfinished["plain"]) if unfinished else path
         name = CACHE_NAME if kind == "cache" else TREE_NAME
-        is_ours = kind == "cache" or unfinished or of in made or receipts.found(path)
-        if name.match(of.name) and is_ours and path.is_dir() and not path.is_symlink():
+        # Other entries are never read: links may lead anywhere.
+        is_ours = name.match(of.name) and (
+            kind == "cache" or unfinished or of in made or receipts.found(path)
+        )
+        if is_ours and path.is_dir() and not path.is_symlink():
             managed.append(Folder(kind, path, of))
         else:
             others.append(path)

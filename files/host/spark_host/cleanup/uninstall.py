@@ -33,6 +33,7 @@ from spark_contract.units import DIGEST12
 from spark_host.cleanup import baseline, resources
 from spark_host.rollout.rollout import all_rollout_locks
 from spark_host.system import docker, systemd
+from spark_host.system.host import read_document
 from spark_host.system.programs import run_program
 
 # The order in which units stop: gateways before engines, so that running answers finish.
@@ -71,13 +72,13 @@ class UnmanagedContainers:
 
     def obstacles(self, footprint: Footprint) -> dict[str, str]:
         """Return by package why it must stay for these containers."""
-        users = {
-            footprint.engine_packages: self.containers,
-            footprint.gpu_packages: self.with_gpu,
-        }
+        users = (
+            (footprint.engine_packages, self.containers),
+            (footprint.gpu_packages, self.with_gpu),
+        )
         return {
             package: f"used by unmanaged containers: {', '.join(names)}"
-            for packages, names in users.items()
+            for packages, names in users
             for package in packages
             if names
         }
@@ -148,13 +149,13 @@ def _unmanaged_containers() -> UnmanagedContainers:
 
 def _images(before: Before | None, unmanaged: UnmanagedContainers, paths: Paths) -> Iterator[Thing]:
     images = resources.images(resources.known_jobs(paths), paths)
-    with suppress(HostToolError, KeyError):  # the image of the GPU check, unless it has a tag since
-        gpu_proof = files.load(GpuProof, paths.gpu_receipt, "no container saw the GPU")
-        image = resources.inspect_image(gpu_proof.key["image"])
-        known = {image.reference for image in images}
-        if image and image.reference not in known:
-            tags = (docker.image(image.reference) or {}).get("RepoTags")
-            images += [] if tags else [image]
+    gpu_proof = read_document(GpuProof, paths.gpu_receipt)
+    reference = gpu_proof.key.get("image") if gpu_proof else None
+    if reference and reference not in {image.reference for image in images}:
+        # The image of the GPU check, unless it has a tag since.
+        image = resources.inspect_image(reference)
+        if image and not (docker.image(reference) or {}).get("RepoTags"):
+            images.append(image)
     sizes = resources.image_bytes(images, [])
     for image in sorted(images, key=lambda image: -len(image.layers)):
         identity = str((docker.image(image.reference) or {}).get("Id"))

@@ -176,7 +176,7 @@ def _wait_until_settled(paths: Paths) -> fabric.FabricRecord:
         HostToolError: The trial is over, or a port is not configured in time.
     """
     if not paths.below(fabric.NETPLAN_TRIAL).exists():
-        fix = "raise fabric.confirm_s, and run it again"
+        fix = "check the new network, then run it again"
         raise HostToolError("fabric", "not confirmed in time: the old network is back", fix)
     record = files.load(fabric.FabricRecord, paths.below(_TRIED), "no record of the trial")
     began = time.monotonic()
