@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from builder_hub import fetch_order
+from spark_checkpoint import autoround_job
 from spark_checkpoint.directory import read_checkpoint
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.requantize_checks import (
@@ -204,6 +205,16 @@ def test_packs_the_drafter_except_for_kept_modules(bench):
     assert quantization["extra_config"]["mtp.layers.0.mlp.shared_expert.up_proj"]["bits"] == 16
     repeated = bench.read("quantization_config.json")
     assert repeated["block_name_to_quantize"] == quantization["block_name_to_quantize"]
+
+
+def test_job_lists_16_bit_modules_of_the_drafter(tmp_path):
+    config = tmp_path / "config.json"
+    listed = {"lm_head": {"bits": 16}}
+    config.write_text(json.dumps({"quantization_config": {"extra_config": listed}}))
+    autoround_job.configure_drafter(config, ["mtp.fc"])
+    per_module = json.loads(config.read_text())["quantization_config"]["extra_config"]
+    assert per_module == {**listed, "mtp.fc": {"bits": 16, "data_type": "float"}}
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def swap_experts(expert):
