@@ -170,13 +170,14 @@ def _wait(_: State, host: Host, jobs: Sequence[Job], timeout_s: int) -> bool:
             if due:
                 logged[title] = (text, time.monotonic())
                 host.log(f"{title}: {text}")
-        failed = {name: state for name, state in states.items() if state.state == "failed"}
-        for name, state in failed.items():
-            for line in state.log_tail:
+        # Without names the host reports every job.
+        failed = [name for name in titles if name in states and states[name].state == "failed"]
+        for name in failed:
+            for line in states[name].log_tail:
                 host.log(f"  {line}")
             show(
                 host,
-                f"{titles[name]}: failed (exit status {state.exit_code})\n"
+                f"{titles[name]}: failed (exit status {states[name].exit_code})\n"
                 f"  fix: see the lines above; `journalctl -u {JOB.of(name)}` has all of them",
             )
         if failed:

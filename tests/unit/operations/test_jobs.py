@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from spark_contract.documents import plain
 from spark_contract.job import ImageProof, Job, JobState, State
 from spark_contract.units import BOOT_LINKS
 
@@ -68,6 +70,13 @@ def test_release_without_jobs_reuses_an_answer() -> None:
         *_, command = map(describe, jobs.wait_for_jobs._inner((), "main-ready", 60, False))
     assert host.fact_reads == 1
     assert READY in command
+
+
+def test_failed_job_of_another_release_does_not_end_the_wait(monkeypatch) -> None:
+    other = JobState(JOB.digest, "fetch", "fetch", "failed", "why", 1, None, None, None, ("why",))
+    answer = (True, json.dumps(plain([other])), "")
+    monkeypatch.setattr(jobs, "run_reconnecting", lambda *_: answer)
+    assert jobs._wait(None, None, (), 60)
 
 
 @pytest.mark.parametrize("linked", [(), OTHERS])
