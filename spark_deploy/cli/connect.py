@@ -326,7 +326,7 @@ def ssh_command(host: Target) -> list[str]:
     """Return an ssh command with pyinfra's connection settings."""
     data = host.data
     words = ["ssh"]
-    for flag, key in (("-i", "ssh_key"), ("-p", "ssh_port")):
+    for flag, key in (("-F", "ssh_config_file"), ("-i", "ssh_key"), ("-p", "ssh_port")):
         if data.get(key) not in (None, 22):
             words += [flag, str(data[key])]
     if data.get("ssh_known_hosts_file"):

@@ -47,6 +47,12 @@ def overrides(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _value(text) for key, _, text in pairs if not key.startswith(("_", "ssh_"))}
 
 
+def login_user(arguments: Mapping[str, Any]) -> str | None:
+    """Return the login user that the command line gives pyinfra, for every host."""
+    pairs = dict(item.partition("=")[::2] for item in arguments.get("data") or ())
+    return arguments.get("ssh_user") or pairs.get("ssh_user")
+
+
 def _value(text: str) -> Any:
     """Parse a value as pyinfra does: true, false, number, JSON, otherwise text."""
     if text.lower() in {"true", "false"}:

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import click
-from paramiko.ssh_exception import ConfigParseError
+from paramiko import SSHException
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from pyinfra.connectors.sshuserclient.client import get_ssh_config
@@ -40,7 +40,13 @@ from spark_deploy.inventory.clusters import (
     replica_problems,
     with_replica_addresses,
 )
-from spark_deploy.inventory.command_line import check_patterns, command_line, must_serve, overrides
+from spark_deploy.inventory.command_line import (
+    check_patterns,
+    command_line,
+    login_user,
+    must_serve,
+    overrides,
+)
 from spark_deploy.inventory.host_keys import open_transport
 from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext, host_problems, stray_files
 from spark_deploy.inventory.output_limits import limit_output
@@ -147,10 +153,13 @@ def groups_from(
     refuse_conflicts(hosts, catalog, must_serve=hosts if servable else ())
     if "operations" in arguments:  # pyinfra itself; our own commands handle interrupts
         signal.signal(signal.SIGINT, _stop)
+    user = login_user(arguments)
     data = {
-        name: {**_data(loaded, extra.get(name, {})), CONTEXT_KEY: HostContext(loaded, catalog)}
+        name: {
+            **_data(loaded, extra.get(name, {}), user), CONTEXT_KEY: HostContext(loaded, catalog)
+        }
         for name, loaded in hosts.items()
-    }
+    }  # fmt: skip
     if _is_bootstrap(arguments):
         # The only run that needs an SSH client this early, and that may use passwords.
         from spark_deploy.inventory.bootstrap import prepare
@@ -246,10 +255,10 @@ def vars_root(file: str) -> Path:
     return folder
 
 
-def _data(loaded: HostSettings, extra: Mapping[str, Any]) -> dict[str, Any]:
+def _data(loaded: HostSettings, extra: Mapping[str, Any], login_user: str | None) -> dict[str, Any]:
     """Return pyinfra's data of a host: connection, sudo, and the settings for display.
 
-    Root needs no sudo, and may not have it.
+    Root needs no sudo, and may not have it. ``login_user`` is that of the command line.
     """
     if loaded.host.startswith("@"):
         return {**loaded.data, "_sudo": os.geteuid() != 0, **extra}
@@ -266,17 +275,17 @@ def _data(loaded: HostSettings, extra: Mapping[str, Any]) -> dict[str, Any]:
     }
     given = {key: value for key, value in connection.items() if value is not None}
     data = {**loaded.data, **given, **extra}
-    user = data.get("ssh_user") or _configured_user(data.get("ssh_hostname", loaded.host))
+    user = login_user or data.get("ssh_user") or _configured_user(loaded.host, data)
     return {"_sudo": user != "root", **data}
 
 
-def _configured_user(hostname: str) -> str:
-    """Return the login user of ~/.ssh/config, otherwise the local user."""
+def _configured_user(host: str, data: Mapping[str, Any]) -> str:
+    """Return the login user of the SSH configuration, otherwise the local user."""
     user = None
     # Connecting reports mistakes in this file.
-    with suppress(OSError, ValueError, ConfigParseError, RecursionError):
-        if config := get_ssh_config():
-            user = config.lookup(hostname).get("user")
+    with suppress(OSError, ValueError, SSHException, RecursionError):
+        if config := get_ssh_config(data.get("ssh_config_file")):
+            user = config.lookup(data.get("ssh_hostname", host)).get("user")
     return user or getpass.getuser()
 
 

@@ -8,9 +8,11 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from spark_deploy.cli.connect import ssh_command
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.inventory import groups, host_names
@@ -47,6 +49,28 @@ def test_root_login_needs_no_sudo(own, monkeypatch):
     groups.get_ssh_config.cache.clear()
     assert own.read()["spark-2"]["_sudo"] is True
     groups.get_ssh_config.cache.clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "login", "sudo"), [("root", "ann", True), ("ann", "root", False)]
+)
+def test_login_of_the_command_line_decides_about_sudo(own, settings, login, sudo):
+    own.write("group_vars/spark.yml", f"ssh: {{user: {settings}}}\n")
+    data = read_inventory(own.inventory, data=[f"ssh_user={login}"])
+    assert data["spark-1"]["_sudo"] is sudo
+    done = own.pyinfra("--ssh-user", login)
+    assert data_of(done.stdout + done.stderr, "spark-1")["_sudo"] is sudo
+
+
+def test_another_ssh_configuration_names_the_login_user(own, tmp_path):
+    own.write("ssh/config", "Host spark-*\n  User root\n")
+    data = {"spark-1": {"ssh_config_file": str(tmp_path / "ssh/config")}}
+    made = groups_from({"spark": ["spark-1"]}, file=str(own.inventory), host_data=data)
+    [(_, host)] = made["spark"][0]
+    assert host["_sudo"] is False
+    assert ssh_command(SimpleNamespace(name="spark-1", data=host))[:3] == [
+        "ssh", "-F", str(tmp_path / "ssh/config")
+    ]  # fmt: skip
 
 
 def test_local_machine_has_no_ssh_data(own):
