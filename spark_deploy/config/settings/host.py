@@ -125,8 +125,8 @@ class DiskSettings:
 class PathSettings:
     """Folders for large data on a host.
 
-    Absolute, without a slash at the end. Configuration, state and tools have fixed places:
-    /etc/spark, /var/lib/spark, /usr/local/lib/spark.
+    Absolute, without a slash at the end. Configuration, state, tools and compile caches have fixed
+    places: /etc/spark, /var/lib/spark, /usr/local/lib/spark, /srv/spark/cache.
     """
 
     models_dir: Folder = Field(default="/srv/spark/models", description="Built checkpoints.")
@@ -136,26 +136,22 @@ class PathSettings:
 
     @property
     def cache_dir(self) -> str:
-        """Compile caches of engines, next to ``models_dir``."""
-        return f"{self.models_dir.rpartition('/')[0]}/cache"
+        """Compile caches of engines; a folder that only root uses."""
+        return "/srv/spark/cache"
 
     def broken(self) -> Iterator[Violation]:
-        kinds = {
-            "models_dir": "models_dir",
-            "sources_dir": "sources_dir",
-            "cache_dir": "models_dir",
-        }
-        for kind, key in kinds.items():
+        for kind in ("models_dir", "sources_dir"):
             if _belongs_to_system(path := getattr(self, kind)):
                 message = f"{path} belongs to the system, or accounts other than root can write it"
                 fix = "name a folder that only root can write, such as /srv/spark/models"
-                yield Violation((key,), message, fix)
+                yield Violation((kind,), message, fix)
+        kinds = ("models_dir", "sources_dir", "cache_dir")
         paths = sorted((getattr(self, kind), kind) for kind in kinds)
         for (path, kind), (other, other_kind) in itertools.pairwise(paths):
             if other == path or other.startswith(f"{path}/"):
                 message = f"{other} is inside the folder of {kind} ({path})"
                 fix = "choose folders that do not contain each other"
-                yield Violation((kinds[other_kind],), message, fix)
+                yield Violation((kind if other_kind == "cache_dir" else other_kind,), message, fix)
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)

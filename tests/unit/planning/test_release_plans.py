@@ -97,7 +97,7 @@ def test_server_waits_for_disks_of_checkpoint_and_cache() -> None:
     assert match is not None
     mounts = match[1].split()
     assert mounts[0] == plan.serve.tree.path
-    assert [path.split("/")[1] for path in mounts] == ["disk-1", "disk-1", "run"]
+    assert [path.split("/")[1] for path in mounts] == ["disk-1", "srv", "run"]
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_a_new_engine_argument_needs_one_declaration(checkout):
     assert {name for name in now if now[name] != was.get(name)} == {"schema/profile.schema.json"}
     output, silent, refusal, taken, left = run(checkout, "-c", USE_ARGUMENT).splitlines()
     assert (output, silent) == ("3", "missing")
-    assert "decided elsewhere', 'set limits.naps in a profile of your own'" in refusal
+    assert "set elsewhere', 'set limits.naps in a profile of your own'" in refusal
     assert taken == "{'limits': {'naps': 5}} []"
     assert left == "{} ['--max-naps 0: not possible in a profile']"
 

@@ -171,6 +171,8 @@ WRONG = {
      "'nvidia' is not in repositories", "add it to repositories"),
     "path inside a path": ("paths: {sources_dir: /srv/spark/models/sources}",
      "is inside the folder of models_dir", "choose folders that do not contain each other"),
+    "path around the compile caches": ("paths: {models_dir: /srv/spark, sources_dir: /data}",
+     "paths.models_dir: /srv/spark/cache is inside the folder of models_dir", "contain each other"),
     "place that is fixed": ("paths: {state_dir: /data}", "state_dir: unknown key", "paths."),
     "outage as text": ("downloads: {outage_s: long}", "outage_s",
      "write a number from 0 to 604800"),
