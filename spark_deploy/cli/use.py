@@ -181,9 +181,9 @@ def _set_keys(text: str, values: dict[str, str]) -> str | None:
             start, end = nodes[key].start_mark.index, nodes[key].end_mark.index
             text = text[:start] + values[key] + text[end:]
         line_end = "\r\n" if "\r\n" in text else "\n"
-        for key in values.keys() - set(present):
-            lines = [*filter(None, [text.rstrip()]), f"{key}: {values[key]}", ""]
-            text = line_end.join(lines)
+        for key in (key for key in values if key not in nodes):
+            text += line_end * bool(text and not text.endswith("\n"))
+            text += f"{key}: {values[key]}{line_end}"
         return text if yaml.safe_load(text) == {**before, **values} else None
     except (yaml.YAMLError, TypeError, ValueError):
         return None

@@ -105,6 +105,7 @@ def test_a_dry_run_and_a_repeated_choice_write_nothing(site, capsys):
         ("{model: qwen3.5-35b, profile: v2}\n", "{model: qwen3.5-35b, profile: agent}\n"),
         ("model: qwen3.5-35b\nprofile:\n  'v2'\n", "model: qwen3.5-35b\nprofile:\n  agent\n"),
         ("# none\n", "# none\nprofile: agent\n"),
+        ("# none\n\n\n", "# none\n\n\nprofile: agent\n"),
         ("", "profile: agent\n"),
     ],
 )
@@ -121,6 +122,12 @@ def test_every_form_of_yaml_is_edited_in_place(site, before, after):
 )
 def test_a_value_without_a_place_of_its_own_is_not_edited(text):
     assert _set_keys(text, {"profile": "agent"}) is None
+
+
+def test_new_keys_are_added_in_the_order_of_the_choice():
+    names = ("model", "profile", "lock_file", "locked")
+    text = _set_keys("# none", dict.fromkeys(names, "x"))
+    assert text == "# none\n" + "".join(f"{name}: x\n" for name in names)
 
 
 @pytest.mark.parametrize("present", ["qwen3.5-397b", "nobody-has-this"])
