@@ -326,8 +326,11 @@ def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iter
 
 def role_problems(settings: Settings, catalog: Catalog) -> Iterator[Problem]:
     """Yield image roles that no model uses; a misspelt role would leave the default active."""
+    added = set(settings.images).difference(Settings().images)
+    if not added:  # without reading all models
+        return
     known = sorted({"gpu_check", *(model.image.role for model in catalog.models.values())})
-    for role in sorted(set(settings.images).difference(known, Settings().images)):
+    for role in sorted(added.difference(known)):
         guess = closest(role, known)
         fix = f"did you mean images.{guess}?" if guess else f"known: {', '.join(known)}"
         yield Problem(f"images.{role}", "no model uses this image role", fix)
