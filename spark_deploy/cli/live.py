@@ -144,13 +144,15 @@ def top(options: Options, once: bool, service: str | None) -> int:
     """Refresh until interrupted; exit with 1 if a host did not answer."""
     processes: dict[str, subprocess.Popen[str]] = {}
     samples: dict[str, list[Sample]] = {}
-    for host in select_hosts(options, must_serve=False):
-        for name in chosen_services(host, service):
-            title = host.name if name == MAIN_SERVICE else f"{host.name}/{name}"
-            script = _SAMPLE_SCRIPT.replace("FOLDER", engine_dir(name))
-            processes[title], samples[title] = _start(login_of(host), script), []
-            arguments = (processes[title], samples[title])
-            threading.Thread(target=_keep_samples, args=arguments, daemon=True).start()
+    hosts = select_hosts(options, must_serve=False)
+    # Before the first process: a host may lack the service.
+    chosen = [(host, chosen_services(host, service)) for host in hosts]
+    for host, name in ((target, name) for target, names in chosen for name in names):
+        title = host.name if name == MAIN_SERVICE else f"{host.name}/{name}"
+        script = _SAMPLE_SCRIPT.replace("FOLDER", engine_dir(name))
+        processes[title], samples[title] = _start(login_of(host), script), []
+        arguments = (processes[title], samples[title])
+        threading.Thread(target=_keep_samples, args=arguments, daemon=True).start()
 
     def runs(title: str) -> bool:
         return processes[title].poll() is None

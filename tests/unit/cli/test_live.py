@@ -12,6 +12,7 @@ from rich.console import Console
 
 from spark_deploy.cli import connect, live
 from spark_deploy.cli.console import Options
+from spark_deploy.config.errors import SparkError
 
 
 @pytest.fixture
@@ -115,6 +116,21 @@ def test_each_service_has_a_row(ssh, tmp_path, capsys):
     assert [row["host"] for row in json.loads(capsys.readouterr().out)] == ["a", "a/embed"]
     commands = (tmp_path / "commands").read_text()
     assert all(f"engines/{name}/engine.sock" in commands for name in services)
+
+
+def test_no_process_starts_if_a_host_lacks_the_service(ssh, monkeypatch):
+    def services(host, service):
+        if host.name == "b":
+            raise SparkError.one("--service", "unknown", "choose another")
+        return ["main"]
+
+    started: list[str] = []
+    ssh(a="", b="")
+    monkeypatch.setattr(live, "chosen_services", services)
+    monkeypatch.setattr(live, "_start", lambda login, script: started.append(login.name))
+    with pytest.raises(SparkError):
+        live.top.callback.__wrapped__(Options(json=True), once=True, service="embed")
+    assert started == []
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
