@@ -280,13 +280,13 @@ def _data(loaded: HostSettings, extra: Mapping[str, Any], login_user: str | None
 
 
 def _configured_user(host: str, data: Mapping[str, Any]) -> str:
-    """Return the login user of the SSH configuration, otherwise the local user."""
-    user = None
-    # Connecting reports mistakes in this file.
-    with suppress(OSError, ValueError, SSHException, RecursionError):
-        if config := get_ssh_config(data.get("ssh_config_file")):
-            user = config.lookup(data.get("ssh_hostname", host)).get("user")
-    return user or getpass.getuser()
+    """Return the login user of the SSH configuration, otherwise the local user; "" if unknown."""
+    # Connecting reports mistakes in this file. KeyError: the local user has no name.
+    with suppress(OSError, ValueError, KeyError, SSHException, RecursionError):
+        config = get_ssh_config(data.get("ssh_config_file"))
+        user = config.lookup(data.get("ssh_hostname", host)).get("user") if config else None
+        return user or getpass.getuser()
+    return ""
 
 
 def refuse_conflicts(

@@ -73,6 +73,14 @@ def test_another_ssh_configuration_names_the_login_user(own, tmp_path):
     ]  # fmt: skip
 
 
+def test_settings_are_read_by_a_user_without_a_name(own, monkeypatch):
+    def refuse():
+        raise KeyError("getpwuid(): uid not found: 1234")
+
+    monkeypatch.setattr(groups.getpass, "getuser", refuse)
+    assert own.read()["spark-1"]["_sudo"] is True
+
+
 def test_local_machine_has_no_ssh_data(own):
     own.list_hosts('["@local"]')
     [data] = own.read().values()
