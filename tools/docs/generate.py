@@ -98,7 +98,7 @@ def _model(model: HybridModel) -> Iterator[str]:
     shape, sizes = model.architecture, weights_of(model.architecture)
     yield from ("", f"## {model.name}", "", f"{model.summary}.", "")
     yield from (f"**Choose this when** {model.choose_when}.", "")
-    yield f"- base `{model.sources.base}`, FP8 donor `{model.sources.donor}`"
+    yield f"- base `{model.sources.base}`, FP8 source `{model.sources.donor}`"
     yield (
         f"- {shape.layers} layers ({shape.linear_layers} gated delta nets, "
         f"{shape.attention_layers} full attention), {shape.experts} experts of which "
@@ -106,11 +106,12 @@ def _model(model: HybridModel) -> Iterator[str]:
         f"{shape.max_context_tokens:,} tokens of native context"
     )
     yield (
-        f"- base tree {size(sizes.tree_bytes)}: experts {size(sizes.experts_bytes)}, attention "
-        f"{size(sizes.attention_bytes)}, shared experts {size(sizes.shared_bytes)}, LM head "
-        f"{size(sizes.head_bytes)}, MTP {size(sizes.mtp_bytes)}, vision {size(sizes.vision_bytes)}"
+        f"- base checkpoint {size(sizes.tree_bytes)}: experts {size(sizes.experts_bytes)}, "
+        f"attention {size(sizes.attention_bytes)}, shared experts {size(sizes.shared_bytes)}, "
+        f"LM head {size(sizes.head_bytes)}, MTP {size(sizes.mtp_bytes)}, "
+        f"vision {size(sizes.vision_bytes)}"
     )
-    yield f"- on one host with: {', '.join(_served_with(model)) or 'no profile'}"
+    yield f"- on a single host with: {', '.join(_served_with(model)) or 'no profile'}"
     for number in (2, 4):
         yield _together(model, number)
 
@@ -131,7 +132,7 @@ def _together(model: HybridModel, count: int) -> str:
 
 
 def profile_sections() -> Iterator[str]:
-    """Yield tables: when to choose a profile, memory for each model, published figures."""
+    """Yield tables: when to choose a profile, memory for each model."""
     profiles = [catalog().profile(name, Settings().model) for name in catalog().profile_names]
     yield "| profile | choose this when | shared experts, LM head, KV cache, drafts | plugin |"
     yield "|---|---|---|---|"
@@ -145,16 +146,6 @@ def profile_sections() -> Iterator[str]:
         yield "|---|---|---|---|---|---|"
         for shown in profiles:
             yield _memory_row(model, catalog().profile(shown.name, model.name))
-    yield from (
-        "",
-        "### Published",
-        "",
-        "| profile | measurement | figure | source |",
-        "|---|---|---|---|",
-    )
-    for shown in profiles:
-        for figure in shown.published:
-            yield row(f"`{shown.name}`", figure.what, figure.value, figure.source)
 
 
 def rail_rows() -> Iterator[str]:
@@ -230,8 +221,8 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "comparison": lambda: speed.compared_rows(catalog()),
         "measurements": lambda: speed.measured_rows(catalog()),
         "steps": lambda: speed.step_rows(catalog()),
-        "numbers": speed.number_rows,
     },
+    "proofs/speed-model.md": {"numbers": speed.number_rows},
     "docs/reference/what-is-proven.md": {
         "parts": functools.partial(evidence.proven_rows, CHECKOUT),
         "kernels": evidence.kernel_rows,

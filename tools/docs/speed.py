@@ -24,7 +24,7 @@ from spark_deploy.plan.speed import (
 from tools.docs.declared import row
 
 ON_H200 = (
-    "[measured](../../proofs/engine-proofs.md#lm-head-kernel) on an H200, by its bandwidth: "
+    "[measured](engine-proofs.md#lm-head-kernel) on an H200, by its bandwidth: "
     "3072 inputs, one token, between both floors"
 )
 NUMBERS = (
