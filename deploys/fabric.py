@@ -30,7 +30,7 @@ else:
     tools.apply(plan=tools_plan(payload_identity()), files=payload.tools, units=units)
     if settings.fabric.measure:
         ports = ports_of(settings.fabric.hosts or settings.cluster.hosts)
-        fabric.measure(ways=fabric_links(host.name, settings, ports))
+        fabric.measure(links=fabric_links(host.name, settings, ports))
     else:
         endpoint = endpoint_of(host)
         login = None if endpoint.is_local else FunctionCommand(check_login, [endpoint], {})

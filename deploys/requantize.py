@@ -21,7 +21,7 @@ hold_lease(state, host)
 plan, payload = plan_for(host), read_payload()
 if plan.requantized is None:
     fix = "run `spark-deploy add MODEL --requantize`, or set checkpoint.source: requantized"
-    raise PlanError.one(host.name, "the settings request no checkpoint of our own", fix)
+    raise PlanError.one(host.name, "the settings request no requantised checkpoint", fix)
 jobs = tuple(w for w in jobs_of(plan, payload.image_context) if w.job.kind != "checkpoint")
 release = f"{plan.serve.service}-requantize"
 

@@ -6,7 +6,7 @@ from pyinfra.api import FunctionCommand, deploy
 
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import fabric
-from spark_deploy.plan.types import Way
+from spark_deploy.plan.types import FabricLink
 
 
 @deploy("Fabric")
@@ -15,9 +15,9 @@ def apply(*, settings: Settings, check: FunctionCommand | None) -> None:
 
 
 @deploy("Fabric")
-def measure(*, ways: Sequence[Way]) -> None:
+def measure(*, links: Sequence[FabricLink]) -> None:
     """Measure hosts in sequence: they share the cables."""
-    fabric.measure_links(name="Measure the links to the next host", ways=ways, _serial=True)
+    fabric.measure_links(name="Measure the links to the next host", links=links, _serial=True)
 
 
 @deploy("Fabric")

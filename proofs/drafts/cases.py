@@ -56,7 +56,7 @@ def _case(name: str, kind: str, draft: str, **options: Any) -> dict[str, Any]:
 
 LEAST = 0.5
 """Least acceptance of a trained draft; the last drafts of an answer exceed the end."""
-MOST_BY_CHANCE = 0.05
+MAX_BY_CHANCE = 0.05
 
 
 def judge_drafts(results: dict[str, Row], cases: Cases) -> list[Row]:
@@ -75,8 +75,8 @@ def judge_run(results: dict[str, Row], name: str) -> Row:
     comparison = compare_answers(results[PLAIN], results[name])
     accepted = acceptance(results[name])
     if name.endswith(RANDOM):
-        right = accepted is not None and accepted < MOST_BY_CHANCE
-        words = f"at most {MOST_BY_CHANCE} of the drafts are accepted"
+        right = accepted is not None and accepted < MAX_BY_CHANCE
+        words = f"at most {MAX_BY_CHANCE} of the drafts are accepted"
     else:
         right = (accepted or 0) > LEAST
         words = f"more than {LEAST} of the drafts are accepted"

@@ -225,7 +225,7 @@ def _judge_answers(name: str, result: Row, other: str, reference: Row, noise: fl
         [name, other],
         acceptance=shares[0],
         acceptance_there=shares[1],
-        most_noise=noise,
+        max_noise=noise,
         **comparison,
     )
 

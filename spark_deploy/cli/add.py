@@ -37,7 +37,7 @@ from spark_deploy.config.catalog.types import Engine, Engines, Families
 from spark_deploy.config.errors import CatalogError, SparkError
 from spark_deploy.config.printable import one_line, shown
 from spark_deploy.config.yaml_files import read_mapping
-from spark_deploy.lock.headers import anatomy_of, ask_hub, read_hub_token, workplace
+from spark_deploy.lock.headers import anatomy_of, ask_hub, read_hub_token, temporary_builder
 from spark_deploy.lock.hub import card_of
 from spark_deploy.plan.artifacts import exact_sets
 from spark_deploy.plan.resolve import pair_of
@@ -150,7 +150,7 @@ def _inspect(options: Options, place: str, host: Target) -> int:
         place = str(Path(place).absolute())
     elif not is_repository(place.partition("@")[0]):
         raise CatalogError.one(place, "is neither a directory nor org/name", "check the spelling")
-    with workplace(host.settings.settings.hub) as builder:
+    with temporary_builder(host.settings.settings.hub) as builder:
         words = [orders.JSON] if options.json else []
         for model in host.catalog.models.values():
             for order in _orders(model) if isinstance(model, HybridModel) else ():

@@ -71,20 +71,19 @@ def _many(name: str, *names: str, **more: Any) -> Callable[..., Any]:
 @click.option("-y", "--yes", is_flag=True, help="Skip the confirmation of a ladder.")
 @click.option("--book-url", metavar="URL", help="Text for llama-benchy's prompts.")
 @shared_options(plans=True)
-def bench(
-    options: Options, out: str, compare: Sequence[str], ladder: bool, **measurement: Any
-) -> int:
-    folder, how, code, results = Path(out), Measurement(**measurement), 0, list[BenchResult]()
+def bench(options: Options, out: str, compare: Sequence[str], ladder: bool, **choices: Any) -> int:
+    folder, measurement = Path(out), Measurement(**choices)
+    code, results = 0, list[BenchResult]()
     if compare:
         results = [_read_result(Path(file)) for file in compare]
         _write_report(options, results, folder, "comparison")
     elif ladder:
-        code, results = climb(options, lambda target: _measure_host(target, how, folder)[0])
+        code, results = climb(options, lambda target: _measure_host(target, measurement, folder)[0])
         if results:
             _write_report(options, results, folder, "ladder")
     else:
         for target in select_hosts(options, must_serve=False):
-            result, name = _measure_host(target, how, folder)
+            result, name = _measure_host(target, measurement, folder)
             results.append(result)
             _write_report(options, [result], folder, name)
     if options.json and results:
@@ -144,12 +143,12 @@ def _deploy(options: Options, names: Sequence[str]) -> int:
     return changes.deploy("up", select_hosts(options), options)
 
 
-def _measure_host(target: Target, how: Measurement, out: Path) -> tuple[BenchResult, str]:
+def _measure_host(target: Target, measurement: Measurement, out: Path) -> tuple[BenchResult, str]:
     """Measure a host and write the result; return it with the name of the file."""
-    began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    name = f"{target.name.lstrip('@')}-{began.replace(':', '')}"
+    started_at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    name = f"{target.name.lstrip('@')}-{started_at.replace(':', '')}"
     out.mkdir(parents=True, exist_ok=True)
-    result = _measure(target, how, began, out / name)
+    result = _measure(target, measurement, started_at, out / name)
     (out / f"{name}.json").write_text(text_of(result), encoding="utf-8")
     return result, name
 
@@ -162,7 +161,7 @@ def _write_report(options: Options, results: Sequence[BenchResult], out: Path, n
     (out / f"{name}.html").write_text(report.render_page(results), encoding="utf-8")
     note(f"written: {out / name}.md and .html")
     if not report.has_plots():
-        note("without plots; to add them: pip install 'dgx-spark-deploy[bench]'")
+        note("no plots; to get them: pip install 'dgx-spark-deploy[bench]'")
     if not options.json:
         print(text)
 
@@ -176,9 +175,9 @@ def _read_result(path: Path) -> BenchResult:
         raise SparkError.one(str(path), f"is not a result of bench: {reason}", fix) from error
 
 
-def _measure(target: Target, how: Measurement, began: str, files: Path) -> BenchResult:
+def _measure(target: Target, measurement: Measurement, started_at: str, files: Path) -> BenchResult:
     """Measure a host; ``files`` is the path of further files, without extension."""
-    service = chosen_services(target, how.service or MAIN_SERVICE)[0]
+    service = chosen_services(target, measurement.service or MAIN_SERVICE)[0]
     connection, login = connection_of(target, service=service), login_of(target)
     settings = target.settings.settings
     port = (settings if service == MAIN_SERVICE else settings.of_service(service)).serve.port
@@ -193,7 +192,7 @@ def _measure(target: Target, how: Measurement, began: str, files: Path) -> Bench
             url = f"http://127.0.0.1:{stack.enter_context(host.open_tunnel(login, port))}/v1"
         endpoint = protocols.Endpoint(url, connection.model, key, connection.ca)
         context_tokens = release.check.max_model_len
-        run = _Run(how, login, release, endpoint, notes, context_tokens)
+        run = _Run(measurement, login, release, endpoint, notes, context_tokens)
         samples = stack.enter_context(host.sample_host(login))
         before = host.read_draft_counters(login, service)
         answers = run.measure_seeds()
@@ -202,7 +201,7 @@ def _measure(target: Target, how: Measurement, began: str, files: Path) -> Bench
         after = host.read_draft_counters(login, service)
     drafted, accepted = (max(0, b - a) for a, b in zip(before, after, strict=True))
     result = BenchResult(
-        1, began, served, answers, cells, benchy_version, drafted, accepted, tuple(samples),
+        1, started_at, served, answers, cells, benchy_version, drafted, accepted, tuple(samples),
         tuple(notes), loads, vllm_version, published_figures(target.catalog, served),
     )  # fmt: skip
     if cells or loads:
@@ -245,7 +244,7 @@ def _submit(target: Target, release: Release, result: BenchResult, files: Path, 
 class _Run:
     """The protocols of a measurement; each returns nothing if it was not requested."""
 
-    how: Measurement
+    measurement: Measurement
     login: host.Login
     release: Release
     endpoint: protocols.Endpoint
@@ -253,11 +252,11 @@ class _Run:
     context_tokens: int
 
     def is_requested(self, protocol: str) -> bool:
-        return not self.how.protocols or protocol in self.how.protocols
+        return not self.measurement.protocols or protocol in self.measurement.protocols
 
     def skip(self, problem: str, fix: str) -> None:
         """Note a protocol that cannot run, or fail if protocols were requested."""
-        if self.how.protocols:
+        if self.measurement.protocols:
             raise SparkError.one(self.login.name, problem, fix)
         self.notes.append(f"{problem}; {fix}")
 
@@ -269,10 +268,10 @@ class _Run:
     def measure_loads(self, port: int, key_path: str) -> tuple[str | None, tuple[Load, ...]]:
         if not self.is_requested("vllm-bench"):
             return None, ()
-        case = self.how.apply(protocols.Case())
+        case = self.measurement.apply(protocols.Case())
         cases = [
             replace(case, concurrency=clients).fitting(self.context_tokens)
-            for clients in self.how.clients or [1]
+            for clients in self.measurement.clients or [1]
         ]
         result = protocols.measure_loads(self.login, self.release, port, key_path, cases, note)
         if result[0] is None:
@@ -287,12 +286,12 @@ class _Run:
         if python is None:
             self.skip("llama-benchy is not installed here", "pipx install llama-benchy")
             return None, ()
-        full = self.how.apply(protocols.Grid())
+        full = self.measurement.apply(protocols.Grid())
         full = replace(
             full,
-            depths=self.how.depths or full.depths,
-            concurrencies=self.how.clients or full.concurrencies,
-            runs=self.how.runs or full.runs,
+            depths=self.measurement.depths or full.depths,
+            concurrencies=self.measurement.clients or full.concurrencies,
+            runs=self.measurement.runs or full.runs,
         )
         grid = full.fitting(self.context_tokens)
         if left_out := [str(depth) for depth in full.depths if depth not in grid.depths]:
@@ -301,7 +300,7 @@ class _Run:
         if not grid.depths:
             return None, ()
         note(f"llama-benchy: depths {grid.depths}, clients {grid.concurrencies}, {grid.runs} runs")
-        more = ["--book-url", self.how.book_url] if self.how.book_url else []
+        more = ["--book-url", self.measurement.book_url] if self.measurement.book_url else []
         progress = ticking("llama-benchy", note, _TICK_S)
         with host.copy_tokenizer(self.login, self.release.tree.path) as folder, progress:
             return protocols.measure_grid(python, self.endpoint, folder, grid, raw, more)

@@ -81,10 +81,10 @@ def _run_tool(options: Options, command: str, words: list[str], service: str | N
     hosts = select_hosts(options, must_serve=False)
     names = {host.name for host in hosts}
     for host in hosts if service in (None, MAIN_SERVICE) else ():
-        # Without this member the cluster would restart in vain.
+        # The cluster could not start without all members.
         members = host.settings.settings.cluster.hosts
         if left_out := [name for name in members if name not in names]:
-            problem = f"serves together with {', '.join(left_out)}, not selected"
+            problem = f"is in a cluster with {', '.join(left_out)}, which you did not select"
             raise SparkError.one(host.name, problem, next_command(options, command, *members))
     services = {host.name: chosen_services(host, service) for host in hosts}
 
@@ -143,7 +143,7 @@ def preview_rollback(hosts: Sequence[Target], to: str | None) -> int | None:
             note(f"{name}: {change.done or 'no earlier release'}")
             codes.append(0)
         else:
-            note(f"{name}: rolls back from {change.came or 'nothing'} to {change.to}")
+            note(f"{name}: rolls back from {change.from_release or 'nothing'} to {change.to}")
     return max(codes) if len(codes) == len(hosts) else None
 
 

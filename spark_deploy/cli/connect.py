@@ -171,9 +171,9 @@ CLIENTS: dict[str, Client] = {
 @shared_options()
 def connect(options: Options, client: str | None, service: str | None, tunnel: bool) -> int:
     given = {"for": client, "tunnel": tunnel, "json": options.json}
-    if len(two := [name for name, value in given.items() if value]) > 1:
-        problem, fix = "exclude each other", f"omit --{two[1]}"
-        raise SparkError.one(f"--{two[0]} and --{two[1]}", problem, fix)
+    if len(chosen := [name for name, value in given.items() if value]) > 1:
+        problem, fix = "cannot be combined", f"omit --{chosen[1]}"
+        raise SparkError.one(f"--{chosen[0]} and --{chosen[1]}", problem, fix)
     hosts = _without_workers(select_hosts(options, must_serve=False), options, service)
     tailnet = _tailnet_addresses(hosts)
     names = list(read_inventory(inventory_path(options), data=list(options.data), must_serve=False))
@@ -198,7 +198,7 @@ def _without_workers(hosts: list[Target], options: Options, service: str | None)
     answering = [host for host in hosts if heads[host.name] == host.name]
     if not answering:
         [(name, head), *_] = heads.items()
-        problem = f"computes for {head}, which answers clients"
+        problem = f"is a worker of {head}, which answers clients"
         raise SparkError.one(name, problem, next_command(options, "connect", head))
     return answering
 
@@ -260,11 +260,14 @@ def _hold_tunnels(servers: Sequence[Connection]) -> None:
 
 
 def connection_of(
-    host: Target, tailnet_address: str | None = None, place: int = 0, service: str | None = None
+    host: Target,
+    tailnet_address: str | None = None,
+    host_index: int = 0,
+    service: str | None = None,
 ) -> Connection:
     """Return the connection of a client to a server.
 
-    ``place`` is the index of the host in the inventory: tunnels to all hosts can be open at once.
+    ``host_index`` is the position in the inventory; it gives each host's tunnel a separate port.
 
     Raises:
         SparkError: the host has no such service.
@@ -289,10 +292,10 @@ def connection_of(
     if base_url == url(plan, LOOPBACK) and not local:
         # If the port is taken ssh would continue without it (or with IPv6 only), and the key would
         # go to another program: so ssh must exit, and the address is explicit.
-        forward = f"{LOOPBACK}:{port + place}:{LOOPBACK}:{port}"
+        forward = f"{LOOPBACK}:{port + host_index}:{LOOPBACK}:{port}"
         options = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", forward]
         tunnel = shlex.join([*login[:1], *options, *login[1:]])
-        base_url = base_url.replace(f":{port}/", f":{port + place}/")
+        base_url = base_url.replace(f":{port}/", f":{port + host_index}/")
         users = "here, through the tunnel below"
     private = plan.tls is not None and plan.tls.mode == "private-ca"
     ca = str(ca_path(plan.tls.ca_dir)) if plan.tls and private else None

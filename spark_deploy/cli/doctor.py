@@ -77,7 +77,7 @@ def _report(options: Options, hosts: Sequence[Target], out: Path | None) -> int:
 
 
 def _needs(hosts: Sequence[Target]) -> dict[str, NeedsPlan]:
-    """Return the demands of a deploy, with estimated sizes once the hub fails."""
+    """Return what each host needs; after the hub fails once, sizes are estimates."""
     needs, estimate = dict[str, NeedsPlan](), False
     for host in hosts:
         try:

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from spark_deploy.config.printable import in_words
+from spark_deploy.hosts.releases import CHECK_WARNING
 
 PIPED_EVERY_S = 30.0
 INTERRUPTED = 130
@@ -121,7 +122,7 @@ class Transcript:
         name, bracket, text = line.removeprefix("[").partition("]")
         if line.startswith("[") and bracket and name in self.hosts:
             self.hosts[name].log(text.strip())
-            is_warning = text.strip().startswith("warning of its check")
+            is_warning = text.strip().startswith(CHECK_WARNING)
             return [f"{name}: {text.strip()}"] if is_warning else []
         self.general.append(line)
         return [line] if re.match(r"(warning|error|!!!)\b", line.lower()) else []
@@ -256,15 +257,15 @@ class _PipedScreen:
     def __init__(self, watcher: Watcher, console: Console):
         self.watcher, self.console = watcher, console
         self.printed: dict[str, str] = {}
-        self.at_s = time.monotonic()
+        self.printed_at_s = time.monotonic()
 
     def print(self, text: str) -> None:
         print_text(_styled(text), self.console)
 
     def refresh(self) -> None:
-        if time.monotonic() - self.at_s < PIPED_EVERY_S:
+        if time.monotonic() - self.printed_at_s < PIPED_EVERY_S:
             return
-        self.at_s = time.monotonic()
+        self.printed_at_s = time.monotonic()
         for host in self.watcher.transcript.hosts.values():
             text = f"{host.name}: {': '.join(filter(None, host.line()))}"
             if self.printed.get(host.name) != text:

@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spark_deploy.cli.catalog_files import Draft
-from spark_deploy.config.catalog.profile import OF_A_REPOSITORY, Profile, Speculation, is_repository
+from spark_deploy.config.catalog.profile import (
+    METHODS_WITH_REPOSITORY,
+    Profile,
+    Speculation,
+    is_repository,
+)
 from spark_deploy.config.catalog.types import Engine
 from spark_deploy.config.documents import convert, schema_of
 from spark_deploy.config.errors import CatalogError
@@ -256,7 +261,7 @@ _FULL_NAMES = {
 # vLLM's methods of speculation, as profiles name them.
 _METHODS = {
     **dict.fromkeys(("mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"),
-    **{name: name for name in (*OF_A_REPOSITORY, "ngram")},
+    **{name: name for name in (*METHODS_WITH_REPOSITORY, "ngram")},
 }
 _SPECULATION = {
     "num_speculative_tokens": ("tokens", int), "model": ("repository", str),
@@ -348,7 +353,9 @@ def _add_speculation(config: dict[str, Any], arguments: Arguments) -> None:
             speculation[key] = config[name]
     schema = schema_of(Speculation, "s")
     problems = [problem.what for problem in problems_of(speculation, schema, lambda path: "")]
-    problems = problems or [problem.what for problem in convert(Speculation, speculation).broken()]
+    problems = problems or [
+        problem.what for problem in convert(Speculation, speculation).violations()
+    ]
     if problems:
         arguments.unused.append(f"--speculative-config: {problems[0]}")
         return

@@ -279,7 +279,7 @@ def _open(shared: Shared, host: Target) -> Iterator[str]:
     images = {without_tag(image) for image in settings.images.values()}
     for reference, digest in shared.images.items():
         if reference not in images:
-            yield f"served with {reference}@{digest[:19]}, not in your settings"
+            yield f"was served with {reference}@{digest[:19]}, which your settings do not use"
     token = read_hub_token(settings.hub)
     for repo, source in shared.sources.items():
         try:

@@ -183,8 +183,8 @@ def host_fields(host_status: HostStatus) -> dict[str, Any]:
     active = service.active if service else None
     release, rolled_back = host_status.release(active), None
     if service and (back := service.rolled_back):
-        pair = _pair_text(host_status, back.came, None)
-        rolled_back = {"from": back.came, "from_pair": pair, "to": back.to, "at": back.at}
+        pair = _pair_text(host_status, back.from_release, None)
+        rolled_back = {"from": back.from_release, "from_pair": pair, "to": back.to, "at": back.at}
     return {
         **_serving(host_status, active),
         "restarts": release.restarts if release else None,

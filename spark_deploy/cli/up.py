@@ -17,7 +17,7 @@ from spark_contract.documents import DocumentError, parse
 from spark_contract.job import CHECKPOINT_JOB, FETCH_JOB, IMAGE_JOBS, Job
 from spark_contract.records import Rollout
 from spark_contract.release import service_of
-from spark_contract.status import UnderWay
+from spark_contract.status import RunningRollout
 from spark_contract.tool import COMPILING
 from spark_contract.units import MAIN_SERVICE, PREPARE
 
@@ -156,7 +156,7 @@ def preview(plan: HostPlan, answer: Answer[HostState]) -> dict[str, Any]:
     return {**answer.data(), "text": "; ".join([text, *services]), "changes": will_change}
 
 
-def rollout_text(status: HostStatus, rollout: UnderWay) -> str:
+def rollout_text(status: HostStatus, rollout: RunningRollout) -> str:
     release = status.release(rollout.release)
     target = f"{release.model} with {release.profile}" if release else rollout.release
     since = f" since {rollout.since}" if rollout.since else ""

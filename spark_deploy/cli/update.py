@@ -104,9 +104,9 @@ def _unread(hosts: list[Target], lock: Lock) -> Iterator[str]:
     for host in hosts:
         settings, catalog = host.settings.settings, host.catalog
         for question, _ in unverified_builds(settings, catalog, lock):
-            yield f"tensor names of {question.build} are not verified"
+            yield f"tensor names of {question.build} have not been verified"
         for repository in unread_repositories(settings, catalog, lock):
-            yield f"headers of {repository.repository} are not read"
+            yield f"headers of {repository.repository} have not been read"
 
 
 def _write(path: Path, lock: Lock) -> None:
@@ -147,7 +147,7 @@ def _measured(host: Target, status: HostStatus, lock: Lock) -> Iterator[Anatomy]
         if not isinstance(model, PlainModel) or anatomy is None or not anatomy.cache_unknown:
             continue
         if proof is None or not proof.ok or proof.kv_cache is None:
-            note(f"  {model.repository}: {host.name} has no size of {served.serve.name} yet")
+            note(f"  {model.repository}: {host.name} has not yet measured {served.serve.name}")
             continue
         engine = proof.engine.get("version") or "unknown"
         size = CountedCache(

@@ -269,7 +269,7 @@ def set_boot_target(plan: BasePlan) -> Commands:
 
 @host_operation
 def run_earlyoom(plan: BasePlan) -> Commands:
-    """Run earlyoom with our preferences if enabled; compares the arguments of the process."""
+    """Run earlyoom with our arguments if enabled; restart it if its process has others."""
     if not plan.settings.earlyoom:
         host.noop("earlyoom is not enabled")
         return
@@ -277,4 +277,4 @@ def run_earlyoom(plan: BasePlan) -> Commands:
     if changed or read_state(plan).earlyoom != EARLYOOM_ARGUMENTS:
         yield "systemctl enable -q earlyoom && systemctl restart earlyoom"
     else:
-        host.noop("earlyoom runs with our preferences")
+        host.noop("earlyoom runs with our arguments")

@@ -155,7 +155,7 @@ def _disk(needs: NeedsPlan, survey: Survey) -> Iterator[Problem]:
         yield Problem("disk", f"could not read {', '.join(missing)}", "look at `df` on the host")
     for demand in demands(needs, survey):
         wanted = demand.needed_bytes + needs.disk_reserve_bytes
-        # A host on which everything is present may fill up without stopping the service.
+        # If nothing has to be written, a full disk does not stop the service.
         if not demand.needed_bytes or demand.available_bytes >= wanted:
             continue
         fixes = [f"free {(wanted - demand.available_bytes) / GIB:.1f} GiB"]

@@ -63,7 +63,11 @@ def check_gateway(plan: GatewayPlan) -> list[Problem]:
         return []
     if plan.address is None:
         message = "the name that clients use for this host is not set"
-        return [Problem("serve.address", message, "set it: the certificate must cover it")]
+        return [
+            Problem(
+                "serve.address", message, "set serve.address: the certificate must cover that name"
+            )
+        ]
     if plan.tls.mode == "own-cert":
         return check_pair(plan.tls.certificate, plan.tls.key, plan.address)
     return []

@@ -75,9 +75,11 @@ def run(
 
     Raises CommandFailed on exit status other than 0, time-out, or lost connection.
     """
-    of_operation: dict[str, Any] = dict(host.current_op_global_arguments or {})
+    operation_arguments: dict[str, Any] = dict(host.current_op_global_arguments or {})
     keep = ("_sudo", "_sudo_user", "_sudo_password", "_use_sudo_login", "_env", "_shell_executable")
-    arguments: dict[str, Any] = {key: of_operation[key] for key in keep if of_operation.get(key)}
+    arguments: dict[str, Any] = {
+        key: operation_arguments[key] for key in keep if operation_arguments.get(key)
+    }
     if stdin is not None:
         arguments["_stdin"] = stdin
     wrapped = command if isinstance(command, StringCommand) else StringCommand(command)

@@ -54,32 +54,32 @@ class ParentDirectory:
 
 
 # Docker keeps images below the data root, or in the store of the system's containerd.
-_IMAGES_IN = r"""
-images_in=
-command -v docker >/dev/null 2>&1 && images_in=$(
+_IMAGE_STORE = r"""
+image_store=
+command -v docker >/dev/null 2>&1 && image_store=$(
   timeout 20 docker info --format '{{.DockerRootDir}}|{{range .DriverStatus}}{{.}}{{end}}')
-case $images_in in
+case $image_store in
   *io.containerd.snapshotter*)
-    images_in=$(timeout 20 containerd config dump | sed -n "s/^root *= *[\"']\(.*\)[\"']/\1/p")
-    images_in=${images_in:-/var/lib/containerd} ;;
+    image_store=$(timeout 20 containerd config dump | sed -n "s/^root *= *[\"']\(.*\)[\"']/\1/p")
+    image_store=${image_store:-/var/lib/containerd} ;;
 esac
-images_in=${images_in%%|*}
+image_store=${image_store%%|*}
 """
 
 
 def disk_script(paths: Sequence[str], docker_dirs: Sequence[str] = ()) -> str:
     """Print the filesystem of each path; a missing path stands for the nearest parent.
 
-    Docker reports where it really keeps the images of ``docker_dirs``.
+    For ``docker_dirs`` it prints the filesystem of Docker's image store, which may be elsewhere.
     """
     words = " ".join(shlex.quote(path) for path in dict.fromkeys(paths))
     skip = "|".join(shlex.quote(path) for path in docker_dirs) or "''"
     return rf"""
-{_IMAGES_IN}
+{_IMAGE_STORE}
 echo '== places'
 for path in {words}; do
   folder=$path
-  case $path in {skip}) folder=${{images_in:-$path}} ;; esac
+  case $path in {skip}) folder=${{image_store:-$path}} ;; esac
   there=$folder
   while [ ! -d "$there" ]; do there=$(dirname "$there"); done
   used=0

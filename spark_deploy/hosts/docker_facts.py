@@ -37,14 +37,14 @@ _INFO_FORMAT = (
     "{" + ",".join(f'"{key}":{{{{json .{key}}}}}' for key in _INFO) + "}\n{{json .CDISpecDirs}}"
 )
 # A busy host may answer late; a missing answer means unknown, not absent.
-_LIMITS_S = (30, 90)
+_TIMEOUTS_S = (30, 90)
 _SCRIPT = rf"""
 silent=
 query() {{
   name=$1; shift
-  timeout $limit_s "$@" && return
+  timeout $first_timeout_s "$@" && return
   [ $? = 124 ] || return
-  timeout $patient_s "$@" && return
+  timeout $second_timeout_s "$@" && return
   [ $? = 124 ] && silent="$silent$name "
 }}
 echo '== engine'; command -v dockerd; readlink -f "$(command -v docker)"
@@ -117,7 +117,7 @@ class DockerState(HostFact[Docker]):
     ) -> str:
         return build_script(
             "exec 2>/dev/null",
-            f"limit_s={_LIMITS_S[0]} patient_s={_LIMITS_S[1]}",
+            f"first_timeout_s={_TIMEOUTS_S[0]} second_timeout_s={_TIMEOUTS_S[1]}",
             _SCRIPT,
             packages_script(packages),
             known_urls_script(urls),

@@ -35,47 +35,49 @@ from spark_deploy.hosts.operations import (
 )
 from spark_deploy.hosts.survey import Survey
 from spark_deploy.plan.cluster import fabric_plan, present_addresses
-from spark_deploy.plan.types import Way
+from spark_deploy.plan.types import FabricLink
 
 _FULL_MBIT_PER_S = 200_000  # of a cable, reported by each of the two interfaces of the cage
 _LARGE_MTU = 9000
 
 
-def read_reach(ways: Sequence[Way]) -> dict[str, str]:
+def read_reach(links: Sequence[FabricLink]) -> dict[str, str]:
     """Return by address whether packets of full size return: "yes", "no" or "unknown"."""
-    targets = tuple((way.interface, way.address, way.mtu) for way in ways)
-    return read_fact(Reach, _sudo=False, ways=targets)
+    targets = tuple((link.interface, link.address, link.mtu) for link in links)
+    return read_fact(Reach, _sudo=False, links=targets)
 
 
-def judge_links(host: str, ways: Sequence[Way], reached: Mapping[str, str]) -> Verdict:
+def judge_links(host: str, links: Sequence[FabricLink], reached: Mapping[str, str]) -> Verdict:
     """Collect faults of the links from a host to other members of the cluster."""
     problems, warnings = [], []
-    for way in ways:
-        where = f"{host}: {way.interface}"
-        answer = reached.get(way.address, "unknown")
+    for link in links:
+        where = f"{host}: {link.interface}"
+        answer = reached.get(link.address, "unknown")
         if answer == "no":
-            message = f"no packet of {way.mtu} bytes comes back from {way.host} ({way.address})"
+            message = f"no packet of {link.mtu} bytes comes back from {link.host} ({link.address})"
             fix = "check cable, address and MTU on both hosts, and that no firewall blocks members"
             problems.append(Problem(where, message, fix))
         if answer == "unknown":
-            message = f"the link to {way.host} ({way.address}) was not tested: no ping on this host"
+            message = (
+                f"the link to {link.host} ({link.address}) was not tested: no ping on this host"
+            )
             warnings.append(Problem(where, message, "apt-get install iputils-ping"))
-        if way.mtu != way.other_mtu:
-            message = f"MTU {way.mtu}, but {way.other_mtu} on {way.host}"
+        if link.mtu != link.other_mtu:
+            message = f"MTU {link.mtu}, but {link.other_mtu} on {link.host}"
             problems.append(Problem(where, message, "set the same MTU on both hosts (netplan)"))
-    return Verdict(tuple(problems), (*warnings, *_slow_links(host, ways)))
+    return Verdict(tuple(problems), (*warnings, *_slow_links(host, links)))
 
 
-def _slow_links(host: str, ways: Sequence[Way]) -> Iterator[Problem]:
-    with_rdma = {way.interface: way for way in ways if way.device}
-    for way in with_rdma.values():
-        where = f"{host}: {way.interface}"
-        if way.speed_mbit_per_s is not None and way.speed_mbit_per_s < _FULL_MBIT_PER_S:
-            message = f"linked at {way.speed_mbit_per_s // 1000} Gb/s of 200"
+def _slow_links(host: str, links: Sequence[FabricLink]) -> Iterator[Problem]:
+    with_rdma = {link.interface: link for link in links if link.device}
+    for link in with_rdma.values():
+        where = f"{host}: {link.interface}"
+        if link.speed_mbit_per_s is not None and link.speed_mbit_per_s < _FULL_MBIT_PER_S:
+            message = f"linked at {link.speed_mbit_per_s // 1000} Gb/s of 200"
             fix = "use a cable for 200 Gb/s; behind a switch set the speed of the switch port"
             yield Problem(where, message, fix)
-        if way.mtu < _LARGE_MTU:
-            message = f"MTU {way.mtu}: RDMA moves small packets, reported to slow prefill down"
+        if link.mtu < _LARGE_MTU:
+            message = f"MTU {link.mtu}: RDMA moves small packets, reported to slow prefill down"
             yield Problem(where, message, f"set MTU {_LARGE_MTU} on both hosts (netplan)")
     if len(with_rdma) == 1:
         message = "only half of the cable's speed: a single interface of the cage has an address"
@@ -174,8 +176,8 @@ def _last_problem(name: str, output: str, fix: str) -> Problem:
 
 
 # Each link is measured in both directions: 2 GB and 5 s in total.
-MOST_BYTES = 10**9
-MOST_S = 2.5
+MAX_BYTES = 10**9
+MAX_S = 2.5
 _COMMAND_S = 40
 _PORTS = range(20000, 29000)  # below the kernel's ephemeral ports
 _LIMITS = {
@@ -192,23 +194,23 @@ def _unit_command(command: str, **limits: str) -> str:
 
 
 @host_operation
-def measure_links(ways: Sequence[Way]) -> None:
+def measure_links(links: Sequence[FabricLink]) -> None:
     """Send packets of full size over each link and measure it, without changes."""
     if not state.is_executing:
-        for way in ways:
-            most = f"{MOST_BYTES // 10**6} MB and {MOST_S} s at most"
-            log_once(f"{way.interface} to {way.host} ({way.address}): {most}")
+        for link in links:
+            most = f"{MAX_BYTES // 10**6} MB and {MAX_S} s at most"
+            log_once(f"{link.interface} to {link.host} ({link.address}): {most}")
         host.noop("measured when it runs")
         return
-    _apply(judge_links(host.name, ways, read_reach(ways)))
-    for way in ways:
-        speed = _measure(way)
-        log(describe_speed(way, speed))
+    _apply(judge_links(host.name, links, read_reach(links)))
+    for link in links:
+        speed = _measure(link)
+        log(describe_speed(link, speed))
         # Only after the token proved both hosts: ib_write_bw itself checks no token.
-        rdma_gbit_per_s = _measure_rdma(way) if way.device and speed.arrived_bytes else None
+        rdma_gbit_per_s = _measure_rdma(link) if link.device and speed.arrived_bytes else None
         if rdma_gbit_per_s is not None:
-            log(f"{way.interface} to {way.host}: {rdma_gbit_per_s:.1f} Gb/s RDMA (ib_write_bw)")
-        _apply(judge_speed(host.name, way, speed, rdma_gbit_per_s))
+            log(f"{link.interface} to {link.host}: {rdma_gbit_per_s:.1f} Gb/s RDMA (ib_write_bw)")
+        _apply(judge_speed(host.name, link, speed, rdma_gbit_per_s))
     host.noop("measured")
 
 
@@ -218,55 +220,55 @@ def _apply(verdict: Verdict) -> None:
         raise Refused(*verdict.problems)
 
 
-def _measure(way: Way) -> SpeedFound:
+def _measure(link: FabricLink) -> SpeedFound:
     order = SpeedOrder(
-        interface=way.interface,
-        address=way.address,
+        interface=link.interface,
+        address=link.address,
         port=secrets.choice(_PORTS),
         token=secrets.token_hex(16),
-        most_bytes=MOST_BYTES,
-        most_s=MOST_S,
+        most_bytes=MAX_BYTES,
+        most_s=MAX_S,
     )
     listen, send = _unit_command(line(FABRIC_SPEED, "listen")), line(FABRIC_SPEED, "send")
-    sent, received = _run_pair(way, listen, send, documents.text_of(order))
+    sent, received = _run_pair(link, listen, send, documents.text_of(order))
     fix = "see `journalctl -xe` on that host, then run again"
-    ends = ((host.name, sent), (way.host, received))
+    ends = ((host.name, sent), (link.host, received))
     if failed := [_last_problem(name, output, fix) for name, (ok, output) in ends if not ok]:
         raise Refused(*failed)
     return documents.parse(SpeedFound, sent[1])
 
 
-def _measure_rdma(way: Way) -> float | None:
+def _measure_rdma(link: FabricLink) -> float | None:
     """Return the RDMA write bandwidth in Gb/s; ``None`` where perftest cannot measure it.
 
     rdma_cm (``-R``) picks device and GID by address. The listener accepts a single connection at
     the link's address and exits.
     """
-    hosts = (host, state.inventory.get_host(way.host))
+    hosts = (host, state.inventory.get_host(link.host))
     if not all(_run_test(end, "command -v ib_write_bw", "")[0] for end in hosts):
-        log(f"{way.interface}: RDMA was not measured; install perftest on both hosts for that")
+        log(f"{link.interface}: RDMA was not measured; install perftest on both hosts for that")
         return None
     test = f"ib_write_bw -R -F -D 2 --report_gbits -p {secrets.choice(_PORTS)}"
     listen = _unit_command(
-        f"timeout 30 {test} --bind_source_ip {way.address}",
+        f"timeout 30 {test} --bind_source_ip {link.address}",
         PrivateDevices="no",  # /dev/infiniband
         RestrictAddressFamilies="AF_INET AF_NETLINK",
         LimitMEMLOCK="infinity",
     )
-    send = f"for i in 1 2 3; do sleep 1; timeout 8 {test} {way.address} && exit; done; exit 1"
-    (done, output), _ = _run_pair(way, listen, send, "")
+    send = f"for i in 1 2 3; do sleep 1; timeout 8 {test} {link.address} && exit; done; exit 1"
+    (done, output), _ = _run_pair(link, listen, send, "")
     match = re.search(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)\s+[\d.]+\s*$", output, re.MULTILINE)
     if not done or match is None:
-        log(f"{way.interface}: ib_write_bw failed: {output.strip()[-200:]}")
+        log(f"{link.interface}: ib_write_bw failed: {output.strip()[-200:]}")
         return None
     return float(match[1])
 
 
 def _run_pair(
-    way: Way, listen: str, send: str, stdin: str
+    link: FabricLink, listen: str, send: str, stdin: str
 ) -> tuple[tuple[bool, str], tuple[bool, str]]:
     """Run a listener on the other host and a sender here; return success and output of each."""
-    listening = gevent.spawn(_run_test, state.inventory.get_host(way.host), listen, stdin)
+    listening = gevent.spawn(_run_test, state.inventory.get_host(link.host), listen, stdin)
     try:
         return _run_test(host, send, stdin), listening.get(timeout=_COMMAND_S)
     finally:
@@ -286,32 +288,34 @@ _LEAST_GBIT_PER_S = 10.0
 _DOUBTFUL_GBIT_PER_S = 25.0  # of 200: a degraded ConnectX-7 port is reported to carry 13
 
 
-def describe_speed(way: Way, speed: SpeedFound) -> str:
-    link = f"{way.speed_mbit_per_s / 1000:g} Gb/s" if way.speed_mbit_per_s else "of unknown speed"
+def describe_speed(link: FabricLink, speed: SpeedFound) -> str:
+    speed_text = (
+        f"{link.speed_mbit_per_s / 1000:g} Gb/s" if link.speed_mbit_per_s else "of unknown speed"
+    )
     return (
-        f"{way.interface} to {way.host} ({way.address}): {_gbit_per_s(speed):.1f} Gb/s over TCP "
-        f"({speed.arrived_bytes / 1e6:.0f} MB in {speed.took_s:.2f} s; link {link})"
+        f"{link.interface} to {link.host} ({link.address}): {_gbit_per_s(speed):.1f} Gb/s over TCP "
+        f"({speed.arrived_bytes / 1e6:.0f} MB in {speed.took_s:.2f} s; link {speed_text})"
     )
 
 
 def judge_speed(
-    host: str, way: Way, speed: SpeedFound, rdma_gbit_per_s: float | None = None
+    host: str, link: FabricLink, speed: SpeedFound, rdma_gbit_per_s: float | None = None
 ) -> Verdict:
     """Collect faults found by a short test over TCP, and over RDMA where it ran."""
-    where, carried = f"{host}: {way.interface}", _gbit_per_s(speed)
-    stated = (way.speed_mbit_per_s or 0) / 1000
+    where, carried = f"{host}: {link.interface}", _gbit_per_s(speed)
+    stated = (link.speed_mbit_per_s or 0) / 1000
     if not speed.arrived_bytes:
-        message = f"the connection opens, but no packet of full size gets to {way.host}"
-        fix = f"set MTU {way.mtu} on both hosts, and on the switch between them"
+        message = f"the connection opens, but no packet of full size gets to {link.host}"
+        fix = f"set MTU {link.mtu} on both hosts, and on the switch between them"
         return Verdict((Problem(where, message, fix),))
     if carried < min(_LEAST_SHARE * stated, _LEAST_GBIT_PER_S):
-        message = f"{carried:.1f} Gb/s to {way.host} over a link of {stated:g} Gb/s"
+        message = f"{carried:.1f} Gb/s to {link.host} over a link of {stated:g} Gb/s"
         fix = "try another cable; check `ethtool -S` for errors and `ip route get` for the route"
         return Verdict((Problem(where, message, fix),))
     measured = carried if rdma_gbit_per_s is None else rdma_gbit_per_s
     if measured < _DOUBTFUL_GBIT_PER_S and stated * 1000 >= _FULL_MBIT_PER_S:
         message = (
-            f"{measured:.1f} Gb/s to {way.host}; a degraded port is reported to carry 13 of 200"
+            f"{measured:.1f} Gb/s to {link.host}; a degraded port is reported to carry 13 of 200"
         )
         fix = "measure RDMA with ib_write_bw; about 92 are usual for each of the two interfaces"
         if rdma_gbit_per_s is not None:

@@ -86,14 +86,14 @@ def _gid_index(gids: list[list[str]], device: str | None, addresses: tuple[str, 
     return next((int(index) for own, index, gid in rows if (own, gid) == (device, wanted)), None)
 
 
-_MOST_BYTES = 8192
+_MAX_BYTES = 8192
 _PROFILES = "/etc/NetworkManager/system-connections/*.nmconnection"
 _NETPLAN_SCRIPT = rf"""
 echo '== there'; command -v netplan
 echo '== tried'; ls {NETPLAN_TRIAL} 2>/dev/null
 # The restore removes the file first, the addresses seconds later.
 systemctl is-active --quiet {RETURN_UNIT}.service && echo restoring
-echo '== ours'; head -c {_MOST_BYTES} {NETPLAN_FILE} 2>/dev/null
+echo '== ours'; head -c {_MAX_BYTES} {NETPLAN_FILE} 2>/dev/null
 echo; echo '== named'
 # A profile that NetworkManager used before wins over netplan's new one.
 for f in /lib/netplan/*.yaml /etc/netplan/*.yaml /run/netplan/*.yaml {_PROFILES}; do
@@ -202,14 +202,14 @@ _PING = "ping -q -n -M do -c 3 -i 0.2 -W 1 -w 5"
 class Reach(HostFact[dict[str, str]]):
     """For each address "yes", "no", or "unknown" where the host has no ping."""
 
-    def command(self, ways: Sequence[tuple[str, str, int]]) -> str:
-        """Return the script; ``ways`` are interface, address of a member, MTU of the interface."""
+    def command(self, links: Sequence[tuple[str, str, int]]) -> str:
+        """Return the script; ``links`` are interface, address of a member, MTU of the interface."""
         tests = []
-        for interface, address, mtu in ways:
+        for interface, address, mtu in links:
             words = f"-I {shlex.quote(interface)} -s {mtu - _HEADERS_BYTES} {shlex.quote(address)}"
             ping = f"{_PING} {words} >/dev/null 2>&1"
             tests.append(f"{{ if {ping}; then echo {address} yes; else echo {address} no; fi; }} &")
-        unknown = [f"echo {address} unknown" for _, address, _ in ways]
+        unknown = [f"echo {address} unknown" for _, address, _ in links]
         start = "echo '== reach'\nif command -v ping >/dev/null; then"
         return build_script("\n".join((start, *tests, "wait", "else", *unknown, ":", "fi")))
 

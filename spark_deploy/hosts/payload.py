@@ -297,7 +297,7 @@ def install_quantiser(image: str) -> Commands:
     if not site.python_version:
         if host.state.is_executing:
             fix = f"run `docker run --rm --entrypoint python3 {image} --version` on the host"
-            refuse(f"{host.name}: {image}", "python3 in it prints no version", fix)
+            refuse(f"{host.name}: {image}", "its python3 prints no version", fix)
         host.log("AutoRound is installed once the engine's image exists")
         return
     path, digest = site_archive(QUANTISER_REQUIREMENTS, site.python_version, site.machine)

@@ -39,6 +39,7 @@ from spark_deploy.hosts.operations import (
 )
 from spark_deploy.hosts.status import RollbackPreview, Status
 
+CHECK_WARNING = "check warning:"
 POLL_EVERY_S = 2.0
 _interrupted: WeakSet[Host] = WeakSet()
 _left_alone: WeakSet[Host] = WeakSet()
@@ -132,7 +133,7 @@ def report_change(host: Host, release: str, rollout: Rollout) -> bool:
         times = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in rollout.times_s.items())
         host.log(f"serves {release} ({times})")
         for line in rollout.warnings:
-            host.log_styled(f"check warning: {line}", fg="yellow")
+            host.log_styled(f"{CHECK_WARNING} {line}", fg="yellow")
         for line in rollout.bench:
             host.log_styled(line, fg=None if line.startswith(SPEED) else "yellow")
         return True
@@ -168,7 +169,7 @@ def roll_back(service: str, to: str | None, timeout_s: int) -> Commands:
         log_once(reason)
         this_host.noop(reason)
         return
-    serving = rollback.came or "nothing"
+    serving = rollback.from_release or "nothing"
     refuse_after_failure(f"left alone on {serving}")
     log_once(f"goes back from {serving} to {rollback.to}")
     begin = tool.line(tool.ROLLBACK, service, "--to", rollback.to.name)

@@ -48,11 +48,11 @@ def install_release(plan: Release, files: Sequence[ManagedFile], users: Sequence
 def start_service(plan: Release, timeout_s: int) -> Commands:
     """Serve this release where no service can be interrupted, on all such hosts at once."""
     if plan.cluster is not None:
-        host.noop("members of a cluster change together, in turn")
+        host.noop("all members of a cluster change together")
         return
     status = read_fact(Status)
     if status.would_replace(plan.service, plan.name):
-        host.noop("the current release is replaced in turn")
+        host.noop("the hosts replace their releases in turn")
         return
     if why := _reason_to_change(plan, status):
         log_once(f"{plan.name}: {why}")
@@ -101,7 +101,8 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
     back = state.rolled_back if state else None
     if back and back.to != plan.name:
         log_once(
-            f"was rolled back from {back.came} to {back.to} ({back.at}); group_vars say {plan.name}"
+            f"was rolled back from {back.from_release} to {back.to} ({back.at}); "
+            f"group_vars say {plan.name}"
         )
     log_once(f"{plan.name}: {why}")
     yield releases.change_to(plan.name, timeout_s)
@@ -261,7 +262,7 @@ def _require_readable(host: Host, status: HostStatus) -> None:
 
 
 def _clear_marker(host: Host, needs: NeedsPlan) -> bool:
-    """Remove the marker if the reboot helped; otherwise no reboot is tried for this reason."""
+    """Remove the marker if the reboot helped; if it stays, it prevents a second reboot."""
     survey = run_fact(host, HostSurvey, timeout_s=180, **fact_arguments(needs))
     if pending := survey.identity.boot.pending:
         host.log_styled(f"still pending after the reboot: {pending}", fg="yellow")

@@ -118,7 +118,7 @@ class HostStatus:
             return ""
         return stopped_text(service, state.stopped_by_hand)
 
-    def rollout(self, service: str) -> status.UnderWay | None:
+    def rollout(self, service: str) -> status.RunningRollout | None:
         state = self.service(service)
         return state.rollout if state else None
 

@@ -20,7 +20,7 @@ from pyinfra.connectors.util import OutputLine
 from spark_deploy.config.printable import heard
 from spark_deploy.inventory.login import refuse_prompt
 
-MOST_BYTES = 128 << 20
+MAX_BYTES = 128 << 20
 """Of a stream of a command; receipts of a hundred checkpoints need a tenth."""
 _LINE_BYTES = 64 << 20  # receipts have no line breaks
 # Printed with -v; apt prints less during an installation.
@@ -41,7 +41,7 @@ def read_buffer(
     while data := stream.readline(_LINE_BYTES):
         line = data if isinstance(data, bytes) else data.encode(errors="replace")
         size += len(line)
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             # Closing ends the command; truncated output is not used.
             output_queue.put(OutputLine(name, "(the host printed more than the limit)"))
             (io.channel if isinstance(io, ChannelFile) else io).close()

@@ -143,7 +143,7 @@ def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
     """Return the lock with tensor counts of every build, verified with headers from the hub.
 
     Raises:
-        HubSilent: the hub did not send the headers.
+        HeadersUnavailableError: the hub did not send the headers.
         LockError: base or donor differ from the catalog, or a repository is not a model.
     """
     lock = read_headers(settings, catalog, lock, log)
@@ -160,7 +160,7 @@ def verify_names_if_online(settings: Settings, catalog: Catalog, lock: Lock, log
     """Return ``verify_names``, or the lock unchanged if the hub does not answer."""
     try:
         return verify_names(settings, catalog, lock, log)
-    except headers.HubSilent as error:
+    except headers.HeadersUnavailableError as error:
         log(f"names are not compared with the catalog yet: {error.problems[0].line}")
         return lock
 
@@ -169,9 +169,9 @@ def verified_lock(settings: Settings, catalog: Catalog, path: Path, lock: Lock, 
     """Return the lock for a deploy, and store new results if ``locked`` allows it."""
     if settings.locked == "required":
         for names, _ in unverified_builds(settings, catalog, lock):
-            log(f"{path.name}: names of {names.build} are not verified; {_LOCK_FIX}")
+            log(f"{path.name}: names of {names.build} have not been verified; {_LOCK_FIX}")
         for unread in unread_repositories(settings, catalog, lock):
-            message = f"headers of {unread.repository} are not read yet"
+            message = f"headers of {unread.repository} have not been read yet"
             raise LockError.one(path.name, message, _LOCK_FIX)
         return lock
     verified = verify_names_if_online(settings, catalog, lock, log)

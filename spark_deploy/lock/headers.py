@@ -27,7 +27,7 @@ from spark_contract.orders import (
     BuildPlan,
     Described,
     DonorUrl,
-    Held,
+    SourceCounts,
 )
 
 from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
@@ -40,52 +40,52 @@ from spark_deploy.lock.kv_cache_spec import Missing, Numbers, cache_layers
 from spark_deploy.lock.types import LockedSource, VerifiedNames
 
 _UNANSWERED = 4  # the builder's exit code when reading or the network failed
-# Fields that do not affect the names: locations and output.
-_NOT_ASKED = ("digest", "recipe_version", "base", "donor", "layout", "out", "extra")
+# Fields of a build plan that do not affect tensor names: locations and output.
+_UNRELATED_FIELDS = ("digest", "recipe_version", "base", "donor", "layout", "out", "extra")
 
 
-class HubSilent(LockError):  # noqa: N818 - named after what happened
+class HeadersUnavailableError(LockError):
     """The hub did not send the headers."""
 
 
 def names_to_verify(
     order: BuildPlan, base: LockedSource, donor: LockedSource | None
 ) -> VerifiedNames:
-    """Return the identity of a verification, without counts."""
-    asked = {key: value for key, value in plain(order).items() if key not in _NOT_ASKED}
+    """Return what identifies a verification; ``check_names`` adds the counts."""
+    fields = {key: value for key, value in plain(order).items() if key not in _UNRELATED_FIELDS}
     places = [f"{one.repo}@{one.commit}" for one in (base, donor) if one is not None]
     return VerifiedNames(
         build=f"{order.name}, shared experts {order.shared_experts}, head {order.head}",
-        question=digest_of({"builder": asked, "places": places}),
+        question=digest_of({"builder": fields, "places": places}),
         base=places[0],
         donor=places[1] if donor is not None else None,
     )
 
 
-def check_names(asked: VerifiedNames, order: BuildPlan, hub: HubSettings) -> VerifiedNames:
-    """Check the sources of a build by their headers, and return ``asked`` with counts.
+def check_names(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> VerifiedNames:
+    """Check the sources of a build by their headers, and return ``names`` with counts.
 
     Raises:
-        HubSilent: the hub did not send the headers.
+        HeadersUnavailableError: the hub did not send the headers.
         LockError: a host would refuse to build from these sources.
     """
-    with workplace(hub) as builder:
+    with temporary_builder(hub) as builder:
         if isinstance(order.donor, DonorUrl):
             order = replace(
                 order, donor=DonorUrl(url=order.donor.url, token_file=builder.token_file, tries=3)
             )
         (builder.folder / "plan.json").write_text(text_of(order), encoding="utf-8")
-        output = builder.ask(orders.HOLD, "plan.json", asked.base)
+        output = builder.ask(orders.CHECK_SOURCES, "plan.json", names.base)
     try:
-        result = documents.parse(Held, output)
+        result = documents.parse(SourceCounts, output)
     except DocumentError as error:
         what, fix = (
             f"the builder's answer is malformed: {error}",
             "restore the checkout (git status)",
         )
-        raise LockError.one(asked.base, what, fix) from error
+        raise LockError.one(names.base, what, fix) from error
     return replace(
-        asked,
+        names,
         base_tensors=result.base_tensors,
         donor_tensors=result.donor_tensors,
         swapped_modules=result.swapped_modules,
@@ -120,11 +120,11 @@ class Builder:
         if problem is None:
             what = f"the reader of the headers ended with {done.returncode} {last[:200]!r}"
             raise LockError.one(words[-1], what, "check the free memory of this machine")
-        raise (HubSilent if done.returncode == _UNANSWERED else LockError)([problem])
+        raise (HeadersUnavailableError if done.returncode == _UNANSWERED else LockError)([problem])
 
 
 @contextmanager
-def workplace(hub: HubSettings) -> Iterator[Builder]:
+def temporary_builder(hub: HubSettings) -> Iterator[Builder]:
     """Yield the builder in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="spark-names-") as folder:
         token_file, token = None, read_hub_token(hub)
@@ -136,7 +136,7 @@ def workplace(hub: HubSettings) -> Iterator[Builder]:
         yield Builder(Path(folder), hub.endpoint, token_file)
 
 
-_MOST_BYTES = 1 << 50
+_MAX_BYTES = 1 << 50
 
 
 def read_anatomy(
@@ -145,7 +145,7 @@ def read_anatomy(
     """Read headers and config.json of a repository at a commit.
 
     Raises:
-        HubSilent: the hub did not send them.
+        HeadersUnavailableError: the hub did not send them.
         LockError: the repository is not a model.
     """
     described = ask_hub(f"{repository}@{commit}", hub, leave_out=leave_out)
@@ -158,7 +158,7 @@ def ask_hub(
     """Return headers and documents of a repository, read by the builder."""
     words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
     words += [ALL_DOCUMENTS] if all_documents else []
-    with workplace(hub) as builder:
+    with temporary_builder(hub) as builder:
         output = builder.ask(DESCRIBE, *words, place)
     try:
         return documents.parse(Described, output)
@@ -172,7 +172,7 @@ def anatomy_of(repository: str, described: Described) -> Anatomy:
     where = f"{repository}@{described.commit[:12]}: {CONFIG}"
     config = Numbers(where, described.documents.get(CONFIG, {}))
     sizes = {part: sum(by_dtype.values()) for part, by_dtype in described.parts.items()}
-    if sum(sizes.values()) > _MOST_BYTES:
+    if sum(sizes.values()) > _MAX_BYTES:
         what = f"headers add up to {sum(sizes.values())} bytes"
         raise LockError.one(where, what, "choose another commit of the repository")
     cache: tuple[CacheLayers, ...] = ()

@@ -30,7 +30,7 @@ _LONGEST_S = 300
 _LONGEST_BYTES = 64 << 20  # each file takes about 300
 _COMMIT = re.compile(COMMIT)
 _ODD_ANSWERS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-_MOST_BYTES = 1 << 50  # no file is larger
+_MAX_BYTES = 1 << 50  # no file is larger
 
 
 class _Bounded(httpx2.SyncByteStream):
@@ -136,7 +136,9 @@ def _stays_with_tls(answer: httpx2.Response) -> None:
 
 def _no_hub(where: str, why: str) -> LockError:
     fix = "correct hub.endpoint; a proxy may have answered in the hub's place"
-    return LockError.one(where, f"the answer is not that of a hub ({one_line(why)})", fix)
+    return LockError.one(
+        where, f"the server does not answer like a Hugging Face hub ({one_line(why)})", fix
+    )
 
 
 def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSource:
@@ -172,6 +174,6 @@ def _file(
         file = documents.read(FetchFile, {"path": path, "size_bytes": size_bytes, **named})
     except DocumentError as error:
         raise _no_hub(where, str(error)) from error
-    if file.size_bytes > _MOST_BYTES or not file.path.isprintable():
+    if file.size_bytes > _MAX_BYTES or not file.path.isprintable():
         raise _no_hub(where, f"it names {file.path!r} of {file.size_bytes} bytes")
     return SourceFile(file.path, file.size_bytes, file.sha256, file.git_sha1)

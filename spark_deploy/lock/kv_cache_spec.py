@@ -73,7 +73,7 @@ class Numbers:
 
 
 _SIXTEEN_BIT_BYTES = 2
-_MOST_LAYERS = 1024
+_MAX_LAYERS = 1024
 _STATE_BYTES = 4  # recurrent state is float32
 # Every layer is full attention, unless `layer_types` differs.
 _ALL_FULL = frozenset((
@@ -115,7 +115,7 @@ def cache_layers(config: Numbers) -> tuple[CacheLayers, ...]:
 def _layer_names(config: Numbers, kind: str) -> list[str]:
     """Return the kind of each layer that has a cache or state."""
     layers = config.needed("num_hidden_layers", "n_layer", "num_layers")
-    if layers > _MOST_LAYERS:
+    if layers > _MAX_LAYERS:
         raise Missing(f"config.json has {layers} layers")
     if config.get("kv_lora_rank") is not None:
         return ["latent"] * layers

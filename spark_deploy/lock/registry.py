@@ -68,7 +68,7 @@ opened = urllib.request.build_opener(_PlainRedirects).open
 
 
 _TIMEOUT_S = 30
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 _ACCEPT = ", ".join(MANIFEST_TYPES)
 _ODD_ANSWERS = (HTTPException, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
@@ -92,7 +92,7 @@ def look_up(
         raise LockError.one(f"image {text}", f"the registry gives {error}", fix) from error
     except _ODD_ANSWERS as error:
         why = one_line(f"{type(error).__name__}: {error}")
-        what = f"the answer is not that of a registry ({why})"
+        what = f"the server does not answer like a registry ({why})"
         fix = "correct the image's address; a proxy may have answered in the registry's place"
         raise LockError.one(f"image {text}", what, fix) from error
 
@@ -196,9 +196,9 @@ class _Client:
 
 
 def _body(answer: HTTPResponse) -> bytes:
-    body = answer.read(_MOST_BYTES + 1)
-    if len(body) > _MOST_BYTES:
-        raise ValueError(f"longer than {_MOST_BYTES} bytes")
+    body = answer.read(_MAX_BYTES + 1)
+    if len(body) > _MAX_BYTES:
+        raise ValueError(f"longer than {_MAX_BYTES} bytes")
     if answer.length:  # fewer than Content-Length
         raise ValueError(f"broke off with {answer.length} bytes missing")
     return body

@@ -16,7 +16,7 @@ from spark_deploy.config.errors import PlanError, Problem
 from spark_deploy.config.settings.service import RolloutSettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.engine_arguments import rank_arguments
-from spark_deploy.plan.types import Port, Ports, Way
+from spark_deploy.plan.types import FabricLink, Port, Ports
 
 _NETPLAN_HEAD = """\
 # Written by `spark-deploy fabric`; `spark-deploy fabric --restore` takes it back.
@@ -117,7 +117,9 @@ def _conflicts(host: str, planned: FabricPort, host_ports: Ports) -> Iterator[Pr
             yield Problem(f"{host}: {planned.interface}", what, "set fabric.networks to free ones")
 
 
-def fabric_links(host: str, settings: Settings, fabric: Mapping[str, Ports]) -> tuple[Way, ...]:
+def fabric_links(
+    host: str, settings: Settings, fabric: Mapping[str, Ports]
+) -> tuple[FabricLink, ...]:
     """Return the links to the next host: over RDMA ports, or over those in the settings.
 
     Raises:
@@ -138,7 +140,7 @@ def fabric_links(host: str, settings: Settings, fabric: Mapping[str, Ports]) -> 
             common = [address for address in _interfaces(peer) if address.network in networks]
             speeds = [p.speed_mbit_per_s for p in (port, peer) if p.speed_mbit_per_s]
             links += [
-                Way(
+                FabricLink(
                     port.interface, port.device, port.mtu, min(speeds, default=None),
                     next_host, str(address.ip), peer.mtu,
                 )
@@ -257,14 +259,15 @@ def _unreachable(host: str, ports: Sequence[Port], subnet: str | None) -> Proble
 
 def _link(host: str, ports: Sequence[Port], network: ipaddress.IPv4Network) -> Link:
     main = next(port for port in ports if port.up and _address(port, network))
-    # Both twins of a cage carry half of the cable; NCCL uses a single GID index for all devices.
-    twins = [port for port in ports if port.device and port.up and port.addresses]
-    same = [port for port in twins if main.device and port.gid_index == main.gid_index]
+    # Each interface of a cage carries half of the cable's bandwidth. NCCL uses a single GID index
+    # for all devices.
+    with_rdma = [port for port in ports if port.device and port.up and port.addresses]
+    usable = [port for port in with_rdma if main.device and port.gid_index == main.gid_index]
     return Link(
         host=host,
         address=_address(main, network),
         interface=main.interface,
-        devices=tuple(sorted(port.device for port in same if port.device)),
+        devices=tuple(sorted(port.device for port in usable if port.device)),
         gid_index=main.gid_index,
     )
 
@@ -274,13 +277,15 @@ def _address(port: Port, network: ipaddress.IPv4Network) -> str:
     return next((text for text in addresses if ipaddress.IPv4Address(text) in network), "")
 
 
-def ways(settings: Settings, host: str, fabric: Mapping[str, Ports]) -> tuple[Way, ...]:
-    """Return every route from a host to the other members, over all interfaces with RDMA."""
+def member_links(
+    settings: Settings, host: str, fabric: Mapping[str, Ports]
+) -> tuple[FabricLink, ...]:
+    """Return the links from a host to the other members, over all interfaces with RDMA."""
     if not fabric:
         return ()
     network = _network(settings, fabric)
     return tuple(
-        Way(
+        FabricLink(
             own.interface, own.device, own.mtu, own.speed_mbit_per_s,
             member, other.addresses[0].partition("/")[0], other.mtu,
         )

@@ -15,7 +15,12 @@ from spark_contract.paths import ENGINE_SOCKET, ENGINE_USER
 from spark_deploy.config.catalog.model import HybridModel, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.errors import PlanError
-from spark_deploy.config.settings.engine import canonical, meaning, option_values, structure
+from spark_deploy.config.settings.engine import (
+    canonical,
+    canonical_options,
+    option_values,
+    structure,
+)
 from spark_deploy.plan.kv_cache import context_tokens, prefill_backend
 from spark_deploy.plan.memory import adapter_rank
 from spark_deploy.plan.types import ImagePlan, MemoryPlan
@@ -37,7 +42,7 @@ def pins_drafter_experts(model: Model, profile: Profile) -> bool:
 
 def pins_target_experts(model: Model, profile: Profile) -> bool:
     """Return whether the plan chooses the kernel of a published model's 16-bit experts."""
-    options = meaning(profile.options)
+    options = canonical_options(profile.options)
     chosen = "moe-backend" in options or "moe_backend" in (options.get("kernel-config") or {})
     stays_16_bit = not (quantises_online(profile) or "quantization" in options)
     return (
@@ -61,12 +66,12 @@ def quantises_online(profile: Profile) -> bool:
 
 def brings_own_class(profile: Profile) -> bool:
     """Return whether vLLM loads architectures that it does not list."""
-    return meaning(profile.options).get("model-impl") in ("transformers", "terratorch")
+    return canonical_options(profile.options).get("model-impl") in ("transformers", "terratorch")
 
 
 def stretches_context(profile: Profile) -> bool:
     """Return whether options change position encoding, as for longer contexts."""
-    return "rope" in str(meaning(profile.options).get("hf-overrides", "")).lower()
+    return "rope" in str(canonical_options(profile.options).get("hf-overrides", "")).lower()
 
 
 MODEL_MOUNT = "/model"
@@ -184,7 +189,7 @@ def _further_options(model: Model, profile: Profile) -> dict[str, Any]:
     options = {canonical(name): value for name, value in profile.options.items()}
     if options.setdefault("kernel-config", {}) is not None:
         defaults = dict(KERNEL_CONFIG)
-        if "enable-flashinfer-autotune" in meaning(options):
+        if "enable-flashinfer-autotune" in canonical_options(options):
             del defaults["enable_flashinfer_autotune"]  # the engine refuses both spellings together
         options["kernel-config"] = {**defaults, **_mapping_of(options, "kernel-config")}
     if profile.head == "int8-triton":

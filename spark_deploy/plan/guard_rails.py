@@ -11,10 +11,15 @@ from typing import Any
 from spark_deploy.config.catalog.guard_rails import GuardRail, all_hold
 from spark_deploy.config.catalog.model import Architecture, Model, PlainModel
 from spark_deploy.config.catalog.profile import Profile
-from spark_deploy.config.catalog.types import CALLED, Catalog, Engines, version_of
+from spark_deploy.config.catalog.types import ENGINE_NAME, Catalog, Engines, version_of
 from spark_deploy.config.errors import PlanError, Problem
 from spark_deploy.config.schema_errors import closest
-from spark_deploy.config.settings.engine import CODE_OPTIONS, DEVICE_OPTIONS, meaning, whole
+from spark_deploy.config.settings.engine import (
+    CODE_OPTIONS,
+    DEVICE_OPTIONS,
+    canonical_options,
+    whole,
+)
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.plan.engine_arguments import brings_own_class, stretches_context
 from spark_deploy.plan.kv_cache import context_tokens, native_context_tokens
@@ -49,7 +54,7 @@ _LOCAL_SOCKETS = ("unix://", "fd://")
 _COUNTED_CACHE_AS_USED = 24
 # First vLLM minor version tested with cached prefixes and drafts: recall-prefixes.json.
 _PREFIXES_WITH_DRAFTS = 33
-_MOST_RANKS = 16
+_MAX_RANKS = 16
 # Values per INT4 or FP8 scale: each rank must get whole groups.
 _GROUP = 128
 
@@ -59,7 +64,7 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return the facts that rules may use, of the arguments that the engine will get."""
     minor = _minor_version(settings.images.get(model.image.role, ""))
-    options = meaning(profile.options)
+    options = canonical_options(profile.options)
     attention = _mapping(options.get("attention-config"))
     own = _mapping(_mapping(options.get("additional-config")).get("spark"))
     drafts = _drafts(profile, options)
@@ -304,9 +309,11 @@ def _architecture_problems(
         return
     others = [name for name, engine in engines.engines.items() if engine.lists(named)]
     fix = (
-        f"name an image of {CALLED} {', '.join(others)}" if others else "choose another repository"
+        f"name an image of {ENGINE_NAME} {', '.join(others)}"
+        if others
+        else "choose another repository"
     )
-    what = f"{CALLED} {version} does not support its architecture {named}"
+    what = f"{ENGINE_NAME} {version} does not support its architecture {named}"
     yield Problem(f"model {model.name}", what, f"{fix}, or set engine.options.model-impl")
 
 
@@ -320,7 +327,7 @@ def _parser_problems(model: Model, settings: Settings, engines: Engines) -> Iter
         if parser is not None and parser not in listed:
             guess = closest(parser, listed)
             fix = f"did you mean {guess}?" if guess else "remove it: the text stays unparsed"
-            what = f"{parser} is not a parser of {CALLED} {version}"
+            what = f"{parser} is not a parser of {ENGINE_NAME} {version}"
             yield Problem(f"model {model.name}: parsers.{kind}", what, fix)
 
 
@@ -365,7 +372,7 @@ def _spread_problems(model: Model, profile: Profile, settings: Settings) -> Iter
         return
     fitting = [
         str(n)
-        for n in range(2, _MOST_RANKS + 1)
+        for n in range(2, _MAX_RANKS + 1)
         # The guard rail experts-of-one-group refuses a single group per rank.
         if not list(_uneven(shape, n, group)) and shape.expert_width // n > group
     ]

@@ -152,7 +152,7 @@ def _needs(
     peaks: Counter[str] = Counter()
     for use in disk:
         peaks[use.path] += use.peak_bytes
-    done = (path for pair in pairs for path in _done_once_there(pair.checkpoint))
+    done = (path for pair in pairs for path in _paths_done_with_tree(pair.checkpoint))
     return types.NeedsPlan(
         expect=settings.expect,
         takeover=settings.takeover,
@@ -174,7 +174,7 @@ def _needs(
         downloads=tuple(sources.items()),
         look_in=settings.downloads.look_in,
         cluster=settings.cluster.hosts,
-        ways=cluster.ways(settings, request.host, request.fabric),
+        ways=cluster.member_links(settings, request.host, request.fabric),
     )
 
 
@@ -254,7 +254,7 @@ def disk_total(uses: Sequence[DiskUse]) -> tuple[int, int]:
     return sum(use.peak_bytes for use in uses), sum(use.after_bytes for use in uses)
 
 
-def _done_once_there(checkpoint: types.CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
+def _paths_done_with_tree(checkpoint: types.CheckpointPlan | None) -> tuple[tuple[str, str], ...]:
     """Return (path, tree) pairs: if the tree exists, the path needs no more bytes.
 
     A checkpoint appears by a rename, so an existing one is complete, even if smaller than planned

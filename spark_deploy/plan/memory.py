@@ -147,7 +147,7 @@ def _unknown(model: Model, profile: Profile) -> Iterator[str]:
         return
     anatomy, drafter = model.anatomy, drafts.anatomy if drafts else None
     if anatomy is None or not anatomy.weights:
-        yield "weights, context and KV cache: the repository's headers are not read yet"
+        yield "weights, context and KV cache: the repository's headers have not been read yet"
         return
     if anatomy.cache_unknown and measured_cache(model, profile) is None:
         yield f"KV cache of a token: {anatomy.cache_unknown}"

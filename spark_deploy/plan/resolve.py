@@ -35,7 +35,7 @@ _Part = TypeVar("_Part", Profile, Limits, KvCache)
 # For drafts that only the settings enable: a drafter without weights is accepted almost never.
 _ACCEPTANCE_FLOOR = 0.5
 _WAYS = 3
-_MOST_HOSTS = 8
+_MAX_HOSTS = 8
 _LEAST_RESERVE_GIB = 8
 _LEAST_CONTEXT_TOKENS = 8192
 _USUAL_FRACTION = 0.8
@@ -249,7 +249,7 @@ def _refusal(
 
 
 def _hosts_needed(settings: Settings, fits: Fits) -> int | None:
-    for count in range(settings.ranks + 1, _MOST_HOSTS + 1):
+    for count in range(settings.ranks + 1, _MAX_HOSTS + 1):
         cluster = replace(settings.cluster, hosts=tuple(f"host-{n}" for n in range(count)))
         if fits(replace(settings, cluster=cluster)):
             return count
@@ -263,8 +263,8 @@ def _ways_to_fit(levers: Sequence[Lever], settings: Settings, fits: Fits) -> lis
     for chosen in (group for size in sizes for group in itertools.combinations(levers, size)):
         if len(ways) == _WAYS:
             break
-        once = len({lever.setting for lever in chosen}) == len(chosen)
-        if not once or any(set(way) <= set(chosen) for way in ways):
+        has_repeats = len({lever.setting for lever in chosen}) < len(chosen)
+        if has_repeats or any(set(way) <= set(chosen) for way in ways):
             continue
         if values := _least_values(chosen, settings, fits):
             pairs = zip(chosen, values, strict=True)

@@ -30,7 +30,7 @@ HEADS = {"keep": 0.96, "int8-g128": 0.81, "int8-triton": 0.99}
 FIRST_ACCEPTED, LATER_ACCEPTED = 0.95, 0.684
 TOLERANCE = 0.15
 """Largest deviation that the page leaves unexplained."""
-MOST_DRAFTS = 3
+MAX_DRAFTS = 3
 _WORTH = 0.01
 
 
@@ -100,7 +100,7 @@ def next_lever(model: HybridModel, profile: Profile) -> Lever | None:
 
 def _changes(model: HybridModel, profile: Profile) -> Iterator[tuple[str, Profile]]:
     drafts = own_drafts(profile)
-    if model.architecture.mtp_layers and drafts < MOST_DRAFTS:
+    if model.architecture.mtp_layers and drafts < MAX_DRAFTS:
         more = Speculation(method="mtp", tokens=drafts + 1)
         yield f"engine.drafts: {drafts + 1}", dataclasses.replace(profile, speculation=more)
     if profile.tree_needs_plugin and profile.plugin and profile.head != "int8-triton":

@@ -91,7 +91,7 @@ class Ports:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class FabricLink:
     interface: str
     device: str | None
     mtu: int
@@ -297,7 +297,7 @@ class NeedsPlan:
     downloads: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     look_in: tuple[str, ...] = ()  # where the fetcher searches for them
     cluster: tuple[str, ...] = ()  # members, including this host
-    ways: tuple[Way, ...] = ()  # to the other members
+    ways: tuple[FabricLink, ...] = ()  # to the other members
 
 
 @dataclass(frozen=True, slots=True)

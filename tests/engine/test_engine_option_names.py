@@ -48,7 +48,7 @@ def spellings(version: str) -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_aliases_of_owned_options_owned(version: str) -> None:
+def test_aliases_of_reserved_options_are_reserved(version: str) -> None:
     found = list(spellings(version))
     assert len(found) > 150
     for names in found:
@@ -66,7 +66,7 @@ def test_engine_options_not_taken_for_abbreviations(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
-def test_owned_options_exist(version: str) -> None:
+def test_reserved_options_exist(version: str) -> None:
     own = {name for names in spellings(version) for name in names}
     only_newer = {"device-memory-utilization"} if version == "0.30.0" else set()
     assert {*OWNED_OPTIONS, *JUDGED_OPTIONS} - SERVER_OPTIONS - only_newer - own == set()

@@ -137,7 +137,7 @@ def test_rolls_back_if_engine_loads_more_than_host_memory(
     assert status["lowest_bytes"] > 1 << 30
 
 
-def test_engine_loading_too_much_at_every_start_reaches_start_limit(bench: Bench) -> None:
+def test_engine_using_too_much_memory_at_every_start_reaches_start_limit(bench: Bench) -> None:
     serve_with_three_starts(bench, memory=memory_limits(bench))
     inject(bench, "greedy-load", lasting=True)
     bench.run("docker kill spark-" + A)

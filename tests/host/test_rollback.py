@@ -46,7 +46,7 @@ def test_rollback_announces_target_and_next_deploy_reports_it(fleet: Fleet) -> N
     # A second rollback without a target makes no change.
     again = rollback(fleet)
     assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
-    assert "to go further back name a release" in again.stderr
+    assert "to go further back, name a release" in again.stderr
 
     dry_deploy = fleet.site.deploy(dry=True)
     for guest, old, new in zip(fleet.guests, first, second, strict=True):

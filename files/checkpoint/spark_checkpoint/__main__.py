@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         arguments = _parser().parse_args(argv)
-        quiet = arguments.command in (orders.INSPECT, orders.HOLD, orders.DESCRIBE)
+        quiet = arguments.command in (orders.INSPECT, orders.CHECK_SOURCES, orders.DESCRIBE)
         with Progress(quiet=quiet) as progress:
             if quiet:
                 _inspect(arguments)
@@ -112,7 +112,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
             documents=(CONFIG, GENERATION, TOKENIZER) if arguments.all_documents else (CONFIG,),
         )  # fmt: skip
         text = json.dumps(plain(describe(subject)))
-    elif arguments.command == orders.HOLD:
+    elif arguments.command == orders.CHECK_SOURCES:
         subject = open_subject(arguments.place, arguments.endpoint, wire)
         plan = read_build_plan(arguments.order)
         text = json.dumps(plain(check_sources_by_headers(subject, plan)))
@@ -197,14 +197,16 @@ def _parser() -> argparse.ArgumentParser:
     add(orders.DISCARD, remove, base="BASE_DIR").add_argument(
         orders.TREE, type=Path, required=True, metavar="DIR", help="made from this base"
     )
-    hold = add(orders.HOLD, "check a plan's base and donor by their headers", order="PLAN.json")
+    check = add(
+        orders.CHECK_SOURCES, "check a plan's base and donor by their headers", order="PLAN.json"
+    )
     describe = add(orders.DESCRIBE, "print the tensors an engine would load, and config.json")
     describe.add_argument(orders.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
     describe.add_argument(
         orders.ALL_DOCUMENTS, action="store_true", help="include tokenizer and generation config"
     )
     inspect = add(orders.INSPECT, "print the content of a checkpoint or repository")
-    for command in (hold, describe, inspect):
+    for command in (check, describe, inspect):
         command.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
         command.add_argument(
             orders.ENDPOINT, help="hub address (default: HF_ENDPOINT, or the public hub)"

@@ -207,9 +207,9 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     for length in shape:
         count *= length
         if count >= _COUNT_LIMIT:
-            raise ValueError("has more elements than 64 bits count")
+            raise ValueError("has more elements than 64 bits can count")
     if count * bits >= _COUNT_LIMIT:
-        raise ValueError("has more bits than 64 bits count")
+        raise ValueError("has more bits than 64 bits can count")
     if count * bits % 8:
         raise ValueError(f"ends inside a byte ({count} elements of {bits} bits)")
     return count * bits // 8

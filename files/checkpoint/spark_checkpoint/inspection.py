@@ -144,7 +144,7 @@ def _parse_listing(listing: Mapping[str, Any], name: str) -> dict[str, int | Non
         if len(sizes) == len(siblings):
             return sizes
     raise GateRefused(
-        name, "has no list of files in the hub's answer", "check the endpoint and the repository"
+        name, "the hub's answer contains no list of files", "check the endpoint and the repository"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spark_contract.orders import BuildPlan, Held, count, expand, expand_all
+from spark_contract.orders import BuildPlan, SourceCounts, count, expand, expand_all
 
 from spark_checkpoint.build.layouts import check_config
 from spark_checkpoint.build.source_checks import check_sources, donor_tensors
@@ -37,14 +37,14 @@ _KINDS = {
 }
 
 
-def check_sources_by_headers(subject: Subject, plan: BuildPlan) -> Held:
+def check_sources_by_headers(subject: Subject, plan: BuildPlan) -> SourceCounts:
     """Run a build's checks of base and donor on headers, before any download."""
     check_config(subject.config, f"{subject.place}: {CONFIG_NAME}", plan.head)
     shards = {name: subject.shards[name] for name in sorted(subject.shards, key=natural_order)}
     base = checkpoint_from_headers(Path(subject.place), shards, subject.index)
     sources = check_sources(plan, base, subject.config)
     donor_tensors(plan, sources)  # reads and checks their headers
-    return Held(
+    return SourceCounts(
         base_tensors=len(base.owner),
         donor_tensors=len(sources.donor.names) if sources.donor else 0,
         swapped_modules=len(sources.modules),

@@ -118,7 +118,7 @@ def check_original(original: Checkpoint) -> None:
 
 
 def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
-    """Refuse a checkpoint that is not the original, rounded; return figures for the receipt."""
+    """Refuse a checkpoint that is not a rounded original; return figures for the receipt."""
     if result.duplicates:
         name = min(result.duplicates)
         raise GateRefused(str(result.directory), f"has {name} in several files", _FIX)

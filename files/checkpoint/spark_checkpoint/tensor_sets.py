@@ -7,7 +7,14 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence, Set
 from heapq import nsmallest
 
-from spark_contract.orders import BuildPlan, DonorShape, RequantizePlan, expand, expand_all, uses_up
+from spark_contract.orders import (
+    BuildPlan,
+    DonorShape,
+    RequantizePlan,
+    expand,
+    expand_all,
+    match_exactly,
+)
 
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor
@@ -24,11 +31,12 @@ _LONGEST_NAME = 120
 # Likely causes of missing or unexpected names, by a part of the name.
 _CAUSES = {
     ".linear_attn.": "the linear-attention projections are quantised differently: "
-    "another base generation",
-    ".self_attn.": "the attention projections are quantised differently: another base generation",
+    "a different base generation",
+    ".self_attn.": "the attention projections are quantised differently: "
+    "a different base generation",
     ".shared_expert.": "the shared experts are quantised differently: "
-    "a hybrid already, or another base",
-    ".mlp.experts.": "another number of experts or layers: another model",
+    "already a hybrid, or a different base",
+    ".mlp.experts.": "different number of experts or layers: a different model",
     "lm_head": "the head is quantised differently",
     ".visual.": "the vision tower differs: a text-only or other checkpoint",
 }
@@ -210,7 +218,7 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
     names -= new
     if has_all_new and names.isdisjoint(replaced):
         names.update(replaced)
-        if uses_up(names, patterns):
+        if match_exactly(names, patterns):
             return
     expected = (expand_all(patterns) - replaced.keys()) | new
     check_same_names(where, "tensors of the plan's result", actual, expected)
@@ -218,7 +226,7 @@ def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, lay
 
 def check_quantised_names(where: str, actual: Collection[str], plan: RequantizePlan) -> None:
     patterns = [*plan.base_tensors, *plan.mtp_tensors]
-    if not uses_up(set(actual), patterns):
+    if not match_exactly(set(actual), patterns):
         expected = expand_all(patterns)
         check_same_names(where, "tensors of the quantised checkpoint", actual, expected)
 

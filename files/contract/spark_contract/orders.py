@@ -40,7 +40,7 @@ def count(pattern: str) -> int:
     return math.prod(len(part) for part in _parts(pattern))
 
 
-def uses_up(names: set[str], patterns: Iterable[str]) -> bool:
+def match_exactly(names: set[str], patterns: Iterable[str]) -> bool:
     """Return whether the patterns give exactly these names, each once; empties ``names``."""
     for pattern in patterns:
         for name in expand(pattern):
@@ -179,7 +179,7 @@ class BuildPlan:
             raise DocumentError(f"shared_experts: {self.shared_experts}, but no donor")
         # An overlay drops plain names and needs the plugin.
         if self.shared_experts in ("fp8-base", "int8-g128") and self.layout == "overlay":
-            raise DocumentError(f"layout: not for {self.shared_experts}, set layout to full")
+            raise DocumentError(f"layout: overlay does not support {self.shared_experts}, set full")
         if any(pattern.endswith(".weight") for pattern in self.swap):
             raise DocumentError("swap: names tensors, not modules without .weight")
 
@@ -240,7 +240,7 @@ class RequantizePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class SourceCounts:
     base_tensors: int
     donor_tensors: int
     swapped_modules: int
@@ -264,10 +264,10 @@ class Described:
 BUILDER = "spark_checkpoint"  # the package, run as `python3 -m`
 
 BUILD = "build"
+CHECK_SOURCES = "check-sources"
 DESCRIBE = "describe"
 DISCARD = "discard"
 FETCH = "fetch"
-HOLD = "hold"
 INSPECT = "inspect"
 LAYERS = "layers"
 REQUANTIZE = "requantize"

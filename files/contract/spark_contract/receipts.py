@@ -107,7 +107,8 @@ def parse(text: str | bytes) -> AnyReceipt:
     return documents.read(SourceReceipt, data)
 
 
-def found(tree: Path) -> AnyReceipt | None:
+def find(tree: Path) -> AnyReceipt | None:
+    """Return the receipt of a tree, or ``None`` if it is absent or invalid."""
     try:
         return parse((tree / RECEIPT_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError, DocumentError):

@@ -136,13 +136,13 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class WayBack:
+class RollbackRecord:
     """A rollback, requested or finished."""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     state: Literal["asked", "done"]
-    came: str | None = field(metadata=key("from"))
+    from_release: str | None = field(metadata=key("from"))
     to: str
     at: str
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from spark_contract.documents import OPTIONAL, key
 from spark_contract.errors import Problem
 from spark_contract.job import JobState
-from spark_contract.records import DailyLook, Event, Proof, Stopped, WayBack
+from spark_contract.records import DailyLook, Event, Proof, RollbackRecord, Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class GatewayState:
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class RunningRollout:
     release: str
     since: str  # "" if unknown
     phase: str | None  # None: queued
@@ -49,12 +49,12 @@ class Service:
     enabled: tuple[str, ...]  # started at boot
     active: str | None
     stopped_by_hand: Stopped | None
-    rolled_back: WayBack | None  # rollback that started the current release
+    rolled_back: RollbackRecord | None  # rollback that started the current release
     traffic_open: bool
     gateway: GatewayState
     # The head of the cluster; None: this host answers itself.
     head: str | None = field(default=None, metadata=OPTIONAL)
-    rollout: UnderWay | None = field(default=None, metadata=OPTIONAL)
+    rollout: RunningRollout | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class NamedRelease:
 class Rollback:
     """A planned rollback; ``done`` if already finished, ``problem`` if impossible."""
 
-    came: NamedRelease | None = field(metadata=key("from"))
+    from_release: NamedRelease | None = field(metadata=key("from"))
     to: NamedRelease | None
     done: str | None = field(default=None, metadata=OPTIONAL)
     problem: Problem | None = field(default=None, metadata=OPTIONAL)
@@ -114,7 +114,7 @@ class Begun:
     release: str
     request: str | None
     joined: bool
-    came: NamedRelease | None = field(default=None, metadata={**key("from"), **OPTIONAL})
+    from_release: NamedRelease | None = field(default=None, metadata={**key("from"), **OPTIONAL})
     to: NamedRelease | None = field(default=None, metadata=OPTIONAL)
 
 

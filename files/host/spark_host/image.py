@@ -169,7 +169,8 @@ class Layers:
         counted = self._unpacked if status == _UNPACKING else self._downloaded
         if status == _DOWNLOADED:
             current = self._totals.get(layer)
-        # With units it is seconds, not bytes; a retried layer starts again below the maximum.
+        # With `units` the value is seconds, not bytes. A retried layer restarts at 0, so keep the
+        # maximum.
         if isinstance(current, int) and not detail.get("units"):
             counted[layer] = max(current, counted.get(layer, 0))
 

@@ -76,7 +76,7 @@ def _users_of(proof: AbsentProof, paths: Paths) -> list[str]:
 def receipt_holds(proof: ReceiptProof) -> bool:
     """Return whether a checkpoint is complete and only root can write to it."""
     path = Path(proof.tree)
-    receipt = receipts.found(path)
+    receipt = receipts.find(path)
     is_complete = receipt and receipt.digest == proof.digest and receipt.is_whole(path)
     return bool(is_complete) and receipts.exposed(path) is None
 

@@ -16,9 +16,9 @@ from spark_contract.status import (
     HostMemory,
     Live,
     ReleaseState,
+    RunningRollout,
     Service,
     Status,
-    UnderWay,
 )
 from spark_contract.units import GATEWAY, MAIN_SERVICE, SERVE, SWITCH
 
@@ -123,7 +123,7 @@ def _service(name: str, known: list[Release], units: _Units, host: Host) -> Serv
     )
 
 
-def _rollout(names: list[str], units: _Units, host: Host) -> UnderWay | None:
+def _rollout(names: list[str], units: _Units, host: Host) -> RunningRollout | None:
     changes = (record.running_rollout(name, units.get(SWITCH.of(name), {}), host) for name in names)
     pending = [change for change in changes if change]
     return next((change for change in pending if change.phase), pending[0] if pending else None)

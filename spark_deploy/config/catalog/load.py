@@ -16,7 +16,7 @@ from spark_deploy.config.catalog.model import RENAMED, HybridModel, Model, Plain
 from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.catalog.types import Catalog, Engines, Families, Lazily
 from spark_deploy.config.checkout import CHECKOUT, catalog_files, catalog_names
-from spark_deploy.config.documents import BROKEN, Schema, convert, violations
+from spark_deploy.config.documents import OWN_RULES, Schema, convert, violations
 from spark_deploy.config.errors import CatalogError, Problem
 from spark_deploy.config.schema_errors import dotted, problems_of
 from spark_deploy.config.settings.load import merge
@@ -26,11 +26,11 @@ _Data = dict[str, Any]
 _Document = TypeVar(
     "_Document", HybridModel, PlainModel, Profile, GuardRails, Engines, Families, OpenQuestions
 )
-_CheckedProfile = Annotated[Profile, BROKEN]
-_CheckedPlain = Annotated[PlainModel, BROKEN]
-_CheckedHybrid = Annotated[HybridModel, BROKEN]
+_CheckedProfile = Annotated[Profile, OWN_RULES]
+_CheckedPlain = Annotated[PlainModel, OWN_RULES]
+_CheckedHybrid = Annotated[HybridModel, OWN_RULES]
 # Keys that a profile does not inherit: they describe exactly that profile.
-_OWN_OF_PROFILES = ("summary", "choose_when", "published", "stage", "proven")
+_NOT_INHERITED = ("summary", "choose_when", "published", "stage", "proven")
 
 
 def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catalog:
@@ -45,38 +45,40 @@ def read_catalog(checkout: Path = CHECKOUT, *, own: Path | None = None) -> Catal
     profile_schema = load_schema("profile", checkout=checkout)
     broken: dict[tuple[str, ...], tuple[Problem, ...]] = {}
 
-    def model(name: str) -> Model | None:
+    def read_model(name: str) -> Model | None:
         if name not in named["models"]:
             return None
-        with _noting(broken, f"models/{name}"):
+        with _collecting_problems(broken, f"models/{name}"):
             return _model(name, files)
 
-    def plain(name: str) -> tuple[Profile, _Data] | None:
+    def read_profile(name: str) -> tuple[Profile, _Data] | None:
         if name not in named["profiles"]:
             return None
-        with _noting(broken, f"profiles/{name}"):
-            data = files.joined("profiles", name, own=_OWN_OF_PROFILES)
+        with _collecting_problems(broken, f"profiles/{name}"):
+            data = files.merged("profiles", name, not_inherited=_NOT_INHERITED)
             shown = f"catalog/profiles/{name}.yml"
             return _checked(_CheckedProfile, data, profile_schema, shown, name=name), data
 
-    def wanted(pair: tuple[str, str]) -> Profile | None:
+    def profile_for_model(pair: tuple[str, str]) -> Profile | None:
         name, model = pair
         if name not in profiles or model not in models:
             return None
-        with _noting(broken, *pair):
-            return _as_wanted(models[model], *profiles[name], profile_schema)
+        with _collecting_problems(broken, *pair):
+            return _with_model_changes(models[model], *profiles[name], profile_schema)
 
-    models: Mapping[str, Model] = Lazily(named["models"], model)
-    profiles = Lazily(named["profiles"], plain)
+    models: Mapping[str, Model] = Lazily(named["models"], read_model)
+    profiles = Lazily(named["profiles"], read_profile)
     keys = [(profile, model) for profile in named["profiles"] for model in named["models"]]
-    pairs = Lazily(keys, wanted)
+    pairs = Lazily(keys, profile_for_model)
     rails = _shipped(GuardRails, "guard_rails", checkout).rails
     engines = _shipped(Engines, "engines", checkout)
     return Catalog(models, pairs, rails, engines, broken, files.replaced)
 
 
 @contextmanager
-def _noting(broken: dict[tuple[str, ...], tuple[Problem, ...]], *place: str) -> Iterator[None]:
+def _collecting_problems(
+    broken: dict[tuple[str, ...], tuple[Problem, ...]], *place: str
+) -> Iterator[None]:
     """Record the mistakes of a document and leave it out."""
     try:
         yield
@@ -104,18 +106,18 @@ class _Files:
             if not self.of(kind)[name].is_relative_to(self.checkout / "catalog")
         )
 
-    def joined(self, kind: str, name: str, own: tuple[str, ...] = ()) -> _Data:
-        """Return a file merged into its ``based_on`` file, except for the keys ``own``."""
+    def merged(self, kind: str, name: str, not_inherited: tuple[str, ...] = ()) -> _Data:
+        """Return a file merged into its ``based_on`` file, without the ``not_inherited`` keys."""
         shown = f"catalog/{kind}/{name}.yml"
         data = self._read(kind, name)
         parent = data.pop("based_on", None)
         if parent is None:
             return data
-        below = self._read(kind, parent, ours=parent == name)
-        if "based_on" in below:
-            message = f"is based on {parent}, which has based_on itself"
-            raise CatalogError.one(shown, message, f"base it on {below['based_on']} directly")
-        inherited = {key: value for key, value in below.items() if key not in own}
+        base = self._read(kind, parent, ours=parent == name)
+        if "based_on" in base:
+            message = f"is based on {parent}, which is itself based on a file"
+            raise CatalogError.one(shown, message, f"base it on {base['based_on']} directly")
+        inherited = {key: value for key, value in base.items() if key not in not_inherited}
         return merge(inherited, data, null_keeps=False)
 
     def _read(self, kind: str, name: object, *, ours: bool = False) -> _Data:
@@ -130,8 +132,8 @@ class _Files:
 
 def read_file(kind: str, name: str, *, own: Path) -> _Data:
     """Return a file of ``models`` or ``profiles``, merged with the ``based_on`` file."""
-    left = _OWN_OF_PROFILES if kind == "profiles" else ()
-    return _Files(CHECKOUT, own).joined(kind, name, own=left)
+    left = _NOT_INHERITED if kind == "profiles" else ()
+    return _Files(CHECKOUT, own).merged(kind, name, not_inherited=left)
 
 
 def read_questions(checkout: Path = CHECKOUT) -> OpenQuestions:
@@ -146,7 +148,7 @@ def read_families() -> Families:
 
 def _model(name: str, files: _Files) -> Model:
     shown = f"catalog/models/{name}.yml"
-    data = files.joined("models", name)
+    data = files.merged("models", name)
     if data.get("kind") == "plain":
         schema = load_schema("plain_model", checkout=files.checkout)
         return _checked(_CheckedPlain, data, schema, shown, name=name)
@@ -154,7 +156,7 @@ def _model(name: str, files: _Files) -> Model:
     return _checked(_CheckedHybrid, data, schema, shown, name=name)
 
 
-def _as_wanted(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:
+def _with_model_changes(model: Model, plain: Profile, data: _Data, schema: Schema) -> Profile:
     """Return a profile with the model's changes; conditions see the unchanged profile."""
     changes = [change.set for change in model.changes if all_hold(change.when, plain.traits)]
     changed = data

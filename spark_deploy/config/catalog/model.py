@@ -62,14 +62,14 @@ class Tensors:
     counts: Counts | None = None
     """Expected number of names in each set; null if unknown."""
 
-    def broken(self, *, donor: str | None) -> Iterator[Violation]:
-        problems = list(self._unreadable())
+    def violations(self, *, donor: str | None) -> Iterator[Violation]:
+        problems = list(self._wrong_patterns())
         yield from problems
         if not problems:
-            yield from self._miscounted()
-            yield from self._misshapen(donor)
+            yield from self._wrong_counts()
+            yield from self._wrong_donor_shapes(donor)
 
-    def _unreadable(self) -> Iterator[Violation]:
+    def _wrong_patterns(self) -> Iterator[Violation]:
         patterns = [(key, pattern) for key in _SETS for pattern in getattr(self, key)]
         patterns += [("donor_shapes", shape.modules) for shape in self.donor_shapes]
         for key, pattern in patterns:
@@ -78,7 +78,7 @@ class Tensors:
             except PatternError as error:
                 yield Violation((key,), f"{pattern!r}: {error.what}", error.fix)
 
-    def _miscounted(self) -> Iterator[Violation]:
+    def _wrong_counts(self) -> Iterator[Violation]:
         if self.counts is None:
             return
         for key in _SETS:
@@ -89,7 +89,7 @@ class Tensors:
                 message = f"stands for {actual} names, counts.{key} says {expected}"
                 yield Violation((key,), message, fix)
 
-    def _misshapen(self, donor: str | None) -> Iterator[Violation]:
+    def _wrong_donor_shapes(self, donor: str | None) -> Iterator[Violation]:
         where = ("donor_shapes",)
         if donor is not None or self.donor_shapes:
             try:
@@ -100,14 +100,14 @@ class Tensors:
             odd = sorted(described ^ expand_all(self.swap))
             if odd:
                 message = (
-                    f"describes other modules than tensors.swap names, {odd[0]} among {len(odd)}"
+                    f"{len(odd)} modules are only here or only in tensors.swap, such as {odd[0]}"
                 )
-                yield Violation(where, message, "describe each swapped module, and no other")
+                yield Violation(where, message, "list exactly the swapped modules")
         for shape in self.donor_shapes:
             edges = zip(shape.weight, self.block_shape, strict=True)
             grid = [-(-edge // step) for edge, step in edges]
             if list(shape.scale) != grid:
-                message = f"{shape.modules}: scale {list(shape.scale)} is no grid of"
+                message = f"{shape.modules}: scale {list(shape.scale)} does not match"
                 fix = f"a weight of {list(shape.weight)} has scales {grid}"
                 yield Violation(where, f"{message} {list(self.block_shape)} blocks", fix)
 
@@ -182,7 +182,7 @@ class Architecture:
         """Layers with a gated delta net."""
         return self.layers - self.attention_layers
 
-    def broken(self) -> Iterator[Violation]:
+    def violations(self) -> Iterator[Violation]:
         if self.linear_layers and self.linear_attention is None:
             message = f"is missing, and {self.linear_layers} layers have no full attention"
             fix = "add the sizes, or set full_attention_every: 1"
@@ -288,7 +288,7 @@ class AnyModel:
     changes: tuple[Change, ...] = ()
     """Changes of profiles for this model; later entries win."""
 
-    def broken(self) -> Iterator[Violation]:
+    def violations(self) -> Iterator[Violation]:
         if self.check.questions and self.check.questions[0].thinking:
             message = "the first question runs at every start and must not need thinking"
             fix = "put a question first that any instruct model answers with thinking: off"
@@ -305,13 +305,13 @@ class HybridModel(AnyModel):
     architecture: Architecture = Field()
     tensors: Tensors = Field()
 
-    def broken(self) -> Iterator[Violation]:
-        for violation in self.tensors.broken(donor=self.sources.donor):
+    def violations(self) -> Iterator[Violation]:
+        for violation in self.tensors.violations(donor=self.sources.donor):
             yield violation._replace(key=("tensors", *violation.key))
-        for violation in self.architecture.broken():
+        for violation in self.architecture.violations():
             yield violation._replace(key=("architecture", *violation.key))
         # `super()` fails in dataclasses with slots.
-        yield from AnyModel.broken(self)
+        yield from AnyModel.violations(self)
 
 
 Task = Literal["chat", "completion", "embedding", "reranking", "classification"]

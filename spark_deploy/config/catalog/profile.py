@@ -28,8 +28,8 @@ HUB_REPOSITORY = form(
 )  # fmt: skip
 HubRepository = Annotated[str, Field(json_schema_extra=HUB_REPOSITORY)]
 # Which methods draft with weights of another repository.
-OF_A_REPOSITORY = ("dflash", "eagle3", "draft_model")
-_MOST_MTP_TOKENS = 8
+METHODS_WITH_REPOSITORY = ("dflash", "eagle3", "draft_model")
+_MAX_MTP_TOKENS = 8
 
 
 def is_repository(name: str) -> bool:
@@ -62,22 +62,24 @@ class Speculation:
         """Whether the model's checkpoint contains the drafter."""
         return self.method == "mtp" and self.repository is None
 
-    def broken(self) -> Iterator[Violation]:
-        if self.method in OF_A_REPOSITORY and self.repository is None:
+    def violations(self) -> Iterator[Violation]:
+        if self.method in METHODS_WITH_REPOSITORY and self.repository is None:
             message = f"is needed by {self.method}: the model has no weights for it"
             yield Violation(("repository",), message, "name the drafter's repository")
         if self.method == "ngram" and self.repository is not None:
             message = "ngram drafts without weights"
             yield Violation(("repository",), message, "leave it out, or choose another method")
-        if self.method == "mtp" and self.tokens > _MOST_MTP_TOKENS:
+        if self.method == "mtp" and self.tokens > _MAX_MTP_TOKENS:
             message = f"{self.tokens} draft tokens are too many for an MTP layer"
-            yield Violation(("tokens",), message, f"draft {_MOST_MTP_TOKENS} or fewer")
+            yield Violation(("tokens",), message, f"draft {_MAX_MTP_TOKENS} or fewer")
         for key in ("longest_match", "shortest_match"):
             if self.method != "ngram" and getattr(self, key) is not None:
                 yield Violation((key,), f"{self.method} matches no tokens", "leave it out")
         if (self.shortest_match or 0) > (self.longest_match or 64):
-            message = f"{self.shortest_match} is above longest_match {self.longest_match}"
-            yield Violation(("shortest_match",), message, "make it as small or smaller")
+            message = (
+                f"{self.shortest_match} is above longest_match, which is {self.longest_match or 64}"
+            )
+            yield Violation(("shortest_match",), message, "lower it, or raise longest_match")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=CLOSED)
@@ -230,7 +232,7 @@ class Profile:
         overlay = self.builds_checkpoint and self.layout == "overlay"
         return self.shared_experts.startswith("fp8") or overlay
 
-    def broken(self) -> Iterator[Violation]:
-        for violation in self.speculation.broken() if self.speculation else ():
+    def violations(self) -> Iterator[Violation]:
+        for violation in self.speculation.violations() if self.speculation else ():
             yield violation._replace(key=("speculation", *violation.key))
         yield from broken_words(self.options, self.environment)

@@ -18,7 +18,7 @@ from spark_deploy.config.catalog.profile import Profile
 from spark_deploy.config.documents import CLOSED
 from spark_deploy.config.errors import CatalogError, Problem
 
-CALLED = "vLLM"
+ENGINE_NAME = "vLLM"
 _VERSION = re.compile(r"v?(0\.\d+\.\d+)(?![\d.])")
 
 
@@ -133,8 +133,8 @@ class Catalog:
             drafter = value and value.speculation
             if not value or not drafter or not drafter.repository:
                 return value
-            read = replace(drafter, anatomy=anatomies.get(drafter.repository))
-            return replace(value, speculation=read)
+            known = replace(drafter, anatomy=anatomies.get(drafter.repository))
+            return replace(value, speculation=known)
 
         models: Mapping[str, Model] = Lazily(self.models, model)
         return replace(self, models=models, profiles=Lazily(self.profiles, profile))

@@ -34,7 +34,7 @@ class ClusterSettings:
     """Network between the members; addresses must stay the same. null: the network in which every
     member has an RDMA port."""
 
-    def broken(self) -> Iterator[Violation]:
+    def violations(self) -> Iterator[Violation]:
         if len(self.hosts) == 1:
             message = f"{self.hosts[0]} is the only host"
             yield Violation(("hosts",), message, "name two hosts or more, or none")
@@ -58,7 +58,7 @@ class ReplicasSettings:
     # Filled by the inventory: fleet.address of each host, or its address for clients.
     addresses: SkipJsonSchema[dict[str, str]] = Field(default_factory=dict, exclude=True)
 
-    def broken(self) -> Iterator[Violation]:
+    def violations(self) -> Iterator[Violation]:
         if len(self.hosts) == 1:
             message = f"{self.hosts[0]} is the only host"
             yield Violation(("hosts",), message, "name two hosts or more, or none")
@@ -98,7 +98,7 @@ class FabricSettings:
         parsed = ipaddress.IPv4Network(network)
         return f"{parsed[_FIRST + number]}/{parsed.prefixlen}"
 
-    def broken(self) -> Iterator[Violation]:
+    def violations(self) -> Iterator[Violation]:
         for number, text in enumerate(self.networks):
             key = ("networks", number)
             try:

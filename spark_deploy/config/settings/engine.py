@@ -24,7 +24,7 @@ class Limits:
 
     max_context_tokens: int | None = Field(default=None, ge=64)
     """Longest prompt plus answer; null for the model's native context."""
-    max_sequences: int = Field(ge=1, le=1024, description="Requests computed at the same time.")
+    max_sequences: int = Field(ge=1, le=1024, description="Requests processed at the same time.")
     max_batched_tokens: int = Field(ge=1)
     """Tokens of one engine step; more speeds up prompts and needs memory."""
     memory_fraction: float = Field(gt=0, le=0.95)
@@ -164,7 +164,7 @@ def _missing_file(value: Any) -> str | None:
     return next(paths, None)
 
 
-def meaning(options: Mapping[str, Any]) -> dict[str, Any]:
+def canonical_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's view of ``options``: canonical names, and mappings for JSON text."""
     result: dict[str, Any] = {}
     for option, value in options.items():
@@ -264,7 +264,7 @@ class ServiceEngineSettings:
     max_context_tokens: int | None = Field(default=None, ge=64)
     """Longest prompt plus answer, in tokens."""
     max_sequences: int | None = Field(default=None, ge=1, le=1024)
-    """Requests computed at the same time."""
+    """Requests processed at the same time."""
     kv_cache_gib: Gib | None = Field(default=None, gt=0)
     """Pins the KV cache to this size (GiB) instead of deriving it from the memory fraction."""
     drafts: int | None = Field(default=None, ge=0, le=3, examples=[1])
@@ -291,7 +291,7 @@ class ServiceEngineSettings:
     )
     """More environment variables of the engine. Never secrets: they are visible on the host."""
 
-    def broken(self) -> Iterator[Violation]:
+    def violations(self) -> Iterator[Violation]:
         return broken_words(self.options, self.environment)
 
 

@@ -139,7 +139,7 @@ class PathSettings:
         """Compile caches of engines; a folder that only root uses."""
         return "/srv/spark/cache"
 
-    def broken(self) -> Iterator[Violation]:
+    def violations(self) -> Iterator[Violation]:
         for kind in ("models_dir", "sources_dir"):
             if _belongs_to_system(path := getattr(self, kind)):
                 message = f"{path} belongs to the system, or accounts other than root can write it"

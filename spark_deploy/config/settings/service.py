@@ -191,7 +191,7 @@ class ServeSettings:
     def max_body_bytes(self) -> int:
         return self.max_body_mib * MIB
 
-    def broken(self) -> Iterator[Violation]:
+    def violations(self) -> Iterator[Violation]:
         if self.tls != "off" and not EXPOSURES[self.expose].open:
             message = f"{self.tls} with expose: {self.expose}"
             yield Violation(
@@ -230,7 +230,7 @@ class MemorySettings:
     def floor_bytes(self) -> int:
         return round(self.floor_gib * GIB)
 
-    def broken(self) -> Iterator[Violation]:
+    def violations(self) -> Iterator[Violation]:
         reserve, total, floor = self.reserve_gib, self.total_gib, self.floor_gib
         if reserve >= total:
             message = f"reserve_gib {reserve:g} leaves nothing of {total:g} GiB"
@@ -291,11 +291,12 @@ class ServiceSettings:
     def memory_bytes(self) -> int:
         return round(self.memory_gib * GIB)
 
-    def broken(self, total_gib: Gib) -> Iterator[Violation]:
+    def violations(self, total_gib: Gib) -> Iterator[Violation]:
         if self.memory_gib * _SHARES < total_gib:
             message = f"{self.memory_gib:g} GiB are less than a hundredth of the memory"
             fix = f"give it {total_gib / _SHARES:.3f} GiB or more"
             yield Violation(("memory_gib",), message, fix)
         yield from (
-            violation._replace(key=("engine", *violation.key)) for violation in self.engine.broken()
+            violation._replace(key=("engine", *violation.key))
+            for violation in self.engine.violations()
         )

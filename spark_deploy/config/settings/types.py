@@ -1,7 +1,7 @@
 """All settings of a host, in the order that ``group_vars/all.yml`` shows them.
 
-Type, default, limits and description of a setting are declared here only; ``broken`` yields rules
-between settings. ``make docs`` writes schema, reference page and ``all.yml`` from it.
+Type, default, limits and description of a setting are declared here only; ``violations`` checks
+rules between settings. ``make docs`` writes schema, reference page and ``all.yml`` from it.
 """
 
 from __future__ import annotations
@@ -344,15 +344,15 @@ def _broken_services(settings: Settings) -> Iterator[Violation]:
         if taken != f"services.{name}.port":
             message = f"{service.port} is the port of {taken}"
             yield Violation((*where, "port"), message, "set a different port for each service")
-        for violation in service.broken(settings.memory.total_gib):
+        for violation in service.violations(settings.memory.total_gib):
             yield violation._replace(key=(*where, *violation.key))
 
 
 def _broken_in_sections(settings: Settings) -> Iterator[Violation]:
     for field in dataclasses.fields(settings):
         section = getattr(settings, field.name)
-        if hasattr(section, "broken"):
-            for violation in section.broken():
+        if hasattr(section, "violations"):
+            for violation in section.violations():
                 set_by = violation.set_by and (field.name, *violation.set_by)
                 yield violation._replace(key=(field.name, *violation.key), set_by=set_by)
 

@@ -139,7 +139,7 @@ def tensors() -> dict[str, Any]:
 
 
 def tensor_problems(tensors: dict[str, Any], donor: str | None = "Org/Donor") -> str:
-    broken = convert(Tensors, tensors).broken(donor=donor)
+    broken = convert(Tensors, tensors).violations(donor=donor)
     return "\n".join(f"tensors.{dotted(b.key)}: {b.what}; {b.fix}" for b in broken)
 
 
@@ -167,7 +167,7 @@ def test_count_reveals_missing_pattern(tensors: dict[str, Any], key: str) -> Non
 
 def test_refuses_donor_without_shapes(tensors: dict[str, Any]) -> None:
     tensors["donor_shapes"] = []
-    assert "describes other modules than tensors.swap names" in tensor_problems(tensors)
+    assert "modules are only here or only in tensors.swap" in tensor_problems(tensors)
     assert not tensor_problems(tensors, donor=None)
 
 

@@ -227,7 +227,7 @@ def test_needs_numpy_for_builds_only(workshop, tmp_path):
 
     assert run("verify", workshop.out).returncode == 0
     assert run("inspect", workshop.out).returncode == 0
-    assert run("hold", workshop.root / "plan.json", workshop.base_dir).returncode == 0
+    assert run("check-sources", workshop.root / "plan.json", workshop.base_dir).returncode == 0
     refused = run("build", workshop.write_plan())
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert refused.stderr.startswith("error: numpy: not found; fix: ")

@@ -46,7 +46,7 @@ def write_plan(workshop, hub, **changes):
 
 def hold(workshop, hub, **changes):
     plan = write_plan(workshop, hub, **changes)
-    return run_tool("hold", plan, PLACE, "--endpoint", hub.url, check=False)
+    return run_tool("check-sources", plan, PLACE, "--endpoint", hub.url, check=False)
 
 
 def test_counts_tensors_and_reads_headers_only(scene):
@@ -143,7 +143,10 @@ def test_hostile_responses_give_a_single_printable_error_line(stage, data):
     response = draw_shard(data.draw, real) if is_shard else data.draw(hostile(real))
     odd = f"/{target.relative_to(hub.root)}"
     hub.fault = lambda handler, path, _: path == odd and (handler.serve(response) or True)
-    for command in (["hold", str(plan), PLACE], ["inspect", PLACE, "--against", str(plan)]):
+    for command in (
+        ["check-sources", str(plan), PLACE],
+        ["inspect", PLACE, "--against", str(plan)],
+    ):
         err, out = io.StringIO(), io.StringIO()
         with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
             code = main([*command, "--endpoint", hub.url])

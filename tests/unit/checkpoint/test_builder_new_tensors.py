@@ -305,7 +305,7 @@ def test_packs_the_head_of_a_hybrid(hybrid):
     assert "lm_head.qweight" in hybrid.result()
 
 
-def test_accepts_a_hybrid_quantised_by_another_rule(hybrid):
+def test_accepts_a_hybrid_quantised_by_a_different_rule(hybrid):
     weight, scale = f"{MODULE}.up_proj.weight", f"{MODULE}.up_proj.weight_scale_inv"
     raw = hybrid.base[weight]
     codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape)

@@ -94,7 +94,7 @@ def test_downloads_from_a_peer_with_the_key_and_without_the_hub(order, hub, peer
     assert all(KEY not in str(headers) for _, headers, _ in hub.requests)
 
 
-def test_resumes_at_the_hub_if_a_peer_fails_inside_a_file(order, hub, peer, fetch):
+def test_resumes_from_the_hub_if_a_peer_fails_within_a_file(order, hub, peer, fetch):
     def fail(handler, path, data):
         if not path.endswith("large.bin") or handler.headers.get("Range") == "bytes=0-0":
             return False

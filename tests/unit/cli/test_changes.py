@@ -135,7 +135,7 @@ def test_confirmations_name_host_and_effect(monkeypatch, capsys, questions):
 
 STOPPED = Problem("main", "was stopped on purpose", "start it first")
 CURRENT, OLD = (NamedRelease(f"main-{sign * 12}", "m", f"v-{sign}") for sign in "ab")
-DONE = Rollback(CURRENT, CURRENT, done="it serves in place of b")
+DONE = Rollback(CURRENT, CURRENT, done="it has replaced b")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ DONE = Rollback(CURRENT, CURRENT, done="it serves in place of b")
         ([Rollback(CURRENT, OLD)], f"spark-1: rolls back from {CURRENT} to {OLD}\n", None),
         ([Rollback(CURRENT, OLD), STOPPED], "spark-2: main: was stopped on purpose", None),
         ([STOPPED, DONE], "spark-1: main: was stopped on purpose", 1),
-        ([DONE], "spark-1: it serves in place of b\n", 0),
+        ([DONE], "spark-1: it has replaced b\n", 0),
         ([None], "spark-1: is offline\n", 1),
     ],
 )
@@ -194,7 +194,9 @@ def run_tool(command: str, options: Options, **values: Any) -> int:
 def test_a_single_member_of_a_cluster_is_refused(command, monkeypatch):
     member = host_of("spark-2", "spark-1", "spark-2")
     monkeypatch.setattr(changes, "select_hosts", lambda _, must_serve: [member])
-    with pytest.raises(SparkError, match="serves together with spark-1") as error:
+    with pytest.raises(
+        SparkError, match="is in a cluster with spark-1, which you did not select"
+    ) as error:
         run_tool(command, Options(inventory="own.py"))
     fix = f"spark-deploy {command} spark-1 spark-2 --inventory own.py"
     assert fix in str(error.value)

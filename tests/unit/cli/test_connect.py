@@ -65,7 +65,7 @@ def test_clients_of_a_cluster_connect_to_the_head(site, capsys):
     assert main(["connect", "--for", "env"]) == 0
     assert "http://127.0.0.1:8000/v1" in capsys.readouterr().out
     assert main(["connect", "spark-2"]) == 1
-    assert "spark-2: computes for spark-1, which answers" in capsys.readouterr().err
+    assert "spark-2: is a worker of spark-1, which answers" in capsys.readouterr().err
 
 
 def test_tunnels_stay_open_until_interrupted(site):
@@ -151,9 +151,9 @@ TAILNET = {"serve.expose": "tailscale"}
     ("settings", "extra", "url", "tunnel"),
     [
         ({}, {}, LOCAL_URL, TUNNEL),
-        ({}, {"place": 2}, "http://127.0.0.1:8002/v1", TUNNEL.replace("8000:1", "8002:1")),
+        ({}, {"host_index": 2}, "http://127.0.0.1:8002/v1", TUNNEL.replace("8000:1", "8002:1")),
         ({"serve.expose": "lan", "serve.port": 9000}, {}, "http://10.0.0.9:9000/v1", None),
-        ({"serve.expose": "lan"}, {"place": 2}, "http://10.0.0.9:8000/v1", None),
+        ({"serve.expose": "lan"}, {"host_index": 2}, "http://10.0.0.9:8000/v1", None),
         ({"serve.expose": "docker"}, {}, LOCAL_URL, TUNNEL),
         (PRIVATE_CA, {}, "https://spark.example.org:8000/v1", None),
         (OWN_CERTIFICATE, {}, "https://10.0.0.9:8000/v1", None),

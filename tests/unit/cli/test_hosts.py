@@ -65,7 +65,7 @@ def test_local_is_closed_if_sudo_requires_a_password(monkeypatch):
     assert not probed
 
 
-def test_a_slow_login_names_its_hosts(hosts, monkeypatch, capsys):
+def test_hosts_of_a_slow_login_are_printed(hosts, monkeypatch, capsys):
     monkeypatch.setattr(cli_hosts, "QUIET_S", 0.05)
     check_access(hosts)
     assert "ready, strange, off: 0 s\n" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from spark_deploy.cli import progress_screen
 from spark_deploy.cli.progress_screen import HostView, Transcript, Watcher, minutes, watch
+from spark_deploy.hosts.releases import CHECK_WARNING
 from tools.docs.replay import feed
 
 LOG = """\
@@ -93,6 +94,11 @@ def test_hosts_wait_for_the_host_of_a_rollback():
     assert read(log)[0].hosts["b"].failed == "Rollback: Roll back on b"
 
 
+def test_check_warnings_are_printed_at_once():
+    _, printed = read(f"    [a] {CHECK_WARNING} repeat: two answers differ\n    [b]  Success\n")
+    assert printed == ["a: check warning: repeat: two answers differ"]
+
+
 def test_failures_are_printed_at_once_with_the_reason():
     assert read(LOG)[1] == [
         "b: FAILED in Serve: Serve the release on b",
@@ -129,7 +135,7 @@ def test_an_interrupted_deploy_names_running_work(part, code, running):
     assert running in text if running else "still running" not in text
 
 
-def test_the_summary_shows_the_last_result_without_progress():
+def test_the_summary_shows_the_last_result_and_no_progress_line():
     log = (
         "--> Starting operation: Service | Remove files\n"
         "    [a] remove 3 things: running\n    [a] removed 3 things, 41.2 GB\n    [a] Success\n"

@@ -44,7 +44,7 @@ def test_the_line_of_the_key_changes_and_comments_stay(site, capsys):
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "with a mark of byte order"])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["", "of Windows"])
-def test_line_ends_are_kept_and_keys_stay_unique(site, mark, end):
+def test_line_endings_are_kept_and_keys_stay_unique(site, mark, end):
     common, own = site / "group_vars/all.yml", site / "host_vars/b.yml"
     common.write_bytes(mark + ALL.encode().replace(b"\n", end))
     own.parent.mkdir()
@@ -120,7 +120,7 @@ def test_every_form_of_yaml_is_edited_in_place(site, before, after):
     "text",
     ["{model: qwen3.5-35b}\n", "model: &m v2\nprofile: *m\n", "--- {}\n--- {profile: v2}\n"],
 )
-def test_a_value_without_a_place_of_its_own_is_not_edited(text):
+def test_a_value_that_cannot_be_edited_in_place_is_not_edited(text):
     assert _set_keys(text, {"profile": "agent"}) is None
 
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from spark_checkpoint.tensor_sets import summarize_names
-from spark_contract.orders import PatternError, count, expand, expand_all, uses_up
+from spark_contract.orders import PatternError, count, expand, expand_all, match_exactly
 
 from tests.unit.planning.plans import shipped_catalog
 
@@ -99,8 +99,8 @@ def test_expands_ranges(first, more, step):
         ({"a0", "a1"}, ["a{0..1}", "a1"], False),
     ],
 )
-def test_uses_up_names_exactly_once(names, patterns, right):
-    assert uses_up(names, patterns) is right
+def test_match_exactly_requires_each_name_once(names, patterns, right):
+    assert match_exactly(names, patterns) is right
 
 
 def test_groups_names_by_number():

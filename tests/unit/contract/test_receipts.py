@@ -32,14 +32,14 @@ def test_checkpoint_receipt_names_its_base() -> None:
 @pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "", "."])
 def test_refuses_receipt_with_path_outside_the_tree(tmp_path: Path, path: str) -> None:
     (tmp_path / "receipt.json").write_text(source_receipt(files=[{**FILE, "path": path}]))
-    assert receipts.found(tmp_path) is None
+    assert receipts.find(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"kind": "invoice"}', "\xff"])
 def test_refuses_invalid_receipt(tmp_path: Path, text: str) -> None:
-    assert receipts.found(tmp_path) is None
+    assert receipts.find(tmp_path) is None
     (tmp_path / "receipt.json").write_bytes(text.encode("latin-1"))
-    assert receipts.found(tmp_path) is None
+    assert receipts.find(tmp_path) is None
     with pytest.raises(DocumentError):
         receipts.parse(text)
 

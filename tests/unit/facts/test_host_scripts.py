@@ -189,7 +189,7 @@ def test_waits_for_late_programs_and_names_silent_ones(
     delays_s: dict[str, float],
     silent: tuple[str, ...],
 ) -> None:
-    monkeypatch.setattr(docker_facts, "_LIMITS_S", (0.4, 0.9))
+    monkeypatch.setattr(docker_facts, "_TIMEOUTS_S", (0.4, 0.9))
     for name, output in OUTPUT.items():
         called = tmp_path / f"{name}.called"
         # Others than docker sleep at the first call only.

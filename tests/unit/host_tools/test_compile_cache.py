@@ -233,7 +233,7 @@ def test_hostile_cache_content_does_not_block_a_start(
     caches: Caches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     plant: Callable[[Path, Path], None], is_copied: bool,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(compile_cache, "_MOST_BYTES", 1 << 19)
+    monkeypatch.setattr(compile_cache, "_MAX_BYTES", 1 << 19)
     outside = tmp_path / "outside"
     outside.mkdir()
     secret = outside / "secret"

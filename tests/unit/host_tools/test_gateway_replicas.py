@@ -119,7 +119,7 @@ def test_refuses_a_wrong_key(replicas: Replicas) -> None:
     assert replicas.other.requests == []
 
 
-def test_returns_503_without_open_replica(replicas: Replicas) -> None:
+def test_returns_503_if_no_replica_is_available(replicas: Replicas) -> None:
     replicas.other.status = 503
     replicas.close_own()
     for _ in range(3):

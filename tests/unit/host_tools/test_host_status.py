@@ -4,8 +4,8 @@ import json
 
 import pytest
 from spark_contract import documents
-from spark_contract.records import Good, Rollout, WayBack
-from spark_contract.status import UnderWay
+from spark_contract.records import Good, RollbackRecord, Rollout
+from spark_contract.status import RunningRollout
 from spark_contract.units import GATEWAY, SERVE, SWITCH
 from spark_host import status
 from spark_host.check import runner
@@ -74,7 +74,7 @@ def test_status_reports_a_running_rollout(host: Host, read_status) -> None:
     here = host.here
     record = Rollout(RELEASE, "then", invocation_id="run-1", state="running", phase="start")
     here.disk.write(here.paths.rollout(RELEASE), record)
-    assert read_status(ActiveState="activating").rollout("main") == UnderWay(
+    assert read_status(ActiveState="activating").rollout("main") == RunningRollout(
         RELEASE, "then", "start"
     )
     assert read_status(ActiveState="inactive", Job="7").rollout("main").phase == "start"
@@ -84,12 +84,12 @@ def test_status_reports_a_running_rollout(host: Host, read_status) -> None:
 def test_status_of_a_service_with_rollback_and_events(host: Host, read_status) -> None:
     release, here = host.release(), host.here
     here.disk.write(here.paths.good("main"), Good(RELEASE, (OTHER,), "then"))
-    here.disk.write(here.paths.rollback("main"), WayBack("done", OTHER, RELEASE, "then"))
+    here.disk.write(here.paths.rollback("main"), RollbackRecord("done", OTHER, RELEASE, "then"))
     watchdog.event(release, "hot", "the GPU is at 91 °C", host.paths)
     host_status = read_status()
     main = host_status.service("main")
     assert (main.good, main.active, main.traffic_open) == (RELEASE, RELEASE, False)
-    assert (main.rolled_back.came, main.rolled_back.to) == (OTHER, RELEASE)
+    assert (main.rolled_back.from_release, main.rolled_back.to) == (OTHER, RELEASE)
     [event] = host_status.report.events["main"]
     assert (event.release, event.kind, event.text) == (RELEASE, "hot", "the GPU is at 91 °C")
     # The format of the file.

@@ -49,7 +49,7 @@ def test_works_on_a_full_disk(
     assert not checkpoints["a"].exists()
     assert not checkpoints["b"].exists()
     # The good record still names removed releases; the next prune corrects it.
-    assert plan_rollback("main", None, steps.this_host(machine.paths)).came.name == D
+    assert plan_rollback("main", None, steps.this_host(machine.paths)).from_release.name == D
     assert machine.plan().items == ()
     assert machine.plan().kept == {C: "rollback target", D: "serves"}
 

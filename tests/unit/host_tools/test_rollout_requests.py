@@ -12,7 +12,7 @@ from simulated_ports import release_of
 from spark_contract import documents
 from spark_contract.errors import HostToolError
 from spark_contract.records import Rollout, Stopped
-from spark_contract.status import Begun, NamedRelease, Rollback, UnderWay
+from spark_contract.status import Begun, NamedRelease, Rollback, RunningRollout
 from spark_contract.units import RETURN_TIMER, SWITCH
 from spark_host.records import boot
 from spark_host.rollout import record, rollout
@@ -111,18 +111,18 @@ def test_killed_rollout_is_interrupted(sim: SimulatedHost) -> None:
 
 
 def test_running_rollout_needs_unit_and_open_record(sim: SimulatedHost) -> None:
-    def running() -> UnderWay | None:
+    def running() -> RunningRollout | None:
         host = sim.host()
         unit = host.units.state(SWITCH.of(A), "ActiveState", "Job")
         return record.running_rollout(A, unit, host)
 
     begin(sim)
-    requested = UnderWay(A, sim.documents[sim.paths.request(A)].at, None)
+    requested = RunningRollout(A, sim.documents[sim.paths.request(A)].at, None)
     assert running() is None
     run_unit(sim)
     assert running() == requested
     write_record(sim, state="running", phase="start", started_at="then")
-    assert running() == UnderWay(A, "then", "start")
+    assert running() == RunningRollout(A, "then", "start")
     write_record(sim, state="switched", phase="done")
     assert running() is None
     write_record(sim, state="running", invocation_id="earlier run", phase="drain")
@@ -214,10 +214,10 @@ def test_second_rollback_does_not_toggle(sim: SimulatedHost) -> None:
     make_good(sim, A, B)
     boot.note_rollback("main", A, sim.host())
     make_good(sim, A)
-    assert f"{A} serves in place of {B}" in str(plan(sim).done)
+    assert f"{A} has replaced {B}" in str(plan(sim).done)
     note = boot.rolled_back("main", sim.host())
     assert note is not None
-    assert note.came == B
+    assert note.from_release == B
     assert plan(sim, B).to == named(B), "a named release can be reached"
 
 
@@ -242,7 +242,12 @@ def test_dry_rollback_changes_nothing(
     assert rollout.rollback(["main"], sim.host()) == 0
     assert sim.queued == [A]
     begun = documents.parse(Begun, capsys.readouterr().out)
-    assert (begun.release, begun.joined, begun.came, begun.to) == (A, False, named(B), named(A))
+    assert (begun.release, begun.joined, begun.from_release, begun.to) == (
+        A,
+        False,
+        named(B),
+        named(A),
+    )
 
 
 TIMER = RETURN_TIMER.of("main")

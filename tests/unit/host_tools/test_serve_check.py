@@ -36,7 +36,7 @@ EXACT = [
 # The fault, the failed check, and a part of the message.
 VIOLATIONS = [
     ("wrong-name", "served names", "serves the names ['other', 'other']"),
-    ("wrong-context", "context length", "is 2048, the release wants 4096"),
+    ("wrong-context", "context length", "is 2048, the release requires 4096"),
     ("log-missing", "log lines", "has no line matching 'spark plugin is on'"),
     ("log-forbidden", "log lines", "forbidden line"),
     ("wrong-arithmetic", "answers", "was answered '35352138'"),
@@ -51,7 +51,7 @@ VIOLATIONS = [
     ("stale-prefix", "prefix reuse", "turn 2 of a long conversation was answered '48214'"),
     ("low-acceptance", "acceptance", "the floor is 50%"),
     ("blind", "image", "a picture that is all blue was called 'Red'"),
-    ("no-drafts", "acceptance", "switched off"),
+    ("no-drafts", "acceptance", "speculation is off"),
     ("no-cache-info", "metrics", "no sample of vllm:cache_config_info has"),
     ("unhealthy-later", "health", "HTTP 503 after the check"),
 ]

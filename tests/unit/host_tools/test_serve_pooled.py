@@ -61,7 +61,7 @@ def test_healthy_pooling_model_passes(
         (EMBEDDING, "garbage", "embedding", "is not nearer"),
         (EMBEDDING, "nan", "embedding", "not a finite number"),
         ({**EMBEDDING, "width": 96}, "", "embedding", "128 numbers, the model's width is 96"),
-        (EMBEDDING, "mixes-up", "embedding in a batch", "another embedding in a batch"),
+        (EMBEDDING, "mixes-up", "embedding in a batch", "different embedding in a batch"),
         (RANKING, "garbage", "ranking", "the document that answers scored 1.000, the other 1.000"),
         (CLASSES, "garbage", "classes", "got the very same numbers"),
         (CLASSES, "nan", "classes", "not a probability"),

@@ -266,7 +266,7 @@ def test_refuses_settings_file_that_is_never_read(own, name):
     assert message.count("fix:") == 1
 
 
-def test_accepts_used_settings_files_and_notes(own):
+def test_accepts_settings_files_of_the_inventory_and_notes(own):
     for name in ("group_vars/spark.yml", "group_vars/all.yml", "host_vars/spark-2.yml"):
         own.write(name, "profile: base\n")
     for name in ("group_vars/README.md", "host_vars/.gitkeep", "group_vars/spark.yml.bak"):

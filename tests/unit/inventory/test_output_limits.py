@@ -91,7 +91,7 @@ def read(stream: Any, *, print_output: bool = False) -> list[str]:
 
 
 def test_stops_reading_endless_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_limits, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(output_limits, "MAX_BYTES", 10_000)
     monkeypatch.setattr(output_limits, "_LINE_BYTES", 1_000)
     with subprocess.Popen(["yes", "x" * 99], stdout=subprocess.PIPE) as endless:
         lines = read(endless.stdout)

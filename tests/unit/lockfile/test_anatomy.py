@@ -93,7 +93,7 @@ def test_required_lock_refuses_unread_headers(hub: Hub, tmp_path: Path) -> None:
     assert [item.repository for item in unread_repositories(expected, CATALOG_OF_ONE, lock)] == [
         REPO
     ]
-    with pytest.raises(LockError, match="are not read yet"):
+    with pytest.raises(LockError, match="have not been read yet"):
         verified_lock(
             expected, CATALOG_OF_ONE, tmp_path / "spark.lock.yml", lock, lambda text: None
         )

@@ -180,7 +180,7 @@ def test_completes_a_lock_without_names(
     path.write_text(old)
     capsys.readouterr()
     assert main(["update", "inventory.py", "--check"]) == 1
-    assert f"names of {BUILD} are not verified" in capsys.readouterr().err
+    assert f"names of {BUILD} have not been verified" in capsys.readouterr().err
     assert main(["plan", "inventory.py"]) == 0
     assert f"{BUILD}: 464 names of {BASE} and " in capsys.readouterr().err
     assert path.read_text() == old

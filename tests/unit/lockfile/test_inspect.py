@@ -68,7 +68,7 @@ def test_compares_repository_with_every_model(
     assert set(as_base) == set(as_donor) == parts
     assert fitting(as_base) == {(name, "base") for name in TINY}
     assert fitting(as_donor) == {(name, "donor") for name in TINY}
-    assert "another number of experts or layers" in as_base["qwen3.5-122b", "base"]
+    assert "different number of experts or layers" in as_base["qwen3.5-122b", "base"]
 
 
 def test_recognises_hybrid_repository(

@@ -197,7 +197,7 @@ def test_refuses_two_revisions_of_a_repository(settings, tmp_path):
     assert Server.asked == []
 
 
-def test_locks_no_donor_without_need(settings):
+def test_locks_only_donors_that_are_needed(settings):
     base = dataclasses.replace(settings, profile="base")
     assert {repo for repo, _ in wanted_by(base, CATALOG).sources} == {"lab/tiny-int4"}
 

@@ -58,7 +58,7 @@ def test_merge_is_idempotent_and_loses_no_key(present, wanted) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '"x"', "{'a': 1}", '{"a": 1,}'])
-def test_rejects_a_daemon_json_that_is_no_object(text: str) -> None:
+def test_rejects_a_daemon_json_that_is_not_an_object(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - any JSON error
         docker.parse_daemon_json(text)
 

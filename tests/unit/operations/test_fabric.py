@@ -12,12 +12,12 @@ from spark_contract.fabric import SpeedFound
 
 from spark_deploy.hosts import fabric
 from spark_deploy.hosts.fabric import describe_speed, find_differences, judge_links, judge_speed
-from spark_deploy.plan.types import Way
+from spark_deploy.plan.types import FabricLink
 from tests.unit.operations.fake_host import Failed, FakeHost, describe, on
 from tests.unit.preflight.surveyed import survey
 
-LINK = Way("fab0", "roce0", 9000, 200000, "spark-2", "192.168.100.12", 9000)
-TWIN = Way("fab1", "roce1", 9000, 200000, "spark-2", "192.168.101.12", 9000)
+LINK = FabricLink("fab0", "roce0", 9000, 200000, "spark-2", "192.168.100.12", 9000)
+TWIN = FabricLink("fab1", "roce1", 9000, 200000, "spark-2", "192.168.101.12", 9000)
 REACHED = {LINK.address: "yes", TWIN.address: "yes"}
 
 
@@ -35,7 +35,7 @@ REACHED = {LINK.address: "yes", TWIN.address: "yes"}
     ],
 )  # fmt: skip
 def test_judges_links(
-    links: tuple[Way, ...], reached: dict[str, str], problems: list[str], warnings: list[str]
+    links: tuple[FabricLink, ...], reached: dict[str, str], problems: list[str], warnings: list[str]
 ) -> None:
     verdict = judge_links("spark-1", links, reached)
     for messages, patterns in ((verdict.problems, problems), (verdict.warnings, warnings)):

@@ -88,7 +88,7 @@ def test_reloads_no_gateway_before_the_first_release() -> None:
     assert unpack_sent(put) == [gateway_file(PLAN).content]
 
 
-def test_running_gateway_with_other_settings_is_reloaded_with_the_reason() -> None:
+def test_changed_settings_reload_a_running_gateway_and_log_the_reason() -> None:
     host = host_with(gateway_file(PLAN), difference="listens on 0.0.0.0")
     assert list(map(str, configure(host, PLAN))) == [RELOAD]
     assert host.logs == ["gateway: listens on 0.0.0.0"]

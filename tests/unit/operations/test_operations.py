@@ -23,7 +23,14 @@ from spark_deploy.config.settings.host import BaseSettings, ExpectSettings, Path
 from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.hosts import access, base, docker, fabric, facts, gpu, preflight
-from spark_deploy.plan.types import BasePlan, BootstrapPlan, CudaPlan, DockerPlan, NeedsPlan, Way
+from spark_deploy.plan.types import (
+    BasePlan,
+    BootstrapPlan,
+    CudaPlan,
+    DockerPlan,
+    FabricLink,
+    NeedsPlan,
+)
 from tests.unit.operations.fake_host import FakeHost, on, run_operation, sections_of
 
 CASES = sorted(Path(__file__).parent.glob("*/*.yml"))
@@ -72,7 +79,7 @@ PLANS: dict[str, Any] = {
 
 def frozen(value: Any) -> Any:
     if isinstance(value, dict) and "other_mtu" in value:
-        return Way(**value)
+        return FabricLink(**value)
     return tuple(frozen(item) for item in value) if isinstance(value, list) else value
 
 

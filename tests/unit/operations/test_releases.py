@@ -50,9 +50,9 @@ def test_rollback_is_one_command_and_names_both_releases() -> None:
 
 
 def test_finished_rollback_does_nothing() -> None:
-    host = rollback_host(**{"from": A, "to": A, "done": "A serves in place of B"})
+    host = rollback_host(**{"from": A, "to": A, "done": "A has replaced B"})
     assert roll_back(host) == []
-    assert host.noops == ["A serves in place of B"]
+    assert host.noops == ["A has replaced B"]
 
 
 def test_impossible_rollback_is_refused_and_predicts_no_change() -> None:

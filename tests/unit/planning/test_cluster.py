@@ -14,7 +14,13 @@ from spark_deploy.config.errors import PlanError
 from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings
 from spark_deploy.config.settings.service import RolloutSettings
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.plan.cluster import fabric_links, fabric_plan, present_addresses, waves_of, ways
+from spark_deploy.plan.cluster import (
+    fabric_links,
+    fabric_plan,
+    member_links,
+    present_addresses,
+    waves_of,
+)
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.release import release_files_of
 from spark_deploy.plan.resolve import Request, problems_of
@@ -66,7 +72,7 @@ def plan_on(host: str, ports: dict[str, Ports], settings: Settings | None = None
 
 
 def test_both_interfaces_of_a_cable_link_to_the_other_member() -> None:
-    links = ways(clustered(), "spark-1", FABRIC)
+    links = member_links(clustered(), "spark-1", FABRIC)
     assert {(link.interface, link.host, link.address) for link in links} == {
         ("enp1s0f1np1", "spark-2", "192.168.100.11"),
         ("enP2p1s0f1np1", "spark-2", "192.168.101.11"),
@@ -322,7 +328,7 @@ def test_returns_present_addresses() -> None:
     ],
 )
 def test_rejects_unusable_fabric_settings(fabric: dict[str, Any], message: str) -> None:
-    assert [broken for broken in FabricSettings(**fabric).broken() if message in broken.what]
+    assert [broken for broken in FabricSettings(**fabric).violations() if message in broken.what]
 
 
 def test_links_cover_both_twins_from_both_ends() -> None:

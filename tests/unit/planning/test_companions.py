@@ -141,7 +141,7 @@ def test_lock_needs_all_mounted_repositories() -> None:
     assert {repo for repo, _ in wanted.sources} == {REPO, DRAFT, "org/lora"}
 
 
-def test_release_without_companions_has_no_such_field() -> None:
+def test_release_without_companions_has_no_companion_field() -> None:
     release = make_plan().serve
     assert '"beside"' not in text_of(release)
     assert parse(Release, text_of(release)).trees == (release.tree,)
@@ -165,4 +165,4 @@ def test_block_size_option_is_counted() -> None:
     ],
 )
 def test_rejects_invalid_speculation(drafts: dict[str, Any]) -> None:
-    assert len(list(Speculation(**drafts).broken())) == 1
+    assert len(list(Speculation(**drafts).violations())) == 1

@@ -143,7 +143,7 @@ def test_disables_kernel_tuning_unless_options_enable_it(
 
 
 @pytest.mark.parametrize("option", ["kernel-config", "additional-config"])
-def test_refuses_option_that_is_no_mapping(option: str) -> None:
+def test_refuses_option_that_is_not_a_mapping(option: str) -> None:
     with pytest.raises(PlanError) as error:
         argv(OWN_HEAD, options={option: "auto"})
     assert error.value.problems[0].where == f"engine option {option}"

@@ -449,7 +449,7 @@ def test_refuses_aliases_of_decided_options(option: str, fix: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["two", [2], {"a": 1}, 1.5])
-def test_refuses_parallel_size_that_is_no_integer(value: Any) -> None:
+def test_refuses_parallel_size_that_is_not_an_integer(value: Any) -> None:
     message = refused_settings("pipeline_parallel_size", value)
     assert "no whole number" in message
     assert "pipeline_parallel_size" in message

@@ -132,8 +132,8 @@ def test_model_without_linear_layers_has_pages_and_no_states() -> None:
     shape = cache_shape(dense, profile_with("v2"))
     assert (shape.block_tokens, shape.attention_groups, shape.state_blocks) == (16, 1, 0)
     assert shape.request_blocks(1600) == 100
-    assert list(dense.broken()) == []
-    assert list(replace(dense, full_attention_every=4).broken())
+    assert list(dense.violations()) == []
+    assert list(replace(dense, full_attention_every=4).violations())
 
 
 @pytest.mark.parametrize("profile", ["v2", "v2-tq", "base"])

@@ -327,7 +327,7 @@ def test_recorded_stock_turboquant_loses_answers_with_drafts() -> None:
         assert rows[f"tq-{preset}-stock-full-mtp2"]["right"]["4096"]["passage"] == 0.0
 
 
-def test_recorded_model_loses_answers_only_by_damage() -> None:
+def test_recorded_model_loses_answers_only_when_damaged() -> None:
     rows = {row["cases"][0]: row["numbers"] for row in committed("gpu/recall-recall")}
     whole = rows["recall-16bit"]["found"]
     assert whole["right"] > verdicts.KNOWN * whole["asked"]

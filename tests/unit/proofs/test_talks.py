@@ -112,7 +112,7 @@ def test_dead_engine_fails_only_its_row(results) -> None:
     assert [row["passed"] for row in rows.values()] == [True, False]
 
 
-def test_twins_differ_only_in_the_cache() -> None:
+def test_cached_and_uncached_cases_differ_only_in_the_cache() -> None:
     cases = {case["name"]: case for case in conversation_cases()}
     for kind, twin in TWINS.items():
         for cached, uncached in zip(again(kind), again(twin), strict=True):

@@ -376,7 +376,7 @@ def _rounded(value: float) -> float:
 
 
 def _check_values(name: str, entry: Tensor, pieces: Iterator[bytes]) -> None:
-    """Refuse NaN, infinity, and a matrix of zeros; a norm around zero may be all zero."""
+    """Refuse NaN, infinity, and a matrix of zeros; a norm's weights may all be zero."""
     exponent = _EXPONENT_BITS[entry.dtype]
     any_nonzero = len(entry.shape) < 2
     for piece in pieces:

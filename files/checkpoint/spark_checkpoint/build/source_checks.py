@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_contract.orders import BuildPlan, DonorDir, DonorUrl, expand_all, uses_up
+from spark_contract.orders import BuildPlan, DonorDir, DonorUrl, expand_all, match_exactly
 
 from spark_checkpoint.directory import Checkpoint
 from spark_checkpoint.errors import GateRefused
@@ -116,7 +116,7 @@ def _check_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> 
     names, where = base.owner.keys(), str(base.directory)
     patterns = base_patterns(plan)
     mtp_present = {name for name in names if name.startswith(MTP_PREFIX)}
-    if not uses_up({name for name in names if name not in mtp_present}, patterns):
+    if not match_exactly({name for name in names if name not in mtp_present}, patterns):
         check_same_names(where, "base tensors", names - mtp_present, expand_all(patterns))
     mtp_expected = expand_all(plan.mtp_tensors)
     if mtp_present - mtp_expected:

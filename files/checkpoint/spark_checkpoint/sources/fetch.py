@@ -115,7 +115,7 @@ class _Download:
         return ContentHash(file, with_pieces=self.plan.pieces)
 
     def _part(self, file: FetchFile) -> Path:
-        """Return where an unfinished file grows; a flat name for paths of any depth."""
+        """Return the path of a partial download, directly below ``parts_dir``."""
         key = hashlib.sha256(f"{file.path}\0{file.sha256 or file.git_sha1}".encode()).hexdigest()
         return self.parts_dir / f"{key[:24]}.part"
 

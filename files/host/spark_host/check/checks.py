@@ -46,7 +46,7 @@ def embedding_repeat(probe: Probe) -> str:
     first, second = _vector(alone[0]), _vector((batch + [None] * 2)[1])
     same = _cosine(first, second) if len(first) == len(second) else 0.0
     if same < 0.99:
-        raise CheckError(f"the same text has another embedding in a batch (cosine {same:.3f})")
+        raise CheckError(f"the same text has a different embedding in a batch (cosine {same:.3f})")
     return f"the same text has the same embedding in a batch (cosine {same:.4f})"
 
 
@@ -155,7 +155,7 @@ def served_names(probe: Probe) -> str:
     served = [str(item.get("id")) for item in listed_models(probe)]
     wanted = list(probe.release.names)
     if sorted(served) != sorted(wanted):
-        raise CheckError(f"it serves the names {served}, the release wants {wanted}")
+        raise CheckError(f"it serves the names {served}, the release requires {wanted}")
     return f"it serves {', '.join(served)}"
 
 
@@ -165,7 +165,7 @@ def context_length(probe: Probe) -> str:
         if item.get("max_model_len") != wanted:
             raise CheckError(
                 f"max_model_len of {item.get('id')} is {item.get('max_model_len')}, "
-                f"the release wants {wanted}"
+                f"the release requires {wanted}"
             )
     return f"contexts of {wanted} tokens are accepted"
 
@@ -193,7 +193,7 @@ def acceptance(probe: Probe) -> str:
         probe.say(question.prompt, limit, thinking=question.thinking)
         after = probe.metrics()
         if after.drafted is None:
-            raise CheckError("the engine has no counters of speculation: it is switched off")
+            raise CheckError("the engine has no speculation counters: speculation is off")
         drafted = after.drafted - (before.drafted or 0.0)
         accepted = (after.accepted or 0.0) - (before.accepted or 0.0)
         if drafted >= _DRAFTS_WANTED:
@@ -218,7 +218,7 @@ def metrics_required(probe: Probe) -> str:
         else:
             value = metrics.total(name)
             if value is None or value < float(wanted):
-                raise CheckError(f"{name} is {value}, the release wants at least {wanted}")
+                raise CheckError(f"{name} is {value}, the release requires at least {wanted}")
     return f"{len(probe.plan.metrics_required)} metrics match the release"
 
 

@@ -23,9 +23,9 @@ from spark_host.engine.client import Engine, EngineError
 from spark_host.records import boot
 from spark_host.system.host import Host
 
-_MOST_PROMPTS = 500
-_MOST_BYTES = 4 << 20
-_MOST_TOKENS = 128
+_MAX_PROMPTS = 500
+_MAX_BYTES = 4 << 20
+_MAX_TOKENS = 128
 _TOP_LOGPROBS = 20  # the engine's default maximum
 _SHOWN = 3
 _FLOOR = 1e-6  # of the probability of an unlisted token
@@ -156,7 +156,7 @@ def _answer(probe: Probe, prompt: str) -> Answer:
     options: dict[str, Any] = {"logprobs": _TOP_LOGPROBS, "return_tokens_as_token_ids": True}
     if chat:
         options |= {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
-    body = probe.body([user(prompt)], _MOST_TOKENS, **options)
+    body = probe.body([user(prompt)], _MAX_TOKENS, **options)
     reply = probe.engine.ask(probe.path, body, probe.plan.timeout_s)
     try:
         choice = reply["choices"][0]
@@ -193,15 +193,15 @@ def check_prompts(release: Release) -> list[str]:
 
 def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a file, each on a line; ``HostToolError`` if unusable."""
-    fix = f"use a text file with a prompt per line, at most {_MOST_PROMPTS}"
+    fix = f"use a text file with a prompt per line, at most {_MAX_PROMPTS}"
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(_MAX_BYTES + 1)
         lines = [line.strip() for line in data.decode().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise HostToolError(str(path), f"cannot be read: {error}", fix, 2) from error
     prompts = list(dict.fromkeys(lines))
-    if not prompts or len(prompts) > _MOST_PROMPTS or len(data) > _MOST_BYTES:
+    if not prompts or len(prompts) > _MAX_PROMPTS or len(data) > _MAX_BYTES:
         message = f"has {len(prompts)} prompts in {len(data)} bytes"
         raise HostToolError(str(path), message, fix, 2)
     return prompts

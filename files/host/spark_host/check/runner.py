@@ -255,7 +255,7 @@ def wait_until_joined(membership: Membership, report: Report) -> Finding:
 def wait_for_head(membership: Membership, report: Report) -> Finding:
     """Wait until the head has proven the release and serves it.
 
-    The watchdog there then accepts connections; a head that fails rolls back and leaves.
+    The head's watchdog then accepts connections; a head that fails rolls back and disconnects.
     """
     release = membership.release
     limit_s = release.timeouts.start_s + 2 * release.check.timeout_s

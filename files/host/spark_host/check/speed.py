@@ -62,7 +62,7 @@ class NotMeasuredError(Exception):
 
 
 def measure(release: Release, paths: Paths, limit_s: float, report: Report) -> dict[str, Any]:
-    """Return the speed of a running release, measured for about ``limit_s`` at most.
+    """Return the speed of a running release, measured within about ``limit_s``.
 
     Raises:
         NotMeasuredError: The engine did not answer, or served other requests meanwhile.

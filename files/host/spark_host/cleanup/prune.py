@@ -120,7 +120,7 @@ def _needed_folders(
         needed |= {path for n in names if (path := resources.made_folder(known[n], paths))}
     for tree in list(needed):
         # A checkpoint shares files with its base and is repaired from there.
-        receipt = receipts.found(tree)
+        receipt = receipts.find(tree)
         if isinstance(receipt, receipts.CheckpointReceipt):
             needed.add(paths.below(receipt.plan.base_dir))
     return needed

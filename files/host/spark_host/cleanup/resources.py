@@ -77,7 +77,7 @@ def folders(
         name = CACHE_NAME if kind == "cache" else TREE_NAME
         # Other entries are never read: links may lead anywhere.
         is_ours = name.match(of.name) and (
-            kind == "cache" or unfinished or of in made or receipts.found(path)
+            kind == "cache" or unfinished or of in made or receipts.find(path)
         )
         if is_ours and path.is_dir() and not path.is_symlink():
             managed.append(Folder(kind, path, of))

@@ -28,7 +28,7 @@ from spark_host.system.host import Host
 from spark_host.system.programs import Report
 
 # Several times the size of a real cache; a copy takes seconds.
-_MOST_BYTES, _MOST_FILES = 8 << 30, 200_000
+_MAX_BYTES, _MAX_FILES = 8 << 30, 200_000
 
 
 def prepare(release: Release, host: Host, report: Report) -> None:
@@ -110,9 +110,9 @@ def _find_source(release: Release, driver: str, host: Host) -> Release | None:
 
 
 def _copy(source: Path, target: Path, report: Report) -> bool:
-    size, count = folders.measure(source, _MOST_BYTES, _MOST_FILES)
+    size, count = folders.measure(source, _MAX_BYTES, _MAX_FILES)
     free = shutil.disk_usage(target.parent).free
-    if size > min(_MOST_BYTES, free // 2) or count > _MOST_FILES:
+    if size > min(_MAX_BYTES, free // 2) or count > _MAX_FILES:
         report(f"{source} is not copied: {size} bytes in {count} files, {free} bytes are free")
         return False
     if folders.copy_tree(source, target):

@@ -233,7 +233,7 @@ def check_artifacts(release: Release) -> None:
         raise HostToolError(f"image {tag}", "not on this host", _FIX)
     label = docker.image_label(tag) if expected is not None else None
     if label != expected:
-        message = f"label {DIGEST_LABEL} is {label!r}, the release wants {expected!r}"
+        message = f"label {DIGEST_LABEL} is {label!r}, the release requires {expected!r}"
         raise HostToolError(f"image {tag}", message, _FIX)
     check_checkpoints(release)
 
@@ -242,10 +242,10 @@ def check_checkpoints(release: Release) -> None:
     """Check receipts, ownership and permissions of the checkpoints."""
     for tree in release.trees:
         where, path = f"checkpoint {tree.path}", Path(tree.path)
-        receipt = receipts.found(path)
+        receipt = receipts.find(path)
         digest = receipt.digest if receipt else None
         if digest != tree.digest:
-            message = f"receipt digest is {digest!r}, the release wants {tree.digest!r}"
+            message = f"receipt digest is {digest!r}, the release requires {tree.digest!r}"
             raise HostToolError(where, message, _FIX)
         exposed = receipts.exposed(path)
         if exposed is not None:
@@ -276,7 +276,7 @@ def verify_checkpoints(release: Release, report: Report) -> None:
 
 
 def _verify(path: Path, report: Report) -> None:
-    receipt = receipts.found(path)
+    receipt = receipts.find(path)
     touched = receipt.touched(path) if receipt else ()
     if receipt is None or not touched:
         return

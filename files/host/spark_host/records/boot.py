@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spark_contract.errors import HostToolError
-from spark_contract.records import Good, Stopped, WayBack
+from spark_contract.records import Good, RollbackRecord, Stopped
 from spark_contract.release import Release, service_of
 from spark_contract.units import GATEWAY, RETURN_TIMER, SERVE
 
@@ -198,21 +198,21 @@ def start_service(service: str, host: Host) -> int:
     return 0
 
 
-def rolled_back(service: str, host: Host) -> WayBack | None:
-    record = host.disk.read(WayBack, host.paths.rollback(service))
+def rolled_back(service: str, host: Host) -> RollbackRecord | None:
+    record = host.disk.read(RollbackRecord, host.paths.rollback(service))
     current = good(service, host).release
     return record if record and (record.state, record.to) == ("done", current) else None
 
 
 def note_rollback(service: str, target: str, host: Host) -> None:
-    record = WayBack("asked", good(service, host).release, target, host.clock.now())
+    record = RollbackRecord("asked", good(service, host).release, target, host.clock.now())
     host.disk.write(host.paths.rollback(service), record)
 
 
 def _settle_rollback(release: Release, host: Host) -> None:
     """Complete a rollback when the release is good; another good release cancels the rollback."""
     path = host.paths.rollback(release.service)
-    record = host.disk.read(WayBack, path)
+    record = host.disk.read(RollbackRecord, path)
     if record is None or record.to != release.name:
         host.disk.remove(path)
     elif record.state == "asked":

@@ -11,7 +11,7 @@ from typing import Any
 from spark_contract.errors import ERROR
 from spark_contract.records import Request, Rollout
 from spark_contract.release import Release
-from spark_contract.status import Begun, UnderWay
+from spark_contract.status import Begun, RunningRollout
 from spark_contract.tool import PHASE
 from spark_contract.units import SWITCH
 
@@ -118,17 +118,17 @@ def poll(name: str, host: Host, request: str | None = None) -> Rollout:
     return Rollout(name, state="not-started", failed_phase="begin", reason=reason)
 
 
-def running_rollout(name: str, unit: UnitState, host: Host) -> UnderWay | None:
+def running_rollout(name: str, unit: UnitState, host: Host) -> RunningRollout | None:
     """Return the rollout that the unit runs or will run; ``None`` if the record is final."""
     if not _is_running(unit):
         return None
     record = host.disk.read(Rollout, host.paths.rollout(name))
     if record is None or not _belongs_to(record, name, unit, None):
         request = host.disk.read(Request, host.paths.request(name))
-        return UnderWay(name, request.at if request else "", None)
+        return RunningRollout(name, request.at if request else "", None)
     if record.state != "running":
         return None
-    return UnderWay(name, record.started_at, record.phase)
+    return RunningRollout(name, record.started_at, record.phase)
 
 
 def _is_running(unit: UnitState) -> bool:

@@ -230,27 +230,27 @@ def rollback(words: list[str], host: Host) -> int:
         print_json(plan)
         return 1 if plan.problem and not dry else 0
     boot.note_rollback(rest[0], plan.to.name, host)
-    print_json(replace(begin(plan.to.name, host), came=plan.came, to=plan.to))
+    print_json(replace(begin(plan.to.name, host), from_release=plan.from_release, to=plan.to))
     return 0
 
 
 def plan_rollback(service: str, name: str | None, host: Host) -> Rollback:
     """Return the target of a rollback: release ``name``, or the previous good release."""
     current = boot.good(service, host).release
-    came, to = _describe(current, host), None
+    from_release, to = _describe(current, host), None
     try:
         target = _target(service, name, host)
         to = _describe(target, host)
         if target == current:
             done = f"this host already serves {target}"
             if last := boot.rolled_back(service, host):
-                done = f"{target} serves in place of {last.came} since {last.at}; "
-                done += "to go further back name a release"
-            return Rollback(came, to, done=done)
+                done = f"{target} has replaced {last.from_release} since {last.at}; "
+                done += "to go further back, name a release"
+            return Rollback(from_release, to, done=done)
         _refuse_incomplete(host.disk.load(target, host.paths), host)
     except HostToolError as error:
-        return Rollback(came, to, problem=Problem(error.where, error.what, error.fix))
-    return Rollback(came, to)
+        return Rollback(from_release, to, problem=Problem(error.where, error.what, error.fix))
+    return Rollback(from_release, to)
 
 
 def _describe(name: str | None, host: Host) -> NamedRelease | None:

@@ -85,9 +85,9 @@ def _has_token(stream: socket.socket, token: str) -> bool:
     return hmac.compare_digest(received, token.encode())
 
 
-def _discard(stream: socket.socket, most_bytes: int, until: float) -> None:
+def _discard(stream: socket.socket, max_bytes: int, until: float) -> None:
     """Let the kernel drop incoming data until the end of the stream or a limit."""
-    buffer, left = bytearray(_CHUNK_BYTES), most_bytes
+    buffer, left = bytearray(_CHUNK_BYTES), max_bytes
     with contextlib.suppress(OSError):
         while left > 0 and (left_s := until - time.monotonic()) > 0:
             stream.settimeout(left_s)
@@ -145,15 +145,15 @@ def _unreachable(order: SpeedOrder, reason: str) -> HostToolError:
     )
 
 
-def _send_zeros(stream: socket.socket, most_bytes: int, until: float) -> int:
+def _send_zeros(stream: socket.socket, max_bytes: int, until: float) -> int:
     """Return how many bytes the receiver acknowledged in time."""
     chunk, handed = memoryview(bytes(_CHUNK_BYTES)), 0
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER)
     with stream, contextlib.suppress(OSError):
-        while handed < most_bytes and (left_s := until - time.monotonic()) > 0:
+        while handed < max_bytes and (left_s := until - time.monotonic()) > 0:
             stream.settimeout(left_s)
             with contextlib.suppress(TimeoutError):
-                handed += stream.send(chunk[: most_bytes - handed])
+                handed += stream.send(chunk[: max_bytes - handed])
         while True:
             queue = fcntl.ioctl(stream, termios.TIOCOUTQ, bytes(4))  # not acknowledged
             waiting = int.from_bytes(queue, sys.byteorder)

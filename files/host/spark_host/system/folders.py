@@ -67,18 +67,18 @@ def _run(*argv: str) -> bool:
     return done.returncode == 0
 
 
-def measure(folder: Path, most_bytes: int, most_files: int) -> tuple[int, int]:
-    """Return bytes and files of a folder; counting stops above either limit."""
+def measure(folder: Path, max_bytes: int, max_files: int) -> tuple[int, int]:
+    """Return the bytes and files of a folder; stop counting above either limit."""
     size = count = 0
     todo = [os.fspath(folder)]
-    while todo and size <= most_bytes and count <= most_files:
+    while todo and size <= max_bytes and count <= max_files:
         with contextlib.suppress(OSError), os.scandir(todo.pop()) as entries:
             for entry in entries:
                 count += 1
                 size += entry.stat(follow_symlinks=False).st_blocks * 512
                 if entry.is_dir(follow_symlinks=False):
                     todo.append(entry.path)
-                if count > most_files:
+                if count > max_files:
                     break
     return size, count
 

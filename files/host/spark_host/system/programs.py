@@ -44,7 +44,7 @@ def error_line(done: subprocess.CompletedProcess[str]) -> str:
     return lines[-1] if lines else f"exit code {done.returncode}"
 
 
-def read_output_start(argv: Sequence[str], limit_s: float, most_bytes: int) -> str | None:
+def read_output_start(argv: Sequence[str], limit_s: float, max_bytes: int) -> str | None:
     """Return the first bytes of a program's output; ``None`` after the time limit."""
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()
@@ -58,7 +58,7 @@ def read_output_start(argv: Sequence[str], limit_s: float, most_bytes: int) -> s
 
         timer = threading.Timer(limit_s, end)
         timer.start()
-        output = child.stdout.read(most_bytes)
+        output = child.stdout.read(max_bytes)
         timer.cancel()
         child.kill()
     return None if late.is_set() else output.decode(errors="replace")
