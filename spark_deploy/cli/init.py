@@ -148,7 +148,7 @@ def _default_hosts(folder: Path, local: bool) -> list[str]:
         raise SparkError.one("hosts", "no host given, and there is no terminal", fix)
     if is_spark and click.confirm("This machine is a Spark. Serve on it?", default=True, err=True):
         return _host_lines([LOCAL], None)
-    names = click.prompt("Name or address of your Spark (several: separate by spaces)", err=True)
+    names = click.prompt("Names or addresses of your Sparks, separated by spaces", err=True)
     user = click.prompt(
         "Login user (empty: default of ssh)", default="", show_default=False, err=True
     )

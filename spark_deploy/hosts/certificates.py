@@ -93,7 +93,7 @@ def check_pair(certificate: str, key: str, name: str) -> list[Problem]:
         fix = "name a matching pair of files, the host's own certificate first"
         add("tls_key", f"{key} is not the key of {certificate}", fix)
     if not begin <= now() < end:
-        message = f"{certificate} is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}, not now"
+        message = f"{certificate} is only valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}"
         add("tls_certificate", message, "get a new certificate")
     if not covers(leaf, name):
         message = (

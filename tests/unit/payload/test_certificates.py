@@ -90,7 +90,7 @@ def test_refuses_a_pair_that_cannot_serve(tmp_path: Path, monkeypatch: pytest.Mo
     later = certificates.now() + timedelta(days=4)
     with monkeypatch.context() as patch:
         patch.setattr(certificates, "now", lambda: later)
-        assert_one(check_pair(certificate, key, NAMES[0]), "not now", "new certificate")
+        assert_one(check_pair(certificate, key, NAMES[0]), "is only valid from", "new certificate")
     assert check_pair(certificate, key, NAMES[0]) == []
     Path(key).chmod(0o644)
     assert_one(check_pair(certificate, key, NAMES[0]), "read by everybody", "chmod 600")
