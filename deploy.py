@@ -1,7 +1,7 @@
-"""From SSH login to a proven model server: one step per line, in order.
+"""Deploy a proven model server from an SSH login; each line is a step.
 
-Run as ``pyinfra inventory/spark.py deploy.py``. Every step reads the host and does nothing when
-it is right, so a second run changes nothing and a killed run is finished by the next one.
+Run as ``pyinfra inventory/spark.py deploy.py``. Each step reads the host and skips
+correct state: a second run makes no changes, and the next run completes a killed run.
 """
 
 from pyinfra import host, state

@@ -35,7 +35,7 @@ class Rounding(nn.Module):
         return weight + (self.rounded(weight.detach()) - weight.detach())
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """Return the stored value."""
+        """Return the stored value; each number format implements it."""
         raise NotImplementedError
 
 
