@@ -177,8 +177,8 @@ class ServeSettings:
     max_body_mib: int = Field(default=32, ge=1, le=4096)
     """Largest request body, in MiB; images travel in it as base64."""
     max_requests_per_s: int | None = Field(default=50, ge=1)
-    """Average requests a second from a client address, with bursts of twice that; requests with a
-    wrong key count. null: no limit."""
+    """Average requests a second from a client address, with bursts of twice that. Requests
+    without a valid key have a separate limit of the same size. null: no limit."""
     start_timeout_s: int = Field(default=2400, ge=10)
     """Seconds from start to the first checked answer. The first start compiles kernels and loads 70
     GB."""

@@ -143,20 +143,33 @@ def test_limits_the_request_rate_per_address(nginx_host: Host, path: str, key: s
             with connect(client, data, STRANGER) as connection:
                 statuses.append(status(connection))
         assert 429 in statuses[:21]
-        assert client.status("/v1/models") == 200  # from another address
+        data = request("/v1/models", client.key, method="GET", length=0)
+        with connect(client, data, STRANGER) as connection:
+            assert status(connection) == 200  # a client with a key behind the same address
 
 
-def test_limits_connections_per_address(nginx_host: Host) -> None:
+def answered(connections: list[socket.socket]) -> list[int]:
+    """Return the statuses of the requests that the gateway has answered."""
+    statuses = []
+    for connection in connections:
+        connection.settimeout(0.3)
+        with contextlib.suppress(TimeoutError):
+            statuses.append(status(connection))
+    return statuses
+
+
+@pytest.mark.parametrize("with_key", [True, False])
+def test_limits_connections_per_address(nginx_host: Host, with_key: bool) -> None:
     with recording_gateway(nginx_host, max_connections=5) as client, ExitStack() as stack:
         client.engines["main"].may_answer.clear()
-        data = request("/v1/models", client.key, method="GET", length=0)
+        path, key = ("/v1/models", client.key) if with_key else ("/health", "")
+        data = request(path, key, method="GET", length=0)
         connections = [stack.enter_context(connect(client, data, STRANGER)) for _ in range(8)]
-        statuses = []
-        for connection in connections:
-            connection.settimeout(0.3)
-            with contextlib.suppress(TimeoutError):
-                statuses.append(status(connection))
-        assert statuses == [429] * 3
+        assert answered(connections) == [429] * 3
+        # Requests without a key and those with one do not use up each other's limit.
+        data = request("/no-such-path", "" if with_key else client.key, method="GET", length=0)
+        with connect(client, data, STRANGER) as connection:
+            assert status(connection) == 404
         client.engines["main"].may_answer.set()
         assert client.status("/v1/models") == 200
 

@@ -237,13 +237,23 @@ def script_text(settings: Gateway, paths: Paths) -> str:
 
 
 def _limits(settings: Gateway, client: str) -> str:
-    lines = []
-    if rate := settings.max_requests_per_s:
-        lines += [f"limit_req_zone {client} zone=clients:1m rate={rate}r/s;"]
-        lines += [f"limit_req zone=clients burst={rate * 2} nodelay;"]
-    if most := settings.max_connections:
-        lines += [f"limit_conn_zone {client} zone=connections:1m;"]
-        lines += [f"limit_conn connections {most};"]
+    """Return limits per address; requests without a valid key count in zones of their own.
+
+    Clients behind a tunnel or a router share an address: one without a key must not use up the
+    limit of those with a key.
+    """
+    keyed, keyless = "$spark_keyed_client", "$spark_keyless_client"
+    lines = [
+        f'map $spark_key {keyed} {{ 1 {client}; default ""; }}',
+        f'map $spark_key {keyless} {{ 1 ""; default {client}; }}',
+    ]
+    for zone, key in (("keyed", keyed), ("keyless", keyless)):
+        if rate := settings.max_requests_per_s:
+            lines += [f"limit_req_zone {key} zone={zone}_requests:1m rate={rate}r/s;"]
+            lines += [f"limit_req zone={zone}_requests burst={rate * 2} nodelay;"]
+        if most := settings.max_connections:
+            lines += [f"limit_conn_zone {key} zone={zone}_connections:1m;"]
+            lines += [f"limit_conn {zone}_connections {most};"]
     return "\n    ".join(lines)
 
 
