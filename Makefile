@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PYTHON ?= python3
 PYTHONS ?= 3.10 3.11 3.12 3.13
 .DEFAULT_GOAL := help
-.PHONY: help venv test check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models kernels backends demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom release
+.PHONY: help venv test check fmt unit pythons engine site editor clients recording host faults gpu-all gpu gpu-train gpu-times gpu-plans cpu-all cpu-plugin cpu-proofs cpu-sizes cpu-seeing cpu-models kernels backends demo demo-fast lab-up lab-down lab-purge lab-model plan docs golden lock-requirements advisories sbom checksums release
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -216,21 +216,15 @@ docs: venv ## write schemas, group_vars/all.yml and reference pages from what th
 golden: venv ## write the expected plans anew; read the diff before committing
 	GOLDEN=write $(PY) -m pytest -q tests/unit/planning/test_goldens.py
 
-lock-requirements: venv ## pin the Python dependencies anew, with hashes and without addresses
-	$(PY) -m pip install --quiet uv
-	.venv/bin/uv pip compile pyproject.toml --universal --python-version 3.10 --generate-hashes \
-	  --no-header --no-annotate --quiet --output-file requirements/run.txt
-	.venv/bin/uv pip compile requirements/kernels.in --universal --python-version 3.10 \
-	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/kernels.txt
-	.venv/bin/uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 \
-	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/dev.txt
-	.venv/bin/uv pip compile requirements/docs.in --universal --python-version 3.10 \
-	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/docs.txt
-	.venv/bin/uv pip compile requirements/record.in --universal --python-version 3.10 \
-	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/record.txt
-	.venv/bin/uv pip compile requirements/audit.in --universal --python-version 3.10 \
-	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/audit.txt
-	.venv/bin/uv pip compile requirements/backends.in --python-platform x86_64-manylinux_2_28 --python-version 3.11 \
+# uv comes from requirements/audit.txt, with a hash like everything else.
+COMPILE = build/audit-venv/bin/uv pip compile --universal --python-version 3.10 --generate-hashes \
+  --no-header --no-annotate --quiet
+lock-requirements: build/audit-venv/installed ## pin the Python dependencies anew, with hashes and without addresses
+	$(COMPILE) pyproject.toml --output-file requirements/run.txt
+	$(COMPILE) pyproject.toml --extra dev --output-file requirements/dev.txt
+	for name in audit docs kernels record; do \
+	  $(COMPILE) requirements/$$name.in --output-file requirements/$$name.txt || exit 1; done
+	build/audit-venv/bin/uv pip compile requirements/backends.in --python-platform x86_64-manylinux_2_28 --python-version 3.11 \
 	  --generate-hashes --no-header --no-annotate --quiet --output-file requirements/backends.txt
 
 build/audit-venv/installed: requirements/audit.txt
@@ -248,6 +242,9 @@ sbom: build/audit-venv/installed ## list the packages sent to hosts and the file
 	build/audit-venv/bin/cyclonedx-py requirements files/checkpoint/requirements.txt \
 	  --spec-version 1.6 --output-reproducible --output-file dist/host-packages.cdx.json
 	cd files/image && git ls-files -z | xargs -0 sha256sum > $(CURDIR)/dist/image-files.sha256
+
+checksums: sbom ## hashes of everything in dist, in dist/SHA256SUMS
+	cd dist && find . -maxdepth 1 -type f ! -name SHA256SUMS -printf '%P\0' | sort -z | xargs -0 sha256sum > SHA256SUMS
 
 release: venv ## make release VERSION=1.2.3: changelog, wheel, commit and tag, from a green tree
 	@$(PY) -m tools.release "$(VERSION)"

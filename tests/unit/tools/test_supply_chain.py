@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from spark_deploy.config.checkout import CHECKOUT
 
@@ -25,6 +26,17 @@ def test_dockerfile_installs_nothing_but_the_plugin() -> None:
     for options in installs:
         assert "--no-deps" in options
         assert "--no-index" in options or "--offline" in options
+
+
+@pytest.mark.parametrize("name", ["check", "release"])
+def test_workflow_pins_actions_and_calls_existing_targets(name: str) -> None:
+    workflow = yaml.safe_load((CHECKOUT / f".github/workflows/{name}.yml").read_text())
+    targets = re.findall(r"^([a-z-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
+    assert workflow["permissions"] == {"contents": "read"}
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    for step in steps:
+        assert "uses" not in step or re.search(r"@[0-9a-f]{40}$", step["uses"])
+        assert set(re.findall(r"make ([a-z-]+)", step.get("run", ""))) <= set(targets)
 
 
 @pytest.mark.slow
