@@ -58,9 +58,9 @@ def add(site: Site, repository: str) -> tuple[int, str]:
 
 
 def add_or_fail(site: Site, repository: str) -> str:
-    code, said = add(site, repository)
-    assert code == 0, said
-    return said
+    code, output = add(site, repository)
+    assert code == 0, output
+    return output
 
 
 def chat(guest: Guest) -> tuple[int, str]:
@@ -85,11 +85,11 @@ def rerank(guest: Guest, model: str) -> tuple[int, list[int]]:
     status, answer = guest.call("POST", "/v1/rerank", body)
     if status != 200:
         return status, []
-    best = sorted(answer["results"], key=lambda one: -float(one["relevance_score"]))
-    return status, [one["index"] for one in best]
+    best = sorted(answer["results"], key=lambda result: -float(result["relevance_score"]))
+    return status, [result["index"] for result in best]
 
 
 def embed(guest: Guest, model: str) -> tuple[int, list[int]]:
     body = {"model": model, "input": ["one text", "another"]}
     status, answer = guest.call("POST", "/v1/embeddings", body)
-    return status, [len(one["embedding"]) for one in answer["data"]] if status == 200 else []
+    return status, [len(entry["embedding"]) for entry in answer["data"]] if status == 200 else []

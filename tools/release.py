@@ -1,8 +1,8 @@
 """Make a release: ``make release VERSION=1.2.3``.
 
-On a clean tree with a green ``make check``: the version into pyproject.toml, a dated heading into
-the changelog, a wheel into ``dist/``, one commit and one tag. Nothing is pushed. What fails before
-the commit leaves both files as they were.
+Requires a clean tree and a passing ``make check``. Sets the version in pyproject.toml, dates the
+changelog, builds a wheel into ``dist/``, commits and tags. It does not push. If a step before the
+commit fails, both files are restored.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ Run = Callable[[Sequence[str]], str]
 
 
 class ReleaseError(Exception):
-    """Why there is no release: where, what, how to fix."""
-
-    def __init__(self, where: str, what: str, fix: str) -> None:
-        super().__init__(f"{where}: {what}\n  fix: {fix}")
+    def __init__(self, where: str, problem: str, fix: str) -> None:
+        super().__init__(f"{where}: {problem}\n  fix: {fix}")
 
 
-def run_in(root: Path) -> Run:
-    """Return what runs a program in ``root`` and returns its output; errors show on the terminal.
+def runner(root: Path) -> Run:
+    """Return a function that runs a program in ``root`` and returns the standard output.
 
-    Raises:
-        subprocess.CalledProcessError: the program failed.
+    The function raises subprocess.CalledProcessError if the program fails.
     """
 
     def run(command: Sequence[str]) -> str:
@@ -42,80 +39,77 @@ def run_in(root: Path) -> Run:
     return run
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     """Return the three numbers of a version.
 
     Raises:
-        ReleaseError: it is no such version.
+        ReleaseError: the text is not a version.
     """
     if not re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}", version):
-        raise ReleaseError("VERSION", f'"{version}" is no version', "make release VERSION=1.2.3")
+        raise ReleaseError("VERSION", f'"{version}" is not a version', "use a form such as 1.2.3")
     return tuple(int(part) for part in version.split("."))
 
 
-def with_version(project: str, version: str) -> str:
-    """Return pyproject.toml's text with another version.
+def set_version(project: str, version: str) -> str:
+    """Return the text of pyproject.toml with a new version.
 
     Raises:
-        ReleaseError: the present version is not older.
+        ReleaseError: the new version is older than the current version.
     """
-    found = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
-    if found is None:
-        raise ReleaseError("pyproject.toml", "has no version", 'write `version = "0.0.0"`')
-    if numbers(version) < numbers(found[1]):
-        raise ReleaseError("VERSION", f"{version} is older than {found[1]}", "name a later one")
-    return project[: found.start(1)] + version + project[found.end(1) :]
+    match = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
+    if match is None:
+        raise ReleaseError("pyproject.toml", "the version is missing", 'add `version = "0.0.0"`')
+    current = match[1]
+    if parse_version(version) < parse_version(current):
+        raise ReleaseError("VERSION", f"{version} is older than {current}", "use a later version")
+    return project[: match.start(1)] + version + project[match.end(1) :]
 
 
-def with_heading(changelog: str, version: str, day: datetime.date) -> str:
-    """Return the changelog with what was unreleased below a heading of the release.
+def date_changelog(changelog: str, version: str, day: datetime.date) -> str:
+    """Return the changelog with the unreleased entries below a heading of the release.
 
     Raises:
-        ReleaseError: there is nothing to release, or this version is there already.
+        ReleaseError: there are no unreleased entries, or the version was released before.
     """
     if re.search(rf"^## {re.escape(version)}\b", changelog, re.MULTILINE):
-        raise ReleaseError("CHANGELOG.md", f"has {version} already", "name a later version")
-    before, found, after = changelog.partition(UNRELEASED)
-    if not found or not re.match(r"\s*(?!## )\S", after):
+        raise ReleaseError("CHANGELOG.md", f"{version} was released before", "use a later version")
+    before, heading, entries = changelog.partition(UNRELEASED)
+    if not heading or not re.match(r"\s*(?!## )\S", entries):
         raise ReleaseError(
-            "CHANGELOG.md", "says nothing below `## Unreleased`", "write what changes for users"
+            "CHANGELOG.md", "`## Unreleased` is empty or missing", "list the changes for users"
         )
-    return f"{before}{UNRELEASED}\n## {version} - {day.isoformat()}\n{after}"
+    return f"{before}{UNRELEASED}\n## {version} - {day.isoformat()}\n{entries}"
 
 
-def refuse_unready(version: str, run: Run) -> None:
-    """Refuse a tree that is not what would be released.
-
-    Raises:
-        ReleaseError: it has changes, the tag is taken, or the check is red.
-    """
-    numbers(version)
+def check_ready(version: str, run: Run) -> None:
+    """Raise ReleaseError for a changed tree, a used tag or a failing ``make check``."""
+    parse_version(version)
     changed = run(["git", "status", "--porcelain"]).splitlines()
     if changed:
         names = ", ".join(line[3:] for line in changed[:5])
-        raise ReleaseError("git", f"there are changes: {names}", "commit or remove them first")
+        raise ReleaseError("git", f"uncommitted changes: {names}", "commit or remove them")
     if run(["git", "tag", "--list", f"v{version}"]).strip():
-        raise ReleaseError("git", f"the tag v{version} is there", "name a later version")
+        raise ReleaseError("git", f"the tag v{version} exists", "use a later version")
     try:
         run(["make", "--no-print-directory", "check"])
     except subprocess.CalledProcessError:
-        fix = "run it, mend what it says, commit"
-        raise ReleaseError("make check", "is not green", fix) from None
+        fix = "fix the reported problems and commit"
+        raise ReleaseError("make check", "failed", fix) from None
 
 
 def release(root: Path, version: str, day: datetime.date, run: Run) -> None:
-    """Write, build, commit and tag the release; before the commit a failure undoes the writing.
+    """Update the files, build the wheel, commit and tag; restore the files on failure.
 
     Raises:
-        ReleaseError: it was refused, or a step failed.
+        ReleaseError: the tree is not ready, or a step failed.
     """
-    refuse_unready(version, run)
+    check_ready(version, run)
     project, changelog = root / "pyproject.toml", root / "CHANGELOG.md"
     before = {path: path.read_text("utf-8") for path in (project, changelog)}
-    write(
+    write_files(
         {
-            project: with_version(before[project], version),
-            changelog: with_heading(before[changelog], version, day),
+            project: set_version(before[project], version),
+            changelog: date_changelog(before[changelog], version, day),
         }
     )
     wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check",
@@ -125,35 +119,34 @@ def release(root: Path, version: str, day: datetime.date, run: Run) -> None:
         run(wheel)
         run(["git", "commit", "--quiet", "--message", f"release: {version}", "--", *files])
     except subprocess.CalledProcessError as error:
-        write(before)
-        raise failed(error, "mend what it says, then run this again") from None
+        write_files(before)
+        raise step_error(error, "fix the reported problem and run the release again") from None
     try:
         run(["git", "tag", "--annotate", "--message", version, f"v{version}"])
     except subprocess.CalledProcessError as error:
-        raise failed(error, "run it: the commit of the release is there") from None
+        raise step_error(error, "run this command; the release is committed") from None
 
 
-def failed(error: subprocess.CalledProcessError, fix: str) -> ReleaseError:
-    return ReleaseError(" ".join(error.cmd), f"ended with {error.returncode}", fix)
+def step_error(error: subprocess.CalledProcessError, fix: str) -> ReleaseError:
+    return ReleaseError(" ".join(error.cmd), f"exited with {error.returncode}", fix)
 
 
-def write(texts: dict[Path, str]) -> None:
-    """Write each text to its file."""
+def write_files(texts: dict[Path, str]) -> None:
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; a refusal is one message and status 1."""
+    """Run the command; return 1 after an error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version")
     version = parser.parse_args(argv).version
     try:
-        release(CHECKOUT, version, datetime.date.today(), run_in(CHECKOUT))
+        release(CHECKOUT, version, datetime.date.today(), runner(CHECKOUT))
     except ReleaseError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(f"released {version}: `git push origin HEAD v{version}` publishes it\n")
+    sys.stdout.write(f"released {version}; publish it with `git push origin HEAD v{version}`\n")
     return 0
 
 

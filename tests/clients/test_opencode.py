@@ -43,12 +43,12 @@ def npm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     home, program = tmp_path_factory.mktemp("npm"), shutil.which("npm")
     assert program, "needs npm: apt-get install npm"
 
-    def installed(package: str) -> Path:
+    def install(package: str) -> Path:
         words = [program, "install", "--no-audit", "--no-fund", package]
         subprocess.run(words, cwd=home, check=True, capture_output=True)
         return home / "node_modules/.bin"
 
-    return installed
+    return install
 
 
 def run_shell(script: str, *words: str, home: Path) -> str:
@@ -61,18 +61,26 @@ def run_shell(script: str, *words: str, home: Path) -> str:
     return done.stdout
 
 
-def text_of(client: str, connection: Connection) -> str:
+def client_text(client: str, connection: Connection) -> str:
     return "\n".join(CLIENTS[client].text(connection))
 
 
-def test_opencode(npm: Callable[[str], Path], connection: Connection, tmp_path: Path) -> None:
+def test_opencode_answers(
+    npm: Callable[[str], Path], connection: Connection, tmp_path: Path
+) -> None:
     opencode = npm(OPENCODE) / "opencode"
-    (tmp_path / "opencode.json").write_text(text_of("opencode", connection))
-    output = run_shell(text_of("env", connection), str(opencode), "run", QUESTION, home=tmp_path)
+    (tmp_path / "opencode.json").write_text(client_text("opencode", connection))
+    output = run_shell(
+        client_text("env", connection), str(opencode), "run", QUESTION, home=tmp_path
+    )
     assert ANSWER in output
 
 
-def test_claude_code(npm: Callable[[str], Path], connection: Connection, tmp_path: Path) -> None:
+def test_claude_code_answers(
+    npm: Callable[[str], Path], connection: Connection, tmp_path: Path
+) -> None:
     claude = npm(CLAUDE_CODE) / "claude"
-    output = run_shell(text_of("claude", connection), str(claude), "-p", QUESTION, home=tmp_path)
+    output = run_shell(
+        client_text("claude", connection), str(claude), "-p", QUESTION, home=tmp_path
+    )
     assert ANSWER in output

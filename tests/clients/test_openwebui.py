@@ -34,18 +34,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
         return archive.read("open_webui/config.py").decode()
 
 
-def test_server_and_key(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_server_and_key(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     body = ast.parse(config).body
     first, end = (index_of(name, body) for name in ("OPENAI_API_KEY", "OPENAI_API_CONFIGS"))
-    found: dict[str, Any] = {"os": os}
-    exec(compile(ast.Module(body[first:end], []), "config.py", "exec"), found)
-    assert found["OPENAI_API_BASE_URLS"] == [BASE_URL]
-    assert found["OPENAI_API_KEYS"] == [KEY]
+    variables: dict[str, Any] = {"os": os}
+    exec(compile(ast.Module(body[first:end], []), "config.py", "exec"), variables)
+    assert variables["OPENAI_API_BASE_URLS"] == [BASE_URL]
+    assert variables["OPENAI_API_KEYS"] == [KEY]
 
 
-def test_documented_names_read(config: str) -> None:
+def test_reads_the_documented_names(config: str) -> None:
     for name in READS["config.py"]:
         assert f"os.getenv('{name}'" in config
 

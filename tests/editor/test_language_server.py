@@ -29,8 +29,8 @@ class Editor:
         self.process = subprocess.Popen(
             [str(server), "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        self.ask("initialize", processId=None, rootUri=root.as_uri(), capabilities=CAPABILITIES)
-        self.tell("initialized")
+        self.request("initialize", processId=None, rootUri=root.as_uri(), capabilities=CAPABILITIES)
+        self.notify("initialized")
 
     def notify(self, method: str, **params: Any) -> None:
         self._send({"jsonrpc": "2.0", "method": method, "params": params})
@@ -48,19 +48,19 @@ class Editor:
         file = self.root / path
         text = file.read_text() if text is None else text
         document = {"uri": file.as_uri(), "languageId": "yaml", "version": 1, "text": text}
-        self.tell("textDocument/didOpen", textDocument=document)
+        self.notify("textDocument/didOpen", textDocument=document)
         while True:
             message = self._read()
             params = message.get("params", {})
-            found = message.get("method") == "textDocument/publishDiagnostics"
-            if found and params["uri"] == file.as_uri():
+            is_report = message.get("method") == "textDocument/publishDiagnostics"
+            if is_report and params["uri"] == file.as_uri():
                 return [item["message"] for item in params["diagnostics"]]
 
     def complete(self, path: str, text: str) -> set[str]:
         path = path.replace(".yml", f"-{self.count}.yml")
         self.open(path, text)
         lines = text.split("\n")
-        answer = self.ask(
+        answer = self.request(
             "textDocument/completion",
             textDocument={"uri": (self.root / path).as_uri()},
             position={"line": len(lines) - 1, "character": len(lines[-1])},
@@ -101,13 +101,13 @@ def editor(server: Path, tmp_path: Path) -> Iterator[Editor]:
     for folder in FOLDERS:
         shutil.copytree(CHECKOUT / folder, tmp_path / folder)
     (tmp_path / "host_vars").mkdir()
-    made = Editor(server, tmp_path)
-    yield made
-    made.process.kill()
-    made.process.wait()
+    editor = Editor(server, tmp_path)
+    yield editor
+    editor.process.kill()
+    editor.process.wait()
 
 
-def line_of(path: str) -> str:
+def schema_comment(path: str) -> str:
     first = (CHECKOUT / path).read_text().splitlines()[0]
     assert first.startswith("# yaml-language-server: $schema=")
     return first + "\n"
@@ -118,14 +118,14 @@ def shipped() -> list[str]:
     return sorted(str(file.relative_to(CHECKOUT)) for file in files)
 
 
-def test_shipped_files_valid(editor: Editor) -> None:
+def test_shipped_files_are_valid(editor: Editor) -> None:
     assert len(shipped()) > 12
-    assert {path: found for path in shipped() if (found := editor.open(path))} == {}
+    assert {path: errors for path in shipped() if (errors := editor.open(path))} == {}
 
 
 @pytest.mark.parametrize("path", ["group_vars/spark.yml", "host_vars/spark-1.yml"])
-def test_settings_completed(editor: Editor, path: str) -> None:
-    head = line_of("group_vars/spark.yml")
+def test_completes_settings(editor: Editor, path: str) -> None:
+    head = schema_comment("group_vars/spark.yml")
     assert {"model", "profile", "serve", "keep_ready", "schedule"} <= editor.complete(path, head)
     assert {"port", "expose"} <= editor.complete(path, head + "serve:\n  ")
     assert {"lan", "tailscale"} <= editor.complete(path, head + "serve:\n  expose: ")
@@ -139,13 +139,13 @@ def test_settings_completed(editor: Editor, path: str) -> None:
         ("catalog/profiles/mine.yml", "catalog/profiles/v2.yml", {"summary", "limits"}),
     ],
 )
-def test_models_and_profiles_completed(
+def test_completes_models_and_profiles(
     editor: Editor, path: str, like: str, keys: set[str]
 ) -> None:
-    assert keys <= editor.complete(path, line_of(like))
+    assert keys <= editor.complete(path, schema_comment(like))
 
 
-def test_folder_of_init(server: Path, tmp_path: Path) -> None:
+def test_completes_and_marks_files_of_init(server: Path, tmp_path: Path) -> None:
     words = ["init", str(tmp_path), "--host", "spark-1=192.0.2.1", "--host", "b", "--user", "ann"]
     subprocess.run([sys.executable, "-m", "spark_deploy", *words], check=True, cwd=CHECKOUT)
     editor = Editor(server, tmp_path)
@@ -168,8 +168,8 @@ def test_folder_of_init(server: Path, tmp_path: Path) -> None:
         editor.process.wait()
 
 
-def test_wrong_key_and_value_marked(editor: Editor) -> None:
-    head = line_of("group_vars/spark.yml")
+def test_marks_wrong_key_and_value(editor: Editor) -> None:
+    head = schema_comment("group_vars/spark.yml")
     wrong = editor.open("group_vars/spark.yml", head + "profil: v2\nserve: {port: 70000}\n")
     assert any("profil" in text for text in wrong), wrong
     assert any("65535" in text for text in wrong), wrong

@@ -1,3 +1,5 @@
+"""Generated pages are current, and pages name existing files and results."""
+
 import json
 import re
 import subprocess

@@ -1,7 +1,8 @@
-"""YAML, links, settings and make targets on the pages are valid."""
+"""YAML, links, settings, make targets and named tests on the pages are valid."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ PAGES = sorted(
 )
 NAMES = [str(page.relative_to(CHECKOUT)) for page in PAGES]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
-_WORD = re.compile(r"^(-{1,2}\w|[\w./~@*=,:{}\[\]-]+$)")
 
 
 def text_of(name: str) -> str:
@@ -38,11 +38,11 @@ def test_make_targets_on_pages_exist(name: str) -> None:
     assert {word for words in shown for word in words.split()} <= targets
 
 
-def blocks(name: str) -> list[str]:
+def yaml_blocks(name: str) -> list[str]:
     return [block for _, language, block in FENCE.findall(text_of(name)) if language == "yaml"]
 
 
-def part_of(kind: str, data: dict[str, Any]) -> bool:
+def is_part_of(kind: str, data: dict[str, Any]) -> bool:
     """Return whether a block is a document of a kind, or a valid part."""
     schema = load_schema(kind)
     if not set(data) <= set(schema["properties"]):
@@ -51,7 +51,7 @@ def part_of(kind: str, data: dict[str, Any]) -> bool:
     return Draft202012Validator(whole).is_valid(data)
 
 
-def are_settings(block: str, root: Path) -> None:
+def load_settings(block: str, root: Path) -> None:
     """Load a block as settings; replace the user's models by a shipped model."""
     known = shipped_catalog().models
     named = re.findall(r"^model: (\S+)", block, re.M)
@@ -62,19 +62,19 @@ def are_settings(block: str, root: Path) -> None:
     load_hosts({"spark": ["spark-1"]}, root=root)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if blocks(name)])
+@pytest.mark.parametrize("name", [name for name in NAMES if yaml_blocks(name)])
 def test_yaml_on_pages_is_valid(name: str, tmp_path: Path) -> None:
-    for number, block in enumerate(blocks(name)):
+    for number, block in enumerate(yaml_blocks(name)):
         block = block.replace("model: NAME", "model: qwen3.5-35b").replace("NAME", "plain")
         data = yaml.safe_load(block)
-        if not any(part_of(kind, data) for kind in ("hosts", "plain_model", "model", "profile")):
+        if not any(is_part_of(kind, data) for kind in ("hosts", "plain_model", "model", "profile")):
             root = tmp_path / str(number)
-            adds(name, root)
-            are_settings(block, root)
+            write_added_models(name, root)
+            load_settings(block, root)
 
 
-def adds(name: str, root: Path) -> None:
-    """Write files of the models that a page adds."""
+def write_added_models(name: str, root: Path) -> None:
+    """Write the models that a page adds."""
     folder = root / "catalog/models"
     folder.mkdir(parents=True)
     for repository in re.findall(r"^spark-deploy add (\S+/\S+)", text_of(name), re.M):
@@ -98,10 +98,10 @@ def test_links_on_pages_work(name: str) -> None:
         if re.match(r"^[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
-        there = (page.parent / path).resolve() if path else page
-        assert there.exists(), f"{name}: {target}"
-        if anchor and there.suffix == ".md":
-            assert anchor in anchors(there), f"{name}: {target}"
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{name}: {target}"
+        if anchor and linked.suffix == ".md":
+            assert anchor in anchors(linked), f"{name}: {target}"
 
 
 def test_settings_on_pages_exist():
@@ -110,11 +110,23 @@ def test_settings_on_pages_exist():
         name: set(item["properties"]) for name, item in keys.items() if "properties" in item
     }
     named = {
-        (page.name, *result)
+        (page.name, section, key)
         for page in PAGES
-        for result in re.findall(r"`([a-z_]+)\.([a-z_]+)(?=[:.`\s])", page.read_text("utf-8"))
-        if result[0] in sections
+        for section, key in re.findall(r"`([a-z_]+)\.([a-z_]+)(?=[:.`\s])", page.read_text("utf-8"))
+        if section in sections
     }
     assert len(named) > 40
-    wrong = [(page, f"{first}.{key}") for page, first, key in named if key not in sections[first]]
-    assert wrong == []
+    assert [item for item in named if item[2] not in sections[item[1]]] == []
+
+
+def test_security_promises_name_existing_tests() -> None:
+    promises = text_of("SECURITY.md").partition("## Promises")[2].partition("\n## ")[0]
+    rows = [line for line in promises.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 25
+    for row in rows:
+        named = re.findall(r"`((?:unit|host)/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, name in named:
+            tree = ast.parse(text_of(f"tests/{file}"))
+            functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+            assert name in {node.name for node in functions}, f"{file} has no {name}"

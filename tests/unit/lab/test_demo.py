@@ -12,9 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from lab import demo, room
-from lab.engine.build import engine_in
 from lab.errors import LabError
-from lab.images import PublishedImage, write_published
 from lab.paths import LabPaths
 from spark_deploy.cli.hosts import Target, build_plan
 from spark_deploy.config.catalog.load import read_catalog
@@ -28,20 +26,14 @@ def test_lab_commands_import_only_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize("engine", ["stub", "cpu"])
-def test_prints_requirements_without_creating_anything(
-    engine: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prints_requirements_without_creating_anything(engine, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40 * 10**9))
     monkeypatch.setattr(demo, "missing_packages", lambda: ["mmdebstrap", "tinyproxy-bin"])
     lab = LabPaths(tmp_path / "some/where/lab")
     demo.print_requirements(lab, engine)
     printed = capsys.readouterr().out
-    for words in ("disk ", "  2 hosts", "time ", "mmdebstrap tinyproxy-bin\n", "make lab-purge"):
-        assert words in printed
-    assert ("vLLM, unpacked" in printed) == ("memory " in printed) == (engine == "cpu")
+    assert "mmdebstrap tinyproxy-bin\n" in printed
+    assert ("memory " in printed) == (engine == "cpu")
     assert not lab.state.exists()
 
 
@@ -60,45 +52,6 @@ def test_engine_memory_matches_the_plan() -> None:
     plan = build_plan(Target("lab-1", {}, settings, read_catalog()), estimate=True)
     needed = plan.needs.memory_needed_bytes
     assert needed <= room.ENGINE_MEMORY_BYTES < needed + (1 << 28)
-
-
-def test_existing_parts_reduce_the_needed_space(tmp_path: Path) -> None:
-    lab = LabPaths(tmp_path / "lab")
-
-    def missing() -> dict[str, int]:
-        parts = room.list_parts(lab, tmp_path, demo.HOSTS, "cpu")
-        return {part.name: part.missing_bytes for part in parts}
-
-    before = missing()
-    write_mib(lab.cache / "base-0123456789ab/bin/sh", 3)
-    write_mib(lab.guests / "lab-2/disk.img", 5)
-    write_mib(lab.guests / "lab-9/disk.img", 7)  # not a host of the demo
-    engine = engine_in(lab.cache)
-    write_mib(lab.cache / "engine-venv-of-last-year/bin/vllm", 1)
-    write_mib(engine.rootfs / "bin/sh", 1)
-    write_published(lab, [("vllm-cpu", PublishedImage("lab/vllm-cpu", "of-last-year", "sha256:0"))])
-    partial = missing()
-    saved = {name: before[name] - partial[name] for name in before if before[name] != partial[name]}
-    # Folders take a block or two each.
-    assert {name: size >> 20 for name, size in saved.items()} == {
-        "packages and base systems": 3, "2 hosts": 5,
-    }  # fmt: skip
-    write_mib(engine.venv / "bin/vllm", 1)
-    write_published(lab, [("vllm-cpu", PublishedImage("lab/vllm-cpu", engine.key, "sha256:1"))])
-    assert {size for name, size in missing().items() if name.startswith("vLLM")} == {0}
-
-
-def test_counts_hard_links_once(tmp_path: Path) -> None:
-    write_mib(tmp_path / "debs/one.deb", 4)
-    (tmp_path / "apt").mkdir()
-    os.link(tmp_path / "debs/one.deb", tmp_path / "apt/one.deb")
-    assert room.used_bytes([tmp_path / "debs", tmp_path / "apt", tmp_path / "none"]) >> 20 == 4
-    assert room.used_bytes([tmp_path / "none"]) == 0
-
-
-def write_mib(file: Path, size_mib: int) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(b"x" * (size_mib << 20))
 
 
 def test_make_demo_prints_requirements_before_preparing(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from lab import cgroup, guest, servers
 from lab.errors import LabError
 from lab.guest import Guest
 from lab.paths import LabPaths, guest_names, lab_paths
-from lab.record import host_key, known_hosts_lines
+from lab.record import known_hosts_lines
 
 
 def test_resolves_guest_names():
@@ -98,13 +97,3 @@ def test_refuses_to_start_server_on_used_port(monkeypatch, tmp_path):
         monkeypatch.setitem(servers.SERVERS, "registry", used)
         with pytest.raises(LabError, match=str(used.port)):
             servers.start(LabPaths(tmp_path), "registry")
-
-
-def test_unreadable_disk_of_one_guest_has_no_host_key(tmp_path: Path):
-    broken = Guest(LabPaths(tmp_path), "lab-2")
-    key = broken.disk / "upper/etc/ssh/ssh_host_ed25519_key.pub"
-    key.mkdir(parents=True)  # reading fails with OSError, as after a power cut
-    assert host_key(broken) is None
-    key.rmdir()
-    key.write_text("ssh-ed25519 AAAA root@lab\n")
-    assert host_key(broken) == "ssh-ed25519 AAAA"

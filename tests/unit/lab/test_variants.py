@@ -8,10 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lab import packages, variant
-from lab.errors import LabError
 from spark_deploy.config.checkout import CHECKOUT
 
 
@@ -33,14 +31,6 @@ def test_no_code_names_a_variant() -> None:
     words = "|".join(map(re.escape, variant.names()))
     for path in Path(variant.__file__).parent.rglob("*.py"):
         assert not re.search(rf"\b({words})\b", path.read_text()), path
-
-
-def test_refuses_unknown_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new/variant.yml").write_text(yaml.safe_dump({"summary": "new", "package": ["jq"]}))
-    monkeypatch.setattr(variant, "DIRECTORY", tmp_path)
-    with pytest.raises(LabError, match="package"):
-        variant.read("new")
 
 
 def test_every_variant_passed_and_kept_its_owner_state() -> None:

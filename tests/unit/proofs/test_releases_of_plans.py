@@ -43,15 +43,18 @@ def test_ranks_get_planned_arguments_with_local_paths(release: Release, tmp_path
     assert "--headless" in worker.argv
     assert "--headless" not in head.argv
     assert head.socket != worker.socket
+    (alone,) = ranks(release, tmp_path, alone=True)
+    assert "--nnodes" not in alone.argv
+    assert "NCCL_HOSTID" not in alone.env
 
 
 def test_ranks_act_as_two_hosts(release: Release, tmp_path: Path) -> None:
-    head, worker = ranks(release, tmp_path)
-    assert head.env["NCCL_HOSTID"] != worker.env["NCCL_HOSTID"]
-    assert (head.env["CUDA_VISIBLE_DEVICES"], worker.env["CUDA_VISIBLE_DEVICES"]) == ("0", "1")
-    assert (head.env["VLLM_HOST_IP"], worker.env["VLLM_HOST_IP"]) == ("127.0.0.1", "127.0.0.2")
-    assert head.env["GLOO_SOCKET_IFNAME"] == head.env["NCCL_SOCKET_IFNAME"] == "lo"
-    assert head.env["NCCL_IB_DISABLE"] == "1"
+    environments = [server.env for server in ranks(release, tmp_path)]
+    for name in ("NCCL_HOSTID", "CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP"):
+        assert len({env[name] for env in environments}) == 2
+    for env in environments:
+        assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo"
+        assert env["NCCL_IB_DISABLE"] == "1"
 
 
 def test_every_change_to_the_plan_is_recorded(release: Release, tmp_path: Path) -> None:
@@ -61,12 +64,6 @@ def test_every_change_to_the_plan_is_recorded(release: Release, tmp_path: Path) 
         for key in set(server.env) - set(planned):
             own = key == "CUDA_VISIBLE_DEVICES" or server.env[key] == os.environ.get(key)
             assert own or key in changes
-
-
-def test_single_server_has_no_cluster_arguments(release: Release, tmp_path: Path) -> None:
-    (server,) = ranks(release, tmp_path, alone=True)
-    assert "--nnodes" not in server.argv
-    assert "NCCL_HOSTID" not in server.env
 
 
 def test_doubled_experts_compute_the_same() -> None:
@@ -140,35 +137,42 @@ def test_two_hosts_with_differences_fail(changed: dict[str, Any], claim: str) ->
     assert any(name.startswith(claim) for name in failed)
 
 
-FINDINGS = [
+OTHER_CHECKS = [
     {"check": str(number), "ok": True, "weight": "must", "detail": ""} for number in range(8)
 ]
-SAID = [{"wanted": "red blue", "said": "red blue"}, {"wanted": "blue", "said": "blue"}]
-SEEN = {"check": "image", "ok": True, "weight": "must", "detail": ""}
+DESCRIPTIONS = [{"wanted": "red blue", "said": "red blue"}, {"wanted": "blue", "said": "blue"}]
+PICTURE_CHECK = {"check": "image", "ok": True, "weight": "must", "detail": ""}
 
 
-def eyes(*, weight: str | None, read: bool = True, name: bool = False) -> list[bool]:
+def picture_verdicts(*, weight: str | None, read: bool = True, name: bool = False) -> list[bool]:
     """Return the verdicts for a severity of the picture check of a blind model."""
-    image = {**SEEN, "ok": weight is None, "weight": weight or "must"}
-    others = [{**entry, "ok": read} for entry in FINDINGS]
-    answers = SAID if name else [{**entry, "said": "white"} for entry in SAID]
-    bad = served(check=[*others, image], documents=answers)
-    good = served(check=[*FINDINGS, SEEN], documents=SAID)
-    other = served(check=[*FINDINGS, {**SEEN, "ok": False, "weight": "warn"}], documents=[
-        {**entry, "said": "white"} for entry in SAID])  # fmt: skip
-    results = {"seeing": good, "seeing-other": other, "seeing-blind": bad}
+    image = {**PICTURE_CHECK, "ok": weight is None, "weight": weight or "must"}
+    others = [{**entry, "ok": read} for entry in OTHER_CHECKS]
+    white = [{**entry, "said": "white"} for entry in DESCRIPTIONS]
+    warning = {**PICTURE_CHECK, "ok": False, "weight": "warn"}
+    results = {
+        "seeing": served(check=[*OTHER_CHECKS, PICTURE_CHECK], documents=DESCRIPTIONS),
+        "seeing-other": served(check=[*OTHER_CHECKS, warning], documents=white),
+        "seeing-blind": served(check=[*others, image], documents=DESCRIPTIONS if name else white),
+    }
     return [row["passed"] for row in judge.judge_seeing(results)]
 
 
-def test_check_must_fail_for_a_blind_model() -> None:
-    assert all(eyes(weight="must"))
-    assert not all(eyes(weight=None))
-    assert not all(eyes(weight="warn"))
-    assert not all(eyes(weight="must", read=False))
-    assert not all(eyes(weight="must", name=True))
+@pytest.mark.parametrize(
+    ("blind", "passed"),
+    [
+        ({"weight": "must"}, True),
+        ({"weight": None}, False),
+        ({"weight": "warn"}, False),
+        ({"weight": "must", "read": False}, False),
+        ({"weight": "must", "name": True}, False),
+    ],
+)
+def test_check_must_fail_for_a_blind_model(blind: dict[str, Any], passed: bool) -> None:
+    assert all(picture_verdicts(**blind)) is passed
 
 
-def asked(chance: float) -> dict[str, Any]:
+def comparison(chance: float) -> dict[str, Any]:
     """Return a record of ``spark-check`` with this probability of a word."""
     best = {"yes": math.log(chance), "no": math.log(1 - chance)}
     steps = [{"token": "yes", "best": best}]
@@ -177,26 +181,31 @@ def asked(chance: float) -> dict[str, Any]:
     return {**about, "answers": answers}
 
 
-def test_plain_models_need_accepted_drafts_and_equal_answers() -> None:
-    check = {"check": FINDINGS, "compared": asked(0.9)}
-    none = {"drafted": 0.0, "accepted": 0.0}
-    few = {"drafted": 100.0, "accepted": 10.0}
+NO_DRAFTS = {"drafted": 0.0, "accepted": 0.0}
 
-    drafted = {"drafted": 100.0, "accepted": 80.0}
 
-    def rows(own: dict[str, Any], without: dict[str, Any], other: float = 0.8) -> list[bool]:
-        results = {
-            "plain-fp8": served(**{**check, "drafts": drafted, **own}),
-            "plain-fp8-without": served(**{**check, "drafts": none, **without}),
-            "plain-bf16-without": served(**check, drafts=none),
-        }
-        results["plain-bf16-without"]["compared"] = asked(other)
-        return [row["passed"] for row in judge.judge_plain(results)]
-
-    assert all(rows({}, {}))
-    assert not all(rows({"drafts": few}, {}))
-    assert not all(rows({"drafts": none}, {}))
-    assert not all(rows({}, {"drafts": drafted}))
-    assert not all(rows({"compared": asked(0.7)}, {}))
-    # A comparison must find a difference between formats.
-    assert not all(rows({}, {}, other=0.9))
+@pytest.mark.parametrize(
+    ("with_drafts", "without", "chance_in_bf16", "passed"),
+    [
+        ({}, {}, 0.8, True),
+        ({"drafts": {"drafted": 100.0, "accepted": 10.0}}, {}, 0.8, False),
+        ({"drafts": NO_DRAFTS}, {}, 0.8, False),
+        ({}, {"drafts": {"drafted": 100.0, "accepted": 80.0}}, 0.8, False),
+        ({"compared": comparison(0.7)}, {}, 0.8, False),
+        ({}, {}, 0.9, False),  # a comparison must find a difference between formats
+    ],
+)
+def test_plain_models_need_accepted_drafts_and_equal_answers(
+    with_drafts: dict[str, Any], without: dict[str, Any], chance_in_bf16: float, passed: bool
+) -> None:
+    plain = served(check=OTHER_CHECKS, compared=comparison(0.9))
+    results = {
+        "plain-fp8": {**plain, **with_drafts},
+        "plain-fp8-without": {**plain, "drafts": NO_DRAFTS, **without},
+        "plain-bf16-without": {
+            **plain,
+            "drafts": NO_DRAFTS,
+            "compared": comparison(chance_in_bf16),
+        },
+    }
+    assert all(row["passed"] for row in judge.judge_plain(results)) is passed

@@ -13,7 +13,7 @@ import pytest
 
 from proofs import result_files
 from proofs.recall import run as recall_run
-from proofs.result_files import describe_run, find_kind
+from proofs.result_files import find_kind
 from spark_deploy.config.catalog.load import read_catalog
 from spark_deploy.config.checkout import CHECKOUT
 
@@ -43,19 +43,6 @@ def test_result_has_origin_and_make_target(path) -> None:
     assert all(result[key] for key in ("command", "date", "commit", "device", "versions"))
     targets = {"gpu-train", "backends", *WHOLE["gpu-all"], *WHOLE["cpu-all"]}
     assert find_kind(path.stem).target in targets
-
-
-def test_unknown_result_file_is_rejected() -> None:
-    with pytest.raises(ValueError, match="unheard-of"):
-        find_kind("unheard-of")
-
-
-def test_run_is_described_by_commit_device_and_versions() -> None:
-    description = describe_run("a device", "pytest", "no-such-package")
-    assert description["device"] == "a device"
-    assert description["versions"] == {"pytest": pytest.__version__, "no-such-package": None}
-    if (CHECKOUT / ".git").exists():  # a copy without history has no commit to name
-        assert re.fullmatch(r"[0-9a-f]{12,}(-dirty)?", description["commit"])
 
 
 @pytest.mark.parametrize(("whole", "parts"), WHOLE.items())
@@ -224,22 +211,16 @@ def test_recall_result_keeps_wrong_answers_of_failed_rows(passed, kept) -> None:
     assert document["runs"]["one"].get("wrong_in_recall") == (wrong if kept else None)
 
 
-def engines(rows, failure=None) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("rows", "failure", "kept"),
+    [([row(False, "one"), row(True, "two")], None, {"one"}), ([], "Traceback", {"one", "two"})],
+    ids=["a failed row", "the judge failed"],
+)
+def test_engine_result_keeps_answers_after_a_failure(rows, failure, kept) -> None:
     ran = {"case": {"options": {}, "tree": "/trees/t"}, "state": "ran", "log_lines": []}
     results = {name: {**ran, "answers": [ANSWER]} for name in ("one", "two")}
-    return {
-        n: engine.get("answers")
-        for n, engine in result_files.describe_engines(results, rows, failure).items()
-    }
-
-
-def test_engine_result_keeps_answers_of_failed_rows() -> None:
-    rows = [row(False, "one"), row(True, "two")]
-    assert engines(rows) == {"one": [KEPT], "two": None}
-
-
-def test_engine_result_keeps_every_answer_after_a_judge_error() -> None:
-    assert engines([], failure="Traceback") == {"one": [KEPT], "two": [KEPT]}
+    engines = result_files.describe_engines(results, rows, failure)
+    assert {name for name, engine in engines.items() if engine.get("answers") == [KEPT]} == kept
 
 
 @pytest.mark.parametrize("passed", [True, False])

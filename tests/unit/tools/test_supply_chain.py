@@ -1,4 +1,4 @@
-"""What goes into the engine's image: only the plugin, built reproducibly."""
+"""The engine's image gets only the plugin, built reproducibly."""
 
 from __future__ import annotations
 
@@ -41,25 +41,28 @@ def test_workflow_pins_actions_and_calls_existing_targets(name: str) -> None:
 
 @pytest.mark.slow
 def test_plugin_wheel_builds_reproducibly(tmp_path: Path) -> None:
-    wheels = [built(tmp_path / name, when) for name, when in (("a", 1), ("deep/b", 1_700_000_000))]
+    wheels = [
+        build_plugin(tmp_path / name, time_s)
+        for name, time_s in (("a", 1), ("deep/b", 1_700_000_000))
+    ]
     assert wheels[0] == wheels[1]
     assert len(wheels[0]) > 10_000
 
 
-def built(folder: Path, when: int) -> bytes:
-    """Build the plugin as the Dockerfile does, from files of that age."""
-    [said] = re.findall(r"SOURCE_DATE_EPOCH=(\d+)", (IMAGE / "Dockerfile").read_text())
+def build_plugin(folder: Path, time_s: int) -> bytes:
+    """Build the plugin as the Dockerfile does, from files with this modification time."""
+    [epoch] = re.findall(r"SOURCE_DATE_EPOCH=(\d+)", (IMAGE / "Dockerfile").read_text())
     source, out = folder / "source", folder / "out"
     source.parent.mkdir(parents=True)
     subprocess.run(["cp", "-r", str(IMAGE), str(source)], check=True)
     subprocess.run(["rm", "-rf", str(source / "build"), *map(str, source.glob("*.egg-info"))])
     for path in source.rglob("*"):
-        subprocess.run(["touch", "--date", f"@{when}", str(path)], check=True)
+        subprocess.run(["touch", "--date", f"@{time_s}", str(path)], check=True)
     subprocess.run(
         [CHECKOUT / ".venv/bin/python", "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps",
          "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", str(out), "."],
         cwd=source, check=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": str(when % 9), "SOURCE_DATE_EPOCH": said},
+        env={"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": str(time_s % 9), "SOURCE_DATE_EPOCH": epoch},
     )  # fmt: skip
     [wheel] = out.glob("*.whl")
     return wheel.read_bytes()
