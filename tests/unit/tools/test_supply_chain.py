@@ -52,6 +52,7 @@ def test_plugin_wheel_builds_reproducibly(tmp_path: Path) -> None:
 def build_plugin(folder: Path, time_s: int) -> bytes:
     """Build the plugin as the Dockerfile does, from files with this modification time."""
     [epoch] = re.findall(r"SOURCE_DATE_EPOCH=(\d+)", (IMAGE / "Dockerfile").read_text())
+    environment = {"PYTHONHASHSEED": str(time_s % 9), "SOURCE_DATE_EPOCH": epoch}
     source, out = folder / "source", folder / "out"
     source.parent.mkdir(parents=True)
     subprocess.run(["cp", "-r", str(IMAGE), str(source)], check=True)
@@ -62,7 +63,7 @@ def build_plugin(folder: Path, time_s: int) -> bytes:
         [CHECKOUT / ".venv/bin/python", "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps",
          "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", str(out), "."],
         cwd=source, check=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": str(time_s % 9), "SOURCE_DATE_EPOCH": epoch},
+        env={"PATH": "/usr/bin:/bin", **environment},
     )  # fmt: skip
     [wheel] = out.glob("*.whl")
     return wheel.read_bytes()
