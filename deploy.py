@@ -32,7 +32,10 @@ docker.apply(plan=plan.docker, proxy=plan.proxy)
 work.image(jobs=jobs, release=release)
 service.prepare(jobs=jobs, release=release)
 # First, to free memory for the other services.
-service.retire(services=tuple(entry.serve.service for entry in plan.served))
+service.retire(
+    services=tuple(entry.serve.service for entry in plan.served),
+    accepted_overrides=plan.needs.expect.unit_overrides,
+)
 for entry in each(plan.served):
     service.serve(
         plan=entry.serve,

@@ -22,6 +22,7 @@ from spark_deploy.hosts.gateway import (
 from spark_deploy.hosts.jobs import wait_for_jobs
 from spark_deploy.hosts.releases import roll_back, verify_rollback
 from spark_deploy.hosts.serve import (
+    check_unit_files,
     install_release,
     reboot_host,
     roll_out,
@@ -83,8 +84,10 @@ def serve(
 
 
 @deploy("Retire")
-def retire(*, services: Sequence[str]) -> None:
+def retire(*, services: Sequence[str], accepted_overrides: Sequence[str]) -> None:
+    """Check the units and stop unlisted services, before anything starts."""
     expect_fact(Status, slow=True)
+    check_unit_files(name="Check unit files", accepted=accepted_overrides)
     stop_unlisted(name="Stop unlisted services", services=services)
 
 

@@ -114,13 +114,16 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
     services = _services(plan, host_status)
     drifts = {service["service"]: service["drift"] for service in services}
     more = "; ".join(f"{name}: {text}" for name, text in drifts.items() if text)
+    accepted = answer.host.settings.settings.expect.unit_overrides
+    overrides = host_status.unit_overrides(accepted)
     return {
         **answer.data(),
         "installed": host_status.installed,
         "planned": wanted,
         "planned_pair": _pair_text(host_status, wanted, plan),
         "unreadable": host_status.unreadable,
-        "drift": drift or more,
+        "drift": drift or more or (f"unit files: {', '.join(overrides)}" if overrides else ""),
+        "unit_overrides": list(overrides),
         "ready": _readiness(plan, host_status) if plan else [],
         "services": services,
         **host_fields(host_status),
@@ -308,6 +311,10 @@ def _pending(host: Mapping[str, Any]) -> Iterator[str]:
             yield _row(title, host[key])
     if host["reboot_pending"]:
         yield _row("reboot", f"pending: {host['reboot_pending']}")
+    for path in host["unit_overrides"]:
+        yield _row(
+            "units", f"{path} changes a unit; remove it, or list it in expect.unit_overrides"
+        )
     if back := host["rolled_back"]:
         yield _row("back", f"rolled back from {back['from_pair']} at {back['at']}, by hand")
     for pair in host["ready"]:

@@ -109,6 +109,18 @@ def roll_out(plan: Release, timeout_s: int, scheduled: Sequence[Release] = ()) -
 
 
 @host_operation
+def check_unit_files(accepted: Sequence[str]) -> None:
+    """Refuse a host where a drop-in, mask or unit file that is not ours changes our units.
+
+    Such a file can start an engine without its check while the service looks unchanged.
+    """
+    if changed := read_fact(Status).unit_overrides(accepted):
+        fix = "remove them and run systemctl daemon-reload, or list them in expect.unit_overrides"
+        refuse(f"{host.name}: systemd", f"{', '.join(changed)}: not written by a deploy", fix)
+    host.noop("only a deploy's files and accepted files change the units")
+
+
+@host_operation
 def stop_unlisted(services: Sequence[str]) -> Commands:
     """Stop and disable every service that is not among ``services``; artefacts are kept."""
     status = read_fact(Status).report

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -110,6 +110,11 @@ class HostStatus:
             if other.name == active and not self.unproven(plan.service, other.name):
                 return other
         return plan
+
+    def unit_overrides(self, accepted: Collection[str]) -> tuple[str, ...]:
+        """Return files that change our units, without those that the owner accepts."""
+        paths = self.report.unit_overrides if self.report else ()
+        return tuple(path for path in paths if path not in accepted)
 
     def stopped(self, service: str) -> str:
         """Describe a stop on purpose, or ""."""

@@ -87,6 +87,8 @@ class Status:
     # Engines of other services.
     more_live: tuple[Live, ...] = field(default=(), metadata=OPTIONAL)
     daily: DailyLook | None = field(default=None, metadata=OPTIONAL)
+    # Drop-ins, masks and unit files that change our units and that no deploy wrote.
+    unit_overrides: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from spark_host.engine.client import Engine
 from spark_host.gateway import gateway, traffic
 from spark_host.records import boot, proof, versions
 from spark_host.rollout import record
-from spark_host.system import cluster, systemd
+from spark_host.system import cluster, systemd, unit_files
 from spark_host.system.host import Host, release_names
 from spark_host.watch import watchdog
 
@@ -67,6 +67,7 @@ def main(words: list[str], paths: Paths) -> Status:
         more_live=tuple(answers[1:]),
         events={name: watchdog.events(name, paths) for name in services},
         daily=host.disk.read(DailyLook, paths.daily),
+        unit_overrides=unit_files.overrides(paths),
     )
 
 

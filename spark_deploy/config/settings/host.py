@@ -49,6 +49,9 @@ class ExpectSettings:
     dgx_os: Literal["require", "warn", "ignore"] = "warn"
     """Reaction to a missing /etc/dgx-release, or to an unfinished vendor update (torn score of
     nvidia-spark-ota-check above 0)."""
+    unit_overrides: tuple[Folder, ...] = Field(default=(), json_schema_extra=UNIQUE)
+    """Paths of your own drop-ins for our systemd units. Deploys refuse all others, and masks,
+    because such a file can start an engine without its check."""
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)

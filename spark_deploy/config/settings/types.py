@@ -80,6 +80,7 @@ EXPERT = frozenset({
     "expect.dgx_os", "base.package_lock_wait_s", "base.skip", "base.earlyoom",
     "base.compaction_proactiveness", "cuda.repositories", "docker.packages",
     "docker.repositories", "docker.daemon", "disk.reserve_gib", "ssh.known_hosts_file",
+    "expect.unit_overrides",
 })  # fmt: skip
 
 

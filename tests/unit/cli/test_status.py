@@ -76,6 +76,11 @@ START = {"lowest_bytes": 9 * 2**30, "after_s": 312.0, "floor_bytes": 4 * 2**30}
     [
         (document([{"name": "prefix reuse", "ok": True, "detail": REUSE}]), REUSE, True),
         (document([{"name": "prefix reuse", "ok": False, "detail": REUSE}]), REUSE, False),
+        (
+            {**document(), "unit_overrides": ["/etc/a.conf"]},
+            "list it in expect.unit_overrides",
+            True,
+        ),
         (document([WARNING]), "  warned   repeat: two texts", True),
         (document(start_memory=START), "start 9.0 GiB, floor 4.0 GiB), 2 restarts", True),
     ],

@@ -365,3 +365,15 @@ def test_successful_change_shows_times_warnings_and_speed() -> None:
         True,
         [f"serves {NEW} (start 61.2 s, check 3.0 s)", f"check warning: {warnings[0]}", *bench],
     )
+
+
+DROP_IN = "/etc/systemd/system/spark-serve@.service.d/override.conf"
+
+
+@pytest.mark.parametrize(("accepted", "is_refused"), [((), True), ((DROP_IN,), False)])
+def test_refuses_foreign_drop_ins_unless_accepted(
+    accepted: tuple[str, ...], is_refused: bool
+) -> None:
+    host = FakeHost(Status=told({**PROVEN, "unit_overrides": [DROP_IN]}))
+    commands = run_operation(host, serve.check_unit_files, accepted, executing=True)
+    assert [command.startswith("_refuse(") for command in commands] == [True] * is_refused

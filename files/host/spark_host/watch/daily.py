@@ -15,7 +15,7 @@ from spark_contract.release import Release
 from spark_contract.units import GATEWAY, WATCH
 
 from spark_host.records import boot, proof
-from spark_host.system import folders, programs
+from spark_host.system import folders, programs, unit_files
 from spark_host.system.host import Host, load_gateway
 from spark_host.system.programs import log
 
@@ -44,6 +44,7 @@ def inspect(host: Host) -> DailyLook:
         *_clock(running, host),
         *_checkpoints(releases, host),
         *_proofs(running, host),
+        *_units(host.paths),
     )
     return DailyLook(at=host.clock.now(), problems=tuple(problems))
 
@@ -150,6 +151,12 @@ def _proofs(running: list[Release], host: Host) -> Iterator[Problem]:
         elif age_s > PROOF_DAYS * _DAY_S:
             message = f"{release.name} was proven {age_s / _DAY_S:.0f} days ago"
             yield Problem("proof", message, "run spark-check")
+
+
+def _units(paths: Paths) -> Iterator[Problem]:
+    for path in unit_files.overrides(paths):
+        fix = f"rm {path}; systemctl daemon-reload; or list it in expect.unit_overrides"
+        yield Problem("systemd", f"{path} changes a unit of this project", fix)
 
 
 def _age_s(last: Proof | None) -> float | None:

@@ -1,0 +1,67 @@
+"""Drop-ins, masks and unit files that no deploy wrote are listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from spark_contract.paths import Paths
+from spark_host.system import unit_files
+
+ETC = "/etc/systemd/system"
+OURS = (
+    f"{ETC}/spark-serve@.service",
+    f"{ETC}/spark-daily.timer",
+    f"{ETC}/spark-hours@main-0123456789ab.timer",
+    f"{ETC}/spark-serve@main-0123456789ab.service.d/50-release.conf",
+    f"{ETC}/spark-serve@main-0123456789ab.service.d/50-cluster.conf",
+    f"{ETC}/spark-watch@main-0123456789ab.service.d/50-cluster.conf",
+    f"{ETC}/spark-job@0123456789ab.service.d/order.conf",
+    f"{ETC}/spark-prepare@main-0123456789ab.target.d/0123456789ab.conf",
+)
+FOREIGN = (
+    f"{ETC}/ssh.service.d/50-spark.conf",
+    f"{ETC}/spark-master.service.d/override.conf",  # Apache Spark
+    f"{ETC}/spark-worker.service",
+    f"{ETC}/spark-serve@.service.d/README",  # systemd reads only *.conf
+    "/usr/lib/systemd/system/service.d/10-timeout.conf",  # of a package
+)
+
+
+def write(root: Path, *files: str) -> None:
+    for file in files:
+        path = root / file.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("[Service]\nExecStartPost=\n")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        f"{ETC}/spark-serve@.service.d/override.conf",
+        f"{ETC}/spark-serve@.service.d/50-release.conf",
+        f"{ETC}/spark-serve@main-0123456789ab.service.d/override.conf",
+        f"{ETC}/spark-serve@main-0123456789ab.service",
+        f"{ETC}/spark-.service.d/a.conf",
+        f"{ETC}/service.d/a.conf",
+        f"{ETC}/spark-daily.timer.d/a.conf",
+        "/etc/systemd/system.control/spark-serve@main-0123456789ab.service.d/50-MemoryMax.conf",
+        "/run/systemd/system.control/spark-gateway@main.service.d/50-CPUQuota.conf",
+        "/run/systemd/system/spark-watch@.service.d/a.conf",
+        "/run/systemd/transient/spark-serve@x.service",
+    ],
+)
+def test_lists_files_that_change_our_units(tmp_path: Path, file: str) -> None:
+    write(tmp_path, *OURS, *FOREIGN, file)
+    assert unit_files.overrides(Paths(tmp_path)) == (file,)
+
+
+@pytest.mark.parametrize("name", ["spark-serve@main-0123456789ab.service", "spark-watch@.service"])
+def test_lists_masked_units(tmp_path: Path, name: str) -> None:
+    write(tmp_path, *(file for file in OURS if not file.endswith(name)))
+    (tmp_path / ETC.lstrip("/") / name).symlink_to("/dev/null")
+    assert unit_files.overrides(Paths(tmp_path)) == (f"{ETC}/{name}",)
+
+
+def test_host_without_units_has_no_overrides(tmp_path: Path) -> None:
+    assert unit_files.overrides(Paths(tmp_path)) == ()
