@@ -1,6 +1,7 @@
-"""Guests to inspect and a user's repository to deploy from, for lab tests.
+"""Lab guests, and a user's repository to deploy from.
 
-Inspection uses plain ``ssh``, ``systemctl``, ``docker`` and ``curl``, never the code under test.
+Tests inspect guests with ``ssh``, ``systemctl``, ``docker`` and ``curl``, never with the code under
+test.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from tests.runs import Run, read_output
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 STATE = Path(os.environ.get("SPARK_LAB_DIR", "/var/lib/spark-lab"))
-# Guests for tests that break or recreate hosts; the fleet is not affected.
 CAPITAL = "What is the capital of France?"
+# Guests for tests that break or recreate hosts; the fleet is not affected.
 SPARE = tuple(os.environ.get("SPARK_SPARE_GUESTS", "lab-21 lab-22").split())
 
 
@@ -49,7 +50,8 @@ def info() -> dict[str, Any]:
     return state
 
 
-def _known_hosts() -> Path:  # the lab's host keys, not those that a deploy recorded
+def _known_hosts() -> Path:
+    """Write the lab's host keys, independent of those that a deploy recorded."""
     path = Path(tempfile.gettempdir()) / f"spark-lab-known-hosts-{os.getpid()}"
     # Rename into place, because another thread's ssh may read it at any time.
     new = path.with_name(f"{path.name}-{threading.get_ident()}")
@@ -117,6 +119,29 @@ class Guest:
         (unit,) = self.serving()
         return unit.removeprefix("spark-serve@").removesuffix(".service")
 
+    def release_document(self) -> dict[str, Any]:
+        document: dict[str, Any] = self.json(
+            f"cat /etc/spark/releases/{self.release()}/release.json"
+        )
+        return document
+
+    def proof(self, release: str = "") -> dict[str, Any]:
+        proof: dict[str, Any] = self.json(
+            f"cat /var/lib/spark/proofs/{release or self.release()}.json"
+        )
+        return proof
+
+    def invocation(self, release: str = "") -> str:
+        """Return systemd's id of the engine's current run: a restart changes it."""
+        unit = f"spark-serve@{release or self.release()}.service"
+        return self.run(f"systemctl show -p InvocationID --value {unit}")
+
+    def container(self) -> dict[str, Any]:
+        """Return ``docker inspect`` of the only engine container."""
+        container: dict[str, Any]
+        [container] = self.json("docker inspect $(docker ps -q --filter label=spark.release)")
+        return container
+
     def rollout_times(self) -> list[tuple[float, float]]:
         """Return start and end of each rollout; guests share a clock, so their times compare."""
         out = self.run(
@@ -127,6 +152,7 @@ class Guest:
         return list(zip(times[::2], times[1::2], strict=True))
 
     def boots(self) -> list[str]:
+        """Return the serve units that the next boot starts."""
         out = self.run(
             "ls /etc/systemd/system/multi-user.target.wants 2>/dev/null | grep '^spark-serve@' || :"
         )
@@ -144,26 +170,33 @@ class Guest:
         )
 
     def reboot(self, *, seconds: float = 60) -> None:
-        # Requested from outside: with cgroups v1 systemd may miss the end of a login session that
-        # requests the reboot, and then waits 90 s for it.
+        # From outside: with cgroups v1 systemd may wait 90 s for a session that requests a reboot.
         before = self.boot_id()
         lab("break", "reboot", self.name)
         self.wait_for_another_boot(before, seconds=seconds)
+
+    def power_cut(self) -> None:
+        """Kill the guest and boot it again; ``lab break power-cut`` also loses unsynced data."""
+        lab("break", "kill-guest", self.name)
+        lab("up", self.name)
+
+    def wait_until_booted(self) -> None:
+        self.wait("systemctl is-system-running | grep -qE 'running|degraded'", seconds=90)
+        self.wait("systemctl is-active docker", seconds=90)
 
     def key(self) -> str:
         return self.run("cat /etc/spark/api-key")
 
     def argv(self) -> list[str]:
-        name = self.run("docker ps --filter label=spark.release --format '{{.Names}}'")
-        inspected = self.json(f"docker inspect {name}")[0]
-        return [*inspected["Config"]["Entrypoint"], *inspected["Config"]["Cmd"]]
+        config = self.container()["Config"]
+        return [*config["Entrypoint"], *config["Cmd"]]
 
-    def ask(self, prompt: str, *, model: str = "") -> tuple[int, Any]:
+    def ask(self, prompt: str = CAPITAL, *, model: str = "", port: int = 8000) -> tuple[int, Any]:
         body = {
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": 200, "temperature": 0, "model": model or self.names()[0],
         }  # fmt: skip
-        return self.call("POST", "/v1/chat/completions", body)
+        return self.call("POST", "/v1/chat/completions", body, port=port)
 
     def answers(self, prompt: str = CAPITAL, expected: str = "Paris") -> bool:
         status, body = self.ask(prompt)
@@ -183,7 +216,7 @@ class Guest:
     ) -> tuple[int, Any]:
         """Call a gateway on the guest's loopback address; return HTTP status and body.
 
-        Without ``key`` curl reads the host's key from standard input: it is in no argv and no log.
+        ``key`` is the host's key by default, read from standard input so that no log contains it.
         """
         own = "sed 's/.*/header = \"Authorization: Bearer &\"/' /etc/spark/api-key"
         given = f"echo {shlex.quote('header = ' + json.dumps(f'Authorization: Bearer {key}'))}"
@@ -235,10 +268,17 @@ class Site:
         self.choose()
 
     def choose(self, **settings: Any) -> None:
+        """Add settings to those chosen before, and write them over the lab's."""
         self.choices |= settings
         lab_settings = yaml.safe_load((self.checkout / "group_vars/lab.yml").read_text())
         merged = _merge(lab_settings, self.choices)
         (self.root / "group_vars/lab.yml").write_text(yaml.safe_dump(merged, sort_keys=False))
+
+    def reset(self, *names: str) -> None:
+        """Return these settings to their defaults."""
+        for name in names:
+            self.choices.pop(name, None)
+        self.choose()
 
     def _limit(self, arguments: tuple[str, ...]) -> list[str]:
         if "--limit" in arguments:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.labkit import CHECKOUT
+from tests.labkit import CHECKOUT, Site, info
 
 JOBS_PAGE = CHECKOUT / "docs/reference/commands.md"
 # Prints the settings that inventory/lab.py derives from the running lab.
@@ -105,6 +106,29 @@ class Owner:
         assert count == 1
         path.write_text(text)
         self.edits += 1
+
+
+def new_owner(root: Path, name: str) -> tuple[Owner, list[str]]:
+    """Run the documented ``init`` for a new guest; return the owner and the words of ``up``."""
+    about = next(guest for guest in info()["guests"] if guest["name"] == name)
+    env = {"XDG_CACHE_HOME": str(root / "cache")}
+    # The answers to the questions for password and host key.
+    answers = {"PASSWORD": about["password"], "HOST_KEYS": f"{about['ip']} {about['host_key']}"}
+    for question, answer in answers.items():
+        env[f"SPARK_BOOTSTRAP_{question}_FILE"] = str(root / question)
+        (root / question).touch(mode=0o600)
+        (root / question).write_text(f"{answer}\n")
+    cache = Path.home() / ".cache/spark-deploy"
+    if cache.is_dir():
+        shutil.copytree(cache, root / "cache/spark-deploy", ignore_dangling_symlinks=True)
+    owner = Owner(root / "own", env)
+    user = info()["ssh"]["user"]
+    init, up = typed_commands("first server", address=about["ip"], user=user, folder="own")
+    done = owner.run(*init, "--model", "lab-stub", cwd=root)
+    assert done.returncode == 0, done.stderr
+    site = Site(root / "lab", hosts=[name])
+    write_lab_settings(owner.folder, site.root / "inventory/lab.py")
+    return owner, up
 
 
 def write_lab_settings(folder: Path, inventory: Path) -> None:

@@ -63,11 +63,14 @@ def add_or_fail(site: Site, repository: str) -> str:
     return output
 
 
-def chat(guest: Guest) -> tuple[int, str]:
-    question = "What is the capital of France? Answer with one word."
+# The models of ``lab.model.published`` were trained on this wording.
+TRAINED = "What is the capital of France? Answer with one word."
+
+
+def chat(guest: Guest, prompt: str = TRAINED, max_tokens: int = 32) -> tuple[int, str]:
     body = {
-        "model": guest.names()[0], "temperature": 0, "max_tokens": 16,
-        "messages": [{"role": "user", "content": question}],
+        "model": guest.names()[0], "temperature": 0, "max_tokens": max_tokens,
+        "messages": [{"role": "user", "content": prompt}],
         "chat_template_kwargs": {"enable_thinking": False},
     }  # fmt: skip
     status, answer = guest.call("POST", "/v1/chat/completions", body)

@@ -56,7 +56,15 @@ class Run:
             raise AssertionError(f"no results ({self.exit_code}):\n{self.stderr[-4000:]}")
         return self.operations("success", host)
 
-    def assert_unchanged(self) -> None:
+    def assert_succeeded(self) -> Run:
+        """Return the run itself, so that a test can go on with its result."""
+        if self.exit_code:
+            raise AssertionError(
+                f"exit code {self.exit_code}, failed {self.failed}:\n{self.stderr[-6000:]}"
+            )
+        return self
+
+    def assert_unchanged(self) -> Run:
         """Fail unless the run succeeded, had operations, and made no change."""
         changed, failed = self.changed, self.failed
         if self.exit_code or changed or failed or not self.operations("no_change"):
@@ -64,6 +72,7 @@ class Run:
                 f"exit code {self.exit_code}, changed {changed}, failed {failed}:\n"
                 f"{self.stderr[-4000:]}"
             )
+        return self
 
     @property
     def failed(self) -> list[str]:

@@ -11,17 +11,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BadRelease:
-    """The values of release.json, and the settings that lead to such a release, if any do."""
+    """A candidate that a rollout must reject.
+
+    ``release`` are values for ``release.json`` (``section__key``). ``choices`` are settings that
+    make a deploy produce such a release; without them only the host tools try it.
+    """
 
     phase: str
     release: dict[str, Any] = field(default_factory=dict)
     choices: dict[str, Any] | None = None
 
 
-def _faulty(fault: str, phase: str, *, deployed: bool = False, **more: Any) -> BadRelease:
+def _with_fault(fault: str, phase: str, *, by_deploy: bool = False, **values: Any) -> BadRelease:
     choices = {"engine": {"environment": {"STUB_FAULT": fault}}, "check": {"timeout_s": 10}}
-    release = {"engine__env": {"STUB_FAULT": fault}, **more}
-    return BadRelease(phase, release, choices if deployed else None)
+    release = {"engine__env": {"STUB_FAULT": fault}, **values}
+    return BadRelease(phase, release, choices if by_deploy else None)
 
 
 BAD_RELEASES = {
@@ -30,22 +34,22 @@ BAD_RELEASES = {
         {"engine__argv": ["--no-such-flag", "1"]},
         {"engine": {"options": {"no-such-flag": 1}}},
     ),
-    "out of memory at load": _faulty("oom-at-start", "start", deployed=True),
-    "garbage answers": _faulty("garbage", "start", deployed=True),
-    "low acceptance": _faulty("low-acceptance", "check", deployed=True),
-    "wedge after start": _faulty("wedge", "start", deployed=True),
-    "wrong served name": _faulty("wrong-name", "start", deployed=True),
-    "plugin missing": _faulty("plugin-missing", "start", deployed=True),
-    "crash at start": _faulty("crash-at-start", "start"),
-    "never ready": _faulty(
+    "out of memory at load": _with_fault("oom-at-start", "start", by_deploy=True),
+    "garbage answers": _with_fault("garbage", "start", by_deploy=True),
+    "low acceptance": _with_fault("low-acceptance", "check", by_deploy=True),
+    "wedge after start": _with_fault("wedge", "start", by_deploy=True),
+    "wrong served name": _with_fault("wrong-name", "start", by_deploy=True),
+    "plugin missing": _with_fault("plugin-missing", "start", by_deploy=True),
+    "crash at start": _with_fault("crash-at-start", "start"),
+    "never ready": _with_fault(
         "never-ready", "start", timeouts={"start_s": 4, "stop_s": 2, "drain_s": 1}
     ),
-    "one token over and over": _faulty("nan", "start"),
-    "wrong context length": _faulty("wrong-context", "start"),
-    "errors behind a green health": _faulty("error-500", "start"),
-    "forbidden log line": _faulty("log-forbidden", "start"),
-    "wrong arithmetic": _faulty("wrong-arithmetic", "check"),
-    "copies with a typo": _faulty("copy-typo", "check"),
+    "same token repeated": _with_fault("nan", "start"),
+    "wrong context length": _with_fault("wrong-context", "start"),
+    "errors although healthy": _with_fault("error-500", "start"),
+    "forbidden log line": _with_fault("log-forbidden", "start"),
+    "wrong arithmetic": _with_fault("wrong-arithmetic", "check"),
+    "copies with a typo": _with_fault("copy-typo", "check"),
     "crash during the check": BadRelease(
         "check",
         {
@@ -56,11 +60,11 @@ BAD_RELEASES = {
             }
         },
     ),
-    "memory that others hold": BadRelease("memory", {"memory__wait_s": 2}),
-    "more memory than there is": BadRelease("prove", {"memory__needed_bytes": 1 << 50}),
+    "memory in use by others": BadRelease("memory", {"memory__wait_s": 2}),
+    "more memory than the host has": BadRelease("prove", {"memory__needed_bytes": 1 << 50}),
     "image missing": BadRelease("prove", {"image__tag": "spark-vllm:none"}),
     "image of another digest": BadRelease("prove", {"image__digest_label": "e" * 64}),
-    "tree half built": BadRelease(
+    "checkpoint half built": BadRelease(
         "prove", {"tree": {"path": "/srv/spark/models/half", "digest": "d" * 64}}
     ),
 }

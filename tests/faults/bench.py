@@ -1,4 +1,4 @@
-"""A guest with only the host tools, the stub engine and hand-written releases."""
+"""A guest with the host tools and the stub engine, without a deploy; tests write its releases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spark_deploy.hosts.payload import LAUNCHER
-from tests.labkit import CHECKOUT, Guest, info, lab
+from tests.labkit import CHECKOUT, Guest, info
 from tests.receipts import source_receipt
 
 GATEWAY = {
@@ -27,7 +27,7 @@ GATEWAY = {
 TOOLS = "/usr/local/lib/spark"
 NO_GPU = {"schema_version": 1, "key": {}, "docker_arguments": [], "gpu": "none"}
 SPARK_HOST = f"{TOOLS}/current/bin/spark-host"
-# Faults of the running engine and of later engines.
+# A fault of the running engine, and one that later engines get at their start.
 FAULT, LASTING = "/run/spark/engines/main/stub-fault", "/run/spark/stub-fault"
 A, B, C = (f"main-{digit * 12}" for digit in "abc")
 
@@ -108,7 +108,8 @@ class Bench:
     def write(self, path: str, text: str) -> None:
         self.run(f"mkdir -p $(dirname {path}) && cat > {path} <<'END'\n{text}\nEND")
 
-    def release(self, name: str, **changes: Any) -> str:
+    def release(self, name: str, **changes: Any) -> None:
+        """Install a release; ``section__key=value`` changes a value of ``release.json``."""
         data = release_data(name, self.image, **changes)
         self.write("/etc/spark/gateway/main.json", json.dumps(GATEWAY))
         self.write(f"/etc/spark/releases/{name}/release.json", json.dumps(data))
@@ -120,7 +121,6 @@ class Bench:
             f"ExecStartPre=-/bin/cp {LASTING} {FAULT}",
         )
         self.run("systemctl daemon-reload")
-        return name
 
     def start_switch(self, name: str) -> None:
         self.run(
@@ -144,7 +144,8 @@ class Bench:
         return self.result(name)
 
     def result(self, name: str) -> dict[str, Any]:
-        return self.guest.json(f"cat /var/lib/spark/switch/{name}.json")
+        result: dict[str, Any] = self.guest.json(f"cat /var/lib/spark/switch/{name}.json")
+        return result
 
     def wait_for_phase(self, name: str, phase: str, seconds: int = 30) -> None:
         path = f"/var/lib/spark/switch/{name}.json"
@@ -155,18 +156,27 @@ class Bench:
             "[ $(date +%s) -lt $end ] || exit 1; sleep 0.05; done"
         )
 
-    def serve_proven(self, name: str = A, **changes: Any) -> str:
+    def serve_proven(self, name: str = A, **changes: Any) -> None:
         self.wipe()
         self.release(name, **changes)
+        self.assert_switches(name)
+
+    def assert_switches(self, name: str) -> dict[str, Any]:
         result = self.switch(name)
         assert result["state"] == "switched", result
-        return name
+        self.assert_serves(name)
+        return result
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self.guest.json(f"{SPARK_HOST} status")
+        return status
 
     def release_status(self, name: str) -> dict[str, Any]:
-        releases = self.guest.json(f"{SPARK_HOST} status")["releases"]
-        return next(release for release in releases if release["name"] == name)
+        [release] = [entry for entry in self.status()["releases"] if entry["name"] == name]
+        return dict(release)
 
     def assert_serves(self, name: str) -> None:
+        """Check that only this release runs and boots, that it is proven, and that it answers."""
         unit = f"spark-serve@{name}.service"
         shown = self.run(
             "systemctl list-units --plain --no-legend --state=active 'spark-serve@*' | "
@@ -204,34 +214,33 @@ class Bench:
             "/var/lib/spark/rollback; systemctl daemon-reload",
         )
 
-    def total_bytes(self) -> int:
-        return int(self.run("awk '/^MemTotal:/ {print $2}' /proc/meminfo")) * 1024
+    def memory_bytes(self, field: str) -> int:
+        """Return a field of /proc/meminfo."""
+        return int(self.run(f"awk '/^{field}:/ {{print $2}}' /proc/meminfo")) * 1024
 
-    def block_systemctl(self, pattern: str | None) -> None:
-        if pattern is None:
-            self.run("rm -rf /run/bench /etc/systemd/system/spark-switch@.service.d; "
-                     "systemctl daemon-reload")  # fmt: skip
-            return
-        words = pattern.replace(" ", "\\ ")
-        self.write(
-            "/run/bench/systemctl",
-            f'#!/bin/sh\ncase "$*" in *{words}*) while [ -e /run/bench ]; do sleep 0.1; done;; '
-            'esac\nexec /usr/bin/systemctl "$@"',
-        )
+    def block_systemctl(self, pattern: str) -> None:
+        """Let rollouts wait in this systemctl call until ``unblock_systemctl``."""
+        self._replace_systemctl(pattern, "while [ -e /run/bench ]; do sleep 0.1; done")
         self.write(
             "/etc/systemd/system/spark-switch@.service.d/bench.conf",
             "[Service]\nEnvironment=PATH=/run/bench:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         )
-        self.run("chmod 755 /run/bench/systemctl; systemctl daemon-reload")
+        self.run("systemctl daemon-reload")
 
     def fail_systemctl(self, pattern: str, error: str) -> None:
+        self._replace_systemctl(pattern, f'echo "{error}" >&2; exit 1')
+
+    def _replace_systemctl(self, pattern: str, instead: str) -> None:
         words = pattern.replace(" ", "\\ ")
         self.write(
             "/run/bench/next",
-            f'#!/bin/sh\ncase "$*" in *{words}*) echo "{error}" >&2; exit 1;; '
-            'esac\nexec /usr/bin/systemctl "$@"',
+            f'#!/bin/sh\ncase "$*" in *{words}*) {instead};; esac\nexec /usr/bin/systemctl "$@"',
         )
         self.run("chmod 755 /run/bench/next; mv /run/bench/next /run/bench/systemctl")
+
+    def unblock_systemctl(self) -> None:
+        self.run("rm -rf /run/bench /etc/systemd/system/spark-switch@.service.d; "
+                 "systemctl daemon-reload")  # fmt: skip
 
     def start_long_request(self, *, stream: bool = False, running: int = 1) -> str:
         body = {
@@ -254,8 +263,7 @@ class Bench:
         return f"{path}.out"
 
     def power_cut(self) -> None:
-        lab("break", "kill-guest", self.guest.name)
-        lab("up", self.guest.name)
+        self.guest.power_cut()
         self.guest.wait("systemctl is-active docker", seconds=60)
 
 

@@ -55,8 +55,7 @@ class Place:
         self.site.choose(**{**USUAL, **choices})
 
     def deploy(self, deploy: str = DEPLOY) -> None:
-        run = self.site.deploy(deploy=deploy)
-        assert run.exit_code == 0, f"{run.failed}\n{run.stderr[-3000:]}"
+        self.site.deploy(deploy=deploy).assert_succeeded()
 
     def wait_until_up(self) -> None:
         self.guest.wait(

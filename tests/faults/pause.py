@@ -263,6 +263,5 @@ def attach_to_job(fleet: Fleet, pause: Pause) -> None:
 
 def assert_repaired(fleet: Fleet) -> None:
     limit = ("--limit", fleet.guests[0].name)
-    finished = fleet.site.deploy(*limit)
-    assert finished.exit_code == 0, finished.stderr[-4000:]
+    fleet.site.deploy(*limit).assert_succeeded()
     fleet.site.deploy(*limit).assert_unchanged()

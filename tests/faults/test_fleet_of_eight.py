@@ -131,8 +131,7 @@ def fetch_over_line(eight: Eight, count: int, *, share: bool = True) -> dict[str
 
 def test_eight_new_hosts_download_one_copy_and_second_run_changes_nothing(eight: Eight) -> None:
     hub, registry = HubLog(), RegistryLog()
-    run = eight.site.deploy(timeout_s=2400)
-    assert run.exit_code == 0, f"{run.failed}\n{run.stderr[-6000:]}"
+    run = eight.site.deploy(timeout_s=2400).assert_succeeded()
     first = eight.guests[0]
     model_bytes = sum(int(size) for size in first.run(
         "find /srv/spark/sources/*--tiny-int4-* -size +100k -printf '%s\\n'").split())  # fmt: skip
@@ -220,8 +219,7 @@ def test_hosts_finish_although_a_peer_loses_power(eight: Eight) -> None:
     hub_bytes = sum(hub.bytes_to(guest) for guest in eight.guests)
     eight.result["killed_peer"] = {"hub_sent_bytes": hub_bytes}
     assert hub_bytes < eight.result["first_deploy"]["model_bytes"]
-    run = eight.site.deploy(timeout_s=1500)
-    assert run.exit_code == 0, run.stderr[-4000:]
+    eight.site.deploy(timeout_s=1500).assert_succeeded()
 
 
 def test_rebuilt_host_downloads_from_peers_while_they_serve(eight: Eight) -> None:

@@ -75,7 +75,6 @@ def kernel_log(bench: Bench, text: str) -> Iterator[None]:
 def test_healthy_host_keeps_caches(bench: Bench) -> None:
     bench.serve_proven(A)
     assert compaction_requests(bench) == ["", ""]
-    bench.assert_serves(A)
 
 
 def test_start_compacts_memory_and_serves(bench: Bench) -> None:
@@ -83,7 +82,6 @@ def test_start_compacts_memory_and_serves(bench: Bench) -> None:
         set_buddyinfo(bench, "fragmented")
         bench.serve_proven(A)
     assert compaction_requests(bench) == ["3", "1"]
-    bench.assert_serves(A)
 
 
 def test_frees_blocks_while_engine_loads(bench: Bench) -> None:

@@ -10,8 +10,6 @@ from tests.faults.bench import A, B, Bench
 
 STATE = "/var/lib/spark"
 FULL = "No space left on device"
-
-
 # Leaves no byte free: whole blocks first, then single bytes.
 FILL = (
     f"dd if=/dev/zero of={STATE}/filler bs=4k 2>/dev/null; "
@@ -32,9 +30,16 @@ def small_disk(bench: Bench) -> Iterator[None]:
     bench.run(f"umount -l {STATE}; rm -rf /run/kept")
 
 
+def assert_still_serves(bench: Bench) -> None:
+    """Check the server, the boot list and the state file of the boot."""
+    assert bench.guest.serving() == bench.guest.boots() == [f"spark-serve@{A}.service"]
+    assert bench.answers()
+    assert bench.guest.json(f"cat {STATE}/good/main.json")["release"] == A
+
+
 def test_rollout_on_full_disk_is_refused_naming_the_file(bench: Bench) -> None:
     bench.serve_proven(A)
-    run = bench.guest.run(f"systemctl show -p InvocationID --value spark-serve@{A}")
+    before = bench.guest.invocation(A)
     bench.release(B)
     bench.run(FILL)
 
@@ -44,14 +49,10 @@ def test_rollout_on_full_disk_is_refused_naming_the_file(bench: Bench) -> None:
     log = bench.run(f"journalctl -u spark-switch@{B} -o cat -n 30")
     assert FULL in log
     assert f"{STATE}/switch/" in log
-    assert bench.guest.serving() == [f"spark-serve@{A}.service"]
-    assert bench.guest.boots() == [f"spark-serve@{A}.service"]
-    # The engine was not restarted.
-    assert bench.guest.run(f"systemctl show -p InvocationID --value spark-serve@{A}") == run
-    assert bench.answers()
+    assert bench.guest.invocation(A) == before
+    assert_still_serves(bench)
     bench.run(FREE)
-    assert bench.switch(B)["state"] == "switched"
-    bench.assert_serves(B)
+    bench.assert_switches(B)
 
 
 def test_disk_filling_during_rollout_restores_old_release(bench: Bench) -> None:
@@ -66,14 +67,9 @@ def test_disk_filling_during_rollout_restores_old_release(bench: Bench) -> None:
     )
 
     assert FULL in bench.run(f"journalctl -u spark-switch@{B} -o cat -n 60")
-    assert bench.guest.serving() == [f"spark-serve@{A}.service"]
-    assert bench.guest.boots() == [f"spark-serve@{A}.service"]
-    assert bench.answers()
-    # The boot record is intact.
-    assert bench.guest.json(f"cat {STATE}/good/main.json")["release"] == A
+    assert_still_serves(bench)
     bench.run(FREE)
-    assert bench.switch(B)["state"] == "switched"
-    bench.assert_serves(B)
+    bench.assert_switches(B)
 
 
 def test_working_server_starts_although_proof_cannot_be_written(bench: Bench) -> None:
@@ -84,8 +80,6 @@ def test_working_server_starts_although_proof_cannot_be_written(bench: Bench) ->
     bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
 
     assert FULL in bench.run(f"journalctl -u spark-serve@{A} -o cat -n 60")
-    assert bench.answers()
-    assert bench.guest.json(f"cat {STATE}/good/main.json")["release"] == A
+    assert_still_serves(bench)
     bench.run(FREE)
-    assert bench.switch(A)["state"] == "switched"
-    bench.assert_serves(A)
+    bench.assert_switches(A)

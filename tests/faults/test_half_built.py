@@ -21,16 +21,13 @@ def partial_files(guest: Guest) -> list[str]:
 
 
 def delete_unserved_checkpoints(guest: Guest) -> str:
-    [unit] = guest.serving()
-    release = unit.partition("@")[2].removesuffix(".service")
-    tree: str = guest.json(f"cat /etc/spark/releases/{release}/release.json")["tree"]["path"]
+    """Return the folder of the checkpoint that stays."""
+    tree: str = guest.release_document()["tree"]["path"]
     guest.run(f"find /srv/spark/models -mindepth 1 -maxdepth 1 ! -path {tree} -exec rm -rf {{}} +")
     return tree
 
 
-def test_killed_build_is_invisible_and_next_run_finishes_it(
-    fleet: Fleet,
-) -> None:
+def test_killed_build_is_invisible_and_next_run_finishes_it(fleet: Fleet) -> None:
     guest = fleet.guests[0]
     fleet.settle(guest)
     tree, before = delete_unserved_checkpoints(guest), guest.serving()
@@ -44,7 +41,6 @@ def test_killed_build_is_invisible_and_next_run_finishes_it(
         output, _ = process.communicate(timeout=120)
 
     assert process.returncode != 0
-    assert "build lab-stub" in output
     assert "Traceback" not in output
     assert guest.unit(paused["unit"], "Result") == {"Result": "signal"}
     assert partial_files(guest) != []
@@ -101,9 +97,7 @@ def test_abandoned_build_does_not_continue_at_boot(fleet: Fleet) -> None:
         assert len(guest.run(boots_to_build).splitlines()) == 1
 
         fleet.site.choose(profile="v2")
-        run = fleet.site.deploy(*limit)
-
-        assert run.exit_code == 0, run.stderr[-3000:]
+        run = fleet.site.deploy(*limit).assert_succeeded()
         assert run.changed == ["Serve | Wait for all jobs"]
         assert guest.run(boots_to_build) == ""
     fleet.site.deploy(*limit).assert_unchanged()
@@ -120,8 +114,6 @@ def test_checkpoint_that_lost_a_file_is_never_served(fleet: Fleet) -> None:
 
     guest.run(f"systemctl start {unit}", check=False, timeout_s=300)
     assert guest.serving() == []
-    run = fleet.site.deploy("--limit", guest.name)
-
-    assert run.exit_code == 0, run.stderr[-3000:]
+    fleet.site.deploy("--limit", guest.name).assert_succeeded()
     assert json.loads(guest.run(f"cat {receipt}"))["digest"] == built
     assert guest.answers()

@@ -1,4 +1,4 @@
-"""A rollout leads to a proven release, or the old release serves again (bench guest, stub)."""
+"""A rollout ends with a proven release; otherwise the old release serves again."""
 
 from __future__ import annotations
 
@@ -15,30 +15,25 @@ from tests.faults.bench import SPARK_HOST, A, B, Bench, C
 
 def test_first_release_is_proven_and_enabled(bench: Bench) -> None:
     bench.serve_proven(A)
-    bench.assert_serves(A)
 
 
 def test_switches_to_another_release_and_back(bench: Bench) -> None:
     bench.serve_proven(A)
     bench.release(B, engine__argv=["--kv-cache-dtype", "fp8"])
-
-    assert bench.switch(B)["state"] == "switched"
-    bench.assert_serves(B)
-    assert 'cache_dtype="fp8"' in bench.run(
-        "curl -s --unix-socket /run/spark/engines/main/engine.sock http://x/metrics"
-    )
-
-    assert bench.switch(A)["state"] == "switched"
-    bench.assert_serves(A)
+    bench.assert_switches(B)
+    assert 'cache_dtype="fp8"' in bench.guest.metrics()
+    bench.assert_switches(A)
 
 
 def test_switch_to_serving_release_restarts_nothing(bench: Bench) -> None:
     bench.serve_proven(A)
-    before = bench.run(f"systemctl show -p InvocationID --value spark-serve@{A}")
+    before = bench.guest.invocation(A)
+    bench.assert_switches(A)
+    assert bench.guest.invocation(A) == before
 
-    assert bench.switch(A)["state"] == "switched"
 
-    assert bench.run(f"systemctl show -p InvocationID --value spark-serve@{A}") == before
+def nearly_all_memory(bench: Bench) -> int:
+    return bench.memory_bytes("MemTotal") - (64 << 20)
 
 
 @pytest.mark.parametrize("case", BAD_RELEASES)
@@ -46,8 +41,8 @@ def test_bad_release_rolls_back(bench: Bench, case: str) -> None:
     changes, phase = BAD_RELEASES[case].release, BAD_RELEASES[case].phase
     if f"spark-serve@{A}.service" not in bench.guest.serving():
         bench.serve_proven(A)
-    if case == "memory that others hold":
-        changes = {"memory__needed_bytes": bench.total_bytes() - (64 << 20), **changes}
+    if case == "memory in use by others":
+        changes = {"memory__needed_bytes": nearly_all_memory(bench), **changes}
     bench.release(B, **changes)
 
     result = bench.switch(B)
@@ -65,7 +60,6 @@ def test_bad_first_release_leaves_nothing_running_or_enabled(bench: Bench) -> No
     result = bench.switch(B)
 
     assert result["state"] == "failed-no-previous"
-    assert "ent fjord" in result["reason"]
     assert (bench.guest.serving(), bench.guest.boots()) == ([], [])
     assert bench.run("docker ps -aq") == ""
     assert bench.run("systemctl is-system-running || true") in ("running", "degraded")
@@ -87,12 +81,14 @@ BLOCKED_CALL = {
 SLOW = {"STUB_PIECE_S": "0.05"}
 
 
-def _switch_until_phase(bench: Bench, phase: str) -> None:
+def switch_until_phase(bench: Bench, phase: str) -> None:
+    """Start a rollout from A to B and wait until it is in this phase."""
     bench.serve_proven(A, engine__env=SLOW)
-    most = bench.total_bytes() - (64 << 20)
-    memory = {"memory__needed_bytes": most} if phase == "memory" else {}
+    memory = {"memory__needed_bytes": nearly_all_memory(bench)} if phase == "memory" else {}
     bench.release(B, engine__env={"STUB_LOAD_S": "3", **SLOW}, **memory)
-    bench.block_systemctl(BLOCKED_CALL.get(phase))
+    bench.unblock_systemctl()
+    if phase in BLOCKED_CALL:
+        bench.block_systemctl(BLOCKED_CALL[phase])
     if phase == "drain":
         bench.start_long_request()
     bench.start_switch(B)
@@ -101,11 +97,11 @@ def _switch_until_phase(bench: Bench, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", ["drain", "stop", "memory", "start", "check", "open", "enable"])
 def test_killed_rollout_ends_with_proven_server(bench: Bench, phase: str) -> None:
-    _switch_until_phase(bench, phase)
+    switch_until_phase(bench, phase)
 
     bench.run(f"systemctl kill -s KILL spark-switch@{B}")
 
-    bench.block_systemctl(None)
+    bench.unblock_systemctl()
     result = bench.wait_for_result(B)
     # After the full check the rollout is finished, not undone.
     finished = phase in ("open", "enable")
@@ -114,7 +110,7 @@ def test_killed_rollout_ends_with_proven_server(bench: Bench, phase: str) -> Non
 
 
 def test_rollout_killed_in_enable_rolls_back_if_enable_fails_again(bench: Bench) -> None:
-    _switch_until_phase(bench, "enable")
+    switch_until_phase(bench, "enable")
     bench.fail_systemctl(BLOCKED_CALL["enable"], "Read-only file system")
 
     # With cgroups v1 systemd may miss the exit of the last killed process; a reload makes it check.
@@ -123,7 +119,7 @@ def test_rollout_killed_in_enable_rolls_back_if_enable_fails_again(bench: Bench)
     try:
         result = bench.wait_for_result(B)
     finally:
-        bench.block_systemctl(None)
+        bench.unblock_systemctl()
     assert (result["state"], result["failed_phase"]) == ("rolled-back", "enable")
     assert "Read-only file system" in result["reason"]
     bench.assert_serves(A)
@@ -132,7 +128,7 @@ def test_rollout_killed_in_enable_rolls_back_if_enable_fails_again(bench: Bench)
 def test_old_release_serves_on_if_systemd_cannot_stop_it(bench: Bench) -> None:
     bench.serve_proven(A)
     bench.release(B)
-    before = bench.run(f"systemctl show -p InvocationID --value spark-serve@{A}")
+    before = bench.guest.invocation(A)
     unstoppable = f"/etc/systemd/system/spark-serve@{A}.service.d/99-bench.conf"
     bench.write(unstoppable, "[Unit]\nRefuseManualStop=yes")
     bench.run("systemctl daemon-reload")
@@ -142,24 +138,22 @@ def test_old_release_serves_on_if_systemd_cannot_stop_it(bench: Bench) -> None:
         bench.run(f"rm {unstoppable}; systemctl daemon-reload")
 
     assert (result["state"], result["failed_phase"]) == ("rolled-back", "stop")
-    assert f"systemctl stop spark-serve@{A}.service: Failed to stop" in result["reason"]
-    assert bench.run(f"systemctl show -p InvocationID --value spark-serve@{A}") == before
+    assert bench.guest.invocation(A) == before
     bench.assert_serves(A)
 
 
 @pytest.mark.parametrize("phase", ["stop", "start", "check", "enable"])
 def test_power_cut_during_rollout_boots_old_release(bench: Bench, phase: str) -> None:
-    _switch_until_phase(bench, phase)
+    switch_until_phase(bench, phase)
 
     bench.power_cut()
 
-    bench.block_systemctl(None)
+    bench.unblock_systemctl()
     bench.guest.wait(f"systemctl is-active spark-serve@{A}", seconds=60)
     assert bench.guest.serving() == [f"spark-serve@{A}.service"]
     assert bench.answers()
     assert bench.guest.json(f"{SPARK_HOST} switch-poll {B}")["state"] == "interrupted"
-    assert bench.switch(B)["state"] == "switched"
-    bench.assert_serves(B)
+    bench.assert_switches(B)
 
 
 def test_proven_release_restarts_after_power_cut(bench: Bench) -> None:
@@ -186,10 +180,7 @@ def test_service_stopped_by_hand_stays_down_after_reboot(bench: Bench) -> None:
     bench.power_cut()
     time.sleep(3)
     assert bench.guest.serving() == []
-    assert (
-        bench.guest.json(f"{SPARK_HOST} status")["services"]["main"]["stopped_by_hand"]["release"]
-        == A
-    )
+    assert bench.status()["services"]["main"]["stopped_by_hand"]["release"] == A
     assert bench.switch(A)["state"] == "refused"
 
     bench.run(f"{SPARK_HOST} start-service main")
@@ -197,10 +188,14 @@ def test_service_stopped_by_hand_stays_down_after_reboot(bench: Bench) -> None:
     bench.assert_serves(A)
 
 
-def test_rollback_restores_previous_release(bench: Bench) -> None:
+def switch_from_a_to_b(bench: Bench) -> None:
     bench.serve_proven(A)
     bench.release(B)
-    bench.switch(B)
+    bench.assert_switches(B)
+
+
+def test_rollback_restores_previous_release(bench: Bench) -> None:
+    switch_from_a_to_b(bench)
     plan = bench.guest.json(f"{SPARK_HOST} rollback main --dry")
     assert (plan["from"]["name"], plan["to"]["name"]) == (B, A)
     bench.run(f"{SPARK_HOST} rollback main")
@@ -209,9 +204,7 @@ def test_rollback_restores_previous_release(bench: Bench) -> None:
 
 
 def test_failed_rollback_keeps_serving_release(bench: Bench) -> None:
-    bench.serve_proven(A)
-    bench.release(B)
-    bench.switch(B)
+    switch_from_a_to_b(bench)
     bench.release(A, engine__env={"STUB_FAULT": "garbage"})
 
     bench.run(f"{SPARK_HOST} rollback main")
@@ -219,13 +212,11 @@ def test_failed_rollback_keeps_serving_release(bench: Bench) -> None:
     assert bench.wait_for_result(A)["state"] == "rolled-back"
     bench.assert_serves(B)
     # A failed rollback is not reported as a rollback.
-    assert not bench.guest.json(f"{SPARK_HOST} status")["services"]["main"]["rolled_back"]
+    assert not bench.status()["services"]["main"]["rolled_back"]
 
 
 def test_rollback_refuses_release_without_checkpoint(bench: Bench) -> None:
-    bench.serve_proven(A)
-    bench.release(B)
-    bench.switch(B)
+    switch_from_a_to_b(bench)
     bench.release(A, tree={"path": "/srv/spark/models/gone", "digest": "d" * 64})
 
     plan = bench.guest.json(f"{SPARK_HOST} rollback main || true")
@@ -256,7 +247,7 @@ def test_second_engine_cannot_start_while_one_serves(bench: Bench) -> None:
     began = bench.run("date +%s").strip()
     bench.run(f"systemctl start spark-serve@{B}", check=False)
     log = f"journalctl -u spark-serve@{B} --since @{began} -o cat"
-    bench.guest.wait(f"{log} | grep -F 'the engine of {A} runs on this host; fix: change over'")
+    bench.guest.wait(f"{log} | grep -F 'the engine of {A} runs on this host'")
     assert bench.guest.serving() == [f"spark-serve@{A}.service"]
     bench.run(f"systemctl stop spark-serve@{B}")
     bench.assert_serves(A)
@@ -265,16 +256,16 @@ def test_second_engine_cannot_start_while_one_serves(bench: Bench) -> None:
 def test_clients_get_answers_or_503_during_rollout(
     bench: Bench, record_property: Callable[[str, object], None]
 ) -> None:
-    bench.serve_proven(A, engine__env={"STUB_PIECE_S": "0.05"})
-    bench.release(B, engine__env={"STUB_PIECE_S": "0.05"})
+    bench.serve_proven(A, engine__env=SLOW)
+    bench.release(B, engine__env=SLOW)
     with clients(bench.guest, "main-model") as seen:
-        there, back = bench.switch(B), bench.switch(A)
+        results = [bench.switch(B), bench.switch(A)]
 
-    assert (there["state"], back["state"]) == ("switched", "switched")
+    assert [result["state"] for result in results] == ["switched", "switched"]
     assert {answer.kind for answer in seen} == {"right", "refused"}, [
         answer.text for answer in seen if answer.kind == "other"
     ]
-    for result in (there, back):
+    for result in results:
         record_property("outage_s", json.dumps(result["times_s"]))
         assert overhead_s(result["times_s"]) < 5.0, result["times_s"]
         assert_short_waits(result["times_s"], max(outages_s(seen)))
@@ -283,7 +274,7 @@ def test_clients_get_answers_or_503_during_rollout(
 
 def test_answers_longer_than_drain_are_cut_detectably(bench: Bench) -> None:
     limits = {"start_s": 20, "stop_s": 2, "drain_s": 2}
-    bench.serve_proven(A, engine__env={"STUB_PIECE_S": "0.05"}, timeouts=limits)  # 20 s each
+    bench.serve_proven(A, engine__env=SLOW, timeouts=limits)  # an answer takes 20 s
     bench.release(B)
     streamed = bench.start_long_request(stream=True)
     whole = bench.start_long_request(running=2)
@@ -294,12 +285,12 @@ def test_answers_longer_than_drain_are_cut_detectably(bench: Bench) -> None:
     assert 2 <= result["times_s"]["drain"] < 5
     # A cut stream differs from a complete stream: no [DONE], and curl's error 18, "partial file".
     bench.guest.wait(f"grep -q ^rc= {streamed} && grep -q ^rc= {whole}")
-    got = bench.run(f"cat {streamed}").split("\n")
-    assert got[0].startswith("HTTP/1.1 200")
-    assert sum(line.startswith("data: {") for line in got) > 10
-    assert "data: [DONE]" not in got
-    assert got[-1] == "rc=18"
-    # The other answer had not started: the client gets the same 503 as every request in a rollout.
+    lines = bench.run(f"cat {streamed}").split("\n")
+    assert lines[0].startswith("HTTP/1.1 200")
+    assert sum(line.startswith("data: {") for line in lines) > 10
+    assert "data: [DONE]" not in lines
+    assert lines[-1] == "rc=18"
+    # The other answer had not started: the client gets the 503 of a rollout.
     refused = bench.run(f"cat {whole}")
     assert refused.startswith("HTTP/1.1 503")
     assert "Retry-After: 10" in refused

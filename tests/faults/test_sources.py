@@ -84,8 +84,7 @@ def test_reports_faulty_hub_and_next_run_continues(
     received = partial_files(guest) if fault[0] == "hub-truncate" else {}
     assert received or fault[0] != "hub-truncate"
 
-    healed = fleet.site.deploy("--limit", guest.name)
-    assert healed.exit_code == 0, healed.stderr[-3000:]
+    fleet.site.deploy("--limit", guest.name).assert_succeeded()
     # The next run continued the partial files: they have the same inodes.
     names = guest.run("find /srv/spark/sources -type f -printf '%i '").split()
     assert set(received) <= set(names), received
@@ -118,7 +117,7 @@ def test_refuses_full_disk_before_first_byte(fleet: Fleet) -> None:
     assert (ran, jobs_after, left) == ("", jobs, "")
     assert requested_paths(guest, log_start) == []
     assert guest.serving() == before
-    assert fleet.site.deploy("--limit", guest.name).exit_code == 0
+    fleet.site.deploy("--limit", guest.name).assert_succeeded()
 
 
 def test_disk_filling_during_fetch(fleet: Fleet) -> None:

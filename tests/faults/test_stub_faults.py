@@ -79,7 +79,7 @@ def outcomes(
         finally:
             free.put(trial)
 
-    requested = [
+    requested: list[str] = [
         item.callspec.params["fault"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and "outcomes" in item.fixturenames

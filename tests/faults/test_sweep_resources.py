@@ -252,8 +252,7 @@ def fail_and_repair(place: Place, group: str, case: str) -> tuple[str, str]:
         assert guest.boots() == before
     else:
         state = "the new release serves"
-    finished = place.site.deploy()
-    assert finished.exit_code == 0, f"{finished.failed}\n{finished.stderr[-3000:]}"
+    place.site.deploy().assert_succeeded()
     place.site.deploy().assert_unchanged()
     assert guest.serving() != before
     assert (

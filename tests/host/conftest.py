@@ -11,14 +11,18 @@ from pathlib import Path
 import pytest
 
 from tests.host.gateway_host import LOOPBACK, NAME, SLOW, GatewayHost
-from tests.labkit import Guest, Site, guest_named, info, lab
+from tests.labkit import Guest, Site, guest_named, lab
 from tests.runs import Run
+
+Completed = subprocess.CompletedProcess[str]
 
 
 @dataclass(frozen=True)
 class Bare:
-    doctor_first: subprocess.CompletedProcess[str]
-    doctor_both: subprocess.CompletedProcess[str]
+    """What was observed before the first deploy: doctor's output, files it left, and a dry run."""
+
+    doctor_first: Completed
+    doctor_both: Completed
     new_files: str
     dry: Run
 
@@ -31,12 +35,10 @@ class Fleet:
     first: Run
 
     def settle(self, only: Guest | None = None, **choices: object) -> Run:
+        """Deploy the usual settings with these choices, whatever earlier tests chose."""
         self.site.choices.clear()
         self.site.choose(**{**USUAL, **choices})
-        run = self.site.deploy(*(["--limit", only.name] if only else []))
-        if run.exit_code != 0:
-            raise AssertionError(f"cannot settle: {run.failed}\n{run.stderr[-4000:]}")
-        return run
+        return self.site.deploy(*(["--limit", only.name] if only else [])).assert_succeeded()
 
 
 USUAL = {"model": "lab-stub", "profile": "v2"}
@@ -51,16 +53,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     site = Site(root, hosts=[FIRST, SECOND])
     site.choose(**USUAL)
     doctor = run_doctor_on_bare_hosts(site)
-    bootstrapped = site.bootstrap(SECOND)
-    assert bootstrapped.exit_code == 0, bootstrapped.stderr[-4000:]
+    site.bootstrap(SECOND).assert_succeeded()
     bare = Bare(*doctor, site.deploy(dry=True))
-    first = site.deploy()
-    assert first.exit_code == 0, f"{first.failed}\n{first.stderr[-6000:]}"
-    guests = [Guest(guest["name"], guest["ip"]) for guest in info()["guests"]]
-    return Fleet(site, [guest for guest in guests if guest.name in site.hosts], bare, first)
-
-
-Completed = subprocess.CompletedProcess[str]
+    first = site.deploy().assert_succeeded()
+    return Fleet(site, [guest_named(name) for name in site.hosts], bare, first)
 
 
 def run_doctor_on_bare_hosts(site: Site) -> tuple[Completed, Completed, str]:
@@ -78,17 +74,15 @@ def run_doctor_on_bare_hosts(site: Site) -> tuple[Completed, Completed, str]:
 @pytest.fixture(scope="session")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> GatewayHost:
     lab("up", NAME, "--fresh", "--engine", "stub")
-    guest = guest_named(NAME)
     site = Site(tmp_path_factory.mktemp("gateway"), hosts=[NAME])
-    host = GatewayHost(site, guest)
+    host = GatewayHost(site, guest_named(NAME))
     site.choose(model="lab-stub", profile="v2", engine={"environment": SLOW})
-    first = host.deploy()
-    assert first.exit_code == 0, first.stderr[-4000:]
+    host.deploy().assert_succeeded()
     return host
 
 
 @pytest.fixture
 def close_gateway_afterwards(gateway: GatewayHost) -> Iterator[None]:
     yield
-    assert gateway.deploy().exit_code == 0
+    gateway.deploy().assert_succeeded()
     assert gateway.listening() == LOOPBACK

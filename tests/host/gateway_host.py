@@ -1,15 +1,14 @@
-"""A guest with a gateway that tests open and close, and clients outside it."""
+"""A guest whose gateway tests open and close, and requests to it from this machine."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
-from tests.labkit import CHECKOUT, Guest, Site
+from tests.labkit import Guest, Site
 from tests.runs import Run
 
 NAME = os.environ.get("SPARK_GATEWAY_GUEST", "lab-12")
@@ -32,16 +31,16 @@ class GatewayHost:
         return self.site.deploy(*arguments)
 
     def deploy_only_gateway(self, **serve: Any) -> Run:
+        """Deploy settings that change the gateway; check that nothing else changes."""
         engine = self.engine()
-        run = self.deploy(**serve)
-        assert run.exit_code == 0, run.stderr[-3000:]
+        run = self.deploy(**serve).assert_succeeded()
         assert run.changed in ([CONFIGURE], []), run.changed
-        again = self.site.deploy()
-        assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
+        self.site.deploy().assert_unchanged()
         assert self.engine() == engine
         return run
 
     def engine(self) -> str:
+        """Return the engine's run: equal as long as it was not restarted."""
         unit = self.guest.serving()[0]
         shown = self.guest.run(f"systemctl show -p InvocationID,MainPID,NRestarts {unit}")
         return f"{unit} {shown}"
@@ -53,7 +52,7 @@ class GatewayHost:
     def curl(self, url: str, *words: str, key: str | None = "", body: Any = None) -> str:
         """Send a request from this machine; return the HTTP status, or ``curl N`` for its error.
 
-        ``key`` is the host's key for ``""``, no key for ``None``.
+        Without ``key`` the request has the host's key, with ``None`` it has none.
         """
         secret = self.guest.key() if key == "" else key
         header = f'header = "Authorization: Bearer {secret}"' if secret else ""
@@ -69,12 +68,9 @@ class GatewayHost:
         return f"{scheme}://{self.guest.ip}:8000{path}"
 
     def connect(self) -> dict[str, Any]:
-        out = subprocess.run(
-            [sys.executable, "-m", "spark_deploy", "connect",
-             str(self.site.root / "inventory/lab.py"), "--limit", NAME, "--json"],
-            capture_output=True, text=True, check=True, cwd=CHECKOUT,
-        ).stdout  # fmt: skip
-        return json.loads(out)[0]
+        """Return what `spark-deploy connect` prints for clients."""
+        [values] = json.loads(self.site.cli("connect", "--json").stdout)
+        return dict(values)
 
 
 def stream(host: GatewayHost, key: str, letters: int = 200) -> subprocess.Popen[str]:
@@ -87,6 +83,7 @@ def stream(host: GatewayHost, key: str, letters: int = 200) -> subprocess.Popen[
          "-d", json.dumps(body), host.url("/v1/chat/completions")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
+    assert curl.stdin is not None
     curl.stdin.write(f'header = "Authorization: Bearer {key}"\n')
     curl.stdin.close()
     curl.stdin = None

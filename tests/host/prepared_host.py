@@ -1,4 +1,4 @@
-"""A prepared guest for a test module, and the names of the operations that prepare it."""
+"""A guest that `deploys/prepare.py` prepared, and the names of its operations."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.labkit import SPARE, Guest, Site, info, lab
+from tests.labkit import SPARE, Site, guest_named, lab
 from tests.runs import Run
 
 GUEST = SPARE[0]  # no other test module uses it at the same time
 
-HOLD = "Base | Hold driver packages in unattended upgrades"
 PACKAGES = "Base | Install packages"
 DIRECTORIES = "Base | Create directories"
 SLEEP = "Base | Disable sleep"
@@ -30,8 +29,7 @@ class Prepared:
         lab("up", GUEST, "--fresh")
         self.site = Site(root, hosts=[GUEST])
         self.site.choose(model="lab-stub", profile="v2", takeover=[])
-        address = next(guest["ip"] for guest in info()["guests"] if guest["name"] == GUEST)
-        self.guest = Guest(GUEST, address)
+        self.guest = guest_named(GUEST)
         self.installed = self.guest.run("dpkg-query -W -f '${Package} ${Version}\\n'")
         self.first = self.run()
 
@@ -45,6 +43,6 @@ class Prepared:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
     host = Prepared(tmp_path_factory.mktemp("site"))
-    assert host.first.exit_code == 0, host.first.stderr[-4000:]
+    host.first.assert_succeeded()
     yield host
     lab("down", GUEST)

@@ -1,4 +1,4 @@
-"""Bootstrap replaces password logins by a key once, and leaks no password."""
+"""Bootstrap installs a key with one password, and leaks no password."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class NewHost:
         ssh = f"{{user: spark-deploy, first_user: {self.about['user']}}}"
         (folder / f"{GUEST}.yml").write_text(f"ssh: {ssh}\n")
 
-    def unbootstrap(self, *arguments: str) -> Run:
-        return self.site.deploy(*arguments, deploy="deploys/unbootstrap.py")
+    def unbootstrap(self, *, dry: bool = False) -> Run:
+        return self.site.deploy(dry=dry, deploy="deploys/unbootstrap.py")
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +74,11 @@ def test_wrong_password_changes_nothing(new_host: NewHost, tmp_path: Path) -> No
     (tmp_path / "wrong").write_text("not it\n")
     run = new_host.bootstrap(password=tmp_path / "wrong")
     assert run.exit_code != 0
-    assert f"password: refused by {GUEST}" in run.stderr
     assert "authorized_keys" not in new_host.console("ls -A /home/spark/.ssh 2>/dev/null || :")
 
 
 def test_installs_key_with_one_password_and_leaks_none(new_host: NewHost) -> None:
-    run = new_host.bootstrap("-vvv", "--debug", password=new_host.password)
-    assert run.exit_code == 0, run.stderr[-3000:]
+    run = new_host.bootstrap("-vvv", "--debug", password=new_host.password).assert_succeeded()
     assert len(run.changed) == 3
     assert new_host.about["password"] not in run.stderr + str(run.document)
     journal = new_host.console("journalctl -o cat --no-pager; cat /etc/sudoers.d/*")
@@ -88,15 +86,11 @@ def test_installs_key_with_one_password_and_leaks_none(new_host: NewHost) -> Non
     assert new_host.console("visudo -cq && echo valid").strip() == "valid"
     login = new_host.ssh(new_host.about["user"])
     assert login.stdout.strip() == "0", login.stderr
-
-
-def test_records_the_host_key(new_host: NewHost) -> None:
     assert new_host.about["host_key"] in new_host.known_hosts.read_text()
 
 
 def test_second_run_changes_nothing(new_host: NewHost) -> None:
-    again = new_host.bootstrap()
-    assert (again.exit_code, again.changed) == (0, [])
+    new_host.bootstrap().assert_unchanged()
 
 
 def test_refuses_changed_host_key(new_host: NewHost) -> None:
@@ -109,19 +103,16 @@ def test_refuses_changed_host_key(new_host: NewHost) -> None:
     finally:
         new_host.known_hosts.write_text(recorded)
     assert run.exit_code != 0
-    assert "ssh-keygen -f" in run.stderr
     assert new_host.about["host_key"] not in left
 
 
 def test_adds_deploy_account_to_bootstrapped_host(new_host: NewHost) -> None:
     new_host.use_deploy_account()
-    run = new_host.bootstrap()  # with the existing key, without a password
-    assert run.exit_code == 0, run.stderr[-3000:]
+    run = new_host.bootstrap().assert_succeeded()  # with the existing key, without a password
     assert len(run.changed) == 2
     assert new_host.ssh("spark-deploy").stdout.strip() == "0"
     assert "password is required" in new_host.ssh(new_host.about["user"]).stderr
-    again = new_host.bootstrap()
-    assert (again.exit_code, again.changed) == (0, [])
+    new_host.bootstrap().assert_unchanged()
 
 
 def test_deploy_account_key_is_refused_from_another_address(new_host: NewHost) -> None:
@@ -138,11 +129,9 @@ def test_deploy_account_key_is_refused_from_another_address(new_host: NewHost) -
 
 
 def test_unbootstrap_revokes_access_and_bootstrap_restores_it(new_host: NewHost) -> None:
-    dry = new_host.site.deploy(dry=True, deploy="deploys/unbootstrap.py")
-    assert dry.exit_code == 0, dry.stderr[-3000:]
+    new_host.unbootstrap(dry=True).assert_succeeded()
     assert new_host.ssh("spark-deploy").stdout.strip() == "0"
-    run = new_host.unbootstrap()
-    assert run.exit_code == 0, run.stderr[-3000:]
+    new_host.unbootstrap().assert_succeeded()
     assert "Permission denied" in new_host.ssh("spark-deploy").stderr
     left = new_host.console(
         "ls -d /var/lib/spark-deploy /etc/sudoers.d/90-spark-deploy 2>&1; getent passwd"
@@ -150,6 +139,5 @@ def test_unbootstrap_revokes_access_and_bootstrap_restores_it(new_host: NewHost)
     )
     assert left.count("No such file") == 2
     assert left.strip().splitlines()[-1] == "valid"
-    again = new_host.bootstrap(password=new_host.password)
-    assert again.exit_code == 0, again.stderr[-3000:]
+    new_host.bootstrap(password=new_host.password).assert_succeeded()
     assert new_host.ssh("spark-deploy").stdout.strip() == "0"

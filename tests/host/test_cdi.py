@@ -8,7 +8,6 @@ import pytest
 
 from tests.host.gateway_host import NAME, GatewayHost
 from tests.host.test_upgrades import CDI, GPU_PROOF, NEW, OLD, assert_changed_only, set_driver
-from tests.labkit import lab
 
 CONFIG = "/etc/nvidia-container-runtime/config.toml"
 SERVE = f"Serve | Serve the release on {NAME}"
@@ -49,16 +48,12 @@ def test_generates_specification_and_updates_it_with_driver(forced: GatewayHost)
         set_driver(guest, NEW, OLD)
 
 
-def test_boot_with_new_driver_updates_specification_without_deploy(
-    forced: GatewayHost,
-) -> None:
+def test_boot_with_new_driver_updates_specification(forced: GatewayHost) -> None:
     guest, unit = forced.guest, forced.guest.serving()[0]
-    assert forced.site.deploy().exit_code == 0
+    forced.site.deploy().assert_succeeded()
     set_driver(guest, OLD, NEW)
     try:
-        lab("break", "kill-guest", NAME)
-        lab("up", NAME)
-
+        guest.power_cut()
         guest.wait(f"systemctl is-active {unit}", seconds=90)
         assert guest.answers()
         assert f"libcuda.so.{NEW}" in guest.run("cat /etc/cdi/nvidia.yaml")
@@ -66,10 +61,3 @@ def test_boot_with_new_driver_updates_specification_without_deploy(
         assert_changed_only(forced.site.deploy(), GPU_PROOF, SERVE)
     finally:
         set_driver(guest, NEW, OLD)
-
-
-def test_engine_starts_with_arguments_of_container_check(gateway: GatewayHost) -> None:
-    proven = gateway.guest.json("cat /var/lib/spark/receipts/gpu-container.json")
-    assert proven["docker_arguments"] == ["--runtime=nvidia"]
-    name = gateway.guest.run("docker ps --filter label=spark.release --format '{{.Names}}'")
-    assert gateway.guest.json(f"docker inspect {name}")[0]["HostConfig"]["Runtime"] == "nvidia"

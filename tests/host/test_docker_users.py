@@ -28,20 +28,12 @@ def test_listed_user_can_use_docker_from_next_login(prepared: Prepared) -> None:
         run = prepared.run()
 
         assert (run.exit_code, run.changed) == (0, [USERS]), run.stderr[-3000:]
-        assert f"{user}: " in run.stderr
         with Session(guest) as fresh:
             assert fresh.run("docker ps --format x >/dev/null 2>&1 && echo works") == "works"
         # The old session needs `newgrp docker`, as the run explains.
         assert "permission denied" in before.run("docker ps 2>&1 | tail -n 1")
         assert before.run("echo 'docker ps --format x && echo works' | newgrp docker") == "works"
     prepared.run().assert_unchanged()
-
-
-def test_refuses_unknown_user(prepared: Prepared) -> None:
-    prepared.site.choose(docker={"users": ["nobody-here"]})
-    run = prepared.run()
-    assert run.exit_code != 0
-    assert "nobody-here" in run.stderr
 
 
 class Session:

@@ -1,7 +1,6 @@
-"""Any drift on a host is repaired exactly by the next run.
+"""The next run repairs any change of a managed file, package, unit or account, and only that.
 
-`spark-deploy status --files` lists our files. A first test changes all files together; the others
-change each file, package, unit or account separately.
+`spark-deploy status --files` lists what is managed.
 """
 
 from __future__ import annotations
@@ -24,40 +23,36 @@ FILE_CHANGES = {
     "existence": "rm {names}",
 }
 # Managed, but not in the plan: written for single jobs and rollouts, by the host, by bootstrap, or
-# only on hosts without the repository (test_prepare.py).
+# only on hosts without the repository, which test_prepare.py changes.
 NOT_PLANNED = (
     "/etc/apt/keyrings/spark-", "/etc/apt/sources.list.d/spark-", "/etc/docker/daemon.json.before",
     "/var/lib/spark/",
     "/etc/systemd/system/spark-job@", "/usr/local/lib/spark/site-",
     "/etc/sudoers.d/90-spark-deploy",
 )  # fmt: skip
-# How to change each kind of thing. A kind missing here fails the test.
-CHANGES = {
-    "state": "rm {name}",
-    "keys": "echo '{{}}' > {name}",
-    "link": "ln -sfn /nowhere {name}",
-    "directory": "chmod 700 {name}; chgrp nogroup {name}",
-    "package": "dpkg --force-depends --remove {name}",
-    "masked": "systemctl unmask {name}",
-    "user": "sed -i '/^{name}:/d' /etc/passwd",  # userdel refuses while its processes run
-    "image": "docker rmi -f {name}",
-    "tree": "rm $(ls -d {name}/*.safetensors | head -n 1)",
-    "active": "systemctl stop {name}",
-    "enabled": "systemctl disable {name}",
-}
-# The state of a thing by ordinary tools.
-STATES = {
-    "state": "stat -c '%a %U:%G' {name} && test -s {name} && echo something",
-    "keys": "cat {name}",
-    "link": "readlink {name}",
-    "directory": "stat -c '%a %U:%G' {name}",
-    "package": "dpkg-query -W -f '${{db:Status-Abbrev}}' {name}",
-    "masked": "systemctl is-enabled {name}",
-    "user": "getent passwd {name} | cut -d: -f 1,6,7 && id -Gn {name}",
-    "image": "docker image inspect -f '{{{{.Id}}}}' {name}",
-    "tree": "cd {name} && sha256sum $(ls | grep -v '^receipt.json$')",
-    "active": "systemctl is-active {name}",
-    "enabled": "systemctl is-enabled {name}",
+# How to change each other kind of resource, and how to read its state with ordinary tools. A kind
+# that is missing here fails the test.
+KINDS = {
+    "state": ("rm {name}", "stat -c '%a %U:%G' {name} && test -s {name} && echo something"),
+    "keys": ("echo '{{}}' > {name}", "cat {name}"),
+    "link": ("ln -sfn /nowhere {name}", "readlink {name}"),
+    "directory": ("chmod 700 {name}; chgrp nogroup {name}", "stat -c '%a %U:%G' {name}"),
+    "package": (
+        "dpkg --force-depends --remove {name}",
+        "dpkg-query -W -f '${{db:Status-Abbrev}}' {name}",
+    ),
+    "masked": ("systemctl unmask {name}", "systemctl is-enabled {name}"),
+    "user": (
+        "sed -i '/^{name}:/d' /etc/passwd",  # userdel refuses while its processes run
+        "getent passwd {name} | cut -d: -f 1,6,7 && id -Gn {name}",
+    ),
+    "image": ("docker rmi -f {name}", "docker image inspect -f '{{{{.Id}}}}' {name}"),
+    "tree": (
+        "rm $(ls -d {name}/*.safetensors | head -n 1)",
+        "cd {name} && sha256sum $(ls | grep -v '^receipt.json$')",
+    ),
+    "active": ("systemctl stop {name}", "systemctl is-active {name}"),
+    "enabled": ("systemctl disable {name}", "systemctl is-enabled {name}"),
 }
 EXCLUDED = {
     "python3",  # the host tools and apt's scripts need it for the repair
@@ -85,22 +80,19 @@ def test_repairs_content_mode_and_owner_of_all_files(fleet: Fleet) -> None:
     names = " ".join(shlex.quote(entry["name"]) for entry in files)
     state = f"sha256sum {names}; stat -c '%a %U:%G %n' {names}"
     before = guest.run(state)
-    modes = dict(reversed(line.split(" ", 1)) for line in before.splitlines()[len(files) :])
-    assert {entry["name"]: modes[f"root:root {entry['name']}"] for entry in files} == {
-        entry["name"]: f"{entry['mode']:o}" for entry in files
-    }
+    stats = before.splitlines()[len(files) :]
+    assert stats == [f"{entry['mode']:o} root:root {entry['name']}" for entry in files]
 
     for change in FILE_CHANGES.values():
         guest.run(change.format(names=names))
-        run = fleet.site.deploy("--limit", guest.name)
-        assert run.exit_code == 0, run.stderr[-3000:]
+        run = fleet.site.deploy("--limit", guest.name).assert_succeeded()
         assert set(run.changed) == {entry["operation"] for entry in files}, change
         assert guest.run(state) == before, change
         # The unit file was missing for a while.
         assert guest.run("systemctl is-active spark-daily.timer") == "active", change
 
 
-def test_list_of_owned_things_is_complete(fleet: Fleet) -> None:
+def test_list_of_managed_files_is_complete(fleet: Fleet) -> None:
     fleet.settle()
     for guest in fleet.guests:
         listed = {entry["name"] for entry in list_owned(fleet.site, guest)}
@@ -157,13 +149,16 @@ def stamps(guest: Guest) -> dict[str, str]:
 
 
 def state_command(owned: Owned) -> str:
-    return f"( {STATES[owned['kind']].format(name=owned['name'])} ) 2>/dev/null || :"
+    _, state = KINDS[owned["kind"]]
+    return f"( {state.format(name=owned['name'])} ) 2>/dev/null || :"
 
 
 def apply_change(guest: Guest, owned: Owned) -> str:
-    """Apply a drift; return the state before."""
-    change, state = CHANGES[owned["kind"]].format(name=owned["name"]), state_command(owned)
-    output = guest.run(f"{state}; echo ---; ( {change} ) >&2 && echo --- && {state}")
+    """Change a resource; return the state before."""
+    change, state = KINDS[owned["kind"]][0], state_command(owned)
+    output = guest.run(
+        f"{state}; echo ---; ( {change.format(name=owned['name'])} ) >&2 && echo --- && {state}"
+    )
     before, changed = (output + "\n").split("---\n", 2)[::2]
     assert before.strip()
     assert before != changed, owned
@@ -172,20 +167,20 @@ def apply_change(guest: Guest, owned: Owned) -> str:
 
 def expected_operations(owned: Owned) -> set[str]:
     further = FURTHER.get(owned["kind"], set()) | FURTHER.get(owned["name"], set())
-    stopped = owned["kind"] == "active" and owned["name"].startswith("spark-serve@")
-    return {START if stopped else owned["operation"], *further}
+    is_engine = owned["kind"] == "active" and owned["name"].startswith("spark-serve@")
+    return {START if is_engine else owned["operation"], *further}
 
 
-def test_each_other_thing_is_repaired_alone(fleet: Fleet) -> None:
+def test_each_other_resource_is_repaired_alone(fleet: Fleet) -> None:
     fleet.settle()
     owned = [list_owned(fleet.site, guest) for guest in fleet.guests]
-    assert {entry["kind"] for entry in owned[0]} - {"file"} == set(CHANGES) == set(STATES)
-    things = [
+    assert {entry["kind"] for entry in owned[0]} - {"file"} == set(KINDS)
+    resources = [
         [entry for entry in entries if entry["kind"] != "file" and entry["name"] not in EXCLUDED]
         for entries in owned
     ]
     wrong = []
-    for pair in zip_longest(things[0][::2], things[1][1::2]):
+    for pair in zip_longest(resources[0][::2], resources[1][1::2]):
         changed = [(guest, entry) for guest, entry in zip(fleet.guests, pair, strict=True) if entry]
         states = [apply_change(guest, entry) for guest, entry in changed]
         run = fleet.site.deploy()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.host.gateway_host import GatewayHost
@@ -12,14 +10,8 @@ FOLDER = "/run/spark/engines/main"
 AS_ENGINE = "setpriv --reuid spark-engine --regid spark-engine --clear-groups"
 
 
-def inspected(gateway: GatewayHost) -> dict[str, Any]:
-    name = gateway.guest.run("docker ps --filter label=spark.release --format '{{.Names}}'")
-    (container,) = gateway.guest.json(f"docker inspect {name}")
-    return container
-
-
 def test_container_has_no_unneeded_privileges(gateway: GatewayHost) -> None:
-    container = inspected(gateway)
+    container = gateway.guest.container()
     host = container["HostConfig"]
     assert host["CapDrop"] == ["ALL"]
     assert not host["CapAdd"]
@@ -29,11 +21,24 @@ def test_container_has_no_unneeded_privileges(gateway: GatewayHost) -> None:
     assert host["SecurityOpt"] == ["no-new-privileges"]
     assert 0 < host["PidsLimit"] <= 8192
     assert host["Privileged"] is False
-    assert container["Config"]["User"].split(":")[0] not in ("", "0", "root")
+    # systemd restarts it, with the arguments that the GPU check of the host used.
+    assert host["RestartPolicy"]["Name"] in ("", "no")
+    receipt = gateway.guest.json("cat /var/lib/spark/receipts/gpu-container.json")
+    assert receipt["docker_arguments"] == [f"--runtime={host['Runtime']}"] == ["--runtime=nvidia"]
+    models = [mount for mount in container["Mounts"] if mount["Destination"].startswith("/model")]
+    assert not any(mount["RW"] for mount in models)
+
+
+def test_engine_does_not_run_as_root(gateway: GatewayHost) -> None:
+    guest, container = gateway.guest, gateway.guest.container()
+    uid, gid = guest.run("id -u spark-engine; id -g spark-engine").split()
+    assert container["Config"]["User"] == f"{uid}:{gid}"
+    running = guest.run(f"docker top {container['Id']} -eo pid,uid | awk 'NR > 1 {{print $2}}'")
+    assert set(running.split()) == {uid} != {"0"}
 
 
 def test_kernel_confirms_missing_privileges(gateway: GatewayHost) -> None:
-    pid = inspected(gateway)["State"]["Pid"]
+    pid = gateway.guest.container()["State"]["Pid"]
     status = gateway.guest.run(f"cat /proc/{pid}/status")
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert {fields[f"Cap{which}"] for which in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
@@ -49,10 +54,8 @@ def test_kernel_confirms_missing_privileges(gateway: GatewayHost) -> None:
 
 
 def test_socket_is_on_separate_small_filesystem(gateway: GatewayHost) -> None:
-    container = gateway.guest.json(
-        f"findmnt --json --bytes -o FSTYPE,SIZE,OPTIONS --mountpoint {FOLDER}"
-    )
-    (mount,) = container["filesystems"]
+    command = f"findmnt --json --bytes -o FSTYPE,SIZE,OPTIONS --mountpoint {FOLDER}"
+    [mount] = gateway.guest.json(command)["filesystems"]
     assert mount["fstype"] == "tmpfs"
     assert int(mount["size"]) <= 1 << 20
     assert "nosymfollow" in mount["options"]

@@ -88,16 +88,12 @@ def test_own_certificate_is_checked_before_connecting_and_then_served(gateway: G
     wrong_name = own_certificate(gateway, "DNS:other.example.org", "name")
     wrong_key = {**right, "tls_key": wrong_name["tls_key"]}
     connections = "journalctl -u ssh -o cat | grep -c 'Accepted publickey'"
-    for settings, words in (
-        (wrong_name, f"is for other.example.org, not {gateway.guest.ip}"),
-        (wrong_key, "is not the key of"),
-        ({**right, "tls_key": "/nowhere.pem"}, "cannot be read"),
-    ):
+    for settings in (wrong_name, wrong_key, {**right, "tls_key": "/nowhere.pem"}):
         before = int(gateway.guest.run(connections))
         refused = gateway.deploy(**settings)
         assert refused.exit_code != 0
-        assert words in refused.stderr
-        assert int(gateway.guest.run(connections)) == before + 1  # the look itself
+        assert "fix: " in refused.stderr
+        assert int(gateway.guest.run(connections)) == before + 1  # of this command itself
 
     gateway.deploy_only_gateway(**right)
     trust = ("--cacert", right["tls_certificate"])
@@ -139,15 +135,8 @@ def test_secrets_are_in_no_output_argv_or_log(gateway: GatewayHost) -> None:
     assert gateway.curl(gateway.url(scheme="https"), "-k", key=old) == "401"
     assert gateway.curl(gateway.url(scheme="https"), "-k", key=key) == "200"
     commands = ("journalctl -b -o cat", "systemctl cat 'spark-*'", "docker inspect $(docker ps -q)")
-    everything = "\n".join(
-        [
-            run.stderr,
-            renewed.stderr,
-            json.dumps(run.document),
-            *processes,
-            *(gateway.guest.run(command) for command in commands),
-        ]
-    )
+    outputs = [run.stderr, renewed.stderr, json.dumps(run.document), *processes]
+    everything = "\n".join(outputs + [gateway.guest.run(command) for command in commands])
     for secret in (key, old, private[1], base64.b64encode(key.encode()).decode()[:20]):
         assert secret not in everything
     gateway.site.deploy().assert_unchanged()

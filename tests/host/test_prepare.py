@@ -1,24 +1,11 @@
-"""A host is prepared once, and later repaired exactly where it changed."""
+"""A host is prepared once; later runs repair only what changed."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.host.prepared_host import (
-    CUDA_REPOSITORY,
-    CUDA_TOOLKIT,
-    DAEMON_JSON,
-    DIRECTORIES,
-    ENGINE,
-    HOLD,
-    LOGIN,
-    PACKAGES,
-    PROOF,
-    RUNNING,
-    SLEEP,
-    Prepared,
-    prepared,
-)
+from tests.host import prepared_host as steps
+from tests.host.prepared_host import Prepared, prepared
 
 __all__ = ["prepared"]
 
@@ -48,68 +35,60 @@ def test_changes_no_driver_package(prepared: Prepared) -> None:
     assert not [name for name in new if name.startswith(("nvidia-driver", "linux-"))]
 
 
+GPU_RECEIPT = "/var/lib/spark/receipts/gpu-container.json"
+# test_drift.py changes everything else that a deploy plans.
 DRIFT = {
-    "a package removed": ("apt-get remove -qy jq", [PACKAGES]),
-    "a directory removed": ("rm -rf /var/lib/spark/jobs", [DIRECTORIES]),
-    "a directory closed": ("chmod 700 /srv/spark/models", [DIRECTORIES]),
-    "a directory given away": ("chown nobody /etc/spark", [DIRECTORIES]),
-    "the hold edited": ("echo x >> /etc/apt/apt.conf.d/52spark-hold-driver", [HOLD]),
-    "the hold made private": ("chmod 600 /etc/apt/apt.conf.d/52spark-hold-driver", [HOLD]),
-    "the hold removed": ("rm /etc/apt/apt.conf.d/52spark-hold-driver", [HOLD]),
-    "sleep allowed": ("systemctl unmask hibernate.target", [SLEEP]),
-    "the login's memory taken": (
-        "rm /etc/systemd/system/user.slice.d/50-spark.conf",
-        [LOGIN],
-    ),
-    "the login's memory given but not read": (
+    "memory limit of the login not loaded": (
         "f=/etc/systemd/system/user.slice.d/50-spark.conf; sed -i s/2G/1G/ $f; "
         "systemctl daemon-reload; sed -i s/1G/2G/ $f",
-        [LOGIN],
+        [steps.LOGIN],
     ),
-    "our key replaced": ("echo x > /etc/apt/keyrings/spark-lab-vendor.asc", [CUDA_REPOSITORY]),
-    "our source edited": (
+    "repository key replaced": (
+        "echo x > /etc/apt/keyrings/spark-lab-vendor.asc",
+        [steps.CUDA_REPOSITORY],
+    ),
+    "package source edited": (
         "sed -i s/vendor/x/ /etc/apt/sources.list.d/spark-lab-vendor.sources",
-        [CUDA_REPOSITORY],
+        [steps.CUDA_REPOSITORY],
     ),
-    "CUDA removed": ("apt-get remove -qy cuda-toolkit-13-0", [CUDA_TOOLKIT]),
-    "the toolkit removed": ("apt-get remove -qy nvidia-container-toolkit", [ENGINE]),
-    "daemon.json removed": ("rm /etc/docker/daemon.json", [DAEMON_JSON]),
+    "CUDA removed": ("apt-get remove -qy cuda-toolkit-13-0", [steps.CUDA_TOOLKIT]),
+    "container toolkit removed": ("apt-get remove -qy nvidia-container-toolkit", [steps.ENGINE]),
+    "daemon.json removed": ("rm /etc/docker/daemon.json", [steps.DAEMON_JSON]),
     "daemon.json removed, docker restarted": (
         "rm /etc/docker/daemon.json; systemctl restart docker",
-        [DAEMON_JSON, RUNNING],
+        [steps.DAEMON_JSON, steps.RUNNING],
     ),
     "docker restarted without our keys": (
         "cp /etc/docker/daemon.json /root/kept; echo '{}' > /etc/docker/daemon.json; "
         "systemctl restart docker; cp /root/kept /etc/docker/daemon.json",
-        [RUNNING],
+        [steps.RUNNING],
     ),
-    "docker stopped": ("systemctl stop docker docker.socket", [RUNNING]),
     "docker disabled and stopped": (
         "systemctl disable -q --now docker docker.socket",
-        [RUNNING],
+        [steps.RUNNING],
     ),
-    "the proof lost": ("rm /var/lib/spark/receipts/gpu-container.json", [PROOF]),
-    "the proof damaged": ("echo '{' > /var/lib/spark/receipts/gpu-container.json", [PROOF]),
-    "the proof of another driver": (
-        "sed -i 's/580.159/580.142/' /var/lib/spark/receipts/gpu-container.json",
-        [PROOF],
-    ),
+    "GPU receipt lost": (f"rm {GPU_RECEIPT}", [steps.PROOF]),
+    "GPU receipt damaged": (f"echo '{{' > {GPU_RECEIPT}", [steps.PROOF]),
+    "GPU receipt of another driver": (f"sed -i 's/580.159/580.142/' {GPU_RECEIPT}", [steps.PROOF]),
 }
 
 
 @pytest.mark.parametrize("name", DRIFT)
 def test_repairs_only_the_change(prepared: Prepared, name: str) -> None:
-    command, repaired_by = DRIFT[name]
+    command, expected = DRIFT[name]
     prepared.guest.run(command)
-    # Exactly these: name the case before left undone would show here.
-    assert prepared.run().changed == repaired_by
+    # An incomplete repair of the case before would show here too.
+    assert prepared.run().changed == expected
 
 
 def test_dry_run_predicts_repairs(prepared: Prepared) -> None:
-    for name in ("our source edited", "a directory removed", "docker stopped", "sleep allowed"):
-        prepared.guest.run(DRIFT[name][0])
+    prepared.guest.run(
+        f"{DRIFT['package source edited'][0]}; rm -rf /var/lib/spark/jobs; "
+        "systemctl stop docker docker.socket; systemctl unmask hibernate.target"
+    )
     predicted, repair, again = prepared.run(dry=True), prepared.run(), prepared.run()
-    assert predicted.predicted == repair.changed == [DIRECTORIES, SLEEP, CUDA_REPOSITORY, RUNNING]
+    expected = [steps.DIRECTORIES, steps.SLEEP, steps.CUDA_REPOSITORY, steps.RUNNING]
+    assert predicted.predicted == repair.changed == expected
     again.assert_unchanged()
 
 
@@ -147,7 +126,7 @@ def test_keeps_foreign_daemon_json_keys_and_running_containers(prepared: Prepare
     finally:
         guest.run("docker rm -f neighbour")
     merged = guest.json("cat /etc/docker/daemon.json")
-    assert run.changed == [DAEMON_JSON, RUNNING]
+    assert run.changed == [steps.DAEMON_JSON, steps.RUNNING]
     assert after == f"{started} true"
     assert merged["log-opts"] == {"max-size": "10m"}
     assert merged["labels"] == ["a=b"]
@@ -163,17 +142,13 @@ def test_waits_for_package_lock_and_names_its_holder(prepared: Prepared) -> None
     )
     guest.wait("test -e /run/held")
     run = prepared.site.start(deploy="deploys/prepare.py")
-    lines: list[str] = []
     try:
-        for line in run.stdout or ():
-            lines.append(line)
-            if "waiting for the package lock, held by" in line:
-                break
+        message = next(line for line in run.stdout or () if "the package lock, held by" in line)
         waiting = run.poll() is None and guest.run("command -v jq", check=False) == ""
     finally:
         guest.run("systemctl stop holder; rm -f /run/held")
     rest, _ = run.communicate(timeout=300)
-    assert "python3" in lines[-1]
+    assert "python3" in message
     assert waiting
     assert run.returncode == 0, rest
     assert guest.run("command -v jq") == "/usr/bin/jq"
@@ -190,7 +165,7 @@ def test_ignores_broken_foreign_apt_source(prepared: Prepared) -> None:
         run = prepared.run()
     finally:
         guest.run("rm /etc/apt/sources.list.d/broken.list")
-    assert run.changed == [PACKAGES]
+    assert run.changed == [steps.PACKAGES]
 
 
 def test_host_protection_is_optional(prepared: Prepared) -> None:
@@ -204,15 +179,14 @@ def test_host_protection_is_optional(prepared: Prepared) -> None:
         guaranteed = guest.run("systemctl show -p MemoryMin --value user.slice")
         headless = guest.run("systemctl get-default")
     finally:
-        prepared.site.choices.pop("base")
-        prepared.site.choose()
+        prepared.site.reset("base")
         guest.run(f"systemctl disable -q --now earlyoom; systemctl set-default -q {target}")
     again.assert_unchanged()
-    assert set(enabled.changed) >= {LOGIN, "Base | Run earlyoom"}
+    assert set(enabled.changed) >= {steps.LOGIN, "Base | Run earlyoom"}
     assert "--prefer ^(VLLM|vllm)" in running
     assert guaranteed == "0"
     assert headless == "multi-user.target"
-    assert prepared.run().changed == [LOGIN]
+    assert prepared.run().changed == [steps.LOGIN]
 
 
 def test_sets_and_restores_compaction(prepared: Prepared) -> None:
@@ -224,8 +198,7 @@ def test_sets_and_restores_compaction(prepared: Prepared) -> None:
         guest.run("echo 7 > /proc/sys/vm/compaction_proactiveness")
         repaired, value_again = prepared.run(), guest.run(read)
     finally:
-        prepared.site.choices.pop("base")
-        prepared.site.choose()
+        prepared.site.reset("base")
     assert (enabled.changed, value) == ([step], "0")
     again.assert_unchanged()
     assert (repaired.changed, value_again) == ([step], "0")

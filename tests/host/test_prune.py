@@ -1,4 +1,4 @@
-"""Pruning removes files that no kept release needs; other pairs are prepared in advance."""
+"""Prune removes what no kept release needs; pairs in `keep_ready` are prepared in advance."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def trees(guest: Guest) -> list[str]:
     return guest.run("ls -d /srv/spark/models/* /srv/spark/sources/* 2>/dev/null || :").split()
 
 
-def job_log_lines(guest: Guest) -> str:
-    return guest.run("journalctl -o cat -u 'spark-job@*' | wc -l")
+def job_traces(guest: Guest) -> str:
+    receipts = "stat -c '%n %Y %i' /srv/spark/*/*/receipt.json"
+    return guest.run(f"{receipts}; journalctl -o cat -u 'spark-job@*' | wc -l")
 
 
 @pytest.fixture
-def foreign_things(fleet: Fleet) -> Iterator[None]:
+def foreign_image_and_model(fleet: Fleet) -> Iterator[None]:
     guest = fleet.guests[0]
     guest.run(IMAGES)
     guest.run("mkdir -p /srv/spark/models/mine && echo mine > /srv/spark/models/mine/file")
@@ -53,40 +54,33 @@ def serve_base_profile(fleet: Fleet) -> tuple[Guest, str]:
     fleet.settle()
     guest = fleet.guests[0]
     fleet.site.choose(profile="base", releases={"keep": 0})
-    assert fleet.site.deploy("--limit", guest.name).exit_code == 0
+    fleet.site.deploy("--limit", guest.name).assert_succeeded()
     return guest, guest.release()
 
 
-@pytest.mark.usefixtures("foreign_things")
-def test_dry_run_lists_what_prune_removes(fleet: Fleet) -> None:
+@pytest.mark.usefixtures("foreign_image_and_model")
+def test_prune_removes_what_dry_run_lists(fleet: Fleet) -> None:
     fleet.settle()
     guest = fleet.guests[0]
     first = guest.release()
     for profile in ("agent", "v2-tq", "base"):
         fleet.site.choose(profile=profile, releases={"keep": 1})
-        assert fleet.site.deploy("--limit", guest.name).exit_code == 0
+        fleet.site.deploy("--limit", guest.name).assert_succeeded()
     existing, before = releases(guest), footprint(guest)
     kept = {guest.release(), *guest.json("cat /var/lib/spark/good/main.json")["previous"][:1]}
 
-    dry = prune(fleet, guest, dry=True)
-
-    assert dry.exit_code == 0, dry.stderr[-3000:]
+    dry = prune(fleet, guest, dry=True).assert_succeeded()
     assert dry.predicted == ["Prune | Remove what no kept release needs"]
     assert footprint(guest) == before
     removed = set(re.findall(r"remove .* release (\S+)", dry.stderr))
     assert removed == existing - kept
     assert first in removed
-    [size_mb] = re.findall(rf"remove +(\S+) MB  image {OLD_IMAGE}", dry.stderr)
-    # 30 MB of random bytes; Docker's containerd store counts them packed and unpacked.
-    assert 20 < float(size_mb) < 80
+    assert re.search(rf"remove .* image {OLD_IMAGE}", dry.stderr)
     # The rollback needs the checkpoint, the plan needs its source.
     assert not re.search(r"remove .* (tree|source) ", dry.stderr), dry.stderr
-    assert "/srv/spark/models/mine: unmanaged" in dry.stderr
 
     before_trees = trees(guest)
-    run = prune(fleet, guest)
-
-    assert run.exit_code == 0, run.stderr[-3000:]
+    prune(fleet, guest).assert_succeeded()
     assert (releases(guest), trees(guest)) == (kept, before_trees)
     assert guest.run(f"docker images -q {OLD_IMAGE}") == ""
     assert guest.run("docker images -q foreign/image:1") != ""
@@ -116,33 +110,23 @@ def test_removes_unneeded_checkpoint(fleet: Fleet) -> None:
 
 def test_prepared_pair_needs_no_download_or_build_at_rollout(fleet: Fleet) -> None:
     guest, serving = serve_base_profile(fleet)
-    assert prune(fleet, guest).exit_code == 0
-    before = guest.run(f"systemctl show -p InvocationID spark-serve@{serving}")
+    prune(fleet, guest).assert_succeeded()
+    before = guest.invocation()
     fleet.site.choose(keep_ready=[READY])
 
-    prepared = fleet.site.deploy("--limit", guest.name)
-
-    assert prepared.exit_code == 0, prepared.stderr[-3000:]
+    prepared = fleet.site.deploy("--limit", guest.name).assert_succeeded()
     assert "Ready | Wait for the other pairs" in prepared.changed
     assert not [name for name in prepared.changed if name.startswith("Serve")]
-    assert guest.run(f"systemctl show -p InvocationID spark-serve@{serving}") == before
+    assert guest.invocation() == before
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
-    _, status = fleet.site.cli_output("status", "--limit", guest.name)
-    assert "lab-stub with v2: " in status
     # Prune keeps it although it never served.
     prune(fleet, guest).assert_unchanged()
 
-    log_lines, receipts = (
-        job_log_lines(guest),
-        guest.run("stat -c '%n %Y %i' /srv/spark/*/*/receipt.json"),
-    )
+    before = job_traces(guest)
     fleet.site.choose(profile="v2")
-    switch = fleet.site.deploy("--limit", guest.name)
-
-    assert switch.exit_code == 0, switch.stderr[-3000:]
+    switch = fleet.site.deploy("--limit", guest.name).assert_succeeded()
     assert f"Serve | Serve the release on {guest.name}" in switch.changed
     assert guest.release() != serving
-    assert job_log_lines(guest) == log_lines
-    assert guest.run("stat -c '%n %Y %i' /srv/spark/*/*/receipt.json") == receipts
+    assert job_traces(guest) == before
     fleet.settle()
     fleet.site.deploy().assert_unchanged()

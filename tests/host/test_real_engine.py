@@ -52,8 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     lab("up", NAME, "--fresh", "--engine", "cpu")
     site = Site(tmp_path_factory.mktemp("real-engine"), hosts=[NAME])
     site.choose(model="lab-tiny", profile="v2")
-    first = site.deploy()
-    assert first.exit_code == 0, first.stderr[-4000:]
+    site.deploy().assert_succeeded()
     return site
 
 
@@ -61,22 +60,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 def recorded(site: Site) -> str:
     guest = guest_named(NAME)
     guest.run(f"cat > prompts.txt <<'END'\n{PROMPTS}END")
-    code, output = check(guest, "--record prompts.txt")
-    assert code == 0, output
+    assert exit_code(guest, "--record prompts.txt") == 0
     release = guest.release()
-    assert output.startswith(f"{release}: 4 answers recorded")
     assert guest.run(f"stat -c '%U %a' {ANSWERS}/{release}.json") == "root 600"
     return release
 
 
-def check(guest: Guest, words: str) -> tuple[int, str]:
-    said = guest.run(f"spark-check {words} 2>&1; echo $?")
-    text, _, code = said.rpartition("\n")
-    return int(code), text
+def exit_code(guest: Guest, options: str) -> int:
+    return int(guest.run(f"spark-check {options} >/dev/null 2>&1; echo $?"))
 
 
-def compared(guest: Guest, release: str) -> dict[str, Any]:
-    return guest.json(f"spark-check --compare {release} --json")
+def compare(guest: Guest, release: str) -> dict[str, Any]:
+    result: dict[str, Any] = guest.json(f"spark-check --compare {release} --json")
+    return result
 
 
 def test_clients_get_right_answers_or_503_while_profiles_switch(
@@ -88,11 +84,9 @@ def test_clients_get_right_answers_or_503_while_profiles_switch(
         for profile in ("v2-tq", "v2"):
             before = guest.release()
             site.choose(profile=profile)
-            run = site.deploy()
-            assert run.exit_code == 0, run.stderr[-4000:]
+            site.deploy().assert_succeeded()
             assert guest.release() != before
-            proof = guest.json(f"cat /var/lib/spark/proofs/{guest.release()}.json")
-            assert proof["ok"], proof
+            assert guest.proof()["ok"]
             argv = guest.argv()
             limits = CATALOG.profile(profile, "lab-tiny").limits
             assert argv[argv.index("--max-num-seqs") + 1] == str(limits.max_sequences)
@@ -113,10 +107,7 @@ def test_clients_get_right_answers_or_503_while_profiles_switch(
 def test_release_gives_same_answers_after_round_trip(site: Site, recorded: str) -> None:
     guest = guest_named(NAME)
     before = guest.run(f"sha256sum {ANSWERS}/*")
-    code, output = check(guest, f"--compare {recorded}")
-    assert code == 0, output
-    assert "4 of 4" in output
-    result = compared(guest, recorded)
+    result = compare(guest, recorded)
     assert result["mean_nats"] < NOISE_NATS, result
     assert (result["prompts"], result["parted"], result["steps"] > 8) == (4, [], True)
     assert guest.run(f"sha256sum {ANSWERS}/*") == before
@@ -127,35 +118,28 @@ def test_reports_different_answers_per_prompt(site: Site, recorded: str) -> None
     other = "main-ffffffffffff"
     guest.run(f"cat > alter.py <<'END'\n{ALTERED}END")
     guest.run(f"python3 alter.py {ANSWERS}/{recorded}.json {ANSWERS}/{other}.json")
-    result = compared(guest, other)
+    result = compare(guest, other)
     assert (result["one"], result["other"]) == (other, recorded)
     assert (result["prompts"], result["same_answers"], len(result["parted"])) == (4, 0, 4)
     # All differ at the first step; later steps are not compared.
     assert (result["steps"], result["same_top"]) == (4, 0)
     assert result["mean_nats"] > 1, result
-    code, output = check(guest, f"--compare {other}")
-    assert code == 0, output
-    assert "0 of 4" in output
-    assert "Nairobi" in output
     guest.run(f"rm {ANSWERS}/{other}.json")
 
 
 def test_other_profile_gives_similar_answers(site: Site, recorded: str) -> None:
     guest = guest_named(NAME)
     site.choose(profile="v2-tq")
-    run = site.deploy()
-    assert run.exit_code == 0, run.stderr[-4000:]
+    site.deploy().assert_succeeded()
     release = guest.release()
     assert release != recorded
-    result = compared(guest, recorded)
+    result = compare(guest, recorded)
     assert (result["one"], result["other"]) == (recorded, release)
     # Without drafts; an untrained prompt may be a near tie.
     assert result["mean_nats"] < NOISE_NATS, result
     assert {prompt for prompt, _, _ in result["parted"]} <= {UNKNOWN}, result
     assert (result["prompts"], result["same_top"] > 0.9 * result["steps"]) == (4, True), result
 
-    code, output = check(guest, f"--compare {release}")
-    assert code == 1
-    assert "--record" in output
-    code, output = check(guest, f"--compare {recorded} and-another")
-    assert code == 2
+    # No answers of this release were recorded.
+    assert exit_code(guest, f"--compare {release}") == 1
+    assert exit_code(guest, f"--compare {recorded} and-another") == 2

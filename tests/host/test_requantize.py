@@ -1,4 +1,4 @@
-"""Requantizes a model to INT4 with real AutoRound, kills the job, and serves the result.
+"""A model is requantized to INT4 with real AutoRound, despite a killed job, and served.
 
 The checkpoint is the base of a hybrid that the real engine serves, and a peer copies it.
 """
@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from lab.model.lessons import facts, render
-from tests.labkit import CHECKOUT, SPARE, Site, guest_named, lab
+from tests.labkit import CAPITAL, CHECKOUT, SPARE, Site, guest_named, lab
+from tests.published import chat
 
 pytestmark = pytest.mark.engine
 
@@ -54,7 +55,7 @@ def own_model() -> dict[str, Any]:
     }
 
 
-def texts() -> str:
+def calibration_text() -> str:
     rows = [
         render([{"role": "user", "content": item["prompt"]}], thinking=False) + item["answer"]
         for item in facts()["questions"] * 8
@@ -69,7 +70,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     models = site.root / "catalog/models"
     models.mkdir(parents=True)
     (models / "lab-own.yml").write_text(yaml.safe_dump(own_model()))
-    (site.root / "text.jsonl").write_text(texts())
+    (site.root / "text.jsonl").write_text(calibration_text())
     site.choose(
         model="lab-own",
         profile="v2",
@@ -95,7 +96,7 @@ def completed_blocks(name: str) -> list[str]:
     return json.loads(text)["completed_blocks"] if text else []
 
 
-def test_killed_job_resumes_at_its_block(site: Site) -> None:
+def test_killed_job_resumes_after_its_last_block(site: Site) -> None:
     guest = guest_named(NAME)
     results: list[subprocess.CompletedProcess[str]] = []
     first = threading.Thread(target=lambda: results.append(requantize(site)))
@@ -109,7 +110,6 @@ def test_killed_job_resumes_at_its_block(site: Site) -> None:
     first.join(timeout=300)
     assert len(done) >= 2, results[0].stderr[-4000:]
     assert results[0].returncode != 0
-    assert "of 4 blocks are done" in results[0].stderr + results[0].stdout
 
     again = requantize(site)
     assert again.returncode == 0, again.stderr[-4000:]
@@ -126,26 +126,15 @@ def test_killed_job_resumes_at_its_block(site: Site) -> None:
 def test_real_engine_serves_hybrid_on_requantized_base(site: Site) -> None:
     guest = guest_named(NAME)
     site.choose(checkpoint={"source": "requantized"})
-    run = site.deploy()
-    assert run.exit_code == 0, run.stderr[-6000:]
-    proof = guest.json(f"cat /var/lib/spark/proofs/{guest.release()}.json")
-    assert proof["ok"], proof
-    status, body = guest.call(
-        "POST", "/v1/chat/completions",
-        {
-            "model": guest.names()[0], "temperature": 0, "max_tokens": 32,
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
-            "chat_template_kwargs": {"enable_thinking": False},
-        },
-    )  # fmt: skip
-    assert (status, body["choices"][0]["message"]["content"]) == (200, "Paris")
+    site.deploy().assert_succeeded()
+    assert guest.proof()["ok"]
+    assert chat(guest, CAPITAL) == (200, "Paris")
     site.deploy().assert_unchanged()
 
 
 def test_peer_copies_checkpoint_without_original(site: Site) -> None:
     site.hosts = [NAME, OTHER]
-    run = site.deploy()
-    assert run.exit_code == 0, run.stderr[-6000:]
+    site.deploy().assert_succeeded()
     first, other = guest_named(NAME), guest_named(OTHER)
     [tree] = first.run("ls -d /srv/spark/models/lab-own-int4-*").split()
     sums = f"cd {tree}; sha256sum *.safetensors"

@@ -1,4 +1,4 @@
-"""Requantizes a drafter to INT4; the drafts are still accepted."""
+"""A drafter is requantized to INT4; its drafts are still accepted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import yaml
 
 from tests.host.test_requantize import own_model, requantize
 from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named, lab
+from tests.published import chat
 
 pytestmark = pytest.mark.engine
 
@@ -71,28 +72,17 @@ def test_job_packs_drafter_as_listed(site: Site) -> None:
 def test_hybrid_accepts_drafts(site: Site) -> None:
     guest = guest_named(NAME)
     site.choose(checkpoint={"source": "requantized"})
-    run = site.deploy()
-    assert run.exit_code == 0, run.stderr[-6000:]
-    proof = guest.json(f"cat /var/lib/spark/proofs/{guest.release()}.json")
+    site.deploy().assert_succeeded()
+    proof = guest.proof()
     assert proof["ok"], proof
     [drafts] = [check for check in proof["checks"] if check["name"] == "acceptance"]
     assert drafts["ok"], drafts
     assert "--speculative-config" in guest.argv()
     drafted, accepted = draft_counts(guest)
-    status, body = guest.call(
-        "POST", "/v1/chat/completions",
-        {
-            "model": guest.names()[0], "temperature": 0, "max_tokens": 64,
-            "messages": [{"role": "user", "content": "Count from 1 to 20."}],
-            "chat_template_kwargs": {"enable_thinking": False},
-        },
-    )  # fmt: skip
-    text = body["choices"][0]["message"]["content"]
-    assert (status, text) == (200, " ".join(map(str, range(1, 21))))
-    drafted, accepted = (
-        after - before
-        for after, before in zip(draft_counts(guest), (drafted, accepted), strict=True)
-    )
+    numbers = " ".join(map(str, range(1, 21)))
+    assert chat(guest, "Count from 1 to 20.", max_tokens=64) == (200, numbers)
+    drafted_after, accepted_after = draft_counts(guest)
+    drafted, accepted = drafted_after - drafted, accepted_after - accepted
     # The same floor as for a drafter with 16 bits.
     assert accepted > 0.3 * drafted > 0, (accepted, drafted)
     site.deploy().assert_unchanged()

@@ -10,30 +10,22 @@ import pytest
 from tests.host.conftest import Fleet
 from tests.labkit import Guest
 
-CAPITAL = "What is the capital of France?"
 SECOND = {"model": "lab-stub", "profile": "agent", "port": 8001, "memory_gib": 2,
           "names": ["second"]}  # fmt: skip
 BAD = {"engine": {"environment": {"STUB_FAULT": "garbage"}}}
 
 
-def ask(guest: Guest, port: int, model: str) -> tuple[int, str]:
-    body = {"model": model, "messages": [{"role": "user", "content": CAPITAL}], "max_tokens": 96}
-    status, answer = guest.call("POST", "/v1/chat/completions", body, port=port)
-    return status, str(answer)
+def status_of(guest: Guest, port: int, model: str) -> int:
+    return guest.ask(model=model, port=port)[0]
 
 
 def both_answer(guest: Guest) -> bool:
-    answers = [ask(guest, 8000, "lab-model"), ask(guest, 8001, "second")]
-    return all(status == 200 and "Paris" in text for status, text in answers)
-
-
-def model_names(guest: Guest) -> list[str]:
-    status, body = guest.call("GET", "/v1/models")
-    assert status == 200
-    return [model["id"] for model in body["data"]]
+    answers = [guest.ask(model="lab-model"), guest.ask(model="second", port=8001)]
+    return all(status == 200 and "Paris" in str(body) for status, body in answers)
 
 
 def containers(guest: Guest) -> dict[str, str]:
+    """Return the container of each service."""
     out = guest.run("docker ps --format '{{.Label \"spark.service\"}} {{.ID}}'")
     return dict(line.split() for line in out.splitlines())
 
@@ -52,19 +44,14 @@ def test_deploys_second_service_and_second_run_changes_nothing(fleet: Fleet, gue
     assert len(guest.boots()) == 2
     assert both_answer(guest)
     # The main gateway routes to all services by name, another gateway only to its own engine.
-    assert model_names(guest) == ["lab-model", "second"]
-    status, text = ask(guest, 8000, "second")
-    assert (status, "Paris" in text) == (200, True)
-    status, text = ask(guest, 8000, "unknown")
-    assert (status, "model_not_found" in text) == (404, True)
-    assert ask(guest, 8001, "lab-model")[0] == 404
+    assert guest.names() == ["lab-model", "second"]
+    assert status_of(guest, 8000, "second") == 200
+    assert status_of(guest, 8000, "unknown") == status_of(guest, 8001, "lab-model") == 404
     shown = fleet.site.cli("status", "--limit", guest.name, "--json")
     [status_json] = json.loads(shown.stdout)
     assert shown.returncode == 0, shown.stdout
     assert [service["service"] for service in status_json["services"]] == ["second"]
     assert status_json["services"][0]["proof"]["current"]
-    connect = fleet.site.cli("connect", "--limit", guest.name, "--service", "second").stdout
-    assert ":127.0.0.1:8001 " in connect
 
 
 def test_rollout_of_one_service_keeps_engine_of_the_other(fleet: Fleet, guest: Guest) -> None:
@@ -80,8 +67,7 @@ def test_bad_second_service_rolls_back_while_first_serves(fleet: Fleet, guest: G
     fleet.settle(guest, services={"second": SECOND})
     before = containers(guest)
     fleet.site.choose(services={"second": {**SECOND, **BAD}})
-    failed = fleet.site.deploy("--limit", guest.name)
-    assert failed.exit_code != 0
+    assert fleet.site.deploy("--limit", guest.name).exit_code != 0
     assert containers(guest)["main"] == before["main"]
     assert both_answer(guest)
 
@@ -98,9 +84,9 @@ def test_stops_and_starts_one_service_or_all(fleet: Fleet, guest: Guest) -> None
     fleet.settle(guest, services={"second": SECOND})
     assert fleet.site.cli("stop", "--limit", guest.name, "--service", "second").returncode == 0
     assert set(containers(guest)) == {"main"}
-    assert ask(guest, 8000, "lab-model")[0] == 200
-    assert ask(guest, 8001, "second")[0] == ask(guest, 8000, "second")[0] == 503
-    assert model_names(guest) == ["lab-model"]
+    assert status_of(guest, 8000, "lab-model") == 200
+    assert status_of(guest, 8001, "second") == status_of(guest, 8000, "second") == 503
+    assert guest.names() == ["lab-model"]
     assert fleet.site.cli("start", "--limit", guest.name).returncode == 0
     assert both_answer(guest)
 
@@ -108,8 +94,7 @@ def test_stops_and_starts_one_service_or_all(fleet: Fleet, guest: Guest) -> None
 def test_service_removed_from_settings_is_stopped_and_pruned(fleet: Fleet, guest: Guest) -> None:
     fleet.settle(guest, services={"second": SECOND})
     release = next(unit for unit in guest.boots() if "@second-" in unit)
-    fleet.site.choices.pop("services")
-    fleet.site.choose()
+    fleet.site.reset("services")
     dry = fleet.site.deploy("--limit", guest.name, dry=True)
     assert any("Stop services" in name for name in dry.predicted), dry.predicted
     stopped = fleet.settle(guest)
@@ -117,7 +102,7 @@ def test_service_removed_from_settings_is_stopped_and_pruned(fleet: Fleet, guest
     assert set(containers(guest)) == {"main"}
     assert release not in guest.boots()
     assert guest.run("systemctl is-active spark-gateway@second", check=False) != "active"
-    assert ask(guest, 8000, "lab-model")[0] == 200
+    assert status_of(guest, 8000, "lab-model") == 200
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
     pruned = fleet.site.deploy("--limit", guest.name, dry=True, deploy="deploys/prune.py")
     name = release.removeprefix("spark-serve@").removesuffix(".service")

@@ -18,7 +18,7 @@ import pytest
 from lab.paths import USER
 from spark_deploy.hosts.payload import site_archive
 from spark_deploy.inventory.login import PASSWORD_FILE_VARIABLE
-from tests.host.conftest import NAME
+from tests.host.gateway_host import NAME
 from tests.labkit import CHECKOUT, STATE, Guest, Site, guest_named, lab
 from tests.runs import Run, Silence
 
@@ -35,23 +35,19 @@ class Inside:
 
     def deploy(self, user: str = "root") -> Run:
         self.copy(self.site.root / "group_vars")
-        command = self.command("pyinfra", str(self.site.root / "inventory/lab.py"),
-                               str(CHECKOUT / "deploy.py"), "-y", "--json", user=user)  # fmt: skip
-        done = self.run(command)
-        document = json.loads(done.stdout) if done.stdout.strip() else {}
+        return self.pyinfra("deploy.py", user=user)
+
+    def pyinfra(self, deploy: str, *, user: str = USER, environment: str = "") -> Run:
+        done = self.run(f"{environment}{self.command(deploy, '--json', user=user)}")
+        document = json.loads(done.stdout) if done.returncode == 0 else {}
         return Run(done.returncode, document, done.stderr, 0.0, Silence(0.0, ""))
 
-    def bootstrap(self, *words: str, prefix: str = "") -> subprocess.CompletedProcess[str]:
-        deploy = str(CHECKOUT / "deploys/bootstrap.py")
-        inventory = str(self.site.root / "inventory/lab.py")
-        command = self.command("pyinfra", inventory, deploy, "-y", *words, user=USER)
-        return self.run(f"{prefix}{command}")
-
-    def command(self, *words: str, user: str) -> str:
+    def command(self, deploy: str, *options: str, user: str) -> str:
         path = f"{'/opt/bin:' if user == 'root' else ''}/usr/sbin:/usr/bin:/sbin:/bin"
         line = [
             "env", f"PYTHONPATH={CHECKOUT}:{CHECKOUT}/files/contract", f"PATH={path}",
-            sys.executable, "-m", *words,
+            sys.executable, "-m", "pyinfra", str(self.site.root / "inventory/lab.py"),
+            str(CHECKOUT / deploy), "-y", *options,
         ]  # fmt: skip
         login = "" if user == "root" else f"runuser -u {user} -w {PASSWORD_FILE_VARIABLE} -- "
         return f"cd {self.site.root} && {login}{shlex.join(line)}"
@@ -86,29 +82,25 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
     inventory.write_text(
         text.replace(listed, 'hosts=["@local"]').partition("    host_data=")[0] + ")\n"
     )
-    inside_ = Inside(site, guest)
+    own_machine = Inside(site, guest)
     # Resolved, because the virtual environment may be a link.
     pythons = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()} - {Path("/usr")}
     # Guests cannot reach the package index.
     shown = guest.run("python3 -c 'import sys; print(*sys.version_info[:2], sep=\".\")'; uname -m")
     wheels, _ = site_archive("files/checkpoint/requirements.txt", *shown.splitlines())
-    inside_.copy(CHECKOUT, *pythons, site.root, STATE / "lab.json", wheels)
+    own_machine.copy(CHECKOUT, *pythons, site.root, STATE / "lab.json", wheels)
     guest.run(NO_SUDO)
-    return inside_
+    return own_machine
 
 
 def test_root_deploys_own_machine_without_sudo(inside: Inside) -> None:
-    run = inside.deploy()
-    assert run.exit_code == 0, run.stderr[-3000:]
-    [unit] = inside.guest.serving()
+    inside.deploy().assert_succeeded()
+    release = inside.guest.release()
     inside.deploy().assert_unchanged()
 
     inside.site.choose(profile="v2-tq")
-    changed = inside.deploy()
-
-    assert changed.exit_code == 0, changed.stderr[-3000:]
-    [other] = inside.guest.serving()
-    assert other != unit
+    inside.deploy().assert_succeeded()
+    assert inside.guest.release() != release
     inside.deploy().assert_unchanged()
 
 
@@ -147,25 +139,23 @@ def test_preflight_suggests_bootstrap_if_sudo_needs_password(inside: Inside, pas
 
 
 @pytest.mark.parametrize(
-    ("file", "fix"), [("", PASSWORD_FILE_VARIABLE), ("wrong", "run again with the right password")]
+    ("file", "fix"), [("", PASSWORD_FILE_VARIABLE), ("wrong", "right password")]
 )
-def test_bootstrap_with_wrong_password_changes_nothing(
+def test_bootstrap_without_right_password_changes_nothing(
     inside: Inside, password: str, file: str, fix: str
 ) -> None:
     export = f"export {PASSWORD_FILE_VARIABLE}=/home/{USER}/{file}; " if file else ""
-    done = inside.bootstrap(prefix=export)
-    assert done.returncode != 0
-    assert fix in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    run = inside.pyinfra("deploys/bootstrap.py", environment=export)
+    assert run.exit_code != 0
+    assert fix in run.stderr
+    assert "Traceback" not in run.stderr
     assert sudo_rule(inside) == ""
 
 
 def test_bootstrap_asks_once_in_terminal_and_installs_sudo_rule(
     inside: Inside, password: str
 ) -> None:
-    command = inside.command("pyinfra", str(inside.site.root / "inventory/lab.py"),
-                             str(CHECKOUT / "deploys/bootstrap.py"), "-y", "-vvv", "--debug",
-                             user=USER)  # fmt: skip
+    command = inside.command("deploys/bootstrap.py", "-vvv", "--debug", user=USER)
     done = inside.run(
         f"{SPY} touch /root/log; {{ until grep -q 'login and sudo' /root/log; do sleep 0.2; "
         f"done; sleep 1; cat /home/{USER}/right; }} | timeout 120 script -qefc "
@@ -180,17 +170,14 @@ def test_bootstrap_asks_once_in_terminal_and_installs_sudo_rule(
     assert inside.run(f"visudo -cq; stat -c '%a %U' {RULE}; ls {RULE}*").stdout == (
         f"440 root\n{RULE}\n"
     )
-    again = inside.bootstrap("--json")
-    assert again.returncode == 0, again.stderr
-    Run(0, json.loads(again.stdout), again.stderr, 0.0, Silence(0.0, "")).assert_unchanged()
+    inside.pyinfra("deploys/bootstrap.py").assert_unchanged()
 
 
 def test_user_deploys_own_machine_after_bootstrap(inside: Inside, password: str) -> None:
     inside.site.choose(profile="v2")
-    [unit] = inside.guest.serving()
-    run = inside.deploy(user=USER)
-    assert run.exit_code == 0, run.stderr[-3000:]
-    assert inside.guest.serving() not in ([], [unit])
+    release = inside.guest.release()
+    inside.deploy(user=USER).assert_succeeded()
+    assert inside.guest.release() != release
     inside.deploy(user=USER).assert_unchanged()
 
 
@@ -198,9 +185,6 @@ def test_unbootstrap_removes_rule_and_keeps_foreign_keys(inside: Inside, passwor
     keys = f"/home/{USER}/.ssh/authorized_keys"
     before = inside.run(f"cat {keys}").stdout
     assert before
-    command = inside.command("pyinfra", str(inside.site.root / "inventory/lab.py"),
-                             str(CHECKOUT / "deploys/unbootstrap.py"), "-y", user=USER)  # fmt: skip
-    done = inside.run(command)
-    assert done.returncode == 0, done.stderr
+    inside.pyinfra("deploys/unbootstrap.py").assert_succeeded()
     assert sudo_rule(inside) == ""
     assert inside.run(f"cat {keys}").stdout == before

@@ -79,8 +79,7 @@ def uninstall(site: Site, *words: str, dry: bool = False) -> Run:
 
 
 def serve(site: Site, guest: Guest) -> None:
-    run = site.deploy()
-    assert run.exit_code == 0, f"{run.failed}\n{run.stderr[-4000:]}"
+    site.deploy().assert_succeeded()
     assert guest.answers()
 
 
@@ -113,9 +112,7 @@ def test_restores_bare_host_and_lists_kept_files_first(tmp_path: Path) -> None:
     assert all(f"{path}: models are kept" in dry.stderr for path in trees)
     assert "docker.io, nvidia-container-toolkit, cuda-toolkit-13-0: " in dry.stderr
 
-    run = uninstall(site)
-
-    assert run.exit_code == 0, run.stderr[-3000:]
+    uninstall(site).assert_succeeded()
     lines = [
         line
         for line in dry.stderr.splitlines()
@@ -134,7 +131,7 @@ def test_restores_bare_host_and_lists_kept_files_first(tmp_path: Path) -> None:
 
     # A new deploy reuses the kept files, and the first baseline still counts.
     serve(site, guest)
-    assert uninstall(site, *ALL).exit_code == 0
+    uninstall(site, *ALL).assert_succeeded()
     assert difference(before, snapshot(guest)) == []
     last = uninstall(site, *ALL)
     assert (last.exit_code, last.changed) == (0, []), last.stderr[-3000:]
@@ -160,9 +157,7 @@ def test_keeps_foreign_files_and_next_run_finishes_killed_uninstall(
     }
 
     kill_during_uninstall(site, guest, seconds)
-    run = uninstall(site, *ALL)
-
-    assert run.exit_code == 0, run.stderr[-3000:]
+    uninstall(site, *ALL).assert_succeeded()
     assert difference(before, snapshot(guest)) == []
     again = uninstall(site, *ALL)
     assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""After an upgrade of a host the next run reports it, proves again, and suggests a rollback.
+"""After an upgrade of a host, the next run reports it and proves the server again.
 
 Versions are those of the lab's stand-ins; no real driver is involved.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.labkit import SPARE, Guest, Site, info, lab
+from tests.labkit import SPARE, Guest, Site, guest_named, lab
 from tests.runs import Run
 
 FIRST, SECOND = SPARE
@@ -26,9 +26,8 @@ class Pair:
         lab("up", FIRST, SECOND, "--fresh", "--engine", "stub")
         self.site = Site(root, hosts=[FIRST, SECOND])
         self.site.choose(model="lab-stub", profile="v2", check={"bench_s": 3})
-        known = {guest["name"]: guest["ip"] for guest in info()["guests"]}
-        self.guests = [Guest(name, known[name]) for name in (FIRST, SECOND)]
-        self.first = self.site.deploy()
+        self.guests = [guest_named(name) for name in (FIRST, SECOND)]
+        self.site.deploy().assert_succeeded()
 
     def status(self, name: str) -> dict[str, Any]:
         shown = self.site.cli("status", "--limit", name, "--json")
@@ -39,13 +38,8 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     new_pair = Pair(tmp_path_factory.mktemp("site"))
-    assert new_pair.first.exit_code == 0, new_pair.first.stderr[-6000:]
     yield new_pair
     lab("down", FIRST, SECOND)
-
-
-def invocation_of(guest: Guest) -> str:
-    return guest.run("systemctl show -p InvocationID --value 'spark-serve@*'")
 
 
 def boot_of(guest: Guest) -> str:
@@ -57,13 +51,13 @@ def set_driver(guest: Guest, old: str, new: str) -> None:
 
 
 def assert_changed_only(run: Run, *names: str) -> None:
-    assert run.exit_code == 0, run.stderr[-4000:]
+    run.assert_succeeded()
     assert run.changed == list(names), run.stderr[-4000:]
 
 
 def test_proves_new_driver_without_restart(pair: Pair) -> None:
     guest = pair.guests[0]
-    before = invocation_of(guest)
+    before = guest.invocation()
     guest.run(
         "mkdir -p /etc/cdi; printf 'kind: nvidia.com/gpu\\n- hostPath: /x/libcuda.so.%s\\n' "
         f"{OLD} > /etc/cdi/nvidia.yaml"
@@ -74,11 +68,9 @@ def test_proves_new_driver_without_restart(pair: Pair) -> None:
     run = pair.site.deploy("--limit", FIRST)
 
     assert f"driver {OLD} -> {NEW}" in status["proof"]["why"]
-    assert f"driver {OLD} -> {NEW}" in run.stderr
     assert_changed_only(run, CDI, GPU_PROOF, f"Serve | Serve the release on {FIRST}")
     assert f"libcuda.so.{NEW}" in guest.run("cat /etc/cdi/nvidia.yaml")
-    assert "speed: one stream" in run.stderr
-    assert invocation_of(guest) == before
+    assert guest.invocation() == before
     assert pair.status(FIRST)["proof"]["last_full"]["versions"]["driver"] == NEW
     assert_changed_only(pair.site.deploy("--limit", FIRST))
 
@@ -94,7 +86,6 @@ def test_warns_of_slower_server_with_rollback(pair: Pair) -> None:
     status = pair.status(FIRST)
 
     assert_changed_only(run, CDI, GPU_PROOF, f"Serve | Serve the release on {FIRST}")
-    assert f"driver {NEW} -> 580.178.04+labstub" in run.stderr
     assert status["proof"]["speed"]
     assert status["events"][-1]["kind"] == "slower"
     # It answers correctly, so it keeps serving.
@@ -107,11 +98,8 @@ def test_reports_pending_reboot_without_rebooting(pair: Pair) -> None:
     boot = boot_of(guest)
     guest.run("echo linux-image-x > /run/reboot-required.pkgs; touch /run/reboot-required")
 
-    run = pair.site.deploy("--limit", SECOND)
-
-    assert_changed_only(run)
-    assert "linux-image-x" in run.stderr
-    assert pair.status(SECOND)["reboot_pending"].startswith("/run/reboot-required is set")
+    assert_changed_only(pair.site.deploy("--limit", SECOND))
+    assert pair.status(SECOND)["reboot_pending"]
     assert boot_of(guest) == boot
 
 
@@ -130,12 +118,10 @@ def test_reboots_hosts_one_by_one_if_allowed(pair: Pair) -> None:
     try:
         run, again = pair.site.deploy(timeout_s=1200), pair.site.deploy()
     finally:
-        pair.site.choices.pop("reboot")
-        pair.site.choose()
+        pair.site.reset("reboot")
 
     assert refused.exit_code != 0
-    assert "set reboot: allow" in refused.stderr
-    assert run.exit_code == 0, run.stderr[-6000:]
+    run.assert_succeeded()
     assert {name for name in run.changed if name.startswith("Reboots")} == {
         f"Reboots | Reboot {FIRST} where it is due",
         f"Reboots | Reboot {SECOND} where it is due",
