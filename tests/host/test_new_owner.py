@@ -47,7 +47,7 @@ def test_first_server_takes_two_commands(walk: Walk) -> None:
 
 def test_switch_takes_one_edit_and_one_command(walk: Walk) -> None:
     before = len(walk.owner.commands)
-    [switch], [rollback] = typed_commands("switch model or profile"), typed_commands("go back")
+    [switch], [rollback] = typed_commands("switch model or profile"), typed_commands("roll back")
     walk.owner.set_profile("agent")
     switched = walk.owner.run(*switch, "-y")
     assert switched.returncode == 0, switched.stdout[-4000:]
@@ -67,7 +67,7 @@ def test_up_after_rollback_restarts_nothing(walk: Walk) -> None:
 
 
 def test_client_needs_two_commands_and_no_copied_key(walk: Walk) -> None:
-    tunnel, [evaluated] = typed_commands("through an SSH tunnel")
+    tunnel, [evaluated] = typed_commands("connect through an SSH tunnel")
     assert evaluated == "$(spark-deploy connect spark-1 --for env)"
     with walk.owner.running(*tunnel):
         wait_for("127.0.0.1", 8000)
@@ -102,9 +102,9 @@ def test_one_command_frees_the_gpu(walk: Walk) -> None:
 @pytest.mark.parametrize(
     ("job", "options", "answer"),
     [
-        ("why slow", ("--once",), r"spark-1 .*\b0\b"),
-        ("why dead", (), r"spark-1: lab-stub with v2 as lab-model"),
-        ("measure it", ("--protocol", "seeds", "--out", "bench"), r"tok/s"),
+        ("see why a server is slow", ("--once",), r"spark-1 .*\b0\b"),
+        ("see why a server is down", (), r"spark-1: lab-stub with v2 as lab-model"),
+        ("measure speed", ("--protocol", "seeds", "--out", "bench"), r"tok/s"),
     ],
 )
 def test_status_job_takes_one_command(
@@ -117,7 +117,7 @@ def test_status_job_takes_one_command(
 
 
 def test_schedule_takes_one_edit_and_one_command(walk: Walk) -> None:
-    [up], path = typed_commands("day and night"), walk.owner.folder / "group_vars/all.yml"
+    [up], path = typed_commands("switch by time of day"), walk.owner.folder / "group_vars/all.yml"
     before = path.read_text()
     pairs = [{"model": "lab-stub", "profile": name} for name in ("v2", "agent")]
     times = [{"at": at, **pair} for at, pair in zip(("04:00", "04:30"), pairs, strict=True)]
@@ -137,9 +137,15 @@ def test_logs_of_all_parts_are_one_stream(walk: Walk) -> None:
 
 
 def test_uninstall_and_unbootstrap_take_one_command_each(walk: Walk) -> None:
+<<<<<<< HEAD
     [uninstall], [unbootstrap] = typed_commands("uninstall"), typed_commands("revoke the access")
     removed = walk.owner.run(*uninstall, "-y")
     assert removed.returncode == 0, removed.stdout[-4000:] + removed.stderr
+=======
+    [uninstall], [unbootstrap] = typed_commands("uninstall"), typed_commands("revoke access")
+    gone = walk.owner.run(*uninstall, "-y")
+    assert gone.returncode == 0, gone.stdout[-4000:] + gone.stderr
+>>>>>>> 92db1984 (docs: pages start with their purpose; tasks and checks in plain words; test coverage page)
     assert walk.guest.run("ls -d /etc/spark /usr/local/lib/spark 2>/dev/null || true") == ""
     assert walk.owner.run(*unbootstrap, "-y").returncode == 0
     with pytest.raises(RuntimeError, match="Permission denied"):

@@ -8,20 +8,23 @@ import click
 
 from spark_deploy.cli import GROUP
 
+# The page describes these options once.
 SHARED = {"inventory", "limit", "exclude", "data", "json", "model", "profile"}
+CHANGING = {"dry", "yes", "verbose"}
 
 
 def command_rows() -> Iterator[str]:
-    """Yield the table."""
+    """Yield the table; ``*`` marks commands that change hosts."""
     yield from ("| command | does | options |", "|---|---|---|")
     context = click.Context(GROUP)
     for name in GROUP.list_commands(context):
         command = GROUP.get_command(context, name)
         assert command is not None
+        changes_hosts = {option.name for option in command.params} >= CHANGING
         cells = (
-            f"`{name}{_arguments(command)}`",
+            f"`{name}{_arguments(command)}`" + (" *" if changes_hosts else ""),
             str(command.help),
-            "<br>".join(_options(command)),
+            "<br>".join(_options(command, changes_hosts)),
         )
         yield f"| {' | '.join(cells)} |"
 
@@ -33,8 +36,9 @@ def _arguments(command: click.Command) -> str:
     )
 
 
-def _options(command: click.Command) -> Iterator[str]:
+def _options(command: click.Command, changes_hosts: bool) -> Iterator[str]:
+    described = SHARED | CHANGING if changes_hosts else SHARED
     for part in command.params:
-        if isinstance(part, click.Option) and part.name not in SHARED:
+        if isinstance(part, click.Option) and part.name not in described:
             metavar = f" {part.metavar}" if part.metavar else ""
             yield f"`{', '.join(part.opts)}{metavar}` {part.help}"

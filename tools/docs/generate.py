@@ -22,8 +22,7 @@ from spark_deploy.config.catalog.types import Catalog  # noqa: E402
 from spark_deploy.config.settings.cluster import ClusterSettings  # noqa: E402
 from spark_deploy.config.settings.types import Settings  # noqa: E402
 from spark_deploy.lock.resolve import size  # noqa: E402
-from spark_deploy.plan.kv_cache import context_tokens  # noqa: E402
-from spark_deploy.plan.memory import gib, loaded_bytes, missing_bytes, plan_memory, weights_of  # noqa: E402
+from spark_deploy.plan.memory import gib, loaded_bytes, plan_memory, weights_of  # noqa: E402
 from spark_deploy.plan.resolve import problems_of  # noqa: E402
 from tools.docs import evidence, speed  # noqa: E402
 from tools.docs.commands import command_rows  # noqa: E402
@@ -142,10 +141,13 @@ def profile_sections() -> Iterator[str]:
         yield row(f"`{shown.name}`", shown.choose_when, parts, "yes" if shown.plugin else "no")
     for model in _for_sparks():
         yield from ("", f"### Memory of {model.name}", "")
+        fitting = [catalog().profile(name, model.name) for name in _served_with(model)]
+        if not fitting:
+            yield "No profile fits on a single host."
+            continue
         yield "| profile | weights | drafter | KV cache | tokens | full-length requests |"
         yield "|---|---|---|---|---|---|"
-        for shown in profiles:
-            yield _memory_row(model, catalog().profile(shown.name, model.name))
+        yield from (_memory_row(model, profile) for profile in fitting)
 
 
 def rail_rows() -> Iterator[str]:
@@ -158,35 +160,23 @@ def rail_rows() -> Iterator[str]:
 
 
 def profile_proofs() -> Iterator[str]:
-    """Yield the results of each profile."""
+    """Yield a row per statement, with the result file of each profile that it holds for."""
+    proofs: dict[tuple[str, str], list[str]] = {}
     for name in catalog().profile_names:
-        proofs = catalog().profile(name, Settings().model).proven
-        if proofs:
-            yield from ("", f"## {name}", "", "| shown | on | result |", "|---|---|---|")
-        for proof in proofs:
-            link = f"[{proof.result}](results/gpu/{proof.result})"
-            yield row(proof.what, evidence.device_of(proof.result), link)
+        for proof in catalog().profile(name, Settings().model).proven:
+            statement = (proof.what, evidence.device_of(proof.result))
+            link = f"[{name}](results/gpu/{proof.result})"
+            proofs.setdefault(statement, []).append(link)
+    yield from ("| shown | on | profiles, with result files |", "|---|---|---|")
+    for (shown, device), links in proofs.items():
+        yield row(shown, device, ", ".join(links))
 
 
 def _memory_row(model: Model, profile: Profile) -> str:
     weights, drafter = (gib(value) for value in loaded_bytes(model, profile))
-    if not _fits(model, profile):
-        return f"| `{profile.name}` | {weights} | {drafter} | does not fit | | |"
     plan = plan_memory(model, profile, Settings())
-    requests = f"{plan.full_context_users:.1f} of {context_tokens(model, profile):,}"
-    cells = (
-        f"`{profile.name}`",
-        weights,
-        drafter,
-        gib(plan.kv_cache_bytes),
-        f"{plan.kv_tokens:,}",
-        requests,
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def _fits(model: Model, profile: Profile) -> bool:
-    return missing_bytes(model, profile, Settings()) <= 0
+    cells = (f"`{profile.name}`", weights, drafter, gib(plan.kv_cache_bytes))
+    return row(*cells, f"{plan.kv_tokens:,}", f"{plan.full_context_users:.1f}")
 
 
 def _on(count: int, model: str, profile: str) -> Settings:
@@ -223,7 +213,7 @@ PARTS: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
         "steps": lambda: speed.step_rows(catalog()),
     },
     "proofs/speed-model.md": {"numbers": speed.number_rows},
-    "docs/reference/what-is-proven.md": {
+    "docs/reference/test-coverage.md": {
         "parts": functools.partial(evidence.proven_rows, CHECKOUT),
         "kernels": evidence.kernel_rows,
         "questions": functools.partial(evidence.question_rows, CHECKOUT),

@@ -13,11 +13,16 @@ from tests.owner import Job, jobs
 # Largest numbers of commands and edits.
 LIMITS = {
     "first server": (2, 0),
-    "reuse what the host has": (0, 0),
+    "reuse downloaded models": (0, 0),
     "add a model": (2, 0),
-    **dict.fromkeys(("second Spark", "switch model or profile", "day and night"), (1, 1)),
-    **dict.fromkeys(("connect a client", "go back", "free the GPU", "after an update"), (1, 0)),
-    **dict.fromkeys(("why slow", "why dead", "measure it", "uninstall"), (1, 0)),
+    **dict.fromkeys(("second Spark", "switch model or profile", "switch by time of day"), (1, 1)),
+    **dict.fromkeys(
+        ("connect a client", "roll back", "free the GPU", "after a driver or system update"), (1, 0)
+    ),
+    **dict.fromkeys(
+        ("see why a server is slow", "see why a server is down", "measure speed", "uninstall"),
+        (1, 0),
+    ),
 }
 JOBS = {job.name: job for job in jobs()}
 
