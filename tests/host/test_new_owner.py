@@ -137,15 +137,9 @@ def test_logs_of_all_parts_are_one_stream(walk: Walk) -> None:
 
 
 def test_uninstall_and_unbootstrap_take_one_command_each(walk: Walk) -> None:
-<<<<<<< HEAD
-    [uninstall], [unbootstrap] = typed_commands("uninstall"), typed_commands("revoke the access")
+    [uninstall], [unbootstrap] = typed_commands("uninstall"), typed_commands("revoke access")
     removed = walk.owner.run(*uninstall, "-y")
     assert removed.returncode == 0, removed.stdout[-4000:] + removed.stderr
-=======
-    [uninstall], [unbootstrap] = typed_commands("uninstall"), typed_commands("revoke access")
-    gone = walk.owner.run(*uninstall, "-y")
-    assert gone.returncode == 0, gone.stdout[-4000:] + gone.stderr
->>>>>>> 92db1984 (docs: pages start with their purpose; tasks and checks in plain words; test coverage page)
     assert walk.guest.run("ls -d /etc/spark /usr/local/lib/spark 2>/dev/null || true") == ""
     assert walk.owner.run(*unbootstrap, "-y").returncode == 0
     with pytest.raises(RuntimeError, match="Permission denied"):
