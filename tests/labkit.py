@@ -341,24 +341,27 @@ class Site:
         ]  # fmt: skip
 
     def cli(
-        self, command: str, *arguments: str, timeout_s: float = 120
-    ) -> subprocess.CompletedProcess[str]:
+        self, command: str, *arguments: str, timeout_s: float = 120,
+        env: dict[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         return subprocess.run(
             self.cli_command(command, *arguments),
-            capture_output=True, text=True, check=False, cwd=CHECKOUT, timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, check=False, cwd=self.checkout, timeout=timeout_s,
+            stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})},
         )  # fmt: skip
 
     def cli_output(self, command: str, *arguments: str, timeout_s: float = 300) -> tuple[int, str]:
         done = self.cli(command, *arguments, timeout_s=timeout_s)
         return done.returncode, done.stdout + done.stderr
 
-    def start(self, *arguments: str, deploy: str = "deploy.py") -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, deploy: str = "deploy.py", env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         limit = self._limit(arguments)
         return subprocess.Popen(
             self.command(*limit, *arguments, "-y", deploy=deploy),
             cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            stdin=subprocess.DEVNULL, start_new_session=True,
+            stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **(env or {})},
         )  # fmt: skip
 
 

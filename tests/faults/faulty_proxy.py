@@ -1,7 +1,7 @@
-"""A proxy to the lab's servers that injects a fault into one guest's requests.
+"""A proxy to the lab's servers that injects faults into requests.
 
-Each server has its listener (hub, second hub host, registry, packages). Faults are chosen by
-client address, so guests of a sweep do not disturb each other.
+It has a listener for each server: hub, second hub host, registry, packages. Each client address has
+its own fault, so that guests of a sweep do not disturb each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault, and a pattern of the paths it applies to."""
+    """A kind of fault, and a pattern of paths."""
 
     kind: str
     match: str = ".*"

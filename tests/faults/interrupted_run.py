@@ -1,14 +1,14 @@
-"""pyinfra with hooks around each operation: records them, and stops the run at a given point.
+"""Runs pyinfra, records each operation, and stops the run at a given point.
 
 ``python -m tests.faults.interrupted_run INVENTORY DEPLOY -y`` with
 
 - ``SPARK_OPERATIONS``: file for one JSON line per operation, with the seconds of each command;
 - ``SPARK_DIE_AT``: ``NUMBER MOMENT COMMAND DELAY_S HOW``; instead of the number, the operation's
   name with ``_`` for blanks;
-- ``SPARK_DIE_ANYWAY``: file for the moment of the end. With it the run stops at that operation even
-  if no command is left to send or the command finished before the delay.
+- ``SPARK_DIE_ANYWAY``: file for the moment of the stop. With it the run stops at that operation
+  even if it sends no command or the command finished before the delay.
 
-The code under test is unchanged: only pyinfra's operation loop is wrapped.
+Only pyinfra's operation loop is wrapped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _record_moment(moment: str) -> None:
 
 
 class Watched:
-    """An operation on a host: the commands, their durations, and whether to end here."""
+    """An operation on a host, with its commands and their durations."""
 
     def __init__(self, number: int, name: str, host: Any):
         self.number, self.name, self.host = number, name, host

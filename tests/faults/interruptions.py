@@ -1,4 +1,4 @@
-"""Interrupts a run at a chosen point and checks that later runs repair everything."""
+"""Interrupts a run at a chosen point and checks that the next run repairs everything."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tests.faults import disks
 from tests.faults.pause import JOBS, Pause, kill_running
 from tests.faults.sweep import PARTS
-from tests.labkit import CHECKOUT, Guest, Site, guest_named, info, lab
+from tests.host.conftest import USUAL
+from tests.labkit import CHECKOUT, Guest, Site, guest_named, info, lab, pythonpath
 from tests.traces import difference, digest
 
-USUAL = {"model": "lab-stub", "profile": "v2"}
-DEPLOY, ROLLBACK, PRUNE = "deploy.py", "deploys/rollback.py", "deploys/prune.py"
+DEPLOY = "deploy.py"
 TIMEOUT_S = 300  # from a bare host to a running job, on a busy machine
 
 
 @dataclass
 class Place:
-    """A guest and site of a sweep; ``expected`` is the host digest of each undisturbed scenario."""
+    """A guest of a sweep; ``expected`` is the host digest after each undisturbed scenario."""
 
     name: str
     site: Site
@@ -65,7 +66,7 @@ class Place:
             self.guest.wait(f"systemctl is-active {unit}", seconds=TIMEOUT_S)
 
     def cut_power(self) -> None:
-        """Lose unsynced data too; return after the next boot."""
+        """Cut the power, which loses unsynced data, and wait for the next boot."""
         lab("break", "power-cut", self.name)
         lab("up", self.name, "--engine", "stub")
         self.wait_until_up()
@@ -73,7 +74,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run to interrupt: how the host is set up before it, and the deploy file."""
+    """A run to interrupt: the setup of the host, and the deploy file."""
 
     name: str
     set_up: Callable[[Place], None]
@@ -99,7 +100,7 @@ def two_releases(place: Place) -> None:
 def _from_disk(
     label: str, make: Callable[[Place], None], **choices: object
 ) -> Callable[[Place], None]:
-    """Restore the disk that ``make`` produced; make it first if there is no copy of this code."""
+    """Return a setup that restores the disk that ``make`` produced, or produces it first."""
 
     def set_up(place: Place) -> None:
         if disks.has(place.name, label):
@@ -114,20 +115,16 @@ def _from_disk(
     return set_up
 
 
-SCENARIOS = {
-    scenario.name: scenario
-    for scenario in (
-        Scenario("rollback", _from_disk("two", two_releases, profile="v2-tq"), ROLLBACK),
-        Scenario(
-            "prune",
-            _from_disk("two", two_releases, profile="v2-tq", releases={"keep": 0}),
-            PRUNE,
-        ),
-        Scenario("no-op", _from_disk("one", one_release)),
-        Scenario("profile switch", _from_disk("one", one_release, profile="v2-native")),
-        Scenario("first deploy", bare_host),  # the longest
-    )
-}
+_TWO_RELEASES = partial(_from_disk, "two", two_releases, profile="v2-tq")
+_ONE_RELEASE = partial(_from_disk, "one", one_release)
+_LIST = (
+    Scenario("rollback", _TWO_RELEASES(), "deploys/rollback.py"),
+    Scenario("prune", _TWO_RELEASES(releases={"keep": 0}), "deploys/prune.py"),
+    Scenario("no-op", _ONE_RELEASE()),
+    Scenario("profile switch", _ONE_RELEASE(profile="v2-native")),
+    Scenario("first deploy", bare_host),  # the longest
+)
+SCENARIOS = {scenario.name: scenario for scenario in _LIST}
 SUFFIXES = {"KILL": "", "INT": ", interrupted", "CUT": ", connection cut", "POWER": ", power cut"}
 CONTROLLER_REPORTS = ("INT", "CUT")  # after these the controller still prints its error
 
@@ -165,9 +162,8 @@ class Point:
 def list_points(operations: list[Operation], *, hows: tuple[str, ...] = ("KILL",)) -> list[Point]:
     """Return the points at which the state of a host may differ.
 
-    Operations without commands leave the host unchanged, so the end of an operation with commands
-    and the start of the next such operation count as one point, ``before`` the latter. A run that
-    sends no command at all is interrupted at five operations.
+    The end of an operation with commands and the start of the next are the same point, ``before``.
+    A run without commands is interrupted at five operations.
     """
     sending = [operation for operation in operations if operation.seconds]
     if not sending:
@@ -186,19 +182,18 @@ def list_points(operations: list[Operation], *, hows: tuple[str, ...] = ("KILL",
 
 def run_watched(place: Place, deploy: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     words = place.site.command("--limit", place.name, "-y", deploy=deploy)[1:]
-    paths = f"{CHECKOUT}:{CHECKOUT / 'files/contract'}"
     return subprocess.run(
         [sys.executable, "-m", "tests.faults.interrupted_run", *words],
-        cwd=place.site.root, env={**os.environ, "PYTHONPATH": paths, **env},
+        cwd=place.site.root, env={**os.environ, **pythonpath(CHECKOUT), **env},
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, check=False,
         start_new_session=True,
     )  # fmt: skip
 
 
 def run_undisturbed(place: Place, scenario: Scenario, code: str = "") -> list[Operation]:
-    """Run a scenario undisturbed; return the operations and remember the host digest.
+    """Run a scenario; return the operations and store the host digest in ``place.expected``.
 
-    With ``code``, the version under test, both are cached so that a continued sweep can skip this.
+    Both are cached for ``code``, the version under test, so that a continued sweep can skip this.
     """
     cache = PARTS / f"undisturbed-{scenario.name.replace(' ', '-')}.json"
     result = json.loads(cache.read_text()) if code and cache.exists() else {}
@@ -236,7 +231,7 @@ def interrupt_and_repair(place: Place, scenario: Scenario, point: Point) -> tupl
 
 
 def interrupt_in_a_row(place: Place, scenario: Scenario, chain: list[Point]) -> list[str]:
-    """Interrupt run after run, each at the next point; check that a last run finishes the work."""
+    """Interrupt each run at the next point; check that a last run finishes the work."""
     scenario.set_up(place)
     outcomes = []
     for point in chain:
@@ -256,7 +251,7 @@ def interrupt_in_a_row(place: Place, scenario: Scenario, chain: list[Point]) -> 
 
 
 def repair(place: Place, scenario: Scenario) -> str:
-    """Check that the next run succeeds, a second changes nothing, and the host is as expected."""
+    """Check that the next run finishes, a second changes nothing, and the host is as expected."""
     serving = ", ".join(place.guest.serving()) or "nothing"
     place.deploy(scenario.deploy)
     place.site.deploy(deploy=scenario.deploy).assert_unchanged()
@@ -280,7 +275,7 @@ def list_host_steps(steps: tuple[str, ...], *victims: str) -> dict[str, tuple[st
 
 
 def interrupt_host_step(place: Place, step: str, victim: str) -> tuple[str, str]:
-    """Pause the host's work at a step, kill the victim, and let the next run finish the work."""
+    """Pause the host's work at a step, kill the victim, and check that the next run finishes."""
     scenario = SCENARIOS["first deploy" if step in JOB_KINDS else "profile switch"]
     scenario.set_up(place)
     begin = Pause.job if step in JOB_KINDS else Pause.rollout

@@ -1,7 +1,7 @@
-"""Pauses a host's work at a known point from outside, and kills controllers.
+"""Pauses a host's work at a chosen point, and kills controllers.
 
-A small program on the guest watches processes and files and sends SIGSTOP; the code under test is
-unchanged. The paused state is verified afterwards: a missed point raises an error.
+A program on the guest watches processes and files, sends SIGSTOP, and verifies the paused state.
+The code under test is unchanged.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, kill
 
-# The sign that a job of this kind is at work: a growing file or, with a leading "=", a program that
-# Docker runs for it. That program is paused too, because Docker would not pause it.
+# What shows that a job is running: a growing file or, with a leading "=", a program that Docker
+# runs for it. That program is paused too, because Docker would not pause it.
 JOBS = {
     "fetch": "/srv/spark/sources/.*.partial/parts/*.part",
     "checkpoint": "/srv/spark/models/.*.partial/tree/*.safetensors",
@@ -185,7 +185,7 @@ while True:
 
 
 class MissedError(AssertionError):
-    """The point was over before it could be paused: no proof, so try again."""
+    """The point was over before it could be paused; try again."""
 
 
 @dataclass

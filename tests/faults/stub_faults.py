@@ -1,4 +1,4 @@
-"""Every fault of the stub engine, read from the stub's source to keep the list complete."""
+"""All faults of the stub engine, read from its source code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.labkit import CHECKOUT
 SOURCES = sorted((CHECKOUT / "lab" / "stub_engine").glob("*.c"))
 _CALL = re.compile(r"\bfault\(([^)]*)\)")
 _NAME = re.compile(r'"([a-z0-9-]+)"')
-# A table of faults with the line each prints, used as ``fault(ends[i].name)``.
+# A table of faults and the line that each prints, used as ``fault(ends[i].name)``.
 _TABLE = re.compile(r"\bends\[\] = \{(.*?)\};", re.DOTALL)
 _ROW = re.compile(r'\{"([a-z0-9-]+)",')
 _NOT_A_NAME = ("const char *name", "ends[i].name")

@@ -1,9 +1,8 @@
 """Sweeps try every case of a list and record a row for each.
 
-Rows go to ``build/sweeps`` as they come, so that an interrupted sweep continues where it stopped.
-With ``SPARK_SWEEP_RESULTS`` the table is written to that folder (``proofs/results/sweeps``).
-``SPARK_SWEEP_GUESTS`` names guests to use in parallel; ``SPARK_SWEEP_CASES`` selects cases by a
-regular expression.
+Rows are appended to ``build/sweeps``, so that an interrupted sweep continues. The result file goes
+to the folder in ``SPARK_SWEEP_RESULTS``. ``SPARK_SWEEP_GUESTS`` names the guests to use in
+parallel, and ``SPARK_SWEEP_CASES`` is a regular expression that selects cases.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Row:
 
     group: str
     case: str
-    saw: str  # the line that the owner sees
+    saw: str  # the message that the user sees
     state: str  # of the host afterwards
     wrong: str
     seconds: float = 0.0
@@ -85,7 +84,7 @@ class Sweep:
         return row
 
     def run_chain(self, group: str, cases: list[str], run: Callable[[], list[str]]) -> Row:
-        """Run cases that share one verdict; those with nothing to send get no row."""
+        """Run cases that share a verdict; a case with nothing to send gets no row."""
         outcomes: list[str] = []
 
         def run_all() -> tuple[str, str]:
@@ -113,10 +112,10 @@ class Sweep:
         Args:
             title: of the table.
             about: a description of each group.
-            guest: one of the guests, or None for a sweep without hosts.
+            guest: any guest, or None for a sweep without hosts.
             counted: the definition of a case.
             test: the test file, unless it is named after the sweep.
-            listed: all cases, so that the file names those not tried.
+            listed: all cases; the file lists those that were not tried.
         """
         folder = os.environ.get("SPARK_SWEEP_RESULTS")
         if not folder:
@@ -139,7 +138,7 @@ class Sweep:
             "rows_shown": self.name != "kill",
             "not_tried": sorted(set(listed) - {row.case for row in rows}),
             "tried": {group: _tally(rows, group) for group in about},
-            # Of hundreds of similar points only the failures.
+            # A sweep of hundreds of cases lists only failures.
             "rows": [asdict(row) for row in rows if len(rows) < MANY or row.wrong],
         }  # fmt: skip
         path = Path(folder) / f"{self.name}.json"
@@ -174,12 +173,10 @@ def _output_of(*argv: str) -> str:
 def run_in_parallel(
     places: Iterable[T], cases: Iterable[str], run: Callable[[T, str], Row]
 ) -> None:
-    """Run the cases on several guests at once, a case at a time on each."""
+    """Run the cases on all guests in parallel, a case at a time on each."""
     free: Queue[T] = Queue()
-    count = 0
     for place in places:
         free.put(place)
-        count += 1
 
     def run_on_free_place(case: str) -> None:
         place = free.get()
@@ -188,7 +185,7 @@ def run_in_parallel(
         finally:
             free.put(place)
 
-    with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(free.qsize()) as pool:
         list(pool.map(run_on_free_place, cases))
 
 

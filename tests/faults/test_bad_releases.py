@@ -1,4 +1,4 @@
-"""A deploy of a misbehaving release fails; the old release keeps serving, still proven."""
+"""A deploy of a bad release fails; the old release keeps serving and stays proven."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import pytest
 
 from tests.faults.bad_releases import DEPLOYED
-from tests.faults.trial import evidence, forget_other_proofs, name_of
+from tests.faults.trial import evidence, forget_other_proofs
 from tests.host.conftest import Fleet
 from tests.labkit import Guest
 
 pytestmark = pytest.mark.gate
 
-# The engine's own line below the host's name, not the reason that quotes it.
+# The engine's log line, not the reason that quotes it.
 OUT_OF_MEMORY = r"\] +\(EngineCore pid=\d+\) ERROR ValueError: Free memory on device"
 
 
@@ -25,9 +25,8 @@ def guest(fleet: Fleet) -> Guest:
 
 @pytest.mark.parametrize("case", DEPLOYED)
 def test_deploy_fails_and_only_old_release_is_proven(fleet: Fleet, guest: Guest, case: str) -> None:
-    [unit] = before = guest.serving()
-    argv = guest.argv()
-    forget_other_proofs(guest, name_of(unit))
+    before, release, argv = guest.serving(), guest.release(), guest.argv()
+    forget_other_proofs(guest, release)
     proofs = evidence(guest)
 
     fleet.site.choose(**DEPLOYED[case].choices or {})
@@ -35,14 +34,14 @@ def test_deploy_fails_and_only_old_release_is_proven(fleet: Fleet, guest: Guest,
 
     assert run.exit_code != 0
     assert f"rolled-back in phase {DEPLOYED[case].phase}" in run.stderr
-    assert f"now serving: {name_of(unit)}\n" in run.stderr
+    assert f"now serving: {release}\n" in run.stderr
     if case == "out of memory at load":
         assert re.search(OUT_OF_MEMORY, run.stderr), run.stderr[-4000:]
     assert guest.serving() == before
     assert guest.argv() == argv
     assert guest.answers()
     assert evidence(guest) == proofs
-    assert proofs["proven"] == [name_of(unit)]
+    assert proofs["proven"] == [release]
     assert proofs["boots"] == before
     # Reverting the setting is enough: the host is unchanged.
     fleet.settle(guest).assert_unchanged()

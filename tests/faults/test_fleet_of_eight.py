@@ -1,8 +1,7 @@
 """Eight hosts behind a slow line: traffic, duration, and whether clients notice.
 
 `tc` limits the line from hub and registry to all hosts together, and a network ten times as fast to
-each host. `SPARK_EIGHT_GUESTS` names other guests. With `SPARK_LINE_RESULT` figures and plots are
-written to that folder.
+each host. With `SPARK_LINE_RESULT` results and plots are written to that folder.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import pytest
 from spark_deploy.bench import report
 from tests.faults.test_peer_downloads import shared_blobs
 from tests.faults.transfers import FROM_HUB, HubLog, RegistryLog, checkpoint_sums, limit_rate
-from tests.labkit import CAPITAL, Guest, Site, guest_named, info, lab
+from tests.labkit import Guest, Site, guest_named, info, lab
 
 NAMES = os.environ.get(
     "SPARK_EIGHT_GUESTS", "lab-20 lab-21 lab-22 lab-23 lab-24 lab-25 lab-26 lab-27"
@@ -63,10 +62,8 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eight]:
     site.choose(model="lab-stub", profile="base", images=published)
     eight = Eight(site)
     yield eight
-    if "SPARK_LINE_RESULT" in os.environ:
-        write_eight_hosts(Path(os.environ["SPARK_LINE_RESULT"]), eight.result)
-    for name in NAMES:
-        lab("down", name)
+    write_eight_hosts(eight.result)
+    lab("down", *NAMES)
 
 
 @contextmanager
@@ -87,25 +84,25 @@ class Client:
     """Sends a request to each host every second."""
 
     def __init__(self, guests: Sequence[Guest]):
-        self._guests, self._over = guests, threading.Event()
+        self._guests, self._stop = guests, threading.Event()
         self._model = guests[0].names()[0]
         self.answers: Counter[str] = Counter()
-        self._thread = threading.Thread(target=self._ask)
+        self._thread = threading.Thread(target=self._send_requests)
 
-    def _ask(self) -> None:
-        while not self._over.is_set():
+    def _send_requests(self) -> None:
+        while not self._stop.is_set():
             for guest in self._guests:
-                status, body = guest.ask(CAPITAL, model=self._model)
+                status, body = guest.ask(model=self._model)
                 right = status == 200 and "Paris" in str(body)
                 self.answers["right" if right else f"{status} {body}"[:200]] += 1
-            self._over.wait(1)
+            self._stop.wait(1)
 
     def __enter__(self) -> Client:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
 
 
@@ -133,16 +130,12 @@ def test_eight_new_hosts_download_one_copy_and_second_run_changes_nothing(eight:
     hub, registry = HubLog(), RegistryLog()
     run = eight.site.deploy(timeout_s=2400).assert_succeeded()
     first = eight.guests[0]
-    model_bytes = sum(int(size) for size in first.run(
-        "find /srv/spark/sources/*--tiny-int4-* -size +100k -printf '%s\\n'").split())  # fmt: skip
+    listed = first.run("find /srv/spark/sources/*--tiny-int4-* -size +100k -printf '%s\\n'")
+    model_bytes = sum(map(int, listed.split()))
     hub_bytes = sum(hub.bytes_to(guest) for guest in eight.guests)
     blobs = shared_blobs(first)
-    registry_bytes = sum(
-        size
-        for guest in eight.guests
-        for name, size in registry.bytes_to(guest).items()
-        if name in blobs
-    )
+    sent = [registry.bytes_to(guest) for guest in eight.guests]
+    registry_bytes = sum(sizes.get(name, 0) for sizes in sent for name in blobs)
     assert hub_bytes == pytest.approx(model_bytes, rel=0.01)
     assert registry_bytes == pytest.approx(sum(blobs.values()), rel=0.01)
     assert len({checkpoint_sums(guest) for guest in eight.guests}) == 1
@@ -157,16 +150,16 @@ def test_eight_new_hosts_download_one_copy_and_second_run_changes_nothing(eight:
 def test_eight_hosts_take_little_longer_than_one(
     eight: Eight, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, all_hosts = runs = [fetch_over_line(eight, count) for count in (1, 8)]
+    single, all_hosts = runs = [fetch_over_line(eight, count) for count in (1, 8)]
     with capsys.disabled():
         sys.stdout.write(f"\n{runs}\n")
-    assert all_hosts["hub_sent_bytes"] == pytest.approx(one["hub_sent_bytes"], rel=0.01)
-    over_network_s = one["hub_sent_bytes"] * 8 / 40e6
+    assert all_hosts["hub_sent_bytes"] == pytest.approx(single["hub_sent_bytes"], rel=0.01)
+    over_network_s = single["hub_sent_bytes"] * 8 / 40e6
     eight.result["line"] = {
         "rate": LINE, "network": NETWORK, "runs": runs,
         "one_copy_over_the_network_s": round(over_network_s, 1),
     }  # fmt: skip
-    assert all_hosts["seconds"] <= one["seconds"] * 1.3 + over_network_s
+    assert all_hosts["seconds"] <= single["seconds"] * 1.3 + over_network_s
 
 
 def test_hub_traffic_grows_with_hosts_only_without_sharing(
@@ -184,18 +177,13 @@ def test_hub_traffic_grows_with_hosts_only_without_sharing(
         assert runs[count, True]["hub_sent_bytes"] == pytest.approx(copy_bytes, rel=0.01)
         assert runs[count, False]["hub_sent_bytes"] == count * copy_bytes
         assert runs[count, True]["seconds"] < runs[1, True]["seconds"] * 1.3
-    if "SPARK_LINE_RESULT" in os.environ:
-        groups = [
-            (f"{count} hosts", [runs[count, share]["seconds"] for share in (True, False)])
-            for count in (1, 2, 4)
-        ]
-        write_result(
-            Path(os.environ["SPARK_LINE_RESULT"]),
-            "lending",
-            {"benchmark": "lending", "line": LINE, "runs": list(runs.values())},
-            groups,
-            "Seconds until every host has the checkpoint: with and without sharing",
-        )
+    write_result(
+        "lending",
+        {"benchmark": "lending", "line": LINE, "runs": list(runs.values())},
+        [(f"{count} hosts", [runs[count, share]["seconds"] for share in (True, False)])
+         for count in (1, 2, 4)],
+        "Seconds until every host has the checkpoint: with and without sharing",
+    )  # fmt: skip
 
 
 def test_hosts_finish_although_a_peer_loses_power(eight: Eight) -> None:
@@ -228,7 +216,7 @@ def test_rebuilt_host_downloads_from_peers_while_they_serve(eight: Eight) -> Non
     began = time.monotonic()
     with Client(seven) as client:
         lab("up", last.name, "--fresh", "--engine", "stub")
-        site = Site(eight.site.root / "anew", hosts=list(NAMES))  # has the new host key
+        site = Site(eight.site.root / "rebuilt", hosts=list(NAMES))  # with the new host key
         site.choose(**eight.site.choices)
         hub, registry = HubLog(), RegistryLog()
         run = site.deploy(timeout_s=1500)
@@ -243,19 +231,22 @@ def test_rebuilt_host_downloads_from_peers_while_they_serve(eight: Eight) -> Non
     }  # fmt: skip
 
 
-def write_eight_hosts(folder: Path, result: dict[str, Any]) -> None:
-    groups = []
+def write_eight_hosts(result: dict[str, Any]) -> None:
+    bars = []
     if line := result.get("line"):
-        groups = [(f"{run['hosts']} hosts", [run["seconds"]]) for run in line["runs"]]
-        groups.append(("one copy over the network", [line["one_copy_over_the_network_s"]]))
+        bars = [(f"{run['hosts']} hosts", [run["seconds"]]) for run in line["runs"]]
+        bars.append(("one copy over the network", [line["one_copy_over_the_network_s"]]))
     title = f"Seconds until every host has the model, line {LINE}"
-    write_result(folder, "eight-hosts", {"benchmark": "eight hosts", **result}, groups, title)
+    write_result("eight-hosts", {"benchmark": "eight hosts", **result}, bars, title)
 
 
 def write_result(
-    folder: Path, name: str, result: dict[str, Any], groups: list[tuple[str, list[float]]],
-    title: str,
-) -> None:  # fmt: skip
+    name: str, result: dict[str, Any], bars: list[tuple[str, list[float]]], title: str
+) -> None:
+    """Write the result and a plot, if ``SPARK_LINE_RESULT`` names a folder."""
+    if "SPARK_LINE_RESULT" not in os.environ:
+        return
+    folder = Path(os.environ["SPARK_LINE_RESULT"])
     document = {
         "command": "SPARK_LINE_RESULT=proofs/results python -m pytest "
         "tests/faults/test_fleet_of_eight.py",
@@ -265,5 +256,5 @@ def write_result(
         **result,
     }
     (folder / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
-    if groups:
-        (folder / f"{name}.svg").write_text(report.draw_bars(groups, title) + "\n")
+    if bars:
+        (folder / f"{name}.svg").write_text(report.draw_bars(bars, title) + "\n")

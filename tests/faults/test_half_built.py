@@ -1,4 +1,4 @@
-"""An incomplete checkpoint is never served, wherever the build was interrupted."""
+"""An incomplete checkpoint is never served. test_sweep_kill.py kills builds too."""
 
 from __future__ import annotations
 
@@ -27,40 +27,11 @@ def delete_unserved_checkpoints(guest: Guest) -> str:
     return tree
 
 
-def test_killed_build_is_invisible_and_next_run_finishes_it(fleet: Fleet) -> None:
-    guest = fleet.guests[0]
-    fleet.settle(guest)
-    tree, before = delete_unserved_checkpoints(guest), guest.serving()
-    fleet.site.choose(profile="v2-native")  # needs another checkpoint
-    process = fleet.site.start("--limit", guest.name)
-    with Pause.job(guest, "checkpoint", JOBS["checkpoint"]) as pause:
-        paused = pause.wait()
-        assert partial_files(guest) != []
-
-        guest.run(f"systemctl kill --kill-who=main -s KILL {paused['unit']}")
-        output, _ = process.communicate(timeout=120)
-
-    assert process.returncode != 0
-    assert "Traceback" not in output
-    assert guest.unit(paused["unit"], "Result") == {"Result": "signal"}
-    assert partial_files(guest) != []
-    assert complete_checkpoints(guest) == [tree]
-    assert guest.serving() == guest.boots() == before
-    assert guest.answers()
-
-    assert_repaired(fleet)
-
-    assert partial_files(guest) == []
-    built = paused["proof"]["receipt"].removesuffix("/receipt.json")
-    assert complete_checkpoints(guest) == sorted([tree, built])
-    assert guest.serving() != before
-
-
 def test_build_continues_at_boot_after_power_cut(fleet: Fleet) -> None:
     guest = fleet.guests[0]
     fleet.settle(guest)
     tree, before = delete_unserved_checkpoints(guest), guest.serving()
-    fleet.site.choose(profile="v2-native")
+    fleet.site.choose(profile="v2-native")  # needs another checkpoint
     job = Pause.job(guest, "checkpoint", JOBS["checkpoint"])
     with running_deploy(fleet) as process, job as pause:
         paused = pause.wait()

@@ -1,7 +1,7 @@
-"""A controller killed at any point leaves work that the next run finishes.
+"""The next run finishes the work of a killed controller.
 
-The host's work is paused (SIGSTOP) at a point that systemd and files confirm, the controller is
-killed, and only then the work continues. The gate runs the quick points.
+The host's work is paused at a point, the controller is killed, and then the work continues. The
+gate runs the quick points; test_sweep_kill.py tries all.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,9 @@ from tests.faults.pause import (
     running_deploy,
 )
 from tests.host.conftest import USUAL, Fleet
-from tests.labkit import lab
+from tests.labkit import Guest, lab
 
-# Prints something once the result of a job is complete.
+# Prints output once the result of a job is complete.
 IS_PROVEN = {
     "fetch": "ls {receipt}",
     "checkpoint": "ls {receipt}",
@@ -61,8 +62,7 @@ def test_killed_during_job(fleet: Fleet, kind: str) -> None:
 )
 def test_killed_during_rollout_phase(fleet: Fleet, phase: str) -> None:
     def switch_to_other_profile() -> None:
-        guest = fleet.guests[0]
-        profile = guest.json(f"cat /etc/spark/releases/{guest.release()}/release.json")["profile"]
+        profile = fleet.guests[0].release_document()["profile"]
         kill_during_phase(fleet, phase, profile="v2" if profile == "v2-tq" else "v2-tq")
 
     retry_if_missed(fleet, switch_to_other_profile)
@@ -107,27 +107,29 @@ def test_killed_during_rollback(fleet: Fleet) -> None:
 
         kill_running(process)
 
-        result = guest.json(f"cat /var/lib/spark/switch/{paused['release']}.json")
+        result = rollout_result(guest, paused)
         assert (result["phase"], result["state"]) == (ROLLBACK, "running")
         assert guest.boots() == before
     guest.wait(f"systemctl is-failed {paused['unit']}")
-    result = guest.json(f"cat /var/lib/spark/switch/{paused['release']}.json")
-    assert result["state"] == "rolled-back"
+    assert rollout_result(guest, paused)["state"] == "rolled-back"
     assert guest.serving() == guest.boots() == before
     assert guest.answers()
     fleet.settle(guest)
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
 
 
+def rollout_result(guest: Guest, paused: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = guest.json(f"cat /var/lib/spark/switch/{paused['release']}.json")
+    return result
+
+
 def retry_if_missed(fleet: Fleet, kill: Callable[[], None]) -> None:
-    for attempt in range(6):
+    for _ in range(5):
         try:
             return kill()
         except MissedError:
-            if attempt == 5:
-                raise
             assert_repaired(fleet)
-    return None
+    return kill()
 
 
 def kill_during_job(fleet: Fleet, kind: str, seconds: float = 90) -> None:
@@ -147,9 +149,7 @@ def kill_during_job(fleet: Fleet, kind: str, seconds: float = 90) -> None:
         state, before = guest.unit(paused["unit"], "ActiveState", "SubState"), starts()
         assert state == {"ActiveState": "activating", "SubState": "start"}
         proven = guest.run(IS_PROVEN[kind].format(**paused["proof"]) + " 2>/dev/null || :")
-        if (
-            proven and kind == "image-pull"
-        ):  # the Docker daemon continues while its client is paused
+        if proven and kind == "image-pull":  # Docker continues while its client is paused
             raise MissedError("the image was complete before the client was paused")
         assert proven == ""
         attach_to_job(fleet, pause)
@@ -166,7 +166,7 @@ def kill_during_phase(fleet: Fleet, phase: str, **choices: object) -> None:
 
         kill_running(process)
 
-        result = guest.json(f"cat /var/lib/spark/switch/{paused['release']}.json")
+        result = rollout_result(guest, paused)
         assert (result["phase"], result["state"]) == (phase, "running")
         assert guest.unit(paused["unit"], "ActiveState") == {"ActiveState": "activating"}
     assert_repaired(fleet)

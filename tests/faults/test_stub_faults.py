@@ -1,4 +1,4 @@
-"""No fault of the stub engine is ever proven by the host tools, on hosts that a deploy prepared."""
+"""A rollout on a deployed host rejects every fault of the stub engine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NEEDS: dict[str, dict[str, Any]] = {
     "wedge": {"check__timeout_s": 3},
     # Enough text that the engine dies before the proof.
     "crash-later": {"env": {"STUB_FAULT_AFTER_S": "0.5", "STUB_PIECE_S": "0.05"}},
-    # 120 tokens at 10 ms each: too slow for the time limit of one check.
+    # 120 tokens at 10 ms each exceed the time limit of a check.
     "slow": {"check__timeout_s": 1, "check__copy": ["abcd" * 120]},
 }
-# These answer correctly and end for the memory they use: test_watchdog.py.
+# They answer correctly; the watchdog kills them for their memory (test_watchdog.py).
 NOT_FOR_A_CHECK = ("leak", "greedy-load")
-# A correct server may show these as well.
+# A correct server may behave like this.
 WARNINGS = ("unsteady", "no-tool", "needle-lost", "some-drafts", "sampler-wrong")
 NEVER_PROVEN = [fault for fault in stub_faults() if fault not in (*NOT_FOR_A_CHECK, *WARNINGS)]
 
@@ -49,7 +49,7 @@ def test_candidate_without_fault_is_proven(trials: list[Trial]) -> None:
 
 
 @pytest.mark.parametrize("fault", WARNINGS)
-def test_warns_about_behaviour_that_a_correct_server_may_show(
+def test_warns_about_doubtful_behaviour(
     trials: list[Trial], fault: str, record_property: Callable[[str, object], None]
 ) -> None:
     trial = trials[0]
@@ -65,7 +65,7 @@ def test_warns_about_behaviour_that_a_correct_server_may_show(
 def outcomes(
     trials: list[Trial], request: pytest.FixtureRequest
 ) -> Iterator[dict[str, Future[Outcome]]]:
-    """Try the requested faults, one per host at a time."""
+    """Try all requested faults, in parallel on all hosts."""
     free: SimpleQueue[Trial] = SimpleQueue()
     for trial in trials:
         free.put(trial)
@@ -79,8 +79,8 @@ def outcomes(
         finally:
             free.put(trial)
 
-    requested: list[str] = [
-        item.callspec.params["fault"]
+    requested = [
+        str(item.callspec.params["fault"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and "outcomes" in item.fixturenames
     ]

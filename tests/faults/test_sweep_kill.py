@@ -1,6 +1,6 @@
-"""Runs interrupted at every point of every operation are finished by the next run.
+"""The next run finishes a run that was interrupted at any point of any operation.
 
-The points are those of an undisturbed run (``interruptions.py``).
+``interruptions.py`` lists the points from an undisturbed run.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ HOST_WORK = "work of the host"
 CHAINED = ("first deploy", "profile switch")
 ABOUT = {
     "first deploy, run after run": "a bare host; each run is interrupted at the next point",
-    "first deploy": "the same, in the middle of long operations, each on a new host",
-    "profile switch, run after run": "another profile is chosen, with its own checkpoint",
-    "profile switch": "the same, in the middle of each operation, each on a new host",
+    "first deploy": "interrupted in the middle of long operations, each time on a new host",
+    "profile switch, run after run": "to a profile with another checkpoint",
+    "profile switch": "interrupted in the middle of each operation, each time on a new host",
     "no-op": "a host that already serves the chosen release",
     "rollback": "back to the previous release",
-    "prune": "a release, its checkpoint and its records are removed",
-    HOST_WORK: "jobs and phases of a rollout, paused there and then killed",
+    "prune": "removes a release with its checkpoint and state files",
+    HOST_WORK: "jobs and rollout phases, paused and then killed",
 }
 COUNTED = (
-    "A run is interrupted before, during (halfway in its longest command) and after each operation "
-    "that sends commands to the host. Operations without commands leave the host unchanged, so the "
-    "end of an operation and the start of the next one with commands are one point. Then the next "
-    "run has to succeed, a second run to change nothing, and the host to equal one after an "
-    "undisturbed run. In chains of interrupted runs this is checked once, at the end; points whose "
-    "operation had nothing left to send, because the host had continued by itself, are left out."
+    "A run is interrupted before, during (halfway in the longest command) and after each operation "
+    "that sends commands to the host; the end of an operation and the start of the next count as a "
+    "single point. The next run must succeed, a second run must change nothing, and the host must "
+    "equal a host after an undisturbed run. A chain of interrupted runs is checked only at the "
+    "end, and points whose operation had nothing to send are left out."
 )
 KILLED = ("its process killed", "the controller killed")
 LISTED = [case for steps in STEPS.values() for case in list_host_steps(steps, *KILLED)]
@@ -54,7 +53,7 @@ CHAINS = {"killed": "KILL", "interrupted": "INT", "cut off": "CUT"}
 
 
 def points_on_new_hosts(name: str, operations: list[Operation]) -> list[Point]:
-    """Return the points to try on a new host each; chains cover part of them."""
+    """Return the points that chains of interrupted runs do not cover."""
     points = list_points(operations, hows=("KILL", "INT", "CUT"))
     if name not in CHAINED:
         return points
@@ -75,7 +74,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
 
 
 def finish(sweep: Sweep, group: str, place: Place) -> None:
-    sweep.write("Runs ended anywhere", ABOUT, place.guest, COUNTED, listed=LISTED)
+    sweep.write("Interrupted runs", ABOUT, place.guest, COUNTED, listed=LISTED)
     assert_all_passed(row for row in sweep.rows() if row.group == group)
 
 

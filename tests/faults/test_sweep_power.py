@@ -1,7 +1,7 @@
-"""The power is cut in each step of the host's work, and unsynced data is lost.
+"""A power cut in any step of a host's work loses no proven release.
 
-``lab break power-cut`` shuts the guest's filesystem down without flushing its journal, so files and
-directory entries that were not synced are gone at the next boot.
+``lab break power-cut`` shuts the guest's filesystem down without flushing its journal: unsynced
+files and directory entries are lost.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["places"]
 
 ABOUT = {HOST_WORK: "jobs of a first deploy, and phases of a rollout"}
 COUNTED = (
-    "The work is paused at the step, the controller is killed, and the filesystem (ext4 on a loop "
-    "device) is shut down without flushing its journal: unsynced data is lost. The host boots, and "
-    "the deploy runs again."
+    "The step is paused, the controller is killed, and the filesystem (ext4 on a loop device) is "
+    "shut down without flushing its journal: unsynced data is lost. The host boots, and the deploy "
+    "runs again."
 )
 
 
-def test_power_cut_in_any_step_loses_nothing_proven(places: list[Place]) -> None:
+def test_power_cut_in_any_step_is_repaired(places: list[Place]) -> None:
     sweep = Sweep("power-lab")
     for scenario, steps in STEPS.items():
         cases = list_host_steps(steps, "power cut")

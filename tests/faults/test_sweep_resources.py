@@ -1,8 +1,7 @@
-"""A resource is missing in a deploy: clear error, the old release serves, a rerun repairs."""
+"""A resource is missing: the deploy says so, the old release serves, and the next run repairs."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,27 +30,49 @@ def shell(command: str) -> Act:
     return lambda guest: guest.run(command, timeout_s=200)
 
 
-def lab_fault(name: str, *words: str, heal: bool = False) -> Act:
-    return lambda guest: lab("break", name, guest.name, *words, *(["--heal"] if heal else []))
+@dataclass(frozen=True)
+class Lack:
+    """How to take a resource from a host and give it back, and the settings of the deploy.
+
+    ``succeeds`` is None if the deploy may succeed or fail.
+    """
+
+    take: Act
+    give_back: Act
+    choices: dict[str, Any] = field(default_factory=dict)
+    succeeds: bool | None = False
+
+
+def _commands(
+    take: str, give_back: str, choices: dict[str, Any] | None = None, **more: Any
+) -> Lack:
+    return Lack(shell(take), shell(give_back), choices or {}, **more)
+
+
+def _full_disk(free_bytes: int, **choices: Any) -> Lack:
+    def fill(guest: Guest) -> None:
+        lab("break", "disk-full", guest.name, "--value", str(free_bytes))
+
+    return Lack(fill, lambda guest: lab("break", "disk-full", guest.name, "--heal"), choices)
 
 
 # A small file system over a folder, with the folder's content.
-_KEPT = "cp -a {0} /run/kept && mount -t tmpfs -o {1} tmpfs {0} && cp -a /run/kept/. {0}/"
-_RESTORE = (
-    "cp -a {0}/. /run/kept/ 2>/dev/null; umount -l {0} && cp -a /run/kept/. {0}/; rm -rf /run/kept"
-)
-
-
-def _small(path: str, options: str, fill: str) -> tuple[Act, Act]:
-    return shell(f"{_KEPT.format(path, options)}; {fill}"), shell(
-        f"umount -l {path}; rm -rf /run/kept"
-    )
-
-
+_COPY = "cp -a {0} /run/kept && mount -t tmpfs -o {1} tmpfs {0} && cp -a /run/kept/. {0}/"
 _NO_BYTE = "dd if=/dev/zero of={0}/filler bs=4k 2>/dev/null; ! echo x 2>/dev/null > {0}/filler2"
 _NO_INODE = "i=0; while touch {0}/filler$i 2>/dev/null; do i=$((i+1)); done"
 _FEW_INODES = "size=3g,nr_inodes=$(($(find {0} | wc -l) + 20))"
-_READ_ONLY = "mount --bind {0} {0} && mount -o remount,bind,ro {0}"
+
+
+def _small_disk(path: str, options: str, fill: str, **choices: Any) -> Lack:
+    copy = _COPY.format(path, options.format(path))
+    return _commands(f"{copy}; {fill.format(path)}", f"umount -l {path}; rm -rf /run/kept", choices)
+
+
+def _read_only(path: str, **choices: Any) -> Lack:
+    mount = f"mount --bind {path} {path} && mount -o remount,bind,ro {path}"
+    return _commands(mount, f"umount -l {path}", choices)
+
+
 # Shifts the time in Python programs of the host by the seconds in a file, read at every call.
 _CLOCK = """
 import datetime, time
@@ -73,150 +94,110 @@ time.time_ns = lambda: _time_ns() + int(_shift() * 1e9)
 datetime.datetime = _Shifted
 """
 _SITE = "/usr/lib/python3/dist-packages/zz_clock"
+_RESET_CLOCK = f"rm -f {_SITE}.* /run/clock-shift"
 _YEAR_S = 366 * 86400
 
 
-def _clock(seconds: int) -> tuple[Act, Act]:
-    put = (
+def _shift_clock(seconds: int) -> str:
+    return (
         f"cat > {_SITE}.py <<'END'\n{_CLOCK}\nEND\necho import zz_clock > {_SITE}.pth; "
         f"echo {seconds} > /run/clock-shift; "
         "test $(python3 -Pc 'import datetime as d; print(int(d.datetime.now().timestamp()))') "
-        f"-{'gt' if seconds > 0 else 'lt' if seconds < 0 else 'ge'} $(date +%s)"
+        f"-{'gt' if seconds > 0 else 'lt'} $(date +%s)"
     )
-    return shell(put), shell(f"rm -f {_SITE}.* /run/clock-shift")
 
 
 _LISTENER = (
     "systemd-run -q --unit stranger python3 -c 'import socket,time; s=socket.socket(); "
-    's.setsockopt(1,2,1); s.bind(("0.0.0.0", {0})); s.listen(); time.sleep(9999)\''
+    's.setsockopt(1,2,1); s.bind(("0.0.0.0", 8010)); s.listen(); time.sleep(9999)\''
 )
 _STOP_STRANGER = "systemctl stop stranger; systemctl reset-failed stranger 2>/dev/null || :"
-_LOCKED = (
+_LOCK_PACKAGES = (
+    "apt-get -qq -y purge jq >/dev/null 2>&1; "
     "systemd-run -q --unit stranger python3 -c 'import fcntl,time; "
     'f=open("/var/lib/dpkg/lock-frontend","w"); fcntl.lockf(f,fcntl.LOCK_EX); time.sleep(9999)\''
 )
 # In a container, units with ProtectKernelTunables get a separate /proc without the mounted file, so
 # an environment variable names it.
-_MEMORY = (
+_NO_MEMORY = _commands(
     "sed 's/^MemAvailable:.*/MemAvailable:     100000 kB/' /proc/meminfo > /run/meminfo && "
     "mount --bind /run/meminfo /proc/meminfo; "
-    "systemctl set-environment SPARK_MEMINFO=/run/meminfo"
+    "systemctl set-environment SPARK_MEMINFO=/run/meminfo",
+    "umount -l /proc/meminfo; systemctl unset-environment SPARK_MEMINFO",
+    {"memory": {"start_wait_s": 5}},
 )
-_MEMORY_BACK = "umount -l /proc/meminfo; systemctl unset-environment SPARK_MEMINFO"
-_SIGNAL_DOCKER = "kill -{0} $(systemctl show -p MainPID --value docker)"
-
-
-@dataclass(frozen=True)
-class Lack:
-    take: Act
-    give: Act
-    choices: dict[str, Any] = field(default_factory=dict)
-    # True: the deploy succeeds, maybe after waiting; None: it may fail.
-    succeeds: bool | None = False
-
-
-def _disk(options: str, fill: str, path: str) -> Lack:
-    return Lack(*_small(path, options.format(path), fill.format(path)))
-
-
+_PAUSE_DOCKER, _CONTINUE_DOCKER = (
+    f"kill -{signal} $(systemctl show -p MainPID --value docker)" for signal in ("STOP", "CONT")
+)
 NATIVE = {"profile": "v2-native"}  # needs another checkpoint, which has to be built
 CASES: dict[str, dict[str, Lack]] = {
     "before": {
-        "the disk is full": Lack(
-            lab_fault("disk-full", "--value", "65536"), lab_fault("disk-full", heal=True), NATIVE
+        "the disk is full": _full_disk(65536, **NATIVE),
+        "no byte left for records": _small_disk("/var/lib/spark", "size=3m", _NO_BYTE),
+        "no inode left for records": _small_disk("/var/lib/spark", _FEW_INODES, _NO_INODE),
+        "no inode left for models": _small_disk(
+            "/srv/spark/models", _FEW_INODES, _NO_INODE, **NATIVE
         ),
-        "no byte left for records": _disk("size=3m", _NO_BYTE, "/var/lib/spark"),
-        "no inode left for records": _disk(_FEW_INODES, _NO_INODE, "/var/lib/spark"),
-        "no inode left for models": Lack(
-            *_small(
-                "/srv/spark/models",
-                _FEW_INODES.format("/srv/spark/models"),
-                _NO_INODE.format("/srv/spark/models"),
-            ),
-            NATIVE,
-        ),
-        "records are on a read-only filesystem": Lack(
-            shell(_READ_ONLY.format("/var/lib/spark")), shell("umount -l /var/lib/spark")
-        ),
-        "models are on a read-only filesystem": Lack(
-            shell(_READ_ONLY.format("/srv/spark")), shell("umount -l /srv/spark"), NATIVE
-        ),
-        "/etc is read-only": Lack(shell(_READ_ONLY.format("/etc")), shell("umount -l /etc")),
-        "/tmp is full": Lack(
-            shell("mount -t tmpfs -o size=4k tmpfs /tmp; " + _NO_BYTE.format("/tmp")),
-            shell("umount -l /tmp"),
+        "records are on a read-only filesystem": _read_only("/var/lib/spark"),
+        "models are on a read-only filesystem": _read_only("/srv/spark", **NATIVE),
+        "/etc is read-only": _read_only("/etc"),
+        "/tmp is full": _commands(
+            "mount -t tmpfs -o size=4k tmpfs /tmp; " + _NO_BYTE.format("/tmp"),
+            "umount -l /tmp",
             succeeds=True,
         ),
-        "/run is full": Lack(
-            shell(
-                "mount -o remount,size=$(($(df -k --output=used /run | tail -1) + 64))k /run; "
-                + _NO_BYTE.format("/run")
-            ),
-            shell("rm -f /run/filler /run/filler2; mount -o remount,size=20% /run"),
+        "/run is full": _commands(
+            "mount -o remount,size=$(($(df -k --output=used /run | tail -1) + 64))k /run; "
+            + _NO_BYTE.format("/run"),
+            "rm -f /run/filler /run/filler2; mount -o remount,size=20% /run",
         ),
-        "the clock is a year ahead": Lack(*_clock(_YEAR_S), succeeds=True),
-        "the clock is a year behind": Lack(*_clock(-_YEAR_S), succeeds=True),
-        "another program holds the package lock for ever": Lack(
-            shell(f"apt-get -qq -y purge jq >/dev/null 2>&1; {_LOCKED}"),
-            shell(_STOP_STRANGER),
-            {"base": {"package_lock_wait_s": 8}},
+        "the clock is a year ahead": _commands(_shift_clock(_YEAR_S), _RESET_CLOCK, succeeds=True),
+        "the clock is a year behind": _commands(
+            _shift_clock(-_YEAR_S), _RESET_CLOCK, succeeds=True
         ),
-        "another program holds the package lock for a while": Lack(
-            shell(
-                f"apt-get -qq -y purge jq >/dev/null 2>&1; {_LOCKED}; "
-                "systemd-run -q --on-active=25 systemctl stop stranger"
-            ),
-            shell(_STOP_STRANGER),
+        "another program holds the package lock for ever": _commands(
+            _LOCK_PACKAGES, _STOP_STRANGER, {"base": {"package_lock_wait_s": 8}}
+        ),
+        "another program holds the package lock for a while": _commands(
+            f"{_LOCK_PACKAGES}; systemd-run -q --on-active=25 systemctl stop stranger",
+            _STOP_STRANGER,
             succeeds=True,
         ),
-        "docker is masked": Lack(
-            shell(
-                "systemctl mask -q docker.service docker.socket; "
-                "systemctl kill -s KILL docker; systemctl stop docker.socket docker"
-            ),
-            shell("systemctl unmask -q docker.service docker.socket; systemctl start docker"),
+        "docker is masked": _commands(
+            "systemctl mask -q docker.service docker.socket; "
+            "systemctl kill -s KILL docker; systemctl stop docker.socket docker",
+            "systemctl unmask -q docker.service docker.socket; systemctl start docker",
         ),
-        "docker hangs": Lack(
-            shell(_SIGNAL_DOCKER.format("STOP")), shell(_SIGNAL_DOCKER.format("CONT"))
-        ),
-        "another program uses the memory": Lack(
-            shell(_MEMORY), shell(_MEMORY_BACK), {"memory": {"start_wait_s": 5}}
-        ),
-        "another program uses the port": Lack(
-            shell(_LISTENER.format(8010)), shell(_STOP_STRANGER), {"serve": {"port": 8010}}
+        "docker hangs": _commands(_PAUSE_DOCKER, _CONTINUE_DOCKER),
+        "another program uses the memory": _NO_MEMORY,
+        "another program uses the port": _commands(
+            _LISTENER, _STOP_STRANGER, {"serve": {"port": 8010}}
         ),
     },
     "during": {
-        "the disk fills": Lack(
-            lab_fault("disk-full", "--value", "4096"), lab_fault("disk-full", heal=True)
-        ),
-        "docker hangs for 20 s": Lack(
-            shell(
-                f"{_SIGNAL_DOCKER.format('STOP')}; systemd-run -q --on-active=20 sh -c '"
-                f"{_SIGNAL_DOCKER.format('CONT')}'"
-            ),
-            shell(_SIGNAL_DOCKER.format("CONT")),
+        "the disk fills": _full_disk(4096),
+        "docker hangs for 20 s": _commands(
+            f"{_PAUSE_DOCKER}; systemd-run -q --on-active=20 sh -c '{_CONTINUE_DOCKER}'",
+            _CONTINUE_DOCKER,
             succeeds=None,
         ),
-        "docker dies": Lack(
-            shell("systemctl kill -s KILL docker"), shell("systemctl start docker"), succeeds=None
+        "docker dies": _commands(
+            "systemctl kill -s KILL docker", "systemctl start docker", succeeds=None
         ),
-        "the clock steps back by an hour": Lack(
-            shell("echo 0 > /run/clock-shift"), _clock(0)[1], succeeds=True
+        "the clock steps back by an hour": _commands(
+            "echo 0 > /run/clock-shift", _RESET_CLOCK, succeeds=True
         ),
-        "another program takes the memory": Lack(
-            shell(_MEMORY), shell(_MEMORY_BACK), {"memory": {"start_wait_s": 5}}
-        ),
+        "another program takes the memory": _NO_MEMORY,
     },
 }
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
-    new_places = [Place.on(name, tmp_path_factory.mktemp(name), {}) for name in GUESTS]
-    for place in new_places:
+    places = [Place.on(name, tmp_path_factory.mktemp(name), {}) for name in GUESTS]
+    for place in places:
         place.recreate()
-    yield new_places
+    yield places
     for name in GUESTS:
         lab("down", name)
 
@@ -228,7 +209,7 @@ def fail_and_repair(place: Place, group: str, case: str) -> tuple[str, str]:
     guest.run(
         "systemctl reset-failed 'spark-*' 2>/dev/null; "
         "find /srv/spark/models -mindepth 1 -maxdepth 1 ! -path "
-        f"{checkpoint_of(guest)} -exec rm -rf {{}} +"
+        f"{guest.release_document()['tree']['path']} -exec rm -rf {{}} +"
     )
     before, invocation = guest.serving(), invocation_of(guest)
     place.choose(**{"profile": "v2-tq", **lack.choices})
@@ -240,7 +221,7 @@ def fail_and_repair(place: Place, group: str, case: str) -> tuple[str, str]:
             run = place.site.deploy()
             code, output = run.exit_code, run.stderr
         finally:
-            lack.give(guest)
+            lack.give_back(guest)
     assert "Traceback" not in output, output[-3000:]
     assert lack.succeeds is None or (code == 0) == lack.succeeds, output[-3000:]
     saw = "nothing: the deploy succeeds" if code == 0 else error_line(output)
@@ -255,17 +236,15 @@ def fail_and_repair(place: Place, group: str, case: str) -> tuple[str, str]:
     place.site.deploy().assert_succeeded()
     place.site.deploy().assert_unchanged()
     assert guest.serving() != before
-    assert (
-        guest.call("GET", "/v1/models", port=lack.choices.get("serve", {}).get("port", 8000))[0]
-        == 200
-    )
+    port = lack.choices.get("serve", {}).get("port", 8000)
+    assert guest.call("GET", "/v1/models", port=port)[0] == 200
     return saw, f"{state}; next run finished, second changed nothing"
 
 
 def deploy_and_take(place: Place, lack: Lack, case: str) -> tuple[int, str]:
     guest = place.guest
     if "clock" in case:
-        _clock(3600)[0](guest)
+        shell(_shift_clock(3600))(guest)
     try:
         with Pause.rollout(guest, "start", seconds=TIMEOUT_S) as pause:
             process = place.site.start("--limit", place.name)
@@ -274,12 +253,7 @@ def deploy_and_take(place: Place, lack: Lack, case: str) -> tuple[int, str]:
         output, _ = process.communicate(timeout=500)
         return process.returncode, output
     finally:
-        lack.give(guest)
-
-
-def checkpoint_of(guest: Guest) -> str:
-    release = guest.json(f"cat /etc/spark/releases/{guest.release()}/release.json")
-    return shlex.quote(str(release["tree"]["path"]))
+        lack.give_back(guest)
 
 
 def invocation_of(guest: Guest) -> str:

@@ -1,7 +1,4 @@
-"""Candidates derived from the release that a deploy left on a host, tried by the host tools.
-
-Only a few values of ``release.json`` differ from the deployed release.
-"""
+"""Rollouts to variations of a deployed release: some values of ``release.json`` differ."""
 
 from __future__ import annotations
 
@@ -32,9 +29,9 @@ print(json.dumps({
 
 
 def evidence(guest: Guest) -> dict[str, Any]:
-    """Return the releases that are proven and that boot, and when the boot list last changed.
+    """Return the proven releases and the boot list, with the time of its last change.
 
-    A release that was enabled for a moment and disabled again leaves that time changed.
+    The time shows a release that was enabled only for a moment.
     """
     values: dict[str, Any] = guest.json(f"python3 - <<'END'\n{_EVIDENCE}END")
     return values
@@ -42,10 +39,6 @@ def evidence(guest: Guest) -> dict[str, Any]:
 
 def forget_other_proofs(guest: Guest, release: str) -> None:
     guest.run(f"find /var/lib/spark/proofs -name '*.json' ! -name '{release}.json' -delete")
-
-
-def name_of(unit: str) -> str:
-    return unit.partition("@")[2].removesuffix(".service")
 
 
 @dataclass(frozen=True)
@@ -66,14 +59,13 @@ class Trial:
 
     @classmethod
     def on(cls, guest: Guest) -> Trial:
-        [unit] = guest.serving()
-        old = name_of(unit)
+        old = guest.release()
         forget_other_proofs(guest, old)
-        return cls(guest, old, guest.json(f"cat /etc/spark/releases/{old}/release.json"))
+        return cls(guest, old, guest.release_document())
 
     @contextmanager
     def candidate(self, title: str, *, env: dict[str, str], **changes: Any) -> Iterator[str]:
-        """Install a variation with every check enabled, and remove it afterwards.
+        """Install a variation with all checks enabled; remove it afterwards.
 
         ``section__key=value`` changes a value.
         """

@@ -1,6 +1,6 @@
 """A repository unknown to the catalog is added and served with the documented commands.
 
-A separate hub publishes it. The stub engine serves it, so the weights are a single norm.
+The stub engine serves it, so the weights are a single norm.
 """
 
 from __future__ import annotations
@@ -9,32 +9,21 @@ import json
 import re
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from lab.paths import HOST_IP
-from tests.labkit import CHECKOUT, SPARE, STATE, guest_named, lab
+from tests.labkit import SPARE, STATE, guest_named, lab
 from tests.owner import Owner, new_owner, typed_commands
 
-PORTS = (8092, 8093)
 NAME, MODEL = "somebody/new-4b", "new-4b"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "max_position_embeddings": 4096, "vocab_size": 1024,
 }  # fmt: skip
-SERVE = """
-import sys
-from pathlib import Path
-from lab.hub.server import serve
-store, run, ip, *ports = sys.argv[1:]
-serve(Path(store), Path(run), ip, *map(int, ports))
-"""
 
 
 def publish(store: Path) -> None:
@@ -55,27 +44,17 @@ def publish(store: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
     lab("up", SPARE[0], "--fresh", "--bootstrap-guest", SPARE[0], "--engine", "stub")
-    home = tmp_path_factory.mktemp("hub")
-    publish(home / "store")
-    (home / "run").mkdir()
-    words = [str(home / "store"), str(home / "run"), HOST_IP, *map(str, PORTS)]
-    server = subprocess.Popen([sys.executable, "-c", SERVE, *words], cwd=CHECKOUT)
-    yield f"http://{HOST_IP}:{PORTS[0]}"
-    server.terminate()
-    server.wait(20)
-
-
-@pytest.fixture(scope="module")
-def owner(tmp_path_factory: pytest.TempPathFactory, hub: str) -> Owner:
+    shutil.rmtree(STATE / "hub" / NAME, ignore_errors=True)
+    publish(STATE / "hub")
     owner, _ = new_owner(tmp_path_factory.mktemp("owner"), SPARE[0])
     group_vars = owner.folder / "group_vars/spark.yml"
     settings = yaml.safe_load(group_vars.read_text())
-    settings["hub"]["endpoint"] = hub
     settings["images"]["engine"] = settings["images"].pop("stub_engine")
     group_vars.write_text(yaml.safe_dump(settings))
-    return owner
+    yield owner
+    shutil.rmtree(STATE / "hub" / NAME)
 
 
 def test_adds_and_serves_model_with_two_commands(owner: Owner) -> None:

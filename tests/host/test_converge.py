@@ -128,11 +128,6 @@ def test_only_gateway_accepts_requests(fleet: Fleet) -> None:
     listening = guest.run("ss -Hltn | awk '{print $4}'").split()
     loopback = {"127.0.0.1:8000", "[::1]:8000"}
     assert {address for address in listening if address.endswith(":8000")} == loopback
-    key = guest.key()
-    # Neither processes, units, the journal nor containers show the key.
-    for command in ("ps axww -o args", "systemctl cat 'spark-*'", "journalctl -b -o cat",
-                    "docker inspect $(docker ps -q)"):  # fmt: skip
-        assert key not in guest.run(command), command
 
 
 def test_up_plans_operations_of_printed_command(fleet: Fleet) -> None:

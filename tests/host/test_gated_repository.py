@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -55,11 +54,7 @@ class Gated:
         )
 
     def cli(self, *words: str) -> str:
-        done = subprocess.run(
-            self.site.cli_command(*words), capture_output=True, text=True, check=False,
-            cwd=self.site.checkout, stdin=subprocess.DEVNULL, timeout=120,
-            env={**os.environ, **pythonpath(self.site.checkout), "LAB_HUB": CANARY},
-        )  # fmt: skip
+        done = self.site.cli(*words, env=self.environment())
         return done.stdout + done.stderr
 
 
@@ -102,8 +97,7 @@ def test_refused_without_token_and_served_with_token(gated: Gated) -> None:
     assert_token_absent(run.stderr + json.dumps(run.document))
     assert_fetched(gated)
 
-    again = gated.deploy().assert_succeeded()
-    again.assert_unchanged()
+    gated.deploy().assert_unchanged()
 
 
 def assert_fetched(gated: Gated) -> None:
@@ -148,11 +142,7 @@ def test_token_is_in_no_output_or_file_of_the_controller(gated: Gated) -> None:
 def test_login_stays_on_host_until_download_ends_despite_reboot(gated: Gated) -> None:
     gated.choose(downloads={"rate_limit_mib_per_s": 0.4})
     gated.remove_model()
-    deploy = subprocess.Popen(
-        gated.site.command("--limit", NAME, "-y"), cwd=gated.site.root, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, **gated.environment(CANARY)},
-    )  # fmt: skip
+    deploy = gated.site.start(env=gated.environment(CANARY))
     try:
         gated.guest.wait(f"{JOB} || {TOKENS} | grep .", seconds=120)
         paths = gated.guest.wait(f"{TOKENS} | grep .", seconds=20)

@@ -192,12 +192,3 @@ def test_fetches_drafter_and_accepts_drafts(
         "engine_kv_tokens": counted_tokens(guest),
         "deploy_s": round(deploy_s),
     })  # fmt: skip
-
-
-def test_rolls_back_to_previous_model(site: Site, guest: Guest) -> None:
-    before = guest.release()
-    site.deploy(deploy="deploys/rollback.py").assert_succeeded()
-    assert guest.release() != before
-    status, _ = guest.call("GET", "/v1/models")
-    assert status == 200
-    assert guest.proof()["ok"]

@@ -90,19 +90,6 @@ def test_refuses_before_any_change(prepared: Prepared, name: str) -> None:
     prepared.guest.run("mkdir -p /var/lib/spark/switch")
 
 
-def test_refuses_and_keeps_malformed_daemon_json(prepared: Prepared) -> None:
-    guest = prepared.guest
-    guest.run("cp /etc/docker/daemon.json /root/kept; echo '{,}' > /etc/docker/daemon.json")
-    try:
-        run = prepared.run()
-        text = guest.run("cat /etc/docker/daemon.json")
-    finally:
-        guest.run("cp /root/kept /etc/docker/daemon.json")
-    assert run.exit_code != 0
-    assert "/etc/docker/daemon.json" in run.stderr
-    assert text == "{,}"
-
-
 def test_quotes_docker_start_error(prepared: Prepared) -> None:
     guest = prepared.guest
     wrong = {**guest.json("cat /etc/docker/daemon.json"), "no-such-key": 1}

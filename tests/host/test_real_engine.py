@@ -86,7 +86,8 @@ def test_clients_get_right_answers_or_503_while_profiles_switch(
             site.choose(profile=profile)
             site.deploy().assert_succeeded()
             assert guest.release() != before
-            assert guest.proof()["ok"]
+            proof = guest.proof()
+            assert (proof["ok"], proof["portable"]) == (True, True)
             argv = guest.argv()
             limits = CATALOG.profile(profile, "lab-tiny").limits
             assert argv[argv.index("--max-num-seqs") + 1] == str(limits.max_sequences)
@@ -94,6 +95,7 @@ def test_clients_get_right_answers_or_503_while_profiles_switch(
             # Only v2 drafts; the CPU engine has no TurboQuant cache for v2-tq.
             assert ("--speculative-config" in argv) == (profile == "v2")
             assert "vllm:cache_config_info" in guest.metrics()
+            assert "spark portable mode" in guest.run(f"journalctl -u {guest.serving()[0]} -o cat")
 
     wrong = [answer.text for answer in answers if answer.kind == "other"]
     assert wrong == [], wrong[:3]

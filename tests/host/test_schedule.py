@@ -56,6 +56,15 @@ def test_switches_at_scheduled_time_and_deploy_keeps_it(gateway: GatewayHost) ->
 
 
 @pytest.mark.usefixtures("unschedule_afterwards")
+def test_refuses_time_that_systemd_rejects(gateway: GatewayHost) -> None:
+    gateway.site.choose(keep_ready=[NIGHT], schedule=[{"at": "25:99", **DAY}])
+    run = gateway.deploy()
+    assert run.exit_code != 0
+    assert "25:99" in run.stderr
+    assert gateway.guest.run(TIMERS).strip() == "0"
+
+
+@pytest.mark.usefixtures("unschedule_afterwards")
 def test_timed_stop_ends_despite_reboot(gateway: GatewayHost) -> None:
     guest = gateway.guest
     release = guest.release()

@@ -48,20 +48,3 @@ def test_one_address_serves_all(guest: Guest) -> None:
     assert chat(guest) == (200, "Paris")
     assert embed(guest, "embedder") == (200, [128, 128])
     assert rerank(guest, "ranker") == (200, [1, 0])
-
-
-def test_stopping_one_keeps_the_others(site: Site, guest: Guest) -> None:
-    assert site.cli("stop", "--service", "embed").returncode == 0
-    assert embed(guest, "embedder")[0] == 503
-    assert (chat(guest), rerank(guest, "ranker")) == ((200, "Paris"), (200, [1, 0]))
-    assert site.cli("start", timeout_s=START_S).returncode == 0
-    assert embed(guest, "embedder") == (200, [128, 128])
-
-
-def test_all_serve_after_reboot(site: Site, guest: Guest) -> None:
-    guest.reboot()
-    up = "test $(systemctl is-active 'spark-serve@*' | grep -cx active) = 3"
-    guest.wait(up, seconds=START_S)
-    assert chat(guest) == (200, "Paris")
-    assert (embed(guest, "embedder")[0], rerank(guest, "ranker")[0]) == (200, 200)
-    site.deploy(timeout_s=START_S).assert_unchanged()
