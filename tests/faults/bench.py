@@ -120,7 +120,7 @@ class Bench:
     def start_switch(self, name: str) -> None:
         self.run(
             f"systemctl reset-failed 'spark-s*@{name}.service'; "
-            f"systemctl start --no-block spark-switch@{name}",
+            f"systemctl start --no-block spark-switch@{name}"
         )
 
     def switch(self, name: str, seconds: float = 90) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class Bench:
             "/etc/systemd/system/multi-user.target.wants/spark-* "
             "/var/lib/spark/proofs /var/lib/spark/switch /var/lib/spark/good "
             "/var/lib/spark/stopped /var/lib/spark/events /var/lib/spark/requests "
-            "/var/lib/spark/rollback; systemctl daemon-reload",
+            "/var/lib/spark/rollback; systemctl daemon-reload"
         )
 
     def memory_bytes(self, field: str) -> int:

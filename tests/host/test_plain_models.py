@@ -13,16 +13,7 @@ import yaml
 
 from proofs.result_files import describe_run
 from tests.labkit import CHECKOUT, SPARE, Guest, Site, guest_named
-from tests.published import (
-    DECODERS,
-    DRAFTS,
-    START_S,
-    add_or_fail,
-    chat,
-    embed,
-    fresh_site,
-    rerank,
-)
+from tests.published import DECODERS, DRAFTS, START_S, add_or_fail, chat, embed, fresh_site, rerank
 
 pytestmark = pytest.mark.engine
 
