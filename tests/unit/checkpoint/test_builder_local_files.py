@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,24 @@ def test_links_local_files_by_content(order, hub, source, tmp_path, link_name):
     assert os.path.samefile(blob, tmp_path / "out" / LARGE)
     assert LARGE not in requested(hub)
     assert contents(tmp_path / "out") == contents(source)
+
+
+def test_searches_directories_deeper_than_python_and_kernel_allow(order, hub, source, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    shutil.copy(source / LARGE, cache / "model")
+    parent = os.open(cache, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("deep", dir_fd=parent)
+        os.close(os.open("file", os.O_CREAT, dir_fd=parent))
+        child = os.open("deep", os.O_RDONLY, dir_fd=parent)
+        os.close(parent)
+        parent = child
+    os.close(parent)
+    run_tool("fetch", order(look_in=[str(cache)]))
+    assert LARGE not in requested(hub)
+    assert contents(tmp_path / "out") == contents(source)
+    subprocess.run(["rm", "-rf", str(cache)], check=True)
 
 
 @needs_root

@@ -312,3 +312,16 @@ def test_hanging_coreutils_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     monkeypatch.setattr(subprocess, "run", hang)
     assert not folders.copy_tree(tmp_path, tmp_path / "copy")
+
+
+def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    for path in (outside, folder):
+        path.mkdir()
+    (outside / "secret").write_text("kept")
+    make_links(folder, outside)
+    make_deep(folder, outside)
+    (folder / "-r\n").mkdir()
+    folders.empty(folder)
+    assert os.listdir(folder) == []
+    assert (outside / "secret").read_text() == "kept"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from spark_contract.fetching import FetchFile
@@ -83,14 +83,14 @@ def find_candidates(
                     status = path.stat()
                 except OSError:
                     continue  # dangling link, or not accessible
-                if status.st_size in by_size:
+                if stat.S_ISREG(status.st_mode) and status.st_size in by_size:
                     identity = (status.st_dev, status.st_ino)
                     target = resolved.setdefault(identity, path.resolve())
                     by_size[status.st_size].setdefault(target, set()).add(path.name)
     return by_size
 
 
-@contextmanager
+@contextlib.contextmanager
 def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
     """Yield a descriptor of a file; the owner of the directory may replace the name meanwhile.
 
@@ -121,17 +121,21 @@ def copy_and_hash(path: Path, target: Path, content: ContentHash) -> None:
 
 
 def _walk(root: Path) -> Iterator[Path]:
+    """Yield the files below a directory that others may fill: any depth, any length of paths."""
     if root.is_file():
         yield root
         return
-    left = _ENTRY_LIMIT
-    for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = sorted(n for n in subdirectories if not n.endswith(".partial"))
-        left -= len(names) + 1
-        if left < 0:
-            note(f"look_in: {root}: more than {_ENTRY_LIMIT} entries, the rest is not searched")
-            return
-        for name in names:
-            path = Path(directory, name)
-            if path.is_file():
-                yield path
+    left, directories = _ENTRY_LIMIT, [os.fspath(root)]
+    while directories:
+        # Not accessible, removed meanwhile, or a path that is too long for the kernel.
+        with contextlib.suppress(OSError), os.scandir(directories.pop()) as entries:
+            for entry in entries:
+                left -= 1
+                if left < 0:
+                    note(f"look_in: {root}: only {_ENTRY_LIMIT} entries are searched")
+                    return
+                if entry.is_dir(follow_symlinks=False):
+                    if not entry.name.endswith(".partial"):
+                        directories.append(entry.path)
+                else:
+                    yield Path(entry.path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -37,12 +36,12 @@ def empty(path: Path) -> None:
     if not path.is_dir():
         return
     with _opened(path) as folder:
-        for name in os.listdir(folder):
-            if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
-                shutil.rmtree(f"/proc/self/fd/{folder}/{name}")  # Python 3.10 has no dir_fd here
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=folder)
+        opened = f"/proc/{os.getpid()}/fd/{folder}/"
+        _run("find", opened, "-mindepth", "1", "-maxdepth", "1",
+             "-exec", "rm", "-rf", "--one-file-system", "--", "{}", "+")  # fmt: skip
+        if left := os.listdir(folder):
+            fix = f"see why with: rm -rf {path / left[0]}; then start again"
+            raise HostToolError(str(path / left[0]), "cannot be removed", fix)
 
 
 def remove_tree(path: Path) -> bool:

@@ -82,9 +82,8 @@ def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
 
 
 def _journal(paths: Paths) -> Iterator[Problem]:
-    size = 0
-    for folder, _, names in os.walk(paths.below("/var/log/journal")):
-        size += sum(os.lstat(Path(folder, name)).st_blocks * 512 for name in names)
+    # journald removes files meanwhile.
+    size, _ = folders.measure(paths.below("/var/log/journal"), JOURNAL_BYTES, CACHE_FILES)
     if size > JOURNAL_BYTES:
         message = f"the journal takes {size / _GIB:.1f} GiB"
         yield Problem("journal", message, "journalctl --vacuum-size=2G; set SystemMaxUse=2G")
