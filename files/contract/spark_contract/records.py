@@ -95,6 +95,7 @@ class DailyLook:
 
     at: str
     problems: tuple[Problem, ...]
+    hashed_parts: int = field(default=0, metadata=OPTIONAL)  # next part of the checkpoints to hash
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,10 +54,12 @@ def test_searches_directories_deeper_than_python_and_kernel_allow(order, hub, so
         os.close(parent)
         parent = child
     os.close(parent)
-    run_tool("fetch", order(look_in=[str(cache)]))
+    try:
+        run_tool("fetch", order(look_in=[str(cache)]))
+    finally:  # pytest cannot remove it
+        subprocess.run(["rm", "-rf", str(cache)], check=True)
     assert LARGE not in requested(hub)
     assert contents(tmp_path / "out") == contents(source)
-    subprocess.run(["rm", "-rf", str(cache)], check=True)
 
 
 @needs_root

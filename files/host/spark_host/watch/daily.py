@@ -18,6 +18,7 @@ from spark_host.records import boot, proof
 from spark_host.system import folders, programs, unit_files
 from spark_host.system.host import Host, load_gateway
 from spark_host.system.programs import log
+from spark_host.watch import checkpoint_hashes
 
 CERTIFICATE_DAYS = 30
 PROOF_DAYS = 60
@@ -35,6 +36,9 @@ _GIB = 1 << 30
 def inspect(host: Host) -> DailyLook:
     releases = [r for name in host.disk.names(host.paths) if (r := host.release(name))]
     running = [release for release in releases if host.units.is_active(release.serve_unit)]
+    last = host.disk.read(DailyLook, host.paths.daily)
+    trees = (tree for trees in _booted(releases, host).values() for tree in trees)
+    damage, hashed = checkpoint_hashes.hash_next(trees, last.hashed_parts if last else 0)
     problems = (
         *_watched(running, host),
         *_certificates(running, host.paths),
@@ -46,7 +50,7 @@ def inspect(host: Host) -> DailyLook:
         *_proofs(running, host),
         *_units(host.paths),
     )
-    return DailyLook(at=host.clock.now(), problems=tuple(problems))
+    return DailyLook(host.clock.now(), (*problems, *damage), hashed)
 
 
 def _watched(running: list[Release], host: Host) -> Iterator[Problem]:
@@ -131,15 +135,20 @@ def _clock(running: list[Release], host: Host) -> Iterator[Problem]:
 
 
 def _checkpoints(releases: list[Release], host: Host) -> Iterator[Problem]:
-    for service in sorted({release.service for release in releases}):
-        for name in boot.enabled(service, host):
-            release = host.release(name)
-            for tree in release.trees if release else ():
-                if not host.paths.below(tree.path).is_dir():
-                    message = f"{tree.path} is missing; {name} needs it at boot"
-                    fix = "mount its disk (findmnt --verify), or deploy again"
-                    yield Problem("mounts", message, fix)
-                    break
+    for name, trees in _booted(releases, host).items():
+        if missing := next((tree for tree in trees if not tree.is_dir()), None):
+            message = f"{missing} is missing; {name} needs it at boot"
+            yield Problem("mounts", message, "mount its disk (findmnt --verify), or deploy again")
+
+
+def _booted(releases: list[Release], host: Host) -> dict[str, list[Path]]:
+    """Return the checkpoints of each release that starts at boot."""
+    services = sorted({release.service for release in releases})
+    names = (name for service in services for name in boot.enabled(service, host))
+    booted = (release for name in names if (release := host.release(name)))
+    return {
+        release.name: [host.paths.below(tree.path) for tree in release.trees] for release in booted
+    }
 
 
 def _proofs(running: list[Release], host: Host) -> Iterator[Problem]:
