@@ -28,8 +28,9 @@ venv: .venv/installed ## the controller's Python environment, pinned with hashes
 # Unit tests go side by side, lab tests share one lab and go alone.
 # Half of a test's time is waiting, so there are two of them for each core.
 # What is compiled is kept, whatever the shell says: each of these processes starts in half the time.
+# Each process removes the folders of its passed tests, so that none are left for the end.
 unexport PYTHONDONTWRITEBYTECODE
-PARALLEL := -q --numprocesses $(shell expr 2 \* $$(nproc)) --dist worksteal
+PARALLEL := -q -o tmp_path_retention_policy=failed --numprocesses $(shell expr 2 \* $$(nproc)) --dist worksteal
 
 test: venv kernels ## unit tests and the lab tests of the whole path, from nothing (root)
 	$(PY) -m lab prepare --engine none --engine-trees

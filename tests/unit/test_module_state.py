@@ -95,20 +95,30 @@ def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnA
 
 def _changes(function: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> Iterator[str]:
     """Yield changes of module-level names in a function."""
+    nodes = list(ast.walk(function))
+    changed = [
+        (node.lineno, value.id)
+        for node in nodes
+        if isinstance(value := _changed_by(node), ast.Name) and value.id in names
+    ]
+    if not changed:
+        return
     own = {item.arg for item in ast.walk(function.args) if isinstance(item, ast.arg)}
     own |= {
-        item.id
-        for item in ast.walk(function)
-        if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store)
+        item.id for item in nodes if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store)
     }
-    for node in ast.walk(function):
-        changed: ast.expr | None = None
-        if isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            changed = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            changed = node.func.value if node.func.attr in FILLING else None
-        if isinstance(changed, ast.Name) and changed.id in names - own:
-            yield f"line {node.lineno}: {function.name} changes {changed.id}"
+    for line, name in changed:
+        if name not in own:
+            yield f"line {line}: {function.name} changes {name}"
+
+
+def _changed_by(node: ast.AST) -> ast.expr | None:
+    """Return the value that a node changes."""
+    if isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+        return node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.value if node.func.attr in FILLING else None
+    return None
 
 
 @pytest.mark.parametrize(

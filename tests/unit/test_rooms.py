@@ -122,9 +122,14 @@ def tree_of(name: str) -> ast.Module:
 
 
 @cache
+def nodes_of(name: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(name)))
+
+
+@cache
 def imports(name: str) -> tuple[str, ...]:
     result: list[str] = []
-    for node in ast.walk(tree_of(name)):
+    for node in nodes_of(name):
         if isinstance(node, ast.Import):
             result += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -138,9 +143,9 @@ def file_of(module: str) -> str | None:
     path = module.replace(".", "/")
     while path:
         for root in ROOTS:
-            for end in (".py", "/__init__.py"):
-                if (CHECKOUT / f"{root}{path}{end}").is_file():
-                    return f"{root}{path}{end}"
+            for file in (f"{root}{path}.py", f"{root}{path}/__init__.py"):
+                if file in _FILES:
+                    return file
         path = path.rpartition("/")[0]
     return None
 
@@ -152,6 +157,7 @@ def room_of(name: str) -> str | None:
 
 
 MODULES = tracked()
+_FILES = frozenset(MODULES)
 
 
 def imported(*rooms: str) -> Iterator[tuple[str, str, str]]:
@@ -236,7 +242,7 @@ def test_plan_is_pure() -> None:
     reading = [
         f"{name} line {node.lineno} reads"
         for name in reached
-        for node in ast.walk(tree_of(name))
+        for node in nodes_of(name)
         if isinstance(node, ast.Call)
         and getattr(node.func, "attr", getattr(node.func, "id", "")) in READING
     ]
@@ -252,7 +258,7 @@ def test_roles_are_independent() -> None:
     labs = [
         f"{name} says {node.id}"
         for name in roles
-        for node in ast.walk(tree_of(name))
+        for node in nodes_of(name)
         if isinstance(node, ast.Name) and re.match(r"lab(_|$)", node.id.lower())
     ]
     none(others + labs)

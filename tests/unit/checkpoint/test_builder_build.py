@@ -213,6 +213,7 @@ def test_refuses_a_result_with_a_wrong_name_of_the_right_count(workshop, monkeyp
     assert not workshop.out.exists()
 
 
+@pytest.mark.slow
 def test_needs_numpy_for_builds_only(workshop, tmp_path):
     workshop.build()
     absent = tmp_path / "absent" / "numpy.py"

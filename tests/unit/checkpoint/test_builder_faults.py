@@ -124,6 +124,7 @@ def test_refuses_a_small_filesystem_before_the_first_byte(scene, small_disk):
     assert list(out.parent.glob("*/*")) == []
 
 
+@pytest.mark.slow
 def test_disk_that_fills_during_the_build_loses_nothing(scene, small_disk):
     disk = small_disk(4 << 20)
     out = disk / "models" / "tiny"
@@ -232,6 +233,7 @@ def test_detects_a_base_shard_edited_after_the_fetch(scene, layout):
     assert not scene.out.exists()
 
 
+@pytest.mark.slow
 def test_detects_a_flipped_byte_anywhere_in_a_rewritten_shard(scene):
     shard = largest_shard(scene)
     size = shard.stat().st_size

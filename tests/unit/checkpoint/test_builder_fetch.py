@@ -153,7 +153,7 @@ def test_fetches_without_a_removed_token(order, hub, source, tmp_path):
     assert not any("Authorization" in headers for _, headers, _ in hub.requests)
 
 
-@pytest.mark.parametrize("bypassed", [False, True])
+@pytest.mark.parametrize("bypassed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_uses_the_proxy_of_the_environment_unless_bypassed(order, hub, source, tmp_path, bypassed):
     (tmp_path / "empty").mkdir()
     with Hub(tmp_path / "empty" if bypassed else hub.root) as proxy:
@@ -167,6 +167,7 @@ def test_uses_the_proxy_of_the_environment_unless_bypassed(order, hub, source, t
     assert contents(tmp_path / "out") == contents(source)
 
 
+@pytest.mark.slow
 def test_logs_in_to_the_proxy_and_prints_no_password(order, hub, tmp_path):
     with Hub(hub.root) as proxy:
         urls = [f"http://hub.invalid/{REPOSITORY}"]
@@ -210,6 +211,7 @@ def test_resumes_inside_a_file_after_connection_loss(order, hub, source, tmp_pat
     assert contents(tmp_path / "out") == contents(source)
 
 
+@pytest.mark.slow
 def test_resumes_inside_a_file_after_a_kill(order, hub, source, tmp_path):
     def send_slowly(handler, path, data):
         if not path.endswith(LARGE):
@@ -289,6 +291,7 @@ def test_refuses_a_second_fetch_of_the_same_checkpoint(order, hub, tmp_path):
     assert mode & 0o777 == 0o711
 
 
+@pytest.mark.slow
 def test_stops_soon_after_sigterm(order, hub):
     hub.fault = lambda h, path, data: time.sleep(2) or False
     process = start_fetch(order(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

@@ -131,7 +131,10 @@ TRAPS = {
 
 
 @needs_root
-@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize(
+    "trap",
+    [name if name == "link" else pytest.param(name, marks=pytest.mark.slow) for name in TRAPS],
+)
 def test_never_uses_a_file_replaced_after_the_search(hub, tmp_path, trap):
     source, home, data = hub.root / "r", tmp_path / "home", os.urandom(300_000)
     source.mkdir()

@@ -116,6 +116,7 @@ def test_downloads_from_the_hub_if_no_peer_responds(order, hub, fetch):
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.slow
 def test_waits_for_a_peer_that_is_downloading(order, hub, peer, fetch):
     files, hidden = peer.root / TREE / "files", peer.root / "hidden"
     files.rename(hidden)

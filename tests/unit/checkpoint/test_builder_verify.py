@@ -229,6 +229,7 @@ def test_finishes_an_interrupted_removal(built, left):
     assert not built.base_dir.exists()
 
 
+@pytest.mark.slow
 def test_removal_killed_at_any_call_keeps_the_receipt(built, tmp_path):
     saved = tmp_path / "saved"
     shutil.copytree(built.base_dir, saved)

@@ -143,10 +143,12 @@ FAILURES = {
     "closes without an answer": Failure(close, "last: the connection ended;"),
     "slow": Failure(send_slowly, "", slow=True),
     "slow to the end": Failure(send_end_slowly, "", slow=True),
-    "no answer": Failure(send_nothing, "last: no answer for 1 s;"),
+    "no answer": Failure(send_nothing, "last: no answer for 1 s;", slow=True),
     "stalls in the middle": Failure(stall, "last: no answer for 1 s;"),
     "connection reset in the middle": Failure(reset, "last: connection reset by peer;"),
-    "a byte now and then": Failure(lambda h, d: trickle(h, send_head(h, d)), "bytes arrived in"),
+    "a byte now and then": Failure(
+        lambda h, d: trickle(h, send_head(h, d)), "bytes arrived in", slow=True
+    ),
     "a head without end": Failure(
         lambda h, d: trickle(h, b"HTTP/1.1 200 OK\r\nX-Slow: " + b"x" * 1000),
         "bytes early",

@@ -239,7 +239,8 @@ def test_an_unknown_service_gets_a_suggestion(monkeypatch):
         run_tool("stop", Options(), service="embd")
 
 
-@pytest.mark.parametrize("command", ["stop", pytest.param("start", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["stop", "start"])
 def test_gevent_is_patched_before_ssl_is_imported(command, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "spark_deploy", command, str(tmp_path / "none.py")],

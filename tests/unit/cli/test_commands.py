@@ -125,10 +125,15 @@ def test_a_repeated_option_keeps_every_value(words, values, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("sta", {"plain,status", "plain,start"}), ("plan --profile v2-", {"plain,v2-tq"}),
-        ("use v", {"plain,v2-tq"}), ("use qwen3.5-1", {"plain,qwen3.5-122b"}),
-        ("share qwen3.5-122b/v2-", {"plain,qwen3.5-122b/v2-tq"}), ("add my.", {"file,my."}),
-        ("init ow", {"dir,ow"}),
+        ("sta", {"plain,status", "plain,start"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("plan --profile v2-", {"plain,v2-tq"}), ("use v", {"plain,v2-tq"}),
+                ("use qwen3.5-1", {"plain,qwen3.5-122b"}), ("add my.", {"file,my."}),
+                ("share qwen3.5-122b/v2-", {"plain,qwen3.5-122b/v2-tq"}), ("init ow", {"dir,ow"}),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_bash_completes_commands_options_and_arguments(line, expected):
@@ -153,11 +158,16 @@ def test_hosts_and_own_models_are_completed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "code", "text"),
     [
-        ("settings > /dev/full", 1, "output: No space left on device"),
         ("--help > /dev/full", 1, "output: No space left on device"),
-        ("settings --json | :", 0, ""),
-        pytest.param("settings >&-", 0, "", marks=pytest.mark.slow),
-        ("rotate-key inventory/spark.py <&-", 1, "confirmation: needs a terminal"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("settings > /dev/full", 1, "output: No space left on device"),
+                ("settings --json | :", 0, ""),
+                ("settings >&-", 0, ""),
+                ("rotate-key inventory/spark.py <&-", 1, "confirmation: needs a terminal"),
+            )
+        ),
     ],
 )
 def test_a_closed_or_full_output_is_no_traceback(line, code, text):
@@ -170,6 +180,7 @@ def test_a_closed_or_full_output_is_no_traceback(line, code, text):
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_command_needs_no_environment(tmp_path):
     code = "import sys; from spark_deploy.cli import main; sys.exit(main())"
     environment = {"PYTHONPATH": str(CHECKOUT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
@@ -179,6 +190,7 @@ def test_a_command_needs_no_environment(tmp_path):
     assert "http://127.0.0.1:8000/v1" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_unreachable_host_is_reported(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]

@@ -68,6 +68,7 @@ def test_clients_of_a_cluster_connect_to_the_head(site, capsys):
     assert "spark-2: is a worker of spark-1, which answers" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tunnels_stay_open_until_interrupted(site):
     ssh = site / "ssh"
     ssh.write_text(

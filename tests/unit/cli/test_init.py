@@ -195,7 +195,11 @@ def test_up_reports_an_unreachable_host_without_a_password_prompt(hangs_up):
     ("words", "text"),
     [
         (("--host", "a", "--model", "nope"), "'nope' is not a model"),
-        (("--host", "a", "--model", "qwen3.5-397b"), "does not fit on one host"),
+        pytest.param(
+            ("--host", "a", "--model", "qwen3.5-397b"),
+            "does not fit on one host",
+            marks=pytest.mark.slow,
+        ),
         (("--host", "a", "--host", "a=10.0.0.7"), "hosts.yml"),
         (("--host", "a: b"), "hosts.yml"),
         (("--host", ""), "hosts.yml"),

@@ -66,6 +66,7 @@ def interrupted(site: Path, *words: str, once: str) -> tuple[int, str]:
     return process.wait(timeout=20), text
 
 
+@pytest.mark.slow
 def test_an_interrupted_deploy_restores_the_cursor(site):
     code, text = interrupted(site, "rollback", "-y", once="connecting")
     assert code == 130

@@ -264,9 +264,8 @@ def test_problems_are_highlighted(line, word):
     assert "bold" in str(span.style)
 
 
-@pytest.mark.parametrize(
-    "width", [80, *(pytest.param(n, marks=pytest.mark.slow) for n in (100, 160))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [80, 100, 160])
 def test_an_error_message_fits_the_terminal(width, tmp_path):
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))

@@ -89,6 +89,7 @@ with client.messages.stream(**question) as stream:
     assert words == [ANSWER, "True", ANSWER]
 
 
+@pytest.mark.slow
 def test_openai_client_streams(connection: Connection, client: GatewayClient) -> None:
     from openai import OpenAI
 

@@ -14,7 +14,9 @@ from gateway_client import CHAT, MIB, NAMES, recording_gateway
 from stub_host import Host
 
 
-@pytest.mark.parametrize("size", [90_000, 99_999, 100_000, 131_072, 7 * MIB])
+@pytest.mark.parametrize(
+    "size", [90_000, 99_999, 100_000, 131_072, pytest.param(7 * MIB, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("model_first", [True, False])
 def test_routes_and_forwards_bodies_of_any_size(services, size, model_first):
     text = "".join(random.Random(size).choices('ab\\"\n{}[]:,é', k=1000))
@@ -116,6 +118,7 @@ def test_scanner_ignores_text_that_is_not_json(services):
         assert services.received() == {"main": [CHAT]}
 
 
+@pytest.mark.slow
 def test_scanner_memory_is_constant(services):
     def worker_bytes() -> int:
         master = services.process.pid

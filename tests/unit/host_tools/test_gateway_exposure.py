@@ -104,6 +104,7 @@ def test_lan_uses_tls_and_loopback_does_not(client: GatewayClient) -> None:
     assert "speaks https" in plain
 
 
+@pytest.mark.slow
 def test_tls_1_2_has_only_authenticated_ciphers(client: GatewayClient) -> None:
     apply_settings(client, expose="lan", tls=make_certificate(client.host))
     for cipher in ("ECDHE+AES+SHA256", "ECDHE+AES+SHA1", "AES128-GCM-SHA256", "DHE+AESGCM"):

@@ -144,6 +144,7 @@ def test_refuses_key_that_could_break_the_configuration(host: Host, key: str) ->
         gateway.read_key(settings, host.paths)
 
 
+@pytest.mark.slow
 def test_serialises_concurrent_configuration_writes(nginx_host: Host) -> None:
     settings, paths = nginx_host.gateway(), nginx_host.paths
     gateway.make_key(settings, paths)

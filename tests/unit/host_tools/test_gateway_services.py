@@ -146,6 +146,7 @@ def test_large_bodies_are_counted_once(services):
     assert send_together(services, large, 40) == [200] * 32 + [429] * 8
 
 
+@pytest.mark.slow
 def test_client_limits_count_a_request_once(js_host: Host) -> None:
     names = {name: NAMES[name] for name in ("main", "embed")}
     limits = {"max_connections": 6, "max_requests_per_s": 5}
@@ -180,6 +181,7 @@ def test_model_list_covers_all_open_services(services):
     assert services.status("/v1/models") == 503
 
 
+@pytest.mark.slow
 def test_streams_answers_chosen_by_name(js_host: Host) -> None:
     with recording(js_host.paths.engine_socket("embed")) as embed:
         embed_settings = js_host.paths.gateway_settings("embed")

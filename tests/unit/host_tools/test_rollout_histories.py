@@ -109,20 +109,23 @@ def run_story(story: Story, faults: dict[int, str], then: Sequence[str] = ()) ->
     return sim
 
 
-# Always tested; the other stories are slow tests.
-FAST = ("first release", "new release")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STORIES],
-)
-def test_recovers_from_a_fault_at_every_call(name: str) -> None:
+def run_with_faults(name: str, faults: Sequence[str]) -> None:
+    """Run a story with each fault at each call."""
     story = STORIES[name]
     calls = run_story(story, {}).calls_of_first
     for number in range(1, calls + 1):
-        for fault in FAULTS:
+        for fault in faults:
             run_story(story, {number: fault})
+
+
+def test_new_release_recovers_from_a_kill_or_failure_at_every_call():
+    run_with_faults("new release", ("kill after", "cut after", "fail"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STORIES)
+def test_recovers_from_a_fault_at_every_call(name):
+    run_with_faults(name, FAULTS)
 
 
 @pytest.mark.slow

@@ -166,6 +166,7 @@ def test_slowdown_after_upgrade_is_reported_with_rollback_hint(
     assert "before" not in bench["before"], "the proof must not grow with each measurement"
 
 
+@pytest.mark.slow
 def test_new_image_is_compared_with_the_previous_release(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

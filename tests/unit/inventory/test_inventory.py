@@ -29,6 +29,7 @@ def data_of(text: str, host: str) -> dict:
     return json.JSONDecoder().raw_decode(part[part.index("{") :])[0]
 
 
+@pytest.mark.slow
 def test_uses_group_vars_next_to_the_inventory(own):
     own.write("group_vars/spark.yml", "profile: base\nssh: {user: me}\n")
     done = own.pyinfra()
@@ -187,6 +188,7 @@ def test_reports_missing_lab_in_one_line(own, monkeypatch):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_parses_data_as_pyinfra_does():
     texts = ["true", "False", "8", "-1", "1.5", '{"a": 1}', "null", "v2", "013", "", "a=b", "1_0"]
     # Importing pyinfra_cli patches the interpreter: not in this process.

@@ -90,7 +90,7 @@ def test_bootstrap_needs_our_inventory(machine: Machine) -> None:
     assert "list '@local'" in done.stderr
 
 
-@pytest.mark.parametrize("sudo", [False, True])
+@pytest.mark.parametrize("sudo", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_status_explains_missing_sudo_in_one_line(machine: Machine, sudo: bool) -> None:
     if sudo:
         text = machine.own.inventory.read_text().rstrip().removesuffix(")")

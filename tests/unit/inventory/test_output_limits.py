@@ -111,10 +111,11 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("output", [b"x" * 3_000_000, b"y\n" * 700_000])
-def test_prints_a_bounded_part_of_a_flood(output: bytes, printed: list[str]) -> None:
+@pytest.mark.parametrize("output", [b"x" * 3_000_000, b"y\n" * 70_000])
+def test_prints_a_bounded_part_of_a_flood(output, printed, monkeypatch):
+    monkeypatch.setattr(output_limits, "_PRINTED_OF_A_STREAM", 100_000)
     lines = read(io.BytesIO(output), print_output=True)
-    assert sum(len(line) + 1 for line in printed) < 1_100_000
+    assert sum(len(line) + 1 for line in printed) < 105_000
     assert "the host printed more" in printed[-1]
     assert sum(len(line) + 1 for line in lines) >= len(output)
 

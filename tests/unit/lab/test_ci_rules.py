@@ -35,6 +35,7 @@ def run(
     return forked.run(command, cwd=tmp_path, env=env, ready=["pytest"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "words", "text"),
     [
@@ -60,6 +61,7 @@ def test_lab_may_be_missing_elsewhere(tmp_path: Path, ci: str, text: str, words:
     assert run(tmp_path, "faults", text, words, ci=ci).returncode == 0
 
 
+@pytest.mark.slow
 def test_lab_tests_refuse_xdist(tmp_path: Path) -> None:
     done = run(tmp_path, "host", RUNS, "tests", "-n", "2", ci="", plugin="xdist")
     assert done.returncode == 1

@@ -8,6 +8,7 @@ import pytest
 from lab.model import build
 from tests.unit.lab_model.reading import read_tree
 
+pytestmark = pytest.mark.slow  # builds two repositories
 LAYERS, DELTA_NETS, ATTENTION, EXPERTS, VISION = 4, 3, 1, 8, 2 * 12 + 9
 
 

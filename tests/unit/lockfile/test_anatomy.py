@@ -99,6 +99,7 @@ def test_required_lock_refuses_unread_headers(hub: Hub, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_left_out_files_are_not_counted(hub: Hub, tmp_path: Path) -> None:
     folder = write_repository(hub.root, REPO, ENTRIES, COMMIT, QWEN3)
     (folder / "model.safetensors.index.json").unlink()

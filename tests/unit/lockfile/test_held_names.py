@@ -188,6 +188,7 @@ def test_completes_a_lock_without_names(
     assert path.read_text() == whole
 
 
+@pytest.mark.slow
 def test_new_commit_needs_a_new_verification(hub: Hub, settings: Settings, lock: Lock) -> None:
     held = verify_names(settings, CATALOG, lock, quiet)
     write_repository(hub.root, BASE, base_entries(), commit="3" * 40)
@@ -198,6 +199,7 @@ def test_new_commit_needs_a_new_verification(hub: Hub, settings: Settings, lock:
     assert again.names[BUILD].base_tensors == held.names[BUILD].base_tensors
 
 
+@pytest.mark.slow
 def test_changed_catalog_needs_a_new_verification(hub: Hub, settings: Settings, lock: Lock) -> None:
     held = verify_names(settings, CATALOG, lock, quiet)
     model = CATALOG.model("lab-tiny")

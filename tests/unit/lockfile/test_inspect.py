@@ -71,6 +71,7 @@ def test_compares_repository_with_every_model(
     assert "different number of experts or layers" in as_base["qwen3.5-122b", "base"]
 
 
+@pytest.mark.slow
 def test_recognises_hybrid_repository(
     hub: Hub, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

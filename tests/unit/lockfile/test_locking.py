@@ -316,6 +316,7 @@ def test_refuses_invalid_lock(tmp_path, change, what):
         read_lock(path)
 
 
+@pytest.mark.slow
 def test_deploy_locks_once_and_prints_names(server, hub, tmp_path):
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "group_vars/here.yml").write_text(

@@ -204,7 +204,10 @@ def whole(host: str, needs: NeedsPlan, **changes: Any) -> Survey:
     return survey(**{**sections, "places": places, **changes})
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize(
+    "host",
+    [pytest.param(host, marks=pytest.mark.slow) if "--table-" in host else host for host in HOSTS],
+)
 def test_healthy_host_passes_for_every_shipped_pair(host: str) -> None:
     assert len(NEEDS) > 20
     verdicts = {pair: judge(needs, whole(host, needs)) for pair, needs in NEEDS.items()}

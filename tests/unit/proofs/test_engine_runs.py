@@ -20,6 +20,7 @@ def cases(*names: str) -> list[dict[str, Any]]:
     return [{"name": name, "tree": "tiny", "options": {}} for name in names]
 
 
+@pytest.mark.slow
 def test_each_case_has_state_and_log(tmp_path: Path) -> None:
     wanted = cases("answers", "dies", "hangs")
     results = run_cases(wanted, tmp_path, tmp_path / "out", limit_s=5, module=MODULE)
