@@ -10,11 +10,7 @@ import pytest
 from spark_vllm import SUPPORTED_ENGINES
 from wheel_sources import fetch
 
-from spark_deploy.config.settings.engine import (
-    JUDGED_OPTIONS,
-    OWNED_OPTIONS,
-    option_problems,
-)
+from spark_deploy.config.settings.engine import JUDGED_OPTIONS, OWNED_OPTIONS, option_problems
 from spark_deploy.plan.engine_arguments import PREFILL_LINES
 
 LINEAR = "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py"

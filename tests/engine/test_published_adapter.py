@@ -65,9 +65,7 @@ def test_engine_lists_names_of_release(plan: HostPlan, served: dict[str, Any]) -
     assert [model["id"] for model in served["models"]["data"]] == list(plan.serve.names)
 
 
-def test_adapter_and_model_answer(
-    served: dict[str, Any],
-) -> None:
+def test_adapter_and_model_answer(served: dict[str, Any]) -> None:
     replies = [
         (status, body["choices"][0]["message"]["content"] if status == 200 else None)
         for status, body in served["answers"]

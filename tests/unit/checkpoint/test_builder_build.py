@@ -45,7 +45,7 @@ GOLDEN = {
         "full, own FP8": "f23698a2abd57667",
         "full, INT8 shared experts": "d95c53edfaadbab5",
         "full, MTP from the donor": "0f65e5bc76a8087f",
-    },
+    }
 }
 
 

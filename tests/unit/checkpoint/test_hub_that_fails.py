@@ -26,10 +26,7 @@ from tests.faults.sweep import Sweep, assert_all_passed
 LARGE = "file-1.bin"
 ABSENT = "http://127.0.0.1:9"
 TEST = "tests/unit/checkpoint/test_hub_that_fails.py"
-ABOUT = {
-    "for good": "the hub fails every request",
-    "once": "the hub fails a single request",
-}
+ABOUT = {"for good": "the hub fails every request", "once": "the hub fails a single request"}
 COUNTED = (
     "The real fetcher against a hub on this machine, with two attempts and a time limit of a "
     "second. A failed fetch publishes no checkpoint. After the hub recovers, the next fetch "

@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.builder_hub import Hub
-from tests.unit.lockfile.hub_trees import (
-    BASE,
-    DONOR,
-    base_entries,
-    donor_entries,
-    write_repository,
-)
+from tests.unit.lockfile.hub_trees import BASE, DONOR, base_entries, donor_entries, write_repository
 
 
 @pytest.fixture

@@ -186,9 +186,7 @@ def test_refuses_two_revisions_of_a_repository(settings, tmp_path):
     older = dataclasses.replace(tiny, sources=dataclasses.replace(tiny.sources, revision="v1"))
     pairs = {("base", "older"): CATALOG.profile("base", "lab-tiny")}
     catalog = dataclasses.replace(
-        CATALOG,
-        models={**CATALOG.models, "older": older},
-        profiles={**CATALOG.profiles, **pairs},
+        CATALOG, models={**CATALOG.models, "older": older}, profiles={**CATALOG.profiles, **pairs}
     )
     ready = (PairSettings(model="older", profile="base"),)
     both = dataclasses.replace(settings, profile="base", keep_ready=ready)
