@@ -34,7 +34,7 @@ def load(tree: Path) -> tuple[Any, Any]:
     reader = ModuleReader(tree, settings)
     weights = {
         name: weight.contiguous().clone()
-        for name, weight in reader.weights(lambda name: not name.startswith("mtp."))
+        for name, weight in reader.read_weights(lambda name: not name.startswith("mtp."))
     }
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -50,7 +50,7 @@ class Weights:
         reader = ModuleReader(tree, settings)
         wanted = ("_proj", "in_proj_", "lm_head")
         self._weights = dict(
-            reader.weights(
+            reader.read_weights(
                 lambda name: (
                     any(part in name for part in wanted)
                     and "mtp" not in name

@@ -36,7 +36,7 @@ def judge(name: str, capture: dict[str, Any], tree: Path) -> Row:
         prefix = module.replace("language_model.model.", "model.language_model.") + "."
         weights = {
             key.removeprefix(prefix): value.double()
-            for key, value in reader.weights(lambda key, p=prefix: key.startswith(p))  # type: ignore[misc]
+            for key, value in reader.read_weights(lambda key, p=prefix: key.startswith(p))  # type: ignore[misc]
         }
         expected, gap, used = block(x.double(), weights, chosen)
         clear = gap > CLEAR

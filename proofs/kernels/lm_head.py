@@ -23,9 +23,8 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "files" / "image")]
 
-from spark_vllm.head.choice import fastest, head_batches  # noqa: E402 # after the path above
-from spark_vllm.head.compute import Head, marlin_head  # noqa: E402
-from spark_vllm.head.compute import measure as measure_kernels  # noqa: E402
+from spark_vllm.head.choice import list_head_batches, select_fastest  # noqa: E402 # after the path above
+from spark_vllm.head.compute import Head, make_marlin_head, measure_kernels  # noqa: E402
 from spark_vllm.head.kernel import logits  # noqa: E402
 from spark_vllm.head.quantise import quantise_rows  # noqa: E402
 from spark_vllm.head.tiles import Tile, read_table, tile_for  # noqa: E402
@@ -34,7 +33,7 @@ from timing import graph_us, read_gb_per_s  # noqa: E402
 ROWS = 248320
 INPUTS = (3072, 2048, 4096)
 BATCHES = (1, 2, 3, 4, 8, 9, 12, 16, 24, 32, 48, 64, 128, 256, 512)
-SERVED_BATCHES = head_batches(4, 2)
+SERVED_BATCHES = list_head_batches(4, 2)
 """Of a profile with four sequences and two drafts."""
 SPARK_PROCESSORS = 48
 SPARK_GB_PER_S = 273
@@ -75,7 +74,7 @@ def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
         ),
     }
     if marlin:
-        heads["marlin"] = marlin_head(values, scales)
+        heads["marlin"] = make_marlin_head(values, scales)
     times: dict[str, dict[int, float]] = {name: {} for name in heads}
     for batch in BATCHES:
         x = torch.randn(batch, in_features, device="cuda").bfloat16()
@@ -105,7 +104,7 @@ def measure(in_features: int, tiles_name: str, marlin: bool) -> dict[str, Any]:
         result["limited"] = limited(values, scales, in_features)
     if marlin:
         times = measure_kernels(weight, values, scales, SERVED_BATCHES)
-        result["served"] = {"us": times, "choice": fastest(times)}
+        result["served"] = {"us": times, "choice": select_fastest(times)}
     return result
 
 
@@ -150,7 +149,7 @@ def heavy_tailed(in_features: int, tiles_name: str, marlin: bool) -> dict[str, A
         "own": lambda x: logits(x, values, scales, tile_for(x.shape[0], tiles), processors),
     }
     if marlin:
-        heads["marlin"] = marlin_head(values, scales)
+        heads["marlin"] = make_marlin_head(values, scales)
     return accuracy(heavy, heads, 64)
 
 

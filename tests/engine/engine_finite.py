@@ -31,7 +31,7 @@ class Drafter(torch.nn.Module):
 
 def refused(model: torch.nn.Module) -> str:
     try:
-        finite.demand_finite(model, finite.modules_from_target(model))
+        finite.check_model(model, finite.modules_from_target(model))
     except ValueError as refusal:
         return str(refusal)
     return ""
@@ -63,11 +63,11 @@ def main() -> None:
     nan, infinite = float("nan"), float("inf")
     verdicts = {
         f"{dtype}".removeprefix("torch."): {
-            str(value): finite.all_finite(damaged(dtype, value)) for value in (1.0, -448.0, nan)
+            str(value): finite.is_finite(damaged(dtype, value)) for value in (1.0, -448.0, nan)
         }
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
     }
-    verdicts["bfloat16"]["inf"] = finite.all_finite(damaged(torch.bfloat16, infinite))
+    verdicts["bfloat16"]["inf"] = finite.is_finite(damaged(torch.bfloat16, infinite))
     others = [torch.zeros(0), torch.tensor(1.0), torch.ones(3, dtype=torch.int32)]
     finite.install()
     once = BaseModelLoader.load_model
@@ -90,7 +90,7 @@ def main() -> None:
         },
         "later_without_marks": finite.modules_from_target(torch.nn.Linear(3, 3)),
         "verdicts": verdicts,
-        "others": [finite.all_finite(tensor) for tensor in others],
+        "others": [finite.is_finite(tensor) for tensor in others],
         "wrapped_once": BaseModelLoader.load_model is once,
     }
     sys.stdout.write(json.dumps(report) + "\n")

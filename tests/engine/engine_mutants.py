@@ -17,7 +17,7 @@ from spark_vllm.check.rules import (
     Sources,
     Takes,
     bound_names,
-    normal,
+    normalise,
 )
 from spark_vllm.check.table import Row
 
@@ -82,7 +82,7 @@ class Replace(ast.NodeTransformer):
 
 def without(expression: str) -> Mutation:
     def mutate(mutant: Mutant) -> None:
-        Replace(normal(expression)).visit(mutant.find())
+        Replace(normalise(expression)).visit(mutant.find())
         ast.fix_missing_locations(mutant.tree)
 
     return mutate

@@ -22,7 +22,7 @@ def compare(hybrid: Path, plain: Path) -> int:
     )
     index = json.loads((plain / INDEX).read_text())["weight_map"]
     found = set()
-    for name, tensor in ModuleReader(hybrid, settings).weights(lambda _: True):
+    for name, tensor in ModuleReader(hybrid, settings).read_weights(lambda _: True):
         with safe_open(str(plain / index[name]), framework="pt") as file:
             expected = file.get_tensor(name)
         if tensor.dtype != expected.dtype or not torch.equal(tensor, expected):

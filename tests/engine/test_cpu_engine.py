@@ -176,7 +176,7 @@ def test_nan_scale_refused_with_tensor_name(engine: Engine, hybrid: Any, work: P
     tensors[name] = (dtype, shape, b"\xc0\x7f" + bytes(data)[2:])
     hybrids.write_file(shard, tensors)
     log = engine.refusal("engine_run.py", tree, load_format="spark_portable")
-    assert "each has to be above zero" in log
+    assert "are not above zero" in log
     assert "layers.1.mlp.shared_expert.down_proj.weight" in log
 
 
@@ -204,7 +204,7 @@ def test_damaged_numbers_found_in_every_dtype(engine: Engine) -> None:
 
 def test_portable_format_refuses_plain_tree(engine: Engine, plain: Path) -> None:
     log = engine.refusal("engine_run.py", plain, load_format="spark_portable")
-    assert "is no hybrid checkpoint" in log
+    assert "is not a hybrid checkpoint" in log
 
 
 def test_engine_without_plugin_refuses_hybrid(overlay: Path, work: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from engine_mutants import Mutant, Mutation, mutations
 from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check.rules import Sources
-from spark_vllm.check.table import TABLE, Row, rows_for, table_problems
+from spark_vllm.check.table import TABLE, Row, check_table, rows_for
 from wheel_sources import RELEASES, fetch
 
 from lab.engine.patch import ENGINE_VERSION
@@ -33,7 +33,7 @@ def test_lab_engine_supported() -> None:
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
 def test_released_engine_fits_table(version: str) -> None:
-    assert table_problems(Sources(released(version)), version) == []
+    assert check_table(Sources(released(version)), version) == []
 
 
 @pytest.mark.parametrize("version", SUPPORTED_ENGINES)
@@ -60,7 +60,7 @@ def test_engine_imports_have_rows() -> None:
     assert imported - {row.symbol for row in TABLE} == set()
 
 
-NEW_METHODS = {"SparkIncConfig.enter_portable_mode", "Int8Head._measured"}
+NEW_METHODS = {"SparkIncConfig.enter_portable_mode", "Int8Head._choose_kernel"}
 """Methods of the plugin that the engine's classes lack."""
 
 
@@ -132,7 +132,7 @@ def test_changed_engine_refused(version: str, row: Row, mutate: Mutation) -> Non
     assert problems, f"{row.symbol} may change unnoticed"
     for problem in problems:
         assert problem.startswith(f"{row.symbol}: ")
-        assert row.why in problem
+        assert row.reason in problem
         assert problem.endswith(row.used_by)
 
 

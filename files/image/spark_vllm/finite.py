@@ -1,9 +1,8 @@
 """Refuse a loaded model with NaN, infinity or outlier scales, before it serves requests."""
 
-# A NaN scale gives NaN logits: the engine reports no error and repeats a token. This checks all
-# loaded numbers and the head's logits; a full step needs the KV cache, so the start check does it.
-# An integer scale that is far too large is finite and drowns all other weights. Sign and zero are
-# valid: symmetric AutoRound writes negative scales, and the engine pads with zeros.
+# With a NaN scale the engine reports no error and repeats a token; a scale that is far too large
+# is finite and drowns all other weights. Negative scales and zeros are valid: symmetric AutoRound
+# writes negative scales, and the engine pads with zeros.
 
 from __future__ import annotations
 
@@ -23,8 +22,12 @@ _FP8_NAN = 0x7F  # of e4m3fn, without the sign; it has no infinity
 _SHOWN = 5
 _INTEGER_SCALES = frozenset({"scales", "w13_scales", "w2_scales"})
 _SAMPLE_NUMBERS = 1 << 18
-OUTSIDE = 1000
-"""Largest accepted ratio of a scale to the 99th percentile of its tensor."""
+MAX_SCALE_RATIO = 1000
+"""Of a scale to the 99th percentile of the tensor."""
+_FIX = (
+    "fix: verify the checkpoint with `spark_checkpoint verify --full`, "
+    "build it again if that passes"
+)
 
 
 def install() -> None:
@@ -34,12 +37,12 @@ def install() -> None:
         return
 
     def load_model(
-        self: Any, vllm_config: Any, model_config: Any, *more: Any, **named: Any
+        self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any
     ) -> torch.nn.Module:
-        model: torch.nn.Module = load(self, vllm_config, model_config, *more, **named)
-        if getattr(vllm_config.quant_config, "demand_finite", False):
-            drafts = model_config.runner_type == "draft"
-            demand_finite(model, modules_from_target(model) if drafts else ())
+        model: torch.nn.Module = load(self, vllm_config, model_config, *args, **kwargs)
+        if getattr(vllm_config.quant_config, "requires_finite", False):
+            is_drafter = model_config.runner_type == "draft"
+            check_model(model, modules_from_target(model) if is_drafter else ())
         return model
 
     load_model.spark_finite = True  # type: ignore[attr-defined]
@@ -47,20 +50,20 @@ def install() -> None:
 
 
 def modules_from_target(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return drafter modules that the engine replaces by the target's after loading.
+    """Return drafter modules that are uninitialised until the engine sets the target's.
 
-    Until then they are uninitialised memory. MTP layers load completely and have no such flag.
+    MTP layers load completely and have no such flag.
     """
     flags = (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embed_tokens"))
     return tuple(name for flag, name in flags if getattr(model, flag, None) is False)
 
 
-def demand_finite(model: torch.nn.Module, later: tuple[str, ...] = ()) -> None:
-    """Check every number and the head's logits, except in modules named in ``later``."""
-    count = check_finite_tensors(model, later)
+def check_model(model: torch.nn.Module, skipped: tuple[str, ...] = ()) -> None:
+    """Check all numbers, scales and the head's logits, except in ``skipped`` modules."""
+    count = check_finite_tensors(model, skipped)
     check_scale_sizes(model)
-    heads = [] if "lm_head" in later else list(_logits(model))
-    wrong = [name for name, logits in heads if not all_finite(logits)]
+    heads = [] if "lm_head" in skipped else list(_compute_logits(model))
+    wrong = [name for name, logits in heads if not is_finite(logits)]
     if wrong:
         raise ValueError(_refusal(model, "logits", wrong))
     logger.info(
@@ -71,11 +74,11 @@ def demand_finite(model: torch.nn.Module, later: tuple[str, ...] = ()) -> None:
     )
 
 
-def check_finite_tensors(model: torch.nn.Module, later: tuple[str, ...] = ()) -> int:
-    """Check every number outside ``later``; return the number of tensors."""
+def check_finite_tensors(model: torch.nn.Module, skipped: tuple[str, ...] = ()) -> int:
+    """Check the tensors outside ``skipped`` modules; return their number."""
     loaded = dict(model.named_parameters()) | dict(model.named_buffers())
-    tensors = {name: t for name, t in loaded.items() if not {*later} & {*name.split(".")}}
-    wrong = [name for name, tensor in tensors.items() if not all_finite(tensor.detach())]
+    tensors = {name: t for name, t in loaded.items() if not {*skipped} & {*name.split(".")}}
+    wrong = [name for name, tensor in tensors.items() if not is_finite(tensor.detach())]
     if wrong:
         raise ValueError(_refusal(model, f"{len(wrong)} tensors", wrong))
     return len(tensors)
@@ -91,7 +94,7 @@ def check_scale_sizes(model: torch.nn.Module) -> None:
     wrong = [name for name, tensor in scales.items() if not has_plausible_scales(tensor)]
     if wrong:
         raise ValueError(
-            f"{type(model).__name__}: a scale is over {OUTSIDE} times the 99th percentile: "
+            f"{type(model).__name__}: a scale is over {MAX_SCALE_RATIO} times the 99th percentile: "
             f"{_names(wrong)}; it would drown all other weights; {_FIX}"
         )
 
@@ -99,15 +102,15 @@ def check_scale_sizes(model: torch.nn.Module) -> None:
 def has_plausible_scales(scales: torch.Tensor) -> bool:
     if scales.is_meta or not scales.numel():
         return True
-    sizes = scales.flatten()
-    sample = sizes[:: 1 + len(sizes) // _SAMPLE_NUMBERS].float().abs()
-    common = sample.sort().values[int(0.99 * (len(sample) - 1))]
-    most = max(chunk.abs().max() for chunk in _chunks(sizes))
-    return bool(most.float() <= OUTSIDE * common) or not bool(common)
+    values = scales.flatten()
+    sample = values[:: 1 + len(values) // _SAMPLE_NUMBERS].float().abs()
+    percentile = sample.sort().values[int(0.99 * (len(sample) - 1))]
+    largest = max(chunk.abs().max() for chunk in _chunks(values))
+    return bool(largest.float() <= MAX_SCALE_RATIO * percentile) or not bool(percentile)
 
 
-def all_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no number is NaN or infinite; integers always are finite."""
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no number is NaN or infinite."""
     if tensor.is_meta or not (tensor.is_floating_point() and tensor.numel()):
         return True
     fp8 = tensor.dtype == torch.float8_e4m3fn
@@ -115,8 +118,8 @@ def all_finite(tensor: torch.Tensor) -> bool:
         return True  # not an FP8 format of hybrid checkpoints
     numbers = tensor.view(torch.uint8) if fp8 else tensor
     for chunk in _chunks(numbers):
-        fine = (chunk & _FP8_NAN) != _FP8_NAN if fp8 else torch.isfinite(chunk)
-        if not bool(fine.all()):
+        finite = (chunk & _FP8_NAN) != _FP8_NAN if fp8 else torch.isfinite(chunk)
+        if not bool(finite.all()):
             return False
     return True
 
@@ -130,21 +133,15 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from tensor.split(rows)
 
 
-def _logits(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _compute_logits(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, module in model.named_modules():
         if not isinstance(module, ParallelLMHead):
             continue
-        like = next(p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16))
-        row = torch.ones(1, module.embedding_dim, dtype=like.dtype, device=like.device)
+        plain = next(p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16))
+        row = torch.ones(1, module.embedding_dim, dtype=plain.dtype, device=plain.device)
         row[:, 1::2] = -1
         with torch.inference_mode():
             yield name, module.quant_method.apply(module, row)
-
-
-_FIX = (
-    "fix: verify the checkpoint with `spark_checkpoint verify --full`, "
-    "build it again if that passes"
-)
 
 
 def _names(names: list[str]) -> str:

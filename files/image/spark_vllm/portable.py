@@ -1,7 +1,6 @@
 """Load format ``spark_portable``: dequantise a hybrid checkpoint to BF16 while loading."""
 
-# For hardware without the quantised kernels; needs about four times the memory. It checks the
-# checkpoint and tensor names, not the kernels, and must be selected explicitly.
+# For hardware without the quantised kernels; needs about four times the memory.
 
 from __future__ import annotations
 
@@ -23,10 +22,8 @@ logger = init_logger("vllm.spark_vllm.portable")
 
 
 class PortableLoader(BaseModelLoader):
-    """Model loader of the load format ``spark_portable``."""
-
     def download_model(self, model_config: ModelConfig) -> None:
-        """Skip: the checkpoint is a directory of this host."""
+        """Do nothing: the checkpoint is a local directory."""
 
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
@@ -34,13 +31,13 @@ class PortableLoader(BaseModelLoader):
         """Build every layer unquantised, then load the dequantised weights.
 
         Raises:
-            ValueError: the checkpoint is no hybrid checkpoint.
+            ValueError: not a hybrid checkpoint.
         """
         enter = getattr(vllm_config.quant_config, "enter_portable_mode", None)
         if enter is None:
             raise ValueError(
-                f"--load-format {PORTABLE_LOAD_FORMAT}: {model_config.model} is no hybrid "
-                "checkpoint; fix: leave the option out, stock vLLM loads it"
+                f"--load-format {PORTABLE_LOAD_FORMAT}: {model_config.model} is not a hybrid "
+                "checkpoint; fix: remove this option"
             )
         enter()
         model: torch.nn.Module = super().load_model(
@@ -49,18 +46,19 @@ class PortableLoader(BaseModelLoader):
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Stream the checkpoint into ``model`` as BF16."""
         config = json.loads((Path(model_config.model) / "config.json").read_text())
         settings = read_settings(config["quantization_config"])
         reader = ModuleReader(Path(model_config.model), settings)
         unused = getattr(model, "is_unused_checkpoint_weight", None)
-        loaded = model.load_weights(reader.weights(lambda name: unused is None or not unused(name)))
+        loaded = model.load_weights(
+            reader.read_weights(lambda name: unused is None or not unused(name))
+        )
         _check_all_loaded(model, loaded)
         # Before the engine repacks them: on a CPU it hides weights inside its kernels.
         check_finite_tensors(model)
         logger.warning(
             "spark portable mode: dequantised %d tensors to bfloat16 (%s) for %s; "
-            "every layer runs unquantised, no kernel of the checkpoint's formats is used",
+            "every layer runs unquantised; quantised kernels are not used",
             reader.counts.total(),
             ", ".join(f"{kind} {count}" for kind, count in sorted(reader.counts.items())),
             type(model).__name__,
@@ -71,8 +69,9 @@ def _check_all_loaded(model: torch.nn.Module, loaded: set[str] | None) -> None:
     """Refuse parameters without a tensor: they would stay uninitialised."""
     if loaded is None:
         return
-    filled = {_unwrapped(name) for name in loaded}
-    missing = sorted(name for name, _ in model.named_parameters() if _unwrapped(name) not in filled)
+    filled = {_plain_name(name) for name in loaded}
+    parameters = (name for name, _ in model.named_parameters())
+    missing = sorted(name for name in parameters if _plain_name(name) not in filled)
     if missing:
         raise ValueError(
             f"{len(missing)} parameters have no tensor in the checkpoint: "
@@ -80,6 +79,6 @@ def _check_all_loaded(model: torch.nn.Module, loaded: set[str] | None) -> None:
         )
 
 
-def _unwrapped(name: str) -> str:
-    """Return a name without the experts' wrapper, which vLLM 0.30 omits in loaded names."""
+def _plain_name(name: str) -> str:
+    """Remove the experts' wrapper, which vLLM 0.30 omits in names of loaded weights."""
     return name.replace(".routed_experts.", ".")

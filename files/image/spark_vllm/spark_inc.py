@@ -19,7 +19,7 @@ from spark_vllm.checkpoint import names
 from spark_vllm.checkpoint.gate import check_checkpoint
 from spark_vllm.checkpoint.names import check_expert_width
 from spark_vllm.checkpoint.settings import Settings, read_settings
-from spark_vllm.head.method import Int8Head, head_options
+from spark_vllm.head.method import Int8Head, read_head_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -31,14 +31,14 @@ logger = init_logger("vllm.spark_vllm")
 class SparkIncConfig(INCConfig):
     """INC with an exact list of block-FP8 modules.
 
-    A subclass, not a wrapper: vLLM replicates ``in_proj_ba`` under tensor parallelism only for
-    instances of INCConfig. Plain data only, because vLLM pickles and deep-copies it.
+    A subclass, because vLLM replicates ``in_proj_ba`` under tensor parallelism only for instances
+    of INCConfig. Plain data, because vLLM pickles and deep-copies it.
     """
 
     settings: Settings
-    fp8_modules: list[str]  # engine names once apply_vllm_mapper ran
+    fp8_modules: list[str]  # checkpoint names; after apply_vllm_mapper the engine's names
     portable: bool = False
-    demand_finite: bool = True  # finite.py checks only models of this method
+    requires_finite: bool = True  # finite.py checks only models of this method
 
     @classmethod
     def get_name(cls) -> str:
@@ -53,11 +53,6 @@ class SparkIncConfig(INCConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SparkIncConfig:
-        """Build from ``quantization_config`` of ``config.json``.
-
-        Raises:
-            ValueError: a key is missing or has an unsupported value.
-        """
         settings = read_settings(config)
         instance: SparkIncConfig = super().from_config(config)
         instance.settings = settings
@@ -70,11 +65,7 @@ class SparkIncConfig(INCConfig):
         hf_config: PreTrainedConfig | None = None,
         revision: str | None = None,
     ) -> None:
-        """Check the checkpoint's names, dtypes and shapes before any weight is loaded.
-
-        The engine misses most damage: a missing block scale gives NaN logits, and a missing drafter
-        tensor gives drafts that are never accepted, both without an error.
-        """
+        """Check names, dtypes and shapes before any weight is loaded: the engine does not."""
         text_config = getattr(hf_config, "text_config", hf_config)
         check_checkpoint(
             model_name,
@@ -83,7 +74,7 @@ class SparkIncConfig(INCConfig):
             mtp_layers=getattr(text_config, "mtp_num_hidden_layers", 0) or 0,
             experts=getattr(text_config, "num_experts", 0) or 0,
         )
-        # Logged here: lines of the registering function are lost, logging is not set up by then.
+        # Not in register(): logging is not set up there.
         logger.info(
             "%s: %d FP8 block names in %d modules, block_shape=%s",
             QUANT_METHOD,
@@ -93,19 +84,19 @@ class SparkIncConfig(INCConfig):
         )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        """Turn checkpoint names into the engine's; vLLM calls it once per model class."""
+        """Replace checkpoint names by the engine's; vLLM calls this once per model class."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
         self.fp8_modules = hf_to_vllm_mapper.apply_list(self.fp8_modules)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """Add the overlay's renames to INC's; the portable loader hands out plain names."""
+        """Add the overlay's renames to INC's; the portable loader yields plain names."""
         mapper = super().get_checkpoint_weight_mapper()
         if self.portable:
             return mapper
         return mapper | WeightsMapper(orig_to_new_regex=dict(self.settings.rules))
 
     def enter_portable_mode(self) -> None:
-        """Build every layer unquantised from here on; called by the portable loader."""
+        """Build every further layer unquantised."""
         self.portable = True
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -113,14 +104,14 @@ class SparkIncConfig(INCConfig):
 
         Raises:
             ValueError: only some shards of a fused module are listed, or experts are too narrow
-                on this device for the engine.
+                on this device.
         """
         if self.portable:
-            return _unquantised(layer)
+            return _unquantised_method(layer)
         if isinstance(layer, LinearBase) and names.are_all_shards_listed(
             prefix, self.fp8_modules, self.packed_modules_mapping
         ):
-            # Fp8LinearMethod itself, not a subclass: vLLM picks the weight loader by class name.
+            # Not a subclass: vLLM selects the weight loader by class name.
             return Fp8LinearMethod(
                 Fp8Config(
                     is_checkpoint_fp8_serialized=True,
@@ -128,24 +119,24 @@ class SparkIncConfig(INCConfig):
                     weight_block_size=list(self.settings.block_shape),
                 )
             )
-        options = head_options() if isinstance(layer, ParallelLMHead) else None
+        options = read_head_options() if isinstance(layer, ParallelLMHead) else None
         if options is not None:
             if self.settings.head_int8:
                 raise ValueError(
                     "--additional-config: spark.lm_head: the checkpoint already has an INT8 head; "
-                    "fix: leave the option out, or build the checkpoint with head 'keep'"
+                    "fix: remove the option, or build the checkpoint with head 'keep'"
                 )
             return Int8Head(options)
         method = super().get_quant_method(layer, prefix)
-        packed = method is not None and not isinstance(method, UnquantizedFusedMoEMethod)
-        if packed and isinstance(layer, RoutedExperts):
+        is_packed = method is not None and not isinstance(method, UnquantizedFusedMoEMethod)
+        if is_packed and isinstance(layer, RoutedExperts):
             width = layer.moe_config.intermediate_size_per_partition
             check_expert_width(prefix, width, self.settings.group_size)
         return method
 
 
-def _unquantised(layer: torch.nn.Module) -> QuantizeMethodBase | None:
-    """Return what a plain BF16 model uses for ``layer``; ``None`` is vLLM's own default."""
+def _unquantised_method(layer: torch.nn.Module) -> QuantizeMethodBase | None:
+    """Return the method of a BF16 model; ``None`` is vLLM's default."""
     if isinstance(layer, LinearBase):
         return UnquantizedLinearMethod()
     if isinstance(layer, RoutedExperts):

@@ -1,4 +1,4 @@
-"""TurboQuant attention backend without three silent defects of the engine's own.
+"""Fixes three silent defects of the engine's TurboQuant attention backend.
 
 target: vllm.v1.attention.backends.turboquant_attn (0.30.0 to 0.33.0), by subclass.
 why:
@@ -30,8 +30,6 @@ from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_man
 
 
 class SparkTurboQuantBackend(TurboQuantAttentionBackend):
-    """The engine's TurboQuant backend with our builder and implementation; same name."""
-
     @staticmethod
     def get_impl_cls() -> type[SparkTurboQuantImpl]:
         return SparkTurboQuantImpl
@@ -70,7 +68,6 @@ class SparkTurboQuantBuilder(TurboQuantMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TurboQuantMetadata:
-        """Return the description of a batch; a batch without prompts is all decode."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata.is_prefill = metadata.num_decode_tokens < metadata.num_actual_tokens
         return metadata
@@ -81,7 +78,7 @@ class SparkTurboQuantImpl(TurboQuantAttentionImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.verifies = get_current_vllm_config().speculative_config is not None
+        self.speculates = get_current_vllm_config().speculative_config is not None
 
     def _decode_attention(
         self,
@@ -91,8 +88,8 @@ class SparkTurboQuantImpl(TurboQuantAttentionImpl):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if self.verifies:
-            attn_metadata = per_token(attn_metadata, query.shape[0])
+        if self.speculates:
+            attn_metadata = expand_to_tokens(attn_metadata, query.shape[0])
         return super()._decode_attention(query, kv_cache, attn_metadata, *args, **kwargs)
 
     def _prefill_attention(
@@ -105,7 +102,7 @@ class SparkTurboQuantImpl(TurboQuantAttentionImpl):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if not all_fresh(attn_metadata):
+        if not has_only_fresh_prompts(attn_metadata):
             # The engine tests max_query_len == max_seq_len; a larger value selects the row loop.
             longest = max(attn_metadata.max_seq_len, attn_metadata.max_query_len) + 1
             attn_metadata = replace(attn_metadata, max_seq_len=longest)
@@ -114,20 +111,16 @@ class SparkTurboQuantImpl(TurboQuantAttentionImpl):
         )
 
 
-def per_token(metadata: TurboQuantMetadata, tokens: int) -> TurboQuantMetadata:
+def expand_to_tokens(metadata: TurboQuantMetadata, tokens: int) -> TurboQuantMetadata:
     """Return metadata with a row per token: sequence length and blocks of the request.
 
     Computed on the device with fixed shapes: safe in a CUDA graph, independent of CPU lengths.
-
-    Args:
-        metadata: rows of at least one token.
-        tokens: rows of the query.
     """
     ends = metadata.query_start_loc[1:]
-    place = torch.arange(tokens, device=ends.device, dtype=ends.dtype)
-    request = torch.searchsorted(ends, place, right=True).clamp_(max=ends.shape[0] - 1)
+    token = torch.arange(tokens, device=ends.device, dtype=ends.dtype)
+    request = torch.searchsorted(ends, token, right=True).clamp_(max=ends.shape[0] - 1)
     # The last token of a request attends to the full length, each earlier token to one less.
-    lengths = metadata.seq_lens[request] - (ends[request] - place) + 1
+    lengths = metadata.seq_lens[request] - (ends[request] - token) + 1
     return replace(
         metadata,
         seq_lens=lengths.clamp_(min=1).to(metadata.seq_lens.dtype),
@@ -135,8 +128,8 @@ def per_token(metadata: TurboQuantMetadata, tokens: int) -> TurboQuantMetadata:
     )
 
 
-def all_fresh(metadata: TurboQuantMetadata) -> bool:
-    """Return whether the CPU lengths show that no row has a cached prefix; False if unknown."""
+def has_only_fresh_prompts(metadata: TurboQuantMetadata) -> bool:
+    """Return whether no row has a cached prefix, by the CPU lengths; False without them."""
     if metadata.seq_lens_cpu is None or metadata.query_start_loc_cpu is None:
         return False
     lengths = metadata.query_start_loc_cpu[1:] - metadata.query_start_loc_cpu[:-1]

@@ -27,19 +27,19 @@ LARGE = Tile(None, 64, 256, 1, False, 4, 5, 0)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"to-{tile.max_batch}")
 @pytest.mark.parametrize("shape", kernels.SHAPES)
 def test_every_spark_tile_fits_without_spills(tile: Tile, shape: str) -> None:
-    used = kernels.head(tile, shape)
+    used = kernels.compile_head(tile, shape)
     assert used.shared_bytes <= kernels.SHARED_BYTES
     assert used.registers * tile.warps * 32 <= kernels.REGISTERS
     assert used.spilled_bytes == 0
 
 
 def test_splitting_activations_does_not_spill() -> None:
-    assert kernels.splitting().spilled_bytes == 0
+    assert kernels.compile_splitting().spilled_bytes == 0
 
 
 def test_detects_spills_and_too_much_shared_memory() -> None:
-    assert kernels.head(SPILLING).spilled_bytes > 0
-    assert kernels.head(LARGE).shared_bytes > kernels.SHARED_BYTES
+    assert kernels.compile_head(SPILLING).spilled_bytes > 0
+    assert kernels.compile_head(LARGE).shared_bytes > kernels.SHARED_BYTES
 
 
 def test_image_check_notes_compiled_kernels() -> None:
@@ -64,10 +64,10 @@ def test_old_assembler_fails_the_build_and_unknown_triton_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def raising(error: Exception) -> None:
-        def usages() -> dict[str, kernels.Usage]:
+        def compile_all() -> dict[str, kernels.Usage]:
             raise error
 
-        monkeypatch.setattr(kernels, "usages", usages)
+        monkeypatch.setattr(kernels, "compile_all", compile_all)
 
     class PTXASError(Exception):
         pass

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from plugin_hybrids import INDEX, OVERLAY_FILE, Hybrid, Raw, raw_bf16, read_file, write_file
 from plugin_sources import EXPERTS, LAYERS, write_sources
-from spark_vllm.checkpoint.gate import check_checkpoint, mtp_modules
+from spark_vllm.checkpoint.gate import check_checkpoint, list_mtp_modules
 from spark_vllm.checkpoint.settings import read_settings
 
 TEXT = "model.language_model.layers."
@@ -341,7 +341,7 @@ def test_layer_without_tensors_is_rejected(hybrid: Hybrid, tmp_path: Path) -> No
 
 
 def test_drafter_of_the_122b_has_785_tensors() -> None:
-    assert len(mtp_modules(1, 256)) == 785
+    assert len(list_mtp_modules(1, 256)) == 785
 
 
 def test_repository_name_is_rejected() -> None:

@@ -1,4 +1,4 @@
-"""The opt-in head uses the kernel measured fastest on this machine, or Marlin."""
+"""The opt-in head uses the kernel measured select_fastest on this machine, or Marlin."""
 
 import dataclasses
 import json
@@ -6,13 +6,13 @@ import json
 import pytest
 from spark_vllm.head import choice
 
-HERE = choice.Measured("NVIDIA GB10", "580.95", "0a1b2c3d4e5f", 248320, 3072, (3, 6))
+HERE = choice.HeadSetup("NVIDIA GB10", "580.95", "0a1b2c3d4e5f", 248320, 3072, (3, 6))
 TIMES = {"own": {3: 180.0, 6: 181.0}, "marlin": {3: 212.0, 6: 214.0}, "bf16": {3: 356.0, 6: 361.0}}
 
 
 def test_head_batches_include_drafts_of_every_sequence():
-    assert choice.head_batches(4, 2) == (3, 6, 9, 12)
-    assert choice.head_batches(2, 0) == (1, 2)
+    assert choice.list_head_batches(4, 2) == (3, 6, 9, 12)
+    assert choice.list_head_batches(2, 0) == (1, 2)
 
 
 def test_fastest_kernel_over_all_batches_is_chosen(tmp_path):
@@ -26,7 +26,9 @@ def test_fastest_kernel_over_all_batches_is_chosen(tmp_path):
 
 
 def test_marlin_wins_ties():
-    assert choice.fastest({"own": {1: 5.0}, "marlin": {1: 5.0}, "bf16": {1: 9.0}}) == "marlin"
+    assert (
+        choice.select_fastest({"own": {1: 5.0}, "marlin": {1: 5.0}, "bf16": {1: 9.0}}) == "marlin"
+    )
 
 
 @pytest.mark.parametrize(

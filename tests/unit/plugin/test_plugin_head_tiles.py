@@ -49,11 +49,11 @@ def test_tiles_of_unmeasured_devices_use_no_hopper_features() -> None:
     ("change", "message"),
     [
         (lambda tiles: tiles.pop("default"), "no tiles named 'default'"),
-        (lambda tiles: tiles["12.1"].clear(), r"limits \[\]; fix: rising, only the last null"),
-        (lambda tiles: tiles["12.1"].pop(), "fix: rising, only the last null"),
-        (lambda tiles: tiles["12.1"].reverse(), "fix: rising, only the last null"),
-        (lambda tiles: tiles["12.1"][0].update(max_batch=None), "fix: rising, only the last null"),
-        (lambda tiles: tiles["12.1"][0].update(max_batch=16), "fix: rising, only the last null"),
+        (lambda tiles: tiles["12.1"].clear(), r"limits \[\]; fix: sort them"),
+        (lambda tiles: tiles["12.1"].pop(), "fix: sort them"),
+        (lambda tiles: tiles["12.1"].reverse(), "fix: sort them"),
+        (lambda tiles: tiles["12.1"][0].update(max_batch=None), "fix: sort them"),
+        (lambda tiles: tiles["12.1"][0].update(max_batch=16), "fix: sort them"),
     ],
 )
 def test_incomplete_table_is_rejected(change: object, message: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from plugin_hybrids import Hybrid
 from plugin_sources import EXPERTS, LAYERS, write_sources
 from spark_contract.orders import expand_all
-from spark_vllm.checkpoint.gate import missing_modules
+from spark_vllm.checkpoint.gate import find_missing_modules
 from test_plugin_checkpoint import LAYOUTS, TEXT, Damaged, check
 
 from spark_deploy.config.catalog.model import HybridModel
@@ -71,7 +71,7 @@ def test_real_models_are_complete_and_each_gap_is_found(model: str) -> None:
     names = set(expand_all(loaded.tensors.base))
     shape = loaded.architecture
     before = time.monotonic()
-    assert list(missing_modules(names, shape.layers, shape.experts)) == []
+    assert list(find_missing_modules(names, shape.layers, shape.experts)) == []
     assert time.monotonic() - before < 10
     gaps = [
         f"{TEXT}3.self_attn.q_norm",
@@ -82,7 +82,7 @@ def test_real_models_are_complete_and_each_gap_is_found(model: str) -> None:
     ends = ("", ".weight", ".qweight", ".qzeros", ".scales")
     gone = {f"{gap}{end}" for gap in gaps for end in ends} & names
     assert all(any(name.startswith(gap) for name in gone) for gap in gaps)
-    assert list(missing_modules(names - gone, shape.layers, shape.experts)) == gaps
+    assert list(find_missing_modules(names - gone, shape.layers, shape.experts)) == gaps
 
 
 def test_layer_of_another_kind_or_format_is_no_gap() -> None:
@@ -92,8 +92,8 @@ def test_layer_of_another_kind_or_format_is_no_gap() -> None:
     ):
         part = "qweight" if layer == 1 else "weight"  # another layer left at 16 bits
         names.add(f"{TEXT}{layer}.{attention}.{part}")
-    assert list(missing_modules(names, 3, 0)) == []
-    assert list(missing_modules(names, 4, 0)) == [f"{TEXT}3."]
+    assert list(find_missing_modules(names, 3, 0)) == []
+    assert list(find_missing_modules(names, 4, 0)) == [f"{TEXT}3."]
 
 
 def test_fused_experts_are_accepted() -> None:
@@ -106,4 +106,4 @@ def test_fused_experts_are_accepted() -> None:
             for part in ("gate_up_proj", "down_proj")
         ),
     }
-    assert list(missing_modules(names, 2, EXPERTS)) == []
+    assert list(find_missing_modules(names, 2, EXPERTS)) == []

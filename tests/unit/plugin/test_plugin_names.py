@@ -129,7 +129,5 @@ def test_experts_of_several_groups_are_accepted(width: int) -> None:
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_experts_of_a_single_group_are_rejected(width: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"{EXPERTS_MODULE}: its experts are {width} wide.*fix: a smaller"
-    ):
+    with pytest.raises(ValueError, match=f"{EXPERTS_MODULE}: experts are {width} wide.*fix: lower"):
         names.check_expert_width(EXPERTS_MODULE, width, 128)

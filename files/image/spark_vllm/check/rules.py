@@ -1,4 +1,4 @@
-"""Demands on symbols of vLLM, checked in syntax trees without importing anything."""
+"""Requirements on symbols of vLLM, checked in syntax trees without imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MissingError(LookupError):
 
 
 class Sources:
-    """The ``vllm`` package below a directory; ``changed`` replaces modules."""
+    """The ``vllm`` package below a directory; ``changed`` replaces modules in tests."""
 
     def __init__(self, root: Path, changed: Mapping[str, ast.Module] | None = None) -> None:
         self._root = root
@@ -21,35 +21,35 @@ class Sources:
 
     @staticmethod
     def files(module: str) -> tuple[str, str]:
-        """Return the two possible files of ``module``, relative to the root."""
+        """Return the possible files of ``module``, relative to the root."""
         path = module.replace(".", "/")
         return f"{path}.py", f"{path}/__init__.py"
 
     def module(self, module: str) -> ast.Module:
         """Return the syntax tree of ``module``."""
         if module not in self._trees:
-            paths = [self._root / file for file in self.files(module)]
-            found = [path for path in paths if path.is_file()]
-            if not found:
-                raise MissingError(f"there is no module {module}")
-            self._trees[module] = ast.parse(found[0].read_text())
+            paths = (self._root / file for file in self.files(module))
+            path = next((path for path in paths if path.is_file()), None)
+            if path is None:
+                raise MissingError(f"module {module} is missing")
+            self._trees[module] = ast.parse(path.read_text())
         return self._trees[module]
 
     def find(self, symbol: str) -> ast.stmt:
-        """Return the statement that binds ``symbol``, spelt ``module:name.inner``."""
+        """Return the statement that binds ``symbol``, in the form ``module:name.inner``."""
         module, _, qualname = symbol.partition(":")
         body: list[ast.stmt] = self.module(module).body
         for name in qualname.split("."):
-            # The last binding wins, as it does when the module is run.
-            found = [node for node in _statements(body) if name in bound_names(node)]
-            if not found:
+            bindings = [node for node in _statements(body) if name in bound_names(node)]
+            if not bindings:
                 raise MissingError(f"{module} has no {qualname}")
-            body = found[-1].body if isinstance(found[-1], ast.ClassDef) else []
-        return found[-1]
+            node = bindings[-1]  # the last binding is valid
+            body = node.body if isinstance(node, ast.ClassDef) else []
+        return node
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return ``body`` with the branches of ``if`` and ``try`` laid out flat."""
+    """Return ``body`` with the branches of ``if`` and ``try`` in place."""
     result: list[ast.stmt] = []
     for node in body:
         if isinstance(node, ast.If):
@@ -86,7 +86,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Exists(Rule):
-    """The name is bound there: defined, assigned or imported."""
+    """The name is defined, assigned or imported there."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Absent(Rule):
 class Takes(Rule):
     """A function that can be called with these arguments.
 
-    ``positional`` are the first parameters, in order; ``keywords`` may have any position. All
-    other parameters need a default. ``self`` and ``cls`` are left out.
+    ``positional`` are the first parameters after ``self`` or ``cls``; other parameters that are not
+    in ``keywords`` need a default.
     """
 
     positional: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class Takes(Rule):
 
 
 def _parameters(node: ast.FunctionDef) -> tuple[list[str], list[str]]:
-    """Return positional parameters and required parameters, without ``self``."""
+    """Return positional and required parameters, without ``self``."""
     ordered = [item.arg for item in (*node.args.posonlyargs, *node.args.args)]
     required = ordered[: len(ordered) - len(node.args.defaults)]
     pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
@@ -157,8 +157,8 @@ class Contains(Rule):
     value: str
 
     def _violations(self, node: ast.stmt) -> Iterator[str]:
-        found = {item.value for item in ast.walk(node) if isinstance(item, ast.Constant)}
-        if self.value not in found:
+        constants = {item.value for item in ast.walk(node) if isinstance(item, ast.Constant)}
+        if self.value not in constants:
             yield f"has no {self.value!r}"
 
 
@@ -169,15 +169,15 @@ class Maps(Rule):
     entries: tuple[tuple[str, object], ...]
 
     def _violations(self, node: ast.stmt) -> Iterator[str]:
-        found: dict[str, object] = {}
+        literals: dict[str, object] = {}
         for item in ast.walk(node):
             if isinstance(item, ast.Dict):
-                found.update(_literals(item))
+                literals.update(_literals(item))
         for key, value in self.entries:
-            if key not in found:
+            if key not in literals:
                 yield f"has no {key!r}"
-            elif found[key] != value:
-                yield f"has {key!r}: {found[key]!r}, not {value!r}"
+            elif literals[key] != value:
+                yield f"has {key!r}: {literals[key]!r}, not {value!r}"
 
 
 def _literals(node: ast.Dict) -> Iterator[tuple[str, object]]:
@@ -191,13 +191,15 @@ def _literals(node: ast.Dict) -> Iterator[tuple[str, object]]:
 
 @dataclass(frozen=True)
 class Does(Rule):
-    """Source that contains these expressions, however it is laid out."""
+    """Source that contains these expressions, in any layout."""
 
     expressions: tuple[str, ...]
 
     def _violations(self, node: ast.stmt) -> Iterator[str]:
         text = ast.unparse(node)
-        absent = (expression for expression in self.expressions if normal(expression) not in text)
+        absent = (
+            expression for expression in self.expressions if normalise(expression) not in text
+        )
         yield from (f"no longer contains `{expression}`" for expression in absent)
 
 
@@ -210,10 +212,10 @@ class DoesNot(Rule):
         yield from (
             f"contains `{expression}`"
             for expression in self.expressions
-            if normal(expression) in text
+            if normalise(expression) in text
         )
 
 
-def normal(expression: str) -> str:
-    """Return ``expression`` as ``ast.unparse`` lays it out."""
+def normalise(expression: str) -> str:
+    """Return ``expression`` in the layout of ``ast.unparse``."""
     return ast.unparse(ast.parse(expression)).strip()

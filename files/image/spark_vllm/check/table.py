@@ -1,7 +1,7 @@
 """Read ``rows_*.yml``: the upstream symbols that the plugin uses, with required properties."""
 
 # ``names`` of a file are symbol prefixes, used as ``$name`` and in later names. Parsing is strict:
-# an unknown demand would never be checked.
+# an unknown requirement would never be checked.
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SUBJECTS = ("quantisation", "models", "attention", "head")
 
 @dataclass(frozen=True)
 class Row:
-    """A symbol of vLLM, the demand on it, the reason, and the file that uses it."""
+    """A symbol of vLLM, a requirement, the reason, and our file that uses it."""
 
     symbol: str  # "module:name.inner"
     rule: rules.Rule
-    why: str
+    reason: str
     used_by: str  # file of the plugin
     versions: tuple[str, ...]
 
@@ -38,11 +38,11 @@ class Row:
 
     def describe(self, problem: str) -> str:
         """Return ``problem`` with symbol, reason and the file that uses it."""
-        return f"{self.symbol}: {problem}\n  needed: {self.why}\n  in: {self.used_by}"
+        return f"{self.symbol}: {problem}\n  reason: {self.reason}\n  in: {self.used_by}"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses duplicate keys: a second demand would replace the first."""
+    """Refuses duplicate keys: a second requirement would replace the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         content = super().construct_mapping(node, deep)
@@ -55,40 +55,47 @@ def read_rows(path: Path) -> tuple[Row, ...]:
     where = str(path)
     try:
         match yaml.load(path.read_text(), _Loader):
-            case {"names": dict(beginnings), "rows": [*entries], **rest} if not rest:
+            case {"names": dict(prefixes), "rows": [*entries], **rest} if not rest:
                 names: dict[str, str] = {}
-                for name, beginning in beginnings.items():
-                    names[name] = _symbol(beginning, names)
+                for name, prefix in prefixes.items():
+                    names[name] = _expand_symbol(prefix, names)
                 rows = []
                 for number, entry in enumerate(entries, 1):
                     where = f"{path}: row {number}: {entry}"
-                    rows.append(_row(entry, names))
+                    rows.append(_parse_row(entry, names))
                 return tuple(rows)
         raise ValueError("accepted: a mapping of names, and a list of rows")
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}; fix: write it like the other rows") from error
 
 
-def _row(entry: Any, names: Mapping[str, str]) -> Row:
+def _parse_row(entry: Any, names: Mapping[str, str]) -> Row:
     match entry:
-        case {"symbol": str(symbol), "demand": demand, "why": str(why), "used_by": str(by), **rest}:
+        case {
+            "symbol": str(symbol),
+            "requires": requirement,
+            "reason": str(reason),
+            "used_by": str(file),
+            **rest,
+        }:
             versions = tuple(entry.get("versions", SUPPORTED_ENGINES))
-            known = bool(versions) and {*versions} <= {*SUPPORTED_ENGINES}
-            if known and rest.keys() <= {"versions"}:
-                return Row(_symbol(symbol, names), _rule(demand), why, by, versions)
+            are_known = bool(versions) and {*versions} <= {*SUPPORTED_ENGINES}
+            if are_known and rest.keys() <= {"versions"}:
+                name, rule = _expand_symbol(symbol, names), _parse_rule(requirement)
+                return Row(name, rule, reason, file, versions)
     engines = ", ".join(SUPPORTED_ENGINES)
-    raise ValueError(f"accepted: symbol, demand, why, used_by, and versions of {engines}")
+    raise ValueError(f"accepted: symbol, requires, reason, used_by, and versions of {engines}")
 
 
-def _symbol(text: str, names: Mapping[str, str]) -> str:
+def _expand_symbol(text: str, names: Mapping[str, str]) -> str:
     try:
         return Template(text).substitute(names)
     except KeyError as error:
         raise ValueError(f"accepted names: {', '.join(names)}") from error
 
 
-def _rule(demand: Any) -> rules.Rule:
-    match demand:
+def _parse_rule(requirement: Any) -> rules.Rule:
+    match requirement:
         case "exists":
             return rules.Exists()
         case "absent":
@@ -96,24 +103,24 @@ def _rule(demand: Any) -> rules.Rule:
         case {"takes": positional, **rest} if rest.keys() <= {"keywords", "decorator"}:
             keywords, decorator = rest.get("keywords", []), rest.get("decorator")
             if decorator in (None, "classmethod", "staticmethod"):
-                return rules.Takes(_words(positional), _words(keywords), decorator)
-        case {"inherits": str(base)} if len(demand) == 1:
+                return rules.Takes(_parse_strings(positional), _parse_strings(keywords), decorator)
+        case {"inherits": str(base)} if len(requirement) == 1:
             return rules.Inherits(base)
-        case {"contains": str(value)} if len(demand) == 1:
+        case {"contains": str(value)} if len(requirement) == 1:
             return rules.Contains(value)
-        case {"maps": dict(entries)} if entries and len(demand) == 1:
+        case {"maps": dict(entries)} if entries and len(requirement) == 1:
             return rules.Maps(tuple(entries.items()))
-        case {"does": [_, *_] as expressions} if len(demand) == 1:
-            return rules.Does(_words(expressions))
-        case {"does_not": [_, *_] as expressions} if len(demand) == 1:
-            return rules.DoesNot(_words(expressions))
+        case {"does": [_, *_] as expressions} if len(requirement) == 1:
+            return rules.Does(_parse_strings(expressions))
+        case {"does_not": [_, *_] as expressions} if len(requirement) == 1:
+            return rules.DoesNot(_parse_strings(expressions))
     raise ValueError(
-        "accepted demands: exists, absent, inherits, contains, maps, does, does_not, "
+        "accepted requirements: exists, absent, inherits, contains, maps, does, does_not, "
         "and takes with keywords and decorator"
     )
 
 
-def _words(items: Any) -> tuple[str, ...]:
+def _parse_strings(items: Any) -> tuple[str, ...]:
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ValueError(f"{items}: accepted: a list of strings")
     return tuple(items)
@@ -131,6 +138,6 @@ def rows_for(version: str) -> list[Row]:
     return [row for row in TABLE if version in row.versions]
 
 
-def table_problems(sources: Sources, version: str) -> list[str]:
+def check_table(sources: Sources, version: str) -> list[str]:
     """Return all differences between ``sources`` and the table."""
     return [problem for row in rows_for(version) for problem in row.problems(sources)]

@@ -1,7 +1,7 @@
 """Check exact names, dtypes, shapes and scales of a checkpoint before it is loaded."""
 
-# vLLM reports none of this: a missing block scale or shard of a fused module leaves uninitialised
-# memory, and a missing drafter tensor gives drafts that are never accepted.
+# vLLM reports none of this: a missing tensor leaves uninitialised memory, or drafts that are never
+# accepted.
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from spark_vllm.checkpoint import names
-from spark_vllm.checkpoint.headers import INDEX, Tensor, Tree, read_tree
+from spark_vllm.checkpoint.headers import INDEX, Headers, Tensor, read_headers
 from spark_vllm.checkpoint.names import FP8_WEIGHT, TEXT_LAYERS
 from spark_vllm.checkpoint.settings import Settings
 
-# vLLM does not check that every parameter of a quantised model is filled. Layers of one kind have
-# the same modules and every layer has every expert, so comparing layers finds gaps.
-
-
+# Layers of the same kind have the same modules, and every layer has every expert: comparing layers
+# finds gaps.
 WEIGHTS = ("weight", "qweight", FP8_WEIGHT)
 """Tensor suffixes that identify a module."""
 
@@ -33,7 +31,7 @@ KINDS = ("linear_attn", "self_attn")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def missing_modules(tensors: Iterable[str], layers: int, experts: int) -> Iterator[str]:
+def find_missing_modules(tensors: Iterable[str], layers: int, experts: int) -> Iterator[str]:
     """Yield missing modules; for a layer without any tensor, the layer prefix.
 
     Args:
@@ -41,23 +39,23 @@ def missing_modules(tensors: Iterable[str], layers: int, experts: int) -> Iterat
         layers: layers of the text model.
         experts: routed experts of each layer.
     """
-    outside, inner = _modules(tensors)
-    if not inner:  # another naming scheme: cannot be compared
+    outside, by_layer = _group_modules(tensors)
+    if not by_layer:  # another naming scheme: cannot be compared
         return
     yield from (name for name in OUTSIDE_LAYERS if name not in outside)
-    yield from (f"{TEXT_LAYERS}{n}." for n in range(layers) if n not in inner)
+    yield from (f"{TEXT_LAYERS}{n}." for n in range(layers) if n not in by_layer)
     modules_of_kind: dict[frozenset[str], set[str]] = {}
-    for modules in inner.values():
-        modules_of_kind.setdefault(_kind(modules), set()).update(modules)
-    for number, modules in sorted(inner.items()):
-        needed = modules_of_kind[_kind(modules)] | _experts(modules, experts)
+    for modules in by_layer.values():
+        modules_of_kind.setdefault(_attention_kinds(modules), set()).update(modules)
+    for number, modules in sorted(by_layer.items()):
+        needed = modules_of_kind[_attention_kinds(modules)] | _expected_experts(modules, experts)
         yield from (f"{TEXT_LAYERS}{number}.{name}" for name in sorted(needed - modules))
 
 
-def _modules(tensors: Iterable[str]) -> tuple[set[str], dict[int, set[str]]]:
-    """Return the modules outside the text layers, and those of each layer."""
+def _group_modules(tensors: Iterable[str]) -> tuple[set[str], dict[int, set[str]]]:
+    """Return the modules outside the text layers, and the modules of each layer."""
     outside: set[str] = set()
-    inner: dict[int, set[str]] = {}
+    by_layer: dict[int, set[str]] = {}
     for name in tensors:
         parent, _, part = name.rpartition(".")
         module = parent if part in WEIGHTS else name
@@ -66,62 +64,63 @@ def _modules(tensors: Iterable[str]) -> tuple[set[str], dict[int, set[str]]]:
             continue
         number, _, rest = module.removeprefix(TEXT_LAYERS).partition(".")
         if number.isdecimal():
-            layer = inner.setdefault(int(number), set())
+            layer = by_layer.setdefault(int(number), set())
             if part in WEIGHTS or part in BARE:
                 layer.add(rest)
-    return outside, inner
+    return outside, by_layer
 
 
-def _kind(modules: set[str]) -> frozenset[str]:
+def _attention_kinds(modules: set[str]) -> frozenset[str]:
     return frozenset(kind for kind in KINDS if any(name.startswith(kind) for name in modules))
 
 
-def _experts(modules: set[str], experts: int) -> set[str]:
+def _expected_experts(modules: set[str], experts: int) -> set[str]:
     """Return the experts that a layer needs; empty if a single tensor stores them all."""
     if not any(name.startswith("mlp.experts.0.") for name in modules):
         return set()
     return {f"mlp.experts.{n}.{part}" for n in range(experts) for part in PROJECTIONS}
 
 
-# A negative FP8 scale inverts a block, a far too large scale drowns all other weights; both are
-# finite.
+# A negative FP8 scale inverts a block, and a far too large scale drowns all other weights.
 # INT4 scales are excluded: symmetric AutoRound writes negative scales for half of the groups.
 
 
-OUTSIDE = 1000
-"""Largest accepted ratio of a block scale to the median of the module."""
+MAX_SCALE_RATIO = 1000
+"""Of a block scale to the median of the module."""
 
 _FORMATS = {"F16": "e", "F32": "f"}
 
 
-def scale_problems(directory: Path, tree: Tree, settings: Settings) -> Iterator[str]:
+def find_scale_problems(directory: Path, headers: Headers, settings: Settings) -> Iterator[str]:
     """Yield FP8 modules with invalid or outlier scales."""
     weight_part = names.FP8_WEIGHT if settings.overlay else "weight"
     scale_part = names.FP8_SCALE if settings.overlay else "weight_scale_inv"
     for module in settings.fp8_modules:
-        scale = tree.tensors.get(f"{module}.{scale_part}")
-        weight = tree.tensors.get(f"{module}.{weight_part}")
+        scale = headers.tensors.get(f"{module}.{scale_part}")
+        weight = headers.tensors.get(f"{module}.{weight_part}")
         if scale and weight and len(scale.shape) == len(weight.shape) == 2:
-            problem = _problem(directory, weight, scale, settings.block_shape)
+            problem = _describe_bad_scale(directory, weight, scale, settings.block_shape)
             if problem:
                 yield f"{scale.file}: {module}.{scale_part}: {problem}"
 
 
-def _problem(directory: Path, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> str | None:
-    values = _floats(directory, scale)
+def _describe_bad_scale(
+    directory: Path, weight: Tensor, scale: Tensor, block: tuple[int, int]
+) -> str | None:
+    values = _read_floats(directory, scale)
     bad = [value for value in values if not (math.isfinite(value) and value > 0)]
     if bad:
         return f"{len(bad)} of {len(values)} block scales are not above zero, such as {bad[0]:g}"
-    most = OUTSIDE * statistics.median(values)
+    limit = MAX_SCALE_RATIO * statistics.median(values)
     columns = scale.shape[1]
-    for place, value in enumerate(values):
+    for number, value in enumerate(values):
         # A block of zeros may have any scale.
-        if value > most and _has_weights(directory, weight, divmod(place, columns), block):
-            return f"scale {value:g} is over {OUTSIDE} times the median of the module"
+        if value > limit and _has_weights(directory, weight, divmod(number, columns), block):
+            return f"scale {value:g} is over {MAX_SCALE_RATIO} times the median of the module"
     return None
 
 
-def _floats(directory: Path, tensor: Tensor) -> list[float]:
+def _read_floats(directory: Path, tensor: Tensor) -> list[float]:
     data = _read(directory, tensor, 0, tensor.size_bytes)
     if tensor.dtype == "BF16":  # the upper half of a float32
         data = b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
@@ -130,10 +129,11 @@ def _floats(directory: Path, tensor: Tensor) -> list[float]:
 
 
 def _has_weights(
-    directory: Path, weight: Tensor, at: tuple[int, int], block: tuple[int, int]
+    directory: Path, weight: Tensor, position: tuple[int, int], block: tuple[int, int]
 ) -> bool:
+    """Return whether the block at (row, column) ``position`` has a weight other than zero."""
     rows, columns = weight.shape
-    first, left = at[0] * block[0], at[1] * block[1]
+    first, left = position[0] * block[0], position[1] * block[1]
     width = min(block[1], columns - left)
     lines = (
         _read(directory, weight, row * columns + left, width)
@@ -149,10 +149,10 @@ def _read(directory: Path, tensor: Tensor, start: int, length: int) -> bytes:
 
 
 SHOWN = 8
-"""Problems listed in an error; the rest is counted."""
+"""Problems in an error; the rest is counted."""
 
 REGEX_CHARACTERS = set(r"*+?^$()[]{}|\\")
-"""INC treats keys of extra_config with such a character as regular expressions."""
+"""INC treats a key of extra_config with such a character as a regular expression."""
 
 FLOATS = ("BF16", "F16", "F32")
 MTP_LAYER_NORMS = (
@@ -175,24 +175,24 @@ def check_checkpoint(
     """Refuse a checkpoint that differs from its ``config.json``.
 
     Args:
-        directory: the checkpoint, a directory of this host.
+        directory: the checkpoint.
         settings: formats from ``config.json``.
         layers: layers of the text model.
-        mtp_layers: drafter layers the model has; 0 when it has none.
+        mtp_layers: layers of the drafter.
         experts: routed experts per layer.
     """
     path = Path(directory)
     if not path.is_dir():
         raise ValueError(
-            f"{directory}: not a directory; fix: give the directory of a built checkpoint, "
-            "hybrid checkpoints are not loaded from the hub"
+            f"{directory}: not a directory; fix: name the directory of a built checkpoint, "
+            "because hybrid checkpoints are not loaded from the hub"
         )
-    tree = read_tree(path)
-    problems = list(_tree_problems(tree, settings, mtp_layers, experts))
-    problems += scale_problems(path, tree, settings)
+    headers = read_headers(path)
+    problems = list(_find_header_problems(headers, settings, mtp_layers, experts))
+    problems += find_scale_problems(path, headers, settings)
     problems += [
         f"{INDEX}: no {'tensor below ' if name.endswith('.') else ''}{name}"
-        for name in missing_modules(tree.index, layers, experts)
+        for name in find_missing_modules(headers.index, layers, experts)
     ]
     if problems:
         more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
@@ -202,73 +202,75 @@ def check_checkpoint(
         )
 
 
-def _tree_problems(tree: Tree, settings: Settings, mtp_layers: int, experts: int) -> Iterator[str]:
-    yield from tree.problems
-    yield from _stray_problems(tree, settings)
+def _find_header_problems(
+    headers: Headers, settings: Settings, mtp_layers: int, experts: int
+) -> Iterator[str]:
+    yield from headers.problems
+    yield from _check_unlisted(headers, settings)
     for module in settings.fp8_modules:
-        yield from _fp8_problems(tree, settings, module)
-    yield from _packed_problems(tree, settings)
-    yield from _head_problems(tree, settings)
+        yield from _check_fp8(headers, settings, module)
+    yield from _check_packed(headers, settings)
+    yield from _check_head(headers, settings)
     if mtp_layers:
-        yield from _mtp_problems(tree, settings, mtp_layers, experts)
+        yield from _check_mtp(headers, settings, mtp_layers, experts)
 
 
-def _stray_problems(tree: Tree, settings: Settings) -> Iterator[str]:
-    for name, tensor in tree.unlisted.items():
-        if name in tree.index:
-            yield f"{tensor.file}: duplicate {name}, the index lists {tree.index[name]}"
+def _check_unlisted(headers: Headers, settings: Settings) -> Iterator[str]:
+    for name, tensor in headers.unlisted.items():
+        if name in headers.index:
+            yield f"{tensor.file}: duplicate {name}, the index lists {headers.index[name]}"
         elif names.rename(name, settings.rules) is not None or not settings.overlay:
             yield f"{tensor.file}: {name} is not in {INDEX}"
 
 
-def _fp8_problems(tree: Tree, settings: Settings, module: str) -> Iterator[str]:
+def _check_fp8(headers: Headers, settings: Settings, module: str) -> Iterator[str]:
     overlay = settings.overlay
     weight = f"{module}.{names.FP8_WEIGHT if overlay else 'weight'}"
     scale = f"{module}.{names.FP8_SCALE if overlay else 'weight_scale_inv'}"
     if overlay:
         for plain in (f"{module}.weight", f"{module}.weight_scale_inv"):
-            if plain in tree.index:
+            if plain in headers.index:
                 yield f"{INDEX}: lists {plain} in addition to the FP8 form"
-    yield from _expect(tree, weight, ("F8_E4M3",))
-    yield from _expect(tree, scale, FLOATS)
-    if weight in tree.tensors and scale in tree.tensors:
-        shape = tree.tensors[weight].shape
+    yield from _check_dtype(headers, weight, ("F8_E4M3",))
+    yield from _check_dtype(headers, scale, FLOATS)
+    if weight in headers.tensors and scale in headers.tensors:
+        shape = headers.tensors[weight].shape
         needed = tuple(
             -(-size // block) for size, block in zip(shape, settings.block_shape, strict=False)
         )
-        if len(shape) != 2 or tree.tensors[scale].shape != needed:
+        if len(shape) != 2 or headers.tensors[scale].shape != needed:
             yield (
-                f"{scale}: shape {list(tree.tensors[scale].shape)}, "
+                f"{scale}: shape {list(headers.tensors[scale].shape)}, "
                 f"the weight {list(shape)} needs {list(needed)}"
             )
 
 
-def _packed_problems(tree: Tree, settings: Settings) -> Iterator[str]:
-    """INT4 and INT8 modules: all three tensors, fitting shapes, and known to INC as quantised."""
+def _check_packed(headers: Headers, settings: Settings) -> Iterator[str]:
+    """Check the three tensors of INT4 and INT8 modules, and that INC quantises these modules."""
     suffix = names.HEAD_SUFFIX if settings.overlay else ""
-    for name in tree.tensors:
+    for name in headers.tensors:
         module, _, part = name.rpartition(".")
         end = suffix if module == names.HEAD else ""
         packed = f"{module}.qweight{end}"
-        if part in (f"scales{end}", f"qzeros{end}") and packed not in tree.tensors:
+        if part in (f"scales{end}", f"qzeros{end}") and packed not in headers.tensors:
             yield f"{module}: {part} without qweight"
         if name != packed:
             continue
-        bits = _bits(settings, module)
+        bits = _inc_bits(settings, module)
         if bits is None:
             yield f"{module}: packed, but 16-bit according to config.json (block_name_to_quantize)"
             continue
-        yield from _expect(tree, name, ("I32",))
-        yield from _expect(tree, f"{module}.scales{end}", FLOATS)
-        yield from _expect(tree, f"{module}.qzeros{end}", ("I32",))
-        yield from _packed_shapes(tree, settings, module, end, bits)
+        yield from _check_dtype(headers, name, ("I32",))
+        yield from _check_dtype(headers, f"{module}.scales{end}", FLOATS)
+        yield from _check_dtype(headers, f"{module}.qzeros{end}", ("I32",))
+        yield from _check_packed_shapes(headers, settings, module, end, bits)
 
 
-def _packed_shapes(
-    tree: Tree, settings: Settings, module: str, end: str, bits: int
+def _check_packed_shapes(
+    headers: Headers, settings: Settings, module: str, end: str, bits: int
 ) -> Iterator[str]:
     stored = (f"{module}.{part}{end}" for part in names.HEAD_PARTS)
-    shapes = [tree.tensors[name].shape for name in stored if name in tree.tensors]
+    shapes = [headers.tensors[name].shape for name in stored if name in headers.tensors]
     if [len(shape) for shape in shapes] != [2, 2, 2]:
         return
     qweight, scales, qzeros = shapes
@@ -279,11 +281,10 @@ def _packed_shapes(
         yield f"{module}: qzeros {list(qzeros)} does not fit scales {list(scales)}"
 
 
-def _bits(settings: Settings, module: str) -> int | None:
-    """Return the width INC will use for ``module``; ``None`` when it stays at 16 bits.
+def _inc_bits(settings: Settings, module: str) -> int | None:
+    """Return the width INC uses for ``module``; ``None`` for 16 bits.
 
-    As INC's config parser does it: the exact name, then a key that is a regular expression, then
-    the blocks to quantise.
+    Like INC's config parser: exact name, then regular expression, then blocks to quantise.
     """
     entry = settings.extra.get(module)
     if entry is None:
@@ -296,9 +297,9 @@ def _bits(settings: Settings, module: str) -> int | None:
     return None if bits >= 16 else bits
 
 
-def _head_problems(tree: Tree, settings: Settings) -> Iterator[str]:
+def _check_head(headers: Headers, settings: Settings) -> Iterator[str]:
     if not settings.head_int8:
-        yield from _expect(tree, f"{names.HEAD}.weight", FLOATS)
+        yield from _check_dtype(headers, f"{names.HEAD}.weight", FLOATS)
         return
     entry = settings.extra.get(names.HEAD, {})
     if (entry.get("bits"), entry.get("group_size"), entry.get("sym")) != (8, 128, True):
@@ -306,19 +307,21 @@ def _head_problems(tree: Tree, settings: Settings) -> Iterator[str]:
             f"config.json: extra_config.lm_head is {dict(entry)}, "
             "an INT8 head needs bits 8, group_size 128, sym true"
         )
-    if f"{names.HEAD}.weight" in tree.index:
+    if f"{names.HEAD}.weight" in headers.index:
         yield f"{INDEX}: lists lm_head.weight in addition to the INT8 head"
     end = names.HEAD_SUFFIX if settings.overlay else ""
-    yield from _expect(tree, f"{names.HEAD}.qweight{end}", ("I32",))
+    yield from _check_dtype(headers, f"{names.HEAD}.qweight{end}", ("I32",))
 
 
-def _mtp_problems(tree: Tree, settings: Settings, mtp_layers: int, experts: int) -> Iterator[str]:
-    """Every drafter tensor, in the form config.json gives it: 16-bit or packed."""
-    for module in mtp_modules(mtp_layers, experts):
-        packed = f"{module}.qweight" in tree.tensors
+def _check_mtp(
+    headers: Headers, settings: Settings, mtp_layers: int, experts: int
+) -> Iterator[str]:
+    """Check that each drafter tensor is 16-bit or packed as in config.json."""
+    for module in list_mtp_modules(mtp_layers, experts):
+        packed = f"{module}.qweight" in headers.tensors
         if not packed:
-            yield from _expect(tree, f"{module}.weight", FLOATS)
-        if not packed and _is_linear(module) and _bits(settings, module) is not None:
+            yield from _check_dtype(headers, f"{module}.weight", FLOATS)
+        if not packed and _is_linear(module) and _inc_bits(settings, module) is not None:
             yield f"{module}: 16-bit, but block_name_to_quantize makes the engine expect it packed"
 
 
@@ -328,7 +331,7 @@ def _is_linear(module: str) -> bool:
 
 
 @lru_cache(maxsize=4)
-def mtp_modules(mtp_layers: int, experts: int) -> tuple[str, ...]:
+def list_mtp_modules(mtp_layers: int, experts: int) -> tuple[str, ...]:
     """Return the checkpoint modules of the drafter: ``17 + 3 * experts`` per layer."""
     modules = list(MTP_PLAIN)
     for layer in range(mtp_layers):
@@ -342,10 +345,10 @@ def mtp_modules(mtp_layers: int, experts: int) -> tuple[str, ...]:
     return tuple(modules)
 
 
-def _expect(tree: Tree, name: str, dtypes: tuple[str, ...]) -> Iterator[str]:
-    tensor = tree.tensors.get(name)
+def _check_dtype(headers: Headers, name: str, dtypes: tuple[str, ...]) -> Iterator[str]:
+    tensor = headers.tensors.get(name)
     if tensor is None:
-        if name not in tree.index:
+        if name not in headers.index:
             yield f"{INDEX}: no {name}"
     elif tensor.dtype not in dtypes:
         yield f"{tensor.file}: {name} is {tensor.dtype}, not {' or '.join(dtypes)}"

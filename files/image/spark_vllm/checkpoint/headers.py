@@ -22,25 +22,25 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Tree:
+class Headers:
     index: dict[str, str]  # tensor name -> file name
-    tensors: dict[str, Tensor]  # those in the index
-    unlisted: dict[str, Tensor]  # in those files, but not in the index under that file
-    problems: tuple[str, ...]  # of reading: files and names that are missing
+    tensors: dict[str, Tensor]  # in the file that the index names
+    unlisted: dict[str, Tensor]  # in another file
+    problems: tuple[str, ...]  # unreadable files, missing names
 
 
-def read_tree(directory: Path) -> Tree:
+def read_headers(directory: Path) -> Headers:
     """Read the index and all headers; missing files become problems, not errors.
 
     Raises:
-        ValueError: when there is no readable index at all.
+        ValueError: the index is unreadable.
     """
     try:
         index: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{directory / INDEX}: unreadable ({type(error).__name__}: {error}); "
-            "fix: serve a directory that the deploy built"
+            "fix: serve a checkpoint that the deploy built"
         ) from error
     problems: list[str] = []
     tensors: dict[str, Tensor] = {}
@@ -58,16 +58,14 @@ def read_tree(directory: Path) -> Tree:
             (tensors if index.get(name) == file else unlisted)[name] = tensor
     readable = {name for name, file in index.items() if (directory / file).is_file()}
     problems += [f"{index[name]}: no tensor {name}" for name in sorted(readable - tensors.keys())]
-    return Tree(index, tensors, unlisted, tuple(problems))
+    return Headers(index, tensors, unlisted, tuple(problems))
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the header entries of a safetensors file, without metadata.
-
-    Their ``data_offsets`` count from the beginning of the file.
+    """Return the header entries of a safetensors file, with offsets from the start of the file.
 
     Raises:
-        ValueError: the file is no safetensors file, or shorter than the header requires.
+        ValueError: not a safetensors file, or a size that differs from the header's.
     """
     size_bytes = path.stat().st_size
     with path.open("rb") as stream:

@@ -17,7 +17,7 @@ HEAD_SUFFIX = "_int8"
 """Overlay suffix of the INT8 head's tensors: ``lm_head.qweight_int8``."""
 
 TEXT_LAYERS = "model.language_model.layers."
-"""Prefix every swapped module must have: the overlay rules are anchored on it."""
+"""Prefix of every swapped module; the overlay rules are anchored on it."""
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -29,7 +29,7 @@ FUSED = {
 
 
 def fused_shards(module: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the checkpoint modules of ``module``: the shards of a fused module, else itself."""
+    """Return the checkpoint modules of an engine module: shards if fused, otherwise itself."""
     parent, _, last = module.rpartition(".")
     if last not in packed:
         return [module]
@@ -40,7 +40,7 @@ def fused_shards(module: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
 def are_all_shards_listed(
     module: str, listed: Collection[str], packed: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Return whether every shard of ``module`` is in ``listed``; some but not all is an error.
+    """Return whether every shard of ``module`` is in ``listed``.
 
     Raises:
         ValueError: only some shards of a fused module are listed.
@@ -55,15 +55,15 @@ def are_all_shards_listed(
     raise ValueError(
         f"config.json: quantization_config.fp8_block.modules: the engine fuses {module} from "
         f"{', '.join(shards)}, but only {', '.join(present)} is listed; "
-        "fix: build the checkpoint again, all shards of a fused module need the same scheme"
+        "fix: build the checkpoint again; all shards of a fused module need the same scheme"
     )
 
 
 def fused_modules(modules: Iterable[str], packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the engine's modules for checkpoint ``modules``, each once, in order.
+    """Return the engine's modules for checkpoint ``modules``, in order, without repeats.
 
     Raises:
-        ValueError: when a fused module is listed only in part.
+        ValueError: only some shards of a fused module are listed.
     """
     listed = dict.fromkeys(modules)
     fused_of = {shard: fused for fused, shards in packed.items() for shard in shards}
@@ -81,10 +81,9 @@ def overlay_rules(
 ) -> list[tuple[re.Pattern[str], str | None]]:
     r"""Return the ordered rename rules from overlay names to plain names.
 
-    A rule is (pattern, replacement); ``None`` drops the tensor. The 16-bit weight must be dropped
-    *before* the FP8 weight takes that name. vLLM applies the same rules again at every nested
-    loader, to ever shorter names, so each pattern is anchored at the full checkpoint name:
-    otherwise the second level would drop names that the first renamed.
+    A rule is (pattern, replacement); ``None`` drops the tensor. The 16-bit weight is dropped
+    *before* the FP8 weight takes that name. Patterns match the full checkpoint name: vLLM applies
+    the rules again in nested loaders, to shorter names, and must not drop renamed tensors there.
 
     Raises:
         ValueError: a module is outside the text layers.
@@ -103,7 +102,7 @@ def overlay_rules(
 
 
 def rename(name: str, rules: Iterable[tuple[re.Pattern[str], str | None]]) -> str | None:
-    """Return ``name`` after ``rules`` as vLLM's weight mapper applies them; ``None``: dropped."""
+    """Apply ``rules`` like vLLM's weight mapper; return None for a dropped tensor."""
     for pattern, replacement in rules:
         if pattern.search(name):
             if replacement is None:
@@ -115,8 +114,7 @@ def rename(name: str, rules: Iterable[tuple[re.Pattern[str], str | None]]) -> st
 def _modules_pattern(modules: Sequence[str]) -> str:
     """Return a regular expression that matches exactly ``modules``.
 
-    Layers with the same inner names share an alternative to keep the pattern short: it runs on
-    about 113,000 tensor names.
+    Layers with the same inner names share an alternative: the pattern runs on 113,000 names.
     """
     layers_of: dict[str, list[str]] = {}
     for module in modules:
@@ -124,7 +122,7 @@ def _modules_pattern(modules: Sequence[str]) -> str:
         if not module.startswith(TEXT_LAYERS) or not layer.isdigit() or not inner:
             raise ValueError(
                 f"config.json: quantization_config.fp8_block.modules: {module!r} is not below "
-                f"{TEXT_LAYERS}N; fix: build with layout 'full', the overlay cannot express it"
+                f"{TEXT_LAYERS}N, which an overlay needs; fix: build with layout 'full'"
             )
         layers_of.setdefault(layer, []).append(inner)
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -140,9 +138,8 @@ def _modules_pattern(modules: Sequence[str]) -> str:
 def check_expert_width(module: str, width: int, group_size: int) -> None:
     """Refuse packed experts that are at most a scale group wide on this device.
 
-    vLLM 0.30 to 0.33 reorders the scales of gate and up by the experts' width where their inputs
-    are meant (``fused_moe/oracle/int_wna16.py``, ``size_k`` of ``w13``). With a single group the
-    order is wrong, and answers are slightly wrong without an error.
+    vLLM 0.30 to 0.33 reorders the scales of gate and up by the experts' width instead of the inputs
+    (``fused_moe/oracle/int_wna16.py``, ``size_k`` of ``w13``), which is wrong for a single group.
 
     Args:
         module: the engine's name of the experts.
@@ -151,8 +148,8 @@ def check_expert_width(module: str, width: int, group_size: int) -> None:
     """
     if width <= group_size:
         raise ValueError(
-            f"{module}: its experts are {width} wide on this device, and {group_size} inputs share "
-            "one scale: the engine would put the scales of gate and up in a wrong order and answer "
-            "wrong without an error; fix: a smaller --tensor-parallel-size, so that each device "
-            f"holds more than {group_size} of an expert's width"
+            f"{module}: experts are {width} wide on this device, but {group_size} inputs share a "
+            "scale; the engine would order the scales of gate and up wrongly and return wrong "
+            "answers without an error; fix: lower --tensor-parallel-size until each device holds "
+            f"more than {group_size} of an expert's width"
         )

@@ -1,4 +1,4 @@
-"""A hybrid checkpoint read as plain BF16 tensors; needs torch and safetensors, not vLLM."""
+"""Read a hybrid checkpoint as plain BF16 tensors; needs torch and safetensors, not vLLM."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from spark_vllm.checkpoint import names
 from spark_vllm.checkpoint.headers import INDEX
 from spark_vllm.checkpoint.settings import Settings
 
-# All values are computed in float32 and rounded once. Scales are rounded to BF16 first, because
-# the engine's kernels store BF16 scales; portable mode then gives the answers of the kernels.
+# Values are computed in float32 and rounded once. Scales are rounded to BF16 first, like those of
+# the engine's kernels, so portable mode gives the same answers.
 
 
 INT32_BITS = 32
 
 
-def packed_bits(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> int:
+def infer_bits(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> int:
     """Return the bit width of a GPTQ-packed weight, from the shapes.
 
     Args:
@@ -30,14 +30,14 @@ def packed_bits(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) ->
         group_size: input features that share a scale.
 
     Raises:
-        ValueError: when the shapes fit no width of 4 or 8 bits.
+        ValueError: the shapes fit neither 4 nor 8 bits.
     """
     in_features = scales.shape[0] * group_size
     bits, rest = divmod(INT32_BITS * int(qweight.shape[0]), int(in_features))
     if rest or bits not in (4, 8) or qweight.shape[1] != scales.shape[1]:
         raise ValueError(
-            f"qweight {list(qweight.shape)} and scales {list(scales.shape)} are no 4-bit or 8-bit "
-            f"weight of group size {group_size}"
+            f"qweight {list(qweight.shape)} and scales {list(scales.shape)} do not form a 4-bit or "
+            f"8-bit weight of group size {group_size}"
         )
     return bits
 
@@ -47,17 +47,17 @@ def unpack_gptq(qweight: torch.Tensor, bits: int) -> torch.Tensor:
 
     Args:
         qweight: int32 ``[in * bits / 32, out]``; the lowest bits are the first input feature.
-        bits: width of a value; stored values have the bias ``2 ** (bits - 1)``.
+        bits: width of a value; stored with the bias ``2 ** (bits - 1)``.
 
     Returns:
-        int16 ``[in, out]``, from ``-2 ** (bits - 1)`` upwards.
+        int16 ``[in, out]``.
     """
     shifts = torch.arange(0, INT32_BITS, bits, dtype=torch.int32)
     values = (qweight.unsqueeze(1) >> shifts.view(1, -1, 1)) & (2**bits - 1)
     return (values - 2 ** (bits - 1)).to(torch.int16).flatten(0, 1)
 
 
-def gptq_weight(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
+def dequantise_gptq(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
     """Return the BF16 weight ``[out, in]`` of a symmetric GPTQ-packed module.
 
     Args:
@@ -65,13 +65,13 @@ def gptq_weight(qweight: torch.Tensor, scales: torch.Tensor, group_size: int) ->
         scales: FP16 or BF16 ``[in / group_size, out]``.
         group_size: input features that share a scale.
     """
-    values = unpack_gptq(qweight, packed_bits(qweight, scales, group_size))
+    values = unpack_gptq(qweight, infer_bits(qweight, scales, group_size))
     grouped = values.view(scales.shape[0], group_size, -1).float()
     grouped *= scales.to(torch.bfloat16).float().unsqueeze(1)
     return grouped.flatten(0, 1).t().to(torch.bfloat16).contiguous()
 
 
-def fp8_block_weight(
+def dequantise_fp8_blocks(
     weight: torch.Tensor, scale: torch.Tensor, block_shape: tuple[int, int]
 ) -> torch.Tensor:
     """Return the BF16 weight ``[out, in]`` of a block-scaled FP8 module.
@@ -82,7 +82,7 @@ def fp8_block_weight(
         block_shape: (rows, columns) of a block.
 
     Raises:
-        ValueError: when the scales do not cover the weight.
+        ValueError: the scales do not cover the weight.
     """
     rows, columns = block_shape
     out_features, in_features = weight.shape
@@ -97,11 +97,7 @@ def fp8_block_weight(
 
 
 class ModuleReader:
-    """Reads tensors of a checkpoint by plain name and dequantises modules.
-
-    Files are memory-mapped and modules are copied one at a time, so the peak is a module in
-    float32.
-    """
+    """Reads tensors by plain name and dequantises modules; the peak is a module in float32."""
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         index = json.loads((directory / INDEX).read_text())["weight_map"]
@@ -116,32 +112,32 @@ class ModuleReader:
                 self._stored[plain] = (file, stored)
         self.counts: Counter[str] = Counter()
 
-    def weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (plain name, tensor) of all modules with a ``wanted`` name."""
+    def read_weights(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (plain name, tensor) of all wanted modules."""
         for plain in self._stored:
             module, _, part = plain.rpartition(".")
             name = f"{module}.weight" if part == "qweight" else plain
-            if not self._is_part(module, part) and wanted(name):
-                yield name, self._weight(module, part)
+            if not self._is_helper(module, part) and is_wanted(name):
+                yield name, self._read_module(module, part)
 
-    def _is_part(self, module: str, part: str) -> bool:
-        """Return whether this tensor only serves to dequantise another tensor."""
+    def _is_helper(self, module: str, part: str) -> bool:
+        """Return whether a tensor is only needed to dequantise another tensor."""
         if f"{module}.qweight" in self._stored:
             return part in ("scales", "qzeros", "g_idx")
         return part == "weight_scale_inv"
 
-    def _weight(self, module: str, part: str) -> torch.Tensor:
+    def _read_module(self, module: str, part: str) -> torch.Tensor:
         try:
             if part == "qweight":
                 qweight, scales = self._read(f"{module}.qweight"), self._read(f"{module}.scales")
                 group_size = self._settings.group_size
-                self.counts[f"int{packed_bits(qweight, scales, group_size)}"] += 1
-                return gptq_weight(qweight, scales, group_size)
+                self.counts[f"int{infer_bits(qweight, scales, group_size)}"] += 1
+                return dequantise_gptq(qweight, scales, group_size)
             if part == "weight" and f"{module}.weight_scale_inv" in self._stored:
                 weight = self._read(f"{module}.weight")
                 scale = self._read(f"{module}.weight_scale_inv")
                 self.counts["fp8"] += 1
-                return fp8_block_weight(weight, scale, self._settings.block_shape)
+                return dequantise_fp8_blocks(weight, scale, self._settings.block_shape)
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"{self._directory}: {module}: {error}; fix: build the checkpoint again"

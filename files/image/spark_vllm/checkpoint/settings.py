@@ -21,7 +21,7 @@ HEADS = ("keep", "int8-g128")
 class Settings:
     """Formats of a hybrid checkpoint. Plain data: vLLM pickles it."""
 
-    fp8_modules: tuple[str, ...]  # checkpoint names without ".weight"
+    fp8_modules: tuple[str, ...]  # checkpoint names
     block_shape: tuple[int, int]
     layout: str  # "overlay" | "full"
     head: str  # "keep" | "int8-g128"
@@ -36,7 +36,7 @@ class Settings:
 
     @property
     def head_int8(self) -> bool:
-        """Whether the LM head is baked as GPTQ-packed INT8."""
+        """Whether the checkpoint's LM head is GPTQ-packed INT8."""
         return self.head != "keep"
 
     @property
@@ -47,24 +47,24 @@ class Settings:
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
     """Read ``quantization_config`` of a hybrid's ``config.json``."""
-    _demand(config.get("quant_method") == QUANT_METHOD, "quant_method", config, QUANT_METHOD)
-    _demand(config.get("sym", True) is True, "sym", config, "true (zero points are not read)")
-    _demand(config.get("data_type", "int") == "int", "data_type", config, "int")
+    _require(config.get("quant_method") == QUANT_METHOD, "quant_method", config, QUANT_METHOD)
+    _require(config.get("sym", True) is True, "sym", config, "true (zero points are not read)")
+    _require(config.get("data_type", "int") == "int", "data_type", config, "int")
     packing = config.get("packing_format", "auto_round:auto_gptq")
-    _demand("gptq" in packing, "packing_format", config, "auto_round:auto_gptq")
+    _require("gptq" in packing, "packing_format", config, "auto_round:auto_gptq")
     bits, group_size = config.get("bits"), config.get("group_size")
-    _demand(bits in (4, 8), "bits", config, "4 or 8")
-    _demand(isinstance(group_size, int) and group_size > 0, "group_size", config, "128")
+    _require(bits in (4, 8), "bits", config, "4 or 8")
+    _require(isinstance(group_size, int) and group_size > 0, "group_size", config, "128")
     block = config.get("fp8_block")
-    _demand(isinstance(block, Mapping), "fp8_block", config, "{modules, block_shape}")
+    _require(isinstance(block, Mapping), "fp8_block", config, "{modules, block_shape}")
     spark = config.get("spark", {})
     layout, head = spark.get("layout", "full"), spark.get("head", "keep")
-    _demand(layout in LAYOUTS, "spark.layout", spark, " or ".join(LAYOUTS))
-    _demand(head in HEADS, "spark.head", spark, " or ".join(HEADS))
+    _require(layout in LAYOUTS, "spark.layout", spark, " or ".join(LAYOUTS))
+    _require(head in HEADS, "spark.head", spark, " or ".join(HEADS))
     shape = tuple(block.get("block_shape", ()))  # type: ignore[union-attr] # checked above
-    _demand(shape == BLOCK_SHAPE, "fp8_block.block_shape", config, list(BLOCK_SHAPE))
+    _require(shape == BLOCK_SHAPE, "fp8_block.block_shape", config, list(BLOCK_SHAPE))
     modules = tuple(block.get("modules", ()))  # type: ignore[union-attr] # checked above
-    _demand(modules == tuple(dict.fromkeys(modules)), "fp8_block.modules", config, "unique names")
+    _require(modules == tuple(dict.fromkeys(modules)), "fp8_block.modules", config, "unique names")
     names.fused_modules(modules, names.FUSED)
     extra = dict(config.get("extra_config") or {})
     _check_extra(extra, int(group_size or 0))
@@ -75,7 +75,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         head=head,
         bits=int(bits or 0),
         group_size=int(group_size or 0),
-        block_names=_block_names(config),
+        block_names=_read_block_names(config),
         extra=extra,
     )
     if settings.overlay:
@@ -84,16 +84,12 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
-    """Refuse entries of single modules that differ from the global format.
-
-    Only the width may differ: packed values are read as symmetric integers with the global group
-    size.
-    """
+    """Refuse modules that differ from the global format in more than the width."""
     packed = {"group_size": group_size, "sym": True, "data_type": "int"}
     for name, entry in extra.items():
-        own = entry if isinstance(entry, Mapping) else {"bits": entry}
-        bits = own.get("bits", 4)
-        differs = [key for key, value in packed.items() if own.get(key, value) != value]
+        module = entry if isinstance(entry, Mapping) else {"bits": entry}
+        bits = module.get("bits", 4)
+        differs = [key for key, value in packed.items() if module.get(key, value) != value]
         if bits not in (4, 8, 16, 32) or (bits < 16 and differs):
             accepted = f"16 bits, or 4 or 8 with group_size {group_size}, sym true, data_type int"
         elif not _is_pattern(name):
@@ -101,7 +97,7 @@ def _check_extra(extra: Mapping[str, Any], group_size: int) -> None:
         else:
             continue
         raise ValueError(
-            f"config.json: quantization_config.extra_config.{name}: {dict(own)}, "
+            f"config.json: quantization_config.extra_config.{name}: {dict(module)}, "
             f"accepted: {accepted}; fix: use a base checkpoint with such a config.json"
         )
 
@@ -114,19 +110,19 @@ def _is_pattern(name: str) -> bool:
     return True
 
 
-def _block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``block_name_to_quantize`` as a tuple; without it INC quantises MTP names too."""
+def _read_block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return ``block_name_to_quantize``; without it INC would also quantise MTP names."""
     value = config.get("block_name_to_quantize", config.get("to_quant_block_names"))
-    _demand(
+    _require(
         bool(value), "block_name_to_quantize", config, "the text layers, e.g. " + names.TEXT_LAYERS
     )
     return tuple(value.split(",") if isinstance(value, str) else value or ())
 
 
-def _demand(ok: bool, key: str, where: Mapping[str, Any], accepted: object) -> None:
-    if not ok:
-        seen = where.get(key.rpartition(".")[2], "missing")
-        text = repr(seen) if len(repr(seen)) < 80 else repr(seen)[:77] + "..."
+def _require(is_valid: bool, key: str, where: Mapping[str, Any], accepted: object) -> None:
+    if not is_valid:
+        text = repr(where.get(key.rpartition(".")[2], "missing"))
+        text = text if len(text) < 80 else text[:77] + "..."
         raise ValueError(
             f"config.json: quantization_config.{key}: {text}, accepted: {accepted}; "
             "fix: build the checkpoint again with this version of the deploy"

@@ -1,8 +1,5 @@
 """Choose the kernel of the opt-in INT8 head from times measured once on this machine."""
 
-# The times file is valid for a device, driver, image, shape and set of batches. Without a valid
-# file the head uses Marlin, like a head that is INT8 in the checkpoint.
-
 from __future__ import annotations
 
 import json
@@ -11,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-WAYS = ("own", "marlin", "bf16")
+KERNELS = ("own", "marlin", "bf16")
 FALLBACK = "marlin"
 IMAGE_VARIABLE = "SPARK_IMAGE"
 """Environment variable with the image digest; the plan sets it if the head is measured."""
@@ -21,7 +18,9 @@ Times = Mapping[str, Mapping[int, float]]
 
 
 @dataclass(frozen=True)
-class Measured:
+class HeadSetup:
+    """The setup for which measured times are valid."""
+
     device: str
     driver: str
     image: str
@@ -30,47 +29,49 @@ class Measured:
     batches: tuple[int, ...]
 
 
-def head_batches(max_sequences: int, drafts: int) -> tuple[int, ...]:
-    """Return the batch sizes of the head: 1 to ``max_sequences`` times a token and the drafts."""
+def list_head_batches(max_sequences: int, drafts: int) -> tuple[int, ...]:
+    """Return the batch sizes of the head: rows of 1 to ``max_sequences`` sequences."""
     return tuple(count * (1 + drafts) for count in range(1, max_sequences + 1))
 
 
-def fastest(times: Times) -> str:
+def select_fastest(times: Times) -> str:
     """Return the kernel with the smallest sum over the batches; the fallback wins a tie."""
-    order = sorted(times, key=lambda way: way != FALLBACK)
-    return min(order, key=lambda way: sum(times[way].values()))
+    fallback_first = sorted(times, key=lambda kernel: kernel != FALLBACK)
+    return min(fallback_first, key=lambda kernel: sum(times[kernel].values()))
 
 
-def read_choice(path: Path, wanted: Measured) -> str | None:
-    """Return the kernel stored for exactly this machine and shape; ``None``: measure.
+def read_choice(path: Path, setup: HeadSetup) -> str | None:
+    """Return the kernel stored for exactly this setup, or None.
 
     Raises:
-        ValueError: when the file is damaged.
+        ValueError: the file is damaged.
     """
     if not path.exists():
         return None
     try:
         content = json.loads(path.read_text())
-        found = {**content["measured"], "batches": tuple(content["measured"]["batches"])}
+        stored = {**content["measured"], "batches": tuple(content["measured"]["batches"])}
         choice = str(content["choice"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: {error!r}; fix: delete the file; the next start measures again"
         ) from error
-    if choice not in WAYS:
+    if choice not in KERNELS:
         raise ValueError(
             f"{path}: choice {choice!r}; fix: delete the file; the next start measures again"
         )
-    return choice if found == asdict(wanted) else None
+    return choice if stored == asdict(setup) else None
 
 
-def write_choice(path: Path, measured: Measured, times: Times) -> str:
-    """Write times and choice, whole or not at all; returns the choice."""
-    choice = fastest(times)
+def write_choice(path: Path, setup: HeadSetup, times: Times) -> str:
+    """Write times and choice atomically; return the choice."""
+    choice = select_fastest(times)
     content = {
         "about": "Microseconds of the LM head, medians of CUDA-graph replays on this machine.",
-        "measured": asdict(measured),
-        "us": {way: {str(batch): us for batch, us in row.items()} for way, row in times.items()},
+        "measured": asdict(setup),
+        "us": {
+            kernel: {str(batch): us for batch, us in row.items()} for kernel, row in times.items()
+        },
         "choice": choice,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +82,7 @@ def write_choice(path: Path, measured: Measured, times: Times) -> str:
 
 
 def describe(times: Times, batches: Sequence[int]) -> str:
-    return "; ".join(
-        f"{way} {', '.join(f'{times[way][batch]:.0f}' for batch in batches)}" for way in times
-    )
+    texts = []
+    for kernel, row in times.items():
+        texts.append(f"{kernel} {', '.join(f'{row[batch]:.0f}' for batch in batches)}")
+    return "; ".join(texts)

@@ -16,23 +16,23 @@ _LAUNCHES = 4
 _REPLAYS = 9
 
 
-def own_head(values: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> Head:
-    """Return our own kernel over INT8 rows, every variant compiled for inputs that fit ``like``."""
-    # Imported late: the engine also needs this module without a GPU, where Triton may be missing.
+def make_own_head(values: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor) -> Head:
+    """Return our kernel over INT8 rows, compiled for inputs that fit ``weight``."""
+    # Imported late: Triton may be missing without a GPU.
     from spark_vllm.head.kernel import logits
 
     properties = torch.cuda.get_device_properties(values.device)
     tiles = tuple(tiles_for((properties.major, properties.minor), read_table()))
     processors = int(properties.multi_processor_count)
-    one = torch.zeros((1, like.shape[1]), dtype=like.dtype, device=values.device)
+    row = torch.zeros((1, weight.shape[1]), dtype=weight.dtype, device=values.device)
     for tile in tiles:
-        logits(one, values, scales, tile, processors)
+        logits(row, values, scales, tile, processors)
     torch.cuda.synchronize(values.device)
     return lambda x: logits(x, values, scales, tile_for(x.shape[0], tiles), processors)
 
 
-def marlin_head(values: torch.Tensor, scales: torch.Tensor) -> Head:
-    """Return the engine's Marlin W8A16 over the same rows, repacked."""
+def make_marlin_head(values: torch.Tensor, scales: torch.Tensor) -> Head:
+    """Return the engine's Marlin W8A16 kernel over repacked INT8 rows."""
     from vllm._custom_ops import gptq_marlin_repack
     from vllm.model_executor.layers.quantization.utils.marlin_utils import (
         apply_gptq_marlin_linear,
@@ -64,20 +64,21 @@ def marlin_head(values: torch.Tensor, scales: torch.Tensor) -> Head:
 
 
 def pack_gptq(values: torch.Tensor) -> torch.Tensor:
-    """Return INT8 rows as GPTQ packs them: int32 ``[in / 4, rows]``, first input lowest."""
+    """Return INT8 rows in GPTQ packing: int32 ``[in / 4, rows]``, first input lowest."""
     rows, in_features = values.shape
     packed = torch.zeros((in_features // 4, rows), dtype=torch.int32, device=values.device)
-    for place in range(4):
-        packed |= (values[:, place::4].t().int() + 128) << (8 * place)
+    for byte in range(4):
+        packed |= (values[:, byte::4].t().int() + 128) << (8 * byte)
     return packed
 
 
-def microseconds(head: Head, x: torch.Tensor) -> float:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+def time_us(head: Head, x: torch.Tensor) -> float:
+    """Return the median time of a call in a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         head(x)
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(_LAUNCHES):
@@ -93,12 +94,12 @@ def microseconds(head: Head, x: torch.Tensor) -> float:
     return round(float(statistics.median(times[1:])), 2)
 
 
-def measure(
+def measure_kernels(
     weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, batches: Sequence[int]
 ) -> dict[str, dict[int, float]]:
     heads: dict[str, Head] = {
-        "own": own_head(values, scales, weight),
-        "marlin": marlin_head(values, scales),
+        "own": make_own_head(values, scales, weight),
+        "marlin": make_marlin_head(values, scales),
         "bf16": lambda x: x @ weight.t(),
     }
     inputs = {
@@ -106,6 +107,6 @@ def measure(
         for batch in batches
     }
     return {
-        name: {batch: microseconds(head, x) for batch, x in inputs.items()}
+        name: {batch: time_us(head, x) for batch, x in inputs.items()}
         for name, head in heads.items()
     }

@@ -1,12 +1,9 @@
 # ruff: noqa: N803
 """Triton kernels of the INT8 LM head: logits of a small batch from INT8 rows, read once.
 
-The head is the largest single read of a decode step, so the kernels optimise memory traffic. The
-tile selects whether weight rows or the batch are the first operand of the tensor cores. Either the
-weight becomes BF16 in registers; or, where that costs more than reading it, the activations are
-split into two INT8 halves of a 16-bit number per group: products are exact integers, and the
-weight needs no conversion. The kernels need only asynchronous copies and ``mma``, so they run on
-8.0 and later; tiles enable features of newer architectures.
+The head is the largest read of a decode step, so memory traffic decides. Weights become BF16 in
+registers; or, if that costs more than reading them, activations are split into two INT8 halves of a
+16-bit number per group, so that products are exact integers. The kernels run on 8.0 and later.
 """
 
 from __future__ import annotations
@@ -24,31 +21,31 @@ LARGEST_HALF_SUM = 32512
 
 
 @triton.jit  # type: ignore[untyped-decorator] # triton has no types
-def _along(values, FIRST: tl.constexpr):
+def _expand(values, FIRST: tl.constexpr):
     return values[:, None] if FIRST else values[None, :]
 
 
 @triton.jit  # type: ignore[untyped-decorator] # triton has no types
-def _product(weight, x, acc, BATCH_FIRST: tl.constexpr, EXACT: tl.constexpr):
+def _dot(weight, x, acc, BATCH_FIRST: tl.constexpr, EXACT: tl.constexpr):
     # Constant conditions: only a single branch is compiled.
     if EXACT:
         if BATCH_FIRST:
-            found = tl.dot(x, weight, acc=acc, out_dtype=tl.int32)
+            product = tl.dot(x, weight, acc=acc, out_dtype=tl.int32)
         else:
-            found = tl.dot(weight, x, acc=acc, out_dtype=tl.int32)
+            product = tl.dot(weight, x, acc=acc, out_dtype=tl.int32)
     else:
-        found = tl.dot(x, weight) if BATCH_FIRST else tl.dot(weight, x)
-    return found
+        product = tl.dot(x, weight) if BATCH_FIRST else tl.dot(weight, x)
+    return product
 
 
 @triton.jit  # type: ignore[untyped-decorator] # triton has no types
-def _weight(source, row, safe_row, width, column, GROUP: tl.constexpr, BULK: tl.constexpr):
+def _load_weight(source, row, safe_row, width, column, GROUP: tl.constexpr, BULK: tl.constexpr):
     if BULK:  # a descriptor; rows past the end are zero
-        found = source.load([row, column])
+        weight = source.load([row, column])
     else:
-        place = source + safe_row.to(tl.int64)[:, None] * width + tl.arange(0, GROUP)[None, :]
-        found = tl.load(place + column, eviction_policy="evict_first")
-    return found
+        address = source + safe_row.to(tl.int64)[:, None] * width + tl.arange(0, GROUP)[None, :]
+        weight = tl.load(address + column, eviction_policy="evict_first")
+    return weight
 
 
 @triton.jit  # type: ignore[untyped-decorator] # triton has no types
@@ -60,12 +57,12 @@ def _store(target, values, mask, KEEP: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator] # triton has no types
-def _wait(EARLY: tl.constexpr):
+def _wait_for_earlier_kernels(EARLY: tl.constexpr):
     if EARLY:  # earlier kernels may still write our inputs or read our outputs
         tl.extra.cuda.gdc_wait()
 
 
-# batch and groups change at run time or between models: never a reason to compile again.
+# Changes of batch and groups must not compile the kernel again.
 @triton.jit(do_not_specialize=["batch", "groups"])  # type: ignore[untyped-decorator] # no types
 def _logits_kernel(
     x_ptr,  # BF16 or FP16 [batch, in]; SPLIT: int8 [2, batch, groups * GROUP]
@@ -88,20 +85,20 @@ def _logits_kernel(
     EARLY: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    _wait(EARLY)
+    _wait_for_earlier_kernels(EARLY)
     tiles_m = tl.cdiv(batch, BLOCK_M)
     tiles = tl.cdiv(rows, BLOCK_N) * tiles_m
     inner = tl.arange(0, GROUP)
     x_width = groups * GROUP if SPLIT else in_features
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        # Batch tiles of the same rows are neighbours, so that the second finds the rows in L2.
+        # Batch tiles of the same rows are adjacent, so that the second reads the rows from L2.
         first_row = (tile // tiles_m) * BLOCK_N
         row = first_row + tl.arange(0, BLOCK_N)
         item = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
         # Rows past the end read the last row again: no predicate on the weight's copies.
         safe_row = tl.minimum(row, rows - 1)
-        x_item = x_ptr + _along(item, BATCH_FIRST) * x_width + _along(inner, not BATCH_FIRST)
-        mask = _along(item, BATCH_FIRST) < batch
+        x_item = x_ptr + _expand(item, BATCH_FIRST) * x_width + _expand(inner, not BATCH_FIRST)
+        mask = _expand(item, BATCH_FIRST) < batch
         if BATCH_FIRST:
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         else:
@@ -115,7 +112,7 @@ def _logits_kernel(
                 group = first + offset
                 next_group = tl.minimum(group + 1, groups - 1)
                 next_scale = tl.load(scale_ptr + next_group * rows + safe_row)
-                weight = _weight(
+                weight = _load_weight(
                     weight_ptr, first_row, safe_row, groups * GROUP, group * GROUP, GROUP, BULK
                 )
                 if BATCH_FIRST:
@@ -127,22 +124,22 @@ def _logits_kernel(
                     upper = tl.load(x_item + group * GROUP, mask=mask, other=0)
                     lower = tl.load(x_item + (group * GROUP + batch * x_width), mask=mask, other=0)
                     # Exact: 128 products of 8 by 16 bits stay below 2 ** 31.
-                    exact = _product(weight, upper, None, BATCH_FIRST, EXACT=True) * 256
-                    exact = _product(weight, lower, exact, BATCH_FIRST, EXACT=True)
-                    product = exact.to(tl.float32) * _along(x_scale, BATCH_FIRST)
+                    exact = _dot(weight, upper, None, BATCH_FIRST, EXACT=True) * 256
+                    exact = _dot(weight, lower, exact, BATCH_FIRST, EXACT=True)
+                    product = exact.to(tl.float32) * _expand(x_scale, BATCH_FIRST)
                     x_scale = next_x_scale
                 else:
                     inside = mask
                     if not EVEN_K:
-                        place = group * GROUP + _along(inner, not BATCH_FIRST)
-                        inside = mask & (place < in_features)
+                        column = group * GROUP + _expand(inner, not BATCH_FIRST)
+                        inside = mask & (column < in_features)
                     x = tl.load(x_item + group * GROUP, mask=inside, other=0.0)
-                    product = _product(weight.to(x.dtype), x, None, BATCH_FIRST, EXACT=False)
-                total += product * _along(scale.to(tl.float32), not BATCH_FIRST)
+                    product = _dot(weight.to(x.dtype), x, None, BATCH_FIRST, EXACT=False)
+                total += product * _expand(scale.to(tl.float32), not BATCH_FIRST)
                 scale = next_scale
-        target = out_ptr + _along(item, BATCH_FIRST).to(tl.int64) * rows
-        target += _along(row, not BATCH_FIRST)
-        stored = mask & (_along(row, not BATCH_FIRST) < rows)
+        target = out_ptr + _expand(item, BATCH_FIRST).to(tl.int64) * rows
+        target += _expand(row, not BATCH_FIRST)
+        stored = mask & (_expand(row, not BATCH_FIRST) < rows)
         _store(target, total.to(out_ptr.dtype.element_ty), stored, KEEP)
 
 
@@ -158,15 +155,15 @@ def _split_kernel(
     LARGEST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    _wait(EARLY)
+    _wait_for_earlier_kernels(EARLY)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     item, group = tl.program_id(0), tl.program_id(1)
     inner = group * GROUP + tl.arange(0, GROUP)
     x = tl.load(x_ptr + item * in_features + inner, mask=inner < in_features, other=0.0)
     x = x.to(tl.float32)
-    # max drops NaN, and NaN becomes an arbitrary integer: the sum keeps the scale NaN, for infinity
-    # as well, so that damaged activations give NaN logits.
+    # max drops NaN, and NaN becomes an arbitrary integer; the sum makes the scale NaN, also for
+    # infinity, so that damaged activations give NaN logits.
     scale = tl.max(tl.abs(x), axis=0) / LARGEST + tl.sum(x * 0.0, axis=0)
     # Rounds half up; the direction of ties is far below the last bit of a logit.
     whole = tl.floor(x / tl.where(scale == 0.0, 1.0, scale) + 0.5).to(tl.int32)
@@ -182,8 +179,7 @@ def logits(
 ) -> torch.Tensor:
     """Return ``x @ dequantised.T`` in the dtype of ``x``.
 
-    Launches at most two kernels, without synchronisation or tuning, so a CUDA graph can capture
-    it after the tile has run once.
+    Launches at most two kernels; a CUDA graph can capture it after the tile has run once.
 
     Args:
         x: BF16 or FP16 ``[batch, in]``.
@@ -193,7 +189,7 @@ def logits(
         processors: multiprocessors of the device.
     """
     x = x.contiguous()
-    if x.data_ptr() % 16:  # another alignment would be another compilation, on the request path
+    if x.data_ptr() % 16:  # another alignment would compile again, during a request
         x = x.clone()
     batch, in_features = x.shape
     groups, rows = scales.shape
@@ -222,7 +218,7 @@ def logits(
     _logits_kernel[(programs,)](
         x,
         x_scale,
-        _descriptor(weight, tile) if tile.bulk_copies else weight,
+        _make_descriptor(weight, tile) if tile.bulk_copies else weight,
         scales,
         out,
         batch,
@@ -246,5 +242,5 @@ def logits(
     return out
 
 
-def _descriptor(weight: torch.Tensor, tile: Tile) -> TensorDescriptor:
+def _make_descriptor(weight: torch.Tensor, tile: Tile) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(weight, [tile.block_n, GROUP_SIZE])

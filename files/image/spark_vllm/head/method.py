@@ -1,8 +1,7 @@
 """Opt-in INT8 LM head: quantised at load time, computed by the fastest kernel."""
 
 # Select it with ``--additional-config '{"spark": {"lm_head": "int8-triton"}}'`` for a 16-bit head.
-# ``lm_head_times`` names a file for measured times of our kernel, Marlin and BF16 at this
-# server's batches; without it Marlin is used. The default is the checkpoint's head.
+# ``lm_head_times`` names a file for measured times; without it Marlin is used.
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from vllm.model_executor.utils import set_weight_attrs
 from spark_vllm.head.choice import (
     FALLBACK,
     IMAGE_VARIABLE,
-    WAYS,
-    Measured,
+    KERNELS,
+    HeadSetup,
     describe,
-    head_batches,
+    list_head_batches,
     read_choice,
     write_choice,
 )
-from spark_vllm.head.compute import Head, marlin_head, measure, own_head
+from spark_vllm.head.compute import Head, make_marlin_head, make_own_head, measure_kernels
 from spark_vllm.head.quantise import quantise_rows
 
 # Below "vllm.", because vLLM gives handlers only to its own logger.
@@ -44,12 +43,12 @@ class HeadOptions:
     """Options below ``spark`` of ``--additional-config``."""
 
     kernel: str | None  # "own", "marlin" or "bf16"; None: the fastest by ``times``
-    times: Path | None  # file of measurements; None: not measured, so Marlin
+    times: Path | None  # file of measurements; None: Marlin
     batches: tuple[int, ...]
 
 
-def head_options() -> HeadOptions | None:
-    """Return the head options of ``--additional-config``; ``None``: the checkpoint's head.
+def read_head_options() -> HeadOptions | None:
+    """Return the head options of ``--additional-config``, or None for the checkpoint's head.
 
     Raises:
         ValueError: an option has an unknown value.
@@ -62,13 +61,13 @@ def head_options() -> HeadOptions | None:
         return None
     _check_choice(OPTION, choice, CHOICES)
     if kernel is not None:
-        _check_choice("lm_head_kernel", kernel, WAYS)
+        _check_choice("lm_head_kernel", kernel, KERNELS)
     times = spark.get("lm_head_times")
     speculation = config.speculative_config
     return HeadOptions(
         kernel=kernel,
         times=Path(times) if times else None,
-        batches=head_batches(
+        batches=list_head_batches(
             config.scheduler_config.max_num_seqs,
             speculation.num_speculative_tokens if speculation else 0,
         ),
@@ -79,11 +78,11 @@ def _check_choice(option: str, value: Any, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ValueError(
             f"--additional-config: spark.{option}: {value!r}, accepted: {', '.join(accepted)}; "
-            "fix: correct it, or leave it out"
+            "fix: use an accepted value, or remove the option"
         )
 
 
-def driver_version() -> str:
+def read_driver_version() -> str:
     from vllm.third_party.pynvml import nvmlInit, nvmlShutdown, nvmlSystemGetDriverVersion
 
     nvmlInit()
@@ -96,8 +95,7 @@ def driver_version() -> str:
 class Int8Head(QuantizeMethodBase):
     """Loads a 16-bit head and keeps INT8 rows with a scale per 128 inputs.
 
-    Refuses an LM head that is also the embedding. Compilation and synchronisation happen after
-    loading; requests only launch kernels, also inside CUDA graphs.
+    Kernels are compiled after loading; requests only launch them, also inside CUDA graphs.
     """
 
     def __init__(self, options: HeadOptions) -> None:
@@ -113,7 +111,6 @@ class Int8Head(QuantizeMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register the 16-bit weight the loader fills."""
         shape = (sum(output_partition_sizes), input_size_per_partition)
         weight = Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
         set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
@@ -122,57 +119,58 @@ class Int8Head(QuantizeMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Choose the kernel and replace the weight by the format it reads.
 
-        Peak while kernels are measured: the 16-bit weight, INT8 rows twice and a block of rows in
-        float32.
+        Peak memory: the 16-bit weight, INT8 rows twice and a block of rows in float32.
         """
         weight = layer.weight.data
         values, scales = quantise_rows(weight)
-        way = self.options.kernel or self._measured(weight, values, scales)
-        if way == "bf16":
+        kernel = self.options.kernel or self._choose_kernel(weight, values, scales)
+        if kernel == "bf16":
             self.head: Head = lambda x: x @ weight.t()
-        elif way == "own":
-            # parameters: the engine includes and moves them like any weight
+        elif kernel == "own":
+            # Parameters, so that the engine counts and moves them.
             layer.register_parameter("head_int8", Parameter(values, requires_grad=False))
             layer.register_parameter("head_scales", Parameter(scales, requires_grad=False))
-            self.head = own_head(values, scales, weight)
+            self.head = make_own_head(values, scales, weight)
         else:
-            self.head = marlin_head(values, scales)
+            self.head = make_marlin_head(values, scales)
         rows, in_features = weight.shape
-        if way != "bf16":
+        if kernel != "bf16":
             del layer.weight, weight
         torch.cuda.empty_cache()
         logger.info(
-            "spark int8-triton head: %d rows x %d inputs, computed by %s", rows, in_features, way
+            "spark int8-triton head: %d rows x %d inputs, computed by %s", rows, in_features, kernel
         )
 
-    def _measured(self, weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> str:
-        """Return the fastest kernel on this machine, from the file or by measuring once."""
+    def _choose_kernel(
+        self, weight: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
+    ) -> str:
+        """Return the fastest kernel, from the file or by measuring."""
         path = self.options.times
         if path is None:
             return FALLBACK
-        measured = Measured(
+        setup = HeadSetup(
             device=torch.cuda.get_device_name(weight.device),
-            driver=driver_version(),
+            driver=read_driver_version(),
             image=os.environ.get(IMAGE_VARIABLE, ""),
             rows=weight.shape[0],
             in_features=weight.shape[1],
             batches=self.options.batches,
         )
-        choice = read_choice(path, measured)
+        choice = read_choice(path, setup)
         if choice is None:
-            times = measure(weight, values, scales, measured.batches)
-            choice = write_choice(path, measured, times)
+            times = measure_kernels(weight, values, scales, setup.batches)
+            choice = write_choice(path, setup, times)
             logger.info(
                 "spark int8-triton head: us at batches %s: %s",
-                list(measured.batches),
-                describe(times, measured.batches),
+                list(setup.batches),
+                describe(times, setup.batches),
             )
         return choice
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the logits of this rank's rows, in the dtype of ``x``."""
+        """Return the logits of this rank's rows."""
         out = self.head(x.reshape(-1, x.shape[-1]))
         if bias is not None:
             out += bias
@@ -182,5 +180,5 @@ class Int8Head(QuantizeMethodBase):
         """Refuse: an embedding cannot be read from INT8 rows."""
         raise ValueError(
             "--additional-config: spark.lm_head: the head of this model is the embedding; "
-            "fix: leave the option out"
+            "fix: remove the option"
         )

@@ -6,7 +6,7 @@ import torch
 
 GROUP_SIZE = 128
 ROWS_PER_BLOCK = 8192
-"""Rows converted at once: bounds the float32 copy to 100 MB at 3072 inputs."""
+"""Limits the float32 copy to 100 MB at 3072 inputs."""
 
 LARGEST = 127
 
@@ -16,11 +16,11 @@ def quantise_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``weight`` as INT8 values and scales.
 
-    Values are rounded against the scale *as stored* in BF16, so rounding the scale adds no error.
+    Values use the scale *as stored* in BF16, so rounding the scale adds no error.
 
     Args:
         weight: ``[rows, in]``, any float dtype.
-        rows_per_block: rows converted at once; the result does not depend on it.
+        rows_per_block: rows converted at once; does not change the result.
 
     Returns:
         int8 ``[rows, in rounded up to 128]``, padded with zeros, and BF16 scales

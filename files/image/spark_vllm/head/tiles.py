@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 TABLE_PATH = Path(__file__).with_name("tiles.json")
-"""The shipped table. Every entry gives right logits for any batch and shape; only speed differs."""
+"""The shipped table. Every tile is correct for any batch and shape; only speed differs."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How the kernel cuts the work for batches up to ``max_batch``."""
+    """Block sizes and options of the kernel for batches up to ``max_batch``."""
 
     max_batch: int | None  # None: no limit; the last entry of every list
-    block_m: int  # batch rows per program; 8 is the narrowest the tensor cores take
+    block_m: int  # batch rows per program; at least 8, for the tensor cores
     block_n: int  # vocabulary rows per program
     groups_per_step: int  # groups loaded together; ignored where it does not divide the input
     split: bool  # activations as two INT8 halves instead of weights as BF16
@@ -34,7 +34,7 @@ def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:
     """Return the tiles per compute capability (``"12.1"``) and for ``"default"``.
 
     Raises:
-        ValueError: when the table has no default or a list does not end without a limit.
+        ValueError: limits do not rise to null, or the default is missing.
     """
     data: Mapping[str, Any] = json.loads(path.read_text())
     table = {name: tuple(Tile(**tile) for tile in tiles) for name, tiles in data["tiles"].items()}
@@ -42,7 +42,8 @@ def read_table(path: Path = TABLE_PATH) -> dict[str, tuple[Tile, ...]]:
         limits = [tile.max_batch for tile in tiles]
         if limits != [*sorted({limit for limit in limits if limit is not None}), None]:
             raise ValueError(
-                f"{path}: tiles of {name!r} have limits {limits}; fix: rising, only the last null"
+                f"{path}: tiles of {name!r} have limits {limits}; "
+                "fix: sort them; only the last is null"
             )
     if "default" not in table:
         raise ValueError(f"{path}: no tiles named 'default'; fix: add them")
@@ -55,5 +56,5 @@ def tiles_for(capability: tuple[int, int], table: Mapping[str, Sequence[Tile]]) 
 
 
 def tile_for(batch: int, tiles: Sequence[Tile]) -> Tile:
-    """Return the first tile with a limit of at least ``batch``."""
+    """Return the first tile for at least ``batch`` rows."""
     return next(tile for tile in tiles if tile.max_batch is None or batch <= tile.max_batch)
