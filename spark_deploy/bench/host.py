@@ -71,8 +71,8 @@ def read_served(login: Login, service: str) -> tuple[Served, Release]:
     status = parse(Status, login.run(tool.line(tool.STATUS)))
     state = status.services.get(service)
     if state is None or state.active is None:
-        fix = "deploy it with `spark-deploy up`, or run `spark-deploy start`"
-        raise SparkError.one(login.name, f"{service} serves nothing", fix)
+        fix = "run `spark-deploy start`, or deploy it with `spark-deploy up`"
+        raise SparkError.one(login.name, f"service {service} is stopped", fix)
     release = parse(Release, login.run(f"cat {shlex.quote(release_file(state.active))}"))
     system = dict(line.split("=", 1) for line in login.run(SYSTEM).splitlines() if "=" in line)
     versions = {k: str(v).strip() for k, v in {**status.versions, **system}.items() if v}
@@ -98,11 +98,11 @@ def copy_tokenizer(login: Login, checkpoint: str) -> Iterator[Path]:
     """Copy the tokenizer of a checkpoint into a temporary folder."""
     script = f"cd {shlex.quote(checkpoint)} && tar -chf - $(ls {_TOKENIZER} 2>/dev/null)"
     with tempfile.TemporaryDirectory(prefix="spark-bench-") as folder:
-        sent = subprocess.Popen(
+        sender = subprocess.Popen(
             login.argv(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
         )
-        subprocess.run(["tar", "-xf", "-", "-C", folder], stdin=sent.stdout, check=True)
-        sent.wait(timeout=_LIMIT_S)
+        subprocess.run(["tar", "-xf", "-", "-C", folder], stdin=sender.stdout, check=True)
+        sender.wait(timeout=_LIMIT_S)
         yield Path(folder)
 
 

@@ -77,7 +77,7 @@ def measure_seeds(endpoint: Endpoint, context_tokens: int, note: Note) -> Iterat
 
 
 def measure_answer(endpoint: Endpoint, text: str, tokens: int) -> Answer:
-    """Send a greedy request and time the streamed answer; refuse an incomplete answer."""
+    """Send a greedy request, time the streamed answer, and refuse an incomplete answer."""
     body = {
         "model": endpoint.model, "messages": [{"role": "user", "content": text}],
         "max_tokens": tokens, "temperature": 0,
@@ -97,7 +97,7 @@ def measure_answer(endpoint: Endpoint, text: str, tokens: int) -> Answer:
         response = connection.getresponse()
         if response.status != 200:
             excerpt = response.read(300).decode(errors="replace")
-            problem = f"answered {response.status}: {excerpt}"
+            problem = f"returned HTTP {response.status}: {excerpt}"
         for line in response:
             if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                 chunk = json.loads(line[6:])
@@ -110,7 +110,7 @@ def measure_answer(endpoint: Endpoint, text: str, tokens: int) -> Answer:
         connection.close()
     wall_s = time.monotonic() - started
     if problem or first_s is None or not usage:
-        problem = problem or "the answer ended without tokens or without a usage block"
+        problem = problem or "the answer has no tokens or no usage block"
         fix = "check the server with `spark-deploy status`, then run again"
         raise SparkError.one(endpoint.base_url, problem, fix)
     counts = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
@@ -125,7 +125,7 @@ def _has_text(choice: dict[str, Any]) -> bool:
 # --- llama-benchy: the published package, with the grid of Spark Arena v2
 
 GRID_NAME = "spark-arena-v2"
-# The key is in the environment: every user of this machine can read argv.
+# In the environment, because every user of this machine can read argv.
 _LAUNCH = (
     "import os, sys; sys.argv[1:1] = ['--api-key', os.environ.pop('SPARK_BENCH_KEY')]; "
     "from llama_benchy.__main__ import main; main()"
@@ -208,7 +208,7 @@ def parse_cells(data: dict[str, Any]) -> tuple[str, tuple[Cell, ...]]:
 REQUESTS, WARM_UPS = 10, 3
 LIMIT_S = 3600.0
 _ABSENT = "no vllm bench serve in this image"
-# Without GPU and downloads. The key comes by standard input: users of docker can read the
+# Without GPU and downloads. The key is sent by standard input, because users of docker can read the
 # environment of containers.
 _CONTAINER = (
     "docker", "run", "--rm", "-i", "--pull", "never", "--network", "host", "--log-driver", "none",
@@ -247,8 +247,8 @@ def measure_loads(
         seed, plural = int(time.time()), "s" * (case.concurrency > 1)
         title = f"vllm-bench, {case.concurrency} client{plural}"
         note(
-            f"{title}: vllm bench serve runs on the host; {WARM_UPS + case.requests} prompts of "
-            f"{case.prompt_tokens} tokens, answers of {case.answer_tokens}"
+            f"{title}: running vllm bench serve on the host, {WARM_UPS + case.requests} prompts of "
+            f"{case.prompt_tokens} tokens with answers of {case.answer_tokens}"
         )
         with ticking(title, note):
             output = login.run(load_script(release, port, key_path, case, seed), LIMIT_S)
@@ -260,7 +260,7 @@ def measure_loads(
         note(f"{title}: {load.output_tokens_per_s:.1f} tok/s, {first_token}")
         if failed := load.requests - load.completed:
             problem = f"{failed} of {load.requests} requests failed"
-            raise SparkError.one(login.name, problem, "find the reason with `spark-deploy logs`")
+            raise SparkError.one(login.name, problem, "read the reason with `spark-deploy logs`")
         loads.append(load)
     return version, tuple(loads)
 
@@ -288,7 +288,7 @@ def load_script(release: Release, port: int, key_path: str, case: Case, seed: in
     )
     mount = f"type=bind,source={release.tree.path},target=/model,readonly"
     container = shlex.join([*_CONTAINER, "--mount", mount, release.image.tag, "-c", inner])
-    # 127: the image has no shell, like the lab's stand-in for the engine.
+    # 127: the image has no shell.
     return f"{container} < {shlex.quote(key_path)} || {{ [ $? -eq 127 ] || exit 1; {absent}; }}"
 
 

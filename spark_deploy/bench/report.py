@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 import importlib.util
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spark_deploy.bench.protocols import SEEDS
-from spark_deploy.bench.result import BenchResult, Load
+from spark_deploy.bench.result import Answer, BenchResult, Load
 
 _SEEDS = (
     "five prompts, one after the other, greedy; tokens of the usage block over wall time; second "
@@ -92,14 +92,18 @@ def seeds_table(results: Sequence[BenchResult]) -> Rows:
     rows = [["tok/s", *names_of(results)]]
     answers = [result.warm_answers() for result in results]
     for prompt, tokens, _ in SEEDS:
-        speeds = [found[prompt].tokens_per_s if prompt in found else None for found in answers]
+        speeds = _speeds_of(prompt, answers)
         rows.append([f"{prompt} {tokens}", *_compare(speeds)])
-    first_s = [min((a.first_token_s for a in found.values()), default=None) for found in answers]
+    first_s = [min((a.first_token_s for a in run.values()), default=None) for run in answers]
     rows.append(["first token, s (best)", *(_text(value, 2) for value in first_s)])
     if any(result.published for result in results):
         texts = (", ".join(f"{p.tokens_per_s:g}" for p in result.published) for result in results)
         rows.append(["published, not measured here", *(text or "-" for text in texts)])
     return rows
+
+
+def _speeds_of(prompt: str, answers: Sequence[Mapping[str, Answer]]) -> list[float | None]:
+    return [run[prompt].tokens_per_s if prompt in run else None for run in answers]
 
 
 def grid_table(results: Sequence[BenchResult]) -> Rows:
@@ -128,15 +132,15 @@ def loads_table(results: Sequence[BenchResult]) -> Rows:
 
 def host_table(results: Sequence[BenchResult]) -> Rows:
     rows = [["", *names_of(results)]]
-    least = [min((s.available_bytes for s in r.samples), default=None) for r in results]
-    gigabytes = [None if value is None else value / 1e9 for value in least]
+    minimum = [min((s.available_bytes for s in r.samples), default=None) for r in results]
+    gigabytes = [None if value is None else value / 1e9 for value in minimum]
     rows.append(["minimum memory available, GB", *(_text(value, 1) for value in gigabytes)])
     for title, field in (
         ("maximum temperature, °C", "temperature_c"),
         ("maximum power, W", "power_w"),
     ):
         values = ([v for s in r.samples if (v := getattr(s, field)) is not None] for r in results)
-        rows.append([title, *(_text(max(found, default=None), 0) for found in values)])
+        rows.append([title, *(_text(max(column, default=None), 0) for column in values)])
     shares = (result.acceptance_fraction for result in results)
     rows.append(["drafts accepted", *("-" if s is None else f"{s:.0%}" for s in shares)])
     return rows
@@ -207,10 +211,7 @@ def _plots(heading: str, results: Sequence[BenchResult]) -> Iterator[str]:
     names = names_of(results)
     if heading == _SEEDS_TITLE:
         answers = [result.warm_answers() for result in results]
-        groups = [
-            (prompt, [found[prompt].tokens_per_s if prompt in found else None for found in answers])
-            for prompt, *_ in SEEDS
-        ]
+        groups = [(prompt, _speeds_of(prompt, answers)) for prompt, *_ in SEEDS]
         yield draw_bars(groups, "tokens per second", names)
     elif heading == _GRID_TITLE:
         for clients in sorted({cell.concurrency for result in results for cell in result.cells}):
@@ -238,12 +239,12 @@ def draw_bars(
     def draw(axes: Any) -> None:
         series = list(zip(*(values for _, values in groups), strict=True))
         width = 0.7 / len(series)
-        for place, values in enumerate(series):
-            offset = (place - (len(series) - 1) / 2) * width
-            places = [at + offset for at, value in enumerate(values) if value is not None]
+        for index, values in enumerate(series):
+            offset = (index - (len(series) - 1) / 2) * width
+            positions = [x + offset for x, value in enumerate(values) if value is not None]
             heights = [value for value in values if value is not None]
-            label = names[place] if names else None
-            bars = axes.bar(places, heights, width * 0.92, label=label)
+            label = names[index] if names else None
+            bars = axes.bar(positions, heights, width * 0.92, label=label)
             axes.bar_label(bars, fmt=lambda v: f"{v:,.{int(v < 100)}f}", padding=2, fontsize=8)
         axes.set_xticks(range(len(groups)), [name for name, _ in groups])
 

@@ -42,7 +42,7 @@ class Origin:
 
 
 class _Text(str):
-    """A text that YAML writes on several lines."""
+    """A string that YAML writes on several lines."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -153,7 +153,7 @@ def _csv_rows(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def performance_of(
     result: BenchResult, release: Release, origin: Origin, recipe: str
 ) -> dict[str, Any]:
-    """Return the figures of `vllm-bench`; NVIDIA's own benchmark program is another."""
+    """Return the figures of `vllm-bench`, not of NVIDIA's benchmark program."""
     versions = result.served.versions
     system = {
         "label": versions.get("product"),

@@ -37,7 +37,12 @@ from spark_deploy.config.catalog.types import Engine, Engines, Families
 from spark_deploy.config.errors import CatalogError, SparkError
 from spark_deploy.config.printable import one_line, shown
 from spark_deploy.config.yaml_files import read_mapping
-from spark_deploy.lock.headers import anatomy_of, ask_hub, read_hub_token, temporary_builder
+from spark_deploy.lock.headers import (
+    anatomy_of,
+    describe_repository,
+    read_hub_token,
+    temporary_builder,
+)
 from spark_deploy.lock.hub import card_of
 from spark_deploy.plan.artifacts import exact_sets
 from spark_deploy.plan.resolve import pair_of
@@ -157,7 +162,7 @@ def _inspect(options: Options, place: str, host: Target) -> int:
                 name = f"{model.name}.{order.shared_experts}.json"
                 (builder.folder / name).write_text(text_of(order), encoding="utf-8")
                 words += [orders.AGAINST, name]
-        print(shown(builder.ask(orders.INSPECT, *words, place)), end="")
+        print(shown(builder.run(orders.INSPECT, *words, place)), end="")
     return 0
 
 
@@ -225,7 +230,7 @@ def _of_repository(place: str, host: Target) -> Draft:
         problem = "is neither a file nor ORG/NAME[@REVISION]"
         raise CatalogError.one(place, problem, "check the spelling")
     revision, hub = revision or "main", host.settings.settings.hub
-    content = ask_hub(f"{repository}@{revision}", hub, all_documents=True)
+    content = describe_repository(f"{repository}@{revision}", hub, all_documents=True)
     card = Card(*card_of(hub.endpoint, repository, content.commit, read_hub_token(hub)))
     anatomy = anatomy_of(repository, content)
     return draft_of(anatomy, content, card, host.catalog.engines, read_families(), revision)

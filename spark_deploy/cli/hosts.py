@@ -35,7 +35,7 @@ from spark_deploy.inventory.host_names import CONTEXT_KEY, HostContext
 from spark_deploy.inventory.output_limits import limit_output
 from spark_deploy.inventory.plans import payload_identity, read_headers, read_inventory
 from spark_deploy.lock.file import read_lock
-from spark_deploy.lock.resolve import companions, resolve, wanted_by
+from spark_deploy.lock.resolve import companions, required_names, resolve
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.artifacts import original_bytes
 from spark_deploy.plan.host import plan_host
@@ -125,7 +125,7 @@ def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
     settings, catalog = host.settings.settings, host.catalog
     path = host.settings.lock_path
     lock = host.looked_up.get(path) or read_lock(path)
-    missing = wanted_by(settings, catalog).missing_in(lock)
+    missing = required_names(settings, catalog).missing_in(lock)
     if missing.names and estimate:
         lock = with_estimates(lock, settings, catalog)
     elif missing.names:
@@ -140,7 +140,7 @@ def build_plan(host: Target, *, estimate: bool = False) -> HostPlan:
 
 def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
     """Add estimated sizes, by architecture, for names that are not locked."""
-    missing = wanted_by(settings, catalog).missing_in(lock)
+    missing = required_names(settings, catalog).missing_in(lock)
     size_bytes: dict[str | None, int] = {}
     for name in {served.model for served in settings.all_served}:
         model = catalog.model(name)
@@ -165,7 +165,7 @@ def with_estimates(lock: Lock, settings: Settings, catalog: Catalog) -> Lock:
         for name in missing.images
     ]
     unread = [Anatomy(repository=source.repo, commit=ESTIMATED_COMMIT) for source in sources]
-    return lock.also(sources, images, anatomies=unread)
+    return lock.extended_by(sources, images, anatomies=unread)
 
 
 def chosen_services(host: Target, service: str | None) -> list[str]:

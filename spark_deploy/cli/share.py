@@ -242,7 +242,7 @@ def install(shared: Shared, host: Target, *, force: bool) -> tuple[list[Path], l
     written = write_files(root, texts, force=force)
     path = host.settings.lock_path
     lock = read_lock(path)
-    changed = checked(lock.also(locked))
+    changed = checked(lock.extended_by(locked))
     if changed != lock:
         write_lock(path, changed)
         note(f"{path}: {len(locked)} repositories locked as shared")

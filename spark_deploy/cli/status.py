@@ -27,7 +27,7 @@ from spark_deploy.hosts.uninstall import (
     uninstall_request,
 )
 from spark_deploy.lock.file import read_lock
-from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.lock.resolve import required_names
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.memory import gib
 from spark_deploy.plan.types import HostPlan
@@ -133,7 +133,7 @@ def summary_of(answer: Answer[HostStatus]) -> dict[str, Any]:
 def _plan(host: Target) -> tuple[HostPlan | None, str]:
     lock = read_lock(host.settings.lock_path)
     try:
-        if wanted_by(host.settings.settings, host.catalog).missing_in(lock).names:
+        if required_names(host.settings.settings, host.catalog).missing_in(lock).names:
             return None, "the plan is not locked yet"
         return build_plan(host), ""
     except SparkError as error:

@@ -30,7 +30,7 @@ from spark_deploy.hosts.payload import read_payload
 from spark_deploy.hosts.status import HostStatus, Jobs, JobStates, Status
 from spark_deploy.inventory.login import public_key
 from spark_deploy.lock.file import read_lock
-from spark_deploy.lock.resolve import size, wanted_by
+from spark_deploy.lock.resolve import required_names, size
 from spark_deploy.plan.jobs import jobs_of
 from spark_deploy.plan.types import HostPlan
 
@@ -48,7 +48,7 @@ def up(options: Options) -> int:
     if code := _bootstrap(hosts, options):
         return code
     if not options.dry and any(
-        wanted_by(host.settings.settings, host.catalog)
+        required_names(host.settings.settings, host.catalog)
         .missing_in(read_lock(host.settings.lock_path))
         .names
         for host in hosts

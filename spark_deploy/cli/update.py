@@ -23,7 +23,7 @@ from spark_deploy.inventory.plans import (
     verify_names_if_online,
 )
 from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.resolve import Names, refuse_two_revisions, resolve, wanted_by
+from spark_deploy.lock.resolve import Names, refuse_two_revisions, required_names, resolve
 from spark_deploy.lock.types import Lock
 
 
@@ -73,7 +73,7 @@ def _resolve(
 ) -> tuple[Lock, set[str]]:
     """Return the lock with the names of all hosts, and the names to lock."""
     lock, done = read_lock(path), set[str]()
-    wanted = [wanted_by(host.settings.settings, host.catalog) for host in hosts]
+    wanted = [required_names(host.settings.settings, host.catalog) for host in hosts]
     refuse_two_revisions(set().union(*(names.sources for names in wanted)))
     for host, names in zip(hosts, wanted, strict=True):
         if only:
@@ -90,7 +90,7 @@ def _resolve(
 
 
 def _refuse_unknown(only: Sequence[str], hosts: list[Target]) -> None:
-    wanted = (wanted_by(host.settings.settings, host.catalog) for host in hosts)
+    wanted = (required_names(host.settings.settings, host.catalog) for host in hosts)
     known = sorted({name for names in wanted for name in names.names})
     for name in only:
         if name not in known:
@@ -132,7 +132,7 @@ def _with_cache_sizes(lock: Lock, hosts: Sequence[Target]) -> Lock:
     """Add the KV-cache sizes that proven engines of these hosts measured."""
     for host, status in query_or_note(hosts, read_status):
         for anatomy in _measured(host, status, lock):
-            lock = lock.also(anatomies=[anatomy])
+            lock = lock.extended_by(anatomies=[anatomy])
             if size := anatomy.counted:
                 note(f"  {anatomy.repository}: {size.token_bytes:,} bytes per token, by {size.by}")
     return lock

@@ -133,7 +133,7 @@ def read_headers(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
         unread_repositories(settings, catalog, lock)
     ):
         anatomy = headers.read_anatomy(repository, commit, settings.hub, leave_out=leave_out)
-        lock = checked(lock.also(anatomies=[anatomy]))
+        lock = checked(lock.extended_by(anatomies=[anatomy]))
         architecture = anatomy.architecture or "no architecture named"
         log(f"  {repository}: {architecture}, weights {size(anatomy.weights_bytes)}")
     return lock
@@ -149,7 +149,7 @@ def verify_names(settings: Settings, catalog: Catalog, lock: Lock, log: Log) -> 
     lock = read_headers(settings, catalog, lock, log)
     for names, order in unverified_builds(settings, catalog, lock):
         verified = headers.check_names(names, order, settings.hub)
-        lock = lock.also(names=[verified])
+        lock = lock.extended_by(names=[verified])
         counts = [(verified.base_tensors, verified.base), (verified.donor_tensors, verified.donor)]
         texts = [f"{count:,} names of {source.split('@')[0]}" for count, source in counts if source]
         log(f"  {names.build}: {' and '.join(texts)} match the catalog")

@@ -14,8 +14,8 @@ from spark_deploy.config.yaml_files import load_schema, read_mapping
 from spark_deploy.lock.types import Lock
 
 _HEAD = """\
-# Written by `spark-deploy update`: which commit and which digest stand behind every name.
-# Keep it in version control. To move a name forward: `spark-deploy update --only NAME`.
+# Written by `spark-deploy update`: the commit or digest of every name.
+# Keep it in version control. To update a name: `spark-deploy update --only NAME`.
 """
 
 
@@ -31,8 +31,8 @@ def read_lock(path: Path) -> Lock:
 
 
 def checked(lock: Lock) -> Lock:
-    """Return a lock after checking it against the schema: hub and registry are not trusted."""
-    data, where = typed(lock, nulls=False), "the answer of the hub or registry"
+    """Check a lock against the schema, because hub and registry are not trusted; return it."""
+    data, where = typed(lock, nulls=False), "the response of the hub or registry"
     problems = list(problems_of(data, load_schema("lock"), lambda key: where))
     if problems:
         raise LockError(problems)
@@ -46,5 +46,5 @@ def write_lock(path: Path, lock: Lock) -> None:
     try:
         files.write_text(path, text)
     except OSError as error:
-        fix = "make its folder writable, or set lock_file to another place"
+        fix = "make its folder writable, or set lock_file to another path"
         raise LockError.one(str(path), f"cannot be written: {error.strerror}", fix) from error

@@ -1,7 +1,7 @@
 """Read headers of locked repositories and compare their names with the catalog.
 
-The checkpoint builder reads them in a subprocess, with the rules that hosts apply; memory and
-answer are bounded, independent of the hub.
+The checkpoint builder reads them in a subprocess, with the rules of hosts and with limits on memory
+and output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.lock.kv_cache_spec import Missing, Numbers, cache_layers
 from spark_deploy.lock.types import LockedSource, VerifiedNames
 
-_UNANSWERED = 4  # the builder's exit code when reading or the network failed
+_UNAVAILABLE = 4  # the builder's exit code for failures of network or disk
 # Fields of a build plan that do not affect tensor names: locations and output.
 _UNRELATED_FIELDS = ("digest", "recipe_version", "base", "donor", "layout", "out", "extra")
 
@@ -51,9 +51,9 @@ class HeadersUnavailableError(LockError):
 def names_to_verify(
     order: BuildPlan, base: LockedSource, donor: LockedSource | None
 ) -> VerifiedNames:
-    """Return what identifies a verification; ``check_names`` adds the counts."""
+    """Return the identity of a verification, without counts."""
     fields = {key: value for key, value in plain(order).items() if key not in _UNRELATED_FIELDS}
-    places = [f"{one.repo}@{one.commit}" for one in (base, donor) if one is not None]
+    places = [f"{source.repo}@{source.commit}" for source in (base, donor) if source is not None]
     return VerifiedNames(
         build=f"{order.name}, shared experts {order.shared_experts}, head {order.head}",
         question=digest_of({"builder": fields, "places": places}),
@@ -75,15 +75,12 @@ def check_names(names: VerifiedNames, order: BuildPlan, hub: HubSettings) -> Ver
                 order, donor=DonorUrl(url=order.donor.url, token_file=builder.token_file, tries=3)
             )
         (builder.folder / "plan.json").write_text(text_of(order), encoding="utf-8")
-        output = builder.ask(orders.CHECK_SOURCES, "plan.json", names.base)
+        output = builder.run(orders.CHECK_SOURCES, "plan.json", names.base)
     try:
         result = documents.parse(SourceCounts, output)
     except DocumentError as error:
-        what, fix = (
-            f"the builder's answer is malformed: {error}",
-            "restore the checkout (git status)",
-        )
-        raise LockError.one(names.base, what, fix) from error
+        what = f"the builder's output is malformed: {error}"
+        raise LockError.one(names.base, what, "restore the checkout (git status)") from error
     return replace(
         names,
         base_tensors=result.base_tensors,
@@ -102,12 +99,12 @@ class Builder:
     endpoint: str
     token_file: str | None
 
-    def ask(self, *words: str) -> str:
-        """Return the output of a command; the token is passed as a file, never in argv."""
+    def run(self, *words: str) -> str:
+        """Return the output of a command; the token is passed in a file, never in argv."""
         options = [orders.ENDPOINT, self.endpoint]
         options += [orders.TOKEN_FILE, self.token_file] if self.token_file else []
         homes = (str(CHECKOUT / "files" / home) for home in ("contract", "checkpoint"))
-        # In an empty folder: Python modules of the current directory are not importable.
+        # In an empty folder, so that no file of the current directory is imported.
         done = subprocess.run(
             [sys.executable, "-m", orders.BUILDER, *words, *options],
             cwd=self.folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(homes)},
@@ -115,12 +112,12 @@ class Builder:
         )  # fmt: skip
         if done.returncode == 0:
             return done.stdout
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        problem = problem_in(last)
+        last_line = (done.stderr.strip().splitlines() or [""])[-1]
+        problem = problem_in(last_line)
         if problem is None:
-            what = f"the reader of the headers ended with {done.returncode} {last[:200]!r}"
+            what = f"the header reader exited with {done.returncode}: {last_line[:200]!r}"
             raise LockError.one(words[-1], what, "check the free memory of this machine")
-        raise (HeadersUnavailableError if done.returncode == _UNANSWERED else LockError)([problem])
+        raise (HeadersUnavailableError if done.returncode == _UNAVAILABLE else LockError)([problem])
 
 
 @contextmanager
@@ -130,8 +127,8 @@ def temporary_builder(hub: HubSettings) -> Iterator[Builder]:
         token_file, token = None, read_hub_token(hub)
         if token is not None:
             token_file = f"{folder}/token"
-            private = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(private, "w", encoding="utf-8") as file:
+            descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(token)
         yield Builder(Path(folder), hub.endpoint, token_file)
 
@@ -148,22 +145,22 @@ def read_anatomy(
         HeadersUnavailableError: the hub did not send them.
         LockError: the repository is not a model.
     """
-    described = ask_hub(f"{repository}@{commit}", hub, leave_out=leave_out)
+    described = describe_repository(f"{repository}@{commit}", hub, leave_out=leave_out)
     return replace(anatomy_of(repository, described), leave_out=leave_out)
 
 
-def ask_hub(
+def describe_repository(
     place: str, hub: HubSettings, *, leave_out: tuple[str, ...] = (), all_documents: bool = False
 ) -> Described:
     """Return headers and documents of a repository, read by the builder."""
     words = [f"{LEAVE_OUT}={pattern}" for pattern in leave_out]
     words += [ALL_DOCUMENTS] if all_documents else []
     with temporary_builder(hub) as builder:
-        output = builder.ask(DESCRIBE, *words, place)
+        output = builder.run(DESCRIBE, *words, place)
     try:
         return documents.parse(Described, output)
     except DocumentError as error:
-        what = f"the reader's answer is malformed: {error}"
+        what = f"the reader's output is malformed: {error}"
         raise LockError.one(place, what, "restore the checkout (git status)") from error
 
 
@@ -173,7 +170,7 @@ def anatomy_of(repository: str, described: Described) -> Anatomy:
     config = Numbers(where, described.documents.get(CONFIG, {}))
     sizes = {part: sum(by_dtype.values()) for part, by_dtype in described.parts.items()}
     if sum(sizes.values()) > _MAX_BYTES:
-        what = f"headers add up to {sum(sizes.values())} bytes"
+        what = f"its headers add up to {sum(sizes.values())} bytes"
         raise LockError.one(where, what, "choose another commit of the repository")
     cache: tuple[CacheLayers, ...] = ()
     unknown = ""
@@ -201,11 +198,11 @@ def anatomy_of(repository: str, described: Described) -> Anatomy:
 
 
 def _architecture(config: Numbers) -> str:
-    # Of the whole configuration: a part of it names the class of that part.
-    named = config.outer("architectures")
-    first = named[0] if isinstance(named, list) and named else ""
-    fits = isinstance(first, str) and len(first) <= 100 and first.isidentifier()
-    return first if fits else ""
+    # Of the top level: a section may name another class.
+    names = config.outer("architectures")
+    first = names[0] if isinstance(names, list) and names else ""
+    is_valid = isinstance(first, str) and len(first) <= 100 and first.isidentifier()
+    return first if is_valid else ""
 
 
 def quantisation_of(config: Numbers) -> str:
@@ -213,11 +210,11 @@ def quantisation_of(config: Numbers) -> str:
     section = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(section, dict):
         return ""
-    words = Numbers(config.where, section)
-    names = (words.text(key) for key in ("quant_method", "quant_algo", "format", "fmt"))
+    fields = Numbers(config.where, section)
+    names = (fields.text(key) for key in ("quant_method", "quant_algo", "format", "fmt"))
     bits = section.get("bits")
-    counted = f"{bits} bit" if type(bits) is int and 0 < bits < 64 else ""
-    return ", ".join(dict.fromkeys(word for word in (*names, counted) if word))
+    width = f"{bits} bit" if type(bits) is int and 0 < bits < 64 else ""
+    return ", ".join(dict.fromkeys(word for word in (*names, width) if word))
 
 
 _TOKEN = re.compile(r"[!-~]{1,512}")
@@ -230,7 +227,7 @@ def read_hub_token(hub: HubSettings) -> str | None:
     if not _TOKEN.fullmatch(token):
         what = f"the value of {hub.token.kind} {hub.token.value[0]} is not a token"
         raise SettingsError.one(
-            "hub.token", what, "store only the token: a single line without spaces"
+            "hub.token", what, "store only the token, on a single line without spaces"
         )
     return token
 
@@ -239,7 +236,7 @@ def _read_login(endpoint: str) -> str | None:
     # Importing the library takes 0.3 s, and most runs do not need it.
     from huggingface_hub import constants, get_token
 
-    # The login belongs to the hub that the library itself would send it to.
+    # Only to the hub that the library itself would send it to.
     if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN or endpoint.rstrip("/") != constants.ENDPOINT:
         return None
     token = get_token()

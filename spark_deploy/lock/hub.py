@@ -22,38 +22,38 @@ from spark_contract.units import COMMIT
 
 from spark_deploy.config.errors import LockError
 from spark_deploy.config.printable import in_words, one_line
-from spark_deploy.lock.registry import LIMIT_S, within
-from spark_deploy.lock.types import LockedSource, SourceFile, parted
+from spark_deploy.lock.registry import LIMIT_S, run_with_timeout
+from spark_deploy.lock.types import LockedSource, SourceFile, split_files
 
 _TIMEOUT_S = 30
 _LONGEST_S = 300
-_LONGEST_BYTES = 64 << 20  # each file takes about 300
+_LONGEST_BYTES = 64 << 20  # about 300 per file
 _COMMIT = re.compile(COMMIT)
-_ODD_ANSWERS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _MAX_BYTES = 1 << 50  # no file is larger
 
 
-class _Bounded(httpx2.SyncByteStream):
+class _LimitedBody(httpx2.SyncByteStream):
     """A response body with a limit on size and time."""
 
     def __init__(self, body: httpx2.SyncByteStream) -> None:
         self._body = body
 
     def __iter__(self) -> Iterator[bytes]:
-        seen, began = 0, time.monotonic()
+        received, started = 0, time.monotonic()
         for part in self._body:
-            seen += len(part)
-            if seen > _LONGEST_BYTES or time.monotonic() - began > _LONGEST_S:
-                raise httpx2.ReadError(f"the answer is too long ({seen} bytes)")
+            received += len(part)
+            if received > _LONGEST_BYTES or time.monotonic() - started > _LONGEST_S:
+                raise httpx2.ReadError(f"the response is too long ({received} bytes)")
             yield part
 
     def close(self) -> None:
         self._body.close()
 
 
-def _bound(response: httpx2.Response) -> None:
+def _limit_body(response: httpx2.Response) -> None:
     if isinstance(response.stream, httpx2.SyncByteStream):
-        response.stream = _Bounded(response.stream)
+        response.stream = _LimitedBody(response.stream)
 
 
 def _prepare_client() -> None:
@@ -61,16 +61,15 @@ def _prepare_client() -> None:
     client = get_session()
     client.headers["Accept-Encoding"] = "identity"
     hooks = client.event_hooks
-    missing = [hook for hook in (_bound, _stays_with_tls) if hook not in hooks["response"]]
+    missing = [
+        hook for hook in (_limit_body, _refuse_redirect_to_http) if hook not in hooks["response"]
+    ]
     if missing:
         client.event_hooks = {**hooks, "response": [*hooks["response"], *missing]}
 
 
 def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> LockedSource:
-    """Return the commit of ``revision``, and the files.
-
-    Large files have a sha256, small ones a git blob sha1 (``lfs`` and ``blobId`` of the hub API).
-    """
+    """Return commit and files; small files have a git blob sha1 instead of a sha256."""
     where = f"{endpoint}/{repo}"
     try:
         info = _model_info(endpoint, repo, revision, token, files_metadata=True)
@@ -78,31 +77,31 @@ def look_up(endpoint: str, repo: str, revision: str, token: str | None) -> Locke
         fix = f"accept the terms at {where}, then run `hf auth login` or set hub.token"
         raise LockError.one(where, "the repository is gated", fix) from error
     except RevisionNotFoundError as error:
-        fix = "correct sources.revision of the model"
+        fix = "correct sources.revision in the model file"
         raise LockError.one(where, f"has no branch, tag or commit {revision}", fix) from error
     except RepositoryNotFoundError as error:
         fix = "correct the name; if it is private, run `hf auth login` or set hub.token"
         raise LockError.one(where, "no such repository", fix) from error
     except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
-        why = f"{type(error).__name__}: {in_words(one_line(error))}"
-        what = f"the hub cannot be reached: {why}"
+        reason = f"{type(error).__name__}: {in_words(one_line(error))}"
+        what = f"the hub cannot be reached: {reason}"
         fix = "check hub.endpoint and the network of this machine, then run again"
         raise LockError.one(where, what, fix) from error
-    except _ODD_ANSWERS as error:
-        raise _no_hub(where, f"{type(error).__name__}: {error}") from error
-    return _locked(where, repo, revision, info)
+    except _MALFORMED as error:
+        raise _not_a_hub(where, f"{type(error).__name__}: {error}") from error
+    return _make_source(where, repo, revision, info)
 
 
 def card_of(endpoint: str, repo: str, revision: str, token: str | None) -> tuple[str, bool, str]:
-    """Return licence, gating and task as the hub states them; unknown values are empty."""
+    """Return licence, gating and task from the hub; unknown values are empty."""
     try:
         info = _model_info(endpoint, repo, revision, token)
         data = getattr(info, "card_data", None)
-        stated = data.get("license") if data is not None else None
-        named = [tag for tag in info.tags or () if str(tag).startswith("license:")]
-    except (HfHubHTTPError, httpx2.HTTPError, OSError, *_ODD_ANSWERS):
+        field = data.get("license") if data is not None else None
+        tags = [tag for tag in info.tags or () if str(tag).startswith("license:")]
+    except (HfHubHTTPError, httpx2.HTTPError, OSError, *_MALFORMED):
         return "", False, ""
-    license_ = stated if isinstance(stated, str) else str(named[0])[8:] if named else ""
+    license_ = field if isinstance(field, str) else str(tags[0])[8:] if tags else ""
     task = info.pipeline_tag if isinstance(info.pipeline_tag, str) else ""
     return one_line(license_ or "no reason given")[:60] if license_ else "", bool(info.gated), task
 
@@ -113,67 +112,64 @@ def _model_info(
     _prepare_client()
     api = HfApi(endpoint=endpoint, token=token or False)
     try:
-        return within(
+        return run_with_timeout(
             LIMIT_S,
             lambda: api.model_info(
                 repo, revision=revision, files_metadata=files_metadata, timeout=_TIMEOUT_S
             ),
         )
     except HfHubHTTPError as error:
-        # The hub refuses even public repositories to a token that expired.
+        # The hub refuses even public repositories to an expired token.
         if not token or error.response.status_code != 401 or type(error) is not HfHubHTTPError:
             raise
         return _model_info(endpoint, repo, revision, None, files_metadata=files_metadata)
 
 
-def _stays_with_tls(answer: httpx2.Response) -> None:
-    if answer.has_redirect_location and answer.url.scheme == "https":
-        target = answer.url.join(answer.headers["location"])
+def _refuse_redirect_to_http(response: httpx2.Response) -> None:
+    if response.has_redirect_location and response.url.scheme == "https":
+        target = response.url.join(response.headers["location"])
         if target.scheme != "https":
             what = f"it redirects from https to {one_line(target.scheme)}"
-            raise httpx2.UnsupportedProtocol(what, request=answer.request)
+            raise httpx2.UnsupportedProtocol(what, request=response.request)
 
 
-def _no_hub(where: str, why: str) -> LockError:
-    fix = "correct hub.endpoint; a proxy may have answered in the hub's place"
-    return LockError.one(
-        where, f"the server does not answer like a Hugging Face hub ({one_line(why)})", fix
-    )
+def _not_a_hub(where: str, reason: str) -> LockError:
+    what = f"the server does not respond like a Hugging Face hub ({one_line(reason)})"
+    return LockError.one(where, what, "correct hub.endpoint, or check for a proxy")
 
 
-def _locked(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSource:
+def _make_source(where: str, repo: str, revision: str, info: ModelInfo) -> LockedSource:
     files = []
     for sibling in info.siblings or ():
-        # Hub bookkeeping, no part of the model.
         if sibling.rfilename == ".gitattributes":
             continue
         sha256 = sibling.lfs.sha256 if sibling.lfs else None
         if sibling.size is None or (sha256 is None and sibling.blob_id is None):
             what = f"lists neither size nor hash of {one_line(sibling.rfilename)}"
             raise LockError.one(where, what, "set hub.endpoint to another hub")
-        files.append(_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
+        files.append(_check_file(where, sibling.rfilename, sibling.size, sha256, sibling.blob_id))
     if not info.sha or not files:
         raise LockError.one(where, "the hub lists no commit or no files", "check the repository")
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-        raise _no_hub(where, f"it names the commit {info.sha}")
+        raise _not_a_hub(where, f"it lists the commit {info.sha}")
     if len({file.path for file in files}) != len(files):
-        raise _no_hub(where, "it names a file twice")
+        raise _not_a_hub(where, "it lists a file twice")
     files.sort(key=lambda file: file.path)
-    kept, left_out = parted(where, files)
+    kept, left_out = split_files(where, files)
     if not kept:
         raise LockError.one(where, "has no file to download", "check the repository")
     return LockedSource(repo, revision, info.sha, kept, left_out)
 
 
-def _file(
+def _check_file(
     where: str, path: object, size_bytes: object, sha256: object, git_sha1: object
 ) -> SourceFile:
-    """Return a file after checking it with the rules of the download job."""
-    named = {"sha256": sha256} if sha256 else {"git_sha1": git_sha1}
+    """Check a file with the rules of the download job; return it."""
+    digest = {"sha256": sha256} if sha256 else {"git_sha1": git_sha1}
     try:
-        file = documents.read(FetchFile, {"path": path, "size_bytes": size_bytes, **named})
+        file = documents.read(FetchFile, {"path": path, "size_bytes": size_bytes, **digest})
     except DocumentError as error:
-        raise _no_hub(where, str(error)) from error
+        raise _not_a_hub(where, str(error)) from error
     if file.size_bytes > _MAX_BYTES or not file.path.isprintable():
-        raise _no_hub(where, f"it names {file.path!r} of {file.size_bytes} bytes")
+        raise _not_a_hub(where, f"it lists {file.path!r} of {file.size_bytes} bytes")
     return SourceFile(file.path, file.size_bytes, file.sha256, file.git_sha1)

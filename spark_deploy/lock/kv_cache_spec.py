@@ -1,6 +1,6 @@
 """Compute the KV cache and state of each layer from ``config.json``.
 
-Unknown layer types, or fields that change the size in unknown ways, make the cache unknown.
+With unknown layer types or fields the size is unknown.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Numbers:
         return self._parts[1].get(name)
 
     def count(self, *names: str) -> int | None:
-        """Return the first number present; raise LockError if it is out of range."""
+        """Return the first number; raise LockError if it is out of range."""
         for name in names:
             value = self.get(name)
             if value is None:
                 continue
             if type(value) is not int or not 0 <= value < _LARGEST:
-                what = f"{name} is {shown(value)}, which no model has"
+                what = f"{name} is {shown(value)}, which is impossible"
                 raise LockError.one(self.where, what, "choose another commit of the repository")
             return value
         return None
 
-    def needed(self, *names: str) -> int:
-        """Return the first number present, or raise Missing."""
+    def require(self, *names: str) -> int:
+        """Return the first number, or raise Missing."""
         value = self.count(*names)
         if not value:
             raise Missing(f"config.json lacks {names[0]}")
@@ -63,10 +63,10 @@ class Numbers:
     def text(self, name: str) -> str:
         """Return a short printable string, or an empty string."""
         value = self.get(name)
-        fits = isinstance(value, str) and len(value) <= 100 and value.isprintable()
-        return str(value) if fits else ""
+        is_valid = isinstance(value, str) and len(value) <= 100 and value.isprintable()
+        return str(value) if is_valid else ""
 
-    def words(self, name: str) -> tuple[str, ...]:
+    def strings(self, name: str) -> tuple[str, ...]:
         """Return a list as strings, or an empty tuple."""
         value = self.get(name)
         return tuple(map(str, value)) if isinstance(value, list) and len(value) < 4096 else ()
@@ -75,7 +75,7 @@ class Numbers:
 _SIXTEEN_BIT_BYTES = 2
 _MAX_LAYERS = 1024
 _STATE_BYTES = 4  # recurrent state is float32
-# Every layer is full attention, unless `layer_types` differs.
+# All layers are full attention unless `layer_types` differs.
 _ALL_FULL = frozenset((
     "apertus", "arcee", "cohere", "ernie4_5", "ernie4_5_moe", "exaone", "gemma", "glm", "glm4",
     "glm4_moe", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2",
@@ -88,7 +88,7 @@ _ENCODERS = frozenset((
     "bert", "deberta-v2", "distilbert", "electra", "gte", "jina_bert", "modernbert", "mpnet",
     "new", "nomic_bert", "roberta", "snowflake_arctic_embed", "xlm-roberta",
 ))  # fmt: skip
-# Fields with an effect on the cache size that is not implemented.
+# Fields with an effect on the cache size that is not computed here.
 _UNSUPPORTED = (
     "attention_k_eq_v", "compress_ratios", "cross_attention_layers", "index_head_dim",
     "index_topk", "num_kv_shared_layers", "num_global_key_value_heads", "global_head_dim",
@@ -114,18 +114,18 @@ def cache_layers(config: Numbers) -> tuple[CacheLayers, ...]:
 
 def _layer_names(config: Numbers, kind: str) -> list[str]:
     """Return the kind of each layer that has a cache or state."""
-    layers = config.needed("num_hidden_layers", "n_layer", "num_layers")
+    layers = config.require("num_hidden_layers", "n_layer", "num_layers")
     if layers > _MAX_LAYERS:
         raise Missing(f"config.json has {layers} layers")
     if config.get("kv_lora_rank") is not None:
         return ["latent"] * layers
-    if layer_types := config.words("layer_types"):
+    if layer_types := config.strings("layer_types"):
         return _listed_layers(layer_types, layers)
     if config.count("full_attention_interval") and config.get("linear_num_key_heads"):
-        full = layers // config.needed("full_attention_interval")
+        full = layers // config.require("full_attention_interval")
         return ["full_attention"] * full + ["linear_attention"] * (layers - full)
     if pattern := config.text("hybrid_override_pattern"):
-        return _of_pattern(pattern, layers)
+        return _parse_pattern(pattern, layers)
     if kind not in _ALL_FULL:
         raise Missing(f"layers of {kind or 'a model without model_type'} are unknown")
     window = config.count("sliding_window")
@@ -135,72 +135,71 @@ def _layer_names(config: Numbers, kind: str) -> list[str]:
 
 def _listed_layers(layer_types: tuple[str, ...], layers: int) -> list[str]:
     if len(layer_types) != layers:
-        raise Missing(f"layer_types names {len(layer_types)} layers of {layers}")
-    odd = next((name for name in layer_types if name not in _LAYERS), None)
-    if odd is not None:
-        raise Missing(f"layers of type {odd[:40]!r} are unknown")
+        raise Missing(f"layer_types lists {len(layer_types)} layers of {layers}")
+    unknown = next((name for name in layer_types if name not in _LAYERS), None)
+    if unknown is not None:
+        raise Missing(f"layers of type {unknown[:40]!r} are unknown")
     return list(layer_types)
 
 
-def _of_pattern(pattern: str, layers: int) -> list[str]:
-    """Nemotron-H: M is Mamba-2, * is attention, - and E have no cache."""
+def _parse_pattern(pattern: str, layers: int) -> list[str]:
+    """Parse the pattern of Nemotron-H: M is Mamba-2, * is attention, - and E have no cache."""
     if len(pattern) != layers or set(pattern) - set("M*-E"):
         raise Missing("hybrid_override_pattern has an unknown form")
-    return [{"M": "mamba", "*": "full_attention"}[sign] for sign in pattern if sign in "M*"]
+    return [{"M": "mamba", "*": "full_attention"}[char] for char in pattern if char in "M*"]
 
 
-def _keys_and_values(config: Numbers) -> int:
-    heads = config.needed("num_attention_heads", "n_head")
-    width = config.count("head_dim") or config.needed("hidden_size", "n_embd") // heads
-    kept = config.count("num_key_value_heads") or heads
-    return 2 * kept * width * _SIXTEEN_BIT_BYTES
+def _kv_bytes_per_token(config: Numbers) -> int:
+    heads = config.require("num_attention_heads", "n_head")
+    width = config.count("head_dim") or config.require("hidden_size", "n_embd") // heads
+    kv_heads = config.count("num_key_value_heads") or heads
+    return 2 * kv_heads * width * _SIXTEEN_BIT_BYTES
 
 
 def _full(config: Numbers, layers: int) -> CacheLayers:
-    return CacheLayers(kind="full", layers=layers, token_bytes=_keys_and_values(config))
+    return CacheLayers(kind="full", layers=layers, token_bytes=_kv_bytes_per_token(config))
 
 
 def _sliding(config: Numbers, layers: int) -> CacheLayers:
-    window = config.needed("sliding_window")
+    window = config.require("sliding_window")
     return CacheLayers(
-        kind="sliding", layers=layers, token_bytes=_keys_and_values(config), window_tokens=window
+        kind="sliding", layers=layers, token_bytes=_kv_bytes_per_token(config), window_tokens=window
     )
 
 
 def _latent(config: Numbers, layers: int) -> CacheLayers:
-    width = config.needed("kv_lora_rank") + config.needed("qk_rope_head_dim")
+    width = config.require("kv_lora_rank") + config.require("qk_rope_head_dim")
     return CacheLayers(kind="latent", layers=layers, token_bytes=width * _SIXTEEN_BIT_BYTES)
 
 
 def _delta_net(config: Numbers, layers: int) -> CacheLayers:
-    keys, values = (config.needed(f"linear_num_{part}_heads") for part in ("key", "value"))
-    wide, deep = (config.needed(f"linear_{part}_head_dim") for part in ("key", "value"))
-    tail = (2 * keys * wide + values * deep) * _SIXTEEN_BIT_BYTES
-    kernel = config.needed("linear_conv_kernel_dim")
-    recurrence = values * wide * deep * _STATE_BYTES
+    keys, values = (config.require(f"linear_num_{part}_heads") for part in ("key", "value"))
+    key_dim, value_dim = (config.require(f"linear_{part}_head_dim") for part in ("key", "value"))
+    conv_row = (2 * keys * key_dim + values * value_dim) * _SIXTEEN_BIT_BYTES
+    kernel = config.require("linear_conv_kernel_dim")
+    recurrence = values * key_dim * value_dim * _STATE_BYTES
     return CacheLayers(
         kind="state",
         layers=layers,
-        state_bytes=recurrence + (kernel - 1) * tail,
-        draft_state_bytes=tail,
+        state_bytes=recurrence + (kernel - 1) * conv_row,
+        draft_state_bytes=conv_row,
     )
 
 
 def _mamba(config: Numbers, layers: int) -> CacheLayers:
-    heads = config.needed("mamba_num_heads", "mamba_n_heads", "num_heads")
-    width = config.needed("mamba_head_dim", "mamba_d_head", "head_dim")
-    state = config.needed("ssm_state_size", "mamba_d_state", "state_size")
-    groups = config.needed("n_groups", "mamba_n_groups")
-    kernel = config.needed("conv_kernel", "mamba_d_conv")
-    # The engine stores the state in the configured dtype, otherwise in 16 bit.
-    wide = config.text("mamba_ssm_cache_dtype") == "float32"
-    recurrence = heads * width * state * (_STATE_BYTES if wide else _SIXTEEN_BIT_BYTES)
-    tail = (heads * width + 2 * groups * state) * _SIXTEEN_BIT_BYTES
+    heads = config.require("mamba_num_heads", "mamba_n_heads", "num_heads")
+    width = config.require("mamba_head_dim", "mamba_d_head", "head_dim")
+    state = config.require("ssm_state_size", "mamba_d_state", "state_size")
+    groups = config.require("n_groups", "mamba_n_groups")
+    kernel = config.require("conv_kernel", "mamba_d_conv")
+    is_float32 = config.text("mamba_ssm_cache_dtype") == "float32"
+    recurrence = heads * width * state * (_STATE_BYTES if is_float32 else _SIXTEEN_BIT_BYTES)
+    conv_row = (heads * width + 2 * groups * state) * _SIXTEEN_BIT_BYTES
     return CacheLayers(
         kind="state",
         layers=layers,
-        state_bytes=recurrence + (kernel - 1) * tail,
-        draft_state_bytes=tail,
+        state_bytes=recurrence + (kernel - 1) * conv_row,
+        draft_state_bytes=conv_row,
     )
 
 

@@ -25,33 +25,33 @@ from spark_deploy.config.errors import LockError
 from spark_deploy.config.printable import in_words, one_line
 from spark_deploy.lock.types import LockedImage
 
-# A look-up reads a few megabytes at most: a line of 15 KB/s brings them by then.
+# Of a look-up, which reads a few megabytes at most.
 LIMIT_S = 300.0
 
 T = TypeVar("T")
 
 
-def within(limit_s: float, ask: Callable[[], T]) -> T:
-    """Return the result of ``ask``; raise TimeoutError after ``limit_s``, leaving its thread."""
+def run_with_timeout(limit_s: float, function: Callable[[], T]) -> T:
+    """Return the result of a function; after ``limit_s`` raise TimeoutError and abandon it."""
     results: Queue[tuple[T | None, BaseException | None]] = Queue()
 
     def run() -> None:
         try:
-            results.put((ask(), None))
+            results.put((function(), None))
         except BaseException as error:
             results.put((None, error))
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        answer, error = results.get(timeout=limit_s)
+        result, error = results.get(timeout=limit_s)
     except Empty:
-        raise TimeoutError(f"no whole answer within {limit_s:.0f} s") from None
+        raise TimeoutError(f"no complete response within {limit_s:.0f} s") from None
     if error is not None:
         raise error
-    return answer  # type: ignore[return-value]
+    return result  # type: ignore[return-value]
 
 
-class _PlainRedirects(urllib.request.HTTPRedirectHandler):
+class _SafeRedirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects to https, and from http to http."""
 
     def redirect_request(
@@ -64,13 +64,13 @@ class _PlainRedirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-opened = urllib.request.build_opener(_PlainRedirects).open
+open_url = urllib.request.build_opener(_SafeRedirects).open
 
 
 _TIMEOUT_S = 30
 _MAX_BYTES = 4 << 20
 _ACCEPT = ", ".join(MANIFEST_TYPES)
-_ODD_ANSWERS = (HTTPException, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_MALFORMED = (HTTPException, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 class ImageNotFound(LockError):  # noqa: N818 - named after what happened
@@ -80,24 +80,24 @@ class ImageNotFound(LockError):  # noqa: N818 - named after what happened
 def look_up(
     text: str, *, arch: str, insecure: Sequence[str] = (), engine: bool = False
 ) -> LockedImage:
-    """Return digest and compressed size of an image for hosts of ``arch`` (as ``uname -m``).
+    """Return digest and compressed size of an image for ``arch`` (``uname -m``).
 
-    The digest is that of the platform list, if any, so a lock serves every architecture; the
-    size is that of ``arch``. For an ``engine`` the entrypoint must start vLLM.
+    The digest is that of the platform list, if any. For an ``engine`` the entrypoint must start
+    vLLM.
     """
     try:
-        return within(LIMIT_S, lambda: _ask(text, arch, insecure, engine))
+        return run_with_timeout(LIMIT_S, lambda: _query(text, arch, insecure, engine))
     except TimeoutError as error:
         fix = "check the registry and the network, then run again"
-        raise LockError.one(f"image {text}", f"the registry gives {error}", fix) from error
-    except _ODD_ANSWERS as error:
-        why = one_line(f"{type(error).__name__}: {error}")
-        what = f"the server does not answer like a registry ({why})"
-        fix = "correct the image's address; a proxy may have answered in the registry's place"
+        raise LockError.one(f"image {text}", str(error), fix) from error
+    except _MALFORMED as error:
+        reason = one_line(f"{type(error).__name__}: {error}")
+        what = f"the server does not respond like a registry ({reason})"
+        fix = "correct the image's address, or check for a proxy"
         raise LockError.one(f"image {text}", what, fix) from error
 
 
-def _ask(text: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedImage:
+def _query(text: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedImage:
     reference = parse_reference(text)
     client = _Client(reference.base_url(plain=reference.host in insecure), text)
     manifest, digest = client.manifest(reference.version)
@@ -112,16 +112,16 @@ def _ask(text: str, arch: str, insecure: Sequence[str], engine: bool) -> LockedI
             raise LockError.one(f"image {text}", what, "choose a tag built for this architecture")
         manifest, _ = client.manifest(entry["digest"])
     if engine:
-        _must_start_vllm(client.configuration(manifest), text)
+        _check_entrypoint(client.configuration(manifest), text)
     size = sum(int(layer["size"]) for layer in manifest.get("layers", ()))
     return LockedImage(text, digest, size)
 
 
-def _must_start_vllm(configuration: Mapping[str, Any], text: str) -> None:
-    words = " ".join(configuration["config"].get("Entrypoint") or ())
-    if "vllm" not in words:
-        what = f"starts {words!r}, not vLLM's server" if words else "has no entrypoint"
-        fix = "name an image with the entrypoint `vllm serve`, such as vllm/vllm-openai"
+def _check_entrypoint(configuration: Mapping[str, Any], text: str) -> None:
+    entrypoint = " ".join(configuration["config"].get("Entrypoint") or ())
+    if "vllm" not in entrypoint:
+        what = f"starts {entrypoint!r}, not vLLM's server" if entrypoint else "has no entrypoint"
+        fix = "use an image with the entrypoint `vllm serve`, such as vllm/vllm-openai"
         raise LockError.one(f"image {text}", f"is not an engine: it {what}", fix)
 
 
@@ -154,51 +154,51 @@ class _Client:
 
     def _get(self, url: str) -> tuple[bytes, HTTPMessage]:
         request = urllib.request.Request(url, headers={"Accept": _ACCEPT})
-        if self._token:  # not to a content host
+        if self._token:  # never for a content host
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         try:
-            with opened(request, timeout=_TIMEOUT_S) as answer:
-                return _body(answer), answer.headers
+            with open_url(request, timeout=_TIMEOUT_S) as response:
+                return _read_body(response), response.headers
         except urllib.error.HTTPError as error:
             if error.code != 401 or self._token:
-                raise self._refused(error) from error
-            self._token = self._ask_token(error.headers.get("WWW-Authenticate", ""))
+                raise self._describe_refusal(error) from error
+            self._token = self._request_token(error.headers.get("WWW-Authenticate", ""))
             return self._get(url)
         except OSError as error:
-            why = in_words(one_line(getattr(error, "reason", error)))
-            what = f"the registry cannot be reached: {why}"
-            fix = "check the network; a registry over plain HTTP belongs in registries.insecure"
+            reason = in_words(one_line(getattr(error, "reason", error)))
+            what = f"the registry cannot be reached: {reason}"
+            fix = "check the network; list a plain HTTP registry in registries.insecure"
             raise LockError.one(f"image {self._shown}", what, fix) from error
 
-    def _ask_token(self, challenge: str) -> str:
+    def _request_token(self, challenge: str) -> str:
         question = token_question(challenge, ("https",))
         if question is None:
-            fix = "use a registry that can be read without a login"
-            raise LockError.one(f"image {self._shown}", "the registry wants a login", fix)
+            fix = "use a registry without login"
+            raise LockError.one(f"image {self._shown}", "the registry requires a login", fix)
         realm, fields = question
         try:
             url = f"{realm}?{urllib.parse.urlencode(fields)}"
-            with opened(url, timeout=_TIMEOUT_S) as answer:
-                data = json.loads(_body(answer))
+            with open_url(url, timeout=_TIMEOUT_S) as response:
+                data = json.loads(_read_body(response))
         except OSError as error:
-            why = getattr(error, "reason", error)
-            what = f"{one_line(realm)} gives no token: {one_line(why)}"
-            fix = "use an image that can be read without a login, or check the network"
+            reason = getattr(error, "reason", error)
+            what = f"{one_line(realm)} returned no token: {one_line(reason)}"
+            fix = "check the network, or use an image that needs no login"
             raise LockError.one(f"image {self._shown}", what, fix) from error
         return str(data.get("token") or data.get("access_token"))
 
-    def _refused(self, error: urllib.error.HTTPError) -> LockError:
+    def _describe_refusal(self, error: urllib.error.HTTPError) -> LockError:
         if error.code == 404:
-            fix = "correct the tag under images"
+            fix = "correct the tag in images"
             return ImageNotFound.one(f"image {self._shown}", "no such image or tag", fix)
-        what = f"the registry answered {error.code} {one_line(error.reason)}"
+        what = f"the registry returned {error.code} {one_line(error.reason)}"
         return LockError.one(f"image {self._shown}", what, "try again later")
 
 
-def _body(answer: HTTPResponse) -> bytes:
-    body = answer.read(_MAX_BYTES + 1)
+def _read_body(response: HTTPResponse) -> bytes:
+    body = response.read(_MAX_BYTES + 1)
     if len(body) > _MAX_BYTES:
         raise ValueError(f"longer than {_MAX_BYTES} bytes")
-    if answer.length:  # fewer than Content-Length
-        raise ValueError(f"broke off with {answer.length} bytes missing")
+    if response.length:  # shorter than Content-Length
+        raise ValueError(f"ended {response.length} bytes early")
     return body

@@ -38,11 +38,11 @@ class Names:
 
     @property
     def names(self) -> list[str]:
-        """Return all names, sorted, for messages."""
+        """Sorted names, for messages."""
         return sorted([repo for repo, _ in self.sources] + list(self.images))
 
 
-def wanted_by(settings: Settings, catalog: Catalog) -> Names:
+def required_names(settings: Settings, catalog: Catalog) -> Names:
     """Return the names that a host needs, including ``keep_ready`` pairs."""
     sources: set[tuple[str, str]] = set()
     roles = {"gpu_check"}
@@ -57,7 +57,7 @@ def wanted_by(settings: Settings, catalog: Catalog) -> Names:
 
 
 def refuse_two_revisions(sources: Iterable[tuple[str, str]]) -> None:
-    """Refuse a repository with two revisions: a lock stores a single one."""
+    """Refuse a repository with two revisions."""
     known: dict[str, str] = {}
     for repo, revision in sorted(sources):
         if known.setdefault(repo, revision) != revision:
@@ -74,7 +74,7 @@ def _repositories(model: Model, profile: Profile, settings: Settings) -> Iterato
     start = model.sources.hybrid if settings.checkpoint.prebuilt else model.sources.base
     if settings.checkpoint.requantized:
         start = model.sources.original
-    # The plan refuses a model without this source.
+    # For a model without this source, which the plan refuses.
     yield start or model.sources.base, model.sources.revision
     if profile.shared_experts == "fp8-donor" and model.sources.donor:
         yield model.sources.donor, model.sources.revision
@@ -90,9 +90,9 @@ def companions(model: Model, profile: Profile) -> Iterator[tuple[str, str]]:
 
 
 def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lock:
-    """Return a lock with all names of ``settings``; look up missing ones if allowed."""
+    """Return a lock with all names of ``settings``; look up missing names if allowed."""
     lock = read_lock(path)
-    missing = wanted_by(settings, catalog).missing_in(lock)
+    missing = required_names(settings, catalog).missing_in(lock)
     if not missing.names:
         return lock
     if settings.locked == "required":
@@ -107,22 +107,22 @@ def locked_for(settings: Settings, catalog: Catalog, path: Path, say: Say) -> Lo
 
 
 def resolve(
-    lock: Lock, wanted: Names, settings: Settings, engines: Collection[str], say: Say
+    lock: Lock, names: Names, settings: Settings, engines: Collection[str], say: Say
 ) -> Lock:
-    """Look up ``wanted`` at hub and registries; return the lock with the answers.
+    """Look up names at hub and registries; return the extended lock.
 
-    ``engines`` are the supported versions, suggested when an engine's tag does not exist.
+    ``engines`` are supported versions, suggested if an engine's tag does not exist.
     """
-    sources = [_source(name, settings, say) for name in sorted(wanted.sources)]
-    images = [_image(name, settings, engines, say) for name in sorted(wanted.images)]
-    return checked(lock.also(sources, images))
+    sources = [_source(name, settings, say) for name in sorted(names.sources)]
+    images = [_image(name, settings, engines, say) for name in sorted(names.images)]
+    return checked(lock.extended_by(sources, images))
 
 
 def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource:
     repo, revision = name
     token = read_hub_token(settings.hub)
     if token and settings.hub.token is None:
-        say(f"  {repo}: asking with your Hugging Face login")
+        say(f"  {repo}: using your Hugging Face login")
     # Importing the hub client takes 0.2 s; most runs do not need it.
     from spark_deploy.lock import hub
 
@@ -130,7 +130,7 @@ def _source(name: tuple[str, str], settings: Settings, say: Say) -> LockedSource
     say(f"  {repo}: {revision} is commit {source.commit[:12]}, {size(source.size_bytes)}")
     if source.left_out:
         first = next(iter(source.left_out.items()))
-        say(f"  {repo}: {len(source.left_out)} files are not fetched, {first[0]}: {first[1]}")
+        say(f"  {repo}: {len(source.left_out)} files are not downloaded, {first[0]}: {first[1]}")
     return source
 
 
@@ -150,7 +150,7 @@ def _image(reference: str, settings: Settings, engines: Collection[str], say: Sa
             raise
         newest_first = sorted(others, key=lambda v: tuple(map(int, v.split("."))), reverse=True)
         images = " or ".join(f"{without_tag(reference)}:v{version}" for version in newest_first)
-        fix = f"set images.{roles[0]} to a supported version that exists: {images}"
+        fix = f"set images.{roles[0]} to a supported version: {images}"
         raise LockError.one(f"image {reference}", error.problems[0].what, fix) from error
     say(f"  {reference}: {locked.digest[:19]}, {size(locked.size_bytes)} compressed")
     return locked

@@ -135,26 +135,28 @@ class Lock:
         by_repo = {source.repo: source for source in sources}
         by_reference = {image.reference: image for image in images}
         locked = {f"{source.repo}@{source.commit}" for source in by_repo.values()} | {None}
-        by_build = {held.build: held for held in names if {held.base, held.donor} <= locked}
-        read = {
-            one.repository: one for one in anatomies if f"{one.repository}@{one.commit}" in locked
+        by_build = {item.build: item for item in names if {item.base, item.donor} <= locked}
+        by_repository = {
+            item.repository: item
+            for item in anatomies
+            if f"{item.repository}@{item.commit}" in locked
         }
         return cls(
             schema_version=1,
             sources=dict(sorted(by_repo.items())),
             images=dict(sorted(by_reference.items())),
             names=dict(sorted(by_build.items())),
-            anatomies=dict(sorted(read.items())),
+            anatomies=dict(sorted(by_repository.items())),
         )
 
-    def also(
+    def extended_by(
         self,
         sources: Iterable[LockedSource] = (),
         images: Iterable[LockedImage] = (),
         names: Iterable[VerifiedNames] = (),
         anatomies: Iterable[Anatomy] = (),
     ) -> Lock:
-        """Return this lock with more entries, which replace those of the same name."""
+        """Return this lock with more entries, which replace entries of the same name."""
         return Lock.of(
             [*self.sources.values(), *sources],
             [*self.images.values(), *images],
@@ -162,14 +164,14 @@ class Lock:
             [*self.anatomies.values(), *anatomies],
         )
 
-    def has_verified(self, asked: VerifiedNames) -> bool:
+    def has_verified(self, names: VerifiedNames) -> bool:
         """Return whether these sources passed the same check."""
-        found = self.names.get(asked.build)
-        return found is not None and found.question == asked.question
+        verified = self.names.get(names.build)
+        return verified is not None and verified.question == names.question
 
     def source(self, repo: str, revision: str) -> LockedSource | None:
-        found = self.sources.get(repo)
-        return found if found and found.revision == revision else None
+        source = self.sources.get(repo)
+        return source if source and source.revision == revision else None
 
 
 def without_tag(reference: str) -> str:
@@ -194,14 +196,14 @@ _WHY = {**dict.fromkeys(_PICKLES, _PICKLE), **dict.fromkeys(_PROGRAMS, _CODE)}
 
 def why_left_out(path: str) -> str | None:
     """Return why a file is not downloaded, or None."""
-    # A library's version may follow: libx.so.1
+    # A version may follow: libx.so.1
     suffixes = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
     if ".so" in suffixes:
         return _CODE
     return _WHY.get(suffixes[-1].removeprefix(".")) if suffixes else None
 
 
-def parted(
+def split_files(
     where: str, files: Iterable[SourceFile]
 ) -> tuple[tuple[SourceFile, ...], dict[str, str]]:
     """Return the files to download, and the reason for each other path.
@@ -209,15 +211,15 @@ def parted(
     Raises:
         LockError: all weights are pickle files.
     """
-    kept, left = [], {}
+    kept, left_out = [], {}
     for file in files:
-        why = why_left_out(file.path)
-        if why is None:
+        reason = why_left_out(file.path)
+        if reason is None:
             kept.append(file)
         else:
-            left[file.path] = why
-    pickles = [path for path, why in left.items() if why == _PICKLE]
+            left_out[file.path] = reason
+    pickles = [path for path, reason in left_out.items() if reason == _PICKLE]
     if pickles and not any(file.path.endswith(".safetensors") for file in kept):
         what = f"all weights are pickle files ({pickles[0]}), which are not downloaded"
-        raise LockError.one(where, what, "name a repository with safetensors")
-    return tuple(kept), left
+        raise LockError.one(where, what, "use a repository with safetensors")
+    return tuple(kept), left_out

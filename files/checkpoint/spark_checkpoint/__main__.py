@@ -1,4 +1,4 @@
-"""Command line of the checkpoint builder; errors.py lists the exit codes."""
+"""Command line of the checkpoint builder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FIXES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code."""
-    # Stopping the unit acts like Ctrl-C: partial work stays for the next run.
+    # Like Ctrl-C: partial work stays for the next run.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         arguments = _parser().parse_args(argv)
@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HostToolError as error:
         return _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
-        fix = "put the packages of requirements.txt on PYTHONPATH (a deploy has them in `site`)"
+        fix = (
+            "add the packages of requirements.txt to PYTHONPATH (a deploy installs them in `site`)"
+        )
         return _fail(f"{error.name}: not found; fix: {fix}", InputRefused.code)
     except OSError as error:
         where, problem = error.filename or "this host", error.strerror or str(error)
@@ -68,10 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         fix = _FIXES.get(error.errno or 0, "see the kernel log (dmesg)")
         return _fail(f"{where}: {problem}; fix: {fix}", TransferFailed.code)
     except KeyboardInterrupt:
-        return _fail("interrupted: nothing was published; fix: run again", TransferFailed.code)
+        return _fail(
+            "interrupted: the result is incomplete; fix: run again, it resumes", TransferFailed.code
+        )
 
 
-# Commands import their modules when they run: downloads need urllib3, builds numpy, `verify` none.
+# Commands import their modules late: downloads need urllib3, builds numpy, `verify` neither.
 
 
 def _run(arguments: argparse.Namespace, progress: Progress) -> None:
@@ -104,7 +108,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from spark_checkpoint.inspection import describe, format_report, open_subject, report
     from spark_checkpoint.plan_checks import check_sources_by_headers, match_plan, match_plan_names
 
-    # A person waits, and repeating the command is cheap.
+    # Few tries: a person waits.
     wire = Wire(token_file=arguments.token_file, parallel=8, tries=3)
     if arguments.command == orders.DESCRIBE:
         subject = open_subject(
@@ -140,7 +144,7 @@ def read_build_plan(path: Path) -> BuildPlan:
 
 def _fail(message: str, code: int) -> int:
     line = _printable(" ".join(message.split()))
-    if len(line) > _LONGEST_LINE:  # names from a hub can have any length
+    if len(line) > _LONGEST_LINE:  # a hub may send long names
         line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 4 :]}"
     print(ERROR + line, file=sys.stderr, flush=True)
     return code
@@ -148,12 +152,11 @@ def _fail(message: str, code: int) -> int:
 
 def _printable(text: str) -> str:
     """Replace control characters, which could move a terminal's cursor."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Report invalid arguments like other errors."""
         raise InputRefused("arguments", message, f"see `python3 -m {self.prog} --help`")
 
 
@@ -162,30 +165,30 @@ def _parser() -> argparse.ArgumentParser:
         prog=orders.BUILDER,
         description="Download, build and verify checkpoints.",
         epilog="exit codes: 0 ok, 2 invalid input, 3 gate refused, 4 I/O or network, "
-        "5 checkpoint differs from receipt",
+        "5 checkpoint differs from the receipt",
     )
     parser.add_argument(
         "--version", action="version", version=f"{TOOL_VERSION} recipe {RECIPE_VERSION}"
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add(name: str, text: str, **paths: str) -> argparse.ArgumentParser:
+    def add_command(name: str, text: str, **paths: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         for argument, metavar in paths.items():
             command.add_argument(argument, type=Path, metavar=metavar)
         return command
 
-    add(orders.FETCH, "download a repository at a commit", order="FETCH.json")
+    add_command(orders.FETCH, "download a repository at a commit", order="FETCH.json")
     images = "download the blobs and manifests of an image"
-    add(orders.LAYERS, images, order="LAYERS.json", manifests="DIR")
-    build = add(orders.BUILD, "build the checkpoint of a plan", order="PLAN.json")
+    add_command(orders.LAYERS, images, order="LAYERS.json", manifests="DIR")
+    build = add_command(orders.BUILD, "build the checkpoint of a plan", order="PLAN.json")
     quantise = "quantise a 16-bit repository with AutoRound"
-    requantize = add(orders.REQUANTIZE, quantise, order="REQUANTIZE.json")
+    requantize = add_command(orders.REQUANTIZE, quantise, order="REQUANTIZE.json")
     for command in (build, requantize):
         command.add_argument(
-            orders.OR_COPY, type=Path, metavar="COPY.json", help="peers that built it already"
+            orders.OR_COPY, type=Path, metavar="COPY.json", help="peers that have the result"
         )
-    verify = add(orders.VERIFY, "check a checkpoint against the receipt", dir="DIR")
+    verify = add_command(orders.VERIFY, "check a checkpoint against the receipt", dir="DIR")
     depth = verify.add_mutually_exclusive_group()
     depth.add_argument(
         "--quick",
@@ -193,19 +196,21 @@ def _parser() -> argparse.ArgumentParser:
         help="check sizes, headers, index and hashes of touched files (default)",
     )
     depth.add_argument("--full", action="store_true", help="hash every file")
-    remove = "verify a full checkpoint, then remove the base"
-    add(orders.DISCARD, remove, base="BASE_DIR").add_argument(
-        orders.TREE, type=Path, required=True, metavar="DIR", help="made from this base"
+    remove = "verify a checkpoint in layout full, then remove the base"
+    add_command(orders.DISCARD, remove, base="BASE_DIR").add_argument(
+        orders.TREE, type=Path, required=True, metavar="DIR", help="checkpoint made from this base"
     )
-    check = add(
-        orders.CHECK_SOURCES, "check a plan's base and donor by their headers", order="PLAN.json"
+    check = add_command(
+        orders.CHECK_SOURCES, "check the headers of a plan's base and donor", order="PLAN.json"
     )
-    describe = add(orders.DESCRIBE, "print the tensors an engine would load, and config.json")
+    describe = add_command(
+        orders.DESCRIBE, "print the tensors an engine would load, and config.json"
+    )
     describe.add_argument(orders.LEAVE_OUT, action="append", default=[], metavar="PATTERN")
     describe.add_argument(
         orders.ALL_DOCUMENTS, action="store_true", help="include tokenizer and generation config"
     )
-    inspect = add(orders.INSPECT, "print the content of a checkpoint or repository")
+    inspect = add_command(orders.INSPECT, "print the content of a checkpoint or repository")
     for command in (check, describe, inspect):
         command.add_argument("place", metavar="DIR|ORG/NAME[@REVISION]")
         command.add_argument(

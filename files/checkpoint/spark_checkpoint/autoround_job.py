@@ -1,6 +1,6 @@
-"""Quantise ``/model`` with AutoRound inside the engine's container, into ``/work/made``.
+"""Quantise ``/model`` with AutoRound in the engine's container, into ``/work/made``.
 
-The container has only this file and its order from us; torch and transformers are the image's.
+Torch and transformers are those of the image.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _SIXTEEN_BITS = {"bits": 16, "data_type": "float"}
 
 
 def main() -> None:
-    """Quantise, or resume after the finished blocks of an earlier container."""
+    """Quantise, or resume after finished blocks."""
     # The first process of a container ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    began = time.monotonic()
+    started = time.monotonic()
     order = json.loads((WORK / "order.json").read_text())
     set_environment()
     sys.path.append(str(PACKAGES))  # last: packages of the image take precedence
     tree = quantise(order)
     versions = {name: version(name) for name in ("auto-round", "torch", "transformers")}
-    seconds = round(time.monotonic() - began)
+    seconds = round(time.monotonic() - started)
     done = {"tree": tree.name, "versions": versions, "seconds_of_last_run": seconds}
     write_json(WORK / "done.json", done)
 
 
 def set_environment() -> None:
-    """Set AutoRound's folders and options, which it reads when it is imported."""
+    """Set the variables that AutoRound reads when it is imported."""
     os.environ |= {
         "AR_RESUME_DIR": str(WORK / "resume"),
-        "AR_DISK_STREAM_MODEL": "1",  # a single block in memory at a time
+        "AR_DISK_STREAM_MODEL": "1",  # load one block at a time
         "AR_DISABLE_COPY_MTP_WEIGHTS": "1",
         "AR_WORK_SPACE": str(SCRATCH),
         "HF_HUB_OFFLINE": "1",
@@ -51,7 +51,7 @@ def set_environment() -> None:
 
 
 def quantise(order: dict[str, Any]) -> Path:
-    """Pack exactly the modules of the order; return the folder of the result."""
+    """Pack the modules of the order; return the folder of the result."""
     import torch
     from auto_round import AutoRound
     from auto_round.utils.missing_tensors import copy_missing_tensors_from_source
@@ -70,7 +70,7 @@ def quantise(order: dict[str, Any]) -> Path:
         layer_config={name: dict(_SIXTEEN_BITS) for name in unpacked},
         device_map=0 if on_gpu else "cpu",
         enable_torch_compile=on_gpu,
-        disable_opt_rtn=not order["iters"],  # its rounding to nearest would need calibration text
+        disable_opt_rtn=not order["iters"],  # would need calibration text
         disable_model_free=True,
         seed=42,
     )
@@ -80,7 +80,7 @@ def quantise(order: dict[str, Any]) -> Path:
     configure_drafter(config, order["drafter_kept"])
     copy_missing_tensors_from_source(str(MODEL), str(tree))
     for path in sorted(MODEL.iterdir()):
-        # Tokenizer, templates and processors as published: AutoRound writes modified copies.
+        # AutoRound changes tokenizer, templates and processors: copy the published files.
         is_weights = path.suffix == ".safetensors" or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name not in ("config.json", "receipt.json"):
             shutil.copyfile(path, tree / path.name)
@@ -90,8 +90,7 @@ def quantise(order: dict[str, Any]) -> Path:
 def read_calibration(order: dict[str, Any]) -> list[dict[str, Any]]:
     """Return batches of token sequences of equal length from the calibration text.
 
-    AutoRound's own reader needs a process pool and a cache, which fail in a container without a
-    network.
+    AutoRound's own reader fails in a container without a network.
     """
     import torch
     from transformers import AutoTokenizer
@@ -101,8 +100,8 @@ def read_calibration(order: dict[str, Any]) -> list[dict[str, Any]]:
     tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
     needed = order["nsamples"] * order["seqlen"]
     if len(tokens) < needed:
-        sys.exit(f"the text has {len(tokens)} tokens, nsamples times seqlen are {needed}")
-    # Spread over the whole text, because similar texts are often adjacent.
+        sys.exit(f"the calibration text has {len(tokens)} tokens; nsamples * seqlen is {needed}")
+    # Spread over the text, because similar texts are often adjacent.
     length = order["seqlen"]
     starts = [index * (len(tokens) - length) // order["nsamples"]
               for index in range(order["nsamples"])]  # fmt: skip
@@ -122,7 +121,7 @@ def list_unpacked_modules(packed: set[str]) -> list[str]:
 
 
 def configure_drafter(config: Path, unpacked: list[str]) -> None:
-    """List the drafter's 16-bit modules in config.json; AutoRound does not load the drafter."""
+    """Add the drafter's 16-bit modules to config.json; AutoRound does not load the drafter."""
     content = json.loads(config.read_text())
     per_module = content["quantization_config"].setdefault("extra_config", {})
     per_module.update({name: dict(_SIXTEEN_BITS) for name in unpacked})
@@ -130,7 +129,6 @@ def configure_drafter(config: Path, unpacked: list[str]) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file atomically."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(content, indent=2) + "\n")
     part.replace(path)

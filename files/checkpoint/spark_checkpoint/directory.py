@@ -19,7 +19,7 @@ from spark_checkpoint.storage import read_buffers
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
-# Some exporters repeat quantization_config of config.json in this file.
+# Some exporters repeat quantization_config here.
 QUANTIZATION_NAME = "quantization_config.json"
 
 
@@ -37,8 +37,8 @@ def read_span(span: Span) -> bytes:
 class Checkpoint:
     """Headers of all shards of a directory.
 
-    ``owner`` maps names to shards. Of several copies the last in natural order of file names is
-    valid: the engine loads files in that order and overwrites earlier copies.
+    ``owner`` maps names to shards. The last copy in natural order of file names is valid: the
+    engine loads files in that order.
     """
 
     directory: Path
@@ -64,7 +64,7 @@ def natural_order(name: str) -> list[str | int]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from scanning a million live objects."""
+    """Disable the collector, which would scan a million live objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -83,12 +83,12 @@ def list_files(directory: Path) -> list[str]:
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Read all headers and the index; refuse contradictions."""
     if not directory.is_dir():
-        raise InputRefused(str(directory), "is not a directory", "fetch the source first")
+        raise InputRefused(str(directory), "is not a directory", "download the source first")
     names = sorted((path.name for path in directory.glob("*.safetensors")), key=natural_order)
     if not names:
-        raise GateRefused(str(directory), "has no .safetensors file", "fetch the source again")
+        raise GateRefused(str(directory), "has no .safetensors file", "download the source again")
     with no_garbage_collection():
-        # First, while memory is free: the text of a large index is 40 MB.
+        # First, to save memory: the text of a large index is 40 MB.
         index = read_index(directory)
         known = {name: name for name in index or ()}
         shards = {name: read_header(directory / name, known) for name in names}
@@ -121,19 +121,19 @@ def checkpoint_from_headers(
 def _check_index(where: str, index: Mapping[str, str], shards: dict[str, Header]) -> None:
     for name, shard in index.items():
         if shard not in shards:
-            raise GateRefused(where, f"names a missing shard {shard}", "fetch the source again")
+            raise GateRefused(where, f"names a missing shard {shard}", "download the source again")
         if name not in shards[shard].tensors:
             raise GateRefused(
                 where,
                 f"lists {name} in {shard}, but the header lacks it",
-                "use another commit, or fetch the source again",
+                "use another commit, or download the source again",
             )
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
     """Return tensor name → shard from the index; None without an index."""
     path = directory / INDEX_NAME
-    return parse_weight_map(_read(path), str(path), "fetch it again") if path.exists() else None
+    return parse_weight_map(_read(path), str(path), "download it again") if path.exists() else None
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    return parse_object(_read(path), str(path), "fetch it again")
+    return parse_object(_read(path), str(path), "download it again")
 
 
 def parse_object(raw: bytes, where: str, fix: str) -> dict[str, Any]:
@@ -158,4 +158,4 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise GateRefused(str(path), "is missing", "fetch the source again") from error
+        raise GateRefused(str(path), "is missing", "download the source again") from error

@@ -1,4 +1,4 @@
-"""Errors of the checkpoint builder and their exit codes."""
+"""Errors of the checkpoint builder, with exit codes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class BuilderError(HostToolError):
 
 
 class InputRefused(BuilderError):  # noqa: N818 - named after the outcome
-    """A plan, an argument or the environment is unusable."""
+    """A plan, an argument or the environment is invalid."""
 
 
 class GateRefused(BuilderError):  # noqa: N818
-    """Sources or host contradict the plan."""
+    """Sources or host do not match the plan."""
 
     code = 3
 
@@ -32,7 +32,7 @@ class TransferFailed(BuilderError):  # noqa: N818
     code = 4
 
 
-class TreeDiffers(BuilderError):  # noqa: N818
+class CheckpointDiffers(BuilderError):  # noqa: N818
     """A finished checkpoint differs from the receipt."""
 
     code = 5

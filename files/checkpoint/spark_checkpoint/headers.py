@@ -46,8 +46,8 @@ def parse_weight_map(
 def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] | None:
     """Return the map of a commonly formatted index; None if it needs the JSON parser.
 
-    Saves memory: an index has up to 280,000 names. The rest of the document is parsed with a
-    marker in place of the map, to prove that the only map is a top-level value.
+    Saves memory: an index has up to 280,000 names. The rest is parsed with a marker in place of the
+    map, to check that the map is a top-level value.
     """
     start = _MAP.search(raw)
     if start is None:
@@ -61,7 +61,6 @@ def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] 
             return None
         name, separator, position = pair[1].decode("utf-8"), pair[3], pair.end()
         if keep(name):
-            # Share the string object of a file.
             file = files.get(pair[2])
             names[name] = file or files.setdefault(pair[2], pair[2].decode("utf-8"))
     marker, constants = object(), []
@@ -76,9 +75,8 @@ def _scan_weight_map(raw: bytes, keep: Callable[[str], bool]) -> dict[str, str] 
     return names if is_top_level else None
 
 
-# Layout (safetensors format, documentation of version 0.8): 8 bytes little-endian length N, N bytes
-# of JSON starting with ``{`` and optionally padded with spaces, then a buffer without holes.
-# Offsets in the JSON start at that buffer.
+# safetensors 0.8: 8 bytes little-endian length N, N bytes of JSON that starts with ``{``, then a
+# buffer without holes. Offsets count from that buffer.
 
 HEADER_LIMIT_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
@@ -141,7 +139,7 @@ def parse_header(
 ) -> Header:
     """Check the JSON part ``raw`` of a file of ``file_bytes`` bytes and return the header.
 
-    Names in ``known`` are replaced by the string objects there, to save memory.
+    Names in ``known`` are replaced by those string objects, to save memory.
     """
     document = _parse_json(raw, where)
     metadata = document.pop(METADATA_KEY, None)
@@ -181,7 +179,7 @@ def read_header(path: Path, known: Mapping[str, str] | None = None) -> Header:
 def emit_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return length field and JSON for ``(name, dtype, shape)`` in buffer order; deterministic.
+    """Return length and JSON for ``(name, dtype, shape)`` in buffer order.
 
     Spaces align the buffer to 8 bytes, as GPU loaders prefer.
     """
@@ -216,7 +214,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _refuse(where: str, what: str) -> NoReturn:
-    raise HeaderRefused(where, what, "fetch the file again: it is damaged or not safetensors")
+    raise HeaderRefused(where, what, "download the file again: it is damaged or not safetensors")
 
 
 def _parse_json(raw: bytes, where: str) -> dict[str, Any]:
@@ -265,9 +263,9 @@ def _parse_tensor(name: str, entry: Any, where: str) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _parse_shape(dtype: str, shape_text: str) -> tuple[str, tuple[int, ...], int]:
-    """Return dtype, shape and bytes; ``shape_text`` is the JSON list as Python prints it.
+    """Return dtype, shape and bytes; ``shape_text`` is the printed list.
 
-    Cached because a model repeats few shapes. The text distinguishes 1 from true and 1.0.
+    Cached, because a model repeats few shapes. The text distinguishes 1 from true and 1.0.
     """
     if not _SHAPE.fullmatch(shape_text):
         raise ValueError(f"has the bad shape {shape_text[:60]}")

@@ -36,7 +36,7 @@ from spark_checkpoint.verify import load_receipt
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _REPOSITORY = re.compile(r"([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(?:@([A-Za-z0-9._-]+))?")
 _LISTING_BYTES = 64 << 20
-_DOCUMENT_BYTES = 8 << 20  # several times the largest known, which lists the bits of each module
+_DOCUMENT_BYTES = 8 << 20  # several times the largest known
 _SHARD_LIMIT = 4096
 
 
@@ -85,7 +85,7 @@ def open_subject(
     if not re.fullmatch(COMMIT, commit):
         problem = f"has the invalid commit {commit[:60]!r} in the hub's answer"
         raise GateRefused(name, problem, "check the endpoint: this is not a hub")
-    # Read the commit from here on: a push must not mix two revisions.
+    # By commit, because a push would mix two revisions.
     files = RepositoryFiles(f"{hub}/{name}/resolve/{commit}/", wire)
     present = {
         path: size
@@ -149,7 +149,7 @@ def _parse_listing(listing: Mapping[str, Any], name: str) -> dict[str, int | Non
 
 
 # The first match in a tensor name decides the part of the model.
-_PARTS = {
+_PART_PATTERNS = {
     "drafter": re.compile(r"(^|\.)mtp(_block)?\."),
     "vision": re.compile(
         r"(^|\.)(visual|vision_\w+|vit|audio_\w+|multi_modal_projector|mm_projector|"
@@ -159,19 +159,21 @@ _PARTS = {
 
 
 def describe(subject: Subject) -> Described:
-    """Return the content of headers and documents; only files in the index count."""
+    """Return the content of headers and documents, for files in the index."""
     loaded = set(subject.index.values()) if subject.index else set(subject.shards)
     if missing := sorted(loaded - subject.shards.keys()):
         problem = f"its index names {len(missing)} missing files, first {missing[0][:60]!r}"
-        fix = "use another commit: no engine could load this"
+        fix = "use another commit, because no engine can load this one"
         raise GateRefused(subject.place, problem, fix)
     shards = {name: header for name, header in subject.shards.items() if name in loaded}
     anatomy = examine(shards, None)
     drafter_layer = _first_drafter_layer(subject.config)
-    parts: dict[str, Counter[str]] = {part: Counter() for part in ("text", *_PARTS)}
+    parts: dict[str, Counter[str]] = {part: Counter() for part in ("text", *_PART_PATTERNS)}
     for name, tensor in anatomy.names.items():
         layer = re.search(r"(^|\.)layers\.(\d{1,6})\.", name)
-        part = next((part for part, pattern in _PARTS.items() if pattern.search(name)), "text")
+        part = next(
+            (part for part, pattern in _PART_PATTERNS.items() if pattern.search(name)), "text"
+        )
         if drafter_layer is not None and layer and int(layer[2]) >= drafter_layer:
             part = "drafter"
         parts[part][tensor.dtype] += tensor.size_bytes
@@ -196,7 +198,7 @@ def _first_drafter_layer(config: Mapping[str, Any]) -> int | None:
 _LAYER = re.compile(r"^model\.language_model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # The first match in a tensor name decides the group; ``re`` caches compiled patterns.
-_GROUPS = {
+_GROUP_PATTERNS = {
     "MTP experts": r"^mtp\..*\.experts\.",
     "MTP other": r"^mtp\.",
     "routed experts": r"\.mlp\.experts\.",
@@ -228,7 +230,7 @@ class Anatomy:
 
 
 def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> Anatomy:
-    """Summarise headers; contradictions are reported, not refused."""
+    """Summarise headers; report contradictions instead of refusing them."""
     copies: dict[str, list[str]] = {}
     for shard in sorted(shards, key=natural_order):
         for name in shards[shard].tensors:
@@ -237,12 +239,14 @@ def examine(shards: Mapping[str, Header], index: Mapping[str, str] | None) -> An
     tensors: Counter[tuple[str, str]] = Counter()
     sizes_bytes: Counter[tuple[str, str]] = Counter()
     for name, tensor in names.items():
-        group = next((g for g, pattern in _GROUPS.items() if re.search(pattern, name)), "other")
+        group = next(
+            (g for g, pattern in _GROUP_PATTERNS.items() if re.search(pattern, name)), "other"
+        )
         tensors[group, tensor.dtype] += 1
         sizes_bytes[group, tensor.dtype] += tensor.size_bytes
     if index is None:
         index = {name: files[-1] for name, files in copies.items()}
-    # An overlay omits the names it replaces from the index.
+    # The index of an overlay omits replaced names.
     replaced = {plain_name(name) for name in index if name != plain_name(name)}
     replaced |= {"lm_head.weight"} if "lm_head.qweight" in replaced else set()
     layers = [(match[1], name) for name in names if (match := _LAYER.match(name))]
@@ -289,7 +293,7 @@ def name_recipe(anatomy: Anatomy, quant_method: str | None, shard_names: frozens
 
 
 def find_missing_scales(anatomy: Anatomy) -> list[str]:
-    """Return FP8 weights without block scales; an engine would load garbage."""
+    """Return FP8 weights without block scales."""
     missing = []
     for name in (name for name, tensor in anatomy.names.items() if tensor.dtype == FP8):
         scale = name.replace(".weight_fp8", f"{SCALE}_fp8")
@@ -300,7 +304,7 @@ def find_missing_scales(anatomy: Anatomy) -> list[str]:
 
 
 # Keys of quantization_config that describe storage.
-_QUANTIZATION = frozenset({"quant_method", "bits", "group_size", "sym", "data_type", "fmt",
+_QUANTIZATION_KEYS = frozenset({"quant_method", "bits", "group_size", "sym", "data_type", "fmt",
                            "packing_format", "activation_scheme", "weight_block_size"})  # fmt: skip
 
 
@@ -339,7 +343,7 @@ def report(subject: Subject) -> dict[str, Any]:
         "quantization": {
             key: value
             for key, value in quantization.items()
-            if key in _QUANTIZATION and isinstance(value, str | int | float)
+            if key in _QUANTIZATION_KEYS and isinstance(value, str | int | float)
         },
         "files": [
             {"path": p, "bytes": size, "tensors": len(shards[p].tensors) if p in shards else None}
@@ -383,7 +387,6 @@ def format_report(data: Mapping[str, Any]) -> str:
         lines.append(f"  {row['path']:<50}{counts[0]:>10}{counts[1]:>18}")
     if data.get("against"):
         lines += ["", f"  {'compared with':<24}{'as':<10}"]
-        # Matches first; the JSON has the groups of differing names.
         for row in sorted(data["against"], key=lambda row: not row["fits"]):
             result = f"{'fits: ' if row['fits'] else 'no: '}{row['why'].split(' (')[0]}"
             lines.append(f"  {row['plan']:<24}{row['part']:<10}{result}")

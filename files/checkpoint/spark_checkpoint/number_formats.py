@@ -1,8 +1,7 @@
 """Convert tensor bytes to numbers and back: BF16, e4m3 with block scales, packed INT8.
 
 e4m3 is safetensors' F8_E4M3: exponent bias 7, largest value 448, no infinities, 0x7F and 0xFF are
-NaN (OCP 8-bit floating point, revision 1.0). Every step is a single IEEE operation per element, so
-all platforms produce the same bytes.
+NaN (OCP 8-bit floating point, revision 1.0). All platforms produce the same bytes.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def reduce_blocks(function: np.ufunc, values: Floats, block: tuple[int, int]) ->
 
 
 def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Words]:
-    """Return e4m3 codes and BF16 scale bits; the largest element of a block becomes about 448.
+    """Return e4m3 codes and BF16 scale bits.
 
     Codes use the stored scale, so rounding it adds no error.
     """
@@ -117,8 +116,8 @@ def quantise_blocks(weights: Floats, block: tuple[int, int]) -> tuple[Codes, Wor
 GROUP = 128
 PACK = 4
 ZERO_POINT_BYTE = 0x7F
-# Steps on the BF16 grid around largest / 127; the first best step wins. Below -6 steps (2 to 5 %
-# less) clipping always cost more than the finer grid gained.
+# Steps on the BF16 grid around largest / 127; the first best step wins. Below -6 steps, clipping
+# always cost more than the finer grid gained.
 _STEPS = (0, 1, -1, -2, -3, -4, -5, -6)
 
 
@@ -133,7 +132,7 @@ class Int8Rows(NamedTuple):
 
 
 def quantise_rows(weights: Floats) -> Int8Rows:
-    """Quantise rows of a weight; the scale of a group is the BF16 value of least squared error."""
+    """Quantise rows; the scale of a group is the BF16 value of least squared error."""
     grouped = weights.reshape(weights.shape[0], -1, GROUP)
     largest = np.abs(grouped).max(axis=2)
     smallest_scale = np.float32(2.0**-126)
@@ -169,7 +168,7 @@ def _codes(grouped: Any, scales: Any) -> Any:
 
 
 def _group_errors(grouped: Any, scales: Any) -> Any:
-    """Return squared errors per group, summed in a fixed order on every platform."""
+    """Return squared errors per group, summed in a fixed order."""
     error = np.square(_codes(grouped, scales) * scales[:, :, None] - grouped)
     width = error.shape[2]
     while width > 1:

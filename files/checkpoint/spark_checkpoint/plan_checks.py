@@ -8,7 +8,7 @@ from typing import Any
 from spark_contract.orders import BuildPlan, SourceCounts, count, expand, expand_all
 
 from spark_checkpoint.build.layouts import check_config
-from spark_checkpoint.build.source_checks import check_sources, donor_tensors
+from spark_checkpoint.build.source_checks import check_sources, required_donor_tensors
 from spark_checkpoint.directory import CONFIG_NAME, checkpoint_from_headers, natural_order
 from spark_checkpoint.errors import GateRefused
 from spark_checkpoint.inspection import Subject, examine, plain_name
@@ -26,7 +26,7 @@ from spark_checkpoint.tensor_sets import (
     unmatched_donor_names,
 )
 
-# By shared experts of a plan: the part that a subject is compared with, and the kind of the result.
+# By shared experts of a plan: the part to compare with, and the kind of the result.
 _PARTS = {"keep": "base", "fp8-base": "hybrid", "fp8-donor": "donor"}
 _KINDS = {
     "fp8-donor": "hybrid",
@@ -38,12 +38,12 @@ _KINDS = {
 
 
 def check_sources_by_headers(subject: Subject, plan: BuildPlan) -> SourceCounts:
-    """Run a build's checks of base and donor on headers, before any download."""
+    """Run a build's checks of base and donor on headers."""
     check_config(subject.config, f"{subject.place}: {CONFIG_NAME}", plan.head)
     shards = {name: subject.shards[name] for name in sorted(subject.shards, key=natural_order)}
     base = checkpoint_from_headers(Path(subject.place), shards, subject.index)
     sources = check_sources(plan, base, subject.config)
-    donor_tensors(plan, sources)  # reads and checks their headers
+    required_donor_tensors(plan, sources)  # reads and checks their headers
     return SourceCounts(
         base_tensors=len(base.owner),
         donor_tensors=len(sources.donor.names) if sources.donor else 0,
@@ -90,9 +90,9 @@ def _match_donor(subject: Subject, plan: BuildPlan) -> str:
 
 
 def match_plan_names(subject: Subject, plan: BuildPlan) -> str:
-    """Return whether a subject is the base or the result of a plan; refuse anything different."""
+    """Return whether a subject is the base or the result of a plan; refuse other subjects."""
     if subject.index:
-        # The names an engine loads: shards of an overlay still have the replaced names.
+        # Shards of an overlay still have the replaced names; an engine loads those of the index.
         names = {
             name
             for name, shard in subject.index.items()

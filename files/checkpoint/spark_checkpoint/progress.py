@@ -1,7 +1,4 @@
-"""Progress lines for a poller.
-
-A thread prints them at a fixed interval, so a stalled disk or network still produces lines.
-"""
+"""Progress lines, printed by a thread also during a stall."""
 
 from __future__ import annotations
 
@@ -80,5 +77,5 @@ class Progress:
 
 
 def note(message: str) -> None:
-    """Print a message for people; pollers read standard output only."""
+    """Print a message for people; programs read only standard output."""
     print(message, file=sys.stderr, flush=True)

@@ -44,14 +44,14 @@ _STOP_S = 20
 def requantize(plan: RequantizePlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
     """Quantise the plan's checkpoint or copy it from a peer; return False if it exists already."""
 
-    def write(work: Path, tree_dir: Path) -> None:
-        if copies is None or not copy_from_peer(copies, plan, tree_dir, progress):
-            _write_tree(plan, work, tree_dir, progress)
+    def write(work: Path, result_dir: Path) -> None:
+        if copies is None or not copy_from_peer(copies, plan, result_dir, progress):
+            _write_result(plan, work, result_dir, progress)
 
     return verify.make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
 
 
-def _write_tree(plan: RequantizePlan, work: Path, tree_dir: Path, progress: Progress) -> None:
+def _write_result(plan: RequantizePlan, work: Path, result_dir: Path, progress: Progress) -> None:
     fetch(plan.original, progress)
     progress.phase("gates")
     original = read_checkpoint(plan.original.out_dir)
@@ -61,41 +61,38 @@ def _write_tree(plan: RequantizePlan, work: Path, tree_dir: Path, progress: Prog
     if not (work / DONE).exists():
         _run_autoround(plan, work, progress)
     made = work / MADE / str(read_json(work / DONE)["tree"])
-    tree_dir.mkdir()
+    result_dir.mkdir()
     for name in list_files(made):
-        # Links keep a refused result for inspection, without a second copy.
-        target = tree_dir / name
+        # Links, to keep a refused result for inspection.
+        target = result_dir / name
         target.parent.mkdir(parents=True, exist_ok=True)
         os.link(made / name, target)
-    result = read_checkpoint(tree_dir)
-    check_quantised_names(str(tree_dir), result.owner.keys(), plan)
-    if not (tree_dir / INDEX_NAME).exists():
-        total = sum((tree_dir / shard).stat().st_size for shard in set(result.owner.values()))
+    result = read_checkpoint(result_dir)
+    check_quantised_names(str(result_dir), result.owner.keys(), plan)
+    if not (result_dir / INDEX_NAME).exists():
+        total = sum((result_dir / shard).stat().st_size for shard in set(result.owner.values()))
         weight_map = dict(sorted(result.owner.items()))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        storage.write_json(tree_dir / INDEX_NAME, index)
-    _list_packed_blocks(tree_dir, result.owner)
+        storage.write_json(result_dir / INDEX_NAME, index)
+    _list_packed_blocks(result_dir, result.owner)
     report = {**read_json(work / DONE), **requantize_checks.check_result(original, result)}
     receipt = RequantizedReceipt(
         kind="requantized",
         digest=plan.digest,
-        files=tuple(_hash_and_sync(tree_dir, progress)),
+        files=tuple(_hash_and_sync(result_dir, progress)),
         tool_version=TOOL_VERSION,
         written_at=now(),
         plan=plan,
         tensors=len(result.owner),
         report=report,
     )
-    verify.write_receipt(tree_dir, receipt)
+    verify.write_receipt(result_dir, receipt)
 
 
-def _list_packed_blocks(tree_dir: Path, owner: dict[str, str]) -> None:
-    """Write the packed blocks into the configs.
-
-    AutoRound lists drafter blocks only in the run that packs them; a resumed run omits them.
-    """
+def _list_packed_blocks(result_dir: Path, owner: dict[str, str]) -> None:
+    """Write the packed blocks into the configs: a resumed AutoRound omits the drafter's."""
     for name in (CONFIG_NAME, QUANTIZATION_NAME):
-        path = tree_dir / name
+        path = result_dir / name
         config = read_json(path) if path.exists() else {}
         quantization = config.get("quantization_config", config)
         if isinstance(quantization, dict) and "block_name_to_quantize" in quantization:
@@ -103,13 +100,13 @@ def _list_packed_blocks(tree_dir: Path, owner: dict[str, str]) -> None:
             storage.write_json(path, config)
 
 
-def _hash_and_sync(tree_dir: Path, progress: Progress) -> list[ReceiptFile]:
-    """Sync every file, make it writable by root only, and return the receipt entry."""
-    names = list_files(tree_dir)
-    progress.phase("hash", sum((tree_dir / name).stat().st_size for name in names))
+def _hash_and_sync(result_dir: Path, progress: Progress) -> list[ReceiptFile]:
+    """Sync the files, make them writable by root only, and return receipt entries."""
+    names = list_files(result_dir)
+    progress.phase("hash", sum((result_dir / name).stat().st_size for name in names))
 
     def make_entry(name: str) -> ReceiptFile:
-        path = tree_dir / name
+        path = result_dir / name
         path.chmod(0o644)
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -126,7 +123,7 @@ def _hash_and_sync(tree_dir: Path, progress: Progress) -> list[ReceiptFile]:
 def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None:
     """Run AutoRound's container in ``work``, resuming after finished blocks."""
     made = work / MADE
-    # Finished blocks are written there; the resume notes are useless without them.
+    # Resume notes are useless without the finished blocks.
     if not any(made.glob("**/model-shard-*")):
         for directory in (MADE, RESUME):
             shutil.rmtree(work / directory, ignore_errors=True)
@@ -149,7 +146,9 @@ def _run_autoround(plan: RequantizePlan, work: Path, progress: Progress) -> None
     container = f"spark-requantize-{plan.digest[:12]}"
     _docker("rm", "--force", container)
     try:
-        _follow(subprocess.Popen(_argv(plan, work, container)), work, plan.layers, progress)
+        _wait_for_container(
+            subprocess.Popen(_build_argv(plan, work, container)), work, plan.layers, progress
+        )
     except BaseException:
         # The container must not outlive this process.
         _docker("stop", "--time", str(_STOP_S), container)
@@ -171,9 +170,8 @@ def _check_prerequisites(plan: RequantizePlan, work: Path) -> None:
             raise GateRefused(f"quantising {plan.name}", problem, fix)
 
 
-def _argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[str]:
-    absent = "lacks the container's GPU arguments"
-    gpu = files.load(GpuProof, Path(plan.gpu), absent).docker_arguments
+def _build_argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[str]:
+    gpu = files.load(GpuProof, Path(plan.gpu), "lacks the GPU arguments").docker_arguments
     mounts = {
         plan.original.out: "/model,readonly",
         plan.packages: "/packages,readonly",
@@ -187,7 +185,9 @@ def _argv(plan: RequantizePlan, work: Path, container: str) -> Sequence[str]:
     return [*argv, plan.image, f"/work/{SCRIPT}"]
 
 
-def _follow(child: subprocess.Popen[bytes], work: Path, layers: int, progress: Progress) -> None:
+def _wait_for_container(
+    child: subprocess.Popen[bytes], work: Path, layers: int, progress: Progress
+) -> None:
     """Report finished blocks until the container exits."""
     code, reported = None, -1
     while code is None:
@@ -201,9 +201,9 @@ def _follow(child: subprocess.Popen[bytes], work: Path, layers: int, progress: P
     if code != 0:
         done = _count_blocks(work)
         problem = f"AutoRound exited with status {code}, {done} of {layers} blocks are done"
-        raise TransferFailed(str(work), problem, "see the lines above; run again")
+        raise TransferFailed(str(work), problem, "read the lines above, run again")
     if not (work / DONE).exists():
-        problem = "AutoRound stopped before the checkpoint was complete"
+        problem = "AutoRound ended before the checkpoint was complete"
         raise TransferFailed(str(work), problem, "run again")
 
 

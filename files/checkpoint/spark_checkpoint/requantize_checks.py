@@ -1,4 +1,4 @@
-"""Check that AutoRound can quantise a checkpoint, and that the result is the original, rounded."""
+"""Check that AutoRound can pack a plan's modules, and compare the result with the original."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from spark_checkpoint.tensor_sets import WEIGHT
 
 GROUP = 128
 QWEIGHT = ".qweight"
-# Rounding to 16 levels in groups of 128 changes a weight by about a tenth (root mean square);
-# another weight differs by more than 1.
+# Rounding to 16 levels in groups of 128 changes a weight by about 0.1 (root mean square); another
+# weight differs by more than 1.
 MODULE_LIMIT = 0.25
 _COMPARED = 512  # packed modules to compare, evenly spread
 _PACK, _ZERO = 8, 8
@@ -26,8 +26,7 @@ _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate|u
 _FLOATS = frozenset({"BF16", "F16", "F32"})
 _ORIGINAL_FIX = "name the 16-bit repository in the model's sources.original"
 _FIX = "read AutoRound's lines in the job's log"
-# AutoRound tunes the layers of the language model. It never loads those of the drafter;
-# `copy_missing_tensors_from_source` rounds them to nearest in the same packing.
+# AutoRound tunes these layers of the language model, and rounds those of the drafter to nearest.
 _LAYERS = re.compile(r"(model\.language_model|mtp)\.layers\.\d+\.")
 _GATES = (".gate", ".shared_expert_gate")
 _MULTIPLE = 32
@@ -49,10 +48,7 @@ def find_weight(module: str, original: Checkpoint) -> Matrix | None:
 
 
 def find_fused_expert(module: str, original: Checkpoint) -> Matrix | None:
-    """Return an expert's slice of a fused tensor, or None.
-
-    Newer repositories fuse all experts of a layer in a tensor; gate rows precede up rows.
-    """
+    """Return an expert's slice of a fused tensor, or None; gate rows precede up rows."""
     match = _EXPERT.match(module)
     if not match:
         return None
@@ -118,7 +114,7 @@ def check_original(original: Checkpoint) -> None:
 
 
 def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
-    """Refuse a checkpoint that is not a rounded original; return figures for the receipt."""
+    """Refuse a result that is not the rounded original; return figures for the receipt."""
     if result.duplicates:
         name = min(result.duplicates)
         raise GateRefused(str(result.directory), f"has {name} in several files", _FIX)
@@ -133,10 +129,10 @@ def check_result(original: Checkpoint, result: Checkpoint) -> dict[str, Any]:
     kept = [name for name in result.owner if name in original.owner]
     for name in kept:
         if not _is_same(name, original, result):
-            raise GateRefused(name, "must be kept, but differs from the original", _FIX)
+            raise GateRefused(name, "must stay unchanged, but differs from the original", _FIX)
     step = max(1, -(-len(packed) // _COMPARED))
     errors = {module: relative_error(module, original, result) for module in packed[::step]}
-    # NaN is wrong, too.
+    # Includes NaN.
     wrong = {module: error for module, error in errors.items() if not error <= MODULE_LIMIT}
     if wrong:
         module = max(wrong, key=lambda module: wrong[module])
@@ -163,7 +159,7 @@ def _check_packed_shapes(module: str, original: Checkpoint, result: Checkpoint) 
 
 
 def check_kept_experts(original: Checkpoint, result: Checkpoint) -> int:
-    """Refuse a changed 16-bit expert that the result splits from a fused tensor; count them."""
+    """Refuse changed 16-bit experts that the result splits from a fused tensor; count experts."""
     count = 0
     for name in sorted(result.owner.keys() - original.owner.keys()):
         expert = None
@@ -174,7 +170,7 @@ def check_kept_experts(original: Checkpoint, result: Checkpoint) -> int:
         count += 1
         same = _hash(expert.span) == _hash(result.span(name))
         if not same or expert.shape != result.tensor(name).shape:
-            raise GateRefused(name, "must be kept, but differs from the original", _FIX)
+            raise GateRefused(name, "must stay unchanged, but differs from the original", _FIX)
     return count
 
 

@@ -19,10 +19,10 @@ from spark_contract.files import named, sync, sync_directory, write_all, write_p
 
 from spark_checkpoint.errors import GateRefused, TransferFailed
 
-# Fits a core's cache between reading, hashing and writing.
+# Fits a core's cache.
 COPY_BYTES = 256 << 10
 _DROP_BYTES = 8 << 20
-# Threads for hashing, copying and quantising; more would wait for memory or disk.
+# Threads for hashing, copying and quantising.
 WORKERS = min(4, os.cpu_count() or 1)
 _JSON_PARTS = 4096
 # Reserve for directories, headers and filesystem blocks.
@@ -45,10 +45,7 @@ def read_stamp(file: int | Path) -> Stamp:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> str:
-    """Write indented JSON durably and return the sha256.
-
-    In batches: an indenting encoder creates millions of small strings for a large index.
-    """
+    """Write indented JSON durably, in batches to save memory, and return the sha256."""
     hasher = hashlib.sha256()
     parts = json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(document)
 
@@ -64,10 +61,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> str:
 
 
 class PageDropper:
-    """Drops a file's pages from the page cache behind the reader or writer.
-
-    The engine needs the memory; the kernel would keep the whole checkpoint cached.
-    """
+    """Drops passed pages of a file from the page cache: the engine needs the memory."""
 
     def __init__(self, fd: int, offset: int = 0):
         self._fd = fd
@@ -76,8 +70,7 @@ class PageDropper:
     def advance(self, count_bytes: int) -> None:
         self._position += count_bytes
         if self._position - self._step_begin >= _DROP_BYTES:
-            # Two steps: the first call only starts writeback of dirty pages, and keeps a page that
-            # crosses the end of a step.
+            # Two steps: the first call only starts writeback of dirty pages.
             self._drop(max(self._begin, self._step_begin - _DROP_BYTES))
             self._step_begin = self._position
 
@@ -93,7 +86,7 @@ class PageDropper:
 def write_durably(
     path: Path, flags: int, offset: int = 0
 ) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Yield a function that appends to a file from ``offset``; sync the file at the end."""
+    """Yield a function that writes to a file from ``offset``; sync the file at the end."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
     try:
         os.lseek(fd, offset, os.SEEK_SET)
@@ -113,7 +106,7 @@ def write_durably(
 def read_buffers(
     path: Path, offset: int = 0, size_bytes: int | None = None
 ) -> Iterator[memoryview]:
-    """Yield a file or a span of it in a reused buffer, without filling the page cache.
+    """Yield a file or span in a reused buffer, without filling the page cache.
 
     Raises:
         TransferFailed: the file ends inside the span.
@@ -138,7 +131,7 @@ def hash_file(
     offset: int = 0,
     size_bytes: int | None = None,
 ) -> str:
-    """Return the sha256 of a file or of a span of it."""
+    """Return the sha256 of a file or span."""
     hasher = hashlib.sha256()
     for buffer in read_buffers(path, offset, size_bytes):
         hasher.update(buffer)
@@ -147,7 +140,7 @@ def hash_file(
 
 
 def check_free_space(directory: Path, needed_bytes: int, purpose: str) -> None:
-    """Refuse a job that the filesystem has no room for."""
+    """Refuse a job that needs more space than the filesystem has."""
     usage = os.statvfs(directory)
     free_bytes = usage.f_bavail * usage.f_frsize
     required_bytes = int(needed_bytes * (1 + _RESERVE_FRACTION))
@@ -165,17 +158,14 @@ def describe_free_space(path: Path) -> str:
     while not mount.is_mount() and mount != mount.parent:
         mount = mount.parent
     usage = os.statvfs(mount)
-    # Filesystems without a fixed number of files report 0.
+    # 0: no fixed number of files.
     files = f" and {usage.f_favail} files" if usage.f_files else ""
     return f"{usage.f_bavail * usage.f_frsize} bytes{files} are free on {mount}"
 
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Create a directory and lock it for the life of this process.
-
-    Mode 0711: users with read access could lock it.
-    """
+    """Create and lock a directory; mode 0711, because users with read access could lock it."""
     directory.mkdir(mode=0o711, parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -183,7 +173,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise GateRefused(
-                str(directory), "another process is working here", "wait for it to end"
+                str(directory), "another process uses it", "wait until that process ends"
             ) from error
         yield
     finally:

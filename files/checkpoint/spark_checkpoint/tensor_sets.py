@@ -42,7 +42,7 @@ _CAUSES = {
 }
 _MTP_CAUSE = "the MTP tensors differ: lost by an earlier build, or quantised differently"
 _NAMES_FIX = (
-    "deploy the commits in the lock; `spark-deploy add --dry` lists the models a repository fits, "
+    "use the locked commits; `spark-deploy add --dry` lists the models that a repository fits, "
     "`spark-deploy add` serves it as published; if these are the commits of a shipped model, "
     "report this line to the project"
 )
@@ -50,7 +50,7 @@ _FP8_FIX = "use the FP8 repositories of the same model"
 
 
 def summarize_names(names: Iterable[str], limit: int = 4) -> str:
-    """Return the largest groups of names that differ in numbers only: ``288 x a.{N}.b``."""
+    """Return the largest groups of names that differ only in numbers: ``288 x a.{N}.b``."""
     counted = Counter(re.sub(r"\d+", "{N}", name) for name in names)
     largest = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
     shown = [f"{count} x {name}" for name, count in largest[:limit]]
@@ -60,7 +60,7 @@ def summarize_names(names: Iterable[str], limit: int = 4) -> str:
 
 
 def list_names(names: Collection[str]) -> str:
-    """Return the first names of a set and how many more there are."""
+    """Return the first names and the number of the rest."""
     shown = [
         name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
         for name in nsmallest(_LISTED_NAMES, names)
@@ -73,8 +73,8 @@ def list_names(names: Collection[str]) -> str:
 def check_same_names(
     where: str, subject: str, actual: Iterable[str], expected: Iterable[str]
 ) -> None:
-    """Refuse two different sets; the message has groups, first names and likely causes."""
-    # Sets are not copied: a large model has 280,000 names.
+    """Refuse different sets, with groups, first names and likely causes."""
+    # Do not copy sets: a large model has 280,000 names.
     have = actual if isinstance(actual, Set) else set(actual)
     want = expected if isinstance(expected, Set) else set(expected)
     if have == want:
@@ -103,10 +103,10 @@ def scale_of(weight_name: str) -> str:
 def unmatched_donor_names(
     donor: Iterable[str], base: Container[str], swap: Iterable[str]
 ) -> set[str]:
-    """Return donor names outside routed experts that neither base nor swap has."""
+    """Return donor names, outside routed experts, that neither base nor swap has."""
     swapped = {module + suffix for module in swap for suffix in (WEIGHT, SCALE)}
     outside = (name for name in donor if ".mlp.experts." not in name and name not in swapped)
-    # MTP tensors always count as unmatched, even if the base has them.
+    # MTP tensors always count as unmatched.
     return {name for name in outside if name not in base or name.startswith(MTP_PREFIX)}
 
 
@@ -132,7 +132,7 @@ def _check_shape(where: str, actual: tuple[int, ...], expected: tuple[int, ...])
         raise GateRefused(
             where,
             f"is {list(actual)}, the plan's donor_shapes require {list(expected)}",
-            "use the repositories this model's catalog file was written for, or correct it",
+            "use the repositories of this model's catalog file, or correct the file",
         )
 
 
@@ -171,11 +171,11 @@ def check_int8_packable(name: str, tensor: Tensor, *, head: bool) -> None:
     elif tensor.shape[0] % 4:
         reason = f"has {tensor.shape[0]} outputs, not a multiple of 4"
     if reason:
-        raise GateRefused(name, reason, "plan it with `keep`")
+        raise GateRefused(name, reason, "set head or shared_experts to keep")
 
 
 def overlay_name(name: str) -> str:
-    """Return a replacement's name in an overlay, where the base's tensor keeps the plain name."""
+    """Return a replacement's name in an overlay."""
     return name + ("_int8" if name.endswith(_PACKED) else "_fp8")
 
 
@@ -193,7 +193,7 @@ def replacements(plan: BuildPlan) -> dict[str, tuple[str, ...]]:
 
 
 def base_patterns(plan: BuildPlan) -> list[str]:
-    """Return patterns of the base's names outside mtp.*; a prebuilt hybrid also has scales."""
+    """Return patterns of the base's names outside mtp.*."""
     patterns = list(plan.base_tensors)
     if plan.shared_experts == "fp8-base":
         patterns += [module + SCALE for module in swapped_modules(plan)]
@@ -201,9 +201,9 @@ def base_patterns(plan: BuildPlan) -> list[str]:
 
 
 def check_result_names(where: str, actual: Collection[str], plan: BuildPlan, layout: str) -> None:
-    """Refuse other names than those of the plan's result in ``layout``.
+    """Refuse other names than those of the plan's result.
 
-    All names of a large model fill memory, so they are expanded only for the error.
+    Names are expanded only for the error: they fill memory.
     """
     replaced = replacements(plan)
     new = {

@@ -20,13 +20,13 @@ from spark_contract.paths import RECEIPT_NAME
 
 from spark_checkpoint import storage
 from spark_checkpoint.directory import list_files, no_garbage_collection, read_index
-from spark_checkpoint.errors import GateRefused, HeaderRefused, InputRefused, TreeDiffers
+from spark_checkpoint.errors import CheckpointDiffers, GateRefused, HeaderRefused, InputRefused
 from spark_checkpoint.headers import read_header
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.tensor_sets import check_quantised_names, check_result_names
 
 # Small pieces limit repeated hashing around replaced tensors, large pieces keep receipts short:
-# 72 GB are 17,000 pieces, 1.5 MB of receipt.
+# 72 GB are 17,000 pieces.
 PIECE_BYTES = 4 << 20
 _FIX = "move the directory away and run the deploy again"
 
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
     sha256: str
 
     def __str__(self) -> str:
-        """Return the form used in receipts."""
+        """Return the form in receipts."""
         return f"{self.size_bytes}:{self.sha256}"
 
 
@@ -91,7 +91,7 @@ def parse_pieces(file: receipts.ReceiptFile) -> tuple[Piece, ...] | None:
     """Return a file's pieces from the receipt, or None.
 
     Raises:
-        ValueError: a line is malformed, or the pieces do not cover the file.
+        ValueError: a line is malformed, or the sizes do not add up.
     """
     if file.pieces is None:
         return None
@@ -110,7 +110,7 @@ def load_receipt(directory: Path) -> receipts.AnyReceipt | None:
     """Return the receipt of a checkpoint, or None.
 
     Raises:
-        TreeDiffers: the receipt is malformed.
+        CheckpointDiffers: the receipt is malformed.
     """
     path = directory / RECEIPT_NAME
     try:
@@ -120,7 +120,7 @@ def load_receipt(directory: Path) -> receipts.AnyReceipt | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise TreeDiffers(str(path), f"is not a receipt ({error})", _FIX) from error
+        raise CheckpointDiffers(str(path), f"is not a receipt ({error})", _FIX) from error
     return receipt
 
 
@@ -143,18 +143,18 @@ def write_receipt(directory: Path, receipt: receipts.Receipt) -> None:
 def verify_checkpoint(directory: Path, progress: Progress, *, full: bool) -> receipts.AnyReceipt:
     """Check a checkpoint directory and return the receipt.
 
-    Quick: files, sizes, headers, index, and hashes of files with another stat than in the
-    receipt (which is then updated). Full: the hash of every file.
+    Checks files, sizes, headers, index and, unless ``full``, hashes only of files with another stat
+    than in the receipt, which is then updated.
     """
     if not directory.is_dir():
         raise InputRefused(str(directory), "is not a directory", "check the path")
     receipt = load_receipt(directory)
     if receipt is None:
-        raise TreeDiffers(
-            str(directory), f"has no {RECEIPT_NAME}: it was never finished", "run the job again"
+        raise CheckpointDiffers(
+            str(directory), f"has no {RECEIPT_NAME}: it is incomplete", "run the job again"
         )
     check_files(directory, receipt)
-    # Only checkpoints made here have an exact tensor set.
+    # Only built checkpoints have an exact tensor set.
     if not isinstance(receipt, receipts.SourceReceipt):
         with no_garbage_collection():
             _check_headers(directory, receipt, receipt.plan, receipt.tensors)
@@ -181,14 +181,14 @@ def check_files(directory: Path, receipt: receipts.Receipt) -> None:
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise TreeDiffers(str(path), f"is missing ({error.strerror})", _FIX) from error
+            raise CheckpointDiffers(str(path), f"is missing ({error.strerror})", _FIX) from error
         if size != file.size_bytes:
             problem = f"has {size} bytes, the receipt lists {file.size_bytes}"
-            raise TreeDiffers(str(path), problem, _FIX)
+            raise CheckpointDiffers(str(path), problem, _FIX)
     surplus = set(list_files(directory)) - {file.path for file in receipt.files}
     if surplus:
         names = ", ".join(sorted(surplus)[:5])
-        raise TreeDiffers(str(directory), f"has files that the receipt lacks: {names}", _FIX)
+        raise CheckpointDiffers(str(directory), f"has files that the receipt lacks: {names}", _FIX)
 
 
 def _check_headers(
@@ -198,7 +198,7 @@ def _check_headers(
     try:
         index = read_index(directory)
         if index is None:
-            raise TreeDiffers(str(directory), "has no index", _FIX)
+            raise CheckpointDiffers(str(directory), "has no index", _FIX)
         listed: dict[str, list[str]] = {}
         for name, shard in index.items():
             listed.setdefault(shard, []).append(name)
@@ -208,16 +208,16 @@ def _check_headers(
                 absent = [n for n in listed.pop(file.path, ()) if n not in header.tensors]
                 if absent:
                     problem = f"the index lists {absent[0]} in {file.path}, which lacks it"
-                    raise TreeDiffers(str(directory), problem, _FIX)
+                    raise CheckpointDiffers(str(directory), problem, _FIX)
     except GateRefused as error:
         kind = "a broken header" if isinstance(error, HeaderRefused) else "a broken index"
-        raise TreeDiffers(error.where, f"{error.what} ({kind})", _FIX) from error
+        raise CheckpointDiffers(error.where, f"{error.what} ({kind})", _FIX) from error
     if listed:
         missing = ", ".join(sorted(listed)[:3])
-        raise TreeDiffers(str(directory), f"the index names unknown files: {missing}", _FIX)
+        raise CheckpointDiffers(str(directory), f"the index names unknown files: {missing}", _FIX)
     if len(index) != tensors:
         problem = f"the index lists {len(index)} tensors, the receipt {tensors}"
-        raise TreeDiffers(str(directory), problem, _FIX)
+        raise CheckpointDiffers(str(directory), problem, _FIX)
     _check_names(str(directory), index, plan)
 
 
@@ -228,13 +228,13 @@ def _check_names(where: str, index: Mapping[str, str], plan: BuildPlan | Requant
         else:
             check_quantised_names(where, index, plan)
     except HostToolError as error:
-        raise TreeDiffers(error.where, error.what, _FIX) from error
+        raise CheckpointDiffers(error.where, error.what, _FIX) from error
 
 
 def _check_content(
     directory: Path, file: receipts.ReceiptFile, progress: Progress
 ) -> receipts.ReceiptFile:
-    """Check a file's hashes; return the entry with the stat from before hashing."""
+    """Check a file's hashes; return the entry with the stat before hashing."""
     path = directory / file.path
     stamp = storage.read_stamp(path)
     pieces = parse_pieces(file)
@@ -255,7 +255,7 @@ def _check_content(
     if problem is None and storage.read_stamp(path) != stamp:
         problem = "was changed while it was read"
     if problem is not None:
-        raise TreeDiffers(str(path), problem, _FIX)
+        raise CheckpointDiffers(str(path), problem, _FIX)
     return receipt_entry(file.path, stamp, file.sha256, file.pieces, file.link_of)
 
 
@@ -267,8 +267,8 @@ def make_checkpoint(
 ) -> bool:
     """Create, verify and rename a plan's checkpoint; return False if it exists already.
 
-    ``write(work_dir, checkpoint_dir)`` writes the checkpoint with the receipt. Other files in the
-    work directory survive an interruption.
+    ``write(work_dir, result_dir)`` writes the checkpoint with the receipt; other files in
+    ``work_dir`` survive an interruption.
     """
 
     def exists() -> bool:
@@ -279,7 +279,7 @@ def make_checkpoint(
             problem = "has no receipt" if receipt is None else f"has digest {receipt.digest[:12]}"
             raise GateRefused(
                 str(plan.out_dir),
-                f"{problem}: refusing to replace it",
+                f"{problem}, so it is not replaced",
                 "move it away, run again",
             )
         verify_checkpoint(plan.out_dir, progress, full=False)
@@ -294,10 +294,10 @@ def make_checkpoint(
         # Another process may have finished before we got the lock.
         if exists():
             return False
-        tree_dir = growing_tree(plan.out_dir)
-        write(work, tree_dir)
-        verify_checkpoint(tree_dir, progress, full=False)
-        storage.publish(tree_dir, plan.out_dir)
+        result_dir = growing_tree(plan.out_dir)
+        write(work, result_dir)
+        verify_checkpoint(result_dir, progress, full=False)
+        storage.publish(result_dir, plan.out_dir)
         storage.clear(work)
         work.rmdir()
     return True
@@ -306,19 +306,23 @@ def make_checkpoint(
 def discard(base: Path, tree: Path, progress: Progress) -> None:
     """Remove ``base`` after verifying every byte of the full checkpoint ``tree``."""
     if not base.exists():
-        note(f"{base}: was removed before")
+        note(f"{base}: already removed")
         return
     receipt = verify_checkpoint(tree, progress, full=True)
     if not isinstance(receipt, receipts.CheckpointReceipt) or receipt.plan.layout != "full":
-        raise GateRefused(str(tree), "is not a checkpoint in layout full", "keep its base")
+        raise GateRefused(str(tree), "is not a checkpoint in layout full", "keep the base")
     planned = receipt.plan.base_dir
     if planned != Path(os.path.abspath(base)):
-        raise GateRefused(str(tree), f"was made from {planned}, not from {base}", "name its base")
+        raise GateRefused(
+            str(tree),
+            f"was made from {planned}, not from {base}",
+            "name the base of this checkpoint",
+        )
     if load_receipt(base) is None and any(base.iterdir()):
-        raise GateRefused(str(base), "has no receipt: refusing to remove it", "remove it by hand")
+        raise GateRefused(str(base), "has no receipt, so it is not removed", "remove it yourself")
     freed = shared = 0
     base_receipt = base / RECEIPT_NAME
-    # The receipt last: it marks the directory as managed, and is invalid without the files.
+    # The receipt last: it marks the directory as managed.
     for path in sorted(base.rglob("*"), key=lambda path: (path == base_receipt, -len(path.parts))):
         if path.is_dir() and not path.is_symlink():
             os.rmdir(path)
@@ -333,6 +337,6 @@ def discard(base: Path, tree: Path, progress: Progress) -> None:
         os.unlink(path)
     os.rmdir(base)
     sync_directory(base.parent)
-    kept = f"; {shared} bytes stay, other directories link them" if shared else ""
+    kept = f"; {shared} bytes stay, because other directories link them" if shared else ""
     again = sum(receipt.report.get("rebuild_fetch_bytes", {}).values())
-    note(f"{base}: removed, {freed} bytes freed{kept}; a rebuild of {tree} fetches {again} bytes")
+    note(f"{base}: removed, {freed} bytes freed{kept}; a rebuild of {tree} downloads {again} bytes")

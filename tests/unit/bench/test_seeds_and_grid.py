@@ -89,7 +89,7 @@ def test_refuses_an_answer_without_usage_block(model):
 
 def test_a_refused_request_does_not_print_the_key(model):
     wrong = endpoint(model, "sk-wrong-key")
-    with pytest.raises(SparkError, match="answered 401") as error:
+    with pytest.raises(SparkError, match="returned HTTP 401") as error:
         measure_answer(wrong, "?", 9)
     assert "sk-wrong-key" not in f"{error.value}{wrong!r}"
 

@@ -9,7 +9,7 @@ from builder_trees import DONOR_COMMIT, DONOR_SHAPES, tree_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from spark_checkpoint.headers import read_header
-from spark_checkpoint.sources.donor import NamedRange, merge
+from spark_checkpoint.sources.donor import NamedRange, merge_ranges
 
 DONOR = f"lab/tiny-fp8/resolve/{DONOR_COMMIT}"
 # Half of so long a range is progress even on a busy machine; the few bytes of a scale are not.
@@ -278,7 +278,7 @@ spans = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 300)), max_size=
 @given(spans, st.integers(0, 200), st.integers(1, 1000))
 def test_merged_requests_cover_every_range_once_and_in_order(pieces, gap, limit):
     ranges = [NamedRange(str(n), begin, begin + size) for n, (begin, size) in enumerate(pieces)]
-    requests = merge(ranges, gap, limit)
+    requests = merge_ranges(ranges, gap, limit)
     assert sorted(p.name for r in requests for p in r.pieces) == sorted(r.name for r in ranges)
     for request in requests:
         assert request.begin == min(p.begin for p in request.pieces)

@@ -258,7 +258,7 @@ def test_fetches_a_file_again_if_it_cannot_resume(order, hub, source, tmp_path, 
     if case == "damaged part":
         part = max((tmp_path / ".out.partial/parts").iterdir(), key=lambda p: p.stat().st_size)
         part.write_bytes(bytes(part.stat().st_size))
-    assert "fetching it whole" in run_tool("fetch", order()).stderr
+    assert "downloading the whole file" in run_tool("fetch", order()).stderr
     assert contents(tmp_path / "out") == contents(source)
 
 

@@ -211,7 +211,7 @@ SCALES = {"dtype": "<u2", "suffix": "weight_scale_inv"}
 OTHER = "donor differs from the base's own weight by "
 BAD_SCALES = "donor scales are not all finite and above zero"
 DAMAGES = {
-    "a flipped byte": (edit_weight(flip_byte), "further from the base than rounding can put them"),
+    "a flipped byte": (edit_weight(flip_byte), "differ from the base by more than rounding"),
     "gate and up exchanged": (swap_modules(f"{MODULE}.gate_proj", UP), OTHER),
     "another layer's tensor": (swap_modules(UP, UP.replace("layers.1", "layers.2")), OTHER),
     # The grid is square, so shapes do not reveal it.

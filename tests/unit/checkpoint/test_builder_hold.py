@@ -8,7 +8,7 @@ import re
 import pytest
 from builder_hub import Hub
 from builder_trees import BASE_COMMIT, DONOR_COMMIT, Workshop, run_tool
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spark_checkpoint.__main__ import main
 
@@ -132,7 +132,8 @@ def stage(tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+# Without shrinking: a failing example may wait for retries, and shrinking repeats it for minutes.
+@settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_hostile_responses_give_a_single_printable_error_line(stage, data):
     hub, plan = stage

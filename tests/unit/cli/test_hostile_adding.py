@@ -18,7 +18,7 @@ from spark_deploy.config.catalog.load import read_families
 from spark_deploy.config.errors import SparkError
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.config.yaml_files import read_mapping
-from spark_deploy.lock.headers import anatomy_of, ask_hub
+from spark_deploy.lock.headers import anatomy_of, describe_repository
 from tests import forked
 from tests.unit.checkpoint.builder_hub import Hub
 from tests.unit.cli.test_add import COMMIT, CONFIG, ENTRIES, add, make_site
@@ -59,7 +59,9 @@ def draft_with(hub: Hub, end: str, answer: bytes) -> dict[str, Any]:
     """Return the draft with one answer replaced; empty if refused with one problem."""
     hub.fault = lambda item, path, data: item.serve(answer) or True if path.endswith(end) else None
     try:
-        result = ask_hub(f"{REPO}@main", HubSettings(endpoint=hub.url), all_documents=True)
+        result = describe_repository(
+            f"{REPO}@main", HubSettings(endpoint=hub.url), all_documents=True
+        )
         anatomy = anatomy_of(REPO, result)
         card, engines = Card("mit", True, "text-generation"), shipped_catalog().engines
         draft = draft_of(anatomy, result, card, engines, read_families(), "main")

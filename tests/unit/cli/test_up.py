@@ -72,7 +72,7 @@ def test_up_and_init_can_lock_names_without_options_of_update(monkeypatch, tmp_p
     path = tmp_path / "spark.lock.yml"
     host = SimpleNamespace(catalog=None, settings=SimpleNamespace(lock_path=path, settings=None))
     monkeypatch.setattr(update, "select_hosts", lambda _options: [host])
-    monkeypatch.setattr(update, "wanted_by", lambda *_: Names(frozenset(), frozenset()))
+    monkeypatch.setattr(update, "required_names", lambda *_: Names(frozenset(), frozenset()))
     monkeypatch.setattr(update, "verify_names_if_online", lambda *words: words[2])
     assert update.lock_names(Options(), missing=True) == 0
 

@@ -83,7 +83,7 @@ def test_sums_weights_by_part_and_dtype(hub: Hub, tmp_path: Path) -> None:
     assert read_lock(tmp_path / "spark.lock.yml") == lock
     # Another commit has no anatomy.
     moved = dataclasses.replace(lock.sources[REPO], commit="4" * 40)
-    assert lock.also([moved]).anatomies == {}
+    assert lock.extended_by([moved]).anatomies == {}
 
 
 def test_required_lock_refuses_unread_headers(hub: Hub, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_computes_cache_of_each_kind_of_layer(kind: str) -> None:
 UNKNOWN = {
     "another type of model": ({"model_type": "unheard"}, "layers of unheard are unknown"),
     "another type of layer": ({"layer_types": ["full_attention", "odd"]}, "'odd' are unknown"),
-    "layers that do not add up": ({"layer_types": ["full_attention"]}, "names 1 layers of 2"),
+    "layers that do not add up": ({"layer_types": ["full_attention"]}, "lists 1 layers of 2"),
     "a detail": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers with"),
     "a number is missing": ({"num_attention_heads": "gone"}, "lacks num_attention_heads"),
     "no layers": ({"num_hidden_layers": 0}, "lacks num_hidden_layers"),
@@ -221,7 +221,7 @@ def test_any_configuration_is_read_or_refused(text: bytes) -> None:
         return
     with accepted_or_refused(in_one_line=True):
         anatomy = anatomy_of(REPO, described(config))
-        source = lookup._locked("here", REPO, "main", _Info)
+        source = lookup._make_source("here", REPO, "main", _Info)
         lock = checked(Lock.of([source], anatomies=[anatomy]))
         assert str(lock.anatomies[REPO]).isprintable()
 

@@ -192,7 +192,7 @@ def test_completes_a_lock_without_names(
 def test_new_commit_needs_a_new_verification(hub: Hub, settings: Settings, lock: Lock) -> None:
     held = verify_names(settings, CATALOG, lock, quiet)
     write_repository(hub.root, BASE, base_entries(), commit="3" * 40)
-    moved = held.also([lookup.look_up(hub.url, BASE, "main", None)])
+    moved = held.extended_by([lookup.look_up(hub.url, BASE, "main", None)])
     assert moved.names == {}
     again = verify_names(settings, CATALOG, moved, quiet)
     assert again.names[BUILD].base == f"{BASE}@{'3' * 40}"
@@ -282,6 +282,6 @@ def test_reports_killed_reader_in_one_line(
 ) -> None:
     killed = subprocess.CompletedProcess([], -9, "", "")
     monkeypatch.setattr(headers.subprocess, "run", lambda *_, **__: killed)
-    with pytest.raises(LockError, match="the reader of the headers ended with -9") as caught:
+    with pytest.raises(LockError, match="the header reader exited with -9") as caught:
         verify_names(settings, CATALOG, lock, quiet)
     assert len(caught.value.problems) == 1

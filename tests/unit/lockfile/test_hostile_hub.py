@@ -151,7 +151,7 @@ def test_limits_size_and_time_of_hub_answers(
     monkeypatch.setattr(lookup, "_LONGEST_S", 1)
     monkeypatch.setattr(lookup, "_LONGEST_BYTES", 10_000_000)
     hub.fault = lambda handler, path, data: act(handler) or True
-    with pytest.raises(LockError, match="the answer is too long"):
+    with pytest.raises(LockError, match="the response is too long"):
         lookup.look_up(hub.url, REPO, "main", None)
 
 
@@ -177,7 +177,7 @@ def test_stops_waiting_for_a_slow_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(lookup, "LIMIT_S", 0.5)
     hub.fault = trickles
-    with pytest.raises(LockError, match="no whole answer within"):
+    with pytest.raises(LockError, match="no complete response within"):
         lookup.look_up(hub.url, REPO, "main", None)
 
 

@@ -18,7 +18,7 @@ from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.service import PairSettings
 from spark_deploy.lock import hub, registry
 from spark_deploy.lock.file import read_lock, write_lock
-from spark_deploy.lock.resolve import locked_for, wanted_by
+from spark_deploy.lock.resolve import locked_for, required_names
 from spark_deploy.lock.types import Lock
 from tests import forked
 from tests.unit.planning.plans import shipped_catalog
@@ -197,7 +197,7 @@ def test_refuses_two_revisions_of_a_repository(settings, tmp_path):
 
 def test_locks_only_donors_that_are_needed(settings):
     base = dataclasses.replace(settings, profile="base")
-    assert {repo for repo, _ in wanted_by(base, CATALOG).sources} == {"lab/tiny-int4"}
+    assert {repo for repo, _ in required_names(base, CATALOG).sources} == {"lab/tiny-int4"}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.errors import PlanError, Problem
 from spark_deploy.config.settings.load import load_hosts
 from spark_deploy.config.settings.types import Settings
-from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.lock.resolve import required_names
 from spark_deploy.lock.types import Lock, LockedImage, LockedSource, SourceFile
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.memory import weights_of
@@ -95,7 +95,7 @@ def made_up_lock(settings: Settings, catalog: Catalog) -> Lock:
 
     Base checkpoints have the size of their architecture, in shards of 5 GB.
     """
-    wanted = wanted_by(settings, catalog)
+    wanted = required_names(settings, catalog)
     bytes_of = {
         repo: weights_of(model.architecture).tree_bytes
         for model in catalog.models.values()

@@ -15,7 +15,7 @@ from spark_deploy.cli.plan_text import plan_lines, plan_text
 from spark_deploy.config.errors import PlanError, SettingsError
 from spark_deploy.hosts.capacity import demands
 from spark_deploy.hosts.disk import Place
-from spark_deploy.lock.resolve import size, wanted_by
+from spark_deploy.lock.resolve import required_names, size
 from spark_deploy.plan.jobs import Member, Work, discard_jobs_of, jobs_of, keep_of, with_peers
 from spark_deploy.plan.resolve import pair_of
 from tests.unit.planning.plans import CATALOG, plan_of, problems, settings_of
@@ -126,7 +126,7 @@ def test_download_is_hashed_in_pieces_for_full_layout_only(layout: str, pieces: 
 
 
 def repositories(**settings: Any) -> set[str]:
-    return {repo for repo, _ in wanted_by(settings_of(**settings), CATALOG).sources}
+    return {repo for repo, _ in required_names(settings_of(**settings), CATALOG).sources}
 
 
 def test_prebuilt_hybrid_replaces_base_and_keeps_donor() -> None:

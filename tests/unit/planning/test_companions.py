@@ -15,7 +15,7 @@ from spark_deploy.config.catalog.model import PlainModel
 from spark_deploy.config.catalog.profile import Adapter, Speculation
 from spark_deploy.config.catalog.types import Catalog
 from spark_deploy.config.errors import PlanError
-from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.lock.resolve import required_names
 from spark_deploy.plan.host import plan_host
 from spark_deploy.plan.jobs import jobs_of, keep_of
 from spark_deploy.plan.kv_cache import shape_of
@@ -137,7 +137,7 @@ def test_refuses_adapters_with_drafts() -> None:
 
 def test_lock_needs_all_mounted_repositories() -> None:
     settings = replace(settings_of(), model="dense", profile="plain")
-    wanted = wanted_by(settings, catalog_with(ADAPTED, EAGLE))
+    wanted = required_names(settings, catalog_with(ADAPTED, EAGLE))
     assert {repo for repo, _ in wanted.sources} == {REPO, DRAFT, "org/lora"}
 
 

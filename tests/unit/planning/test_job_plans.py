@@ -13,7 +13,7 @@ from spark_contract.fetching import CopyPlan, FetchPlan, FinishedTree, LayersPla
 from spark_contract.orders import BuildPlan, expand_all
 
 from spark_deploy.config.settings.sources import DownloadSettings, HubSettings
-from spark_deploy.lock.resolve import wanted_by
+from spark_deploy.lock.resolve import required_names
 from spark_deploy.lock.types import LockedSource, SourceFile
 from spark_deploy.plan.jobs import (
     Member,
@@ -183,7 +183,7 @@ def test_ready_pairs_need_disk_images_and_locked_names() -> None:
     assert set(ready.images) > set(served.images)
     docker_bytes = dict(ready.disk_needed_bytes)[ready.docker_dir]
     assert docker_bytes == sum(size for _, size in ready.image_bytes)
-    wanted = wanted_by(settings_of(keep_ready=[SMALL]), CATALOG)
+    wanted = required_names(settings_of(keep_ready=[SMALL]), CATALOG)
     assert any("small" in repo for repo, _ in wanted.sources)
 
 

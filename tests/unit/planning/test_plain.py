@@ -57,7 +57,7 @@ def make_plan(
              SourceFile("original/model.safetensors", 17 * GIB, sha256="b" * 64))  # fmt: skip
     source = replace(source, files=(*source.files, *large))
     anatomies = {REPO: replace(anatomy, repository=REPO, commit=source.commit)} if anatomy else {}
-    lock = replace(lock.also([source]), anatomies=anatomies)
+    lock = replace(lock.extended_by([source]), anatomies=anatomies)
     return plan_host(Request("a", chosen, catalog, lock, PAYLOAD))
 
 

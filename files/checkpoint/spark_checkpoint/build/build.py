@@ -1,4 +1,4 @@
-"""Build a checkpoint from a base and a donor, the FP8 source checkpoint."""
+"""Build a checkpoint from a base and a donor (the FP8 source checkpoint)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from spark_contract.orders import RECIPE_VERSION, BuildPlan, DonorUrl
 
 from spark_checkpoint import TOOL_VERSION, storage, verify
 from spark_checkpoint.build.layouts import Layout, Writer, check_config, result_bytes, result_config
-from spark_checkpoint.build.new_tensors import Surgery
-from spark_checkpoint.build.source_checks import Sources, check_sources, donor_tensors
+from spark_checkpoint.build.new_tensors import TensorMaker
+from spark_checkpoint.build.source_checks import Sources, check_sources, required_donor_tensors
 from spark_checkpoint.build.write import Changes, Staging
 from spark_checkpoint.directory import (
     CONFIG_NAME,
@@ -28,35 +28,39 @@ from spark_checkpoint.directory import (
     read_checkpoint,
     read_config,
 )
-from spark_checkpoint.errors import GateRefused, TreeDiffers
+from spark_checkpoint.errors import CheckpointDiffers, GateRefused
 from spark_checkpoint.headers import SIXTEEN_BIT, Tensor, tensor_bytes
 from spark_checkpoint.number_formats import GROUP, PACK
 from spark_checkpoint.progress import Progress, note
 from spark_checkpoint.sources.peers import copy_from_peer
 from spark_checkpoint.tensor_sets import HEAD, WEIGHT, swapped_modules
 
-_FIX = "delete the source directory and fetch it again"
+_FIX = "delete the source directory and download it again"
 
 
 def build(plan: BuildPlan, progress: Progress, copies: CopyPlan | None = None) -> bool:
     """Build the plan's checkpoint or copy it from a peer; return False if it exists already."""
     report: dict[str, Any] = {}
 
-    def write(work: Path, tree_dir: Path) -> None:
-        if copies is not None and copy_from_peer(copies, plan, tree_dir, progress):
+    def write(work: Path, result_dir: Path) -> None:
+        if copies is not None and copy_from_peer(copies, plan, result_dir, progress):
             return
-        # The sources are freed before verification: names of a large model fill memory.
-        report.update(_write_tree(plan, work, tree_dir, progress))
+        # A function, to free the sources before verification: they fill memory.
+        report.update(_write_result(plan, work, result_dir, progress))
 
     made = verify.make_checkpoint(plan, f"plan {plan.digest[:12]}", progress, write)
     if made and report and plan.layout == "full":
         base_bytes = report["rebuild_fetch_bytes"]["base"]
-        message = f"needs no base; a rebuild without it fetches {base_bytes} bytes"
-        note(f"{plan.out_dir}: {message}")
+        note(
+            f"{plan.out_dir}: the base can be removed; "
+            f"a rebuild would then download {base_bytes} bytes"
+        )
     return made
 
 
-def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress) -> dict[str, Any]:
+def _write_result(
+    plan: BuildPlan, work: Path, result_dir: Path, progress: Progress
+) -> dict[str, Any]:
     url = plan.donor.url if isinstance(plan.donor, DonorUrl) else ""
     donor_dir = work / f"donor-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
     storage.clear(work, keep=frozenset({donor_dir.name}))
@@ -66,20 +70,20 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
     sources = check_sources(plan, read_checkpoint(plan.base_dir), config)
     base = sources.base
     hashes = hash_base(plan, progress)
-    taken = donor_tensors(plan, sources)
-    peak = peak_bytes(plan, base, taken, sources.mtp_missing)
+    required = required_donor_tensors(plan, sources)
+    peak = peak_bytes(plan, base, required, sources.mtp_missing)
     storage.check_free_space(plan.out_dir.parent, peak, f"building {plan.name}")
-    changes = _make_changes(plan, sources, taken, work, donor_dir, progress)
-    tree_dir.mkdir()
-    writer = Writer(tree_dir, base, hashes, changes, progress)
-    layout = writer.overlay() if plan.layout == "overlay" else writer.full()
-    _write_documents(plan, sources, changes, layout, tree_dir)
+    changes = _make_changes(plan, sources, required, work, donor_dir, progress)
+    result_dir.mkdir()
+    writer = Writer(result_dir, base, hashes, changes, progress)
+    layout = writer.write_overlay() if plan.layout == "overlay" else writer.write_full()
+    _write_documents(plan, sources, changes, layout, result_dir)
     written = sum(file.size_bytes for file in layout.files if file.link_of is None)
     report: dict[str, Any] = {
         **changes.report,
         "rebuild_fetch_bytes": {
             "base": sum((base.directory / path).stat().st_size for path in hashes),
-            "donor": sum(tensor.size_bytes for tensor in taken.values()),
+            "donor": sum(tensor.size_bytes for tensor in required.values()),
         },
         "written_bytes": written,
         "linked_bytes": sum(file.size_bytes for file in layout.files) - written,
@@ -99,16 +103,15 @@ def _write_tree(plan: BuildPlan, work: Path, tree_dir: Path, progress: Progress)
         tensors=len(layout.index),
         report=report,
     )
-    verify.write_receipt(tree_dir, receipt)
+    verify.write_receipt(result_dir, receipt)
     return report
 
 
 def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, verify.FileHashes]:
     """Return path → hashes of every base file.
 
-    With a pinned revision they come from the source's receipt, after checking commit, files and
-    sizes; files with a changed stat, or without the pieces that layout *full* needs, are hashed
-    again. Without a revision every file is hashed.
+    With a pinned revision the receipt's hashes are used; changed files, and files without the
+    pieces that layout *full* needs, are hashed again. Without a revision every file is hashed.
     """
     directory = plan.base_dir
     if plan.base.revision is None:
@@ -129,7 +132,7 @@ def hash_base(plan: BuildPlan, progress: Progress) -> dict[str, verify.FileHashe
     ]
     for name, actual in _hash_files(directory, to_hash, progress).items():
         if name not in hashes or actual.sha256 != hashes[name].sha256:
-            problem = "was changed after it was fetched and verified"
+            problem = "was changed after it was downloaded and verified"
             raise GateRefused(str(directory / name), problem, _FIX)
         hashes[name] = actual
     return hashes
@@ -146,14 +149,14 @@ def _load_base_receipt(plan: BuildPlan) -> receipts.AnyReceipt:
         revision = receipt.digest
     if receipt is None or revision != required:
         actual = f"is {revision}" if receipt else "has no receipt"
-        kind, fix = "commit", "fetch the base at the locked commit"
+        kind, fix = "commit", "download the base at the locked commit"
         if len(required or "") > 40:
             kind, fix = "digest", "run `spark-deploy add --requantize`"
         problem = f"{actual}, the plan needs the verified checkpoint of {kind} {required}"
         raise GateRefused(str(directory), problem, fix)
     try:
         verify.check_files(directory, receipt)
-    except TreeDiffers as error:
+    except CheckpointDiffers as error:
         raise GateRefused(error.where, error.what, _FIX) from error
     return receipt
 
@@ -189,10 +192,9 @@ def compare_duplicates(base: Checkpoint) -> dict[str, Any]:
 def peak_bytes(
     plan: BuildPlan, base: Checkpoint, received: Mapping[str, Tensor], grafted: Collection[str]
 ) -> int:
-    """Return a build's peak disk use.
+    """Return a build's peak disk use; new tensors are staged, then copied into the result.
 
-    ``received`` are staged donor tensors; ``grafted`` tensors become 16-bit. New tensors are staged
-    before they are written into the result.
+    ``received`` are staged donor tensors; ``grafted`` tensors become 16-bit.
     """
     staged = sum(tensor.size_bytes for tensor in received.values())
     weights = [base.tensor(module + WEIGHT) for module in swapped_modules(plan)]
@@ -218,37 +220,44 @@ def peak_bytes(
 def _make_changes(
     plan: BuildPlan,
     sources: Sources,
-    taken: dict[str, Tensor],
+    required: dict[str, Tensor],
     work: Path,
     donor_dir: Path,
     progress: Progress,
 ) -> Changes:
     changes = Changes()
     donor = sources.donor
-    spans = donor.stage(taken, donor_dir, progress) if donor is not None and taken else {}
+    spans = donor.stage(required, donor_dir, progress) if donor is not None and required else {}
     with closing(Staging(work / "new-tensors")) as stage:
-        surgery = Surgery(
-            sources.base, sources.modules, plan.block_shape, taken, spans, stage, progress, changes
+        maker = TensorMaker(
+            sources.base,
+            sources.modules,
+            plan.block_shape,
+            required,
+            spans,
+            stage,
+            progress,
+            changes,
         )
         if plan.compares_with_donor:
-            surgery.compare_with_donor()
+            maker.compare_with_donor()
             if plan.shared_experts == "fp8-donor":
-                surgery.swap_from_donor()
+                maker.swap_from_donor()
         elif plan.shared_experts == "fp8-self":
-            surgery.swap_to_fp8()
+            maker.swap_to_fp8()
         elif plan.shared_experts == "int8-g128":
-            surgery.swap_to_int8()
+            maker.swap_to_int8()
         if plan.head == "int8-g128":
-            surgery.pack_head(HEAD)
+            maker.pack_head(HEAD)
         if sources.mtp_missing:
-            surgery.graft_mtp(sources.mtp_missing)
+            maker.graft_mtp(sources.mtp_missing)
     return changes
 
 
 def _write_documents(
-    plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout, tree_dir: Path
+    plan: BuildPlan, sources: Sources, changes: Changes, layout: Layout, result_dir: Path
 ) -> None:
-    """Write index and config, the last files before the receipt."""
+    """Write index and configuration files."""
     config = result_config(read_config(plan.base_dir), plan, layout.index, sources.modules)
     index = {
         "metadata": {"total_size": result_bytes(sources.base, changes)},
@@ -258,5 +267,7 @@ def _write_documents(
     if (plan.base_dir / QUANTIZATION_NAME).exists():
         documents[QUANTIZATION_NAME] = config["quantization_config"]
     for name, document in documents.items():
-        sha256 = storage.write_json(tree_dir / name, document)
-        layout.files.append(verify.receipt_entry(name, storage.read_stamp(tree_dir / name), sha256))
+        sha256 = storage.write_json(result_dir / name, document)
+        layout.files.append(
+            verify.receipt_entry(name, storage.read_stamp(result_dir / name), sha256)
+        )

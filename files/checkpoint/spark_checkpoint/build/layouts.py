@@ -19,10 +19,10 @@ from spark_checkpoint.build.write import (
     Changes,
     NewTensor,
     Written,
-    by_alignment,
     copy_file,
     is_aligned,
     rewrite_shard,
+    sort_by_alignment,
     write_new,
 )
 from spark_checkpoint.errors import GateRefused
@@ -45,26 +45,26 @@ _METADATA = {"format": "pt"}
 def check_config(base: Mapping[str, Any], where: str, head: str) -> None:
     quantization = base.get("quantization_config")
     if not isinstance(quantization, dict):
-        raise GateRefused(where, "has no quantization_config: not an INT4 base", "check the base")
+        raise GateRefused(where, "has no quantization_config", "use an INT4 base")
     per_module = quantization.get("extra_config")  # some exporters write null
     if per_module is not None and not isinstance(per_module, dict):
         raise GateRefused(
             where,
             f"has a {type(per_module).__name__} as quantization_config.extra_config, "
             "expected an object of modules",
-            "use another commit of the base, or correct config.json",
+            "use another commit of the base, or fix config.json",
         )
     if head == "int8-g128" and any(level.get("tie_word_embeddings") for level in _levels(base)):
         problem = "ties the head to the embeddings, so the head cannot be packed separately"
-        raise GateRefused(where, problem, "plan head: keep")
+        raise GateRefused(where, problem, "set head: keep")
 
 
 def result_config(
     base: Mapping[str, Any], plan: BuildPlan, names: Collection[str], modules: Sequence[str]
 ) -> dict[str, Any]:
-    """Return config.json of a result with the tensors ``names``; ``base`` passed `check_config`.
+    """Return config.json of a result with the tensors ``names``.
 
-    The method is renamed only if an engine without the plugin would misread the checkpoint; INT4,
+    The method is renamed only if an engine without the plugin would misread the checkpoint: INT4,
     INT8 and 16-bit weights in layout *full* stay plain ``auto-round``.
     """
     config = copy.deepcopy(dict(base))
@@ -80,7 +80,7 @@ def result_config(
     if plan.shared_experts == "int8-g128":
         per_module.update({module: dict(_INT8) for module in modules})
     if plan.head == "int8-g128":
-        # The engine defaults to true.
+        # The engine's default is true.
         for level in _levels(config):
             level["tie_word_embeddings"] = False
         per_module["lm_head"] = dict(_INT8)
@@ -104,10 +104,9 @@ def _merge(config: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_blocks(quantization: dict[str, Any], names: Collection[str]) -> None:
-    """List the blocks with packed weights according to the tensors.
+    """List the blocks with packed weights.
 
-    Without the list the engine treats every linear module as quantised, including MTP. It refuses
-    or misreads MTP blocks that are listed wrongly.
+    Without the list the engine treats every linear module as quantised, including MTP.
     """
     blocks = [
         block
@@ -133,7 +132,7 @@ def _levels(config: Mapping[str, Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Written files and the shard of each tensor, before index, config and receipt."""
+    """Written files, and the shard of each tensor."""
 
     files: list[ReceiptFile]
     index: dict[str, str]
@@ -141,20 +140,20 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    tree_dir: Path
+    result_dir: Path
     base: directory.Checkpoint
     hashes: Mapping[str, FileHashes]  # of the base's files
     changes: Changes
     progress: Progress
 
-    def overlay(self) -> Layout:
-        """Hard-link every base file and add a shard of new tensors under overlay names."""
+    def write_overlay(self) -> Layout:
+        """Hard-link every base file and add a shard of new tensors with overlay names."""
         base, added = self.base, self.changes.added
         files = []
         for name in directory.list_files(base.directory):
             if name not in _REWRITTEN:
-                source, target = base.directory / name, self.tree_dir / name
-                _link(source, target)
+                source, target = base.directory / name, self.result_dir / name
+                _link_file(source, target)
                 stamp, sha256 = read_stamp(target), self.hashes[name].sha256
                 files.append(receipt_entry(name, stamp, sha256, link_of=str(source)))
         new: list[NewTensor] = []
@@ -163,12 +162,12 @@ class Writer:
         index = {name: shard for name, shard in base.owner.items() if name not in added}
         if new:
             self.progress.phase("write", self.changes.size_bytes)
-            files.append(self._write_new(OVERLAY_SHARD, new))
+            files.append(self._write_new_shard(OVERLAY_SHARD, new))
             index.update({tensor.name: OVERLAY_SHARD for tensor in new})
         return Layout(files, index)
 
-    def full(self) -> Layout:
-        """Rewrite every shard with each tensor once; copy other files."""
+    def write_full(self) -> Layout:
+        """Rewrite shards, with each tensor once; copy other files."""
         base, added = self.base, self.changes.added
         names = sorted(base.shards, key=lambda name: -base.shards[name].data_bytes)
         excluded = base.shards.keys() | _REWRITTEN
@@ -176,46 +175,52 @@ class Writer:
         names += [GRAFT_SHARD] if added.get("") else []
         self.progress.phase("write", result_bytes(base, self.changes))
         with ThreadPoolExecutor(WORKERS) as pool:
-            entries = [entry for entry in pool.map(self._full_file, names) if entry is not None]
+            entries = [
+                entry for entry in pool.map(self._write_full_file, names) if entry is not None
+            ]
         index = {name: shard for name, shard in base.owner.items() if name not in added}
         for old, tensors in added.items():
             shard = base.owner[old] if old else GRAFT_SHARD
             index.update({tensor.name: shard for tensor in tensors})
         return Layout(sorted(entries, key=lambda entry: entry.path), index)
 
-    def _full_file(self, name: str) -> ReceiptFile | None:
+    def _write_full_file(self, name: str) -> ReceiptFile | None:
         """Write a file; return None for a shard without remaining tensors."""
         if name == GRAFT_SHARD:
-            return self._write_new(name, self.changes.added[""])
-        source, target = self.base.directory / name, self.tree_dir / name
+            return self._write_new_shard(name, self.changes.added[""])
+        source, target = self.base.directory / name, self.result_dir / name
         hashes, shard = self.hashes[name], self.base.shards.get(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Per shard: the entries of a large model fill memory.
-        tensors = _full_shard(self.base, name, self.changes) if shard else []
+        # Per shard, because the entries of a large model fill memory.
+        tensors = _list_full_shard(self.base, name, self.changes) if shard else []
         is_new = any(tensor.span.path != source for tensor in tensors)
         names = [tensor.name for tensor in tensors]
         if shard is None or (names == list(shard.tensors) and not is_new):
-            return _entry(name, copy_file(target, source, self.progress, hashes), hashes.sha256)
+            return _make_entry(
+                name, copy_file(target, source, self.progress, hashes), hashes.sha256
+            )
         if not tensors:
             return None
         if not is_aligned(tensors):
-            tensors = by_alignment(tensors)
+            tensors = sort_by_alignment(tensors)
         written = rewrite_shard(target, tensors, shard.metadata, self.progress, source, hashes)
-        return _entry(name, written)
+        return _make_entry(name, written)
 
-    def _write_new(self, name: str, tensors: list[NewTensor]) -> ReceiptFile:
-        in_order = by_alignment(tensors)
-        return _entry(name, write_new(self.tree_dir / name, in_order, _METADATA, self.progress))
+    def _write_new_shard(self, name: str, tensors: list[NewTensor]) -> ReceiptFile:
+        in_order = sort_by_alignment(tensors)
+        return _make_entry(
+            name, write_new(self.result_dir / name, in_order, _METADATA, self.progress)
+        )
 
 
 def result_bytes(base: directory.Checkpoint, changes: Changes) -> int:
-    """Return the bytes of all tensors of a result, each counted once."""
+    """Return the bytes of all tensors of a result."""
     kept = sum(base.tensor(name).size_bytes for name in base.owner if name not in changes.added)
     return kept + changes.size_bytes
 
 
-def _full_shard(base: directory.Checkpoint, shard: str, changes: Changes) -> list[NewTensor]:
-    """Return the tensors of a rewritten shard: base order, replacements in place.
+def _list_full_shard(base: directory.Checkpoint, shard: str, changes: Changes) -> list[NewTensor]:
+    """Return the tensors of a rewritten shard in the base's order.
 
     Scales and zero points come last: their odd sizes would misalign following tensors.
     """
@@ -230,19 +235,19 @@ def _full_shard(base: directory.Checkpoint, shard: str, changes: Changes) -> lis
             tail += rest
         else:
             kept.append(NewTensor(name, tensor.dtype, tensor.shape, base.span(name, shard)))
-    return kept + by_alignment(tail)
+    return kept + sort_by_alignment(tail)
 
 
-def _entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFile:
+def _make_entry(name: str, written: Written, sha256: str | None = None) -> ReceiptFile:
     """Return a receipt entry; a rewritten file has only piece hashes."""
     pieces = tuple(map(str, written.pieces)) if sha256 is None else None
     return receipt_entry(name, written.stamp, sha256, pieces)
 
 
-def _link(source: Path, target: Path) -> None:
+def _link_file(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # A base file may be a link, as in a hub cache: link the target.
+        # A base file may be a symbolic link, as in a hub cache.
         os.link(source.resolve(), target)
     except OSError as error:
         if error.errno != errno.EXDEV:

@@ -1,6 +1,6 @@
 """Make the tensors that replace or extend the base's: FP8, packed INT8 and grafted MTP.
 
-FP8 weights of the donor are compared with the base's own weights before they are used.
+FP8 weights of the donor are compared with the base's weights first.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from spark_checkpoint.storage import WORKERS
 from spark_checkpoint.tensor_sets import FP8, SCALE, WEIGHT, scale_of
 
 MODULE_LIMIT = 0.04
-# A block has fewer elements, so a wider spread than the module's mean.
+# Errors of blocks spread wider than those of modules.
 BLOCK_LIMIT = 0.08
-# Half a step of 3 mantissa bits, plus the loss of a scale that was stored in BF16 afterwards.
+# Half a step of 3 mantissa bits, plus rounding of the scale to BF16.
 _ROUNDING = 2.0**-4 + 2.0**-7
-# Half the smallest step, in units of the block's scale, with the same allowance.
+# Half the smallest step, in units of the block's scale, likewise.
 _SMALLEST = 2.0**-10 * (1 + 2.0**-3)
-# Blocks of a row compared at once: their float32 copies fit the processor's cache.
+# Blocks of a row to compare at once: float32 copies fit the processor's cache.
 _BLOCKS = 8
-# Weights quantised at once, for the same reason.
+# Weights to quantise at once, likewise.
 _CODE_WEIGHTS = 64 << 10
-# Codes packed at once: longer rows of the packed weight need fewer writes.
+# Codes to pack at once: longer rows of the packed weight need fewer writes.
 _BLOCK_BYTES = 3 << 20
 _PIECE_BYTES = 1 << 20
 _EXPONENT_BITS = {"BF16": 0x7F80, "F16": 0x7C00}
-_FIX = "use the donor and base of the same model, at the locked commits"
-_MTP_FIX = "fetch the donor again, or use the FP8 repository of the same model"
+_FIX = "use donor and base of the same model, at the locked commits"
+_MTP_FIX = "download the donor again, or use the FP8 repository of the same model"
 
 _T = TypeVar("_T")
 
 
 class Error(NamedTuple):
-    """Distance of FP8 weights from the original weights.
+    """Error of FP8 weights.
 
-    ``module`` and ``worst_block`` are relative errors (root of squared error over squared weight);
+    ``module`` and ``worst_block`` are relative (root of squared error over squared weight);
     ``beyond`` is the number of elements that rounding does not explain.
     """
 
@@ -70,7 +70,7 @@ class Error(NamedTuple):
 
 
 class Comparison:
-    """Compares FP8 block weights with the original weights, by rows of blocks."""
+    """Compares FP8 weights with the original weights, by rows of blocks."""
 
     def __init__(self, scales: Floats, block: tuple[int, int]):
         self._scales, self._block = scales, block
@@ -81,7 +81,7 @@ class Comparison:
         self.any_nan = False
 
     def add(self, weights: Floats, codes: Codes) -> None:
-        """Compare the next row of blocks: ``block[0]`` rows, or fewer at the end."""
+        """Compare the next row of blocks."""
         scales, width = self._scales[len(self._lost)], self._block[1]
         lost: list[Any] = []
         power: list[Any] = []
@@ -97,13 +97,13 @@ class Comparison:
 
     def _compare(self, weights: Floats, codes: Codes, scale: Floats) -> tuple[Any, Any]:
         """Count elements beyond rounding; return the sums of squares of each block."""
-        # In place: allocating arrays of this size costs more than the arithmetic.
+        # In place: allocating large arrays costs more than the arithmetic.
         error, power = from_e4m3(codes), np.abs(weights)
         error *= scale
         error -= weights
         np.abs(error, out=error)
         allowed = np.maximum(power * np.float32(_ROUNDING), scale * np.float32(_SMALLEST))
-        # NaN is beyond.
+        # Counts NaN.
         self._beyond += int(error.size - np.count_nonzero(error <= allowed))
         self.any_nonzero = self.any_nonzero or bool(codes.any())
         self.any_nan = self.any_nan or bool(((codes & 0x7F) == 0x7F).any())
@@ -123,10 +123,10 @@ class Comparison:
 
 
 def _check_outliers(errors: Mapping[str, Error]) -> None:
-    """Refuse modules with damaged elements if other modules have none.
+    """Refuse a donor if few modules have elements beyond rounding.
 
-    A donor made from exactly the base's weights has no element beyond rounding. A donor made from
-    slightly different weights has some in nearly every module; then only the limits above apply.
+    A donor made from the base's weights has none, a donor made from slightly different weights has
+    some in nearly every module.
     """
     damaged = {module: error.beyond for module, error in errors.items() if error.beyond}
     if not damaged or len(damaged) * 10 > len(errors):
@@ -134,9 +134,9 @@ def _check_outliers(errors: Mapping[str, Error]) -> None:
     module, count = max(damaged.items(), key=lambda item: item[1])
     raise GateRefused(
         module,
-        f"{count} donor elements are further from the base than rounding can put them, while "
-        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: damaged bytes",
-        "fetch the donor again",
+        f"{count} donor elements differ from the base by more than rounding, while "
+        f"{len(errors) - len(damaged)} of {len(errors)} modules have none: bytes are damaged",
+        "download the donor again",
     )
 
 
@@ -149,10 +149,7 @@ class Packed(NamedTuple):
 def pack_weight(
     base: Checkpoint, name: str, stage: Staging, on_bytes: Callable[[int], None], workers: int
 ) -> Packed:
-    """Quantise the base's weight ``name`` and stage ``qweight``, ``scales`` and ``qzeros``.
-
-    ``on_bytes`` receives the number of processed source bytes.
-    """
+    """Quantise a weight of the base and stage ``qweight``, ``scales`` and ``qzeros``."""
     outputs, inputs = base.tensor(name).shape
     dtype, span = base.tensor(name).dtype, base.span(name)
     qweight = stage.reserve(outputs * inputs)
@@ -165,12 +162,12 @@ def pack_weight(
         codes = np.empty((count, inputs), np.uint8)
         sums = np.zeros(3)
         for row in range(0, count, code_rows):
-            taken = min(code_rows, count - row)
+            row_count = min(code_rows, count - row)
             start = span.offset + (first + row) * inputs * 2
-            raw = read_span(Span(span.path, start, taken * inputs * 2))
-            rows = quantise_rows(floats(raw, dtype, (taken, inputs)))
-            codes[row : row + taken] = rows.codes
-            scales[:, first + row : first + row + taken] = rows.scales.T
+            raw = read_span(Span(span.path, start, row_count * inputs * 2))
+            rows = quantise_rows(floats(raw, dtype, (row_count, inputs)))
+            codes[row : row + row_count] = rows.codes
+            scales[:, first + row : first + row + row_count] = rows.scales.T
             sums += (rows.error, rows.error_by_maximum, rows.power)
             on_bytes(len(raw))
         for line, packed in enumerate(pack_rows(codes)):
@@ -180,7 +177,6 @@ def pack_weight(
     with ThreadPoolExecutor(workers) as pool:
         error, by_maximum, power = sum(pool.map(quantise_block, range(0, outputs, block_rows)))
     module, groups = name.removesuffix(WEIGHT), inputs // GROUP
-    # Group by group: the zero points of a large head are 8 MB.
     zeros = stage.reserve(groups * outputs)
     for group in range(groups):
         stage.write(zeros, group * outputs, bytes([ZERO_POINT_BYTE]) * outputs)
@@ -193,42 +189,44 @@ def pack_weight(
     return Packed(tensors, float((error / divisor) ** 0.5), float((by_maximum / divisor) ** 0.5))
 
 
-def _fp8_rows(span: Span, scales: Floats, columns: int, block: tuple[int, int]) -> Iterator[Floats]:
+def _read_fp8_rows(
+    span: Span, scales: Floats, columns: int, block: tuple[int, int]
+) -> Iterator[Floats]:
     """Yield an FP8 matrix as float32, by rows of blocks."""
     for number, raw in enumerate(split_span(span, max(1, columns * block[0]))):
         codes = np.frombuffer(raw, np.uint8).reshape(-1, columns)
         yield dequantise(codes, scales[number : number + 1], block)
 
 
-def _weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> Iterator[Floats]:
+def _read_weight_rows(base: Checkpoint, name: str, block: tuple[int, int]) -> Iterator[Floats]:
     """Yield a 16-bit or FP8 base weight as float32, by rows of blocks."""
     tensor = base.tensor(name)
     columns = tensor.shape[1]
     if tensor.dtype == FP8:
         grid = base.tensor(scale_of(name))
         scales = floats(read_span(base.span(scale_of(name))), grid.dtype, grid.shape)
-        yield from _fp8_rows(base.span(name), scales, columns, block)
+        yield from _read_fp8_rows(base.span(name), scales, columns, block)
         return
     for raw in split_span(base.span(name), columns * 2 * block[0]):
         yield floats(raw, tensor.dtype, (len(raw) // (columns * 2), columns))
 
 
 @dataclass(frozen=True, slots=True)
-class Surgery:
-    """Replaces tensors of a base with those of a donor or with newly quantised tensors."""
+class TensorMaker:
+    """Adds tensors of a donor, or newly quantised tensors, to the changes."""
 
     base: Checkpoint
     modules: list[str]  # to compare or replace
     block: tuple[int, int]
-    taken: Mapping[str, Tensor]  # of the donor
-    spans: Mapping[str, Span]  # their bytes on this host
+    donor: Mapping[str, Tensor]
+    spans: Mapping[str, Span]  # of the donor's tensors
     stage: Staging
     progress: Progress
     changes: Changes
 
     def compare_with_donor(self) -> None:
-        """Refuse a donor of other weights than the base's."""
-        errors = self._each("spot-check", self._compare)
+        """Refuse a donor with other weights than the base's."""
+        errors = self._run_in_parallel("spot-check", self._compare)
         _check_outliers(dict(zip(self.modules, errors, strict=True)))
         self.changes.report["shared_experts"] = {
             **_error_report([error.module for error in errors]),
@@ -238,16 +236,16 @@ class Surgery:
     def swap_from_donor(self) -> None:
         for module in self.modules:
             self.changes.added[module + WEIGHT] = [
-                NewTensor(name, self.taken[name].dtype, self.taken[name].shape, self.spans[name])
+                NewTensor(name, self.donor[name].dtype, self.donor[name].shape, self.spans[name])
                 for name in (module + WEIGHT, module + SCALE)
             ]
 
     def swap_to_fp8(self) -> None:
-        """Quantise the base's own 16-bit weights to FP8 with block scales."""
+        """Quantise the base's 16-bit weights to FP8 with block scales."""
         self._quantise(self._to_fp8)
 
     def swap_to_int8(self) -> None:
-        """Quantise the base's own 16-bit weights to GPTQ-packed INT8."""
+        """Quantise the base's 16-bit weights to GPTQ-packed INT8."""
 
         def pack(module: str) -> tuple[list[NewTensor], float]:
             name = module + WEIGHT
@@ -267,10 +265,10 @@ class Surgery:
         }
 
     def graft_mtp(self, names: Sequence[str]) -> None:
-        """Take MTP tensors that the base lacks from the donor; FP8 becomes BF16."""
+        """Add the donor's MTP tensors that the base lacks; FP8 becomes BF16."""
         grafted = []
         for name in names:
-            entry, span = self.taken[name], self.spans[name]
+            entry, span = self.donor[name], self.spans[name]
             if entry.dtype == FP8:
                 plain = self.stage.reserve(span.size_bytes * 2)
                 entry = Tensor("BF16", entry.shape, 0, plain.size_bytes)
@@ -285,7 +283,7 @@ class Surgery:
     def _stage_bf16(self, name: str, target: Span) -> Iterator[bytes]:
         """Stage an FP8 matrix as BF16 and yield the bytes by rows of blocks."""
         position, scales = 0, self._donor_scales(name)
-        for rows in _fp8_rows(self.spans[name], scales, self.taken[name].shape[1], self.block):
+        for rows in _read_fp8_rows(self.spans[name], scales, self.donor[name].shape[1], self.block):
             values = bf16_bits(rows).tobytes()
             self.stage.write(target, position, values)
             position += len(values)
@@ -293,7 +291,7 @@ class Surgery:
 
     def _donor_scales(self, weight_name: str) -> Floats:
         name = scale_of(weight_name)
-        scales = floats(read_span(self.spans[name]), self.taken[name].dtype, self.taken[name].shape)
+        scales = floats(read_span(self.spans[name]), self.donor[name].dtype, self.donor[name].shape)
         if not np.isfinite(scales).all() or not (scales > 0).all():
             raise GateRefused(weight_name, "donor scales are not all finite and above zero", _FIX)
         return scales
@@ -302,8 +300,8 @@ class Surgery:
         """Refuse a donor module that is not the FP8 form of the base's weight."""
         name = module + WEIGHT
         comparison = Comparison(self._donor_scales(name), self.block)
-        codes = split_span(self.spans[name], self.taken[name].shape[1] * self.block[0])
-        for weights in _weight_rows(self.base, name, self.block):
+        codes = split_span(self.spans[name], self.donor[name].shape[1] * self.block[0])
+        for weights in _read_weight_rows(self.base, name, self.block):
             piece = np.frombuffer(next(codes), np.uint8)
             comparison.add(weights, piece.reshape(weights.shape))
         if comparison.any_nan:
@@ -311,13 +309,13 @@ class Surgery:
         if not comparison.any_nonzero:
             raise GateRefused(module, "donor weight is all zero", _FIX)
         error = comparison.error()
-        # A NaN must be refused, too.
+        # Refuses NaN, too.
         if not (error.module <= MODULE_LIMIT and error.worst_block <= BLOCK_LIMIT):
             raise GateRefused(
                 module,
                 f"donor differs from the base's own weight by {error.module:.1%} "
                 f"(worst block {error.worst_block:.1%}); FP8 rounding is about 2.6%, "
-                f"accepted are {MODULE_LIMIT:.0%} and {BLOCK_LIMIT:.0%}",
+                f"the limits are {MODULE_LIMIT:.0%} and {BLOCK_LIMIT:.0%}",
                 _FIX,
             )
         return error
@@ -328,7 +326,7 @@ class Surgery:
         span = self.stage.reserve(shape[0] * shape[1])
         lost = power = 0.0
         scales = []
-        for number, weights in enumerate(_weight_rows(self.base, module + WEIGHT, block)):
+        for number, weights in enumerate(_read_weight_rows(self.base, module + WEIGHT, block)):
             codes, bits = quantise_blocks(weights, block)
             self.stage.write(span, number * block[0] * shape[1], codes.tobytes())
             scales.append(bits.tobytes())
@@ -342,13 +340,13 @@ class Surgery:
         return tensors, (lost / power) ** 0.5 if power else 0.0
 
     def _quantise(self, quantise: Callable[[str], tuple[list[NewTensor], float]]) -> None:
-        made = self._each("quantise", quantise)
+        made = self._run_in_parallel("quantise", quantise)
         for module, (tensors, _) in zip(self.modules, made, strict=True):
             self.changes.added[module + WEIGHT] = tensors
         self.changes.report["shared_experts"] = _error_report([error for _, error in made])
 
-    def _each(self, phase: str, work: Callable[[str], _T]) -> list[_T]:
-        """Run ``work`` for all modules in parallel; stop at the first failure."""
+    def _run_in_parallel(self, phase: str, work: Callable[[str], _T]) -> list[_T]:
+        """Run ``work`` for all modules in parallel."""
         sizes = {module: self.base.tensor(module + WEIGHT).size_bytes for module in self.modules}
         self.progress.phase(phase, sum(sizes.values()))
 

@@ -32,9 +32,9 @@ from spark_checkpoint.tensor_sets import (
 )
 
 _EMBEDDING = "model.language_model.embed_tokens.weight"
-_FIX = "fetch the donor again, or use the FP8 repository of the same model"
+_FIX = "download the donor again, or use the FP8 repository of the same model"
 
-# Dimensions of MTP tensors as multiples of sizes in config.json; "" is any size.
+# Shapes of MTP tensors as multiples of sizes in config.json; "" is any size.
 _Shape = tuple[tuple[int, str], ...]
 _ANY, _ONE = (1, ""), (1, "1")
 _HIDDEN, _HEAD = (1, "hidden_size"), (1, "head_dim")
@@ -63,7 +63,7 @@ class Sources:
 
 
 def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) -> Sources:
-    """Compare base, config.json and donor with the plan's exact sets."""
+    """Compare base and donor with the plan's tensor sets."""
     modules = swapped_modules(plan)
     mtp_missing = _check_base_names(plan, base, modules)
     for module in modules:
@@ -92,12 +92,12 @@ def check_sources(plan: BuildPlan, base: Checkpoint, config: Mapping[str, Any]) 
             str(base.directory),
             f"lacks {len(mtp_missing)} MTP tensors and there is no donor to graft them from: "
             f"{list_names(mtp_missing)}",
-            "plan a donor, or use a base that has them",
+            "use a profile with a donor, or a base that has them",
         )
     return Sources(base, donor, modules, mtp_missing)
 
 
-def donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:
+def required_donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:
     """Return the donor's tensors that this plan uses or compares."""
     if sources.donor is None:
         return {}
@@ -111,7 +111,7 @@ def donor_tensors(plan: BuildPlan, sources: Sources) -> dict[str, Tensor]:
 def _check_base_names(plan: BuildPlan, base: Checkpoint, modules: list[str]) -> list[str]:
     """Refuse unexpected base names; return the missing MTP names.
 
-    All names of a large model fill memory, so they are expanded only for the error.
+    Names are expanded only for the error: they fill memory.
     """
     names, where = base.owner.keys(), str(base.directory)
     patterns = base_patterns(plan)
@@ -175,7 +175,7 @@ def read_sizes(base: Checkpoint, config: Mapping[str, Any]) -> dict[str, int]:
 def check_graftable(
     names: Sequence[str], donor: Donor, sizes: Mapping[str, int], block: tuple[int, int]
 ) -> None:
-    """Refuse MTP tensors with dtypes or shapes that this model cannot have."""
+    """Refuse MTP tensors with impossible dtypes or shapes."""
     scales = {name: scale_of(name) for name in names if scale_of(name) in donor.names}
     entries = donor.tensors([*names, *scales.values()])
     for name in names:
@@ -195,5 +195,5 @@ def check_graftable(
         if len(entry.shape) != len(expected) or any(
             size not in ("any", actual) for actual, size in zip(entry.shape, expected, strict=True)
         ):
-            wanted = ", ".join(map(str, expected))
-            raise GateRefused(where, f"is {list(entry.shape)}, expected [{wanted}]", _FIX)
+            text = ", ".join(map(str, expected))
+            raise GateRefused(where, f"is {list(entry.shape)}, expected [{text}]", _FIX)

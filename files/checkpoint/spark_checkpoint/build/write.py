@@ -34,8 +34,7 @@ class NewTensor(NamedTuple):
 class Changes:
     """All differences from the base.
 
-    ``added`` maps each replaced base name to the new tensors; the empty name has additional
-    tensors.
+    ``added`` maps a replaced base name to new tensors; the empty name maps to additional tensors.
     """
 
     added: dict[str, list[NewTensor]] = field(default_factory=dict)
@@ -89,7 +88,7 @@ def split_span(span: Span, size_bytes: int) -> Iterator[bytes]:
 class VerifiedSource:
     """Reads a base file in order and compares the hash of each finished piece.
 
-    Bytes are copied before their piece is compared; a mismatch fails the whole build.
+    Bytes are copied before the comparison; a mismatch fails the build.
     """
 
     def __init__(self, path: Path, hashes: FileHashes):
@@ -124,7 +123,7 @@ class VerifiedSource:
         self._skip_to(self._size_bytes)
         self._dropper.finish()
         if read_stamp(self._fd) != self._stamp or self._stamp.size_bytes != self._size_bytes:
-            fix = "stop changing the base, run again"
+            fix = "do not change the base during a build, run again"
             raise GateRefused(str(self._path), "was changed while it was read", fix)
 
     def _skip_to(self, offset: int) -> None:
@@ -141,7 +140,7 @@ class VerifiedSource:
             window = self._buffer[: min(end - self._position, len(self._buffer))]
             count = os.readv(self._fd, [window])
             if not count:
-                fix = "fetch the base again"
+                fix = "download the base again"
                 raise GateRefused(str(self._path), "was truncated while it was read", fix)
             part = window[:count]
             self._hasher.update(part)
@@ -156,7 +155,7 @@ class VerifiedSource:
                 str(self._path),
                 f"has sha256 {sha256} in bytes {self._piece_begin} to {self._position}, "
                 f"its receipt lists {piece.sha256}",
-                "delete the source directory and fetch it again",
+                "delete the source directory and download it again",
             )
         self._piece_begin, self._hasher = self._position, hashlib.sha256()
 
@@ -167,7 +166,7 @@ class Written(NamedTuple):
 
 
 class HashingFile:
-    """A new file; pieces are hashed while they are written."""
+    """A new file that is hashed while it is written."""
 
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -219,7 +218,7 @@ def rewrite_shard(
     base: Path,
     hashes: FileHashes,
 ) -> Written:
-    """Write a shard of ``tensors`` in their order and verify the file ``base`` in the same pass.
+    """Write a shard and verify the file ``base`` in the same pass.
 
     If spans of ``base`` are not in file order, it is verified in a second pass.
     """
@@ -266,8 +265,8 @@ def is_aligned(tensors: Sequence[NewTensor]) -> bool:
     return True
 
 
-def by_alignment(tensors: Iterable[NewTensor]) -> list[NewTensor]:
-    """Return tensors with the widest elements first, so that all are aligned without padding."""
+def sort_by_alignment(tensors: Iterable[NewTensor]) -> list[NewTensor]:
+    """Return tensors with the widest elements first, which aligns all without padding."""
     return sorted(tensors, key=lambda tensor: (-_item_bytes(tensor.dtype), tensor.name))
 
 

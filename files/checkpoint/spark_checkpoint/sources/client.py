@@ -1,11 +1,8 @@
 """Read byte ranges over HTTP with resume; server responses are never trusted.
 
 Hubs redirect files to a content host with a signed, expiring address. The token is sent to the
-hub's origin only, an expired address is requested again, and a range that differs from the request
-is refused because the bytes would be written to the wrong place.
-
-Redirects are followed here: the redirecting response describes the file, and a signed address
-serves many ranges.
+hub's origin only, and an expired address is requested again. Redirects are followed here, because
+the redirecting response describes the file and a signed address serves many ranges.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ _TOKEN_LIMIT_BYTES = 1 << 20
 _RETRY_AFTER = Retry(retry_after_max=120)
 _OTHER_SOURCE = "use another source"
 _GATED_FIX = (
-    "accept the terms on the page of the hub, run `hf auth login` or set hub.token, "
+    "accept the terms on the hub's page, run `hf auth login` or set hub.token, "
     "then run the deploy again"
 )
 _STATUS_FIXES = {
@@ -90,11 +87,11 @@ class HttpClient:
         self.received_bytes = 0
 
     def cancel(self) -> None:
-        """End all reads of all threads soon; received bytes stay."""
+        """End the reads of all threads soon."""
         self.stop.set()
 
     def refuse_other_content(self, url: str, file: FetchFile) -> None:
-        """Refuse at the first byte if the hub announces other content than the lock."""
+        """Refuse the file if the hub announces other content than the lock."""
         size_bytes, tag = self._announced.get(url, (None, None))
         locked = {64: file.sha256, 40: file.git_sha1}.get(len(tag or ""))
         if size_bytes not in (None, file.size_bytes) or (locked and tag != locked):
@@ -106,7 +103,7 @@ class HttpClient:
             )
 
     def read(self, url: str, begin: int, end: int, total_bytes: int | None = None) -> bytes:
-        """Return a small range; shorter at the end of the file."""
+        """Return a small range, which may be shorter at the end of the file."""
         return b"".join(self.stream(url, begin, end, total_bytes))
 
     def exists(self, url: str) -> bool:
@@ -183,7 +180,7 @@ class HttpClient:
                 budget.failed(error)
 
     def _new_budget(self, url: str) -> connections.RetryBudget:
-        # Mirrors and peers have a next source; the hub is the last source.
+        # After mirrors and peers there is another source.
         outage_s = self._wire.outage_s if connections.origin_of(url) in self._trusted else 0.0
         return connections.RetryBudget(url, self._wire, self.stop, outage_s)
 
@@ -250,7 +247,7 @@ class HttpClient:
 
         def send(token: str | None) -> BaseHTTPResponse:
             login = {"Authorization": f"Bearer {token}"} if token else {}
-            # Bytes are counted here, so that an early end is reported in bytes.
+            # _read() checks the length, to report the missing bytes.
             return pool.request(
                 "GET", address, headers={**headers, **login}, redirect=False, retries=False,
                 preload_content=False, enforce_content_length=False,
@@ -268,7 +265,7 @@ class HttpClient:
         connections.release_connection(response, self._wire)
         response = send(new)
         if new is not None:
-            self._token = new  # valid for some minutes, until the next challenge
+            self._token = new  # until the next challenge
         elif response.status < 400:
             note(f"{address}: the hub refuses the token; continuing without it")
             self._token = None
@@ -302,7 +299,7 @@ def _resolve_redirect(address: str, location: str) -> str:
 
 
 def _read_token(file: str | None, *, required: bool) -> str | None:
-    # A removed hub token means anonymous requests; peers always require their key.
+    # Without a hub token requests are anonymous; peers require their key.
     if file is None or not (required or Path(file).exists()):
         return None
     try:
@@ -311,7 +308,7 @@ def _read_token(file: str | None, *, required: bool) -> str | None:
         problem = f"token cannot be read ({error.strerror})"
         raise InputRefused(file, problem, "check token_file") from error
     if not _is_token(token):
-        raise InputRefused(file, "has no token", "write only the token into it")
+        raise InputRefused(file, "has no token", "write only the token into this file")
     return token
 
 
@@ -362,7 +359,9 @@ def _check_length(
     if response.status == 206 or not whole:
         first, last, total = _parse_content_range(url, response)
         if total_bytes is not None and total != total_bytes:
-            raise GateRefused(url, f"is {total} bytes long, not {total_bytes}", "lock it again")
+            raise GateRefused(
+                url, f"is {total} bytes long, not {total_bytes}", "lock the repository again"
+            )
         if first != begin or last + 1 != min(end, total):
             problem = f"sends bytes {first}-{last} for {begin}-{end - 1}"
             raise TransferFailed(url, problem, _OTHER_SOURCE)

@@ -1,7 +1,7 @@
 """urllib3 connections with proxies, stall timeouts, retries and a rate limit.
 
-A server that sends single bytes defeats a read timeout. So response heads and body pieces have a
-time limit, and bodies a minimum mean rate.
+A server that sends single bytes defeats read timeouts, so response heads and pieces of a body have
+a time limit, and bodies a minimum rate.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from spark_checkpoint.errors import TransferFailed
 from spark_checkpoint.progress import note
 
 PIECE_BYTES = 1 << 20
-# Of all downloads of a job together; no usable line is as slow.
+# Of all downloads of a job together.
 _MINIMUM_BYTES_PER_S = 1024
 _PAUSE_LIMIT_S = 30.0
-_PIECE_S = 1.0  # return received bytes after so long, before the connection can break
-_STALL_TIMEOUTS = 3  # read timeouts until a response head or a piece is stalled
+_PIECE_S = 1.0  # after this time return the received bytes
+_STALL_TIMEOUTS = 3  # time limit of a response head or piece, in read timeouts
 _POLL_S = 0.25
-_DRAIN_BYTES = 1 << 16  # read and discard so much to reuse a connection
+_DRAIN_BYTES = 1 << 16  # discard up to this size to reuse a connection
 
 
 class Retryable(Exception):  # noqa: N818 - a signal, caught where requests are made
@@ -58,7 +58,7 @@ def _mean_window_s(wire: Wire) -> float:
 
 
 def _minimum_bytes(wire: Wire, seconds: float) -> float:
-    """Return the bytes that each parallel response must deliver in a time."""
+    """Return the bytes that each parallel response must deliver."""
     return _MINIMUM_BYTES_PER_S * seconds / wire.parallel
 
 
@@ -72,13 +72,13 @@ class RateLimit:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes per read: small enough for an even rate."""
+        """Bytes per read, small for an even rate."""
         if self._bytes_per_s is None:
             return PIECE_BYTES
         return max(4096, min(PIECE_BYTES, self._bytes_per_s // 8))
 
     def take(self, count_bytes: int) -> None:
-        """Wait until ``count_bytes`` more are allowed."""
+        """Wait until this number of bytes is allowed."""
         if self._bytes_per_s is None:
             return
         with self._lock:
@@ -92,8 +92,8 @@ class RetryBudget:
     """Limits tries without progress and pauses between them.
 
     Args:
-        cancelled: set when another download failed for good.
-        outage_s: retry at least so long, regardless of the number of tries.
+        cancelled: set when another download failed.
+        outage_s: minimum time to retry, regardless of the number of tries.
     """
 
     def __init__(self, url: str, wire: Wire, cancelled: threading.Event, outage_s: float):
@@ -109,7 +109,7 @@ class RetryBudget:
         """Reset the count once the mean rate since the last reset is high enough."""
         self._new_bytes += count_bytes
         active_s = time.monotonic() - self._progressed_at - self._paused_s
-        # Limited: after an outage a flaky line may deliver little before it breaks again.
+        # Limited, because a flaky line may deliver little before it breaks again.
         active_s = min(active_s, 10 * _mean_window_s(self._wire))
         if self._new_bytes >= _minimum_bytes(self._wire, active_s):
             self._reset()
@@ -139,7 +139,7 @@ class RetryBudget:
 
 
 def _describe_failure(error: Exception, timeout_s: float) -> str:
-    """Return a readable reason; messages of urllib3 print Python objects."""
+    """Return a readable reason; urllib3 prints Python objects."""
     if isinstance(error, ReadTimeoutError):
         return f"no answer for {timeout_s:g} s"
     if isinstance(error, NewConnectionError | ProtocolError):
@@ -152,7 +152,7 @@ def _describe_failure(error: Exception, timeout_s: float) -> str:
 
 
 def cancelled(url: str) -> TransferFailed:
-    return TransferFailed(url, "cancelled because another part failed", "see that error")
+    return TransferFailed(url, "cancelled because another download failed", "read its error")
 
 
 _sockets: WeakKeyDictionary[BaseHTTPResponse, socket.socket] = WeakKeyDictionary()
@@ -219,7 +219,7 @@ _stall_guard = _StallGuard()
 
 
 def read_body(response: BaseHTTPResponse, piece_bytes: int, wire: Wire) -> Iterator[bytes]:
-    """Yield a body in pieces; only time spent waiting for the server is measured."""
+    """Yield a body in pieces; refuse a slow server."""
     waited_s, received = 0.0, 0
     while True:
         started = time.monotonic()
@@ -249,7 +249,7 @@ def _read_piece(response: BaseHTTPResponse, limit_bytes: int, started: float) ->
 
 
 def release_connection(response: BaseHTTPResponse, wire: Wire) -> None:
-    """Drain a short body to reuse the connection; close it otherwise."""
+    """Drain a short body to reuse the connection, otherwise close it."""
     left = response.length_remaining
     if left is not None and left <= _DRAIN_BYTES:
         with suppress(Retryable, HTTPError, OSError):

@@ -26,15 +26,14 @@ from spark_checkpoint.progress import Progress
 from spark_checkpoint.sources.client import HttpClient
 from spark_checkpoint.storage import write_durably
 
-# Gaps up to this size are cheaper to read than a further request.
+# Reading a gap of this size is cheaper than another request.
 GAP_BYTES = 64 << 10
-# Limits the loss of a failed request; several requests keep all connections busy.
+# Limits the loss of a failed request, and keeps all connections busy.
 REQUEST_LIMIT_BYTES = 32 << 20
-# A header's length precedes it. Guessing it would save a request per shard and read half as much
-# again as headers are large.
+# The length field of a header.
 _LENGTH_BYTES = 8
 _INDEX_LIMIT_BYTES = 256 << 20
-# Index and headers of a repository: several times the size of 280,000 names.
+# Of index and headers: several times the size of 280,000 names.
 _LIMIT_BYTES = 512 << 20
 
 
@@ -56,7 +55,7 @@ class Request:
     pieces: tuple[NamedRange, ...]
 
 
-def merge(
+def merge_ranges(
     ranges: Iterable[NamedRange], gap_bytes: int = GAP_BYTES, limit_bytes: int = REQUEST_LIMIT_BYTES
 ) -> list[Request]:
     """Return requests that cover all ranges; no range is split."""
@@ -73,7 +72,7 @@ def merge(
 
 
 def _is_usable(name: str) -> bool:
-    """Return whether a recipe can use a tensor: routed experts, 90 % of names, only in MTP."""
+    """Return whether a recipe can use a tensor; excludes routed experts outside MTP."""
     return ".mlp.experts." not in name or name.startswith("mtp.")
 
 
@@ -99,7 +98,7 @@ class RepositoryFiles:
     def __init__(self, base_url: str, wire: Wire):
         self._base_url = base_url.rstrip("/") + "/"
         self.client = HttpClient(wire, (self._base_url,))
-        # Serialised: a parsed header is larger than the bytes.
+        # Parsed headers are large: parse one at a time.
         self._parsing = threading.Lock()
 
     def url(self, path: str) -> str:
@@ -111,7 +110,7 @@ class RepositoryFiles:
         return parse_weight_map(raw, self.url(INDEX_NAME), "check the repository", keep)
 
     def header(self, shard: str) -> Header:
-        """Return the header of a shard; two requests, for the length and the exact bytes."""
+        """Return the header of a shard, with two requests."""
         url = self.url(shard)
         size, first = self.client.read_start(url, _LENGTH_BYTES)
         end = _LENGTH_BYTES + header_json_bytes(first, size, url)
@@ -124,7 +123,7 @@ class RepositoryFiles:
 
 
 class UrlDonor:
-    """A donor on a hub; only index, required headers and required ranges are read."""
+    """A donor on a hub; reads only index, required headers and required ranges."""
 
     def __init__(self, plan: DonorUrl):
         self._files = RepositoryFiles(plan.url, plan)
@@ -138,7 +137,7 @@ class UrlDonor:
         return self._files.client.received_bytes
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the header entries of the names; read missing headers."""
+        """Return header entries; read missing headers."""
         required = list(names)
         shards = sorted({self._index[name] for name in required} - self._headers.keys())
         with ThreadPoolExecutor(self._parallel) as pool:
@@ -158,7 +157,7 @@ class UrlDonor:
         return entries
 
     def stage(self, names: Iterable[str], directory: Path, progress: Progress) -> dict[str, Span]:
-        """Read the tensors into files of ``directory``; reuse files of an earlier run."""
+        """Download the tensors into a directory; reuse files of an earlier run."""
         directory.mkdir(exist_ok=True)
         by_shard: dict[str, list[NamedRange]] = {}
         for name, tensor in self.tensors(names).items():
@@ -168,7 +167,9 @@ class UrlDonor:
                 NamedRange(name, begin, begin + tensor.size_bytes)
             )
         jobs = [
-            (shard, request) for shard in sorted(by_shard) for request in merge(by_shard[shard])
+            (shard, request)
+            for shard in sorted(by_shard)
+            for request in merge_ranges(by_shard[shard])
         ]
         progress.phase("donor", sum(request.end - request.begin for _, request in jobs))
         spans: dict[str, Span] = {}

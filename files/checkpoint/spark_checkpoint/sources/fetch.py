@@ -1,7 +1,7 @@
 """Download a repository at a commit, or the blobs of an image; resume inside files.
 
-A file gets the final name after the hash matched and the bytes were synced, so named files need no
-second check. Interrupted files stay as ``.part``; the next run hashes them again and continues.
+A file is renamed after the hash matched and the bytes were synced. Interrupted files stay as
+``.part``; the next run hashes them again and continues.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _MANIFEST_LIMIT_BYTES = 4 << 20
 def fetch(plan: FetchPlan, progress: Progress) -> bool:
     """Download the plan's files; return False if they exist already."""
 
-    def write(work: Path, tree_dir: Path) -> None:
-        # The last source is the hub; mirrors must not receive the token.
+    def write(work: Path, result_dir: Path) -> None:
+        # Only the last source, the hub, receives the token.
         client = HttpClient(plan, plan.urls[-1:])
         peers = Peers(plan, client.stop)
-        _Download(plan, client, peers, progress, tree_dir, work / "parts").run()
+        _Download(plan, client, peers, progress, result_dir, work / "parts").run()
 
     return make_checkpoint(plan, f"{plan.name} at {plan.commit[:12]}", progress, write)
 
@@ -69,36 +69,36 @@ class _Download:
     client: HttpClient
     peers: Peers
     progress: Progress
-    tree_dir: Path
+    result_dir: Path
     parts_dir: Path
     hashes: dict[str, FileHashes] = field(default_factory=dict)
 
     def run(self) -> None:
         """Write every file, then the receipt."""
         plan = self.plan
-        self.tree_dir.mkdir(exist_ok=True)
+        self.result_dir.mkdir(exist_ok=True)
         self.parts_dir.mkdir(exist_ok=True)
         self.progress.phase("look", plan.size_bytes)
         missing = self._find_missing()
         if plan.look_in and missing:
             by_size = find_candidates(missing, plan.look_in)
             missing = [file for file in missing if not self._use_any(file, by_size)]
-        clear(self.parts_dir, frozenset(self._part(file).name for file in missing))
-        growing = sum(_size_or_zero(self._part(file)) for file in missing)
+        clear(self.parts_dir, frozenset(self._part_path(file).name for file in missing))
+        growing = sum(_size_or_zero(self._part_path(file)) for file in missing)
         needed = sum(file.size_bytes for file in missing) - growing
-        check_free_space(self.tree_dir, max(0, needed), f"fetching {plan.name}")
+        check_free_space(self.result_dir, max(0, needed), f"fetching {plan.name}")
         self._download_all(missing)
-        # Files of an earlier order: the receipt must cover the whole directory.
+        # Remove files of an earlier order.
         planned = {file.path for file in plan.files}
-        for path in list(self.tree_dir.rglob("*")):
-            if path.is_file() and str(path.relative_to(self.tree_dir)) not in planned:
+        for path in list(self.result_dir.rglob("*")):
+            if path.is_file() and str(path.relative_to(self.result_dir)) not in planned:
                 path.unlink()
         entries = []
         for file in sorted(plan.files, key=lambda file: file.path):
             sha256, pieces = self.hashes[file.path]
             # The only piece of a file has the hash of the file.
             lines = tuple(map(str, pieces)) if len(pieces) > 1 else None
-            stamp = read_stamp(self.tree_dir / file.path)
+            stamp = read_stamp(self.result_dir / file.path)
             entries.append(receipt_entry(file.path, stamp, sha256, lines))
         receipt = SourceReceipt(
             kind="source",
@@ -109,26 +109,26 @@ class _Download:
             name=plan.name,
             commit=plan.commit,
         )
-        write_receipt(self.tree_dir, receipt)
+        write_receipt(self.result_dir, receipt)
 
     def _new_hash(self, file: FetchFile) -> ContentHash:
         return ContentHash(file, with_pieces=self.plan.pieces)
 
-    def _part(self, file: FetchFile) -> Path:
+    def _part_path(self, file: FetchFile) -> Path:
         """Return the path of a partial download, directly below ``parts_dir``."""
         key = hashlib.sha256(f"{file.path}\0{file.sha256 or file.git_sha1}".encode()).hexdigest()
         return self.parts_dir / f"{key[:24]}.part"
 
-    def _target(self, file: FetchFile) -> Path:
-        target = self.tree_dir / file.path
+    def _target_path(self, file: FetchFile) -> Path:
+        target = self.result_dir / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
     def _find_missing(self) -> list[FetchFile]:
-        """Return files without their final name; count the rest as done."""
+        """Return missing files; count the rest as done."""
         missing = []
         for file in self.plan.files:
-            path = self.tree_dir / file.path
+            path = self.result_dir / file.path
             if (
                 not path.is_file()
                 or path.stat().st_size != file.size_bytes
@@ -137,7 +137,7 @@ class _Download:
                 missing.append(file)
                 continue
             if file.sha256 is not None:
-                # Verified before it was renamed; a build that needs pieces hashes it again.
+                # Verified before it was renamed.
                 self.hashes[file.path] = FileHashes(file.sha256, ())
             else:
                 content = self._new_hash(file)
@@ -147,13 +147,13 @@ class _Download:
         return missing
 
     def _use_any(self, file: FetchFile, by_size: Mapping[int, Mapping[Path, set[str]]]) -> bool:
-        """Use the first local file with the right content; files named by the hash come first."""
+        """Use the first local file with the right content; try files named by the hash first."""
         names, hashes = by_size[file.size_bytes], {file.sha256, file.git_sha1}
         paths = sorted(names, key=lambda path: (not hashes & names[path], str(path)))
         return any(self._use_local(file, path) for path in paths)
 
     def _use_local(self, file: FetchFile, path: Path) -> bool:
-        """Link or copy a local file with the right content; the file itself never changes."""
+        """Link or copy a local file if the content is right."""
         try:
             with pin_file(path, file.size_bytes) as source:
                 return self._link_or_copy(file, source, path)
@@ -164,7 +164,7 @@ class _Download:
         return False
 
     def _link_or_copy(self, file: FetchFile, source: int, path: Path) -> bool:
-        target = self._target(file)
+        target = self._target_path(file)
         stamp, pinned = read_stamp(source), pinned_path(source)
         content = self._new_hash(file)
         content.update_from(pinned, self.progress.skip, file.size_bytes)
@@ -177,17 +177,17 @@ class _Download:
                 raise PermissionError(errno.EPERM, "not readable by everyone", str(path))
             if why_not_ours(source) is not None:
                 raise PermissionError(errno.EPERM, "others could change it later", str(path))
-            # src_dir_fd, unused for an absolute path, makes Python follow the /proc link.
+            # src_dir_fd makes Python follow the /proc link.
             os.link(pinned, target, src_dir_fd=source, follow_symlinks=True)
         except OSError:
-            # Another filesystem, no hard links, or a file that the engine's account cannot read or
-            # an account could change: copy it and trust only the copy.
-            check_free_space(self.tree_dir, file.size_bytes, f"copying {path}")
+            # Another filesystem, no hard links, or a file with other permissions than ours: copy it
+            # and trust only the copy.
+            check_free_space(self.result_dir, file.size_bytes, f"copying {path}")
             content = self._new_hash(file)
-            copy_and_hash(pinned, self._part(file), content)
+            copy_and_hash(pinned, self._part_path(file), content)
             if content.mismatch() is not None:
                 return False
-            self._part(file).rename(target)
+            self._part_path(file).rename(target)
         self.hashes[file.path] = content.hashes()
         return True
 
@@ -195,7 +195,7 @@ class _Download:
         total_bytes = self.plan.size_bytes
         done_bytes = total_bytes - sum(file.size_bytes for file in missing)
         self.progress.phase("fetch", total_bytes, done_bytes=done_bytes)
-        # Large files first, so that the last file to finish is small.
+        # Large files first.
         queue = sorted(missing, key=lambda file: (-file.size_bytes, file.path))
         with ThreadPoolExecutor(self.plan.parallel) as pool:
             try:
@@ -219,33 +219,35 @@ class _Download:
                 if len(self.plan.urls) > 1:
                     note(f"source: {error}")
         if not failures:
-            raise TransferFailed(file.path, "is in no directory of look_in", "set urls too")
+            raise TransferFailed(file.path, "is in no directory of look_in", "set urls, too")
         refused = [failure for failure in failures if isinstance(failure, GateRefused)]
         raise (refused or failures)[-1]
 
     def _download_from(self, file: FetchFile, client: HttpClient, url: str) -> None:
-        part = self._part(file)
+        part = self._part_path(file)
         resumed = _size_or_zero(part) > 0
 
         def restart(reason: str) -> ContentHash:
-            note(f"resume: {reason}, fetching it whole")
+            note(f"resume: {reason}; downloading the whole file")
             self._discard(part)
-            return self._grow(file, client, url, part)
+            return self._continue_part(file, client, url, part)
 
         try:
-            content = self._grow(file, client, url, part)
+            content = self._continue_part(file, client, url, part)
             if content.mismatch() and resumed:
                 # After a power cut a .part can lack blocks that never reached the disk.
-                content = restart(f"{file.path}: the earlier part was damaged")
+                content = restart(f"{file.path}: the partial file was damaged")
         except RangeIgnored:
-            content = restart(f"{url} cannot continue")
+            content = restart(f"{url} does not support ranges")
         if (mismatch := content.mismatch()) is not None:
             self._discard(part)
             raise GateRefused(url, mismatch, "lock the repository again, or use another source")
-        part.rename(self._target(file))
+        part.rename(self._target_path(file))
         self.hashes[file.path] = content.hashes()
 
-    def _grow(self, file: FetchFile, client: HttpClient, url: str, part: Path) -> ContentHash:
+    def _continue_part(
+        self, file: FetchFile, client: HttpClient, url: str, part: Path
+    ) -> ContentHash:
         """Hash the existing part and append the rest."""
         content = self._new_hash(file)
         present = _size_or_zero(part)
@@ -277,10 +279,9 @@ def _size_or_zero(path: Path) -> int:
 
 
 def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
-    """Download an image's blobs, and the manifests into ``manifests``; named by digest.
+    """Download an image's blobs for this machine, and manifests into ``manifests``.
 
-    Manifests are small and always come from the registry. A list of platforms is resolved for this
-    machine.
+    Manifests always come from the registry.
     """
     reference = parse_reference(plan.reference)
     base = reference.base_url(plain=plan.plain)
@@ -294,7 +295,7 @@ def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
         blobs = [manifest["config"], *manifest["layers"]]
         sizes = {str(blob["digest"]): int(blob["size"]) for blob in blobs}
     except (KeyError, TypeError, ValueError) as error:
-        problem = f"its manifest lacks {error}"
+        problem = f"the manifest lacks {error}"
         raise GateRefused(plan.reference, problem, "check the registry") from error
     order = FetchPlan(
         **{option.name: getattr(plan, option.name) for option in fields(Wire)},
@@ -312,12 +313,12 @@ def fetch_layers(plan: LayersPlan, manifests: Path, progress: Progress) -> None:
 
 
 def _read_manifests(client: HttpClient, base: str, digest: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the manifest of a digest, after the list that leads to it, if any."""
+    """Yield the manifest of a digest, after the list of platforms, if any."""
     url = f"{base}/manifests/{digest}"
     body = client.read_whole(url, _MANIFEST_LIMIT_BYTES)
     actual = f"sha256:{hashlib.sha256(body).hexdigest()}"
     if actual != digest:
-        raise GateRefused(url, f"is {actual}", "check for a proxy")
+        raise GateRefused(url, f"has digest {actual}", "check for a proxy")
     yield digest, body
     manifest: Mapping[str, Any] = parse_object(body, digest, "check the registry")
     listed = manifest.get("manifests")
@@ -329,4 +330,4 @@ def _read_manifests(client: HttpClient, base: str, digest: str) -> Iterator[tupl
         if (target.get("os"), target.get("architecture")) == ("linux", machine):
             yield from _read_manifests(client, base, str(entry["digest"]))
             return
-    raise GateRefused(digest, f"has no linux/{machine} image", "choose an image built for it")
+    raise GateRefused(digest, f"has no linux/{machine} image", "use an image for this platform")

@@ -17,7 +17,7 @@ from spark_checkpoint.progress import note
 from spark_checkpoint.storage import read_buffers, write_durably
 from spark_checkpoint.verify import FileHashes, PieceHasher
 
-# A larger directory is a home, not a model store; searching it would take minutes.
+# Searching a larger directory, such as a home, would take minutes.
 _ENTRY_LIMIT = 200_000
 
 
@@ -29,7 +29,7 @@ class ContentHash:
         self.size_bytes = file.size_bytes
         self._sha256 = hashlib.sha256()
         self._pieces = PieceHasher() if with_pieces else None
-        # Git hashes this prefix and the content; security does not depend on it.
+        # Git hashes this prefix and the content.
         blob = b"blob %d\0" % file.size_bytes
         self._git = hashlib.sha1(blob, usedforsecurity=False) if file.git_sha1 else None
 
@@ -46,7 +46,7 @@ class ContentHash:
         on_bytes: Callable[[int], None] = lambda count: None,
         size_bytes: int | None = None,
     ) -> None:
-        """Hash a file, or the first bytes of a growing file."""
+        """Hash a file, or its first bytes."""
         for buffer in read_buffers(path, 0, size_bytes):
             self.update(buffer)
             on_bytes(len(buffer))
@@ -69,11 +69,7 @@ class ContentHash:
 def find_candidates(
     files: Iterable[FetchFile], look_in: Iterable[str]
 ) -> dict[int, dict[Path, set[str]]]:
-    """Return size → files of that size in the directories of the globs → names.
-
-    Links are resolved; the names include those of links, because in a hub cache a link named by the
-    hash may lead to a shared blob with another name.
-    """
+    """Return size → local files of that size → names, including the names of links to them."""
     by_size: dict[int, dict[Path, set[str]]] = {file.size_bytes: {} for file in files}
     resolved: dict[tuple[int, int], Path] = {}
     for pattern in look_in:
@@ -92,7 +88,7 @@ def find_candidates(
 
 @contextlib.contextmanager
 def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
-    """Yield a descriptor of a file; the owner of the directory may replace the name meanwhile.
+    """Yield a descriptor of a file, because its owner may replace the path meanwhile.
 
     Raises:
         OSError: not a regular file of that size; pipes and devices are never opened.
@@ -108,7 +104,7 @@ def pin_file(path: Path, size_bytes: int) -> Iterator[int]:
 
 
 def pinned_path(descriptor: int) -> Path:
-    """Return a path that leads to the pinned file only."""
+    """Return a path of the pinned file."""
     return Path(f"/proc/self/fd/{descriptor}")
 
 

@@ -1,4 +1,4 @@
-"""Download files and finished checkpoints from other hosts, verified like those of the hub."""
+"""Download files and finished checkpoints from other hosts, and verify them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _POLL_S = 1.0
 _TIMEOUT_S = 10.0
 _PROGRESS_BYTES = 4096
 _RECEIPT_LIMIT_BYTES = 64 << 20
-_FIX = "it is built here instead"
+_FIX = "none needed: the checkpoint is built here instead"
 
 
 @dataclass(slots=True)
@@ -55,10 +55,7 @@ class Peers:
         self._peers = [_Peer(of_tree(url, plan.digest), time.monotonic()) for url in urls]
 
     def fetch(self, path: str, download: Callable[[HttpClient, str], None]) -> bool:
-        """Download a file from a peer; return False if none has it or will soon.
-
-        ``download`` reads and verifies a URL; it resumes a partial file.
-        """
+        """Download a file from a peer; return False if no peer has it or will soon."""
         while active := [p for p in self._peers if p.skipped_until <= time.monotonic()]:
             client = self._new_client()
             if client is None:
@@ -66,7 +63,7 @@ class Peers:
             for peer in active:
                 if self._fetch_from(peer, path, download, client):
                     return True
-            # A list: every peer's progress must be read.
+            # A list, to read the progress of every peer.
             if not any([self._is_progressing(peer, client) for peer in active]):
                 return False
             if self._stop.wait(_POLL_S):
@@ -74,7 +71,7 @@ class Peers:
         return False
 
     def _new_client(self) -> HttpClient | None:
-        """Return a client with the current key, which another deploy may have replaced."""
+        """Return a client with the current key: another deploy may replace it."""
         if self._plan.peers is None:
             return None
         wire = Wire(
@@ -115,7 +112,7 @@ class Peers:
         return True
 
     def _is_progressing(self, peer: _Peer, client: HttpClient) -> bool:
-        """Return whether to wait for a peer: the download there progressed recently."""
+        """Return whether a peer's download progressed recently."""
         progress = peer.progress
         try:
             line = client.read_whole(f"{peer.url}/progress", _PROGRESS_BYTES).decode()
@@ -137,34 +134,34 @@ class Peers:
 _Plan = BuildPlan | RequantizePlan
 
 
-def copy_from_peer(order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress) -> bool:
+def copy_from_peer(order: CopyPlan, plan: _Plan, result_dir: Path, progress: Progress) -> bool:
     """Copy the plan's checkpoint from a peer and verify it; return False if no peer has it."""
     for peer in order.trees:
-        tree_dir.mkdir(exist_ok=True)
-        clear(tree_dir)
+        result_dir.mkdir(exist_ok=True)
+        clear(result_dir)
         try:
-            _copy(peer, order, plan, tree_dir, progress)
+            _copy(peer, order, plan, result_dir, progress)
             return True
         except BuilderError as error:
             note(f"copy: {error}")
-    clear(tree_dir)
-    tree_dir.rmdir()
+    clear(result_dir)
+    result_dir.rmdir()
     return False
 
 
 def _copy(
-    peer: FinishedTree, order: CopyPlan, plan: _Plan, tree_dir: Path, progress: Progress
+    peer: FinishedTree, order: CopyPlan, plan: _Plan, result_dir: Path, progress: Progress
 ) -> None:
     wire = Wire(tries=2, token_file=order.key_file, timeout_s=_TIMEOUT_S)
     client = HttpClient(wire, (peer.url,), direct=True)
     files_url = f"{of_tree(peer.url, order.digest)}/files/"
     receipt = _read_receipt(client, files_url + RECEIPT_NAME, peer.receipt_sha256, plan)
-    to_send = [file for file in receipt.files if not _link_to_base(file, plan, tree_dir)]
+    to_send = [file for file in receipt.files if not _link_to_base(file, plan, result_dir)]
     size_bytes = sum(file.size_bytes for file in to_send)
-    check_free_space(tree_dir, size_bytes, f"copying {plan.name}")
+    check_free_space(result_dir, size_bytes, f"copying {plan.name}")
     progress.phase("copy", size_bytes)
     for file in to_send:
-        target = tree_dir / file.path
+        target = result_dir / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         with write_durably(target, os.O_EXCL) as write:
             url = files_url + quote(file.path)
@@ -172,9 +169,9 @@ def _copy(
                 write(piece)
                 progress.add(len(piece))
     own_plan: Any = plan  # equal digests imply equal plan types
-    write_receipt(tree_dir, replace(receipt, plan=own_plan))
-    # Every stat differs from the peer's receipt, so every file is hashed.
-    verify_checkpoint(tree_dir, progress, full=False)
+    write_receipt(result_dir, replace(receipt, plan=own_plan))
+    # Hashes every file, because every stat differs from the peer's receipt.
+    verify_checkpoint(result_dir, progress, full=False)
     note(f"{plan.out_dir}: copied from {peer.url}")
 
 
@@ -193,15 +190,15 @@ def _read_receipt(
     return receipt
 
 
-def _link_to_base(file: receipts.ReceiptFile, plan: _Plan, tree_dir: Path) -> bool:
+def _link_to_base(file: receipts.ReceiptFile, plan: _Plan, result_dir: Path) -> bool:
     """Hard-link a file of the base if this host has it."""
     if file.link_of is None or not isinstance(plan, BuildPlan):
         return False
-    target = tree_dir / file.path
+    target = result_dir / file.path
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link((plan.base_dir / file.path).resolve(), target)
     except OSError as error:
-        note(f"copy: {file.path}: not linked to the base ({error.strerror}), copied")
+        note(f"copy: {file.path}: not linked to the base ({error.strerror}); copied")
         return False
     return True
