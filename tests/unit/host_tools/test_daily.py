@@ -128,6 +128,21 @@ def test_each_problem_is_reported(serving: ServingHost, fault: str) -> None:
     assert message in problems[0][1]
 
 
+@pytest.mark.parametrize("content", [b"", bytes(4096), b'{"schema_version": 1, "at'])
+def test_each_damaged_document_is_reported(serving: ServingHost, content: bytes) -> None:
+    paths = serving.host.paths
+    roots = (paths.below("/etc/spark"), paths.state)
+    documents = [path for root in roots for path in root.rglob("*.json")]
+    assert paths.release(RELEASE) in documents
+    assert paths.proof(RELEASE) in documents
+    for path in documents:
+        before = path.read_bytes()
+        path.write_bytes(content)
+        messages = [message for where, message in serving.inspect() if where == "state"]
+        assert [str(path) in message for message in messages] == [True]
+        path.write_bytes(before)
+
+
 def test_healthy_host_has_no_problems(serving: ServingHost) -> None:
     serving.write_certificate(300)
     serving.fill_cache(10, 100)

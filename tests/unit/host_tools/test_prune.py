@@ -77,6 +77,15 @@ def test_dry_prune_changes_nothing(machine: Machine) -> None:
     assert sorted(machine.paths.root.rglob("*")) == before
 
 
+@pytest.mark.usefixtures("checkpoints")
+def test_removes_a_damaged_rollback_target(machine: Machine) -> None:
+    assert C in machine.plan(1).kept
+    machine.paths.release(C).write_bytes(b"")
+    assert names(machine.prune(1), "release") == [A, C]
+    assert not machine.paths.release(C).exists()
+    assert machine.plan(1).kept == {D: "serves", B: "rollback target"}
+
+
 def test_keeps_planned_releases_and_files(machine: Machine, checkpoints: dict[str, Path]) -> None:
     machine.image("spark-vllm:ready", "l9", size=50)
     folders = [machine.on_host(checkpoints["a"])]

@@ -76,7 +76,8 @@ def _kept_releases(keep: Keep, paths: Paths) -> dict[str, str]:
     kept: dict[str, str] = {}
     for service in {service_of(name) for name in all_names}:
         record = boot.good(service, host)
-        previous = [name for name in record.previous if name in all_names]
+        # A release with a damaged document cannot be a target.
+        previous = [n for n in record.previous if n in all_names and host.release(n)]
         stopped = host.disk.read(Stopped, paths.stopped(service))
         reasons = [(name, "rollback target") for name in previous[: keep.releases_kept]]
         reasons += [(name, "starts at boot") for name in boot.enabled(service, host)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ def inspect(host: Host) -> DailyLook:
         *_checkpoints(releases, host),
         *_proofs(running, host),
         *_units(host.paths),
+        *_documents(host.paths),
     )
     return DailyLook(host.clock.now(), (*problems, *damage), hashed)
 
@@ -165,6 +167,27 @@ def _units(paths: Paths) -> Iterator[Problem]:
     for path in unit_files.overrides(paths):
         fix = f"rm {path}; systemctl daemon-reload; or list it in expect.unit_overrides"
         yield Problem("systemd", f"{path} changes a unit of this project", fix)
+
+
+def _documents(paths: Paths) -> Iterator[Problem]:
+    """Report documents that a power loss or a full disk left empty or cut short."""
+    for folder in (paths.below("/etc/spark"), paths.state):
+        for path in sorted(folder.rglob("*.json")):
+            try:
+                json.loads(path.read_text())
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except ValueError:
+                message = f"{path} is damaged ({path.stat().st_size} bytes, no JSON)"
+                yield Problem("state", message, _document_fix(path, paths))
+
+
+def _document_fix(path: Path, paths: Paths) -> str:
+    if path.name == "before.json":
+        return "restore it from a backup; without it, uninstall keeps packages and settings"
+    if path == paths.release(path.parent.name):
+        return f"run the deploy; if the plan has no such release: rm -r {path.parent}"
+    return f"rm {path}; then run the deploy: it writes what it needs"
 
 
 def _age_s(last: Proof | None) -> float | None:
