@@ -23,7 +23,7 @@ jobs, release = served_jobs_of(plan, payload.image_context), plan.serve.name
 service.reboot(plan=plan.needs, serve=plan.serve)
 preflight.apply(plan=plan.needs)
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
-tools.apply(plan=plan.tools, files=payload.tools, units=unit_files_of(payload.units))
+tools.apply(identity=plan.payload, files=payload.tools, units=unit_files_of(payload.units))
 # Downloads and the build need no container engine: they start now and run in parallel.
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 work.build(jobs=jobs, release=release)

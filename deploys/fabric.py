@@ -15,7 +15,7 @@ from spark_deploy.inventory.host_names import context_of
 from spark_deploy.inventory.login import check_login, endpoint_of
 from spark_deploy.inventory.plans import payload_identity, ports_of
 from spark_deploy.plan.cluster import fabric_links
-from spark_deploy.plan.host import base_plan, tools_plan
+from spark_deploy.plan.host import base_plan
 from spark_deploy.plan.release import unit_files_of
 
 hold_lease(state, host)
@@ -27,7 +27,7 @@ else:
     # Not the whole plan: a cluster's plan needs these addresses.
     base.apply(plan=base_plan(settings), request=uninstall_request(settings))
     units = unit_files_of(payload.units)
-    tools.apply(plan=tools_plan(payload_identity()), files=payload.tools, units=units)
+    tools.apply(identity=payload_identity(), files=payload.tools, units=units)
     if settings.fabric.measure:
         ports = ports_of(settings.fabric.hosts or settings.cluster.hosts)
         fabric.measure(links=fabric_links(host.name, settings, ports))

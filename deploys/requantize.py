@@ -26,7 +26,7 @@ jobs = tuple(w for w in jobs_of(plan, payload.image_context) if w.job.kind != "c
 release = f"{plan.serve.service}-requantize"
 
 base.apply(plan=plan.base, request=uninstall_request(context_of(host).loaded.settings))
-tools.apply(plan=plan.tools, files=payload.tools, units=unit_files_of(payload.units))
+tools.apply(identity=plan.payload, files=payload.tools, units=unit_files_of(payload.units))
 work.fetch(jobs=jobs, release=release, proxy=plan.proxy, fleet=plan.fleet)
 cuda.apply(plan=plan.cuda)
 docker.apply(plan=plan.docker, proxy=plan.proxy)

@@ -39,6 +39,7 @@ _repositories = {
         _key: _entry[_key] for _key in ("url", "suite", "components", "key_url", "key_sha256")
     }
     for _entry in _lab["apt"]
+    if not _entry["preconfigured"]
 }
 
 lab = _group_from(

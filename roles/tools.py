@@ -7,13 +7,15 @@ from pyinfra.api import deploy
 from spark_deploy.hosts.facts import expect_fact
 from spark_deploy.hosts.files import expect_files
 from spark_deploy.hosts.payload import PythonSite, install_site, install_tools, placed_tools
-from spark_deploy.plan.types import ManagedFile, ToolsPlan
+from spark_deploy.plan.types import ManagedFile, PayloadIdentity
 
 
 @deploy("Tools")
-def apply(*, plan: ToolsPlan, files: Sequence[ManagedFile], units: Sequence[ManagedFile]) -> None:
-    expect_files(file.path for file in (*placed_tools(plan, files), *units))
+def apply(
+    *, identity: PayloadIdentity, files: Sequence[ManagedFile], units: Sequence[ManagedFile]
+) -> None:
+    expect_files(file.path for file in (*placed_tools(identity, files), *units))
     expect_fact(PythonSite)
     # First: a job started between the two steps would lack its packages.
-    install_site(name="Install the builder's Python packages", plan=plan)
-    install_tools(name="Install host tools", plan=plan, files=files, units=units)
+    install_site(name="Install the builder's Python packages", identity=identity)
+    install_tools(name="Install host tools", identity=identity, files=files, units=units)

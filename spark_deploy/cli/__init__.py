@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 import click
 
-from spark_deploy.config.printable import shown
+from spark_deploy.config.errors import shown
 
 SECTIONS = {
     "Set up": {

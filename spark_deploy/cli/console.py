@@ -19,8 +19,7 @@ from rich.text import Text
 from spark_contract.documents import plain
 
 from spark_deploy.config.checkout import catalog_names
-from spark_deploy.config.errors import Problem
-from spark_deploy.config.printable import shown
+from spark_deploy.config.errors import Problem, shown
 
 # For shell completion; commands report unreadable files themselves.
 FILE = click.Path(readable=False)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from spark_deploy.config.errors import Problem
+from spark_deploy.config.settings.host import DOCKER_DIR
 from spark_deploy.hosts.docker_facts import Container
 from spark_deploy.hosts.facts import container_id, is_managed
 from spark_deploy.hosts.survey import Survey
@@ -137,10 +138,10 @@ def demands(needs: NeedsPlan, survey: Survey) -> tuple[Demand, ...]:
 
 def _present_bytes(needs: NeedsPlan, survey: Survey, path: str, wanted_bytes: int) -> int:
     present = {place.path: place.present_bytes for place in survey.places}
-    checkpoint = dict(needs.disk_done_once_there).get(path, "")
+    checkpoint = dict(needs.skip_disk_if_present).get(path, "")
     if present.get(checkpoint):
         return wanted_bytes
-    if path == needs.docker_dir:
+    if path == DOCKER_DIR:
         complete = bool(needs.images) and set(needs.images) <= set(survey.images)
         sizes = (size for tag, size in needs.image_bytes if tag in survey.images)
         return wanted_bytes if complete else sum(sizes)

@@ -13,7 +13,7 @@ from typing import Any
 from pyinfra import host
 from pyinfra import state as current_state
 from pyinfra.api import FunctionCommand, Host, State, StringCommand
-from spark_contract.paths import kept_aside
+from spark_contract.paths import GPU_RECEIPT, kept_aside
 
 from spark_deploy.config.errors import Problem
 from spark_deploy.hosts import gpu
@@ -188,7 +188,7 @@ GROUP = "docker"  # members can become root on the host
 def fact_arguments(plan: DockerPlan) -> dict[str, Any]:
     return {
         "packages": (*plan.packages, *plan.toolkit_packages),
-        "receipt_path": plan.receipt_path,
+        "receipt_path": GPU_RECEIPT,
         "urls": tuple(repository.url for repository in plan.repositories),
         "users": plan.users,
     }

@@ -7,7 +7,7 @@ missing files opens no port. The proxy's file, which only root can read, serves 
 import re
 import secrets
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -20,7 +20,7 @@ from spark_contract.paths import PROXY, RECEIPT_NAME
 from spark_contract.units import PREPARE, SHARE_UNIT
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.read_secret import read_secret
+from spark_deploy.config.settings.load import read_secret
 from spark_deploy.config.settings.secrets import SecretRef
 from spark_deploy.config.settings.sources import FleetSettings, ProxySettings
 from spark_deploy.hosts.commands import current_host, log, shell
@@ -75,8 +75,8 @@ _RESTART = (
 
 @host_operation
 def configure_job_proxy(proxy: ProxySettings) -> Commands:
-    if not (yield from sync_files((proxy_file(proxy),), wanted=proxy.used)):
-        host.noop("the proxy is as planned" if proxy.used else "no proxy is set")
+    if not (yield from sync_files((proxy_file(proxy),), wanted=proxy.url is not None)):
+        host.noop("the proxy is as planned" if proxy.url is not None else "no proxy is set")
 
 
 @host_operation
@@ -86,7 +86,7 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
     A proxy set by the owner stays, unless the settings name another: a restart would restart
     every container of the host.
     """
-    if not proxy.used:
+    if not proxy.url is not None:
         if (yield from remove_files((DROP_IN_PATH,))):
             yield shell(_RESTART)
         else:
@@ -108,25 +108,23 @@ def configure_docker_proxy(proxy: ProxySettings) -> Commands:
 
 def proxy_file(proxy: ProxySettings) -> ManagedFile:
     """Return the environment file; tools read the names in lower or upper case."""
-    pairs = [*_addresses(proxy), ("no_proxy", ",".join(proxy.direct))]
+    pairs = [("no_proxy", ",".join(proxy.direct))]
+    if proxy.url is not None:
+        address = _proxy_address(proxy.url)
+        pairs = [("http_proxy", address), ("https_proxy", address), *pairs]
     lines = [f"{name}={value}\n" for key, value in pairs for name in (key, key.upper())]
     return ManagedFile(PROXY, "".join(lines).encode(), 0o600)
 
 
-def _addresses(proxy: ProxySettings) -> Iterator[tuple[str, str]]:
-    for key, address in (("http", proxy.http), ("https", proxy.https)):
-        if address is None:
-            continue
-        setting = f"proxy.{key}"
-        if isinstance(address, SecretRef):
-            address = read_secret(address, setting=setting)
-        if not _USABLE.fullmatch(address) or _QUOTES.search(address):
-            raise SettingsError.one(
-                setting,
-                "is not an address such as http://user:password@proxy.example.org:3128",
-                "write quotes, backslashes and blanks in it as %22, %27, %5C and %20",
-            )
-        yield f"{key}_proxy", address
+def _proxy_address(url: str | SecretRef) -> str:
+    address = read_secret(url, setting="proxy.url") if isinstance(url, SecretRef) else url
+    if not _USABLE.fullmatch(address) or _QUOTES.search(address):
+        raise SettingsError.one(
+            "proxy.url",
+            "is not an address such as http://user:password@proxy.example.org:3128",
+            "write quotes, backslashes and blanks in it as %22, %27, %5C and %20",
+        )
+    return address
 
 
 class LoginAddress(LineFact):

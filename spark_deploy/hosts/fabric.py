@@ -226,8 +226,8 @@ def _measure(link: FabricLink) -> SpeedFound:
         address=link.address,
         port=secrets.choice(_PORTS),
         token=secrets.token_hex(16),
-        most_bytes=MAX_BYTES,
-        most_s=MAX_S,
+        max_bytes=MAX_BYTES,
+        max_s=MAX_S,
     )
     listen, send = _unit_command(line(FABRIC_SPEED, "listen")), line(FABRIC_SPEED, "send")
     sent, received = _run_pair(link, listen, send, documents.text_of(order))

@@ -13,7 +13,7 @@ from spark_contract.paths import CURRENT_TOOLS
 from spark_contract.units import HOURS, UNITS_DIR, WATCH
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.read_secret import read_secret
+from spark_deploy.config.settings.load import read_secret
 from spark_deploy.hosts.facts import HostFact, LineFact, read_fact
 from spark_deploy.hosts.files import file_states, place_files, remove_files
 from spark_deploy.hosts.operations import Commands, host_operation, refuse

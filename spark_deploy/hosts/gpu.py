@@ -18,6 +18,7 @@ from spark_contract import tool
 from spark_contract.documents import text_of
 from spark_contract.errors import problem_in
 from spark_contract.machine import DRIVER_MODULE, module_version
+from spark_contract.paths import GPU_RECEIPT
 from spark_contract.records import GpuProof
 
 from spark_deploy.config.errors import Problem
@@ -321,7 +322,7 @@ def check_gpu(state: State, host: Host, plan: DockerPlan, arguments: Mapping[str
     if not gpus:
         raise Refused(explain_gpu_error("\n".join(lines), plan.check_image))
     receipt = GpuProof(check_key(plan, docker), through, gpus[0].partition(" (UUID")[0])
-    path = shlex.quote(plan.receipt_path)
+    path = shlex.quote(GPU_RECEIPT)
     run(
         host,
         f"install -d $(dirname {path}) && cat > {path}.new && chmod 644 {path}.new "

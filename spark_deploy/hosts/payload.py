@@ -31,7 +31,7 @@ from spark_deploy.hosts.commands import shell
 from spark_deploy.hosts.facts import HostFact, read_fact
 from spark_deploy.hosts.files import encode_lines, place_files, unzip_script
 from spark_deploy.hosts.operations import Commands, host_operation, refuse
-from spark_deploy.plan.types import ManagedFile, ToolsPlan
+from spark_deploy.plan.types import ManagedFile, PayloadIdentity
 
 FILES = CHECKOUT / "files"
 SITE_REQUIREMENTS = "files/checkpoint/requirements.txt"
@@ -235,21 +235,23 @@ def _parse_site(lines: list[str], count: int) -> Site:
     return Site(version, machine, *("" if line == "-" else line for line in lines[1:]))
 
 
-def tools_home(plan: ToolsPlan) -> str:
-    return f"{TOOLS_DIR}/{plan.digest[:12]}"
+def tools_home(identity: PayloadIdentity) -> str:
+    return f"{TOOLS_DIR}/{identity.tools_digest[:12]}"
 
 
-def placed_tools(plan: ToolsPlan, files: Sequence[ManagedFile]) -> tuple[ManagedFile, ...]:
-    return tuple(replace(file, path=f"{tools_home(plan)}/{file.path}") for file in files)
+def placed_tools(
+    identity: PayloadIdentity, files: Sequence[ManagedFile]
+) -> tuple[ManagedFile, ...]:
+    return tuple(replace(file, path=f"{tools_home(identity)}/{file.path}") for file in files)
 
 
 @host_operation
 def install_tools(
-    plan: ToolsPlan, files: Sequence[ManagedFile], units: Sequence[ManagedFile]
+    identity: PayloadIdentity, files: Sequence[ManagedFile], units: Sequence[ManagedFile]
 ) -> Commands:
     """Install the host tools, repair each differing file, and point ``current`` at them."""
-    home = tools_home(plan)
-    repaired = yield from place_files((*placed_tools(plan, files), *units))
+    home = tools_home(identity)
+    repaired = yield from place_files((*placed_tools(identity, files), *units))
     if repaired:
         yield "systemctl daemon-reload"
     site = read_fact(PythonSite)
@@ -260,7 +262,7 @@ def install_tools(
     if timer:
         yield f"systemctl enable --now {DAILY_TIMER}"
     if not timer and site.tools == home:
-        host.noop(f"host tools {plan.digest[:12]} are in place")
+        host.noop(f"host tools {identity.tools_digest[:12]} are in place")
 
 
 def _switch_link(link: str, target: str) -> StringCommand:
@@ -269,7 +271,7 @@ def _switch_link(link: str, target: str) -> StringCommand:
 
 
 @host_operation
-def install_site(plan: ToolsPlan) -> Commands:
+def install_site(identity: PayloadIdentity) -> Commands:
     """Install the builder's pinned wheels for this host's Python; the host needs no package index.
 
     The controller resolves them, pip checks their hashes, and they are sent once and unpacked.
@@ -278,7 +280,7 @@ def install_site(plan: ToolsPlan) -> Commands:
     if not site.python_version:
         fix = "install the package python3 on the host"
         refuse(f"{host.name}: python3", "missing, or prints no version", fix)
-    path, digest = site_archive(plan.python_requirements, site.python_version, site.machine)
+    path, digest = site_archive(identity.python_requirements, site.python_version, site.machine)
     home = f"{TOOLS_DIR}/site-{digest[:12]}"
     if (site.target, site.receipt) == (home, digest):
         host.noop("the builder's packages are in place")

@@ -9,7 +9,7 @@ from pyinfra import host, state
 from spark_contract.machine import version_key
 
 from spark_deploy.config.errors import Problem
-from spark_deploy.config.settings.host import GB10
+from spark_deploy.config.settings.host import DOCKER_DIR, GB10
 from spark_deploy.hosts import capacity
 from spark_deploy.hosts.commands import is_predicted, log
 from spark_deploy.hosts.fabric import find_differences, judge_links, read_reach
@@ -229,7 +229,7 @@ def fact_arguments(needs: NeedsPlan) -> dict[str, Any]:
         "paths": tuple(path for path, _ in needs.disk_needed_bytes),
         "ports_wanted": needs.ports,
         "images": needs.images,
-        "shared_paths": (needs.docker_dir,),
+        "shared_paths": (DOCKER_DIR,),
         "look_in": needs.look_in,
     }
 
@@ -263,7 +263,7 @@ def check_cluster(needs: NeedsPlan) -> None:
     if not needs.cluster:
         host.noop("not part of a cluster")
         return
-    verdict = judge_links(host.name, needs.ways, read_reach(needs.ways))
+    verdict = judge_links(host.name, needs.links, read_reach(needs.links))
     problems = [*verdict.problems, *find_differences(needs.cluster, answers_by_host(HostSurvey))]
     if problems:
         raise Refused(*problems)

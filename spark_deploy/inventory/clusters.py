@@ -17,7 +17,7 @@ from spark_deploy.plan.gateway import address_of
 _SAME_IN_CLUSTER = (
     "model", "profile", "engine", "checkpoint", "cluster", "memory", "allow_containers",
     "services", "watch", "check", "images", "paths", "lock_file",
-    "serve.names", "serve.start_timeout_s", "serve.stop_timeout_s", "serve.drain_s",
+    "serve.names", "serve.start_timeout_s", "serve.drain_s",
 )  # fmt: skip
 # Settings that clients of replicas notice.
 _SAME_IN_REPLICAS = (

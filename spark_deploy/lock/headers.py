@@ -34,7 +34,7 @@ from spark_deploy.config.catalog.anatomy import Anatomy, CacheLayers
 from spark_deploy.config.checkout import CHECKOUT
 from spark_deploy.config.documents import digest_of
 from spark_deploy.config.errors import LockError, SettingsError
-from spark_deploy.config.settings.read_secret import read_secret
+from spark_deploy.config.settings.load import read_secret
 from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.lock.kv_cache_spec import Missing, Numbers, cache_layers
 from spark_deploy.lock.types import LockedSource, VerifiedNames

@@ -21,8 +21,7 @@ from spark_contract.fetching import (
     token_question,
 )
 
-from spark_deploy.config.errors import LockError
-from spark_deploy.config.printable import in_words, one_line
+from spark_deploy.config.errors import LockError, in_words, one_line
 from spark_deploy.lock.types import LockedImage
 
 # Of a look-up, which reads a few megabytes at most.

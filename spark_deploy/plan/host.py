@@ -19,7 +19,6 @@ from spark_deploy.config.settings.host import (
     DOCKER_DIR,
     TOOLKIT_PACKAGES,
 )
-from spark_deploy.config.settings.sources import RepositorySettings
 from spark_deploy.config.settings.types import Settings
 from spark_deploy.lock.types import Lock
 from spark_deploy.plan import artifacts, cluster, gateway, release, types
@@ -69,11 +68,11 @@ def plan_host(request: Request) -> HostPlan:
         cuda=types.CudaPlan(
             CUDA_TOOLKIT,
             CUDA_PACKAGE,
-            _repositories(settings, settings.cuda.repositories),
+            tuple(settings.repositories.values()),
             settings.base.package_lock_wait_s,
         ),
         docker=docker,
-        tools=tools_plan(request.payload),
+        payload=request.payload,
         disk=disk,
         ready=ready,
         services=services,
@@ -88,10 +87,6 @@ def base_plan(settings: Settings) -> types.BasePlan:
     # nginx's JavaScript module chooses among several services.
     packages = (*BASE_PACKAGES, *([types.NJS] if settings.services else ()))
     return types.BasePlan(settings=settings.base, packages=packages, paths=settings.paths)
-
-
-def tools_plan(payload: types.PayloadIdentity) -> types.ToolsPlan:
-    return types.ToolsPlan(payload.tools_digest, payload.python_requirements)
 
 
 def _service_plan(name: str, resolved: Resolved, request: Request) -> ServicePlan:
@@ -165,16 +160,15 @@ def _needs(
         memory_needed_bytes=sum(service.memory.needed_bytes for service in services),
         # MemTotal of two equal machines differs by firmware settings.
         memory_total_min_bytes=round(settings.memory.total_bytes * 0.98),
-        docker_dir=DOCKER_DIR,
         images=(check_image, *images),
         image_bytes=tuple(images.items()),
-        disk_done_once_there=tuple(dict.fromkeys(done)),
+        skip_disk_if_present=tuple(dict.fromkeys(done)),
         reboot=settings.reboot,
         tailscale=settings.serve.expose == "tailscale",
         downloads=tuple(sources.items()),
         look_in=settings.downloads.look_in,
         cluster=settings.cluster.hosts,
-        ways=cluster.member_links(settings, request.host, request.fabric),
+        links=cluster.member_links(settings, request.host, request.fabric),
     )
 
 
@@ -188,17 +182,13 @@ def _docker(model: Model, settings: Settings, lock: Lock) -> types.DockerPlan:
     return types.DockerPlan(
         packages=docker.packages,
         toolkit_packages=TOOLKIT_PACKAGES,
-        repositories=_repositories(settings, docker.repositories),
+        repositories=tuple(settings.repositories.values()),
         daemon=daemon,
         users=docker.users,
         allow_containers=tuple(settings.allow_containers),
         check_image=artifacts.locked_image(model, settings, lock, "gpu_check").pinned,
         package_lock_wait_s=settings.base.package_lock_wait_s,
     )
-
-
-def _repositories(settings: Settings, names: tuple[str, ...]) -> tuple[RepositorySettings, ...]:
-    return tuple(settings.repositories[name] for name in names)
 
 
 def _ports_of(service: ServicePlan) -> tuple[int, ...]:

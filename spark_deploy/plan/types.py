@@ -14,7 +14,6 @@ from typing import Any
 from spark_contract.fetching import LayersPlan
 from spark_contract.gateway import Gateway
 from spark_contract.orders import BuildPlan, RequantizePlan
-from spark_contract.paths import GPU_RECEIPT
 from spark_contract.release import Release
 
 from spark_deploy.config.settings.host import BaseSettings, ExpectSettings, PathSettings
@@ -284,20 +283,19 @@ class NeedsPlan:
     disk_reserve_bytes: int
     memory_needed_bytes: int
     memory_total_min_bytes: int
-    docker_dir: str = "/var/lib/docker"
-    # Images of the plan; if all are present, docker_dir needs no more space.
+    # Images of the plan; if all are present, DOCKER_DIR needs no more space.
     images: tuple[str, ...] = ()
-    # Bytes below docker_dir for each engine image that is missing.
+    # Bytes below DOCKER_DIR for each engine image that is missing.
     image_bytes: tuple[tuple[str, int], ...] = ()
-    # (path, tree): if the tree exists, the path needs no more space.
-    disk_done_once_there: tuple[tuple[str, str], ...] = ()
+    # (path, checkpoint): if the checkpoint exists, the path needs no more space.
+    skip_disk_if_present: tuple[tuple[str, str], ...] = ()
     reboot: str = "report"  # "report" | "allow" a pending reboot
     tailscale: bool = False  # the gateway needs the host's tailnet address
     # Files that the host may already have: (target folder, files as (sha256, bytes)).
     downloads: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     look_in: tuple[str, ...] = ()  # where the fetcher searches for them
     cluster: tuple[str, ...] = ()  # members, including this host
-    ways: tuple[FabricLink, ...] = ()  # to the other members
+    links: tuple[FabricLink, ...] = ()  # to the other members
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,15 +335,8 @@ class DockerPlan:
     daemon: dict[str, Any]  # merged into daemon.json
     check_image: str  # by digest; a container of it must print a line starting "GPU"
     package_lock_wait_s: int
-    receipt_path: str = GPU_RECEIPT
     users: tuple[str, ...] = ()  # in the group docker
     allow_containers: tuple[str, ...] = ()  # that may start with docker
-
-
-@dataclass(frozen=True, slots=True)
-class ToolsPlan:
-    digest: str
-    python_requirements: str  # path in the checkout of the hash-pinned wheels list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +347,7 @@ class HostPlan(ServicePlan):
     base: BasePlan
     cuda: CudaPlan
     docker: DockerPlan
-    tools: ToolsPlan
+    payload: PayloadIdentity
     disk: tuple[DiskUse, ...]
     ready: tuple[PairPlan, ...] = ()  # further pairs to prepare
     services: tuple[ServicePlan, ...] = ()  # without the main service

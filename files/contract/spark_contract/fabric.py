@@ -53,8 +53,8 @@ class SpeedOrder:
     address: str  # the listener binds to it
     port: int
     token: str
-    most_bytes: int
-    most_s: float
+    max_bytes: int
+    max_s: float
 
 
 @dataclass(frozen=True, slots=True)

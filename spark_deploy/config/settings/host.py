@@ -11,7 +11,6 @@ from pydantic.dataclasses import dataclass
 
 from spark_deploy.config.documents import CLOSED, GIB, UNIQUE, Gib, Text, Violation
 from spark_deploy.config.settings.patterns import Address, Folder, Login, Package, SshSource, text
-from spark_deploy.config.settings.sources import RepositoryNames
 
 BASE_PACKAGES = ("ca-certificates", "curl", "jq", "nginx-light", "pciutils", "python3")
 TOOLKIT_PACKAGES = ("nvidia-container-toolkit",)
@@ -89,21 +88,11 @@ class BaseSettings:
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
-class CudaSettings:
-    """CUDA toolkit 13.0, installed if missing; never the driver."""
-
-    repositories: RepositoryNames = Field(default=(), json_schema_extra=UNIQUE)
-    """Entries of `repositories` to add before installing the toolkit."""
-
-
-@dataclass(frozen=True, slots=True, config=CLOSED)
 class DockerSettings:
     """Container engine and NVIDIA runtime (nvidia-container-toolkit), if missing."""
 
     packages: tuple[Package, ...] = Field(default=("docker.io",), json_schema_extra=UNIQUE)
     """Packages of the container engine."""
-    repositories: RepositoryNames = Field(default=(), json_schema_extra=UNIQUE)
-    """Entries of `repositories` to add before installing engine or runtime."""
     daemon: dict[str, Any] = Field(
         default_factory=dict, examples=[{"log-opts": {"max-size": "50m"}}]
     )

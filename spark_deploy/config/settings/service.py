@@ -182,10 +182,13 @@ class ServeSettings:
     start_timeout_s: int = Field(default=2400, ge=10)
     """Seconds from start to the first checked answer. The first start compiles kernels and loads 70
     GB."""
-    stop_timeout_s: int = Field(default=120, ge=5)
-    """Seconds an engine may take to stop before it is killed."""
     drain_s: int = Field(default=30, ge=0)
     """Seconds that running answers get before a change of release stops the engine."""
+
+    @property
+    def stop_timeout_s(self) -> int:
+        """Seconds an engine may take to stop before it is killed; slow starters stop slowly."""
+        return max(30, self.start_timeout_s // 20)
 
     @property
     def max_body_bytes(self) -> int:
@@ -248,7 +251,11 @@ class WatchSettings:
     stall_s: int = Field(default=120, ge=5)
     """Seconds without progress of running requests, or without an answer, before a restart. Long
     contexts get at least a second per 1000 tokens."""
-    interval_s: int = Field(default=10, ge=1, description="Seconds between two checks.")
+
+    @property
+    def interval_s(self) -> int:
+        """Seconds between two samples of the watchdog."""
+        return max(1, self.stall_s // 12)
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)

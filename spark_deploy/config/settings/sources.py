@@ -24,9 +24,6 @@ _Sha256 = Annotated[
     str, text(f"^{SHA256}$", "the 64 hexadecimal digits that `sha256sum` prints", "0" * 64)
 ]
 
-RepositoryName = Annotated[str, Field(json_schema_extra=REPOSITORY_NAME)]
-RepositoryNames = tuple[RepositoryName, ...]
-
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class RegistrySettings:
@@ -57,33 +54,21 @@ _PROXY = r"^https?://[^@\s/]+/?$"
 _ProxyAddress = Annotated[
     str, text(_PROXY, "http://HOST:PORT without a login", "http://proxy.example:3128")
 ]
-_ProxyUrl = _ProxyAddress | SecretRef | None
-_PROXY_MEANING = (
-    "Proxy for {0} addresses: http://HOST:PORT without a login, or where the controller reads "
-    "a URL with a login: {{env: NAME}}, {{file: PATH}} or {{command: [PROGRAM, ARGUMENT]}}; null: "
-    "none."
-)
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)
 class ProxySettings:
     """HTTP proxy for downloads and image pulls. For packages, configure apt on the host."""
 
-    http: _ProxyUrl = Field(default=None, description=_PROXY_MEANING.format("http"))
-    https: _ProxyUrl = Field(
-        default=None,
-        examples=["http://proxy.example.org:3128"],
-        description=_PROXY_MEANING.format("https"),
+    url: _ProxyAddress | SecretRef | None = Field(
+        default=None, examples=["http://proxy.example.org:3128"]
     )
+    """http://HOST:PORT without a login, or where the controller reads a URL with a login:
+    {env: NAME}, {file: PATH} or {command: [PROGRAM, ARGUMENT]}; null: no proxy."""
     direct: tuple[_Direct, ...] = Field(
         default=("localhost", "127.0.0.1", "::1"), json_schema_extra=UNIQUE
     )
     """Names, domains and addresses without proxy (no_proxy)."""
-
-    @property
-    def used(self) -> bool:
-        """Whether there is a proxy at all."""
-        return self.http is not None or self.https is not None
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)

@@ -21,7 +21,6 @@ from spark_deploy.config.settings.cluster import ClusterSettings, FabricSettings
 from spark_deploy.config.settings.engine import EngineSettings
 from spark_deploy.config.settings.host import (
     BaseSettings,
-    CudaSettings,
     DiskSettings,
     DockerSettings,
     ExpectSettings,
@@ -70,17 +69,16 @@ COMMAND_FLAGS = frozenset({
 EXPERT = frozenset({
     "locked", "lock_file", "registries.insecure", "override_rails", "allow_memory_holders",
     "rollout.canary", "serve.max_body_mib", "serve.max_requests_per_s", "serve.start_timeout_s",
-    "serve.stop_timeout_s", "serve.drain_s", "serve.ca_dir", "serve.tls_names",
+    "serve.drain_s", "serve.tls_certificate", "serve.tls_key", "serve.ca_dir", "serve.tls_names",
     "engine.options", "engine.environment", "engine.memory_fraction", "engine.chat_template",
     "engine.head", "checkpoint.layout", "checkpoint.keep_base", "cluster.subnet",
     "replicas.port", "fabric.networks", "fabric.interfaces", "fabric.mtu", "memory.total_gib",
-    "memory.start_wait_s", "memory.floor_gib", "watch.stall_s", "watch.interval_s",
+    "memory.start_wait_s", "memory.floor_gib", "watch.stall_s",
     "check.timeout_s", "check.bench_s", "downloads.outage_s", "downloads.look_in",
     "fleet.address", "repositories", "expect.arch", "expect.gpu_name", "expect.os",
     "expect.dgx_os", "base.package_lock_wait_s", "base.skip", "base.earlyoom",
-    "base.compaction_proactiveness", "cuda.repositories", "docker.packages",
-    "docker.repositories", "docker.daemon", "disk.reserve_gib", "ssh.known_hosts_file",
-    "expect.unit_overrides",
+    "base.compaction_proactiveness", "docker.packages", "docker.daemon", "disk.reserve_gib",
+    "ssh.known_hosts_file", "expect.unit_overrides",
 })  # fmt: skip
 
 
@@ -165,7 +163,7 @@ class Settings:
         }}],
         json_schema_extra={"propertyNames": REPOSITORY_NAME},
     )  # fmt: skip
-    """Signed apt repositories by name, for cuda.repositories and docker.repositories."""
+    """Signed apt repositories by name, added before CUDA or Docker is installed."""
     expect: ExpectSettings = Field(default_factory=ExpectSettings)
     reboot: Literal["report", "allow"] = "report"
     """Pending reboot (new kernel or driver). report: only print it; allow: reboot such hosts in
@@ -192,7 +190,6 @@ class Settings:
     """Guard rails to override on this host, by name, with a reason; the plan warns. Only rails with
     `may_be_overridden: true` in catalog/guard_rails.yml."""
     base: BaseSettings = Field(default_factory=BaseSettings)
-    cuda: CudaSettings = Field(default_factory=CudaSettings)
     docker: DockerSettings = Field(default_factory=DockerSettings)
     disk: DiskSettings = Field(default_factory=DiskSettings)
     paths: PathSettings = Field(default_factory=PathSettings)
@@ -275,13 +272,6 @@ def broken_rules(
     if catalog:
         yield from _unknown_names(settings, catalog)
     yield from _unready_times(settings)
-    for role in ("cuda", "docker"):
-        for name in getattr(settings, role).repositories:
-            if name not in settings.repositories:
-                known = ", ".join(sorted(settings.repositories)) or "none"
-                message = f"'{name}' is not in repositories (known: {known})"
-                fix = f"add it to repositories: {{{name}: ...}}"
-                yield Violation((role, "repositories"), message, fix)
     yield from _broken_services(settings)
     yield from _broken_replicas(settings)
     yield from _broken_in_sections(settings)

@@ -48,12 +48,12 @@ def connect(order: SpeedOrder) -> socket.socket:
 def test_sends_exactly_the_byte_limit(order: SpeedOrder) -> None:
     with listening(order):
         result = speed.send(order)
-    assert result.arrived_bytes == order.most_bytes
-    assert 0 < result.took_s < order.most_s
+    assert result.arrived_bytes == order.max_bytes
+    assert 0 < result.took_s < order.max_s
 
 
 def test_stalled_receiver_ends_at_the_time_limit(order: SpeedOrder) -> None:
-    slow = dataclasses.replace(order, most_bytes=10**9, most_s=0.5)
+    slow = dataclasses.replace(order, max_bytes=10**9, max_s=0.5)
     streams = []
 
     def receive_nothing() -> None:
@@ -67,7 +67,7 @@ def test_stalled_receiver_ends_at_the_time_limit(order: SpeedOrder) -> None:
     began = time.monotonic()
     result = speed.send(slow)
     assert time.monotonic() - began < 3
-    assert result.arrived_bytes < slow.most_bytes / 4  # the kernel's buffers
+    assert result.arrived_bytes < slow.max_bytes / 4  # the kernel's buffers
     assert result.took_s < 1
 
 
@@ -76,7 +76,7 @@ def test_wrong_token_is_rejected(order: SpeedOrder) -> None:
         with connect(order) as stranger:
             stranger.sendall(b"x" * len(TOKEN))
             assert stranger.recv(1) == b""
-        assert speed.send(order).arrived_bytes == order.most_bytes
+        assert speed.send(order).arrived_bytes == order.max_bytes
 
 
 def test_listens_only_on_the_fabric_address(order: SpeedOrder) -> None:
@@ -110,6 +110,6 @@ def test_reads_the_order_from_stdin(order: SpeedOrder, monkeypatch: pytest.Monke
     with listening(order):
         result = speed.main(["send"], Paths("/"))
     assert isinstance(result, speed.SpeedFound)
-    assert result.arrived_bytes == order.most_bytes
+    assert result.arrived_bytes == order.max_bytes
     with pytest.raises(HostToolError, match="listen or send"):
         speed.main(["send", TOKEN], Paths("/"))

@@ -20,8 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pyinfra.connectors import util
 
-from spark_deploy.config.errors import SparkError
-from spark_deploy.config.printable import heard, shown
+from spark_deploy.config.errors import SparkError, heard, shown
 from spark_deploy.inventory import output_limits
 
 ESCAPES = b"\x1b]0;owned\x07\x1b[2J\x1b[1Afine\xff\x9b31m\r{}"

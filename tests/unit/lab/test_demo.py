@@ -47,8 +47,7 @@ def test_refuses_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_engine_memory_matches_the_plan() -> None:
-    vendor = {"cuda.repositories": [], "docker.repositories": []}  # normally set by the lab
-    settings = load_hosts({"lab": ["lab-1"]}, root=CHECKOUT, overrides=vendor)["lab-1"]
+    settings = load_hosts({"lab": ["lab-1"]}, root=CHECKOUT)["lab-1"]
     plan = build_plan(Target("lab-1", {}, settings, read_catalog()), estimate=True)
     needed = plan.needs.memory_needed_bytes
     assert needed <= room.ENGINE_MEMORY_BYTES < needed + (1 << 28)

@@ -139,7 +139,7 @@ def test_both_ends_get_a_token_that_no_process_list_shows(monkeypatch: pytest.Mo
     assert len(order["token"]) == 32
     assert order["token"] != second["token"]
     assert order["token"] not in send + listen
-    assert order["most_bytes"] <= 10**9
+    assert order["max_bytes"] <= 10**9
     assert "DynamicUser=yes" in listen
     assert "RuntimeMaxSec=" in listen
     assert "fab0 to spark-2 (192.168.100.12): 88.0 Gb/s over TCP" in sender.log_text

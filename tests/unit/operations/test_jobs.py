@@ -18,7 +18,7 @@ from spark_deploy.config.settings.sources import HubSettings
 from spark_deploy.hosts import jobs
 from spark_deploy.hosts.status import Jobs
 from spark_deploy.plan.jobs import Work
-from spark_deploy.plan.types import ManagedFile, ToolsPlan
+from spark_deploy.plan.types import ManagedFile, PayloadIdentity
 from tests.unit.operations.fake_host import FakeHost, describe, on, run_operation, unpack_sent
 
 RELEASE = "main-aaaaaaaaaaaa"
@@ -140,6 +140,6 @@ def test_installs_python_packages_before_the_tools(monkeypatch: pytest.MonkeyPat
     for declare in ("expect_files", "expect_fact"):
         monkeypatch.setattr(tools, declare, lambda *_: None)
     apply: Any = tools.apply
-    plan = ToolsPlan(digest="1" * 64, python_requirements="requirements.txt")
-    apply._inner(plan=plan, files=(), units=())
+    identity = PayloadIdentity("1" * 64, "2" * 64, "requirements.txt")
+    apply._inner(identity=identity, files=(), units=())
     assert steps == ["install_site", "install_tools"]

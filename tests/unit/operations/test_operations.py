@@ -55,7 +55,6 @@ NEEDS = NeedsPlan(
     disk_reserve_bytes=20 << 30,
     memory_needed_bytes=90 << 30,
     memory_total_min_bytes=110 << 30,
-    docker_dir="/var/lib/docker",
     images=("spark-vllm:0123456789ab",),
 )
 PLANS: dict[str, Any] = {

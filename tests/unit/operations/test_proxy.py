@@ -21,7 +21,7 @@ from tests.unit.shell import install_stub, run_script
 
 PATH = "/etc/spark/proxy.env"
 PASSWORD = "canary-5d1f"
-PROXY, NO_PROXY = ProxySettings(http="http://proxy:3128"), ProxySettings()
+PROXY, NO_PROXY = ProxySettings("http://proxy:3128"), ProxySettings()
 
 
 def set_job_proxy(settings: ProxySettings, *files: ManagedFile) -> list[StringCommand]:
@@ -38,7 +38,7 @@ def set_docker_proxy(settings: ProxySettings, *files: ManagedFile, daemon: str) 
 @pytest.fixture
 def secret(tmp_path: Path) -> ProxySettings:
     (tmp_path / "proxy").write_text(f"http://ann:{PASSWORD}@proxy:3128\n")
-    return ProxySettings(https=SecretRef(file=str(tmp_path / "proxy")), direct=("lan", "10.0.0.1"))
+    return ProxySettings(SecretRef(file=str(tmp_path / "proxy")), direct=("lan", "10.0.0.1"))
 
 
 def test_password_is_sent_on_standard_input_into_a_file_of_root(secret: ProxySettings) -> None:
@@ -47,8 +47,8 @@ def test_password_is_sent_on_standard_input_into_a_file_of_root(secret: ProxySet
     [content] = unpack_sent(command)
     address = f"http://ann:{PASSWORD}@proxy:3128"
     assert content.decode().splitlines() == [
-        f"https_proxy={address}", f"HTTPS_PROXY={address}", "no_proxy=lan,10.0.0.1",
-        "NO_PROXY=lan,10.0.0.1",
+        f"http_proxy={address}", f"HTTP_PROXY={address}", f"https_proxy={address}",
+        f"HTTPS_PROXY={address}", "no_proxy=lan,10.0.0.1", "NO_PROXY=lan,10.0.0.1",
     ]  # fmt: skip
     assert f"put 0 600 {PATH}" in str(command)
 
@@ -92,9 +92,12 @@ def test_refuses_an_address_that_systemd_misreads_without_showing_it(
 ) -> None:
     (tmp_path / "proxy").write_text(address)
     with pytest.raises(SettingsError) as caught:
-        set_job_proxy(ProxySettings(http=SecretRef(file=str(tmp_path / "proxy"))))
-    assert "proxy.http" in str(caught.value)
+        set_job_proxy(ProxySettings(SecretRef(file=str(tmp_path / "proxy"))))
+    assert "proxy.url" in str(caught.value)
     assert address not in str(caught.value)
+
+
+SLASH = ("HTTP_PROXY=http://proxy:3128/", "HTTPS_PROXY=http://proxy:3128/")
 
 
 def lines_of(settings: ProxySettings) -> list[str]:
@@ -105,11 +108,11 @@ def lines_of(settings: ProxySettings) -> list[str]:
     ("environment", "result"),
     [
         (lines_of(PROXY), "same"),
-        (["HTTP_PROXY=http://proxy:3128/", "NO_PROXY=localhost,127.0.0.1,::1"], "same"),
-        (["HTTP_PROXY=http://proxy:3128", "NO_PROXY=.lan"], "same-proxy"),
-        (["http_proxy=http://proxy:3128"], "same-proxy"),
-        (lines_of(ProxySettings(http="http://x:1")), "differs"),
-        (["HTTP_PROXY=http://proxy:3128", "HTTPS_PROXY=http://proxy:3128"], "differs"),
+        ([*SLASH, "NO_PROXY=localhost,127.0.0.1,::1"], "same"),
+        ([*SLASH, "NO_PROXY=.lan"], "same-proxy"),
+        (["http_proxy=http://proxy:3128", "https_proxy=http://proxy:3128"], "same-proxy"),
+        (lines_of(ProxySettings("http://x:1")), "differs"),
+        (["HTTP_PROXY=http://proxy:3128"], "differs"),
         ([], "differs"),
     ],
 )

@@ -171,7 +171,7 @@ def test_refuses_ambiguous_networks(second: tuple[Port, ...], message: str) -> N
 
 def test_each_release_has_its_own_ports() -> None:
     base = clustered()
-    watch = replace(base.watch, interval_s=base.watch.interval_s + 1)
+    watch = replace(base.watch, stall_s=10 * base.watch.stall_s)
     clusters = [plan_on("spark-1", FABRIC, settings).serve.cluster
                 for settings in (base, replace(base, watch=watch))]  # fmt: skip
     assert clusters[0].port != clusters[1].port

@@ -12,6 +12,7 @@ from spark_contract import documents
 from spark_contract.fetching import CopyPlan, FetchPlan, FinishedTree, LayersPlan, Peers
 from spark_contract.orders import BuildPlan, expand_all
 
+from spark_deploy.config.settings.host import DOCKER_DIR
 from spark_deploy.config.settings.sources import DownloadSettings, HubSettings
 from spark_deploy.lock.resolve import required_names
 from spark_deploy.lock.types import LockedSource, SourceFile
@@ -181,7 +182,7 @@ def test_ready_pairs_need_disk_images_and_locked_names() -> None:
     added -= sum(dict(served.disk_needed_bytes).values())
     assert added > sum(source.size_bytes for source in plan_of("small", "v2").sources)
     assert set(ready.images) > set(served.images)
-    docker_bytes = dict(ready.disk_needed_bytes)[ready.docker_dir]
+    docker_bytes = dict(ready.disk_needed_bytes)[DOCKER_DIR]
     assert docker_bytes == sum(size for _, size in ready.image_bytes)
     wanted = required_names(settings_of(keep_ready=[SMALL]), CATALOG)
     assert any("small" in repo for repo, _ in wanted.sources)

@@ -22,7 +22,7 @@ PARTS = (
     "docs", "group_vars", "schema",
     "catalog", "proofs", "tools", "tests", "lab", "reports",
 )  # fmt: skip
-# Inserted before watch.interval_s.
+# Inserted before watch.stall_s.
 MADE_UP = '    nap_s: int = Field(default=7, ge=1)\n    """Seconds of a nap."""\n'
 USE = """
 import pathlib, sys
@@ -94,7 +94,7 @@ def contents(checkout: Path) -> dict[str, bytes]:
 def test_a_new_setting_needs_one_declaration(checkout, tmp_path):
     declaration = checkout / DECLARATION
     before = declaration.read_text("utf-8")
-    line = next(line for line in before.splitlines(True) if "    interval_s: int" in line)
+    line = next(line for line in before.splitlines(True) if "    stall_s: int" in line)
     declaration.write_text(before.replace(line, MADE_UP + line))
 
     was = contents(checkout)

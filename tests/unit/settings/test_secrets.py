@@ -1,7 +1,7 @@
 import pytest
 
 from spark_deploy.config.errors import SettingsError
-from spark_deploy.config.settings.read_secret import read_secret
+from spark_deploy.config.settings.load import read_secret
 from spark_deploy.config.settings.secrets import SecretRef
 
 

@@ -68,12 +68,12 @@ def listen(order: SpeedOrder) -> None:
         message = f"only {len(streams)} of {_STREAMS} connections within {_MEET_S:.0f} s"
         raise HostToolError(where, message, "see the sender's error")
     # Only now, so that all streams start together.
-    until = time.monotonic() + order.most_s + _MEET_S
+    until = time.monotonic() + order.max_s + _MEET_S
     for stream in streams:
         stream.sendall(_WELCOME)
     with ThreadPoolExecutor(_STREAMS) as pool:
         for stream in streams:
-            pool.submit(_discard, stream, order.most_bytes, until)
+            pool.submit(_discard, stream, order.max_bytes, until)
 
 
 def _has_token(stream: socket.socket, token: str) -> bool:
@@ -110,7 +110,7 @@ def send(order: SpeedOrder) -> SpeedFound:
     began = time.monotonic()
 
     def push(stream: socket.socket) -> tuple[int, float]:
-        arrived = _send_zeros(stream, order.most_bytes // _STREAMS, began + order.most_s)
+        arrived = _send_zeros(stream, order.max_bytes // _STREAMS, began + order.max_s)
         return arrived, time.monotonic()
 
     with ThreadPoolExecutor(_STREAMS) as pool:
