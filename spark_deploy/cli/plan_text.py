@@ -225,7 +225,7 @@ def _memory(plan: HostPlan, profile: Profile) -> Iterator[str]:
         "",
         f"free: {gib(memory.reserve_bytes)} for system and programs (memory.reserve_gib), "
         f"{gib(memory.left_bytes - memory.reserve_bytes)} for start peaks and file cache; below "
-        f"{gib(memory.floor_bytes)} the watchdog stops the engine (memory.floor_gib)",
+        f"{gib(memory.floor_bytes)} the watchdog stops the engine",
     )
     for text in memory.unknown:
         yield row("", f"NOT KNOWN: {text}; the engine reports it at the first start")

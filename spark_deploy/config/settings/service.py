@@ -215,11 +215,10 @@ class MemorySettings:
     total_gib: Gib = Field(default=119.7, gt=0)
     """MemTotal of the host: 119.7 on a 128 GB Spark; newer units show 121.7."""
     reserve_gib: Gib = Field(default=12, ge=0)
-    """Memory for the system and other workloads."""
+    """Memory for the system and other workloads. When less than half of it is available, or less
+    than 4 GiB, the engine is stopped, at start or later."""
     start_wait_s: int = Field(default=300, ge=0)
     """Seconds to wait before a start until a stopped engine has freed memory."""
-    floor_gib: Gib = Field(default=4, ge=0)
-    """The engine is stopped when less memory is available, at start or later."""
 
     @property
     def total_bytes(self) -> int:
@@ -231,17 +230,13 @@ class MemorySettings:
 
     @property
     def floor_bytes(self) -> int:
-        return round(self.floor_gib * GIB)
+        """Available memory below which the watchdog stops the engine."""
+        return round(min(4, self.reserve_gib / 2) * GIB)
 
     def violations(self) -> Iterator[Violation]:
-        reserve, total, floor = self.reserve_gib, self.total_gib, self.floor_gib
-        if reserve >= total:
-            message = f"reserve_gib {reserve:g} leaves nothing of {total:g} GiB"
+        if self.reserve_gib >= self.total_gib:
+            message = f"reserve_gib {self.reserve_gib:g} leaves nothing of {self.total_gib:g} GiB"
             yield Violation(("reserve_gib",), message, "lower it below memory.total_gib")
-        if floor > reserve:
-            message = f"the watch would stop every engine: floor {floor:g} GiB is above the"
-            fix = "keep floor_gib at or below memory.reserve_gib"
-            yield Violation(("floor_gib",), f"{message} reserve {reserve:g} GiB", fix)
 
 
 @dataclass(frozen=True, slots=True, config=CLOSED)

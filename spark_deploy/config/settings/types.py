@@ -73,7 +73,7 @@ EXPERT = frozenset({
     "engine.options", "engine.environment", "engine.memory_fraction", "engine.chat_template",
     "engine.head", "checkpoint.layout", "checkpoint.keep_base", "cluster.subnet",
     "replicas.port", "fabric.networks", "fabric.interfaces", "fabric.mtu", "memory.total_gib",
-    "memory.start_wait_s", "memory.floor_gib", "watch.stall_s",
+    "memory.start_wait_s", "watch.stall_s",
     "check.timeout_s", "check.bench_s", "downloads.outage_s", "downloads.look_in",
     "fleet.address", "repositories", "expect.arch", "expect.gpu_name", "expect.os",
     "expect.dgx_os", "base.package_lock_wait_s", "base.skip", "base.earlyoom",

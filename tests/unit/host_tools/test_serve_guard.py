@@ -79,7 +79,7 @@ def test_engine_below_the_floor_is_killed_while_it_loads(host: Host, meminfo: Pa
     finding = result.failed[0]
     assert (result.ok, finding.name) == (False, "memory")
     assert finding.detail.startswith(
-        "3.25 GiB of memory are available, the floor is 4.00 GiB (memory.floor_gib): "
+        "3.25 GiB of memory are available, the floor is 4.00 GiB: "
         "the engine was stopped while it started; fix: lower engine.memory_fraction"
     )
     memory = stored_proof(host, release).start_memory

@@ -10,6 +10,7 @@ from spark_contract.gateway import Expose
 from spark_deploy.config.checkout import CHECKOUT, catalog_names
 from spark_deploy.config.errors import SettingsError
 from spark_deploy.config.settings.load import load_hosts, merge, undot
+from spark_deploy.config.settings.types import Settings
 
 
 @pytest.fixture
@@ -78,9 +79,11 @@ def test_generated_settings_rank_between_group_and_host_files(root):
 
 
 def test_converts_gib_to_bytes(root):
-    write(root, "group_vars/spark.yml", "memory: {reserve_gib: 1.5, floor_gib: 1}\n")
+    write(root, "group_vars/spark.yml", "memory: {reserve_gib: 1.5}\n")
     memory = load(root)["spark-1"].settings.memory
     assert memory.reserve_bytes == 1_610_612_736
+    assert memory.floor_bytes == 805_306_368  # at most 4 GiB
+    assert Settings().memory.floor_bytes == 4 << 30
 
 
 def test_accepts_unquoted_off_for_tls(root):
@@ -166,7 +169,6 @@ WRONG = {
     "negative number of releases": ("releases: {keep: -1}", "-1 is less than the minimum of 0",
      "use 0 or more"),
     "memory reserve too large": ("memory: {reserve_gib: 120}", "leaves nothing", "lower it"),
-    "floor above the reserve": ("memory: {floor_gib: 20}", "stop every engine", "at or below"),
     "path inside a path": ("paths: {sources_dir: /srv/spark/models/sources}",
      "is inside the folder of models_dir", "choose folders that do not contain each other"),
     "path around the compile caches": ("paths: {models_dir: /srv/spark, sources_dir: /data}",

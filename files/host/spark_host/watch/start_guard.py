@@ -118,7 +118,7 @@ class StartGuard:
             self._stop.wait(_EVERY_S)
 
     def _kill(self, reason: str) -> None:
-        stopped = f"{reason} (memory.floor_gib): the engine was stopped while it started"
+        stopped = f"{reason}: the engine was stopped while it started"
         # Before the event is written: memory shrinks faster than a disk writes.
         problem = container.kill_container(self._release.container, self._pidfd)
         self.starved = f"{stopped}; fix: {_FIX}"
