@@ -365,6 +365,12 @@ class Site:
         )  # fmt: skip
 
 
+def rollouts_overlap(guests: list[Guest], number: int = -1) -> bool:
+    """Check whether the last rollouts, or those with another number, ran at the same time."""
+    times = [guest.rollout_times()[number] for guest in guests]
+    return max(start for start, _ in times) < min(end for _, end in times)
+
+
 def guest_named(name: str) -> Guest:
     return next(Guest(name, entry["ip"]) for entry in info()["guests"] if entry["name"] == name)
 

@@ -76,7 +76,7 @@ class Watched:
             _end(self.host, self.how, 0.0)
 
     def commands(self, commands: Iterator[Any]) -> Iterator[Any]:
-        self.end_if("looking", -1)
+        self.end_if("idle", -1)
         for index, command in enumerate(commands):
             if index == 0:
                 self.end_if("before", -1)

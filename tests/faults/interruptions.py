@@ -144,7 +144,7 @@ class Point:
 
     number: int
     name: str
-    moment: str  # before, during or after; "looking" for an operation without commands
+    moment: str  # before, during or after; "idle" for an operation without commands
     command: int = -1
     delay_s: float = 0.0
     how: str = "KILL"
@@ -168,7 +168,7 @@ def list_points(operations: list[Operation], *, hows: tuple[str, ...] = ("KILL",
     sending = [operation for operation in operations if operation.seconds]
     if not sending:
         spread = [operations[round(k * (len(operations) - 1) / 4)] for k in range(5)]
-        return [Point(operation.number, operation.name, "looking") for operation in spread]
+        return [Point(operation.number, operation.name, "idle") for operation in spread]
     points: list[Point] = []
     for operation in sending:
         longest = operation.seconds.index(max(operation.seconds))

@@ -30,36 +30,22 @@ JOBS = {
 
 _COMMON = """
 import ctypes, glob, json, os, signal, struct, sys, time
-def processes(unit):
-    found = []
+def read_all(name):
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                if "/" + unit + "\\n" in open("/proc/" + entry + "/cgroup").read():
-                    found.append(int(entry))
+                yield int(entry), open("/proc/%s/%s" % (entry, name)).read()
             except OSError:
                 pass
-    return found
+def processes(unit):
+    return [pid for pid, text in read_all("cgroup") if "/" + unit + "\\n" in text]
 def units(prefix):
-    found = set()
-    for path in glob.glob("/proc/[0-9]*/cgroup"):
-        try:
-            for line in open(path):
-                last = line.strip().rpartition("/")[2]
-                if last.startswith(prefix) and last.endswith(".service"):
-                    found.add(last)
-        except OSError:
-            pass
-    return found
+    lines = [line for _, text in read_all("cgroup") for line in text.splitlines()]
+    names = {line.strip().rpartition("/")[2] for line in lines}
+    return {name for name in names if name.startswith(prefix) and name.endswith(".service")}
 def running(program):
-    found = []
-    for entry in glob.glob("/proc/[0-9]*/cmdline"):
-        try:
-            if open(entry).read().replace("\\0", " ").strip() == program:
-                found.append(int(entry.split("/")[2]))
-        except OSError:
-            pass
-    return found
+    argvs = read_all("cmdline")
+    return [pid for pid, text in argvs if text.replace("\\0", " ").strip() == program]
 def work_of(argv):
     # The tool is a shell script that execs python.
     tool = argv[0].endswith("/bin/spark-host")
@@ -80,10 +66,9 @@ def stop(unit, pids):
         while any(state(pid) not in ("T", "Z", "gone") for pid in pids):
             time.sleep(0.0002)
         # A process may have started another before it stopped.
-        found = processes(unit)
-        if all(state(pid) in ("T", "Z") for pid in found):
-            return found
-        pids = found
+        pids = processes(unit)
+        if all(state(pid) in ("T", "Z") for pid in pids):
+            return pids
 def give_up(pids, reason):
     for pid in pids:
         try:
@@ -101,8 +86,8 @@ def read(path):
         return json.load(open(path))
     except (OSError, ValueError):
         return {}
-def report(**found):
-    print(json.dumps(found), flush=True)
+def report(**values):
+    print(json.dumps(values), flush=True)
     sys.exit(0)
 deadline = time.monotonic() + LIMIT_S
 """
@@ -146,15 +131,15 @@ if libc.inotify_add_watch(watch, b"/var/lib/spark/switch", 0x80) < 0:
     sys.exit("no inotify")
 def walk(pid, path):
     os.setpriority(os.PRIO_PROCESS, pid, -20)
-    found = {"phase": BEFORE}
-    while found.get("phase") == BEFORE and state(pid) != "gone":
+    result = {"phase": BEFORE}
+    while result.get("phase") == BEFORE and state(pid) != "gone":
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.0005)
         os.kill(pid, signal.SIGSTOP)
         while state(pid) not in ("T", "gone"):
             time.sleep(0.0002)
-        found = read(path)
-    return found
+        result = read(path)
+    return result
 raise_priority()
 pids = {}
 signal.alarm(int(LIMIT_S))
@@ -170,17 +155,17 @@ while True:
         unit = "spark-switch@%s.service" % name[:-5]
         if not pids.get(unit):
             pids[unit] = processes(unit)
-        found = read(path)
-        if found.get("phase") == BEFORE and found["state"] == "running":
-            found = walk(min(pids[unit]), path)
-            if found.get("phase") != PHASE:
-                give_up(pids[unit], "already in phase %s" % found.get("phase"))
-        if (found.get("phase"), found.get("state")) == (PHASE, "running"):
+        result = read(path)
+        if result.get("phase") == BEFORE and result["state"] == "running":
+            result = walk(min(pids[unit]), path)
+            if result.get("phase") != PHASE:
+                give_up(pids[unit], "already in phase %s" % result.get("phase"))
+        if (result.get("phase"), result.get("state")) == (PHASE, "running"):
             pids[unit] = stop(unit, pids[unit])
-            found = read(path)
-            if (found["phase"], found["state"]) != (PHASE, "running"):
-                give_up(pids[unit], "already in phase " + found["phase"])
-            report(unit=unit, pids=pids[unit], release=name[:-5], phase=found["phase"])
+            result = read(path)
+            if (result["phase"], result["state"]) != (PHASE, "running"):
+                give_up(pids[unit], "already in phase " + result["phase"])
+            report(unit=unit, pids=pids[unit], release=name[:-5], phase=result["phase"])
 """
 
 
@@ -251,14 +236,12 @@ def kill_running(process: subprocess.Popen[str]) -> None:
 
 def attach_to_job(fleet: Fleet, pause: Pause) -> None:
     process = fleet.site.start("--limit", pause.guest.name)
-    lines = []
     for line in process.stdout or ():
-        lines.append(line)
         if pause.paused["title"] in line and "running" in line:
             break
     pause.release()
     rest, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, "".join(lines) + rest
+    assert process.returncode == 0, rest
 
 
 def assert_repaired(fleet: Fleet) -> None:

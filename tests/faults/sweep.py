@@ -83,6 +83,20 @@ class Sweep:
         self.add(row)
         return row
 
+    def run_group(
+        self, group: str, cases: Iterable[str], places: Iterable[T],
+        run: Callable[[T, str], tuple[str, str]],
+    ) -> None:  # fmt: skip
+        """Run the cases of a group that have not passed yet, in parallel on all places."""
+
+        def run_case(place: T, case: str) -> Row:
+            return self.run_case(group, case, lambda: run(place, case))
+
+        run_in_parallel(places, self.open_cases(group, cases), run_case)
+
+    def assert_passed(self, group: str) -> None:
+        assert_all_passed(row for row in self.rows() if row.group == group)
+
     def run_chain(self, group: str, cases: list[str], run: Callable[[], list[str]]) -> Row:
         """Run cases that share a verdict; a case with nothing to send gets no row."""
         outcomes: list[str] = []
@@ -109,13 +123,9 @@ class Sweep:
     ) -> None:
         """Write the result file, if ``SPARK_SWEEP_RESULTS`` is set.
 
-        Args:
-            title: of the table.
-            about: a description of each group.
-            guest: any guest, or None for a sweep without hosts.
-            counted: the definition of a case.
-            test: the test file, unless it is named after the sweep.
-            listed: all cases; the file lists those that were not tried.
+        ``about`` describes each group, and ``counted`` a case; ``listed`` are all cases, so that
+        the file can name those not tried. A sweep without hosts has no guest. The test file is
+        ``test``, unless it is named after the sweep.
         """
         folder = os.environ.get("SPARK_SWEEP_RESULTS")
         if not folder:

@@ -186,30 +186,6 @@ def test_hub_traffic_grows_with_hosts_only_without_sharing(
     )  # fmt: skip
 
 
-def test_hosts_finish_although_a_peer_loses_power(eight: Eight) -> None:
-    first, second, *others = eight.guests
-    eight.site.hosts[:] = NAMES
-    for guest in (second, *others):
-        guest.run(DELETE_SOURCES)
-    hub = HubLog()
-    with ExitStack() as stack:
-        for guest in others:
-            stack.enter_context(limit_rate(f"veth-{guest.name}", "8mbit", FROM_PEERS))
-        process = eight.site.start()
-        part = "find /srv/spark/sources -name '*.part' -size +300k | grep ."
-        others[-1].wait(part, seconds=400)
-        lab("break", "kill-guest", second.name)
-        for guest in others:
-            guest.wait("ls /srv/spark/sources/*--tiny-int4-*/receipt.json", seconds=300)
-        process.communicate(timeout=900)
-    lab("up", second.name, "--engine", "stub")
-    assert {checkpoint_sums(guest) for guest in others} == {checkpoint_sums(first)}
-    hub_bytes = sum(hub.bytes_to(guest) for guest in eight.guests)
-    eight.result["killed_peer"] = {"hub_sent_bytes": hub_bytes}
-    assert hub_bytes < eight.result["first_deploy"]["model_bytes"]
-    eight.site.deploy(timeout_s=1500).assert_succeeded()
-
-
 def test_rebuilt_host_downloads_from_peers_while_they_serve(eight: Eight) -> None:
     eight.site.hosts[:] = NAMES
     *seven, last = eight.guests

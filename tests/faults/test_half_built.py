@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
 from tests.faults.pause import JOBS, Pause, assert_repaired, kill_running, running_deploy
 from tests.host.conftest import Fleet
 from tests.labkit import Guest, lab
 
 
 def complete_checkpoints(guest: Guest) -> list[str]:
-    folders = guest.run(
-        "find /srv/spark/models -mindepth 2 -name receipt.json -printf '%h\\n'"
-    ).splitlines()
-    return sorted(folders)
+    receipts = "find /srv/spark/models -mindepth 2 -name receipt.json -printf '%h\\n' | sort"
+    return guest.run(receipts).splitlines()
 
 
 def partial_files(guest: Guest) -> list[str]:
-    return guest.run("find /srv/spark/models -path '*/.*.partial/*' -type f -size +0").splitlines()
+    folders = "/srv/spark/models /srv/spark/sources"
+    return guest.run(f"find {folders} -path '*/.*.partial/*' -type f -size +0").splitlines()
 
 
 def delete_unserved_checkpoints(guest: Guest) -> str:
@@ -79,12 +76,12 @@ def test_checkpoint_that_lost_a_file_is_never_served(fleet: Fleet) -> None:
     fleet.settle(guest)
     tree = delete_unserved_checkpoints(guest)
     receipt = f"{tree}/receipt.json"
-    built = json.loads(guest.run(f"cat {receipt}"))["digest"]
+    digest = guest.json(f"cat {receipt}")["digest"]
     unit = guest.serving()[0]
     guest.run(f"systemctl stop {unit}; rm {tree}/config.json {receipt}")
 
     guest.run(f"systemctl start {unit}", check=False, timeout_s=300)
     assert guest.serving() == []
     fleet.site.deploy("--limit", guest.name).assert_succeeded()
-    assert json.loads(guest.run(f"cat {receipt}"))["digest"] == built
+    assert guest.json(f"cat {receipt}")["digest"] == digest
     assert guest.answers()

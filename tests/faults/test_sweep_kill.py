@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -24,7 +25,7 @@ from tests.faults.interruptions import (
     list_points,
     run_undisturbed,
 )
-from tests.faults.sweep import GUESTS, Row, Sweep, assert_all_passed, run_in_parallel
+from tests.faults.sweep import GUESTS, Row, Sweep, run_in_parallel
 from tests.labkit import lab
 
 HOST_WORK = "work of the host"
@@ -75,7 +76,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Place]]:
 
 def finish(sweep: Sweep, group: str, place: Place) -> None:
     sweep.write("Interrupted runs", ABOUT, place.guest, COUNTED, listed=LISTED)
-    assert_all_passed(row for row in sweep.rows() if row.group == group)
+    sweep.assert_passed(group)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=list(SCENARIOS))
@@ -83,12 +84,11 @@ def test_next_run_finishes_interrupted_run(places: list[Place], scenario: Scenar
     sweep, group = Sweep("kill"), scenario.name
     operations = run_undisturbed(places[0], scenario, sweep.code)
     points = {str(point): point for point in points_on_new_hosts(group, operations)}
-    run_in_parallel(
+    sweep.run_group(
+        group,
+        points,
         places,
-        sweep.open_cases(group, points),
-        lambda place, case: sweep.run_case(
-            group, case, lambda: interrupt_and_repair(place, scenario, points[case])
-        ),
+        lambda place, case: interrupt_and_repair(place, scenario, points[case]),
     )
     finish(sweep, group, places[0])
 
@@ -113,17 +113,21 @@ def test_last_run_finishes_chain_of_interrupted_runs(places: list[Place], name: 
     finish(sweep, group, places[0])
 
 
-def test_next_run_finishes_host_work_killed_in_any_phase(places: list[Place]) -> None:
-    sweep, group = Sweep("kill"), HOST_WORK
+def interrupt_host_steps(sweep: Sweep, places: list[Place], *victims: str) -> None:
     for scenario, steps in STEPS.items():
-        cases = list_host_steps(steps, *KILLED)
-        if left := sweep.open_cases(group, cases):
+        cases = list_host_steps(steps, *victims)
+        if sweep.open_cases(HOST_WORK, cases):
             run_undisturbed(places[0], SCENARIOS[scenario], sweep.code)
-        run_in_parallel(
-            places,
-            left,
-            lambda place, case, cases=cases: sweep.run_case(
-                group, case, lambda: interrupt_host_step(place, *cases[case])
-            ),
-        )
-    finish(sweep, group, places[0])
+        sweep.run_group(HOST_WORK, cases, places, partial(interrupt_host_case, cases))
+
+
+def interrupt_host_case(
+    cases: dict[str, tuple[str, str]], place: Place, case: str
+) -> tuple[str, str]:
+    return interrupt_host_step(place, *cases[case])
+
+
+def test_next_run_finishes_host_work_killed_in_any_phase(places: list[Place]) -> None:
+    sweep = Sweep("kill")
+    interrupt_host_steps(sweep, places, *KILLED)
+    finish(sweep, HOST_WORK, places[0])

@@ -1,4 +1,4 @@
-"""Every failure of hub, registry, package repository: a clear error, no loss, a rerun repairs."""
+"""A failing hub, registry or package server: the deploy says so, and the next run repairs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 from spark_contract.fetching import PULL_STALL_S
 
 from tests.faults.faulty_proxy import HOST, PORTS, Fault, FaultyProxy
 from tests.faults.interruptions import Place
-from tests.faults.sweep import GUESTS, Sweep, assert_all_passed, run_in_parallel
+from tests.faults.sweep import GUESTS, Sweep
 from tests.labkit import lab
 
 ABOUT = {
@@ -36,12 +35,12 @@ RESPONSES = ("no answer", "reset before", "redirect loop", "login page")
 
 @dataclass(frozen=True)
 class Service:
-    """The command that makes a host need the server, and the requests to break."""
+    """The command that makes a host need the server, and the requests that fail."""
 
     need: str
     match: str
     kinds: tuple[str, ...]
-    body: str = ".*"  # paths of large answers, for faults in the middle
+    body: str = ".*"  # paths of large answers, which can fail in the middle
     serves_on: bool = True
 
 
@@ -154,13 +153,12 @@ def test_deploy_reports_failing_server_and_next_run_repairs(
 ) -> None:
     sweep = Sweep("network")
     cases = {f"{service}: {kind}": kind for kind in SERVICES[service].kinds}
-    run_in_parallel(
+    sweep.run_group(
+        service,
+        cases,
         places,
-        sweep.open_cases(service, cases),
-        lambda place, case: sweep.run_case(
-            service, case, partial(fail_and_repair, proxy, service, place, cases[case])
-        ),
+        lambda place, case: fail_and_repair(proxy, service, place, cases[case]),
     )
     listed = [f"{name}: {kind}" for name, about in SERVICES.items() for kind in about.kinds]
     sweep.write("Servers that fail", ABOUT, places[0].guest, COUNTED, listed=listed)
-    assert_all_passed(row for row in sweep.rows() if row.group == service)
+    sweep.assert_passed(service)

@@ -6,16 +6,9 @@ files and directory entries are lost.
 
 from __future__ import annotations
 
-from tests.faults.interruptions import (
-    SCENARIOS,
-    STEPS,
-    Place,
-    interrupt_host_step,
-    list_host_steps,
-    run_undisturbed,
-)
-from tests.faults.sweep import Sweep, assert_all_passed, run_in_parallel
-from tests.faults.test_sweep_kill import HOST_WORK, places
+from tests.faults.interruptions import STEPS, Place, list_host_steps
+from tests.faults.sweep import Sweep
+from tests.faults.test_sweep_kill import HOST_WORK, interrupt_host_steps, places
 
 __all__ = ["places"]
 
@@ -29,17 +22,7 @@ COUNTED = (
 
 def test_power_cut_in_any_step_is_repaired(places: list[Place]) -> None:
     sweep = Sweep("power-lab")
-    for scenario, steps in STEPS.items():
-        cases = list_host_steps(steps, "power cut")
-        if left := sweep.open_cases(HOST_WORK, cases):
-            run_undisturbed(places[0], SCENARIOS[scenario], sweep.code)
-        run_in_parallel(
-            places,
-            left,
-            lambda place, case, cases=cases: sweep.run_case(
-                HOST_WORK, case, lambda: interrupt_host_step(place, *cases[case])
-            ),
-        )
+    interrupt_host_steps(sweep, places, "power cut")
     sweep.write(
         "Power cut in the steps of a host's work",
         ABOUT,
@@ -48,4 +31,4 @@ def test_power_cut_in_any_step_is_repaired(places: list[Place]) -> None:
         "tests/faults/test_sweep_power.py",
         [case for steps in STEPS.values() for case in list_host_steps(steps, "power cut")],
     )
-    assert_all_passed(row for row in sweep.rows() if row.group == HOST_WORK)
+    sweep.assert_passed(HOST_WORK)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.faults.interruptions import TIMEOUT_S, Place
 from tests.faults.pause import Pause
-from tests.faults.sweep import GUESTS, Sweep, assert_all_passed, run_in_parallel
+from tests.faults.sweep import GUESTS, Sweep
+from tests.faults.test_half_built import delete_unserved_checkpoints
 from tests.faults.test_sweep_network import error_line
 from tests.labkit import Guest, lab
 
@@ -206,11 +206,8 @@ def fail_and_repair(place: Place, group: str, case: str) -> tuple[str, str]:
     lack, guest = CASES[group][case], place.guest
     place.choose()
     place.deploy()
-    guest.run(
-        "systemctl reset-failed 'spark-*' 2>/dev/null; "
-        "find /srv/spark/models -mindepth 1 -maxdepth 1 ! -path "
-        f"{guest.release_document()['tree']['path']} -exec rm -rf {{}} +"
-    )
+    guest.run("systemctl reset-failed 'spark-*' 2>/dev/null || :")
+    delete_unserved_checkpoints(guest)
     before, invocation = guest.serving(), invocation_of(guest)
     place.choose(**{"profile": "v2-tq", **lack.choices})
     if group == "during":
@@ -268,13 +265,9 @@ def test_deploy_reports_missing_resource_and_next_run_repairs(
     places: list[Place], group: str
 ) -> None:
     sweep = Sweep("resources")
-    run_in_parallel(
-        places,
-        sweep.open_cases(group, CASES[group]),
-        lambda place, case: sweep.run_case(
-            group, case, partial(fail_and_repair, place, group, case)
-        ),
+    sweep.run_group(
+        group, CASES[group], places, lambda place, case: fail_and_repair(place, group, case)
     )
     listed = [case for cases in CASES.values() for case in cases]
     sweep.write("What a host lacks", ABOUT, places[0].guest, COUNTED, listed=listed)
-    assert_all_passed(row for row in sweep.rows() if row.group == group)
+    sweep.assert_passed(group)

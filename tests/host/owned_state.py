@@ -1,4 +1,4 @@
-"""The owner's state of a host, recorded by ordinary tools and compared, without product code."""
+"""What belongs to the owner of a host, read with ordinary tools and compared."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Where owners keep files. New files there come from us or from packages; old files must stay.
+# Where owners keep files. A deploy may add files there, but must not change existing files.
 PLACES = (
     "/etc /home /root /srv /opt /usr/local /data /var/spool/cron /var/mail /var/lib/docker/volumes"
 )
 
-# The only existing files that a deploy may change, and why.
+# Exceptions, and why.
 MAY_CHANGE = {
     r"/etc/docker/daemon\.json": "merged; the owner's keys are compared separately",
     r"/etc/(passwd|group|gshadow|shadow|subuid|subgid)-?": "accounts of services are added",
@@ -97,17 +97,17 @@ def _container(shown: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_changes(before: OwnedState, after: OwnedState, *, rebooted: bool = False) -> list[str]:
-    lines = [f"file {path}: {was} is {after.files.get(path)}" for path, was in before.files.items()
-             if after.files.get(path) != was and not _may_change(path)]  # fmt: skip
+    lines = [f"file {path}: {old} is {after.files.get(path)}" for path, old in before.files.items()
+             if after.files.get(path) != old and not _may_change(path)]  # fmt: skip
     lines += _differences("enablement of", before.enabled, after.enabled, MASKED)
     lines += _differences("unit", before.running, after.running)
     lines += _differences("package", before.packages, after.packages)
     lines += _differences("image", before.images, after.images)
-    for name, was in before.containers.items():
-        now = after.containers.get(name, {})
-        expected = _after_boot(was) if rebooted else was
-        lines += [f"container {name}: {key} was {value}, is {now.get(key)}"
-                  for key, value in expected.items() if now.get(key) != value]  # fmt: skip
+    for name, old in before.containers.items():
+        new = after.containers.get(name, {})
+        expected = _after_boot(old) if rebooted else old
+        lines += [f"container {name}: {key} was {value}, is {new.get(key)}"
+                  for key, value in expected.items() if new.get(key) != value]  # fmt: skip
     lines += [f"no listener {line}" for line in before.sockets - after.sockets]
     lines += [f"account {line}" for line in before.accounts - after.accounts]
     lines += [f"daemon.json: {key}" for key, value in before.daemon.items()
@@ -129,9 +129,9 @@ def _differences(
     kind: str, before: dict[str, str], after: dict[str, str], ignored: re.Pattern[str] | None = None
 ) -> list[str]:
     return [
-        f"{kind} {name}: {was!r} is {after.get(name)!r}"
-        for name, was in before.items()
-        if after.get(name) != was and not (ignored and ignored.fullmatch(name))
+        f"{kind} {name}: {old!r} is {after.get(name)!r}"
+        for name, old in before.items()
+        if after.get(name) != old and not (ignored and ignored.fullmatch(name))
     ]
 
 

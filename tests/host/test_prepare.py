@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 from tests.host import prepared_host as steps
 from tests.host.prepared_host import Prepared, prepared
+from tests.labkit import Guest, info
 
 __all__ = ["prepared"]
 
@@ -203,6 +206,21 @@ def test_sets_and_restores_compaction(prepared: Prepared) -> None:
     again.assert_unchanged()
     assert (repaired.changed, value_again) == ([step], "0")
     assert (prepared.run().changed, guest.run(read)) == ([step], "20")
+    prepared.run().assert_unchanged()
+
+
+def can_use_docker(guest: Guest) -> bool:
+    done = subprocess.run([*guest.login(), "docker ps"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def test_listed_user_can_use_docker_from_next_login(prepared: Prepared) -> None:
+    guest = prepared.guest
+    assert guest.run("getent group docker").endswith(":")
+    assert not can_use_docker(guest)
+    prepared.site.choose(docker={"users": [info()["ssh"]["user"]]})
+    assert prepared.run().changed == ["Docker | Add users to the docker group"]
+    assert can_use_docker(guest)
     prepared.run().assert_unchanged()
 
 

@@ -36,15 +36,6 @@ What is the capital of Kenya?
 ANSWERS = "/var/lib/spark/answers"
 # The CPU engine may sum a batch in another order after a restart.
 NOISE_NATS = 0.01
-# Swaps the recorded answers of all prompts: a model with other answers.
-ALTERED = """
-import json, sys
-record = json.load(open(sys.argv[1]))
-answers = [(answer["text"], answer["steps"]) for answer in record["answers"]]
-for answer, (text, steps) in zip(record["answers"], answers[1:] + answers[:1]):
-    answer["text"], answer["steps"] = text, steps
-json.dump({**record, "release": "main-ffffffffffff"}, open(sys.argv[2], "w"))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -113,20 +104,6 @@ def test_release_gives_same_answers_after_round_trip(site: Site, recorded: str) 
     assert result["mean_nats"] < NOISE_NATS, result
     assert (result["prompts"], result["parted"], result["steps"] > 8) == (4, [], True)
     assert guest.run(f"sha256sum {ANSWERS}/*") == before
-
-
-def test_reports_different_answers_per_prompt(site: Site, recorded: str) -> None:
-    guest = guest_named(NAME)
-    other = "main-ffffffffffff"
-    guest.run(f"cat > alter.py <<'END'\n{ALTERED}END")
-    guest.run(f"python3 alter.py {ANSWERS}/{recorded}.json {ANSWERS}/{other}.json")
-    result = compare(guest, other)
-    assert (result["one"], result["other"]) == (other, recorded)
-    assert (result["prompts"], result["same_answers"], len(result["parted"])) == (4, 0, 4)
-    # All differ at the first step; later steps are not compared.
-    assert (result["steps"], result["same_top"]) == (4, 0)
-    assert result["mean_nats"] > 1, result
-    guest.run(f"rm {ANSWERS}/{other}.json")
 
 
 def test_other_profile_gives_similar_answers(site: Site, recorded: str) -> None:

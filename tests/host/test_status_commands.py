@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.host.conftest import FIRST, SECOND, Fleet
-from tests.labkit import lab
 
 
 def row(text: str, title: str) -> str:
@@ -31,20 +30,6 @@ def test_doctor_checks_bare_host_without_changing_it(fleet: Fleet) -> None:
     assert "unreachable" in unreachable
     assert "fix: run `spark-deploy up`" in unreachable
     assert "Traceback" not in alone.stderr + both.stderr
-
-
-def test_doctor_reports_dead_driver_until_it_is_repaired(fleet: Fleet) -> None:
-    lab("break", "no-driver", FIRST)
-    try:
-        broken = fleet.site.cli("doctor", "--json")
-    finally:
-        lab("break", "no-driver", FIRST, "--heal")
-    repaired = fleet.site.cli("doctor")
-
-    assert broken.returncode == 1
-    counts = {host["host"]: len(host["problems"]) for host in json.loads(broken.stdout)}
-    assert counts == {FIRST: 1, SECOND: 0}
-    assert repaired.returncode == 0, repaired.stdout
 
 
 def test_status_and_doctor_report_findings_of_daily_check(fleet: Fleet) -> None:
