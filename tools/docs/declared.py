@@ -113,12 +113,11 @@ def settings_page() -> Iterator[str]:
     yield from _table(
         "Options of a command", "Pass them with `--data` to the command or the deploy.", flags
     )
-    secret = schema_of(SecretRef, "secret")
-    yield from _table("A secret", secret["description"], _keys(secret))
+    yield from _form_table("A secret", schema_of(SecretRef, "secret"))
     for key, (part, _) in everything.items():
         each = part.get("items") or part.get("additionalProperties")
         if isinstance(each, dict) and "properties" in each:
-            yield from _table(f"Each of `{key}`", each["description"], _keys(each))
+            yield from _form_table(f"Each of `{key}`", each)
 
 
 Leaf = tuple[dict[str, Any], str]  # schema and default
@@ -134,8 +133,12 @@ def _leaves(properties: dict[str, Any], defaults: dict[str, Any]) -> Iterator[tu
             yield key, (part, f"`{json.dumps(defaults[key])}`")
 
 
-def _keys(part: dict[str, Any]) -> dict[str, Leaf]:
-    return {key: (inner, "") for key, inner in part["properties"].items()}
+def _form_table(title: str, part: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of a mapping without defaults."""
+    yield from ("", f"## {title}", "", part["description"], "")
+    yield from ("| key | form | meaning |", "|---|---|---|")
+    for key, inner in part["properties"].items():
+        yield row(f"`{key}`", _form(inner), inner["description"])
 
 
 def _table(title: str, text: str, keys: dict[str, Leaf]) -> Iterator[str]:
@@ -170,7 +173,7 @@ def row(*cells: object) -> str:
 # Sections of group_vars/all.yml by first key: heading and optional paragraph.
 HEADINGS = {
     "model": "Model and service\n"
-    "A release fixes model, profile, engine, memory, watch, check, and names and time limits of "
+    "A release contains model, profile, engine, memory, watch, check, and names and time limits of "
     "serve. Changing any of them restarts the engine and checks it; if the check fails, the "
     "previous release returns. Port, exposure, TLS, key and request limits need no restart.",
     "memory": "Memory: one pool for CPU and GPU",
@@ -189,10 +192,10 @@ ALL_YML_HEAD = """\
 # group < host < --data key=value. Mappings are merged by key; lists are replaced."""
 
 SETTINGS_INTRODUCTION = (
-    "All settings of `group_vars/<group>.yml` and `host_vars/<host>.yml`, with defaults. Later "
-    "wins: `group_vars/all.yml` of this project, then `group_vars/all.yml`, the group's file and "
-    "the host's file of your folder, then `--data key=value` (dots reach inside: "
-    "`--data serve.port=9000`). Mappings are merged by key, lists are replaced. A mistake ends a "
-    "run before the first connection. Below `engine`, vLLM's names `max_model_len`, "
-    "`max_num_seqs`, `gpu_memory_utilization` and `num_speculative_tokens` are accepted."
+    "Settings decide what a host serves and how. Write them into `group_vars/all.yml` (all hosts), "
+    "`group_vars/<group>.yml` or `host_vars/<host>.yml` of your folder; the host's value wins over "
+    "the group's, and `--data key=value` over both (`--data serve.port=9000`). Mappings are merged "
+    "by key, lists are replaced. An invalid setting stops a run before the first connection. Below "
+    "`engine` you may use vLLM's names `max_model_len`, `max_num_seqs`, `gpu_memory_utilization` "
+    "and `num_speculative_tokens`."
 )

@@ -90,12 +90,14 @@ def proven_rows(checkout: Path) -> Iterator[str]:
 
 
 def question_rows(checkout: Path) -> Iterator[str]:
+    """Yield a row per question; the column of answers appears with the first report."""
     reports = _reports(checkout)
-    yield from ("| question | how a Spark answers it | answers |", "|---|---|---|")
+    columns = ["question", "how a Spark answers it", *(["answers"] if reports else [])]
+    yield from (row(*columns), f"|{'---|' * len(columns)}")
     for part in read_questions(checkout).parts:
         for question in part.questions:
             answers = "<br>".join(_answers(question, reports)) or "none yet"
-            yield row(question.question, question.how, answers)
+            yield row(question.question, question.how, *([answers] if reports else []))
 
 
 def _reports(checkout: Path) -> dict[str, Report]:

@@ -84,13 +84,10 @@ def hybrid_models() -> Iterator[str]:
 
 
 def plain_models() -> Iterator[str]:
-    yield "| model | repository | task | choose this when | source |"
-    yield "|---|---|---|---|---|"
+    yield from ("| model | repository | task | choose this when |", "|---|---|---|---|")
     for model in catalog().models.values():
         if isinstance(model, PlainModel):
-            source = " ".join(model.imported) or "*of the lab*"
-            name, repository = f"`{model.name}`", f"`{model.repository}`"
-            yield row(name, repository, model.task, model.choose_when, source)
+            yield row(f"`{model.name}`", f"`{model.repository}`", model.task, model.choose_when)
 
 
 def _model(model: HybridModel) -> Iterator[str]:
@@ -141,7 +138,8 @@ def profile_sections() -> Iterator[str]:
         yield row(f"`{shown.name}`", shown.choose_when, parts, "yes" if shown.plugin else "no")
     for model in _for_sparks():
         yield from ("", f"### Memory of {model.name}", "")
-        fitting = [catalog().profile(name, model.name) for name in _served_with(model)]
+        names = [name for name in _served_with(model) if name != "plain"]  # equals base
+        fitting = [catalog().profile(name, model.name) for name in names]
         if not fitting:
             yield "No profile fits on a single host."
             continue
@@ -151,12 +149,10 @@ def profile_sections() -> Iterator[str]:
 
 
 def rail_rows() -> Iterator[str]:
-    known = {"measured": "*measured here*", "read": "*read in source*"}
-    yield from ("| rule | effect | why | instead | known |", "|---|---|---|---|---|")
+    yield from ("| rule | effect | reason | fix | evidence |", "|---|---|---|---|---|")
     for rail in catalog().rails:
-        evidence = known.get(rail.evidence, "*reported*")
         effect = f"{rail.effect} †" if rail.may_be_overridden else rail.effect
-        yield row(f"`{rail.rule}`", effect, rail.reason, rail.fix, evidence)
+        yield row(f"`{rail.rule}`", effect, rail.reason, rail.fix, rail.evidence)
 
 
 def profile_proofs() -> Iterator[str]:

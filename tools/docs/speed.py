@@ -44,7 +44,7 @@ NUMBERS = (
 
 
 def compared_rows(catalog: Catalog) -> Iterator[str]:
-    yield "| profile, model | requests | published | on | computed | error |"
+    yield "| profile, model | requests | published | with | computed | error |"
     yield "|---|---|---|---|---|---|"
     missed = []
     for name, model, figure, published in _published(catalog):
@@ -53,9 +53,8 @@ def compared_rows(catalog: Catalog) -> Iterator[str]:
         error = computed / published - 1
         error_text = f"{error:+.1%}" + (" (fitted)" if figure.fitted else "")
         pair = f"{name}, {model}"
-        yield row(
-            pair, figure.requests, f"{published:g}", figure.source, f"{computed:.1f}", error_text
-        )
+        source = figure.source.replace("not measured by this project", "").strip(" ,;")
+        yield row(pair, figure.requests, f"{published:g}", source, f"{computed:.1f}", error_text)
         missed += [pair] if abs(error) > TOLERANCE else []
     yield from ("", f"More than {TOLERANCE:.0%} off: {', '.join(missed) or 'none'}.")
 
