@@ -103,7 +103,8 @@ def status(console: Console) -> None:
     for host in recorded("status"):
         host["proof"]["checked_at"] = recent.isoformat()  # keeps the picture unchanged
         # Fields that are newer than the recording are empty.
-        lines = status_lines({**host_fields(HostStatus(None)), **host})
+        newer = {**host_fields(HostStatus(None)), "unit_overrides": []}
+        lines = status_lines({**newer, **host})
         cli_console.print_wrapped(lines, console)
 
 
