@@ -11,11 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class BadRelease:
-    """A candidate that a rollout must reject.
-
-    ``release`` are values for ``release.json`` (``section__key``). ``choices`` are settings that
-    make a deploy produce such a release; without them only the host tools try it.
-    """
+    """Values for ``release.json``, and the settings of a deploy that lead to them, if any do."""
 
     phase: str
     release: dict[str, Any] = field(default_factory=dict)

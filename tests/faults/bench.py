@@ -15,15 +15,9 @@ from tests.labkit import CHECKOUT, Guest, info
 from tests.receipts import source_receipt
 
 GATEWAY = {
-    "schema_version": 1,
-    "service": "main",
-    "expose": "loopback",
-    "port": 8000,
-    "max_body_bytes": 1 << 20,
-    "max_requests_per_s": None,
-    "key_path": "/etc/spark/api-key",
-    "tls": None,
-}
+    "schema_version": 1, "service": "main", "expose": "loopback", "port": 8000, "tls": None,
+    "max_body_bytes": 1 << 20, "max_requests_per_s": None, "key_path": "/etc/spark/api-key",
+}  # fmt: skip
 TOOLS = "/usr/local/lib/spark"
 NO_GPU = {"schema_version": 1, "key": {}, "docker_arguments": [], "gpu": "none"}
 SPARK_HOST = f"{TOOLS}/current/bin/spark-host"
@@ -34,13 +28,8 @@ A, B, C = (f"main-{digit * 12}" for digit in "abc")
 
 def release_data(name: str, stub: str, **changes: Any) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "schema_version": 1,
-        "name": name,
-        "service": "main",
-        "digest": name.rpartition("-")[2].ljust(64, "0"),
-        "model": "lab-stub",
-        "profile": "v2",
-        "names": ["main-model"],
+        "schema_version": 1, "name": name, "service": "main", "model": "lab-stub",
+        "digest": name.rpartition("-")[2].ljust(64, "0"), "profile": "v2", "names": ["main-model"],
         "image": {"tag": stub, "digest_label": None, "base": stub, "plugin": ""},
         "tree": {"path": "/srv/spark/models/stub", "digest": "d" * 64},
         "engine": {
@@ -49,33 +38,25 @@ def release_data(name: str, stub: str, **changes: Any) -> dict[str, Any]:
                 "--max-model-len", "4096",
                 "--speculative-config", '{"method":"mtp","num_speculative_tokens":2}',
             ],
-            "env": {"STUB_LOAD_S": "0.5"},
+            "env": {"STUB_LOAD_S": "0.5"}, "docker_args": ["--network", "none"], "user": "root",
             "mounts": [
                 {"source": "/srv/spark/models/stub", "target": "/model", "read_only": True}
             ],
-            "docker_args": ["--network", "none"],
-            "user": "root",
-            "max_sequences": 1,
-            "kv_cache_bytes": None,
+            "max_sequences": 1, "kv_cache_bytes": None,
         },
         "memory": {"needed_bytes": 1 << 28, "wait_s": 10, "floor_bytes": 1 << 27},
         "timeouts": {"start_s": 20, "stop_s": 5, "drain_s": 5},
         "check": {
-            "timeout_s": 3,
-            "max_model_len": 4096,
+            "timeout_s": 3, "max_model_len": 4096,
             "questions": [
                 {"prompt": "What is the capital of France?", "expect": "Paris", "max_tokens": 32},
                 {"prompt": "What is 7823 * 4519?", "expect": "35352137", "max_tokens": 32},
             ],
-            "copy": ["zq-81/Kappa"],
-            **dict.fromkeys(("tool_call", "reasoning", "conversation", "image"), False),
-            **dict.fromkeys(("needle", "prefix", "bench")),
-            "repeat": True,
-            "metrics_required": {},
-            "acceptance_floor": 0.5,
-            "log_required": ["GPU KV cache size"],
-            "log_forbidden": ["setting cudagraph_mode="],
-            "portable": False,
+            "copy": ["zq-81/Kappa"], "repeat": True,
+            "tool_call": False, "reasoning": False, "conversation": False, "image": False,
+            "needle": None, "prefix": None, "bench": None, "portable": False,
+            "acceptance_floor": 0.5, "metrics_required": {},
+            "log_required": ["GPU KV cache size"], "log_forbidden": ["setting cudagraph_mode="],
         },
         "watch": {"stall_s": 3, "interval_s": 0.5, "hot_celsius": None},
     }  # fmt: skip
@@ -210,7 +191,6 @@ class Bench:
         )
 
     def memory_bytes(self, field: str) -> int:
-        """Return a field of /proc/meminfo."""
         return int(self.run(f"awk '/^{field}:/ {{print $2}}' /proc/meminfo")) * 1024
 
     def block_systemctl(self, pattern: str) -> None:
@@ -287,7 +267,6 @@ def install(guest: Guest) -> Bench:
         "systemd-sysusers /etc/sysusers.d/spark.conf && systemctl daemon-reload && "
         f"docker pull -q {image} && mkdir -p /srv/spark/models/stub && "
         f"echo '{source_receipt('d' * 64)}' > /srv/spark/models/stub/receipt.json && "
-        # A deploy writes this receipt after the container check; without a GPU it is empty.
         "mkdir -p /var/lib/spark/receipts && "
         f"echo '{json.dumps(NO_GPU)}' > /var/lib/spark/receipts/gpu-container.json",
         timeout_s=120,

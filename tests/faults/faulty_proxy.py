@@ -1,8 +1,4 @@
-"""A proxy to the lab's servers that injects faults into requests.
-
-It has a listener for each server: hub, second hub host, registry, packages. Each client address has
-its own fault, so that guests of a sweep do not disturb each other.
-"""
+"""A proxy to the lab's servers that injects a fault into the requests of a client address."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ TIMEOUT_S = 300  # from a bare host to a running job, on a busy machine
 
 @dataclass
 class Place:
-    """A guest of a sweep; ``expected`` is the host digest after each undisturbed scenario."""
+    """A guest of a sweep, and its digest after each undisturbed scenario."""
 
     name: str
     site: Site
@@ -131,8 +131,6 @@ CONTROLLER_REPORTS = ("INT", "CUT")  # after these the controller still prints i
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a run, with the duration of each command."""
-
     number: int
     name: str
     seconds: list[float]
@@ -193,7 +191,7 @@ def run_watched(place: Place, deploy: str, env: dict[str, str]) -> subprocess.Co
 def run_undisturbed(place: Place, scenario: Scenario, code: str = "") -> list[Operation]:
     """Run a scenario; return the operations and store the host digest in ``place.expected``.
 
-    Both are cached for ``code``, the version under test, so that a continued sweep can skip this.
+    Both are cached for ``code``, the version under test.
     """
     cache = PARTS / f"undisturbed-{scenario.name.replace(' ', '-')}.json"
     result = json.loads(cache.read_text()) if code and cache.exists() else {}

@@ -1,8 +1,4 @@
-"""Pauses a host's work at a chosen point, and kills controllers.
-
-A program on the guest watches processes and files, sends SIGSTOP, and verifies the paused state.
-The code under test is unchanged.
-"""
+"""Pauses a host's work at a chosen point with SIGSTOP, and kills controllers."""
 
 from __future__ import annotations
 

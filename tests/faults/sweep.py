@@ -123,9 +123,7 @@ class Sweep:
     ) -> None:
         """Write the result file, if ``SPARK_SWEEP_RESULTS`` is set.
 
-        ``about`` describes each group, and ``counted`` a case; ``listed`` are all cases, so that
-        the file can name those not tried. A sweep without hosts has no guest. The test file is
-        ``test``, unless it is named after the sweep.
+        ``about`` describes each group, ``counted`` a case, and ``listed`` are all cases.
         """
         folder = os.environ.get("SPARK_SWEEP_RESULTS")
         if not folder:

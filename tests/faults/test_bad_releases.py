@@ -43,6 +43,5 @@ def test_deploy_fails_and_only_old_release_is_proven(fleet: Fleet, guest: Guest,
     assert evidence(guest) == proofs
     assert proofs["proven"] == [release]
     assert proofs["boots"] == before
-    # Reverting the setting is enough: the host is unchanged.
     fleet.settle(guest).assert_unchanged()
     assert guest.serving() == before

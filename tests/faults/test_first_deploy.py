@@ -135,7 +135,6 @@ def test_corrected_settings_are_served_and_next_deploy_changes_nothing(first: Fi
     proof = guest.proof()
     assert (proof["ok"], proof["level"]) == (True, "full")
     assert proof["invocation_id"] == guest.invocation()
-    # The candidate that never served is no rollback target.
     good = guest.json("cat /var/lib/spark/good/main.json")
     assert (good["release"], good["previous"]) == (serving, [])
     first.site.deploy().assert_unchanged()

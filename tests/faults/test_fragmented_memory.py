@@ -1,7 +1,6 @@
 """Free memory without contiguous blocks: a start compacts it and serves, or names a reboot.
 
-/proc/buddyinfo is constructed from reports (lab/buddyinfo); writes to the kernel's tunables go to
-files of the guest.
+The guest has its own /proc/buddyinfo, from reports (lab/buddyinfo), and its own kernel tunables.
 """
 
 from __future__ import annotations

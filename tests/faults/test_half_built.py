@@ -42,7 +42,6 @@ def test_build_continues_at_boot_after_power_cut(fleet: Fleet) -> None:
 
     guest.wait(f"systemctl is-active {before[0]}", seconds=90)
     assert guest.serving() == guest.boots() == before
-    # Without a controller: the boot itself continues the job.
     guest.wait(f"test -e {paused['proof']['receipt']}", seconds=90)
     assert guest.serving() == before
     assert guest.answers()

@@ -1,8 +1,4 @@
-"""The next run finishes the work of a killed controller.
-
-The host's work is paused at a point, the controller is killed, and then the work continues. The
-gate runs the quick points; test_sweep_kill.py tries all.
-"""
+"""The next run finishes the work of a killed controller; test_sweep_kill.py tries all points."""
 
 from __future__ import annotations
 
@@ -70,7 +66,6 @@ def test_killed_during_rollout_phase(fleet: Fleet, phase: str) -> None:
 
 @pytest.mark.gate
 def test_killed_during_operation(fleet: Fleet) -> None:
-    # A point of test_sweep_kill.py. No earlier test selected these settings, so work is left.
     guest = fleet.guests[0]
     fleet.settle(guest)
     fleet.site.choose(serve={"drain_s": 7})
@@ -83,7 +78,6 @@ def test_killed_during_operation(fleet: Fleet) -> None:
 
 
 def test_killed_during_image_build(fleet: Fleet) -> None:
-    # Only the real engine's image is built, possibly after a long download.
     fleet.settle(fleet.guests[0])
     lab("prepare", "--engine", "cpu")
     fleet.site.choose(keep_ready=[{"model": "lab-tiny", "profile": "v2"}])

@@ -1,8 +1,4 @@
-"""Hosts download files from each other, so that the hub sends each byte only once.
-
-The logs of hub and registry show what they sent; `tc` slows links down so that a download can be
-interrupted.
-"""
+"""Hosts download files from each other, so that the hub sends each byte only once."""
 
 from __future__ import annotations
 

@@ -97,7 +97,6 @@ def test_failure_on_second_host_keeps_first_and_spares_third(three: Three) -> No
     assert (second, third) == (old[1], old[2])
     assert three.guests[0].names() == ["renamed"]
     assert three.all_answer()
-    # Only the other two hosts are left to change.
     three.set_host_vars(NAMES[1], "")
     again = three.assert_next_deploy_aligns_all()
     serve = [f"Serve | Serve the release on {name}" for name in NAMES]

@@ -103,7 +103,6 @@ def test_killed_rollout_ends_with_proven_server(bench: Bench, phase: str) -> Non
 
     bench.unblock_systemctl()
     result = bench.wait_for_result(B)
-    # After the full check the rollout is finished, not undone.
     finished = phase in ("open", "enable")
     assert result["state"] == ("switched" if finished else "rolled-back")
     bench.assert_serves(B if finished else A)
@@ -211,7 +210,6 @@ def test_failed_rollback_keeps_serving_release(bench: Bench) -> None:
 
     assert bench.wait_for_result(A)["state"] == "rolled-back"
     bench.assert_serves(B)
-    # A failed rollback is not reported as a rollback.
     assert not bench.status()["services"]["main"]["rolled_back"]
 
 

@@ -37,7 +37,6 @@ def trials(fleet: Fleet) -> Iterator[list[Trial]]:
     fleet.settle().assert_unchanged()
 
 
-# Before the tests that use all hosts at once.
 def test_candidate_without_fault_is_proven(trials: list[Trial]) -> None:
     trial = trials[0]
     with trial.candidate("sound", env={}) as name:

@@ -61,7 +61,6 @@ def assert_start_limit_reached(bench: Bench) -> None:
         "ActiveState": "failed", "SubState": "failed", "NRestarts": str(count)
     }  # fmt: skip
     assert "Start request repeated too quickly" in bench.run(f"journalctl -u {UNIT} -n 8 -o cat")
-    # No unit runs or waits, the gateway answers 503, and the host accepts logins.
     units = "systemctl list-units --no-legend --state=active,activating,reloading 'spark-s*@*' "
     left = bench.run(f"docker ps -aq; systemctl list-jobs --no-legend; {units} 'spark-watch@*'")
     assert left == ""
@@ -141,7 +140,6 @@ def test_engine_failing_repeatedly_reaches_start_limit(
         bench.run("docker kill spark-" + A)
     assert_start_limit_reached(bench)
     assert event_kinds(bench).count("starving") == events
-    # A manual start or a deploy ignores the limit.
     heal(bench)
     bench.assert_switches(A)
 
@@ -181,7 +179,6 @@ def test_docker_upgrade_restarts_server_and_next_rollout_proves_it(bench: Bench)
     status = bench.release_status(A)
     assert status["proof"]["level"] == "quick"
     assert f"docker 20.10.1 -> {version}" in status["unproven"]
-    # The next deploy proves the running engine without a restart.
     invocation = bench.guest.invocation(A)
     bench.assert_switches(A)
     assert bench.guest.invocation(A) == invocation

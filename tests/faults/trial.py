@@ -29,10 +29,7 @@ print(json.dumps({
 
 
 def evidence(guest: Guest) -> dict[str, Any]:
-    """Return the proven releases and the boot list, with the time of its last change.
-
-    The time shows a release that was enabled only for a moment.
-    """
+    """Return the proven releases and the boot list, with the time of its last change."""
     values: dict[str, Any] = guest.json(f"python3 - <<'END'\n{_EVIDENCE}END")
     return values
 

@@ -62,7 +62,6 @@ def read_state(run: Callable[[str], str], units: tuple[str, ...]) -> OwnedState:
     enabled = (
         line.split() for line in run("systemctl list-unit-files --plain --no-legend").splitlines()
     )
-    # Ignore our drop-in that guarantees memory to logins.
     states = (f"systemctl show -p ActiveState,FragmentPath,DropInPaths {unit} | "
               "sed 's,[^ =]*/50-spark.conf,,'" for unit in units)  # fmt: skip
     packages = run("dpkg-query -W -f '${Package}:${Architecture} ${Version}\\n'").splitlines()

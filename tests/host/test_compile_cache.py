@@ -34,7 +34,6 @@ def test_cache_survives_rollout_but_not_new_driver(gateway: GatewayHost) -> None
     write_kernel(gateway, "proven")
     before = list_files(gateway, old)
 
-    # A failed candidate does not touch the proven release's cache.
     site.choose(engine={"environment": {"STUB_FAULT": "low-acceptance"}})
     assert site.deploy().exit_code != 0
     assert guest.serving() == [unit]
@@ -53,7 +52,6 @@ def test_cache_survives_rollout_but_not_new_driver(gateway: GatewayHost) -> None
     assert guest.run(f"cat {old}/nv/kernel") == "proven"
     site.deploy().assert_unchanged()
 
-    # Prune keeps the caches of kept releases.
     site.deploy(deploy="deploys/prune.py").assert_succeeded()
     left = guest.run(f"ls -A {new.rpartition('/')[0]}").split()
     assert sorted(left) == sorted(path.rpartition("/")[2] for path in (old, new))

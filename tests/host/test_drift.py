@@ -88,7 +88,6 @@ def test_repairs_content_mode_and_owner_of_all_files(fleet: Fleet) -> None:
         run = fleet.site.deploy("--limit", guest.name).assert_succeeded()
         assert set(run.changed) == {entry["operation"] for entry in files}, change
         assert guest.run(state) == before, change
-        # The unit file was missing for a while.
         assert guest.run("systemctl is-active spark-daily.timer") == "active", change
 
 
@@ -102,7 +101,6 @@ def test_list_of_managed_files_is_complete(fleet: Fleet) -> None:
         ).splitlines()
         assert len(paths) > 40
         planned = [path for path in paths if not path.startswith(NOT_PLANNED)]
-        # Earlier releases stay until they are pruned.
         current = [path for path in planned if "main-" not in path or guest.release() in path]
         assert set(current) - listed == set()
 
@@ -140,7 +138,6 @@ def group_files(files: Iterable[Owned]) -> Iterator[list[Owned]]:
 
 
 def stamps(guest: Guest) -> dict[str, str]:
-    """Return inode and modification time of every file in our folders."""
     out = guest.run(
         "find /etc/spark /etc/systemd /etc/apt /etc/sysusers.d /usr/local -type f ! -name '*.pyc' "
         "-printf '%p %i %T@\\n'"

@@ -75,7 +75,6 @@ def test_symlinks_of_engine_account_open_no_host_file(gateway: GatewayHost) -> N
     assert refused.endswith("1")
     gateway.guest.run(f"{AS_ENGINE} ln -sf /etc/shadow {FOLDER}/engine.sock")
     unit = f"spark-serve@{gateway.guest.release()}.service"
-    # The next program that opens traffic meets the link.
     output = gateway.guest.run(
         "PYTHONPATH=/usr/local/lib/spark/current python3 -P -c '"
         "from spark_host.system import host; from spark_host.gateway import traffic; "
@@ -85,7 +84,6 @@ def test_symlinks_of_engine_account_open_no_host_file(gateway: GatewayHost) -> N
     )
     assert "Error" in output
     assert gateway.guest.run("stat -c '%a %U:%G %Y' /etc/shadow; sha256sum /etc/shadow") == before
-    # A start removes files of the account.
     gateway.guest.run(f"systemctl restart {unit}", timeout_s=300)
     gateway.guest.wait("spark-check --quick", seconds=60)
     assert gateway.guest.answers()

@@ -1,7 +1,4 @@
-"""Two hosts whose cables have no addresses yet, with netplan over networkd and NetworkManager.
-
-`SPARK_FABRIC_GUESTS` names other guests. Each cable is a veth pair between the two guests.
-"""
+"""Two hosts with cables (veth pairs), with netplan over networkd and over NetworkManager."""
 
 from __future__ import annotations
 

@@ -168,7 +168,6 @@ def test_drain_finishes_running_answers_and_refuses_new_requests(gateway: Gatewa
     key, before = gateway.guest.key(), gateway.guest.serving()
     gateway.site.choose(profile="v2-tq")
     change = gateway.site.start()
-    # An answer of eight seconds, started just before the drain.
     assert any(f"Serve the release on {NAME}" in line for line in change.stdout or ())
     answer = stream(gateway, key, letters=640)
     assert answer.stdout is not None

@@ -37,11 +37,9 @@ def test_private_ca_issues_and_renews_certificates(gateway: GatewayHost) -> None
     assert "Verify return code: 0 (ok)" in verified
     assert gateway.guest.run("stat -c '%a %U' /etc/spark/gateway/main.key") == "600 root"
     assert (gateway.site.root / "ca/ca-key.pem").stat().st_mode & 0o777 == 0o600
-    # The command that `connect` prints works.
     out = subprocess.run(["sh", "-c", shown["example"]], capture_output=True, text=True, check=True)
     assert "35352137" in out.stdout
 
-    # The next run renews only an expiring certificate.
     before = gateway.guest.run("cat /etc/spark/gateway/main.crt")
     install_expiring_certificate(gateway, days=20)
     renewed = gateway.site.deploy()
@@ -126,7 +124,6 @@ def test_secrets_are_in_no_output_argv_or_log(gateway: GatewayHost) -> None:
     watcher.join()
     assert run.exit_code == 0, run.stderr[-3000:]
     assert gateway.curl(gateway.url(scheme="https"), "-k", key=key) == "200"
-    # The next run installs only the new key.
     engine, old, key = gateway.engine(), key, key[::-1]
     key_file.write_text(key + "\n")
     renewed = gateway.site.deploy()

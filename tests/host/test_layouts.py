@@ -99,7 +99,6 @@ def test_large_files_can_live_on_another_disk(fleet: Fleet) -> None:
     assert used["/model"].startswith("/data/models/")
     assert used["/root/.cache"].startswith("/data/cache/")
     assert guest.run("ls /data/sources/*/receipt.json")
-    # A manual mount is only ordered before; mounts of fstab or units are also required.
     assert "data.mount" in guest.unit(guest.serving()[0], "After")["After"]
     assert guest.answers()
     fleet.site.deploy(*only).assert_unchanged()

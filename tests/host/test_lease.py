@@ -57,7 +57,6 @@ def test_interrupted_run_does_not_block_next_run(
     sites: tuple[Site, Site], guest: Guest, signal_sent: signal.Signals
 ) -> None:
     ann, ben = sites
-    # Give the run work at the start and at the end.
     guest.run(f"rm -f {DRIVER_HOLD}; systemctl stop docker.socket docker")
     run = ann.start(deploy=DEPLOY)
     # Poll on the host, because the run may be over sooner than a login.

@@ -63,7 +63,6 @@ def test_other_account_reads_no_secret(gateway: GatewayHost) -> None:
     assert int(gateway.guest.run("tr -cd '\\0' < /tmp/readable | wc -c")) > 1000
     look = "xargs -0 -a /tmp/readable grep -lsF -f /etc/spark/api-key"
     assert gateway.guest.run(look, check=False, timeout_s=300) == ""
-    # Arguments, environments, units, containers and the journal do not contain it.
     for shown in (
         "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'",
         "systemctl show 'spark-*' docker.service",

@@ -20,7 +20,6 @@ def test_containers_of_prepared_host_see_gpu(prepared: Prepared) -> None:
     assert listed.startswith("GPU 0: NVIDIA GB10")
     assert "release 13.0" in guest.run("/usr/local/cuda/bin/nvcc --version || nvcc --version")
     assert guest.run("systemctl is-enabled suspend.target", check=False) == "masked"
-    # nginx is installed, but the default site is off.
     assert guest.run("systemctl is-enabled nginx", check=False) == "disabled"
     assert guest.run("ss -Hltn 'sport = :80'") == ""
 
@@ -80,7 +79,6 @@ DRIFT = {
 def test_repairs_only_the_change(prepared: Prepared, name: str) -> None:
     command, expected = DRIFT[name]
     prepared.guest.run(command)
-    # An incomplete repair of the case before would show here too.
     assert prepared.run().changed == expected
 
 

@@ -103,7 +103,6 @@ def test_removes_unneeded_checkpoint(fleet: Fleet) -> None:
     assert guest.run("ls -A /srv/spark/models") == ""
     assert int(guest.run("sync; df --output=avail -B1 /srv/spark | tail -1")) > free
     fleet.site.deploy("--limit", guest.name).assert_unchanged()
-    # A later deploy builds it again.
     fleet.settle()
     assert guest.answers()
 

@@ -1,7 +1,4 @@
-"""A model is requantized to INT4 with real AutoRound, despite a killed job, and served.
-
-The checkpoint is the base of a hybrid that the real engine serves, and a peer copies it.
-"""
+"""A model is requantized to INT4 with real AutoRound, despite a killed job, and served."""
 
 from __future__ import annotations
 

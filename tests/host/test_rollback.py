@@ -36,14 +36,12 @@ def test_rollback_shows_both_releases_and_next_deploy_reports_it(fleet: Fleet) -
         assert guest.release() == old
         assert guest.boots() == guest.serving()
         assert guest.answers()
-    # A second rollback without a target makes no change.
     rollback(fleet).assert_unchanged()
 
     dry_deploy = fleet.site.deploy(dry=True)
     for guest, old, new in zip(fleet.guests, first, second, strict=True):
         assert f"was rolled back from {new} to {old}" in dry_deploy.stderr
         assert f"Serve | Serve the release on {guest.name}" in dry_deploy.predicted
-    # With matching settings no work is left.
     fleet.site.choose(profile="v2")
     assert "was rolled back" not in fleet.site.deploy().assert_unchanged().stderr
 
@@ -90,7 +88,6 @@ def test_stop_survives_reboot_and_deploy_until_start(fleet: Fleet) -> None:
     guest.wait_until_booted()
     assert guest.serving() == []
 
-    # A deploy applies other changes and keeps the stop.
     fleet.site.choose(serve={"names": ["chosen-meanwhile"]})
     for changes in (True, False):
         run = fleet.site.deploy(*only).assert_succeeded()

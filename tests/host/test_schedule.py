@@ -46,7 +46,6 @@ def test_switches_at_scheduled_time_and_deploy_keeps_it(gateway: GatewayHost) ->
     code, output = site.cli_output("status", NAME)
     assert (code, "as planned" in output) == (0, True), output
 
-    # Without a schedule the plan's release is served, and the timers are removed.
     site.reset("schedule")
     gateway.deploy().assert_succeeded()
     assert guest.release() == day

@@ -79,7 +79,6 @@ def test_printed_connect_commands_work(fleet: Fleet) -> None:
     assert key == guest.key()
     assert key not in text
 
-    # Separate shells, as in two terminals.
     tunnel: subprocess.Popen[bytes] = subprocess.Popen(
         ["bash", "-c", "exec " + row(text, "from here")], stdin=subprocess.DEVNULL
     )

@@ -129,7 +129,6 @@ def test_restores_bare_host_and_lists_kept_files_first(tmp_path: Path) -> None:
     again = uninstall(site)
     assert (again.exit_code, again.changed) == (0, []), again.stderr[-3000:]
 
-    # A new deploy reuses the kept files, and the first baseline still counts.
     serve(site, guest)
     uninstall(site, *ALL).assert_succeeded()
     assert difference(before, snapshot(guest)) == []

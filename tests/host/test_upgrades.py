@@ -1,7 +1,4 @@
-"""After an upgrade of a host, the next run reports it and proves the server again.
-
-Versions are those of the lab's stand-ins; no real driver is involved.
-"""
+"""After an upgrade of a host, the next run reports it and proves the server again."""
 
 from __future__ import annotations
 
@@ -88,7 +85,6 @@ def test_warns_of_slower_server_with_rollback(pair: Pair) -> None:
     assert_changed_only(run, CDI, GPU_PROOF, f"Serve | Serve the release on {FIRST}")
     assert status["proof"]["speed"]
     assert status["events"][-1]["kind"] == "slower"
-    # It answers correctly, so it keeps serving.
     assert guest.answers()
     assert_changed_only(pair.site.deploy("--limit", FIRST))
 
