@@ -325,3 +325,15 @@ def test_empties_the_engine_socket_folder_whatever_it_contains(tmp_path: Path) -
     folders.empty(folder)
     assert os.listdir(folder) == []
     assert (outside / "secret").read_text() == "kept"
+
+
+def test_proven_release_with_an_overfull_cache_starts_with_an_empty_one(
+    caches: Caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proven = caches.make_proven()
+    make_huge(proven, proven)
+    release = caches.release(PROVEN)
+    assert compile_cache.overflow(release, caches.system) == ""
+    monkeypatch.setattr(compile_cache, "LIMIT_BYTES", 1 << 19)
+    assert str(proven) in compile_cache.overflow(release, caches.system)
+    assert content(caches.prepare(PROVEN)) == []

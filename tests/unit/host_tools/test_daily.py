@@ -68,16 +68,6 @@ class ServingHost:
         file.write_bytes(bytes(200_000))
         daily.JOURNAL_BYTES = 100_000
 
-    def fill_cache(self, files: int, size: int) -> None:
-        cache = self.host.paths.below(f"/srv/spark/cache/x/{RELEASE}")
-        (cache / "deep").mkdir(parents=True)
-        (cache / "deep/link").symlink_to("/")  # never followed
-        for number in range(files):
-            (cache / f"deep/{number}").write_bytes(bytes(size))
-        mount = {"source": "/srv/spark/cache/x", "target": "/cache", "read_only": False}
-        self.host.release(engine__mounts=[mount])
-        daily.CACHE_BYTES, daily.CACHE_FILES = 100_000, 50
-
 
 @pytest.fixture
 def serving(host: Host, monkeypatch: pytest.MonkeyPatch) -> ServingHost:
@@ -95,7 +85,7 @@ def serving(host: Host, monkeypatch: pytest.MonkeyPatch) -> ServingHost:
     monkeypatch.setattr(programs, "output_of", output_of)
     for name in ("FREE_BYTES", "FREE_INODES_SHARE"):
         monkeypatch.setattr(daily, name, 0)
-    for name in ("JOURNAL_BYTES", "CACHE_BYTES", "CACHE_FILES"):  # tests change them
+    for name in ("JOURNAL_BYTES",):  # tests change it
         monkeypatch.setattr(daily, name, getattr(daily, name))
     return serving
 
@@ -107,10 +97,6 @@ FAULTS: dict[str, tuple[Callable[[ServingHost], Any], str, str]] = {
     "journal": (lambda s: s.fill_journal(), "journal", "takes 0.0 GiB"),
     "disk": (lambda s: setattr(daily, "FREE_BYTES", 1 << 60), "disk", "GiB are free"),
     "inodes": (lambda s: setattr(daily, "FREE_INODES_SHARE", 2), "disk", "inodes are free"),
-    "cache size": (
-        lambda s: s.fill_cache(10, 20_000), "cache", f"/srv/spark/cache/x/{RELEASE} has 0.0 GiB"
-    ),
-    "cache files": (lambda s: s.fill_cache(80, 0), "cache", "in 51 files"),
     "clock": (lambda s: setattr(s, "clock_synchronised", "no"), "clock", "not synchronised"),
     "clock back": (lambda s: s.write_proof(days_ago(-2)), "clock", "went back"),
     "mount": (lambda s: s.checkpoint.rmdir(), "mounts", "is missing"),
@@ -145,7 +131,6 @@ def test_each_damaged_document_is_reported(serving: ServingHost, content: bytes)
 
 def test_healthy_host_has_no_problems(serving: ServingHost) -> None:
     serving.write_certificate(300)
-    serving.fill_cache(10, 100)
     assert serving.inspect() == []
 
 

@@ -12,7 +12,7 @@ import pytest
 from checked import check_at_start
 from spark_contract.machine import GIB, FreeBlocks, parse_buddyinfo
 from spark_contract.release import Release
-from spark_host.engine import logs, memory
+from spark_host.engine import compile_cache, logs, memory
 from spark_host.watch import sensors, start_guard, watchdog
 from stub_host import Host
 
@@ -174,6 +174,29 @@ def test_watchdog_reports_fragmentation_once(host: Host, monkeypatch: pytest.Mon
     thread.join()
     assert before == ()
     assert [event.kind for event in watchdog.events("main", host.paths)] == ["fragmented"]
+
+
+def test_watchdog_stops_an_engine_that_fills_the_disk(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_cache, "LIMIT_FILES", 2)
+    mount = {"source": "/srv/cache/x", "target": "/cache", "read_only": False}
+    release, killed = host.release(engine__mounts=[mount]), threading.Event()
+    monkeypatch.setattr(watchdog, "kill_engine", lambda *_: killed.set())
+    cache = host.paths.below(str(release.cache))
+    cache.mkdir(parents=True)
+    monkeypatch.setattr(watchdog, "_follow_addresses", lambda *_: None)
+    monkeypatch.setattr(sensors, "read", lambda: None)
+    stop = threading.Event()
+    thread = threading.Thread(target=watchdog._watch_sensors, args=(release, host.paths, stop))
+    monkeypatch.setattr(watchdog, "_SENSORS_EVERY_S", 0.0)
+    thread.start()
+    assert not killed.wait(0.5)
+    for number in range(3):
+        (cache / str(number)).touch()
+    assert killed.wait(10)
+    stop.set()
+    thread.join()
 
 
 # Memory is fragmented below 8 GiB in large blocks, and has recovered at 16 GiB.

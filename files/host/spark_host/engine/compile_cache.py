@@ -29,6 +29,8 @@ from spark_host.system.programs import Report
 
 # Several times the size of a real cache; a copy takes seconds.
 _MAX_BYTES, _MAX_FILES = 8 << 30, 200_000
+# Above these the watchdog stops the engine, and the next start begins with an empty cache.
+LIMIT_BYTES, LIMIT_FILES = 20 << 30, 400_000
 
 
 def prepare(release: Release, host: Host, report: Report) -> None:
@@ -82,8 +84,19 @@ def is_whole(release: Release, driver: str, host: Host) -> bool:
     return state is not None and driver in (state.driver, versions.UNKNOWN)
 
 
+def overflow(release: Release, host: Host) -> str:
+    """Return why the cache is too large, or ""; the engine's account has no disk quota."""
+    if release.cache is None:
+        return ""
+    folder = host.paths.below(release.cache)
+    size, count = folders.measure(folder, LIMIT_BYTES, LIMIT_FILES)
+    if size <= LIMIT_BYTES and count <= LIMIT_FILES:
+        return ""
+    return f"{folder} has {size / (1 << 30):.1f} GiB in {count} files, more than a compiler writes"
+
+
 def _is_usable(release: Release, driver: str, host: Host) -> bool:
-    if release.cache is None or not is_whole(release, driver, host):
+    if release.cache is None or not is_whole(release, driver, host) or overflow(release, host):
         return False
     folder = host.paths.below(release.cache)
     return folder.is_dir() and folder.lstat().st_uid == container.account(release).pw_uid

@@ -24,11 +24,9 @@ from spark_host.watch import checkpoint_hashes
 CERTIFICATE_DAYS = 30
 PROOF_DAYS = 60
 JOURNAL_BYTES = 4 << 30
+_JOURNAL_FILES = 100_000
 FREE_BYTES = 5 << 30
 FREE_INODES_SHARE = 0.02
-# Several times the size of a compile cache, which has no quota.
-CACHE_BYTES = 20 << 30
-CACHE_FILES = 200_000
 _DAY_S = 86_400
 _CLOCK_S = 3_600
 _GIB = 1 << 30
@@ -45,7 +43,6 @@ def inspect(host: Host) -> DailyLook:
         *_certificates(running, host.paths),
         *_journal(host.paths),
         *_disks(running, host.paths),
-        *_caches(running, host.paths),
         *_clock(running, host),
         *_checkpoints(releases, host),
         *_proofs(running, host),
@@ -89,7 +86,7 @@ def _certificates(running: list[Release], paths: Paths) -> Iterator[Problem]:
 
 def _journal(paths: Paths) -> Iterator[Problem]:
     # journald removes files meanwhile.
-    size, _ = folders.measure(paths.below("/var/log/journal"), JOURNAL_BYTES, CACHE_FILES)
+    size, _ = folders.measure(paths.below("/var/log/journal"), JOURNAL_BYTES, _JOURNAL_FILES)
     if size > JOURNAL_BYTES:
         message = f"the journal takes {size / _GIB:.1f} GiB"
         yield Problem("journal", message, "journalctl --vacuum-size=2G; set SystemMaxUse=2G")
@@ -113,15 +110,6 @@ def _disks(running: list[Release], paths: Paths) -> Iterator[Problem]:
         if room.f_files and room.f_favail < FREE_INODES_SHARE * room.f_files:
             message = f"{room.f_favail} of {room.f_files} inodes are free on the disk of {folder}"
             yield Problem("disk", message, "find the folder with many small files: df -i")
-
-
-def _caches(running: list[Release], paths: Paths) -> Iterator[Problem]:
-    for folder in sorted({paths.below(release.cache) for release in running if release.cache}):
-        size, count = folders.measure(folder, CACHE_BYTES, CACHE_FILES)
-        if size > CACHE_BYTES or count > CACHE_FILES:
-            message = f"{folder} has {size / _GIB:.1f} GiB in {count} files, more than a compiler"
-            fix = "find the writer (spark-deploy logs), stop the engine, remove it, start it again"
-            yield Problem("cache", message, fix)
 
 
 def _clock(running: list[Release], host: Host) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from spark_contract.paths import Paths
 from spark_contract.records import Event
 from spark_contract.release import FRAGMENTED, KILLED, STALLED, STARVING, Release, Watch
 
-from spark_host.engine import container
+from spark_host.engine import compile_cache, container
 from spark_host.engine.client import Engine, EngineError, Metrics, SilentError
 from spark_host.engine.memory import Floor, available_bytes, read_free_blocks
 from spark_host.gateway import gateway
@@ -236,6 +236,8 @@ def _watch_sensors(release: Release, paths: Paths, stop: threading.Event) -> Non
     while not stop.is_set():
         if time.monotonic() - sampled_s >= _SENSORS_EVERY_S:
             sampled_s = time.monotonic()
+            if reason := compile_cache.overflow(release, Host(paths)):
+                kill_engine(release, "cache", reason, None, paths)
             for kind, text in alarms.events(sensors.read()):
                 event(release, kind, text, paths)
             blocks = read_free_blocks()
