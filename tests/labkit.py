@@ -11,11 +11,14 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,16 @@ def lab(*arguments: str, timeout_s: float = 1500) -> str:
             f"lab {' '.join(arguments)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         )
     return done.stdout
+
+
+@contextmanager
+def broken(fault: str, guest: str) -> Iterator[None]:
+    """Break a guest with ``lab break`` during a block."""
+    lab("break", fault, guest)
+    try:
+        yield
+    finally:
+        lab("break", fault, guest, "--heal")
 
 
 def info() -> dict[str, Any]:
@@ -274,6 +287,17 @@ class Site:
         merged = _merge(lab_settings, self.choices)
         (self.root / "group_vars/lab.yml").write_text(yaml.safe_dump(merged, sort_keys=False))
 
+    @contextmanager
+    def chosen(self, **settings: Any) -> Iterator[None]:
+        """Choose settings during a block, and return to the earlier ones."""
+        before = dict(self.choices)
+        self.choose(**settings)
+        try:
+            yield
+        finally:
+            self.choices = before
+            self.choose()
+
     def reset(self, *names: str) -> None:
         """Return these settings to their defaults."""
         for name in names:
@@ -373,6 +397,17 @@ def rollouts_overlap(guests: list[Guest], number: int = -1) -> bool:
 
 def guest_named(name: str) -> Guest:
     return next(Guest(name, entry["ip"]) for entry in info()["guests"] if entry["name"] == name)
+
+
+def wait_for_port(port: int) -> None:
+    """Wait until a program on this machine listens on a loopback port."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 2).close()
+        except OSError:
+            assert time.monotonic() < deadline, f"no listener on port {port}"
+            time.sleep(0.2)
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.labkit import Site, guest_named, lab
+from tests.labkit import Site, broken, guest_named, lab
 from tests.runs import Run
 
 NAMES = os.environ.get("SPARK_ROLLING_GUESTS", "lab-13 lab-14 lab-15").split()
@@ -108,11 +108,8 @@ def test_unreachable_host_does_not_block_others(three: Three) -> None:
     down = three.guests[1]
     three.site.choose(serve={"names": ["renamed"]})
 
-    lab("break", "host-down", down.name)
-    try:
+    with broken("host-down", down.name):
         run = three.site.deploy()
-    finally:
-        lab("break", "host-down", down.name, "--heal")
 
     assert run.exit_code != 0
     assert [three.guests[0].names(), three.guests[2].names()] == [["renamed"], ["renamed"]]
@@ -128,12 +125,9 @@ def test_host_lost_before_its_rollout_delays_others_only_minutes(three: Three) -
     three.site.choose(serve={"names": ["renamed"]})
     process = three.start_deploy(until="Starting operation")
 
-    lab("break", "host-down", lost.name)
-    cut_at = time.monotonic()
-    try:
+    with broken("host-down", lost.name):
+        cut_at = time.monotonic()
         rest, _ = process.communicate(timeout=300)
-    finally:
-        lab("break", "host-down", lost.name, "--heal")
 
     assert process.returncode != 0
     assert time.monotonic() - cut_at < 200

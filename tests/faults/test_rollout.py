@@ -13,10 +13,6 @@ from tests.faults.bad_releases import BAD_RELEASES
 from tests.faults.bench import SPARK_HOST, A, B, Bench, C
 
 
-def test_first_release_is_proven_and_enabled(bench: Bench) -> None:
-    bench.serve_proven(A)
-
-
 def test_switches_to_another_release_and_back(bench: Bench) -> None:
     bench.serve_proven(A)
     bench.release(B, engine__argv=["--kv-cache-dtype", "fp8"])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 
 import pytest
 import yaml
 
-from tests.labkit import SPARE, Guest, guest_named, lab
+from tests.labkit import SPARE, Guest, guest_named, lab, wait_for_port
 from tests.owner import Owner, new_owner, typed_commands
 
 ASK = """
@@ -70,7 +68,7 @@ def test_client_needs_two_commands_and_no_copied_key(walk: Walk) -> None:
     tunnel, [evaluated] = typed_commands("connect through an SSH tunnel")
     assert evaluated == "$(spark-deploy connect spark-1 --for env)"
     with walk.owner.running(*tunnel):
-        wait_for("127.0.0.1", 8000)
+        wait_for_port(8000)
         printed = walk.owner.run("connect", "spark-1", "--for", "env").stdout
         assert re.search(r'OPENAI_API_KEY="\$\(.*\)"', printed)  # read when needed
         done = subprocess.run(
@@ -78,16 +76,6 @@ def test_client_needs_two_commands_and_no_copied_key(walk: Walk) -> None:
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (0, "35352137"), done.stderr
-
-
-def wait_for(address: str, port: int) -> None:
-    until_s = time.monotonic() + 30
-    while True:
-        try:
-            return socket.create_connection((address, port), 2).close()
-        except OSError:
-            assert time.monotonic() < until_s
-            time.sleep(0.2)
 
 
 def test_one_command_frees_the_gpu(walk: Walk) -> None:

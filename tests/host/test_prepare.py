@@ -99,13 +99,10 @@ def test_stops_only_named_containers(prepared: Prepared) -> None:
         f"docker tag {prepared.image()} ollama/ollama:1; docker run -d --name ollama "
         "--restart unless-stopped --stop-signal KILL --entrypoint sleep ollama/ollama:1 600"
     )
-    try:
-        prepared.site.choose(takeover=["ollama"])
+    with prepared.site.chosen(takeover=["ollama"]):
         taken, again = prepared.run(), prepared.run()
-        left = guest.json("docker inspect ollama")[0]
-    finally:
-        prepared.site.choose(takeover=[])
-        guest.run("docker rm -f ollama; docker rmi ollama/ollama:1")
+    left = guest.json("docker inspect ollama")[0]
+    guest.run("docker rm -f ollama; docker rmi ollama/ollama:1")
     assert taken.changed == ["Preflight | Take over containers"]
     again.assert_unchanged()
     assert left["State"]["Status"] == "exited"
@@ -121,11 +118,9 @@ def test_keeps_foreign_daemon_json_keys_and_running_containers(prepared: Prepare
     image = prepared.image()
     guest.run(f"docker run -d --name neighbour --entrypoint sleep {image} 600")
     started = guest.run("docker inspect -f '{{.State.StartedAt}}' neighbour")
-    try:
-        run = prepared.run()
-        after = guest.run("docker inspect -f '{{.State.StartedAt}} {{.State.Running}}' neighbour")
-    finally:
-        guest.run("docker rm -f neighbour")
+    run = prepared.run()
+    after = guest.run("docker inspect -f '{{.State.StartedAt}} {{.State.Running}}' neighbour")
+    guest.run("docker rm -f neighbour")
     merged = guest.json("cat /etc/docker/daemon.json")
     assert run.changed == [steps.DAEMON_JSON, steps.RUNNING]
     assert after == f"{started} true"
@@ -162,10 +157,8 @@ def test_ignores_broken_foreign_apt_source(prepared: Prepared) -> None:
         "apt-get remove -qy jq; "
         "echo 'deb http://127.0.0.1:9/none x main' > /etc/apt/sources.list.d/broken.list"
     )
-    try:
-        run = prepared.run()
-    finally:
-        guest.run("rm /etc/apt/sources.list.d/broken.list")
+    run = prepared.run()
+    guest.run("rm /etc/apt/sources.list.d/broken.list")
     assert run.changed == [steps.PACKAGES]
 
 
@@ -173,15 +166,13 @@ def test_host_protection_is_optional(prepared: Prepared) -> None:
     guest = prepared.guest
     target = guest.run("systemctl get-default")
     assert guest.run("systemctl is-active earlyoom", check=False) == "inactive"
-    prepared.site.choose(base={"earlyoom": True, "headless": True, "skip": ["protect-login"]})
-    try:
+    base = {"earlyoom": True, "headless": True, "skip": ["protect-login"]}
+    with prepared.site.chosen(base=base):
         enabled, again = prepared.run(), prepared.run()
-        running = guest.run("tr '\\0' ' ' < /proc/$(pidof earlyoom)/cmdline")
-        guaranteed = guest.run("systemctl show -p MemoryMin --value user.slice")
-        headless = guest.run("systemctl get-default")
-    finally:
-        prepared.site.reset("base")
-        guest.run(f"systemctl disable -q --now earlyoom; systemctl set-default -q {target}")
+    running = guest.run("tr '\\0' ' ' < /proc/$(pidof earlyoom)/cmdline")
+    guaranteed = guest.run("systemctl show -p MemoryMin --value user.slice")
+    headless = guest.run("systemctl get-default")
+    guest.run(f"systemctl disable -q --now earlyoom; systemctl set-default -q {target}")
     again.assert_unchanged()
     assert set(enabled.changed) >= {steps.LOGIN, "Base | Run earlyoom"}
     assert "--prefer ^(VLLM|vllm)" in running
@@ -193,13 +184,10 @@ def test_host_protection_is_optional(prepared: Prepared) -> None:
 def test_sets_and_restores_compaction(prepared: Prepared) -> None:
     guest, step = prepared.guest, "Base | Set the kernel's compaction"
     read = "cat /proc/sys/vm/compaction_proactiveness"
-    prepared.site.choose(base={"compaction_proactiveness": 0})
-    try:
+    with prepared.site.chosen(base={"compaction_proactiveness": 0}):
         enabled, again, value = prepared.run(), prepared.run(), guest.run(read)
         guest.run("echo 7 > /proc/sys/vm/compaction_proactiveness")
         repaired, value_again = prepared.run(), guest.run(read)
-    finally:
-        prepared.site.reset("base")
     assert (enabled.changed, value) == ([step], "0")
     again.assert_unchanged()
     assert (repaired.changed, value_again) == ([step], "0")

@@ -78,11 +78,9 @@ def test_refuses_before_any_change(prepared: Prepared, name: str) -> None:
     execute(prepared, cause)
     # A run that got further would create this again.
     prepared.guest.run("rmdir /var/lib/spark/switch")
-    try:
-        refused = prepared.run()
-        untouched = prepared.guest.run("test -e /var/lib/spark/switch || echo untouched")
-    finally:
-        execute(prepared, repair)
+    refused = prepared.run()
+    untouched = prepared.guest.run("test -e /var/lib/spark/switch || echo untouched")
+    execute(prepared, repair)
     assert refused.exit_code != 0
     assert words in refused.stderr
     assert "fix:" in refused.stderr
@@ -97,12 +95,10 @@ def test_quotes_docker_start_error(prepared: Prepared) -> None:
         "cp /etc/docker/daemon.json /root/kept; systemctl stop docker docker.socket; "
         f"echo {shlex.quote(json.dumps(wrong))} > /etc/docker/daemon.json"
     )
-    try:
-        run = prepared.run()
-    finally:
-        # Stop it, because systemd might otherwise restart it successfully.
-        guest.run("systemctl stop docker docker.socket; cp /root/kept /etc/docker/daemon.json; "
-                  "systemctl reset-failed docker")  # fmt: skip
+    run = prepared.run()
+    # Stop it, because systemd might otherwise restart it successfully.
+    guest.run("systemctl stop docker docker.socket; cp /root/kept /etc/docker/daemon.json; "
+              "systemctl reset-failed docker")  # fmt: skip
     assert run.exit_code != 0
     assert "no-such-key" in run.stderr
     assert prepared.run().changed == [RUNNING]
@@ -112,19 +108,16 @@ def test_rejects_repository_key_with_wrong_digest(prepared: Prepared) -> None:
     guest = prepared.guest
     guest.run("rm -f /etc/apt/keyrings/spark-* /etc/apt/sources.list.d/spark-*")
     guest.run("apt-get remove -qy cuda-toolkit-13-0")
-    prepared.site.choose(repositories={"lab-vendor": {"key_sha256": "0" * 64}})
     inventory = prepared.site.root / "inventory/lab.py"
     text = inventory.read_text()
     # The lab's pin takes precedence over group_vars, so change it in the inventory.
     inventory.write_text(
         text.replace('_lab["apt"]', '({**_e, "key_sha256": "0" * 64} for _e in _lab["apt"])')
     )
-    try:
+    with prepared.site.chosen(repositories={"lab-vendor": {"key_sha256": "0" * 64}}):
         run = prepared.run()
-        trusted = guest.run("ls /etc/apt/keyrings /etc/apt/sources.list.d")
-    finally:
-        inventory.write_text(text)
-        prepared.site.reset("repositories")
+    trusted = guest.run("ls /etc/apt/keyrings /etc/apt/sources.list.d")
+    inventory.write_text(text)
     assert run.exit_code != 0
     assert "0" * 64 in run.stderr
     assert "spark-" not in trusted
@@ -143,12 +136,9 @@ def test_refuses_package_that_changes_driver(prepared: Prepared) -> None:
             echo "SHA256: $(sha256sum $d.deb | cut -d' ' -f1)"; echo; } >> Packages; done
         echo 'deb [trusted=yes] file:/srv/repo ./' > /etc/apt/sources.list.d/tempting.list"""
     )
-    prepared.site.choose(base={"packages": ["curl", "tempting"]})
-    try:
+    with prepared.site.chosen(base={"packages": ["curl", "tempting"]}):
         run = prepared.run()
-    finally:
-        prepared.site.reset("base")
-        guest.run("rm -r /srv/repo /etc/apt/sources.list.d/tempting.list")
+    guest.run("rm -r /srv/repo /etc/apt/sources.list.d/tempting.list")
     assert run.exit_code != 0
     assert "nvidia-driver-590" in run.stderr
     assert guest.run("dpkg -l tempting nvidia-driver-590", check=False) == ""

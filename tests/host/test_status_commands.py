@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import time
 from typing import Any
 
-import pytest
-
 from tests.host.conftest import FIRST, SECOND, Fleet
+from tests.labkit import wait_for_port
 
 
 def row(text: str, title: str) -> str:
@@ -83,7 +81,7 @@ def test_printed_connect_commands_work(fleet: Fleet) -> None:
         ["bash", "-c", "exec " + row(text, "from here")], stdin=subprocess.DEVNULL
     )
     try:
-        wait_for_port(8000, tunnel)
+        wait_for_port(8000)
         answer: dict[str, Any] = json.loads(
             subprocess.check_output(["bash", "-c", row(text, "try")], text=True, timeout=60)
         )
@@ -101,13 +99,3 @@ def test_tunnel_fails_if_port_is_taken(fleet: Fleet) -> None:  # else a stranger
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     assert done.returncode != 0
-
-
-def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
-    while process.poll() is None and time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    pytest.fail(f"no listener on port {port}")

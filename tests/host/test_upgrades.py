@@ -76,10 +76,8 @@ def test_warns_of_slower_server_with_rollback(pair: Pair) -> None:
     guest = pair.guests[0]
     guest.run("echo slow > /run/spark/engines/main/stub-fault")
     set_driver(guest, NEW, "580.178.04+labstub")
-    try:
-        run = pair.site.deploy("--limit", FIRST)
-    finally:
-        guest.run("rm /run/spark/engines/main/stub-fault")
+    run = pair.site.deploy("--limit", FIRST)
+    guest.run("rm /run/spark/engines/main/stub-fault")
     status = pair.status(FIRST)
 
     assert_changed_only(run, CDI, GPU_PROOF, f"Serve | Serve the release on {FIRST}")
@@ -110,11 +108,8 @@ def test_reboots_hosts_one_by_one_if_allowed(pair: Pair) -> None:
     )
     second.run("touch /run/reboot-required")
     refused = pair.site.deploy("--limit", FIRST)
-    pair.site.choose(reboot="allow")
-    try:
+    with pair.site.chosen(reboot="allow"):
         run, again = pair.site.deploy(timeout_s=1200), pair.site.deploy()
-    finally:
-        pair.site.reset("reboot")
 
     assert refused.exit_code != 0
     run.assert_succeeded()
